@@ -1,0 +1,160 @@
+"""Every argument of a collective is checked here, before anything is sent, and brought into wire form.
+
+Wire form is flat and of a dtype that comm_core knows: complex numbers as pairs of reals, and, where an operation only
+moves bytes, other types as integers of the same width. It shares memory with the caller's tensor but neither its
+autograd history nor its version counter: writing it is, for autograd, a write from outside, on every backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from comm_core import InvalidUsage, ReduceOp, Unsupported
+
+#: The highest tag of send and recv.
+MAX_TAG = 1023
+
+#: What comm_core reduces and moves.
+WIRE_DTYPES = frozenset(
+    (
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.uint8,
+        torch.bool,
+    )
+)
+
+_SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_COMPLEX_OPS = (ReduceOp.SUM, ReduceOp.AVG)
+
+
+def balanced_split(count: int, parts: int) -> list[int]:
+    """`count` elements in `parts` shards as even as possible; the first `count % parts` get one element more."""
+    base, more = divmod(count, parts)
+    return [base + 1] * more + [base] * (parts - more)
+
+
+def check_tensor(what: str, name: str, tensor: torch.Tensor) -> None:
+    """Refuse what has no plain, contiguous memory on the CPU."""
+    if not isinstance(tensor, torch.Tensor):
+        raise InvalidUsage(f"{what}: {name} must be a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.layout is not torch.strided:
+        raise InvalidUsage(f"{what}: {name} must be a dense tensor, got layout {tensor.layout}")
+    if tensor.device.type != "cpu":
+        raise Unsupported(f"{what}: {name} is on {tensor.device}, this communicator moves CPU tensors")
+    if not tensor.is_contiguous():
+        raise InvalidUsage(
+            f"{what}: {name} must be contiguous, got shape {tuple(tensor.shape)} with strides {tensor.stride()}; "
+            "pass .contiguous() or a flat view"
+        )
+    if tensor.is_conj() or tensor.is_neg():
+        raise InvalidUsage(f"{what}: {name} is a lazily conjugated or negated view; pass .resolve_conj().resolve_neg()")
+
+
+def wire_form(what: str, name: str, tensor: torch.Tensor, op: ReduceOp | None = None) -> torch.Tensor:
+    """A flat view of `tensor`'s memory in a dtype comm_core knows; `op` is None where bytes are only moved."""
+    check_tensor(what, name, tensor)
+    flat = tensor.data.reshape(-1)
+    if flat.dtype in WIRE_DTYPES:
+        return flat
+    if flat.is_complex():
+        if op is not None and op not in _COMPLEX_OPS:
+            raise Unsupported(f"{what}: {op.name} is not defined for {tensor.dtype}")
+        return wire_form(what, name, torch.view_as_real(flat).reshape(-1), op)
+    if op is None and flat.element_size() in _SAME_WIDTH:
+        return flat.view(_SAME_WIDTH[flat.element_size()])
+    raise Unsupported(f"{what}: {name} has dtype {tensor.dtype}, which cannot be {'moved' if op is None else 'reduced'}")
+
+
+def check_op(what: str, op: ReduceOp) -> None:
+    """Refuse anything that is not a `comm_core.ReduceOp`."""
+    if not isinstance(op, ReduceOp):
+        raise InvalidUsage(f"{what}: op must be a comm_core.ReduceOp, got {op!r}")
+
+
+def check_same_dtype(what: str, send: torch.Tensor, recv: torch.Tensor) -> None:
+    """Refuse a receive buffer of another dtype than the send buffer's."""
+    if send.dtype is not recv.dtype:
+        raise InvalidUsage(f"{what}: send has dtype {send.dtype} and recv has dtype {recv.dtype}")
+
+
+def check_rank(what: str, name: str, rank: int, size: int) -> None:
+    """Refuse a rank outside the group."""
+    if not 0 <= rank < size:
+        raise InvalidUsage(f"{what}: {name} {rank} is not a rank of a group of {size}")
+
+
+def check_tag(what: str, tag: int) -> None:
+    """Refuse a tag outside what every backend can carry."""
+    if not 0 <= tag <= MAX_TAG:
+        raise InvalidUsage(f"{what}: tag {tag} is not between 0 and {MAX_TAG}")
+
+
+def resolve_counts(what: str, name: str, counts: Sequence[int] | None, total: int, size: int) -> list[int]:
+    """The shard sizes an operation works with: the caller's, checked, or the balanced split of `total`."""
+    if counts is None:
+        return balanced_split(total, size)
+    resolved = [int(count) for count in counts]
+    if len(resolved) != size:
+        raise InvalidUsage(f"{what}: {name} has {len(resolved)} entries for {size} ranks")
+    if min(resolved) < 0:
+        raise InvalidUsage(f"{what}: {name} has a negative entry: {resolved}")
+    if sum(resolved) != total:
+        raise InvalidUsage(f"{what}: {name} add up to {sum(resolved)} elements, the buffer has {total}")
+    return resolved
+
+
+def equal_counts(what: str, name: str, total: int, size: int) -> list[int]:
+    """Equal parts of `total`, as all_to_all takes when no counts are given."""
+    if total % size:
+        raise InvalidUsage(f"{what}: {name} has {total} elements, which do not divide by {size} ranks; pass counts")
+    return [total // size] * size
+
+
+def check_count(what: str, name: str, expected: int, got: int) -> None:
+    """Refuse a buffer whose size does not fit the other arguments."""
+    if expected != got:
+        raise InvalidUsage(f"{what}: {name} has {got} elements, expected {expected}")
+
+
+def byte_range(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where a contiguous tensor lies in its storage, as the half-open range of bytes."""
+    start = tensor.storage_offset() * tensor.element_size()
+    return start, start + tensor.numel() * tensor.element_size()
+
+
+def same_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether two contiguous tensors are exactly the same bytes of one storage."""
+    return _same_storage(first, second) and byte_range(first) == byte_range(second)
+
+
+def overlap_in_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether two contiguous tensors share a byte of one storage."""
+    if not _same_storage(first, second):
+        return False
+    (start, end), (other_start, other_end) = byte_range(first), byte_range(second)
+    return max(start, other_start) < min(end, other_end)
+
+
+def check_disjoint(what: str, send: torch.Tensor, recv: torch.Tensor) -> None:
+    """Refuse a receive buffer inside the send buffer of an operation that is not in place."""
+    if overlap_in_memory(send, recv):
+        raise InvalidUsage(f"{what}: recv (bytes {byte_range(recv)}) overlaps send (bytes {byte_range(send)})")
+
+
+def check_disjoint_or_same(what: str, send: torch.Tensor, recv: torch.Tensor) -> None:
+    """Refuse buffers that overlap in part; the same memory is the in-place form."""
+    if not same_memory(send, recv):
+        check_disjoint(what, send, recv)
+
+
+def _same_storage(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return first.untyped_storage()._cdata == second.untyped_storage()._cdata

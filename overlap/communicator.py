@@ -1,0 +1,249 @@
+"""The one interface through which strategies move tensors between ranks.
+
+Two implementations: `overlap.native.NativeCommunicator` over comm_core (MPI, or one rank alone) and
+`overlap.process_group.ProcessGroupCommunicator` over torch.distributed. Every operation has an asynchronous form that
+returns a `Work`, and a synchronous form that is the same call followed by `wait()`.
+
+Operations of one communicator happen in the order in which they were issued, which therefore has to be the same on all
+of its ranks. Tensors are contiguous and on the CPU; a tensor handed to an operation stays untouched by the caller, and
+is kept alive by the `Work`, until the operation is done.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+import comm_core
+from comm_core import ReduceOp
+
+
+class Work(Protocol):
+    """One issued operation; `comm_core.Work` has this shape and so has the torch.distributed adapter's."""
+
+    @property
+    def label(self) -> str:
+        """The caller's name for the operation; the kind of operation when none was given."""
+
+    @property
+    def seconds(self) -> float:
+        """Time since it was issued, or the whole time it took once it is done."""
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Block until done and raise what went wrong; `comm_core.TimeoutError` when `timeout` seconds pass first."""
+
+    def done(self) -> bool:
+        """Whether `wait()` would return at once. Never blocks."""
+
+    def exception(self) -> comm_core.Error | None:
+        """The error of an operation that failed; None while it runs and when it succeeded."""
+
+    def order_before(self, stream: int) -> None:
+        """Make what is enqueued on `stream` from now on run after this operation; on the CPU the same as `wait()`."""
+
+    def describe(self) -> str:
+        """Operation, label, rank, sizes and state in one line."""
+
+
+class Communicator(ABC):
+    """Collectives on torch tensors between the ranks of one group."""
+
+    @property
+    @abstractmethod
+    def rank(self) -> int:
+        """This process's number in the group."""
+
+    @property
+    @abstractmethod
+    def size(self) -> int:
+        """How many ranks the group has."""
+
+    @property
+    @abstractmethod
+    def backend(self) -> str:
+        """What moves the bytes: "local", "mpi" or "gloo"."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """A name for messages; the same on all ranks of the group."""
+
+    # - Collectives
+
+    @abstractmethod
+    def reduce_scatter_async(
+        self,
+        send: torch.Tensor,
+        recv: torch.Tensor,
+        op: ReduceOp = ReduceOp.SUM,
+        *,
+        counts: Sequence[int] | None = None,
+        label: str = "",
+    ) -> Work:
+        """Reduce `send` over all ranks; rank r receives the `counts[r]` elements of its shard. Never writes `send`.
+
+        Without `counts` the split is balanced: the first `send.numel() % size` ranks get one element more.
+        """
+
+    @abstractmethod
+    def all_gather_async(
+        self, send: torch.Tensor, recv: torch.Tensor, *, counts: Sequence[int] | None = None, label: str = ""
+    ) -> Work:
+        """Put every rank's `send` side by side into every rank's `recv`.
+
+        `send` may be this rank's own part of `recv`, which then is not copied. Without `counts` the parts are the
+        balanced split of `recv.numel()`.
+        """
+
+    @abstractmethod
+    def all_gather_counts(self, send_count: int) -> list[int]:
+        """Every rank's `send_count`, in rank order: for an all-gather whose sizes are not known yet. Blocks."""
+
+    @abstractmethod
+    def all_reduce_async(
+        self, send: torch.Tensor, recv: torch.Tensor, op: ReduceOp = ReduceOp.SUM, *, label: str = ""
+    ) -> Work:
+        """Reduce `send` over all ranks into every rank's `recv`, which may be `send` itself."""
+
+    @abstractmethod
+    def broadcast_async(self, tensor: torch.Tensor, root: int = 0, *, label: str = "") -> Work:
+        """Overwrite `tensor` on every rank with `root`'s."""
+
+    @abstractmethod
+    def reduce_async(
+        self,
+        send: torch.Tensor,
+        recv: torch.Tensor | None,
+        op: ReduceOp = ReduceOp.SUM,
+        root: int = 0,
+        *,
+        label: str = "",
+    ) -> Work:
+        """Reduce `send` over all ranks into `root`'s `recv`; the other ranks may pass None for it."""
+
+    @abstractmethod
+    def all_to_all_async(
+        self,
+        send: torch.Tensor,
+        recv: torch.Tensor,
+        *,
+        send_counts: Sequence[int] | None = None,
+        recv_counts: Sequence[int] | None = None,
+        label: str = "",
+    ) -> Work:
+        """Send part i of `send` to rank i and receive part j of `recv` from rank j. Without counts: equal parts."""
+
+    @abstractmethod
+    def send_async(self, tensor: torch.Tensor, peer: int, tag: int = 0, *, label: str = "") -> Work:
+        """Send to `peer`, where a receive with the same tag (0 to 1023) and size takes it, in order per tag."""
+
+    @abstractmethod
+    def recv_async(self, tensor: torch.Tensor, peer: int, tag: int = 0, *, label: str = "") -> Work:
+        """Receive from `peer` what it sends with the same tag and size."""
+
+    @abstractmethod
+    def barrier_async(self, *, label: str = "") -> Work:
+        """Done once every rank has issued it."""
+
+    @abstractmethod
+    def split(self, color: int | None, key: int = 0) -> Communicator | None:
+        """A communicator of the ranks with the same `color`, ordered by `key`, then rank. Every rank calls it.
+
+        None as colour takes part in the call and gets None.
+        """
+
+    # - Mailbox: messages beside the collectives, at any time, with no matching call
+
+    @abstractmethod
+    def post(self, peer: int, payload: bytes) -> Work:
+        """Send `payload` to `peer`'s mailbox (which may be one's own)."""
+
+    @abstractmethod
+    def receive_post(self, timeout: float) -> tuple[int, bytes] | None:
+        """The next message and the rank that posted it; None when none came within `timeout` seconds."""
+
+    # - Life
+
+    @abstractmethod
+    def pending(self) -> list[Work]:
+        """Operations issued and not finished, oldest first."""
+
+    @abstractmethod
+    def abort(self, code: int) -> None:
+        """End the whole job at once with this exit status; does not return."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Wait for what was issued and let go of the connections. Calling it again does nothing."""
+
+    # - Synchronous forms
+
+    def reduce_scatter(
+        self,
+        send: torch.Tensor,
+        recv: torch.Tensor,
+        op: ReduceOp = ReduceOp.SUM,
+        *,
+        counts: Sequence[int] | None = None,
+        label: str = "",
+    ) -> None:
+        """`reduce_scatter_async` and `wait`."""
+        self.reduce_scatter_async(send, recv, op, counts=counts, label=label).wait()
+
+    def all_gather(
+        self, send: torch.Tensor, recv: torch.Tensor, *, counts: Sequence[int] | None = None, label: str = ""
+    ) -> None:
+        """`all_gather_async` and `wait`."""
+        self.all_gather_async(send, recv, counts=counts, label=label).wait()
+
+    def all_reduce(
+        self, send: torch.Tensor, recv: torch.Tensor, op: ReduceOp = ReduceOp.SUM, *, label: str = ""
+    ) -> None:
+        """`all_reduce_async` and `wait`."""
+        self.all_reduce_async(send, recv, op, label=label).wait()
+
+    def broadcast(self, tensor: torch.Tensor, root: int = 0, *, label: str = "") -> None:
+        """`broadcast_async` and `wait`."""
+        self.broadcast_async(tensor, root, label=label).wait()
+
+    def reduce(
+        self,
+        send: torch.Tensor,
+        recv: torch.Tensor | None,
+        op: ReduceOp = ReduceOp.SUM,
+        root: int = 0,
+        *,
+        label: str = "",
+    ) -> None:
+        """`reduce_async` and `wait`."""
+        self.reduce_async(send, recv, op, root, label=label).wait()
+
+    def all_to_all(
+        self,
+        send: torch.Tensor,
+        recv: torch.Tensor,
+        *,
+        send_counts: Sequence[int] | None = None,
+        recv_counts: Sequence[int] | None = None,
+        label: str = "",
+    ) -> None:
+        """`all_to_all_async` and `wait`."""
+        self.all_to_all_async(send, recv, send_counts=send_counts, recv_counts=recv_counts, label=label).wait()
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int = 0, *, label: str = "") -> None:
+        """`send_async` and `wait`."""
+        self.send_async(tensor, peer, tag, label=label).wait()
+
+    def recv(self, tensor: torch.Tensor, peer: int, tag: int = 0, *, label: str = "") -> None:
+        """`recv_async` and `wait`."""
+        self.recv_async(tensor, peer, tag, label=label).wait()
+
+    def barrier(self, *, label: str = "") -> None:
+        """`barrier_async` and `wait`."""
+        self.barrier_async(label=label).wait()
+
+
+__all__ = ["Communicator", "ReduceOp", "Work"]

@@ -1,0 +1,169 @@
+"""Tensors over comm_core: the communicator of a job started by mpirun, and of a process alone.
+
+The only place that takes a tensor's address. comm_core keeps the tensor alive, as the owner of its buffer, until the
+operation is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+import comm_core
+from comm_core import Buffer, DType, ReduceOp
+from overlap.communicator import Communicator, Work
+from overlap.requests import (
+    all_gather_request,
+    all_reduce_request,
+    all_to_all_request,
+    broadcast_request,
+    message_request,
+    reduce_request,
+    reduce_scatter_request,
+)
+
+_DTYPES = {
+    torch.float16: DType.FLOAT16,
+    torch.bfloat16: DType.BFLOAT16,
+    torch.float32: DType.FLOAT32,
+    torch.float64: DType.FLOAT64,
+    torch.int8: DType.INT8,
+    torch.int16: DType.INT16,
+    torch.int32: DType.INT32,
+    torch.int64: DType.INT64,
+    torch.uint8: DType.UINT8,
+    torch.bool: DType.BOOL,
+}
+
+
+class NativeCommunicator(Communicator):
+    """A `comm_core.Communicator` that takes tensors."""
+
+    def __init__(self, core: Any) -> None:
+        self._core = core
+
+    @property
+    def core(self) -> Any:
+        """The comm_core communicator below."""
+        return self._core
+
+    @property
+    def rank(self) -> int:
+        return int(self._core.rank)
+
+    @property
+    def size(self) -> int:
+        return int(self._core.size)
+
+    @property
+    def backend(self) -> str:
+        return str(self._core.backend)
+
+    @property
+    def name(self) -> str:
+        return str(self._core.name)
+
+    def reduce_scatter_async(
+        self,
+        send: torch.Tensor,
+        recv: torch.Tensor,
+        op: ReduceOp = ReduceOp.SUM,
+        *,
+        counts: Sequence[int] | None = None,
+        label: str = "",
+    ) -> Work:
+        request = reduce_scatter_request(self.rank, self.size, send, recv, op, counts)
+        return self._core.reduce_scatter_async(
+            _readable(request.send), _writable(request.recv), op, counts=request.send_counts, label=label
+        )
+
+    def all_gather_async(
+        self, send: torch.Tensor, recv: torch.Tensor, *, counts: Sequence[int] | None = None, label: str = ""
+    ) -> Work:
+        request = all_gather_request(self.rank, self.size, send, recv, counts)
+        return self._core.all_gather_async(
+            _readable(request.send), _writable(request.recv), counts=request.recv_counts, label=label
+        )
+
+    def all_gather_counts(self, send_count: int) -> list[int]:
+        return list(self._core.all_gather_counts(send_count))
+
+    def all_reduce_async(
+        self, send: torch.Tensor, recv: torch.Tensor, op: ReduceOp = ReduceOp.SUM, *, label: str = ""
+    ) -> Work:
+        request = all_reduce_request(send, recv, op)
+        return self._core.all_reduce_async(_readable(request.send), _writable(request.recv), op, label=label)
+
+    def broadcast_async(self, tensor: torch.Tensor, root: int = 0, *, label: str = "") -> Work:
+        return self._core.broadcast_async(_writable(broadcast_request(self.size, tensor, root)), root, label=label)
+
+    def reduce_async(
+        self,
+        send: torch.Tensor,
+        recv: torch.Tensor | None,
+        op: ReduceOp = ReduceOp.SUM,
+        root: int = 0,
+        *,
+        label: str = "",
+    ) -> Work:
+        source, target = reduce_request(self.rank, self.size, send, recv, op, root)
+        into = None if target is None else _writable(target)
+        return self._core.reduce_async(_readable(source), into, op, root, label=label)
+
+    def all_to_all_async(
+        self,
+        send: torch.Tensor,
+        recv: torch.Tensor,
+        *,
+        send_counts: Sequence[int] | None = None,
+        recv_counts: Sequence[int] | None = None,
+        label: str = "",
+    ) -> Work:
+        request = all_to_all_request(self.rank, self.size, send, recv, send_counts, recv_counts)
+        return self._core.all_to_all_async(
+            _readable(request.send),
+            _writable(request.recv),
+            send_counts=request.send_counts,
+            recv_counts=request.recv_counts,
+            label=label,
+        )
+
+    def send_async(self, tensor: torch.Tensor, peer: int, tag: int = 0, *, label: str = "") -> Work:
+        flat = message_request("send", self.rank, self.size, tensor, peer, tag)
+        return self._core.send_async(_readable(flat), peer, tag, label=label)
+
+    def recv_async(self, tensor: torch.Tensor, peer: int, tag: int = 0, *, label: str = "") -> Work:
+        flat = message_request("recv", self.rank, self.size, tensor, peer, tag)
+        return self._core.recv_async(_writable(flat), peer, tag, label=label)
+
+    def barrier_async(self, *, label: str = "") -> Work:
+        return self._core.barrier_async(label=label)
+
+    def split(self, color: int | None, key: int = 0) -> NativeCommunicator | None:
+        part = self._core.split(color, key)
+        return None if part is None else NativeCommunicator(part)
+
+    def post(self, peer: int, payload: bytes) -> Work:
+        return self._core.post(peer, payload)
+
+    def receive_post(self, timeout: float) -> tuple[int, bytes] | None:
+        return self._core.receive_post(timeout)
+
+    def pending(self) -> list[Work]:
+        return list(self._core.pending())
+
+    def abort(self, code: int) -> None:
+        comm_core.abort(code)
+
+    def close(self) -> None:
+        self._core.close()
+
+
+def _readable(flat: torch.Tensor) -> Buffer:
+    return Buffer(flat.data_ptr(), flat.numel(), _DTYPES[flat.dtype], readonly=True, owner=flat)
+
+
+def _writable(flat: torch.Tensor) -> Buffer:
+    return Buffer(flat.data_ptr(), flat.numel(), _DTYPES[flat.dtype], owner=flat)
