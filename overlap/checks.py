@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-
 from comm_core import InvalidUsage, ReduceOp, Unsupported
 
 #: The highest tag of send and recv.

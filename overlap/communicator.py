@@ -15,9 +15,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Protocol
 
-import torch
-
 import comm_core
+import torch
 from comm_core import ReduceOp
 
 

@@ -1,0 +1,44 @@
+"""DeAR's plan (Zhang et al., ICDCS 2023, section IV): neighbouring layers share a bucket; the last layers go first. Pure.
+
+compute | bwd L3 | bwd L2 | bwd L1 | step  |  fwd L1 | fwd L2 | fwd L3 |
+comm             | RS b0  | RS b1  | RS b2 | AG b2 | AG b1  | AG b0  |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from overlap.observer import Facts
+from overlap.partition import TensorSpec, fuse
+from overlap.strategy import Plan
+
+__all__ = ["plan_buckets"]
+
+
+def plan_buckets(
+    facts: Facts,
+    specs: Sequence[TensorSpec],
+    shardable: Sequence[bool],
+    world_size: int,
+    *,
+    threshold_bytes: float | None,
+    num_nearby_layers: int | None,
+) -> Plan:
+    """Fuse layers in the order of their use in forward; issue the buckets in reverse.
+
+    Parameters without a gradient in the first iteration would keep their neighbours' buckets from filling, so they get
+    buckets of their own, issued last.
+    """
+    used = [tuple(index for index in unit if index not in facts.idle) for unit in facts.units]
+    idle = [tuple(index for index in unit if index in facts.idle) for unit in facts.units]
+    buckets = []
+    for units in (idle, used):
+        buckets += fuse(
+            [unit for unit in units if unit],
+            specs,
+            world_size,
+            threshold_bytes=threshold_bytes,
+            num_nearby_units=num_nearby_layers,
+        )
+    buckets.reverse()
+    return Plan(tuple(buckets), tuple(shardable[bucket.tensors[0]] for bucket in buckets))

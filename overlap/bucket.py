@@ -1,0 +1,163 @@
+"""A bucket: gradients (and, where updates are sharded, parameters) that travel together in one flat buffer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+import torch
+
+from overlap.communicator import Work
+from overlap.dense import copy_used, unused_mark, view_like
+from overlap.partition import BucketSpec
+
+__all__ = ["Bucket", "Phase", "Slot"]
+
+
+class Phase(Enum):
+    """Where a bucket stands in its iteration."""
+
+    FILLING = auto()  # backward writes gradients into the buffer; nothing is in flight
+    REDUCING = auto()  # entered when its reduction is issued; nobody may write the gradient buffer
+    REDUCED = auto()  # entered when the reduction was awaited; the reduced values may be scaled, clipped, consumed
+    GATHERING = auto()  # entered when the all-gather of updated parameters is issued; nobody may read the parameters
+
+
+_NEXT = {
+    Phase.FILLING: {Phase.REDUCING},
+    Phase.REDUCING: {Phase.REDUCED},
+    Phase.REDUCED: {Phase.GATHERING, Phase.FILLING},  # FILLING: consumed at once, or the step was skipped
+    Phase.GATHERING: {Phase.FILLING},
+}
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """One parameter as the engine sees it. ``fires`` counts gradient accumulations since the last step."""
+
+    index: int
+    name: str
+    param: torch.nn.Parameter
+    group: int  # index of its parameter group
+    bucket: Bucket | None = None
+    view: torch.Tensor | None = None  # its place in the bucket's gradient buffer
+    expected: int = 1  # accumulations in one backward pass, learned in the first iteration
+    fires: int = 0
+    filled: bool = False
+    unused: bool = False  # after the reduction: no rank used it in this step
+    _given: torch.Tensor | None = field(default=None, repr=False)  # `.grad` when the slot was filled …
+    _version: int = 0  # … and its version then
+
+    def fill(self) -> None:
+        """Move the gradient into the bucket, where ``.grad`` becomes a view, or mark the parameter as unused here."""
+        assert self.view is not None
+        gradient = self.param.grad
+        if gradient is None:
+            unused_mark(self.view)
+            self._given = None
+        else:
+            with torch.no_grad():
+                copy_used(self.view, gradient.detach())
+            if not gradient.requires_grad:  # backward(create_graph=True): the graph hangs on the user's own tensor
+                self.param.grad = gradient = self.view
+            self._given, self._version = gradient, gradient._version
+        self.filled = True
+
+    @property
+    def dropped(self) -> bool:
+        """Filled, and then the gradient was taken away (``model.zero_grad()``) or replaced."""
+        return self.filled and self.param.grad is not self._given
+
+    @property
+    def changed(self) -> bool:
+        """Filled, and then the gradient was replaced or written to: the reduction did not see that."""
+        return self.dropped or (self._given is not None and self._given._version != self._version)
+
+    def clear(self) -> None:
+        self.filled, self.fires, self.unused, self._given = False, 0, False, None
+
+
+class Bucket:
+    """Slots with one flat gradient buffer, and one flat parameter buffer if `holds_parameters`.
+
+    Buffers have ``spec.padded_numel`` elements: `world_size` equal shards, of which this rank owns number `rank`.
+    """
+
+    def __init__(
+        self, index: int, spec: BucketSpec, slots: list[Slot], *, rank: int, world_size: int, holds_parameters: bool
+    ) -> None:
+        self.index, self.spec, self.slots = index, spec, slots
+        self.phase = Phase.FILLING
+        self.work: Work | None = None
+        first = slots[0].param
+        shard_numel = spec.shard_numel(world_size)
+        self.own = slice(rank * shard_numel, (rank + 1) * shard_numel)
+        self.gradients = torch.zeros(spec.padded_numel, dtype=first.dtype, device=first.device)
+        for slot, offset in zip(slots, spec.offsets, strict=True):
+            slot.bucket = self
+            slot.view = view_like(self.gradients, offset, slot.param)
+        self.holds_parameters = holds_parameters
+        if holds_parameters:
+            self.parameters = torch.zeros_like(self.gradients)
+            self.reduced = torch.zeros(shard_numel, dtype=first.dtype, device=first.device)
+            self.adopt()
+        else:
+            self.reduced = self.gradients  # reduced in place
+        # A tensor without elements may start behind the last one; looking one earlier is harmless, it has no extent.
+        offsets = [min(offset, spec.padded_numel - 1) for offset in spec.offsets]
+        starts = torch.tensor(offsets, dtype=torch.int64, device=first.device)
+        self._extents = (starts, [o + slot.param.numel() for o, slot in zip(offsets, slots, strict=True)])
+
+    def __repr__(self) -> str:
+        return f"Bucket {self.index} ({len(self.slots)} tensors, {self.nbytes / 2**20:.2f} MB, {self.phase.name})"
+
+    @property
+    def label(self) -> str:
+        return f"b{self.index}"
+
+    @property
+    def nbytes(self) -> int:
+        return self.gradients.numel() * self.gradients.element_size()
+
+    @property
+    def full(self) -> bool:
+        return all(slot.filled for slot in self.slots)
+
+    @property
+    def extents(self) -> tuple[torch.Tensor, list[int]]:
+        """Starts (a tensor) and stops of the slots in the flat buffer, in elements."""
+        return self._extents
+
+    def advance(self, to: Phase) -> None:
+        if to not in _NEXT[self.phase]:
+            raise RuntimeError(f"{self!r}: {self.phase.name} -> {to.name} is not a legal step")
+        self.phase = to
+
+    def adopt(self) -> list[Slot]:
+        """Make the parameters views of the flat buffer again, values kept; returns those that had left it.
+
+        ``p.data = …``, ``vector_to_parameters`` and ``load_state_dict(assign=True)`` take a parameter out of its bucket.
+        """
+        left = []
+        element_size = self.parameters.element_size()
+        base = self.parameters.data_ptr()
+        for slot, offset in zip(self.slots, self.spec.offsets, strict=True):
+            param = slot.param
+            if param.numel() == 0 or param.data_ptr() == base + offset * element_size:
+                continue
+            assert slot.view is not None
+            if param.dtype != self.parameters.dtype or param.device != self.parameters.device:
+                raise RuntimeError(
+                    f"parameter {slot.name!r} was {self.parameters.dtype} on {self.parameters.device} when the optimizer "
+                    f"was wrapped and is {param.dtype} on {param.device} now; convert the model before wrapping"
+                )
+            if param.shape != slot.view.shape:
+                raise RuntimeError(
+                    f"parameter {slot.name!r} had shape {tuple(slot.view.shape)} when the optimizer was wrapped and has "
+                    f"{tuple(param.shape)} now"
+                )
+            home = self.parameters.data.as_strided(slot.view.shape, slot.view.stride(), offset)
+            home.copy_(param.detach())
+            param.data = home
+            left.append(slot)
+        return left

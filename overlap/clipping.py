@@ -1,0 +1,52 @@
+"""The norm of a gradient that lies in pieces on many ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from overlap.communicator import Communicator, ReduceOp
+
+__all__ = ["clip_sharded"]
+
+
+def clip_sharded(
+    comm: Communicator,
+    pieces: Sequence[torch.Tensor],
+    alike: Sequence[torch.Tensor],
+    max_norm: float,
+    norm_type: float,
+    error_if_nonfinite: bool,
+) -> torch.Tensor:
+    """Scale gradients so that their total norm is at most `max_norm`; returns the norm before.
+
+    `pieces` are this rank's share, disjoint from every other rank's; `alike` are gradients that all ranks hold alike.
+    Norms are accumulated in fp64. On every rank of `comm`.
+    """
+    infinite = math.isinf(norm_type)
+    if not (infinite or norm_type > 0):
+        raise ValueError(f"norm_type should be above 0 or inf and is {norm_type}")
+    counted = [*pieces, *(alike if comm.rank == 0 else ())]
+    norms = [torch.linalg.vector_norm(g.detach(), norm_type).double() for g in counted if g.numel()]
+    if not norms:
+        share = torch.zeros((), dtype=torch.float64)
+    elif infinite:
+        share = torch.stack(norms).amax()
+    else:
+        share = torch.stack([norm**norm_type for norm in norms]).sum()
+    share = share.cpu().reshape(1)
+    comm.all_reduce(share, share, ReduceOp.MAX if infinite else ReduceOp.SUM, label="gradient norm")
+    total = share[0] if infinite else share[0] ** (1.0 / norm_type)
+    if error_if_nonfinite and not bool(torch.isfinite(total)):
+        raise RuntimeError(f"the total norm of order {norm_type} of the gradients is {float(total)}, not finite")
+    factor = float(max_norm) / (float(total) + 1e-6)
+    if not factor >= 1.0:  # also for a NaN, which must reach the gradients as it does in one process
+        for gradient in (*pieces, *alike):
+            gradient.detach().mul_(factor)
+    return total.to(torch.float32) if not counted else total.to(_norm_dtype(counted))
+
+
+def _norm_dtype(gradients: Sequence[torch.Tensor]) -> torch.dtype:
+    return torch.float64 if any(g.dtype in (torch.float64, torch.complex128) for g in gradients) else torch.float32

@@ -1,0 +1,84 @@
+"""Tensors of any dense layout (contiguous, channels-last, permuted) inside flat memory."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["copy_used", "from_flat", "is_dense", "to_flat", "unused_mark", "unused_positions", "view_like"]
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill their memory without gaps or overlaps, in whatever order of dimensions."""
+    if tensor.layout is not torch.strided:
+        return False
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 0:
+            return True
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _dense_strides(like: torch.Tensor) -> tuple[int, ...]:
+    return tuple(like.stride()) if is_dense(like) else tuple(torch.empty(like.shape, device="meta").stride())
+
+
+def view_like(flat: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
+    """A view of `flat` at `offset` with the shape and strides of `like` (contiguous ones where `like` is not dense).
+
+    The view has a version counter of its own, so that a later change of it can be told from a change of its neighbours.
+    """
+    return flat.data.as_strided(like.shape, _dense_strides(like), offset)
+
+
+def to_flat(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The elements of `tensor`, shaped as `like`, in the order in which `like` lies in memory."""
+    flat = torch.empty(like.numel(), dtype=tensor.dtype, device=tensor.device)
+    view_like(flat, 0, like).copy_(tensor)
+    return flat
+
+
+def from_flat(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The inverse of :func:`to_flat`: a view of `flat` shaped and laid out as `like`."""
+    return view_like(flat, 0, like)
+
+
+# [Note: signed zero tells unused parameters]
+# A parameter that no rank used in a step must be left alone: no decay, no momentum. Whether it was used travels inside
+# the reduced values, at no extra byte: a rank that did not use it contributes -0.0, one that did writes its gradient
+# with +0.0 added, which turns -0.0 into +0.0 and changes nothing else. In IEEE arithmetic (-0.0) + (-0.0) is the only
+# sum of such values that is -0.0, so an element is -0.0 after the reduction exactly where no rank used the parameter.
+
+
+def copy_used(target: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Copy a gradient into its place in one pass, -0.0 turned into +0.0."""
+    torch.add(gradient, 0.0, out=target)
+
+
+def unused_mark(target: torch.Tensor) -> None:
+    """Fill the place of a gradient that this rank did not compute."""
+    (torch.view_as_real(target) if target.is_complex() else target).fill_(-0.0)
+
+
+def _is_mark(values: torch.Tensor) -> torch.Tensor:
+    if values.is_complex():
+        return _is_mark(torch.view_as_real(values)).all(dim=-1)
+    return (values == 0) & torch.signbit(values)
+
+
+def unused_positions(flat: torch.Tensor, starts: torch.Tensor, stops: list[int]) -> list[bool]:
+    """For each piece flat[start:stop] of a reduced buffer: did no rank use it?
+
+    One gather looks at the first element of each piece; only where that is the mark is the whole piece read.
+    """
+    if starts.numel() == 0:
+        return []
+    suspects = _is_mark(flat.index_select(0, starts))
+    if not bool(suspects.any()):
+        return [False] * len(stops)
+    pieces = zip(suspects.tolist(), starts.tolist(), stops, strict=True)
+    return [suspect and bool(_is_mark(flat[start:stop]).all()) for suspect, start, stop in pieces]

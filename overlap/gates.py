@@ -1,0 +1,145 @@
+"""Whoever looks at a parameter through a module waits for its value: gates in front of parameters in transit.
+
+    step() ── all-gathers issued ──▶ returns          forward, state_dict(), parameters(), deepcopy, …
+                                                       └─ touch the gate ─▶ wait for that parameter's bucket only
+
+A gate stands where every reader passes: in the dictionary from which ``module.weight`` and ``module.parameters()`` are
+served, and in a pre-forward hook for modules that keep references of their own (``nn.LSTM``'s flat weights).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+__all__ = ["GatedParameters", "Gates", "Touch"]
+
+Touch = Callable[[torch.nn.Parameter], None]
+
+
+class GatedParameters(dict[str, "torch.nn.Parameter | None"]):
+    """A module's parameter dictionary that calls `touches` before it hands a parameter out.
+
+    Copies and pickles of it are plain dictionaries: they belong to another module, or another process.
+    """
+
+    def __init__(self, plain: dict[str, torch.nn.Parameter | None]) -> None:
+        super().__init__(plain)
+        self.touches: tuple[Touch, ...] = ()
+
+    def _pass(self, value: Any) -> Any:
+        if value is not None:
+            for touch in self.touches:
+                touch(value)
+        return value
+
+    def __getitem__(self, name: str) -> torch.nn.Parameter | None:
+        return self._pass(super().__getitem__(name))
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self._pass(super().get(name, default))
+
+    def items(self) -> Any:
+        self._pass_all()
+        return super().items()
+
+    def values(self) -> Any:
+        self._pass_all()
+        return super().values()
+
+    def __iter__(self) -> Iterator[str]:  # without it, dict(gated) would copy past __getitem__
+        return iter(super().keys())
+
+    def copy(self) -> dict[str, torch.nn.Parameter | None]:
+        return dict(self.items())
+
+    def __copy__(self) -> dict[str, torch.nn.Parameter | None]:
+        return self.copy()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, torch.nn.Parameter | None]:
+        import copy
+
+        return {name: copy.deepcopy(value, memo) for name, value in self.items()}
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return dict, (list(self.items()),)
+
+    def _pass_all(self) -> None:
+        for value in super().values():
+            self._pass(value)
+
+
+class _Hook:
+    """A hook that stays behind when its module is copied or pickled: the copy's parameters are nobody's business."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return _nothing
+
+    def __reduce__(self) -> Any:
+        return _get_nothing, ()
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """What a copied hook does."""
+
+
+def _get_nothing() -> Callable[..., None]:
+    return _nothing
+
+
+class Gates:
+    """The gates of one optimizer over a set of modules, and their removal.
+
+    `touch(parameter)` is called before a parameter is handed out, `enter(module)` and `leave(module)` around each
+    forward. Several optimizers may hold gates on one module.
+    """
+
+    def __init__(self, touch: Touch, enter: Callable[[torch.nn.Module], None], leave: Callable[..., None]) -> None:
+        self._touch, self._enter, self._leave = touch, enter, leave
+        self._handles: list[RemovableHandle] = []
+        self._modules: dict[torch.nn.Module, None] = {}
+
+    def guard(self, modules: Iterable[torch.nn.Module], managed: Callable[[Any], bool]) -> None:
+        """Set gates on each module not guarded yet; `managed` tells the parameters of this optimizer from others."""
+        for module in modules:
+            if module in self._modules:
+                continue
+            self._modules[module] = None
+            enter, leave = self._enter, self._leave
+            before, after = _Hook(lambda m, _inputs: enter(m)), _Hook(lambda m, _inputs, _output: leave(m))
+            self._handles.append(module.register_forward_pre_hook(before, prepend=True))
+            self._handles.append(module.register_forward_hook(after, always_call=True))
+            if any(managed(parameter) for parameter in module._parameters.values()):
+                if not isinstance(module._parameters, GatedParameters):
+                    module.__dict__["_parameters"] = GatedParameters(module._parameters)
+                module._parameters.touches += (self._touch,)
+                self._handles.append(module._register_state_dict_hook(_Hook(_clone_values)))
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        for module in self._modules:
+            parameters = module._parameters
+            if isinstance(parameters, GatedParameters):
+                parameters.touches = tuple(touch for touch in parameters.touches if touch != self._touch)
+                if not parameters.touches:
+                    module.__dict__["_parameters"] = dict(parameters)
+        self._handles.clear()
+        self._modules.clear()
+
+
+def _clone_values(module: torch.nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+    """state_dict hands out clones: a view would be saved with the whole bucket behind it."""
+    for name in module._parameters:
+        value = state.get(prefix + name)
+        if value is not None and not isinstance(value, torch.nn.Parameter):  # keep_vars=True asks for the real ones
+            state[prefix + name] = value.clone()

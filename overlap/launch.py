@@ -1,0 +1,101 @@
+"""How this process was launched, read from its environment and nothing else (pure: a mapping in, a value out)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+__all__ = ["Launch", "LaunchError", "Launcher", "detect"]
+
+BACKEND_VARIABLE = "DEAR_BACKEND"
+
+
+class LaunchError(RuntimeError):
+    """The environment and the communicator tell different stories about the size of the job."""
+
+
+class Launcher(Enum):
+    """Who started the process; the value is what ``DEAR_BACKEND`` accepts."""
+
+    MPI = "mpi"
+    TORCHRUN = "torch"
+    SINGLE = "single"
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What the launcher promised. ``local_*`` is None where the launcher does not say."""
+
+    launcher: Launcher
+    rank: int = 0
+    size: int = 1
+    local_rank: int | None = None
+    local_size: int | None = None
+    source: str = "no launcher"
+
+
+# (size, rank, local rank, local size) as each launcher names them; the first family found wins.
+_MPI_FAMILIES = (
+    (
+        "Open MPI",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    ("MPICH / Intel MPI", "PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    ("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID", ""),
+)
+
+
+def _integer(environ: Mapping[str, str], name: str) -> int | None:
+    text = environ.get(name) if name else None
+    if text is None:
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise LaunchError(f"environment variable {name} should hold an integer and holds {text!r}") from None
+
+
+def _from_mpi(environ: Mapping[str, str]) -> Launch | None:
+    for family, size_name, rank_name, local_rank_name, local_size_name in _MPI_FAMILIES:
+        size, rank = _integer(environ, size_name), _integer(environ, rank_name)
+        if size is not None and rank is not None:
+            local_rank, local_size = _integer(environ, local_rank_name), _integer(environ, local_size_name)
+            return Launch(Launcher.MPI, rank, size, local_rank, local_size, f"{family} ({size_name}={size})")
+    return None
+
+
+def _from_torchrun(environ: Mapping[str, str]) -> Launch | None:
+    size, rank = _integer(environ, "WORLD_SIZE"), _integer(environ, "RANK")
+    if size is None or rank is None:
+        return None
+    local_rank, local_size = _integer(environ, "LOCAL_RANK"), _integer(environ, "LOCAL_WORLD_SIZE")
+    return Launch(Launcher.TORCHRUN, rank, size, local_rank, local_size, f"torchrun (WORLD_SIZE={size})")
+
+
+def detect(environ: Mapping[str, str]) -> Launch:
+    """Decide between mpirun, torchrun and a single process.
+
+    Both families can be present (torchrun under ``mpirun -np 1``, or an mpirun that exports RANK): the one that
+    promises more than one process wins, MPI when both do. ``DEAR_BACKEND=mpi|torch|single`` overrides.
+    """
+    mpi, torchrun = _from_mpi(environ), _from_torchrun(environ)
+    wanted = environ.get(BACKEND_VARIABLE)
+    if wanted is not None:
+        choices = {
+            Launcher.MPI.value: mpi or Launch(Launcher.MPI, source=f"{BACKEND_VARIABLE}=mpi"),
+            Launcher.TORCHRUN.value: torchrun,
+            Launcher.SINGLE.value: Launch(Launcher.SINGLE, source=f"{BACKEND_VARIABLE}=single"),
+        }
+        if wanted not in choices:
+            raise LaunchError(f"{BACKEND_VARIABLE} should be one of {sorted(choices)} and is {wanted!r}")
+        chosen = choices[wanted]
+        if chosen is None:
+            raise LaunchError(f"{BACKEND_VARIABLE}=torch, but RANK and WORLD_SIZE are not set: start with torchrun")
+        return chosen
+    if mpi and torchrun:
+        return torchrun if mpi.size == 1 else mpi
+    return mpi or torchrun or Launch(Launcher.SINGLE)

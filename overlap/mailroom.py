@@ -1,0 +1,104 @@
+"""Questions between ranks that need no matching call: one thread answers them whatever the main thread does.
+
+It is how rank 0 alone can ask the others for their share of the optimizer state, and how a rank that waits can learn
+what the others are doing. Handlers run on the mailroom's thread and must not issue collectives.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import pickle
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Any
+
+from overlap.communicator import Communicator
+
+__all__ = ["Mailroom", "NoAnswer"]
+
+log = logging.getLogger("dear")
+
+_POLL_SECONDS = 0.5  # how long the thread sleeps in one receive; only shutdown waits for it
+
+
+class NoAnswer(RuntimeError):
+    """A rank did not answer in time, or answered that it could not."""
+
+
+class Mailroom:
+    """Ask any rank a named question; answer the questions of others. World of one: nobody to ask."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self._handlers: dict[str, Callable[[int, Any], Any]] = {}
+        self._answers: dict[int, Future[Any]] = {}
+        self._numbers = itertools.count()
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+        if comm.size > 1:
+            self._thread = threading.Thread(target=self._run, name="dear-mailroom", daemon=True)
+            self._thread.start()
+
+    def on(self, topic: str, handler: Callable[[int, Any], Any]) -> None:
+        """Answer questions on `topic` with ``handler(asking rank, question)``; an exception travels back as text."""
+        self._handlers[topic] = handler
+
+    def ask(self, rank: int, topic: str, question: Any = None) -> Future[Any]:
+        """Post a question; the future holds the answer, or :class:`NoAnswer`."""
+        number = next(self._numbers)
+        future: Future[Any] = Future()
+        self._answers[number] = future
+        self._comm.post(rank, pickle.dumps(("ask", number, topic, question)))
+        return future
+
+    def tell(self, rank: int, topic: str, news: Any = None) -> None:
+        """Post something that needs no answer."""
+        self._comm.post(rank, pickle.dumps(("tell", 0, topic, news)))
+
+    @staticmethod
+    def wait(future: Future[Any], rank: int, topic: str, timeout: float | None) -> Any:
+        try:
+            return future.result(timeout)
+        except FutureTimeout:
+            raise NoAnswer(f"rank {rank} did not answer {topic!r} within {timeout:g} s") from None
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            try:
+                letter = self._comm.receive_post(_POLL_SECONDS)
+            except Exception as error:  # the communicator was closed or failed: nobody can write to us any more
+                if not self._closing.is_set():
+                    log.warning("rank %d: mailroom stopped: %s", self._comm.rank, error)
+                return
+            if letter is not None:
+                self._open(*letter)
+
+    def _open(self, sender: int, payload: bytes) -> None:
+        kind, number, topic, content = pickle.loads(payload)
+        if kind == "answer":
+            future = self._answers.pop(number, None)
+            if future is None:
+                return
+            good, value = content
+            if good:
+                future.set_result(value)
+            else:
+                future.set_exception(NoAnswer(f"rank {sender} could not answer {topic!r}: {value}"))
+            return
+        try:
+            handler = self._handlers.get(topic)
+            if handler is None:
+                raise LookupError(f"no handler for {topic!r}")
+            answer = (True, handler(sender, content))
+        except Exception as error:
+            answer = (False, f"{type(error).__name__}: {error}")
+        if kind == "ask":
+            self._comm.post(sender, pickle.dumps(("answer", number, topic, answer)))
+
+    def close(self) -> None:
+        self._closing.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=10 * _POLL_SECONDS)

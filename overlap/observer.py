@@ -1,0 +1,95 @@
+"""What the first iteration teaches: in which order parameters are used and gradients arrive, never assumed.
+
+Filled while the first training iteration runs, turned into :class:`Facts` at its end. Rank 0's facts decide for all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from overlap.bucket import Slot
+
+__all__ = ["Facts", "Observer"]
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Slot indices, and how often each gradient was accumulated during the window."""
+
+    units: tuple[tuple[int, ...], ...]  # in the order of first use in forward, grouped by layer
+    arrivals: tuple[int, ...]  # in the order in which gradients were complete
+    fires: tuple[int, ...]  # by slot
+    unseen: frozenset[int]  # got a gradient though no module handed them out: awaited when any forward starts
+    idle: frozenset[int]  # got no gradient
+
+
+@dataclass
+class Observer:
+    """Collects; also finds the modules that own the parameters where the user gave none."""
+
+    slots: list[Slot]
+    find_modules: bool
+    units: list[tuple[object, list[int]]] = field(default_factory=list)
+    roots: dict[torch.nn.Module, None] = field(default_factory=dict)
+    _touched: set[int] = field(default_factory=set)
+    _arrivals: dict[int, None] = field(default_factory=dict)
+    _depth: list[torch.nn.Module] = field(default_factory=list)
+    _handles: list[RemovableHandle] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.find_modules:
+            hooks = torch.nn.modules.module
+            self._handles = [
+                hooks.register_module_forward_pre_hook(lambda module, _inputs: self._global_enter(module)),
+                hooks.register_module_forward_hook(
+                    lambda module, _inputs, _output: self.leave(module), always_call=True
+                ),
+            ]
+
+    def _global_enter(self, module: torch.nn.Module) -> None:
+        if not self._depth:
+            self.roots[module] = None
+        self.enter(module)
+        mine = {id(slot.param): slot for slot in self.slots}
+        for parameter in module._parameters.values():
+            if id(parameter) in mine:
+                self.touch(mine[id(parameter)])
+
+    def enter(self, module: torch.nn.Module) -> None:
+        self._depth.append(module)
+
+    def leave(self, module: torch.nn.Module) -> None:
+        if self._depth and self._depth[-1] is module:
+            self._depth.pop()
+
+    def touch(self, slot: Slot) -> None:
+        """A parameter was handed out; it counts as used if a training forward is running."""
+        if not self._depth or not torch.is_grad_enabled() or slot.index in self._touched:
+            return
+        self._touched.add(slot.index)
+        layer = self._depth[-1]
+        if not self.units or self.units[-1][0] is not layer:
+            self.units.append((layer, []))
+        self.units[-1][1].append(slot.index)
+
+    def gradient(self, slot: Slot) -> None:
+        self._arrivals.pop(slot.index, None)  # the last accumulation completes it
+        self._arrivals[slot.index] = None
+
+    def finish(self) -> Facts:
+        for handle in self._handles:
+            handle.remove()
+        arrived = [index for index in self._arrivals]
+        with_gradient = set(arrived) | {slot.index for slot in self.slots if slot.param.grad is not None}
+        units = [tuple(unit) for _, unit in self.units]
+        rest = [slot.index for slot in self.slots if slot.index not in self._touched]
+        return Facts(
+            units=(*units, *((index,) for index in rest)),
+            arrivals=(*arrived, *(slot.index for slot in self.slots if slot.index not in self._arrivals)),
+            fires=tuple(slot.fires for slot in self.slots),
+            unseen=frozenset(index for index in rest if index in with_gradient),
+            idle=frozenset(slot.index for slot in self.slots if slot.index not in with_gradient),
+        )

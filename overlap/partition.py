@@ -1,0 +1,107 @@
+"""Which tensors share a bucket, and where each lies in it (pure: numbers in, frozen plans out; no torch)."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+__all__ = ["ALIGNMENT_BYTES", "BucketSpec", "TensorSpec", "fuse", "layout", "per_tensor", "piece", "round_up"]
+
+# Kernels may take another path, and round differently, on operands that are not aligned as an allocation of their own
+# would be. Every tensor in a bucket starts on such a boundary, so that training in buckets stays bit-identical.
+ALIGNMENT_BYTES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """What planning needs to know of a tensor. Tensors of different `kind` (dtype, device, …) never share a bucket."""
+
+    numel: int
+    itemsize: int
+    kind: Hashable = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class BucketSpec:
+    """Where each tensor of one bucket lives in its flat buffer, in elements."""
+
+    tensors: tuple[int, ...]  # indices into the planned sequence
+    offsets: tuple[int, ...]
+    numel: int  # elements up to the end of the last tensor
+    padded_numel: int  # a multiple of the world size: world_size equal shards
+
+    def shard_numel(self, world_size: int) -> int:
+        return self.padded_numel // world_size
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def layout(tensors: Sequence[int], specs: Sequence[TensorSpec], world_size: int) -> BucketSpec:
+    """Place `tensors` one after the other, each aligned; shards are aligned too, so their borders cost no extra line."""
+    if not tensors:
+        raise ValueError("a bucket needs at least one tensor")
+    step = max(1, ALIGNMENT_BYTES // specs[tensors[0]].itemsize)
+    offsets, end = [], 0
+    for index in tensors:
+        offset = round_up(end, step)
+        offsets.append(offset)
+        end = offset + specs[index].numel
+    return BucketSpec(tuple(tensors), tuple(offsets), end, round_up(max(end, 1), step * world_size))
+
+
+def fuse(
+    units: Sequence[Sequence[int]],
+    specs: Sequence[TensorSpec],
+    world_size: int,
+    *,
+    threshold_bytes: float | None = None,
+    num_nearby_units: int | None = None,
+) -> tuple[BucketSpec, ...]:
+    """Greedy fusion of neighbouring units (a unit is the tensors of one layer), in the given order.
+
+    A unit joins the open bucket while the bucket stays below `threshold_bytes` and holds fewer than
+    `num_nearby_units` units; one larger than the threshold has a bucket of its own (DeAR, section IV). A unit whose
+    tensors are of several kinds contributes to one open bucket per kind.
+    """
+    if threshold_bytes is not None and not threshold_bytes > 0:
+        raise ValueError(f"the fusion threshold should be above 0 bytes and is {threshold_bytes}")
+    if num_nearby_units is not None and num_nearby_units < 1:
+        raise ValueError(f"the number of nearby layers should be at least 1 and is {num_nearby_units}")
+    closed: list[tuple[int, ...]] = []
+    open_buckets: dict[Hashable, tuple[list[int], int, int]] = {}  # kind -> tensors, bytes, units
+    for unit in units:
+        by_kind: dict[Hashable, list[int]] = {}
+        for index in unit:
+            by_kind.setdefault(specs[index].kind, []).append(index)
+        for kind, members in by_kind.items():
+            nbytes = sum(specs[index].nbytes for index in members)
+            tensors, held, num_units = open_buckets.get(kind, ([], 0, 0))
+            full = (threshold_bytes is not None and held + nbytes >= threshold_bytes) or (
+                num_nearby_units is not None and num_units >= num_nearby_units
+            )
+            if tensors and full:
+                closed.append(tuple(tensors))
+                tensors, held, num_units = [], 0, 0
+            open_buckets[kind] = (tensors + members, held + nbytes, num_units + 1)
+    closed += [tuple(tensors) for tensors, _, _ in open_buckets.values() if tensors]
+    first_use = {index: position for position, index in enumerate(i for unit in units for i in unit)}
+    closed.sort(key=lambda tensors: first_use[tensors[0]])
+    return tuple(layout(tensors, specs, world_size) for tensors in closed)
+
+
+def per_tensor(order: Sequence[int], specs: Sequence[TensorSpec], world_size: int) -> tuple[BucketSpec, ...]:
+    """One bucket for each tensor, in the given order (wait-free back-propagation without fusion)."""
+    return tuple(layout((index,), specs, world_size) for index in order)
+
+
+def piece(offset: int, numel: int, shard_start: int, shard_numel: int) -> tuple[int, int] | None:
+    """The part of a tensor that one shard owns, as (start, stop) within the tensor; None where they do not meet."""
+    start = max(offset, shard_start) - offset
+    stop = min(offset + numel, shard_start + shard_numel) - offset
+    return (start, stop) if start < stop else None

@@ -1,0 +1,157 @@
+"""Who we are in this job: the only process-wide object, made by :func:`init`, ended by :func:`shutdown`."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import socket
+import weakref
+from typing import Any
+
+import comm_core
+import torch
+
+from overlap import failures
+from overlap.communicator import Communicator
+from overlap.launch import Launch, Launcher, LaunchError, detect
+from overlap.mailroom import Mailroom
+from overlap.native import NativeCommunicator
+from overlap.objects import allgather_object
+from overlap.watchdog import Watchdog
+
+__all__ = ["Session", "current", "init", "is_initialized", "shutdown"]
+
+log = logging.getLogger("dear")
+
+
+class Session:
+    """The communicator of all ranks, this rank's place among them, and the services that run beside training."""
+
+    def __init__(self, comm: Communicator, launch: Launch) -> None:
+        self.comm, self.launch = comm, launch
+        hosts = allgather_object(comm, socket.gethostname())
+        mine = hosts[comm.rank]
+        local = [rank for rank, host in enumerate(hosts) if host == mine]
+        self.local_rank = local.index(comm.rank) if launch.local_rank is None else launch.local_rank
+        self.local_size = len(local) if launch.local_size is None else launch.local_size
+        leaders = list(dict.fromkeys(hosts))
+        self.cross_rank, self.cross_size = leaders.index(mine), len(leaders)
+        self.poison = os.environ.get("DEAR_POISON", "0") == "1"
+        self.mailroom = Mailroom(comm)
+        self.watchdog = Watchdog(comm, self.mailroom, mine)
+        self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._registered = 0
+        failures.install(comm.rank, comm.size, comm.abort)
+        _share_cores(self.local_size)
+
+    def register(self, optimizer: Any) -> str:
+        """Remember an optimizer until it dies; its topic for the mailroom, the same on all ranks."""
+        self._optimizers.add(optimizer)
+        self._registered += 1
+        return f"state/{self._registered}"
+
+    @property
+    def optimizers(self) -> list[Any]:
+        return list(self._optimizers)
+
+    def close(self) -> None:
+        """Finish what is in flight, wait for the other ranks, let go. Questions are answered until all are here."""
+        for optimizer in self.optimizers:
+            optimizer.finish()
+        self.watchdog.leaving()
+        self.comm.barrier(label="shutdown")
+        self.watchdog.close()
+        self.mailroom.close()
+        failures.remove()
+        self.comm.close()
+        if self.launch.launcher is not Launcher.TORCHRUN:
+            comm_core.finalize()
+
+
+_session: Session | None = None
+
+
+def _share_cores(local_size: int) -> None:
+    """Ranks of one host share its cores: with one thread pool each as large as the host they would fight over them."""
+    if local_size == 1 or "OMP_NUM_THREADS" in os.environ:
+        return
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    threads = max(1, cores // local_size)
+    if threads < torch.get_num_threads():
+        torch.set_num_threads(threads)
+        log.info(
+            "%d ranks share %d cores: %d thread(s) each (set OMP_NUM_THREADS to choose)", local_size, cores, threads
+        )
+
+
+def _connect(launch: Launch, comm: Any) -> Communicator:
+    if isinstance(comm, Communicator):
+        return comm
+    if comm is not None and hasattr(comm, "py2f"):
+        return NativeCommunicator(comm_core.mpi(comm))
+    if comm is not None:
+        raise TypeError(
+            f"comm should be an mpi4py communicator or an overlap Communicator and is {type(comm).__name__}"
+        )
+    if launch.launcher is Launcher.MPI:
+        if launch.size > 1 and not comm_core.mpi_available():
+            raise LaunchError(
+                f"started by {launch.source}, but comm_core was built without MPI: every process would train alone. "
+                "Build it where mpicc is found, or start with torchrun"
+            )
+        native = comm_core.mpi() if comm_core.mpi_available() else comm_core.local()
+        return NativeCommunicator(native)
+    if launch.launcher is Launcher.TORCHRUN:
+        from overlap.process_group import connect
+
+        return connect()
+    return NativeCommunicator(comm_core.local())
+
+
+def init(comm: Any = None) -> Session:
+    """Join the job that started this process. On every rank; calling it again changes nothing.
+
+    Args:
+        comm: an mpi4py communicator or an ``overlap.communicator.Communicator`` to use instead of what the launcher
+            says.
+
+    Raises :class:`overlap.launch.LaunchError` when launcher and communicator disagree about the size of the job: a job
+    never silently trains N copies of rank 0.
+    """
+    global _session
+    if _session is not None:
+        return _session
+    launch = detect(os.environ)
+    connected = _connect(launch, comm)
+    if comm is None and connected.size != launch.size and launch.launcher is not Launcher.SINGLE:
+        size = connected.size
+        connected.close()
+        raise LaunchError(
+            f"{launch.source} promises {launch.size} rank(s), the {connected.backend} communicator has {size}: this "
+            "process was probably started by the mpirun of another MPI than the one comm_core was built with"
+        )
+    _session = Session(connected, launch)
+    atexit.register(shutdown)
+    return _session
+
+
+def is_initialized() -> bool:
+    return _session is not None
+
+
+def current() -> Session:
+    """The session. Raises ``RuntimeError`` before :func:`init`."""
+    if _session is None:
+        raise RuntimeError("call init() first")
+    return _session
+
+
+def shutdown() -> None:
+    """Leave the job; on every rank (at exit it is called by itself). Waits until all ranks do, still answering them."""
+    global _session
+    if _session is None:
+        return
+    atexit.unregister(shutdown)
+    session, _session = _session, None
+    session.close()

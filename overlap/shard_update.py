@@ -1,0 +1,172 @@
+"""The user's own optimizer, applied to the slices of parameters that this rank owns.
+
+A shadow of the optimizer (same class, same hyper-parameters, other parameters) steps 1-D pieces: piece = parameter ∩
+shard. Each rank holds the optimizer state of its pieces only (ZeRO stage 1: Rajbhandari et al., 2020, section 5.1).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from overlap.bucket import Bucket, Slot
+from overlap.dense import from_flat, to_flat, unused_positions
+from overlap.elementwise import SCALAR_STATE
+from overlap.partition import piece
+
+__all__ = ["Piece", "PieceState", "ShardUpdate", "unhooked_step"]
+
+# slot index -> (start, stop within the flattened parameter, state by key)
+PieceState = dict[int, tuple[int, int, dict[str, Any]]]
+
+
+def unhooked_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+    """``type(optimizer).step`` without torch's profiling and step hooks, which run once, around the whole step."""
+    step = type(optimizer).step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step
+
+
+@dataclass(slots=True, eq=False)
+class Piece:
+    """The slice [start, stop) of a flattened parameter that this rank updates."""
+
+    slot: Slot
+    start: int
+    stop: int
+    proxy: torch.nn.Parameter  # shares memory with the parameter
+    gradient: torch.Tensor  # shares memory with the bucket's reduced shard
+
+
+class ShardUpdate:
+    """Pieces of all sharded buckets, and the shadow optimizer that updates them."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._shadow = copy.copy(optimizer)
+        self._shadow.state = defaultdict(dict)
+        for name, hooks in vars(optimizer).items():
+            if name.startswith("_optimizer_") and isinstance(hooks, OrderedDict):
+                setattr(self._shadow, name, OrderedDict())
+        self._step = unhooked_step(optimizer)
+        self._pieces: dict[Bucket, list[Piece]] = {}
+        self._extents: dict[Bucket, tuple[torch.Tensor, list[int]]] = {}
+
+    @property
+    def pieces(self) -> Iterable[Piece]:
+        return (one for pieces in self._pieces.values() for one in pieces)
+
+    @property
+    def state(self) -> dict[torch.nn.Parameter, dict[str, Any]]:
+        """State by parameter, the part this rank holds: 1-D tensors as long as the piece."""
+        return {one.slot.param: self._shadow.state[one.proxy] for one in self.pieces if one.proxy in self._shadow.state}
+
+    def add(self, bucket: Bucket, rank: int) -> None:
+        """Take on the pieces of a new bucket."""
+        pieces = []
+        for slot, offset in zip(bucket.slots, bucket.spec.offsets, strict=True):
+            numel = slot.param.numel()
+            shard_numel = bucket.own.stop - bucket.own.start
+            extent = piece(offset, numel, bucket.own.start, shard_numel)
+            if numel == 0 and rank == 0:
+                extent = (0, 0)  # somebody must hold its state
+            if extent is None:
+                continue
+            low, high = offset + extent[0], offset + extent[1]
+            proxy = torch.nn.Parameter(bucket.parameters.data[low:high])
+            gradient = bucket.reduced[low - bucket.own.start : high - bucket.own.start] if numel else proxy.data
+            pieces.append(Piece(slot, *extent, proxy, gradient))
+        self._pieces[bucket] = pieces
+        with_elements = [one for one in pieces if one.stop > one.start]
+        starts = [one.gradient.storage_offset() - bucket.reduced.storage_offset() for one in with_elements]
+        stops = [start + one.gradient.numel() for start, one in zip(starts, with_elements, strict=True)]
+        self._extents[bucket] = (torch.tensor(starts, dtype=torch.int64, device=bucket.reduced.device), stops)
+
+    def take(self, bucket: Bucket) -> None:
+        """Give the bucket's pieces their reduced gradients; those that no rank used get None and are left alone."""
+        starts, stops = self._extents[bucket]
+        unused = iter(unused_positions(bucket.reduced, starts, stops))
+        for one in self._pieces[bucket]:
+            one.slot.unused = next(unused) if one.stop > one.start else one.slot.param.grad is None
+            one.proxy.grad = None if one.slot.unused else one.gradient
+
+    def step(self, bucket: Bucket) -> None:
+        """Update the bucket's pieces with the hyper-parameters in force now."""
+        by_group: dict[int, list[torch.nn.Parameter]] = {}
+        for one in self._pieces[bucket]:
+            if one.proxy.grad is not None:
+                by_group.setdefault(one.slot.group, []).append(one.proxy)
+        if by_group:
+            groups = self._optimizer.param_groups
+            self._shadow.param_groups = [{**groups[index], "params": proxies} for index, proxies in by_group.items()]
+            self._step(self._shadow)
+        for one in self._pieces[bucket]:
+            one.proxy.grad = None
+
+    def gradients(self, wanted: Callable[[torch.nn.Parameter], bool]) -> list[torch.Tensor]:
+        """Reduced gradients of the pieces whose parameter is `wanted`, this rank's share of them."""
+        return [one.proxy.grad for one in self.pieces if one.proxy.grad is not None and wanted(one.slot.param)]
+
+    # - State: full (as torch keeps it, by parameter) <-> pieces
+
+    def shard_state(self, bucket: Bucket, full: dict[torch.nn.Parameter, dict[str, Any]]) -> None:
+        """Keep this rank's slices of the full state, and drop the rest of it from `full`."""
+        for one in self._pieces[bucket]:
+            self._shadow.state.pop(one.proxy, None)
+            if one.slot.param in full:
+                state = full[one.slot.param]
+                self._shadow.state[one.proxy] = {key: _slice(key, value, one) for key, value in state.items()}
+        for slot in bucket.slots:
+            full.pop(slot.param, None)
+
+    def export(self) -> PieceState:
+        """This rank's pieces and their state, tensors copied to the CPU; what another rank needs to build full state."""
+        state = self._shadow.state
+        return {
+            one.slot.index: (
+                one.start,
+                one.stop,
+                {key: _to_cpu(value) for key, value in state[one.proxy].items()},
+            )
+            for one in self.pieces
+            if one.proxy in state
+        }
+
+
+def assemble(slots: list[Slot], parts: Iterable[PieceState]) -> dict[torch.nn.Parameter, dict[str, Any]]:
+    """Full state, by parameter, from every rank's exported pieces."""
+    full: dict[torch.nn.Parameter, dict[str, Any]] = {}
+    flats: dict[tuple[int, str], torch.Tensor] = {}
+    for part in parts:
+        for index, (start, stop, state) in part.items():
+            param = slots[index].param
+            target = full.setdefault(param, {})
+            for key, value in state.items():
+                if not _is_sliced(key, value, stop - start):
+                    target.setdefault(key, copy.deepcopy(value))
+                    continue
+                flat = flats.get((index, key))
+                if flat is None:
+                    flat = flats[index, key] = torch.zeros(param.numel(), dtype=value.dtype, device=param.device)
+                    target[key] = from_flat(flat, param)
+                flat[start:stop].copy_(value)
+    return full
+
+
+def _is_sliced(key: str, value: Any, numel: int) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() == numel and key not in SCALAR_STATE
+
+
+def _slice(key: str, value: Any, one: Piece) -> Any:
+    param = one.slot.param
+    if not isinstance(value, torch.Tensor) or key in SCALAR_STATE or value.shape != param.shape:
+        return copy.deepcopy(value)
+    return to_flat(value, param)[one.start : one.stop].clone()
+
+
+def _to_cpu(value: Any) -> Any:
+    return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)

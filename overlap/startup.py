@@ -1,0 +1,106 @@
+"""Before the first step: which parameters there are, and that all ranks hold the same ones with the same values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from overlap.broadcast import broadcast_optimizer_state, broadcast_tensors
+from overlap.bucket import Slot
+from overlap.communicator import Communicator
+from overlap.objects import allgather_object
+
+__all__ = ["SignatureMismatch", "collect_slots", "synchronize_start"]
+
+
+class SignatureMismatch(ValueError):
+    """Model or optimizer differ between ranks."""
+
+
+def collect_slots(
+    optimizer: torch.optim.Optimizer,
+    model: torch.nn.Module | None,
+    named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None,
+    known: Sequence[Slot] = (),
+) -> list[Slot]:
+    """One slot per distinct parameter of the optimizer, in the order of its groups; `known` ones are kept.
+
+    Raises ``ValueError`` for duplicate names, for pairs that are none, and when names are given but not for all.
+    """
+    names: dict[int, str] = {}
+    if model is not None:
+        names = {id(param): name for name, param in model.named_parameters()}
+    elif named_parameters is not None:
+        pairs = list(named_parameters)
+        if any(not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], str) for pair in pairs):
+            raise ValueError("named_parameters should hold pairs (name, parameter), as model.named_parameters() does")
+        seen: set[str] = set()
+        for name, _ in pairs:
+            if name in seen:
+                raise ValueError(f"parameter name {name!r} appears twice in named_parameters; names should be unique")
+            seen.add(name)
+        names = {id(param): name for name, param in pairs}
+    by_param = {id(slot.param): slot for slot in known}
+    slots: list[Slot] = list(known)
+    for group_index, group in enumerate(optimizer.param_groups):
+        for position, param in enumerate(group["params"]):
+            if id(param) in by_param:
+                continue
+            name = names.get(id(param))
+            if name is None and named_parameters is not None:
+                raise ValueError(
+                    f"parameter {position} of group {group_index}, shape {tuple(param.shape)}, has no name: "
+                    f"named_parameters holds {len(names)} parameters and should hold all of the optimizer's"
+                )
+            slot = Slot(len(slots), name or f"group{group_index}.{position}", param, group_index)
+            by_param[id(param)] = slot
+            slots.append(slot)
+    if not slots:
+        raise ValueError("the optimizer has no parameters")
+    return slots
+
+
+def _signature(optimizer: torch.optim.Optimizer, slots: Sequence[Slot]) -> list[str]:
+    lines = [f"optimizer {type(optimizer).__name__} with {len(optimizer.param_groups)} parameter group(s)"]
+    for slot in slots:
+        param = slot.param
+        lines.append(f"{slot.name}: shape {tuple(param.shape)}, {param.dtype}, group {slot.group}")
+    return lines
+
+
+def _compare(signatures: Sequence[Sequence[str]]) -> None:
+    reference = signatures[0]
+    for rank, signature in enumerate(signatures):
+        if list(signature) == list(reference):
+            continue
+        for index in range(max(len(reference), len(signature))):
+            mine = signature[index] if index < len(signature) else "nothing more"
+            expected = reference[index] if index < len(reference) else "nothing more"
+            if mine != expected:
+                raise SignatureMismatch(
+                    f"model and optimizer differ between ranks: entry {index} is «{expected}» on rank 0 and «{mine}» on "
+                    f"rank {rank}"
+                )
+
+
+def synchronize_start(
+    comm: Communicator,
+    optimizer: torch.optim.Optimizer,
+    model: torch.nn.Module | None,
+    slots: Sequence[Slot],
+    *,
+    state: bool = True,
+) -> None:
+    """Compare signatures, then take rank 0's parameters, buffers and optimizer state. On every rank of `comm`."""
+    if comm.size == 1:
+        return
+    _compare(allgather_object(comm, _signature(optimizer, slots)))
+    tensors: dict[int, Any] = {id(slot.param): slot.param.data for slot in slots}
+    if model is not None:
+        for value in (*model.parameters(), *model.buffers()):
+            tensors.setdefault(id(value), value.data)
+    broadcast_tensors(comm, list(tensors.values()), 0)
+    if state:
+        broadcast_optimizer_state(comm, optimizer, 0)

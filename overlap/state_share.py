@@ -1,0 +1,58 @@
+"""Full optimizer state from shares that lie on all ranks, for whoever asks and without anybody's help.
+
+A rank that calls ``state_dict()`` asks the others through the mailroom, whose threads answer while their main threads
+train on. [Note: nobody overtakes a step] in `overlap.optimizer` is why the answers belong to the same step.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from overlap.communicator import Communicator
+from overlap.mailroom import Mailroom
+from overlap.shard_update import PieceState
+
+__all__ = ["StateShare"]
+
+_ANSWER_SECONDS = 600.0
+
+
+class StateShare:
+    """Counts steps; exports this rank's share between updates; collects everybody's."""
+
+    def __init__(self, comm: Communicator, mailroom: Mailroom, topic: str, export: Callable[[], PieceState]) -> None:
+        self._comm, self._mailroom, self._topic, self._export = comm, mailroom, topic, export
+        self._changed = threading.Condition()
+        self._steps = 0
+        mailroom.on(topic, self._answer)
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Around every update of the state: nobody reads it meanwhile, and one more step is done at the end."""
+        with self._changed:
+            yield
+            self._steps += 1
+            self._changed.notify_all()
+
+    @contextmanager
+    def replacing(self) -> Iterator[None]:
+        """Around a replacement of the state that is no step."""
+        with self._changed:
+            yield
+
+    def collect(self) -> list[PieceState]:
+        """Every rank's share, this rank's first. Raises :class:`overlap.mailroom.NoAnswer` if one does not come."""
+        others = [rank for rank in range(self._comm.size) if rank != self._comm.rank]
+        asked = [(rank, self._mailroom.ask(rank, self._topic, self._steps)) for rank in others]
+        with self._changed:
+            shares = [self._export()]
+        return shares + [Mailroom.wait(answer, rank, self._topic, _ANSWER_SECONDS) for rank, answer in asked]
+
+    def _answer(self, _sender: int, steps: int) -> PieceState:
+        with self._changed:
+            self._changed.wait_for(lambda: self._steps >= steps, timeout=_ANSWER_SECONDS)
+            if self._steps != steps:
+                raise RuntimeError(f"asked for the state after step {steps}, this rank is at step {self._steps}")
+            return self._export()

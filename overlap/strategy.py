@@ -1,0 +1,45 @@
+"""What a strategy decides; everything else is the shell's."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from overlap.bucket import Bucket
+from overlap.communicator import Communicator
+from overlap.observer import Facts
+from overlap.partition import BucketSpec, TensorSpec
+
+__all__ = ["Plan", "Strategy"]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Buckets in order of issue, and which of them hold parameters and are updated shard by shard."""
+
+    buckets: tuple[BucketSpec, ...]
+    sharded: tuple[bool, ...]
+
+
+class Strategy(ABC):
+    """One schedule of communication: a pure plan and two verbs.
+
+    `sharding` says whether the strategy can update shards; the shell turns it off for optimizers that need whole
+    parameters. Nothing here may depend on anything measured or seen on this rank alone.
+    """
+
+    name: str
+    sharding: bool
+
+    @abstractmethod
+    def plan(self, facts: Facts, specs: Sequence[TensorSpec], shardable: Sequence[bool], world_size: int) -> Plan:
+        """Decide the buckets, the same on every rank. `shardable[i]`: may tensor i be updated slice by slice?"""
+
+    @abstractmethod
+    def reduce(self, comm: Communicator, bucket: Bucket) -> None:
+        """Issue the bucket's reduction (mean over ranks of ``bucket.gradients`` into ``bucket.reduced``)."""
+
+    @abstractmethod
+    def gather(self, comm: Communicator, bucket: Bucket) -> None:
+        """Issue the all-gather of the updated parameters of a sharded bucket."""

@@ -1,0 +1,135 @@
+"""From the first gradient after a step to the next step: which gradients are there, what is in flight.
+
+backward:   grad_ready … grad_ready ─▶ bucket full ─▶ launch, in bucket order, the same on all ranks
+step():     verify ─▶ flush (what did not fill) ─▶ settle each bucket ─▶ update ─▶ reset
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from overlap.bucket import Bucket, Phase, Slot
+
+__all__ = ["GradientChanged", "GradientWindow", "TooManyGradients"]
+
+
+class TooManyGradients(RuntimeError):
+    """More backward passes than announced ran before ``step()``."""
+
+
+class GradientChanged(RuntimeError):
+    """A gradient was changed after its reduction had been issued, so the other ranks would not see the change."""
+
+
+class GradientWindow:
+    """Readiness of every slot and bucket. `launch(bucket)` issues its reduction; `settle(bucket)` awaits the work.
+
+    `order` is the agreed order of issue. With `hold_last` its last bucket is issued by :meth:`flush` only.
+    """
+
+    def __init__(
+        self,
+        slots: list[Slot],
+        order: list[Bucket],
+        *,
+        passes: int,
+        hold_last: bool,
+        launch: Callable[[Bucket], None],
+        settle: Callable[[Bucket], None],
+    ) -> None:
+        self.slots, self.order, self.passes = slots, order, passes
+        self._hold_last, self._launch, self._settle = hold_last, launch, settle
+        self._next = 0
+        self.reduced = False  # all reductions of this window were awaited, by clipping or synchronize()
+
+    @property
+    def touched(self) -> bool:
+        """Whether a gradient arrived since the last step."""
+        return any(slot.fires or slot.filled for slot in self.slots)
+
+    @property
+    def _full(self) -> bool:
+        return any(slot.filled for slot in self.slots)
+
+    def grad_ready(self, slot: Slot) -> None:
+        """A gradient was accumulated into ``slot.param.grad``."""
+        if slot.filled:
+            self._restart_or_refuse(slot)
+        slot.fires += 1
+        if slot.fires < slot.expected * self.passes:
+            return
+        assert slot.bucket is not None
+        if slot.bucket.phase is Phase.GATHERING:
+            raise RuntimeError(
+                f"a gradient for parameter {slot.name!r} arrived although no module handed the parameter out since "
+                "step(), so an old value may have been used; call optimizer.synchronize() after step() before using "
+                "parameters that you hold outside their modules"
+            )
+        slot.fill()
+        self._launch_full(held_back=1 if self._hold_last else 0)
+
+    def _restart_or_refuse(self, slot: Slot) -> None:
+        if slot.param.grad is slot.view:
+            raise TooManyGradients(
+                f"the gradient of {slot.name!r} was computed again before step() (backward_passes_per_step="
+                f"{self.passes}, {slot.expected} accumulation(s) per pass): call optimizer.step() or "
+                "optimizer.zero_grad() between backward passes, or accumulate with backward_passes_per_step or no_sync()"
+            )
+        # The gradients of the last window were dropped (model.zero_grad()) and its step skipped. Slots that still have
+        # theirs were filled by this new backward before anybody could notice.
+        self.discard(keep=[other for other in self.slots if other.filled and not other.dropped])
+
+    def _launch_full(self, held_back: int) -> None:
+        while self._next < len(self.order) - held_back and self.order[self._next].full:
+            bucket = self.order[self._next]
+            self._next += 1
+            self._launch(bucket)
+            bucket.advance(Phase.REDUCING)
+
+    def verify(self, sharded_only: bool = False) -> None:
+        """Refuse gradients that were changed or replaced after they had been handed over."""
+        for slot in self.slots:
+            if slot.changed and not (sharded_only and slot.bucket is not None and not slot.bucket.holds_parameters):
+                what = "removed" if slot.param.grad is None else "changed"
+                raise GradientChanged(
+                    f"the gradient of {slot.name!r} was {what} after its reduction had been issued; the change would be "
+                    "lost. Call optimizer.synchronize() after backward() and before changing gradients, or use "
+                    "optimizer.clip_grad_norm_()"
+                )
+
+    def flush(self) -> None:
+        """Issue all that is left. Parameters without a gradient on this rank take part with the unused mark."""
+        for bucket in self.order:
+            for slot in bucket.slots:
+                if not slot.filled:
+                    slot.fill()
+        self._launch_full(held_back=0)
+
+    def settle(self, buckets: Iterable[Bucket] | None = None) -> None:
+        """Await reductions, in the given order."""
+        for bucket in self.order if buckets is None else buckets:
+            if bucket.phase is Phase.REDUCING:
+                self._settle(bucket)
+                bucket.advance(Phase.REDUCED)
+
+    def discard(self, keep: Iterable[Slot] = ()) -> None:
+        """A step was skipped: complete what other ranks may wait for, and forget the gradients."""
+        if self._full:
+            self.flush()
+            self.settle()
+        for bucket in self.order:
+            if bucket.phase is Phase.REDUCED:
+                bucket.advance(Phase.FILLING)
+        kept = {slot.index: slot.fires for slot in keep}
+        self.reset()
+        for slot in self.slots:
+            if slot.index in kept:
+                slot.fires = kept[slot.index]
+                slot.fill()
+
+    def reset(self) -> None:
+        """After a step: the next gradient opens a new window."""
+        for slot in self.slots:
+            slot.clear()
+        self._next = 0
+        self.reduced = False

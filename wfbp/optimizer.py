@@ -1,0 +1,49 @@
+"""Wait-free back-propagation (Zhang et al., Poseidon, USENIX ATC 2017): a tensor is all-reduced as its gradient is ready."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from overlap.bucket import Bucket
+from overlap.communicator import Communicator, ReduceOp
+from overlap.observer import Facts
+from overlap.optimizer import DistributedOptimizer as Shell
+from overlap.partition import TensorSpec, per_tensor
+from overlap.strategy import Plan, Strategy
+
+__all__ = ["DistributedOptimizer", "Wfbp"]
+
+
+class Wfbp(Strategy):
+    """One all-reduce per tensor, in the order in which rank 0's gradients arrived first; finished in ``step()``."""
+
+    name = "wfbp"
+    sharding = False
+
+    def plan(self, facts: Facts, specs: Sequence[TensorSpec], shardable: Sequence[bool], world_size: int) -> Plan:
+        buckets = per_tensor(facts.arrivals, specs, world_size)
+        return Plan(buckets, (False,) * len(buckets))
+
+    def reduce(self, comm: Communicator, bucket: Bucket) -> None:
+        bucket.work = comm.all_reduce_async(bucket.gradients, bucket.gradients, ReduceOp.AVG, label=bucket.label)
+
+    def gather(self, comm: Communicator, bucket: Bucket) -> None:
+        raise AssertionError("no bucket of this strategy holds parameters")
+
+
+def DistributedOptimizer(
+    optimizer: torch.optim.Optimizer,
+    model: torch.nn.Module | Iterable[tuple[str, torch.nn.Parameter]] | None = None,
+    **shell: Any,
+) -> Shell:
+    """Distribute `optimizer` with one all-reduce per tensor. On every rank, after ``wfbp.init()``.
+
+    Args:
+        optimizer: any ``torch.optim.Optimizer``.
+        model: the module, or Horovod's ``named_parameters``, or None.
+        shell: ``backward_passes_per_step=1, sync_start=True``; see :class:`overlap.optimizer.DistributedOptimizer`.
+    """
+    return Shell(optimizer, model, Wfbp(), **shell)
