@@ -1,0 +1,256 @@
+"""Training loops as scripts write them; each runs unchanged with a plain optimizer and with a distributed one."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+GLOBAL_BATCH = 8
+STEPS = 7
+
+MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+
+
+@dataclass
+class Run:
+    """One training run: alone on the whole batch (`rank` None), or one rank's part of it."""
+
+    model: torch.nn.Module
+    optimizer: Any
+    rank: int | None
+    size: int
+
+    def batch(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(number)
+        width = 9
+        x, y = (torch.randn(GLOBAL_BATCH, width, generator=generator, dtype=torch.float64) for _ in range(2))
+        if number % 3 == 1:
+            x[:, 0] = -x[:, 0].abs()  # nobody takes the branch of `Sometimes`
+        if number % 3 == 2:
+            x[:, 0] = -x[:, 0].abs()
+            x[0, 0] = 1.0  # only the first rank takes it
+        if self.rank is None:
+            return x, y
+        share = GLOBAL_BATCH // self.size
+        part = slice(self.rank * share, (self.rank + 1) * share)
+        return x[part].clone(), y[part].clone()
+
+    def loss(self, number: int) -> torch.Tensor:
+        x, y = self.batch(number)
+        return torch.nn.functional.mse_loss(self.model(x), y)
+
+    @property
+    def distributed(self) -> bool:
+        return self.rank is not None
+
+    def clip(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        if self.distributed:
+            return self.optimizer.clip_grad_norm_(max_norm, norm_type)
+        return torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm, norm_type)
+
+
+def plain(run: Run) -> None:
+    for step in range(STEPS):
+        run.optimizer.zero_grad()
+        run.loss(step).backward()
+        run.optimizer.step()
+
+
+def zeros_kept(run: Run) -> None:
+    for step in range(STEPS):
+        run.optimizer.zero_grad(set_to_none=False)
+        run.loss(step).backward()
+        run.optimizer.step()
+
+
+def module_zero_grad(run: Run) -> None:
+    for step in range(STEPS):
+        run.model.zero_grad()
+        run.loss(step).backward()
+        run.optimizer.step()
+
+
+def scheduler(run: Run) -> None:
+    schedule = torch.optim.lr_scheduler.StepLR(run.optimizer, 2, 0.5)
+    for step in range(STEPS):
+        run.optimizer.zero_grad()
+        run.loss(step).backward()
+        run.optimizer.step()
+        schedule.step()
+
+
+def clipped(run: Run) -> None:
+    for step in range(STEPS):
+        run.optimizer.zero_grad()
+        run.loss(step).backward()
+        run.clip(0.05)
+        run.optimizer.step()
+
+
+def clipped_by_largest(run: Run) -> None:
+    for step in range(STEPS):
+        run.optimizer.zero_grad()
+        run.loss(step).backward()
+        run.clip(0.01, float("inf"))
+        run.optimizer.step()
+
+
+def clipped_after_synchronize(run: Run) -> None:
+    for step in range(STEPS):
+        run.optimizer.zero_grad()
+        run.loss(step).backward()
+        if run.distributed:
+            run.optimizer.synchronize()
+        torch.nn.utils.clip_grad_norm_(run.model.parameters(), 0.05)
+        run.optimizer.step()
+
+
+def closure(run: Run) -> None:
+    for step in range(STEPS):
+
+        def evaluate(step: int = step) -> torch.Tensor:
+            run.optimizer.zero_grad()
+            loss = run.loss(step)
+            loss.backward()
+            return loss
+
+        run.optimizer.step(evaluate)
+
+
+def accumulated(run: Run) -> None:
+    """Two passes per step, and an incomplete last window."""
+    if run.distributed:
+        run.optimizer.set_backward_passes_per_step(2)
+    for first in range(0, STEPS, 2):
+        run.optimizer.zero_grad()
+        for step in range(first, min(first + 2, STEPS)):
+            (run.loss(step) / 2).backward()
+        run.optimizer.step()
+
+
+def accumulated_without_sync(run: Run) -> None:
+    for first in range(0, STEPS, 2):
+        run.optimizer.zero_grad()
+        with run.optimizer.no_sync() if run.distributed else contextlib.nullcontext():
+            (run.loss(first) / 2).backward()
+        (run.loss(first + 1) / 2).backward()
+        run.optimizer.step()
+
+
+def never_zeroed(run: Run) -> None:
+    for step in range(3):
+        run.loss(step).backward()
+        run.optimizer.step()
+
+
+def skipped_steps(run: Run) -> None:
+    for step in range(STEPS):
+        run.optimizer.zero_grad()
+        run.loss(step).backward()
+        if step % 3 != 1:
+            run.optimizer.step()
+
+
+def skipped_steps_behind_our_back(run: Run) -> None:
+    for step in range(STEPS):
+        run.model.zero_grad()
+        run.loss(step).backward()
+        if step % 3 != 1:
+            run.optimizer.step()
+
+
+def evaluated_between(run: Run) -> None:
+    seen = []
+    for step in range(STEPS):
+        run.optimizer.zero_grad()
+        run.loss(step).backward()
+        run.optimizer.step()
+        run.model.eval()
+        with torch.no_grad():
+            seen.append(float(run.model(torch.ones(2, 9, dtype=torch.float64)).real.sum()))
+        run.model.train()
+    assert all(value == value for value in seen)
+
+
+def unfrozen_later(run: Run) -> None:
+    first = next(iter(run.model.parameters()))
+    first.requires_grad_(False)
+    for step in range(STEPS):
+        if step == 3:
+            first.requires_grad_(True)
+        run.optimizer.zero_grad()
+        run.loss(step).backward()
+        run.optimizer.step()
+
+
+def frozen_later(run: Run) -> None:
+    first = next(iter(run.model.parameters()))
+    for step in range(STEPS):
+        if step == 3:
+            first.requires_grad_(False)
+        run.optimizer.zero_grad()
+        run.loss(step).backward()
+        run.optimizer.step()
+
+
+def group_added(run: Run) -> None:
+    offset = torch.nn.Parameter(torch.zeros(9, dtype=torch.float64))
+    for step in range(STEPS):
+        if step == 3:
+            run.optimizer.add_param_group({"params": [offset], "lr": 0.03})
+        run.optimizer.zero_grad()
+        x, y = run.batch(step)
+        torch.nn.functional.mse_loss(run.model(x) + offset, y).backward()
+        run.optimizer.step()
+        if run.distributed:
+            run.optimizer.synchronize()  # the parameter lives outside every module
+    run.model.register_parameter("offset", offset)
+
+
+def state_reloaded(run: Run) -> None:
+    for step in range(STEPS):
+        run.optimizer.zero_grad()
+        run.loss(step).backward()
+        run.optimizer.step()
+        if step == 3:
+            run.optimizer.load_state_dict(run.optimizer.state_dict())
+
+
+def data_replaced(run: Run) -> None:
+    for step in range(STEPS):
+        run.optimizer.zero_grad()
+        run.loss(step).backward()
+        run.optimizer.step()
+        if step == 2:
+            vector = torch.nn.utils.parameters_to_vector(run.model.parameters())
+            torch.nn.utils.vector_to_parameters(vector * 0.5, run.model.parameters())
+
+
+LOOPS = {
+    loop.__name__: loop
+    for loop in (
+        plain,
+        zeros_kept,
+        module_zero_grad,
+        scheduler,
+        clipped,
+        clipped_by_largest,
+        clipped_after_synchronize,
+        closure,
+        accumulated,
+        accumulated_without_sync,
+        never_zeroed,
+        skipped_steps,
+        skipped_steps_behind_our_back,
+        evaluated_between,
+        unfrozen_later,
+        frozen_later,
+        group_added,
+        state_reloaded,
+        data_replaced,
+    )
+}

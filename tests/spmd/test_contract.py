@@ -1,0 +1,337 @@
+"""What every strategy promises beside parity: visibility, state, errors, and what travels when."""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+import dear
+import wfbp
+from overlap.session import current
+from overlap.window import GradientChanged, TooManyGradients
+from tests.spmd.models import MODELS
+from tests.spmd.test_parity import STRATEGIES, _model
+
+
+@pytest.fixture(autouse=True)
+def _session() -> None:
+    dear.init()
+
+
+def _loss(model: torch.nn.Module, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * seed + dear.rank())
+    return model(torch.randn(4, 9, generator=generator, dtype=torch.float64)).square().mean()
+
+
+def _trained(strategy: str = "dear", steps: int = 2, **options: Any) -> tuple[torch.nn.Module, Any]:
+    model = _model("Mlp")
+    optimizer = STRATEGIES[strategy](torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, **options), model)
+    for step in range(steps):
+        optimizer.zero_grad()
+        _loss(model, step).backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def _same_everywhere(value: Any) -> None:
+    values = dear.allgather_object(value)
+    assert all(torch.equal(other, values[0]) for other in values)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_whoever_looks_through_the_module_sees_final_values(strategy: str) -> None:
+    looks = {
+        "attribute": lambda m: m.head.weight,
+        "parameters": lambda m: next(m.head.parameters()),
+        "named": lambda m: dict(m.named_parameters())["head.weight"],
+        "state_dict": lambda m: m.state_dict()["head.weight"],
+        "submodule": lambda m: m.head.state_dict()["weight"],
+        "deepcopy": lambda m: copy.deepcopy(m).head.weight,
+        "dict": lambda m: dict(m.head._parameters)["weight"],
+    }
+    for name, look in looks.items():
+        model, _ = _trained(strategy)
+        value = look(model).detach().clone()
+        assert bool(torch.isfinite(value).all()), name
+        _same_everywhere(value)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_bare_tensors_are_final_after_synchronize(strategy: str) -> None:
+    model = _model("Mlp")
+    held = list(model.parameters())
+    optimizer = STRATEGIES[strategy](torch.optim.Adam(held, 1e-2), model)
+    _loss(model).backward()
+    optimizer.step()
+    optimizer.synchronize()
+    for tensor in held:
+        _same_everywhere(tensor.detach().clone())
+
+
+def test_a_copied_or_pickled_model_carries_no_gates() -> None:
+    model, optimizer = _trained()
+    copied = copy.deepcopy(model)
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    loaded = torch.load(buffer, weights_only=False)
+    for other in (copied, loaded):
+        assert type(other.head._parameters) is dict
+        _loss(other).backward()  # its gradients are nobody's business
+    optimizer.zero_grad()
+    _loss(model).backward()
+    optimizer.step()
+
+
+def test_state_dict_of_the_model_is_as_small_as_the_model() -> None:
+    model, _ = _trained()
+    buffer = io.BytesIO()
+    torch.save({"weight": model.state_dict()["head.bias"]}, buffer)
+    assert buffer.tell() < 4000
+
+
+@pytest.mark.parametrize("strategy", ["dear", "wfbp"])
+def test_rank_0_alone_may_save_in_the_middle_of_training(strategy: str) -> None:
+    model, optimizer = _trained(strategy)
+    states = []
+    for step in range(3):
+        optimizer.zero_grad()
+        _loss(model, 10 + step).backward()
+        if dear.rank() == 0:
+            states.append(optimizer.state_dict())  # between backward and step: still the last step's
+        optimizer.step()
+        if dear.rank() == 0:
+            states.append(optimizer.state_dict())
+    everywhere = optimizer.state_dict()
+    if dear.rank() == 0:
+        assert len(states[0]["state"]) == len(list(model.parameters()))
+        for before, after in zip(states[1:-1:2], states[2::2], strict=True):
+            for index in before["state"]:
+                one, other = before["state"][index]["momentum_buffer"], after["state"][index]["momentum_buffer"]
+                assert torch.equal(one, other)
+        last = states[-1]["state"][0]["momentum_buffer"]
+        assert torch.equal(last, everywhere["state"][0]["momentum_buffer"])
+
+
+def test_state_is_sharded_and_loads_into_a_plain_optimizer() -> None:
+    model, optimizer = _trained()
+    held = sum(value.numel() for state in optimizer.state.values() for value in state.values())
+    total = sum(parameter.numel() for parameter in model.parameters())
+    assert held <= total / dear.size() + 64 * len(list(model.parameters()))
+    plain_model = copy.deepcopy(model)
+    plain = torch.optim.SGD(plain_model.parameters(), 0.05, momentum=0.9)
+    plain.load_state_dict(optimizer.state_dict())
+    for parameter, twin in zip(model.parameters(), plain_model.parameters(), strict=True):
+        assert plain.state[twin]["momentum_buffer"].shape == parameter.shape
+
+
+def test_shell_looks_like_the_optimizer() -> None:
+    model = _model("Mlp")
+    inner = torch.optim.SGD(model.parameters(), 0.05)
+    optimizer = dear.DistributedOptimizer(inner, model)
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    assert optimizer.param_groups is inner.param_groups
+    assert optimizer.defaults is inner.defaults
+    assert "SGD" in repr(optimizer)
+    seen = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append("pre"))
+    inner.register_step_post_hook(lambda *_: seen.append("post"))
+    for _ in range(2):
+        optimizer.zero_grad()
+        _loss(model).backward()
+        optimizer.step()
+    assert seen == ["pre", "post"] * 2
+    with pytest.raises(TypeError, match="state_dict"):
+        copy.deepcopy(optimizer)
+
+
+@pytest.mark.parametrize("on_inner", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_schedulers_warn_of_nothing(strategy: str, on_inner: bool) -> None:
+    model = _model("Mlp")
+    inner = torch.optim.SGD(model.parameters(), 0.05)
+    optimizer = STRATEGIES[strategy](inner, model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        schedule = torch.optim.lr_scheduler.StepLR(inner if on_inner else optimizer, 1, 0.5)
+        for _ in range(2):
+            optimizer.zero_grad()
+            _loss(model).backward()
+            optimizer.step()
+            schedule.step()
+    assert inner.param_groups[0]["lr"] == pytest.approx(0.0125)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_changed_gradient_is_never_silently_ignored(strategy: str) -> None:
+    model, optimizer = _trained(strategy)
+    optimizer.zero_grad()
+    _loss(model).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    with pytest.raises(GradientChanged, match=r"synchronize\(\)"):
+        optimizer.step()
+    optimizer.zero_grad()
+    _loss(model).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_second_backward_says_what_to_do(strategy: str) -> None:
+    model, optimizer = _trained(strategy)
+    optimizer.zero_grad()
+    _loss(model).backward()
+    with pytest.raises(TooManyGradients, match="backward_passes_per_step"):
+        _loss(model).backward()
+    optimizer.zero_grad()
+
+
+def test_clip_returns_the_global_norm_everywhere() -> None:
+    model, optimizer = _trained()
+    optimizer.zero_grad()
+    _loss(model).backward()
+    norm = dear.clip_grad_norm_(model.parameters(), 1e9)
+    _same_everywhere(norm)
+    optimizer.step()
+    strangers = torch.nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="no distributed optimizer"):
+        dear.clip_grad_norm_(strangers.parameters(), 1.0)
+
+
+def test_values_used_outside_their_module_are_refused() -> None:
+    model = _model("Mlp")
+    held = model.head.weight
+    optimizer = dear.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), 0.1), model, threshold_mb=None, num_nearby_layers=1
+    )
+    _loss(model).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match="outside their modules"):
+        held.square().sum().backward()
+    optimizer.synchronize()
+    optimizer.zero_grad()
+
+
+def test_an_old_graph_notices_the_update() -> None:
+    model, optimizer = _trained()
+    optimizer.zero_grad()
+    loss = _loss(model)
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    optimizer.synchronize()
+    optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    optimizer.zero_grad()
+
+
+BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
+    ({"threshold_mb": 0}, "threshold_mb should be above 0 and is 0"),
+    ({"threshold_mb": None}, "both None"),
+    ({"num_nearby_layers": 0}, "num_nearby_layers should be at least 1 and is 0"),
+    ({"exclude_parts": "allreduce"}, "exclude_parts should name"),
+    ({"backward_passes_per_step": 0}, "backward_passes_per_step should be at least 1 and is 0"),
+    ({"strategy": "magic"}, "'magic'"),
+    ({"strategy": "wfbp", "threshold_mb": 1}, "belong to 'dear'"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD_ARGUMENTS)
+def test_bad_arguments_raise(arguments: dict[str, Any], message: str) -> None:
+    model = _model("Mlp")
+    with pytest.raises(ValueError, match=message):
+        dear.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model, **arguments)
+
+
+def test_names_are_checked_as_horovod_does() -> None:
+    model = _model("Mlp")
+    inner = torch.optim.SGD(model.parameters(), 0.1)
+    pairs = list(model.named_parameters())
+    with pytest.raises(ValueError, match="appears twice"):
+        dear.DistributedOptimizer(inner, [*pairs, pairs[0]])
+    with pytest.raises(ValueError, match="has no name"):
+        dear.DistributedOptimizer(inner, pairs[:-1])
+    with pytest.raises(ValueError, match="pairs"):
+        wfbp.DistributedOptimizer(inner, list(model.parameters()))
+    with pytest.raises(TypeError, match=r"torch\.optim\.Optimizer"):
+        dear.DistributedOptimizer(model, inner)
+
+
+def test_ranks_with_different_models_are_told_apart() -> None:
+    if dear.size() == 1:
+        pytest.skip("one rank cannot differ from itself")
+    width = 3 if dear.rank() == 0 else 4
+    model = torch.nn.Linear(width, 2)
+    with pytest.raises(ValueError, match=r"shape \(2, 3\).*rank 0.*shape \(2, 4\).*rank 1"):
+        dear.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+
+
+def test_sparse_gradients_are_refused() -> None:
+    table = torch.nn.Embedding(5, 3, sparse=True)
+    dear.DistributedOptimizer(torch.optim.SGD(table.parameters(), 0.1), table)
+    with pytest.raises(TypeError, match="sparse=False"):
+        table(torch.tensor([1, 2])).sum().backward()
+
+
+def test_excluded_parts_send_nothing() -> None:
+    for part, kind in (("reducescatter", "reduce_scatter"), ("allgather", "all_gather")):
+        model = MODELS["Mlp"]()
+        optimizer = dear.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model, exclude_parts=part)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(2, 9)).sum().backward()
+            optimizer.step()
+        assert part in optimizer._strategy.excluded, kind
+
+
+def test_learned_order_is_the_order_of_use() -> None:
+    class Backwards(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.last, self.first = torch.nn.Linear(9, 9), torch.nn.Linear(9, 9)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(self.first(x))
+
+    model = Backwards().double()
+    inner = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer = dear.DistributedOptimizer(inner, model, threshold_mb=None, num_nearby_layers=1)
+    _loss(model).backward()
+    optimizer.step()
+    names = [[slot.name for slot in bucket.slots] for bucket in optimizer.buckets]
+    assert names == [["last.weight", "last.bias"], ["first.weight", "first.bias"]]
+
+
+def test_objects_travel() -> None:
+    assert dear.broadcast_object({"rank": dear.rank()}, root_rank=dear.size() - 1) == {"rank": dear.size() - 1}
+    assert dear.allgather_object("x" * dear.rank()) == ["x" * rank for rank in range(dear.size())]
+    rows = torch.full((dear.rank() + 1, 2), float(dear.rank()))
+    assert dear.allgather(rows).shape == (dear.size() * (dear.size() + 1) // 2, 2)
+    total = dear.allreduce(torch.tensor([1.0, dear.rank()]), dear.Sum)
+    assert total.tolist() == [dear.size(), sum(range(dear.size()))]
+
+
+def test_optimizer_state_follows_the_root_and_takes_no_step() -> None:
+    model = _model("Mlp")
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1 if dear.rank() == 0 else 0.7, weight_decay=0.5)
+    if dear.rank() == 0:
+        _loss(model).backward()
+        optimizer.step()
+    dear.broadcast_parameters(model.state_dict(), root_rank=0)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    dear.broadcast_optimizer_state(optimizer, root_rank=0)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    for parameter, old in zip(model.parameters(), before, strict=True):
+        assert torch.equal(parameter, old)
+        _same_everywhere(optimizer.state[parameter]["exp_avg"])
+
+
+def test_session_knows_its_place() -> None:
+    session = current()
+    assert 0 <= dear.local_rank() < dear.local_size() <= dear.size()
+    assert session.comm.rank == dear.rank()
