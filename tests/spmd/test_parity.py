@@ -80,7 +80,9 @@ def _assert_close(actual: Any, expected: Any, where: str) -> None:
         assert actual.shape == expected.shape, where
         assert actual.dtype == expected.dtype, where
         tolerance = 1e-12 if expected.dtype in (torch.float64, torch.complex128) else 2e-6
-        torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance, msg=lambda text: f"{where}: {text}")
+        torch.testing.assert_close(
+            actual, expected, rtol=tolerance, atol=tolerance, msg=lambda text: f"{where}: {text}"
+        )
     elif isinstance(expected, dict):
         assert actual.keys() == expected.keys(), f"{where}: {sorted(actual)} != {sorted(expected)}"
         for key in expected:

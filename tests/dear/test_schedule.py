@@ -1,0 +1,29 @@
+"""DeAR's plan: fused in the order of use, issued in reverse, idle parameters last."""
+
+from __future__ import annotations
+
+from dear.schedule import plan_buckets
+from overlap.observer import Facts
+from overlap.partition import TensorSpec
+
+SPECS = [TensorSpec(256, 4, "fp32")] * 5
+NOTHING: frozenset[int] = frozenset()
+
+
+def _plan(units: tuple[tuple[int, ...], ...], idle: frozenset[int] = NOTHING, nearby: int = 1) -> list[tuple[int, ...]]:
+    facts = Facts(units, (4, 3, 2, 1, 0), (1,) * 5, NOTHING, idle)
+    plan = plan_buckets(facts, SPECS, [True] * 5, 2, threshold_bytes=None, num_nearby_layers=nearby)
+    assert plan.sharded == (True,) * len(plan.buckets)
+    return [bucket.tensors for bucket in plan.buckets]
+
+
+def test_last_used_layer_is_issued_first() -> None:
+    assert _plan(((0, 1), (2,), (3, 4))) == [(3, 4), (2,), (0, 1)]
+
+
+def test_neighbours_share() -> None:
+    assert _plan(((0, 1), (2,), (3, 4)), nearby=2) == [(3, 4), (0, 1, 2)]
+
+
+def test_idle_parameters_do_not_keep_their_neighbours_waiting() -> None:
+    assert _plan(((0, 1), (2,), (3, 4)), idle=frozenset({3})) == [(4,), (2,), (0, 1), (3,)]

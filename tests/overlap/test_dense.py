@@ -1,0 +1,66 @@
+"""Flat memory, layouts, and the mark of unused parameters."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from overlap.dense import copy_used, from_flat, is_dense, to_flat, unused_mark, unused_positions, view_like
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128]
+
+
+def test_dense_layouts() -> None:
+    block = torch.empty(2, 3, 4, 5)
+    assert is_dense(block)
+    assert is_dense(block.to(memory_format=torch.channels_last))
+    assert is_dense(block.permute(3, 1, 0, 2))
+    assert is_dense(torch.tensor(1.0))
+    assert is_dense(torch.empty(0, 3))
+    assert not is_dense(block[:, :2])
+    assert not is_dense(torch.empty(3, 1).expand(3, 4))
+
+
+def test_flat_and_back_keeps_values_and_layout() -> None:
+    original = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    flat = to_flat(original, original)
+    assert torch.equal(flat, original.permute(0, 2, 3, 1).reshape(-1))  # the order of memory
+    back = from_flat(flat, original)
+    assert torch.equal(back, original)
+    assert back.stride() == original.stride()
+
+
+def test_views_have_version_counters_of_their_own() -> None:
+    flat = torch.zeros(10)
+    one, other = view_like(flat, 0, torch.empty(5)), view_like(flat, 5, torch.empty(5))
+    before = other._version
+    one.add_(1)
+    assert other._version == before
+    assert flat[:5].sum() == 5
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_mark_survives_reduction_only_where_nobody_used_the_parameter(dtype: torch.dtype) -> None:
+    size = 4
+
+    def contribution(used: bool) -> torch.Tensor:
+        target = torch.empty(size, dtype=dtype)
+        if used:
+            copy_used(target, torch.tensor([-0.0, 0.0, -0.0, 0.0]).to(dtype))
+        else:
+            unused_mark(target)
+        return target
+
+    for used_by in ([False, False], [True, False], [False, True], [True, True]):
+        first, second = (contribution(used) for used in used_by)
+        if dtype.is_complex:  # they travel as pairs of real numbers; torch's complex addition multiplies by 1 + 0j
+            reduced = torch.view_as_complex(torch.view_as_real(first) + torch.view_as_real(second))
+        else:
+            reduced = first + second
+        assert unused_positions(reduced, torch.tensor([0]), [size]) == [not any(used_by)]
+
+
+def test_each_piece_is_judged_by_itself() -> None:
+    flat = torch.tensor([1.0, -0.0, -0.0, -0.0, 2.0, 0.0])
+    assert unused_positions(flat, torch.tensor([0, 1, 3, 5]), [1, 3, 5, 6]) == [False, True, False, False]
+    assert unused_positions(flat, torch.tensor([], dtype=torch.int64), []) == []

@@ -1,0 +1,81 @@
+"""Every way to a parameter passes its gate."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from overlap.gates import GatedParameters, Gates
+
+
+class _Log:
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.names = {id(parameter): name for name, parameter in module.named_parameters()}
+        self.events: list[str] = []
+        self.gates = Gates(
+            lambda parameter: self.events.append(self.names[id(parameter)]),
+            lambda module: self.events.append("enter"),
+            lambda module: self.events.append("leave"),
+        )
+        self.gates.guard(module.modules(), lambda value: value is not None)
+
+
+WAYS: dict[str, Callable[[torch.nn.Linear], object]] = {
+    "attribute": lambda m: m.weight,
+    "get": lambda m: m._parameters.get("weight"),
+    "parameters": lambda m: list(m.parameters()),
+    "named_parameters": lambda m: dict(m.named_parameters()),
+    "values": lambda m: list(m._parameters.values()),
+    "state_dict": lambda m: m.state_dict(),
+    "copy": lambda m: copy.copy(m._parameters),
+    "deepcopy": lambda m: copy.deepcopy(m),
+    "dict": lambda m: dict(m._parameters),
+    "pickle": lambda m: pickle.dumps(m),
+    "forward": lambda m: m(torch.ones(1, 2)),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_passes_the_gate(way: str) -> None:
+    module = torch.nn.Linear(2, 2)
+    log = _Log(module)
+    WAYS[way](module)
+    assert "weight" in log.events
+
+
+def test_forward_enters_first_and_leaves_last_even_when_it_fails() -> None:
+    module = torch.nn.Linear(2, 2)
+    log = _Log(module)
+    with pytest.raises(RuntimeError):
+        module(torch.ones(1, 3))
+    assert log.events[0] == "enter"
+    assert log.events[-1] == "leave"
+
+
+def test_two_gates_stand_side_by_side_and_leave_separately() -> None:
+    module = torch.nn.Linear(2, 2)
+    first, second = _Log(module), _Log(module)
+    first.gates.remove()
+    first.events.clear()
+    assert module.weight is not None
+    assert first.events == []
+    assert "weight" in second.events
+    second.gates.remove()
+    assert type(module._parameters) is dict
+    assert not module._forward_pre_hooks
+    assert not module._forward_hooks
+
+
+def test_copies_are_plain() -> None:
+    module = torch.nn.Linear(2, 2)
+    log = _Log(module)
+    twin = pickle.loads(pickle.dumps(module))
+    log.events.clear()
+    twin(torch.ones(1, 2))
+    assert log.events == []
+    assert type(twin._parameters) is dict
+    assert isinstance(module._parameters, GatedParameters)

@@ -1,0 +1,48 @@
+"""Who started us: environments as launchers leave them."""
+
+from __future__ import annotations
+
+import pytest
+
+from overlap.launch import Launcher, LaunchError, detect
+
+OMPI = {
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_RANK": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "3"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "launcher", "rank", "size"),
+    [
+        ({}, Launcher.SINGLE, 0, 1),
+        (OMPI, Launcher.MPI, 2, 4),
+        ({"PMI_SIZE": "2", "PMI_RANK": "1"}, Launcher.MPI, 1, 2),
+        ({"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "5"}, Launcher.MPI, 5, 8),
+        ({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, Launcher.SINGLE, 0, 1),  # sbatch without srun
+        (TORCHRUN, Launcher.TORCHRUN, 1, 3),
+        ({**OMPI, **TORCHRUN}, Launcher.MPI, 2, 4),
+        ({**OMPI, "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0", **TORCHRUN}, Launcher.TORCHRUN, 1, 3),
+        ({**OMPI, **TORCHRUN, "DEAR_BACKEND": "torch"}, Launcher.TORCHRUN, 1, 3),
+        ({**OMPI, "DEAR_BACKEND": "single"}, Launcher.SINGLE, 0, 1),
+    ],
+)
+def test_detect(environ: dict[str, str], launcher: Launcher, rank: int, size: int) -> None:
+    launch = detect(environ)
+    assert (launch.launcher, launch.rank, launch.size) == (launcher, rank, size)
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"DEAR_BACKEND": "nccl"}, "nccl"),
+        ({"DEAR_BACKEND": "torch"}, "torchrun"),
+        ({"OMPI_COMM_WORLD_SIZE": "two", "OMPI_COMM_WORLD_RANK": "0"}, "'two'"),
+    ],
+)
+def test_nonsense_is_named(environ: dict[str, str], message: str) -> None:
+    with pytest.raises(LaunchError, match=message):
+        detect(environ)
