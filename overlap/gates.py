@@ -9,6 +9,7 @@ served, and in a pre-forward hook for modules that keep references of their own 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -60,8 +61,6 @@ class GatedParameters(dict[str, "torch.nn.Parameter | None"]):
         return self.copy()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, torch.nn.Parameter | None]:
-        import copy
-
         return {name: copy.deepcopy(value, memo) for name, value in self.items()}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -114,8 +113,8 @@ class Gates:
             if module in self._modules:
                 continue
             self._modules[module] = None
-            enter, leave = self._enter, self._leave
-            before, after = _Hook(lambda m, _inputs: enter(m)), _Hook(lambda m, _inputs, _output: leave(m))
+            before = _Hook(lambda module, _inputs: self._enter(module))
+            after = _Hook(lambda module, _inputs, _output: self._leave(module))
             self._handles.append(module.register_forward_pre_hook(before, prepend=True))
             self._handles.append(module.register_forward_hook(after, always_call=True))
             if any(managed(parameter) for parameter in module._parameters.values()):

@@ -1,7 +1,55 @@
 """Wait-free back-propagation without tensor fusion: the simplest overlap, and the baseline of all others."""
 
-from overlap.api import *
-from overlap.api import __all__ as _facade
+from overlap.api import (
+    Average,
+    Max,
+    Min,
+    Product,
+    Sum,
+    allgather,
+    allgather_object,
+    allreduce,
+    allreduce_,
+    barrier,
+    broadcast,
+    broadcast_,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+    clip_grad_norm_,
+    init,
+    is_initialized,
+    local_rank,
+    local_size,
+    rank,
+    shutdown,
+    size,
+)
 from wfbp.optimizer import DistributedOptimizer
 
-__all__ = ["DistributedOptimizer", *_facade]
+__all__ = [
+    "Average",
+    "DistributedOptimizer",
+    "Max",
+    "Min",
+    "Product",
+    "Sum",
+    "allgather",
+    "allgather_object",
+    "allreduce",
+    "allreduce_",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "clip_grad_norm_",
+    "init",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "rank",
+    "shutdown",
+    "size",
+]
