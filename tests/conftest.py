@@ -1,0 +1,45 @@
+"""What all tests share: conditions for markers, poisoned parameters, and the table of multi-rank suites at the end."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import Any
+
+import pytest
+
+# A missed wait then shows as NaN instead of as an old value.
+os.environ.setdefault("DEAR_POISON", "1")
+
+# These suites run inside every rank of a job that tests/test_spmd.py starts.
+if "DEAR_SPMD_SUITE" not in os.environ:
+    collect_ignore = ["comm_core", "spmd"]
+
+SUITE_RESULTS: list[str] = []
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+CONDITIONS = {
+    "needs_root": (lambda: os.geteuid() == 0, "needs root"),
+    "needs_gpu": (_has_gpu, "needs a CUDA device"),
+    "needs_horovod": (lambda: importlib.util.find_spec("horovod") is not None, "needs Horovod"),
+    "slow": (lambda: os.environ.get("DEAR_SLOW_TESTS") == "1", "slow; set DEAR_SLOW_TESTS=1"),
+}
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for name, (holds, reason) in CONDITIONS.items():
+        if item.get_closest_marker(name) is not None and not holds():
+            pytest.skip(reason)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    if SUITE_RESULTS:
+        terminalreporter.section("suites that ran inside every rank")
+        for line in SUITE_RESULTS:
+            terminalreporter.write_line(line)

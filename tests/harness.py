@@ -1,0 +1,114 @@
+"""Starts jobs of several ranks, ends them in time, and shows the traceback of the rank that failed first."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+_TAG = "DEAR_TEST_JOB"
+
+
+class JobFailed(AssertionError):
+    """A job exited with an error or did not end in time."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a finished job left."""
+
+    command: str
+    returncode: int
+    output: str  # stdout and stderr of all ranks, as they came
+    seconds: float
+    timed_out: bool
+
+    def check(self) -> Result:
+        """Raise :class:`JobFailed` with the first failing rank's traceback unless the job succeeded."""
+        if self.returncode == 0 and not self.timed_out:
+            return self
+        what = f"did not end within {self.seconds:.0f} s" if self.timed_out else f"exited with {self.returncode}"
+        raise JobFailed(f"{self.command}\n{what}\n{self.first_failure()}")
+
+    def first_failure(self) -> str:
+        """From the first line that announces a failing rank, else the end of the output."""
+        found = re.search(r"^rank \d+ of \d+ failed.*", self.output, re.MULTILINE | re.DOTALL)
+        return found.group(0)[:8000] if found else self.output[-8000:]
+
+
+def command_for(launcher: str, nranks: int, argv: Sequence[str]) -> list[str]:
+    """The command line that starts `argv` (arguments of Python) on `nranks` ranks."""
+    if launcher == "mpi":
+        return [str(ROOT / "scripts" / "mpirun"), "-np", str(nranks), sys.executable, *argv]
+    if launcher == "torchrun":
+        run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nranks)]
+        return [sys.executable, *run, *(["--no-python", sys.executable] if argv[0] == "-m" else []), *argv]
+    if launcher == "single":
+        return [sys.executable, *argv]
+    raise ValueError(f"launcher should be mpi, torchrun or single and is {launcher!r}")
+
+
+def run_ranks(
+    nranks: int,
+    argv: Sequence[str],
+    launcher: str = "mpi",
+    *,
+    timeout: float = 120.0,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+) -> Result:
+    """Run ``python argv`` on `nranks` ranks; never longer than `timeout` seconds, and nothing is left behind.
+
+    A job that does not end is aborted rank by rank, so that every rank prints the stacks of its threads first.
+    """
+    tag = uuid.uuid4().hex
+    # Jobs of a test may themselves run under a launcher of the test's caller; they are no part of that job.
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_", "PRTE_"))}
+    environ = {**inherited, "PYTHONFAULTHANDLER": "1", "OMP_NUM_THREADS": "1", **(env or {}), _TAG: tag}
+    command = command_for(launcher, nranks, argv)
+    started = time.monotonic()
+    with tempfile.TemporaryFile("w+b") as sink:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, env=environ, cwd=cwd, start_new_session=True
+        )
+        timed_out = False
+        try:
+            process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            timed_out = True
+            for pid in _job_pids(tag):
+                _signal(pid, signal.SIGABRT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(10)
+        finally:
+            for pid in _job_pids(tag):
+                _signal(pid, signal.SIGKILL)
+            process.wait()
+        sink.seek(0)
+        output = sink.read().decode(errors="replace")
+    seconds = time.monotonic() - started
+    return Result(" ".join(command), process.returncode, output, seconds, timed_out)
+
+
+def _job_pids(tag: str) -> Iterator[int]:
+    needle = f"{_TAG}={tag}".encode()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            with contextlib.suppress(OSError):
+                if needle in (entry / "environ").read_bytes():
+                    yield int(entry.name)
+
+
+def _signal(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)

@@ -1,0 +1,39 @@
+"""Runs inside every rank: only rank 0 talks, and the first failing test ends the whole job with its traceback."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+
+RANK = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", os.environ.get("RANK", "0"))))
+SIZE = int(os.environ.get("OMPI_COMM_WORLD_SIZE", os.environ.get("PMI_SIZE", os.environ.get("WORLD_SIZE", "1"))))
+
+# pytest's own capture is off: a test that hangs or dies should have said what it said.
+_stderr = os.fdopen(os.dup(2), "w")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if RANK > 0:
+        sys.stdout.flush()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.failed:
+        _die(f"{report.nodeid} ({report.when})\n{report.longreprtext}")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    if report.failed:
+        _die(f"collection of {report.nodeid}\n{report.longreprtext}")
+
+
+def _die(what: str) -> None:
+    _stderr.write(f"rank {RANK} of {SIZE} failed: {what}\n")
+    _stderr.flush()
+    sys.stdout.flush()
+    os._exit(1)  # the launcher ends the other ranks, which may wait for this one

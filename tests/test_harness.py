@@ -1,0 +1,50 @@
+"""The harness itself: it fails when it should, shows why, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.harness import JobFailed, _job_pids, run_ranks
+
+FAIL_ON_1 = """
+import os, sys, time
+if os.environ["RANK"] == "1":
+    sys.exit("rank 1 of 2 failed: because of a test")
+time.sleep(600)
+"""
+
+
+def _script(folder: Path, text: str) -> list[str]:
+    path = folder / "script.py"
+    path.write_text(text)
+    return [str(path)]
+
+
+def test_a_failing_rank_fails_the_job_with_its_own_message(tmp_path: Path) -> None:
+    result = run_ranks(2, _script(tmp_path, FAIL_ON_1), "torchrun", timeout=60)
+    with pytest.raises(JobFailed, match="because of a test"):
+        result.check()
+    assert not result.timed_out
+
+
+def test_a_hanging_job_ends_in_time_and_shows_where(tmp_path: Path) -> None:
+    result = run_ranks(1, _script(tmp_path, "import time\ntime.sleep(600)\n"), "single", timeout=3)
+    assert result.timed_out
+    assert "script.py" in result.output
+    with pytest.raises(JobFailed, match="did not end"):
+        result.check()
+
+
+def test_orphans_are_found(tmp_path: Path) -> None:
+    text = f"import subprocess\nsubprocess.Popen([{sys.executable!r}, '-c', 'import time; time.sleep(600)'])\n"
+    result = run_ranks(1, _script(tmp_path, text), "single", timeout=30)
+    assert result.returncode == 0
+    assert list(_job_pids("no such job")) == []
+
+
+def test_an_unknown_launcher_is_named() -> None:
+    with pytest.raises(ValueError, match="'slurm'"):
+        run_ranks(1, ["-c", "pass"], "slurm")

@@ -1,0 +1,99 @@
+"""Imports point down only, without circles; files stay small; libraries do not print."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.harness import ROOT
+
+STRATEGIES = ("dear", "wfbp", "mgwfbp", "bytescheduler_adapter", "co2", "oss")
+OURS = ("comm_core", "overlap", *STRATEGIES, "bench", "examples", "tests")
+ALLOWED = {"comm_core": (), "overlap": ("comm_core",), **dict.fromkeys(STRATEGIES, ("comm_core", "overlap"))}
+PURE = ("overlap/partition.py", "overlap/launch.py", "dear/schedule.py")
+HARD_LIMIT = 400
+
+LIBRARY_FILES = sorted(path for package in ALLOWED for path in (ROOT / package).rglob("*.py"))
+SOURCES = sorted(
+    path
+    for package in (*ALLOWED, "bench", "examples", "tests")
+    for path in (ROOT / package).rglob("*")
+    if path.suffix in (".py", ".cpp", ".hpp")
+)
+
+
+def _imports(path: Path, inside_functions: bool) -> Iterator[str]:
+    tree = ast.parse(path.read_text())
+    lazy = {
+        child
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef)
+        for child in ast.walk(node)
+        if child is not node
+    }
+    for node in ast.walk(tree):
+        if node in lazy and not inside_functions:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module or ""
+
+
+def _name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", LIBRARY_FILES, ids=_name)
+def test_imports_point_down(path: Path) -> None:
+    package = path.relative_to(ROOT).parts[0]
+    lazily_allowed = STRATEGIES if package == "dear" else ()
+    for name in _imports(path, inside_functions=True):
+        top = name.split(".")[0]
+        if top in OURS and top != package:
+            assert top in (*ALLOWED[package], *lazily_allowed), f"{_name(path)} imports {name}"
+        if package == "comm_core":
+            assert top != "torch", f"{_name(path)} imports torch"
+    for name in _imports(path, inside_functions=False):
+        top = name.split(".")[0]
+        assert top == package or top not in STRATEGIES, f"{_name(path)} imports {name} at its top"
+
+
+@pytest.mark.parametrize("path", PURE)
+def test_pure_files_know_neither_torch_nor_communicators(path: str) -> None:
+    for name in _imports(ROOT / path, inside_functions=True):
+        assert name.split(".")[0] not in ("torch", "comm_core"), f"{path} imports {name}"
+
+
+def test_modules_do_not_go_in_circles() -> None:
+    graph = {}
+    for path in LIBRARY_FILES:
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        graph[name] = set(_imports(path, inside_functions=False))
+    done: set[str] = set()
+
+    def visit(name: str, trail: tuple[str, ...]) -> None:
+        assert name not in trail, f"circle: {' -> '.join((*trail, name))}"
+        if name in done:
+            return
+        for other in graph.get(name, ()):
+            if other in graph and other != name:
+                visit(other, (*trail, name))
+        done.add(name)
+
+    for name in graph:
+        visit(name, ())
+
+
+def test_files_stay_small() -> None:
+    lengths = {_name(path): len(path.read_text().splitlines()) for path in SOURCES}
+    assert {name: length for name, length in lengths.items() if length > HARD_LIMIT} == {}
+
+
+@pytest.mark.parametrize("path", LIBRARY_FILES, ids=_name)
+def test_libraries_do_not_print(path: Path) -> None:
+    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    assert not any(isinstance(call.func, ast.Name) and call.func.id == "print" for call in calls)

@@ -1,0 +1,26 @@
+"""The suites that run inside every rank: at 1, 2 and 4 ranks over MPI, and at 2 ranks under torchrun."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.conftest import SUITE_RESULTS
+from tests.harness import ROOT, run_ranks
+
+JOBS = [
+    *(pytest.param("comm_core", "mpi", size, id=f"comm_core-mpi-{size}") for size in (1, 2, 4)),
+    *(pytest.param("spmd", "mpi", size, id=f"spmd-mpi-{size}") for size in (1, 2, 4)),
+    pytest.param("spmd", "torchrun", 2, id="spmd-torchrun-2"),
+]
+
+
+@pytest.mark.parametrize(("suite", "launcher", "size"), JOBS)
+def test_suite(suite: str, launcher: str, size: int) -> None:
+    options = ["-q", "-x", "-p", "tests.spmd_plugin", "-p", "no:cacheprovider", "--timeout", "60"]
+    argv = ["-m", "pytest", *options, "--timeout-method", "thread", f"tests/{suite}"]
+    result = run_ranks(size, argv, launcher, timeout=280, env={"DEAR_SPMD_SUITE": suite}, cwd=ROOT).check()
+    counts = re.findall(r"^(\d+ passed.*) in ", result.output, re.MULTILINE)
+    assert counts, f"no rank reported how many tests passed:\n{result.output[-4000:]}"
+    SUITE_RESULTS.append(f"{suite:<10} {launcher:<9} {size} rank(s): {counts[0]}, {result.seconds:.0f} s")
