@@ -1,0 +1,86 @@
+"""Nothing hangs in silence: what a job of several ranks does when one of them goes wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.harness import ROOT, Result, run_ranks
+
+PRELUDE = """
+import logging, os, signal, sys, time
+import torch
+import dear
+logging.basicConfig(level=logging.INFO)
+dear.init()
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
+optimizer = dear.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+def train(steps):
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.ones(3, 4)).sum().backward()
+        optimizer.step()
+train(3)
+"""
+LAUNCHERS = ["mpi", "torchrun"]
+
+
+def _run(folder: Path, text: str, launcher: str, timeout: float = 60, **env: str) -> Result:
+    script = folder / "script.py"
+    script.write_text(PRELUDE + text)
+    return run_ranks(2, [str(script)], launcher, timeout=timeout, env={"PYTHONPATH": str(ROOT), **env})
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_an_exception_on_one_rank_ends_the_job_with_its_traceback(launcher: str, tmp_path: Path) -> None:
+    result = _run(tmp_path, "if dear.rank() == 1:\n    raise ValueError('the one cause')\ntrain(1000)\n", launcher)
+    assert not result.timed_out
+    assert result.returncode != 0
+    assert "rank 1 of 2 failed" in result.output
+    assert result.output.count("ValueError: the one cause") == 1
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("how", ["os._exit(3)", "os.kill(os.getpid(), signal.SIGKILL)"])
+def test_a_rank_that_dies_ends_the_job(launcher: str, how: str, tmp_path: Path) -> None:
+    result = _run(tmp_path, f"if dear.rank() == 1:\n    {how}\ntrain(100000)\n", launcher)
+    assert not result.timed_out
+    assert result.returncode != 0
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_rank_that_left_is_named_and_the_job_ended(launcher: str, tmp_path: Path) -> None:
+    settings = {"DEAR_STALL_WARN_SECONDS": "2", "DEAR_STALL_ABORT_SECONDS": "5"}
+    result = _run(tmp_path, "if dear.rank() == 1:\n    sys.exit(0)\ntrain(100000)\n", launcher, **settings)
+    assert not result.timed_out
+    assert result.returncode != 0
+    assert "has waited" in result.output
+    assert "has left" in result.output
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_slow_rank_is_reported_and_waited_for(launcher: str, tmp_path: Path) -> None:
+    text = "if dear.rank() == 1:\n    time.sleep(6)\ntrain(2)\nprint('done', dear.rank())\n"
+    settings = {"DEAR_STALL_WARN_SECONDS": "2", "DEAR_STALL_ABORT_SECONDS": "4"}
+    result = _run(tmp_path, text, launcher, **settings).check()
+    assert "has waited" in result.output
+    assert "done 0" in result.output
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_ranks_may_leave_at_different_times(launcher: str, tmp_path: Path) -> None:
+    text = (
+        "train(2)\nif dear.rank() == 0:\n    time.sleep(2)\n    print('saved', len(optimizer.state_dict()['state']))\n"
+    )
+    result = _run(tmp_path, text, launcher).check()
+    assert "saved 0" in result.output  # plain SGD has no state; the other rank, in shutdown already, answered
+
+
+def test_a_launcher_of_another_mpi_is_noticed(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import dear\ndear.init()\n")
+    promised = {"OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_RANK": "0", "PYTHONPATH": str(ROOT)}
+    result = run_ranks(1, [str(script)], "single", env=promised)
+    assert result.returncode != 0
+    assert "promises 3 rank(s)" in result.output

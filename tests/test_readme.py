@@ -1,0 +1,30 @@
+"""The README's example, as it stands there, under every launcher."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.harness import ROOT, run_ranks
+
+
+def _example() -> str:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert blocks, "README.md shows no Python"
+    return blocks[0]
+
+
+def test_the_example_is_short() -> None:
+    assert len(_example().strip().splitlines()) <= 22
+
+
+@pytest.mark.parametrize(("launcher", "size"), [("single", 1), ("mpi", 2), ("torchrun", 2)])
+def test_the_example_trains(launcher: str, size: int, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(_example())
+    result = run_ranks(size, [str(script)], launcher, timeout=120, cwd=tmp_path).check()
+    losses = [float(value) for value in re.findall(r"loss ([\d.]+)", result.output)]
+    assert len(losses) == 5, result.output
+    assert losses[-1] < 0.5 * losses[0]
