@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+
 from comm_core import InvalidUsage, ReduceOp, Unsupported
 
 #: The highest tag of send and recv.
@@ -70,7 +71,9 @@ def wire_form(what: str, name: str, tensor: torch.Tensor, op: ReduceOp | None = 
         return wire_form(what, name, torch.view_as_real(flat).reshape(-1), op)
     if op is None and flat.element_size() in _SAME_WIDTH:
         return flat.view(_SAME_WIDTH[flat.element_size()])
-    raise Unsupported(f"{what}: {name} has dtype {tensor.dtype}, which cannot be {'moved' if op is None else 'reduced'}")
+    raise Unsupported(
+        f"{what}: {name} has dtype {tensor.dtype}, which cannot be {'moved' if op is None else 'reduced'}"
+    )
 
 
 def check_op(what: str, op: ReduceOp) -> None:

@@ -15,8 +15,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Protocol
 
-import comm_core
 import torch
+
+import comm_core
 from comm_core import ReduceOp
 
 

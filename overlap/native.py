@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import comm_core
 import torch
-from comm_core import Buffer, DType, ReduceOp
 
+import comm_core
+from comm_core import Buffer, DType, ReduceOp
 from overlap.communicator import Communicator, Work
 from overlap.requests import (
     all_gather_request,

@@ -82,7 +82,7 @@ class Observer:
     def finish(self) -> Facts:
         for handle in self._handles:
             handle.remove()
-        arrived = [index for index in self._arrivals]
+        arrived = list(self._arrivals)
         with_gradient = set(arrived) | {slot.index for slot in self.slots if slot.param.grad is not None}
         units = [tuple(unit) for _, unit in self.units]
         rest = [slot.index for slot in self.slots if slot.index not in self._touched]

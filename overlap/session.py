@@ -9,9 +9,9 @@ import socket
 import weakref
 from typing import Any
 
-import comm_core
 import torch
 
+import comm_core
 from overlap import failures
 from overlap.communicator import Communicator
 from overlap.launch import Launch, Launcher, LaunchError, detect
