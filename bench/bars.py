@@ -18,11 +18,16 @@ GLOO_LARGE, GLOO_SMALL, GLOO_CPU = 1.03, 1.5, 1.0
 class Measured(Protocol):
     """The figures of a table row that bars speak of."""
 
-    operation: str
-    bytes: int
-    to_gloo: float | None
-    to_wire: float | None
-    cpu_to_gloo: float | None
+    @property
+    def operation(self) -> str: ...
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def to_gloo(self) -> float | None: ...
+    @property
+    def to_wire(self) -> float | None: ...
+    @property
+    def cpu_to_gloo(self) -> float | None: ...
 
 
 @dataclass(frozen=True)

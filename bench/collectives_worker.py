@@ -24,7 +24,8 @@ SECONDS_PER_CASE = 3.0
 def _gloo(comm: Communicator) -> dist.ProcessGroup:
     """torch.distributed over gloo between the same ranks; under torchrun it is there already."""
     if not dist.is_initialized():
-        store = dist.FileStore(os.environ["DEAR_BENCH_STORE"], comm.size)
+        path = os.environ["DEAR_BENCH_STORE"]
+        store = dist.FileStore(path, comm.size)  # type: ignore[attr-defined]
         dist.init_process_group(
             "gloo", store=store, rank=comm.rank, world_size=comm.size, timeout=timedelta(seconds=300)
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from overlap.observer import Facts
-from overlap.partition import TensorSpec, fuse
+from overlap.partition import BucketSpec, TensorSpec, fuse
 from overlap.strategy import Plan
 
 __all__ = ["plan_buckets"]
@@ -31,7 +31,7 @@ def plan_buckets(
     """
     used = [tuple(index for index in unit if index not in facts.idle) for unit in facts.units]
     idle = [tuple(index for index in unit if index in facts.idle) for unit in facts.units]
-    buckets = []
+    buckets: list[BucketSpec] = []
     for units in (idle, used):
         buckets += fuse(
             [unit for unit in units if unit],

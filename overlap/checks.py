@@ -129,8 +129,8 @@ def check_count(what: str, name: str, expected: int, got: int) -> None:
 
 def byte_range(tensor: torch.Tensor) -> tuple[int, int]:
     """Where a contiguous tensor lies in its storage, as the half-open range of bytes."""
-    start = tensor.storage_offset() * tensor.element_size()
-    return start, start + tensor.numel() * tensor.element_size()
+    start = int(tensor.storage_offset()) * tensor.element_size()
+    return start, start + int(tensor.numel()) * tensor.element_size()
 
 
 def same_memory(first: torch.Tensor, second: torch.Tensor) -> bool:

@@ -118,9 +118,10 @@ class Gates:
             self._handles.append(module.register_forward_pre_hook(before, prepend=True))
             self._handles.append(module.register_forward_hook(after, always_call=True))
             if any(managed(parameter) for parameter in module._parameters.values()):
-                if not isinstance(module._parameters, GatedParameters):
-                    module.__dict__["_parameters"] = GatedParameters(module._parameters)
-                module._parameters.touches += (self._touch,)
+                gated = module._parameters
+                if not isinstance(gated, GatedParameters):
+                    gated = module.__dict__["_parameters"] = GatedParameters(gated)
+                gated.touches += (self._touch,)
                 self._handles.append(module._register_state_dict_hook(_Hook(_clone_values)))
 
     def remove(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ PieceState = dict[int, tuple[int, int, dict[str, Any]]]
 
 def unhooked_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
     """``type(optimizer).step`` without torch's profiling and step hooks, which run once, around the whole step."""
-    step = type(optimizer).step
+    step: Any = type(optimizer).step
     return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
@@ -82,7 +82,7 @@ class ShardUpdate:
             pieces.append(Piece(slot, *extent, proxy, gradient))
         self._pieces[bucket] = pieces
         with_elements = [one for one in pieces if one.stop > one.start]
-        starts = [one.gradient.storage_offset() - bucket.reduced.storage_offset() for one in with_elements]
+        starts = [int(one.gradient.storage_offset() - bucket.reduced.storage_offset()) for one in with_elements]
         stops = [start + one.gradient.numel() for start, one in zip(starts, with_elements, strict=True)]
         self._extents[bucket] = (torch.tensor(starts, dtype=torch.int64, device=bucket.reduced.device), stops)
 
@@ -107,13 +107,13 @@ class ShardUpdate:
         for one in self._pieces[bucket]:
             one.proxy.grad = None
 
-    def gradients(self, wanted: Callable[[torch.nn.Parameter], bool]) -> list[torch.Tensor]:
+    def gradients(self, wanted: Callable[[torch.Tensor], bool]) -> list[torch.Tensor]:
         """Reduced gradients of the pieces whose parameter is `wanted`, this rank's share of them."""
         return [one.proxy.grad for one in self.pieces if one.proxy.grad is not None and wanted(one.slot.param)]
 
     # - State: full (as torch keeps it, by parameter) <-> pieces
 
-    def shard_state(self, bucket: Bucket, full: dict[torch.nn.Parameter, dict[str, Any]]) -> None:
+    def shard_state(self, bucket: Bucket, full: MutableMapping[torch.Tensor, Any]) -> None:
         """Keep this rank's slices of the full state, and drop the rest of it from `full`."""
         for one in self._pieces[bucket]:
             self._shadow.state.pop(one.proxy, None)
@@ -137,9 +137,9 @@ class ShardUpdate:
         }
 
 
-def assemble(slots: list[Slot], parts: Iterable[PieceState]) -> dict[torch.nn.Parameter, dict[str, Any]]:
+def assemble(slots: list[Slot], parts: Iterable[PieceState]) -> dict[torch.Tensor, dict[str, Any]]:
     """Full state, by parameter, from every rank's exported pieces."""
-    full: dict[torch.nn.Parameter, dict[str, Any]] = {}
+    full: dict[torch.Tensor, dict[str, Any]] = {}
     flats: dict[tuple[int, str], torch.Tensor] = {}
     for part in parts:
         for index, (start, stop, state) in part.items():

@@ -48,13 +48,13 @@ def collect_slots(
         for position, param in enumerate(group["params"]):
             if id(param) in by_param:
                 continue
-            name = names.get(id(param))
-            if name is None and named_parameters is not None:
+            given = names.get(id(param))
+            if given is None and named_parameters is not None:
                 raise ValueError(
                     f"parameter {position} of group {group_index}, shape {tuple(param.shape)}, has no name: "
                     f"named_parameters holds {len(names)} parameters and should hold all of the optimizer's"
                 )
-            slot = Slot(len(slots), name or f"group{group_index}.{position}", param, group_index)
+            slot = Slot(len(slots), given or f"group{group_index}.{position}", param, group_index)
             by_param[id(param)] = slot
             slots.append(slot)
     if not slots:
