@@ -1,0 +1,151 @@
+"""The example: it learns, it resumes bit for bit, and it says what is wrong with its input."""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import re
+import struct
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from tests.harness import ROOT, Result, run_ranks
+
+
+def _train(size: int, *options: str | Path, launcher: str = "mpi") -> Result:
+    argv = [str(ROOT / "examples" / "mnist.py"), *map(str, options)]
+    return run_ranks(size, argv, launcher, timeout=120, env={"TQDM_MININTERVAL": "10"})
+
+
+def _accuracy(result: Result) -> float:
+    found = re.search(r"^test accuracy: ([\d.]+)%", result.check().output, re.MULTILINE)
+    assert found, result.output
+    return float(found.group(1))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_it_learns_the_digits(size: int, tmp_path: Path) -> None:
+    picture = tmp_path / "curves.png"
+    assert _accuracy(_train(size, "--plot", picture)) >= 97.0
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize(("launcher", "size"), [("mpi", 2), ("torchrun", 2), ("single", 1)])
+def test_a_resumed_run_ends_bit_for_bit_where_an_uninterrupted_one_does(
+    launcher: str, size: int, tmp_path: Path
+) -> None:
+    whole, parts = tmp_path / "whole.pt", tmp_path / "parts.pt"
+    _train(size, "--epochs", "3", "--checkpoint", whole, launcher=launcher).check()
+    _train(size, "--epochs", "1", "--checkpoint", parts, launcher=launcher).check()
+    _train(size, "--epochs", "3", "--checkpoint", parts, "--resume", launcher=launcher).check()
+    _same(torch.load(whole), torch.load(parts), "checkpoint")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["parts.pt", "whole.pt"]
+
+
+def _same(left: object, right: object, where: str) -> None:
+    assert type(left) is type(right), where
+    if isinstance(left, dict) and isinstance(right, dict):
+        assert left.keys() == right.keys(), where
+        for key in left:
+            _same(left[key], right[key], f"{where}[{key!r}]")
+    elif isinstance(left, list) and isinstance(right, list):
+        assert len(left) == len(right), where
+        for index, (one, other) in enumerate(zip(left, right, strict=True)):
+            _same(one, other, f"{where}[{index}]")
+    elif isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+        assert torch.equal(left, right), where
+    else:
+        assert left == right, where
+
+
+def test_resuming_with_other_settings_is_refused_once(tmp_path: Path) -> None:
+    path = tmp_path / "run.pt"
+    _train(1, "--epochs", "1", "--checkpoint", path, launcher="single").check()
+    result = _train(2, "--epochs", "2", "--checkpoint", path, "--resume", "--seed", "7")
+    assert result.returncode != 0
+    assert result.output.count("was made with seed 1, and this run has 7") == 1
+    assert "Traceback" not in result.output
+
+
+def test_a_missing_folder_is_one_line(tmp_path: Path) -> None:
+    result = _train(1, "--data-dir", tmp_path, launcher="single")
+    assert result.returncode == 1
+    assert result.output.splitlines()[-1].endswith("--download fetches the four files")
+    assert "Traceback" not in result.output
+
+
+@pytest.fixture
+def data(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("mnist_data", ROOT / "examples" / "mnist_data.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "mnist_data", module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _idx(*shape: int, fill: int = 3) -> bytes:
+    return bytes((0, 0, 8, len(shape))) + struct.pack(f">{len(shape)}I", *shape) + bytes([fill]) * _product(shape)
+
+
+def _product(shape: tuple[int, ...]) -> int:
+    return int(torch.Size(shape).numel())
+
+
+def _write_mnist(folder: Path) -> None:
+    (folder / "train-images-idx3-ubyte.gz").write_bytes(gzip.compress(_idx(20, 28, 28, fill=255)))
+    (folder / "train-labels-idx1-ubyte").write_bytes(_idx(20))
+    (folder / "t10k-images-idx3-ubyte").write_bytes(_idx(10, 28, 28))
+    (folder / "t10k-labels-idx1-ubyte.gz").write_bytes(gzip.compress(_idx(10)))
+
+
+def test_idx_files_plain_or_compressed(data: ModuleType, tmp_path: Path) -> None:
+    _write_mnist(tmp_path)
+    digits = data.mnist(tmp_path)
+    assert digits.train_images.shape == (20, 1, 28, 28)
+    assert digits.train_images.min() == 1.0
+    assert digits.test_labels.tolist() == [3] * 10
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "complaint"),
+    [
+        ("train-images-idx3-ubyte.gz", b"not an IDX file at all", "is no IDX file"),
+        ("train-images-idx3-ubyte.gz", _idx(20, 28, 28)[:-1], "says it holds 20 x 28 x 28 bytes, and holds 15679"),
+        ("train-images-idx3-ubyte.gz", gzip.compress(_idx(20, 28, 28))[:-9], "cannot be read"),
+        ("train-labels-idx1-ubyte", _idx(19), "holds 20 images"),
+        ("train-labels-idx1-ubyte", _idx(20, fill=10), "the label 10"),
+        ("t10k-images-idx3-ubyte", _idx(10, 27, 27), "different sizes"),
+    ],
+)
+def test_damaged_files_are_named(data: ModuleType, tmp_path: Path, name: str, content: bytes, complaint: str) -> None:
+    _write_mnist(tmp_path)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(data.DataError, match=complaint) as caught:
+        data.mnist(tmp_path)
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_downloads_are_checked(data: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mirror, target = tmp_path / "mirror", tmp_path / "target"
+    mirror.mkdir()
+    for name in data.FILES:
+        (mirror / f"{name}.gz").write_bytes(name.encode())
+    absent = (tmp_path / "absent").as_uri() + "/"
+    monkeypatch.setattr(data, "MIRRORS", (absent, mirror.as_uri() + "/"))
+    with pytest.raises(data.DataError, match=r"SHA-256 is .* and should be"):
+        data.download(target)
+    assert list(target.iterdir()) == []
+    monkeypatch.setattr(data, "FILES", {name: data._sha256(name.encode()) for name in data.FILES})
+    data.download(target)
+    assert len(list(target.iterdir())) == 4
+    monkeypatch.setattr(data, "MIRRORS", (absent,))
+    data.download(target)  # everything is there already
+    (target / "t10k-labels-idx1-ubyte.gz").unlink()
+    with pytest.raises(data.DataError, match=r"could not be downloaded.*leave out --download"):
+        data.download(target)
