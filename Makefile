@@ -1,14 +1,16 @@
 # `make test` on a fresh machine sets everything up first.
-PYTHON_PACKAGES = comm_core overlap dear wfbp
+PYTHON_PACKAGES = comm_core overlap dear wfbp bench
 CPP = $(shell find comm_core -name '*.hpp' -o -name '*.cpp')
 BIN = .venv/bin
 
-.PHONY: help setup test test-1 test-2 test-4 lint format ci clean
+.PHONY: help setup build test test-1 test-2 test-4 lint format ci bench clean
 help: ## show the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
 
 setup: ## make .venv ready (under a second when it is)
 	@bash scripts/setup.sh
+
+build: setup ## the same: setup builds comm_core when its sources changed
 
 test: setup ## run all tests
 	@$(BIN)/python -m pytest tests
@@ -16,7 +18,7 @@ test: setup ## run all tests
 test-1 test-2 test-4: setup ## only the suites that run inside every rank, at that many ranks over MPI
 	@$(BIN)/python -m pytest tests/test_spmd.py -k "mpi-$(@:test-%=%)"
 
-lint: setup ## ruff, mypy, clang-format, layering
+lint: setup ## ruff, mypy, clang-format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy $(PYTHON_PACKAGES)
@@ -29,5 +31,8 @@ format: setup ## format Python and C++
 
 ci: lint test ## what must be green
 
+bench: setup ## time every collective, at 2 ranks on this machine
+	scripts/mpirun -np 2 $(BIN)/python -m bench.collectives
+
 clean: ## remove what setup made
-	rm -rf .venv build
+	rm -rf .venv build .pytest_cache .mypy_cache .ruff_cache

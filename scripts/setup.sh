@@ -16,11 +16,15 @@ fail() { # fail CAUSE REMEDY: the cause is the last thing on the screen
     exit 1
 }
 
+# An activated .venv is not this machine's Python or MPI.
+PATH=$(printf %s "$PATH" | tr : '\n' | grep -vxF "$PWD/$venv/bin" | paste -sd :)
 python=${PYTHON:-python3}
 command -v "$python" >/dev/null || fail "$python was not found" "install Python 3.10 or newer, or set PYTHON"
 
-fingerprint() { # fingerprint FILE...: of the contents, and of the interpreter and MPI that are used
-    { "$python" -c 'import sys; print(sys.version, sys.platform)'; command -v mpicc mpirun || true; cat "$@"; } | cksum
+interpreter=$("$python" -c 'import sys; print(sys.version, sys.platform)') ||
+    fail "$python does not run" "install Python 3.10 or newer, or set PYTHON"
+fingerprint() { # fingerprint FILE...: of the contents, and of the interpreter, MPI and folder that are used
+    { echo "$interpreter $PWD"; command -v mpicc mpirun || true; cat "$@"; } | cksum
 }
 packages=$(fingerprint requirements.txt requirements-dev.txt scripts/setup.sh)
 # shellcheck disable=SC2046
@@ -49,6 +53,14 @@ if [ "$(stamp packages)" != "$packages" ]; then
     : >"$log"
     "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
         fail "$("$python" --version) is too old" "set PYTHON to a Python of at least 3.10"
+    command -v c++ >/dev/null || command -v g++ >/dev/null || command -v "${CXX:-clang++}" >/dev/null ||
+        fail "no C++ compiler was found" "install one (Debian: apt install g++), or set CXX"
+    "$python" -c 'import os, sys, sysconfig as s; sys.exit(not os.path.exists(s.get_path("include") + "/Python.h"))' ||
+        fail "Python's C headers are missing" "install them (Debian: apt install python3-dev)"
+    if [ "$("$venv/bin/python" -c 'import sys; print(sys.version, sys.platform)' 2>/dev/null)" != "$interpreter" ]; then
+        # Nothing there yet, a broken environment, or another Python's.
+        find "$venv" -mindepth 1 -maxdepth 1 ! -name setup.lock ! -name setup.log -exec rm -rf {} +
+    fi
     say "making $venv with $("$python" --version)"
     quietly "the virtual environment could not be made" "install Python's venv module (Debian: python3-venv)" \
         "$python" -m venv "$venv"
@@ -70,7 +82,6 @@ if [ "$(stamp packages)" != "$packages" ]; then
     echo "$packages" >"$venv/packages.stamp"
 fi
 
-command -v c++ >/dev/null || command -v g++ >/dev/null || fail "no C++ compiler was found" "install g++ 10 or newer"
 say "building comm_core"
 PATH=$PWD/$venv/bin:$PATH quietly "comm_core could not be built" "read the compiler's message above" \
     "$venv/bin/python" -m pip install --no-build-isolation --no-deps --editable .
