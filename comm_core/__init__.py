@@ -1,0 +1,43 @@
+"""Moves bytes between ranks: reduce-scatter, all-gather and their relatives over MPI, or within one process.
+
+Independent of torch: buffers enter by address, or through the buffer protocol. Importing this starts nothing.
+"""
+
+from __future__ import annotations
+
+from comm_core._C import (
+    Buffer,
+    Communicator,
+    DType,
+    Error,
+    InvalidUsage,
+    MpiError,
+    ReduceOp,
+    TimeoutError,
+    TransportError,
+    Unsupported,
+    Work,
+    abort,
+    local,
+)
+from comm_core.launch import build_info, finalize, mpi, mpi_available
+
+__all__ = [
+    "Buffer",
+    "Communicator",
+    "DType",
+    "Error",
+    "InvalidUsage",
+    "MpiError",
+    "ReduceOp",
+    "TimeoutError",
+    "TransportError",
+    "Unsupported",
+    "Work",
+    "abort",
+    "build_info",
+    "finalize",
+    "local",
+    "mpi",
+    "mpi_available",
+]

@@ -1,0 +1,123 @@
+#include "comm_core/communicator.hpp"
+
+#include <pybind11/stl.h>
+
+#include <string>
+
+#include "comm_core/errors.hpp"
+#include "memory.hpp"
+#include "register.hpp"
+#include "waiting.hpp"
+
+namespace comm_core::bindings {
+namespace {
+
+using CommunicatorClass = py::class_<Communicator, std::shared_ptr<Communicator>>;
+using Label = std::string;
+
+WorkPtr reduce_scatter(Communicator& c, const py::object& send, const py::object& recv, ReduceOp op,
+                       const Counts& counts, Label label) {
+  Arguments a;
+  return c.reduce_scatter(a.view(send, "send"), a.view(recv, "recv"), op, counts, std::move(label), a.keep_alive());
+}
+
+WorkPtr all_gather(Communicator& c, const py::object& send, const py::object& recv, const Counts& counts, Label label) {
+  Arguments a;
+  return c.all_gather(a.view(send, "send"), a.view(recv, "recv"), counts, std::move(label), a.keep_alive());
+}
+
+WorkPtr all_reduce(Communicator& c, const py::object& send, const py::object& recv, ReduceOp op, Label label) {
+  Arguments a;
+  return c.all_reduce(a.view(send, "send"), a.view(recv, "recv"), op, std::move(label), a.keep_alive());
+}
+
+WorkPtr broadcast(Communicator& c, const py::object& buffer, int root, Label label) {
+  Arguments a;
+  return c.broadcast(a.view(buffer, "buffer"), root, std::move(label), a.keep_alive());
+}
+
+WorkPtr reduce(Communicator& c, const py::object& send, const py::object& recv, ReduceOp op, int root, Label label) {
+  Arguments a;
+  std::optional<Buffer> into;
+  if (!recv.is_none()) into = a.view(recv, "recv");
+  return c.reduce(a.view(send, "send"), into, op, root, std::move(label), a.keep_alive());
+}
+
+WorkPtr all_to_all(Communicator& c, const py::object& send, const py::object& recv, const Counts& send_counts,
+                   const Counts& recv_counts, Label label) {
+  Arguments a;
+  return c.all_to_all(a.view(send, "send"), a.view(recv, "recv"), send_counts, recv_counts, std::move(label),
+                      a.keep_alive());
+}
+
+WorkPtr send(Communicator& c, const py::object& buffer, int peer, int tag, Label label) {
+  Arguments a;
+  return c.send(a.view(buffer, "buffer"), peer, tag, std::move(label), a.keep_alive());
+}
+
+WorkPtr receive(Communicator& c, const py::object& buffer, int peer, int tag, Label label) {
+  Arguments a;
+  return c.receive(a.view(buffer, "buffer"), peer, tag, std::move(label), a.keep_alive());
+}
+
+WorkPtr barrier(Communicator& c, Label label) { return c.barrier(std::move(label)); }
+
+/// Defines `name`_async, and `name` as the same call followed by wait().
+template <class... Args, class... Extra>
+void def_operation(CommunicatorClass& type, const std::string& name, WorkPtr (*start)(Communicator&, Args...),
+                   const Extra&... extra) {
+  type.def((name + "_async").c_str(), start, extra...);
+  type.def(
+      name.c_str(), [start](Communicator& c, Args... args) { wait_for(*start(c, std::forward<Args>(args)...), {}); },
+      extra...);
+}
+
+std::optional<std::pair<int, py::bytes>> receive_post(Communicator& c, double timeout) {
+  std::optional<Letter> letter;
+  {
+    const py::gil_scoped_release release;
+    letter = c.receive_post(std::chrono::duration<double>(timeout), raise_signals);
+  }
+  if (!letter) return std::nullopt;
+  return std::pair{letter->source, py::bytes(letter->payload)};
+}
+
+}  // namespace
+
+void register_communicator(py::module_& m) {
+  const auto op = py::arg("op") = ReduceOp::kSum;
+  const auto label = py::arg("label") = "";
+  const auto counts = py::arg("counts") = py::none();
+  CommunicatorClass type(m, "Communicator", "A group of ranks. Every operation has a form that returns a Work at once.");
+  type.def_property_readonly("rank", &Communicator::rank)
+      .def_property_readonly("size", &Communicator::size)
+      .def_property_readonly("backend", &Communicator::backend)
+      .def_property_readonly("name", &Communicator::name);
+  def_operation(type, "reduce_scatter", reduce_scatter, py::arg("send"), py::arg("recv"), op, py::kw_only(), counts,
+                label);
+  def_operation(type, "all_gather", all_gather, py::arg("send"), py::arg("recv"), py::kw_only(), counts, label);
+  def_operation(type, "all_reduce", all_reduce, py::arg("send"), py::arg("recv"), op, py::kw_only(), label);
+  def_operation(type, "broadcast", broadcast, py::arg("buffer"), py::arg("root") = 0, py::kw_only(), label);
+  def_operation(type, "reduce", reduce, py::arg("send"), py::arg("recv"), op, py::arg("root") = 0, py::kw_only(), label);
+  def_operation(type, "all_to_all", all_to_all, py::arg("send"), py::arg("recv"), py::kw_only(),
+                py::arg("send_counts") = py::none(), py::arg("recv_counts") = py::none(), label);
+  def_operation(type, "send", send, py::arg("buffer"), py::arg("peer"), py::arg("tag") = 0, py::kw_only(), label);
+  def_operation(type, "recv", receive, py::arg("buffer"), py::arg("peer"), py::arg("tag") = 0, py::kw_only(), label);
+  def_operation(type, "barrier", barrier, py::kw_only(), label);
+  type.def(
+          "all_gather_counts",
+          [](Communicator& c, std::int64_t send_count) { return c.all_gather_counts(send_count, raise_signals); },
+          py::arg("send_count"), py::call_guard<py::gil_scoped_release>())
+      .def(
+          "split",
+          [](Communicator& c, std::optional<int> color, int key) { return c.split(color, key, raise_signals); },
+          py::arg("color"), py::arg("key") = 0, py::call_guard<py::gil_scoped_release>())
+      .def(
+          "post", [](Communicator& c, int peer, const py::bytes& payload) { return c.post(peer, payload); },
+          py::arg("peer"), py::arg("payload"))
+      .def("receive_post", &receive_post, py::arg("timeout"))
+      .def("pending", &Communicator::pending)
+      .def("close", [](Communicator& c) { c.close(raise_signals); }, py::call_guard<py::gil_scoped_release>());
+}
+
+}  // namespace comm_core::bindings

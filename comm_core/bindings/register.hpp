@@ -1,0 +1,28 @@
+// One register function per public header.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <exception>
+#include <functional>
+
+namespace comm_core {
+class Work;
+}
+
+namespace comm_core::bindings {
+
+namespace py = pybind11;
+
+void register_errors(py::module_& m);
+void register_types(py::module_& m);
+void register_work(py::module_& m);
+void register_communicator(py::module_& m);
+void register_backend(py::module_& m);
+
+/// The Python exception for an error of this library.
+py::object to_python(const std::exception_ptr& error);
+/// Raises what Python's signal handlers raise; called from waits that have released the GIL.
+void raise_signals();
+
+}  // namespace comm_core::bindings

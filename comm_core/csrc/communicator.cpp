@@ -1,0 +1,232 @@
+#include "comm_core/communicator.hpp"
+
+#include <algorithm>
+#include <utility>
+
+#include "comm_core/errors.hpp"
+#include "comm_core/process.hpp"
+#include "comm_core/settings.hpp"
+#include "layout.hpp"
+#include "validation.hpp"
+
+namespace comm_core {
+
+Communicator::Communicator(std::unique_ptr<Backend> backend, std::string name)
+    : backend_(std::move(backend)), name_(std::move(name)), rank_(backend_->rank()), size_(backend_->size()) {
+  watch_forks();
+}
+
+WorkPtr Communicator::reduce_scatter(Buffer send, Buffer recv, ReduceOp op, const Counts& counts, std::string label,
+                                     KeepAlive memory) {
+  const Checks check{"reduce_scatter", rank_, size_};
+  check.same_dtype(send, recv);
+  check.writable(recv, "recv");
+  check.supports(send.dtype, op);
+  Operation o{OpKind::kReduceScatter, send.dtype, op, send.data, recv.data, send.count, {}, {}, 0, 0, std::move(label)};
+  o.recv_counts = check.chunks(counts, send.count, "counts", "send");
+  check.chunk_fits(recv, o.recv_counts, "recv");
+  check.disjoint(send, recv);
+  return submit(std::move(o), std::move(memory), send.bytes());
+}
+
+WorkPtr Communicator::all_gather(Buffer send, Buffer recv, const Counts& counts, std::string label, KeepAlive memory) {
+  const Checks check{"all_gather", rank_, size_};
+  check.same_dtype(send, recv);
+  check.writable(recv, "recv");
+  Operation o{OpKind::kAllGather, send.dtype, ReduceOp::kSum, send.data, recv.data, recv.count, {}, {}, 0, 0,
+              std::move(label)};
+  o.recv_counts = check.chunks(counts, recv.count, "counts", "recv");
+  check.chunk_fits(send, o.recv_counts, "send");
+  check.own_chunk_or_disjoint(send, recv, o.recv_counts);
+  return submit(std::move(o), std::move(memory), recv.bytes());
+}
+
+WorkPtr Communicator::all_reduce(Buffer send, Buffer recv, ReduceOp op, std::string label, KeepAlive memory) {
+  const Checks check{"all_reduce", rank_, size_};
+  check.same_dtype(send, recv);
+  check.writable(recv, "recv");
+  check.supports(send.dtype, op);
+  check.same_count(send, recv);
+  check.same_or_disjoint(send, recv);
+  Operation o{OpKind::kAllReduce, send.dtype, op, send.data, recv.data, send.count, {}, {}, 0, 0, std::move(label)};
+  o.recv_counts = balanced_counts(send.count, size_);
+  return submit(std::move(o), std::move(memory), send.bytes());
+}
+
+WorkPtr Communicator::broadcast(Buffer buffer, int root, std::string label, KeepAlive memory) {
+  const Checks check{"broadcast", rank_, size_};
+  check.peer(root, "root");
+  if (rank_ != root) check.writable(buffer, "buffer");
+  Operation o{OpKind::kBroadcast, buffer.dtype, ReduceOp::kSum, nullptr, buffer.data, buffer.count, {}, {}, root, 0,
+              std::move(label)};
+  return submit(std::move(o), std::move(memory), buffer.bytes());
+}
+
+WorkPtr Communicator::reduce(Buffer send, std::optional<Buffer> recv, ReduceOp op, int root, std::string label,
+                             KeepAlive memory) {
+  const Checks check{"reduce", rank_, size_};
+  check.peer(root, "root");
+  check.supports(send.dtype, op);
+  if (rank_ == root) {
+    if (!recv) throw InvalidUsage("reduce: the root (rank " + std::to_string(root) + ") needs a recv buffer");
+    check.same_dtype(send, *recv);
+    check.writable(*recv, "recv");
+    check.same_count(send, *recv);
+    check.same_or_disjoint(send, *recv);
+  }
+  Operation o{OpKind::kReduce, send.dtype, op, send.data, rank_ == root ? recv->data : nullptr, send.count, {}, {}, root,
+              0, std::move(label)};
+  o.recv_counts = balanced_counts(send.count, size_);
+  return submit(std::move(o), std::move(memory), send.bytes());
+}
+
+WorkPtr Communicator::all_to_all(Buffer send, Buffer recv, const Counts& send_counts, const Counts& recv_counts,
+                                 std::string label, KeepAlive memory) {
+  const Checks check{"all_to_all", rank_, size_};
+  check.same_dtype(send, recv);
+  check.writable(recv, "recv");
+  Operation o{OpKind::kAllToAll, send.dtype, ReduceOp::kSum, send.data, recv.data, send.count, {}, {}, 0, 0,
+              std::move(label)};
+  o.send_counts = check.parts(send_counts, send.count, "send_counts", "send");
+  o.recv_counts = check.parts(recv_counts, recv.count, "recv_counts", "recv");
+  const auto me = static_cast<std::size_t>(rank_);
+  if (o.send_counts[me] != o.recv_counts[me]) {
+    throw InvalidUsage("all_to_all: send_counts[" + std::to_string(rank_) + "] is " + std::to_string(o.send_counts[me]) +
+                       " but recv_counts[" + std::to_string(rank_) + "] is " + std::to_string(o.recv_counts[me]) +
+                       "; what a rank sends to itself it also receives");
+  }
+  check.disjoint(send, recv);
+  return submit(std::move(o), std::move(memory), send.bytes());
+}
+
+WorkPtr Communicator::send(Buffer buffer, int peer, int tag, std::string label, KeepAlive memory) {
+  const Checks check{"send", rank_, size_};
+  check.peer(peer, "peer");
+  check.tag(tag);
+  Operation o{OpKind::kSend, buffer.dtype, ReduceOp::kSum, buffer.data, nullptr, buffer.count, {}, {}, peer, tag,
+              std::move(label)};
+  return submit(std::move(o), std::move(memory), buffer.bytes());
+}
+
+WorkPtr Communicator::receive(Buffer buffer, int peer, int tag, std::string label, KeepAlive memory) {
+  const Checks check{"recv", rank_, size_};
+  check.peer(peer, "peer");
+  check.tag(tag);
+  check.writable(buffer, "buffer");
+  Operation o{OpKind::kReceive, buffer.dtype, ReduceOp::kSum, nullptr, buffer.data, buffer.count, {}, {}, peer, tag,
+              std::move(label)};
+  return submit(std::move(o), std::move(memory), buffer.bytes());
+}
+
+WorkPtr Communicator::barrier(std::string label) {
+  Operation o;
+  o.label = std::move(label);
+  return submit(std::move(o), nullptr, 0);
+}
+
+WorkPtr Communicator::new_work(const Operation& o, std::int64_t bytes) const {
+  std::string detail = std::to_string(o.count) + " x " + std::string(name_of(o.dtype)) + ", rank " +
+                       std::to_string(rank_) + " of " + std::to_string(size_) + " on " + name_;
+  return std::make_shared<Work>(std::string(name_of(o.kind)), o.label, std::move(detail), bytes);
+}
+
+WorkPtr Communicator::track(WorkPtr work) {
+  std::erase_if(unfinished_, [](const WorkPtr& w) { return w->done(); });
+  unfinished_.push_back(work);
+  return work;
+}
+
+void Communicator::require_open() const {
+  require_parent_process();
+  if (closed_) throw InvalidUsage("communicator " + name_ + " is closed");
+}
+
+WorkPtr Communicator::submit(Operation operation, KeepAlive memory, std::int64_t bytes) {
+  require_parent_process();
+  const std::lock_guard lock(mutex_);
+  require_open();
+  const auto work = track(new_work(operation, bytes));
+  backend_->submit(std::move(operation), work, std::move(memory));
+  return work;
+}
+
+std::vector<std::int64_t> Communicator::all_gather_counts(std::int64_t send_count, const Interrupted& interrupted) {
+  struct Memory {
+    std::int64_t mine;
+    std::vector<std::int64_t> all;
+  };
+  const auto memory =
+      std::make_shared<Memory>(Memory{send_count, std::vector<std::int64_t>(static_cast<std::size_t>(size_))});
+  const Buffer send{reinterpret_cast<std::byte*>(&memory->mine), 1, DType::kInt64};
+  const Buffer recv{reinterpret_cast<std::byte*>(memory->all.data()), size_, DType::kInt64};
+  all_gather(send, recv, std::nullopt, "counts", memory)->wait(std::nullopt, interrupted);
+  return memory->all;
+}
+
+std::shared_ptr<Communicator> Communicator::split(std::optional<int> color, int key, const Interrupted& interrupted) {
+  if (color && *color < 0) throw InvalidUsage("split: color must be None or >= 0, got " + std::to_string(*color));
+  require_parent_process();
+  Birth birth;
+  std::string name = name_ + "/";
+  {
+    const std::lock_guard lock(mutex_);
+    require_open();
+    name += std::to_string(num_splits_++) + (color ? ":" + std::to_string(*color) : "");
+    const auto work = track(std::make_shared<Work>("split", name, "rank " + std::to_string(rank_), 0));
+    birth = backend_->split(color, key, work);
+  }
+  birth.work->wait(std::nullopt, interrupted);
+  if (!*birth.backend) return nullptr;
+  return std::make_shared<Communicator>(std::move(*birth.backend), std::move(name));
+}
+
+WorkPtr Communicator::post(int peer, std::string payload) {
+  const Checks check{"post", rank_, size_};
+  check.peer(peer, "peer");
+  require_parent_process();
+  const std::lock_guard lock(mutex_);
+  require_open();
+  const auto bytes = static_cast<std::int64_t>(payload.size());
+  const auto work = track(std::make_shared<Work>("post", "", "to rank " + std::to_string(peer) + " on " + name_, bytes));
+  backend_->post(peer, std::move(payload), work);
+  return work;
+}
+
+std::optional<Letter> Communicator::receive_post(std::chrono::duration<double> timeout, const Interrupted& interrupted) {
+  require_open();
+  return backend_->receive_post(timeout, interrupted);
+}
+
+std::vector<WorkPtr> Communicator::pending() {
+  if (in_forked_child()) return {};
+  const std::lock_guard lock(mutex_);
+  std::erase_if(unfinished_, [](const WorkPtr& w) { return w->done(); });
+  return unfinished_;
+}
+
+void Communicator::close(const Interrupted& interrupted) {
+  if (in_forked_child()) return;
+  WorkPtr work;
+  {
+    const std::lock_guard lock(mutex_);
+    if (closed_) return;
+    closed_ = true;
+    work = track(std::make_shared<Work>("close", "", "rank " + std::to_string(rank_) + " on " + name_, 0));
+    backend_->close(work);
+  }
+  work->wait(std::nullopt, interrupted);
+}
+
+std::shared_ptr<Communicator> connect(const std::string& provider, std::optional<std::intptr_t> handle,
+                                      const Interrupted& interrupted) {
+  require_parent_process();
+  watch_forks();
+  static_cast<void>(settings());
+  auto* found = find_provider(provider);
+  if (found == nullptr) throw Unsupported("no backend called '" + provider + "' is loaded");
+  const Birth birth = found->connect(handle, std::make_shared<Work>("connect", provider, "", 0));
+  birth.work->wait(std::nullopt, interrupted);
+  return std::make_shared<Communicator>(std::move(*birth.backend), handle ? provider + "-comm" : provider + "-world");
+}
+
+}  // namespace comm_core

@@ -1,0 +1,119 @@
+#include "engine.hpp"
+
+#include <pthread.h>
+#include <signal.h>
+#include <sys/prctl.h>
+
+#include <utility>
+
+#include "comm_core/errors.hpp"
+
+namespace comm_core {
+namespace {
+
+/// New threads inherit the mask of their creator.
+class SignalsBlocked {
+ public:
+  SignalsBlocked() {
+    sigset_t all;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before_);
+  }
+  SignalsBlocked(const SignalsBlocked&) = delete;
+  SignalsBlocked& operator=(const SignalsBlocked&) = delete;
+  ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+
+ private:
+  sigset_t before_{};
+};
+
+}  // namespace
+
+Engine::Engine(std::unique_ptr<Driver> driver) : driver_(std::move(driver)) {
+  {
+    const SignalsBlocked blocked;
+    thread_ = std::thread([this] { run(); });
+  }
+  std::unique_lock lock(mutex_);
+  settled_.wait(lock, [this] { return opened_ || left_; });
+  if (!failure_) return;
+  lock.unlock();
+  thread_.join();
+  std::rethrow_exception(failure_);
+}
+
+Engine::~Engine() {
+  // An engine that was not stopped belongs to a process that is being torn down, or to a forked child.
+  if (thread_.joinable()) thread_.detach();
+}
+
+void Engine::post(Task task) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (closing_ || left_) throw Error("comm_core was finalized");
+    tasks_.push_back(std::move(task));
+  }
+  wake_.notify_one();
+}
+
+bool Engine::stop(std::chrono::milliseconds patience) {
+  if (!thread_.joinable()) return true;
+  std::unique_lock lock(mutex_);
+  stopping_ = true;
+  wake_.notify_one();
+  // After `patience` only a driver that is closing is waited for.
+  const bool drained = settled_.wait_for(lock, patience, [this] { return left_ || closing_; });
+  if (!drained) return false;
+  settled_.wait(lock, [this] { return left_; });
+  lock.unlock();
+  thread_.join();
+  if (failure_) std::rethrow_exception(failure_);
+  return true;
+}
+
+bool Engine::run_tasks() {
+  std::deque<Task> ready;
+  {
+    const std::lock_guard lock(mutex_);
+    ready.swap(tasks_);
+  }
+  for (auto& task : ready) task();
+  return !ready.empty();
+}
+
+void Engine::run() {
+  pthread_setname_np(pthread_self(), "comm_core");
+  prctl(PR_SET_TIMERSLACK, 1000UL);  // naps are a few tens of microseconds; the default slack is 50
+  try {
+    driver_->open();
+    {
+      const std::lock_guard lock(mutex_);
+      opened_ = true;
+    }
+    settled_.notify_all();
+    for (;;) {
+      const bool ran = run_tasks();
+      const bool moved = driver_->progress();
+      if (ran || moved) continue;
+      std::unique_lock lock(mutex_);
+      if (!tasks_.empty()) continue;
+      if (stopping_ && driver_->drained()) {
+        closing_ = true;
+        break;
+      }
+      wake_.wait_for(lock, driver_->nap());
+    }
+    settled_.notify_all();
+    driver_->close();
+  } catch (...) {
+    const std::lock_guard lock(mutex_);
+    failure_ = std::current_exception();
+  }
+  {
+    const std::lock_guard lock(mutex_);
+    left_ = true;
+  }
+  settled_.notify_all();
+}
+
+}  // namespace comm_core

@@ -1,0 +1,62 @@
+// The process's one thread that makes operations progress.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+
+namespace [[gnu::visibility("default")]] comm_core {
+
+/// What the engine's thread drives. Every member is called on that thread.
+class Driver {
+ public:
+  virtual ~Driver() = default;
+  virtual void open() = 0;
+  /// One look at everything under way; true if something happened.
+  virtual bool progress() = 0;
+  /// How long to sleep after a look that found nothing. A new task wakes the engine at once.
+  virtual std::chrono::microseconds nap() = 0;
+  /// Nothing is under way any more.
+  virtual bool drained() = 0;
+  /// Last call. Not reached when draining took too long; see Engine::stop.
+  virtual void close() = 0;
+};
+
+/// Runs tasks and the driver on one thread, which blocks all signals: they belong to Python's main thread.
+class Engine {
+ public:
+  using Task = std::function<void()>;
+
+  /// Returns when the driver is open, and throws what open() threw.
+  explicit Engine(std::unique_ptr<Driver> driver);
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+  ~Engine();
+
+  /// Runs `task` on the engine's thread, in order.
+  void post(Task task);
+  bool on_engine_thread() const noexcept { return std::this_thread::get_id() == thread_.get_id(); }
+  /// Drains, closes the driver and joins. False when the driver was not drained within `patience`: the thread then
+  /// still runs, and the process should end without waiting for it.
+  bool stop(std::chrono::milliseconds patience);
+  bool stopped() const noexcept { return !thread_.joinable(); }
+
+ private:
+  void run();
+  bool run_tasks();
+
+  std::unique_ptr<Driver> driver_;
+  std::mutex mutex_;
+  std::condition_variable wake_, settled_;
+  std::deque<Task> tasks_;
+  bool opened_ = false, stopping_ = false, closing_ = false, left_ = false;
+  std::exception_ptr failure_;
+  std::thread thread_;
+};
+
+}  // namespace comm_core

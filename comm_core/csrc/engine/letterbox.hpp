@@ -1,0 +1,70 @@
+// Letters that arrived, until somebody reads them.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <mutex>
+#include <optional>
+#include <utility>
+
+#include "comm_core/backend.hpp"
+
+namespace comm_core {
+
+class Letterbox {
+ public:
+  void put(Letter letter) {
+    {
+      const std::lock_guard lock(mutex_);
+      letters_.push_back(std::move(letter));
+    }
+    arrived_.notify_one();
+  }
+
+  std::optional<Letter> take(std::chrono::duration<double> timeout, const std::function<void()>& interrupted) {
+    using Clock = std::chrono::steady_clock;
+    constexpr std::chrono::duration<double> kAttention{0.05}, kYear{365 * 86400.0};
+    const auto patience = std::clamp(timeout, std::chrono::duration<double>(0), kYear);
+    const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(patience);
+    const Reader reader(*this);
+    std::unique_lock lock(mutex_);
+    while (letters_.empty()) {
+      const auto now = Clock::now();
+      if (now >= deadline) return std::nullopt;
+      arrived_.wait_until(lock, std::min(deadline, now + std::chrono::duration_cast<Clock::duration>(kAttention)));
+      if (!letters_.empty() || !interrupted) continue;
+      lock.unlock();
+      interrupted();
+      lock.lock();
+    }
+    Letter letter = std::move(letters_.front());
+    letters_.pop_front();
+    return letter;
+  }
+
+  /// Somebody waits for a letter right now.
+  bool awaited() const noexcept { return num_readers_ > 0; }
+
+ private:
+  class Reader {
+   public:
+    explicit Reader(Letterbox& box) : box_(box) { ++box_.num_readers_; }
+    Reader(const Reader&) = delete;
+    Reader& operator=(const Reader&) = delete;
+    ~Reader() { --box_.num_readers_; }
+
+   private:
+    Letterbox& box_;
+  };
+
+  std::atomic<int> num_readers_{0};
+  std::mutex mutex_;
+  std::condition_variable arrived_;
+  std::deque<Letter> letters_;
+};
+
+}  // namespace comm_core

@@ -1,0 +1,44 @@
+#include "pace.hpp"
+
+#include <algorithm>
+
+namespace comm_core {
+namespace {
+
+using Micros = Pace::Micros;
+
+constexpr Micros kShortest{20}, kLongestWait{500}, kLongestStream{500}, kLongestDrain{1000};
+
+Micros eighth_of(Pace::Clock::duration waited, Micros longest) {
+  return std::clamp(std::chrono::duration_cast<Micros>(waited) / 8, kShortest, longest);
+}
+
+}  // namespace
+
+void Pace::note(Clock::time_point now, std::int64_t total) {
+  const auto arrived = total - total_;
+  const double us = std::chrono::duration<double, std::micro>(now - last_).count();
+  constexpr double kNews = 0.25;
+  constexpr double kLull = 20'000;  // us without news: what came before says nothing about the wire's speed
+  if (us > kLull) {
+    bytes_per_us_ = 0;
+  } else if (arrived > 0 && us > 0) {
+    const double rate = static_cast<double>(arrived) / us;
+    bytes_per_us_ = bytes_per_us_ == 0 ? rate : bytes_per_us_ + kNews * (rate - bytes_per_us_);
+  }
+  last_ = now;
+  total_ = total;
+}
+
+Micros Pace::nap(Clock::time_point now, std::int64_t bytes_left) const {
+  const auto waiting = eighth_of(now - last_, kLongestWait);
+  if (bytes_per_us_ == 0 || bytes_left <= settings_.segment_bytes) return waiting;
+  const auto window = static_cast<double>(settings_.segment_bytes * settings_.window) / 4;
+  const double due = std::min(window, static_cast<double>(bytes_left) / 2) / bytes_per_us_;
+  const auto streaming = Micros(static_cast<std::int64_t>(std::min(due, 1e6)));
+  return std::max(waiting, std::min(streaming, kLongestStream));
+}
+
+Micros Pace::drain_nap(Clock::time_point now) const { return eighth_of(now - last_, kLongestDrain); }
+
+}  // namespace comm_core

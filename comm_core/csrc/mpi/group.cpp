@@ -1,0 +1,138 @@
+#include "group.hpp"
+
+#include <algorithm>
+#include <atomic>
+#include <utility>
+#include <vector>
+
+#include "../schedule/planner.hpp"
+#include "check.hpp"
+#include "comm_core/settings.hpp"
+
+namespace comm_core {
+namespace {
+
+constexpr int kCollectiveTag = 0, kFirstUserTag = 1;
+constexpr std::chrono::seconds kMailPatience{1};
+
+std::atomic<bool> keeps_communicators{false};
+
+MPI_Comm returning_errors(MPI_Comm comm) {
+  check(MPI_Comm_set_errhandler(comm, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
+  return comm;
+}
+
+}  // namespace
+
+void MpiGroup::keep_communicators() noexcept { keeps_communicators = true; }
+
+MpiGroup::MpiGroup(RequestTable& requests, MPI_Comm comm, MPI_Comm mail)
+    : requests_(requests), comm_(returning_errors(comm)), mail_(returning_errors(mail)) {
+  check(MPI_Comm_rank(comm_, &rank_), "MPI_Comm_rank");
+  check(MPI_Comm_size(comm_, &size_), "MPI_Comm_size");
+  const auto on_failure = [this](std::exception_ptr error) { fail(std::move(error)); };
+  collectives_ = std::make_unique<Strand>(requests_, comm_, kCollectiveTag, rank_, on_failure);
+  mailbox_ = std::make_unique<Mailbox>(requests_, mail_, rank_, letters_, on_failure);
+  mailbox_->open();
+}
+
+Strand& MpiGroup::message_strand(const Operation& operation) {
+  const bool sends = operation.kind == OpKind::kSend;
+  auto& found = messages_[{operation.tag, {operation.peer, sends}}];
+  if (!found) {
+    found = std::make_unique<Strand>(requests_, comm_, kFirstUserTag + operation.tag, rank_,
+                                     [this](std::exception_ptr error) { fail(std::move(error)); });
+    if (failure_) found->fail(failure_);
+  }
+  return *found;
+}
+
+void MpiGroup::submit(Operation operation, std::shared_ptr<Work> work, KeepAlive memory) {
+  const bool is_message = operation.kind == OpKind::kSend || operation.kind == OpKind::kReceive;
+  Strand& strand = is_message ? message_strand(operation) : *collectives_;
+  const auto shared = std::make_shared<Operation>(std::move(operation));
+  strand.add({[shared, rank = rank_, size = size_] { return plan(*shared, rank, size, settings()); }, std::move(work),
+              std::move(memory), nullptr});
+}
+
+void MpiGroup::split(std::optional<int> color, int key, std::shared_ptr<Work> work,
+                     std::function<void(std::unique_ptr<MpiGroup>)> hand_over) {
+  const auto divide = [this, color, key, hand_over = std::move(hand_over)] {
+    MPI_Comm part = MPI_COMM_NULL, mail = MPI_COMM_NULL;
+    check(MPI_Comm_split(comm_, color.value_or(MPI_UNDEFINED), key, &part), "MPI_Comm_split");
+    if (part == MPI_COMM_NULL) return hand_over(nullptr);
+    check(MPI_Comm_dup(part, &mail), "MPI_Comm_dup");
+    hand_over(std::make_unique<MpiGroup>(requests_, part, mail));
+  };
+  const auto barrier = [rank = rank_, size = size_] { return plan(Operation{}, rank, size, settings()); };
+  collectives_->add({barrier, std::move(work), nullptr, divide});
+}
+
+void MpiGroup::post(int peer, std::string payload, std::shared_ptr<Work> work) {
+  if (failure_) return work->finish(failure_);
+  try {
+    mailbox_->post(peer, std::move(payload), work);
+  } catch (...) {
+    work->finish(std::current_exception());
+    fail(std::current_exception());
+  }
+}
+
+void MpiGroup::close(std::shared_ptr<Work> work) {
+  if (closed_) return work->finish();
+  closing_ = std::move(work);
+  closing_since_ = std::chrono::steady_clock::now();
+}
+
+void MpiGroup::fail(std::exception_ptr error) {
+  if (failure_) return;
+  failure_ = error;
+  collectives_->fail(error);
+  for (auto& [key, strand] : messages_) strand->fail(error);
+  mailbox_->fail(error);
+}
+
+bool MpiGroup::settle() {
+  bool moved = collectives_->settle();
+  for (auto at = messages_.begin(); at != messages_.end();) {
+    moved |= at->second->settle();
+    at = at->second->drained() ? messages_.erase(at) : std::next(at);
+  }
+  moved |= mailbox_->settle();
+  if (closing_) try_to_close();
+  return moved;
+}
+
+bool MpiGroup::idle() const {
+  const auto is_idle = [](const auto& entry) { return entry.second->idle(); };
+  return collectives_->idle() && std::ranges::all_of(messages_, is_idle) && mailbox_->idle();
+}
+
+bool MpiGroup::drained() const {
+  const auto is_drained = [](const auto& entry) { return entry.second->drained(); };
+  return collectives_->drained() && std::ranges::all_of(messages_, is_drained);
+}
+
+std::int64_t MpiGroup::bytes_left() const {
+  std::int64_t sum = collectives_->bytes_left() + mailbox_->bytes_left();
+  for (const auto& [key, strand] : messages_) sum += strand->bytes_left();
+  return sum;
+}
+
+void MpiGroup::try_to_close() {
+  const bool patient = std::chrono::steady_clock::now() - closing_since_ < kMailPatience;
+  // A peer that closed before does not take letters any more; those to it are given up after a while, and so are
+  // messages of a failed group. Their memory, and the communicator, then live as long as the process.
+  if (!failure_ && !drained()) return;
+  if (patient && !(drained() && mailbox_->drained())) return;
+  mailbox_->close();
+  if (!mailbox_->closed()) return;
+  closed_ = true;
+  if (drained() && mailbox_->drained() && !keeps_communicators) {
+    MPI_Comm_free(&mail_);
+    MPI_Comm_free(&comm_);
+  }
+  std::exchange(closing_, nullptr)->finish();
+}
+
+}  // namespace comm_core

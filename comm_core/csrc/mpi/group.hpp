@@ -1,0 +1,71 @@
+// The engine's side of one communicator.
+#pragma once
+
+#include <mpi.h>
+
+#include <chrono>
+#include <exception>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "comm_core/operation.hpp"
+#include "mailbox.hpp"
+#include "strand.hpp"
+
+namespace comm_core {
+
+/// Everything here happens on the engine's thread. Collectives form one strand; messages one per peer, tag and
+/// direction, so that a send may wait for its receive without holding up anything else.
+class MpiGroup {
+ public:
+  /// Takes both communicators over.
+  MpiGroup(RequestTable& requests, MPI_Comm comm, MPI_Comm mail);
+  MpiGroup(const MpiGroup&) = delete;
+  MpiGroup& operator=(const MpiGroup&) = delete;
+
+  int rank() const noexcept { return rank_; }
+  int size() const noexcept { return size_; }
+  const std::shared_ptr<Letterbox>& letters() const noexcept { return letters_; }
+
+  void submit(Operation operation, std::shared_ptr<Work> work, KeepAlive memory);
+  /// Collective: after a barrier, so that nobody blocks long in MPI_Comm_split. Hands over the new group, or null.
+  void split(std::optional<int> color, int key, std::shared_ptr<Work> work,
+             std::function<void(std::unique_ptr<MpiGroup>)> hand_over);
+  void post(int peer, std::string payload, std::shared_ptr<Work> work);
+  void close(std::shared_ptr<Work> work);
+  void fail(std::exception_ptr error);
+
+  bool settle();
+  bool closed() const noexcept { return closed_; }
+  bool closing() const noexcept { return closing_ != nullptr; }
+  /// No operation is under way or waiting.
+  bool idle() const;
+  /// Nor is any message of finished ones still on its way to a peer.
+  bool delivered() const { return drained() && mailbox_->drained(); }
+  std::int64_t bytes_left() const;
+
+  /// Gives the communicators back at close(). Switched off when MPI is being finalized or aborted.
+  static void keep_communicators() noexcept;
+
+ private:
+  Strand& message_strand(const Operation& operation);
+  bool drained() const;
+  void try_to_close();
+
+  RequestTable& requests_;
+  MPI_Comm comm_, mail_;
+  int rank_ = 0, size_ = 1;
+  std::shared_ptr<Letterbox> letters_ = std::make_shared<Letterbox>();
+  std::exception_ptr failure_;
+  std::unique_ptr<Strand> collectives_;
+  std::map<std::pair<int, std::pair<int, bool>>, std::unique_ptr<Strand>> messages_;  // by tag, peer, sends
+  std::unique_ptr<Mailbox> mailbox_;
+  std::shared_ptr<Work> closing_;
+  std::chrono::steady_clock::time_point closing_since_;
+  bool closed_ = false;
+};
+
+}  // namespace comm_core

@@ -1,0 +1,58 @@
+// Letters between ranks, beside the collectives and at any time.
+#pragma once
+
+#include <mpi.h>
+
+#include <array>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <string>
+
+#include "../engine/letterbox.hpp"
+#include "comm_core/settings.hpp"
+#include "strand.hpp"
+
+namespace comm_core {
+
+/// On a communicator of its own: one receive from anybody is always posted for a letter's first kilobytes (tag 0); the
+/// rest of a long letter follows in segments (tag 1). Letters of one sender keep their order.
+class Mailbox final : public RequestOwner {
+ public:
+  Mailbox(RequestTable& requests, MPI_Comm comm, int rank, std::shared_ptr<Letterbox> letters,
+          Strand::OnFailure on_failure);
+
+  void open();
+  void post(int peer, std::string payload, std::shared_ptr<Work> work);
+  bool settle();
+  bool drained() const;
+  std::int64_t bytes_left() const;
+  bool idle() const;
+  void fail(std::exception_ptr error);
+  /// No letters from here on; done once closed() holds.
+  void close();
+  bool closed() const { return !receiving_; }
+
+  void complete(const Pending& request, int error, int source, std::int64_t bytes) override;
+
+ private:
+  static constexpr std::size_t kFirst = 4096;
+  using First = std::array<char, kFirst>;
+
+  void listen();
+  void accept(int source, std::int64_t bytes);
+  Strand& strand(std::map<int, std::unique_ptr<Strand>>& strands, int peer);
+
+  RequestTable& requests_;
+  MPI_Comm comm_;
+  int rank_;
+  std::shared_ptr<Letterbox> letters_;
+  Strand::OnFailure on_failure_;
+  First first_{};
+  bool receiving_ = false, closing_ = false;
+  std::map<std::int64_t, std::unique_ptr<First>> sending_;  // by ticket
+  std::int64_t next_ticket_ = 0;
+  std::map<int, std::unique_ptr<Strand>> outgoing_, incoming_;  // by peer
+};
+
+}  // namespace comm_core

@@ -1,0 +1,70 @@
+#include "requests.hpp"
+
+#include <algorithm>
+#include <functional>
+
+#include "check.hpp"
+
+namespace comm_core {
+
+void RequestTable::add(MPI_Request request, const Pending& pending) {
+  requests_.push_back(request);
+  pending_.push_back(pending);
+}
+
+bool RequestTable::progress() {
+  // MPI_Testsome progresses the library only when it finds nothing complete, and reports what that brought the next
+  // time it is asked.
+  if (!test() && !test()) return false;
+  for (const auto& done : done_) {
+    if (!done.pending.is_send) bytes_received_ += done.bytes;
+    done.pending.owner->complete(done.pending, done.error, done.source, done.bytes);
+  }
+  return true;
+}
+
+bool RequestTable::test() {
+  done_.clear();
+  if (requests_.empty()) return false;
+  const int count = static_cast<int>(requests_.size());
+  indices_.resize(requests_.size());
+  statuses_.resize(requests_.size());
+  int found = 0;
+  const int code = MPI_Testsome(count, requests_.data(), &found, indices_.data(), statuses_.data());
+  if (code != MPI_ERR_IN_STATUS) check(code, "MPI_Testsome");
+  if (found <= 0) return false;
+  for (int i = 0; i < found; ++i) {
+    const auto index = static_cast<std::size_t>(indices_[static_cast<std::size_t>(i)]);
+    const MPI_Status& status = statuses_[static_cast<std::size_t>(i)];
+    const int error = code == MPI_ERR_IN_STATUS ? status.MPI_ERROR : MPI_SUCCESS;
+    int bytes = 0;
+    if (!pending_[index].is_send) {
+      int cancelled = 0;
+      MPI_Test_cancelled(&status, &cancelled);
+      if (cancelled == 0) MPI_Get_count(&status, MPI_BYTE, &bytes);
+    }
+    done_.push_back({pending_[index], error, status.MPI_SOURCE, bytes});
+  }
+  // From the back, so that the last entry moves into the gap and no index shifts.
+  std::sort(indices_.begin(), indices_.begin() + found, std::greater<>());
+  for (int i = 0; i < found; ++i) {
+    const auto index = static_cast<std::size_t>(indices_[static_cast<std::size_t>(i)]);
+    requests_[index] = requests_.back();
+    pending_[index] = pending_.back();
+    requests_.pop_back();
+    pending_.pop_back();
+  }
+  return true;
+}
+
+void RequestTable::cancel_receives(const RequestOwner& owner) {
+  for (std::size_t i = 0; i < pending_.size(); ++i) {
+    if (pending_[i].owner == &owner && !pending_[i].is_send) MPI_Cancel(&requests_[i]);
+  }
+}
+
+bool RequestTable::has(const RequestOwner& owner) const {
+  return std::any_of(pending_.begin(), pending_.end(), [&](const Pending& p) { return p.owner == &owner; });
+}
+
+}  // namespace comm_core

@@ -1,0 +1,60 @@
+// All MPI requests of the process, tested in one call.
+#pragma once
+
+#include <mpi.h>
+
+#include <cstdint>
+#include <vector>
+
+namespace comm_core {
+
+class Schedule;
+struct Running;
+struct Pending;
+
+/// Whoever posted a request.
+class RequestOwner {
+ public:
+  virtual ~RequestOwner() = default;
+  /// `error` is MPI_SUCCESS or the request's own code; for receives `source` and `bytes` say what came.
+  virtual void complete(const Pending& request, int error, int source, std::int64_t bytes) = 0;
+};
+
+struct Pending {
+  RequestOwner* owner = nullptr;
+  Running* running = nullptr;
+  Schedule* schedule = nullptr;
+  std::int64_t ticket = 0;
+  int peer = 0;
+  std::int64_t bytes = 0;
+  bool is_send = false;
+};
+
+class RequestTable {
+ public:
+  void add(MPI_Request request, const Pending& pending);
+  /// Reports what completed since the last look; true if something did.
+  bool progress();
+  /// Asks MPI to give up the owner's receives; they are reported like any other.
+  void cancel_receives(const RequestOwner& owner);
+  bool has(const RequestOwner& owner) const;
+  std::int64_t bytes_received() const { return bytes_received_; }
+
+ private:
+  struct Done {
+    Pending pending;
+    int error;
+    int source;
+    std::int64_t bytes;
+  };
+  bool test();
+
+  std::vector<MPI_Request> requests_;
+  std::vector<Pending> pending_;
+  std::vector<int> indices_;
+  std::vector<MPI_Status> statuses_;
+  std::vector<Done> done_;
+  std::int64_t bytes_received_ = 0;
+};
+
+}  // namespace comm_core

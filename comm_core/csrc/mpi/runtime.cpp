@@ -1,0 +1,151 @@
+#include "runtime.hpp"
+
+#include <mpi.h>
+
+#include <array>
+#include <cstdio>
+#include <thread>
+#include <utility>
+
+#include "comm_core/errors.hpp"
+#include "comm_core/process.hpp"
+#include "comm_core/settings.hpp"
+
+namespace comm_core {
+namespace {
+
+/// The calling threads' side of a group. The group itself belongs to the driver and outlives this.
+class MpiBackend final : public Backend {
+ public:
+  MpiBackend(MpiRuntime& runtime, MpiGroup* group)
+      : runtime_(runtime), group_(group), rank_(group->rank()), size_(group->size()), letters_(group->letters()) {}
+
+  int rank() const noexcept override { return rank_; }
+  int size() const noexcept override { return size_; }
+  std::string name() const override { return "mpi"; }
+
+  void submit(Operation operation, std::shared_ptr<Work> work, KeepAlive memory) override {
+    runtime_.post([group = group_, operation = std::move(operation), work = std::move(work),
+                   memory = std::move(memory)]() mutable {
+      group->submit(std::move(operation), std::move(work), std::move(memory));
+    });
+  }
+
+  Birth split(std::optional<int> color, int key, std::shared_ptr<Work> work) override {
+    Birth birth{work};
+    const auto hand_over = [&runtime = runtime_, slot = birth.backend](std::unique_ptr<MpiGroup> group) {
+      if (group) *slot = std::make_unique<MpiBackend>(runtime, runtime.driver().adopt(std::move(group)));
+    };
+    runtime_.post([=, group = group_] { group->split(color, key, work, hand_over); });
+    return birth;
+  }
+
+  void post(int peer, std::string payload, std::shared_ptr<Work> work) override {
+    runtime_.post([=, group = group_, payload = std::move(payload)]() mutable {
+      group->post(peer, std::move(payload), work);
+    });
+  }
+
+  std::optional<Letter> receive_post(std::chrono::duration<double> timeout,
+                                     const std::function<void()>& interrupted) override {
+    // The engine may be in the middle of a long idle nap.
+    runtime_.post([] {});
+    return letters_->take(timeout, interrupted);
+  }
+
+  void close(std::shared_ptr<Work> work) override {
+    try {
+      runtime_.post([group = group_, work] { group->close(work); });
+    } catch (const Error&) {
+      work->finish();  // finalize() closed everything
+    }
+  }
+
+ private:
+  MpiRuntime& runtime_;
+  MpiGroup* group_;
+  const int rank_, size_;
+  std::shared_ptr<Letterbox> letters_;
+};
+
+}  // namespace
+
+void MpiRuntime::start() {
+  const std::lock_guard lock(mutex_);
+  require_parent_process();
+  if (stopped_) throw Unsupported("comm_core was finalized; it cannot be started a second time in one process");
+  if (engine_) return;
+  auto driver = std::make_unique<MpiDriver>([this] { foreign_finalize(); });
+  driver_ = driver.get();
+  engine_ = std::make_unique<Engine>(std::move(driver));
+}
+
+Birth MpiRuntime::connect(std::optional<std::intptr_t> handle, std::shared_ptr<Work> work) {
+  start();
+  Birth birth{work};
+  post([this, handle, work, slot = birth.backend] {
+    driver_->connect(handle, work, [this, slot](MpiGroup* g) { *slot = std::make_unique<MpiBackend>(*this, g); });
+  });
+  return birth;
+}
+
+void MpiRuntime::post(Engine::Task task) {
+  if (!engine_ || stopped_) throw Error("comm_core was finalized");
+  engine_->post(std::move(task));
+}
+
+bool MpiRuntime::stop() {
+  const std::lock_guard lock(mutex_);
+  if (!engine_ || engine_->on_engine_thread() || in_forked_child()) return true;
+  if (!stopped_.exchange(true)) engine_->post([this] { driver_->close_groups(); });
+  return engine_->stop(settings().exit_patience);
+}
+
+void MpiRuntime::finalize() {
+  if (stop()) return;
+  throw TimeoutError("operations that no peer answers were still unfinished " +
+                     std::to_string(settings().exit_patience.count()) +
+                     " s after shutdown began (COMM_CORE_EXIT_SECONDS)");
+}
+
+void MpiRuntime::foreign_finalize() noexcept {
+  MpiGroup::keep_communicators();  // MPI holds its attributes locked while it calls us
+  try {
+    if (stop()) return;
+  } catch (const std::exception& e) {
+    std::fprintf(stderr, "comm_core: while MPI was finalized: %s\n", e.what());
+    return;
+  }
+  std::fprintf(stderr, "comm_core: MPI is being finalized but operations are unfinished that no peer answers\n");
+  MPI_Abort(MPI_COMM_WORLD, 1);
+}
+
+bool MpiRuntime::abort(int code) noexcept {
+  if (!engine_ || in_forked_child()) return false;
+  MpiGroup::keep_communicators();
+  const bool running = !stopped_;
+  try {
+    if (running && !engine_->on_engine_thread()) {
+      engine_->post([code] { MPI_Abort(MPI_COMM_WORLD, code); });
+      // MPI_Abort does not return; an engine that is stuck inside MPI never gets to it.
+      std::this_thread::sleep_for(std::chrono::seconds(2));
+    }
+    int finalized = 0;
+    MPI_Finalized(&finalized);
+    if (finalized == 0) MPI_Abort(MPI_COMM_WORLD, code);
+  } catch (...) {
+    return false;
+  }
+  return true;
+}
+
+std::map<std::string, std::string> MpiRuntime::describe() const {
+  std::array<char, MPI_MAX_LIBRARY_VERSION_STRING> text{};
+  int length = 0;
+  MPI_Get_library_version(text.data(), &length);
+  return {{"mpi_library", std::string(text.data(), static_cast<std::size_t>(length))},
+          {"mpi_compiler", COMM_CORE_MPI_COMPILER},
+          {"mpi_standard", std::to_string(MPI_VERSION) + "." + std::to_string(MPI_SUBVERSION)}};
+}
+
+}  // namespace comm_core

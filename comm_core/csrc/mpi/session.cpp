@@ -1,0 +1,50 @@
+#include "session.hpp"
+
+#include <mpi.h>
+
+#include <utility>
+
+#include "check.hpp"
+#include "comm_core/process.hpp"
+
+namespace comm_core {
+
+MpiSession::MpiSession(std::function<void()> on_foreign_finalize)
+    : on_foreign_finalize_(std::move(on_foreign_finalize)), keyval_(MPI_KEYVAL_INVALID) {
+  int finalized = 0;
+  check(MPI_Finalized(&finalized), "MPI_Finalized");
+  if (finalized != 0) throw Unsupported("MPI was finalized before; it cannot be started a second time in one process");
+  int initialized = 0;
+  check(MPI_Initialized(&initialized), "MPI_Initialized");
+  int level = MPI_THREAD_SINGLE;
+  if (initialized != 0) {
+    check(MPI_Query_thread(&level), "MPI_Query_thread");
+  } else {
+    check(MPI_Init_thread(nullptr, nullptr, MPI_THREAD_MULTIPLE, &level), "MPI_Init_thread");
+    ours_ = true;
+  }
+  if (level < MPI_THREAD_SERIALIZED) {
+    if (ours_) MPI_Finalize();
+    throw Unsupported(
+        "MPI runs without thread support (needs MPI_THREAD_SERIALIZED or better, because a thread of comm_core's own "
+        "calls it); initialise it with MPI_Init_thread, or leave the initialisation to comm_core");
+  }
+  if (ours_) return;
+  check(MPI_Comm_create_keyval(
+            MPI_COMM_NULL_COPY_FN,
+            [](MPI_Comm, int, void* self, void*) {
+              auto* const session = static_cast<MpiSession*>(self);
+              if (!session->closing_ && !in_forked_child()) session->on_foreign_finalize_();
+              return MPI_SUCCESS;
+            },
+            &keyval_, nullptr),
+        "MPI_Comm_create_keyval");
+  check(MPI_Comm_set_attr(MPI_COMM_SELF, keyval_, this), "MPI_Comm_set_attr");
+}
+
+void MpiSession::close() {
+  closing_ = true;
+  if (ours_) check(MPI_Finalize(), "MPI_Finalize");
+}
+
+}  // namespace comm_core

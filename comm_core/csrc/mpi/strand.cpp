@@ -1,0 +1,133 @@
+#include "strand.hpp"
+
+#include <utility>
+
+#include "check.hpp"
+
+namespace comm_core {
+
+Strand::Strand(RequestTable& requests, MPI_Comm comm, int tag, int rank, OnFailure on_failure)
+    : requests_(requests), comm_(comm), tag_(tag), rank_(rank), on_failure_(std::move(on_failure)) {}
+
+void Strand::add(Item item) {
+  if (!failure_) {
+    waiting_.push_back(std::move(item));
+    return;
+  }
+  item.memory.reset();
+  if (item.work) item.work->finish(failure_);
+}
+
+bool Strand::settle() {
+  bool moved = false;
+  std::erase_if(draining_, [](const auto& running) { return running->schedule->drained(); });
+  try {
+    while (!failure_) {
+      if (running_) {
+        if (!running_->schedule->finished()) break;
+        finish(std::exchange(running_, nullptr));
+      } else if (!waiting_.empty()) {
+        start_next();
+      } else {
+        break;
+      }
+      moved = true;
+    }
+  } catch (...) {
+    on_failure_(std::current_exception());
+    return true;
+  }
+  return moved;
+}
+
+void Strand::start_next() {
+  auto next = std::make_unique<Running>(Running{std::move(waiting_.front()), nullptr});
+  waiting_.pop_front();
+  if (!next->item.make) return finish(std::move(next));
+  running_ = std::move(next);
+  running_->schedule = running_->item.make();
+  running_->schedule->start(*this);
+}
+
+void Strand::finish(std::unique_ptr<Running> running) {
+  try {
+    if (running->item.done) running->item.done();
+  } catch (...) {
+    if (running->item.work) running->item.work->finish(std::current_exception());
+    throw;
+  }
+  running->item.memory.reset();
+  if (running->item.work) running->item.work->finish();
+  if (running->schedule && !running->schedule->drained()) draining_.push_back(std::move(running));
+}
+
+void Strand::fail(std::exception_ptr error) {
+  if (failure_) return;
+  failure_ = error;
+  if (running_) {
+    if (running_->item.work) running_->item.work->finish(error);
+    if (running_->schedule) draining_.push_back(std::move(running_));
+    running_.reset();
+  }
+  for (auto& item : std::exchange(waiting_, {})) {
+    item.memory.reset();
+    if (item.work) item.work->finish(error);
+  }
+  requests_.cancel_receives(*this);
+}
+
+std::string Strand::title(const Running& running, const char* verb, int peer, std::int64_t bytes) const {
+  const std::string what = running.item.work ? running.item.work->describe() : std::string("letter");
+  return what + ": rank " + std::to_string(rank_) + " " + verb + " rank " + std::to_string(peer) + ", " +
+         std::to_string(bytes) + " bytes";
+}
+
+void Strand::send(int peer, const std::byte* data, std::int64_t bytes, SendMode mode, Schedule& from,
+                  std::int64_t ticket) {
+  const auto post = mode == SendMode::kMatched ? MPI_Issend : MPI_Isend;
+  MPI_Request request = MPI_REQUEST_NULL;
+  check(post(data, static_cast<int>(bytes), MPI_BYTE, peer, tag_, comm_, &request),
+        [&] { return title(*running_, "sending to", peer, bytes); });
+  requests_.add(request, {this, running_.get(), &from, ticket, peer, bytes, true});
+}
+
+void Strand::receive(int peer, std::byte* data, std::int64_t bytes, Schedule& to, std::int64_t ticket) {
+  MPI_Request request = MPI_REQUEST_NULL;
+  check(MPI_Irecv(data, static_cast<int>(bytes), MPI_BYTE, peer, tag_, comm_, &request),
+        [&] { return title(*running_, "receiving from", peer, bytes); });
+  requests_.add(request, {this, running_.get(), &to, ticket, peer, bytes, false});
+}
+
+void Strand::complete(const Pending& request, int error, int, std::int64_t bytes) {
+  if (failure_) {
+    request.schedule->dropped();
+    std::erase_if(draining_, [](const auto& running) { return running->schedule->drained(); });
+    return;
+  }
+  const auto doing = [&] {
+    return title(*request.running, request.is_send ? "sending to" : "receiving from", request.peer, request.bytes);
+  };
+  bool reported = false;
+  try {
+    if (error == MPI_ERR_TRUNCATE || (error == MPI_SUCCESS && !request.is_send && bytes != request.bytes)) {
+      throw TransportError(doing() + " expected, " + std::to_string(bytes) +
+                           " received; the ranks disagree about the order or the sizes of operations");
+    }
+    check(error, doing);
+    reported = true;
+    if (request.is_send) return request.schedule->sent(request.ticket);
+    if (request.running->item.work) request.running->item.work->advance(bytes);
+    try {
+      request.schedule->received(request.ticket);
+    } catch (const MpiError&) {
+      throw;
+    } catch (const TransportError& e) {
+      throw TransportError(doing() + ": " + e.what());
+    }
+  } catch (...) {
+    if (!reported) request.schedule->dropped();
+    on_failure_(std::current_exception());
+  }
+}
+
+}  // namespace comm_core

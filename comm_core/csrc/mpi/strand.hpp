@@ -1,0 +1,70 @@
+// Operations that follow one another over one communicator and tag.
+#pragma once
+
+#include <mpi.h>
+
+#include <deque>
+#include <exception>
+#include <functional>
+#include <list>
+#include <memory>
+#include <string>
+
+#include "../schedule/schedule.hpp"
+#include "comm_core/types.hpp"
+#include "comm_core/work.hpp"
+#include "requests.hpp"
+
+namespace comm_core {
+
+/// One operation of a strand.
+struct Item {
+  std::function<std::unique_ptr<Schedule>()> make;  ///< called when its turn comes; none: nothing to send
+  std::shared_ptr<Work> work;                       ///< may be null
+  KeepAlive memory;
+  std::function<void()> done;  ///< called in its turn, after the schedule finished and before `work` does
+};
+
+/// An operation whose schedule started.
+struct Running {
+  Item item;
+  std::unique_ptr<Schedule> schedule;
+};
+
+/// Starts an item when the one before it is finished. What a finished item still has under way drains beside the items
+/// after it; all its messages are posted by then, so the matching order stays right.
+class Strand final : public Transport, public RequestOwner {
+ public:
+  using OnFailure = std::function<void(std::exception_ptr)>;
+  Strand(RequestTable& requests, MPI_Comm comm, int tag, int rank, OnFailure on_failure);
+
+  void add(Item item);
+  /// Finishes and starts what can be; true if something changed.
+  bool settle();
+  bool idle() const { return running_ == nullptr && waiting_.empty(); }
+  bool drained() const { return idle() && draining_.empty(); }
+  std::int64_t bytes_left() const { return running_ ? running_->schedule->bytes_left() : 0; }
+  /// Ends everything with `error`. Memory that MPI may still touch stays alive.
+  void fail(std::exception_ptr error);
+
+  void send(int peer, const std::byte* data, std::int64_t bytes, SendMode mode, Schedule& from,
+            std::int64_t ticket) override;
+  void receive(int peer, std::byte* data, std::int64_t bytes, Schedule& to, std::int64_t ticket) override;
+  void complete(const Pending& request, int error, int source, std::int64_t bytes) override;
+
+ private:
+  void start_next();
+  void finish(std::unique_ptr<Running> running);
+  std::string title(const Running& running, const char* verb, int peer, std::int64_t bytes) const;
+
+  RequestTable& requests_;
+  MPI_Comm comm_;
+  int tag_, rank_;
+  OnFailure on_failure_;
+  std::exception_ptr failure_;
+  std::deque<Item> waiting_;
+  std::unique_ptr<Running> running_;
+  std::list<std::unique_ptr<Running>> draining_;
+};
+
+}  // namespace comm_core

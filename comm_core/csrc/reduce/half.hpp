@@ -1,0 +1,46 @@
+// Conversions between the 16-bit floating types and fp32, branch-free so that compilers vectorise them.
+#pragma once
+
+#include <bit>
+#include <cstdint>
+
+namespace comm_core {
+
+inline float bfloat16_to_float(std::uint16_t h) noexcept {
+  return std::bit_cast<float>(static_cast<std::uint32_t>(h) << 16);
+}
+
+/// Rounds to nearest even; every NaN becomes a quiet NaN.
+inline std::uint16_t float_to_bfloat16(float f) noexcept {
+  const auto bits = std::bit_cast<std::uint32_t>(f);
+  const std::uint32_t rounded = (bits + 0x7fffU + ((bits >> 16) & 1U)) >> 16;
+  const std::uint32_t quiet = (bits >> 16) | 0x0040U;
+  return static_cast<std::uint16_t>((bits & 0x7fffffffU) > 0x7f800000U ? quiet : rounded);
+}
+
+inline float float16_to_float(std::uint16_t h) noexcept {
+  const std::uint32_t sign = (static_cast<std::uint32_t>(h) & 0x8000U) << 16;
+  const std::uint32_t magnitude = h & 0x7fffU;
+  // Exponent and mantissa moved into fp32's place; the product moves the bias from 15 to 127 and normalises subnormals.
+  // Infinity and NaN keep an exponent of all ones by the second rebias.
+  const float scaled = std::bit_cast<float>(magnitude << 13) * 0x1.0p+112f;
+  const std::uint32_t finite = std::bit_cast<std::uint32_t>(scaled);
+  const std::uint32_t special = (magnitude << 13) | 0x7f800000U;
+  return std::bit_cast<float>(sign | (magnitude >= 0x7c00U ? special : finite));
+}
+
+/// Rounds to nearest even; overflow gives infinity, every NaN a quiet NaN.
+inline std::uint16_t float_to_float16(float f) noexcept {
+  const auto bits = std::bit_cast<std::uint32_t>(f);
+  const std::uint32_t sign = (bits >> 16) & 0x8000U;
+  const std::uint32_t magnitude = bits & 0x7fffffffU;
+  // Subnormal results: adding 0.5 aligns the mantissa so that the hardware's own rounding does the work.
+  const std::uint32_t tiny =
+      std::bit_cast<std::uint32_t>(std::bit_cast<float>(magnitude) + 0.5F) - std::bit_cast<std::uint32_t>(0.5F);
+  const std::uint32_t normal = (magnitude - 0x38000000U + 0x0fffU + ((magnitude >> 13) & 1U)) >> 13;
+  const std::uint32_t finite = magnitude < 0x38800000U ? tiny : normal;
+  const std::uint32_t large = magnitude > 0x7f800000U ? 0x7e00U : 0x7c00U;
+  return static_cast<std::uint16_t>(sign | (magnitude >= 0x477ff000U ? large : finite));
+}
+
+}  // namespace comm_core

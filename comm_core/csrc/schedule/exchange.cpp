@@ -1,0 +1,133 @@
+#include "exchange.hpp"
+
+#include <algorithm>
+#include <utility>
+
+#include "../reduce/kernels.hpp"
+
+namespace comm_core {
+
+Exchange::Exchange(std::vector<Lane> lanes, Pieces pieces)
+    : lanes_(std::move(lanes)), progress_(lanes_.size()), pieces_(pieces) {
+  for (const auto& lane : lanes_) {
+    bytes_left_ += lane.in_bytes;
+    num_unsent_ += num_segments(lane.out_bytes);
+  }
+}
+
+std::int64_t Exchange::num_segments(std::int64_t total) const {
+  return (total + pieces_.segment_bytes - 1) / pieces_.segment_bytes;
+}
+
+std::int64_t Exchange::segment_bytes(std::int64_t total, std::int64_t segment) const {
+  return std::min(pieces_.segment_bytes, total - segment * pieces_.segment_bytes);
+}
+
+std::int64_t Exchange::ticket(std::size_t lane, std::int64_t segment) const {
+  return segment * static_cast<std::int64_t>(lanes_.size()) + static_cast<std::int64_t>(lane);
+}
+
+std::byte* Exchange::landing(std::size_t lane, std::int64_t segment) {
+  return lanes_[lane].in + segment * pieces_.segment_bytes;
+}
+
+void Exchange::on_start() {
+  // Receives first: what arrives before its receive is posted costs the library a copy.
+  for (std::size_t lane = 0; lane < lanes_.size(); ++lane) post(lane);
+  for (std::size_t lane = 0; lane < lanes_.size(); ++lane) fill(lane);
+}
+
+void Exchange::post(std::size_t index) {
+  const Lane& lane = lanes_[index];
+  Progress& at = progress_[index];
+  const auto total = num_segments(lane.in_bytes);
+  while (at.next_in < total && at.receiving < pieces_.window) {
+    std::byte* const target = landing(index, at.next_in);
+    if (target == nullptr) return;
+    ++at.receiving;
+    receive(lane.peer, target, segment_bytes(lane.in_bytes, at.next_in), ticket(index, at.next_in));
+    ++at.next_in;
+  }
+}
+
+void Exchange::fill(std::size_t index) {
+  const Lane& lane = lanes_[index];
+  Progress& at = progress_[index];
+  const auto total = num_segments(lane.out_bytes);
+  while (at.next_out < total && at.sending < pieces_.window) {
+    const auto segment = at.next_out++;
+    const std::byte* const data = lane.out + segment * pieces_.segment_bytes;
+    const auto bytes = segment_bytes(lane.out_bytes, segment);
+    if (segment + 1 == total) {
+      send_copy(lane.peer, data, bytes, SendMode::kMatched);
+      --num_unsent_;
+      return;
+    }
+    ++at.sending;
+    send(lane.peer, data, bytes, SendMode::kMatched, ticket(index, segment));
+  }
+}
+
+void Exchange::on_sent(std::int64_t ticket) {
+  const auto lane = static_cast<std::size_t>(ticket) % lanes_.size();
+  --progress_[lane].sending;
+  --num_unsent_;
+  fill(lane);
+}
+
+void Exchange::on_received(std::int64_t ticket) {
+  const auto lane = static_cast<std::size_t>(ticket) % lanes_.size();
+  const auto segment = ticket / static_cast<std::int64_t>(lanes_.size());
+  --progress_[lane].receiving;
+  bytes_left_ -= segment_bytes(lanes_[lane].in_bytes, segment);
+  landed(lane, segment);
+  post(lane);
+}
+
+DirectReduce::DirectReduce(std::vector<Lane> lanes, Target target, Pieces pieces)
+    : Exchange(std::move(lanes), pieces), target_(target), arrived_(static_cast<std::size_t>(pieces.window), 0) {}
+
+void DirectReduce::on_start() {
+  if (target_.bytes > 0) {
+    const auto segments = std::min(pieces().window, num_segments(target_.bytes));
+    const auto bytes = std::min(pieces().segment_bytes, target_.bytes) * segments;
+    slots_ = std::make_unique_for_overwrite<std::byte[]>(static_cast<std::size_t>(bytes) * lanes().size());
+  }
+  Exchange::on_start();
+}
+
+std::byte* DirectReduce::slot(std::size_t lane, std::int64_t segment) {
+  const auto stride = std::min(pieces().segment_bytes, target_.bytes);
+  const auto segments = std::min(pieces().window, num_segments(target_.bytes));
+  return slots_.get() + (static_cast<std::int64_t>(lane) * segments + segment % segments) * stride;
+}
+
+std::byte* DirectReduce::landing(std::size_t lane, std::int64_t segment) {
+  return segment < reduced_ + pieces().window ? slot(lane, segment) : nullptr;
+}
+
+void DirectReduce::landed(std::size_t, std::int64_t segment) {
+  ++arrived_[static_cast<std::size_t>(segment % pieces().window)];
+  const auto before = reduced_;
+  while (reduced_ < num_segments(target_.bytes) &&
+         arrived_[static_cast<std::size_t>(reduced_ % pieces().window)] == static_cast<int>(lanes().size())) {
+    reduce_next();
+  }
+  if (reduced_ == before) return;
+  for (std::size_t lane = 0; lane < lanes().size(); ++lane) post(lane);
+}
+
+void DirectReduce::reduce_next() {
+  const auto offset = reduced_ * pieces().segment_bytes;
+  std::vector<const std::byte*> sources(lanes().size() + 1);
+  sources[static_cast<std::size_t>(target_.rank)] = target_.own + offset;
+  for (std::size_t lane = 0; lane < lanes().size(); ++lane) {
+    sources[static_cast<std::size_t>(lanes()[lane].peer)] = slot(lane, reduced_);
+  }
+  const auto item = static_cast<std::int64_t>(item_size(target_.dtype));
+  combine_all(target_.dtype, target_.op, target_.out + offset, sources, segment_bytes(target_.bytes, reduced_) / item);
+  arrived_[static_cast<std::size_t>(reduced_ % pieces().window)] = 0;
+  ++reduced_;
+}
+
+}  // namespace comm_core

@@ -1,0 +1,95 @@
+// Everybody talks to everybody directly: all_to_all, and the single-step form of the other operations.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "comm_core/types.hpp"
+#include "schedule.hpp"
+
+namespace comm_core {
+
+/// What goes to one peer and what comes from it. Zero bytes: no message at all, on either side.
+struct Lane {
+  int peer = 0;
+  const std::byte* out = nullptr;
+  std::int64_t out_bytes = 0;
+  std::byte* in = nullptr;
+  std::int64_t in_bytes = 0;
+};
+
+struct Pieces {
+  std::int64_t segment_bytes;
+  std::int64_t window;
+};
+
+/// Every lane on its own: at most `window` segments under way in each direction. Every message is sent kMatched, which
+/// paces the sender even where nothing comes back.
+class Exchange : public Schedule {
+ public:
+  Exchange(std::vector<Lane> lanes, Pieces pieces);
+  bool finished() override { return bytes_left_ == 0 && num_unsent_ == 0; }
+  std::int64_t bytes_left() const override { return bytes_left_; }
+
+ protected:
+  void on_start() override;
+  void on_sent(std::int64_t ticket) override;
+  void on_received(std::int64_t ticket) override;
+
+  /// Where a segment of a lane lands. Null: not yet, ask again through post().
+  virtual std::byte* landing(std::size_t lane, std::int64_t segment);
+  /// A segment landed; the segments of one lane land in any order.
+  virtual void landed(std::size_t, std::int64_t) {}
+  void post(std::size_t lane);
+
+  std::int64_t segment_bytes(std::int64_t total, std::int64_t segment) const;
+  std::int64_t num_segments(std::int64_t total) const;
+  const Pieces& pieces() const { return pieces_; }
+  const std::vector<Lane>& lanes() const { return lanes_; }
+
+ private:
+  struct Progress {
+    std::int64_t next_out = 0, sending = 0;
+    std::int64_t next_in = 0, receiving = 0;
+  };
+  std::int64_t ticket(std::size_t lane, std::int64_t segment) const;
+  void fill(std::size_t lane);
+
+  std::vector<Lane> lanes_;
+  std::vector<Progress> progress_;
+  Pieces pieces_;
+  std::int64_t bytes_left_ = 0;
+  std::int64_t num_unsent_ = 0;  // messages that still need the caller's memory
+};
+
+/// Receives the same stretch of elements from every peer and combines all contributions in rank order, segment by
+/// segment: the sum does not depend on how buffers were cut, and 16-bit floats are rounded once.
+class DirectReduce final : public Exchange {
+ public:
+  struct Target {
+    const std::byte* own;  ///< this rank's contribution
+    std::byte* out;        ///< may be `own`
+    std::int64_t bytes;
+    int rank;
+    DType dtype;
+    ReduceOp op;
+  };
+  /// `lanes` lead to all other ranks; their `in` is not used.
+  DirectReduce(std::vector<Lane> lanes, Target target, Pieces pieces);
+
+ protected:
+  void on_start() override;
+  std::byte* landing(std::size_t lane, std::int64_t segment) override;
+  void landed(std::size_t lane, std::int64_t segment) override;
+
+ private:
+  std::byte* slot(std::size_t lane, std::int64_t segment);
+  void reduce_next();
+
+  Target target_;
+  std::unique_ptr<std::byte[]> slots_;
+  std::vector<int> arrived_;  // contributions per segment of the window
+  std::int64_t reduced_ = 0;
+};
+
+}  // namespace comm_core

@@ -1,0 +1,37 @@
+// send and recv: a header with the size, then the segments.
+#pragma once
+
+#include "exchange.hpp"
+
+namespace comm_core {
+
+/// The header makes both sides notice when they disagree about the size, instead of mixing up two messages.
+class Message final : public Schedule {
+ public:
+  enum class Direction { kSend, kReceive };
+  Message(Direction direction, Lane lane, Pieces pieces);
+  bool finished() override;
+  std::int64_t bytes_left() const override { return bytes_left_; }
+
+ protected:
+  void on_start() override;
+  void on_sent(std::int64_t ticket) override;
+  void on_received(std::int64_t ticket) override;
+
+ private:
+  void fill();
+  std::int64_t bytes_of(std::int64_t segment) const;
+
+  static constexpr std::int64_t kHeaderTicket = -2;
+
+  Direction direction_;
+  Lane lane_;
+  Pieces pieces_;
+  std::int64_t bytes_, num_segments_;
+  std::int64_t next_ = 0, under_way_ = 0;
+  std::int64_t header_ = 0;
+  bool header_arrived_ = false;
+  std::int64_t bytes_left_ = 0;
+};
+
+}  // namespace comm_core

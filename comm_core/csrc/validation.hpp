@@ -1,0 +1,43 @@
+// What a caller may ask for. Every check throws, naming the operation and both values that do not fit.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string_view>
+#include <vector>
+
+#include "comm_core/types.hpp"
+#include "layout.hpp"
+
+namespace comm_core {
+
+struct Checks {
+  std::string_view op;
+  int rank;
+  int size;
+
+  void same_dtype(const Buffer& send, const Buffer& recv) const;
+  void same_count(const Buffer& send, const Buffer& recv) const;
+  void writable(const Buffer& buffer, std::string_view name) const;
+  void supports(DType dtype, ReduceOp reduce) const;
+  void peer(int peer, std::string_view name) const;
+  void tag(int tag) const;
+
+  /// The given chunk sizes, which must add up to `total`, or the balanced split.
+  CountList chunks(const std::optional<CountList>& given, std::int64_t total, std::string_view name,
+                   std::string_view whole) const;
+  /// The same, but without given sizes `total` must divide by the number of ranks.
+  CountList parts(const std::optional<CountList>& given, std::int64_t total, std::string_view name,
+                  std::string_view whole) const;
+  /// `buffer` holds exactly this rank's chunk.
+  void chunk_fits(const Buffer& buffer, const CountList& counts, std::string_view name) const;
+
+  void disjoint(const Buffer& send, const Buffer& recv) const;
+  void same_or_disjoint(const Buffer& send, const Buffer& recv) const;
+  void own_chunk_or_disjoint(const Buffer& send, const Buffer& recv, const CountList& counts) const;
+
+ private:
+  [[noreturn]] void fail(const std::string& why) const;
+};
+
+}  // namespace comm_core

@@ -1,0 +1,74 @@
+// The communicator: validates on the calling thread, then hands over to a backend.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "comm_core/backend.hpp"
+
+namespace [[gnu::visibility("default")]] comm_core {
+
+using Counts = std::optional<std::vector<std::int64_t>>;
+using WorkPtr = std::shared_ptr<Work>;
+using Interrupted = std::function<void()>;
+
+/// A group of ranks. Every operation returns at once with its Work; operations of one communicator run in the order of
+/// their calls, which must be the same on all ranks. `memory` keeps the buffers alive until the engine is done.
+/// Arguments that do not fit raise InvalidUsage or Unsupported before anything is sent.
+class Communicator : public std::enable_shared_from_this<Communicator> {
+ public:
+  Communicator(std::unique_ptr<Backend> backend, std::string name);
+
+  int rank() const noexcept { return rank_; }
+  int size() const noexcept { return size_; }
+  const std::string& name() const noexcept { return name_; }
+  std::string backend() const { return backend_->name(); }
+
+  WorkPtr reduce_scatter(Buffer send, Buffer recv, ReduceOp op, const Counts& counts, std::string label, KeepAlive memory);
+  WorkPtr all_gather(Buffer send, Buffer recv, const Counts& counts, std::string label, KeepAlive memory);
+  WorkPtr all_reduce(Buffer send, Buffer recv, ReduceOp op, std::string label, KeepAlive memory);
+  WorkPtr broadcast(Buffer buffer, int root, std::string label, KeepAlive memory);
+  WorkPtr reduce(Buffer send, std::optional<Buffer> recv, ReduceOp op, int root, std::string label, KeepAlive memory);
+  WorkPtr all_to_all(Buffer send, Buffer recv, const Counts& send_counts, const Counts& recv_counts, std::string label,
+                     KeepAlive memory);
+  WorkPtr send(Buffer buffer, int peer, int tag, std::string label, KeepAlive memory);
+  WorkPtr receive(Buffer buffer, int peer, int tag, std::string label, KeepAlive memory);
+  WorkPtr barrier(std::string label);
+
+  /// Every rank's `send_count`, in rank order. Collective and blocking.
+  std::vector<std::int64_t> all_gather_counts(std::int64_t send_count, const Interrupted& interrupted);
+  /// Collective and blocking. Null on ranks without a color.
+  std::shared_ptr<Communicator> split(std::optional<int> color, int key, const Interrupted& interrupted);
+  WorkPtr post(int peer, std::string payload);
+  std::optional<Letter> receive_post(std::chrono::duration<double> timeout, const Interrupted& interrupted);
+  /// Unfinished works, oldest first.
+  std::vector<WorkPtr> pending();
+  /// Waits for everything that was submitted. Idempotent.
+  void close(const Interrupted& interrupted);
+
+ private:
+  WorkPtr submit(Operation operation, KeepAlive memory, std::int64_t bytes);
+  WorkPtr track(WorkPtr work);
+  WorkPtr new_work(const Operation& operation, std::int64_t bytes) const;
+  void require_open() const;
+
+  std::unique_ptr<Backend> backend_;
+  const std::string name_;
+  const int rank_, size_;
+  std::mutex mutex_;  // guards the order of submission and the fields below
+  std::vector<WorkPtr> unfinished_;
+  int num_splits_ = 0;
+  bool closed_ = false;
+};
+
+/// The communicator of a registered provider; blocks until all its processes called.
+std::shared_ptr<Communicator> connect(const std::string& provider, std::optional<std::intptr_t> handle,
+                                      const Interrupted& interrupted);
+
+}  // namespace comm_core

@@ -1,0 +1,59 @@
+// The one contract of everything asynchronous.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <mutex>
+#include <optional>
+#include <string>
+
+namespace [[gnu::visibility("default")]] comm_core {
+
+/// One operation as its caller sees it. All members may be called from any thread. Dropping an unfinished Work is
+/// allowed: the engine keeps the operation and its buffers alive until it is done.
+class Work {
+ public:
+  using Seconds = std::chrono::duration<double>;
+
+  Work(std::string op, std::string label, std::string detail, std::int64_t bytes);
+  Work(const Work&) = delete;
+  Work& operator=(const Work&) = delete;
+
+  /// Blocks until the operation is done and rethrows its error. `interrupted` is called about ten times a second and
+  /// may throw to give up (Ctrl-C). Throws TimeoutError when `timeout` passes first.
+  void wait(std::optional<Seconds> timeout, const std::function<void()>& interrupted) const;
+  /// Never blocks.
+  bool done() const noexcept { return done_.load(std::memory_order_acquire); }
+  /// The error of a finished operation, else null.
+  std::exception_ptr error() const;
+
+  /// Called once, by whoever carries the operation out, after its buffers were released.
+  void finish(std::exception_ptr error = nullptr) noexcept;
+  /// Bytes that arrived so far, for describe().
+  void advance(std::int64_t bytes) noexcept { arrived_.fetch_add(bytes, std::memory_order_relaxed); }
+
+  const std::string& op() const noexcept { return op_; }
+  const std::string& label() const noexcept { return label_; }
+  std::int64_t bytes() const noexcept { return bytes_; }
+  /// Elapsed so far, or in total when done.
+  double seconds() const noexcept;
+  /// One line for people: what, whose, how large, how long, how far.
+  std::string describe() const;
+
+ private:
+  const std::string op_, label_, detail_;
+  const std::int64_t bytes_;
+  const std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
+  std::chrono::steady_clock::time_point end_{};
+  mutable std::mutex mutex_;
+  mutable std::condition_variable changed_;
+  std::exception_ptr error_;
+  std::atomic<bool> done_{false};
+  std::atomic<std::int64_t> arrived_{0};
+};
+
+}  // namespace comm_core
