@@ -32,7 +32,7 @@ format: setup ## format Python and C++
 ci: lint test ## what must be green
 
 bench: setup ## time every collective, at 2 ranks on this machine
-	scripts/mpirun -np 2 $(BIN)/python -m bench.collectives
+	$(BIN)/python -m bench.collectives
 
 clean: ## remove what setup made
 	rm -rf .venv build .pytest_cache .mypy_cache .ruff_cache

@@ -45,6 +45,7 @@ quietly() { # quietly CAUSE REMEDY COMMAND...: output goes to the log, shown onl
     shift 2
     "$@" >>"$log" 2>&1 && return
     tail -n 25 "$log" >&2
+    grep -m 3 -E ': (fatal )?error:|CMake Error' "$log" >&2 || true
     fail "$cause (whole log: $log)" "$remedy"
 }
 
@@ -83,6 +84,7 @@ if [ "$(stamp packages)" != "$packages" ]; then
 fi
 
 say "building comm_core"
+: >"$log"
 PATH=$PWD/$venv/bin:$PATH quietly "comm_core could not be built" "read the compiler's message above" \
     "$venv/bin/python" -m pip install --no-build-isolation --no-deps --editable .
 quietly "comm_core does not import" "read the message above" "$venv/bin/python" -c 'import comm_core; comm_core.local()'

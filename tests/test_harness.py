@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from tests.harness import JobFailed, _job_pids, run_ranks
+from tests.harness import JobFailed, run_ranks
 
 FAIL_ON_1 = """
 import os, sys, time
@@ -38,11 +40,28 @@ def test_a_hanging_job_ends_in_time_and_shows_where(tmp_path: Path) -> None:
         result.check()
 
 
-def test_orphans_are_found(tmp_path: Path) -> None:
-    text = f"import subprocess\nsubprocess.Popen([{sys.executable!r}, '-c', 'import time; time.sleep(600)'])\n"
-    result = run_ranks(1, _script(tmp_path, text), "single", timeout=30)
-    assert result.returncode == 0
-    assert list(_job_pids("no such job")) == []
+def test_a_rank_that_fails_under_mpirun_ends_its_peers(tmp_path: Path) -> None:
+    text = FAIL_ON_1.replace('"RANK"', '"OMPI_COMM_WORLD_RANK"')
+    result = run_ranks(2, _script(tmp_path, text), "mpi", timeout=60)
+    with pytest.raises(JobFailed, match="because of a test"):
+        result.check()
+    assert not result.timed_out
+
+
+def test_children_that_outlive_their_job_are_ended(tmp_path: Path) -> None:
+    text = f"""
+import subprocess
+child = subprocess.Popen([{sys.executable!r}, "-c", "import time; time.sleep(600)"], start_new_session=True)
+print("child", child.pid)
+"""
+    result = run_ranks(1, _script(tmp_path, text), "single", timeout=30).check()
+    found = re.search(r"child (\d+)", result.output)
+    assert found
+    status = Path("/proc", found.group(1), "status")
+    deadline = time.monotonic() + 10
+    while status.exists() and "zombie" not in status.read_text():
+        assert time.monotonic() < deadline, "the child still runs"
+        time.sleep(0.05)
 
 
 def test_an_unknown_launcher_is_named() -> None:

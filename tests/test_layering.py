@@ -40,7 +40,14 @@ def _imports(path: Path, inside_functions: bool) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            yield node.module or ""
+            module = node.module or ""
+            yield from {f"{module}.{alias.name}" if _is_module(module, alias.name) else module for alias in node.names}
+
+
+def _is_module(package: str, name: str) -> bool:
+    """Whether ``from package import name`` gives a module of ours and not something defined in `package`."""
+    place = ROOT.joinpath(*package.split("."))
+    return name in ("_C", "_mpi") or (place / f"{name}.py").exists() or (place / name / "__init__.py").exists()
 
 
 def _name(path: Path) -> str:
