@@ -10,14 +10,10 @@ import pytest
 RANK = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", os.environ.get("RANK", "0"))))
 SIZE = int(os.environ.get("OMPI_COMM_WORLD_SIZE", os.environ.get("PMI_SIZE", os.environ.get("WORLD_SIZE", "1"))))
 
-# pytest's own capture is off: a test that hangs or dies should have said what it said.
+# At import, which `-p` does before pytest keeps a copy of stdout for itself.
 _stderr = os.fdopen(os.dup(2), "w")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    if RANK > 0:
-        sys.stdout.flush()
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+if RANK > 0:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 @pytest.hookimpl(trylast=True)

@@ -18,7 +18,7 @@ JOBS = [
 
 @pytest.mark.parametrize(("suite", "launcher", "size"), JOBS)
 def test_suite(suite: str, launcher: str, size: int) -> None:
-    options = ["-q", "-x", "-p", "tests.spmd_plugin", "-p", "no:cacheprovider", "--timeout", "60"]
+    options = ["-q", "-x", "-p", "tests.spmd_plugin", "-p", "no:cacheprovider", "--timeout", "60", "--color", "no"]
     argv = ["-m", "pytest", *options, "--timeout-method", "thread", f"tests/{suite}"]
     result = run_ranks(size, argv, launcher, timeout=280, env={"DEAR_SPMD_SUITE": suite}, cwd=ROOT).check()
     counts = re.findall(r"^(\d+ passed.*) in ", result.output, re.MULTILINE)
