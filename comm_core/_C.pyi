@@ -3,14 +3,10 @@
 import builtins
 from collections.abc import Sequence
 from enum import Enum
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, TypeAlias
 
-class _ReadableMemory(Protocol):
-    """What Python's buffer protocol offers: numpy arrays, array.array, bytearray, memoryview ..."""
-
-    def __buffer__(self, flags: int, /) -> memoryview: ...
-
-_Memory = Buffer | _ReadableMemory
+# A Buffer, or anything with the buffer protocol. (Type checkers see the protocol of numpy's arrays from Python 3.12 on.)
+_Memory: TypeAlias = Any
 
 class DType(Enum):
     FLOAT16 = 0

@@ -1,0 +1,129 @@
+"""Sub-groups, overlapping ones included, and the mailbox."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import comm_core
+from comm_core import Communicator
+
+
+def test_split_by_color_and_key(comm: Communicator) -> None:
+    part = comm.split(comm.rank % 2, key=-comm.rank)
+    assert part is not None
+    members = [r for r in reversed(range(comm.size)) if r % 2 == comm.rank % 2]
+    assert (part.rank, part.size, part.backend) == (members.index(comm.rank), len(members), comm.backend)
+    data = np.array([comm.rank], np.int64)
+    everybody = np.zeros(len(members), np.int64)
+    part.all_gather(data, everybody)
+    assert list(everybody) == members
+    again = part.split(0)
+    assert again is not None
+    assert again.size == part.size
+    again.close()
+    part.close()
+
+
+def test_ranks_without_a_color_get_nothing(comm: Communicator) -> None:
+    part = comm.split(5 if comm.rank == 0 else None)
+    if comm.rank == 0:
+        assert part is not None
+        assert part.size == 1
+        part.barrier()
+        part.close()
+    else:
+        assert part is None
+
+
+def test_overlapping_groups_work_at_the_same_time(comm: Communicator) -> None:
+    low = comm.split(0 if comm.rank <= comm.size // 2 else None)
+    high = comm.split(0 if comm.rank >= comm.size // 2 else None)
+    groups = [g for g in (low, high) if g is not None]
+    arrays = [[np.full(100_000, 1.0) for _ in range(3)] for _ in groups]
+    works = [g.all_reduce_async(a, a) for g, many in zip(groups, arrays, strict=True) for a in many]
+    for work in works:
+        work.wait(30)
+    for group, many in zip(groups, arrays, strict=True):
+        assert all(a[0] == a[-1] == group.size for a in many)
+        group.close()
+
+
+def test_a_split_waits_for_what_was_issued_before(comm: Communicator) -> None:
+    data = np.ones(500_000)
+    work = comm.all_reduce_async(data, data)
+    part = comm.split(0)
+    assert work.done()
+    assert part is not None
+    part.close()
+
+
+def test_letters_reach_idle_peers(comm: Communicator) -> None:
+    everybody = range(comm.size)
+    sizes = (0, 1, 4000, 4088, 4089, 70_000, 3_000_000)
+    works = [comm.post(peer, bytes([comm.rank]) * size) for size in sizes for peer in everybody]
+    received: dict[int, list[int]] = {peer: [] for peer in everybody}
+    for _ in range(len(sizes) * comm.size):
+        letter = comm.receive_post(20)
+        assert letter is not None
+        source, payload = letter
+        assert payload == bytes([source]) * len(payload)
+        received[source].append(len(payload))
+    assert all(tuple(got) == sizes for got in received.values()), "letters of one sender keep their order"
+    for work in works:
+        work.wait(10)
+    assert comm.receive_post(0) is None
+
+
+def test_letters_pass_while_collectives_run(comm: Communicator) -> None:
+    data = np.ones(2_000_000, np.float32)
+    works = [comm.all_reduce_async(data, data) for _ in range(3)]
+    comm.post((comm.rank + 1) % comm.size, b"hello")
+    letter = comm.receive_post(20)
+    assert letter is not None
+    assert letter == ((comm.rank - 1) % comm.size, b"hello")
+    for work in works:
+        work.wait(30)
+
+
+def test_receive_post_waits_and_gives_up(comm: Communicator) -> None:
+    began = time.monotonic()
+    assert comm.receive_post(0.2) is None
+    assert 0.15 < time.monotonic() - began < 5
+    got: list[tuple[int, bytes] | None] = []
+    thread = threading.Thread(target=lambda: got.append(comm.receive_post(20)))
+    thread.start()
+    time.sleep(0.1)
+    comm.post(comm.rank, b"to myself")
+    thread.join(20)
+    assert got == [(comm.rank, b"to myself")]
+
+
+def test_a_message_of_the_wrong_size_fails_both_truthfully(comm: Communicator) -> None:
+    """A group that saw a mismatch is not usable any more; others are."""
+    part = comm.split(comm.rank)  # alone, so that the failure stays in this process
+    assert part is not None
+    into = np.zeros(5)
+    receive = part.recv_async(into, 0, label="short")
+    part.send_async(np.ones(3), 0)
+    with pytest.raises(comm_core.TransportError, match=r"recv 'short'.*24 bytes.*40"):
+        receive.wait(10)
+    assert isinstance(receive.exception(), comm_core.TransportError)
+    part.close()
+
+
+def test_mismatched_collectives_raise_on_the_receiver(comm: Communicator) -> None:
+    if comm.size == 1:
+        return
+    part = comm.split(0)
+    assert part is not None
+    count = 100 if part.rank == 0 else 101
+    work = part.all_reduce_async(np.zeros(count), np.zeros(count), label="odd")
+    with pytest.raises(comm_core.TransportError, match=r"all_reduce 'odd'.*rank \d.*rank \d, \d+ bytes expected, \d+"):
+        work.wait(10)
+    with pytest.raises(comm_core.TransportError):
+        part.barrier_async().wait(10)
+    part.close()

@@ -1,0 +1,143 @@
+"""Buffers live as long as somebody transfers them; waits can be left; works tell what they do."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import threading
+import time
+import weakref
+
+import numpy as np
+import pytest
+
+import comm_core
+from comm_core import Buffer, Communicator, DType
+
+
+class Owner:
+    """Something whose end can be watched."""
+
+    def __init__(self, count: int, value: float) -> None:
+        self.data = np.full(count, value, np.float32)
+
+    def buffer(self) -> Buffer:
+        return Buffer(self.data.ctypes.data, self.data.size, DType.FLOAT32, owner=self)
+
+
+def _gone(ref: weakref.ref[Owner], seconds: float = 5) -> bool:
+    deadline = time.monotonic() + seconds
+    while ref() is not None and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.01)
+    return ref() is None
+
+
+def test_dropped_buffers_and_works_live_until_the_transfer_is_done(comm: Communicator) -> None:
+    result = np.zeros(200_000, np.float32)
+    refs = []
+    for value in range(5):
+        owner = Owner(result.size, value)
+        refs.append(weakref.ref(owner))
+        comm.all_reduce_async(owner.buffer(), result)
+        del owner
+    comm.barrier()
+    assert result[0] == result[-1] == 4 * comm.size
+    assert all(_gone(ref) for ref in refs), "a buffer is kept although its operation is done"
+
+
+def test_arrays_are_let_go_when_wait_returns(comm: Communicator) -> None:
+    data = bytearray(1000)
+    comm.broadcast_async(data).wait()
+    data += b"x"  # a bytearray whose memory somebody holds refuses to grow
+
+
+def test_a_work_keeps_no_memory_once_done(comm: Communicator) -> None:
+    owner = Owner(10, 1.0)
+    work = comm.all_reduce_async(owner.buffer(), np.zeros(10, np.float32))
+    ref = weakref.ref(owner)
+    work.wait()
+    del owner
+    assert _gone(ref)
+
+
+def _never(comm: Communicator) -> comm_core.Work:
+    """A receive that waits until `_release`."""
+    return comm.recv_async(np.zeros(4, np.float32), comm.rank, 77, label="never")
+
+
+def _release(comm: Communicator, work: comm_core.Work) -> None:
+    comm.send(np.zeros(4, np.float32), comm.rank, 77)
+    work.wait(10)
+
+
+def test_timeout(comm: Communicator) -> None:
+    work = _never(comm)
+    began = time.monotonic()
+    with pytest.raises(comm_core.TimeoutError, match=r"recv 'never'.*unfinished"):
+        work.wait(0.2)
+    assert 0.15 < time.monotonic() - began < 5
+    with pytest.raises(TimeoutError):
+        work.wait(0)
+    assert not work.done()
+    assert work.exception() is None
+    assert [w.label for w in comm.pending()] == ["never"]
+    assert 0.2 <= work.seconds < 10
+    assert "never" in work.describe()
+    assert "never" in repr(work)
+    _release(comm, work)
+    assert work.done()
+    assert comm.pending() == []
+    total = work.seconds
+    time.sleep(0.01)
+    assert work.seconds == total
+
+
+def test_ctrl_c_leaves_a_wait(comm: Communicator) -> None:
+    work = _never(comm)
+    timer = threading.Timer(0.2, lambda: signal.raise_signal(signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        work.wait(20)
+    timer.join()
+    _release(comm, work)
+
+
+def test_waits_release_the_interpreter(comm: Communicator) -> None:
+    work = _never(comm)
+    counted: list[int] = []
+    thread = threading.Thread(target=lambda: counted.extend(range(1000)))
+    thread.start()
+    with pytest.raises(comm_core.TimeoutError):
+        work.wait(0.1)
+    thread.join()
+    assert len(counted) == 1000
+    _release(comm, work)
+
+
+def test_many_threads_wait_for_one_work(comm: Communicator) -> None:
+    work = _never(comm)
+    threads = [threading.Thread(target=work.wait) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    _release(comm, work)
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+def test_order_before_waits_on_the_cpu(comm: Communicator) -> None:
+    data = np.ones(100_000)
+    work = comm.all_reduce_async(data, data)
+    work.order_before(0)
+    assert work.done()
+    assert data[0] == comm.size
+
+
+def test_many_operations_without_waiting(comm: Communicator) -> None:
+    data = [np.ones(50, np.float32) for _ in range(500)]
+    works = [comm.all_reduce_async(d, d) for d in data]
+    assert len(comm.pending()) <= 500
+    works[-1].wait()
+    assert all(w.done() for w in works)
+    assert all(d[0] == comm.size for d in data)
