@@ -28,6 +28,11 @@ class Operation:
     wire: Callable[[int], float]
 
 
+# Newer versions of torch call them by other names, and warn of the old ones.
+_gloo_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_gloo_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
 def _padded(comm: Communicator, numel: int) -> int:
     return -(-numel // comm.size) * comm.size
 
@@ -35,13 +40,13 @@ def _padded(comm: Communicator, numel: int) -> int:
 def _reduce_scatter(comm: Communicator, gloo: dist.ProcessGroup, numel: int) -> tuple[Call, Call]:
     whole = torch.ones(_padded(comm, numel))
     part = torch.empty(whole.numel() // comm.size)
-    return lambda: comm.reduce_scatter(whole, part), lambda: dist.reduce_scatter_tensor(part, whole, group=gloo)
+    return lambda: comm.reduce_scatter(whole, part), lambda: _gloo_reduce_scatter(part, whole, group=gloo)
 
 
 def _all_gather(comm: Communicator, gloo: dist.ProcessGroup, numel: int) -> tuple[Call, Call]:
     whole = torch.empty(_padded(comm, numel))
     part = torch.ones(whole.numel() // comm.size)
-    return lambda: comm.all_gather(part, whole), lambda: dist.all_gather_into_tensor(whole, part, group=gloo)
+    return lambda: comm.all_gather(part, whole), lambda: _gloo_all_gather(whole, part, group=gloo)
 
 
 def _all_reduce(comm: Communicator, gloo: dist.ProcessGroup, numel: int) -> tuple[Call, Call]:

@@ -1,0 +1,303 @@
+"""The communicator of a job started by torchrun: our rings over torch.distributed's messages, no MPI needed."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from comm_core import ReduceOp
+from overlap.checks import balanced_split
+from overlap.communicator import Communicator, Work
+from overlap.link import Link
+from overlap.reduction import combine_all, is_half
+from overlap.requests import (
+    all_gather_request,
+    all_reduce_request,
+    all_to_all_request,
+    broadcast_request,
+    message_request,
+    reduce_request,
+    reduce_scatter_request,
+)
+from overlap.ring import all_gather_ring, broadcast_chain, reduce_scatter_ring, shard_spans
+from overlap.stages import SEGMENT_BYTES, DirectReduce, Exchange, Relay, RingReduce, Stage
+from overlap.store_mail import StoreMailbox
+from overlap.strand import PendingWork, Strand
+
+__all__ = ["ProcessGroupCommunicator", "connect"]
+
+# Up to here one exchange with everybody is faster than two trips around the ring.
+_SMALL_BYTES = 32 * 1024
+_COLLECTIVE_TAGS = 1024  # user tags lie below, in a context of their own
+
+
+def connect() -> ProcessGroupCommunicator:
+    """The communicator of all ranks of torchrun's job; joins torch.distributed first where the script did not."""
+    created = not dist.is_initialized()
+    if created:
+        dist.init_process_group("gloo")
+    store = dist.distributed_c10d._get_default_store()
+    return ProcessGroupCommunicator(store, dist.get_rank(), dist.get_world_size(), owns_world=created)
+
+
+class ProcessGroupCommunicator(Communicator):
+    """Collectives over gloo contexts of our own; `store` is how their ranks find each other."""
+
+    def __init__(self, store: Any, rank: int, size: int, *, name: str = "world", owns_world: bool = False) -> None:
+        self._rank, self._size, self._name, self._store = rank, size, name, store
+        self._owns_world = owns_world
+        self._link = self._new_link("collectives")
+        self._messages = self._new_link("messages")
+        self._strand = Strand(f"dear-{name}")
+        self._mailbox = StoreMailbox(store, f"dear/{name}/mail", rank) if size > 1 else None
+        self._numbers, self._splits = itertools.count(), itertools.count()
+        self._loose: dict[PendingWork, None] = {}  # sends and receives, each awaited by a thread of its own
+        self._closed = False
+
+    def _new_link(self, purpose: str) -> Link:
+        store = self._store.clone() if hasattr(self._store, "clone") else self._store
+        return Link(dist.PrefixStore(f"dear/{self._name}/{purpose}", store), self._rank, self._size)
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    @property
+    def backend(self) -> str:
+        return "gloo"
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    # - Collectives: stages, run one after the other by the strand
+
+    def _issue(self, kind: str, label: str, nbytes: int, stages: Callable[[], Sequence[Stage]]) -> Work:
+        tag = _COLLECTIVE_TAGS + next(self._numbers) % _COLLECTIVE_TAGS
+
+        def task() -> None:
+            try:
+                for stage in stages():
+                    stage.post(self._link, tag)
+                    stage.finish(self._link, lambda: None)
+            except BaseException:
+                self._link.tear_down()  # the peers must not wait for what will never come
+                raise
+
+        return self._strand.submit(PendingWork(kind, label, self._rank, self._size, nbytes), task)
+
+    def reduce_scatter_async(
+        self,
+        send: torch.Tensor,
+        recv: torch.Tensor,
+        op: ReduceOp = ReduceOp.SUM,
+        *,
+        counts: Sequence[int] | None = None,
+        label: str = "",
+    ) -> Work:
+        request = reduce_scatter_request(self._rank, self._size, send, recv, op, counts)
+        stages = self._reduce_scatter_stages(request.send, request.recv, request.send_counts, op, in_place=False)
+        return self._issue("reduce_scatter", label, request.send.nbytes, lambda: [stages()])
+
+    def _reduce_scatter_stages(
+        self, send: torch.Tensor, out: torch.Tensor, counts: Sequence[int], op: ReduceOp, *, in_place: bool
+    ) -> Callable[[], Stage]:
+        if self._size == 1 or is_half(send.dtype) or send.nbytes <= _SMALL_BYTES:
+            return lambda: DirectReduce(send, out, counts, op, self._rank)
+        limit = SEGMENT_BYTES // send.element_size()
+        first, arrivals = reduce_scatter_ring(self._rank, counts, limit)
+        return lambda: RingReduce(send, out, first, arrivals, op, self._size, in_place)
+
+    def all_gather_async(
+        self, send: torch.Tensor, recv: torch.Tensor, *, counts: Sequence[int] | None = None, label: str = ""
+    ) -> Work:
+        request = all_gather_request(self._rank, self._size, send, recv, counts)
+        stage = self._all_gather_stage(request.send, request.recv, request.recv_counts)
+        return self._issue("all_gather", label, request.recv.nbytes, lambda: [stage()])
+
+    def _all_gather_stage(self, send: torch.Tensor, recv: torch.Tensor, counts: Sequence[int]) -> Callable[[], Stage]:
+        limit = max(1, SEGMENT_BYTES // recv.element_size())
+        first, arrivals = all_gather_ring(self._rank, counts, limit)
+        mine = shard_spans(counts)[self._rank]
+        place = recv[mine.start : mine.stop]
+        parts = [send[span.start - mine.start : span.stop - mine.start] for span in first]
+        own = None if place.data_ptr() == send.data_ptr() else (place, send)
+        return lambda: Relay(recv, parts, arrivals, own)
+
+    def all_gather_counts(self, send_count: int) -> list[int]:
+        mine = torch.tensor([send_count], dtype=torch.int64)
+        counts = torch.empty(self._size, dtype=torch.int64)
+        self.all_gather(mine, counts)
+        return [int(count) for count in counts]
+
+    def all_reduce_async(
+        self, send: torch.Tensor, recv: torch.Tensor, op: ReduceOp = ReduceOp.SUM, *, label: str = ""
+    ) -> Work:
+        request = all_reduce_request(send, recv, op)
+        return self._issue(
+            "all_reduce", label, request.recv.nbytes, lambda: self._all_reduce_stages(request.send, request.recv, op)
+        )
+
+    def _all_reduce_stages(self, send: torch.Tensor, recv: torch.Tensor, op: ReduceOp) -> list[Stage]:
+        if self._size == 1 or send.nbytes <= _SMALL_BYTES:
+            parts = [send if peer == self._rank else torch.empty_like(send) for peer in range(self._size)]
+            others = [peer for peer in range(self._size) if peer != self._rank]
+
+            def combine() -> None:
+                # Everybody's own part is still being read by the sends until here.
+                combine_all(op, [part.clone() if part is send else part for part in parts], recv, self._size)
+
+            sends = [(peer, send) for peer in others]
+            return [Exchange(sends, [(peer, parts[peer]) for peer in others], afterwards=combine)]
+        counts = balanced_split(send.numel(), self._size)
+        mine = shard_spans(counts)[self._rank]
+        out = recv[mine.start : mine.stop]
+        in_place = recv.data_ptr() == send.data_ptr()
+        if in_place and is_half(send.dtype):
+            send = send.clone()  # the direct exchange still sends parts of it while the owner writes its own
+        reduce = self._reduce_scatter_stages(send, out, counts, op, in_place=in_place)
+        return [reduce(), self._all_gather_stage(out, recv, counts)()]
+
+    def broadcast_async(self, tensor: torch.Tensor, root: int = 0, *, label: str = "") -> Work:
+        flat = broadcast_request(self._size, tensor, root)
+        limit = max(1, SEGMENT_BYTES // flat.element_size())
+        first, arrivals = broadcast_chain(self._rank, self._size, root, flat.numel(), limit)
+        parts = [flat[span.start : span.stop] for span in first]
+        return self._issue("broadcast", label, flat.nbytes, lambda: [Relay(flat, parts, arrivals)])
+
+    def reduce_async(
+        self,
+        send: torch.Tensor,
+        recv: torch.Tensor | None,
+        op: ReduceOp = ReduceOp.SUM,
+        root: int = 0,
+        *,
+        label: str = "",
+    ) -> Work:
+        source, target = reduce_request(self._rank, self._size, send, recv, op, root)
+        counts = balanced_split(source.numel(), self._size)
+        spans = shard_spans(counts)
+
+        def stages() -> list[Stage]:
+            mine = torch.empty(counts[self._rank], dtype=source.dtype)
+            reduce = self._reduce_scatter_stages(source, mine, counts, op, in_place=False)
+            if target is None:
+                return [reduce(), Exchange([(root, mine)], [])]
+            others = [(peer, span) for peer, span in enumerate(spans) if peer != root]
+            own = target[spans[root].start : spans[root].stop]
+            recvs = [(peer, target[span.start : span.stop]) for peer, span in others]
+            return [reduce(), Exchange([], recvs, meanwhile=lambda: own.copy_(mine))]
+
+        return self._issue("reduce", label, source.nbytes, stages)
+
+    def all_to_all_async(
+        self,
+        send: torch.Tensor,
+        recv: torch.Tensor,
+        *,
+        send_counts: Sequence[int] | None = None,
+        recv_counts: Sequence[int] | None = None,
+        label: str = "",
+    ) -> Work:
+        request = all_to_all_request(self._rank, self._size, send, recv, send_counts, recv_counts)
+        outgoing, incoming = shard_spans(request.send_counts), shard_spans(request.recv_counts)
+        # In step k everybody sends k ranks ahead and receives from k ranks behind: no host is sent to by all at once.
+        steps = range(1, self._size)
+        sends = [(peer, request.send[outgoing[peer].start : outgoing[peer].stop]) for peer in self._ahead(steps)]
+        recvs = [(peer, request.recv[incoming[peer].start : incoming[peer].stop]) for peer in self._behind(steps)]
+        mine, own = outgoing[self._rank], incoming[self._rank]
+        source, place = request.send[mine.start : mine.stop], request.recv[own.start : own.stop]
+        stage = Exchange(sends, recvs, meanwhile=lambda: place.copy_(source))
+        return self._issue("all_to_all", label, request.send.nbytes, lambda: [stage])
+
+    def _ahead(self, steps: range) -> list[int]:
+        return [(self._rank + step) % self._size for step in steps]
+
+    def _behind(self, steps: range) -> list[int]:
+        return [(self._rank - step) % self._size for step in steps]
+
+    def barrier_async(self, *, label: str = "") -> Work:
+        token = torch.zeros(1, dtype=torch.uint8)
+        return self._issue("barrier", label, 0, lambda: self._all_reduce_stages(token, token, ReduceOp.MAX))
+
+    # - Messages: posted by the caller, awaited by a thread each, so that they never hold up a collective
+
+    def send_async(self, tensor: torch.Tensor, peer: int, tag: int = 0, *, label: str = "") -> Work:
+        flat = message_request("send", self._rank, self._size, tensor, peer, tag)
+        return self._message("send", label, flat, lambda: self._messages.send(flat, peer, tag))
+
+    def recv_async(self, tensor: torch.Tensor, peer: int, tag: int = 0, *, label: str = "") -> Work:
+        flat = message_request("recv", self._rank, self._size, tensor, peer, tag)
+        return self._message("recv", label, flat, lambda: self._messages.recv(flat, peer, tag))
+
+    def _message(self, kind: str, label: str, flat: torch.Tensor, post: Callable[[], Any]) -> Work:
+        work = PendingWork(kind, label, self._rank, self._size, flat.nbytes)
+        if not flat.numel():
+            work.finish()
+            return work
+        message = post()
+        self._loose[work] = None
+
+        def wait() -> None:
+            try:
+                self._messages.wait(message)
+                work.finish()
+            except BaseException as error:  # it belongs to whoever waits for the work
+                work.finish(error)
+            self._loose.pop(work, None)
+            del flat_alive[:]
+
+        flat_alive = [flat]
+        threading.Thread(target=wait, name=f"dear-{kind}", daemon=True).start()
+        return work
+
+    # - The rest
+
+    def split(self, color: int | None, key: int = 0) -> ProcessGroupCommunicator | None:
+        wish = torch.tensor([color is not None, color or 0, key], dtype=torch.int64)
+        wishes = torch.empty(3 * self._size, dtype=torch.int64)
+        self.all_gather(wish, wishes)
+        number = next(self._splits)
+        if color is None:
+            return None
+        rows = wishes.view(-1, 3).tolist()
+        members = sorted((row[2], rank) for rank, row in enumerate(rows) if row[0] and row[1] == color)
+        ranks = [rank for _, rank in members]
+        name = f"{self._name}/{number}.{color}"
+        return ProcessGroupCommunicator(self._store, ranks.index(self._rank), len(ranks), name=name)
+
+    def post(self, peer: int, payload: bytes) -> Work:
+        work = PendingWork("post", "", self._rank, self._size, len(payload))
+        if self._mailbox is not None:
+            self._mailbox.post(peer, payload)
+        work.finish()
+        return work
+
+    def receive_post(self, timeout: float) -> tuple[int, bytes] | None:
+        return None if self._mailbox is None else self._mailbox.receive(timeout)
+
+    def pending(self) -> list[Work]:
+        return [*self._strand.pending(), *(work for work in list(self._loose) if not work.done())]
+
+    def abort(self, code: int) -> None:
+        os._exit(code)  # torchrun ends the other ranks
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._strand.close()
+        self._link.close()
+        self._messages.close()
+        if self._owns_world and dist.is_initialized():
+            dist.destroy_process_group()

@@ -1,0 +1,80 @@
+"""Element-wise reductions on CPU tensors with comm_core's rules, for the adapter over torch.distributed.
+
+16-bit floats are summed in fp32 and rounded once. An average is the sum times 1/size in the accumulation type, rounded
+once; a sum other than zero never averages to -0.0, and a sum of -0.0 stays -0.0: that is how strategies tell a
+parameter that nobody used from one whose gradient is zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from comm_core import ReduceOp
+
+__all__: list[str] = []
+
+# torch hands element-wise work of this many elements to its OpenMP pool; below it the calling thread does it alone.
+# Waking that pool from our thread would take the cores from the backward pass.
+_SERIAL_NUMEL = 32768 - 64
+
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+def is_half(dtype: torch.dtype) -> bool:
+    """Whether partial sums in this type would round at every step."""
+    return dtype in _HALVES
+
+
+def combine(op: ReduceOp, first: torch.Tensor, second: torch.Tensor, out: torch.Tensor) -> None:
+    """`out = first (op) second`; an average is summed here and scaled at the end."""
+    for part in _serial_parts(out.numel()):
+        _combine(op, first[part], second[part], out[part])
+
+
+def combine_all(op: ReduceOp, parts: Sequence[torch.Tensor], out: torch.Tensor, size: int) -> None:
+    """`out` becomes the reduction of `parts` in their order, the average's division by `size` included."""
+    wide = torch.float32 if is_half(out.dtype) else out.dtype
+    for part in _serial_parts(out.numel()):
+        total = parts[0][part].to(wide, copy=True)
+        for other in parts[1:]:
+            _combine(op, total, other[part], total)
+        if op is ReduceOp.AVG:
+            _average(total, out[part], size)
+        else:
+            out[part].copy_(total)
+
+
+def average_(total: torch.Tensor, size: int) -> None:
+    """Turn a sum into an average in place."""
+    for part in _serial_parts(total.numel()):
+        chunk = total[part]
+        _average(chunk.clone(), chunk, size)
+
+
+def _combine(op: ReduceOp, first: torch.Tensor, second: torch.Tensor, out: torch.Tensor) -> None:
+    boolean = out.dtype is torch.bool
+    if op is ReduceOp.SUM or op is ReduceOp.AVG:
+        (torch.logical_or if boolean else torch.add)(first, second, out=out)
+    elif op is ReduceOp.PROD:
+        (torch.logical_and if boolean else torch.mul)(first, second, out=out)
+    elif op is ReduceOp.MIN:
+        torch.minimum(first, second, out=out)
+    else:
+        torch.maximum(first, second, out=out)
+
+
+def _average(total: torch.Tensor, out: torch.Tensor, size: int) -> None:
+    if not total.is_floating_point():
+        out.copy_(torch.div(total, size, rounding_mode="trunc") if total.dtype is not torch.bool else total)
+        return
+    out.copy_(total * (1.0 / size))
+    # Two counts cost less than a mask, and only underflow makes them differ.
+    if torch.count_nonzero(out) != torch.count_nonzero(total):
+        out.masked_fill_((out == 0) & (total != 0), 0.0)
+
+
+def _serial_parts(numel: int) -> Iterator[slice]:
+    step = max(numel, 1) if torch.get_num_threads() == 1 else _SERIAL_NUMEL
+    return (slice(start, min(start + step, numel)) for start in range(0, numel, step))

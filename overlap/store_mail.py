@@ -1,0 +1,54 @@
+"""A mailbox over the c10d store: messages wait there until their reader comes."""
+
+from __future__ import annotations
+
+import datetime
+import threading
+from typing import Any
+
+import torch.distributed as dist
+
+__all__ = ["StoreMailbox"]
+
+_CHUNK_BYTES = 1 << 20
+
+
+def _own_client(store: Any) -> Any:
+    """A connection of its own, so that a blocking wait on it holds up nobody else."""
+    return store.clone() if hasattr(store, "clone") else store
+
+
+class StoreMailbox:
+    """Letters between ranks; written with one connection, awaited with another."""
+
+    def __init__(self, store: Any, prefix: str, rank: int) -> None:
+        self._rank = rank
+        self._out = dist.PrefixStore(prefix, _own_client(store))
+        self._in = dist.PrefixStore(prefix, _own_client(store))
+        self._writing = threading.Lock()
+        self._read = 0
+
+    def post(self, peer: int, payload: bytes) -> None:
+        chunks = [payload[start : start + _CHUNK_BYTES] for start in range(0, len(payload), _CHUNK_BYTES)]
+        with self._writing:
+            number = self._out.add(f"count/{peer}", 1)
+            for index, chunk in enumerate(chunks):
+                self._out.set(f"{peer}/{number}/{index}", chunk)
+            # The head comes last: who sees it may read all the rest.
+            self._out.set(f"{peer}/{number}", f"{self._rank} {len(chunks)}")
+
+    def receive(self, timeout: float) -> tuple[int, bytes] | None:
+        head = f"{self._rank}/{self._read + 1}"
+        try:
+            self._in.wait([head], datetime.timedelta(seconds=timeout))
+        except (dist.DistStoreError, RuntimeError) as error:
+            if "timeout" in str(error).lower():
+                return None
+            raise
+        self._read += 1
+        sender, num_chunks = (int(word) for word in self._in.get(head).split())
+        keys = [f"{head}/{index}" for index in range(num_chunks)]
+        payload = b"".join(self._in.get(key) for key in keys)
+        for key in (head, *keys):
+            self._in.delete_key(key)
+        return sender, payload
