@@ -34,7 +34,7 @@ def test_it_learns_the_digits(size: int, tmp_path: Path) -> None:
     assert picture.read_bytes()[:4] == b"\x89PNG"
 
 
-@pytest.mark.parametrize(("launcher", "size"), [("mpi", 2), ("torchrun", 2), ("single", 1)])
+@pytest.mark.parametrize(("launcher", "size"), [("mpi", 2), ("torchrun", 2)])
 def test_a_resumed_run_ends_bit_for_bit_where_an_uninterrupted_one_does(
     launcher: str, size: int, tmp_path: Path
 ) -> None:
