@@ -21,7 +21,8 @@ __all__ = ["Mailroom", "NoAnswer"]
 
 log = logging.getLogger("dear")
 
-_POLL_SECONDS = 0.5  # how long the thread sleeps in one receive; only shutdown waits for it
+_WAIT_SECONDS = 3600.0  # in one receive; close() wakes the thread with a letter to itself
+_JOIN_SECONDS = 5.0
 
 
 class NoAnswer(RuntimeError):
@@ -68,7 +69,7 @@ class Mailroom:
     def _run(self) -> None:
         while not self._closing.is_set():
             try:
-                letter = self._comm.receive_post(_POLL_SECONDS)
+                letter = self._comm.receive_post(_WAIT_SECONDS)
             except Exception as error:  # the communicator was closed or failed: nobody can write to us any more
                 if not self._closing.is_set():
                     log.warning("rank %d: mailroom stopped: %s", self._comm.rank, error)
@@ -78,6 +79,8 @@ class Mailroom:
 
     def _open(self, sender: int, payload: bytes) -> None:
         kind, number, topic, content = pickle.loads(payload)
+        if kind == "wake":
+            return
         if kind == "answer":
             future = self._answers.pop(number, None)
             if future is None:
@@ -101,4 +104,5 @@ class Mailroom:
     def close(self) -> None:
         self._closing.set()
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout=10 * _POLL_SECONDS)
+            self._comm.post(self._comm.rank, pickle.dumps(("wake", 0, "", None)))
+            self._thread.join(_JOIN_SECONDS)
