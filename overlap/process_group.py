@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 
 from comm_core import ReduceOp
 from overlap.checks import balanced_split
@@ -62,7 +63,7 @@ class ProcessGroupCommunicator(Communicator):
 
     def _new_link(self, purpose: str) -> Link:
         store = self._store.clone() if hasattr(self._store, "clone") else self._store
-        return Link(dist.PrefixStore(f"dear/{self._name}/{purpose}", store), self._rank, self._size)
+        return Link(PrefixStore(f"dear/{self._name}/{purpose}", store), self._rank, self._size)
 
     @property
     def rank(self) -> int:

@@ -38,8 +38,10 @@ class Session:
         leaders = list(dict.fromkeys(hosts))
         self.cross_rank, self.cross_size = leaders.index(mine), len(leaders)
         self.poison = os.environ.get("DEAR_POISON", "0") == "1"
+        # Ranks meet here at the end, wherever each of them stands in the order of the collectives.
+        self.control = _duplicate(comm)
         self.mailroom = Mailroom(comm)
-        self.watchdog = Watchdog(comm, self.mailroom, mine)
+        self.watchdog = Watchdog(comm, self.control, self.mailroom, mine)
         self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._registered = 0
         failures.install(comm.rank, comm.size, comm.abort)
@@ -60,13 +62,20 @@ class Session:
         for optimizer in self.optimizers:
             optimizer.finish()
         self.watchdog.leaving()
-        self.comm.barrier(label="shutdown")
+        self.control.barrier(label="shutdown")
         self.watchdog.close()
         self.mailroom.close()
         failures.remove()
+        self.control.close()
         self.comm.close()
         if self.launch.launcher is not Launcher.TORCHRUN:
             comm_core.finalize()
+
+
+def _duplicate(comm: Communicator) -> Communicator:
+    twin = comm.split(0, comm.rank)
+    assert twin is not None, "every rank has the same colour"
+    return twin
 
 
 _session: Session | None = None

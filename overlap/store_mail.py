@@ -7,6 +7,7 @@ import threading
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 
 __all__ = ["StoreMailbox"]
 
@@ -23,8 +24,8 @@ class StoreMailbox:
 
     def __init__(self, store: Any, prefix: str, rank: int) -> None:
         self._rank = rank
-        self._out = dist.PrefixStore(prefix, _own_client(store))
-        self._in = dist.PrefixStore(prefix, _own_client(store))
+        self._out: Any = PrefixStore(prefix, _own_client(store))
+        self._in: Any = PrefixStore(prefix, _own_client(store))
         self._writing = threading.Lock()
         self._read = 0
 

@@ -38,8 +38,8 @@ class Watchdog:
     that message. A rank that answers is alive, however slow, and is waited for. 0 switches either off.
     """
 
-    def __init__(self, comm: Communicator, mailroom: Mailroom, host: str) -> None:
-        self._comm, self._mailroom = comm, mailroom
+    def __init__(self, comm: Communicator, control: Communicator, mailroom: Mailroom, host: str) -> None:
+        self._comm, self._control, self._mailroom = comm, control, mailroom
         self._where = f"{host}, pid {os.getpid()}"
         self._warn_after = _seconds("DEAR_STALL_WARN_SECONDS", 60.0)
         self._abort_after = _seconds("DEAR_STALL_ABORT_SECONDS", 600.0)
@@ -55,8 +55,11 @@ class Watchdog:
             self._thread.start()
 
     def _describe(self) -> str:
-        waiting = ", ".join(work.describe() for work in self._comm.pending()[:3])
+        waiting = ", ".join(work.describe() for work in self._pending()[:3])
         return f"({self._where}) {self._here}; {'waiting in ' + waiting if waiting else 'no operation in flight'}"
+
+    def _pending(self) -> list[Work]:
+        return [*self._comm.pending(), *self._control.pending()]
 
     def leaving(self) -> None:
         """Tell the others that this rank will issue nothing more."""
@@ -68,7 +71,7 @@ class Watchdog:
     def _run(self) -> None:
         while not self._closing.wait(1.0):
             try:
-                pending = self._comm.pending()
+                pending = self._pending()
             except Exception:  # the communicator is gone, and whoever waits on it was told
                 return
             if pending:

@@ -1,4 +1,4 @@
-"""Wait-free back-propagation (Zhang et al., Poseidon, USENIX ATC 2017): a tensor is all-reduced once its gradient is ready."""
+"""Wait-free back-propagation (Zhang et al., Poseidon, USENIX ATC 2017): reduce a tensor once its gradient is ready."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-#include "comm_core/backend.hpp"
-
 #include <pybind11/stl.h>
 
+#include "comm_core/backend.hpp"
 #include "comm_core/communicator.hpp"
 #include "memory.hpp"
 #include "register.hpp"

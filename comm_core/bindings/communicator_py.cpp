@@ -1,9 +1,8 @@
-#include "comm_core/communicator.hpp"
-
 #include <pybind11/stl.h>
 
 #include <string>
 
+#include "comm_core/communicator.hpp"
 #include "comm_core/errors.hpp"
 #include "memory.hpp"
 #include "register.hpp"
@@ -88,7 +87,8 @@ void register_communicator(py::module_& m) {
   const auto op = py::arg("op") = ReduceOp::kSum;
   const auto label = py::arg("label") = "";
   const auto counts = py::arg("counts") = py::none();
-  CommunicatorClass type(m, "Communicator", "A group of ranks. Every operation has a form that returns a Work at once.");
+  CommunicatorClass type(m, "Communicator",
+                         "A group of ranks. Every operation has a form that returns a Work at once.");
   type.def_property_readonly("rank", &Communicator::rank)
       .def_property_readonly("size", &Communicator::size)
       .def_property_readonly("backend", &Communicator::backend)
@@ -98,7 +98,8 @@ void register_communicator(py::module_& m) {
   def_operation(type, "all_gather", all_gather, py::arg("send"), py::arg("recv"), py::kw_only(), counts, label);
   def_operation(type, "all_reduce", all_reduce, py::arg("send"), py::arg("recv"), op, py::kw_only(), label);
   def_operation(type, "broadcast", broadcast, py::arg("buffer"), py::arg("root") = 0, py::kw_only(), label);
-  def_operation(type, "reduce", reduce, py::arg("send"), py::arg("recv"), op, py::arg("root") = 0, py::kw_only(), label);
+  def_operation(type, "reduce", reduce, py::arg("send"), py::arg("recv"), op, py::arg("root") = 0, py::kw_only(),
+                label);
   def_operation(type, "all_to_all", all_to_all, py::arg("send"), py::arg("recv"), py::kw_only(),
                 py::arg("send_counts") = py::none(), py::arg("recv_counts") = py::none(), label);
   def_operation(type, "send", send, py::arg("buffer"), py::arg("peer"), py::arg("tag") = 0, py::kw_only(), label);

@@ -13,7 +13,8 @@ struct ErrorTypes {
 ErrorTypes types{};
 
 PyObject* new_type(py::module_& m, const char* name, const py::tuple& bases, const char* doc) {
-  PyObject* const type = PyErr_NewExceptionWithDoc((std::string("comm_core.") + name).c_str(), doc, bases.ptr(), nullptr);
+  PyObject* const type =
+      PyErr_NewExceptionWithDoc((std::string("comm_core.") + name).c_str(), doc, bases.ptr(), nullptr);
   if (type == nullptr) throw py::error_already_set();
   m.attr(name) = py::handle(type);
   return type;

@@ -18,8 +18,8 @@ struct Objects {
 };
 
 /// The engine's thread lets go of objects without the GIL, and must never wait for it: a computation that holds the GIL
-/// would stall the transfer. Objects therefore queue here until some Python thread comes along; the interpreter is asked
-/// to come by itself soon.
+/// would stall the transfer. Objects therefore queue here until some Python thread comes along; the interpreter is
+/// asked to come by itself soon.
 class Graveyard {
  public:
   void bury(std::unique_ptr<Objects> objects) noexcept {
@@ -68,7 +68,8 @@ Graveyard& graveyard() {
 DType dtype_of(const Py_buffer& view, const char* name) {
   std::string_view format = view.format == nullptr ? "B" : view.format;
   const std::string shown(format);
-  if (!format.empty() && std::string_view("@=<").find(format.front()) != std::string_view::npos) format.remove_prefix(1);
+  if (!format.empty() && std::string_view("@=<").find(format.front()) != std::string_view::npos)
+    format.remove_prefix(1);
   const auto size = view.itemsize;
   if (format == "?") return DType::kBool;
   if (format == "e") return DType::kFloat16;

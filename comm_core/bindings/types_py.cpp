@@ -34,7 +34,8 @@ void register_types(py::module_& m) {
   py::class_<PyBuffer>(m, "Buffer", "Contiguous elements at an address. Does not own them, but keeps `owner` alive.")
       .def(py::init(&make_buffer), py::arg("address"), py::arg("count"), py::arg("dtype"), py::kw_only(),
            py::arg("readonly") = false, py::arg("owner") = py::none())
-      .def_property_readonly("address", [](const PyBuffer& b) { return reinterpret_cast<std::uintptr_t>(b.buffer.data); })
+      .def_property_readonly("address",
+                             [](const PyBuffer& b) { return reinterpret_cast<std::uintptr_t>(b.buffer.data); })
       .def_property_readonly("count", [](const PyBuffer& b) { return b.buffer.count; })
       .def_property_readonly("dtype", [](const PyBuffer& b) { return b.buffer.dtype; })
       .def_property_readonly("readonly", [](const PyBuffer& b) { return b.buffer.readonly; })

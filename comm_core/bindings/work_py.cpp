@@ -1,8 +1,7 @@
-#include "comm_core/work.hpp"
-
 #include <pybind11/chrono.h>
 #include <pybind11/stl.h>
 
+#include "comm_core/work.hpp"
 #include "memory.hpp"
 #include "register.hpp"
 #include "waiting.hpp"

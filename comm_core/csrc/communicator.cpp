@@ -74,8 +74,9 @@ WorkPtr Communicator::reduce(Buffer send, std::optional<Buffer> recv, ReduceOp o
     check.same_count(send, *recv);
     check.same_or_disjoint(send, *recv);
   }
-  Operation o{OpKind::kReduce, send.dtype, op, send.data, rank_ == root ? recv->data : nullptr, send.count, {}, {}, root,
-              0, std::move(label)};
+  Operation o{OpKind::kReduce, send.dtype, op, send.data, rank_ == root ? recv->data : nullptr,
+              send.count,      {},         {}, root,      0,
+              std::move(label)};
   o.recv_counts = balanced_counts(send.count, size_);
   return submit(std::move(o), std::move(memory), send.bytes());
 }
@@ -91,9 +92,9 @@ WorkPtr Communicator::all_to_all(Buffer send, Buffer recv, const Counts& send_co
   o.recv_counts = check.parts(recv_counts, recv.count, "recv_counts", "recv");
   const auto me = static_cast<std::size_t>(rank_);
   if (o.send_counts[me] != o.recv_counts[me]) {
-    throw InvalidUsage("all_to_all: send_counts[" + std::to_string(rank_) + "] is " + std::to_string(o.send_counts[me]) +
-                       " but recv_counts[" + std::to_string(rank_) + "] is " + std::to_string(o.recv_counts[me]) +
-                       "; what a rank sends to itself it also receives");
+    throw InvalidUsage("all_to_all: send_counts[" + std::to_string(rank_) + "] is " +
+                       std::to_string(o.send_counts[me]) + " but recv_counts[" + std::to_string(rank_) + "] is " +
+                       std::to_string(o.recv_counts[me]) + "; what a rank sends to itself it also receives");
   }
   check.disjoint(send, recv);
   return submit(std::move(o), std::move(memory), send.bytes());
@@ -103,8 +104,8 @@ WorkPtr Communicator::send(Buffer buffer, int peer, int tag, std::string label, 
   const Checks check{"send", rank_, size_};
   check.peer(peer, "peer");
   check.tag(tag);
-  Operation o{OpKind::kSend, buffer.dtype, ReduceOp::kSum, buffer.data, nullptr, buffer.count, {}, {}, peer, tag,
-              std::move(label)};
+  Operation o{OpKind::kSend, buffer.dtype, ReduceOp::kSum,  buffer.data, nullptr, buffer.count, {}, {},
+              peer,          tag,          std::move(label)};
   return submit(std::move(o), std::move(memory), buffer.bytes());
 }
 
@@ -187,12 +188,14 @@ WorkPtr Communicator::post(int peer, std::string payload) {
   const std::lock_guard lock(mutex_);
   require_open();
   const auto bytes = static_cast<std::int64_t>(payload.size());
-  const auto work = track(std::make_shared<Work>("post", "", "to rank " + std::to_string(peer) + " on " + name_, bytes));
+  const auto work =
+      track(std::make_shared<Work>("post", "", "to rank " + std::to_string(peer) + " on " + name_, bytes));
   backend_->post(peer, std::move(payload), work);
   return work;
 }
 
-std::optional<Letter> Communicator::receive_post(std::chrono::duration<double> timeout, const Interrupted& interrupted) {
+std::optional<Letter> Communicator::receive_post(std::chrono::duration<double> timeout,
+                                                 const Interrupted& interrupted) {
   require_open();
   return backend_->receive_post(timeout, interrupted);
 }

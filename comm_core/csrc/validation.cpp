@@ -90,7 +90,8 @@ void Checks::disjoint(const Buffer& send, const Buffer& recv) const {
 }
 
 void Checks::same_or_disjoint(const Buffer& send, const Buffer& recv) const {
-  if (overlap(send, recv) && send.data != recv.data) fail("send and recv overlap in part; they may be the same or apart");
+  if (overlap(send, recv) && send.data != recv.data)
+    fail("send and recv overlap in part; they may be the same or apart");
 }
 
 void Checks::own_chunk_or_disjoint(const Buffer& send, const Buffer& recv, const CountList& counts) const {

@@ -92,9 +92,9 @@ class LocalBackend final : public Backend {
     if (sent == expected) {
       if (sent > 0) std::memmove(receive.operation.recv, send.operation.send, static_cast<std::size_t>(sent));
     } else {
-      error = std::make_exception_ptr(TransportError(receive.work->describe() + ": rank 0 sent " +
-                                                     std::to_string(sent) + " bytes but " + std::to_string(expected) +
-                                                     " were expected"));
+      error =
+          std::make_exception_ptr(TransportError(receive.work->describe() + ": rank 0 sent " + std::to_string(sent) +
+                                                 " bytes but " + std::to_string(expected) + " were expected"));
     }
     send.memory.reset();
     receive.memory.reset();

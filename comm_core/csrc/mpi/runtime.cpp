@@ -41,9 +41,8 @@ class MpiBackend final : public Backend {
   }
 
   void post(int peer, std::string payload, std::shared_ptr<Work> work) override {
-    runtime_.post([=, group = group_, payload = std::move(payload)]() mutable {
-      group->post(peer, std::move(payload), work);
-    });
+    runtime_.post(
+        [=, group = group_, payload = std::move(payload)]() mutable { group->post(peer, std::move(payload), work); });
   }
 
   std::optional<Letter> receive_post(std::chrono::duration<double> timeout,

@@ -38,8 +38,8 @@ class Broadcast final : public Schedule {
   Pieces pieces_;
   std::int64_t num_segments_;
   std::int64_t posted_ = 0;
-  std::int64_t available_ = 0;  // segments [0, available_) are here
-  std::vector<bool> here_;      // segments that arrived beyond those
+  std::int64_t available_ = 0;                  // segments [0, available_) are here
+  std::vector<bool> here_;                      // segments that arrived beyond those
   std::vector<std::int64_t> next_, under_way_;  // per child
   std::int64_t bytes_left_ = 0;
   std::int64_t num_unsent_ = 0;

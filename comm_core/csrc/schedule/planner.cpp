@@ -75,8 +75,8 @@ SchedulePtr reduce_scatter_to(const Job& job, std::byte* out) {
   auto lanes = job.lanes([&](int peer) {
     return Lane{peer, job.op.send + job.before(peer), job.chunk(peer), nullptr, job.chunk(job.rank)};
   });
-  const DirectReduce::Target target{job.op.send + job.before(job.rank), out, job.chunk(job.rank), job.rank,
-                                    job.op.dtype, job.op.reduce};
+  const DirectReduce::Target target{
+      job.op.send + job.before(job.rank), out, job.chunk(job.rank), job.rank, job.op.dtype, job.op.reduce};
   return std::make_unique<DirectReduce>(std::move(lanes), target, job.pieces());
 }
 
@@ -123,9 +123,8 @@ SchedulePtr reduce(const Job& job) {
   Sequence::Parts parts;
   if (is_root) {
     parts.push_back(reduce_scatter_to(job, job.op.recv + job.before(job.rank)));
-    auto lanes = job.lanes([&](int peer) {
-      return Lane{peer, nullptr, 0, job.op.recv + job.before(peer), job.chunk(peer)};
-    });
+    auto lanes =
+        job.lanes([&](int peer) { return Lane{peer, nullptr, 0, job.op.recv + job.before(peer), job.chunk(peer)}; });
     parts.push_back(std::make_unique<Exchange>(std::move(lanes), job.pieces()));
     return std::make_unique<Sequence>(std::move(parts));
   }

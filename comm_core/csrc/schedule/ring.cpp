@@ -24,8 +24,8 @@ void Ring::on_start() {
     const auto largest = *std::max_element(task_.plan.counts.begin(), task_.plan.counts.end());
     const auto per_step = std::min(task_.plan.window, (largest + task_.plan.segment - 1) / task_.plan.segment);
     const std::int64_t num_slots = 2 * per_step;
-    slots_ = std::make_unique_for_overwrite<std::byte[]>(
-        static_cast<std::size_t>(num_slots * task_.plan.segment * item()));
+    slots_ =
+        std::make_unique_for_overwrite<std::byte[]>(static_cast<std::size_t>(num_slots * task_.plan.segment * item()));
     for (std::int64_t i = num_slots; i-- > 0;) free_slots_.push_back(i);
   }
   advance();

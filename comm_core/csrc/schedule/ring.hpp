@@ -61,8 +61,9 @@ class Ring final : public Schedule {
 
   RingTask task_;
   RingCursor outgoing_, posting_, incoming_;
-  std::deque<std::pair<std::int64_t, bool>> posted_;  // slot (or kLoaned) of each posted receive, and whether it arrived
-  std::int64_t first_posted_ = 0;                     // ticket of posted_.front()
+  std::deque<std::pair<std::int64_t, bool>>
+      posted_;                     // slot (or kLoaned) of each posted receive, and whether it arrived
+  std::int64_t first_posted_ = 0;  // ticket of posted_.front()
   std::deque<Cargo> cargo_;
   std::unique_ptr<std::byte[]> slots_;
   std::vector<std::int64_t> free_slots_;

@@ -18,8 +18,8 @@ namespace comm_core {
 struct RingPlan {
   int rank = 0;
   int size = 1;
-  int steps = 0;       ///< size - 1 for reduce_scatter and all_gather, twice that for all_reduce
-  int first_shift = 0;  ///< step s sends chunk rank - s - first_shift (mod size)
+  int steps = 0;             ///< size - 1 for reduce_scatter and all_gather, twice that for all_reduce
+  int first_shift = 0;       ///< step s sends chunk rank - s - first_shift (mod size)
   std::int64_t segment = 1;  ///< elements of one segment
   std::int64_t window = 1;   ///< segments of one block
   CountList counts;

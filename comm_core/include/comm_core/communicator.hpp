@@ -30,7 +30,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   const std::string& name() const noexcept { return name_; }
   std::string backend() const { return backend_->name(); }
 
-  WorkPtr reduce_scatter(Buffer send, Buffer recv, ReduceOp op, const Counts& counts, std::string label, KeepAlive memory);
+  WorkPtr reduce_scatter(Buffer send, Buffer recv, ReduceOp op, const Counts& counts, std::string label,
+                         KeepAlive memory);
   WorkPtr all_gather(Buffer send, Buffer recv, const Counts& counts, std::string label, KeepAlive memory);
   WorkPtr all_reduce(Buffer send, Buffer recv, ReduceOp op, std::string label, KeepAlive memory);
   WorkPtr broadcast(Buffer buffer, int root, std::string label, KeepAlive memory);

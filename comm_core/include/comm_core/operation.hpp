@@ -19,9 +19,9 @@ std::string_view name_of(OpKind kind) noexcept;
 ///   all_gather       send: this rank's chunk (may be its place in recv), recv: every chunk, recv_counts: the chunks
 ///   all_reduce       send, recv: everything (may be the same),                 recv_counts: balanced chunks
 ///   broadcast        recv: everything, at the root the source;                 peer: root
-///   reduce           send: everything, recv: everything at the root, else null; recv_counts: balanced chunks; peer: root
-///   all_to_all       send: a chunk for each rank (send_counts), recv: a chunk of each rank (recv_counts)
-///   send, receive    send or recv; peer, tag
+///   reduce           send: everything, recv: everything at the root, else null; recv_counts: balanced chunks; peer:
+///   root all_to_all       send: a chunk for each rank (send_counts), recv: a chunk of each rank (recv_counts) send,
+///   receive    send or recv; peer, tag
 struct Operation {
   OpKind kind = OpKind::kBarrier;
   DType dtype = DType::kUInt8;
