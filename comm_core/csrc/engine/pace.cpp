@@ -7,7 +7,7 @@ namespace {
 
 using Micros = Pace::Micros;
 
-constexpr Micros kShortest{20}, kLongestWait{500}, kLongestStream{500}, kLongestDrain{1000};
+constexpr Micros kShortest{20}, kLongestWait{500}, kLongestStream{1000}, kLongestDrain{1000};
 
 Micros eighth_of(Pace::Clock::duration waited, Micros longest) {
   return std::clamp(std::chrono::duration_cast<Micros>(waited) / 8, kShortest, longest);

@@ -142,7 +142,7 @@ std::map<std::string, std::string> MpiRuntime::describe() const {
   std::array<char, MPI_MAX_LIBRARY_VERSION_STRING> text{};
   int length = 0;
   MPI_Get_library_version(text.data(), &length);
-  return {{"mpi_library", std::string(text.data(), static_cast<std::size_t>(length))},
+  return {{"mpi_library", text.data()},
           {"mpi_compiler", COMM_CORE_MPI_COMPILER},
           {"mpi_standard", std::to_string(MPI_VERSION) + "." + std::to_string(MPI_SUBVERSION)}};
 }

@@ -1,6 +1,5 @@
 #include "broadcast.hpp"
 
-#include <algorithm>
 #include <utility>
 
 namespace comm_core {
@@ -28,63 +27,58 @@ TreeNode binomial_node(int rank, int size, int root) {
 Broadcast::Broadcast(TreeNode node, std::byte* data, std::int64_t bytes, Pieces pieces)
     : node_(std::move(node)),
       data_(data),
-      bytes_(bytes),
-      pieces_(pieces),
-      num_segments_((bytes + pieces.segment_bytes - 1) / pieces.segment_bytes),
-      next_(node_.children.size(), 0),
-      under_way_(node_.children.size(), 0) {
-  num_unsent_ = num_segments_ * static_cast<std::int64_t>(node_.children.size());
+      window_(pieces.window),
+      in_(bytes, pieces),
+      out_(node_.children.size(), Flow(bytes, pieces)) {
+  num_unsent_ = in_.num_segments() * static_cast<std::int64_t>(node_.children.size());
   if (node_.parent < 0) {
-    available_ = num_segments_;
+    available_ = in_.num_segments();
   } else {
     bytes_left_ = bytes;
-    here_.resize(static_cast<std::size_t>(num_segments_), false);
+    here_.resize(static_cast<std::size_t>(in_.num_segments()), false);
   }
-}
-
-std::int64_t Broadcast::bytes_of(std::int64_t segment) const {
-  return std::min(pieces_.segment_bytes, bytes_ - segment * pieces_.segment_bytes);
 }
 
 void Broadcast::on_start() {
   post();
-  for (std::size_t child = 0; child < next_.size(); ++child) fill(child);
+  for (std::size_t child = 0; child < out_.size(); ++child) fill(child);
 }
 
 void Broadcast::post() {
-  while (node_.parent >= 0 && posted_ < num_segments_ && posted_ < available_ + pieces_.window) {
-    receive(node_.parent, data_ + posted_ * pieces_.segment_bytes, bytes_of(posted_), posted_);
+  while (node_.parent >= 0 && posted_ < in_.num_segments() && posted_ < available_ + window_) {
+    receive(node_.parent, data_ + in_.offset_of(posted_), in_.bytes_of(posted_), posted_);
     ++posted_;
   }
 }
 
 void Broadcast::fill(std::size_t child) {
-  while (next_[child] < available_ && under_way_[child] < pieces_.window) {
-    const auto segment = next_[child]++;
-    const std::byte* const data = data_ + segment * pieces_.segment_bytes;
-    if (next_[child] == num_segments_) {
-      send_copy(node_.children[child], data, bytes_of(segment), SendMode::kMatched);
+  Flow& flow = out_[child];
+  while (flow.open(available_)) {
+    const auto segment = flow.take();
+    const std::byte* const data = data_ + flow.offset_of(segment);
+    if (flow.is_last(segment)) {
+      send_copy(node_.children[child], data, flow.bytes_of(segment), SendMode::kMatched);
       --num_unsent_;
-      return;
+    } else {
+      const auto ticket = segment * static_cast<std::int64_t>(out_.size()) + static_cast<std::int64_t>(child);
+      send(node_.children[child], data, flow.bytes_of(segment), flow.mode_of(segment), ticket);
     }
-    ++under_way_[child];
-    send(node_.children[child], data, bytes_of(segment), SendMode::kMatched, static_cast<std::int64_t>(child));
   }
 }
 
 void Broadcast::on_sent(std::int64_t ticket) {
-  const auto child = static_cast<std::size_t>(ticket);
-  --under_way_[child];
+  const auto child = static_cast<std::size_t>(ticket) % out_.size();
+  out_[child].completed(ticket / static_cast<std::int64_t>(out_.size()));
   --num_unsent_;
   fill(child);
 }
 
 void Broadcast::on_received(std::int64_t ticket) {
   here_[static_cast<std::size_t>(ticket)] = true;
-  bytes_left_ -= bytes_of(ticket);
-  while (available_ < num_segments_ && here_[static_cast<std::size_t>(available_)]) ++available_;
+  bytes_left_ -= in_.bytes_of(ticket);
+  while (available_ < in_.num_segments() && here_[static_cast<std::size_t>(available_)]) ++available_;
   post();
-  for (std::size_t child = 0; child < next_.size(); ++child) fill(child);
+  for (std::size_t child = 0; child < out_.size(); ++child) fill(child);
 }
 
 }  // namespace comm_core

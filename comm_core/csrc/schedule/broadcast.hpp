@@ -4,7 +4,8 @@
 
 #include <vector>
 
-#include "exchange.hpp"
+#include "flow.hpp"
+#include "schedule.hpp"
 
 namespace comm_core {
 
@@ -28,19 +29,17 @@ class Broadcast final : public Schedule {
   void on_received(std::int64_t ticket) override;
 
  private:
-  std::int64_t bytes_of(std::int64_t segment) const;
   void post();
   void fill(std::size_t child);
 
   TreeNode node_;
   std::byte* data_;
-  std::int64_t bytes_;
-  Pieces pieces_;
-  std::int64_t num_segments_;
+  std::int64_t window_;
+  Flow in_;
+  std::vector<Flow> out_;  // per child
   std::int64_t posted_ = 0;
-  std::int64_t available_ = 0;                  // segments [0, available_) are here
-  std::vector<bool> here_;                      // segments that arrived beyond those
-  std::vector<std::int64_t> next_, under_way_;  // per child
+  std::int64_t available_ = 0;  // segments [0, available_) are here
+  std::vector<bool> here_;      // segments that arrived beyond those
   std::int64_t bytes_left_ = 0;
   std::int64_t num_unsent_ = 0;
 };

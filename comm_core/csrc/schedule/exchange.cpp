@@ -7,20 +7,12 @@
 
 namespace comm_core {
 
-Exchange::Exchange(std::vector<Lane> lanes, Pieces pieces)
-    : lanes_(std::move(lanes)), progress_(lanes_.size()), pieces_(pieces) {
+Exchange::Exchange(std::vector<Lane> lanes, Pieces pieces) : lanes_(std::move(lanes)), pieces_(pieces) {
   for (const auto& lane : lanes_) {
+    progress_.push_back({Flow(lane.out_bytes, pieces), Flow(lane.in_bytes, pieces)});
     bytes_left_ += lane.in_bytes;
-    num_unsent_ += num_segments(lane.out_bytes);
+    num_unsent_ += progress_.back().out.num_segments();
   }
-}
-
-std::int64_t Exchange::num_segments(std::int64_t total) const {
-  return (total + pieces_.segment_bytes - 1) / pieces_.segment_bytes;
-}
-
-std::int64_t Exchange::segment_bytes(std::int64_t total, std::int64_t segment) const {
-  return std::min(pieces_.segment_bytes, total - segment * pieces_.segment_bytes);
 }
 
 std::int64_t Exchange::ticket(std::size_t lane, std::int64_t segment) const {
@@ -38,39 +30,34 @@ void Exchange::on_start() {
 }
 
 void Exchange::post(std::size_t index) {
-  const Lane& lane = lanes_[index];
   Progress& at = progress_[index];
-  const auto total = num_segments(lane.in_bytes);
-  while (at.next_in < total && at.receiving < pieces_.window) {
+  while (at.next_in < at.in.num_segments() && at.receiving < pieces_.window) {
     std::byte* const target = landing(index, at.next_in);
     if (target == nullptr) return;
     ++at.receiving;
-    receive(lane.peer, target, segment_bytes(lane.in_bytes, at.next_in), ticket(index, at.next_in));
+    receive(lanes_[index].peer, target, at.in.bytes_of(at.next_in), ticket(index, at.next_in));
     ++at.next_in;
   }
 }
 
 void Exchange::fill(std::size_t index) {
   const Lane& lane = lanes_[index];
-  Progress& at = progress_[index];
-  const auto total = num_segments(lane.out_bytes);
-  while (at.next_out < total && at.sending < pieces_.window) {
-    const auto segment = at.next_out++;
-    const std::byte* const data = lane.out + segment * pieces_.segment_bytes;
-    const auto bytes = segment_bytes(lane.out_bytes, segment);
-    if (segment + 1 == total) {
-      send_copy(lane.peer, data, bytes, SendMode::kMatched);
+  Flow& flow = progress_[index].out;
+  while (flow.open(flow.num_segments())) {
+    const auto segment = flow.take();
+    const std::byte* const data = lane.out + flow.offset_of(segment);
+    if (flow.is_last(segment)) {
+      send_copy(lane.peer, data, flow.bytes_of(segment), SendMode::kMatched);
       --num_unsent_;
-      return;
+    } else {
+      send(lane.peer, data, flow.bytes_of(segment), flow.mode_of(segment), ticket(index, segment));
     }
-    ++at.sending;
-    send(lane.peer, data, bytes, SendMode::kMatched, ticket(index, segment));
   }
 }
 
 void Exchange::on_sent(std::int64_t ticket) {
   const auto lane = static_cast<std::size_t>(ticket) % lanes_.size();
-  --progress_[lane].sending;
+  progress_[lane].out.completed(ticket / static_cast<std::int64_t>(lanes_.size()));
   --num_unsent_;
   fill(lane);
 }
@@ -78,18 +65,19 @@ void Exchange::on_sent(std::int64_t ticket) {
 void Exchange::on_received(std::int64_t ticket) {
   const auto lane = static_cast<std::size_t>(ticket) % lanes_.size();
   const auto segment = ticket / static_cast<std::int64_t>(lanes_.size());
-  --progress_[lane].receiving;
-  bytes_left_ -= segment_bytes(lanes_[lane].in_bytes, segment);
+  Progress& at = progress_[lane];
+  --at.receiving;
+  bytes_left_ -= at.in.bytes_of(segment);
   landed(lane, segment);
   post(lane);
 }
 
 DirectReduce::DirectReduce(std::vector<Lane> lanes, Target target, Pieces pieces)
-    : Exchange(std::move(lanes), pieces), target_(target), arrived_(static_cast<std::size_t>(pieces.window), 0) {}
+    : Exchange(std::move(lanes), pieces), target_(target), stretch_(target.bytes, pieces), arrived_(static_cast<std::size_t>(pieces.window), 0) {}
 
 void DirectReduce::on_start() {
   if (target_.bytes > 0) {
-    const auto segments = std::min(pieces().window, num_segments(target_.bytes));
+    const auto segments = std::min(pieces().window, stretch_.num_segments());
     const auto bytes = std::min(pieces().segment_bytes, target_.bytes) * segments;
     slots_ = std::make_unique_for_overwrite<std::byte[]>(static_cast<std::size_t>(bytes) * lanes().size());
   }
@@ -98,7 +86,7 @@ void DirectReduce::on_start() {
 
 std::byte* DirectReduce::slot(std::size_t lane, std::int64_t segment) {
   const auto stride = std::min(pieces().segment_bytes, target_.bytes);
-  const auto segments = std::min(pieces().window, num_segments(target_.bytes));
+  const auto segments = std::min(pieces().window, stretch_.num_segments());
   return slots_.get() + (static_cast<std::int64_t>(lane) * segments + segment % segments) * stride;
 }
 
@@ -109,7 +97,7 @@ std::byte* DirectReduce::landing(std::size_t lane, std::int64_t segment) {
 void DirectReduce::landed(std::size_t, std::int64_t segment) {
   ++arrived_[static_cast<std::size_t>(segment % pieces().window)];
   const auto before = reduced_;
-  while (reduced_ < num_segments(target_.bytes) &&
+  while (reduced_ < stretch_.num_segments() &&
          arrived_[static_cast<std::size_t>(reduced_ % pieces().window)] == static_cast<int>(lanes().size())) {
     reduce_next();
   }
@@ -118,14 +106,14 @@ void DirectReduce::landed(std::size_t, std::int64_t segment) {
 }
 
 void DirectReduce::reduce_next() {
-  const auto offset = reduced_ * pieces().segment_bytes;
+  const auto offset = stretch_.offset_of(reduced_);
   std::vector<const std::byte*> sources(lanes().size() + 1);
   sources[static_cast<std::size_t>(target_.rank)] = target_.own + offset;
   for (std::size_t lane = 0; lane < lanes().size(); ++lane) {
     sources[static_cast<std::size_t>(lanes()[lane].peer)] = slot(lane, reduced_);
   }
   const auto item = static_cast<std::int64_t>(item_size(target_.dtype));
-  combine_all(target_.dtype, target_.op, target_.out + offset, sources, segment_bytes(target_.bytes, reduced_) / item);
+  combine_all(target_.dtype, target_.op, target_.out + offset, sources, stretch_.bytes_of(reduced_) / item);
   arrived_[static_cast<std::size_t>(reduced_ % pieces().window)] = 0;
   ++reduced_;
 }

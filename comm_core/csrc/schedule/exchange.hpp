@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "comm_core/types.hpp"
+#include "flow.hpp"
 #include "schedule.hpp"
 
 namespace comm_core {
@@ -18,13 +19,7 @@ struct Lane {
   std::int64_t in_bytes = 0;
 };
 
-struct Pieces {
-  std::int64_t segment_bytes;
-  std::int64_t window;
-};
-
-/// Every lane on its own: at most `window` segments under way in each direction. Every message is sent kMatched, which
-/// paces the sender even where nothing comes back.
+/// Every lane on its own, at the pace of its Flow: something may go out where nothing comes back.
 class Exchange : public Schedule {
  public:
   Exchange(std::vector<Lane> lanes, Pieces pieces);
@@ -42,14 +37,12 @@ class Exchange : public Schedule {
   virtual void landed(std::size_t, std::int64_t) {}
   void post(std::size_t lane);
 
-  std::int64_t segment_bytes(std::int64_t total, std::int64_t segment) const;
-  std::int64_t num_segments(std::int64_t total) const;
   const Pieces& pieces() const { return pieces_; }
   const std::vector<Lane>& lanes() const { return lanes_; }
 
  private:
   struct Progress {
-    std::int64_t next_out = 0, sending = 0;
+    Flow out, in;
     std::int64_t next_in = 0, receiving = 0;
   };
   std::int64_t ticket(std::size_t lane, std::int64_t segment) const;
@@ -87,6 +80,7 @@ class DirectReduce final : public Exchange {
   void reduce_next();
 
   Target target_;
+  Flow stretch_;
   std::unique_ptr<std::byte[]> slots_;
   std::vector<int> arrived_;  // contributions per segment of the window
   std::int64_t reduced_ = 0;

@@ -1,6 +1,5 @@
 #include "message.hpp"
 
-#include <algorithm>
 #include <string>
 
 #include "comm_core/errors.hpp"
@@ -10,57 +9,63 @@ namespace comm_core {
 Message::Message(Direction direction, Lane lane, Pieces pieces)
     : direction_(direction),
       lane_(lane),
-      pieces_(pieces),
+      window_(pieces.window),
       bytes_(direction == Direction::kSend ? lane.out_bytes : lane.in_bytes),
-      num_segments_((bytes_ + pieces.segment_bytes - 1) / pieces.segment_bytes) {
-  if (direction == Direction::kReceive) bytes_left_ = bytes_;
-}
-
-std::int64_t Message::bytes_of(std::int64_t segment) const {
-  return std::min(pieces_.segment_bytes, bytes_ - segment * pieces_.segment_bytes);
+      flow_(bytes_, pieces) {
+  if (direction == Direction::kSend) {
+    num_unsent_ = flow_.num_segments();
+  } else {
+    bytes_left_ = bytes_;
+  }
 }
 
 bool Message::finished() {
-  return next_ == num_segments_ && under_way_ == 0 && (direction_ == Direction::kSend || header_arrived_);
+  return direction_ == Direction::kSend ? num_unsent_ == 0 : header_arrived_ && bytes_left_ == 0;
 }
 
 void Message::on_start() {
   if (direction_ == Direction::kSend) {
-    send_copy(lane_.peer, reinterpret_cast<const std::byte*>(&bytes_), sizeof bytes_,
-              num_segments_ == 0 ? SendMode::kMatched : SendMode::kEager);
+    const auto mode = flow_.num_segments() == 0 ? SendMode::kMatched : SendMode::kEager;
+    send_copy(lane_.peer, reinterpret_cast<const std::byte*>(&bytes_), sizeof bytes_, mode);
+    send_segments();
   } else {
     receive(lane_.peer, reinterpret_cast<std::byte*>(&header_), sizeof header_, kHeaderTicket);
+    post_segments();
   }
-  fill();
 }
 
-void Message::fill() {
-  while (next_ < num_segments_ && under_way_ < pieces_.window) {
-    const auto segment = next_++;
-    const auto offset = segment * pieces_.segment_bytes;
-    if (direction_ == Direction::kReceive) {
-      ++under_way_;
-      receive(lane_.peer, lane_.in + offset, bytes_of(segment), segment);
-    } else if (next_ == num_segments_) {
-      send_copy(lane_.peer, lane_.out + offset, bytes_of(segment), SendMode::kMatched);
+void Message::send_segments() {
+  while (flow_.open(flow_.num_segments())) {
+    const auto segment = flow_.take();
+    const std::byte* const data = lane_.out + flow_.offset_of(segment);
+    if (flow_.is_last(segment)) {
+      send_copy(lane_.peer, data, flow_.bytes_of(segment), SendMode::kMatched);
+      --num_unsent_;
     } else {
-      ++under_way_;
-      send(lane_.peer, lane_.out + offset, bytes_of(segment), SendMode::kMatched, segment);
+      send(lane_.peer, data, flow_.bytes_of(segment), flow_.mode_of(segment), segment);
     }
   }
 }
 
-void Message::on_sent(std::int64_t) {
-  --under_way_;
-  fill();
+void Message::post_segments() {
+  while (posted_ < flow_.num_segments() && under_way_ < window_) {
+    ++under_way_;
+    receive(lane_.peer, lane_.in + flow_.offset_of(posted_), flow_.bytes_of(posted_), posted_);
+    ++posted_;
+  }
+}
+
+void Message::on_sent(std::int64_t ticket) {
+  flow_.completed(ticket);
+  --num_unsent_;
+  send_segments();
 }
 
 void Message::on_received(std::int64_t ticket) {
   if (ticket != kHeaderTicket) {
     --under_way_;
-    bytes_left_ -= bytes_of(ticket);
-    fill();
-    return;
+    bytes_left_ -= flow_.bytes_of(ticket);
+    return post_segments();
   }
   header_arrived_ = true;
   if (header_ != bytes_) {

@@ -19,16 +19,17 @@ class Message final : public Schedule {
   void on_received(std::int64_t ticket) override;
 
  private:
-  void fill();
-  std::int64_t bytes_of(std::int64_t segment) const;
+  void send_segments();
+  void post_segments();
 
   static constexpr std::int64_t kHeaderTicket = -2;
 
   Direction direction_;
   Lane lane_;
-  Pieces pieces_;
-  std::int64_t bytes_, num_segments_;
-  std::int64_t next_ = 0, under_way_ = 0;
+  std::int64_t window_, bytes_;
+  Flow flow_;
+  std::int64_t num_unsent_ = 0;
+  std::int64_t posted_ = 0, under_way_ = 0;
   std::int64_t header_ = 0;
   bool header_arrived_ = false;
   std::int64_t bytes_left_ = 0;

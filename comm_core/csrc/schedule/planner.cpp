@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "broadcast.hpp"
+#include "chain_reduce.hpp"
 #include "exchange.hpp"
 #include "message.hpp"
 #include "ring.hpp"
@@ -31,6 +32,16 @@ struct Job {
     return sum;
   }
   Pieces pieces() const { return {settings.segment_bytes, settings.window}; }
+  /// For chains: segments small enough that all links are busy most of the time.
+  Pieces chain_pieces() const {
+    constexpr std::int64_t kSmallest = 8192, kLinksBusy = 8;
+    const auto piece = std::max(kSmallest, bytes() / kLinksBusy / 8 * 8);
+    return {std::min(piece, settings.segment_bytes), settings.window};
+  }
+  /// For talking to everybody at once: together the lanes keep no more in flight than one stream does.
+  Pieces shared_pieces() const {
+    return {settings.segment_bytes, std::max<std::int64_t>(2, settings.window / std::max(1, size - 1))};
+  }
 
   /// The other ranks, nearest to the right first, so that not everybody begins with rank 0.
   template <class Make>
@@ -119,6 +130,11 @@ SchedulePtr reduce(const Job& job) {
     const DirectReduce::Target target{job.op.send, job.op.recv, job.bytes(), job.rank, job.op.dtype, job.op.reduce};
     return std::make_unique<DirectReduce>(std::move(lanes), target, job.pieces());
   }
+  if (!is_half(job.op.dtype)) {
+    const ChainReduce::Task task{job.rank,    job.size,    job.op.peer, job.op.dtype,
+                                 job.op.reduce, job.op.send, job.op.recv, job.bytes()};
+    return std::make_unique<ChainReduce>(task, job.chain_pieces());
+  }
   // Every rank reduces its chunk, then the root collects them.
   Sequence::Parts parts;
   if (is_root) {
@@ -138,7 +154,7 @@ SchedulePtr reduce(const Job& job) {
 SchedulePtr broadcast(const Job& job) {
   const bool small = job.bytes() <= job.settings.small_bytes;
   auto node = small ? binomial_node(job.rank, job.size, job.op.peer) : chain_node(job.rank, job.size, job.op.peer);
-  return std::make_unique<Broadcast>(std::move(node), job.op.recv, job.bytes(), job.pieces());
+  return std::make_unique<Broadcast>(std::move(node), job.op.recv, job.bytes(), job.chain_pieces());
 }
 
 SchedulePtr all_to_all(const Job& job) {
@@ -151,7 +167,7 @@ SchedulePtr all_to_all(const Job& job) {
   };
   const Lane own = lane_to(job.rank);
   Sequence::Parts parts;
-  parts.push_back(std::make_unique<Exchange>(job.lanes(lane_to), job.pieces()));
+  parts.push_back(std::make_unique<Exchange>(job.lanes(lane_to), job.shared_pieces()));
   parts.push_back(std::make_unique<LocalCopy>(own.out, own.in, own.out_bytes));
   return std::make_unique<Sequence>(std::move(parts));
 }

@@ -11,7 +11,7 @@ struct Settings {
   /// eager limit of Open MPI's TCP transport: above it every message waits for a clear-to-send.
   std::int64_t segment_bytes = 60 * 1024;
   /// COMM_CORE_WINDOW: messages in flight between two ranks.
-  std::int64_t window = 8;
+  std::int64_t window = 12;
   /// COMM_CORE_SMALL_BYTES: up to this many bytes per rank an operation takes the single-step algorithm.
   std::int64_t small_bytes = 32 * 1024;
   /// COMM_CORE_IDLE_MS: how often an engine without work looks for mail.

@@ -1,0 +1,196 @@
+"""Every operation of every communicator, against what torch computes from all ranks' data at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import comm_core
+from comm_core import InvalidUsage, ReduceOp, Unsupported
+from overlap.communicator import Communicator
+from overlap.session import init
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.int64, torch.uint8]
+COUNTS = [0, 1, 7, 1000, 70_001]
+Reference = Callable[[torch.Tensor], torch.Tensor]
+REDUCTIONS: dict[ReduceOp, Reference] = {
+    ReduceOp.SUM: lambda rows: rows.sum(0),
+    ReduceOp.MIN: lambda rows: rows.amin(0),
+    ReduceOp.MAX: lambda rows: rows.amax(0),
+    ReduceOp.PROD: lambda rows: rows.prod(0),
+}
+
+
+@pytest.fixture
+def comm() -> Communicator:
+    return init().comm
+
+
+def _rows(comm: Communicator, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """What every rank contributes, small whole numbers: exact in every type."""
+    generator = torch.Generator().manual_seed(count)
+    return torch.randint(0, 3, (comm.size, count), generator=generator).to(dtype)
+
+
+def _balanced(count: int, size: int) -> list[int]:
+    return [len(part) for part in torch.arange(count).tensor_split(size)]
+
+
+@pytest.mark.parametrize("op", REDUCTIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_reductions(comm: Communicator, dtype: torch.dtype, op: ReduceOp) -> None:
+    for count in COUNTS:
+        rows = _rows(comm, count, dtype)
+        mine = rows[comm.rank].clone()
+        wide = rows.double() if dtype.is_floating_point else rows.long()
+        expected = (REDUCTIONS[op](wide) if count else wide[0]).to(dtype)
+        shares = _balanced(count, comm.size)
+        shard = torch.empty(shares[comm.rank], dtype=dtype)
+        comm.reduce_scatter(mine, shard, op)
+        assert torch.equal(shard, expected.split(shares)[comm.rank])
+        assert torch.equal(mine, rows[comm.rank])  # never writes its input
+        whole = torch.empty(count, dtype=dtype)
+        comm.all_reduce(mine, whole, op)
+        assert torch.equal(whole, expected)
+        root = comm.size - 1
+        at_root = torch.empty(count, dtype=dtype)
+        comm.reduce(mine, at_root if comm.rank == root else None, op, root)
+        if comm.rank == root:
+            assert torch.equal(at_root, expected)
+        comm.all_reduce(mine, mine, op)
+        assert torch.equal(mine, expected)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.bool, torch.complex64])
+def test_moves(comm: Communicator, dtype: torch.dtype) -> None:
+    for count in COUNTS:
+        rows = _rows(comm, count, dtype)
+        whole = rows[comm.rank].clone() if comm.rank == 0 else torch.zeros(count, dtype=dtype)
+        comm.broadcast(whole, 0)
+        assert torch.equal(whole, rows[0])
+        counts = [max(0, count - 2 * rank) for rank in range(comm.size)]
+        assert comm.all_gather_counts(counts[comm.rank]) == counts
+        expected = torch.cat([rows[rank, : counts[rank]] for rank in range(comm.size)])
+        gathered = torch.empty(sum(counts), dtype=dtype)
+        comm.all_gather(rows[comm.rank, : counts[comm.rank]].clone(), gathered, counts=counts)
+        assert torch.equal(gathered, expected)
+        in_place = torch.zeros(sum(counts), dtype=dtype)
+        mine = in_place.split(counts)[comm.rank]
+        mine.copy_(rows[comm.rank, : counts[comm.rank]])
+        comm.all_gather(mine, in_place, counts=counts)
+        assert torch.equal(in_place, expected)
+
+
+def test_all_to_all(comm: Communicator) -> None:
+    send_counts = [comm.rank + peer for peer in range(comm.size)]
+    send = torch.cat([torch.full((n,), 10.0 * comm.rank + peer) for peer, n in enumerate(send_counts)])
+    recv = torch.empty(sum(send_counts))
+    comm.all_to_all(send, recv, send_counts=send_counts, recv_counts=send_counts)
+    expected = torch.cat([torch.full((n,), 10.0 * peer + comm.rank) for peer, n in enumerate(send_counts)])
+    assert torch.equal(recv, expected)
+
+
+def test_messages_do_not_hold_up_collectives(comm: Communicator) -> None:
+    if comm.size == 1:
+        pytest.skip("a message needs two ranks")
+    after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    received = torch.empty(100_000)
+    work = comm.recv_async(received, before, tag=7)
+    comm.barrier()
+    sent = comm.send_async(torch.full((100_000,), float(comm.rank)), after, tag=7)
+    work.wait()
+    sent.wait()
+    assert received.eq(before).all()
+
+
+def test_operations_run_in_the_order_of_their_issue(comm: Communicator) -> None:
+    values = torch.ones(50_000)
+    works = [comm.all_reduce_async(values, values, label=f"step {step}") for step in range(5)]
+    for work in works:
+        work.wait()
+    assert values.eq(float(comm.size) ** 5).all()
+    assert works[0].label == "step 0"
+    assert all(work.done() and work.exception() is None for work in works)
+    assert comm.pending() == []
+
+
+def test_signed_zeros_and_averages(comm: Communicator) -> None:
+    for count in (5, 50_000):
+        for dtype in (torch.float32, torch.bfloat16):
+            nobody = torch.full((count,), -0.0, dtype=dtype)
+            comm.all_reduce(nobody, nobody, ReduceOp.AVG)
+            assert torch.signbit(nobody).all()
+            somebody = torch.full((count,), 0.0 if comm.rank == 0 else -0.0, dtype=dtype)
+            shares = _balanced(count, comm.size)
+            shard = torch.empty(shares[comm.rank], dtype=dtype)
+            comm.reduce_scatter(somebody, shard, ReduceOp.AVG)
+            assert not torch.signbit(shard).any()
+    tiny = torch.full((8,), -1.4e-45 if comm.rank == 0 else -0.0)
+    comm.all_reduce(tiny, tiny, ReduceOp.AVG)
+    assert comm.size == 1 or not torch.signbit(tiny).any()  # underflow gives +0.0
+    ranks = torch.full((3,), float(comm.rank))
+    comm.all_reduce(ranks, ranks, ReduceOp.AVG)
+    torch.testing.assert_close(ranks, torch.full((3,), (comm.size - 1) / 2))
+
+
+def test_halves_do_not_depend_on_the_split(comm: Communicator) -> None:
+    generator = torch.Generator().manual_seed(comm.rank)
+    values = torch.randn(60_000, generator=generator).bfloat16()
+    whole = torch.empty_like(values)
+    comm.all_reduce(values, whole)
+    for part, reference in zip(values.split(17_001), whole.split(17_001), strict=True):
+        alone = torch.empty_like(part)
+        comm.all_reduce(part.clone(), alone)
+        assert torch.equal(alone, reference)
+
+
+def test_split(comm: Communicator) -> None:
+    color = None if comm.rank == comm.size - 1 and comm.size > 1 else comm.rank % 2
+    part = comm.split(color, key=-comm.rank)
+    assert (part is None) == (color is None)
+    if part is not None:
+        members = [r for r in range(comm.size) if r % 2 == color and not (comm.size > 1 and r == comm.size - 1)]
+        assert part.size == len(members)
+        assert part.rank == sorted(members, reverse=True).index(comm.rank)
+        total = torch.tensor([float(comm.rank)])
+        part.all_reduce(total, total)
+        assert float(total) == sum(members)
+        part.close()
+    comm.barrier()
+
+
+def test_arguments_are_refused_before_anything_is_sent(comm: Communicator) -> None:
+    good = torch.ones(8 * comm.size)
+    with pytest.raises(InvalidUsage, match="contiguous"):
+        comm.all_reduce(good[::2], good[::2])
+    with pytest.raises(InvalidUsage, match=r"expected"):
+        comm.reduce_scatter(good, torch.empty(9))
+    with pytest.raises(InvalidUsage, match=r"dtype|float64"):
+        comm.all_reduce(good, torch.empty(good.numel(), dtype=torch.float64))
+    with pytest.raises(InvalidUsage, match=str(comm.size)):
+        comm.broadcast(good, comm.size)
+    if comm.size > 1:
+        with pytest.raises(InvalidUsage, match="tag"):
+            comm.send(good, (comm.rank + 1) % comm.size, tag=5000)
+    with pytest.raises(Unsupported):
+        comm.all_reduce(torch.ones(4, dtype=torch.complex64), torch.ones(4, dtype=torch.complex64), ReduceOp.MAX)
+    comm.barrier()
+
+
+def test_waiting_with_a_limit(comm: Communicator) -> None:
+    if comm.size == 1:
+        pytest.skip("nobody to wait for")
+    if comm.rank == 0:
+        late = torch.empty(1)
+        work = comm.recv_async(late, 1, tag=9)
+        with pytest.raises(comm_core.TimeoutError):
+            work.wait(0.05)
+        assert work in comm.pending() or not work.done()
+        comm.barrier()
+        work.wait()
+    else:
+        comm.barrier()
+        if comm.rank == 1:
+            comm.send(torch.ones(1), 0, tag=9)

@@ -1,0 +1,227 @@
+"""How processes that use comm_core begin and end: who finalizes MPI, what a fork sees, and that nothing blocks at exit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.harness import ROOT, Result, run_ranks
+
+
+def _run(folder: Path, text: str, ranks: int = 2, timeout: float = 60, **env: str) -> Result:
+    script = folder / "script.py"
+    script.write_text(text)
+    return run_ranks(ranks, [str(script)], timeout=timeout, env={"PYTHONPATH": str(ROOT), **env}, cwd=folder)
+
+
+WORK = """
+import numpy as np
+def work(comm):
+    data = np.ones(300_000)
+    comm.all_reduce(data, data)
+    assert data[0] == data[-1] == comm.size
+    comm.post((comm.rank + 1) % comm.size, b"bye")
+"""
+
+ENDINGS = {
+    "nothing is called": "import comm_core\nwork(comm_core.mpi())\n",
+    "finalize": "import comm_core\nwork(comm_core.mpi())\ncomm_core.finalize()\ncomm_core.finalize()\n",
+    "close and finalize": "import comm_core\nc = comm_core.mpi()\nwork(c)\nc.close()\ncomm_core.finalize()\nc.close()\n",
+    "mpi4py first": "from mpi4py import MPI\nimport comm_core\nwork(comm_core.mpi(MPI.COMM_WORLD))\n",
+    "mpi4py first and finalizes": (
+        "from mpi4py import MPI\nimport comm_core\nwork(comm_core.mpi(MPI.COMM_WORLD))\nMPI.Finalize()\n"
+    ),
+    "mpi4py first, then both finalize": (
+        "from mpi4py import MPI\nimport comm_core\nwork(comm_core.mpi())\ncomm_core.finalize()\n"
+        "assert not MPI.Is_finalized()\nMPI.COMM_WORLD.Barrier()\nMPI.Finalize()\n"
+    ),
+    "mpi4py last": (
+        "import comm_core\nc = comm_core.mpi()\nwork(c)\nfrom mpi4py import MPI\n"
+        "assert MPI.COMM_WORLD.Get_size() == c.size\nMPI.COMM_WORLD.Barrier()\nwork(c)\n"
+    ),
+    "a communicator of mpi4py": (
+        "from mpi4py import MPI\nimport comm_core\n"
+        "half = MPI.COMM_WORLD.Split(MPI.COMM_WORLD.rank)\nc = comm_core.mpi(half)\nassert c.size == 1\nwork(c)\n"
+        "work(comm_core.mpi(MPI.COMM_WORLD))\nwork(comm_core.mpi())\n"
+    ),
+    "works are dropped": (
+        "import comm_core\nc = comm_core.mpi()\nfor _ in range(20):\n"
+        "    c.all_reduce_async(np.ones(200_000), np.ones(200_000))\n"
+    ),
+    "references survive in a cycle": (
+        "import comm_core\nclass A: pass\na = A(); a.me = a; a.c = comm_core.mpi(); a.s = a.c.split(0)\n"
+        "a.w = a.c.barrier_async()\nwork(a.c)\n"
+    ),
+}
+
+
+@pytest.mark.parametrize("how", ENDINGS)
+def test_every_way_to_end_is_clean(how: str, tmp_path: Path) -> None:
+    result = _run(tmp_path, f"{WORK}\n{ENDINGS[how]}\nprint('reached the end', flush=True)\n").check()
+    assert result.output.count("reached the end") == 2
+    assert "rror" not in result.output, result.output
+
+
+def test_importing_starts_nothing(tmp_path: Path) -> None:
+    text = """
+import os, threading
+import comm_core
+assert len(os.listdir("/proc/self/task")) == 1 and threading.active_count() == 1
+assert comm_core.mpi_available()
+from mpi4py import rc
+rc.initialize = False
+from mpi4py import MPI
+assert not MPI.Is_initialized()
+print(comm_core.build_info())
+"""
+    result = run_ranks(1, ["-c", text], "single", env={"PYTHONPATH": str(ROOT)}, cwd=tmp_path).check()
+    assert "MPI" in result.output
+
+
+def test_mpi_without_a_launcher_is_a_world_of_one(tmp_path: Path) -> None:
+    text = f"{WORK}\nimport comm_core\nc = comm_core.mpi()\nassert (c.rank, c.size) == (0, 1)\nwork(c)\n"
+    run_ranks(1, ["-c", text], "single", cwd=tmp_path).check()
+
+
+def test_a_forked_child_is_told(tmp_path: Path) -> None:
+    text = """
+import os, sys
+import numpy as np
+import comm_core
+c = comm_core.mpi()
+data = np.ones(10)
+unfinished = c.recv_async(np.ones(3), c.rank, 5)
+c.all_reduce(data, data)
+child = os.fork()
+if child == 0:
+    try:
+        for use in (lambda: c.barrier(), lambda: unfinished.wait(5), lambda: c.split(0), lambda: comm_core.mpi()):
+            try:
+                use()
+            except comm_core.Error as e:
+                assert "fork" in str(e), e
+            else:
+                os._exit(3)
+        c.close()
+        comm_core.finalize()
+        del c, unfinished
+        assert comm_core.local().size == 1
+    except BaseException as e:
+        print(repr(e), flush=True)
+        os._exit(4)
+    sys.exit(0)
+assert os.waitpid(child, 0)[1] == 0
+c.send(np.ones(3), c.rank, 5)
+unfinished.wait(10)
+c.barrier()
+print("parent goes on", flush=True)
+"""
+    assert _run(tmp_path, text).check().output.count("parent goes on") == 2
+
+
+def test_an_uncaught_exception_ends_the_job_with_its_traceback(tmp_path: Path) -> None:
+    text = """
+import numpy as np
+import comm_core
+c = comm_core.mpi()
+if c.rank == 1:
+    raise ValueError("the cause")
+c.all_reduce(np.ones(10), np.ones(10))
+"""
+    result = _run(tmp_path, text)
+    assert not result.timed_out
+    assert result.returncode != 0
+    assert result.output.count("ValueError: the cause") == 1
+
+
+def test_operations_that_nobody_answers_do_not_block_the_end(tmp_path: Path) -> None:
+    text = """
+import numpy as np
+import comm_core
+c = comm_core.mpi()
+if c.rank == 0:
+    c.recv_async(np.ones(10), 1, 3, label="lonely")
+"""
+    result = _run(tmp_path, text, COMM_CORE_EXIT_SECONDS="2")
+    assert not result.timed_out
+    assert result.returncode != 0
+    assert "COMM_CORE_EXIT_SECONDS" in result.output
+
+
+def test_abort_ends_all_ranks(tmp_path: Path) -> None:
+    text = """
+import comm_core
+c = comm_core.mpi()
+if c.rank == 0:
+    comm_core.abort(7)
+c.barrier()
+"""
+    result = _run(tmp_path, text)
+    assert not result.timed_out
+    assert result.returncode == 7
+    alone = run_ranks(1, ["-c", "import comm_core\ncomm_core.local()\ncomm_core.abort(9)"], "single", cwd=tmp_path)
+    assert alone.returncode == 9
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("COMM_CORE_SEGMENT_BYTES", "12"), ("COMM_CORE_WINDOW", "many"), ("COMM_CORE_IDLE_MS", "-1")]
+)
+def test_settings_that_do_not_parse(name: str, value: str, tmp_path: Path) -> None:
+    text = (
+        "import comm_core, sys\ntry:\n    comm_core.mpi()\nexcept comm_core.InvalidUsage as e:\n    sys.exit(str(e))\n"
+    )
+    result = run_ranks(1, ["-c", text], "single", env={name: value}, cwd=tmp_path)
+    assert f"{name}={value}" in result.output
+
+
+def test_other_settings_compute_the_same(tmp_path: Path) -> None:
+    """Tiny segments and windows take every path of the pipelines, over many messages."""
+    for segment, window, small in (("64", "1", "0"), ("4096", "3", "100"), ("1000000", "2", "0")):
+        env = {"COMM_CORE_SEGMENT_BYTES": segment, "COMM_CORE_WINDOW": window, "COMM_CORE_SMALL_BYTES": small}
+        text = """
+import itertools
+import numpy as np
+import comm_core
+c = comm_core.mpi()
+for count, kind in itertools.product((1, 5, 777, 20_011), ("f4", "f2", "i8")):
+    data = (np.arange(count) % 50 + c.rank).astype(kind)
+    total = np.zeros_like(data)
+    expected = sum((np.arange(count) % 50 + r).astype(kind) for r in range(c.size))
+    c.all_reduce(data, total)
+    np.testing.assert_array_equal(total, expected)
+    counts = [0, count, 0][: c.size] if c.size < 3 else [count // 3, 0, count - count // 3]
+    part, whole = np.zeros(counts[c.rank], kind), np.zeros_like(data)
+    c.reduce_scatter(data, part, counts=counts)
+    c.all_gather(part, whole, counts=counts)
+    np.testing.assert_array_equal(whole, expected)
+    for root in range(c.size):
+        c.reduce(data, total, root=root)
+        c.broadcast(total, root)
+        np.testing.assert_array_equal(total, expected)
+    everybody = np.tile(data, c.size)
+    c.all_to_all(everybody, out := np.zeros_like(everybody))
+    np.testing.assert_array_equal(out, np.concatenate([(np.arange(count) % 50 + r).astype(kind) for r in range(c.size)]))
+    c.post((c.rank + 1) % c.size, data.tobytes())
+    assert len(c.receive_post(10)[1]) == data.nbytes
+"""
+        for ranks in (2, 3):
+            _run(tmp_path, text, ranks, **env).check()
+
+
+def test_waiting_is_polite(tmp_path: Path) -> None:
+    """A rank that waits two seconds for its peer uses next to no CPU, and neither does one that is idle."""
+    text = """
+import time
+import comm_core
+c = comm_core.mpi()
+c.barrier()
+used = time.process_time()
+if c.rank == 0:
+    time.sleep(2)
+c.barrier()
+used = time.process_time() - used
+print(f"cpu {used:.3f}", flush=True)
+assert used < 0.4
+"""
+    _run(tmp_path, text).check()
