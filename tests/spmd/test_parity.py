@@ -184,3 +184,21 @@ def test_fp32_is_bit_identical_to_the_averaged_halves(optimizer: str, strategy: 
         distributed.step()
     for mine, reference in zip(together.parameters(), alone.parameters(), strict=True):
         assert torch.equal(mine, reference)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_fp64_follows_one_process_for_fifty_steps(optimizer: str, strategy: str) -> None:
+    def train(distributed: bool) -> dict[str, torch.Tensor]:
+        model = _model("Mlp")
+        wrapped: Any = OPTIMIZERS[optimizer](list(model.parameters()))
+        if distributed:
+            wrapped = STRATEGIES[strategy](wrapped, model)
+        run = Run(model, wrapped, dear.rank() if distributed else None, dear.size())
+        for step in range(50):
+            wrapped.zero_grad()
+            run.loss(step).backward()
+            wrapped.step()
+        return model.state_dict()
+
+    _assert_close(train(True), train(False), "model")
