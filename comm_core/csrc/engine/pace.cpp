@@ -16,17 +16,17 @@ Micros eighth_of(Pace::Clock::duration waited, Micros longest) {
 }  // namespace
 
 void Pace::note(Clock::time_point now, std::int64_t total) {
-  const auto arrived = total - total_;
-  const double us = std::chrono::duration<double, std::micro>(now - last_).count();
-  constexpr double kNews = 0.25;
-  constexpr double kLull = 20'000;  // us without news: what came before says nothing about the wire's speed
-  if (us > kLull) {
-    bytes_per_us_ = 0;
-  } else if (arrived > 0 && us > 0) {
-    const double rate = static_cast<double>(arrived) / us;
-    bytes_per_us_ = bytes_per_us_ == 0 ? rate : bytes_per_us_ + kNews * (rate - bytes_per_us_);
-  }
   last_ = now;
+  const auto arrived = total - total_;
+  if (arrived == 0) return;
+  const double us = std::chrono::duration<double, std::micro>(now - last_arrival_).count();
+  constexpr double kLull = 5'000;  // us without arrivals: somebody was late, which says nothing about the wire's speed
+  constexpr double kFaster = 0.5, kSlower = 0.1;
+  if (us < kLull && us > 0) {
+    const double rate = static_cast<double>(arrived) / us;
+    bytes_per_us_ += (rate > bytes_per_us_ ? kFaster : kSlower) * (rate - bytes_per_us_);
+  }
+  last_arrival_ = now;
   total_ = total;
 }
 

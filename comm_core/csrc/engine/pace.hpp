@@ -27,9 +27,9 @@ class Pace {
 
  private:
   const Settings& settings_;
-  Clock::time_point last_{};
+  Clock::time_point last_{}, last_arrival_{};
   std::int64_t total_ = 0;
-  double bytes_per_us_ = 0;
+  double bytes_per_us_ = 0;  // while data streams; slow to believe that the wire became slower
 };
 
 }  // namespace comm_core
