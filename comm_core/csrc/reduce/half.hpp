@@ -1,10 +1,19 @@
-// Conversions between the 16-bit floating types and fp32, branch-free so that compilers vectorise them.
+// Conversions between the 16-bit floating types and fp32.
 #pragma once
 
 #include <bit>
+#include <cstddef>
 #include <cstdint>
 
+#include "comm_core/types.hpp"
+
 namespace comm_core {
+
+/// `count` elements of fp16 or bf16 as fp32, and back, rounded to nearest even. By hardware where it can.
+void widen_half(DType dtype, const std::byte* from, float* to, std::int64_t count);
+void narrow_half(DType dtype, const float* from, std::byte* to, std::int64_t count);
+
+// - One element; branch-free, so that compilers vectorise the loops over them
 
 inline float bfloat16_to_float(std::uint16_t h) noexcept {
   return std::bit_cast<float>(static_cast<std::uint32_t>(h) << 16);

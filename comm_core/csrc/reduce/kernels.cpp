@@ -148,28 +148,10 @@ constexpr std::int64_t kBlock = 2048;
 template <class T>
 using Block = std::array<T, kBlock>;
 
-void widen(DType dtype, const std::byte* from, float* to, std::int64_t n) {
-  const auto* const h = as<std::uint16_t>(from);
-  if (dtype == DType::kFloat16) {
-    for (std::int64_t i = 0; i < n; ++i) to[i] = float16_to_float(h[i]);
-  } else {
-    for (std::int64_t i = 0; i < n; ++i) to[i] = bfloat16_to_float(h[i]);
-  }
-}
-
-void narrow(DType dtype, const float* from, std::byte* to, std::int64_t n) {
-  auto* const h = as<std::uint16_t>(to);
-  if (dtype == DType::kFloat16) {
-    for (std::int64_t i = 0; i < n; ++i) h[i] = float_to_float16(from[i]);
-  } else {
-    for (std::int64_t i = 0; i < n; ++i) h[i] = float_to_bfloat16(from[i]);
-  }
-}
-
 void narrow_mean(DType dtype, const float* sums, std::byte* to, std::int64_t n, float inverse) {
   Block<float> means;
   for (std::int64_t i = 0; i < n; ++i) means[static_cast<std::size_t>(i)] = sums[i] * inverse;
-  narrow(dtype, means.data(), to, n);
+  narrow_half(dtype, means.data(), to, n);
   auto* const h = as<std::uint16_t>(to);
   constexpr std::uint16_t kNegativeZero = 0x8000;
   for (std::int64_t i = 0; i < n; ++i) {
@@ -182,15 +164,15 @@ void combine_half_block(DType dtype, bool mean, std::byte* out, const std::vecto
                         std::int64_t first, std::int64_t n) {
   Block<float> sum;
   Block<float> next;
-  widen(dtype, sources[0] + 2 * first, sum.data(), n);
+  widen_half(dtype, sources[0] + 2 * first, sum.data(), n);
   for (std::size_t s = 1; s < sources.size(); ++s) {
-    widen(dtype, sources[s] + 2 * first, next.data(), n);
+    widen_half(dtype, sources[s] + 2 * first, next.data(), n);
     for (std::size_t i = 0; i < static_cast<std::size_t>(n); ++i) sum[i] = Op::apply(sum[i], next[i]);
   }
   if (mean) {
     narrow_mean(dtype, sum.data(), out + 2 * first, n, 1.0F / static_cast<float>(sources.size()));
   } else {
-    narrow(dtype, sum.data(), out + 2 * first, n);
+    narrow_half(dtype, sum.data(), out + 2 * first, n);
   }
 }
 

@@ -10,8 +10,9 @@
 
 namespace comm_core {
 
-/// The root's right neighbour begins, and every rank adds its contribution to what comes from its left neighbour; the root, at the
-/// end of the chain, keeps the result. Every link carries the buffer once. Not for the 16-bit floating types.
+/// The root's right neighbour begins, and every rank adds its contribution to what comes from its left neighbour; the
+/// root, at the end of the chain, keeps the result. Every link carries the buffer once. Not for the 16-bit floating
+/// types.
 class ChainReduce final : public Schedule {
  public:
   struct Task {
@@ -44,9 +45,9 @@ class ChainReduce final : public Schedule {
   std::int64_t num_slots_;
   std::unique_ptr<std::byte[]> slots_;
   std::int64_t posted_ = 0;
-  std::int64_t available_ = 0;      // segments [0, available_) carry this rank's contribution
-  std::int64_t freed_ = 0;          // slots of segments [0, freed_) may be used again
-  std::vector<bool> here_, gone_;   // segments that arrived, or left, beyond those
+  std::int64_t available_ = 0;     // segments [0, available_) carry this rank's contribution
+  std::int64_t freed_ = 0;         // slots of segments [0, freed_) may be used again
+  std::vector<bool> here_, gone_;  // segments that arrived, or left, beyond those
   std::int64_t bytes_left_ = 0;
   std::int64_t num_unsent_ = 0;
 };

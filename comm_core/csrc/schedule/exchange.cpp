@@ -73,7 +73,10 @@ void Exchange::on_received(std::int64_t ticket) {
 }
 
 DirectReduce::DirectReduce(std::vector<Lane> lanes, Target target, Pieces pieces)
-    : Exchange(std::move(lanes), pieces), target_(target), stretch_(target.bytes, pieces), arrived_(static_cast<std::size_t>(pieces.window), 0) {}
+    : Exchange(std::move(lanes), pieces),
+      target_(target),
+      stretch_(target.bytes, pieces),
+      arrived_(static_cast<std::size_t>(pieces.window), 0) {}
 
 void DirectReduce::on_start() {
   if (target_.bytes > 0) {

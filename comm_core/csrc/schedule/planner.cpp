@@ -131,7 +131,7 @@ SchedulePtr reduce(const Job& job) {
     return std::make_unique<DirectReduce>(std::move(lanes), target, job.pieces());
   }
   if (!is_half(job.op.dtype)) {
-    const ChainReduce::Task task{job.rank,    job.size,    job.op.peer, job.op.dtype,
+    const ChainReduce::Task task{job.rank,      job.size,    job.op.peer, job.op.dtype,
                                  job.op.reduce, job.op.send, job.op.recv, job.bytes()};
     return std::make_unique<ChainReduce>(task, job.chain_pieces());
   }
