@@ -92,7 +92,11 @@ void register_communicator(py::module_& m) {
   type.def_property_readonly("rank", &Communicator::rank)
       .def_property_readonly("size", &Communicator::size)
       .def_property_readonly("backend", &Communicator::backend)
-      .def_property_readonly("name", &Communicator::name);
+      .def_property_readonly("name", &Communicator::name)
+      .def("__repr__", [](const Communicator& c) {
+        return "<comm_core.Communicator " + c.name() + ", rank " + std::to_string(c.rank()) + " of " +
+               std::to_string(c.size()) + ">";
+      });
   def_operation(type, "reduce_scatter", reduce_scatter, py::arg("send"), py::arg("recv"), op, py::kw_only(), counts,
                 label);
   def_operation(type, "all_gather", all_gather, py::arg("send"), py::arg("recv"), py::kw_only(), counts, label);

@@ -39,7 +39,9 @@ void register_work(py::module_& m) {
           "order_before", [](const Work& w, std::uintptr_t) { wait_for(w, std::nullopt); }, py::arg("stream"),
           "Make later work on `stream` run after this operation. On the CPU the same as wait().")
       .def_property_readonly("op", &Work::op)
-      .def_property_readonly("label", &Work::label)
+      .def_property_readonly(
+          "label", [](const Work& w) { return w.label().empty() ? w.op() : w.label(); },
+          "The caller's name for the operation; the kind of operation when none was given.")
       .def_property_readonly("nbytes", &Work::bytes)
       .def_property_readonly("seconds", &Work::seconds)
       .def("describe", &Work::describe)

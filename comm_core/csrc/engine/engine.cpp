@@ -77,7 +77,13 @@ bool Engine::run_tasks() {
     const std::lock_guard lock(mutex_);
     ready.swap(tasks_);
   }
-  for (auto& task : ready) task();
+  for (auto& task : ready) {
+    try {
+      task();
+    } catch (...) {
+      driver_->fail(std::current_exception());
+    }
+  }
   return !ready.empty();
 }
 

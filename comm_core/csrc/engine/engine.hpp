@@ -21,6 +21,8 @@ class Driver {
   virtual bool progress() = 0;
   /// How long to sleep after a look that found nothing. A new task wakes the engine at once.
   virtual std::chrono::microseconds nap() = 0;
+  /// Something went wrong that no single operation answers for.
+  virtual void fail(std::exception_ptr error) = 0;
   /// Nothing is under way any more.
   virtual bool drained() = 0;
   /// Last call. Not reached when draining took too long; see Engine::stop.

@@ -32,7 +32,8 @@ void Pace::note(Clock::time_point now, std::int64_t total) {
 
 Micros Pace::nap(Clock::time_point now, std::int64_t bytes_left) const {
   const auto waiting = eighth_of(now - last_, kLongestWait);
-  if (bytes_per_us_ == 0 || bytes_left <= settings_.segment_bytes) return waiting;
+  constexpr Micros kStreams{2000};  // since the last arrival; later, nobody knows when the next one comes
+  if (bytes_per_us_ == 0 || now - last_arrival_ > kStreams || bytes_left <= settings_.segment_bytes) return waiting;
   const auto window = static_cast<double>(settings_.segment_bytes * settings_.window) / 4;
   const double due = std::min(window, static_cast<double>(bytes_left) / 2) / bytes_per_us_;
   const auto streaming = Micros(static_cast<std::int64_t>(std::min(due, 1e6)));

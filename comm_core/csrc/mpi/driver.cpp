@@ -80,8 +80,7 @@ bool MpiDriver::progress() {
     moved = requests_.progress();
     for (auto& group : groups_) moved |= group->settle();
   } catch (...) {
-    // MPI itself failed, so nothing on it can be trusted.
-    for (auto& group : groups_) group->fail(std::current_exception());
+    fail(std::current_exception());
   }
   std::erase_if(connectors_, [](const auto& connector) { return connector->over(); });
   if (moved) pace_.note(Pace::Clock::now(), requests_.bytes_received());
@@ -102,6 +101,11 @@ std::chrono::microseconds MpiDriver::nap() {
   if (delivering) return pace_.drain_nap(now);
   const bool awaited = std::ranges::any_of(groups_, [](const auto& group) { return group->letters()->awaited(); });
   return awaited ? std::min(pace_.idle_nap(), Pace::Micros(1000)) : pace_.idle_nap();
+}
+
+void MpiDriver::fail(std::exception_ptr error) {
+  // MPI itself failed, so nothing on it can be trusted.
+  for (auto& group : groups_) group->fail(error);
 }
 
 bool MpiDriver::drained() {

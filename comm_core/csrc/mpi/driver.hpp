@@ -25,6 +25,7 @@ class MpiDriver final : public Driver {
   void open() override;
   bool progress() override;
   std::chrono::microseconds nap() override;
+  void fail(std::exception_ptr error) override;
   bool drained() override;
   void close() override;
 

@@ -1,0 +1,274 @@
+// Schedules of all ranks in one thread, over a network that delivers in any order it likes: every operation, with
+// random sizes, must end with the right result, whether sends are buffered or wait for their receives.
+//
+//     schedule_test SEED ROUNDS
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <memory>
+#include <numeric>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "layout.hpp"
+#include "schedule/planner.hpp"
+
+using namespace comm_core;
+
+namespace {
+
+using Random = std::mt19937_64;
+
+int pick(Random& random, int low, int high) { return std::uniform_int_distribution<int>(low, high)(random); }
+
+struct Post {
+  Schedule* schedule;
+  std::int64_t ticket;
+  std::byte* data;  // of a send: where the bytes are read
+  std::int64_t bytes;
+  bool buffered = false;
+  std::vector<std::byte> copy = {};
+};
+
+class Network {
+ public:
+  Network(int size, bool buffers, Random& random) : size_(size), buffers_(buffers), random_(random) {}
+
+  std::deque<Post>& sends(int from, int to) { return sends_[from * size_ + to]; }
+  std::deque<Post>& receives(int from, int to) { return receives_[from * size_ + to]; }
+
+  void send(int from, int to, Post post, SendMode mode) {
+    post.buffered = buffers_ && mode == SendMode::kEager && pick(random_, 0, 3) > 0;
+    if (post.buffered) {
+      post.copy.assign(post.data, post.data + post.bytes);
+      early_.push_back({post.schedule, post.ticket, nullptr, 0});
+    }
+    sends(from, to).push_back(std::move(post));
+  }
+
+  /// Lets one thing happen; false if nothing can.
+  bool step() {
+    std::vector<int> ready;
+    for (auto& [pair, queue] : sends_) {
+      if (!queue.empty() && !receives_[pair].empty()) ready.push_back(pair);
+    }
+    const int choices = static_cast<int>(ready.size() + early_.size());
+    if (choices == 0) return false;
+    const auto choice = static_cast<std::size_t>(pick(random_, 0, choices - 1));
+    if (choice >= ready.size()) {
+      const Post done = std::move(early_[choice - ready.size()]);
+      early_.erase(early_.begin() + static_cast<std::ptrdiff_t>(choice - ready.size()));
+      done.schedule->sent(done.ticket);
+      return true;
+    }
+    deliver(ready[choice]);
+    return true;
+  }
+
+ private:
+  void deliver(int pair) {
+    Post send = std::move(sends_[pair].front());
+    Post receive = std::move(receives_[pair].front());
+    sends_[pair].pop_front();
+    receives_[pair].pop_front();
+    if (send.bytes != receive.bytes) throw std::runtime_error("a message has another size than its receive");
+    std::memcpy(receive.data, send.buffered ? send.copy.data() : send.data, static_cast<std::size_t>(send.bytes));
+    if (!send.buffered) send.schedule->sent(send.ticket);
+    receive.schedule->received(receive.ticket);
+  }
+
+  int size_;
+  bool buffers_;
+  Random& random_;
+  std::map<int, std::deque<Post>> sends_, receives_;
+  std::vector<Post> early_;
+};
+
+class Endpoint final : public Transport {
+ public:
+  Endpoint(Network& network, int rank) : network_(network), rank_(rank) {}
+  void send(int peer, const std::byte* data, std::int64_t bytes, SendMode mode, Schedule& s, std::int64_t t) override {
+    network_.send(rank_, peer, {&s, t, const_cast<std::byte*>(data), bytes}, mode);
+  }
+  void receive(int peer, std::byte* data, std::int64_t bytes, Schedule& s, std::int64_t t) override {
+    network_.receives(peer, rank_).push_back({&s, t, data, bytes});
+  }
+
+ private:
+  Network& network_;
+  int rank_;
+};
+
+using Numbers = std::vector<std::int32_t>;
+
+struct Rank {
+  Numbers send, recv;
+  Operation operation;
+};
+
+std::byte* bytes_of(Numbers& numbers) { return reinterpret_cast<std::byte*>(numbers.data()); }
+
+/// A random operation for all ranks, and what each should have in recv afterwards.
+struct Case {
+  std::vector<Rank> ranks;
+  std::vector<Numbers> expected;
+};
+
+std::int32_t value(int rank, std::size_t i) { return static_cast<std::int32_t>(1000 * (rank + 1) + 7 * i); }
+
+Case make_case(Random& random, int size, OpKind kind) {
+  Case made;
+  CountList counts;
+  const int scale = pick(random, 0, 1) == 0 ? 40 : 3;
+  for (int r = 0; r < size; ++r) counts.push_back(pick(random, 0, 2) == 0 ? 0 : pick(random, 0, scale));
+  const auto total = static_cast<std::size_t>(std::accumulate(counts.begin(), counts.end(), std::int64_t{0}));
+  if (kind == OpKind::kAllReduce || kind == OpKind::kReduce) counts = balanced_counts(static_cast<int>(total), size);
+  const auto offsets = offsets_of(counts);
+  const int root = pick(random, 0, size - 1);
+  const bool in_place = pick(random, 0, 1) == 0;
+  Numbers sum(total, 0), joined;
+  for (int r = 0; r < size; ++r) {
+    for (std::size_t i = 0; i < total; ++i) sum[i] += value(r, i);
+    for (std::int64_t i = 0; i < counts[static_cast<std::size_t>(r)]; ++i) {
+      joined.push_back(value(r, static_cast<std::size_t>(i)));
+    }
+  }
+  made.ranks.resize(static_cast<std::size_t>(size));
+  for (int r = 0; r < size; ++r) {
+    auto& rank = made.ranks[static_cast<std::size_t>(r)];
+    const auto own = static_cast<std::size_t>(counts[static_cast<std::size_t>(r)]);
+    const auto before = static_cast<std::size_t>(offsets[static_cast<std::size_t>(r)]);
+    const auto fill = [&](Numbers& numbers, std::size_t count) {
+      for (std::size_t i = 0; i < count; ++i) numbers.push_back(value(r, i));
+    };
+    Operation& o = rank.operation;
+    o.kind = kind;
+    o.dtype = DType::kInt32;
+    o.recv_counts = counts;
+    o.peer = root;
+    o.count = static_cast<std::int64_t>(total);
+    switch (kind) {
+      case OpKind::kReduceScatter:
+        fill(rank.send, total);
+        rank.recv.resize(own);
+        made.expected.emplace_back(sum.begin() + static_cast<std::ptrdiff_t>(before),
+                                   sum.begin() + static_cast<std::ptrdiff_t>(before + own));
+        break;
+      case OpKind::kAllGather:
+        fill(rank.send, own);
+        rank.recv.resize(total);
+        if (in_place)
+          std::copy(rank.send.begin(), rank.send.end(), rank.recv.begin() + static_cast<std::ptrdiff_t>(before));
+        made.expected.push_back(joined);
+        break;
+      case OpKind::kAllToAll: {
+        o.send_counts.assign(static_cast<std::size_t>(size), 0);
+        o.recv_counts.assign(static_cast<std::size_t>(size), 0);
+        Numbers wanted;
+        for (int p = 0; p < size; ++p) {
+          const auto out = static_cast<std::size_t>((3 * r + 5 * p + scale) % 7);
+          const auto in = static_cast<std::size_t>((3 * p + 5 * r + scale) % 7);
+          o.send_counts[static_cast<std::size_t>(p)] = static_cast<std::int64_t>(out);
+          o.recv_counts[static_cast<std::size_t>(p)] = static_cast<std::int64_t>(in);
+          for (std::size_t i = 0; i < out; ++i) rank.send.push_back(value(r * size + p, i));
+          for (std::size_t i = 0; i < in; ++i) wanted.push_back(value(p * size + r, i));
+        }
+        rank.recv.resize(wanted.size());
+        made.expected.push_back(std::move(wanted));
+        break;
+      }
+      case OpKind::kBroadcast:
+        fill(rank.recv, total);
+        made.expected.emplace_back();
+        for (std::size_t i = 0; i < total; ++i) made.expected.back().push_back(value(root, i));
+        break;
+      case OpKind::kReduce:
+        fill(rank.send, total);
+        if (r == root) rank.recv.resize(total);
+        made.expected.push_back(r == root ? sum : Numbers{});
+        break;
+      case OpKind::kAllReduce:
+      case OpKind::kBarrier:
+      case OpKind::kSend:
+      case OpKind::kReceive:
+        fill(in_place ? rank.recv : rank.send, total);
+        rank.recv.resize(total);
+        made.expected.push_back(sum);
+        break;
+    }
+    o.recv = bytes_of(rank.recv);
+    o.send = bytes_of(rank.send);
+    if (kind == OpKind::kAllReduce && in_place) o.send = o.recv;
+    if (kind == OpKind::kAllGather && in_place) o.send = o.recv + 4 * before;
+  }
+  return made;
+}
+
+void run(Random& random, OpKind kind) {
+  const int size = pick(random, 2, 6);
+  Case test = make_case(random, size, kind);
+  Settings settings;
+  settings.segment_bytes = 8 * pick(random, 1, 4);
+  settings.window = pick(random, 1, 5);
+  settings.small_bytes = pick(random, 0, 2) == 0 ? 1 << 20 : 0;
+  Network network(size, pick(random, 0, 1) == 0, random);
+  std::vector<std::unique_ptr<Endpoint>> ends;
+  std::vector<std::unique_ptr<Schedule>> schedules;
+  for (int r = 0; r < size; ++r) {
+    ends.push_back(std::make_unique<Endpoint>(network, r));
+    schedules.push_back(plan(test.ranks[static_cast<std::size_t>(r)].operation, r, size, settings));
+  }
+  std::vector<int> late(static_cast<std::size_t>(size));  // ranks that have not begun yet
+  std::iota(late.begin(), late.end(), 0);
+  std::shuffle(late.begin(), late.end(), random);
+  bool open = true;
+  while (open || !late.empty()) {
+    if (!late.empty() && (pick(random, 0, 9) == 0 || !open)) {
+      const auto r = static_cast<std::size_t>(late.back());
+      late.pop_back();
+      schedules[r]->start(*ends[r]);
+    }
+    open = network.step();
+    for (int r = 0; r < size; ++r) {
+      const bool began = std::find(late.begin(), late.end(), r) == late.end();
+      if (began) schedules[static_cast<std::size_t>(r)]->finished();
+    }
+    open = open || !late.empty();
+    if (!open) open = network.step();
+  }
+  for (int r = 0; r < size; ++r) {
+    const auto i = static_cast<std::size_t>(r);
+    if (!schedules[i]->finished() || !schedules[i]->drained()) throw std::runtime_error("nobody can go on");
+    if (schedules[i]->bytes_left() != 0) throw std::runtime_error("bytes are still awaited after the end");
+    if (test.ranks[i].recv != test.expected[i]) throw std::runtime_error("a result is wrong");
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const auto seed = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 1;
+  const int rounds = argc > 2 ? std::atoi(argv[2]) : 1000;
+  const OpKind kinds[] = {OpKind::kReduceScatter, OpKind::kAllGather, OpKind::kAllReduce,
+                          OpKind::kBroadcast,     OpKind::kReduce,    OpKind::kAllToAll};
+  for (int round = 0; round < rounds; ++round) {
+    for (const auto kind : kinds) {
+      Random random(seed * 1'000'003 + static_cast<std::uint64_t>(round));
+      try {
+        run(random, kind);
+      } catch (const std::exception& e) {
+        std::printf("%s, seed %llu, round %d: %s\n", std::string(name_of(kind)).c_str(),
+                    static_cast<unsigned long long>(seed), round, e.what());
+        return 1;
+      }
+    }
+  }
+  std::printf("%d rounds passed\n", rounds);
+  return 0;
+}
