@@ -7,7 +7,8 @@
 
 namespace comm_core {
 
-Exchange::Exchange(std::vector<Lane> lanes, Pieces pieces) : lanes_(std::move(lanes)), pieces_(pieces) {
+Exchange::Exchange(std::vector<Lane> lanes, Pieces pieces, Sources sources)
+    : lanes_(std::move(lanes)), pieces_(pieces), sources_(sources) {
   for (const auto& lane : lanes_) {
     progress_.push_back({Flow(lane.out_bytes, pieces), Flow(lane.in_bytes, pieces)});
     bytes_left_ += lane.in_bytes;
@@ -46,8 +47,8 @@ void Exchange::fill(std::size_t index) {
   while (flow.open(flow.num_segments())) {
     const auto segment = flow.take();
     const std::byte* const data = lane.out + flow.offset_of(segment);
-    if (flow.is_last(segment)) {
-      send_copy(lane.peer, data, flow.bytes_of(segment), SendMode::kMatched);
+    if (flow.is_last(segment) || sources_ == Sources::kOverwritten) {
+      send_copy(lane.peer, data, flow.bytes_of(segment), flow.mode_of(segment));
       --num_unsent_;
     } else {
       send(lane.peer, data, flow.bytes_of(segment), flow.mode_of(segment), ticket(index, segment));
@@ -72,8 +73,8 @@ void Exchange::on_received(std::int64_t ticket) {
   post(lane);
 }
 
-DirectReduce::DirectReduce(std::vector<Lane> lanes, Target target, Pieces pieces)
-    : Exchange(std::move(lanes), pieces),
+DirectReduce::DirectReduce(std::vector<Lane> lanes, Target target, Pieces pieces, Sources sources)
+    : Exchange(std::move(lanes), pieces, sources),
       target_(target),
       stretch_(target.bytes, pieces),
       arrived_(static_cast<std::size_t>(pieces.window), 0) {}

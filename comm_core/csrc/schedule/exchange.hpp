@@ -22,7 +22,9 @@ struct Lane {
 /// Every lane on its own, at the pace of its Flow: something may go out where nothing comes back.
 class Exchange : public Schedule {
  public:
-  Exchange(std::vector<Lane> lanes, Pieces pieces);
+  /// What may be overwritten before every peer has it is copied first.
+  enum class Sources { kStay, kOverwritten };
+  Exchange(std::vector<Lane> lanes, Pieces pieces, Sources sources = Sources::kStay);
   bool finished() override { return bytes_left_ == 0 && num_unsent_ == 0; }
   std::int64_t bytes_left() const override { return bytes_left_; }
 
@@ -51,6 +53,7 @@ class Exchange : public Schedule {
   std::vector<Lane> lanes_;
   std::vector<Progress> progress_;
   Pieces pieces_;
+  Sources sources_;
   std::int64_t bytes_left_ = 0;
   std::int64_t num_unsent_ = 0;  // messages that still need the caller's memory
 };
@@ -68,7 +71,7 @@ class DirectReduce final : public Exchange {
     ReduceOp op;
   };
   /// `lanes` lead to all other ranks; their `in` is not used.
-  DirectReduce(std::vector<Lane> lanes, Target target, Pieces pieces);
+  DirectReduce(std::vector<Lane> lanes, Target target, Pieces pieces, Sources sources = Sources::kStay);
 
  protected:
   void on_start() override;

@@ -104,12 +104,14 @@ SchedulePtr all_gather(const Job& job) {
 }
 
 SchedulePtr all_reduce(const Job& job) {
-  if (job.bytes() <= job.settings.small_bytes) {
+  // One step in which everybody sends everything: worth its bytes while those are few beside the latency of the
+  // 2 (size - 1) steps it saves.
+  if (job.bytes() * job.size <= 4 * job.settings.small_bytes) {
     auto lanes = job.lanes([&](int peer) { return Lane{peer, job.op.send, job.bytes(), nullptr, job.bytes()}; });
     const DirectReduce::Target target{job.op.send, job.op.recv, job.bytes(), job.rank, job.op.dtype, job.op.reduce};
-    // One segment: the copy that is sent leaves `send` free to be overwritten by the result.
-    const Pieces whole{std::max<std::int64_t>(job.bytes(), 1), 1};
-    return std::make_unique<DirectReduce>(std::move(lanes), target, whole);
+    // `recv` may be `send`, so copies are sent; those leave all at once.
+    const Pieces all{job.settings.segment_bytes, job.bytes() / job.settings.segment_bytes + 1};
+    return std::make_unique<DirectReduce>(std::move(lanes), target, all, Exchange::Sources::kOverwritten);
   }
   if (!is_half(job.op.dtype)) return ring(job, 2 * (job.size - 1), 1, job.size - 1, job.op.send, job.op.recv);
   std::byte* const own = job.op.recv + job.before(job.rank);
