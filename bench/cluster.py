@@ -180,6 +180,10 @@ def main() -> None:
     parser.add_argument("--clean", action="store_true", required=True)
     parser.parse_args()
     for name in _namespaces():
+        maker = name.removeprefix(PREFIX).split("x")[0]
+        if Path("/proc", maker).exists():
+            print(f"kept {name}: process {maker}, which made it, still runs")
+            continue
         remove_namespace(name)
         print(f"removed {name}")
 

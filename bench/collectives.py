@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
@@ -145,6 +146,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write every row here")
     parser.add_argument("--check-bars", action="store_true", help="exit with 1 unless every bar is met")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the emulated hosts are removed
     try:
         rows, wire, backend = run(arguments)
     except (ClusterError, subprocess.SubprocessError) as error:
