@@ -154,7 +154,7 @@ SchedulePtr reduce(const Job& job) {
 }
 
 SchedulePtr broadcast(const Job& job) {
-  const bool small = job.bytes() <= job.settings.small_bytes;
+  const bool small = job.bytes() <= 2 * job.settings.small_bytes;
   auto node = small ? binomial_node(job.rank, job.size, job.op.peer) : chain_node(job.rank, job.size, job.op.peer);
   return std::make_unique<Broadcast>(std::move(node), job.op.recv, job.bytes(), job.chain_pieces());
 }
