@@ -166,17 +166,22 @@ class RingReduce(Pipeline):
         self._send, self._out, self._op, self._size, self._in_place = send, out, op, size, in_place
         self._base = min((arrival.span.start for arrival in arrivals if not arrival.forward), default=0)
         self._slots: list[torch.Tensor] = []
+        # [Note: a ring holds a shard]
+        # Our arrival k, sent on, is the next rank's arrival F + k, F being the number of segments we sent first. It is
+        # received there only once that rank has announced so many; with F slots or fewer, every rank waits for the next
+        # to announce what that one will announce only when its own slot is free.
+        self._num_slots = len(first) + WINDOW
 
     def landing(self, link: Link, index: int) -> torch.Tensor:
         arrival = self._arrivals[index]
         if not arrival.forward and not self._in_place:
             return self._final(arrival.span)
         numel = arrival.span.stop - arrival.span.start
-        if index < 2 * WINDOW:
+        if index < self._num_slots:
             self._slots.append(torch.empty(self._slot_numel(), dtype=self._send.dtype))
-        elif self._arrivals[index - 2 * WINDOW].forward:
-            self.sent_on(link, index - 2 * WINDOW)
-        return self._slots[index % (2 * WINDOW)][:numel]
+        elif self._arrivals[index - self._num_slots].forward:
+            self.sent_on(link, index - self._num_slots)
+        return self._slots[index % self._num_slots][:numel]
 
     def arrived(self, index: int, landed: torch.Tensor) -> torch.Tensor:
         arrival = self._arrivals[index]
