@@ -57,7 +57,10 @@ class Link:
         return Message(work, peer, tensor.nbytes, "receiving")
 
     def wait(self, message: Message) -> None:
-        """Block, without the GIL and without spinning, until the message has gone or come."""
+        """Block, without the GIL and without spinning, until the message has gone or come.
+
+        Once per message: gloo takes a completion away with the wait for it, and a second wait never ends.
+        """
         self._guard(message.verb, message.peer, message.nbytes, message.work.wait, _FOREVER)
 
     def tear_down(self) -> None:

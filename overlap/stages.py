@@ -75,7 +75,7 @@ class Pipeline(Stage):
         self._first = first
         self._arrivals = arrivals
         self._received: list[tuple[Message, torch.Tensor]] = []
-        self._sent: list[Message] = []
+        self._sent: list[Message | None] = []
         self._tag = 0
 
     @abstractmethod
@@ -108,12 +108,18 @@ class Pipeline(Stage):
             if arrival.forward:
                 self._sent.append(link.send(onward, after, self._tag))
         idle()
-        for message in self._sent:
-            link.wait(message)
+        for number in range(len(self._sent)):
+            self._await_sent(link, number)
 
     def sent_on(self, link: Link, index: int) -> None:
         """Wait until arrival `index`, which was forwarded, has left its buffer."""
-        link.wait(self._sent[len(self._first) + index])
+        self._await_sent(link, len(self._first) + index)
+
+    def _await_sent(self, link: Link, number: int) -> None:
+        message = self._sent[number]
+        if message is not None:
+            link.wait(message)
+            self._sent[number] = None  # a message can be waited for once
 
     def _announce(self, link: Link, upto: int) -> None:
         before = (link.rank - 1) % link.size

@@ -63,6 +63,20 @@ def test_reductions(comm: Communicator, dtype: torch.dtype, op: ReduceOp) -> Non
         assert torch.equal(mine, expected)
 
 
+def test_more_segments_than_a_ring_keeps_room_for(comm: Communicator) -> None:
+    """A ring over torch.distributed once waited twice for one message, and hung where it used a slot again."""
+    count = 10_000_000
+    rows = torch.arange(comm.size, dtype=torch.float32)
+    mine = rows[comm.rank].expand(count).clone()
+    shares = _balanced(count, comm.size)
+    shard = torch.empty(shares[comm.rank])
+    comm.reduce_scatter(mine, shard)
+    assert shard.eq(rows.sum()).all()
+    gathered = torch.empty(count)
+    comm.all_gather(mine[: shares[comm.rank]], gathered, counts=shares)
+    assert all(part.eq(float(rank)).all() for rank, part in enumerate(gathered.split(shares)))
+
+
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.bool, torch.complex64])
 def test_moves(comm: Communicator, dtype: torch.dtype) -> None:
     for count in COUNTS:
