@@ -31,6 +31,7 @@ from overlap.api import (
     shutdown,
     size,
 )
+from overlap.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
     "Average",
@@ -39,6 +40,7 @@ __all__ = [
     "Min",
     "Product",
     "Sum",
+    "SyncBatchNorm",
     "allgather",
     "allgather_object",
     "allreduce",

@@ -42,6 +42,7 @@ class Session:
         self.control = _duplicate(comm)
         self.mailroom = Mailroom(comm)
         self.watchdog = Watchdog(comm, self.control, self.mailroom, mine)
+        self._channels: dict[str, Communicator] = {}
         self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._registered = 0
         failures.install(comm.rank, comm.size, comm.abort)
@@ -57,6 +58,17 @@ class Session:
     def optimizers(self) -> list[Any]:
         return list(self._optimizers)
 
+    def channel(self, purpose: str) -> Communicator:
+        """The communicator of all ranks that serves `purpose` alone, so that its operations cross no others.
+
+        The first call for a purpose makes it and is collective: on every rank, in the same order among channels.
+        """
+        channel = self._channels.get(purpose)
+        if channel is None:
+            channel = self._channels[purpose] = _duplicate(self.control)
+            self.watchdog.watch(channel)
+        return channel
+
     def close(self) -> None:
         """Finish what is in flight, wait for the other ranks, let go. Questions are answered until all are here."""
         for optimizer in self.optimizers:
@@ -66,6 +78,8 @@ class Session:
         self.watchdog.close()
         self.mailroom.close()
         failures.remove()
+        for channel in self._channels.values():
+            channel.close()
         self.control.close()
         self.comm.close()
         if self.launch.launcher is not Launcher.TORCHRUN:

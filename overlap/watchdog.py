@@ -39,7 +39,7 @@ class Watchdog:
     """
 
     def __init__(self, comm: Communicator, control: Communicator, mailroom: Mailroom, host: str) -> None:
-        self._comm, self._control, self._mailroom = comm, control, mailroom
+        self._comm, self._watched, self._mailroom = comm, [comm, control], mailroom
         self._where = f"{host}, pid {os.getpid()}"
         self._warn_after = _seconds("DEAR_STALL_WARN_SECONDS", 60.0)
         self._abort_after = _seconds("DEAR_STALL_ABORT_SECONDS", 600.0)
@@ -59,7 +59,11 @@ class Watchdog:
         return f"({self._where}) {self._here}; {'waiting in ' + waiting if waiting else 'no operation in flight'}"
 
     def _pending(self) -> list[Work]:
-        return [*self._comm.pending(), *self._control.pending()]
+        return [work for comm in self._watched for work in comm.pending()]
+
+    def watch(self, comm: Communicator) -> None:
+        """Look at this communicator's operations too."""
+        self._watched.append(comm)
 
     def leaving(self) -> None:
         """Tell the others that this rank will issue nothing more."""

@@ -25,6 +25,7 @@ from overlap.api import (
     shutdown,
     size,
 )
+from overlap.sync_batch_norm import SyncBatchNorm
 from wfbp.optimizer import DistributedOptimizer
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "Min",
     "Product",
     "Sum",
+    "SyncBatchNorm",
     "allgather",
     "allgather_object",
     "allreduce",
