@@ -1,0 +1,130 @@
+"""Layer-wise backward times of the user's own model: when each gradient is complete, during training or beside it.
+
+Both ways stamp the clock in a hook on every parameter; hooks are removed when the measurement is over. Times are those
+of the host's clock, which on CPU tensors is when a gradient really is there.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import numpy
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from overlap.gates import GatedParameters
+
+__all__ = ["BackwardClock", "backward_seconds", "profile_backward"]
+
+
+class BackwardClock:
+    """Stamps the time at which each parameter's gradient arrives; the last arrival of a window counts."""
+
+    def __init__(self, params: Sequence[torch.nn.Parameter]) -> None:
+        self._stamps: dict[int, float] = {}
+        self._handles: list[RemovableHandle] = [
+            param.register_post_accumulate_grad_hook(self._hook(index))
+            for index, param in enumerate(params)
+            if param.requires_grad
+        ]
+
+    def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
+        def stamp(_param: torch.Tensor) -> None:
+            self._stamps[index] = time.perf_counter()
+
+        return stamp
+
+    def lap(self) -> dict[int, float]:
+        """Stamps (seconds of ``time.perf_counter``) by position of the parameter, since the last lap."""
+        stamps, self._stamps = self._stamps, {}
+        return stamps
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+def backward_seconds(order: Sequence[int], laps: Sequence[Mapping[int, float]]) -> tuple[float, ...]:
+    """Backward time between each gradient of `order` and the one before it, the median over `laps`. Pure.
+
+    The first one counts from the lap's own beginning if the lap has it, under key -1, and is 0 otherwise. A gradient
+    that comes before its predecessor in `order` cannot be sent before it either, so it counts as arriving with it.
+    One that never came counts as arriving with the last.
+    """
+    arrivals: list[float] = []
+    for index in order:
+        relative = [lap[index] - lap.get(-1, lap.get(order[0], min(lap.values()))) for lap in laps if index in lap]
+        arrivals.append(statistics.median(relative) if relative else max(arrivals, default=0.0))
+    seconds, now = [], 0.0
+    for arrival in arrivals:
+        later = max(now, arrival)
+        seconds.append(later - now)
+        now = later
+    return tuple(seconds)
+
+
+def profile_backward(
+    model: torch.nn.Module, compute_loss: Callable[[], torch.Tensor], *, warmup: int = 3, iterations: int = 10
+) -> dict[str, float]:
+    """Measure the backward pass of `model` beside training. On this rank alone; nothing is communicated.
+
+    Args:
+        model: not wrapped by a distributed optimizer yet.
+        compute_loss: runs the forward on a fixed batch and returns the loss; called ``warmup + iterations`` times.
+        warmup: passes that are not counted.
+        iterations: passes of which the median is taken.
+
+    Returns seconds by parameter name, from the gradient before it to its own, in the order in which gradients arrived.
+    Parameters without a gradient are left out. Afterwards gradients, buffers (batch-norm statistics) and the random
+    state of torch, numpy and Python are what they were, and no hook is left.
+
+    Raises ``ValueError`` for counts below 1 or a loss without any gradient, ``RuntimeError`` for a wrapped model.
+    """
+    if warmup < 0 or iterations < 1:
+        raise ValueError(f"warmup should be at least 0 and iterations at least 1; they are {warmup} and {iterations}")
+    if any(isinstance(module._parameters, GatedParameters) for module in model.modules()):
+        raise RuntimeError("profile the model before its optimizer is wrapped: its gradients would be sent otherwise")
+    names, params = zip(*model.named_parameters(), strict=True)
+    laps: list[dict[int, float]] = []
+    clock = BackwardClock(params)
+    try:
+        with _restored(model, params):
+            for number in range(warmup + iterations):
+                for param in params:
+                    param.grad = None
+                loss = compute_loss()
+                begin = time.perf_counter()
+                loss.backward()
+                lap = clock.lap()
+                if number >= warmup:
+                    laps.append({-1: begin, **lap})
+    finally:
+        clock.remove()
+    order = sorted((index for index in laps[-1] if index >= 0), key=laps[-1].__getitem__)
+    if not order:
+        raise ValueError("the loss reaches no parameter of the model: there is no backward to measure")
+    return {names[index]: value for index, value in zip(order, backward_seconds(order, laps), strict=True)}
+
+
+@contextmanager
+def _restored(model: torch.nn.Module, params: Sequence[torch.nn.Parameter]) -> Iterator[None]:
+    """Put gradients, buffers and random states back."""
+    gradients = [param.grad for param in params]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    torch_state, python_state, numpy_state = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
+    try:
+        yield
+    finally:
+        for param, gradient in zip(params, gradients, strict=True):
+            param.grad = gradient
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+        torch.set_rng_state(torch_state)
+        random.setstate(python_state)
+        numpy.random.set_state(numpy_state)

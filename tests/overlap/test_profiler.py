@@ -1,0 +1,121 @@
+"""Profiling finds the slow layer and leaves no trace in the model or the process."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+from overlap.profiler import BackwardClock, backward_seconds, profile_backward
+
+
+class _Slow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.02)
+        return gradient
+
+
+class _Model(nn.Module):
+    """Everything that a forward pass may leave behind: statistics, random numbers, counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
+        self.never = nn.Parameter(torch.ones(3))
+        self.register_buffer("calls", torch.zeros(()), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        x = nn.functional.dropout(self.norm(self.first(x)), 0.5)
+        return self.last(_Slow.apply(x + random.random() + float(numpy.random.rand())))
+
+
+def test_times_name_the_slow_place_and_nothing_is_left_behind() -> None:
+    torch.manual_seed(3)
+    model = _Model()
+    x = torch.randn(8, 4)
+    model(x).sum().backward()
+    held = {name: param.grad for name, param in model.named_parameters()}
+    values = {name: None if grad is None else grad.clone() for name, grad in held.items()}
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    expected = None
+    for profiled in (False, True):
+        torch.manual_seed(5)
+        random.seed(5)
+        numpy.random.seed(5)
+        if profiled:
+            times = profile_backward(model, lambda: model(x).sum(), warmup=1, iterations=3)
+        drawn = (torch.rand(3).tolist(), random.random(), float(numpy.random.rand()))
+        assert expected is None or drawn == expected
+        expected = drawn
+    assert next(name for name, seconds in times.items() if seconds > 0.015).startswith("norm.")
+    assert set(list(times)[:2]) == {"last.weight", "last.bias"}
+    assert "never" not in times
+    assert 0.02 < sum(times.values()) < 0.2
+    for name, param in model.named_parameters():
+        assert param.grad is held[name]
+        assert values[name] is None or torch.equal(param.grad, values[name])
+        assert not param._post_accumulate_grad_hooks
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, buffers[name]), name
+
+
+def test_hooks_and_state_go_back_even_if_the_loss_fails() -> None:
+    model = _Model()
+
+    def fail() -> torch.Tensor:
+        model(torch.ones(2, 4))
+        raise OSError("no more data")
+
+    with pytest.raises(OSError, match="no more data"):
+        profile_backward(model, fail)
+    assert not model.first.weight._post_accumulate_grad_hooks
+    assert model.calls == 0
+
+
+def test_what_cannot_be_profiled() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="at least 1; they are 0 and 0"):
+        profile_backward(model, lambda: model(torch.ones(1, 2)).sum(), warmup=0, iterations=0)
+    with pytest.raises(ValueError, match="reaches no parameter"):
+        profile_backward(model, lambda: torch.ones((), requires_grad=True) * 1)
+
+
+def test_the_last_arrival_of_a_window_counts() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    clock = BackwardClock([weight])
+    for _ in range(2):
+        weight.sum().backward()
+        last = time.perf_counter()
+    lap = clock.lap()
+    assert last - 0.05 < lap[0] <= last
+    assert clock.lap() == {}
+    clock.remove()
+    weight.sum().backward()
+    assert clock.lap() == {}
+
+
+@pytest.mark.parametrize(
+    ("order", "laps", "expected"),
+    [
+        ([2, 1, 0], [{2: 5.0, 1: 6.0, 0: 8.0}], [0, 1, 2]),  # from the first arrival
+        ([2, 1, 0], [{-1: 4.0, 2: 5.0, 1: 6.0, 0: 8.0}], [1, 1, 2]),  # from the lap's beginning
+        ([0, 1], [{0: 1.0, 1: 2.0}, {0: 5.0, 1: 9.0}, {0: 7.0, 1: 9.0}], [0, 2]),  # the median
+        ([0, 1, 2], [{0: 1.0, 1: 3.0, 2: 2.0}], [0, 2, 0]),  # 2 overtook 1: sent after it
+        ([0, 1, 2], [{0: 1.0, 2: 3.0}], [0, 0, 2]),  # 1 never came
+        ([0, 1, 2], [{1: 3.0, 2: 4.0}], [0, 0, 1]),  # the first never came
+        ([0, 1], [], [0, 0]),
+    ],
+)
+def test_backward_seconds(order: list[int], laps: list[dict[int, float]], expected: list[float]) -> None:
+    assert list(backward_seconds(order, laps)) == expected
