@@ -90,8 +90,8 @@ def DistributedOptimizer(
             ``threshold_mb=None, num_nearby_layers=1`` is DeAR without tensor fusion.
         exclude_parts: ``"reducescatter"``, ``"allgather"`` or both leave that part of the communication out, for time
             breakdowns. The training is wrong then.
-        strategy: ``"dear"``, or the name of another strategy's package (``"wfbp"``), which then takes the other
-            arguments.
+        strategy: ``"dear"``, or the name of another strategy's package (``"wfbp"``, ``"mgwfbp"``), which then takes the
+            other arguments.
         shell: ``backward_passes_per_step=1, elementwise=None, sync_start=True, poison=None``; see
             :class:`overlap.optimizer.DistributedOptimizer`.
     """
@@ -115,4 +115,8 @@ def _sibling(
         import wfbp
 
         return wfbp.DistributedOptimizer(optimizer, model, **shell)
-    raise ValueError(f"strategy should be 'dear' or 'wfbp' and is {strategy!r}")
+    if strategy == "mgwfbp":
+        import mgwfbp
+
+        return mgwfbp.DistributedOptimizer(optimizer, model, **shell)
+    raise ValueError(f"strategy should be 'dear', 'wfbp' or 'mgwfbp' and is {strategy!r}")

@@ -81,9 +81,7 @@ def merge(
     return tuple(groups)
 
 
-def predict(
-    groups: Sequence[Sequence[int]], nbytes: Sequence[int], seconds: Sequence[float], cost: CostModel
-) -> float:
+def predict(groups: Sequence[Sequence[int]], nbytes: Sequence[int], seconds: Sequence[float], cost: CostModel) -> float:
     """Seconds from the beginning of backward to the end of the last reduction, for any groups in order of issue."""
     ready: list[float] = []
     for duration in seconds:

@@ -261,6 +261,7 @@ def _without(facts: Facts, frozen: set[int]) -> Facts:
         fires=facts.fires,
         unseen=facts.unseen - frozen,
         idle=facts.idle - frozen,
+        moments=facts.moments,
     )
 
 

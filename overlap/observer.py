@@ -5,6 +5,7 @@ Filled while the first training iteration runs, turned into :class:`Facts` at it
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
 import torch
@@ -24,6 +25,7 @@ class Facts:
     fires: tuple[int, ...]  # by slot
     unseen: frozenset[int]  # got a gradient though no module handed them out: awaited when any forward starts
     idle: frozenset[int]  # got no gradient
+    moments: tuple[float, ...] = ()  # by slot: when its gradient was complete, in seconds after the first one's
 
 
 @dataclass
@@ -35,7 +37,7 @@ class Observer:
     units: list[tuple[object, list[int]]] = field(default_factory=list)
     roots: dict[torch.nn.Module, None] = field(default_factory=dict)
     _touched: set[int] = field(default_factory=set)
-    _arrivals: dict[int, None] = field(default_factory=dict)
+    _arrivals: dict[int, float] = field(default_factory=dict)
     _depth: list[torch.nn.Module] = field(default_factory=list)
     _handles: list[RemovableHandle] = field(default_factory=list)
 
@@ -77,7 +79,7 @@ class Observer:
 
     def gradient(self, slot: Slot) -> None:
         self._arrivals.pop(slot.index, None)  # the last accumulation completes it
-        self._arrivals[slot.index] = None
+        self._arrivals[slot.index] = time.perf_counter()
 
     def finish(self) -> Facts:
         for handle in self._handles:
@@ -86,10 +88,13 @@ class Observer:
         with_gradient = set(arrived) | {slot.index for slot in self.slots if slot.param.grad is not None}
         units = [tuple(unit) for _, unit in self.units]
         rest = [slot.index for slot in self.slots if slot.index not in self._touched]
+        stamps = self._arrivals.values()
+        first, last = min(stamps, default=0.0), max(stamps, default=0.0)
         return Facts(
             units=(*units, *((index,) for index in rest)),
             arrivals=(*arrived, *(slot.index for slot in self.slots if slot.index not in self._arrivals)),
             fires=tuple(slot.fires for slot in self.slots),
             unseen=frozenset(index for index in rest if index in with_gradient),
             idle=frozenset(slot.index for slot in self.slots if slot.index not in with_gradient),
+            moments=tuple(self._arrivals.get(slot.index, last) - first for slot in self.slots),
         )

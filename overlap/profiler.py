@@ -89,7 +89,7 @@ def profile_backward(
         raise ValueError(f"warmup should be at least 0 and iterations at least 1; they are {warmup} and {iterations}")
     if any(isinstance(module._parameters, GatedParameters) for module in model.modules()):
         raise RuntimeError("profile the model before its optimizer is wrapped: its gradients would be sent otherwise")
-    names, params = zip(*model.named_parameters(), strict=True)
+    names, params = list(dict(model.named_parameters())), list(model.parameters())
     laps: list[dict[int, float]] = []
     clock = BackwardClock(params)
     try:
@@ -113,18 +113,23 @@ def profile_backward(
 
 @contextmanager
 def _restored(model: torch.nn.Module, params: Sequence[torch.nn.Parameter]) -> Iterator[None]:
-    """Put gradients, buffers and random states back."""
+    """Put gradients, buffers (those that a forward replaces by new tensors too) and random states back."""
     gradients = [param.grad for param in params]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    torch_state, python_state, numpy_state = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
+    registered = [(module, dict(module._buffers)) for module in model.modules()]
+    values = {id(buffer): (buffer, buffer.detach().clone()) for buffer in model.buffers()}
+    python_state, numpy_state = random.getstate(), numpy.random.get_state()
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     try:
-        yield
+        with torch.random.fork_rng(devices=devices):
+            yield
     finally:
         for param, gradient in zip(params, gradients, strict=True):
             param.grad = gradient
+        for module, buffers in registered:
+            module._buffers.clear()
+            module._buffers.update(buffers)
         with torch.no_grad():
-            for buffer, value in buffers:
+            for buffer, value in values.values():
                 buffer.copy_(value)
-        torch.set_rng_state(torch_state)
         random.setstate(python_state)
         numpy.random.set_state(numpy_state)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import logging
 import os
 import socket
@@ -14,7 +15,9 @@ import torch
 import comm_core
 from overlap import failures
 from overlap.communicator import Communicator
+from overlap.cost_model import CostModel, fit
 from overlap.launch import Launch, Launcher, LaunchError, detect
+from overlap.link_probe import measure_all_reduce
 from overlap.mailroom import Mailroom
 from overlap.native import NativeCommunicator
 from overlap.objects import allgather_object
@@ -68,6 +71,11 @@ class Session:
             channel = self._channels[purpose] = _duplicate(self.control)
             self.watchdog.watch(channel)
         return channel
+
+    @functools.cached_property
+    def link_cost(self) -> CostModel:
+        """What an all-reduce among all ranks costs, the same on every rank; the first use measures it, on every rank."""
+        return fit(measure_all_reduce(self.comm))
 
     def close(self) -> None:
         """Finish what is in flight, wait for the other ranks, let go. Questions are answered until all are here."""

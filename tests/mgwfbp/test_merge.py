@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -55,7 +56,7 @@ def test_groups_are_a_partition_and_times_are_consistent(seed: int) -> None:
         groups = merge(nbytes, seconds, cost, **options)  # type: ignore[arg-type]
         assert [index for group in groups for index in group.tensors] == list(range(len(nbytes)))
         assert groups[-1].end == pytest.approx(predict([g.tensors for g in groups], nbytes, seconds, cost))
-        for before, after in zip(groups, groups[1:], strict=False):
+        for before, after in pairwise(groups):
             assert after.start >= before.end
             assert after.start >= after.ready
         if "kinds" in options:

@@ -35,7 +35,7 @@ class _Model(nn.Module):
         self.register_buffer("calls", torch.zeros(()), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
+        self.calls = self.calls + 1  # another tensor
         x = nn.functional.dropout(self.norm(self.first(x)), 0.5)
         return self.last(_Slow.apply(x + random.random() + float(numpy.random.rand())))
 
@@ -45,6 +45,7 @@ def test_times_name_the_slow_place_and_nothing_is_left_behind() -> None:
     model = _Model()
     x = torch.randn(8, 4)
     model(x).sum().backward()
+    calls = model.calls
     held = {name: param.grad for name, param in model.named_parameters()}
     values = {name: None if grad is None else grad.clone() for name, grad in held.items()}
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -68,6 +69,7 @@ def test_times_name_the_slow_place_and_nothing_is_left_behind() -> None:
         assert not param._post_accumulate_grad_hooks
     for name, buffer in model.named_buffers():
         assert torch.equal(buffer, buffers[name]), name
+    assert model.calls is calls
 
 
 def test_hooks_and_state_go_back_even_if_the_loss_fails() -> None:
@@ -87,6 +89,8 @@ def test_what_cannot_be_profiled() -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="at least 1; they are 0 and 0"):
         profile_backward(model, lambda: model(torch.ones(1, 2)).sum(), warmup=0, iterations=0)
+    with pytest.raises(ValueError, match="reaches no parameter"):
+        profile_backward(nn.ReLU(), lambda: torch.ones((), requires_grad=True) * 1)
     with pytest.raises(ValueError, match="reaches no parameter"):
         profile_backward(model, lambda: torch.ones((), requires_grad=True) * 1)
 

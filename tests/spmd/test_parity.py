@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import dear
+import mgwfbp
 import wfbp
 from tests.spmd.loops import LOOPS, MakeOptimizer, Run
 from tests.spmd.models import MODELS
@@ -18,6 +19,7 @@ STRATEGIES: dict[str, Callable[..., Any]] = {
     "dear-layerwise": lambda o, m: dear.DistributedOptimizer(o, m, threshold_mb=None, num_nearby_layers=1),
     "dear-nameless": lambda o, m: dear.DistributedOptimizer(o, threshold_mb=0.001),
     "wfbp": wfbp.DistributedOptimizer,
+    "mgwfbp": lambda o, m: mgwfbp.DistributedOptimizer(o, m, alpha_beta=(3e-5, 1e-9)),
 }
 
 

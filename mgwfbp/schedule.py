@@ -1,0 +1,92 @@
+"""From measured backward times to buckets: what is merged, and when each reduction is expected. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from mgwfbp.merge import Group, merge
+from overlap.cost_model import CostModel
+from overlap.observer import Facts
+from overlap.partition import BucketSpec, TensorSpec, layout
+from overlap.strategy import Plan
+
+__all__ = ["durations", "plan_buckets", "table"]
+
+
+def durations(order: Sequence[int], moments: Sequence[float]) -> list[float]:
+    """Backward seconds between each gradient of `order` and the one before it; `moments` by tensor, or empty.
+
+    The first counts from the moment 0. A gradient cannot be sent before its predecessors, so none is negative.
+    """
+    seconds, now = [], 0.0
+    for index in order:
+        later = max(now, moments[index]) if moments else now
+        seconds.append(later - now)
+        now = later
+    return seconds
+
+
+def plan_buckets(
+    facts: Facts,
+    specs: Sequence[TensorSpec],
+    world_size: int,
+    cost: CostModel,
+    *,
+    seconds: Mapping[int, float] | None = None,
+    asc: bool = False,
+    merge_below: int = 0,
+) -> tuple[Plan, tuple[Group, ...]]:
+    """Buckets in order of issue, and what the model expects of those with gradients in every iteration.
+
+    Args:
+        facts: `arrivals` is the order in which gradients are complete, `moments` when.
+        seconds: backward time by tensor instead of what `facts` say; 0 where a tensor is not in it.
+        cost, asc, merge_below: see :func:`mgwfbp.merge.merge`.
+
+    Parameters without a gradient in the first iteration would keep others waiting: they get buckets of their own,
+    issued last.
+    """
+    used = [index for index in facts.arrivals if index not in facts.idle]
+    idle = [index for index in facts.arrivals if index in facts.idle]
+    times = durations(used, facts.moments) if seconds is None else [seconds.get(index, 0.0) for index in used]
+    expected = _groups(used, times, specs, cost, asc, merge_below)
+    buckets = _buckets(used, expected, specs, world_size)
+    buckets += _buckets(idle, _groups(idle, [0.0] * len(idle), specs, cost, asc, merge_below), specs, world_size)
+    return Plan(tuple(buckets), (False,) * len(buckets)), expected
+
+
+def _groups(
+    order: Sequence[int],
+    seconds: Sequence[float],
+    specs: Sequence[TensorSpec],
+    cost: CostModel,
+    asc: bool,
+    merge_below: int,
+) -> tuple[Group, ...]:
+    nbytes, kinds = [specs[index].nbytes for index in order], [specs[index].kind for index in order]
+    return merge(nbytes, seconds, cost, asc=asc, merge_below=merge_below, kinds=kinds)
+
+
+def _buckets(
+    order: Sequence[int], groups: Sequence[Group], specs: Sequence[TensorSpec], world_size: int
+) -> list[BucketSpec]:
+    return [layout([order[position] for position in group.tensors], specs, world_size) for group in groups]
+
+
+def table(groups: Sequence[Group], cost: CostModel) -> str:
+    """The plan for people: a line for each bucket, times in ms after backward began."""
+    tensors = sum(len(group.tensors) for group in groups)
+    lines = [
+        f"mgwfbp: {tensors} tensors in {len(groups)} buckets; an all-reduce costs {cost.alpha * 1e3:.3f} ms and "
+        f"{cost.beta * 1e9:.3f} ms per 10^6 bytes",
+        f"{'bucket':>6} {'tensors':>7} {'MB':>9} {'ready':>9} {'sent':>9} {'done':>9}",
+    ]
+    for number, group in enumerate(groups):
+        times = f"{group.ready * 1e3:9.3f} {group.start * 1e3:9.3f} {group.end * 1e3:9.3f}"
+        lines.append(f"{number:6d} {len(group.tensors):7d} {group.nbytes / 2**20:9.3f} {times}")
+    if groups:
+        exposed = groups[-1].end - groups[-1].ready
+        lines.append(
+            f"backward {groups[-1].ready * 1e3:.3f} ms, of which the reductions outlast {exposed * 1e3:.3f} ms"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,49 @@
+"""Times and buckets of MG-WFBP's plan, without a communicator."""
+
+from __future__ import annotations
+
+from mgwfbp.schedule import durations, plan_buckets, table
+from overlap.cost_model import CostModel
+from overlap.observer import Facts
+from overlap.partition import TensorSpec
+
+NOTHING: frozenset[int] = frozenset()
+COST = CostModel(1.5e-3, 0.0)
+SPECS = [TensorSpec(100, 4, "fp32")] * 4
+
+
+def _facts(moments: tuple[float, ...] = (), idle: frozenset[int] = NOTHING) -> Facts:
+    return Facts(((0,), (1,), (2,), (3,)), (3, 2, 1, 0), (1,) * 4, NOTHING, idle, moments)
+
+
+def test_durations_follow_the_order_and_never_go_back() -> None:
+    assert durations([2, 0, 1], [3.0, 2.5, 1.0]) == [1.0, 2.0, 0.0]
+    assert durations([1, 0], []) == [0.0, 0.0]
+
+
+def test_buckets_follow_the_times() -> None:
+    plan, groups = plan_buckets(_facts((0.013, 0.012, 0.001, 0.0)), SPECS, 2, COST)
+    assert [bucket.tensors for bucket in plan.buckets] == [(3, 2), (1, 0)]
+    assert plan.sharded == (False, False)
+    assert groups[-1].ready == 0.013
+
+
+def test_given_times_come_before_observed_ones() -> None:
+    plan, _ = plan_buckets(_facts((0.013, 0.012, 0.001, 0.0)), SPECS, 2, COST, seconds={3: 0.0, 2: 1.0, 1: 1.0, 0: 1.0})
+    assert [bucket.tensors for bucket in plan.buckets] == [(3,), (2,), (1,), (0,)]
+
+
+def test_idle_and_foreign_tensors_stay_apart() -> None:
+    specs = [*SPECS[:2], TensorSpec(100, 2, "bf16"), SPECS[3]]
+    plan, groups = plan_buckets(_facts(idle=frozenset({1})), specs, 2, CostModel(1.0, 0.0))
+    assert [bucket.tensors for bucket in plan.buckets] == [(3,), (2,), (0,), (1,)]
+    assert sum(len(group.tensors) for group in groups) == 3
+
+
+def test_the_table_says_what_is_sent_when() -> None:
+    _, groups = plan_buckets(_facts((0.013, 0.012, 0.001, 0.0)), SPECS, 2, COST)
+    lines = table(groups, COST).splitlines()
+    assert "4 tensors in 2 buckets" in lines[0]
+    assert "1.500 ms" in lines[0]
+    assert len(lines) == 5
+    assert "outlast 1.500 ms" in lines[-1]

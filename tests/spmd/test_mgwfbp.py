@@ -1,0 +1,120 @@
+"""MG-WFBP where it meets other ranks: measured things are rank 0's, and a backward order that changes changes no result."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import dear
+import mgwfbp
+from overlap.session import current
+from tests.spmd.loops import Run
+from tests.spmd.models import MODELS, WIDTH
+from tests.spmd.test_parity import _assert_close, _model
+
+
+@pytest.fixture(autouse=True)
+def _session() -> None:
+    dear.init()
+
+
+def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+
+
+def _groups(optimizer: Any) -> list[list[str]]:
+    return [[slot.name for slot in bucket.slots] for bucket in optimizer.buckets]
+
+
+def _train(model: nn.Module, optimizer: Any, rank: int | None, steps: int) -> None:
+    run = Run(model, optimizer, rank, dear.size())
+    for step in range(steps):
+        optimizer.zero_grad()
+        run.loss(step).backward()
+        optimizer.step()
+
+
+class Turning(nn.Module):
+    """Its layers run, and their gradients arrive, in the opposite order from the third forward on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        for layer in self.layers if self.calls < 3 else reversed(self.layers):
+            x = torch.tanh(layer(x))
+        return x
+
+
+@pytest.mark.parametrize("asc", [False, True])
+def test_a_changed_backward_order_changes_no_result(asc: bool) -> None:
+    def train(distributed: bool) -> Any:
+        torch.manual_seed(11)
+        model = Turning().double()
+        optimizer: Any = _sgd(model)
+        if distributed:
+            times = {name: 5e-3 if name.endswith("bias") else 0.0 for name, _ in model.named_parameters()}
+            alpha = 20e-3 if asc else 1e-3
+            optimizer = mgwfbp.DistributedOptimizer(
+                optimizer, model, asc=asc, layerwise_times=times, alpha_beta=(alpha, 0)
+            )
+        _train(model, optimizer, dear.rank() if distributed else None, 6)
+        if distributed:
+            assert 1 < len(optimizer.buckets) < 8
+        return model.state_dict()
+
+    _assert_close(train(True), train(False), "model")
+
+
+def test_what_was_measured_on_rank_0_decides_on_every_rank(caplog: pytest.LogCaptureFixture) -> None:
+    model = _model("Mlp")
+    names = [name for name, _ in model.named_parameters()]
+    mine = {name: 0.0 if dear.rank() else 1.0 for name in names}  # rank 0: nothing is worth waiting for
+    with caplog.at_level(logging.INFO, "dear"):
+        optimizer = mgwfbp.DistributedOptimizer(_sgd(model), model, layerwise_times=mine, alpha_beta=(1e-3, 1e-9))
+        _train(model, optimizer, dear.rank(), 2)
+    assert len(optimizer.buckets) == len(names)
+    tables = [record.message for record in caplog.records if record.message.startswith("mgwfbp: 8 tensors in 8")]
+    assert len(tables) == (dear.rank() == 0)
+
+
+def test_everything_is_merged_where_starts_are_dear() -> None:
+    model = _model("Mlp")
+    optimizer = mgwfbp.DistributedOptimizer(_sgd(model), model, alpha_beta=(100.0, 0.0))
+    _train(model, optimizer, dear.rank(), 2)
+    assert len(optimizer.buckets) == 1
+
+
+def test_cost_is_measured_and_the_plan_is_the_same_everywhere() -> None:
+    model = MODELS["Unused"]().double()
+    optimizer = dear.DistributedOptimizer(_sgd(model), model, strategy="mgwfbp")
+    _train(model, optimizer, dear.rank(), 2)
+    cost = current().link_cost
+    assert cost.seconds(2**20) > 0
+    everywhere = dear.allgather_object((cost, _groups(optimizer)))
+    assert all(other == everywhere[0] for other in everywhere)
+    idle = {"inner.0.spare", "never.weight", "never.bias"}  # they keep nobody waiting
+    assert all(idle.issuperset(group) or idle.isdisjoint(group) for group in _groups(optimizer))
+    assert idle.issuperset(_groups(optimizer)[-1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"merge_below_kb": -1}, "merge_below_kb should be at least 0 and is -1"),
+        ({"alpha_beta": (-1.0, 0.0)}, r"alpha should be at least 0 and finite and is -1\.0"),
+        ({"layerwise_times": {"head": 1.0}}, r"names 'head' .* are named 'inner\.0\.weight'"),
+        ({"layerwise_times": {"head.bias": -2.0}}, r"at least 0 and finite; .*'head\.bias', -2\.0"),
+    ],
+)
+def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
+    model = _model("Mlp")
+    with pytest.raises(ValueError, match=message):
+        mgwfbp.DistributedOptimizer(_sgd(model), model, **{"alpha_beta": (0.0, 0.0), **arguments})
