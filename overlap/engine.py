@@ -6,22 +6,22 @@ afterwards:       gradient hooks ─▶ window ─▶ strategy.reduce     gates 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from overlap.bucket import Bucket, Phase, Slot
+from overlap.bucket import Bucket, Slot
 from overlap.communicator import Communicator
-from overlap.dense import is_dense, unused_positions
+from overlap.dense import unused_positions
 from overlap.gates import Gates
 from overlap.objects import agree
-from overlap.observer import Facts, Observer
-from overlap.partition import TensorSpec
+from overlap.observer import Observer
+from overlap.planner import Planner
 from overlap.shard_update import ShardUpdate
-from overlap.strategy import Plan, Strategy
+from overlap.strategy import Strategy
+from overlap.transit import Transit
 from overlap.window import GradientWindow
 
 __all__ = ["Engine"]
@@ -42,11 +42,13 @@ class Engine:
         sharding: bool,
         poison: bool,
     ) -> None:
-        self.comm, self.strategy, self.slots = comm, strategy, slots
+        self.comm, self.slots = comm, slots
         self.shards = ShardUpdate(optimizer) if sharding else None
         self.suspended = False  # inside no_sync()
-        self.order: list[Bucket] = []  # in order of issue
-        self._optimizer, self._model, self._poison = optimizer, model, poison
+        self._planner = Planner(comm, optimizer, slots, strategy, self.shards)
+        self.order = self._planner.order  # in order of issue
+        self.transit = Transit(comm, lambda comm, bucket: self.strategy.gather(comm, bucket), poison=poison)
+        self._model = model
         self._by_param = {id(slot.param): slot for slot in slots}
         self._observer: Observer | None = Observer(slots, find_modules=model is None)
         self.window = GradientWindow(
@@ -57,8 +59,6 @@ class Engine:
             launch=self._launch,
             settle=self._settle,
         )
-        self._entry: list[Bucket] = []  # hold parameters no gate hands out: awaited when any forward starts
-        self._in_transit: dict[Bucket, None] = {}
         self._hooks: dict[int, RemovableHandle] = {}
         self._gates = Gates(self._touch, self._enter, self._leave)
         if model is not None:
@@ -74,6 +74,10 @@ class Engine:
     def sharded(self) -> ShardUpdate:
         assert self.shards is not None, "only buckets that hold parameters are updated in shards"
         return self.shards
+
+    @property
+    def strategy(self) -> Strategy:
+        return self._planner.strategy
 
     # - Hooks: they only dispatch
 
@@ -104,7 +108,7 @@ class Engine:
         return ready
 
     def _touch(self, parameter: torch.nn.Parameter) -> None:
-        if not self._in_transit and self._observer is None:
+        if not self.transit and self._observer is None:
             return
         slot = self._by_param.get(id(parameter))
         if slot is None:
@@ -112,15 +116,13 @@ class Engine:
         if self._observer is not None:
             self._observer.touch(slot)
         elif slot.bucket is not None:
-            self.arrive(slot.bucket)
+            self.transit.arrive(slot.bucket)
 
     def _enter(self, module: torch.nn.Module) -> None:
         if self._observer is not None and self._model is not None:
             self._observer.enter(module)
-        if self._in_transit:
-            for bucket in self._entry:
-                self.arrive(bucket)
-        if self._in_transit or self._observer is not None:
+        self.transit.arrive_entry()
+        if self.transit or self._observer is not None:
             for parameter in dict.values(module._parameters):
                 if parameter is not None:
                     self._touch(parameter)
@@ -129,7 +131,7 @@ class Engine:
         if self._observer is not None and self._model is not None:
             self._observer.leave(module)
 
-    # - Planning
+    # - Learning
 
     def learn(self) -> None:
         """End the first iteration: plan from what rank 0 saw. On every rank, inside the first step."""
@@ -137,49 +139,9 @@ class Engine:
             return
         facts = agree(self.comm, self._observer.finish())
         roots, self._observer = list(self._observer.roots), None
-        frozen = {slot.index for slot in self.slots if not slot.param.requires_grad and slot.param.grad is None}
-        plan = self.strategy.plan(_without(facts, frozen), *self._specs(), self.comm.size)
-        self._build(plan)
-        for slot in self.slots:
-            slot.expected = max(1, round(facts.fires[slot.index] / self.window.passes))
-        outside = {self.slots[index].bucket for index in (*facts.unseen, *facts.idle)}
-        self._entry += [bucket for bucket in self.order if bucket in outside and bucket.holds_parameters]
+        self.transit.entry += self._planner.begin(facts, self.window.passes)
         for root in roots:
             self._gates.guard(root.modules(), self._is_managed)
-
-    def extend(self) -> None:
-        """Give buckets to parameters that were unfrozen or added since; they are issued last. On every rank."""
-        late = [slot for slot in self.slots if slot.bucket is None and slot.param.requires_grad]
-        if not late:
-            return
-        self._hook_gradients()
-        indices = tuple(slot.index for slot in late)
-        nothing: frozenset[int] = frozenset()
-        facts = Facts((indices,), indices, tuple(1 for _ in self.slots), nothing, nothing)
-        before = len(self.order)
-        self._build(self.strategy.plan(facts, *self._specs(), self.comm.size))
-        self._entry += [bucket for bucket in self.order[before:] if bucket.holds_parameters]
-
-    def _specs(self) -> tuple[list[TensorSpec], list[bool]]:
-        specs, shardable = [], []
-        for slot in self.slots:
-            param = slot.param
-            can_shard = self.shards is not None and is_dense(param.data)
-            shardable.append(can_shard)
-            kind = (str(param.dtype), str(param.device), can_shard)
-            specs.append(TensorSpec(param.numel(), param.element_size(), kind))
-        return specs, shardable
-
-    def _build(self, plan: Plan) -> None:
-        rank, size = self.comm.rank, self.comm.size
-        for spec, sharded in zip(plan.buckets, plan.sharded, strict=True):
-            members = [self.slots[index] for index in spec.tensors]
-            number = len(self.order)
-            bucket = Bucket(number, spec, members, rank=rank, world_size=size, holds_parameters=sharded)
-            self.order.append(bucket)
-            if sharded:
-                self.sharded.add(bucket, rank)
-                self.sharded.shard_state(bucket, self._optimizer.state)
 
     def add_slots(self, slots: Sequence[Slot]) -> None:
         """Take on new parameters; they get buckets in the next step."""
@@ -195,14 +157,14 @@ class Engine:
     def prepare(self) -> None:
         """All gradients of this step reduced or on their way. On every rank, before anything uses them."""
         self.learn()
-        self.extend()
         self._hook_gradients()
+        self.transit.entry += self._planner.extend()
         window = self.window
         window.verify(sharded_only=window.reduced)
         window.flush()
 
     def _launch(self, bucket: Bucket) -> None:
-        self.arrive(bucket)  # nobody used these parameters since the last step
+        self.transit.arrive(bucket)  # nobody used these parameters since the last step
         self.strategy.reduce(self.comm, bucket)
 
     def _settle(self, bucket: Bucket) -> None:
@@ -225,52 +187,3 @@ class Engine:
         for bucket in buckets:
             for slot in bucket.slots:
                 slot.param.grad = None if slot.unused else slot.view
-
-    def send_parameters(self, bucket: Bucket) -> None:
-        """Issue the all-gather of a bucket whose shard was updated."""
-        params = [slot.param for slot in bucket.slots]
-        torch.autograd.graph.increment_version(params)  # written behind autograd's back: old graphs must notice
-        if self._poison and self.comm.size > 1:
-            mine = bucket.parameters[bucket.own].clone()
-            bucket.parameters.fill_(float("nan"))
-            bucket.parameters[bucket.own] = mine
-        self.strategy.gather(self.comm, bucket)
-        bucket.advance(Phase.GATHERING)
-        self._in_transit[bucket] = None
-
-    def arrive(self, bucket: Bucket) -> None:
-        """Wait until the parameters of `bucket` are final."""
-        if bucket not in self._in_transit or _in_forked_child:
-            return
-        if bucket.work is not None:
-            bucket.work.wait()
-            bucket.work = None
-        del self._in_transit[bucket]
-        bucket.advance(Phase.FILLING)
-
-    def arrive_all(self) -> None:
-        for bucket in list(self._in_transit):
-            self.arrive(bucket)
-
-
-def _without(facts: Facts, frozen: set[int]) -> Facts:
-    """Facts about what can have gradients; frozen parameters get buckets when they are unfrozen."""
-    return Facts(
-        units=tuple(unit for unit in (tuple(i for i in u if i not in frozen) for u in facts.units) if unit),
-        arrivals=tuple(index for index in facts.arrivals if index not in frozen),
-        fires=facts.fires,
-        unseen=facts.unseen - frozen,
-        idle=facts.idle - frozen,
-        moments=facts.moments,
-    )
-
-
-_in_forked_child = False  # there is no engine thread to wait for in a child, and nobody awaits its values
-
-
-def _forget_transit() -> None:
-    global _in_forked_child
-    _in_forked_child = True
-
-
-os.register_at_fork(after_in_child=_forget_transit)

@@ -1,16 +1,4 @@
-"""The optimizer that every strategy shares: it composes the user's, and looks like it.
-
-    backward │ hooks fill buckets, full ones are reduced while backward goes on
-    step()   │ [1] reductions are awaited, nearest the input first   [2] the user's optimizer updates this rank's shard
-             │ [3] all-gathers are issued; step() returns
-    forward  │ each layer waits, at its gate, for its own bucket
-
-[Note: nobody overtakes a step]
-The last bucket in order of issue, whose gradients come at the very end of backward, is reduced by step() and not before.
-As no update starts before that reduction is done, no rank can update anything before every rank has called step(). A rank
-that calls state_dict() between two steps therefore finds the others' shares of the state at that same step. Where the
-reductions were awaited earlier (clipping, synchronize()), step() begins with a barrier instead.
-"""
+"""The optimizer that every strategy shares: it composes the user's, and looks like it."""
 
 from __future__ import annotations
 
@@ -20,15 +8,14 @@ from typing import Any
 
 import torch
 
-from overlap.bucket import Bucket, Phase
-from overlap.clipping import clip_sharded
-from overlap.communicator import ReduceOp
+from overlap.bucket import Bucket
 from overlap.elementwise import is_elementwise
 from overlap.engine import Engine
 from overlap.session import current
-from overlap.shard_update import assemble, unhooked_step
+from overlap.shard_update import assemble
 from overlap.startup import collect_slots, synchronize_start
 from overlap.state_share import StateShare
+from overlap.stepper import Stepper
 from overlap.strategy import Strategy
 
 __all__ = ["DistributedOptimizer"]
@@ -81,7 +68,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if name.startswith("_optimizer_"):  # step and state_dict hooks, registered on either, run once
                 setattr(self, name, value)
         self._patch_step_function()
-        self._synchronized = False  # .grad holds averages: step() uses them as they are
         self._engine = Engine(
             self._comm,
             optimizer,
@@ -93,6 +79,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             poison=session.poison if poison is None else poison,
         )
         self._share = StateShare(self._comm, session.mailroom, session.register(self), self._export)
+        self._stepper = Stepper(self._engine, optimizer, self._share)
 
     # - Looks like the user's optimizer
 
@@ -138,7 +125,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters: they take rank 0's values, and buckets of their own in the next step. On every rank."""
-        self._engine.arrive_all()
+        self._engine.transit.arrive_all()
         self._optimizer.add_param_group(param_group)
         known = self._engine.slots
         new = collect_slots(self._optimizer, self._model, None, known)[len(known) :]
@@ -147,9 +134,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch. After a backward whose step was skipped, it completes what is in flight and forgets it."""
-        if self._engine.window.touched:
-            self._engine.window.discard()
-            self._synchronized = False
+        self._stepper.forget()
         self._optimizer.zero_grad(set_to_none)
 
     # - The step
@@ -160,98 +145,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         A closure is evaluated once by optimizers that update shards, and as often as the optimizer likes by others,
         which then get the loss averaged over ranks.
         """
-        if self._engine.shards is None:
-            result = self._step_whole(closure)
-        else:
-            result = None
-            if closure is not None:
-                with torch.enable_grad():
-                    result = closure()
-            self._step_shards()
+        result = self._stepper.step(closure)
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers built on the inner optimizer ask
         return result
-
-    def _prepare(self) -> None:
-        if not self._synchronized:
-            self._engine.prepare()
-
-    def _close_window(self) -> None:
-        self._engine.window.reset()
-        self._synchronized = False
-
-    @torch.no_grad()
-    def _step_shards(self) -> None:
-        engine, window = self._engine, self._engine.window
-        self._prepare()
-        if window.reduced:
-            self._comm.barrier(label="step")  # [Note: nobody overtakes a step]
-        if self._synchronized:
-            self._take_synchronized()
-        window.settle(engine.order[-1:])  # before anything is updated: [Note: nobody overtakes a step]
-        with self._share.updating():
-            whole = []
-            for bucket in reversed(engine.order):
-                window.settle([bucket])
-                if bucket.holds_parameters:
-                    bucket.adopt()
-                    engine.sharded.step(bucket)
-                    engine.send_parameters(bucket)
-                else:
-                    whole.append(bucket)
-            if whole:
-                self._update_whole(whole)
-            self._close_window()
-
-    def _update_whole(self, buckets: list[Bucket]) -> None:
-        """Update the parameters that cannot be sliced, on every rank alike, beside sharded ones."""
-        if not self._synchronized:
-            self._engine.expose(buckets)
-        members = {id(slot.param) for bucket in buckets for slot in bucket.slots}
-        groups = self._optimizer.param_groups
-        saved = [group["params"] for group in groups]
-        try:
-            for group in groups:
-                group["params"] = [param for param in group["params"] if id(param) in members]
-            unhooked_step(self._optimizer)(self._optimizer)
-        finally:
-            for group, params in zip(groups, saved, strict=True):
-                group["params"] = params
-        for bucket in buckets:
-            bucket.advance(Phase.FILLING)
-
-    def _step_whole(self, closure: Callable[[], Any] | None) -> Any:
-        step = unhooked_step(self._optimizer)
-        if closure is None:
-            self._reduce_whole()
-            with self._share.updating():
-                result = step(self._optimizer)
-        else:
-
-            def evaluate() -> Any:
-                with torch.enable_grad():
-                    loss = closure()
-                self._reduce_whole()
-                return self._average(loss)
-
-            with self._share.updating():
-                result = step(self._optimizer, evaluate)
-        return result
-
-    def _reduce_whole(self) -> None:
-        self._prepare()
-        engine = self._engine
-        if not self._synchronized:
-            engine.window.settle()
-            engine.expose(engine.order)
-        for bucket in engine.order:
-            bucket.advance(Phase.FILLING)
-        self._close_window()
-
-    def _average(self, loss: Any) -> Any:
-        plain = loss.detach() if isinstance(loss, torch.Tensor) else torch.tensor(float(loss), dtype=torch.float64)
-        mean = plain.clone().contiguous()
-        self._comm.all_reduce(mean, mean, ReduceOp.AVG, label="loss")
-        return mean if isinstance(loss, torch.Tensor) else float(mean)
 
     # - Between backward and step, and after it
 
@@ -264,34 +160,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         finally:
             self._engine.suspended = before
 
-    @torch.no_grad()
     def synchronize(self) -> None:
         """After backward: ``.grad`` becomes the average over ranks and may be changed; ``step()`` uses it as it is.
 
         After ``step()``: parameters become final, also for those who hold them outside their modules. On every rank.
         """
-        engine, window = self._engine, self._engine.window
-        engine.arrive_all()
-        if self._synchronized or not window.touched:
-            return
-        engine.prepare()
-        window.settle()
-        window.reduced = True
-        for bucket in engine.order:
-            if bucket.holds_parameters:
-                self._comm.all_gather(bucket.reduced, bucket.gradients, label=f"{bucket.label} gradients")
-                engine.find_unused(bucket)
-        engine.expose(engine.order)
-        self._synchronized = True
-
-    def _take_synchronized(self) -> None:
-        """``.grad``, as the user left it after :meth:`synchronize`, is what shards are updated with."""
-        for bucket in self._engine.order:
-            if bucket.holds_parameters:
-                for slot in bucket.slots:
-                    slot.fill()
-                bucket.reduced.copy_(bucket.gradients[bucket.own])
-                self._engine.sharded.take(bucket)
+        self._stepper.synchronize()
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -300,27 +174,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Returns the norm before clipping, the same on every rank. Shards are clipped where they lie.
         """
-        return self._clip(lambda _param: True, max_norm, norm_type, error_if_nonfinite)
+        return self._stepper.clip(lambda _param: True, max_norm, norm_type, error_if_nonfinite)
 
-    @torch.no_grad()
     def _clip(
         self, wanted: Callable[[torch.Tensor], bool], max_norm: float, norm_type: float, error_if_nonfinite: bool
     ) -> torch.Tensor:
-        engine = self._engine
-        if engine.shards is None or self._synchronized:  # whole averages on every rank: torch's own clipping
-            self.synchronize()
-            params = [slot.param for slot in engine.slots if wanted(slot.param)]
-            return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
-        engine.prepare()
-        engine.window.settle()
-        whole = [bucket for bucket in engine.order if not bucket.holds_parameters]
-        if not engine.window.reduced:
-            engine.expose(whole)
-        engine.window.reduced = True
-        members = [slot.param for bucket in whole for slot in bucket.slots]
-        alike = [param.grad for param in members if param.grad is not None and wanted(param)]
-        pieces = engine.shards.gradients(wanted)
-        return clip_sharded(self._comm, pieces, alike, max_norm, norm_type, error_if_nonfinite)
+        return self._stepper.clip(wanted, max_norm, norm_type, error_if_nonfinite)
 
     # - State
 
@@ -342,7 +201,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a plain torch state dict of any world size; on every rank, with the same one."""
-        self._engine.arrive_all()
+        self._engine.transit.arrive_all()
         with self._share.replacing():
             self._optimizer.load_state_dict(state_dict)
             for bucket in self._engine.order:
@@ -351,7 +210,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def finish(self) -> None:
         """Wait for parameters in transit; ``shutdown()`` calls it."""
-        self._engine.arrive_all()
+        self._engine.transit.arrive_all()
 
 
 def _check_passes(passes: int) -> None:

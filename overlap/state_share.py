@@ -1,7 +1,7 @@
 """Full optimizer state from shares that lie on all ranks, for whoever asks and without anybody's help.
 
 A rank that calls ``state_dict()`` asks the others through the mailroom, whose threads answer while their main threads
-train on. [Note: nobody overtakes a step] in `overlap.optimizer` is why the answers belong to the same step.
+train on. [Note: nobody overtakes a step] in `overlap.stepper` is why the answers belong to the same step.
 """
 
 from __future__ import annotations

@@ -1,0 +1,71 @@
+"""Updated parameters on their way: sent by step(), awaited by whoever looks at them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import torch
+
+from overlap.bucket import Bucket, Phase
+from overlap.communicator import Communicator
+
+__all__ = ["Transit"]
+
+
+class Transit:
+    """Buckets whose all-gather was issued by `gather(comm, bucket)` and not awaited yet.
+
+    With `poison`, parameters of other ranks' shards are NaN until they come, so that a missed wait shows.
+    """
+
+    def __init__(self, comm: Communicator, gather: Callable[[Communicator, Bucket], None], *, poison: bool) -> None:
+        self._comm, self._gather, self._poison = comm, gather, poison
+        self._buckets: dict[Bucket, None] = {}
+        self.entry: list[Bucket] = []  # hold parameters no gate hands out: awaited when any forward starts
+
+    def __bool__(self) -> bool:
+        return bool(self._buckets)
+
+    def send(self, bucket: Bucket) -> None:
+        """Issue the all-gather of a bucket whose shard was updated."""
+        params = [slot.param for slot in bucket.slots]
+        torch.autograd.graph.increment_version(params)  # written behind autograd's back: old graphs must notice
+        if self._poison and self._comm.size > 1:
+            mine = bucket.parameters[bucket.own].clone()
+            bucket.parameters.fill_(float("nan"))
+            bucket.parameters[bucket.own] = mine
+        self._gather(self._comm, bucket)
+        bucket.advance(Phase.GATHERING)
+        self._buckets[bucket] = None
+
+    def arrive(self, bucket: Bucket) -> None:
+        """Wait until the parameters of `bucket` are final."""
+        if bucket not in self._buckets or _in_forked_child:
+            return
+        if bucket.work is not None:
+            bucket.work.wait()
+            bucket.work = None
+        del self._buckets[bucket]
+        bucket.advance(Phase.FILLING)
+
+    def arrive_entry(self) -> None:
+        """A forward starts: wait for the parameters that it may use without asking."""
+        if self._buckets:
+            for bucket in self.entry:
+                self.arrive(bucket)
+
+    def arrive_all(self) -> None:
+        for bucket in list(self._buckets):
+            self.arrive(bucket)
+
+
+_in_forked_child = False  # there is no engine thread to wait for in a child, and nobody awaits its values
+
+
+def _forget_transit() -> None:
+    global _in_forked_child
+    _in_forked_child = True
+
+
+os.register_at_fork(after_in_child=_forget_transit)
