@@ -1,0 +1,102 @@
+"""What can be trained: each model with its synthetic batch, its loss and the learning rate that suits it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from bench.models import language, mlp
+from bench.models.densenet import densenet201
+from bench.models.inception import inceptionv4
+from bench.models.resnet import resnet50
+from bench.models.vgg import vgg16
+
+__all__ = ["MODELS", "Workload", "workload"]
+
+Batch = tuple[torch.Tensor, ...]
+CLASSES = 1000
+LARGEST_ID = 2000  # of the synthetic words
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model and what is fed to it.
+
+    ``batch(n, size, generator)`` is `n` samples of `size` (edge of a picture, or words); ``loss(model, batch)`` is a
+    scalar. The parameters are the same at every size: ``small`` makes the computation cheap, not the communication.
+    """
+
+    name: str
+    unit: str  # what one sample is called: img or sen
+    build: Callable[[], nn.Module]
+    batch: Callable[[int, int, torch.Generator], Batch]
+    loss: Callable[[nn.Module, Batch], torch.Tensor]
+    size: int
+    small: int
+    batch_size: int
+    learning_rate: float = 0.01
+
+
+def _pictures(number: int, size: int, generator: torch.Generator) -> Batch:
+    pictures = torch.randn(number, 3, size, size, generator=generator)
+    return pictures, torch.randint(CLASSES, (number,), generator=generator)
+
+
+def _vectors(number: int, size: int, generator: torch.Generator) -> Batch:
+    vectors = torch.randn(number, mlp.WIDTH, generator=generator)
+    return vectors, torch.randint(mlp.WIDTH, (number,), generator=generator)
+
+
+def _masked_sentences(number: int, size: int, generator: torch.Generator) -> Batch:
+    ids = torch.randint(LARGEST_ID, (number, size), generator=generator)
+    labels = torch.where(
+        torch.rand(ids.shape, generator=generator) < 0.15, ids, -100
+    )  # 15 % of the words are asked for
+    labels[:, 0] = ids[:, 0]
+    return ids, labels, torch.randint(2, (number,), generator=generator)
+
+
+def _sentences(number: int, size: int, generator: torch.Generator) -> Batch:
+    ids = torch.randint(LARGEST_ID, (number, size), generator=generator)
+    return ids, ids
+
+
+def _cross_entropy(model: nn.Module, batch: Batch) -> torch.Tensor:
+    inputs, labels = batch
+    return nn.functional.cross_entropy(model(inputs), labels)
+
+
+def _own_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+    loss: torch.Tensor = model(*batch)
+    return loss
+
+
+def _of_pictures(name: str, build: Callable[[], nn.Module], *, batch_size: int, small: int = 64) -> Workload:
+    return Workload(name, "img", build, _pictures, _cross_entropy, 224, small, batch_size)
+
+
+MODELS = {
+    model.name: model
+    for model in (
+        _of_pictures("resnet50", resnet50, batch_size=64),
+        _of_pictures("densenet201", densenet201, batch_size=32),
+        _of_pictures("inceptionv4", inceptionv4, batch_size=64, small=96),
+        _of_pictures("vgg16", vgg16, batch_size=32),
+        Workload(
+            "bert_base", "sen", lambda: language.bert(large=False), _masked_sentences, _own_loss, 64, 16, 64, 2e-5
+        ),
+        Workload("bert", "sen", lambda: language.bert(large=True), _masked_sentences, _own_loss, 64, 16, 32, 2e-5),
+        Workload("gpt2", "sen", language.gpt2, _sentences, _own_loss, 128, 16, 8, 2e-5),
+        Workload("mlp", "img", mlp.mlp, _vectors, _cross_entropy, mlp.WIDTH, mlp.WIDTH, 32),
+    )
+}
+
+
+def workload(name: str) -> Workload:
+    """Raises ``ValueError`` with the known names for another one."""
+    if name not in MODELS:
+        raise ValueError(f"the model should be one of {', '.join(MODELS)} and is {name!r}")
+    return MODELS[name]

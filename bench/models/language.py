@@ -1,0 +1,43 @@
+"""BERT (Devlin et al., NAACL 2019) with both pretraining heads, and GPT-2 small: built by transformers, not downloaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["GPT2_VOCABULARY", "VOCABULARY", "Pretraining", "bert", "gpt2"]
+
+VOCABULARY = 30528  # BERT's 30,522 words, made a multiple of 8
+GPT2_VOCABULARY = 50257
+
+
+class Pretraining(nn.Module):
+    """A model of transformers whose forward takes tensors by position and returns the loss."""
+
+    def __init__(self, model: nn.Module, arguments: tuple[str, ...]) -> None:
+        super().__init__()
+        self.model, self.arguments = model, arguments
+
+    def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.model(**dict(zip(self.arguments, tensors, strict=True))).loss
+        return loss
+
+
+def bert(*, large: bool) -> nn.Module:
+    """Ids and masked-word labels (N, words) and next-sentence labels (N,) to the sum of both losses."""
+    from transformers import BertConfig, BertForPreTraining
+
+    shape: dict[str, Any] = {"num_hidden_layers": 12, "hidden_size": 768, "num_attention_heads": 12}
+    if large:
+        shape = {"num_hidden_layers": 24, "hidden_size": 1024, "num_attention_heads": 16}
+    config = BertConfig(vocab_size=VOCABULARY, intermediate_size=4 * shape["hidden_size"], **shape)
+    return Pretraining(BertForPreTraining(config), ("input_ids", "labels", "next_sentence_label"))
+
+
+def gpt2() -> nn.Module:
+    """Ids (N, words) to the mean loss of predicting each next word. 124,439,808 parameters."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return Pretraining(GPT2LMHeadModel(GPT2Config(use_cache=False)), ("input_ids", "labels"))
