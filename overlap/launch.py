@@ -49,6 +49,9 @@ _MPI_FAMILIES = (
 )
 
 
+_GLOO_SIZE = "HOROVOD_SIZE"  # set by horovodrun for workers that it starts itself
+
+
 def _integer(environ: Mapping[str, str], name: str) -> int | None:
     text = environ.get(name) if name else None
     if text is None:
@@ -81,6 +84,8 @@ def detect(environ: Mapping[str, str]) -> Launch:
 
     Both families can be present (torchrun under ``mpirun -np 1``, or an mpirun that exports RANK): the one that
     promises more than one process wins, MPI when both do. ``DEAR_BACKEND=mpi|torch|single`` overrides.
+
+    Raises :class:`LaunchError` for numbers that are none and for a launcher that cannot be followed.
     """
     mpi, torchrun = _from_mpi(environ), _from_torchrun(environ)
     wanted = environ.get(BACKEND_VARIABLE)
@@ -98,4 +103,9 @@ def detect(environ: Mapping[str, str]) -> Launch:
         return chosen
     if mpi and torchrun:
         return torchrun if mpi.size == 1 else mpi
+    if mpi is None and torchrun is None and (_integer(environ, _GLOO_SIZE) or 1) > 1:
+        raise LaunchError(
+            f"started by horovodrun over gloo ({_GLOO_SIZE}={environ[_GLOO_SIZE]}), whose rendezvous only Horovod "
+            "understands: start with dearrun, mpirun, horovodrun --mpi or torchrun"
+        )
     return mpi or torchrun or Launch(Launcher.SINGLE)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import comm_core
-from overlap import failures
+from overlap import failures, logs, settings
 from overlap.communicator import Communicator
 from overlap.cost_model import CostModel, fit
 from overlap.launch import Launch, Launcher, LaunchError, detect
@@ -21,6 +21,7 @@ from overlap.link_probe import measure_all_reduce
 from overlap.mailroom import Mailroom
 from overlap.native import NativeCommunicator
 from overlap.objects import allgather_object
+from overlap.settings import Settings
 from overlap.watchdog import Watchdog
 
 __all__ = ["Session", "current", "init", "is_initialized", "shutdown"]
@@ -31,24 +32,27 @@ log = logging.getLogger("dear")
 class Session:
     """The communicator of all ranks, this rank's place among them, and the services that run beside training."""
 
-    def __init__(self, comm: Communicator, launch: Launch) -> None:
+    def __init__(self, comm: Communicator, launch: Launch, wanted: Settings) -> None:
         self.comm, self.launch = comm, launch
-        hosts = allgather_object(comm, socket.gethostname())
+        introductions = allgather_object(comm, (socket.gethostname(), wanted))
+        hosts = [host for host, _ in introductions]
+        self.settings = introductions[0][1]  # rank 0's: what they decide has to be the same everywhere
         mine = hosts[comm.rank]
         local = [rank for rank, host in enumerate(hosts) if host == mine]
         self.local_rank = local.index(comm.rank) if launch.local_rank is None else launch.local_rank
         self.local_size = len(local) if launch.local_size is None else launch.local_size
         leaders = list(dict.fromkeys(hosts))
         self.cross_rank, self.cross_size = leaders.index(mine), len(leaders)
-        self.poison = os.environ.get("DEAR_POISON", "0") == "1"
+        self.poison = self.settings.poison
         # Ranks meet here at the end, wherever each of them stands in the order of the collectives.
         self.control = _duplicate(comm)
         self.mailroom = Mailroom(comm)
-        self.watchdog = Watchdog(comm, self.control, self.mailroom, mine)
+        self.watchdog = Watchdog(comm, self.control, self.mailroom, mine, self.settings)
         self._channels: dict[str, Communicator] = {}
         self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._registered = 0
         failures.install(comm.rank, comm.size, comm.abort)
+        logs.configure(self.settings, comm.rank)
         _share_cores(self.local_size)
 
     def register(self, optimizer: Any) -> str:
@@ -148,12 +152,13 @@ def init(comm: Any = None) -> Session:
             says.
 
     Raises :class:`overlap.launch.LaunchError` when launcher and communicator disagree about the size of the job: a job
-    never silently trains N copies of rank 0.
+    never silently trains N copies of rank 0. Raises :class:`overlap.settings.SettingError` for an environment variable
+    that does not hold what it should.
     """
     global _session
     if _session is not None:
         return _session
-    launch = detect(os.environ)
+    launch, wanted = detect(os.environ), settings.read(os.environ)
     connected = _connect(launch, comm)
     if comm is None and connected.size != launch.size and launch.launcher is not Launcher.SINGLE:
         size = connected.size
@@ -162,7 +167,7 @@ def init(comm: Any = None) -> Session:
             f"{launch.source} promises {launch.size} rank(s), the {connected.backend} communicator has {size}: this "
             "process was probably started by the mpirun of another MPI than the one comm_core was built with"
         )
-    _session = Session(connected, launch)
+    _session = Session(connected, launch, wanted)
     atexit.register(shutdown)
     return _session
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from overlap.communicator import Communicator, Work
 from overlap.mailroom import Mailroom, NoAnswer
+from overlap.settings import Settings
 
 __all__ = ["Watchdog"]
 
@@ -22,14 +23,6 @@ _LEAVING = "leaving"
 _ANSWER_SECONDS = 5.0
 
 
-def _seconds(name: str, default: float) -> float:
-    text = os.environ.get(name, "")
-    try:
-        return float(text) if text else default
-    except ValueError:
-        raise ValueError(f"environment variable {name} should hold seconds and holds {text!r}") from None
-
-
 class Watchdog:
     """Looks at the oldest unfinished operation once a second.
 
@@ -38,11 +31,13 @@ class Watchdog:
     that message. A rank that answers is alive, however slow, and is waited for. 0 switches either off.
     """
 
-    def __init__(self, comm: Communicator, control: Communicator, mailroom: Mailroom, host: str) -> None:
+    def __init__(
+        self, comm: Communicator, control: Communicator, mailroom: Mailroom, host: str, settings: Settings
+    ) -> None:
         self._comm, self._watched, self._mailroom = comm, [comm, control], mailroom
         self._where = f"{host}, pid {os.getpid()}"
-        self._warn_after = _seconds("DEAR_STALL_WARN_SECONDS", 60.0)
-        self._abort_after = _seconds("DEAR_STALL_ABORT_SECONDS", 600.0)
+        self._warn_after = settings.stall_warn_seconds
+        self._abort_after = settings.stall_abort_seconds
         self._left: set[int] = set()
         self._here = "training"
         self._last_warning = -math.inf

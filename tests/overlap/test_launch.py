@@ -40,6 +40,7 @@ def test_detect(environ: dict[str, str], launcher: Launcher, rank: int, size: in
     [
         ({"DEAR_BACKEND": "nccl"}, "nccl"),
         ({"DEAR_BACKEND": "torch"}, "torchrun"),
+        ({"HOROVOD_SIZE": "4", "HOROVOD_RANK": "1"}, "horovodrun over gloo.*HOROVOD_SIZE=4.*torchrun"),
         ({"OMPI_COMM_WORLD_SIZE": "two", "OMPI_COMM_WORLD_RANK": "0"}, "'two'"),
     ],
 )

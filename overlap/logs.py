@@ -1,0 +1,23 @@
+"""The logger of all packages, set up only where the environment asks for it."""
+
+from __future__ import annotations
+
+import logging
+
+from overlap.settings import Settings
+
+__all__ = ["configure"]
+
+log = logging.getLogger("dear")
+
+
+def configure(settings: Settings, rank: int) -> None:
+    """Take the level from the environment, and name what was set in vain. Local."""
+    if settings.log_level is not None:
+        log.setLevel(settings.log_level)
+        if not log.hasHandlers():  # a script that configures logging keeps its own form
+            handler = logging.StreamHandler()
+            handler.setFormatter(logging.Formatter(f"[%(asctime)s, rank {rank}, %(levelname)s] %(message)s"))
+            log.addHandler(handler)
+    if settings.ignored and rank == 0:
+        log.warning("set, but without a counterpart here, so without effect: %s", ", ".join(settings.ignored))

@@ -1,0 +1,98 @@
+"""What a job is told through environment variables, read once and in one place (pure: a mapping in, a value out).
+
+Every ``DEAR_*`` variable wins over the ``HOROVOD_*`` variable that means the same. Rank 0's settings hold on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+__all__ = ["LOG_LEVELS", "SettingError", "Settings", "read"]
+
+T = TypeVar("T")
+
+#: Names of levels as Horovod spells them, and Python's numbers for them.
+LOG_LEVELS = {"trace": 5, "debug": 10, "info": 20, "warning": 30, "error": 40, "fatal": 50}
+
+
+class SettingError(ValueError):
+    """An environment variable holds what it should not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """One field per setting; each names its variables."""
+
+    poison: bool = False
+    """``DEAR_POISON``: parameters in transit are NaN, so that a missed wait shows."""
+    stall_warn_seconds: float = 60.0
+    """``DEAR_STALL_WARN_SECONDS``, ``HOROVOD_STALL_CHECK_TIME_SECONDS``; 0: never (``HOROVOD_STALL_CHECK_DISABLE=1``)."""
+    stall_abort_seconds: float = 600.0
+    """``DEAR_STALL_ABORT_SECONDS``, ``HOROVOD_STALL_SHUTDOWN_TIME_SECONDS``; 0: never."""
+    log_level: int | None = None
+    """``DEAR_LOG_LEVEL``, ``HOROVOD_LOG_LEVEL``: one of :data:`LOG_LEVELS`; None: as the script configures logging."""
+    ignored: tuple[str, ...] = ()
+    """Variables of Horovod that are set and have no counterpart."""
+
+
+def _number(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise ValueError
+    return value
+
+
+def _switch(text: str) -> bool:
+    return {"0": False, "1": True, "false": False, "true": True}[text.lower()]
+
+
+def _level(text: str) -> int:
+    return LOG_LEVELS[text.lower()]
+
+
+_ACCEPTED: dict[Callable[[str], Any], str] = {
+    _number: "a number of at least 0",
+    _switch: "0 or 1",
+    _level: f"one of {', '.join(LOG_LEVELS)}",
+}
+
+
+def _parsed(environ: Mapping[str, str], name: str, parse: Callable[[str], T]) -> T | None:
+    text = environ.get(name, "")
+    if not text:
+        return None
+    try:
+        return parse(text)
+    except (KeyError, ValueError):
+        raise SettingError(f"environment variable {name} should hold {_ACCEPTED[parse]} and holds {text!r}") from None
+
+
+# Field: how to read it, from which variables; the first that is set wins.
+_VARIABLES: dict[str, tuple[Callable[[str], Any], tuple[str, ...]]] = {
+    "poison": (_switch, ("DEAR_POISON",)),
+    "stall_warn_seconds": (_number, ("DEAR_STALL_WARN_SECONDS", "HOROVOD_STALL_CHECK_TIME_SECONDS")),
+    "stall_abort_seconds": (_number, ("DEAR_STALL_ABORT_SECONDS", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS")),
+    "log_level": (_level, ("DEAR_LOG_LEVEL", "HOROVOD_LOG_LEVEL")),
+}
+_CHECK_OFF = "HOROVOD_STALL_CHECK_DISABLE"
+
+
+def read(environ: Mapping[str, str]) -> Settings:
+    """The settings in `environ`. Raises :class:`SettingError` with the variable and what it holds."""
+    found: dict[str, Any] = {}
+    known = {_CHECK_OFF}
+    for field, (parse, names) in _VARIABLES.items():
+        known.update(names)
+        values = [value for name in names if (value := _parsed(environ, name, parse)) is not None]
+        if values:
+            found[field] = values[0]
+    if _parsed(environ, _CHECK_OFF, _switch):
+        for field in ("stall_warn_seconds", "stall_abort_seconds"):
+            if not environ.get(_VARIABLES[field][1][0]):
+                found[field] = 0.0
+    others = sorted(
+        name for name, text in environ.items() if name.startswith("HOROVOD_") and text and name not in known
+    )
+    return Settings(**found, ignored=tuple(others))
