@@ -13,12 +13,14 @@ from tests.harness import ROOT
 STRATEGIES = ("dear", "wfbp", "mgwfbp", "bytescheduler_adapter", "co2", "oss")
 OURS = ("comm_core", "overlap", *STRATEGIES, "bench", "examples", "tests")
 ALLOWED = {"comm_core": (), "overlap": ("comm_core",), **dict.fromkeys(STRATEGIES, ("comm_core", "overlap"))}
+TUNING = ("bayes", "campaign", "options", "space", "window")
 PURE = (
     "overlap/partition.py",
     "overlap/launch.py",
     "overlap/settings.py",
-    "dear/schedule.py",
     "overlap/cost_model.py",
+    *(f"overlap/tuning/{name}.py" for name in TUNING),
+    "dear/schedule.py",
     "mgwfbp/merge.py",
 )
 HARD_LIMIT = 400
