@@ -28,7 +28,7 @@ from overlap.requests import (
 )
 from overlap.ring import all_gather_ring, broadcast_chain, reduce_scatter_ring, shard_spans
 from overlap.stages import SEGMENT_BYTES, DirectReduce, Exchange, Relay, RingReduce, Stage
-from overlap.store_mail import StoreMailbox
+from overlap.store_mail import StoreMailbox, own_client
 from overlap.strand import PendingWork, Strand
 
 __all__ = ["ProcessGroupCommunicator", "connect"]
@@ -51,7 +51,8 @@ class ProcessGroupCommunicator(Communicator):
     """Collectives over gloo contexts of our own; `store` is how their ranks find each other."""
 
     def __init__(self, store: Any, rank: int, size: int, *, name: str = "world", owns_world: bool = False) -> None:
-        self._rank, self._size, self._name, self._store = rank, size, name, store
+        self._rank, self._size, self._name = rank, size, name
+        self._store = own_client(store)  # another group may be set up on another thread, which blocks its connection
         self._owns_world = owns_world
         self._link = self._new_link("collectives")
         self._messages = self._new_link("messages")
@@ -62,8 +63,7 @@ class ProcessGroupCommunicator(Communicator):
         self._closed = False
 
     def _new_link(self, purpose: str) -> Link:
-        store = self._store.clone() if hasattr(self._store, "clone") else self._store
-        return Link(PrefixStore(f"dear/{self._name}/{purpose}", store), self._rank, self._size)
+        return Link(PrefixStore(f"dear/{self._name}/{purpose}", self._store), self._rank, self._size)
 
     @property
     def rank(self) -> int:
