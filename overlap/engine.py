@@ -7,6 +7,7 @@ afterwards:       gradient hooks ─▶ window ─▶ strategy.reduce     gates 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from overlap.gates import Gates
 from overlap.objects import agree
 from overlap.observer import Observer
 from overlap.planner import Planner
+from overlap.reshard import move_state
 from overlap.shard_update import ShardUpdate
 from overlap.strategy import Strategy
 from overlap.transit import Transit
@@ -43,9 +45,11 @@ class Engine:
         poison: bool,
     ) -> None:
         self.comm, self.slots = comm, slots
-        self.shards = ShardUpdate(optimizer) if sharding else None
         self.suspended = False  # inside no_sync()
-        self._planner = Planner(comm, optimizer, slots, strategy, self.shards)
+        self.changing: Callable[[], AbstractContextManager[None]] = (
+            nullcontext  # around changes of who holds which state
+        )
+        self._planner = Planner(comm, optimizer, slots, strategy, ShardUpdate(optimizer) if sharding else None)
         self.order = self._planner.order  # in order of issue
         self.transit = Transit(comm, lambda comm, bucket: self.strategy.gather(comm, bucket), poison=poison)
         self._model = model
@@ -69,6 +73,11 @@ class Engine:
     def learning(self) -> bool:
         """Until the first step: nothing is in buckets, nothing is sharded, gradients are the user's own tensors."""
         return self._observer is not None
+
+    @property
+    def shards(self) -> ShardUpdate | None:
+        """None where every rank updates whole parameters."""
+        return self._planner.shards
 
     @property
     def sharded(self) -> ShardUpdate:
@@ -139,9 +148,34 @@ class Engine:
             return
         facts = agree(self.comm, self._observer.finish())
         roots, self._observer = list(self._observer.roots), None
-        self.transit.entry += self._planner.begin(facts, self.window.passes)
+        self._planner.begin(facts, self.window.passes)
+        self.transit.entry = self._planner.unguarded
         for root in roots:
             self._gates.guard(root.modules(), self._is_managed)
+
+    def replan(self, strategy: Strategy) -> None:
+        """Go on with `strategy`'s buckets; parameters and the optimizer's state move over, bit for bit.
+
+        On every rank, between ``step()`` and the next backward. Raises ``RuntimeError`` when gradients are there, and
+        ``ValueError`` for a strategy that shards updates where this one does not, or the reverse.
+        """
+        if strategy.sharding is not self.strategy.sharding:
+            raise ValueError(
+                f"strategy {strategy.name!r} has sharding={strategy.sharding} and {self.strategy.name!r}, which it would "
+                f"replace, has sharding={self.strategy.sharding}"
+            )
+        if self.window.touched:
+            raise RuntimeError("gradients arrived since the last step(); replan after step() or zero_grad()")
+        if self.learning:
+            self._planner.strategy = strategy
+            return
+        self.transit.arrive_all()
+        order, shards = self._planner.draft(strategy)
+        if self.shards is not None and shards is not None:
+            move_state(self.comm, self.order, self.shards, shards)
+        with self.changing():  # until now questions were answered from the old pieces
+            self._planner.install(strategy, order, shards)
+        self.transit.entry = self._planner.unguarded
 
     def add_slots(self, slots: Sequence[Slot]) -> None:
         """Take on new parameters; they get buckets in the next step."""
@@ -158,7 +192,8 @@ class Engine:
         """All gradients of this step reduced or on their way. On every rank, before anything uses them."""
         self.learn()
         self._hook_gradients()
-        self.transit.entry += self._planner.extend()
+        if self._planner.extend():
+            self.transit.entry = self._planner.unguarded
         window = self.window
         window.verify(sharded_only=window.reduced)
         window.flush()

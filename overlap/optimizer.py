@@ -58,7 +58,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         session = current()
         self._comm = session.comm
         self._optimizer = optimizer
-        self._strategy = strategy
         self._model = model if isinstance(model, torch.nn.Module) else None
         named = None if isinstance(model, torch.nn.Module) or model is None else list(model)
         slots = collect_slots(optimizer, self._model, named)
@@ -79,6 +78,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             poison=session.poison if poison is None else poison,
         )
         self._share = StateShare(self._comm, session.mailroom, session.register(self), self._export)
+        self._engine.changing = self._share.updating
         self._stepper = Stepper(self._engine, optimizer, self._share)
 
     # - Looks like the user's optimizer
@@ -104,10 +104,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return getattr(self._optimizer, name)
 
     def __repr__(self) -> str:
-        return f"DistributedOptimizer[{self._strategy.name}, {self._comm.size} rank(s)] of {self._optimizer!r}"
+        return f"DistributedOptimizer[{self._engine.strategy.name}, {self._comm.size} rank(s)] of {self._optimizer!r}"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("a DistributedOptimizer holds connections and cannot be copied or pickled; use state_dict()")
+
+    @property
+    def strategy(self) -> Strategy:
+        """What decides the buckets; :meth:`replan` replaces it."""
+        return self._engine.strategy
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
@@ -122,6 +127,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Change the number of backward passes per step. Between steps, on every rank."""
         _check_passes(passes)
         self._engine.window.passes = passes
+
+    def replan(self, strategy: Strategy) -> None:
+        """Go on with other buckets: `strategy`'s. Parameters and state stay what they are, bit for bit.
+
+        On every rank with the same `strategy`, between ``step()`` and the next backward.
+        """
+        self._engine.replan(strategy)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters: they take rank 0's values, and buckets of their own in the next step. On every rank."""

@@ -34,27 +34,49 @@ class Planner:
         self._comm, self._optimizer, self._slots = comm, optimizer, slots
         self.strategy, self.shards = strategy, shards
         self.order: list[Bucket] = []
+        self._facts: Facts | None = None  # about the parameters in buckets
+        self._unguarded: set[int] = set()  # slots that no gate is known to guard
 
-    def begin(self, facts: Facts, passes: int) -> list[Bucket]:
-        """The first buckets, from what the first iteration taught; returns those that no gate guards."""
+    def begin(self, facts: Facts, passes: int) -> None:
+        """The first buckets, from what the first iteration taught."""
         frozen = {slot.index for slot in self._slots if not slot.param.requires_grad and slot.param.grad is None}
-        self._build(self.strategy.plan(_without(facts, frozen), *self._specs(), self._comm.size))
+        self._facts = _without(facts, frozen)
+        self._unguarded = {*facts.unseen, *facts.idle}
+        self.order += self._build(self.strategy.plan(self._facts, *self._specs(), self._comm.size), self.shards)
         for slot in self._slots:
             slot.expected = max(1, round(facts.fires[slot.index] / passes))
-        outside = {self._slots[index].bucket for index in (*facts.unseen, *facts.idle)}
-        return [bucket for bucket in self.order if bucket in outside and bucket.holds_parameters]
 
-    def extend(self) -> list[Bucket]:
-        """Buckets for parameters that were unfrozen or added since, issued last; returns those that no gate guards."""
-        late = [slot for slot in self._slots if slot.bucket is None and slot.param.requires_grad]
+    def extend(self) -> bool:
+        """Buckets for parameters that were unfrozen or added since, issued last; returns whether there were any."""
+        late = tuple(slot.index for slot in self._slots if slot.bucket is None and slot.param.requires_grad)
         if not late:
-            return []
-        indices = tuple(slot.index for slot in late)
+            return False
+        assert self._facts is not None, "learning comes first"
         nothing: frozenset[int] = frozenset()
-        facts = Facts((indices,), indices, tuple(1 for _ in self._slots), nothing, nothing)
-        before = len(self.order)
-        self._build(self.strategy.plan(facts, *self._specs(), self._comm.size))
-        return [bucket for bucket in self.order[before:] if bucket.holds_parameters]
+        facts = Facts((late,), late, tuple(1 for _ in self._slots), nothing, nothing)
+        plan = self.strategy.plan(facts, *self._specs(), self._comm.size)
+        self.order += self._build(plan, self.shards, len(self.order))
+        self._facts = _with_late(self._facts, late, len(self._slots))
+        self._unguarded.update(late)
+        return True
+
+    def draft(self, strategy: Strategy) -> tuple[list[Bucket], ShardUpdate | None]:
+        """`strategy`'s buckets for the same parameters, whose values move in, and their pieces, without state yet."""
+        assert self._facts is not None, "learning comes first"
+        plan = strategy.plan(self._facts, *self._specs(), self._comm.size)
+        shards = None if self.shards is None else ShardUpdate(self._optimizer)
+        return self._build(plan, shards), shards
+
+    def install(self, strategy: Strategy, order: list[Bucket], shards: ShardUpdate | None) -> None:
+        """Replace everything by what :meth:`draft` gave."""
+        self.strategy, self.shards = strategy, shards
+        self.order[:] = order
+
+    @property
+    def unguarded(self) -> list[Bucket]:
+        """Buckets that hold parameters which no gate is known to hand out."""
+        outside = {self._slots[index].bucket for index in self._unguarded}
+        return [bucket for bucket in self.order if bucket in outside and bucket.holds_parameters]
 
     def _specs(self) -> tuple[list[TensorSpec], list[bool]]:
         specs, shardable = [], []
@@ -66,17 +88,18 @@ class Planner:
             specs.append(TensorSpec(param.numel(), param.element_size(), kind))
         return specs, shardable
 
-    def _build(self, plan: Plan) -> None:
+    def _build(self, plan: Plan, shards: ShardUpdate | None, first: int = 0) -> list[Bucket]:
         rank, size = self._comm.rank, self._comm.size
-        for spec, sharded in zip(plan.buckets, plan.sharded, strict=True):
+        order = []
+        for number, (spec, sharded) in enumerate(zip(plan.buckets, plan.sharded, strict=True), first):
             members = [self._slots[index] for index in spec.tensors]
-            number = len(self.order)
             bucket = Bucket(number, spec, members, rank=rank, world_size=size, holds_parameters=sharded)
-            self.order.append(bucket)
+            order.append(bucket)
             if sharded:
-                assert self.shards is not None, "a strategy shards only what is shardable"
-                self.shards.add(bucket, rank)
-                self.shards.shard_state(bucket, self._optimizer.state)
+                assert shards is not None, "a strategy shards only what is shardable"
+                shards.add(bucket, rank)
+                shards.shard_state(bucket, self._optimizer.state)
+        return order
 
 
 def _without(facts: Facts, frozen: set[int]) -> Facts:
@@ -87,4 +110,16 @@ def _without(facts: Facts, frozen: set[int]) -> Facts:
         arrivals=tuple(index for index in facts.arrivals if index not in frozen),
         unseen=facts.unseen - frozen,
         idle=facts.idle - frozen,
+    )
+
+
+def _with_late(facts: Facts, late: tuple[int, ...], num_slots: int) -> Facts:
+    """Facts that know parameters which came later; a new plan keeps them apart, like those that were idle at first."""
+    return replace(
+        facts,
+        units=(*facts.units, late),
+        arrivals=(*facts.arrivals, *late),
+        fires=facts.fires + (1,) * (num_slots - len(facts.fires)),
+        idle=facts.idle | set(late),
+        moments=facts.moments and facts.moments + facts.moments[-1:] * (num_slots - len(facts.moments)),
     )

@@ -19,7 +19,7 @@ from overlap.dense import from_flat, to_flat, unused_positions
 from overlap.elementwise import SCALAR_STATE
 from overlap.partition import piece
 
-__all__ = ["Piece", "PieceState", "ShardUpdate", "unhooked_step"]
+__all__ = ["Piece", "PieceState", "ShardUpdate", "assemble", "is_sliced", "unhooked_step"]
 
 # slot index -> (start, stop within the flattened parameter, state by key)
 PieceState = dict[int, tuple[int, int, dict[str, Any]]]
@@ -59,6 +59,14 @@ class ShardUpdate:
     @property
     def pieces(self) -> Iterable[Piece]:
         return (one for pieces in self._pieces.values() for one in pieces)
+
+    def held(self, bucket: Bucket) -> list[tuple[Piece, dict[str, Any]]]:
+        """The bucket's pieces on this rank, each with its state (empty before its first update)."""
+        return [(one, self._shadow.state.get(one.proxy, {})) for one in self._pieces[bucket]]
+
+    def put(self, one: Piece, state: dict[str, Any]) -> None:
+        """Replace the state of a piece."""
+        self._shadow.state[one.proxy] = state
 
     @property
     def state(self) -> dict[torch.nn.Parameter, dict[str, Any]]:
@@ -146,7 +154,7 @@ def assemble(slots: list[Slot], parts: Iterable[PieceState]) -> dict[torch.Tenso
             param = slots[index].param
             target = full.setdefault(param, {})
             for key, value in state.items():
-                if not _is_sliced(key, value, stop - start):
+                if not is_sliced(key, value, stop - start):
                     target.setdefault(key, copy.deepcopy(value))
                     continue
                 flat = flats.get((index, key))
@@ -157,7 +165,8 @@ def assemble(slots: list[Slot], parts: Iterable[PieceState]) -> dict[torch.Tenso
     return full
 
 
-def _is_sliced(key: str, value: Any, numel: int) -> bool:
+def is_sliced(key: str, value: Any, numel: int) -> bool:
+    """Whether a piece of `numel` elements keeps, under `key`, one value for each of them."""
     return isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() == numel and key not in SCALAR_STATE
 
 

@@ -30,7 +30,10 @@ class StateShare:
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Around every update of the state: nobody reads it meanwhile, and one more step is done at the end."""
+        """Around every update of the state, or of who holds which part of it: nobody reads it meanwhile.
+
+        It counts as a step: a question asked after it is not answered from before it.
+        """
         with self._changed:
             yield
             self._steps += 1

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from overlap.strategy import Strategy
 
 GLOBAL_BATCH = 8
 STEPS = 7
@@ -42,6 +45,14 @@ class Run:
     def loss(self, number: int) -> torch.Tensor:
         x, y = self.batch(number)
         return torch.nn.functional.mse_loss(self.model(x), y)
+
+    def replanned(self, step: int) -> Strategy:
+        """The optimizer's strategy with other limits, where it has any."""
+        strategy = copy.copy(self.optimizer.strategy)
+        if hasattr(strategy, "threshold_mb"):
+            strategy.threshold_mb = (0.0001, 25, 0.001)[step % 3]
+            strategy.num_nearby_layers = None
+        return strategy
 
     @property
     def distributed(self) -> bool:
@@ -211,6 +222,22 @@ def group_added(run: Run) -> None:
     run.model.register_parameter("offset", offset)
 
 
+def replanned(run: Run) -> None:
+    """Other buckets after every step, also before the first and after parameters came late."""
+    first = next(iter(run.model.parameters()))
+    first.requires_grad_(False)
+    for step in range(STEPS):
+        if run.distributed:
+            run.optimizer.replan(run.replanned(step))
+        if step == 2:
+            first.requires_grad_(True)
+        run.optimizer.zero_grad()
+        run.loss(step).backward()
+        run.optimizer.step()
+        if run.rank == 0:
+            run.optimizer.state_dict()  # asks the others, who may be in the next replan already
+
+
 def state_reloaded(run: Run) -> None:
     for step in range(STEPS):
         run.optimizer.zero_grad()
@@ -250,6 +277,7 @@ LOOPS = {
         unfrozen_later,
         frozen_later,
         group_added,
+        replanned,
         state_reloaded,
         data_replaced,
     )

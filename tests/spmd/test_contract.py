@@ -286,7 +286,7 @@ def test_excluded_parts_send_nothing() -> None:
             optimizer.zero_grad()
             model(torch.ones(2, 9)).sum().backward()
             optimizer.step()
-        assert part in optimizer._strategy.excluded, kind
+        assert part in optimizer.strategy.excluded, kind
 
 
 def test_learned_order_is_the_order_of_use() -> None:
