@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -17,19 +18,22 @@ from overlap.strategy import Plan, Strategy
 
 __all__ = ["Dear", "DistributedOptimizer"]
 
-_PARTS = frozenset({"reducescatter", "allgather"})
+_PARTS = {"rsag": ("reducescatter", "allgather"), "rb": ("reduce", "bcast")}  # the two halves, by policy
 
 
 class Dear(Strategy):
     """Reduce-scatter as buckets fill, the update on this rank's shard, all-gather awaited layer by layer.
 
+    With the policy "rb", a shard is a whole bucket: reduced to the rank that owns it, updated there, and broadcast.
     Optimizers that need whole parameters get whole gradients instead: their buckets are all-reduced under backward.
     """
 
     name = "dear"
     sharding = True
 
-    def __init__(self, threshold_mb: float | None, num_nearby_layers: int | None, exclude_parts: str) -> None:
+    def __init__(
+        self, threshold_mb: float | None, num_nearby_layers: int | None, exclude_parts: str, policy: str
+    ) -> None:
         if threshold_mb is None and num_nearby_layers is None:
             raise ValueError(
                 "threshold_mb and num_nearby_layers are both None: give at least one, e.g. threshold_mb=None, "
@@ -39,10 +43,14 @@ class Dear(Strategy):
             raise ValueError(f"threshold_mb should be above 0 and is {threshold_mb}")
         if num_nearby_layers is not None and num_nearby_layers < 1:
             raise ValueError(f"num_nearby_layers should be at least 1 and is {num_nearby_layers}")
-        excluded = frozenset(part for part in exclude_parts.replace(",", " ").split() if part)
-        if excluded - _PARTS:
-            raise ValueError(f"exclude_parts should name {sorted(_PARTS)} and names {sorted(excluded - _PARTS)}")
-        self.threshold_mb, self.num_nearby_layers, self.excluded = threshold_mb, num_nearby_layers, excluded
+        if policy not in _PARTS:
+            raise ValueError(f"policy should be one of {sorted(_PARTS)} and is {policy!r}")
+        excluded = frozenset(exclude_parts.replace(",", " ").split())
+        strangers = sorted(excluded.difference(_PARTS[policy]))
+        if strangers:
+            raise ValueError(f"exclude_parts should name {' or '.join(_PARTS[policy])} and names {strangers}")
+        self.threshold_mb, self.num_nearby_layers, self.policy = threshold_mb, num_nearby_layers, policy
+        self.excluded = excluded
 
     def plan(self, facts: Facts, specs: Sequence[TensorSpec], shardable: Sequence[bool], world_size: int) -> Plan:
         threshold_bytes = None if self.threshold_mb is None else self.threshold_mb * 2**20
@@ -53,21 +61,30 @@ class Dear(Strategy):
             world_size,
             threshold_bytes=threshold_bytes,
             num_nearby_layers=self.num_nearby_layers,
+            one_owner=self.policy == "rb",
         )
 
     def reduce(self, comm: Communicator, bucket: Bucket) -> None:
-        if "reducescatter" in self.excluded:
+        whole, owner, op, label = bucket.gradients, bucket.spec.owner, ReduceOp.AVG, bucket.label
+        if _PARTS[self.policy][0] in self.excluded:
             if bucket.holds_parameters:
-                bucket.reduced.copy_(bucket.gradients[bucket.own])
-        elif bucket.holds_parameters:
-            bucket.work = comm.reduce_scatter_async(bucket.gradients, bucket.reduced, ReduceOp.AVG, label=bucket.label)
+                bucket.reduced.copy_(whole[bucket.own])
+        elif not bucket.holds_parameters:
+            bucket.work = comm.all_reduce_async(whole, whole, op, label=label)
+        elif owner is None:
+            bucket.work = comm.reduce_scatter_async(whole, bucket.reduced, op, label=label)
         else:
-            bucket.work = comm.all_reduce_async(bucket.gradients, bucket.gradients, ReduceOp.AVG, label=bucket.label)
+            into = bucket.reduced if owner == comm.rank else None
+            bucket.work = comm.reduce_async(whole, into, op, owner, label=label)
 
     def gather(self, comm: Communicator, bucket: Bucket) -> None:
-        if "allgather" not in self.excluded:
-            mine = bucket.parameters[bucket.own]
-            bucket.work = comm.all_gather_async(mine, bucket.parameters, label=bucket.label)
+        if _PARTS[self.policy][1] in self.excluded:
+            return
+        whole, owner, label = bucket.parameters, bucket.spec.owner, bucket.label
+        if owner is None:
+            bucket.work = comm.all_gather_async(whole[bucket.own], whole, label=label)
+        else:
+            bucket.work = comm.broadcast_async(whole, owner, label=label)
 
 
 def DistributedOptimizer(
@@ -77,6 +94,7 @@ def DistributedOptimizer(
     threshold_mb: float | None = 25,
     num_nearby_layers: int | None = None,
     exclude_parts: str = "",
+    policy: str = "rsag",
     strategy: str = "dear",
     **shell: Any,
 ) -> Shell:
@@ -88,35 +106,34 @@ def DistributedOptimizer(
         threshold_mb: layers are fused, in the order of their use, while a bucket stays below this many MB (2^20 bytes).
         num_nearby_layers: at most this many layers per bucket; with both limits, the first one reached closes a bucket.
             ``threshold_mb=None, num_nearby_layers=1`` is DeAR without tensor fusion.
-        exclude_parts: ``"reducescatter"``, ``"allgather"`` or both leave that part of the communication out, for time
-            breakdowns. The training is wrong then.
+        exclude_parts: ``"reducescatter"``, ``"allgather"`` or both (``"reduce"``, ``"bcast"`` under the policy "rb")
+            leave that part of the communication out, for time breakdowns. The training is wrong then.
+        policy: how an all-reduce is taken apart. ``"rsag"``: reduce-scatter and all-gather. ``"rb"``, for comparison:
+            each bucket is reduced to one rank, in turn, updated there in full and broadcast.
         strategy: ``"dear"``, or the name of another strategy's package (``"wfbp"``, ``"mgwfbp"``), which then takes the
             other arguments.
         shell: ``backward_passes_per_step=1, elementwise=None, sync_start=True, poison=None``; see
             :class:`overlap.optimizer.DistributedOptimizer`.
     """
+    own: dict[str, Any] = {
+        "threshold_mb": threshold_mb,
+        "num_nearby_layers": num_nearby_layers,
+        "exclude_parts": exclude_parts,
+        "policy": policy,
+    }
     if strategy != "dear":
-        return _sibling(strategy, optimizer, model, threshold_mb, num_nearby_layers, exclude_parts, shell)
-    return Shell(optimizer, model, Dear(threshold_mb, num_nearby_layers, exclude_parts), **shell)
+        return _sibling(strategy, optimizer, model, own, shell)
+    return Shell(optimizer, model, Dear(**own), **shell)
 
 
-def _sibling(
-    strategy: str,
-    optimizer: torch.optim.Optimizer,
-    model: Any,
-    threshold_mb: float | None,
-    num_nearby_layers: int | None,
-    exclude_parts: str,
-    shell: dict[str, Any],
-) -> Shell:
-    if (threshold_mb, num_nearby_layers, exclude_parts) != (25, None, ""):
-        raise ValueError(f"threshold_mb, num_nearby_layers and exclude_parts belong to 'dear', not to {strategy!r}")
-    if strategy == "wfbp":
-        import wfbp
+_DEFAULTS: dict[str, Any] = dict(DistributedOptimizer.__kwdefaults__ or {})
+_SIBLINGS = ("mgwfbp", "wfbp")
 
-        return wfbp.DistributedOptimizer(optimizer, model, **shell)
-    if strategy == "mgwfbp":
-        import mgwfbp
 
-        return mgwfbp.DistributedOptimizer(optimizer, model, **shell)
-    raise ValueError(f"strategy should be 'dear', 'wfbp' or 'mgwfbp' and is {strategy!r}")
+def _sibling(strategy: str, optimizer: torch.optim.Optimizer, model: Any, own: dict[str, Any], shell: Any) -> Shell:
+    if strategy not in _SIBLINGS:
+        raise ValueError(f"strategy should be 'dear' or one of {_SIBLINGS} and is {strategy!r}")
+    chosen = [f"{name}={value!r}" for name, value in own.items() if value != _DEFAULTS[name]]
+    if chosen:
+        raise ValueError(f"{', '.join(chosen)}: arguments that belong to 'dear', not to {strategy!r}")
+    return importlib.import_module(strategy).DistributedOptimizer(optimizer, model, **shell)

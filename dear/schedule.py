@@ -1,5 +1,8 @@
 """DeAR's plan (Zhang et al., ICDCS 2023, section IV): neighbouring layers share a bucket; the last layers go first. Pure.
 
+policy "rsag"    each rank owns 1/P of every bucket:      reduce-scatter     all-gather
+policy "rb"      one rank, in turn, owns a whole bucket:  reduce             broadcast
+
 compute | bwd L3 | bwd L2 | bwd L1 | step  |  fwd L1 | fwd L2 | fwd L3 |
 comm             | RS b0  | RS b1  | RS b2 | AG b2 | AG b1  | AG b0  |
 """
@@ -9,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from overlap.observer import Facts
-from overlap.partition import BucketSpec, TensorSpec, fuse
+from overlap.partition import BucketSpec, TensorSpec, fuse, owned
 from overlap.strategy import Plan
 
 __all__ = ["plan_buckets"]
@@ -23,11 +26,12 @@ def plan_buckets(
     *,
     threshold_bytes: float | None,
     num_nearby_layers: int | None,
+    one_owner: bool = False,
 ) -> Plan:
     """Fuse layers in the order of their use in forward; issue the buckets in reverse.
 
     Parameters without a gradient in the first iteration would keep their neighbours' buckets from filling, so they get
-    buckets of their own, issued last.
+    buckets of their own, issued last. With `one_owner`, buckets belong to whole ranks in turn, in order of issue.
     """
     used = [tuple(index for index in unit if index not in facts.idle) for unit in facts.units]
     idle = [tuple(index for index in unit if index in facts.idle) for unit in facts.units]
@@ -41,4 +45,5 @@ def plan_buckets(
             num_nearby_units=num_nearby_layers,
         )
     buckets.reverse()
-    return Plan(tuple(buckets), tuple(shardable[bucket.tensors[0]] for bucket in buckets))
+    chosen = owned(buckets, world_size) if one_owner else tuple(buckets)
+    return Plan(chosen, tuple(shardable[bucket.tensors[0]] for bucket in buckets))

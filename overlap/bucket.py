@@ -80,7 +80,7 @@ class Slot:
 class Bucket:
     """Slots with one flat gradient buffer, and one flat parameter buffer if `holds_parameters`.
 
-    Buffers have ``spec.padded_numel`` elements: `world_size` equal shards, of which this rank owns number `rank`.
+    Buffers have ``spec.padded_numel`` elements: a shard for each rank, equal ones or all of it for one owner.
     """
 
     def __init__(
@@ -90,8 +90,8 @@ class Bucket:
         self.phase = Phase.FILLING
         self.work: Work | None = None
         first = slots[0].param
-        shard_numel = spec.shard_numel(world_size)
-        self.own = slice(rank * shard_numel, (rank + 1) * shard_numel)
+        self.shares = spec.shares(world_size)  # elements of each rank's shard
+        self.own = spec.own(rank, world_size)
         self.gradients = torch.zeros(spec.padded_numel, dtype=first.dtype, device=first.device)
         for slot, offset in zip(slots, spec.offsets, strict=True):
             slot.bucket = self
@@ -99,7 +99,7 @@ class Bucket:
         self.holds_parameters = holds_parameters
         if holds_parameters:
             self.parameters = torch.zeros_like(self.gradients)
-            self.reduced = torch.zeros(shard_numel, dtype=first.dtype, device=first.device)
+            self.reduced = torch.zeros(self.shares[rank], dtype=first.dtype, device=first.device)
             self.adopt()
         else:
             self.reduced = self.gradients  # reduced in place

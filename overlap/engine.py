@@ -35,6 +35,7 @@ class Engine:
     def __init__(
         self,
         comm: Communicator,
+        gathers: Communicator,
         optimizer: torch.optim.Optimizer,
         model: torch.nn.Module | None,
         slots: list[Slot],
@@ -51,7 +52,7 @@ class Engine:
         )
         self._planner = Planner(comm, optimizer, slots, strategy, ShardUpdate(optimizer) if sharding else None)
         self.order = self._planner.order  # in order of issue
-        self.transit = Transit(comm, lambda comm, bucket: self.strategy.gather(comm, bucket), poison=poison)
+        self.transit = Transit(gathers, lambda comm, bucket: self.strategy.gather(comm, bucket), poison=poison)
         self._model = model
         self._by_param = {id(slot.param): slot for slot in slots}
         self._observer: Observer | None = Observer(slots, find_modules=model is None)

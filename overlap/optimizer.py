@@ -67,14 +67,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if name.startswith("_optimizer_"):  # step and state_dict hooks, registered on either, run once
                 setattr(self, name, value)
         self._patch_step_function()
+        sharding = strategy.sharding and (is_elementwise(optimizer) if elementwise is None else elementwise)
         self._engine = Engine(
             self._comm,
+            session.channel("all-gathers") if sharding else self._comm,  # whoever reduces a loss is not behind them
             optimizer,
             self._model,
             slots,
             strategy,
             passes=backward_passes_per_step,
-            sharding=strategy.sharding and (is_elementwise(optimizer) if elementwise is None else elementwise),
+            sharding=sharding,
             poison=session.poison if poison is None else poison,
         )
         self._share = StateShare(self._comm, session.mailroom, session.register(self), self._export)

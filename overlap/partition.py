@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-__all__ = ["ALIGNMENT_BYTES", "BucketSpec", "TensorSpec", "fuse", "layout", "per_tensor", "piece", "round_up"]
+__all__ = ["ALIGNMENT_BYTES", "BucketSpec", "TensorSpec", "fuse", "layout", "owned", "per_tensor", "piece", "round_up"]
 
 # Kernels may take another path, and round differently, on operands that are not aligned as an allocation of their own
 # would be. Every tensor in a bucket starts on such a boundary, so that training in buckets stays bit-identical.
@@ -33,9 +33,19 @@ class BucketSpec:
     offsets: tuple[int, ...]
     numel: int  # elements up to the end of the last tensor
     padded_numel: int  # a multiple of the world size: world_size equal shards
+    owner: int | None = None  # the rank whose shard is the whole bucket; None: the shards are equal
 
-    def shard_numel(self, world_size: int) -> int:
-        return self.padded_numel // world_size
+    def shares(self, world_size: int) -> tuple[int, ...]:
+        """How many elements each rank owns, in rank order."""
+        if self.owner is None:
+            return (self.padded_numel // world_size,) * world_size
+        return tuple(self.padded_numel if rank == self.owner else 0 for rank in range(world_size))
+
+    def own(self, rank: int, world_size: int) -> slice:
+        """The elements that `rank` owns."""
+        shares = self.shares(world_size)
+        start = sum(shares[:rank])
+        return slice(start, start + shares[rank])
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -98,6 +108,11 @@ def fuse(
 def per_tensor(order: Sequence[int], specs: Sequence[TensorSpec], world_size: int) -> tuple[BucketSpec, ...]:
     """One bucket for each tensor, in the given order (wait-free back-propagation without fusion)."""
     return tuple(layout((index,), specs, world_size) for index in order)
+
+
+def owned(buckets: Sequence[BucketSpec], world_size: int) -> tuple[BucketSpec, ...]:
+    """The same buckets, each owned by one rank: in turn, in the given order."""
+    return tuple(replace(bucket, owner=index % world_size) for index, bucket in enumerate(buckets))
 
 
 def piece(offset: int, numel: int, shard_start: int, shard_numel: int) -> tuple[int, int] | None:

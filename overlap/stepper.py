@@ -150,7 +150,8 @@ class Stepper:
         window.reduced = True
         for bucket in engine.order:
             if bucket.holds_parameters:
-                self._comm.all_gather(bucket.reduced, bucket.gradients, label=f"{bucket.label} gradients")
+                label = f"{bucket.label} gradients"
+                self._comm.all_gather(bucket.reduced, bucket.gradients, counts=bucket.shares, label=label)
                 engine.find_unused(bucket)
         engine.expose(engine.order)
         self._synchronized = True

@@ -25,5 +25,13 @@ def test_neighbours_share() -> None:
     assert _plan(((0, 1), (2,), (3, 4)), nearby=2) == [(3, 4), (0, 1, 2)]
 
 
+def test_whole_buckets_have_owners_in_turn() -> None:
+    facts = Facts(((0,), (1,), (2,), (3,), (4,)), (4, 3, 2, 1, 0), (1,) * 5, NOTHING, NOTHING)
+    plan = plan_buckets(facts, SPECS, [True] * 5, 2, threshold_bytes=None, num_nearby_layers=1, one_owner=True)
+    assert [bucket.owner for bucket in plan.buckets] == [0, 1, 0, 1, 0]
+    assert [bucket.shares(2) for bucket in plan.buckets[:2]] == [(256, 0), (0, 256)]
+    assert [plan.buckets[1].own(rank, 2) for rank in (0, 1)] == [slice(0, 0), slice(0, 256)]
+
+
 def test_idle_parameters_do_not_keep_their_neighbours_waiting() -> None:
     assert _plan(((0, 1), (2,), (3, 4)), idle=frozenset({3})) == [(4,), (2,), (0, 1), (3,)]

@@ -34,7 +34,7 @@ def test_every_tensor_has_one_aligned_place(seed: int) -> None:
         assert len({specs[index].kind for index in bucket.tensors}) == 1
         assert list(bucket.tensors) == sorted(bucket.tensors)
         assert bucket.padded_numel % world_size == 0
-        assert bucket.shard_numel(world_size) * itemsize % ALIGNMENT_BYTES == 0
+        assert bucket.shares(world_size)[0] * itemsize % ALIGNMENT_BYTES == 0
         assert bucket.padded_numel - bucket.numel < max(1, world_size * ALIGNMENT_BYTES // itemsize) + 1
         end = 0
         for index, offset in zip(bucket.tensors, bucket.offsets, strict=True):
@@ -48,7 +48,7 @@ def test_every_tensor_has_one_aligned_place(seed: int) -> None:
 def test_pieces_cover_each_tensor_once(seed: int) -> None:
     units, specs, world_size = _random_case(seed)
     for bucket in fuse(units, specs, world_size, threshold_bytes=1e9):
-        shard = bucket.shard_numel(world_size)
+        shard = bucket.shares(world_size)[0]
         for index, offset in zip(bucket.tensors, bucket.offsets, strict=True):
             parts = [piece(offset, specs[index].numel, rank * shard, shard) for rank in range(world_size)]
             covered = [element for part in parts if part for element in range(*part)]

@@ -15,7 +15,7 @@ import wfbp
 from overlap.session import current
 from overlap.window import GradientChanged, TooManyGradients
 from tests.spmd.models import MODELS
-from tests.spmd.test_parity import STRATEGIES, _model
+from tests.spmd.test_parity import STRATEGIES, WRAP, _model
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,7 @@ def _loss(model: torch.nn.Module, seed: int = 0) -> torch.Tensor:
 
 def _trained(strategy: str = "dear", steps: int = 2, **options: Any) -> tuple[torch.nn.Module, Any]:
     model = _model("Mlp")
-    optimizer = STRATEGIES[strategy](torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, **options), model)
+    optimizer = WRAP[strategy](torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, **options), model)
     for step in range(steps):
         optimizer.zero_grad()
         _loss(model, step).backward()
@@ -95,7 +95,7 @@ def test_state_dict_of_the_model_is_as_small_as_the_model() -> None:
     assert buffer.tell() < 4000
 
 
-@pytest.mark.parametrize("strategy", ["dear", "wfbp"])
+@pytest.mark.parametrize("strategy", ["dear", "dear-rb", "wfbp"])
 def test_rank_0_alone_may_save_in_the_middle_of_training(strategy: str) -> None:
     model, optimizer = _trained(strategy)
     states = []
@@ -236,6 +236,8 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"num_nearby_layers": 0}, "num_nearby_layers should be at least 1 and is 0"),
     ({"exclude_parts": "allreduce"}, "exclude_parts should name"),
     ({"backward_passes_per_step": 0}, "backward_passes_per_step should be at least 1 and is 0"),
+    ({"policy": "magic"}, "policy should be one of .* and is 'magic'"),
+    ({"policy": "rb", "exclude_parts": "allgather"}, "exclude_parts should name reduce or bcast and names .*allgather"),
     ({"strategy": "magic"}, "'magic'"),
     ({"strategy": "wfbp", "threshold_mb": 1}, "belong to 'dear'"),
 ]
@@ -279,14 +281,15 @@ def test_sparse_gradients_are_refused() -> None:
 
 
 def test_excluded_parts_send_nothing() -> None:
-    for part, kind in (("reducescatter", "reduce_scatter"), ("allgather", "all_gather")):
+    for policy, part in (("rsag", "reducescatter"), ("rsag", "allgather"), ("rb", "reduce"), ("rb", "bcast")):
         model = MODELS["Mlp"]()
-        optimizer = dear.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model, exclude_parts=part)
+        inner = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer = dear.DistributedOptimizer(inner, model, policy=policy, exclude_parts=part)
         for _ in range(2):
             optimizer.zero_grad()
             model(torch.ones(2, 9)).sum().backward()
             optimizer.step()
-        assert part in optimizer.strategy.excluded, kind
+        assert part in optimizer.strategy.excluded
 
 
 def test_learned_order_is_the_order_of_use() -> None:
