@@ -19,6 +19,7 @@ PURE = (
     "overlap/launch.py",
     "overlap/settings.py",
     "overlap/cost_model.py",
+    *(f"overlap/horovod/{name}.py" for name in ("agreement", "coordinator", "request")),
     *(f"overlap/tuning/{name}.py" for name in TUNING),
     "dear/schedule.py",
     "mgwfbp/merge.py",

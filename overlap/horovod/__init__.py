@@ -1,0 +1,1 @@
+"""What ``horovod.torch`` offers, under its names: collectives by name, process sets, join, compression."""
