@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +15,8 @@ from comm_core import ReduceOp
 from overlap.checks import balanced_split
 from overlap.communicator import Communicator, Work
 from overlap.link import Link
+from overlap.loose_messages import LooseMessages
+from overlap.pipeline import Relay, RingReduce, ring_segment_numel
 from overlap.reduction import combine_all, is_half
 from overlap.requests import (
     all_gather_request,
@@ -27,7 +28,7 @@ from overlap.requests import (
     reduce_scatter_request,
 )
 from overlap.ring import all_gather_ring, broadcast_chain, reduce_scatter_ring, shard_spans
-from overlap.stages import SEGMENT_BYTES, DirectReduce, Exchange, Relay, RingReduce, Stage
+from overlap.stages import SEGMENT_BYTES, DirectReduce, Exchange, Stage, StagedTask
 from overlap.store_mail import StoreMailbox, own_client
 from overlap.strand import PendingWork, Strand
 
@@ -55,11 +56,10 @@ class ProcessGroupCommunicator(Communicator):
         self._store = own_client(store)  # another group may be set up on another thread, which blocks its connection
         self._owns_world = owns_world
         self._link = self._new_link("collectives")
-        self._messages = self._new_link("messages")
+        self._messages = LooseMessages(self._new_link("messages"))
         self._strand = Strand(f"dear-{name}")
         self._mailbox = StoreMailbox(store, f"dear/{name}/mail", rank) if size > 1 else None
         self._numbers, self._splits = itertools.count(), itertools.count()
-        self._loose: dict[PendingWork, None] = {}  # sends and receives, each awaited by a thread of its own
         self._closed = False
 
     def _new_link(self, purpose: str) -> Link:
@@ -85,17 +85,8 @@ class ProcessGroupCommunicator(Communicator):
 
     def _issue(self, kind: str, label: str, nbytes: int, stages: Callable[[], Sequence[Stage]]) -> Work:
         tag = _COLLECTIVE_TAGS + next(self._numbers) % _COLLECTIVE_TAGS
-
-        def task() -> None:
-            try:
-                for stage in stages():
-                    stage.post(self._link, tag)
-                    stage.finish(self._link, lambda: None)
-            except BaseException:
-                self._link.tear_down()  # the peers must not wait for what will never come
-                raise
-
-        return self._strand.submit(PendingWork(kind, label, self._rank, self._size, nbytes), task)
+        work = PendingWork(kind, label, self._rank, self._size, nbytes)
+        return self._strand.submit(work, StagedTask(self._link, tag, stages))
 
     def reduce_scatter_async(
         self,
@@ -115,7 +106,7 @@ class ProcessGroupCommunicator(Communicator):
     ) -> Callable[[], Stage]:
         if self._size == 1 or is_half(send.dtype) or send.nbytes <= _SMALL_BYTES:
             return lambda: DirectReduce(send, out, counts, op, self._rank)
-        limit = SEGMENT_BYTES // send.element_size()
+        limit = ring_segment_numel(max(counts), send.element_size())
         first, arrivals = reduce_scatter_ring(self._rank, counts, limit)
         return lambda: RingReduce(send, out, first, arrivals, op, self._size, in_place)
 
@@ -127,7 +118,7 @@ class ProcessGroupCommunicator(Communicator):
         return self._issue("all_gather", label, request.recv.nbytes, lambda: [stage()])
 
     def _all_gather_stage(self, send: torch.Tensor, recv: torch.Tensor, counts: Sequence[int]) -> Callable[[], Stage]:
-        limit = max(1, SEGMENT_BYTES // recv.element_size())
+        limit = ring_segment_numel(max(counts), recv.element_size())
         first, arrivals = all_gather_ring(self._rank, counts, limit)
         mine = shard_spans(counts)[self._rank]
         place = recv[mine.start : mine.stop]
@@ -231,36 +222,15 @@ class ProcessGroupCommunicator(Communicator):
         token = torch.zeros(1, dtype=torch.uint8)
         return self._issue("barrier", label, 0, lambda: self._all_reduce_stages(token, token, ReduceOp.MAX))
 
-    # - Messages: posted by the caller, awaited by a thread each, so that they never hold up a collective
+    # - Messages
 
     def send_async(self, tensor: torch.Tensor, peer: int, tag: int = 0, *, label: str = "") -> Work:
         flat = message_request("send", self._rank, self._size, tensor, peer, tag)
-        return self._message("send", label, flat, lambda: self._messages.send(flat, peer, tag))
+        return self._messages.send(flat, peer, tag, label)
 
     def recv_async(self, tensor: torch.Tensor, peer: int, tag: int = 0, *, label: str = "") -> Work:
         flat = message_request("recv", self._rank, self._size, tensor, peer, tag)
-        return self._message("recv", label, flat, lambda: self._messages.recv(flat, peer, tag))
-
-    def _message(self, kind: str, label: str, flat: torch.Tensor, post: Callable[[], Any]) -> Work:
-        work = PendingWork(kind, label, self._rank, self._size, flat.nbytes)
-        if not flat.numel():
-            work.finish()
-            return work
-        message = post()
-        self._loose[work] = None
-
-        def wait() -> None:
-            try:
-                self._messages.wait(message)
-                work.finish()
-            except BaseException as error:  # it belongs to whoever waits for the work
-                work.finish(error)
-            self._loose.pop(work, None)
-            del flat_alive[:]
-
-        flat_alive = [flat]
-        threading.Thread(target=wait, name=f"dear-{kind}", daemon=True).start()
-        return work
+        return self._messages.recv(flat, peer, tag, label)
 
     # - The rest
 
@@ -288,7 +258,7 @@ class ProcessGroupCommunicator(Communicator):
         return None if self._mailbox is None else self._mailbox.receive(timeout)
 
     def pending(self) -> list[Work]:
-        return [*self._strand.pending(), *(work for work in list(self._loose) if not work.done())]
+        return [*self._strand.pending(), *self._messages.pending()]
 
     def abort(self, code: int) -> None:
         os._exit(code)  # torchrun ends the other ranks

@@ -1,7 +1,6 @@
 """What an operation does on the wire: messages posted without blocking, then waits that finish them.
 
-A stage is posted before the one ahead of it has finished whenever possible: its receives are then known to the peer
-when the data is ready, and its first sends fill the wire while the last segments of the other are still on it.
+Receives are posted ahead of what they wait for: they are then known to the peer when its data is ready.
 """
 
 from __future__ import annotations
@@ -13,8 +12,9 @@ import torch
 
 from comm_core import ReduceOp
 from overlap.link import Link, Message
-from overlap.reduction import average_, combine, combine_all, is_half
-from overlap.ring import Arrival, Span, segments, shard_spans
+from overlap.reduction import combine_all
+from overlap.ring import Span, segments, shard_spans
+from overlap.strand import Task
 
 __all__: list[str] = []
 
@@ -22,21 +22,40 @@ __all__: list[str] = []
 SEGMENT_BYTES = 512 * 1024
 #: How many receives are posted ahead. A receive is announced to the sender on the connection that carries our own bulk
 #: data, and must get there before its turn although up to a socket buffer of data queues in front of it.
-WINDOW = 16
-
-Idle = Callable[[], None]
+WINDOW = 8
 
 
 class Stage(ABC):
-    """One round of messages. `post` never blocks; `finish` calls `idle` whenever it only waits from then on."""
+    """One round of messages. `post` never blocks."""
 
     @abstractmethod
     def post(self, link: Link, tag: int) -> None:
         """Announce receives and start the sends that wait for nothing."""
 
     @abstractmethod
-    def finish(self, link: Link, idle: Idle) -> None:
+    def finish(self, link: Link) -> None:
         """Do the rest; afterwards all buffers are the caller's again."""
+
+
+class StagedTask(Task):
+    """An operation made of stages, each posted when the one before it has finished."""
+
+    def __init__(self, link: Link, tag: int, stages: Callable[[], Sequence[Stage]]) -> None:
+        self._link, self._tag, self._make = link, tag, stages
+        self._stages: Sequence[Stage] = ()
+
+    def post(self) -> None:
+        self._stages = self._make()
+        self._stages[0].post(self._link, self._tag)
+
+    def finish(self) -> None:
+        for number, stage in enumerate(self._stages):
+            if number:
+                stage.post(self._link, self._tag)
+            stage.finish(self._link)
+
+    def fail(self) -> None:
+        self._link.tear_down()
 
 
 class Exchange(Stage):
@@ -58,157 +77,13 @@ class Exchange(Stage):
         sends = [link.send(tensor, peer, tag) for peer, tensor in self._sends if tensor.numel()]
         self._messages = recvs + sends
 
-    def finish(self, link: Link, idle: Idle) -> None:
+    def finish(self, link: Link) -> None:
         if self._meanwhile is not None:
             self._meanwhile()
-        idle()
         for message in self._messages:
             link.wait(message)
         if self._afterwards is not None:
             self._afterwards()
-
-
-class Pipeline(Stage):
-    """Segments that arrive from the previous rank, in order, some of which go on to the next: a ring or a chain."""
-
-    def __init__(self, first: Sequence[torch.Tensor], arrivals: Sequence[Arrival]) -> None:
-        self._first = first
-        self._arrivals = arrivals
-        self._received: list[tuple[Message, torch.Tensor]] = []
-        self._sent: list[Message | None] = []
-        self._tag = 0
-
-    @abstractmethod
-    def landing(self, link: Link, index: int) -> torch.Tensor:
-        """Where arrival number `index` is received."""
-
-    def arrived(self, index: int, landed: torch.Tensor) -> torch.Tensor:
-        """Use what arrived; what is returned goes on to the next rank, if it does."""
-        return landed
-
-    def meanwhile(self) -> None:
-        """Local work, done while the first messages travel."""
-
-    def post(self, link: Link, tag: int) -> None:
-        self._tag = tag
-        self._announce(link, WINDOW)
-        after = (link.rank + 1) % link.size
-        self._sent = [link.send(tensor, after, tag) for tensor in self._first]
-
-    def finish(self, link: Link, idle: Idle) -> None:
-        self.meanwhile()
-        after = (link.rank + 1) % link.size
-        for index, arrival in enumerate(self._arrivals):
-            self._announce(link, index + WINDOW)
-            if not arrival.forward:
-                idle()
-            message, landed = self._received[index]
-            link.wait(message)
-            onward = self.arrived(index, landed)
-            if arrival.forward:
-                self._sent.append(link.send(onward, after, self._tag))
-        idle()
-        for number in range(len(self._sent)):
-            self._await_sent(link, number)
-
-    def sent_on(self, link: Link, index: int) -> None:
-        """Wait until arrival `index`, which was forwarded, has left its buffer."""
-        self._await_sent(link, len(self._first) + index)
-
-    def _await_sent(self, link: Link, number: int) -> None:
-        message = self._sent[number]
-        if message is not None:
-            link.wait(message)
-            self._sent[number] = None  # a message can be waited for once
-
-    def _announce(self, link: Link, upto: int) -> None:
-        before = (link.rank - 1) % link.size
-        for index in range(len(self._received), min(upto, len(self._arrivals))):
-            target = self.landing(link, index)
-            self._received.append((link.recv(target, before, self._tag), target))
-
-
-class Relay(Pipeline):
-    """An all-gather's ring or a broadcast's chain: segments land where they belong and are passed on from there."""
-
-    def __init__(
-        self,
-        buffer: torch.Tensor,
-        first: Sequence[torch.Tensor],
-        arrivals: Sequence[Arrival],
-        own: tuple[torch.Tensor, torch.Tensor] | None = None,
-    ) -> None:
-        super().__init__(first, arrivals)
-        self._buffer = buffer
-        self._own = own
-
-    def landing(self, link: Link, index: int) -> torch.Tensor:
-        return _view(self._buffer, self._arrivals[index].span)
-
-    def meanwhile(self) -> None:
-        if self._own is not None:
-            target, source = self._own
-            target.copy_(source)
-
-
-class RingReduce(Pipeline):
-    """A reduce-scatter's ring: our part is added to what arrives, and the sum goes on or, at last, stays.
-
-    `out` is our shard's destination. It takes the last hop's partial sums directly, unless it is a part of `send`,
-    which has to keep our own summands until they are added.
-    """
-
-    def __init__(
-        self,
-        send: torch.Tensor,
-        out: torch.Tensor,
-        first: Sequence[Span],
-        arrivals: Sequence[Arrival],
-        op: ReduceOp,
-        size: int,
-        in_place: bool,
-    ) -> None:
-        super().__init__([_view(send, span) for span in first], arrivals)
-        self._send, self._out, self._op, self._size, self._in_place = send, out, op, size, in_place
-        self._base = min((arrival.span.start for arrival in arrivals if not arrival.forward), default=0)
-        self._slots: list[torch.Tensor] = []
-        # [Note: a ring holds a shard]
-        # Our arrival k, sent on, is the next rank's arrival F + k, F being the number of segments we sent first. It is
-        # received there only once that rank has announced so many; with F slots or fewer, every rank waits for the next
-        # to announce what that one will announce only when its own slot is free.
-        self._num_slots = len(first) + WINDOW
-
-    def landing(self, link: Link, index: int) -> torch.Tensor:
-        arrival = self._arrivals[index]
-        if not arrival.forward and not self._in_place:
-            return self._final(arrival.span)
-        numel = arrival.span.stop - arrival.span.start
-        if index < self._num_slots:
-            self._slots.append(torch.empty(self._slot_numel(), dtype=self._send.dtype))
-        elif self._arrivals[index - self._num_slots].forward:
-            self.sent_on(link, index - self._num_slots)
-        return self._slots[index % self._num_slots][:numel]
-
-    def arrived(self, index: int, landed: torch.Tensor) -> torch.Tensor:
-        arrival = self._arrivals[index]
-        own = _view(self._send, arrival.span)
-        if arrival.forward:
-            combine(self._op, landed, own, landed)
-            return landed
-        target = self._final(arrival.span)
-        if is_half(target.dtype):
-            combine_all(self._op, (landed, own), target, self._size)
-        else:
-            combine(self._op, landed, own, target)
-            if self._op is ReduceOp.AVG:
-                average_(target, self._size)
-        return target
-
-    def _final(self, span: Span) -> torch.Tensor:
-        return self._out[span.start - self._base : span.stop - self._base]
-
-    def _slot_numel(self) -> int:
-        return max(arrival.span.stop - arrival.span.start for arrival in self._arrivals)
 
 
 class DirectReduce(Stage):
@@ -222,9 +97,9 @@ class DirectReduce(Stage):
         self._op, self._out, self._rank, self._size = op, out, rank, len(counts)
         limit = max(1, SEGMENT_BYTES // send.element_size())
         shards = shard_spans(counts)
-        self._own = _view(send, shards[rank])
+        self._own = view(send, shards[rank])
         self._rounds = segments(Span(0, out.numel()), limit)
-        parts = [[_view(send, span) for span in segments(shard, limit)] for shard in shards]
+        parts = [[view(send, span) for span in segments(shard, limit)] for shard in shards]
         others = [(rank + step) % self._size for step in range(1, self._size)]
         longest = max(len(part) for part in parts)
         self._sends = [(peer, parts[peer][i]) for i in range(longest) for peer in others if i < len(parts[peer])]
@@ -240,18 +115,15 @@ class DirectReduce(Stage):
         self._announce(link, self._ahead)
         self._sent = [link.send(tensor, peer, tag) for peer, tensor in self._sends]
 
-    def finish(self, link: Link, idle: Idle) -> None:
+    def finish(self, link: Link) -> None:
         for index, span in enumerate(self._rounds):
-            if index + 1 == len(self._rounds):
-                idle()
             for message in self._received[index]:
                 link.wait(message)
             slots = self._slots[index % self._ahead]
             parts = [slot[: span.stop - span.start] for slot in slots]
-            parts[self._rank] = _view(self._own, span)
-            combine_all(self._op, parts, _view(self._out, span), self._size)
+            parts[self._rank] = view(self._own, span)
+            combine_all(self._op, parts, view(self._out, span), self._size)
             self._announce(link, index + 1 + self._ahead)
-        idle()
         for message in self._sent:
             link.wait(message)
 
@@ -267,5 +139,6 @@ class DirectReduce(Stage):
             self._received.append([link.recv(slots[peer][:numel], peer, self._tag) for peer in self._others])
 
 
-def _view(tensor: torch.Tensor, span: Span) -> torch.Tensor:
+def view(tensor: torch.Tensor, span: Span) -> torch.Tensor:
+    """The elements of a span."""
     return tensor[span.start : span.stop]
