@@ -27,6 +27,7 @@ from overlap.api import (
     size,
 )
 from overlap.profiler import profile_backward
+from overlap.recording import draw_timeline, start_timeline, stop_timeline
 
 __all__ = [
     "Average",
@@ -46,6 +47,7 @@ __all__ = [
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "clip_grad_norm_",
+    "draw_timeline",
     "init",
     "is_initialized",
     "local_rank",
@@ -54,4 +56,6 @@ __all__ = [
     "rank",
     "shutdown",
     "size",
+    "start_timeline",
+    "stop_timeline",
 ]

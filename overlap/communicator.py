@@ -12,8 +12,8 @@ is kept alive by the `Work`, until the operation is done.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import ClassVar, Protocol
 
 import torch
 
@@ -23,6 +23,14 @@ from comm_core import ReduceOp
 
 class Work(Protocol):
     """One issued operation; `comm_core.Work` has this shape and so has the torch.distributed adapter's."""
+
+    @property
+    def op(self) -> str:
+        """The kind of operation: "reduce_scatter", "barrier", …"""
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the payload."""
 
     @property
     def label(self) -> str:
@@ -50,6 +58,14 @@ class Work(Protocol):
 
 class Communicator(ABC):
     """Collectives on torch tensors between the ranks of one group."""
+
+    #: Hears of every operation of every communicator as it is issued, and returns the work its caller gets.
+    #: None unless a timeline is being recorded.
+    listener: ClassVar[Callable[[Communicator, Work], Work] | None] = None
+
+    def _issued(self, work: Work) -> Work:
+        """Every implementation passes here what it issued."""
+        return work if Communicator.listener is None else Communicator.listener(self, work)
 
     @property
     @abstractmethod

@@ -75,16 +75,20 @@ class NativeCommunicator(Communicator):
         label: str = "",
     ) -> Work:
         request = reduce_scatter_request(self.rank, self.size, send, recv, op, counts)
-        return self._core.reduce_scatter_async(
-            _readable(request.send), _writable(request.recv), op, counts=request.send_counts, label=label
+        return self._issued(
+            self._core.reduce_scatter_async(
+                _readable(request.send), _writable(request.recv), op, counts=request.send_counts, label=label
+            )
         )
 
     def all_gather_async(
         self, send: torch.Tensor, recv: torch.Tensor, *, counts: Sequence[int] | None = None, label: str = ""
     ) -> Work:
         request = all_gather_request(self.rank, self.size, send, recv, counts)
-        return self._core.all_gather_async(
-            _readable(request.send), _writable(request.recv), counts=request.recv_counts, label=label
+        return self._issued(
+            self._core.all_gather_async(
+                _readable(request.send), _writable(request.recv), counts=request.recv_counts, label=label
+            )
         )
 
     def all_gather_counts(self, send_count: int) -> list[int]:
@@ -94,10 +98,14 @@ class NativeCommunicator(Communicator):
         self, send: torch.Tensor, recv: torch.Tensor, op: ReduceOp = ReduceOp.SUM, *, label: str = ""
     ) -> Work:
         request = all_reduce_request(send, recv, op)
-        return self._core.all_reduce_async(_readable(request.send), _writable(request.recv), op, label=label)
+        return self._issued(
+            self._core.all_reduce_async(_readable(request.send), _writable(request.recv), op, label=label)
+        )
 
     def broadcast_async(self, tensor: torch.Tensor, root: int = 0, *, label: str = "") -> Work:
-        return self._core.broadcast_async(_writable(broadcast_request(self.size, tensor, root)), root, label=label)
+        return self._issued(
+            self._core.broadcast_async(_writable(broadcast_request(self.size, tensor, root)), root, label=label)
+        )
 
     def reduce_async(
         self,
@@ -110,7 +118,7 @@ class NativeCommunicator(Communicator):
     ) -> Work:
         source, target = reduce_request(self.rank, self.size, send, recv, op, root)
         into = None if target is None else _writable(target)
-        return self._core.reduce_async(_readable(source), into, op, root, label=label)
+        return self._issued(self._core.reduce_async(_readable(source), into, op, root, label=label))
 
     def all_to_all_async(
         self,
@@ -122,24 +130,26 @@ class NativeCommunicator(Communicator):
         label: str = "",
     ) -> Work:
         request = all_to_all_request(self.rank, self.size, send, recv, send_counts, recv_counts)
-        return self._core.all_to_all_async(
-            _readable(request.send),
-            _writable(request.recv),
-            send_counts=request.send_counts,
-            recv_counts=request.recv_counts,
-            label=label,
+        return self._issued(
+            self._core.all_to_all_async(
+                _readable(request.send),
+                _writable(request.recv),
+                send_counts=request.send_counts,
+                recv_counts=request.recv_counts,
+                label=label,
+            )
         )
 
     def send_async(self, tensor: torch.Tensor, peer: int, tag: int = 0, *, label: str = "") -> Work:
         flat = message_request("send", self.rank, self.size, tensor, peer, tag)
-        return self._core.send_async(_readable(flat), peer, tag, label=label)
+        return self._issued(self._core.send_async(_readable(flat), peer, tag, label=label))
 
     def recv_async(self, tensor: torch.Tensor, peer: int, tag: int = 0, *, label: str = "") -> Work:
         flat = message_request("recv", self.rank, self.size, tensor, peer, tag)
-        return self._core.recv_async(_writable(flat), peer, tag, label=label)
+        return self._issued(self._core.recv_async(_writable(flat), peer, tag, label=label))
 
     def barrier_async(self, *, label: str = "") -> Work:
-        return self._core.barrier_async(label=label)
+        return self._issued(self._core.barrier_async(label=label))
 
     def split(self, color: int | None, key: int = 0) -> NativeCommunicator | None:
         part = self._core.split(color, key)

@@ -86,7 +86,7 @@ class ProcessGroupCommunicator(Communicator):
     def _issue(self, kind: str, label: str, nbytes: int, stages: Callable[[], Sequence[Stage]]) -> Work:
         tag = _COLLECTIVE_TAGS + next(self._numbers) % _COLLECTIVE_TAGS
         work = PendingWork(kind, label, self._rank, self._size, nbytes)
-        return self._strand.submit(work, StagedTask(self._link, tag, stages))
+        return self._issued(self._strand.submit(work, StagedTask(self._link, tag, stages)))
 
     def reduce_scatter_async(
         self,
@@ -226,11 +226,11 @@ class ProcessGroupCommunicator(Communicator):
 
     def send_async(self, tensor: torch.Tensor, peer: int, tag: int = 0, *, label: str = "") -> Work:
         flat = message_request("send", self._rank, self._size, tensor, peer, tag)
-        return self._messages.send(flat, peer, tag, label)
+        return self._issued(self._messages.send(flat, peer, tag, label))
 
     def recv_async(self, tensor: torch.Tensor, peer: int, tag: int = 0, *, label: str = "") -> Work:
         flat = message_request("recv", self._rank, self._size, tensor, peer, tag)
-        return self._messages.recv(flat, peer, tag, label)
+        return self._issued(self._messages.recv(flat, peer, tag, label))
 
     # - The rest
 

@@ -7,13 +7,14 @@ import functools
 import logging
 import os
 import socket
+import time
 import weakref
 from typing import Any
 
 import torch
 
 import comm_core
-from overlap import failures, logs, settings
+from overlap import failures, logs, settings, timeline
 from overlap.communicator import Communicator
 from overlap.cost_model import CostModel, fit
 from overlap.launch import Launch, Launcher, LaunchError, detect
@@ -34,9 +35,10 @@ class Session:
 
     def __init__(self, comm: Communicator, launch: Launch, wanted: Settings) -> None:
         self.comm, self.launch = comm, launch
-        introductions = allgather_object(comm, (socket.gethostname(), wanted))
-        hosts = [host for host, _ in introductions]
-        self.settings = introductions[0][1]  # rank 0's: what they decide has to be the same everywhere
+        introductions = allgather_object(comm, (socket.gethostname(), wanted, time.time()))
+        hosts = [host for host, _, _ in introductions]
+        # Rank 0's, on all ranks: settings decide what is communicated, and timelines are laid side by side.
+        _, self.settings, self._epoch = introductions[0]
         mine = hosts[comm.rank]
         local = [rank for rank, host in enumerate(hosts) if host == mine]
         self.local_rank = local.index(comm.rank) if launch.local_rank is None else launch.local_rank
@@ -54,6 +56,15 @@ class Session:
         failures.install(comm.rank, comm.size, comm.abort)
         logs.configure(self.settings, comm.rank)
         _share_cores(self.local_size)
+        if self.settings.timeline:
+            self.start_timeline(
+                self.settings.timeline, self.settings.timeline_mark_cycles, self.settings.timeline_max_mb
+            )
+
+    def start_timeline(self, file_path: str, mark_cycles: bool, max_mb: float) -> None:
+        """See :func:`overlap.api.start_timeline`."""
+        max_bytes = int(max_mb * 2**20)
+        timeline.start(file_path, self.comm.rank, self._epoch, mark_cycles=mark_cycles, max_bytes=max_bytes)
 
     def register(self, optimizer: Any) -> str:
         """Remember an optimizer until it dies; its topic for the mailroom, the same on all ranks."""
@@ -89,6 +100,7 @@ class Session:
         self.control.barrier(label="shutdown")
         self.watchdog.close()
         self.mailroom.close()
+        timeline.stop()
         failures.remove()
         for channel in self._channels.values():
             channel.close()

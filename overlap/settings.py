@@ -33,6 +33,12 @@ class Settings:
     """``DEAR_STALL_ABORT_SECONDS``, ``HOROVOD_STALL_SHUTDOWN_TIME_SECONDS``; 0: never."""
     log_level: int | None = None
     """``DEAR_LOG_LEVEL``, ``HOROVOD_LOG_LEVEL``: one of :data:`LOG_LEVELS`; None: as the script configures logging."""
+    timeline: str = ""
+    """``DEAR_TIMELINE``, ``HOROVOD_TIMELINE``: file to record a timeline into from the start; empty: none."""
+    timeline_mark_cycles: bool = False
+    """``DEAR_TIMELINE_MARK_CYCLES``, ``HOROVOD_TIMELINE_MARK_CYCLES``."""
+    timeline_max_mb: float = 64.0
+    """``DEAR_TIMELINE_MAX_MB``: no timeline gets larger, in MB of 2^20 bytes."""
     ignored: tuple[str, ...] = ()
     """Variables of Horovod that are set and have no counterpart."""
 
@@ -46,6 +52,10 @@ def _number(text: str) -> float:
 
 def _switch(text: str) -> bool:
     return {"0": False, "1": True, "false": False, "true": True}[text.lower()]
+
+
+def _file(text: str) -> str:
+    return "" if text == "DYNAMIC" else text  # Horovod's word for "may be started later", which it always may here
 
 
 def _level(text: str) -> int:
@@ -75,6 +85,9 @@ _VARIABLES: dict[str, tuple[Callable[[str], Any], tuple[str, ...]]] = {
     "stall_warn_seconds": (_number, ("DEAR_STALL_WARN_SECONDS", "HOROVOD_STALL_CHECK_TIME_SECONDS")),
     "stall_abort_seconds": (_number, ("DEAR_STALL_ABORT_SECONDS", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS")),
     "log_level": (_level, ("DEAR_LOG_LEVEL", "HOROVOD_LOG_LEVEL")),
+    "timeline": (_file, ("DEAR_TIMELINE", "HOROVOD_TIMELINE")),
+    "timeline_mark_cycles": (_switch, ("DEAR_TIMELINE_MARK_CYCLES", "HOROVOD_TIMELINE_MARK_CYCLES")),
+    "timeline_max_mb": (_number, ("DEAR_TIMELINE_MAX_MB",)),
 }
 _CHECK_OFF = "HOROVOD_STALL_CHECK_DISABLE"
 

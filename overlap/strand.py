@@ -39,7 +39,7 @@ class PendingWork:
     """An issued operation: what `overlap.communicator.Work` promises."""
 
     def __init__(self, kind: str, label: str, rank: int, size: int, nbytes: int) -> None:
-        self.label = label or kind
+        self.op, self.label, self.nbytes = kind, label or kind, nbytes
         self._what = f"{kind} {label!r}" if label else kind
         self._where = f"rank {rank} of {size}, {nbytes} bytes"
         self._issued = time.monotonic()

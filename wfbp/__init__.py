@@ -25,6 +25,7 @@ from overlap.api import (
     shutdown,
     size,
 )
+from overlap.recording import draw_timeline, start_timeline, stop_timeline
 from overlap.sync_batch_norm import SyncBatchNorm
 from wfbp.optimizer import DistributedOptimizer
 
@@ -47,6 +48,7 @@ __all__ = [
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "clip_grad_norm_",
+    "draw_timeline",
     "init",
     "is_initialized",
     "local_rank",
@@ -54,4 +56,6 @@ __all__ = [
     "rank",
     "shutdown",
     "size",
+    "start_timeline",
+    "stop_timeline",
 ]

@@ -26,6 +26,11 @@ from overlap.settings import SettingError, Settings, read
             {"HOROVOD_STALL_CHECK_DISABLE": "1", "DEAR_STALL_ABORT_SECONDS": "9"},
             {"stall_warn_seconds": 0.0, "stall_abort_seconds": 9.0},
         ),
+        ({"HOROVOD_TIMELINE": "DYNAMIC", "HOROVOD_TIMELINE_MARK_CYCLES": "1"}, {"timeline_mark_cycles": True}),
+        (
+            {"HOROVOD_TIMELINE": "a.json", "DEAR_TIMELINE": "b.json", "DEAR_TIMELINE_MAX_MB": "2"},
+            {"timeline": "b.json", "timeline_max_mb": 2.0},
+        ),
         ({"HOROVOD_LOG_LEVEL": "WARNING"}, {"log_level": logging.WARNING}),
         (
             {"HOROVOD_NUM_NCCL_STREAMS": "2", "HOROVOD_CYCLE_TIME": "1", "HOROVOD_AUTOTUNE": "", "PATH": "/bin"},

@@ -1,0 +1,62 @@
+"""A Chrome trace on disk that is complete JSON after every write, whatever happens to the process next."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from typing import Any
+
+__all__ = ["TraceFile"]
+
+_END = b"\n]\n"
+_LAST_WORDS = 1000  # bytes kept free for events that say why the file ends
+
+
+class TraceFile:
+    """A JSON array of trace events. Writes overwrite the array's end and put it back in the same call.
+
+    Args:
+        path: file to make or to replace.
+        max_bytes: the file never gets larger.
+
+    Raises ``OSError`` where the file cannot be written.
+    """
+
+    def __init__(self, path: str, max_bytes: int) -> None:
+        self.path, self._max_bytes = path, max_bytes
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        self._empty = True
+        self._end = 1
+        os.pwrite(self._file, b"[" + _END, 0)
+
+    def append(self, events: Sequence[dict[str, Any]], *, last_words: bool = False) -> bool:
+        """Write as many of `events` as fit. False if not all did: the file is full.
+
+        `last_words` may use the space that is kept free for them.
+        """
+        limit = self._max_bytes - (0 if last_words else _LAST_WORDS)
+        fitting: list[bytes] = []
+        room = limit - self._end - len(_END)
+        for event in events:
+            line = b"\n" + json.dumps(event, separators=(",", ":")).encode()
+            room -= len(line) + 1
+            if room < 0:
+                break
+            fitting.append(line)
+        if fitting:
+            text = (b"" if self._empty else b",") + b",".join(fitting)
+            self._write(text + _END)
+            self._end += len(text)
+            self._empty = False
+        return len(fitting) == len(events)
+
+    def _write(self, data: bytes) -> None:
+        written = os.pwrite(self._file, data, self._end)
+        if written < len(data):  # the disk is full: leave the array as it was
+            os.pwrite(self._file, _END, self._end)
+            os.ftruncate(self._file, self._end + len(_END))
+            raise OSError(f"{self.path}: wrote {written} of {len(data)} bytes")
+
+    def close(self) -> None:
+        os.close(self._file)
