@@ -11,6 +11,7 @@ import torch
 from dear.schedule import plan_buckets
 from overlap.bucket import Bucket
 from overlap.communicator import Communicator, ReduceOp
+from overlap.horovod.compression import NoneCompressor
 from overlap.observer import Facts
 from overlap.optimizer import DistributedOptimizer as Shell
 from overlap.partition import TensorSpec
@@ -65,17 +66,16 @@ class Dear(Strategy):
         )
 
     def reduce(self, comm: Communicator, bucket: Bucket) -> None:
-        whole, owner, op, label = bucket.gradients, bucket.spec.owner, ReduceOp.AVG, bucket.label
+        whole, into, owner, op, label = bucket.outgoing, bucket.incoming, bucket.spec.owner, bucket.op, bucket.label
         if _PARTS[self.policy][0] in self.excluded:
             if bucket.holds_parameters:
-                bucket.reduced.copy_(whole[bucket.own])
+                into.copy_(whole[bucket.own])
         elif not bucket.holds_parameters:
-            bucket.work = comm.all_reduce_async(whole, whole, op, label=label)
+            bucket.work = comm.all_reduce_async(whole, into, op, label=label)
         elif owner is None:
-            bucket.work = comm.reduce_scatter_async(whole, bucket.reduced, op, label=label)
+            bucket.work = comm.reduce_scatter_async(whole, into, op, label=label)
         else:
-            into = bucket.reduced if owner == comm.rank else None
-            bucket.work = comm.reduce_async(whole, into, op, owner, label=label)
+            bucket.work = comm.reduce_async(whole, into if owner == comm.rank else None, op, owner, label=label)
 
     def gather(self, comm: Communicator, bucket: Bucket) -> None:
         if _PARTS[self.policy][1] in self.excluded:
@@ -89,7 +89,13 @@ class Dear(Strategy):
 
 def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,
-    model: torch.nn.Module | Iterable[tuple[str, torch.nn.Parameter]] | None = None,
+    named_parameters: torch.nn.Module | Iterable[tuple[str, torch.nn.Parameter]] | None = None,
+    compression: Any = NoneCompressor,
+    backward_passes_per_step: int = 1,
+    op: ReduceOp = ReduceOp.AVG,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
     *,
     threshold_mb: float | None = 25,
     num_nearby_layers: int | None = None,
@@ -102,7 +108,9 @@ def DistributedOptimizer(
 
     Args:
         optimizer: any ``torch.optim.Optimizer``.
-        model: the module, or Horovod's ``named_parameters``, or None.
+        named_parameters: the module, or pairs of name and parameter, or None.
+        compression, backward_passes_per_step, op, gradient_predivide_factor, num_groups, groups: as in Horovod; see
+            :class:`overlap.optimizer.DistributedOptimizer`.
         threshold_mb: layers are fused, in the order of their use, while a bucket stays below this many MB (2^20 bytes).
         num_nearby_layers: at most this many layers per bucket; with both limits, the first one reached closes a bucket.
             ``threshold_mb=None, num_nearby_layers=1`` is DeAR without tensor fusion.
@@ -112,8 +120,7 @@ def DistributedOptimizer(
             each bucket is reduced to one rank, in turn, updated there in full and broadcast.
         strategy: ``"dear"``, or the name of another strategy's package (``"wfbp"``, ``"mgwfbp"``), which then takes the
             other arguments.
-        shell: ``backward_passes_per_step=1, elementwise=None, sync_start=True, poison=None``; see
-            :class:`overlap.optimizer.DistributedOptimizer`.
+        shell: ``elementwise=None, sync_start=True, poison=None``, of the same class.
     """
     own: dict[str, Any] = {
         "threshold_mb": threshold_mb,
@@ -121,9 +128,17 @@ def DistributedOptimizer(
         "exclude_parts": exclude_parts,
         "policy": policy,
     }
+    shell |= {
+        "compression": compression,
+        "backward_passes_per_step": backward_passes_per_step,
+        "op": op,
+        "gradient_predivide_factor": gradient_predivide_factor,
+        "num_groups": num_groups,
+        "groups": groups,
+    }
     if strategy != "dear":
-        return _sibling(strategy, optimizer, model, own, shell)
-    return Shell(optimizer, model, Dear(**own), **shell)
+        return _sibling(strategy, optimizer, named_parameters, own, shell)
+    return Shell(optimizer, named_parameters, Dear(**own), **shell)
 
 
 _DEFAULTS: dict[str, Any] = dict(DistributedOptimizer.__kwdefaults__ or {})

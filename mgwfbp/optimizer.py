@@ -12,6 +12,7 @@ from mgwfbp.schedule import plan_buckets, table
 from overlap.bucket import Bucket
 from overlap.communicator import Communicator, ReduceOp
 from overlap.cost_model import CostModel
+from overlap.horovod.compression import NoneCompressor
 from overlap.objects import agree
 from overlap.observer import Facts
 from overlap.optimizer import DistributedOptimizer as Shell
@@ -64,7 +65,7 @@ class MgWfbp(Strategy):
         return plan
 
     def reduce(self, comm: Communicator, bucket: Bucket) -> None:
-        bucket.work = comm.all_reduce_async(bucket.gradients, bucket.gradients, ReduceOp.AVG, label=bucket.label)
+        bucket.work = comm.all_reduce_async(bucket.outgoing, bucket.incoming, bucket.op, label=bucket.label)
 
     def gather(self, comm: Communicator, bucket: Bucket) -> None:
         raise AssertionError("no bucket of this strategy holds parameters")
@@ -72,7 +73,13 @@ class MgWfbp(Strategy):
 
 def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,
-    model: torch.nn.Module | Iterable[tuple[str, torch.nn.Parameter]] | None = None,
+    named_parameters: torch.nn.Module | Iterable[tuple[str, torch.nn.Parameter]] | None = None,
+    compression: Any = NoneCompressor,
+    backward_passes_per_step: int = 1,
+    op: ReduceOp = ReduceOp.AVG,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
     *,
     asc: bool = False,
     merge_below_kb: float = 0,
@@ -84,14 +91,16 @@ def DistributedOptimizer(
 
     Args:
         optimizer: any ``torch.optim.Optimizer``.
-        model: the module, or Horovod's ``named_parameters``, or None.
+        named_parameters: the module, or pairs of name and parameter, or None.
+        compression, backward_passes_per_step, op, gradient_predivide_factor, num_groups, groups: as in Horovod; see
+            :class:`overlap.optimizer.DistributedOptimizer`.
         asc: merge only where merging delays nothing (ASC-WFBP).
         merge_below_kb: groups of fewer KB (2^10 bytes) are merged with the next tensor in any case.
         layerwise_times: backward seconds by parameter name, as :func:`overlap.profiler.profile_backward` returns them;
             rank 0's count. None: the times of the first iteration.
         alpha_beta: seconds to start an all-reduce, and seconds per byte; rank 0's count. None: measured, once per
             session.
-        shell: ``backward_passes_per_step=1, sync_start=True``; see :class:`overlap.optimizer.DistributedOptimizer`.
+        shell: ``sync_start=True``, of the same class.
 
     Raises ``ValueError`` for times of parameters that are not the optimizer's, and for times no computer can have.
     """
@@ -99,13 +108,21 @@ def DistributedOptimizer(
     given = agree(session.comm, (layerwise_times, alpha_beta))
     seconds = None
     if given[0] is not None:
-        if not (model is None or isinstance(model, torch.nn.Module)):
-            model = list(model)
-        seconds = _by_index(given[0], optimizer, model)
+        if not (named_parameters is None or isinstance(named_parameters, torch.nn.Module)):
+            named_parameters = list(named_parameters)
+        seconds = _by_index(given[0], optimizer, named_parameters)
     cost = session.link_cost if given[1] is None else CostModel(*given[1])
     report = session.comm.rank == 0
     strategy = MgWfbp(cost, asc=asc, merge_below_kb=merge_below_kb, seconds=seconds, report=report)
-    return Shell(optimizer, model, strategy, **shell)
+    shell |= {
+        "compression": compression,
+        "backward_passes_per_step": backward_passes_per_step,
+        "op": op,
+        "gradient_predivide_factor": gradient_predivide_factor,
+        "num_groups": num_groups,
+        "groups": groups,
+    }
+    return Shell(optimizer, named_parameters, strategy, **shell)
 
 
 def _by_index(times: Mapping[str, float], optimizer: torch.optim.Optimizer, model: Any) -> dict[int, float]:

@@ -7,7 +7,7 @@ from enum import Enum, auto
 
 import torch
 
-from overlap.communicator import Work
+from overlap.communicator import ReduceOp, Work
 from overlap.dense import copy_used, unused_mark, view_like
 from overlap.partition import BucketSpec
 
@@ -64,6 +64,11 @@ class Slot:
         self.filled = True
 
     @property
+    def absent(self) -> bool:
+        """Filled with the unused mark: this rank has no gradient for it."""
+        return self.filled and self._given is None
+
+    @property
     def dropped(self) -> bool:
         """Filled, and then the gradient was taken away (``model.zero_grad()``) or replaced."""
         return self.filled and self.param.grad is not self._given
@@ -103,6 +108,8 @@ class Bucket:
             self.adopt()
         else:
             self.reduced = self.gradients  # reduced in place
+        # What a strategy reduces: `outgoing` of all ranks into `incoming` with `op`. Set before each reduction.
+        self.outgoing, self.incoming, self.op = self.gradients, self.reduced, ReduceOp.AVG
         # A tensor without elements may start behind the last one; looking one earlier is harmless, it has no extent.
         offsets = [min(offset, spec.padded_numel - 1) for offset in spec.offsets]
         starts = torch.tensor(offsets, dtype=torch.int64, device=first.device)

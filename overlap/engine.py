@@ -16,7 +16,9 @@ from torch.utils.hooks import RemovableHandle
 from overlap.bucket import Bucket, Slot
 from overlap.communicator import Communicator
 from overlap.dense import unused_positions
+from overlap.exchange import Exchange
 from overlap.gates import Gates
+from overlap.grouping import Groups
 from overlap.objects import agree
 from overlap.observer import Observer
 from overlap.planner import Planner
@@ -40,17 +42,20 @@ class Engine:
         model: torch.nn.Module | None,
         slots: list[Slot],
         strategy: Strategy,
+        exchange: Exchange,
         *,
+        groups: Groups,
         passes: int,
         sharding: bool,
         poison: bool,
     ) -> None:
         self.comm, self.slots = comm, slots
+        self._exchange = exchange
         self.suspended = False  # inside no_sync()
         self.changing: Callable[[], AbstractContextManager[None]] = (
             nullcontext  # around changes of who holds which state
         )
-        self._planner = Planner(comm, optimizer, slots, strategy, ShardUpdate(optimizer) if sharding else None)
+        self._planner = Planner(comm, optimizer, slots, strategy, groups, ShardUpdate(optimizer) if sharding else None)
         self.order = self._planner.order  # in order of issue
         self.transit = Transit(gathers, lambda comm, bucket: self.strategy.gather(comm, bucket), poison=poison)
         self._model = model
@@ -201,16 +206,19 @@ class Engine:
 
     def _launch(self, bucket: Bucket) -> None:
         self.transit.arrive(bucket)  # nobody used these parameters since the last step
+        self._exchange.load(bucket)
         self.strategy.reduce(self.comm, bucket)
 
     def _settle(self, bucket: Bucket) -> None:
         if bucket.work is not None:
             bucket.work.wait()
             bucket.work = None
+        self._exchange.unload(bucket)
         if bucket.holds_parameters:
             self.sharded.take(bucket)
         else:
             self.find_unused(bucket)
+        self._exchange.rescale(bucket, self.shards)
 
     def find_unused(self, bucket: Bucket) -> None:
         """Read from whole reduced gradients which parameters no rank used."""

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from overlap.bucket import Bucket
+from overlap.communicator import ReduceOp
 from overlap.elementwise import is_elementwise
 from overlap.engine import Engine
+from overlap.exchange import Exchange
+from overlap.grouping import parse_groups
+from overlap.horovod.compression import NoneCompressor
 from overlap.session import current
 from overlap.shard_update import assemble
 from overlap.startup import collect_slots, synchronize_start
@@ -26,26 +30,39 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     Args:
         optimizer: any ``torch.optim.Optimizer``; its parameter groups and state stay the ones that are used.
-        model: the module that owns the parameters, or Horovod's ``named_parameters`` (pairs of name and parameter), or
-            None. Without a module, the owners are found in the first iteration.
+        named_parameters: the module that owns the parameters, or pairs of name and parameter, or None. Without a
+            module, the owners are found in the first iteration.
         strategy: what decides buckets and collectives.
+        compression: what gradients become on the wire: ``Compression.none``, ``.fp16``, ``.bf16`` (summed in fp32,
+            rounded once) or a class with ``compress`` and ``decompress``, whose gradients are reduced whole.
+            Parameters travel in their own type.
         backward_passes_per_step: backward passes whose gradients are summed before one reduction.
+        op: ``Average`` or ``Sum`` over the ranks.
+        gradient_predivide_factor: f divides by f before the sum and by size / f after it.
+        num_groups: as a number in `groups`.
+        groups: how many buckets, of neighbours in the order of arrival, or a list of lists of parameters that share a
+            bucket; the strategy decides about parameters that are in none. Tensors of several types need several.
         elementwise: True promises that the optimizer updates every element from that element's gradient and state
             alone, and keeps its state per parameter, so that its work may be split; None decides by its exact type.
         sync_start: take rank 0's parameters, buffers and optimizer state at construction.
         poison: fill parameters that are not gathered yet with NaN, so that a missed wait shows
             (default: environment variable ``DEAR_POISON=1``).
 
-    On every rank. Raises ``ValueError`` where ranks, names or arguments do not fit together.
+    On every rank. Raises ``ValueError`` or ``TypeError`` where ranks, names or arguments do not fit together.
     """
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        model: torch.nn.Module | Iterable[tuple[str, torch.nn.Parameter]] | None,
+        named_parameters: torch.nn.Module | Iterable[tuple[str, torch.nn.Parameter]] | None,
         strategy: Strategy,
         *,
+        compression: Any = NoneCompressor,
         backward_passes_per_step: int = 1,
+        op: ReduceOp = ReduceOp.AVG,
+        gradient_predivide_factor: float = 1.0,
+        num_groups: int = 0,
+        groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
         elementwise: bool | None = None,
         sync_start: bool = True,
         poison: bool | None = None,
@@ -58,16 +75,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
         session = current()
         self._comm = session.comm
         self._optimizer = optimizer
-        self._model = model if isinstance(model, torch.nn.Module) else None
-        named = None if isinstance(model, torch.nn.Module) or model is None else list(model)
+        exchange = Exchange(compression, op, gradient_predivide_factor, self._comm.size)
+        self._model = named_parameters if isinstance(named_parameters, torch.nn.Module) else None
+        named = None
+        if not (isinstance(named_parameters, torch.nn.Module) or named_parameters is None):
+            named = list(named_parameters)
         slots = collect_slots(optimizer, self._model, named)
+        chosen = parse_groups(num_groups, groups, slots)
         if sync_start:
             synchronize_start(self._comm, optimizer, self._model, slots)
         for name, value in vars(optimizer).items():
             if name.startswith("_optimizer_"):  # step and state_dict hooks, registered on either, run once
                 setattr(self, name, value)
         self._patch_step_function()
-        sharding = strategy.sharding and (is_elementwise(optimizer) if elementwise is None else elementwise)
+        sliceable = is_elementwise(optimizer) if elementwise is None else elementwise
+        sharding = strategy.sharding and sliceable and exchange.slices
         self._engine = Engine(
             self._comm,
             session.channel("all-gathers") if sharding else self._comm,  # whoever reduces a loss is not behind them
@@ -75,6 +97,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._model,
             slots,
             strategy,
+            exchange,
+            groups=chosen,
             passes=backward_passes_per_step,
             sharding=sharding,
             poison=session.poison if poison is None else poison,

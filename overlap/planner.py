@@ -9,6 +9,7 @@ import torch
 from overlap.bucket import Bucket, Slot
 from overlap.communicator import Communicator
 from overlap.dense import is_dense
+from overlap.grouping import Groups, members_of, plan_groups
 from overlap.observer import Facts
 from overlap.partition import TensorSpec
 from overlap.shard_update import ShardUpdate
@@ -29,10 +30,11 @@ class Planner:
         optimizer: torch.optim.Optimizer,
         slots: list[Slot],
         strategy: Strategy,
+        groups: Groups,
         shards: ShardUpdate | None,
     ) -> None:
         self._comm, self._optimizer, self._slots = comm, optimizer, slots
-        self.strategy, self.shards = strategy, shards
+        self.strategy, self.shards, self._groups = strategy, shards, groups
         self.order: list[Bucket] = []
         self._facts: Facts | None = None  # about the parameters in buckets
         self._unguarded: set[int] = set()  # slots that no gate is known to guard
@@ -42,7 +44,7 @@ class Planner:
         frozen = {slot.index for slot in self._slots if not slot.param.requires_grad and slot.param.grad is None}
         self._facts = _without(facts, frozen)
         self._unguarded = {*facts.unseen, *facts.idle}
-        self.order += self._build(self.strategy.plan(self._facts, *self._specs(), self._comm.size), self.shards)
+        self.order += self._build(self._plan(self.strategy), self.shards)
         for slot in self._slots:
             slot.expected = max(1, round(facts.fires[slot.index] / passes))
 
@@ -62,8 +64,7 @@ class Planner:
 
     def draft(self, strategy: Strategy) -> tuple[list[Bucket], ShardUpdate | None]:
         """`strategy`'s buckets for the same parameters, whose values move in, and their pieces, without state yet."""
-        assert self._facts is not None, "learning comes first"
-        plan = strategy.plan(self._facts, *self._specs(), self._comm.size)
+        plan = self._plan(strategy)
         shards = None if self.shards is None else ShardUpdate(self._optimizer)
         return self._build(plan, shards), shards
 
@@ -77,6 +78,19 @@ class Planner:
         """Buckets that hold parameters which no gate is known to hand out."""
         outside = {self._slots[index].bucket for index in self._unguarded}
         return [bucket for bucket in self.order if bucket in outside and bucket.holds_parameters]
+
+    def _plan(self, strategy: Strategy) -> Plan:
+        facts = self._facts
+        assert facts is not None, "learning comes first"
+        specs, shardable = self._specs()
+        if not self._groups:
+            return strategy.plan(facts, specs, shardable, self._comm.size)
+        members = members_of(self._groups, facts)
+        rest = _without(facts, {index for group in members for index in group})
+        plan = Plan((), ())
+        if rest.arrivals:
+            plan = strategy.plan(rest, specs, shardable, self._comm.size)
+        return plan_groups(members, plan, facts, specs, shardable, self._comm.size)
 
     def _specs(self) -> tuple[list[TensorSpec], list[bool]]:
         specs, shardable = [], []

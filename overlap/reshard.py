@@ -69,7 +69,7 @@ def _gathered(comm: Communicator, bucket: Bucket, shards: ShardUpdate, key: str,
         if isinstance(value, torch.Tensor) and is_sliced(key, value, one.stop - one.start) and value.dtype is dtype:
             offset = offsets[one.slot.index]
             flat[offset + one.start : offset + one.stop].copy_(value)
-    comm.all_gather(flat[bucket.own], flat, label=f"{bucket.label} {key}")
+    comm.all_gather(flat[bucket.own], flat, counts=bucket.shares, label=f"{bucket.label} {key}")
     return flat
 
 

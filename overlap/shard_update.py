@@ -119,6 +119,10 @@ class ShardUpdate:
         """Reduced gradients of the pieces whose parameter is `wanted`, this rank's share of them."""
         return [one.proxy.grad for one in self.pieces if one.proxy.grad is not None and wanted(one.slot.param)]
 
+    def gradients_of(self, bucket: Bucket) -> list[torch.Tensor]:
+        """Reduced gradients of the bucket's used pieces on this rank."""
+        return [one.gradient for one in self._pieces[bucket] if one.proxy.grad is not None]
+
     # - State: full (as torch keeps it, by parameter) <-> pieces
 
     def shard_state(self, bucket: Bucket, full: MutableMapping[torch.Tensor, Any]) -> None:

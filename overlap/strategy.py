@@ -38,7 +38,11 @@ class Strategy(ABC):
 
     @abstractmethod
     def reduce(self, comm: Communicator, bucket: Bucket) -> None:
-        """Issue the bucket's reduction (mean over ranks of ``bucket.gradients`` into ``bucket.reduced``)."""
+        """Issue the bucket's reduction: ``bucket.outgoing`` of all ranks into ``bucket.incoming`` with ``bucket.op``.
+
+        Of a bucket that holds parameters, a rank needs its shard; `incoming` has its size. Otherwise `incoming` is
+        whole and may be `outgoing` itself.
+        """
 
     @abstractmethod
     def gather(self, comm: Communicator, bucket: Bucket) -> None:

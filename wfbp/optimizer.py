@@ -9,6 +9,7 @@ import torch
 
 from overlap.bucket import Bucket
 from overlap.communicator import Communicator, ReduceOp
+from overlap.horovod.compression import NoneCompressor
 from overlap.observer import Facts
 from overlap.optimizer import DistributedOptimizer as Shell
 from overlap.partition import TensorSpec, per_tensor
@@ -28,7 +29,7 @@ class Wfbp(Strategy):
         return Plan(buckets, (False,) * len(buckets))
 
     def reduce(self, comm: Communicator, bucket: Bucket) -> None:
-        bucket.work = comm.all_reduce_async(bucket.gradients, bucket.gradients, ReduceOp.AVG, label=bucket.label)
+        bucket.work = comm.all_reduce_async(bucket.outgoing, bucket.incoming, bucket.op, label=bucket.label)
 
     def gather(self, comm: Communicator, bucket: Bucket) -> None:
         raise AssertionError("no bucket of this strategy holds parameters")
@@ -36,14 +37,30 @@ class Wfbp(Strategy):
 
 def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,
-    model: torch.nn.Module | Iterable[tuple[str, torch.nn.Parameter]] | None = None,
+    named_parameters: torch.nn.Module | Iterable[tuple[str, torch.nn.Parameter]] | None = None,
+    compression: Any = NoneCompressor,
+    backward_passes_per_step: int = 1,
+    op: ReduceOp = ReduceOp.AVG,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
     **shell: Any,
 ) -> Shell:
     """Distribute `optimizer` with one all-reduce per tensor. On every rank, after ``wfbp.init()``.
 
     Args:
         optimizer: any ``torch.optim.Optimizer``.
-        model: the module, or Horovod's ``named_parameters``, or None.
-        shell: ``backward_passes_per_step=1, sync_start=True``; see :class:`overlap.optimizer.DistributedOptimizer`.
+        named_parameters: the module, or pairs of name and parameter, or None.
+        compression, backward_passes_per_step, op, gradient_predivide_factor, num_groups, groups: as in Horovod; see
+            :class:`overlap.optimizer.DistributedOptimizer`.
+        shell: ``sync_start=True``, of the same class.
     """
-    return Shell(optimizer, model, Wfbp(), **shell)
+    shell |= {
+        "compression": compression,
+        "backward_passes_per_step": backward_passes_per_step,
+        "op": op,
+        "gradient_predivide_factor": gradient_predivide_factor,
+        "num_groups": num_groups,
+        "groups": groups,
+    }
+    return Shell(optimizer, named_parameters, Wfbp(), **shell)

@@ -16,14 +16,14 @@ from tests.spmd.models import MODELS
 
 STRATEGIES: dict[str, Callable[..., Any]] = {
     "dear": dear.DistributedOptimizer,
-    "dear-layerwise": lambda o, m: dear.DistributedOptimizer(o, m, threshold_mb=None, num_nearby_layers=1),
-    "dear-nameless": lambda o, m: dear.DistributedOptimizer(o, threshold_mb=0.001),
+    "dear-layerwise": lambda o, m, **k: dear.DistributedOptimizer(o, m, threshold_mb=None, num_nearby_layers=1, **k),
+    "dear-nameless": lambda o, m, **k: dear.DistributedOptimizer(o, threshold_mb=0.001, **k),
     "wfbp": wfbp.DistributedOptimizer,
-    "mgwfbp": lambda o, m: mgwfbp.DistributedOptimizer(o, m, alpha_beta=(3e-5, 1e-9)),
+    "mgwfbp": lambda o, m, **k: mgwfbp.DistributedOptimizer(o, m, alpha_beta=(3e-5, 1e-9), **k),
 }
 # Policies of a strategy above: all models and loops, with one optimizer.
 VARIANTS: dict[str, Callable[..., Any]] = {
-    "dear-rb": lambda o, m: dear.DistributedOptimizer(o, m, policy="rb", threshold_mb=0.001),
+    "dear-rb": lambda o, m, **k: dear.DistributedOptimizer(o, m, policy="rb", threshold_mb=0.001, **k),
 }
 WRAP = STRATEGIES | VARIANTS
 

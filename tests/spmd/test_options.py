@@ -1,0 +1,161 @@
+"""Horovod's arguments of the optimizer, with every strategy: what they mean, and what is refused."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import dear
+import mgwfbp
+import wfbp
+from overlap.horovod.compression import BF16Compressor, Compressor, FP16Compressor, NoneCompressor
+from tests.spmd.loops import Run
+from tests.spmd.models import MODELS
+from tests.spmd.test_parity import OPTIMIZERS, WRAP, _assert_close, _model
+
+HOROVODS_ORDER = (
+    "optimizer",
+    "named_parameters",
+    "compression",
+    "backward_passes_per_step",
+    "op",
+    "gradient_predivide_factor",
+    "num_groups",
+    "groups",
+)
+
+
+@pytest.fixture(autouse=True)
+def _session() -> None:
+    dear.init()
+
+
+class Doubling(Compressor):
+    """A user's own: what travels is twice as large and flat."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        return (tensor * 2).flatten(), tensor.shape
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+        return (tensor / 2).view(ctx)
+
+
+def _listed(model: torch.nn.Module) -> list[list[torch.Tensor]]:
+    params = list(model.parameters())
+    return [[params[0], params[-1]], [params[2], params[1]]]
+
+
+# What it is called: the arguments, and by what the gradient of one process is multiplied.
+OPTIONS: dict[str, tuple[Callable[[torch.nn.Module], dict[str, Any]], Callable[[int], float]]] = {
+    "sum": (lambda m: {"op": dear.Sum}, float),
+    "predivide": (lambda m: {"gradient_predivide_factor": 3.0}, lambda size: 1.0),
+    "compressed-predivide": (
+        lambda m: {"compression": Doubling, "gradient_predivide_factor": 0.5},
+        lambda size: 1.0,
+    ),
+    "three-groups": (lambda m: {"num_groups": 3}, lambda size: 1.0),
+    "listed-groups": (lambda m: {"groups": _listed(m)}, lambda size: 1.0),
+}
+
+
+@pytest.mark.parametrize("strategy", WRAP)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_options_equal_one_process(option: str, strategy: str) -> None:
+    arguments, factor = OPTIONS[option]
+
+    def train(distributed: bool) -> Any:
+        model = _model("Sometimes")  # a parameter that nobody, or one rank alone, uses
+        optimizer: Any = OPTIMIZERS["sgd"](list(model.parameters()))
+        if distributed:
+            optimizer = WRAP[strategy](optimizer, model, **arguments(model))
+        run = Run(model, optimizer, dear.rank() if distributed else None, dear.size())
+        for step in range(3):
+            optimizer.zero_grad()
+            (run.loss(step) * (1.0 if distributed else factor(dear.size()))).backward()
+            optimizer.step()
+        return model.state_dict()
+
+    _assert_close(train(True), train(False), option)
+
+
+@pytest.mark.parametrize("strategy", WRAP)
+@pytest.mark.parametrize("compression", [FP16Compressor, BF16Compressor])
+def test_narrow_wires_sum_in_fp32_and_round_once(compression: Any, strategy: str) -> None:
+    """Bit for bit, at every number of ranks: gradients are narrowed, summed in fp32 in rank order, averaged, rounded."""
+    narrow = torch.float16 if compression is FP16Compressor else torch.bfloat16
+
+    def loss(model: torch.nn.Module, step: int, rank: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(1000 * step + rank)
+        return model(torch.randn(6, 9, generator=generator)).square().mean()
+
+    def build() -> torch.nn.Module:
+        torch.manual_seed(7)
+        return MODELS["Mlp"]()
+
+    alone, together = build(), build()
+    plain: Any = OPTIMIZERS["sgd"](list(alone.parameters()))
+    wrapped = WRAP[strategy](OPTIMIZERS["sgd"](list(together.parameters())), together, compression=compression)
+    for step in range(4):
+        parts = []
+        for rank in range(dear.size()):
+            plain.zero_grad()
+            loss(alone, step, rank).backward()
+            parts.append([parameter.grad.to(narrow).float() for parameter in alone.parameters()])
+        for parameter, *mine in zip(alone.parameters(), *parts, strict=True):
+            parameter.grad = (sum(mine[1:], mine[0]) * (1.0 / dear.size())).to(narrow).float()
+        plain.step()
+        wrapped.zero_grad()
+        loss(together, step, dear.rank()).backward()
+        wrapped.step()
+    for mine, reference in zip(together.parameters(), alone.parameters(), strict=True):
+        assert torch.equal(mine, reference)
+        assert mine.dtype is torch.float32
+
+
+def test_listed_groups_are_buckets() -> None:
+    model = _model("Mlp")
+    groups = _listed(model)
+    optimizer = dear.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model, groups=groups)
+    model(torch.ones(2, 9, dtype=torch.float64)).sum().backward()
+    optimizer.step()
+    found = [{id(slot.param) for slot in bucket.slots} for bucket in optimizer.buckets]
+    for group in groups:
+        assert {id(parameter) for parameter in group} in found
+    assert len(found) == 3
+
+
+REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"op": dear.Min}, ValueError, "op should be Average or Sum and is MIN"),
+    ({"op": "mean"}, TypeError, "op should be Average or Sum and is 'mean'"),
+    ({"op": dear.Sum, "gradient_predivide_factor": 2.0}, ValueError, "is 2.0, while op is SUM"),
+    ({"gradient_predivide_factor": 0.0}, ValueError, "above 0 and is 0.0"),
+    ({"compression": "fp16"}, TypeError, "and is 'fp16'"),
+    ({"groups": -1}, ValueError, "at least 0 and is -1"),
+    ({"groups": 2, "num_groups": 2}, ValueError, "num_groups is 2 and groups is given too"),
+    ({"groups": ["weight"]}, ValueError, "entry 0 is 'weight'"),
+    ({"groups": [[torch.zeros(3)]]}, ValueError, r"groups\[0\] holds a tensor of shape \(3,\)"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "error", "message"), REFUSED)
+def test_what_cannot_be_honoured_is_refused(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    model = _model("Mlp")
+    with pytest.raises(error, match=message):
+        wfbp.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model, **arguments)
+
+
+@pytest.mark.parametrize("package", [dear, wfbp, mgwfbp])
+def test_arguments_come_in_horovods_order(package: Any) -> None:
+    parameters = inspect.signature(package.DistributedOptimizer).parameters.values()
+    positional = tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
+    assert positional == HOROVODS_ORDER
+    model = _model("Mlp")
+    inner = torch.optim.SGD(model.parameters(), 0.1)
+    named = model.named_parameters()
+    package.DistributedOptimizer(inner, named, NoneCompressor, 2, dear.Average, 1.0, 0, None)
