@@ -3,7 +3,7 @@ PYTHON_PACKAGES = comm_core overlap dear wfbp mgwfbp bench
 CPP = $(shell find comm_core -name '*.hpp' -o -name '*.cpp')
 BIN = .venv/bin
 
-.PHONY: help setup build test test-1 test-2 test-4 lint format ci bench clean
+.PHONY: help setup build test test-1 test-2 test-4 lint format ci bench horovod clean
 help: ## show the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
 
@@ -33,6 +33,9 @@ ci: lint test ## what must be green
 
 bench: setup ## time every collective, at 2 ranks on this machine
 	$(BIN)/python -m bench.collectives
+
+horovod: setup ## build Horovod 0.28.1, a baseline of the benchmarks (minutes; optional)
+	@bash scripts/horovod.sh
 
 clean: ## remove what setup made
 	rm -rf .venv build .pytest_cache .mypy_cache .ruff_cache

@@ -5,31 +5,11 @@ set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 . "$root/configs/envs.conf"
 bash "$root/scripts/setup.sh"
+. "$root/scripts/hostfile.sh"
 
 flags=(-np "$nworkers")
-unknown_host() { # unknown_host FILE: the first host in it that this machine does not know
-    local host
-    for host in $(sed 's/#.*//' "$1" | awk '{print $1}'); do
-        getent hosts "$host" >/dev/null || { echo "$host" && return; }
-    done
-}
-if [ -n "$hostfile" ] && [ "$hostfile" != none ]; then
-    [ -f "$hostfile" ] || { echo "mnist.sh: there is no hostfile $hostfile" >&2 && exit 1; }
-    host=$(unknown_host "$hostfile")
-    if [ -n "$host" ]; then
-        echo "mnist.sh: $hostfile names the host $host, which this machine does not know" >&2
-        echo "mnist.sh: remedy: correct it, or set hostfile=none to start all workers here" >&2
-        exit 1
-    fi
-    flags+=(--hostfile "$hostfile")
-elif [ -z "$hostfile" ] && [ -f "$root/configs/cluster$nworkers" ]; then
-    host=$(unknown_host "$root/configs/cluster$nworkers")
-    if [ -z "$host" ]; then
-        flags+=(--hostfile "$root/configs/cluster$nworkers")
-    else
-        echo "mnist.sh: configs/cluster$nworkers names $host, which is unknown here: starting all workers on this machine"
-    fi
-fi
+choose_hostfile mnist.sh
+[ -z "$chosen" ] || flags+=(--hostfile "$chosen")
 if [ -n "$ETH_MPI_BTC_TCP_IF_INCLUDE" ]; then
     flags+=(--mca btl_tcp_if_include "$ETH_MPI_BTC_TCP_IF_INCLUDE")
 fi

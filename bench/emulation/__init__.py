@@ -1,0 +1,1 @@
+"""An accelerator that only takes time: real parameters and gradients, computation slept through."""

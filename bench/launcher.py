@@ -1,0 +1,113 @@
+"""Starts the workers of one benchmark run: on this machine, on an emulated cluster, or on the hosts of a hostfile.
+
+Every method gets the same threads and no binding to cores.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from bench.cluster import ROOT, Cluster, ClusterError
+from bench.goodput import goodput
+from bench.methods.method import Method
+from bench.settings import Settings
+
+__all__ = ["GOODPUT", "LAUNCHED", "LauncherError", "first_host", "launch", "local_command", "narrowed"]
+
+LAUNCHED = "DEAR_BENCH_LAUNCHED"  # set in workers: do not start workers again
+GOODPUT = "DEAR_BENCH_GOODPUT"  # bytes per second through an emulated link
+PORT = "29400"
+_MODULE = ("-m", "bench.train")
+_UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
+
+
+class LauncherError(RuntimeError):
+    """The workers could not be started, or did not succeed."""
+
+
+def narrowed(network: str, dilate: float) -> str:
+    """A link's rate divided by `dilate`, as ``tc`` writes it: ``("10gbit", 50)`` to ``"200000000bit"``."""
+    found = re.fullmatch(r"([0-9.]+)([kmg]?)bit", network)
+    if found is None:
+        raise ValueError(f"a network is local or a rate like 1gbit, 100mbit, and not {network!r}")
+    return f"{float(found[1]) * _UNITS[found[2]] / dilate:.0f}bit"
+
+
+def first_host(hostfile: Path) -> str:
+    """The host on the first line that names one."""
+    for line in hostfile.read_text().splitlines():
+        words = line.split("#")[0].split()
+        if words:
+            return words[0]
+    raise LauncherError(f"{hostfile} names no host")
+
+
+def environment(settings: Settings, method: Method) -> dict[str, str]:
+    """What every worker needs, whatever starts it."""
+    return {**method.environment, LAUNCHED: "1", "OMP_NUM_THREADS": str(settings.threads), "PYTHONPATH": str(ROOT)}
+
+
+def pick(settings: Settings, method: Method) -> str:
+    """The launcher to use. Raises ``LauncherError`` when the wish cannot be granted."""
+    if settings.launcher is not None and settings.launcher not in method.launchers:
+        raise LauncherError(f"{method.name} runs under {' or '.join(method.launchers)}, not under {settings.launcher}")
+    if settings.hostfile is None:
+        return settings.launcher or method.launchers[0]
+    if settings.launcher == "torchrun":
+        raise LauncherError("with a hostfile mpirun starts the workers; start torchrun on every host by yourself")
+    return "mpi"
+
+
+def local_command(launcher: str, settings: Settings, argv: Sequence[str], exported: Sequence[str]) -> list[str]:
+    """The command line for this machine, or for the hosts of a hostfile."""
+    if launcher == "torchrun":
+        run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(settings.workers), "--no-python"]
+        return [sys.executable, *run, sys.executable, *_MODULE, *argv]
+    command = [str(ROOT / "scripts" / "mpirun"), "-np", str(settings.workers)]
+    if settings.hostfile is not None:
+        command += ["--hostfile", str(Path(settings.hostfile).resolve()), "--map-by", "slot"]
+        interface = os.environ.get("ETH_MPI_BTC_TCP_IF_INCLUDE")
+        if interface:
+            command += ["--mca", "btl_tcp_if_include", interface]
+        for name in exported:
+            command += ["-x", name]
+    return [*command, sys.executable, *_MODULE, *argv]
+
+
+def launch(settings: Settings, method: Method, argv: Sequence[str]) -> int:
+    """Run ``bench.train argv`` on every worker; returns 0. Raises :class:`LauncherError` or ``ClusterError``."""
+    launcher, env = pick(settings, method), environment(settings, method)
+    if settings.network != "local":
+        return _on_cluster(settings, launcher, argv, env)
+    if settings.hostfile is not None:
+        env |= {"MASTER_ADDR": first_host(Path(settings.hostfile)), "MASTER_PORT": PORT}
+    command = local_command(launcher, settings, argv, list(env))
+    with subprocess.Popen(command, env={**os.environ, **env}, cwd=ROOT) as job:
+        try:
+            code = job.wait(settings.timeout)
+        except subprocess.TimeoutExpired:
+            raise LauncherError(f"the run did not end within {settings.timeout:g} s") from None
+        finally:
+            if job.poll() is None:
+                job.terminate()  # mpirun and torchrun end their workers
+    if code:
+        raise LauncherError(f"a worker failed; the launcher exited with {code}")
+    return 0
+
+
+def _on_cluster(settings: Settings, launcher: str, argv: Sequence[str], env: Mapping[str, str]) -> int:
+    with Cluster(settings.workers, narrowed(settings.network, settings.dilate)) as cluster:
+        extra = {}
+        if settings.workers > 1:
+            extra[GOODPUT] = str(goodput(cluster))
+        start = cluster.run_mpi if launcher == "mpi" else cluster.run_torch
+        try:
+            start([*_MODULE, *argv], env={**env, **extra, "GLOO_SOCKET_IFNAME": "eth0"}, timeout=settings.timeout)
+        except ClusterError as error:
+            raise LauncherError(str(error)) from None
+    return 0

@@ -1,0 +1,68 @@
+"""FSDP2: ``fully_shard`` on units of the model, then on the rest."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from bench.methods import process_group
+from bench.methods.method import MakeOptimizer, Method, Place
+
+__all__ = ["Fsdp2", "units"]
+
+
+def _shared(model: nn.Module) -> set[int]:
+    """Ids of parameters that belong to more than one module."""
+    owners = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
+    return {param for param, count in owners.items() if count > 1}
+
+
+def units(model: nn.Module, limit_bytes: float) -> list[nn.Module]:
+    """The largest modules whose parameters stay below the limit, and the leaves that do not; lists are looked into.
+
+    Each is called as a whole in forward, which is what ``fully_shard`` needs. Modules with tied parameters are left to
+    the root, as FSDP2 shards a tied parameter only within one unit.
+    """
+    shared = _shared(model)
+
+    def inside(module: nn.Module) -> list[nn.Module]:
+        params = list(module.parameters())
+        nbytes = sum(p.numel() * p.element_size() for p in params)
+        children = list(module.children())
+        called = not isinstance(module, (nn.ModuleList, nn.ModuleDict))
+        if nbytes and called and (nbytes <= limit_bytes or not children):
+            return [] if any(id(p) in shared for p in params) else [module]
+        return [unit for child in children for unit in inside(child)]
+
+    return inside(model)
+
+
+class Fsdp2(Method):
+    """``reshard``: parameters are freed after forward and gathered again for backward (``reshard_after_forward``)."""
+
+    name = "fsdp2"
+    launchers = ("torchrun", "mpi")
+    defaults: ClassVar[Mapping[str, Any]] = {"reshard": True, "unit_mb": 25}
+
+    def join(self, device: torch.device) -> Place:
+        self._device = device.type
+        return process_group.join(device)
+
+    def distribute(self, model: nn.Module, make: MakeOptimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
+        mesh = init_device_mesh(self._device, (torch.distributed.get_world_size(),))
+        reshard = bool(self.options["reshard"])
+        for unit in units(model, self.options["unit_mb"] * 2**20):
+            if unit is not model:
+                fully_shard(unit, mesh=mesh, reshard_after_forward=reshard)
+        fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+        build, arguments = make
+        return model, build(model.parameters(), **arguments)
+
+    def leave(self) -> None:
+        process_group.leave()

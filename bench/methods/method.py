@@ -1,0 +1,97 @@
+"""What a benchmark asks of a method: join the job, distribute a model and its optimizer, settle, leave."""
+
+from __future__ import annotations
+
+import ast
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+__all__ = ["MakeOptimizer", "Method", "MethodUnavailable", "Place", "parse_spec", "tensor_bytes"]
+
+Optimizer = torch.optim.Optimizer
+# (class, keyword arguments): methods build the optimizer themselves, as some of them must see the class.
+MakeOptimizer = tuple[Callable[..., Optimizer], Mapping[str, Any]]
+
+
+class MethodUnavailable(RuntimeError):
+    """The method cannot run here; the message says what is missing."""
+
+
+@dataclass(frozen=True)
+class Place:
+    rank: int
+    size: int
+
+
+class Method(ABC):
+    """One way to train on several ranks, with its options.
+
+    ``launchers`` are the ways to start its ranks, the preferred one first. ``defaults`` are its options; a value of
+    None means the method's own default. ``environment`` is set for every rank before Python starts.
+    """
+
+    name: ClassVar[str]
+    launchers: ClassVar[tuple[str, ...]]
+    defaults: ClassVar[Mapping[str, Any]] = {}
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        unknown = sorted(set(options) - set(self.defaults))
+        if unknown:
+            known = ", ".join(self.defaults) or "no options"
+            raise ValueError(f"{self.name} has the options {known}; it does not know {', '.join(unknown)}")
+        self.options = {**self.defaults, **options}
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {}
+
+    @abstractmethod
+    def join(self, device: torch.device) -> Place:
+        """Connect to the other ranks. On every rank; raises :class:`MethodUnavailable`."""
+
+    @abstractmethod
+    def distribute(self, model: nn.Module, make: MakeOptimizer) -> tuple[nn.Module, Optimizer]:
+        """The model to call and the optimizer to step. On every rank."""
+
+    def settle(self, optimizer: Optimizer) -> None:  # noqa: B027  most methods leave nothing in flight
+        """Wait for what the last step left in flight."""
+
+    def state_bytes(self, optimizer: Optimizer) -> int:
+        """Bytes of optimizer state on this rank."""
+        return tensor_bytes(optimizer.state)
+
+    @abstractmethod
+    def leave(self) -> None:
+        """Disconnect. On every rank."""
+
+
+def tensor_bytes(state: Any) -> int:
+    """Bytes of all tensors in nested mappings and sequences; of a sharded tensor, this rank's part."""
+    if isinstance(state, torch.Tensor):
+        local = state.to_local() if hasattr(state, "to_local") else state
+        return int(local.numel() * local.element_size())
+    if isinstance(state, Mapping):
+        return sum(tensor_bytes(value) for value in state.values())
+    if isinstance(state, (list, tuple)):
+        return sum(tensor_bytes(value) for value in state)
+    return 0
+
+
+def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
+    """``"ddp:bucket_mb=4"`` to ``("ddp", {"bucket_mb": 4})``; values are Python literals, else text."""
+    name, _, rest = spec.partition(":")
+    options: dict[str, Any] = {}
+    for part in filter(None, rest.split(",")):
+        key, equals, text = part.partition("=")
+        if not equals or not key:
+            raise ValueError(f"an option of a method is written name=value; {spec!r} holds {part!r}")
+        try:
+            options[key] = ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            options[key] = text
+    return name, options

@@ -1,0 +1,29 @@
+"""Joining torch.distributed, for the baselines that run over it: under torchrun, or under mpirun on real hosts."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+
+from bench.methods.method import Place
+from overlap.launch import Launcher, detect
+
+__all__ = ["join", "leave"]
+
+
+def join(device: torch.device) -> Place:
+    """gloo for the CPU, NCCL for CUDA. Under mpirun the launcher exports MASTER_ADDR and MASTER_PORT."""
+    launch = detect(os.environ)
+    if launch.launcher is not Launcher.TORCHRUN:
+        os.environ.update(RANK=str(launch.rank), WORLD_SIZE=str(launch.size))
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", "29400" if launch.size > 1 else "0")
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    return Place(dist.get_rank(), dist.get_world_size())
+
+
+def leave() -> None:
+    dist.barrier()
+    dist.destroy_process_group()

@@ -1,0 +1,51 @@
+"""Our strategies: the optimizer of the package that bears the name."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from bench.methods.method import MakeOptimizer, Method, MethodUnavailable, Place
+
+__all__ = ["PACKAGES", "strategy"]
+
+# The method's name in benchmarks, and the package that implements it.
+PACKAGES = {"dear": "dear", "wfbp": "wfbp", "mgwfbp": "mgwfbp", "bytescheduler": "bytescheduler_adapter"}
+
+
+class _Strategy(Method):
+    """Options are keyword arguments of the package's ``DistributedOptimizer``, which refuses what it does not know."""
+
+    launchers = ("mpi", "torchrun")
+
+    def __init__(self, name: str, options: Mapping[str, Any]) -> None:
+        self.name = name  # type: ignore[misc]  # one class for all of them
+        self.options = dict(options)
+        package = PACKAGES[name]
+        if importlib.util.find_spec(package) is None:
+            raise MethodUnavailable(f"{name} needs the package {package}, which is not here")
+        self._package = importlib.import_module(package)
+
+    def join(self, device: torch.device) -> Place:
+        self._package.init()
+        return Place(self._package.rank(), self._package.size())
+
+    def distribute(self, model: nn.Module, make: MakeOptimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
+        build, arguments = make
+        optimizer = build(model.parameters(), **arguments)
+        return model, self._package.DistributedOptimizer(optimizer, model, **self.options)
+
+    def settle(self, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.synchronize()  # type: ignore[attr-defined]
+
+    def leave(self) -> None:
+        self._package.shutdown()
+
+
+def strategy(name: str, options: Mapping[str, Any]) -> Method:
+    return _Strategy(name, options)

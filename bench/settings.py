@@ -1,0 +1,122 @@
+"""Everything that decides a benchmark run, read from a command line (pure)."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.models.catalog import MODELS, workload
+
+__all__ = ["OPTIMIZERS", "Settings", "parse"]
+
+OPTIMIZERS = ("sgd", "momentum", "adamw")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One run. Batch size is per worker; `size` is the edge of a picture or the words of a sentence."""
+
+    method: str = "dear"
+    model: str = "resnet50"
+    batch_size: int = 64
+    size: int = 224
+    workers: int = 1
+    network: str = "local"
+    hostfile: str | None = None
+    launcher: str | None = None
+    emulate_compute: str | None = None
+    dilate: float = 1.0
+    optimizer: str = "sgd"
+    warmup: int = 10
+    iterations: int = 5
+    batches: int = 10
+    threads: int = 1
+    device: str = "auto"
+    timeout: float = 1800.0
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def _parser() -> argparse.ArgumentParser:
+    default = Settings()
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.train",
+        description="Train on synthetic data and print the throughput. Starts its workers by itself, unless mpirun or "
+        "torchrun started it.",
+    )
+    add = parser.add_argument
+    add("--method", default=default.method, metavar="NAME[:OPTION=VALUE,…]", help="e.g. dear, ddp:bucket_mb=4, fsdp2")
+    add("--model", default=default.model, choices=list(MODELS))
+    add("--batch-size", type=int, help="samples per worker and step (default: the model's own)")
+    add(
+        "--size",
+        "--sentence-len",
+        type=int,
+        help="edge of a picture, or words of a sentence (default: the model's own)",
+    )
+    add("--small", action="store_true", help="inputs that a CPU manages; parameters stay what they are")
+    add("--workers", type=int, default=default.workers)
+    add(
+        "--network",
+        default=default.network,
+        help="local, or the rate of emulated links between hosts: 1gbit, 100mbit, …",
+    )
+    add("--hostfile", help="Open MPI's hostfile of a real cluster")
+    add("--launcher", choices=["mpi", "torchrun"], help="default: what the method prefers")
+    add(
+        "--emulate-compute",
+        metavar="MODEL@DEVICE[:BATCH]",
+        help="sleep for an accelerator's times, e.g. resnet50@a100:64",
+    )
+    add("--dilate", type=float, default=default.dilate, help="stretch emulated compute and narrow links by this factor")
+    add("--optimizer", choices=OPTIMIZERS, default=default.optimizer)
+    add("--num-warmup-batches", type=int, default=default.warmup, dest="warmup")
+    add("--num-iters", type=int, default=default.iterations, dest="iterations")
+    add("--num-batches-per-iter", type=int, default=default.batches, dest="batches")
+    add("--threads", type=int, default=default.threads, help="threads of each worker's computation")
+    add("--device", choices=["auto", "cpu", "cuda"], default=default.device)
+    add("--timeout", type=float, default=default.timeout, help="seconds for the whole run")
+    add("--json", type=Path, help="write the result here")
+    return parser
+
+
+def _check(settings: Settings) -> None:
+    for name in ("batch_size", "size", "workers", "iterations", "batches", "threads"):
+        if getattr(settings, name) < 1:
+            raise ValueError(f"{name} should be at least 1 and is {getattr(settings, name)}")
+    if settings.warmup < 1:
+        raise ValueError(
+            f"the number of warm-up batches should be at least 1, in which buckets are built, not {settings.warmup}"
+        )
+    if not settings.dilate > 0:
+        raise ValueError(f"dilate should be above 0 and is {settings.dilate}")
+    if settings.dilate != 1 and settings.emulate_compute is None:
+        raise ValueError(
+            "dilate stretches emulated compute: give --emulate-compute too, or real compute would not be stretched"
+        )
+    if settings.hostfile is not None and settings.network != "local":
+        raise ValueError(
+            f"hostfile {settings.hostfile} names a real network and --network {settings.network} emulates one"
+        )
+
+
+def parse(argv: Sequence[str]) -> tuple[Settings, Path | None]:
+    """The settings, and where the result goes. Exits with a message for bad arguments, as argparse does."""
+    parser = _parser()
+    given = vars(parser.parse_args(argv))
+    chosen = workload(given["model"])
+    small, output = given.pop("small"), given.pop("json")
+    if given["batch_size"] is None:
+        given["batch_size"] = min(8, chosen.batch_size) if small else chosen.batch_size
+    if given["size"] is None:
+        given["size"] = chosen.small if small else chosen.size
+    settings = Settings(**given)
+    try:
+        _check(settings)
+    except ValueError as error:
+        parser.error(str(error))
+    return settings, output

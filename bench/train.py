@@ -1,0 +1,47 @@
+"""``python -m bench.train``: train on synthetic data with one method, and print the throughput as the last line.
+
+    python -m bench.train --method dear --model resnet50 --small --workers 2
+    python -m bench.train --method ddp:bucket_mb=4 --model mlp --emulate-compute mlp@even:640 --workers 2 --network 1gbit
+
+Started by mpirun or torchrun it is one rank; started by hand it starts its workers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from dataclasses import asdict
+
+from bench import launcher
+from bench.cluster import ClusterError
+from bench.methods.method import MethodUnavailable
+from bench.methods.registry import method
+from bench.settings import parse
+from bench.trainer import speak, train
+from overlap.launch import LaunchError, detect
+
+__all__ = ["main"]
+
+
+def main() -> int:
+    argv = sys.argv[1:]
+    settings, output = parse(argv)
+    try:
+        chosen = method(settings.method)
+        if detect(os.environ).size > 1 or launcher.LAUNCHED in os.environ:
+            result = train(settings, chosen, speak)
+            if result is not None and output is not None:
+                about = {**asdict(result), "total": result.total, "plus_minus": result.plus_minus}
+                output.write_text(json.dumps(about, indent=1))
+            return 0
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that emulated hosts are removed
+        return launcher.launch(settings, chosen, argv)
+    except (ValueError, MethodUnavailable, ClusterError, LaunchError, launcher.LauncherError) as error:
+        sys.stderr.write(f"bench.train: {error}\n")
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

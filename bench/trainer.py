@@ -1,0 +1,205 @@
+"""One rank of a benchmark: trains on a synthetic batch and takes the time."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from bench.emulation.accelerator import Accelerator
+from bench.launcher import GOODPUT
+from bench.methods.method import MakeOptimizer, Method, Place
+from bench.models.catalog import Batch, Workload, workload
+from bench.settings import Settings
+
+__all__ = ["Result", "train"]
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What rank 0 measured. Times are wall seconds as they passed, stretched by `dilate` where that was asked for."""
+
+    settings: dict[str, Any]
+    unit: str
+    device: str
+    workers: int
+    step_seconds: list[float]  # every measured step
+    phase_seconds: dict[str, float]  # medians: forward (to the loss), backward, step (the optimizer's)
+    rates: list[float]  # samples per second and worker of every iteration, undilated
+    state_bytes: int  # optimizer state on rank 0
+    peak_bytes: int  # resident memory of rank 0 at its peak
+    cpu_seconds: float  # of rank 0 during the measured steps
+    loss: float
+    versions: dict[str, str] = field(default_factory=dict)
+    goodput: float | None = None  # bytes per second of plain TCP through a link, measured in the same run
+
+    @property
+    def total(self) -> float:
+        return self.workers * statistics.mean(self.rates)
+
+    @property
+    def plus_minus(self) -> float:
+        return self.workers * 1.96 * statistics.pstdev(self.rates)
+
+
+def _optimizer(settings: Settings, rate: float) -> MakeOptimizer:
+    if settings.optimizer == "adamw":
+        return torch.optim.AdamW, {"lr": rate}
+    return torch.optim.SGD, {"lr": rate, "momentum": 0.9 if settings.optimizer == "momentum" else 0.0}
+
+
+def _device(settings: Settings) -> torch.device:
+    if settings.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() and not settings.emulate_compute else "cpu")
+    return torch.device(settings.device)
+
+
+def _model(settings: Settings, chosen: Workload) -> nn.Module:
+    if settings.emulate_compute is None:
+        return chosen.build()
+    return Accelerator.named(settings.emulate_compute, settings.batch_size).model(chosen, settings.dilate)
+
+
+def _batch(settings: Settings, chosen: Workload, place: Place, device: torch.device) -> Batch:
+    """Every rank has its own, always the same one: input is not what is measured."""
+    if settings.emulate_compute is not None:
+        return ()
+    made = chosen.batch(settings.batch_size, settings.size, torch.Generator().manual_seed(1000 + place.rank))
+    return tuple(part.to(device) for part in made)
+
+
+def versions() -> dict[str, str]:
+    return {"python": platform.python_version(), "torch": torch.__version__, "system": platform.platform()}
+
+
+class _Clock:
+    """Wall time of steps and of their phases, once the device has caught up at the end of a block."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.steps: list[float] = []
+        self.phases: dict[str, list[float]] = {"forward": [], "backward": [], "step": []}
+
+    def wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+
+def _step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, loss_of: Callable[[nn.Module], torch.Tensor], clock: _Clock
+) -> torch.Tensor:
+    begun = clock.now()
+    loss = loss_of(model)
+    forward = clock.now()
+    loss.backward()  # type: ignore[no-untyped-call]
+    backward = clock.now()
+    optimizer.step()
+    stepped = clock.now()
+    optimizer.zero_grad()
+    ended = clock.now()
+    clock.steps.append(ended - begun)
+    for phase, seconds in zip(clock.phases, (forward - begun, backward - forward, stepped - backward), strict=True):
+        clock.phases[phase].append(seconds)
+    return loss.detach()
+
+
+def train(settings: Settings, method: Method, say: Say) -> Result | None:
+    """Warm up, measure; rank 0 gets the figures and calls `say` with the lines of the report. On every rank."""
+    torch.set_num_threads(settings.threads)
+    chosen, device = workload(settings.model), _device(settings)
+    place = method.join(device)
+    if place.rank != 0:
+        say = _quiet
+    goodput = os.environ.get(GOODPUT)
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", place.rank % torch.cuda.device_count())))
+        torch.cuda.set_device(device)
+    torch.manual_seed(1)
+    model = _model(settings, chosen).to(device)
+    batch = _batch(settings, chosen, place, device)
+    kind = "GPU" if device.type == "cuda" else "CPU"
+    parameters = sum(p.numel() for p in model.parameters())
+    rate = chosen.learning_rate * (place.size if chosen.unit == "img" else 1)
+    model, optimizer = method.distribute(model, _optimizer(settings, rate))
+
+    def loss_of(network: nn.Module) -> torch.Tensor:
+        return chosen.loss(network, batch) if batch else network()
+
+    say(f"Model: {settings.model}, {parameters:,} parameters")
+    if settings.emulate_compute:
+        say(f"Emulated accelerator: {settings.emulate_compute}, dilated {settings.dilate:g} times; rates are undilated")
+    say(f"Method: {settings.method}")
+    say(f"Batch size: {settings.batch_size}")
+    say(f"Number of {kind}s: {place.size}")
+    say("Running warmup...")
+    clock = _Clock(device)
+    for _ in range(settings.warmup):
+        _step(model, optimizer, loss_of, clock)
+    clock.wait()
+
+    say("Running benchmark...")
+    clock, rates = _Clock(device), []
+    cpu = time.process_time()
+    loss = torch.zeros(())
+    for number in range(settings.iterations):
+        begun = clock.now()
+        for _ in range(settings.batches):
+            loss = _step(model, optimizer, loss_of, clock)
+        clock.wait()
+        seconds = (clock.now() - begun) / settings.dilate
+        rates.append(settings.batch_size * settings.batches / seconds)
+        say(f"Iter #{number}: {rates[-1]:.1f} {chosen.unit}/sec per {kind}")
+    cpu = time.process_time() - cpu
+    method.settle(optimizer)
+    result = Result(
+        settings=settings.to_dict(),
+        unit=chosen.unit,
+        device=kind,
+        workers=place.size,
+        step_seconds=clock.steps,
+        phase_seconds={phase: statistics.median(values) for phase, values in clock.phases.items()},
+        rates=rates,
+        state_bytes=method.state_bytes(optimizer),
+        peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        cpu_seconds=cpu,
+        loss=float(loss),
+        versions=versions(),
+        goodput=None if goodput is None else float(goodput),
+    )
+    method.leave()
+    _report(result, say)
+    return result if place.rank == 0 else None
+
+
+def _report(result: Result, say: Say) -> None:
+    """The last line is what scripts read."""
+    blocks = [result.settings["batch_size"] / rate for rate in result.rates]
+    say(f"Iteration time: {statistics.mean(blocks):.3f} +-{1.96 * statistics.pstdev(blocks):.3f}")
+    name = "Img" if result.unit == "img" else "Sen"
+    each = statistics.mean(result.rates)
+    say(f"{name}/sec per {result.device}: {each:.1f} +-{result.plus_minus / result.workers:.1f}")
+    say(f"Total {result.unit}/sec on {result.workers} {result.device}(s): {result.total:.1f} +-{result.plus_minus:.1f}")
+
+
+def _quiet(_line: str) -> None:
+    pass
+
+
+def speak(line: str) -> None:
+    """One line to standard output, at once."""
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()

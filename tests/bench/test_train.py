@@ -1,0 +1,130 @@
+"""What a run is made of: settings, methods, launchers; and one run from its script."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from bench import launcher
+from bench.launcher import LauncherError, first_host, local_command, narrowed, pick
+from bench.methods.fsdp import units
+from bench.methods.method import parse_spec, tensor_bytes
+from bench.methods.registry import METHODS, method
+from bench.settings import Settings, parse
+from tests.harness import ROOT
+
+
+def test_settings_take_the_models_own_sizes() -> None:
+    settings, output = parse(["--model", "bert", "--json", "x.json"])
+    assert (settings.batch_size, settings.size, output) == (32, 64, Path("x.json"))
+    small, _ = parse(["--model", "resnet50", "--small"])
+    assert (small.batch_size, small.size) == (8, 64)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--workers", "0"], "workers should be at least 1 and is 0"),
+        (["--num-warmup-batches", "0"], "at least 1"),
+        (["--dilate", "2"], "--emulate-compute"),
+        (["--network", "1gbit", "--hostfile", "hosts"], "hosts names a real network and --network 1gbit emulates one"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse(argv)
+    assert message in capsys.readouterr().err
+
+
+def test_a_method_is_written_with_its_options() -> None:
+    assert parse_spec("ddp:bucket_mb=4,view=True") == ("ddp", {"bucket_mb": 4, "view": True})
+    assert parse_spec("dear:exclude_parts=reducescatter allgather")[1] == {"exclude_parts": "reducescatter allgather"}
+    with pytest.raises(ValueError, match="holds 'fast'"):
+        parse_spec("dear:fast")
+    assert method("ddp:bucket_mb=4").options == {"bucket_mb": 4, "view": False}
+
+
+def test_unknown_methods_and_options_are_named() -> None:
+    with pytest.raises(ValueError, match=r"one of dear, .* and is 'deer'"):
+        method("deer")
+    with pytest.raises(ValueError, match="ddp has the options bucket_mb, view; it does not know bucket"):
+        method("ddp:bucket=4")
+    assert {"dear", "wfbp", "none", "ddp", "ddp-zero", "fsdp2", "horovod"} <= set(METHODS)
+
+
+def test_horovods_settings_travel_through_its_environment() -> None:
+    tuned = method("horovod:fusion_mb=4,cycle_ms=2.5")
+    assert tuned.environment == {"HOROVOD_FUSION_THRESHOLD": str(4 * 2**20), "HOROVOD_CYCLE_TIME": "2.5"}
+    assert method("horovod").environment == {}
+
+
+def test_links_are_narrowed_as_compute_is_stretched() -> None:
+    assert narrowed("10gbit", 50) == "200000000bit"
+    assert narrowed("100mbit", 1) == "100000000bit"
+    with pytest.raises(ValueError, match="not 'fast'"):
+        narrowed("fast", 1)
+
+
+def test_every_method_is_started_by_what_it_prefers() -> None:
+    assert pick(Settings(workers=2), method("dear")) == "mpi"
+    assert pick(Settings(workers=2, launcher="torchrun"), method("dear")) == "torchrun"
+    assert pick(Settings(workers=2), method("ddp")) == "torchrun"
+    assert pick(Settings(workers=2, hostfile="hosts"), method("ddp")) == "mpi"
+    with pytest.raises(LauncherError, match="horovod runs under mpi, not under torchrun"):
+        pick(Settings(launcher="torchrun"), method("horovod"))
+
+
+def test_a_hostfile_reaches_mpirun_with_the_environment(tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text("# ours\n\nnode1 slots=2\nnode2 slots=2\n")
+    command = local_command("mpi", Settings(workers=4, hostfile=str(hosts)), ["--model", "mlp"], ["A", "B"])
+    assert command[1:9] == ["-np", "4", "--hostfile", str(hosts), "--map-by", "slot", "-x", "A"]
+    assert command[-4:] == ["-m", "bench.train", "--model", "mlp"]
+    assert first_host(hosts) == "node1"
+    hosts.write_text("# nobody\n")
+    with pytest.raises(LauncherError, match="names no host"):
+        first_host(hosts)
+
+
+def test_fsdp_units_are_large_enough_and_leave_tied_parameters_to_the_root() -> None:
+    block = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model = nn.Sequential(block, nn.Linear(8, 64), nn.ModuleList([nn.Linear(8, 8)]))
+    assert units(model, 1000) == [block, model[1], model[2][0]]
+    tied = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False), nn.Linear(8, 8))
+    tied[1].weight = tied[0].weight
+    assert units(tied, 300) == [tied[2]]
+
+
+def test_state_is_counted_through_nesting() -> None:
+    assert tensor_bytes({"a": [torch.zeros(3), (torch.zeros(2, dtype=torch.float64),)], "step": 7}) == 28
+
+
+def test_the_script_of_a_strategy_trains_and_ends_with_the_throughput(tmp_path: Path) -> None:
+    result = tmp_path / "result.json"
+    env = {k: v for k, v in os.environ.items() if k not in (launcher.LAUNCHED, "MAKEFLAGS")}
+    env |= {"dnn": "mlp", "bs": "4", "nworkers": "2", "hostfile": "none", "emulate_compute": "mlp@even:20"}
+    counts = ["--num-iters", "2", "--num-batches-per-iter", "1", "--num-warmup-batches", "1", "--json", str(result)]
+    job = subprocess.run(
+        ["./horovod_mpi_cj.sh", *counts],
+        cwd=ROOT / "dear",
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    last = job.stdout.strip().splitlines()[-1]
+    assert re.fullmatch(r"Total img/sec on 2 CPU\(s\): [0-9.]+ \+-[0-9.]+", last)
+    measured = json.loads(result.read_text())
+    assert measured["settings"]["emulate_compute"] == "mlp@even:20"
+    assert len(measured["step_seconds"]) == 2
+    assert min(measured["step_seconds"]) >= 0.02
