@@ -40,4 +40,6 @@ def gpt2() -> nn.Module:
     """Ids (N, words) to the mean loss of predicting each next word. 124,439,808 parameters."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    return Pretraining(GPT2LMHeadModel(GPT2Config(use_cache=False, loss_type="ForCausalLM")), ("input_ids", "labels"))
+    config: Any = GPT2Config(use_cache=False)
+    config.loss_type = "ForCausalLM"
+    return Pretraining(GPT2LMHeadModel(config), ("input_ids", "labels"))
