@@ -21,6 +21,7 @@ from overlap.gates import Gates
 from overlap.grouping import Groups
 from overlap.objects import agree
 from overlap.observer import Observer
+from overlap.owners import holders
 from overlap.planner import Planner
 from overlap.reshard import move_state
 from overlap.shard_update import ShardUpdate
@@ -60,7 +61,7 @@ class Engine:
         self.transit = Transit(gathers, lambda comm, bucket: self.strategy.gather(comm, bucket), poison=poison)
         self._model = model
         self._by_param = {id(slot.param): slot for slot in slots}
-        self._observer: Observer | None = Observer(slots, find_modules=model is None)
+        self._observer: Observer | None = Observer(slots)
         self.window = GradientWindow(
             slots,
             self.order,
@@ -71,8 +72,7 @@ class Engine:
         )
         self._hooks: dict[int, RemovableHandle] = {}
         self._gates = Gates(self._touch, self._enter, self._leave)
-        if model is not None:
-            self._gates.guard(model.modules(), self._is_managed)
+        self._guard()
         self._hook_gradients()
 
     @property
@@ -98,6 +98,13 @@ class Engine:
 
     def _is_managed(self, parameter: Any) -> bool:
         return id(parameter) in self._by_param
+
+    def _guard(self) -> None:
+        """Set gates on the model's modules, and on others that hold what the model does not."""
+        modules = [] if self._model is None else list(self._model.modules())
+        theirs = {id(parameter) for module in modules for parameter in dict.values(module._parameters)}
+        strangers = [slot.param for slot in self.slots if id(slot.param) not in theirs]
+        self._gates.guard([*modules, *(holders(strangers) if strangers else ())], self._is_managed)
 
     def _hook_gradients(self) -> None:
         """Also called at each step, for parameters that were frozen and are not any more."""
@@ -134,7 +141,7 @@ class Engine:
             self.transit.arrive(slot.bucket)
 
     def _enter(self, module: torch.nn.Module) -> None:
-        if self._observer is not None and self._model is not None:
+        if self._observer is not None:
             self._observer.enter(module)
         self.transit.arrive_entry()
         if self.transit or self._observer is not None:
@@ -143,7 +150,7 @@ class Engine:
                     self._touch(parameter)
 
     def _leave(self, module: torch.nn.Module) -> None:
-        if self._observer is not None and self._model is not None:
+        if self._observer is not None:
             self._observer.leave(module)
 
     # - Learning
@@ -153,11 +160,9 @@ class Engine:
         if self._observer is None:
             return
         facts = agree(self.comm, self._observer.finish())
-        roots, self._observer = list(self._observer.roots), None
+        self._observer = None
         self._planner.begin(facts, self.window.passes)
         self.transit.entry = self._planner.unguarded
-        for root in roots:
-            self._gates.guard(root.modules(), self._is_managed)
 
     def replan(self, strategy: Strategy) -> None:
         """Go on with `strategy`'s buckets; parameters and the optimizer's state move over, bit for bit.
@@ -187,9 +192,8 @@ class Engine:
         """Take on new parameters; they get buckets in the next step."""
         self.slots += slots
         self._by_param.update({id(slot.param): slot for slot in slots})
-        if self._model is not None:
-            self._gates.remove()
-            self._gates.guard(self._model.modules(), self._is_managed)
+        self._gates.remove()
+        self._guard()
         self._hook_gradients()
 
     # - Moving buckets

@@ -4,7 +4,8 @@
                                                        └─ touch the gate ─▶ wait for that parameter's bucket only
 
 A gate stands where every reader passes: in the dictionary from which ``module.weight`` and ``module.parameters()`` are
-served, and in a pre-forward hook for modules that keep references of their own (``nn.LSTM``'s flat weights).
+served, and in a pre-forward hook for modules that keep references of their own (``nn.LSTM``'s flat weights). Compiled
+code passes neither; it waits in its guards (``compiled.py``).
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from overlap.compiled import Entry
+
 __all__ = ["GatedParameters", "Gates", "Touch"]
 
 Touch = Callable[[torch.nn.Parameter], None]
@@ -24,15 +27,20 @@ Touch = Callable[[torch.nn.Parameter], None]
 class GatedParameters(dict[str, "torch.nn.Parameter | None"]):
     """A module's parameter dictionary that calls `touches` before it hands a parameter out.
 
-    Copies and pickles of it are plain dictionaries: they belong to another module, or another process.
+    `entries` hold the same for compiled code. Copies and pickles are plain dictionaries: they belong to another module,
+    or another process.
     """
 
     def __init__(self, plain: dict[str, torch.nn.Parameter | None]) -> None:
         super().__init__(plain)
         self.touches: tuple[Touch, ...] = ()
+        self.entries: tuple[Entry, ...] = ()
 
     def _pass(self, value: Any) -> Any:
-        if value is not None:
+        if torch.compiler.is_dynamo_compiling():
+            for entry in self.entries:
+                entry.await_module()
+        elif value is not None:
             for touch in self.touches:
                 touch(value)
         return value
@@ -74,11 +82,16 @@ class GatedParameters(dict[str, "torch.nn.Parameter | None"]):
 class _Hook:
     """A hook that stays behind when its module is copied or pickled: the copy's parameters are nobody's business."""
 
-    def __init__(self, call: Callable[..., Any]) -> None:
+    def __init__(self, call: Callable[..., Any], entry: Entry | None = None) -> None:
         self._call = call
+        self._entry = entry
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(*args, **kwargs)
+        if not torch.compiler.is_dynamo_compiling():
+            return self._call(*args, **kwargs)
+        if self._entry is not None:
+            self._entry.await_module()
+        return None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         return _nothing
@@ -99,21 +112,22 @@ class Gates:
     """The gates of one optimizer over a set of modules, and their removal.
 
     `touch(parameter)` is called before a parameter is handed out, `enter(module)` and `leave(module)` around each
-    forward. Several optimizers may hold gates on one module.
+    forward; around each call of compiled code that contains the module's forward, both come first. Several optimizers
+    may hold gates on one module.
     """
 
     def __init__(self, touch: Touch, enter: Callable[[torch.nn.Module], None], leave: Callable[..., None]) -> None:
         self._touch, self._enter, self._leave = touch, enter, leave
         self._handles: list[RemovableHandle] = []
-        self._modules: dict[torch.nn.Module, None] = {}
+        self._modules: dict[torch.nn.Module, Entry] = {}
 
     def guard(self, modules: Iterable[torch.nn.Module], managed: Callable[[Any], bool]) -> None:
         """Set gates on each module not guarded yet; `managed` tells the parameters of this optimizer from others."""
         for module in modules:
             if module in self._modules:
                 continue
-            self._modules[module] = None
-            before = _Hook(lambda module, _inputs: self._enter(module))
+            entry = self._modules[module] = Entry(module, self._enter, self._leave)
+            before = _Hook(lambda module, _inputs: self._enter(module), entry)
             after = _Hook(lambda module, _inputs, _output: self._leave(module))
             self._handles.append(module.register_forward_pre_hook(before, prepend=True))
             self._handles.append(module.register_forward_hook(after, always_call=True))
@@ -122,15 +136,17 @@ class Gates:
                 if not isinstance(gated, GatedParameters):
                     gated = module.__dict__["_parameters"] = GatedParameters(gated)
                 gated.touches += (self._touch,)
+                gated.entries += (entry,)
                 self._handles.append(module._register_state_dict_hook(_Hook(_clone_values)))
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
-        for module in self._modules:
+        for module, entry in self._modules.items():
             parameters = module._parameters
             if isinstance(parameters, GatedParameters):
                 parameters.touches = tuple(touch for touch in parameters.touches if touch != self._touch)
+                parameters.entries = tuple(other for other in parameters.entries if other is not entry)
                 if not parameters.touches:
                     module.__dict__["_parameters"] = dict(parameters)
         self._handles.clear()

@@ -9,7 +9,6 @@ import time
 from dataclasses import dataclass, field
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from overlap.bucket import Slot
 
@@ -30,35 +29,13 @@ class Facts:
 
 @dataclass
 class Observer:
-    """Collects; also finds the modules that own the parameters where the user gave none."""
+    """Collects."""
 
     slots: list[Slot]
-    find_modules: bool
     units: list[tuple[object, list[int]]] = field(default_factory=list)
-    roots: dict[torch.nn.Module, None] = field(default_factory=dict)
     _touched: set[int] = field(default_factory=set)
     _arrivals: dict[int, float] = field(default_factory=dict)
     _depth: list[torch.nn.Module] = field(default_factory=list)
-    _handles: list[RemovableHandle] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        if self.find_modules:
-            hooks = torch.nn.modules.module
-            self._handles = [
-                hooks.register_module_forward_pre_hook(lambda module, _inputs: self._global_enter(module)),
-                hooks.register_module_forward_hook(
-                    lambda module, _inputs, _output: self.leave(module), always_call=True
-                ),
-            ]
-
-    def _global_enter(self, module: torch.nn.Module) -> None:
-        if not self._depth:
-            self.roots[module] = None
-        self.enter(module)
-        mine = {id(slot.param): slot for slot in self.slots}
-        for parameter in module._parameters.values():
-            if id(parameter) in mine:
-                self.touch(mine[id(parameter)])
 
     def enter(self, module: torch.nn.Module) -> None:
         self._depth.append(module)
@@ -71,8 +48,10 @@ class Observer:
         """A parameter was handed out; it counts as used if a training forward is running."""
         if not self._depth or not torch.is_grad_enabled() or slot.index in self._touched:
             return
-        self._touched.add(slot.index)
         layer = self._depth[-1]
+        if torch.compiler.is_compiling() and not any(slot.param is mine for mine in dict.values(layer._parameters)):
+            return  # the compiler looks around in a child of `layer` before it traces it
+        self._touched.add(slot.index)
         if not self.units or self.units[-1][0] is not layer:
             self.units.append((layer, []))
         self.units[-1][1].append(slot.index)
@@ -82,8 +61,6 @@ class Observer:
         self._arrivals[slot.index] = time.perf_counter()
 
     def finish(self) -> Facts:
-        for handle in self._handles:
-            handle.remove()
         arrived = list(self._arrivals)
         with_gradient = set(arrived) | {slot.index for slot in self.slots if slot.param.grad is not None}
         units = [tuple(unit) for _, unit in self.units]

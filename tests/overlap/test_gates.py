@@ -79,3 +79,19 @@ def test_copies_are_plain() -> None:
     assert log.events == []
     assert type(twin._parameters) is dict
     assert isinstance(module._parameters, GatedParameters)
+
+
+def test_compiled_code_waits_on_entry_whoever_came_first() -> None:
+    module = torch.nn.Linear(2, 2)
+    before = torch.compile(module, backend="eager", fullgraph=True)
+    before(torch.ones(1, 2))
+    log = _Log(module)
+    for compiled in (before, torch.compile(module, backend="eager", fullgraph=True)):
+        compiled(torch.ones(1, 2))  # traced
+        log.events.clear()
+        compiled(torch.ones(1, 2))
+        assert log.events == ["enter", "leave"]
+    log.gates.remove()
+    log.events.clear()
+    before(torch.ones(1, 2))
+    assert log.events == []

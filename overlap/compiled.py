@@ -1,0 +1,62 @@
+"""How code that ``torch.compile`` made waits for parameters: in the guards it evaluates before each call.
+
+Hooks and gated dictionaries are traced once; the code made from the trace reads the parameters anew in each call and
+would pass by every gate. What it does run in each call, before it reads anything, are its guards, and an opaque object
+is guarded by a function of the owner's. So the traced path of a gate looks at an :class:`Entry`, and from then on every
+call of that code waits for the modules that it contains, and for no others:
+
+    block0(x)  guards: wait for block0's buckets ─▶ compiled forward     block1(x)  guards: wait for block1's …
+
+Code compiled before the gates were set is traced again, since the type of the gated dictionary is guarded too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    _Opaque = object
+else:
+    try:
+        from torch._opaque_base import OpaqueBase as _Opaque
+    except ImportError:  # an older torch
+        _Opaque = object
+
+__all__ = ["Entry"]
+
+_Visit = Callable[[torch.nn.Module], None]
+
+
+class Entry(_Opaque):
+    """Where compiled code that contains `module`'s forward enters it and leaves it again, before it starts."""
+
+    def __init__(self, module: torch.nn.Module, enter: _Visit, leave: _Visit) -> None:
+        self._module, self._enter, self._leave = module, enter, leave
+
+    def await_module(self) -> None:
+        """While tracing: wait now, and make the code that is being compiled wait in each call."""
+        self._enter(self._module)
+        self._leave(self._module)
+
+    def __deepcopy__(self, memo: object) -> Entry:
+        return self
+
+
+def _guard(entry: Entry) -> list[object]:
+    entry.await_module()
+    return []  # nothing that could call for another compilation
+
+
+if _Opaque is object and not TYPE_CHECKING:
+
+    def _refuse(_entry: Entry) -> None:
+        raise RuntimeError(f"torch.compile of a wrapped model needs torch 2.13 or newer and finds {torch.__version__}")
+
+    Entry.await_module = _refuse  # while tracing: the compiler then leaves the module as it is, or says why not
+else:
+    from torch._library.opaque_object import MemberType, register_opaque_type
+
+    register_opaque_type(Entry, typ="reference", guard_fn=_guard, members={"await_module": MemberType.USE_REAL})

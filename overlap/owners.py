@@ -1,0 +1,50 @@
+"""The modules that hold given parameters, found where nobody names them: Horovod's scripts pass parameters only."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+__all__ = ["holders"]
+
+
+def holders(parameters: Iterable[torch.Tensor]) -> list[torch.nn.Module]:
+    """All modules of this process that own one of `parameters`, and those that contain such modules, at any depth."""
+    wanted = {id(parameter) for parameter in parameters}
+    found: dict[int, torch.nn.Module] = {}
+    parents: dict[int, list[torch.nn.Module]] = {}
+    for module in _modules():
+        if any(id(parameter) in wanted for parameter in dict.values(module._parameters)):
+            found[id(module)] = module
+        for child in module._modules.values():
+            parents.setdefault(id(child), []).append(module)
+    pending = list(found)
+    while pending:
+        for parent in parents.get(pending.pop(), ()):
+            if id(parent) not in found:
+                found[id(parent)] = parent
+                pending.append(id(parent))
+    return list(found.values())
+
+
+def _modules() -> list[torch.nn.Module]:
+    return [
+        thing
+        for thing in _tracked()
+        # Not isinstance(), which would ask proxies of all kinds for their class.
+        if issubclass(type(thing), torch.nn.Module) and isinstance(thing.__dict__.get("_parameters"), dict)
+    ]
+
+
+def _tracked() -> list[Any]:
+    """What the garbage collector knows, also what it was told to leave alone."""
+    frozen = gc.get_freeze_count() > 0
+    if frozen:
+        gc.unfreeze()
+    things = gc.get_objects()
+    if frozen:
+        gc.freeze()
+    return things
