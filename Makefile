@@ -21,7 +21,7 @@ test-1 test-2 test-4: setup ## only the suites that run inside every rank, at th
 lint: setup ## ruff, mypy, clang-format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy $(PYTHON_PACKAGES)
+	$(BIN)/mypy $(PYTHON_PACKAGES) benchmarks.py
 	$(BIN)/clang-format --dry-run -Werror $(CPP)
 
 format: setup ## format Python and C++

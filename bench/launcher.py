@@ -12,9 +12,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import torch
+
 from bench.cluster import ROOT, Cluster, ClusterError
 from bench.goodput import goodput
 from bench.methods.method import Method
+from bench.models.catalog import workload
 from bench.settings import Settings
 
 __all__ = ["GOODPUT", "LAUNCHED", "LauncherError", "first_host", "launch", "local_command", "narrowed"]
@@ -22,6 +25,7 @@ __all__ = ["GOODPUT", "LAUNCHED", "LauncherError", "first_host", "launch", "loca
 LAUNCHED = "DEAR_BENCH_LAUNCHED"  # set in workers: do not start workers again
 GOODPUT = "DEAR_BENCH_GOODPUT"  # bytes per second through an emulated link
 PORT = "29400"
+_BASE_BYTES = 400 * 10**6
 _MODULE = ("-m", "bench.train")
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 
@@ -79,9 +83,35 @@ def local_command(launcher: str, settings: Settings, argv: Sequence[str], export
     return [*command, sys.executable, *_MODULE, *argv]
 
 
+def needed_bytes(settings: Settings) -> int:
+    """Memory for workers on this machine: parameters, gradients, buckets, a gather, and what a Python with torch takes."""
+    with torch.device("meta"):
+        model = workload(settings.model).build()
+    parameters = sum(p.numel() * p.element_size() for p in model.parameters())
+    state = {"sgd": 0, "momentum": 1, "adamw": 2}[settings.optimizer]
+    return settings.workers * ((4 + state) * parameters + _BASE_BYTES)
+
+
+def _check_memory(settings: Settings) -> None:
+    """Raises ``LauncherError`` where the workers would drive this machine out of memory."""
+    try:
+        text = Path("/proc/meminfo").read_text()
+    except OSError:
+        return
+    available = int(re.findall(r"MemAvailable:\s+(\d+)", text)[0]) * 1024
+    needed = needed_bytes(settings)
+    if needed > available:
+        raise LauncherError(
+            f"{settings.workers} workers with {settings.model} need about {needed / 1e9:.1f} GB on this machine, which has "
+            f"{available / 1e9:.1f} GB left"
+        )
+
+
 def launch(settings: Settings, method: Method, argv: Sequence[str]) -> int:
     """Run ``bench.train argv`` on every worker; returns 0. Raises :class:`LauncherError` or ``ClusterError``."""
     launcher, env = pick(settings, method), environment(settings, method)
+    if settings.hostfile is None:
+        _check_memory(settings)
     if settings.network != "local":
         return _on_cluster(settings, launcher, argv, env)
     if settings.hostfile is not None:

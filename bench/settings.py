@@ -10,7 +10,7 @@ from typing import Any
 
 from bench.models.catalog import MODELS, workload
 
-__all__ = ["OPTIMIZERS", "Settings", "parse"]
+__all__ = ["OPTIMIZERS", "Settings", "check", "parse", "to_argv"]
 
 OPTIMIZERS = ("sgd", "momentum", "adamw")
 
@@ -84,7 +84,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _check(settings: Settings) -> None:
+def check(settings: Settings) -> None:
+    """Raises ``ValueError`` for settings that make no sense together."""
     for name in ("batch_size", "size", "workers", "iterations", "batches", "threads"):
         if getattr(settings, name) < 1:
             raise ValueError(f"{name} should be at least 1 and is {getattr(settings, name)}")
@@ -116,7 +117,19 @@ def parse(argv: Sequence[str]) -> tuple[Settings, Path | None]:
         given["size"] = chosen.small if small else chosen.size
     settings = Settings(**given)
     try:
-        _check(settings)
+        check(settings)
     except ValueError as error:
         parser.error(str(error))
     return settings, output
+
+
+_FLAGS = {"warmup": "--num-warmup-batches", "iterations": "--num-iters", "batches": "--num-batches-per-iter"}
+
+
+def to_argv(settings: Settings) -> list[str]:
+    """Arguments that :func:`parse` reads these settings from."""
+    argv = []
+    for name, value in settings.to_dict().items():
+        if value is not None:
+            argv += [_FLAGS.get(name, "--" + name.replace("_", "-")), str(value)]
+    return argv

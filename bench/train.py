@@ -19,10 +19,11 @@ from bench.cluster import ClusterError
 from bench.methods.method import MethodUnavailable
 from bench.methods.registry import method
 from bench.settings import parse
-from bench.trainer import speak, train
 from overlap.launch import LaunchError, detect
 
-__all__ = ["main"]
+__all__ = ["UNAVAILABLE", "main"]
+
+UNAVAILABLE = 3  # the exit code that says: not here, and trying again will not help
 
 
 def main() -> int:
@@ -30,7 +31,10 @@ def main() -> int:
     settings, output = parse(argv)
     try:
         chosen = method(settings.method)
+        chosen.look()
         if detect(os.environ).size > 1 or launcher.LAUNCHED in os.environ:
+            from bench.trainer import speak, train  # only workers need it
+
             result = train(settings, chosen, speak)
             if result is not None and output is not None:
                 about = {**asdict(result), "total": result.total, "plus_minus": result.plus_minus}
@@ -38,7 +42,10 @@ def main() -> int:
             return 0
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that emulated hosts are removed
         return launcher.launch(settings, chosen, argv)
-    except (ValueError, MethodUnavailable, ClusterError, LaunchError, launcher.LauncherError) as error:
+    except MethodUnavailable as error:
+        sys.stderr.write(f"bench.train: {error}\n")
+        return UNAVAILABLE
+    except (ValueError, ClusterError, LaunchError, launcher.LauncherError) as error:
         sys.stderr.write(f"bench.train: {error}\n")
         return 2
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import platform
 import resource
+import shutil
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -15,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from bench.cluster import ROOT
 from bench.emulation.accelerator import Accelerator
 from bench.launcher import GOODPUT
 from bench.methods.method import MakeOptimizer, Method, Place
@@ -34,6 +37,7 @@ class Result:
     unit: str
     device: str
     workers: int
+    parameter_bytes: int
     step_seconds: list[float]  # every measured step
     phase_seconds: dict[str, float]  # medians: forward (to the loss), backward, step (the optimizer's)
     rates: list[float]  # samples per second and worker of every iteration, undilated
@@ -79,8 +83,13 @@ def _batch(settings: Settings, chosen: Workload, place: Place, device: torch.dev
     return tuple(part.to(device) for part in made)
 
 
-def versions() -> dict[str, str]:
-    return {"python": platform.python_version(), "torch": torch.__version__, "system": platform.platform()}
+def _versions() -> dict[str, str]:
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+    commit = (
+        subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() if shutil.which("git") else ""
+    )
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "system": platform.platform()}
+    return {**versions, "cores": str(len(os.sched_getaffinity(0))), "commit": commit or "unknown"}
 
 
 class _Clock:
@@ -132,14 +141,15 @@ def train(settings: Settings, method: Method, say: Say) -> Result | None:
     model = _model(settings, chosen).to(device)
     batch = _batch(settings, chosen, place, device)
     kind = "GPU" if device.type == "cuda" else "CPU"
-    parameters = sum(p.numel() for p in model.parameters())
+    parameters = list(model.parameters())
+    count, nbytes = sum(p.numel() for p in parameters), sum(p.numel() * p.element_size() for p in parameters)
     rate = chosen.learning_rate * (place.size if chosen.unit == "img" else 1)
     model, optimizer = method.distribute(model, _optimizer(settings, rate))
 
     def loss_of(network: nn.Module) -> torch.Tensor:
         return chosen.loss(network, batch) if batch else network()
 
-    say(f"Model: {settings.model}, {parameters:,} parameters")
+    say(f"Model: {settings.model}, {count:,} parameters")
     if settings.emulate_compute:
         say(f"Emulated accelerator: {settings.emulate_compute}, dilated {settings.dilate:g} times; rates are undilated")
     say(f"Method: {settings.method}")
@@ -170,6 +180,7 @@ def train(settings: Settings, method: Method, say: Say) -> Result | None:
         unit=chosen.unit,
         device=kind,
         workers=place.size,
+        parameter_bytes=nbytes,
         step_seconds=clock.steps,
         phase_seconds={phase: statistics.median(values) for phase, values in clock.phases.items()},
         rates=rates,
@@ -177,7 +188,7 @@ def train(settings: Settings, method: Method, say: Say) -> Result | None:
         peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         cpu_seconds=cpu,
         loss=float(loss),
-        versions=versions(),
+        versions=_versions(),
         goodput=None if goodput is None else float(goodput),
     )
     method.leave()

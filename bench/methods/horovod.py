@@ -31,9 +31,11 @@ class Horovod(Method):
             environment["HOROVOD_CYCLE_TIME"] = str(self.options["cycle_ms"])
         return environment
 
-    def join(self, device: torch.device) -> Place:
+    def look(self) -> None:
         if importlib.util.find_spec("horovod") is None:
             raise MethodUnavailable("horovod is not installed; `make horovod` builds it")
+
+    def join(self, device: torch.device) -> Place:
         self._hvd = importlib.import_module("horovod.torch")
         self._hvd.init()
         return Place(self._hvd.rank(), self._hvd.size())

@@ -50,9 +50,12 @@ class Method(ABC):
     def environment(self) -> dict[str, str]:
         return {}
 
+    def look(self) -> None:  # noqa: B027  most methods are always here
+        """Raises :class:`MethodUnavailable` when the method cannot run on this machine."""
+
     @abstractmethod
     def join(self, device: torch.device) -> Place:
-        """Connect to the other ranks. On every rank; raises :class:`MethodUnavailable`."""
+        """Connect to the other ranks. On every rank."""
 
     @abstractmethod
     def distribute(self, model: nn.Module, make: MakeOptimizer) -> tuple[nn.Module, Optimizer]:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from bench import launcher
-from bench.launcher import LauncherError, first_host, local_command, narrowed, pick
+from bench.launcher import LauncherError, first_host, local_command, narrowed, needed_bytes, pick
 from bench.methods.fsdp import units
 from bench.methods.method import parse_spec, tensor_bytes
 from bench.methods.registry import METHODS, method
@@ -93,6 +93,14 @@ def test_a_hostfile_reaches_mpirun_with_the_environment(tmp_path: Path) -> None:
     hosts.write_text("# nobody\n")
     with pytest.raises(LauncherError, match="names no host"):
         first_host(hosts)
+
+
+def test_workers_that_do_not_fit_into_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Settings(model="mlp", workers=2, optimizer="adamw")
+    assert needed_bytes(settings) == 2 * (6 * 4 * 25_050_000 + 400 * 10**6)
+    monkeypatch.setattr("bench.launcher.needed_bytes", lambda _settings: 10**15)
+    with pytest.raises(LauncherError, match=r"2 workers with mlp need about 1000000.0 GB on this machine, which has"):
+        launcher.launch(settings, method("dear"), [])
 
 
 def test_fsdp_units_are_large_enough_and_leave_tied_parameters_to_the_root() -> None:

@@ -1,0 +1,1 @@
+"""Many benchmark runs from one table: planned, run with resume and retries, summed up, drawn. Behind ``benchmarks.py``."""

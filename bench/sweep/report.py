@@ -1,0 +1,109 @@
+"""The results of a sweep as ``reports.json`` and ``reports.md``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from bench.sweep.runner import Failure
+from bench.sweep.summary import Group, Verdict
+
+__all__ = ["markdown", "write"]
+
+_HEAD = (
+    "| method | {unit}/sec | ± | step, median s | quartiles | n | × L | optimizer state MB | peak MB |\n"
+    + "|---" * 9
+    + "|"
+)
+
+
+def _table(group: Group) -> list[str]:
+    lines = [_HEAD.format(unit=group.rows[0].unit)]
+    for row in sorted(group.rows, key=lambda row: row.median):
+        bound = f"{row.median / group.bound:.2f}" if group.bound else ""
+        cells = [row.method, f"{row.total:.1f}", f"{row.plus_minus:.1f}", f"{row.median:.3f}"]
+        cells += [f"{row.low:.3f} – {row.high:.3f}", str(row.n), bound]
+        cells += [f"{row.state_bytes / 2**20:.1f}", f"{row.peak_bytes / 2**20:.0f}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def _bound(group: Group) -> str:
+    if group.bound is None or group.compute is None:
+        return "No lower bound: the method `none` was not run."
+    if group.wire is None:
+        return f"L = {group.bound:.3f} s, the computation; the network's goodput was not measured."
+    ratio = group.wire / group.compute
+    return (
+        f"L = {group.bound:.3f} s: compute {group.compute:.3f} s, wire {group.wire:.3f} s (wire/compute {ratio:.2f})."
+    )
+
+
+def _unique(results: Sequence[dict[str, Any]], name: str) -> str:
+    return ", ".join(sorted({str(result["versions"].get(name, "unknown")) for result in results}))
+
+
+def markdown(
+    title: str,
+    results: Sequence[dict[str, Any]],
+    groups: Sequence[Group],
+    verdicts: Sequence[Verdict],
+    failures: Sequence[Failure],
+    pictures: Sequence[Path],
+) -> str:
+    """The whole report; `pictures` are referred to by their file names."""
+    lines = [f"# {title or 'Benchmarks'}", ""]
+    if results:
+        machine = [f"{name} {_unique(results, name)}" for name in ("commit", "torch", "python", "system", "cores")]
+        lines += [f"{len(results)} runs; {'; '.join(machine)}.", ""]
+        lines += ["Steps are wall time on rank 0; rates are of all workers, undilated; L = max(compute, wire).", ""]
+    for picture in pictures:
+        lines += [f"![{picture.stem}]({picture.name})", ""]
+    if verdicts:
+        lines += ["## Bars", "", "| | |", "|---|---|"]
+        lines += [f"| {'met' if verdict.met else '**missed**'} | {verdict.text} |" for verdict in verdicts]
+        lines.append("")
+    for group in groups:
+        lines += [f"## {group.title}", "", *_table(group), "", _bound(group), ""]
+    if failures:
+        lines += ["## Without a result", ""]
+        lines += [f"* {one.settings.method}, {one.settings.model}, {one.settings.workers} workers, {one.settings.network}: "
+                  f"{one.reason} (tried {one.tries} times)" for one in failures]  # fmt: skip
+        lines.append("")
+    return "\n".join(lines)
+
+
+def write(
+    folder: Path,
+    title: str,
+    results: Sequence[dict[str, Any]],
+    groups: Sequence[Group],
+    verdicts: Sequence[Verdict],
+    failures: Sequence[Failure],
+    pictures: Sequence[Path],
+) -> None:
+    """Both files, into `folder`."""
+    summary = [
+        {
+            **group.settings,
+            "compute_seconds": group.compute,
+            "wire_seconds": group.wire,
+            "bound_seconds": group.bound,
+            "methods": [asdict(row) for row in group.rows],
+        }
+        for group in groups
+    ]
+    data = {
+        "title": title,
+        "groups": summary,
+        "bars": [asdict(verdict) for verdict in verdicts],
+        "failures": [
+            {"settings": one.settings.to_dict(), "reason": one.reason, "tries": one.tries} for one in failures
+        ],
+        "runs": list(results),
+    }
+    (folder / "reports.json").write_text(json.dumps(data, indent=1))
+    (folder / "reports.md").write_text(markdown(title, results, groups, verdicts, failures, pictures))

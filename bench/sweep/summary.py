@@ -1,0 +1,138 @@
+"""What a sweep's results say: medians and spreads by group, the lower bound, who is fastest, which bars are met (pure).
+
+The bound L of a group is max(compute, wire): compute is the median step of the method `none` in the same sweep, and wire
+the bytes that an all-reduce of all gradients moves through each link, 2 (P - 1) / P times the parameters', at the goodput
+of plain TCP measured beside the runs. Without emulated links there is no measured goodput, and wire is left out.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bench.sweep.table import BOUND, Bar
+
+__all__ = ["GROUP", "Group", "Row", "Verdict", "group", "judge"]
+
+# Runs that differ in nothing of this are compared with each other.
+_WHAT = ("model", "emulate_compute", "dilate", "batch_size", "size", "optimizer", "threads")
+GROUP = (*_WHAT, "workers", "network", "hostfile")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run. Seconds are as they passed; rates of all workers together, undilated."""
+
+    method: str
+    n: int
+    median: float
+    low: float
+    high: float
+    total: float
+    plus_minus: float
+    state_bytes: int
+    peak_bytes: int
+    unit: str
+
+    @property
+    def family(self) -> str:
+        """The method without its options: the settings that were searched are of one family."""
+        return self.method.partition(":")[0]
+
+
+@dataclass(frozen=True)
+class Group:
+    settings: Mapping[str, Any]
+    rows: tuple[Row, ...]
+    compute: float | None
+    wire: float | None
+
+    @property
+    def bound(self) -> float | None:
+        """None where the method `none` did not run."""
+        return None if self.compute is None else max(self.compute, self.wire or 0.0)
+
+    @property
+    def best(self) -> dict[str, Row]:
+        """The fastest setting of every method but `none`."""
+        fastest: dict[str, Row] = {}
+        for row in self.rows:
+            if row.family != "none" and (row.family not in fastest or row.median < fastest[row.family].median):
+                fastest[row.family] = row
+        return fastest
+
+    @property
+    def title(self) -> str:
+        about = self.settings
+        what = about["emulate_compute"] or f"{about['model']} (size {about['size']})"
+        dilated = f", dilated {about['dilate']:g} times" if about["dilate"] != 1 else ""
+        where = f"hosts, {about['network']}" if about["network"] != "local" else "workers, this machine"
+        where = f"workers of {about['hostfile']}" if about["hostfile"] else where
+        return f"{what}, batch {about['batch_size']}, {about['workers']} {where}{dilated}"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    met: bool
+    text: str
+
+
+def _row(result: Mapping[str, Any]) -> Row:
+    steps = result["step_seconds"]
+    quartiles = statistics.quantiles(steps, n=4) if len(steps) > 1 else [steps[0]] * 3
+    return Row(
+        method=result["settings"]["method"],
+        n=len(steps),
+        median=statistics.median(steps),
+        low=quartiles[0],
+        high=quartiles[2],
+        total=result["total"],
+        plus_minus=result["plus_minus"],
+        state_bytes=result["state_bytes"],
+        peak_bytes=result["peak_bytes"],
+        unit=result["unit"],
+    )
+
+
+def _wire(results: Sequence[Mapping[str, Any]]) -> float | None:
+    measured = [result["goodput"] for result in results if result["goodput"]]
+    workers = results[0]["settings"]["workers"]
+    if not measured or workers == 1:
+        return None
+    return float(2 * (workers - 1) / workers * results[0]["parameter_bytes"] / statistics.median(measured))
+
+
+def group(results: Iterable[Mapping[str, Any]]) -> list[Group]:
+    """In the order in which their first results come."""
+    members: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for result in results:
+        members.setdefault(tuple(result["settings"][name] for name in GROUP), []).append(result)
+    groups = []
+    for values, inside in members.items():
+        rows = tuple(_row(result) for result in inside)
+        alone = [row.median for row in rows if row.family == "none"]
+        groups.append(Group(dict(zip(GROUP, values, strict=True)), rows, min(alone, default=None), _wire(inside)))
+    return groups
+
+
+def judge(groups: Sequence[Group], bars: Sequence[Bar]) -> list[Verdict]:
+    """A verdict for every group that a bar speaks of and in which both sides were measured."""
+    verdicts = []
+    for bar in bars:
+        for one in groups:
+            if any(one.settings.get(name) != value for name, value in bar.where.items()):
+                continue
+            mine = one.best.get(bar.method)
+            if bar.of == BOUND:
+                reference, name = one.bound, "L"
+            else:
+                other = one.best.get(bar.of)
+                reference, name = (other.median, other.method) if other else (None, bar.of)
+            if mine is None or reference is None:
+                continue
+            ratio = mine.median / reference
+            text = f"{one.title}: {mine.method} {ratio:.2f} x {name}, bar {bar.at_most:.2f}"
+            verdicts.append(Verdict(ratio <= bar.at_most, text))
+    return verdicts

@@ -1,0 +1,141 @@
+"""A sweep as a TOML table, read into the runs it stands for (pure but for reading the file).
+
+title = "…"
+[defaults]                          # any setting of bench.settings, for all runs
+iterations = 3
+[[runs]]                            # every combination of the lists is a run
+methods = ["none", "dear", "ddp:bucket_mb={1,4,25}"]
+models = ["resnet50"]
+workers = [2, 4]
+networks = ["1gbit"]
+batch_sizes = [64]                  # left out: the model's own
+emulate_compute = "{model}@a100"
+[[bars]]                            # what the report judges
+method = "dear"
+of = "bound"                        # or a method; several settings of one method: the fastest counts
+at_most = 1.2
+where = {workers = 2}
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from bench.methods.method import parse_spec
+from bench.methods.registry import METHODS
+from bench.models.catalog import workload
+from bench.settings import Settings, check
+
+__all__ = ["BOUND", "Bar", "Sweep", "expand", "read"]
+
+BOUND = "bound"
+_LISTS = {
+    "methods": "method",
+    "models": "model",
+    "workers": "workers",
+    "networks": "network",
+    "batch_sizes": "batch_size",
+}
+_SETTINGS = {field.name for field in fields(Settings)}
+
+
+@dataclass(frozen=True)
+class Bar:
+    """`method`'s median step is to be at most `at_most` times that of `of`, in the groups that `where` describes."""
+
+    method: str
+    of: str
+    at_most: float
+    where: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Sweep:
+    title: str
+    runs: tuple[Settings, ...]
+    bars: tuple[Bar, ...]
+
+
+def expand(spec: str) -> list[str]:
+    """``"ddp:bucket_mb={1,4}"`` to ``["ddp:bucket_mb=1", "ddp:bucket_mb=4"]``; several braces give all combinations."""
+    parts = re.split(r"\{([^{}]*)\}", spec)
+    choices = [part.split(",") if number % 2 else [part] for number, part in enumerate(parts)]
+    return ["".join(chosen) for chosen in itertools.product(*choices)]
+
+
+def _known(table: Mapping[str, Any], names: set[str], where: str) -> None:
+    unknown = sorted(set(table) - names)
+    if unknown:
+        raise ValueError(f"{where} does not know {', '.join(unknown)}; it knows {', '.join(sorted(names))}")
+
+
+def _list(table: Mapping[str, Any], key: str, default: Any) -> Sequence[Any]:
+    value = table.get(key, default)
+    if not isinstance(value, list):
+        raise ValueError(f"{key} of a [[runs]] table should be a list and is {value!r}")
+    return value
+
+
+def _runs(table: Mapping[str, Any], defaults: Mapping[str, Any]) -> Iterator[Settings]:
+    _known(table, set(_LISTS) | _SETTINGS, "[[runs]]")
+    fixed = {key: value for key, value in {**defaults, **table}.items() if key not in _LISTS}
+    small = fixed.pop("small", False)
+    methods = [one for spec in _list(table, "methods", ["dear"]) for one in expand(spec)]
+    for spec in methods:
+        if parse_spec(spec)[0] not in METHODS:
+            raise ValueError(f"the method of {spec!r} should be one of {', '.join(METHODS)}")
+    places = itertools.product(
+        _list(table, "models", ["resnet50"]),
+        _list(table, "networks", ["local"]),
+        _list(table, "workers", [2]),
+        _list(table, "batch_sizes", [None]),
+    )
+    for model, network, workers, batch_size in places:
+        chosen = workload(model)
+        sizes = {"size": chosen.small if small else chosen.size}
+        own = min(8, chosen.batch_size) if small else chosen.batch_size
+        for method in methods:
+            varied = {"method": method, "model": model, "network": network, "workers": workers}
+            varied["batch_size"] = own if batch_size is None else batch_size
+            settings = {**sizes, **fixed, **varied}
+            if settings.get("emulate_compute"):
+                settings["emulate_compute"] = settings["emulate_compute"].format(model=model)
+            run = Settings(**settings)
+            check(run)
+            yield run
+
+
+def parse(data: Mapping[str, Any]) -> Sweep:
+    """Raises ``ValueError`` for keys, methods or models that nobody knows."""
+    _known(data, {"title", "defaults", "runs", "bars"}, "a sweep")
+    defaults = data.get("defaults", {})
+    _known(defaults, _SETTINGS | {"small"}, "[defaults]")
+    runs: dict[Settings, None] = {}
+    for table in data.get("runs", []):
+        small = table.get("small", defaults.get("small", False))
+        plain = {key: value for key, value in table.items() if key != "small"}
+        runs.update(dict.fromkeys(_runs(plain, {**defaults, "small": small})))
+    if not runs:
+        raise ValueError("a sweep needs at least one [[runs]] table")
+    bars = []
+    for bar in data.get("bars", []):
+        _known(bar, {field.name for field in fields(Bar)}, "[[bars]]")
+        bars.append(Bar(bar["method"], bar.get("of", BOUND), float(bar["at_most"]), bar.get("where", {})))
+        _known(bars[-1].where, _SETTINGS, "where of [[bars]]")
+    return Sweep(data.get("title", ""), tuple(runs), tuple(bars))
+
+
+def read(path: Path) -> Sweep:
+    # Python 3.10 has no tomllib; requirements.txt names the package it was made from.
+    toml = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+    try:
+        return parse(toml.loads(path.read_text()))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: {error}") from None

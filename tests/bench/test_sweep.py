@@ -1,0 +1,167 @@
+"""Sweeps: tables, resume, retries, the lower bound, bars and reports."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.cluster import ROOT
+from bench.settings import Settings, parse, to_argv
+from bench.sweep import table
+from bench.sweep.journal import Journal
+from bench.sweep.plots import draw
+from bench.sweep.report import write
+from bench.sweep.runner import Failure, run_all
+from bench.sweep.summary import group, judge
+from bench.sweep.table import Bar, expand
+
+
+def result_of(settings: Settings, seconds: float, **more: Any) -> dict[str, Any]:
+    rate = settings.batch_size * settings.workers / seconds
+    return {
+        "settings": asdict(settings),
+        "unit": "img",
+        "step_seconds": [0.9 * seconds, seconds, 1.1 * seconds],
+        "total": rate,
+        "plus_minus": rate / 20,
+        "state_bytes": 0,
+        "peak_bytes": 2**30,
+        "parameter_bytes": 10**8,
+        "goodput": None,
+        "versions": {"commit": "abc", "torch": "2"},
+        **more,
+    }
+
+
+def test_braces_give_every_combination() -> None:
+    assert expand("ddp:bucket_mb={1,4}") == ["ddp:bucket_mb=1", "ddp:bucket_mb=4"]
+    assert len(expand("horovod:fusion_mb={1,4,16},cycle_ms={1,5}")) == 6
+    assert expand("dear") == ["dear"]
+
+
+def test_a_table_is_every_combination_of_its_lists() -> None:
+    data = {
+        "defaults": {"warmup": 2},
+        "runs": [
+            {
+                "methods": ["dear", "ddp:bucket_mb={1,4}"],
+                "models": ["mlp", "resnet50"],
+                "workers": [2, 4],
+                "networks": ["1gbit"],
+                "emulate_compute": "{model}@even:9",
+            }
+        ],
+    }
+    runs = table.parse(data).runs
+    assert len(runs) == 12
+    assert {run.emulate_compute for run in runs} == {"mlp@even:9", "resnet50@even:9"}
+    assert {(run.model, run.batch_size, run.warmup) for run in runs} == {("mlp", 32, 2), ("resnet50", 64, 2)}
+    assert [run.method for run in runs[:3]] == ["dear", "ddp:bucket_mb=1", "ddp:bucket_mb=4"]
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({}, r"at least one \[\[runs\]\]"),
+        ({"runs": [{"method": "dear", "modles": ["mlp"]}]}, "does not know modles"),
+        ({"runs": [{"models": "mlp"}]}, "models of a .* should be a list and is 'mlp'"),
+        ({"runs": [{"models": ["alexnet"]}]}, "is 'alexnet'"),
+        ({"runs": [{"methods": ["deer"]}]}, "'deer' should be one of"),
+        ({"runs": [{"workers": [0]}]}, "workers should be at least 1 and is 0"),
+        ({"runs": [{}], "bars": [{"method": "dear", "at_most": 1, "where": {"hosts": 2}}]}, "does not know hosts"),
+    ],
+)
+def test_a_wrong_table_is_refused_with_the_reason(data: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        table.parse(data)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs" / "sweeps").glob("*.toml")), ids=lambda path: path.stem)
+def test_the_sweeps_that_come_along_are_valid(path: Path) -> None:
+    sweep = table.read(path)
+    assert sweep.title
+    assert sweep.runs
+
+
+def test_settings_survive_the_command_line() -> None:
+    settings = Settings(
+        method="ddp:bucket_mb=4", model="mlp", size=500, workers=2, emulate_compute="mlp@even:9", dilate=5
+    )
+    assert parse(to_argv(settings))[0] == settings
+
+
+def test_a_sweep_goes_on_where_it_stopped_and_never_caches_failures(tmp_path: Path) -> None:
+    runs = [Settings(method=name, model="mlp", workers=2) for name in ("dear", "ddp", "horovod", "none")]
+    tried: list[str] = []
+
+    def attempt(run: Settings, log: Path) -> tuple[dict[str, Any] | None, str, bool]:
+        tried.append(run.method)
+        if run.method == "horovod":
+            return None, "not installed", False
+        if run.method == "ddp" and tried.count("ddp") < 4:
+            return None, "connection reset", True
+        return result_of(run, 1.0), "", False
+
+    past = tmp_path / "results.jsonl"
+    failures = run_all(runs, Journal(past), tmp_path, 2, attempt)
+    assert tried == ["dear", "ddp", "ddp", "horovod", "none"]
+    assert [(one.settings.method, one.reason, one.tries) for one in failures] == [
+        ("ddp", "connection reset", 2),
+        ("horovod", "not installed", 1),
+    ]
+    with past.open("a") as file:
+        file.write('{"settings": {"meth')  # killed in the middle of a line
+    tried[:] = ["ddp", "ddp"]
+    assert [one.settings.method for one in run_all(runs, Journal(past), tmp_path, 2, attempt)] == ["horovod"]
+    assert tried[2:] == ["ddp", "ddp", "horovod"]
+    assert len(past.read_text().splitlines()) == 3
+
+
+def some_results() -> list[dict[str, Any]]:
+    base = {"model": "mlp", "batch_size": 32, "size": 500, "network": "1gbit", "emulate_compute": "mlp@even:800"}
+    steps = {"none": 0.8, "dear": 1.1, "ddp:bucket_mb=1": 1.5, "ddp:bucket_mb=25": 1.2}
+    results = []
+    for workers in (2, 4):
+        for method, seconds in steps.items():
+            settings = Settings(method=method, workers=workers, **base)  # type: ignore[arg-type]
+            results.append(result_of(settings, seconds, goodput=1e8))
+    return results
+
+
+def test_the_bound_is_the_larger_of_compute_and_wire() -> None:
+    two, four = group(some_results())
+    assert (two.compute, two.wire, two.bound) == (0.8, pytest.approx(1.0), pytest.approx(1.0))
+    assert four.bound == pytest.approx(1.5)
+    assert two.best["ddp"].method == "ddp:bucket_mb=25"
+    assert "none" not in two.best
+    alone = group(some_results()[1:4])
+    assert alone[0].bound is None
+
+
+def test_bars_compare_with_the_bound_and_with_the_best_setting_of_a_method() -> None:
+    bars = [
+        Bar("dear", "bound", 1.08, {"workers": 2}),
+        Bar("dear", "ddp", 0.95, {"workers": 4}),
+        Bar("dear", "horovod", 0.7, {}),
+    ]
+    verdicts = judge(group(some_results()), bars)
+    assert [verdict.met for verdict in verdicts] == [False, True]
+    assert "dear 1.10 x L, bar 1.08" in verdicts[0].text
+    assert "dear 0.92 x ddp:bucket_mb=25, bar 0.95" in verdicts[1].text
+
+
+def test_reports_name_everything_and_pictures_are_drawn(tmp_path: Path) -> None:
+    results = some_results()
+    groups = group(results)
+    pictures = draw(groups, tmp_path)
+    assert [picture.name for picture in pictures] == ["throughput.png", "distance.png", "scaling.png"]
+    assert all(picture.stat().st_size > 10_000 for picture in pictures)
+    failures = [Failure(Settings(method="horovod"), "not installed", 1)]
+    write(tmp_path, "A title", results, groups, judge(groups, [Bar("dear", "bound", 1.08, {})]), failures, pictures)
+    text = (tmp_path / "reports.md").read_text()
+    for part in ("# A title", "**missed**", "wire/compute 1.25", "ddp:bucket_mb=1 |", "not installed (tried 1 times)"):
+        assert part in text
+    assert (tmp_path / "reports.json").exists()
