@@ -51,9 +51,14 @@ def first_host(hostfile: Path) -> str:
     raise LauncherError(f"{hostfile} names no host")
 
 
-def environment(settings: Settings, method: Method) -> dict[str, str]:
-    """What every worker needs, whatever starts it."""
-    return {**method.environment, LAUNCHED: "1", "OMP_NUM_THREADS": str(settings.threads), "PYTHONPATH": str(ROOT)}
+def environment(settings: Settings, method: Method, timeline: str | None = None) -> dict[str, str]:
+    """What every worker needs, whatever starts it. Raises ``LauncherError`` where a method records no timeline."""
+    env = {**method.environment, LAUNCHED: "1", "OMP_NUM_THREADS": str(settings.threads), "PYTHONPATH": str(ROOT)}
+    if timeline is not None:
+        if method.timeline_variable is None:
+            raise LauncherError(f"{method.name} records no timeline")
+        env[method.timeline_variable] = timeline
+    return env
 
 
 def pick(settings: Settings, method: Method) -> str:
@@ -107,9 +112,9 @@ def _check_memory(settings: Settings) -> None:
         )
 
 
-def launch(settings: Settings, method: Method, argv: Sequence[str]) -> int:
+def launch(settings: Settings, method: Method, argv: Sequence[str], timeline: str | None = None) -> int:
     """Run ``bench.train argv`` on every worker; returns 0. Raises :class:`LauncherError` or ``ClusterError``."""
-    launcher, env = pick(settings, method), environment(settings, method)
+    launcher, env = pick(settings, method), environment(settings, method, timeline)
     if settings.hostfile is None:
         _check_memory(settings)
     if settings.network != "local":

@@ -10,7 +10,7 @@ from typing import Any
 
 from bench.models.catalog import MODELS, workload
 
-__all__ = ["OPTIMIZERS", "Settings", "check", "parse", "to_argv"]
+__all__ = ["OPTIMIZERS", "Outputs", "Settings", "check", "parse", "to_argv"]
 
 OPTIMIZERS = ("sgd", "momentum", "adamw")
 
@@ -39,6 +39,15 @@ class Settings:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What a run leaves besides its lines. It does not tell runs apart."""
+
+    json: Path | None = None
+    timeline: str | None = None
+    breakdown: bool = False
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -81,6 +90,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--device", choices=["auto", "cpu", "cuda"], default=default.device)
     add("--timeout", type=float, default=default.timeout, help="seconds for the whole run")
     add("--json", type=Path, help="write the result here")
+    add("--timeline", metavar="FILE", help="record a Chrome trace; {rank} in the name gives every rank one")
+    add("--breakdown", action="store_true", help="print forward, backward, update and exposed communication")
     return parser
 
 
@@ -105,12 +116,14 @@ def check(settings: Settings) -> None:
         )
 
 
-def parse(argv: Sequence[str]) -> tuple[Settings, Path | None]:
-    """The settings, and where the result goes. Exits with a message for bad arguments, as argparse does."""
+def parse(argv: Sequence[str]) -> tuple[Settings, Outputs]:
+    """The settings, and what to leave where. Exits with a message for bad arguments, as argparse does."""
     parser = _parser()
     given = vars(parser.parse_args(argv))
     chosen = workload(given["model"])
-    small, output = given.pop("small"), given.pop("json")
+    small = given.pop("small")
+    json, timeline = given.pop("json"), given.pop("timeline")
+    outputs = Outputs(json and json.absolute(), timeline and str(Path(timeline).absolute()), given.pop("breakdown"))
     if given["batch_size"] is None:
         given["batch_size"] = min(8, chosen.batch_size) if small else chosen.batch_size
     if given["size"] is None:
@@ -120,7 +133,7 @@ def parse(argv: Sequence[str]) -> tuple[Settings, Path | None]:
         check(settings)
     except ValueError as error:
         parser.error(str(error))
-    return settings, output
+    return settings, outputs
 
 
 _FLAGS = {"warmup": "--num-warmup-batches", "iterations": "--num-iters", "batches": "--num-batches-per-iter"}

@@ -28,20 +28,20 @@ UNAVAILABLE = 3  # the exit code that says: not here, and trying again will not 
 
 def main() -> int:
     argv = sys.argv[1:]
-    settings, output = parse(argv)
+    settings, outputs = parse(argv)
     try:
         chosen = method(settings.method)
         chosen.look()
         if detect(os.environ).size > 1 or launcher.LAUNCHED in os.environ:
             from bench.trainer import speak, train  # only workers need it
 
-            result = train(settings, chosen, speak)
-            if result is not None and output is not None:
+            result = train(settings, chosen, speak, breakdown_wanted=outputs.breakdown)
+            if result is not None and outputs.json is not None:
                 about = {**asdict(result), "total": result.total, "plus_minus": result.plus_minus}
-                output.write_text(json.dumps(about, indent=1))
+                outputs.json.write_text(json.dumps(about, indent=1))
             return 0
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that emulated hosts are removed
-        return launcher.launch(settings, chosen, argv)
+        return launcher.launch(settings, chosen, argv, outputs.timeline)
     except MethodUnavailable as error:
         sys.stderr.write(f"bench.train: {error}\n")
         return UNAVAILABLE

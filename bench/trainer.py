@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from bench.launcher import GOODPUT
 from bench.methods.method import MakeOptimizer, Method, Place
 from bench.models.catalog import Batch, Workload, workload
 from bench.settings import Settings
+from bench.stepping import Clock, alone, breakdown, step
 
 __all__ = ["Result", "train"]
 
@@ -46,6 +47,7 @@ class Result:
     cpu_seconds: float  # of rank 0 during the measured steps
     loss: float
     versions: dict[str, str] = field(default_factory=dict)
+    breakdown: dict[str, float] | None = None  # seconds of computation alone, and what communication adds
     goodput: float | None = None  # bytes per second of plain TCP through a link, measured in the same run
 
     @property
@@ -92,41 +94,7 @@ def _versions() -> dict[str, str]:
     return {**versions, "cores": str(len(os.sched_getaffinity(0))), "commit": commit or "unknown"}
 
 
-class _Clock:
-    """Wall time of steps and of their phases, once the device has caught up at the end of a block."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.steps: list[float] = []
-        self.phases: dict[str, list[float]] = {"forward": [], "backward": [], "step": []}
-
-    def wait(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-
-    def now(self) -> float:
-        return time.perf_counter()
-
-
-def _step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, loss_of: Callable[[nn.Module], torch.Tensor], clock: _Clock
-) -> torch.Tensor:
-    begun = clock.now()
-    loss = loss_of(model)
-    forward = clock.now()
-    loss.backward()  # type: ignore[no-untyped-call]
-    backward = clock.now()
-    optimizer.step()
-    stepped = clock.now()
-    optimizer.zero_grad()
-    ended = clock.now()
-    clock.steps.append(ended - begun)
-    for phase, seconds in zip(clock.phases, (forward - begun, backward - forward, stepped - backward), strict=True):
-        clock.phases[phase].append(seconds)
-    return loss.detach()
-
-
-def train(settings: Settings, method: Method, say: Say) -> Result | None:
+def train(settings: Settings, method: Method, say: Say, *, breakdown_wanted: bool = False) -> Result | None:
     """Warm up, measure; rank 0 gets the figures and calls `say` with the lines of the report. On every rank."""
     torch.set_num_threads(settings.threads)
     chosen, device = workload(settings.model), _device(settings)
@@ -144,11 +112,13 @@ def train(settings: Settings, method: Method, say: Say) -> Result | None:
     parameters = list(model.parameters())
     count, nbytes = sum(p.numel() for p in parameters), sum(p.numel() * p.element_size() for p in parameters)
     rate = chosen.learning_rate * (place.size if chosen.unit == "img" else 1)
-    model, optimizer = method.distribute(model, _optimizer(settings, rate))
+    make = _optimizer(settings, rate)
 
     def loss_of(network: nn.Module) -> torch.Tensor:
         return chosen.loss(network, batch) if batch else network()
 
+    computation = alone(model, make, loss_of, device) if breakdown_wanted else None
+    model, optimizer = method.distribute(model, make)
     say(f"Model: {settings.model}, {count:,} parameters")
     if settings.emulate_compute:
         say(f"Emulated accelerator: {settings.emulate_compute}, dilated {settings.dilate:g} times; rates are undilated")
@@ -156,25 +126,25 @@ def train(settings: Settings, method: Method, say: Say) -> Result | None:
     say(f"Batch size: {settings.batch_size}")
     say(f"Number of {kind}s: {place.size}")
     say("Running warmup...")
-    clock = _Clock(device)
+    clock = Clock(device)
     for _ in range(settings.warmup):
-        _step(model, optimizer, loss_of, clock)
-    clock.wait()
+        step(model, optimizer, loss_of, clock)
 
     say("Running benchmark...")
-    clock, rates = _Clock(device), []
+    begun = clock.settled()
+    clock, rates = Clock(device), []
     cpu = time.process_time()
     loss = torch.zeros(())
     for number in range(settings.iterations):
-        begun = clock.now()
         for _ in range(settings.batches):
-            loss = _step(model, optimizer, loss_of, clock)
-        clock.wait()
-        seconds = (clock.now() - begun) / settings.dilate
+            loss = step(model, optimizer, loss_of, clock)
+        begun, before = clock.settled(), begun
+        seconds = (begun - before) / settings.dilate
         rates.append(settings.batch_size * settings.batches / seconds)
         say(f"Iter #{number}: {rates[-1]:.1f} {chosen.unit}/sec per {kind}")
     cpu = time.process_time() - cpu
     method.settle(optimizer)
+    made_of = breakdown(computation, statistics.median(clock.steps)) if computation is not None else None
     result = Result(
         settings=settings.to_dict(),
         unit=chosen.unit,
@@ -182,7 +152,8 @@ def train(settings: Settings, method: Method, say: Say) -> Result | None:
         workers=place.size,
         parameter_bytes=nbytes,
         step_seconds=clock.steps,
-        phase_seconds={phase: statistics.median(values) for phase, values in clock.phases.items()},
+        phase_seconds=clock.medians(),
+        breakdown=None if made_of is None else asdict(made_of),
         rates=rates,
         state_bytes=method.state_bytes(optimizer),
         peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
@@ -192,6 +163,8 @@ def train(settings: Settings, method: Method, say: Say) -> Result | None:
         goodput=None if goodput is None else float(goodput),
     )
     method.leave()
+    if made_of is not None:
+        say(f"Breakdown of a step: {made_of}")
     _report(result, say)
     return result if place.rank == 0 else None
 

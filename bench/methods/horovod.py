@@ -20,6 +20,7 @@ class Horovod(Method):
 
     name = "horovod"
     launchers = ("mpi",)
+    timeline_variable = "HOROVOD_TIMELINE"
     defaults: ClassVar[Mapping[str, Any]] = {"fusion_mb": None, "cycle_ms": None}
 
     @property

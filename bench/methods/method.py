@@ -38,6 +38,7 @@ class Method(ABC):
     name: ClassVar[str]
     launchers: ClassVar[tuple[str, ...]]
     defaults: ClassVar[Mapping[str, Any]] = {}
+    timeline_variable: ClassVar[str | None] = None  # names the file to record a timeline in, where the method can
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         unknown = sorted(set(options) - set(self.defaults))

@@ -22,6 +22,7 @@ class _Strategy(Method):
     """Options are keyword arguments of the package's ``DistributedOptimizer``, which refuses what it does not know."""
 
     launchers = ("mpi", "torchrun")
+    timeline_variable = "DEAR_TIMELINE"
 
     def __init__(self, name: str, options: Mapping[str, Any]) -> None:
         self.name = name  # type: ignore[misc]  # one class for all of them

@@ -18,12 +18,13 @@ from bench.methods.fsdp import units
 from bench.methods.method import parse_spec, tensor_bytes
 from bench.methods.registry import METHODS, method
 from bench.settings import Settings, parse
+from bench.stepping import alone, breakdown
 from tests.harness import ROOT
 
 
 def test_settings_take_the_models_own_sizes() -> None:
-    settings, output = parse(["--model", "bert", "--json", "x.json"])
-    assert (settings.batch_size, settings.size, output) == (32, 64, Path("x.json"))
+    settings, outputs = parse(["--model", "bert", "--json", "x.json"])
+    assert (settings.batch_size, settings.size, outputs.json) == (32, 64, Path("x.json").absolute())
     small, _ = parse(["--model", "resnet50", "--small"])
     assert (small.batch_size, small.size) == (8, 64)
 
@@ -110,6 +111,25 @@ def test_fsdp_units_are_large_enough_and_leave_tied_parameters_to_the_root() -> 
     tied = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False), nn.Linear(8, 8))
     tied[1].weight = tied[0].weight
     assert units(tied, 300) == [tied[2]]
+
+
+def test_only_methods_that_record_a_timeline_are_asked_for_one() -> None:
+    settings = Settings(workers=2)
+    assert launcher.environment(settings, method("dear"), "x.json")["DEAR_TIMELINE"] == "x.json"
+    assert launcher.environment(settings, method("horovod"), "x.json")["HOROVOD_TIMELINE"] == "x.json"
+    with pytest.raises(LauncherError, match="ddp records no timeline"):
+        launcher.environment(settings, method("ddp"), "x.json")
+
+
+def test_time_alone_leaves_the_model_as_it_was_and_communication_is_the_rest() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    phases = alone(model, (torch.optim.SGD, {"lr": 0.1}), lambda m: m(torch.ones(2, 4)).sum(), torch.device("cpu"))
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert set(phases) == {"forward", "backward", "step"}
+    made_of = breakdown({"forward": 0.1, "backward": 0.2, "step": 0.05}, 0.5)
+    assert made_of.exposed == pytest.approx(0.15)
+    assert str(made_of) == "forward 100.0 ms, backward 200.0 ms, update 50.0 ms, exposed communication 150.0 ms"
 
 
 def test_state_is_counted_through_nesting() -> None:
