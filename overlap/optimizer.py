@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
+from overlap.averages import Averages
 from overlap.bucket import Bucket
 from overlap.communicator import ReduceOp
 from overlap.elementwise import is_elementwise
@@ -15,6 +17,7 @@ from overlap.engine import Engine
 from overlap.exchange import Exchange
 from overlap.grouping import parse_groups
 from overlap.horovod.compression import NoneCompressor
+from overlap.loss_scale import is_scaler_step, is_unscaling
 from overlap.session import current
 from overlap.shard_update import assemble
 from overlap.startup import collect_slots, synchronize_start
@@ -105,12 +108,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         )
         self._share = StateShare(self._comm, session.mailroom, session.register(self), self._export)
         self._engine.changing = self._share.updating
-        self._stepper = Stepper(self._engine, optimizer, self._share)
+        self._averages = Averages(self._engine)
+        self._stepper = Stepper(self._engine, self._averages, optimizer, self._share)
+        self._inside_skip_synchronize = False
 
     # - Looks like the user's optimizer
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        if is_unscaling(sys._getframe(1)) and not self._averages.infinities_shown:
+            self._averages.synchronize()  # [Note: one verdict on infinities]
         return self._optimizer.param_groups
 
     @property
@@ -124,10 +131,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return self._optimizer.state if shards is None else {**self._optimizer.state, **shards.state}
 
     def __getattr__(self, name: str) -> Any:
-        # GradScaler asks for this one and would then leave unscaling to an optimizer that sees local gradients.
-        if name.startswith("__") or name == "_step_supports_amp_scaling" or "_optimizer" not in self.__dict__:
+        if name.startswith("__") or "_optimizer" not in self.__dict__:
             raise AttributeError(name)
         return getattr(self._optimizer, name)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        if is_scaler_step(sys._getframe(1)):
+            self._averages.reveal_infinities()  # [Note: one verdict on infinities]
+        return True
 
     def __repr__(self) -> str:
         return f"DistributedOptimizer[{self._engine.strategy.name}, {self._comm.size} rank(s)] of {self._optimizer!r}"
@@ -183,7 +195,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         A closure is evaluated once by optimizers that update shards, and as often as the optimizer likes by others,
         which then get the loss averaged over ranks.
         """
-        result = self._stepper.step(closure)
+        if self._inside_skip_synchronize and self._engine.window.touched and not self._averages.synchronized:
+            raise RuntimeError("inside skip_synchronize() the gradients are local still: call synchronize() before it")
+        # A GradScaler leaves its scale here (None where it has unscaled) and what it found.
+        found_inf, scale = vars(self).get("found_inf"), vars(self).get("grad_scale")
+        if found_inf is not None and found_inf > 0:
+            self._stepper.forget(everywhere=True)
+            return None
+        result = self._stepper.step(closure, scale)
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers built on the inner optimizer ask
         return result
 
@@ -203,7 +222,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         After ``step()``: parameters become final, also for those who hold them outside their modules. On every rank.
         """
-        self._stepper.synchronize()
+        self._engine.transit.arrive_all()
+        if self._engine.window.touched:
+            self._averages.synchronize()
+
+    @contextlib.contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Horovod's: ``step()`` inside uses the gradients as they are after ``synchronize()``, which has to be called.
+
+        ``step()`` does so without it, too. Raises ``RuntimeError`` in ``step()`` if the gradients are local still.
+        """
+        self._inside_skip_synchronize = True
+        try:
+            yield
+        finally:
+            self._inside_skip_synchronize = False
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -212,12 +245,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Returns the norm before clipping, the same on every rank. Shards are clipped where they lie.
         """
-        return self._stepper.clip(lambda _param: True, max_norm, norm_type, error_if_nonfinite)
+        return self._averages.clip(lambda _param: True, max_norm, norm_type, error_if_nonfinite)
 
     def _clip(
         self, wanted: Callable[[torch.Tensor], bool], max_norm: float, norm_type: float, error_if_nonfinite: bool
     ) -> torch.Tensor:
-        return self._stepper.clip(wanted, max_norm, norm_type, error_if_nonfinite)
+        return self._averages.clip(wanted, max_norm, norm_type, error_if_nonfinite)
 
     # - State
 

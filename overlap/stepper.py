@@ -1,4 +1,4 @@
-"""One step, from the last reductions to the first all-gathers, and what may come between backward and it.
+"""One step, from the last reductions to the first all-gathers.
 
     backward │ hooks fill buckets, full ones are reduced while backward goes on
     step()   │ [1] reductions are awaited, nearest the input first   [2] the user's optimizer updates this rank's shard
@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
+from overlap.averages import Averages
 from overlap.bucket import Bucket, Phase
-from overlap.clipping import clip_sharded
 from overlap.communicator import ReduceOp
 from overlap.engine import Engine
 from overlap.shard_update import unhooked_step
@@ -32,44 +32,44 @@ __all__ = ["Stepper"]
 class Stepper:
     """Steps the user's `optimizer` over the engine's buckets, shard by shard or in full on every rank."""
 
-    def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, share: StateShare) -> None:
-        self._engine, self._optimizer, self._share = engine, optimizer, share
+    def __init__(self, engine: Engine, averages: Averages, optimizer: torch.optim.Optimizer, share: StateShare) -> None:
+        self._engine, self._averages, self._optimizer, self._share = engine, averages, optimizer, share
         self._comm = engine.comm
-        self._synchronized = False  # .grad holds averages: step() uses them as they are
 
-    def step(self, closure: Callable[[], Any] | None) -> Any:
-        """See :meth:`overlap.optimizer.DistributedOptimizer.step`."""
+    def step(self, closure: Callable[[], Any] | None, scale: torch.Tensor | None = None) -> Any:
+        """See :meth:`overlap.optimizer.DistributedOptimizer.step`; divide gradients by `scale` first."""
         if self._engine.shards is None:
-            return self._step_whole(closure)
+            return self._step_whole(closure, scale)
         result = None
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-        self._step_shards()
+        self._step_shards(scale)
         return result
 
-    def forget(self) -> None:
-        """The gradients since the last step are dropped: complete what is in flight."""
-        if self._engine.window.touched:
-            self._engine.window.discard()
-            self._synchronized = False
+    def forget(self, everywhere: bool = False) -> None:
+        """The gradients since the last step are dropped: complete what is in flight.
 
-    def _prepare(self) -> None:
-        if not self._synchronized:
-            self._engine.prepare()
+        `everywhere`: all ranks do this now, those too that have no gradient.
+        """
+        if everywhere or self._engine.window.touched:
+            self._engine.window.discard()
+            self._averages.forget()
 
     def _close_window(self) -> None:
         self._engine.window.reset()
-        self._synchronized = False
+        self._averages.forget()
 
     @torch.no_grad()
-    def _step_shards(self) -> None:
-        engine, window = self._engine, self._engine.window
-        self._prepare()
+    def _step_shards(self, scale: torch.Tensor | None) -> None:
+        engine, window, averages = self._engine, self._engine.window, self._averages
+        averages.prepare()
         if window.reduced:
             self._comm.barrier(label="step")  # [Note: nobody overtakes a step]
-        if self._synchronized:
-            self._take_synchronized()
+        if scale is not None:
+            averages.unscale(scale)
+        if averages.synchronized:
+            averages.take_synchronized()
         window.settle(engine.order[-1:])  # before anything is updated: [Note: nobody overtakes a step]
         with self._share.updating():
             whole = []
@@ -87,7 +87,7 @@ class Stepper:
 
     def _update_whole(self, buckets: list[Bucket]) -> None:
         """Update the parameters that cannot be sliced, on every rank alike, beside sharded ones."""
-        if not self._synchronized:
+        if not self._averages.synchronized:
             self._engine.expose(buckets)
         members = {id(slot.param) for bucket in buckets for slot in bucket.slots}
         groups = self._optimizer.param_groups
@@ -102,10 +102,10 @@ class Stepper:
         for bucket in buckets:
             bucket.advance(Phase.FILLING)
 
-    def _step_whole(self, closure: Callable[[], Any] | None) -> Any:
+    def _step_whole(self, closure: Callable[[], Any] | None, scale: torch.Tensor | None) -> Any:
         step = unhooked_step(self._optimizer)
         if closure is None:
-            self._reduce_whole()
+            self._reduce_whole(scale)
             with self._share.updating():
                 result = step(self._optimizer)
         else:
@@ -120,12 +120,14 @@ class Stepper:
                 result = step(self._optimizer, evaluate)
         return result
 
-    def _reduce_whole(self) -> None:
-        self._prepare()
+    def _reduce_whole(self, scale: torch.Tensor | None = None) -> None:
+        self._averages.prepare()
         engine = self._engine
-        if not self._synchronized:
+        if not self._averages.synchronized:
             engine.window.settle()
             engine.expose(engine.order)
+        if scale is not None:
+            self._averages.unscale(scale)
         for bucket in engine.order:
             bucket.advance(Phase.FILLING)
         self._close_window()
@@ -135,53 +137,3 @@ class Stepper:
         mean = plain.clone().contiguous()
         self._comm.all_reduce(mean, mean, ReduceOp.AVG, label="loss")
         return mean if isinstance(loss, torch.Tensor) else float(mean)
-
-    # - Between backward and step, and after step
-
-    @torch.no_grad()
-    def synchronize(self) -> None:
-        """See :meth:`overlap.optimizer.DistributedOptimizer.synchronize`."""
-        engine, window = self._engine, self._engine.window
-        engine.transit.arrive_all()
-        if self._synchronized or not window.touched:
-            return
-        engine.prepare()
-        window.settle()
-        window.reduced = True
-        for bucket in engine.order:
-            if bucket.holds_parameters:
-                label = f"{bucket.label} gradients"
-                self._comm.all_gather(bucket.reduced, bucket.gradients, counts=bucket.shares, label=label)
-                engine.find_unused(bucket)
-        engine.expose(engine.order)
-        self._synchronized = True
-
-    def _take_synchronized(self) -> None:
-        """``.grad``, as the user left it after :meth:`synchronize`, is what shards are updated with."""
-        for bucket in self._engine.order:
-            if bucket.holds_parameters:
-                for slot in bucket.slots:
-                    slot.fill()
-                bucket.reduced.copy_(bucket.gradients[bucket.own])
-                self._engine.sharded.take(bucket)
-
-    @torch.no_grad()
-    def clip(
-        self, wanted: Callable[[torch.Tensor], bool], max_norm: float, norm_type: float, error_if_nonfinite: bool
-    ) -> torch.Tensor:
-        """Clip the averaged gradients of the `wanted` parameters by their total norm. On every rank."""
-        engine = self._engine
-        if engine.shards is None or self._synchronized:  # whole averages on every rank: torch's own clipping
-            self.synchronize()
-            params = [slot.param for slot in engine.slots if wanted(slot.param)]
-            return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
-        engine.prepare()
-        engine.window.settle()
-        whole = [bucket for bucket in engine.order if not bucket.holds_parameters]
-        if not engine.window.reduced:
-            engine.expose(whole)
-        engine.window.reduced = True
-        members = [slot.param for bucket in whole for slot in bucket.slots]
-        alike = [param.grad for param in members if param.grad is not None and wanted(param)]
-        pieces = engine.shards.gradients(wanted)
-        return clip_sharded(self._comm, pieces, alike, max_norm, norm_type, error_if_nonfinite)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ class Run:
     optimizer: Any
     rank: int | None
     size: int
+    seen: list[float] = field(default_factory=list)  # has to be the same as in one process, beside the parameters
 
     def batch(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         generator = torch.Generator().manual_seed(number)
@@ -208,6 +209,48 @@ def frozen_later(run: Run) -> None:
         run.optimizer.step()
 
 
+def _overflowing(run: Run, step: int) -> torch.Tensor:
+    """In step 3 one rank's part of the loss is infinite: nobody may step."""
+    return run.loss(step) * (float("inf") if step == 3 and run.rank in (None, 0) else 1.0)
+
+
+def scaled(run: Run) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+    for step in range(STEPS):
+        run.optimizer.zero_grad()
+        scaler.scale(_overflowing(run, step)).backward()
+        scaler.step(run.optimizer)
+        scaler.update()
+        run.seen.append(scaler.get_scale())
+
+
+def scaled_and_clipped(run: Run) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+    for step in range(STEPS):
+        run.optimizer.zero_grad()
+        scaler.scale(_overflowing(run, step)).backward()
+        scaler.unscale_(run.optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), 0.05)
+        scaler.step(run.optimizer)
+        scaler.update()
+        run.seen += [scaler.get_scale(), 0.0 if step == 3 else float(norm)]
+
+
+def scaled_as_with_horovod(run: Run) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+    for step in range(STEPS):
+        run.optimizer.zero_grad()
+        scaler.scale(_overflowing(run, step)).backward()
+        if run.distributed:
+            run.optimizer.synchronize()
+        scaler.unscale_(run.optimizer)
+        torch.nn.utils.clip_grad_norm_(run.model.parameters(), 0.05)
+        with run.optimizer.skip_synchronize() if run.distributed else contextlib.nullcontext():
+            scaler.step(run.optimizer)
+        scaler.update()
+        run.seen.append(scaler.get_scale())
+
+
 def group_added(run: Run) -> None:
     offset = torch.nn.Parameter(torch.zeros(9, dtype=torch.float64))
     for step in range(STEPS):
@@ -276,6 +319,9 @@ LOOPS = {
         evaluated_between,
         unfrozen_later,
         frozen_later,
+        scaled,
+        scaled_and_clipped,
+        scaled_as_with_horovod,
         group_added,
         replanned,
         state_reloaded,

@@ -52,6 +52,7 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
     "asgd": lambda p: optim.ASGD(p, 1e-2, t0=2),
     "adafactor": lambda p: optim.Adafactor(p, 1e-2),
 }
+SOMETIMES = ("plain", "zeros_kept", "skipped_steps", "scaled", "scaled_and_clipped")  # loops with unused parameters
 LOOPED = ("sgd", "adamw", "adafactor")
 
 
@@ -69,7 +70,7 @@ def _model(name: str) -> torch.nn.Module:
     return model
 
 
-def _train(model_name: str, optimizer_name: str, loop_name: str, strategy: str | None) -> tuple[Any, Any]:
+def _train(model_name: str, optimizer_name: str, loop_name: str, strategy: str | None) -> tuple[Any, Any, Any]:
     model = _model(model_name)
     if strategy is not None and dear.rank() > 0:  # wrapping must bring rank 0's values
         for parameter in model.parameters():
@@ -78,10 +79,11 @@ def _train(model_name: str, optimizer_name: str, loop_name: str, strategy: str |
     rank = None
     if strategy is not None:
         optimizer, rank = WRAP[strategy](optimizer, model), dear.rank()
-    LOOPS[loop_name](Run(model, optimizer, rank, dear.size()))
+    run = Run(model, optimizer, rank, dear.size())
+    LOOPS[loop_name](run)
     if strategy is not None:
         optimizer.synchronize()
-    return model.state_dict(), optimizer.state_dict()
+    return model.state_dict(), optimizer.state_dict(), run.seen
 
 
 def _assert_close(actual: Any, expected: Any, where: str) -> None:
@@ -111,6 +113,7 @@ def _check(model: str, optimizer: str, loop: str, strategy: str) -> None:
     actual = _train(model, optimizer, loop, strategy)
     _assert_close(actual[0], expected[0], "model")
     _assert_close(actual[1], expected[1], "optimizer")
+    _assert_close(actual[2], expected[2], "seen")
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -138,7 +141,7 @@ def test_loops(loop: str, strategy: str) -> None:
     for optimizer in LOOPED[:1] if strategy in VARIANTS else LOOPED:
         if (loop, optimizer) == ("group_added", "adafactor"):
             continue  # torch's own load_state_dict, run where rank 0's state arrives, gives later groups one key more
-        _check("Sometimes" if loop in ("plain", "zeros_kept", "skipped_steps") else "Mlp", optimizer, loop, strategy)
+        _check("Sometimes" if loop in SOMETIMES else "Mlp", optimizer, loop, strategy)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -1,0 +1,113 @@
+"""The averaged gradients between backward and step(): settled early, clipped, read by a GradScaler, changed by the user.
+
+LOCAL ── settle ──▶ SETTLED (shards hold averages, `.grad` of sharded parameters does not)
+      └─ synchronize ──▶ SYNCHRONIZED (`.grad` holds averages everywhere and may be changed)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from overlap.clipping import clip_sharded
+from overlap.engine import Engine
+from overlap.loss_scale import any_nonfinite, show_infinity, unscale
+
+__all__ = ["Averages"]
+
+
+class Averages:
+    """What the gradients of one optimizer are, from the last backward to the step. All methods: on every rank."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._comm = engine, engine.comm
+        self.synchronized = False  # .grad holds averages: step() uses them as they are
+        self.infinities_shown = False  # a GradScaler wrote to .grad, which no longer counts
+
+    def prepare(self) -> None:
+        """Everything reduced or on its way, unless it is already."""
+        if not (self.synchronized or self.infinities_shown):
+            self._engine.prepare()
+
+    def forget(self) -> None:
+        """The window is over, by a step or without one."""
+        self.synchronized = self.infinities_shown = False
+
+    def _settle(self) -> None:
+        engine, window = self._engine, self._engine.window
+        self.prepare()
+        window.settle()
+        if not window.reduced:
+            engine.expose(bucket for bucket in engine.order if not bucket.holds_parameters)
+        window.reduced = True
+
+    @torch.no_grad()
+    def synchronize(self) -> None:
+        """Make ``.grad`` the average everywhere."""
+        if self.synchronized:
+            return
+        engine = self._engine
+        engine.prepare()
+        engine.window.settle()
+        engine.window.reduced = True
+        for bucket in engine.order:
+            if bucket.holds_parameters:
+                label = f"{bucket.label} gradients"
+                self._comm.all_gather(bucket.reduced, bucket.gradients, counts=bucket.shares, label=label)
+                engine.find_unused(bucket)
+        engine.expose(engine.order)
+        self.synchronized = True
+
+    def take_synchronized(self) -> None:
+        """``.grad``, as the user left it after :meth:`synchronize`, is what shards are updated with."""
+        for bucket in self._engine.order:
+            if bucket.holds_parameters:
+                for slot in bucket.slots:
+                    slot.fill()
+                bucket.reduced.copy_(bucket.gradients[bucket.own])
+                self._engine.sharded.take(bucket)
+
+    @torch.no_grad()
+    def clip(
+        self, wanted: Callable[[torch.Tensor], bool], max_norm: float, norm_type: float, error_if_nonfinite: bool
+    ) -> torch.Tensor:
+        """Clip the averaged gradients of the `wanted` parameters by their total norm."""
+        engine = self._engine
+        if engine.shards is None or self.synchronized:  # whole averages on every rank: torch's own clipping
+            self.synchronize()
+            params = [slot.param for slot in engine.slots if wanted(slot.param)]
+            return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
+        self._settle()
+        alike = [param.grad for param in self._whole_params() if param.grad is not None and wanted(param)]
+        pieces = engine.shards.gradients(wanted)
+        return clip_sharded(self._comm, pieces, alike, max_norm, norm_type, error_if_nonfinite)
+
+    def _whole_params(self) -> Iterator[torch.nn.Parameter]:
+        return (slot.param for bucket in self._engine.order if not bucket.holds_parameters for slot in bucket.slots)
+
+    # - GradScaler: see [Note: one verdict on infinities] in `overlap.loss_scale`
+
+    @torch.no_grad()
+    def reveal_infinities(self) -> None:
+        """A GradScaler is about to look for infinities in ``.grad``: let every rank's show the verdict of all."""
+        engine = self._engine
+        if engine.shards is None:
+            self.synchronize()
+        if self.synchronized:
+            return
+        self._settle()
+        whole = [param.grad for param in self._whole_params() if param.grad is not None]
+        bad = any_nonfinite(self._comm, [*(b.reduced for b in engine.order if b.holds_parameters), *whole])
+        show_infinity(bad, engine.slots)
+        self.infinities_shown = True
+
+    @torch.no_grad()
+    def unscale(self, scale: torch.Tensor) -> None:
+        """Divide the averages by the loss scale, shards where they lie."""
+        engine = self._engine
+        if engine.shards is None or self.synchronized:
+            unscale((slot.param.grad for slot in engine.slots), scale)
+        else:
+            unscale((param.grad for param in self._whole_params()), scale)
+            unscale(engine.shards.gradients(lambda _param: True), scale)

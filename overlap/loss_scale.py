@@ -1,0 +1,65 @@
+"""torch.amp.GradScaler, unmodified, over gradients that are still local when it reads them.
+
+[Note: one verdict on infinities]
+scaler.step(optimizer) asks for `_step_supports_amp_scaling`, then reads `.grad` on every rank by itself, then calls
+step() with `grad_scale` and `found_inf` set. So when it asks, reductions are settled, all ranks agree whether any
+average is infinite or NaN, and each shows an infinity in `.grad` if so: all scalers skip, or none. The averages are
+unscaled inside step(), shards where they lie.
+
+scaler.unscale_(optimizer), called by the script, asks for nothing but `param_groups`: who reads it from there finds the
+averages in `.grad`, as after synchronize(), to be unscaled, clipped and looked at as in one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from types import FrameType
+
+import torch
+
+from overlap.bucket import Slot
+from overlap.communicator import Communicator, ReduceOp
+
+__all__ = ["any_nonfinite", "is_scaler_step", "is_unscaling", "show_infinity", "unscale"]
+
+
+def is_unscaling(caller: FrameType) -> bool:
+    """Whether a GradScaler (or one derived from it) reads gradients to unscale or check them."""
+    return caller.f_code.co_name == "_unscale_grads_"
+
+
+def is_scaler_step(caller: FrameType) -> bool:
+    """Whether ``GradScaler.step()`` asks; others only want to know what the optimizer can do."""
+    return caller.f_code.co_name == "step" and caller.f_globals.get("__name__") == "torch.amp.grad_scaler"
+
+
+def any_nonfinite(comm: Communicator, gradients: Iterable[torch.Tensor]) -> bool:
+    """Whether any rank holds an infinity or a NaN. On every rank of `comm`."""
+    found = any(
+        not bool(torch.isfinite(torch.linalg.vector_norm(gradient, float("inf"))))
+        for gradient in gradients
+        if gradient.numel()
+    )
+    flag = torch.tensor([float(found)])
+    comm.all_reduce(flag, flag, ReduceOp.MAX, label="infinities")
+    return bool(flag)
+
+
+def show_infinity(bad: bool, slots: Sequence[Slot]) -> None:
+    """Write an infinity into some ``.grad`` if `bad`; have a ``.grad`` in any case, since a scaler insists on one."""
+    with_elements = [slot for slot in slots if slot.param.numel() and not slot.param.is_complex()]
+    chosen = next((slot for slot in with_elements if slot.param.grad is not None), None)
+    if chosen is None:
+        chosen = next(slot for slot in with_elements if slot.view is not None)
+        chosen.param.grad = chosen.view
+    if bad:
+        assert chosen.param.grad is not None
+        chosen.param.grad[(0,) * chosen.param.dim()] = float("inf")
+
+
+def unscale(gradients: Iterable[torch.Tensor | None], scale: torch.Tensor) -> None:
+    """Divide by `scale` as GradScaler does: times its reciprocal in fp32, computed in fp64."""
+    inverse = scale.double().reciprocal().float()
+    for gradient in gradients:
+        if gradient is not None:
+            gradient.mul_(inverse.to(gradient.device))
