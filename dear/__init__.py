@@ -33,6 +33,7 @@ from overlap.api import (
 )
 from overlap.recording import draw_timeline, start_timeline, stop_timeline
 from overlap.sync_batch_norm import SyncBatchNorm
+from overlap.tuning.options import Tuning
 
 __all__ = [
     "Average",
@@ -42,6 +43,7 @@ __all__ = [
     "Product",
     "Sum",
     "SyncBatchNorm",
+    "Tuning",
     "allgather",
     "allgather_object",
     "allreduce",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
+import inspect
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -16,6 +18,9 @@ from overlap.observer import Facts
 from overlap.optimizer import DistributedOptimizer as Shell
 from overlap.partition import TensorSpec
 from overlap.strategy import Plan, Strategy
+from overlap.tuning.options import Tuning
+from overlap.tuning.space import Dimension, Setting
+from overlap.tuning.trial import tune as start_tuning
 
 __all__ = ["Dear", "DistributedOptimizer"]
 
@@ -52,6 +57,19 @@ class Dear(Strategy):
             raise ValueError(f"exclude_parts should name {' or '.join(_PARTS[policy])} and names {strangers}")
         self.threshold_mb, self.num_nearby_layers, self.policy = threshold_mb, num_nearby_layers, policy
         self.excluded = excluded
+
+    @property
+    def space(self) -> tuple[Dimension, ...]:
+        return () if self.threshold_mb is None else (Dimension("threshold_mb", 1, 256),)
+
+    @property
+    def setting(self) -> dict[str, float]:
+        return {} if self.threshold_mb is None else {"threshold_mb": self.threshold_mb}
+
+    def at(self, setting: Setting) -> Dear:
+        other = copy.copy(self)
+        other.threshold_mb = setting["threshold_mb"]
+        return other
 
     def plan(self, facts: Facts, specs: Sequence[TensorSpec], shardable: Sequence[bool], world_size: int) -> Plan:
         threshold_bytes = None if self.threshold_mb is None else self.threshold_mb * 2**20
@@ -101,6 +119,7 @@ def DistributedOptimizer(
     num_nearby_layers: int | None = None,
     exclude_parts: str = "",
     policy: str = "rsag",
+    tune: bool | Tuning = False,
     strategy: str = "dear",
     **shell: Any,
 ) -> Shell:
@@ -118,6 +137,8 @@ def DistributedOptimizer(
             leave that part of the communication out, for time breakdowns. The training is wrong then.
         policy: how an all-reduce is taken apart. ``"rsag"``: reduce-scatter and all-gather. ``"rb"``, for comparison:
             each bucket is reduced to one rank, in turn, updated there in full and broadcast.
+        tune: True or ``Tuning(...)`` searches the `threshold_mb` with the shortest steps, 1 to 256 unless told otherwise,
+            while training goes on; the results of training stay the same. See :class:`overlap.tuning.options.Tuning`.
         strategy: ``"dear"``, or the name of another strategy's package (``"wfbp"``, ``"mgwfbp"``), which then takes the
             other arguments.
         shell: ``elementwise=None, sync_start=True, poison=None``, of the same class.
@@ -137,8 +158,10 @@ def DistributedOptimizer(
         "groups": groups,
     }
     if strategy != "dear":
-        return _sibling(strategy, optimizer, named_parameters, own, shell)
-    return Shell(optimizer, named_parameters, Dear(**own), **shell)
+        return _sibling(strategy, optimizer, named_parameters, own, shell if tune is False else {"tune": tune, **shell})
+    distributed = Shell(optimizer, named_parameters, Dear(**own), **shell)
+    start_tuning(distributed, tune)
+    return distributed
 
 
 _DEFAULTS: dict[str, Any] = dict(DistributedOptimizer.__kwdefaults__ or {})
@@ -151,4 +174,7 @@ def _sibling(strategy: str, optimizer: torch.optim.Optimizer, model: Any, own: d
     chosen = [f"{name}={value!r}" for name, value in own.items() if value != _DEFAULTS[name]]
     if chosen:
         raise ValueError(f"{', '.join(chosen)}: arguments that belong to 'dear', not to {strategy!r}")
-    return importlib.import_module(strategy).DistributedOptimizer(optimizer, model, **shell)
+    make = importlib.import_module(strategy).DistributedOptimizer
+    if "tune" in shell and "tune" not in inspect.signature(make).parameters:
+        raise ValueError(f"strategy {strategy!r} has nothing to tune; leave tune=False")
+    return make(optimizer, model, **shell)

@@ -28,6 +28,7 @@ from overlap.api import (
 )
 from overlap.profiler import profile_backward
 from overlap.recording import draw_timeline, start_timeline, stop_timeline
+from overlap.tuning.options import Tuning
 
 __all__ = [
     "Average",
@@ -36,6 +37,7 @@ __all__ = [
     "Min",
     "Product",
     "Sum",
+    "Tuning",
     "allgather",
     "allgather_object",
     "allreduce",

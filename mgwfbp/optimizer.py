@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from mgwfbp.schedule import plan_buckets, table
+from mgwfbp.rehearsal import Rehearsal
+from mgwfbp.schedule import plan_buckets, reordered, table
 from overlap.bucket import Bucket
 from overlap.communicator import Communicator, ReduceOp
 from overlap.cost_model import CostModel
@@ -20,6 +22,9 @@ from overlap.partition import TensorSpec
 from overlap.session import current
 from overlap.startup import collect_slots
 from overlap.strategy import Plan, Strategy
+from overlap.tuning.options import Tuning
+from overlap.tuning.space import Dimension, Setting
+from overlap.tuning.trial import tune as start_tuning
 
 __all__ = ["DistributedOptimizer", "MgWfbp"]
 
@@ -29,7 +34,8 @@ log = logging.getLogger("dear")
 class MgWfbp(Strategy):
     """One all-reduce per merged group of tensors, under backward, finished in ``step()``.
 
-    `cost` and `seconds` (backward time by tensor; None: as in the first iteration) are the same on every rank.
+    Backward times are those of the first iteration, or, by tensor, `moments` (when gradients are complete) or `seconds`
+    (between a gradient and the one before). All arguments but `report` are the same on every rank.
     """
 
     name = "mgwfbp"
@@ -42,16 +48,37 @@ class MgWfbp(Strategy):
         asc: bool = False,
         merge_below_kb: float = 0,
         seconds: Mapping[int, float] | None = None,
+        moments: Mapping[int, float] | None = None,
         report: bool = False,
     ) -> None:
         if merge_below_kb < 0:
             raise ValueError(f"merge_below_kb should be at least 0 and is {merge_below_kb}")
         self.cost, self.asc, self.merge_below_kb, self.seconds = cost, asc, merge_below_kb, seconds
-        self._report = report
+        self.moments = moments
+        self.report = report  # log the next plan
+
+    @property
+    def space(self) -> tuple[Dimension, ...]:
+        return (Dimension("merge_below_kb", 1, 256 * 1024),)
+
+    @property
+    def setting(self) -> dict[str, float]:
+        return {"merge_below_kb": self.merge_below_kb}
+
+    def at(self, setting: Setting) -> MgWfbp:
+        other = copy.copy(self)
+        other.merge_below_kb, other.report = setting["merge_below_kb"], False
+        return other
+
+    def measured(self, moments: Mapping[int, float], *, report: bool) -> MgWfbp:
+        """The same strategy with newly measured times."""
+        other = copy.copy(self)
+        other.moments, other.seconds, other.report = moments, None, report
+        return other
 
     def plan(self, facts: Facts, specs: Sequence[TensorSpec], shardable: Sequence[bool], world_size: int) -> Plan:
         plan, groups = plan_buckets(
-            facts,
+            facts if self.moments is None else reordered(facts, self.moments),
             specs,
             world_size,
             self.cost,
@@ -59,9 +86,9 @@ class MgWfbp(Strategy):
             asc=self.asc,
             merge_below=round(self.merge_below_kb * 1024),
         )
-        if self._report:
+        if self.report:
             log.info("%s", table(groups, self.cost))
-            self._report = False
+            self.report = False
         return plan
 
     def reduce(self, comm: Communicator, bucket: Bucket) -> None:
@@ -84,7 +111,9 @@ def DistributedOptimizer(
     asc: bool = False,
     merge_below_kb: float = 0,
     layerwise_times: Mapping[str, float] | None = None,
+    profile_steps: int = 5,
     alpha_beta: tuple[float, float] | None = None,
+    tune: bool | Tuning = False,
     **shell: Any,
 ) -> Shell:
     """Distribute `optimizer` with MG-WFBP's schedule. On every rank, after ``mgwfbp.init()``.
@@ -97,23 +126,34 @@ def DistributedOptimizer(
         asc: merge only where merging delays nothing (ASC-WFBP).
         merge_below_kb: groups of fewer KB (2^10 bytes) are merged with the next tensor in any case.
         layerwise_times: backward seconds by parameter name, as :func:`overlap.profiler.profile_backward` returns them;
-            rank 0's count. None: the times of the first iteration.
+            rank 0's count. None: measured while training goes on.
+        profile_steps: without `layerwise_times`, the first plan follows the times of the first iteration; after as many
+            more steps as this, and one that is not counted, the final one follows their median. 0: the first plan stays.
         alpha_beta: seconds to start an all-reduce, and seconds per byte; rank 0's count. None: measured, once per
             session.
+        tune: True or ``Tuning(...)`` searches the `merge_below_kb` with the shortest steps while training goes on, once
+            the backward times are measured. See :class:`overlap.tuning.options.Tuning`.
         shell: ``sync_start=True``, of the same class.
 
     Raises ``ValueError`` for times of parameters that are not the optimizer's, and for times no computer can have.
     """
     session = current()
-    given = agree(session.comm, (layerwise_times, alpha_beta))
+    layerwise_times, alpha_beta, profile_steps = agree(session.comm, (layerwise_times, alpha_beta, profile_steps))
+    if profile_steps < 0:
+        raise ValueError(f"profile_steps should be at least 0 and is {profile_steps}")
     seconds = None
-    if given[0] is not None:
+    if layerwise_times is not None:
+        profile_steps = 0
         if not (named_parameters is None or isinstance(named_parameters, torch.nn.Module)):
             named_parameters = list(named_parameters)
-        seconds = _by_index(given[0], optimizer, named_parameters)
-    cost = session.link_cost if given[1] is None else CostModel(*given[1])
-    report = session.comm.rank == 0
-    strategy = MgWfbp(cost, asc=asc, merge_below_kb=merge_below_kb, seconds=seconds, report=report)
+        seconds = _by_index(layerwise_times, optimizer, named_parameters)
+    strategy = MgWfbp(
+        session.link_cost if alpha_beta is None else CostModel(*alpha_beta),
+        asc=asc,
+        merge_below_kb=merge_below_kb,
+        seconds=seconds,
+        report=session.comm.rank == 0 and profile_steps == 0,
+    )
     shell |= {
         "compression": compression,
         "backward_passes_per_step": backward_passes_per_step,
@@ -122,7 +162,11 @@ def DistributedOptimizer(
         "num_groups": num_groups,
         "groups": groups,
     }
-    return Shell(optimizer, named_parameters, strategy, **shell)
+    distributed = Shell(optimizer, named_parameters, strategy, **shell)
+    if profile_steps:
+        Rehearsal(session.comm, profile_steps).attach(distributed)
+    start_tuning(distributed, tune, delay=profile_steps + 1 if profile_steps else 0)
+    return distributed
 
 
 def _by_index(times: Mapping[str, float], optimizer: torch.optim.Optimizer, model: Any) -> dict[int, float]:

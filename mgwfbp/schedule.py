@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from mgwfbp.merge import Group, merge
 from overlap.cost_model import CostModel
@@ -10,7 +11,7 @@ from overlap.observer import Facts
 from overlap.partition import BucketSpec, TensorSpec, layout
 from overlap.strategy import Plan
 
-__all__ = ["durations", "plan_buckets", "table"]
+__all__ = ["durations", "plan_buckets", "reordered", "table"]
 
 
 def durations(order: Sequence[int], moments: Sequence[float]) -> list[float]:
@@ -24,6 +25,26 @@ def durations(order: Sequence[int], moments: Sequence[float]) -> list[float]:
         seconds.append(later - now)
         now = later
     return seconds
+
+
+def reordered(facts: Facts, moments: Mapping[int, float]) -> Facts:
+    """`facts` with the order and times of gradients as `moments` (by tensor) has them.
+
+    A tensor that is not there stays behind the one it was behind.
+    """
+    placed, now = [], 0.0
+    for position, index in enumerate(facts.arrivals):
+        now = moments.get(index, now)
+        placed.append((now, position, index))
+    placed.sort()
+    last = placed[-1][0] if placed else 0.0
+    by_index = {index: moment for moment, _, index in placed}
+    num_slots = len(facts.fires)
+    return replace(
+        facts,
+        arrivals=tuple(index for _, _, index in placed),
+        moments=tuple(by_index.get(index, last) for index in range(num_slots)),
+    )
 
 
 def plan_buckets(

@@ -25,7 +25,7 @@ from overlap.owners import holders
 from overlap.planner import Planner
 from overlap.reshard import move_state
 from overlap.shard_update import ShardUpdate
-from overlap.strategy import Strategy
+from overlap.strategy import Plan, Strategy
 from overlap.transit import Transit
 from overlap.window import GradientWindow
 
@@ -163,6 +163,10 @@ class Engine:
         self._observer = None
         self._planner.begin(facts, self.window.passes)
         self.transit.entry = self._planner.unguarded
+
+    def preview(self, strategy: Strategy) -> Plan:
+        """The buckets that :meth:`replan` would make. After the first step; communicates nothing."""
+        return self._planner.preview(strategy)
 
     def replan(self, strategy: Strategy) -> None:
         """Go on with `strategy`'s buckets; parameters and the optimizer's state move over, bit for bit.

@@ -23,7 +23,7 @@ from overlap.shard_update import assemble
 from overlap.startup import collect_slots, synchronize_start
 from overlap.state_share import StateShare
 from overlap.stepper import Stepper
-from overlap.strategy import Strategy
+from overlap.strategy import Plan, Strategy
 
 __all__ = ["DistributedOptimizer"]
 
@@ -172,6 +172,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         On every rank with the same `strategy`, between ``step()`` and the next backward.
         """
         self._engine.replan(strategy)
+
+    def preview(self, strategy: Strategy) -> Plan:
+        """The buckets that :meth:`replan` would make. After the first step, on any rank."""
+        return self._engine.preview(strategy)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters: they take rank 0's values, and buckets of their own in the next step. On every rank."""

@@ -44,7 +44,7 @@ class Planner:
         frozen = {slot.index for slot in self._slots if not slot.param.requires_grad and slot.param.grad is None}
         self._facts = _without(facts, frozen)
         self._unguarded = {*facts.unseen, *facts.idle}
-        self.order += self._build(self._plan(self.strategy), self.shards)
+        self.order += self._build(self.preview(self.strategy), self.shards)
         for slot in self._slots:
             slot.expected = max(1, round(facts.fires[slot.index] / passes))
 
@@ -64,7 +64,7 @@ class Planner:
 
     def draft(self, strategy: Strategy) -> tuple[list[Bucket], ShardUpdate | None]:
         """`strategy`'s buckets for the same parameters, whose values move in, and their pieces, without state yet."""
-        plan = self._plan(strategy)
+        plan = self.preview(strategy)
         shards = None if self.shards is None else ShardUpdate(self._optimizer)
         return self._build(plan, shards), shards
 
@@ -79,7 +79,8 @@ class Planner:
         outside = {self._slots[index].bucket for index in self._unguarded}
         return [bucket for bucket in self.order if bucket in outside and bucket.holds_parameters]
 
-    def _plan(self, strategy: Strategy) -> Plan:
+    def preview(self, strategy: Strategy) -> Plan:
+        """The plan of `strategy` for the parameters that are in buckets; nothing is built."""
         facts = self._facts
         assert facts is not None, "learning comes first"
         specs, shardable = self._specs()

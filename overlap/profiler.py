@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from overlap.gates import GatedParameters
 
-__all__ = ["BackwardClock", "backward_seconds", "profile_backward"]
+__all__ = ["BackwardClock", "arrival_moments", "backward_seconds", "profile_backward"]
 
 
 class BackwardClock:
@@ -66,6 +66,16 @@ def backward_seconds(order: Sequence[int], laps: Sequence[Mapping[int, float]]) 
         seconds.append(later - now)
         now = later
     return tuple(seconds)
+
+
+def arrival_moments(laps: Sequence[Mapping[int, float]]) -> dict[int, float]:
+    """Seconds from the first gradient of a backward pass to each one, the median over `laps`. Pure."""
+    relative: dict[int, list[float]] = {}
+    for lap in laps:
+        first = min(lap.values(), default=0.0)
+        for index, stamp in lap.items():
+            relative.setdefault(index, []).append(stamp - first)
+    return {index: statistics.median(values) for index, values in relative.items()}
 
 
 def profile_backward(

@@ -10,6 +10,7 @@ from overlap.bucket import Bucket
 from overlap.communicator import Communicator
 from overlap.observer import Facts
 from overlap.partition import BucketSpec, TensorSpec
+from overlap.tuning.space import Dimension, Setting
 
 __all__ = ["Plan", "Strategy"]
 
@@ -31,6 +32,20 @@ class Strategy(ABC):
 
     name: str
     sharding: bool
+
+    @property
+    def space(self) -> tuple[Dimension, ...]:
+        """What a tuner may vary; nothing, unless the strategy says otherwise."""
+        return ()
+
+    @property
+    def setting(self) -> dict[str, float]:
+        """Where this strategy stands, for each dimension of :attr:`space`."""
+        return {}
+
+    def at(self, setting: Setting) -> Strategy:
+        """The same strategy with another setting."""
+        raise NotImplementedError(f"strategy {self.name!r} has nothing to tune")
 
     @abstractmethod
     def plan(self, facts: Facts, specs: Sequence[TensorSpec], shardable: Sequence[bool], world_size: int) -> Plan:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mgwfbp.schedule import durations, plan_buckets, table
+from mgwfbp.schedule import durations, plan_buckets, reordered, table
 from overlap.cost_model import CostModel
 from overlap.observer import Facts
 from overlap.partition import TensorSpec
@@ -38,6 +38,12 @@ def test_idle_and_foreign_tensors_stay_apart() -> None:
     plan, groups = plan_buckets(_facts(idle=frozenset({1})), specs, 2, CostModel(1.0, 0.0))
     assert [bucket.tensors for bucket in plan.buckets] == [(3,), (2,), (0,), (1,)]
     assert sum(len(group.tensors) for group in groups) == 3
+
+
+def test_measured_moments_bring_their_own_order() -> None:
+    facts = reordered(_facts((0.3, 0.2, 0.1, 0.0)), {0: 0.0, 1: 1.0, 3: 5.0})
+    assert facts.arrivals == (0, 1, 3, 2)  # nobody saw 2: it stays behind 3
+    assert facts.moments == (0.0, 1.0, 5.0, 5.0)
 
 
 def test_the_table_says_what_is_sent_when() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from overlap.profiler import BackwardClock, backward_seconds, profile_backward
+from overlap.profiler import BackwardClock, arrival_moments, backward_seconds, profile_backward
 
 
 class _Slow(torch.autograd.Function):
@@ -123,3 +123,9 @@ def test_the_last_arrival_of_a_window_counts() -> None:
 )
 def test_backward_seconds(order: list[int], laps: list[dict[int, float]], expected: list[float]) -> None:
     assert list(backward_seconds(order, laps)) == expected
+
+
+def test_moments_are_medians_after_the_first_gradient() -> None:
+    laps = [{2: 5.0, 1: 6.0}, {2: 15.0, 1: 18.0, 0: 19.0}, {1: 27.0, 2: 25.0}]
+    assert arrival_moments(laps) == {2: 0.0, 1: 2.0, 0: 4.0}
+    assert arrival_moments([{}, {}]) == {}

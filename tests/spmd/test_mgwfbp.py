@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from typing import Any
 
 import pytest
@@ -109,6 +110,7 @@ def test_cost_is_measured_and_the_plan_is_the_same_everywhere() -> None:
     ("arguments", "message"),
     [
         ({"merge_below_kb": -1}, "merge_below_kb should be at least 0 and is -1"),
+        ({"profile_steps": -1}, "profile_steps should be at least 0 and is -1"),
         ({"alpha_beta": (-1.0, 0.0)}, r"alpha should be at least 0 and finite and is -1\.0"),
         ({"layerwise_times": {"head": 1.0}}, r"names 'head' .* are named 'inner\.0\.weight'"),
         ({"layerwise_times": {"head.bias": -2.0}}, r"at least 0 and finite; .*'head\.bias', -2\.0"),
@@ -118,3 +120,46 @@ def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
     model = _model("Mlp")
     with pytest.raises(ValueError, match=message):
         mgwfbp.DistributedOptimizer(_sgd(model), model, **{"alpha_beta": (0.0, 0.0), **arguments})
+
+
+class _Pause(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.02)
+        return gradient
+
+
+class Changing(nn.Module):
+    """Backward pauses behind the first layer in the first iteration, and behind the third one later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        for number, layer in enumerate(self.layers):
+            x = torch.tanh(layer(x))
+            if number == (0 if self.calls == 1 else 2):
+                x = _Pause.apply(x)
+        return x
+
+
+def test_times_are_measured_while_training_and_hooks_are_gone_afterwards(caplog: pytest.LogCaptureFixture) -> None:
+    model = Changing().double()
+    optimizer = mgwfbp.DistributedOptimizer(_sgd(model), model, alpha_beta=(10e-3, 0.0), profile_steps=2)
+    layers = []
+    with caplog.at_level(logging.INFO, "dear"):
+        for _ in range(4):
+            _train(model, optimizer, dear.rank(), 1)
+            layers.append([len({name.split(".")[1] for name in group}) for group in _groups(optimizer)])
+            hooks = {len(param._post_accumulate_grad_hooks or ()) for param in model.parameters()}
+            assert hooks == ({2} if len(layers) < 4 else {1})
+    assert layers == [[3, 1]] * 3 + [[1, 3]]  # a pause longer than a start separates
+    tables = [record.message for record in caplog.records if "8 tensors in 2 buckets" in record.message]
+    assert len(tables) == (dear.rank() == 0)

@@ -19,7 +19,7 @@ STRATEGIES: dict[str, Callable[..., Any]] = {
     "dear-layerwise": lambda o, m, **k: dear.DistributedOptimizer(o, m, threshold_mb=None, num_nearby_layers=1, **k),
     "dear-nameless": lambda o, m, **k: dear.DistributedOptimizer(o, threshold_mb=0.001, **k),
     "wfbp": wfbp.DistributedOptimizer,
-    "mgwfbp": lambda o, m, **k: mgwfbp.DistributedOptimizer(o, m, alpha_beta=(3e-5, 1e-9), **k),
+    "mgwfbp": lambda o, m, **k: mgwfbp.DistributedOptimizer(o, m, alpha_beta=(3e-5, 1e-9), profile_steps=3, **k),
 }
 # Policies of a strategy above: all models and loops, with one optimizer.
 VARIANTS: dict[str, Callable[..., Any]] = {

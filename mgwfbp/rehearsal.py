@@ -1,0 +1,53 @@
+"""Backward times measured while training goes on, and the plan that follows from them."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, cast
+
+from torch.utils.hooks import RemovableHandle
+
+from overlap.communicator import Communicator
+from overlap.objects import agree
+from overlap.optimizer import DistributedOptimizer
+from overlap.profiler import BackwardClock, arrival_moments
+from overlap.strategy import Strategy
+
+__all__ = ["Rehearsal"]
+
+
+class _Timed(Protocol):
+    """What a strategy that goes by backward times offers; see :class:`mgwfbp.optimizer.MgWfbp`."""
+
+    def measured(self, moments: dict[int, float], *, report: bool) -> Strategy: ...
+
+
+class Rehearsal:
+    """Called after each step. The first one makes the buckets, the second one warms up, `steps` more are measured.
+
+    Every rank counts the same steps, and rank 0's times decide. The hooks are gone afterwards.
+    """
+
+    def __init__(self, comm: Communicator, steps: int) -> None:
+        self._comm, self._steps = comm, steps
+        self._done = 0
+        self._clock: BackwardClock | None = None
+        self._laps: list[dict[int, float]] = []
+
+    def attach(self, optimizer: DistributedOptimizer) -> RemovableHandle:
+        """Begin with `optimizer`'s next step, before which no step was made."""
+        return optimizer.register_step_post_hook(self)  # type: ignore[arg-type]
+
+    def __call__(self, optimizer: DistributedOptimizer, _args: Any, _kwargs: Any) -> None:
+        self._done += 1
+        if self._done == 1:
+            self._clock = BackwardClock([param for group in optimizer.param_groups for param in group["params"]])
+        elif self._clock is not None:
+            lap = self._clock.lap()
+            if self._done > 2:
+                self._laps.append(lap)
+            if len(self._laps) == self._steps:
+                self._clock.remove()
+                self._clock = None
+                moments = agree(self._comm, arrival_moments(self._laps))
+                strategy = cast(_Timed, optimizer.strategy)
+                optimizer.replan(strategy.measured(moments, report=self._comm.rank == 0))
