@@ -2,6 +2,7 @@
 
     python benchmarks.py                                    configs/sweeps/default.toml, into logs/default/
     python benchmarks.py configs/sweeps/paper-fusion.toml
+    python benchmarks.py configs/sweeps/paper-fusion.toml --only model=resnet50 --only workers=2
     python benchmarks.py --report                           report what is there, run nothing
 
 A sweep that was stopped goes on where it stopped. Failed runs are tried again, now and at the next start.
@@ -21,7 +22,7 @@ from bench.sweep.plots import draw
 from bench.sweep.report import write
 from bench.sweep.runner import Failure, run_all
 from bench.sweep.summary import group, judge
-from bench.sweep.table import Sweep, read
+from bench.sweep.table import Sweep, read, select
 
 DEFAULT = ROOT / "configs" / "sweeps" / "default.toml"
 
@@ -42,6 +43,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sweep", nargs="?", type=Path, default=DEFAULT, help="a table (default: %(default)s)")
     parser.add_argument("--output", type=Path, help="folder of results (default: logs/NAME)")
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="SETTING=VALUE", help="a part of it: workers=2, …"
+    )
     parser.add_argument("--tries", type=int, default=2, help="how often a failing run is tried")
     parser.add_argument("--fresh", action="store_true", help="forget earlier results")
     parser.add_argument("--report", action="store_true", help="run nothing, report what is there")
@@ -49,7 +53,7 @@ def main() -> int:
     arguments = parser.parse_args()
     folder = (arguments.output or ROOT / "logs" / arguments.sweep.stem).resolve()
     try:
-        sweep = read(arguments.sweep)
+        sweep = select(read(arguments.sweep), arguments.only)
     except (OSError, ValueError) as error:
         print(f"benchmarks.py: {error}", file=sys.stderr)
         return 2

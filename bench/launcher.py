@@ -25,6 +25,7 @@ __all__ = ["GOODPUT", "LAUNCHED", "LauncherError", "first_host", "launch", "loca
 LAUNCHED = "DEAR_BENCH_LAUNCHED"  # set in workers: do not start workers again
 GOODPUT = "DEAR_BENCH_GOODPUT"  # bytes per second through an emulated link
 PORT = "29400"
+_PATIENCE_SECONDS = 15
 _BASE_BYTES = 400 * 10**6
 _MODULE = ("-m", "bench.train")
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
@@ -129,10 +130,19 @@ def launch(settings: Settings, method: Method, argv: Sequence[str], timeline: st
             raise LauncherError(f"the run did not end within {settings.timeout:g} s") from None
         finally:
             if job.poll() is None:
-                job.terminate()  # mpirun and torchrun end their workers
+                _end(job)
     if code:
         raise LauncherError(f"a worker failed; the launcher exited with {code}")
     return 0
+
+
+def _end(job: subprocess.Popen[bytes]) -> None:
+    """Ask, as mpirun and torchrun then end their workers; insist after a while."""
+    job.terminate()
+    try:
+        job.wait(_PATIENCE_SECONDS)
+    except subprocess.TimeoutExpired:
+        job.kill()
 
 
 def _on_cluster(settings: Settings, launcher: str, argv: Sequence[str], env: Mapping[str, str]) -> int:

@@ -24,6 +24,7 @@ from bench.methods.method import MakeOptimizer, Method, Place
 from bench.models.catalog import Batch, Workload, workload
 from bench.settings import Settings
 from bench.stepping import Clock, alone, breakdown, step
+from overlap.launch import detect
 
 __all__ = ["Result", "train"]
 
@@ -66,9 +67,16 @@ def _optimizer(settings: Settings, rate: float) -> MakeOptimizer:
 
 
 def _device(settings: Settings) -> torch.device:
+    """The CPU, or the GPU of this rank's number on its host."""
     if settings.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() and not settings.emulate_compute else "cpu")
-    return torch.device(settings.device)
+        kind = "cuda" if torch.cuda.is_available() and not settings.emulate_compute else "cpu"
+    else:
+        kind = settings.device
+    if kind == "cpu":
+        return torch.device(kind)
+    device = torch.device(kind, detect(os.environ).local_rank or 0)
+    torch.cuda.set_device(device)  # before a method connects
+    return device
 
 
 def _model(settings: Settings, chosen: Workload) -> nn.Module:
@@ -102,9 +110,6 @@ def train(settings: Settings, method: Method, say: Say, *, breakdown_wanted: boo
     if place.rank != 0:
         say = _quiet
     goodput = os.environ.get(GOODPUT)
-    if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", place.rank % torch.cuda.device_count())))
-        torch.cuda.set_device(device)
     torch.manual_seed(1)
     model = _model(settings, chosen).to(device)
     batch = _batch(settings, chosen, place, device)

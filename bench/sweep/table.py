@@ -24,7 +24,7 @@ import itertools
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from bench.methods.registry import METHODS
 from bench.models.catalog import workload
 from bench.settings import Settings, check
 
-__all__ = ["BOUND", "Bar", "Sweep", "expand", "read"]
+__all__ = ["BOUND", "Bar", "Sweep", "expand", "read", "select"]
 
 BOUND = "bound"
 _LISTS = {
@@ -110,6 +110,23 @@ def _runs(table: Mapping[str, Any], defaults: Mapping[str, Any]) -> Iterator[Set
             run = Settings(**settings)
             check(run)
             yield run
+
+
+def select(sweep: Sweep, wanted: Sequence[str]) -> Sweep:
+    """The runs whose settings are all among `wanted`: texts like ``"workers=2"``, several of one setting are a choice.
+
+    Raises ``ValueError`` for a setting that nobody knows, and when no run is left.
+    """
+    choices: dict[str, set[str]] = {}
+    for text in wanted:
+        name, equals, value = text.partition("=")
+        if not equals or name not in _SETTINGS:
+            raise ValueError(f"runs are selected by setting=value, e.g. model=mlp, workers=2, and not by {text!r}")
+        choices.setdefault(name, set()).add(value)
+    left = tuple(run for run in sweep.runs if all(str(getattr(run, name)) in few for name, few in choices.items()))
+    if not left:
+        raise ValueError(f"no run of the sweep has {' and '.join(wanted)}")
+    return replace(sweep, runs=left)
 
 
 def parse(data: Mapping[str, Any]) -> Sweep:

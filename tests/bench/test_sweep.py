@@ -79,6 +79,17 @@ def test_a_wrong_table_is_refused_with_the_reason(data: dict[str, Any], message:
         table.parse(data)
 
 
+def test_a_part_of_a_sweep_is_selected_by_its_settings() -> None:
+    sweep = table.parse({"runs": [{"methods": ["dear", "ddp"], "models": ["mlp"], "workers": [2, 4, 8]}]})
+    part = table.select(sweep, ["workers=2", "workers=8", "method=ddp"])
+    assert [(run.method, run.workers) for run in part.runs] == [("ddp", 2), ("ddp", 8)]
+    assert table.select(sweep, []) == sweep
+    with pytest.raises(ValueError, match="not by 'hosts=2'"):
+        table.select(sweep, ["hosts=2"])
+    with pytest.raises(ValueError, match="no run of the sweep has workers=3"):
+        table.select(sweep, ["workers=3"])
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "configs" / "sweeps").glob("*.toml")), ids=lambda path: path.stem)
 def test_the_sweeps_that_come_along_are_valid(path: Path) -> None:
     sweep = table.read(path)
