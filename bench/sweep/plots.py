@@ -119,7 +119,7 @@ def scaling(families: Sequence[Sequence[Group]], path: Path) -> Path:
         axis.set_xlabel("workers", fontsize=8)
         axis.set_ylabel(f"{ordered[0].rows[0].unit}/sec, all workers", fontsize=8)
         axis.tick_params(labelsize=8)
-        axis.legend(fontsize=8)
+        axis.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
         about = ordered[0].settings
         what = about["emulate_compute"] or about["model"]
         axis.set_title(f"{what}, batch {about['batch_size']}, {about['network']}", fontsize=9)
