@@ -27,7 +27,6 @@ GOODPUT = "DEAR_BENCH_GOODPUT"  # bytes per second through an emulated link
 PORT = "29400"
 _PATIENCE_SECONDS = 15
 _BASE_BYTES = 400 * 10**6
-_MODULE = ("-m", "bench.train")
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 
 
@@ -74,10 +73,10 @@ def pick(settings: Settings, method: Method) -> str:
 
 
 def local_command(launcher: str, settings: Settings, argv: Sequence[str], exported: Sequence[str]) -> list[str]:
-    """The command line for this machine, or for the hosts of a hostfile."""
+    """The command line that runs ``python argv`` on this machine, or on the hosts of a hostfile."""
     if launcher == "torchrun":
         run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(settings.workers), "--no-python"]
-        return [sys.executable, *run, sys.executable, *_MODULE, *argv]
+        return [sys.executable, *run, sys.executable, *argv]
     command = [str(ROOT / "scripts" / "mpirun"), "-np", str(settings.workers)]
     if settings.hostfile is not None:
         command += ["--hostfile", str(Path(settings.hostfile).resolve()), "--map-by", "slot"]
@@ -86,7 +85,7 @@ def local_command(launcher: str, settings: Settings, argv: Sequence[str], export
             command += ["--mca", "btl_tcp_if_include", interface]
         for name in exported:
             command += ["-x", name]
-    return [*command, sys.executable, *_MODULE, *argv]
+    return [*command, sys.executable, *argv]
 
 
 def needed_bytes(settings: Settings) -> int:
@@ -114,7 +113,7 @@ def _check_memory(settings: Settings) -> None:
 
 
 def launch(settings: Settings, method: Method, argv: Sequence[str], timeline: str | None = None) -> int:
-    """Run ``bench.train argv`` on every worker; returns 0. Raises :class:`LauncherError` or ``ClusterError``."""
+    """Run ``python argv`` on every worker; returns 0. Raises :class:`LauncherError` or ``ClusterError``."""
     launcher, env = pick(settings, method), environment(settings, method, timeline)
     if settings.hostfile is None:
         _check_memory(settings)
@@ -152,7 +151,7 @@ def _on_cluster(settings: Settings, launcher: str, argv: Sequence[str], env: Map
             extra[GOODPUT] = str(goodput(cluster))
         start = cluster.run_mpi if launcher == "mpi" else cluster.run_torch
         try:
-            start([*_MODULE, *argv], env={**env, **extra, "GLOO_SOCKET_IFNAME": "eth0"}, timeout=settings.timeout)
+            start([*argv], env={**env, **extra, "GLOO_SOCKET_IFNAME": "eth0"}, timeout=settings.timeout)
         except ClusterError as error:
             raise LauncherError(str(error)) from None
     return 0

@@ -41,7 +41,7 @@ def main() -> int:
                 outputs.json.write_text(json.dumps(about, indent=1))
             return 0
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that emulated hosts are removed
-        return launcher.launch(settings, chosen, argv, outputs.timeline)
+        return launcher.launch(settings, chosen, ["-m", "bench.train", *argv], outputs.timeline)
     except MethodUnavailable as error:
         sys.stderr.write(f"bench.train: {error}\n")
         return UNAVAILABLE

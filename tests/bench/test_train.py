@@ -6,6 +6,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -87,9 +88,9 @@ def test_every_method_is_started_by_what_it_prefers() -> None:
 def test_a_hostfile_reaches_mpirun_with_the_environment(tmp_path: Path) -> None:
     hosts = tmp_path / "hosts"
     hosts.write_text("# ours\n\nnode1 slots=2\nnode2 slots=2\n")
-    command = local_command("mpi", Settings(workers=4, hostfile=str(hosts)), ["--model", "mlp"], ["A", "B"])
+    command = local_command("mpi", Settings(workers=4, hostfile=str(hosts)), ["-m", "bench.train"], ["A", "B"])
     assert command[1:9] == ["-np", "4", "--hostfile", str(hosts), "--map-by", "slot", "-x", "A"]
-    assert command[-4:] == ["-m", "bench.train", "--model", "mlp"]
+    assert command[-4:] == ["B", sys.executable, "-m", "bench.train"]
     assert first_host(hosts) == "node1"
     hosts.write_text("# nobody\n")
     with pytest.raises(LauncherError, match="names no host"):

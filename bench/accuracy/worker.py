@@ -1,0 +1,42 @@
+"""One rank of a time-to-accuracy run: trains, and on rank 0 writes when each step ended and what its loss was."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from bench.accuracy.tasks import TASKS
+from bench.methods.registry import method
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Arguments: a JSON object with method, task, steps, threads and output."""
+    settings = json.loads(sys.argv[1])
+    torch.set_num_threads(settings["threads"])
+    task, chosen = TASKS[settings["task"]], method(settings["method"])
+    place = chosen.join(torch.device("cpu"))
+    torch.manual_seed(1)
+    model, optimizer = chosen.distribute(task.build(), (task.optimizer, task.arguments))
+    loss_of, generator = task.loss(), torch.Generator().manual_seed(1000 + place.rank)
+    losses, ended, begun = [], [], time.perf_counter()
+    for _ in range(settings["steps"]):
+        optimizer.zero_grad()
+        loss = loss_of(model, generator)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        losses.append(loss.item())
+        ended.append(time.perf_counter() - begun)
+    chosen.settle(optimizer)
+    chosen.leave()
+    if place.rank == 0:
+        Path(settings["output"]).write_text(json.dumps({"loss": losses, "seconds": ended}))
+
+
+if __name__ == "__main__":
+    main()
