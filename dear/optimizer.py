@@ -114,6 +114,7 @@ def DistributedOptimizer(
     gradient_predivide_factor: float = 1.0,
     num_groups: int = 0,
     groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
+    sparse_as_dense: bool = False,
     *,
     threshold_mb: float | None = 25,
     num_nearby_layers: int | None = None,
@@ -128,8 +129,8 @@ def DistributedOptimizer(
     Args:
         optimizer: any ``torch.optim.Optimizer``.
         named_parameters: the module, or pairs of name and parameter, or None.
-        compression, backward_passes_per_step, op, gradient_predivide_factor, num_groups, groups: as in Horovod; see
-            :class:`overlap.optimizer.DistributedOptimizer`.
+        compression, backward_passes_per_step, op, gradient_predivide_factor, num_groups, groups, sparse_as_dense: as in
+            Horovod; see :class:`overlap.optimizer.DistributedOptimizer`.
         threshold_mb: layers are fused, in the order of their use, while a bucket stays below this many MB (2^20 bytes).
         num_nearby_layers: at most this many layers per bucket; with both limits, the first one reached closes a bucket.
             ``threshold_mb=None, num_nearby_layers=1`` is DeAR without tensor fusion.
@@ -156,6 +157,7 @@ def DistributedOptimizer(
         "gradient_predivide_factor": gradient_predivide_factor,
         "num_groups": num_groups,
         "groups": groups,
+        "sparse_as_dense": sparse_as_dense,
     }
     if strategy != "dear":
         return _sibling(strategy, optimizer, named_parameters, own, shell if tune is False else {"tune": tune, **shell})

@@ -107,6 +107,7 @@ def DistributedOptimizer(
     gradient_predivide_factor: float = 1.0,
     num_groups: int = 0,
     groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
+    sparse_as_dense: bool = False,
     *,
     asc: bool = False,
     merge_below_kb: float = 0,
@@ -121,8 +122,8 @@ def DistributedOptimizer(
     Args:
         optimizer: any ``torch.optim.Optimizer``.
         named_parameters: the module, or pairs of name and parameter, or None.
-        compression, backward_passes_per_step, op, gradient_predivide_factor, num_groups, groups: as in Horovod; see
-            :class:`overlap.optimizer.DistributedOptimizer`.
+        compression, backward_passes_per_step, op, gradient_predivide_factor, num_groups, groups, sparse_as_dense: as in
+            Horovod; see :class:`overlap.optimizer.DistributedOptimizer`.
         asc: merge only where merging delays nothing (ASC-WFBP).
         merge_below_kb: groups of fewer KB (2^10 bytes) are merged with the next tensor in any case.
         layerwise_times: backward seconds by parameter name, as :func:`overlap.profiler.profile_backward` returns them;
@@ -161,6 +162,7 @@ def DistributedOptimizer(
         "gradient_predivide_factor": gradient_predivide_factor,
         "num_groups": num_groups,
         "groups": groups,
+        "sparse_as_dense": sparse_as_dense,
     }
     distributed = Shell(optimizer, named_parameters, strategy, **shell)
     if profile_steps:

@@ -13,6 +13,7 @@ import torch
 from overlap.clipping import clip_sharded
 from overlap.engine import Engine
 from overlap.loss_scale import any_nonfinite, show_infinity, unscale
+from overlap.sparse import values_of
 
 __all__ = ["Averages"]
 
@@ -76,15 +77,27 @@ class Averages:
         engine = self._engine
         if engine.shards is None or self.synchronized:  # whole averages on every rank: torch's own clipping
             self.synchronize()
+            self._refuse_sparse(wanted)
             params = [slot.param for slot in engine.slots if wanted(slot.param)]
             return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
         self._settle()
+        self._refuse_sparse(wanted)
         alike = [param.grad for param in self._whole_params() if param.grad is not None and wanted(param)]
         pieces = engine.shards.gradients(wanted)
         return clip_sharded(self._comm, pieces, alike, max_norm, norm_type, error_if_nonfinite)
 
+    def _refuse_sparse(self, wanted: Callable[[torch.Tensor], bool]) -> None:
+        sparse = [slot.name for slot in self._engine.slots if slot.sparse and wanted(slot.param)]
+        if sparse:
+            raise TypeError(
+                f"the gradient of {sparse[0]!r} is sparse, and torch's clip_grad_norm_ takes dense gradients: wrap the "
+                "optimizer with sparse_as_dense=True"
+            )
+
     def _whole_params(self) -> Iterator[torch.nn.Parameter]:
-        return (slot.param for bucket in self._engine.order if not bucket.holds_parameters for slot in bucket.slots)
+        engine = self._engine
+        yield from (slot.param for bucket in engine.order if not bucket.holds_parameters for slot in bucket.slots)
+        yield from (slot.param for slot in engine.slots if slot.sparse)
 
     # - GradScaler: see [Note: one verdict on infinities] in `overlap.loss_scale`
 
@@ -97,7 +110,7 @@ class Averages:
         if self.synchronized:
             return
         self._settle()
-        whole = [param.grad for param in self._whole_params() if param.grad is not None]
+        whole = [values_of(param.grad) for param in self._whole_params() if param.grad is not None]
         bad = any_nonfinite(self._comm, [*(b.reduced for b in engine.order if b.holds_parameters), *whole])
         show_infinity(bad, engine.slots)
         self.infinities_shown = True

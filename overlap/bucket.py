@@ -45,6 +45,7 @@ class Slot:
     fires: int = 0
     filled: bool = False
     unused: bool = False  # after the reduction: no rank used it in this step
+    sparse: bool = False  # its gradients are, so it is in no bucket; `filled` means averaged
     _given: torch.Tensor | None = field(default=None, repr=False)  # `.grad` when the slot was filled …
     _version: int = 0  # … and its version then
 
@@ -63,6 +64,16 @@ class Slot:
             self._given, self._version = gradient, gradient._version
         self.filled = True
 
+    def note(self) -> None:
+        """Remember the gradient that backward left, of a slot that is in no bucket."""
+        self._given = self.param.grad
+        self._version = 0 if self._given is None else self._given._version
+
+    @property
+    def replaced(self) -> bool:
+        """Whether the gradient is another one than :meth:`note` saw, or was written to."""
+        return self.param.grad is not self._given or (self._given is not None and self._given._version != self._version)
+
     @property
     def absent(self) -> bool:
         """Filled with the unused mark: this rank has no gradient for it."""
@@ -76,7 +87,7 @@ class Slot:
     @property
     def changed(self) -> bool:
         """Filled, and then the gradient was replaced or written to: the reduction did not see that."""
-        return self.dropped or (self._given is not None and self._given._version != self._version)
+        return self.filled and self.replaced
 
     def clear(self) -> None:
         self.filled, self.fires, self.unused, self._given = False, 0, False, None

@@ -19,12 +19,13 @@ from overlap.dense import unused_positions
 from overlap.exchange import Exchange
 from overlap.gates import Gates
 from overlap.grouping import Groups
-from overlap.objects import agree
+from overlap.objects import agree, allgather_object
 from overlap.observer import Observer
 from overlap.owners import holders
 from overlap.planner import Planner
 from overlap.reshard import move_state
 from overlap.shard_update import ShardUpdate
+from overlap.sparse import average_sparse
 from overlap.strategy import Plan, Strategy
 from overlap.transit import Transit
 from overlap.window import GradientWindow
@@ -46,12 +47,13 @@ class Engine:
         exchange: Exchange,
         *,
         groups: Groups,
+        sparse_as_dense: bool,
         passes: int,
         sharding: bool,
         poison: bool,
     ) -> None:
         self.comm, self.slots = comm, slots
-        self._exchange = exchange
+        self._exchange, self._sparse_as_dense = exchange, sparse_as_dense
         self.suspended = False  # inside no_sync()
         self.changing: Callable[[], AbstractContextManager[None]] = (
             nullcontext  # around changes of who holds which state
@@ -114,20 +116,29 @@ class Engine:
 
     def _gradient_hook(self, slot: Slot) -> Callable[[torch.Tensor], None]:
         def ready(param: torch.Tensor) -> None:
-            if param.grad is not None and param.grad.layout is not torch.strided:
-                raise TypeError(
-                    f"the gradient of {slot.name!r} has layout {param.grad.layout}; only dense gradients are supported, "
-                    "build the layer with sparse=False"
-                )
+            if self._sparse_as_dense and param.grad is not None and param.grad.layout is not torch.strided:
+                param.grad = param.grad.to_dense()
             if self.suspended:
                 return
             if self._observer is not None:
                 slot.fires += 1
+                slot.note()
                 self._observer.gradient(slot)
             elif slot.bucket is not None:
+                self._refuse_sparse(slot)
                 self.window.grad_ready(slot)
+            elif slot.sparse:
+                slot.fires += 1
+                slot.note()
 
         return ready
+
+    def _refuse_sparse(self, slot: Slot) -> None:
+        if slot.param.grad is not None and slot.param.grad.layout is not torch.strided:
+            raise TypeError(
+                f"the gradient of {slot.name!r} has layout {slot.param.grad.layout}, and was dense or missing on all ranks "
+                "when the buckets were planned; wrap the optimizer with sparse_as_dense=True"
+            )
 
     def _touch(self, parameter: torch.nn.Parameter) -> None:
         if not self.transit and self._observer is None:
@@ -161,12 +172,23 @@ class Engine:
             return
         facts = agree(self.comm, self._observer.finish())
         self._observer = None
+        self._find_sparse(self.slots)
         self._planner.begin(facts, self.window.passes)
         self.transit.entry = self._planner.unguarded
 
     def preview(self, strategy: Strategy) -> Plan:
         """The buckets that :meth:`replan` would make. After the first step; communicates nothing."""
         return self._planner.preview(strategy)
+
+    def _find_sparse(self, slots: Sequence[Slot]) -> None:
+        """Which of `slots` any rank has a sparse gradient for. On every rank."""
+        mine = {s.index for s in slots if s.param.grad is not None and s.param.grad.layout is torch.sparse_coo}
+        modules = () if self._model is None else self._model.modules()
+        declared = {id(m.weight) for m in modules if getattr(m, "sparse", False) and hasattr(m, "weight")}
+        if not self._sparse_as_dense:
+            mine |= {slot.index for slot in slots if id(slot.param) in declared}
+        for index in set().union(*allgather_object(self.comm, mine)):
+            self.slots[index].sparse = True
 
     def replan(self, strategy: Strategy) -> None:
         """Go on with `strategy`'s buckets; parameters and the optimizer's state move over, bit for bit.
@@ -206,11 +228,14 @@ class Engine:
         """All gradients of this step reduced or on their way. On every rank, before anything uses them."""
         self.learn()
         self._hook_gradients()
-        if self._planner.extend():
+        if self._planner.late:
+            self._find_sparse(self._planner.late)
+            self._planner.extend()
             self.transit.entry = self._planner.unguarded
         window = self.window
         window.verify(sharded_only=window.reduced)
         window.flush()
+        average_sparse(self.comm, self.slots, self._exchange)
 
     def _launch(self, bucket: Bucket) -> None:
         self.transit.arrive(bucket)  # nobody used these parameters since the last step

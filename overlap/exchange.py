@@ -80,6 +80,22 @@ class Exchange:
             if slot.absent:
                 unused_mark(bucket.outgoing[offset : offset + slot.param.numel()])
 
+    # - Sparse gradients, which are gathered and added up by every rank
+
+    def narrowed(self, values: torch.Tensor) -> torch.Tensor:
+        """Values of a sparse gradient as they travel. Raises ``TypeError`` for a compression of the user's own."""
+        if self._compressor is not None:
+            raise TypeError(
+                f"{self._compressor!r} cannot be applied to a sparse gradient, whose values from all ranks are gathered: "
+                "wrap the optimizer with sparse_as_dense=True or another compression"
+            )
+        narrow = self._wire_dtype if values.dtype.is_floating_point else None
+        return (values * self._before).to(values.dtype if narrow is None else narrow)
+
+    def share(self, world_size: int) -> float:
+        """What the sum of all ranks' values is multiplied by."""
+        return 1.0 / world_size if self.op is ReduceOp.AVG else self._after
+
     def _compress(self, bucket: Bucket) -> None:
         contexts: list[Any] = []
         dtype: torch.dtype | None = None

@@ -19,6 +19,7 @@ import torch
 
 from overlap.bucket import Slot
 from overlap.communicator import Communicator, ReduceOp
+from overlap.sparse import values_of
 
 __all__ = ["any_nonfinite", "is_scaler_step", "is_unscaling", "show_infinity", "unscale"]
 
@@ -46,11 +47,17 @@ def any_nonfinite(comm: Communicator, gradients: Iterable[torch.Tensor]) -> bool
 
 
 def show_infinity(bad: bool, slots: Sequence[Slot]) -> None:
-    """Write an infinity into some ``.grad`` if `bad`; have a ``.grad`` in any case, since a scaler insists on one."""
-    with_elements = [slot for slot in slots if slot.param.numel() and not slot.param.is_complex()]
-    chosen = next((slot for slot in with_elements if slot.param.grad is not None), None)
-    if chosen is None:
-        chosen = next(slot for slot in with_elements if slot.view is not None)
+    """Write an infinity into some ``.grad`` if `bad`; have a ``.grad`` in any case, since a scaler insists on one.
+
+    Sparse gradients show theirs by themselves: they are averages already, the same on every rank.
+    """
+    in_buckets = [
+        slot for slot in slots if slot.view is not None and slot.param.numel() and not slot.param.is_complex()
+    ]
+    if not in_buckets:
+        return
+    chosen = next((slot for slot in in_buckets if slot.param.grad is not None), in_buckets[0])
+    if chosen.param.grad is None:
         chosen.param.grad = chosen.view
     if bad:
         assert chosen.param.grad is not None
@@ -62,4 +69,4 @@ def unscale(gradients: Iterable[torch.Tensor | None], scale: torch.Tensor) -> No
     inverse = scale.double().reciprocal().float()
     for gradient in gradients:
         if gradient is not None:
-            gradient.mul_(inverse.to(gradient.device))
+            values_of(gradient).mul_(inverse.to(gradient.device))

@@ -45,6 +45,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         num_groups: as a number in `groups`.
         groups: how many buckets, of neighbours in the order of arrival, or a list of lists of parameters that share a
             bucket; the strategy decides about parameters that are in none. Tensors of several types need several.
+        sparse_as_dense: turn sparse gradients into dense ones; otherwise their rows are gathered, and every rank updates
+            those parameters in full.
         elementwise: True promises that the optimizer updates every element from that element's gradient and state
             alone, and keeps its state per parameter, so that its work may be split; None decides by its exact type.
         sync_start: take rank 0's parameters, buffers and optimizer state at construction.
@@ -66,6 +68,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         gradient_predivide_factor: float = 1.0,
         num_groups: int = 0,
         groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
+        sparse_as_dense: bool = False,
         elementwise: bool | None = None,
         sync_start: bool = True,
         poison: bool | None = None,
@@ -102,6 +105,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             strategy,
             exchange,
             groups=chosen,
+            sparse_as_dense=sparse_as_dense,
             passes=backward_passes_per_step,
             sharding=sharding,
             poison=session.poison if poison is None else poison,

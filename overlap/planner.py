@@ -41,18 +41,27 @@ class Planner:
 
     def begin(self, facts: Facts, passes: int) -> None:
         """The first buckets, from what the first iteration taught."""
-        frozen = {slot.index for slot in self._slots if not slot.param.requires_grad and slot.param.grad is None}
-        self._facts = _without(facts, frozen)
+        absent = {
+            slot.index
+            for slot in self._slots
+            if slot.sparse or (not slot.param.requires_grad and slot.param.grad is None)
+        }
+        self._facts = _without(facts, absent)
         self._unguarded = {*facts.unseen, *facts.idle}
         self.order += self._build(self.preview(self.strategy), self.shards)
         for slot in self._slots:
             slot.expected = max(1, round(facts.fires[slot.index] / passes))
 
-    def extend(self) -> bool:
-        """Buckets for parameters that were unfrozen or added since, issued last; returns whether there were any."""
-        late = tuple(slot.index for slot in self._slots if slot.bucket is None and slot.param.requires_grad)
+    @property
+    def late(self) -> list[Slot]:
+        """Parameters that were unfrozen or added since the buckets were planned."""
+        return [s for s in self._slots if s.bucket is None and s.param.requires_grad and not s.sparse]
+
+    def extend(self) -> None:
+        """Buckets for the :attr:`late` parameters, issued last."""
+        late = tuple(slot.index for slot in self.late)
         if not late:
-            return False
+            return
         assert self._facts is not None, "learning comes first"
         nothing: frozenset[int] = frozenset()
         facts = Facts((late,), late, tuple(1 for _ in self._slots), nothing, nothing)
@@ -60,7 +69,6 @@ class Planner:
         self.order += self._build(plan, self.shards, len(self.order))
         self._facts = _with_late(self._facts, late, len(self._slots))
         self._unguarded.update(late)
-        return True
 
     def draft(self, strategy: Strategy) -> tuple[list[Bucket], ShardUpdate | None]:
         """`strategy`'s buckets for the same parameters, whose values move in, and their pieces, without state yet."""
@@ -84,6 +92,8 @@ class Planner:
         facts = self._facts
         assert facts is not None, "learning comes first"
         specs, shardable = self._specs()
+        if not facts.arrivals:  # all gradients are sparse
+            return Plan((), ())
         if not self._groups:
             return strategy.plan(facts, specs, shardable, self._comm.size)
         members = members_of(self._groups, facts)

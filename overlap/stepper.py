@@ -81,7 +81,7 @@ class Stepper:
                     engine.transit.send(bucket)
                 else:
                     whole.append(bucket)
-            if whole:
+            if whole or any(slot.sparse for slot in engine.slots):
                 self._update_whole(whole)
             self._close_window()
 
@@ -90,6 +90,7 @@ class Stepper:
         if not self._averages.synchronized:
             self._engine.expose(buckets)
         members = {id(slot.param) for bucket in buckets for slot in bucket.slots}
+        members |= {id(slot.param) for slot in self._engine.slots if slot.sparse}
         groups = self._optimizer.param_groups
         saved = [group["params"] for group in groups]
         try:

@@ -44,6 +44,7 @@ def DistributedOptimizer(
     gradient_predivide_factor: float = 1.0,
     num_groups: int = 0,
     groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
+    sparse_as_dense: bool = False,
     **shell: Any,
 ) -> Shell:
     """Distribute `optimizer` with one all-reduce per tensor. On every rank, after ``wfbp.init()``.
@@ -51,8 +52,8 @@ def DistributedOptimizer(
     Args:
         optimizer: any ``torch.optim.Optimizer``.
         named_parameters: the module, or pairs of name and parameter, or None.
-        compression, backward_passes_per_step, op, gradient_predivide_factor, num_groups, groups: as in Horovod; see
-            :class:`overlap.optimizer.DistributedOptimizer`.
+        compression, backward_passes_per_step, op, gradient_predivide_factor, num_groups, groups, sparse_as_dense: as in
+            Horovod; see :class:`overlap.optimizer.DistributedOptimizer`.
         shell: ``sync_start=True``, of the same class.
     """
     shell |= {
@@ -62,5 +63,6 @@ def DistributedOptimizer(
         "gradient_predivide_factor": gradient_predivide_factor,
         "num_groups": num_groups,
         "groups": groups,
+        "sparse_as_dense": sparse_as_dense,
     }
     return Shell(optimizer, named_parameters, Wfbp(), **shell)

@@ -141,6 +141,30 @@ class Sometimes(Mlp):
         return y
 
 
+class TablesAlone(nn.Module):
+    """Embeddings with sparse gradients; one of them used by some ranks only, in some iterations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.rare = nn.Embedding(11, WIDTH, sparse=True), nn.Embedding(7, WIDTH, sparse=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        index = (x[:, 1].abs() * 3).long().clamp(max=6)
+        y = self.table(index + 2)
+        chosen = x[:, 0] > 0
+        return y.index_add(0, chosen.nonzero()[:, 0], self.rare(index[chosen])) if chosen.any() else y
+
+
+class Tables(TablesAlone):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = Mlp()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.dense(x) + super().forward(x)
+
+
+SPARSE_MODELS = {"Tables": Tables, "TablesAlone": TablesAlone}
 MODELS = {
     cls.__name__: cls
     for cls in (

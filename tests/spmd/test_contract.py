@@ -273,13 +273,6 @@ def test_ranks_with_different_models_are_told_apart() -> None:
         dear.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model)
 
 
-def test_sparse_gradients_are_refused() -> None:
-    table = torch.nn.Embedding(5, 3, sparse=True)
-    dear.DistributedOptimizer(torch.optim.SGD(table.parameters(), 0.1), table)
-    with pytest.raises(TypeError, match="sparse=False"):
-        table(torch.tensor([1, 2])).sum().backward()
-
-
 def test_excluded_parts_send_nothing() -> None:
     for policy, part in (("rsag", "reducescatter"), ("rsag", "allgather"), ("rb", "reduce"), ("rb", "bcast")):
         model = MODELS["Mlp"]()

@@ -13,8 +13,9 @@ import dear
 import mgwfbp
 import wfbp
 from overlap.horovod.compression import BF16Compressor, Compressor, FP16Compressor, NoneCompressor
+from overlap.window import GradientChanged
 from tests.spmd.loops import Run
-from tests.spmd.models import MODELS
+from tests.spmd.models import MODELS, SPARSE_MODELS
 from tests.spmd.test_parity import OPTIMIZERS, WRAP, _assert_close, _model
 
 HOROVODS_ORDER = (
@@ -26,6 +27,7 @@ HOROVODS_ORDER = (
     "gradient_predivide_factor",
     "num_groups",
     "groups",
+    "sparse_as_dense",
 )
 
 
@@ -118,6 +120,63 @@ def test_narrow_wires_sum_in_fp32_and_round_once(compression: Any, strategy: str
         assert mine.dtype is torch.float32
 
 
+# Model of the distributed run, optimizer, arguments. SGD's weight decay and Adam do not take sparse gradients.
+SPARSE: dict[str, tuple[str, Callable[..., torch.optim.Optimizer], dict[str, Any]]] = {
+    "sgd": ("Tables", lambda p: torch.optim.SGD(p, 0.05, momentum=0.9), {}),
+    "adagrad-sum": ("Tables", lambda p: torch.optim.Adagrad(p, 0.02), {"op": dear.Sum}),
+    "sparse-adam": ("TablesAlone", lambda p: torch.optim.SparseAdam(p, 0.01), {}),
+    "sgd-alone": ("TablesAlone", lambda p: torch.optim.SGD(p, 0.05), {"gradient_predivide_factor": 2.0}),
+    "as-dense": ("Tables", OPTIMIZERS["sgd"], {"sparse_as_dense": True}),
+}
+
+
+@pytest.mark.parametrize("strategy", WRAP)
+@pytest.mark.parametrize("row", SPARSE)
+def test_sparse_gradients_equal_one_process(row: str, strategy: str) -> None:
+    name, make, arguments = SPARSE[row]
+
+    def train(distributed: bool) -> Any:
+        torch.manual_seed(1234)
+        model = SPARSE_MODELS[name]().double()
+        optimizer: Any = make(list(model.parameters()))
+        if distributed:
+            optimizer = WRAP[strategy](optimizer, model, **arguments)
+        elif "sparse_as_dense" in arguments:
+            for table in (model.table, model.rare):
+                table.sparse = False
+        run = Run(model, optimizer, dear.rank() if distributed else None, dear.size())
+        for step in range(5):
+            optimizer.zero_grad()
+            factor = dear.size() if "op" in arguments and not distributed else 1
+            (run.loss(step) * factor).backward()
+            optimizer.step()
+        return model.state_dict(), optimizer.state_dict()
+
+    expected, actual = train(False), train(True)
+    _assert_close(actual[0], expected[0], "model")
+    _assert_close(actual[1], expected[1], "optimizer")
+
+
+def test_sparse_gradients_and_what_they_cannot() -> None:
+    torch.manual_seed(3)
+    model = SPARSE_MODELS["Tables"]().double()
+    optimizer = dear.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    run = Run(model, optimizer, dear.rank(), dear.size())
+    for step in (0, 3):
+        optimizer.zero_grad()
+        run.loss(step).backward()
+        with pytest.raises(TypeError, match=r"'table.weight' is sparse.*sparse_as_dense"):
+            optimizer.clip_grad_norm_(1.0)
+        optimizer.synchronize()
+        assert torch.equal(model.table.weight.grad.to_dense(), dear.allreduce(model.table.weight.grad.to_dense()))
+        optimizer.step()
+    optimizer.zero_grad()
+    run.loss(3).backward()
+    model.table.weight.grad = model.table.weight.grad * 2
+    with pytest.raises(GradientChanged, match=r"'table.weight'.*synchronize\(\)"):
+        optimizer.step()
+
+
 def test_listed_groups_are_buckets() -> None:
     model = _model("Mlp")
     groups = _listed(model)
@@ -158,4 +217,4 @@ def test_arguments_come_in_horovods_order(package: Any) -> None:
     model = _model("Mlp")
     inner = torch.optim.SGD(model.parameters(), 0.1)
     named = model.named_parameters()
-    package.DistributedOptimizer(inner, named, NoneCompressor, 2, dear.Average, 1.0, 0, None)
+    package.DistributedOptimizer(inner, named, NoneCompressor, 2, dear.Average, 1.0, 0, None, True)

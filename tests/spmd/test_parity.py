@@ -90,6 +90,8 @@ def _assert_close(actual: Any, expected: Any, where: str) -> None:
     if isinstance(expected, torch.Tensor):
         assert actual.shape == expected.shape, where
         assert actual.dtype == expected.dtype, where
+        if expected.is_sparse:  # coalesced or not
+            actual, expected = actual.to_dense(), expected.to_dense()
         tolerance = 1e-12 if expected.dtype in (torch.float64, torch.complex128) else 2e-6
         torch.testing.assert_close(
             actual, expected, rtol=tolerance, atol=tolerance, msg=lambda text: f"{where}: {text}"

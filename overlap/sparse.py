@@ -1,0 +1,81 @@
+"""Gradients of ``nn.Embedding(sparse=True)``: gathered as indices and values, added up on every rank.
+
+They are in no bucket: which rows a rank used is known when its backward is over, so step() tells the others how many,
+and gathers. Every rank then updates the whole parameter alike, with the user's optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from overlap.bucket import Slot
+from overlap.communicator import Communicator
+from overlap.exchange import Exchange
+from overlap.window import GradientChanged
+
+__all__ = ["average_sparse", "values_of"]
+
+
+def values_of(gradient: torch.Tensor) -> torch.Tensor:
+    """The dense tensor that holds a gradient's numbers."""
+    return gradient._values() if gradient.layout is torch.sparse_coo else gradient
+
+
+def average_sparse(comm: Communicator, slots: Sequence[Slot], exchange: Exchange) -> None:
+    """Make ``.grad`` of sparse slots the coalesced average, None where no rank has one. On every rank, once a window."""
+    todo = [slot for slot in slots if slot.sparse and not slot.filled]
+    if not todo:
+        return
+    mine = [_coalesced(slot) for slot in todo]
+    # No gradient: 0. A gradient with n rows: n + 1.
+    rows = torch.tensor([0 if gradient is None else gradient._nnz() + 1 for gradient in mine])
+    table = rows.new_empty((comm.size, len(todo)))
+    comm.all_gather(rows, table.view(-1), label="sparse rows")
+    inflight = []
+    for slot, gradient, column in zip(todo, mine, table.T.tolist(), strict=True):
+        slot.filled, slot.unused = True, not any(column)
+        if slot.unused:
+            slot.param.grad = None
+            continue
+        counts = [max(count - 1, 0) for count in column]
+        like = _empty(slot) if gradient is None else gradient
+        indices, values = like._indices().T.contiguous(), exchange.narrowed(like._values())
+        all_indices = indices.new_empty((sum(counts), indices.shape[1]))
+        all_values = values.new_empty((sum(counts), *values.shape[1:]))
+        works = []
+        for part, whole, kind in ((indices, all_indices, "rows"), (values, all_values, "values")):
+            width = whole[:1].numel() if whole.numel() else 0
+            numels = [count * width for count in counts]
+            works.append(comm.all_gather_async(part, whole, counts=numels, label=f"{slot.name} {kind}"))
+        inflight.append((slot, works, all_indices, all_values))
+    for slot, works, indices, values in inflight:
+        for work in works:
+            work.wait()
+        wide = values.to(slot.param.dtype) * exchange.share(comm.size)
+        total = torch.sparse_coo_tensor(indices.T, wide, slot.param.shape, check_invariants=False).coalesce()
+        slot.param.grad = total
+
+
+def _coalesced(slot: Slot) -> torch.Tensor | None:
+    gradient = slot.param.grad
+    if slot.fires and slot.replaced:
+        raise GradientChanged(
+            f"the gradient of {slot.name!r} was replaced or changed after backward(), on this rank alone; call "
+            "optimizer.synchronize() after backward() and before changing gradients"
+        )
+    if gradient is not None and gradient.layout is not torch.sparse_coo:
+        raise TypeError(
+            f"the gradient of {slot.name!r} was sparse in the first iteration and has layout {gradient.layout} now; wrap "
+            "the optimizer with sparse_as_dense=True"
+        )
+    return None if gradient is None else gradient.detach().coalesce()
+
+
+def _empty(slot: Slot) -> torch.Tensor:
+    """A gradient without rows; embeddings have rows along the first dimension."""
+    param = slot.param
+    values = param.detach().new_empty((0, *param.shape[1:]))
+    indices = torch.empty((1, 0), dtype=torch.int64, device=param.device)
+    return torch.sparse_coo_tensor(indices, values, param.shape, check_invariants=False).coalesce()
