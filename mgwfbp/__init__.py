@@ -1,63 +1,10 @@
 """MG-WFBP: wait-free back-propagation that merges tensors where that is cheaper than another start."""
 
 from mgwfbp.optimizer import DistributedOptimizer
-from overlap.api import (
-    Average,
-    Max,
-    Min,
-    Product,
-    Sum,
-    allgather,
-    allgather_object,
-    allreduce,
-    allreduce_,
-    barrier,
-    broadcast,
-    broadcast_,
-    broadcast_object,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-    clip_grad_norm_,
-    init,
-    is_initialized,
-    local_rank,
-    local_size,
-    rank,
-    shutdown,
-    size,
-)
+from overlap import api
+from overlap.api import *  # noqa: F403  (the facade is the same for every strategy)
 from overlap.profiler import profile_backward
-from overlap.recording import draw_timeline, start_timeline, stop_timeline
 from overlap.tuning.options import Tuning
 
-__all__ = [
-    "Average",
-    "DistributedOptimizer",
-    "Max",
-    "Min",
-    "Product",
-    "Sum",
-    "Tuning",
-    "allgather",
-    "allgather_object",
-    "allreduce",
-    "allreduce_",
-    "barrier",
-    "broadcast",
-    "broadcast_",
-    "broadcast_object",
-    "broadcast_optimizer_state",
-    "broadcast_parameters",
-    "clip_grad_norm_",
-    "draw_timeline",
-    "init",
-    "is_initialized",
-    "local_rank",
-    "local_size",
-    "profile_backward",
-    "rank",
-    "shutdown",
-    "size",
-    "start_timeline",
-    "stop_timeline",
-]
+__all__ = ["DistributedOptimizer", "Tuning", "profile_backward"]
+__all__ += api.__all__

@@ -1,135 +1,136 @@
-"""The functions that every strategy's package offers, named and ordered as in ``horovod.torch``."""
+"""What every strategy's package offers beside its optimizer: the names of ``horovod.torch``, and our own additions."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Iterable
 
 import torch
 
-from overlap import broadcast as _broadcast
-from overlap import objects as _objects
-from overlap.communicator import Communicator, ReduceOp
-from overlap.session import current, init, is_initialized, shutdown
+from overlap.horovod.allgather import allgather, allgather_async, grouped_allgather, grouped_allgather_async
+from overlap.horovod.allreduce import (
+    allreduce,
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+)
+from overlap.horovod.alltoall import alltoall, alltoall_async
+from overlap.horovod.broadcast import broadcast, broadcast_, broadcast_async, broadcast_async_
+from overlap.horovod.compression import Compression, Compressor
+from overlap.horovod.errors import HorovodInternalError
+from overlap.horovod.job import (
+    ccl_built,
+    cross_rank,
+    cross_size,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    init,
+    is_homogeneous,
+    is_initialized,
+    local_rank,
+    local_size,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rank,
+    rocm_built,
+    shutdown,
+    size,
+)
+from overlap.horovod.objects import allgather_object, broadcast_object
+from overlap.horovod.process_set import ProcessSet, global_process_set
+from overlap.horovod.process_sets import add_process_set, remove_process_set
+from overlap.horovod.reducescatter import (
+    grouped_reducescatter,
+    grouped_reducescatter_async,
+    reducescatter,
+    reducescatter_async,
+)
+from overlap.horovod.reduction import Adasum, Average, Max, Min, Product, Sum
+from overlap.horovod.sparse import sparse_allreduce_async
+from overlap.horovod.state import broadcast_optimizer_state, broadcast_parameters
+from overlap.horovod.waiting import barrier, join, poll, synchronize
+from overlap.recording import draw_timeline, start_timeline, stop_timeline
+from overlap.session import current
+from overlap.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
+    "Adasum",
     "Average",
+    "Compression",
+    "Compressor",
+    "HorovodInternalError",
     "Max",
     "Min",
+    "ProcessSet",
     "Product",
     "Sum",
+    "SyncBatchNorm",
+    "add_process_set",
     "allgather",
+    "allgather_async",
     "allgather_object",
     "allreduce",
     "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "alltoall",
+    "alltoall_async",
     "barrier",
     "broadcast",
     "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "ccl_built",
     "clip_grad_norm_",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "draw_timeline",
+    "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
     "init",
+    "is_homogeneous",
     "is_initialized",
+    "join",
     "local_rank",
     "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "poll",
     "rank",
+    "reducescatter",
+    "reducescatter_async",
+    "remove_process_set",
+    "rocm_built",
     "shutdown",
     "size",
+    "sparse_allreduce_async",
+    "start_timeline",
+    "stop_timeline",
+    "synchronize",
 ]
-
-T = TypeVar("T")
-
-Average, Sum, Min, Max, Product = ReduceOp.AVG, ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PROD
-
-
-def _comm() -> Communicator:
-    return current().comm
-
-
-def rank() -> int:
-    """This process's number, 0 to ``size() - 1``."""
-    return _comm().rank
-
-
-def size() -> int:
-    """How many processes train together."""
-    return _comm().size
-
-
-def local_rank() -> int:
-    """This process's number among those of its host."""
-    return current().local_rank
-
-
-def local_size() -> int:
-    """How many of the processes run on this host."""
-    return current().local_size
-
-
-def barrier() -> None:
-    """Wait until every rank has come here. On every rank."""
-    _comm().barrier()
-
-
-def allreduce(tensor: torch.Tensor, op: ReduceOp = Average) -> torch.Tensor:
-    """A new tensor: the reduction of every rank's `tensor` (same shape and dtype). On every rank."""
-    return allreduce_(tensor.detach().clone(memory_format=torch.contiguous_format), op)
-
-
-def allreduce_(tensor: torch.Tensor, op: ReduceOp = Average) -> torch.Tensor:
-    """Reduce `tensor` (contiguous, same shape and dtype on all ranks) in place, and return it. On every rank."""
-    _comm().all_reduce(tensor, tensor, op)
-    return tensor
-
-
-def allgather(tensor: torch.Tensor) -> torch.Tensor:
-    """Every rank's tensor, one after the other along the first dimension, which may differ between ranks."""
-    comm = _comm()
-    plain = tensor.detach().contiguous()
-    if plain.dim() == 0:
-        plain = plain.reshape(1)
-    shapes = _objects.allgather_object(comm, tuple(plain.shape))
-    if any(shape[1:] != plain.shape[1:] for shape in shapes):
-        raise ValueError(f"tensors to gather should agree in all dimensions but the first; shapes by rank: {shapes}")
-    counts = [torch.Size(shape).numel() for shape in shapes]
-    gathered = plain.new_empty((sum(shape[0] for shape in shapes), *plain.shape[1:]))
-    comm.all_gather(plain, gathered, counts=counts)
-    return gathered
-
-
-def broadcast(tensor: torch.Tensor, root_rank: int) -> torch.Tensor:
-    """A new tensor: `root_rank`'s. On every rank, with the same shape and dtype."""
-    return broadcast_(tensor.detach().clone(memory_format=torch.contiguous_format), root_rank)
-
-
-def broadcast_(tensor: torch.Tensor, root_rank: int) -> torch.Tensor:
-    """Overwrite `tensor` (contiguous) with `root_rank`'s, and return it. On every rank."""
-    _comm().broadcast(tensor, root_rank)
-    return tensor
-
-
-def broadcast_object(obj: T, root_rank: int = 0) -> T:
-    """`root_rank`'s object (pickled) on every rank. On every rank."""
-    return _objects.broadcast_object(_comm(), obj, root_rank)
-
-
-def allgather_object(obj: T) -> list[T]:
-    """Every rank's object (pickled), in rank order. On every rank."""
-    return _objects.allgather_object(_comm(), obj)
-
-
-def broadcast_parameters(params: Mapping[str, Any] | Iterable[tuple[str, Any]], root_rank: int = 0) -> None:
-    """Overwrite ``model.state_dict()`` or ``model.named_parameters()`` with `root_rank`'s, in place. On every rank.
-
-    The tensors of a wrapped model's ``state_dict()`` are copies; pass ``model.named_parameters()`` after wrapping.
-    """
-    _broadcast.broadcast_parameters(_comm(), params, root_rank)
-
-
-def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int = 0) -> None:
-    """Give every rank `root_rank`'s hyper-parameters and state; follows the root's structure, takes no step."""
-    _broadcast.broadcast_optimizer_state(_comm(), optimizer, root_rank)
 
 
 def clip_grad_norm_(

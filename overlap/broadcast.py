@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from overlap.communicator import Communicator
 from overlap.dense import is_dense
 from overlap.objects import broadcast_object
 
-__all__ = ["broadcast_optimizer_state", "broadcast_parameters", "broadcast_tensors"]
+__all__ = ["broadcast_optimizer_state", "broadcast_tensors", "overwrite", "plant", "uproot"]
 
 
 def broadcast_tensors(comm: Communicator, tensors: Sequence[torch.Tensor], root: int) -> None:
@@ -28,32 +28,17 @@ def broadcast_tensors(comm: Communicator, tensors: Sequence[torch.Tensor], root:
     for work, staged, tensor in inflight:
         work.wait()
         if comm.rank != root and staged.data_ptr() != tensor.data_ptr():
-            with torch.no_grad():
-                _writable(tensor).copy_(staged)
+            overwrite(tensor, staged)
 
 
-def _writable(tensor: torch.Tensor) -> torch.Tensor:
-    if is_dense(tensor.detach()):
-        return tensor.detach()
-    # An expanded tensor repeats memory: write each place once.
-    where = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())
-    return tensor.detach()[where]
-
-
-def broadcast_parameters(
-    comm: Communicator,
-    params: Mapping[str, Any] | Iterable[tuple[str, Any]],
-    root: int,
-) -> None:
-    """Overwrite parameters (``model.state_dict()`` or ``model.named_parameters()``) with the root's.
-
-    Entries that are not tensors are left alone, as in Horovod. On every rank of `comm`, with the same names in the same
-    order.
-    """
-    pairs = list(params.items()) if isinstance(params, Mapping) else list(params)
-    if any(not isinstance(pair, tuple) or len(pair) != 2 for pair in pairs):
-        raise ValueError("params should be a state_dict or pairs (name, tensor)")
-    broadcast_tensors(comm, [value.data for _, value in pairs if isinstance(value, torch.Tensor)], root)
+@torch.no_grad()
+def overwrite(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Copy `values` (same shape) into `tensor`; where it repeats memory (expanded), each place is written once."""
+    target = tensor.detach()
+    if not is_dense(target):
+        where = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in target.stride())
+        target, values = target[where], values[where]
+    target.copy_(values)
 
 
 @dataclass(frozen=True)
@@ -65,26 +50,28 @@ class _Placeholder:
     device_type: str
 
 
-def _take_out(value: Any, tensors: list[torch.Tensor]) -> Any:
+def uproot(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """A copy of `value` with placeholders for its tensors, which are appended to `tensors`."""
     if isinstance(value, torch.Tensor):
         tensors.append(value.detach())
         return _Placeholder(tuple(value.shape), value.dtype, value.device.type)
     if isinstance(value, Mapping):
-        return {key: _take_out(item, tensors) for key, item in value.items()}
+        return {key: uproot(item, tensors) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_take_out(item, tensors) for item in value)
+        return type(value)(uproot(item, tensors) for item in value)
     return value
 
 
-def _put_back(value: Any, tensors: list[torch.Tensor]) -> Any:
+def plant(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """A copy of `value` with new tensors for its placeholders; they are appended to `tensors`, to be filled."""
     if isinstance(value, _Placeholder):
         tensor = torch.empty(value.shape, dtype=value.dtype, device=value.device_type)
         tensors.append(tensor)
         return tensor
     if isinstance(value, Mapping):
-        return {key: _put_back(item, tensors) for key, item in value.items()}
+        return {key: plant(item, tensors) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_put_back(item, tensors) for item in value)
+        return type(value)(plant(item, tensors) for item in value)
     return value
 
 
@@ -98,10 +85,10 @@ def broadcast_optimizer_state(comm: Communicator, optimizer: torch.optim.Optimiz
     if comm.size == 1:
         return
     tensors: list[torch.Tensor] = []
-    structure = _take_out(optimizer.state_dict(), tensors) if comm.rank == root else None
+    structure = uproot(optimizer.state_dict(), tensors) if comm.rank == root else None
     structure = broadcast_object(comm, structure, root)
     if comm.rank != root:
-        loaded = _put_back(structure, tensors)
+        loaded = plant(structure, tensors)
     broadcast_tensors(comm, tensors, root)
     if comm.rank != root:
         optimizer.load_state_dict(loaded)

@@ -9,7 +9,7 @@ import os
 import socket
 import time
 import weakref
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -25,9 +25,23 @@ from overlap.objects import allgather_object
 from overlap.settings import Settings
 from overlap.watchdog import Watchdog
 
-__all__ = ["Session", "current", "init", "is_initialized", "shutdown"]
+__all__ = ["Participant", "Service", "Session", "current", "init", "is_initialized", "shutdown"]
 
 log = logging.getLogger("dear")
+
+
+class Service(Protocol):
+    """Something that runs beside training."""
+
+    def close(self) -> None:
+        """End it. On every rank, in the same order among services."""
+
+
+class Participant(Protocol):
+    """Something that other ranks wait for in every step, and would wait for in vain on a rank out of data."""
+
+    def join(self) -> None:
+        """Take part, contributing nothing, until no rank needs it any more."""
 
 
 class Session:
@@ -43,6 +57,7 @@ class Session:
         local = [rank for rank, host in enumerate(hosts) if host == mine]
         self.local_rank = local.index(comm.rank) if launch.local_rank is None else launch.local_rank
         self.local_size = len(local) if launch.local_size is None else launch.local_size
+        self.homogeneous = len({hosts.count(host) for host in hosts}) == 1
         leaders = list(dict.fromkeys(hosts))
         self.cross_rank, self.cross_size = leaders.index(mine), len(leaders)
         self.poison = self.settings.poison
@@ -51,6 +66,8 @@ class Session:
         self.mailroom = Mailroom(comm)
         self.watchdog = Watchdog(comm, self.control, self.mailroom, mine, self.settings)
         self._channels: dict[str, Communicator] = {}
+        self.services: dict[str, Service] = {}  # closed on shutdown while all ranks still answer
+        self.participants: list[Participant] = []  # what join() of the facade drives; see overlap.horovod.runtime
         self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._registered = 0
         failures.install(comm.rank, comm.size, comm.abort)
@@ -97,6 +114,8 @@ class Session:
         for optimizer in self.optimizers:
             optimizer.finish()
         self.watchdog.leaving()
+        for service in self.services.values():
+            service.close()
         self.control.barrier(label="shutdown")
         self.watchdog.close()
         self.mailroom.close()
@@ -185,6 +204,7 @@ def init(comm: Any = None) -> Session:
 
 
 def is_initialized() -> bool:
+    """Whether :func:`init` was called and :func:`shutdown` was not."""
     return _session is not None
 
 

@@ -7,10 +7,11 @@ import math
 import os
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Protocol
 
-from overlap.communicator import Communicator, Work
+from overlap.communicator import Communicator
 from overlap.mailroom import Mailroom, NoAnswer
 from overlap.settings import Settings
 
@@ -21,6 +22,24 @@ log = logging.getLogger("dear")
 _TOPIC = "status"
 _LEAVING = "leaving"
 _ANSWER_SECONDS = 5.0
+
+
+class Watched(Protocol):
+    """A communicator, or whatever else ranks wait in."""
+
+    def pending(self) -> Sequence[Awaited]:
+        """What is not finished."""
+
+
+class Awaited(Protocol):
+    """One thing that is not finished; a `Work` is one."""
+
+    @property
+    def seconds(self) -> float:
+        """For how long it has not been."""
+
+    def describe(self) -> str:
+        """What it is, in one line."""
 
 
 class Watchdog:
@@ -34,7 +53,8 @@ class Watchdog:
     def __init__(
         self, comm: Communicator, control: Communicator, mailroom: Mailroom, host: str, settings: Settings
     ) -> None:
-        self._comm, self._watched, self._mailroom = comm, [comm, control], mailroom
+        self._comm, self._mailroom = comm, mailroom
+        self._watched: list[Watched] = [comm, control]
         self._where = f"{host}, pid {os.getpid()}"
         self._warn_after = settings.stall_warn_seconds
         self._abort_after = settings.stall_abort_seconds
@@ -53,12 +73,12 @@ class Watchdog:
         waiting = ", ".join(work.describe() for work in self._pending()[:3])
         return f"({self._where}) {self._here}; {'waiting in ' + waiting if waiting else 'no operation in flight'}"
 
-    def _pending(self) -> list[Work]:
-        return [work for comm in self._watched for work in comm.pending()]
+    def _pending(self) -> list[Awaited]:
+        return [work for source in self._watched for work in source.pending()]
 
-    def watch(self, comm: Communicator) -> None:
-        """Look at this communicator's operations too."""
-        self._watched.append(comm)
+    def watch(self, source: Watched) -> None:
+        """Look at what is pending there too."""
+        self._watched.append(source)
 
     def leaving(self) -> None:
         """Tell the others that this rank will issue nothing more."""
@@ -74,9 +94,9 @@ class Watchdog:
             except Exception:  # the communicator is gone, and whoever waits on it was told
                 return
             if pending:
-                self._judge(pending[0])
+                self._judge(max(pending, key=lambda work: work.seconds))
 
-    def _judge(self, work: Work) -> None:
+    def _judge(self, work: Awaited) -> None:
         now = time.monotonic()
         quiet = now - self._last_warning < self._warn_after
         late = self._warn_after and work.seconds > self._warn_after and not quiet

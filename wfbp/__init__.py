@@ -1,61 +1,8 @@
 """Wait-free back-propagation without tensor fusion: the simplest overlap, and the baseline of all others."""
 
-from overlap.api import (
-    Average,
-    Max,
-    Min,
-    Product,
-    Sum,
-    allgather,
-    allgather_object,
-    allreduce,
-    allreduce_,
-    barrier,
-    broadcast,
-    broadcast_,
-    broadcast_object,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-    clip_grad_norm_,
-    init,
-    is_initialized,
-    local_rank,
-    local_size,
-    rank,
-    shutdown,
-    size,
-)
-from overlap.recording import draw_timeline, start_timeline, stop_timeline
-from overlap.sync_batch_norm import SyncBatchNorm
+from overlap import api
+from overlap.api import *  # noqa: F403  (the facade is the same for every strategy)
 from wfbp.optimizer import DistributedOptimizer
 
-__all__ = [
-    "Average",
-    "DistributedOptimizer",
-    "Max",
-    "Min",
-    "Product",
-    "Sum",
-    "SyncBatchNorm",
-    "allgather",
-    "allgather_object",
-    "allreduce",
-    "allreduce_",
-    "barrier",
-    "broadcast",
-    "broadcast_",
-    "broadcast_object",
-    "broadcast_optimizer_state",
-    "broadcast_parameters",
-    "clip_grad_norm_",
-    "draw_timeline",
-    "init",
-    "is_initialized",
-    "local_rank",
-    "local_size",
-    "rank",
-    "shutdown",
-    "size",
-    "start_timeline",
-    "stop_timeline",
-]
+__all__ = ["DistributedOptimizer"]
+__all__ += api.__all__

@@ -308,7 +308,7 @@ def test_objects_travel() -> None:
     assert dear.allgather_object("x" * dear.rank()) == ["x" * rank for rank in range(dear.size())]
     rows = torch.full((dear.rank() + 1, 2), float(dear.rank()))
     assert dear.allgather(rows).shape == (dear.size() * (dear.size() + 1) // 2, 2)
-    total = dear.allreduce(torch.tensor([1.0, dear.rank()]), dear.Sum)
+    total = dear.allreduce(torch.tensor([1.0, dear.rank()]), op=dear.Sum)
     assert total.tolist() == [dear.size(), sum(range(dear.size()))]
 
 

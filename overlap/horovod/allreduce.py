@@ -1,0 +1,226 @@
+"""Sums, averages and other reductions of every rank's tensor, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from comm_core import ReduceOp
+from overlap.horovod.asking import ask, operation_name, runtime
+from overlap.horovod.compression import Compression, Compressor
+from overlap.horovod.operation import Group, Only, Operation
+from overlap.horovod.pending import Pending
+from overlap.horovod.process_set import ProcessSet, global_process_set
+from overlap.horovod.reducing import Allreduce
+from overlap.horovod.reduction import resolve
+from overlap.horovod.request import Kind, Request
+from overlap.horovod.staging import check_reducible, spec_of, tensors_of
+
+__all__ = [
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+]
+
+
+class _Call(NamedTuple):
+    """The arguments that all forms share."""
+
+    name: str
+    op: Any
+    average: bool | None
+    prescale: float
+    postscale: float
+    process_set: ProcessSet
+
+    def start(self, tensors: Sequence[torch.Tensor], *, in_place: bool = False, single: bool = False) -> Pending:
+        def prepare(name: str, group: Group) -> tuple[Request, Operation]:
+            op = resolve(self.op, self.average)
+            members = tensors_of("allreduce", tensors)
+            for tensor in members:
+                check_reducible("allreduce", tensor, op, self.prescale, self.postscale)
+            specs = tuple(spec_of(tensor) for tensor in members)
+            request = Request(
+                Kind.ALLREDUCE, name, group.number, specs, op.name, float(self.prescale), float(self.postscale)
+            )
+            operation = Allreduce(members, op, self.prescale, self.postscale, in_place=in_place)
+            return request, Only(operation) if single else operation
+
+        return ask(Kind.ALLREDUCE, self.name, self.process_set, prepare)
+
+
+def _call(
+    average: bool | None,
+    name: str | None,
+    op: Any,
+    prescale: float,
+    postscale: float,
+    process_set: ProcessSet,
+    *,
+    group: bool = False,
+) -> _Call:
+    found = operation_name(Kind.ALLREDUCE, name, process_set)
+    return _Call(f"{found} (group)" if group else found, op, average, prescale, postscale, process_set)
+
+
+class _Differentiable(torch.autograd.Function):
+    """The gradient of a sum or an average of all ranks' inputs is the same reduction of all ranks' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.call = call
+        return tuple(call.start(tensors).wait())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        call: _Call = ctx.call
+        op = resolve(call.op, call.average)
+        if op not in (ReduceOp.SUM, ReduceOp.AVG):
+            raise NotImplementedError(
+                f"allreduce {call.name!r}: the gradient of {op.name} is not defined; Sum and Average have one"
+            )
+        wanted = [index for index, needed in enumerate(ctx.needs_input_grad[1:]) if needed]
+        back = call._replace(name=f"{call.name}.backward", op=op, average=None)
+        reduced = iter(_Differentiable.apply(back, *(gradients[index] for index in wanted)))
+        return (None, *(next(reduced) if needed else None for needed in ctx.needs_input_grad[1:]))
+
+
+def allreduce(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """A new tensor: the reduction (default: the average) of every rank's `tensor`. On every rank of `process_set`.
+
+    Args:
+        tensor: same shape and dtype on all ranks; any layout and device, not sparse.
+        average: Horovod's old spelling of `op`: True is Average, False is Sum.
+        name: which calls belong together; unnamed ones do in the order in which each rank makes them.
+        compression: what travels instead of `tensor`; the reduction happens in that form.
+        op: Average, Sum, Min, Max or Product.
+        prescale_factor: `tensor` is multiplied by it before the reduction, the result by `postscale_factor` after it.
+
+    Differentiable for Sum and Average: the backward pass is the same reduction of the gradients.
+
+    Raises :class:`Mismatch` on every rank where ranks disagree on shape, dtype, op or factors, ``ValueError`` while
+    another allreduce of the same name is under way.
+    """
+    call = _call(average, name, op, prescale_factor, postscale_factor, process_set)
+    compressed, context = compression.compress(tensor)
+    (reduced,) = _Differentiable.apply(call, compressed)
+    return compression.decompress(reduced, context)
+
+
+def allreduce_async(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """As :func:`allreduce`, not differentiable; returns at once a handle for ``poll`` and ``synchronize``."""
+    call = _call(average, name, op, prescale_factor, postscale_factor, process_set)
+    return runtime().handle(call.start([tensor], single=True))
+
+
+def allreduce_(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """Reduce `tensor` in place, and return it; autograd does not see it. Otherwise as :func:`allreduce`."""
+    call = _call(average, name, op, prescale_factor, postscale_factor, process_set)
+    result: torch.Tensor = call.start([tensor], in_place=True, single=True).wait()
+    return result
+
+
+def allreduce_async_(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """As :func:`allreduce_`; `tensor` belongs to the operation until ``synchronize`` has had the handle."""
+    call = _call(average, name, op, prescale_factor, postscale_factor, process_set)
+    return runtime().handle(call.start([tensor], in_place=True, single=True))
+
+
+def grouped_allreduce(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[torch.Tensor]:
+    """As :func:`allreduce` of each tensor, as one operation under one name; small ones share a collective."""
+    call = _call(average, name, op, prescale_factor, postscale_factor, process_set, group=True)
+    pairs = [compression.compress(tensor) for tensor in tensors]
+    reduced = _Differentiable.apply(call, *(compressed for compressed, _ in pairs))
+    return [compression.decompress(tensor, context) for tensor, (_, context) in zip(reduced, pairs, strict=True)]
+
+
+def grouped_allreduce_async(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """As :func:`allreduce_async` of a group; ``synchronize`` returns a list."""
+    call = _call(average, name, op, prescale_factor, postscale_factor, process_set, group=True)
+    return runtime().handle(call.start(tensors))
+
+
+def grouped_allreduce_(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[torch.Tensor]:
+    """As :func:`allreduce_` of a group."""
+    call = _call(average, name, op, prescale_factor, postscale_factor, process_set, group=True)
+    result: list[torch.Tensor] = call.start(tensors, in_place=True).wait()
+    return result
+
+
+def grouped_allreduce_async_(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """As :func:`allreduce_async_` of a group."""
+    call = _call(average, name, op, prescale_factor, postscale_factor, process_set, group=True)
+    return runtime().handle(call.start(tensors, in_place=True))

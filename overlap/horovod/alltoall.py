@@ -1,0 +1,116 @@
+"""Rows from every rank to every rank, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from overlap.communicator import Work
+from overlap.horovod.asking import ask, operation_name, runtime
+from overlap.horovod.moving import Alltoall
+from overlap.horovod.operation import Group, Operation
+from overlap.horovod.pending import Pending
+from overlap.horovod.process_set import ProcessSet, global_process_set
+from overlap.horovod.request import Kind, Request, Response
+from overlap.horovod.staging import spec_of, tensors_of
+
+__all__ = ["alltoall", "alltoall_async"]
+
+_Splits = torch.Tensor | Sequence[int] | None
+
+
+class _WithSplits(Operation):
+    """Says in the form of the caller's splits how many rows came from each rank."""
+
+    def __init__(self, tensor: torch.Tensor, splits: _Splits) -> None:
+        self._alltoall, self._splits = Alltoall(tensor), splits
+
+    def start(self, response: Response, group: Group) -> list[Work]:
+        return self._alltoall.start(response, group)
+
+    def result(self) -> tuple[torch.Tensor, torch.Tensor]:
+        output, received = self._alltoall.result()
+        if isinstance(self._splits, torch.Tensor):
+            return output, torch.tensor(received, dtype=self._splits.dtype, device=self._splits.device)
+        return output, torch.tensor(received, dtype=torch.int32)
+
+
+def _rows(tensor: torch.Tensor, splits: _Splits, size: int) -> tuple[int, ...]:
+    if not tensor.dim():
+        raise ValueError("alltoall divides a tensor along its first dimension and was given a scalar")
+    if splits is None:
+        if tensor.shape[0] % size:
+            raise ValueError(f"{tensor.shape[0]} rows do not divide by {size} ranks; pass splits")
+        return (tensor.shape[0] // size,) * size
+    if isinstance(splits, torch.Tensor) and (splits.dtype.is_floating_point or splits.dim() != 1):
+        raise ValueError(f"splits should be whole numbers in one dimension and are {splits.dtype}, {splits.dim()}-d")
+    rows = tuple(int(count) for count in splits)
+    if len(rows) != size or any(count < 0 for count in rows):
+        raise ValueError(f"splits should be {size} numbers of rows, one for each rank, and are {list(rows)}")
+    if sum(rows) != tensor.shape[0]:
+        raise ValueError(f"splits {list(rows)} add up to {sum(rows)} rows, the tensor has {tensor.shape[0]}")
+    return rows
+
+
+class _Call(NamedTuple):
+    splits: Any
+    name: str
+    process_set: ProcessSet
+
+    def start(self, tensor: torch.Tensor) -> Pending:
+        def prepare(name: str, group: Group) -> tuple[Request, Operation]:
+            (member,) = tensors_of("alltoall", [tensor])
+            rows = _rows(member, self.splits, group.size)
+            request = Request(Kind.ALLTOALL, name, group.number, (spec_of(member),), splits=rows)
+            return request, _WithSplits(member, self.splits)
+
+        return ask(Kind.ALLTOALL, self.name, self.process_set, prepare)
+
+
+class _Differentiable(torch.autograd.Function):
+    """Gradients go back the way the rows came."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        output, received = call.start(tensor).wait()
+        ctx.back = call._replace(splits=received, name=f"{call.name}.backward")
+        ctx.mark_non_differentiable(received)
+        return output, received
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        gradient, _ = _Differentiable.apply(ctx.back, gradients[0])
+        return None, gradient
+
+
+def alltoall(
+    tensor: torch.Tensor,
+    splits: torch.Tensor | Sequence[int] | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """A new tensor: the rows that every rank has sent to this one, in rank order. On every rank of `process_set`.
+
+    Args:
+        tensor: divided along its first dimension; the others, and the dtype, have to be the same on all ranks.
+        splits: how many rows go to each rank; without it, the same number to each.
+
+    Returns the rows and, when `splits` were given, also how many of them came from each rank. Differentiable: gradients
+    go back the way the rows came.
+    """
+    call = _Call(splits, operation_name(Kind.ALLTOALL, name, process_set), process_set)
+    output, received = _Differentiable.apply(call, tensor)
+    return output if splits is None else (output, received)
+
+
+def alltoall_async(
+    tensor: torch.Tensor,
+    splits: torch.Tensor | Sequence[int] | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """As :func:`alltoall`, not differentiable; ``synchronize`` always returns the pair of rows and their numbers."""
+    call = _Call(splits, operation_name(Kind.ALLTOALL, name, process_set), process_set)
+    return runtime().handle(call.start(tensor))

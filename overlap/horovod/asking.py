@@ -1,0 +1,62 @@
+"""From a function's arguments to an operation that all ranks know of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import comm_core
+from overlap.horovod.errors import NotInitialized
+from overlap.horovod.operation import Group, Operation
+from overlap.horovod.pending import Pending
+from overlap.horovod.process_set import ProcessSet
+from overlap.horovod.request import Kind, Request
+from overlap.horovod.runtime import Runtime
+from overlap.session import Session, current, is_initialized
+
+__all__ = ["ask", "attach", "operation_name", "runtime"]
+
+_SERVICE = "names"
+_REFUSALS = (ValueError, TypeError, NotImplementedError, comm_core.Error)
+
+
+def attach(session: Session) -> Runtime:
+    """The session's runtime, made where there is none yet. On every rank."""
+    found = session.services.get(_SERVICE)
+    if found is None:
+        found = session.services[_SERVICE] = Runtime(session)
+    assert isinstance(found, Runtime)
+    return found
+
+
+def runtime() -> Runtime:
+    """The runtime of the session. Raises :class:`NotInitialized` before ``init()`` and after ``shutdown()``."""
+    found = current().services.get(_SERVICE) if is_initialized() else None
+    if found is None:
+        raise NotInitialized("call init() first")
+    assert isinstance(found, Runtime)
+    return found
+
+
+def operation_name(kind: Kind, name: str | None, process_set: ProcessSet) -> str:
+    """The name given, or the next number of this kind."""
+    if name is not None and not isinstance(name, str):
+        raise TypeError(f"name should be a string and is {type(name).__name__}")
+    found = runtime()
+    return found.name(kind, found.group(process_set), name)
+
+
+def ask(
+    kind: Kind, name: str, process_set: ProcessSet, prepare: Callable[[str, Group], tuple[Request, Operation]]
+) -> Pending:
+    """Ask for what `prepare` makes of the arguments.
+
+    Where it refuses them the other ranks, who may be waiting for this one, are told, and the error is raised here too.
+    """
+    found = runtime()
+    group = found.group(process_set)
+    try:
+        request, operation = prepare(name, group)
+    except _REFUSALS as error:
+        found.refuse(Request(kind, name, group.number, refusal=str(error)))
+        raise
+    return found.submit(request, operation)

@@ -1,0 +1,154 @@
+"""Each rank's rows of a reduction, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from comm_core import ReduceOp
+from overlap.horovod.allgather import grouped_allgather
+from overlap.horovod.asking import ask, operation_name, runtime
+from overlap.horovod.compression import Compression, Compressor
+from overlap.horovod.operation import Group, Only, Operation
+from overlap.horovod.pending import Pending
+from overlap.horovod.process_set import ProcessSet, global_process_set
+from overlap.horovod.reducing import ReduceScatter
+from overlap.horovod.reduction import Average, resolve
+from overlap.horovod.request import Kind, Request
+from overlap.horovod.staging import check_reducible, spec_of, tensors_of
+
+__all__ = ["grouped_reducescatter", "grouped_reducescatter_async", "reducescatter", "reducescatter_async"]
+
+
+class _Call(NamedTuple):
+    name: str
+    op: Any
+    prescale: float
+    postscale: float
+    process_set: ProcessSet
+
+    def start(self, tensors: Sequence[torch.Tensor], *, single: bool = False) -> Pending:
+        def prepare(name: str, group: Group) -> tuple[Request, Operation]:
+            op = resolve(self.op)
+            members = tensors_of("reducescatter", tensors)
+            for tensor in members:
+                check_reducible("reducescatter", tensor, op, self.prescale, self.postscale)
+                if not tensor.dim():
+                    raise ValueError("reducescatter divides a tensor along its first dimension and was given a scalar")
+            specs = tuple(spec_of(tensor) for tensor in members)
+            request = Request(
+                Kind.REDUCESCATTER, name, group.number, specs, op.name, float(self.prescale), float(self.postscale)
+            )
+            operation = ReduceScatter(members, op, self.prescale, self.postscale)
+            return request, Only(operation) if single else operation
+
+        return ask(Kind.REDUCESCATTER, self.name, self.process_set, prepare)
+
+
+def _call(
+    name: str | None,
+    op: Any,
+    process_set: ProcessSet,
+    prescale: float,
+    postscale: float,
+    *,
+    group: bool = False,
+) -> _Call:
+    found = operation_name(Kind.REDUCESCATTER, name, process_set)
+    return _Call(f"{found} (group)" if group else found, op, prescale, postscale, process_set)
+
+
+class _Differentiable(torch.autograd.Function):
+    """The gradients of all ranks' rows, one rank after the other; as in Horovod, of a sum times the number of ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.call = call
+        return tuple(call.start(tensors).wait())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        call: _Call = ctx.call
+        op = resolve(call.op)
+        if op not in (ReduceOp.SUM, ReduceOp.AVG):
+            raise NotImplementedError(
+                f"reducescatter {call.name!r}: the gradient of {op.name} is not defined; Sum and Average have one"
+            )
+        factor = call.prescale * call.postscale
+        if op is ReduceOp.SUM:
+            factor *= runtime().group(call.process_set).size
+        wanted = [index for index, needed in enumerate(ctx.needs_input_grad[1:]) if needed]
+        gathered = grouped_allgather(
+            [gradients[index] * factor for index in wanted],
+            name=f"reducescatter {call.name}.backward",
+            process_set=call.process_set,
+        )
+        parts: list[torch.Tensor | None] = [None] * len(gradients)
+        for index, gradient in zip(wanted, gathered, strict=True):
+            parts[index] = gradient
+        return (None, *parts)
+
+
+def reducescatter(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: Any = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> torch.Tensor:
+    """A new tensor: this rank's rows of the reduction of every rank's `tensor`. On every rank of `process_set`.
+
+    Rows are divided evenly; the first ranks get one more where they do not divide. Arguments and errors as of
+    ``allreduce``. Differentiable for Sum and Average: the backward pass gathers the gradients of all rows; as in
+    Horovod, those of a Sum are multiplied by the number of ranks.
+    """
+    call = _call(name, op, process_set, prescale_factor, postscale_factor)
+    compressed, context = compression.compress(tensor)
+    (reduced,) = _Differentiable.apply(call, compressed)
+    return compression.decompress(reduced, context)
+
+
+def reducescatter_async(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    op: Any = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
+    """As :func:`reducescatter`, not differentiable; returns at once a handle for ``poll`` and ``synchronize``."""
+    call = _call(name, op, process_set, prescale_factor, postscale_factor)
+    return runtime().handle(call.start([tensor], single=True))
+
+
+def grouped_reducescatter(
+    tensors: Sequence[torch.Tensor],
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: Any = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[torch.Tensor]:
+    """As :func:`reducescatter` of each tensor, as one operation under one name."""
+    call = _call(name, op, process_set, prescale_factor, postscale_factor, group=True)
+    pairs = [compression.compress(tensor) for tensor in tensors]
+    reduced = _Differentiable.apply(call, *(compressed for compressed, _ in pairs))
+    return [compression.decompress(tensor, context) for tensor, (_, context) in zip(reduced, pairs, strict=True)]
+
+
+def grouped_reducescatter_async(
+    tensors: Sequence[torch.Tensor],
+    name: str | None = None,
+    op: Any = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
+    """As :func:`reducescatter_async` of a group; ``synchronize`` returns a list."""
+    call = _call(name, op, process_set, prescale_factor, postscale_factor, group=True)
+    return runtime().handle(call.start(tensors))

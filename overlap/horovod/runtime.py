@@ -1,0 +1,258 @@
+"""Carries out collectives by name: a thread of each rank follows the order that rank 0 decides.
+
+Whatever a rank asks for goes as a letter to rank 0, whose thread keeps the `Coordinator`; its responses come back as
+letters, in one order for all, and each rank's thread issues the collectives. Both letters and collectives travel on a
+communicator of their own, so that strategies, whose order is agreed beforehand, are neither held up nor overtaken. The
+thread sleeps in a receive; in a world of one there is none and everything happens on the caller's thread.
+
+[Note: join and those who reduce on their own] ``join()`` answers for this rank whatever the others reduce by name. Who
+reduces without names (a distributed optimizer) appends an object with ``join() -> None`` to ``Session.participants``:
+``facade.join()`` calls it on the caller's thread, after the others were told that this rank has joined, and it returns
+when no rank needs this one's part in its reductions any more. With several of them, each is called in the order in which
+they were appended, the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import pickle
+import threading
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+from overlap.horovod.coordinator import Coordinator, Decision
+from overlap.horovod.errors import HorovodInternalError, Mismatch
+from overlap.horovod.operation import Group, Nothing, Operation
+from overlap.horovod.pending import Pending
+from overlap.horovod.process_set import ProcessSet, global_process_set
+from overlap.horovod.request import Kind, Request, Response
+from overlap.horovod.stalled import Stalled
+from overlap.horovod.stand_in import stand_in
+from overlap.session import Session
+
+__all__ = ["Runtime"]
+
+log = logging.getLogger("dear")
+
+_WAIT_SECONDS = 3600.0
+_LEAVE, _END = "leave", "end"
+_Key = tuple[int, Kind, str]
+
+
+class Runtime:
+    """The part of a session that serves collectives by name. Made on every rank at the same time."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._comm = session.channel("names")
+        self.rank, self.size = self._comm.rank, self._comm.size
+        everybody = tuple(range(self.size))
+        self._groups: dict[int, Group] = {0: Group(0, everybody, self._comm)}
+        self._registered: dict[int, ProcessSet] = {0: global_process_set}
+        global_process_set._register(0, everybody, self.rank)
+        self._coordinator = Coordinator(self.size) if self.rank == 0 else None
+        self._open: dict[_Key, Pending] = {}
+        self._handles: dict[int, Pending] = {}
+        self._handle_numbers = itertools.count()
+        self._last_handle = -1
+        self._names: dict[tuple[int, Kind], Any] = defaultdict(lambda: itertools.count(1))
+        self._lock = threading.RLock()  # what is open, and the coordinator's table
+        self._closed_by: Exception | None = None
+        self._ended = False
+        session.watchdog.watch(self)
+        self._thread: threading.Thread | None = None
+        if self.size > 1:
+            self._thread = threading.Thread(target=self._run, name="dear-names", daemon=True)
+            self._thread.start()
+
+    # - Callers' threads
+
+    def group(self, process_set: ProcessSet) -> Group:
+        """The set as this rank sees it. Raises ``ValueError`` unless it is registered and this rank is in it."""
+        number = process_set.process_set_id
+        if number is None or number not in self._groups:
+            raise ValueError(
+                f"{process_set} is not registered: pass it to init(process_sets=…) or to add_process_set()"
+            )
+        group = self._groups[number]
+        if self.rank not in group.ranks:
+            raise ValueError(f"rank {self.rank} is not in the process set with ranks {list(group.ranks)}")
+        return group
+
+    def name(self, kind: Kind, group: Group, given: str | None) -> str:
+        """The name given, or the next number: unnamed operations of a kind match in the order of their calls."""
+        return given if given is not None else f"noname.{next(self._names[group.number, kind])}"
+
+    def submit(self, request: Request, operation: Operation) -> Pending:
+        """Ask for an operation. Raises ``ValueError`` while another one of the same kind and name is under way."""
+        pending = Pending(request, operation)
+        key = _key(request)
+        refused = self._open.get(key)
+        if refused is not None and refused.request.refusal:
+            refused.settled()  # the others have yet to hear of it; only then the name means something new
+        with self._lock:
+            if self._closed_by is not None:
+                raise HorovodInternalError(f"{request.title}: {self._closed_by}")
+            if key in self._open:
+                raise ValueError(
+                    f"{request.title} is under way already on rank {self.rank}: wait for it, or use another name"
+                )
+            self._open[key] = pending
+        self._tell(0, request)
+        return pending
+
+    def refuse(self, request: Request) -> None:
+        """Tell the others that this rank cannot take part; nothing happens where the name is in use."""
+        with self._lock:
+            if self._closed_by is not None or _key(request) in self._open:
+                return
+        self.submit(request, Nothing())
+
+    def handle(self, pending: Pending) -> int:
+        """A number for `wait` and `done`."""
+        with self._lock:
+            self._last_handle = next(self._handle_numbers)
+            self._handles[self._last_handle] = pending
+            return self._last_handle
+
+    def done(self, handle: int) -> bool:
+        """Whether `wait` would return at once. Raises ``ValueError`` for a handle that is none (any more)."""
+        found = self._handles.get(handle)
+        if found is None:
+            raise ValueError(f"handle {handle} was never given out, or synchronize() has had it already")
+        return found.done()
+
+    def wait(self, handle: int) -> Any:
+        """The result; None for a handle that was waited for before, as in Horovod."""
+        with self._lock:
+            found = self._handles.pop(handle, None)
+            if found is None and not (isinstance(handle, int) and 0 <= handle <= self._last_handle):
+                raise ValueError(f"handle {handle!r} was never given out")
+        return None if found is None else found.wait()
+
+    def remember(self, number: int, process_set: ProcessSet) -> None:
+        """From now on `process_set` is the set with this number, until it is removed or the session ends."""
+        self._registered[number] = process_set
+        process_set._register(number, self._groups[number].ranks, self.rank)
+
+    def forget(self, number: int) -> None:
+        """The set with this number is no more."""
+        found = self._registered.pop(number, None)
+        if found is not None:
+            found._invalidate()
+
+    def pending(self) -> list[Any]:
+        """What the watchdog looks at: what is asked for and not decided, by this rank, and on rank 0 by any.
+
+        What is decided shows as operations of the communicator.
+        """
+        with self._lock:
+            asked = list(self._open.values())
+            missing = [] if self._coordinator is None else self._coordinator.missing()
+        return [*(Stalled(waiting, absent) for waiting, absent in missing), *asked]
+
+    def close(self) -> None:
+        """Take part in nothing new, but in what others still ask for, until all ranks have come here."""
+        with self._lock:
+            if self._closed_by is None:
+                self._closed_by = HorovodInternalError("the session was shut down")
+        if self._thread is not None:
+            self._tell(0, _LEAVE)
+            self._thread.join()
+        self._fail_open(HorovodInternalError("the session was shut down before every rank had asked for it"))
+        for number in list(self._registered):
+            self.forget(number)
+        for number, group in self._groups.items():
+            if number and group.comm is not None:
+                group.comm.close()
+
+    # - The facade's thread (or, in a world of one, the caller's)
+
+    def _tell(self, rank: int, message: Any) -> None:
+        if self.size == 1:
+            self._take(0, message)
+        else:
+            self._comm.post(rank, pickle.dumps(message))
+
+    def _run(self) -> None:
+        try:
+            while not self._ended:
+                letter = self._comm.receive_post(_WAIT_SECONDS)
+                if letter is not None:
+                    sender, payload = letter
+                    self._take(sender, pickle.loads(payload))
+        except Exception as error:  # no letters any more: whoever waits for an answer is told
+            log.warning("rank %d: collectives by name stopped: %s", self.rank, error)
+            with self._lock:
+                self._closed_by = HorovodInternalError(f"the connection to the other ranks was lost: {error}")
+            self._fail_open(self._closed_by)
+
+    def _take(self, sender: int, message: Any) -> None:
+        if isinstance(message, Response):
+            self._carry_out(message)
+        elif message == _END:
+            self._ended = True
+        else:
+            self._coordinate(sender, message)
+
+    def _coordinate(self, sender: int, message: Any) -> None:
+        assert self._coordinator is not None, "requests go to rank 0"
+        with self._lock:
+            table = self._coordinator
+            decided = table.leave(sender) if message == _LEAVE else table.submit(sender, message)
+        self._publish(decided)
+        if message == _LEAVE and self._coordinator.everybody_left:
+            for rank in range(1, self.size):
+                self._tell(rank, _END)
+            self._ended = True
+
+    def _publish(self, decided: Iterable[Decision]) -> None:
+        for ranks, response in decided:
+            for rank in ranks:
+                if rank != self.rank:
+                    self._tell(rank, response)
+            if self.rank in ranks:
+                self._carry_out(response)
+
+    def _carry_out(self, response: Response) -> None:
+        with self._lock:
+            pending = self._open.pop(_key(response.request), None)
+        if response.error:
+            if pending is not None:
+                pending.fail((Mismatch if response.mismatch else HorovodInternalError)(response.error))
+            return
+        try:
+            if response.request.kind is Kind.JOIN:
+                self._names.clear()  # the others may have used more of them meanwhile
+            self._change_groups(response)
+            operation = stand_in(response) if pending is None else pending.operation
+            works = operation.start(response, self._groups[response.request.process_set])
+            if pending is not None:
+                pending.issued(works)
+        except Exception as error:  # of this rank alone, such as no memory; the others are told by the watchdog
+            log.error("rank %d: %s could not be started: %s", self.rank, response.request.title, error)
+            if pending is not None:
+                pending.fail(error)
+
+    def _change_groups(self, response: Response) -> None:
+        request, number = response.request, response.number
+        if request.kind is Kind.ADD_PROCESS_SET:
+            comm = self._comm.split(0 if self.rank in request.ranks else None, self.rank)
+            self._groups[number] = Group(number, request.ranks, comm)
+        elif request.kind is Kind.REMOVE_PROCESS_SET:
+            comm = self._groups.pop(number).comm
+            if comm is not None:
+                comm.close()
+
+    def _fail_open(self, error: Exception) -> None:
+        with self._lock:
+            left = list(self._open.values())
+            self._open.clear()
+        for pending in left:
+            pending.fail(HorovodInternalError(f"{pending.request.title}: {error}"))
+
+
+def _key(request: Request) -> _Key:
+    return request.process_set, request.kind, request.name

@@ -1,0 +1,47 @@
+"""Sums of sparse tensors, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from comm_core import ReduceOp
+from overlap.horovod.allgather import allgather_async
+from overlap.horovod.process_set import ProcessSet, global_process_set
+from overlap.horovod.reduction import resolve
+from overlap.horovod.waiting import synchronize
+
+__all__ = ["sparse_allreduce_async"]
+
+
+def sparse_allreduce_async(
+    tensor: torch.Tensor, name: str, op: Any, process_set: ProcessSet = global_process_set
+) -> Callable[[], torch.Tensor]:
+    """Sum or average a sparse COO tensor over the ranks: indices and values of all are gathered.
+
+    Returns, as in Horovod, a function: calling it waits, and gives an uncoalesced sparse tensor of the same shape. On
+    every rank of `process_set`. Raises ``ValueError`` for another layout or another `op`.
+    """
+    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.sparse_coo:
+        kind = tensor.layout if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+        raise ValueError(
+            f"sparse_allreduce_async takes a sparse COO tensor and was given {kind}; see allreduce_async()"
+        )
+    wanted = resolve(op)
+    if wanted not in (ReduceOp.SUM, ReduceOp.AVG):
+        raise ValueError(f"sparse tensors can be summed or averaged; op is {wanted.name}")
+    source = tensor.detach()
+    indices = allgather_async(source._indices().t().contiguous(), f"{name}.indices", process_set)
+    values = allgather_async(source._values(), f"{name}.values", process_set)
+
+    def result() -> torch.Tensor:
+        found = synchronize(values)
+        if wanted is ReduceOp.AVG:
+            size = process_set.size()
+            assert size is not None, "registered, or the gathers would have raised"
+            found = found / size
+        return torch.sparse_coo_tensor(synchronize(indices).t(), found, source.shape)
+
+    return result

@@ -1,0 +1,73 @@
+"""From the caller's tensors to plain memory that collectives move, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from comm_core import InvalidUsage, ReduceOp, Unsupported
+from overlap.checks import wire_form
+from overlap.horovod.request import TensorSpec
+
+__all__ = ["check_reducible", "dtype_of", "own_copy", "plain", "scale_", "spec_of", "tensors_of"]
+
+
+def tensors_of(what: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors of a group. Raises where one is none, or sparse."""
+    if isinstance(tensors, torch.Tensor) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
+        raise TypeError(f"{what} takes tensors and was given {_types(tensors)}")
+    for tensor in tensors:
+        if tensor.layout is not torch.strided:
+            raise InvalidUsage(
+                f"{what} takes dense tensors and was given {tensor.layout}; see sparse_allreduce_async()"
+            )
+    return list(tensors)
+
+
+def _types(tensors: object) -> str:
+    if isinstance(tensors, list | tuple):
+        return f"a {type(tensors).__name__} of {', '.join(sorted({type(item).__name__ for item in tensors}))}"
+    return f"a {type(tensors).__name__}"
+
+
+def spec_of(tensor: torch.Tensor, label: str = "") -> TensorSpec:
+    """How requests describe it."""
+    return TensorSpec(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), label)
+
+
+def dtype_of(spec: TensorSpec) -> torch.dtype:
+    """The other way round."""
+    dtype = getattr(torch, spec.dtype)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` as contiguous CPU memory: itself where it is, else a copy; without autograd."""
+    return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+
+
+def own_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy as contiguous CPU memory that nobody else has."""
+    staged = plain(tensor)
+    return staged.clone() if staged.data_ptr() == tensor.data_ptr() else staged
+
+
+def check_reducible(what: str, tensor: torch.Tensor, op: ReduceOp, *factors: float) -> None:
+    """Raise ``Unsupported`` where ranks cannot reduce tensors of this dtype with `op` and scale `factors`."""
+    if tensor.dtype is torch.bool and (op is ReduceOp.AVG or any(factor != 1.0 for factor in factors)):
+        raise Unsupported(
+            f"{what}: booleans can be neither averaged nor scaled; use Sum (or), Product (and), Min or Max"
+        )
+    wire_form(what, "tensor", torch.empty(0, dtype=tensor.dtype), op)
+
+
+def scale_(tensor: torch.Tensor, factor: float) -> None:
+    """Multiply in place; whole numbers in fp64, cut off towards zero."""
+    if factor == 1.0:
+        return
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+        tensor.mul_(factor)
+    else:
+        tensor.copy_(tensor.double().mul_(factor))

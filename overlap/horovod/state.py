@@ -1,0 +1,62 @@
+"""The root's model and optimizer on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from overlap.broadcast import plant, uproot
+from overlap.horovod.broadcast import broadcast_group
+from overlap.horovod.job import rank
+from overlap.horovod.objects import broadcast_object
+
+__all__ = ["broadcast_optimizer_state", "broadcast_parameters"]
+
+
+def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: int) -> None:
+    """Overwrite parameters with those of `root_rank`, in place. On every rank.
+
+    Args:
+        params: ``model.state_dict()``, ``model.named_parameters()`` or ``model.parameters()``. Entries that are no tensors
+            are left alone. The tensors of a wrapped model's ``state_dict()`` are copies; pass ``named_parameters()`` then.
+
+    Raises :class:`Mismatch` on every rank, with the parameter's name, where names, shapes or dtypes differ between ranks,
+    and ``ValueError`` for anything else than these.
+    """
+    if isinstance(params, Mapping):
+        pairs = sorted(params.items(), key=lambda pair: str(pair[0]))
+    elif isinstance(params, Iterable) and not isinstance(params, torch.Tensor | str):
+        pairs = [item if isinstance(item, tuple) else ("", item) for item in params]
+    else:
+        raise ValueError(f"params should be a state_dict or a list of parameters and is a {type(params).__name__}")
+    if any(len(pair) != 2 for pair in pairs):
+        raise ValueError("params should be a state_dict, parameters, or pairs (name, parameter)")
+    tensors = {
+        str(name) or f"#{index}": value for index, (name, value) in enumerate(pairs) if isinstance(value, torch.Tensor)
+    }
+    broadcast_group([value.data for value in tensors.values()], list(tensors), root_rank)
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
+) -> None:
+    """Give every rank the hyper-parameters and the state of `root_rank`, whatever it had before. On every rank.
+
+    Follows the root's structure and never takes a step, which would change parameters; so it works for optimizers that
+    have no state yet on some ranks, and for LBFGS. A distributed optimizer keeps its sharding.
+
+    Args:
+        model: what Horovod needs to take that step; accepted and not needed.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer should be a torch.optim.Optimizer and is {type(optimizer).__name__}")
+    tensors: list[torch.Tensor] = []
+    root = rank() == root_rank
+    structure = broadcast_object(uproot(optimizer.state_dict(), tensors) if root else None, root_rank)
+    if not root:
+        loaded = plant(structure, tensors)
+    broadcast_group(tensors, [str(index) for index in range(len(tensors))], root_rank)
+    if not root:
+        optimizer.load_state_dict(loaded)

@@ -1,0 +1,60 @@
+"""Waiting: for an operation, for all ranks, for ranks that still have data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from overlap.horovod.asking import ask, operation_name, runtime
+from overlap.horovod.operation import Group, Nothing, Operation
+from overlap.horovod.process_set import ProcessSet, global_process_set
+from overlap.horovod.request import Kind, Request
+from overlap.session import current
+
+__all__ = ["barrier", "join", "poll", "synchronize"]
+
+
+def poll(handle: int) -> bool:
+    """Whether ``synchronize(handle)`` would return at once.
+
+    Raises ``ValueError`` for what is no handle, or one that was synchronized.
+    """
+    return runtime().done(handle)
+
+
+def synchronize(handle: int) -> Any:
+    """Wait for an operation; its tensor, its list of tensors for a group, or None where it was synchronized before.
+
+    Raises ``HorovodInternalError`` when the operation failed: because ranks disagreed, because one of them has shut
+    down, or because a connection was lost.
+    """
+    return runtime().wait(handle)
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Wait until every rank of `process_set` has come here."""
+
+    def prepare(name: str, group: Group) -> tuple[Request, Operation]:
+        return Request(Kind.BARRIER, name, group.number), Nothing()
+
+    ask(Kind.BARRIER, operation_name(Kind.BARRIER, None, process_set), process_set, prepare).wait()
+
+
+def join(device: int = -1) -> int:
+    """Wait, out of data, until every rank has come here; meanwhile take part in what the others do. On every rank.
+
+    Others' allreduces get nothing from this rank, and averages divide by the ranks that still contribute; their
+    allgathers get no rows; barriers do not wait. Other collectives fail on them, as in Horovod.
+
+    Args:
+        device: in Horovod, where the zeros are made; here they live on the CPU wherever others' tensors are, so -1 and
+            every GPU's number mean the same.
+
+    Returns the last rank to come here.
+    """
+    if not isinstance(device, int) or device < -1:
+        raise ValueError(f"device should be a GPU's number or -1 and is {device!r}")
+    pending = runtime().submit(Request(Kind.JOIN, "join"), Nothing())
+    for participant in list(current().participants):
+        participant.join()
+    last: int = pending.wait()
+    return last

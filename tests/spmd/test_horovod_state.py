@@ -1,0 +1,106 @@
+"""The root's parameters and optimizer state on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import dear as hvd
+
+
+@pytest.fixture(autouse=True)
+def _init() -> None:
+    hvd.init()
+
+
+def _model(memory_format: torch.memory_format = torch.channels_last) -> torch.nn.Sequential:
+    torch.manual_seed(hvd.rank())
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(2, 3, 2), torch.nn.BatchNorm2d(3), torch.nn.Flatten(), torch.nn.Linear(3, 2)
+    )
+    return model.to(memory_format=memory_format)  # type: ignore[call-overload,no-any-return]
+
+
+def _digest(tensors: Any) -> list[float]:
+    return [float(tensor.detach().double().sum()) for tensor in tensors if isinstance(tensor, torch.Tensor)]
+
+
+def _same_everywhere(values: Any) -> None:
+    assert len({repr(each) for each in hvd.allgather_object(values)}) == 1
+
+
+@pytest.mark.parametrize("form", ["state_dict", "named", "list of pairs", "parameters"])
+def test_parameters(form: str) -> None:
+    model = _model()
+    strides = model[0].weight.stride()
+    forms: dict[str, Any] = {
+        "state_dict": model.state_dict(),
+        "named": model.named_parameters(),
+        "list of pairs": list(model.named_parameters()),
+        "parameters": list(model.parameters()),
+    }
+    root = hvd.size() - 1
+    before = hvd.broadcast_object(_digest(model.parameters()), root)
+    hvd.broadcast_parameters(forms[form], root)
+    assert _digest(model.parameters()) == before
+    assert model[0].weight.stride() == strides
+    if form == "state_dict":
+        _same_everywhere(_digest(model.state_dict().values()))
+
+
+def test_what_is_no_tensor_is_left_alone_and_expanded_memory_is_written_once() -> None:
+    mixed = {"steps": hvd.rank(), "weight": torch.full((2, 1), float(hvd.rank())).expand(2, 3)}
+    hvd.broadcast_parameters(mixed, 0)
+    assert mixed["steps"] == hvd.rank()
+    assert isinstance(mixed["weight"], torch.Tensor)
+    assert mixed["weight"].sum() == 0
+
+
+OPTIMIZERS: dict[str, Callable[[Any, float], torch.optim.Optimizer]] = {
+    "SGD": lambda params, lr: torch.optim.SGD(params, lr, momentum=0.9, weight_decay=0.1),
+    "AdamW": lambda params, lr: torch.optim.AdamW(params, lr, amsgrad=True),
+    "LBFGS": lambda params, lr: torch.optim.LBFGS(params, lr),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizer_state_follows_the_root_and_takes_no_step(name: str) -> None:
+    model = _model(torch.contiguous_format)  # torch's LBFGS takes no other
+    hvd.broadcast_parameters(model.state_dict(), 0)
+    root = hvd.size() - 1
+    optimizer = OPTIMIZERS[name](model.parameters(), 0.1 / (1 + hvd.rank()))
+    if hvd.rank() == root:
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss: torch.Tensor = model(torch.ones(4, 2, 2, 2)).square().sum()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    before = _digest(model.parameters())
+    hvd.broadcast_optimizer_state(optimizer, root, model=model)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 / (1 + root))
+    assert _digest(model.parameters()) == before
+    state = optimizer.state_dict()["state"]
+    assert state
+    _same_everywhere([(key, _digest(entry.values())) for key, entry in sorted(state.items())])
+
+
+def test_a_distributed_optimizer_takes_the_roots_state_too() -> None:
+    model = _model()
+    optimizer = hvd.DistributedOptimizer(torch.optim.Adam(model.parameters(), 0.01), model)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.full((2, 2, 2, 2), 1.0 + hvd.rank())).sum().backward()
+        optimizer.step()
+    optimizer.param_groups[0]["lr"] = 0.5 + hvd.rank()
+    hvd.broadcast_optimizer_state(optimizer, 0)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    optimizer.zero_grad()
+    model(torch.ones(2, 2, 2, 2)).sum().backward()
+    optimizer.step()
+    _same_everywhere(_digest(model.parameters()))
