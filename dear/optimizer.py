@@ -38,7 +38,7 @@ class Dear(Strategy):
     sharding = True
 
     def __init__(
-        self, threshold_mb: float | None, num_nearby_layers: int | None, exclude_parts: str, policy: str
+        self, threshold_mb: float | None, num_nearby_layers: int | None, exclude_parts: str, policy: str, eager: bool
     ) -> None:
         if threshold_mb is None and num_nearby_layers is None:
             raise ValueError(
@@ -56,7 +56,7 @@ class Dear(Strategy):
         if strangers:
             raise ValueError(f"exclude_parts should name {' or '.join(_PARTS[policy])} and names {strangers}")
         self.threshold_mb, self.num_nearby_layers, self.policy = threshold_mb, num_nearby_layers, policy
-        self.excluded = excluded
+        self.excluded, self.eager = excluded, eager
 
     @property
     def space(self) -> tuple[Dimension, ...]:
@@ -120,6 +120,7 @@ def DistributedOptimizer(
     num_nearby_layers: int | None = None,
     exclude_parts: str = "",
     policy: str = "rsag",
+    eager: bool = False,
     tune: bool | Tuning = False,
     strategy: str = "dear",
     **shell: Any,
@@ -138,6 +139,10 @@ def DistributedOptimizer(
             leave that part of the communication out, for time breakdowns. The training is wrong then.
         policy: how an all-reduce is taken apart. ``"rsag"``: reduce-scatter and all-gather. ``"rb"``, for comparison:
             each bucket is reduced to one rank, in turn, updated there in full and broadcast.
+        eager: update and gather late layers while backward still runs, where the wire has a gap. Results are the same.
+            What needs old parameters or all gradients between backward and ``step()`` raises: clipping by a global norm,
+            ``synchronize()``, skipped steps, ``state_dict()``, changed hyper-parameters, reading parameters. Raises
+            ``ValueError`` for optimizers that need whole parameters.
         tune: True or ``Tuning(...)`` searches the `threshold_mb` with the shortest steps, 1 to 256 unless told otherwise,
             while training goes on; the results of training stay the same. See :class:`overlap.tuning.options.Tuning`.
         strategy: ``"dear"``, or the name of another strategy's package (``"wfbp"``, ``"mgwfbp"``), which then takes the
@@ -149,6 +154,7 @@ def DistributedOptimizer(
         "num_nearby_layers": num_nearby_layers,
         "exclude_parts": exclude_parts,
         "policy": policy,
+        "eager": eager,
     }
     shell |= {
         "compression": compression,

@@ -35,6 +35,11 @@ class Averages:
         """The window is over, by a step or without one."""
         self.synchronized = self.infinities_shown = False
 
+    def refuse(self, what: str) -> None:
+        """Raise where parameters are updated before ``step()``: nothing can be done to all gradients before that."""
+        if self._engine.eager is not None:
+            self._engine.eager.refuse(what)
+
     def _settle(self) -> None:
         engine, window = self._engine, self._engine.window
         self.prepare()
@@ -48,6 +53,7 @@ class Averages:
         """Make ``.grad`` the average everywhere."""
         if self.synchronized:
             return
+        self.refuse("synchronize()")
         engine = self._engine
         engine.prepare()
         engine.window.settle()
@@ -75,6 +81,7 @@ class Averages:
     ) -> torch.Tensor:
         """Clip the averaged gradients of the `wanted` parameters by their total norm."""
         engine = self._engine
+        self.refuse("clipping by a norm over all gradients")
         if engine.shards is None or self.synchronized:  # whole averages on every rank: torch's own clipping
             self.synchronize()
             self._refuse_sparse(wanted)
@@ -105,6 +112,7 @@ class Averages:
     def reveal_infinities(self) -> None:
         """A GradScaler is about to look for infinities in ``.grad``: let every rank's show the verdict of all."""
         engine = self._engine
+        self.refuse("a GradScaler's look at all gradients")
         if engine.shards is None:
             self.synchronize()
         if self.synchronized:

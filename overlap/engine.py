@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from overlap.bucket import Bucket, Slot
 from overlap.communicator import Communicator
 from overlap.dense import unused_positions
+from overlap.eager import EagerUpdates
 from overlap.exchange import Exchange
 from overlap.gates import Gates
 from overlap.grouping import Groups
@@ -69,9 +70,12 @@ class Engine:
             self.order,
             passes=passes,
             hold_last=sharding,  # [Note: nobody overtakes a step]
+            skippable=not (sharding and strategy.eager),
             launch=self._launch,
             settle=self._settle,
         )
+        eager = sharding and strategy.eager
+        self.eager = EagerUpdates(comm, optimizer, self.window, self.transit) if eager else None
         self._hooks: dict[int, RemovableHandle] = {}
         self._gates = Gates(self._touch, self._enter, self._leave)
         self._guard()
@@ -126,6 +130,8 @@ class Engine:
                 self._observer.gradient(slot)
             elif slot.bucket is not None:
                 self._refuse_sparse(slot)
+                if self.eager is not None:
+                    self.eager.poll()  # before what is ready now is issued: it is now that the wire may be idle
                 self.window.grad_ready(slot)
             elif slot.sparse:
                 slot.fires += 1
@@ -149,6 +155,8 @@ class Engine:
         if self._observer is not None:
             self._observer.touch(slot)
         elif slot.bucket is not None:
+            if self.eager is not None:
+                self.eager.refuse_read(slot)
             self.transit.arrive(slot.bucket)
 
     def _enter(self, module: torch.nn.Module) -> None:
@@ -174,7 +182,7 @@ class Engine:
         self._observer = None
         self._find_sparse(self.slots)
         self._planner.begin(facts, self.window.passes)
-        self.transit.entry = self._planner.unguarded
+        self._follow_plan()
 
     def preview(self, strategy: Strategy) -> Plan:
         """The buckets that :meth:`replan` would make. After the first step; communicates nothing."""
@@ -201,6 +209,8 @@ class Engine:
                 f"strategy {strategy.name!r} has sharding={strategy.sharding} and {self.strategy.name!r}, which it would "
                 f"replace, has sharding={self.strategy.sharding}"
             )
+        if strategy.eager is not self.strategy.eager:
+            raise ValueError(f"eager cannot change from {self.strategy.eager} to {strategy.eager} in a replan")
         if self.window.touched:
             raise RuntimeError("gradients arrived since the last step(); replan after step() or zero_grad()")
         if self.learning:
@@ -212,7 +222,12 @@ class Engine:
             move_state(self.comm, self.order, self.shards, shards)
         with self.changing():  # until now questions were answered from the old pieces
             self._planner.install(strategy, order, shards)
+        self._follow_plan()
+
+    def _follow_plan(self) -> None:
         self.transit.entry = self._planner.unguarded
+        if self.eager is not None:
+            self.eager.follow(self.order, self.shards, self._planner.reread)
 
     def add_slots(self, slots: Sequence[Slot]) -> None:
         """Take on new parameters; they get buckets in the next step."""
@@ -231,7 +246,7 @@ class Engine:
         if self._planner.late:
             self._find_sparse(self._planner.late)
             self._planner.extend()
-            self.transit.entry = self._planner.unguarded
+            self._follow_plan()
         window = self.window
         window.verify(sharded_only=window.reduced)
         window.flush()

@@ -24,6 +24,7 @@ class Facts:
     fires: tuple[int, ...]  # by slot
     unseen: frozenset[int]  # got a gradient though no module handed them out: awaited when any forward starts
     idle: frozenset[int]  # got no gradient
+    reread: frozenset[int] = frozenset()  # read in backward after their gradient was complete
     moments: tuple[float, ...] = ()  # by slot: when its gradient was complete, in seconds after the first one's
 
 
@@ -35,6 +36,7 @@ class Observer:
     units: list[tuple[object, list[int]]] = field(default_factory=list)
     _touched: set[int] = field(default_factory=set)
     _arrivals: dict[int, float] = field(default_factory=dict)
+    _reread: set[int] = field(default_factory=set)
     _depth: list[torch.nn.Module] = field(default_factory=list)
 
     def enter(self, module: torch.nn.Module) -> None:
@@ -46,6 +48,8 @@ class Observer:
 
     def touch(self, slot: Slot) -> None:
         """A parameter was handed out; it counts as used if a training forward is running."""
+        if slot.index in self._arrivals and torch._C._current_graph_task_id() >= 0:
+            self._reread.add(slot.index)
         if not self._depth or not torch.is_grad_enabled() or slot.index in self._touched:
             return
         layer = self._depth[-1]
@@ -59,6 +63,7 @@ class Observer:
     def gradient(self, slot: Slot) -> None:
         self._arrivals.pop(slot.index, None)  # the last accumulation completes it
         self._arrivals[slot.index] = time.perf_counter()
+        self._reread.discard(slot.index)
 
     def finish(self) -> Facts:
         arrived = list(self._arrivals)
@@ -73,5 +78,6 @@ class Observer:
             fires=tuple(slot.fires for slot in self.slots),
             unseen=frozenset(index for index in rest if index in with_gradient),
             idle=frozenset(slot.index for slot in self.slots if slot.index not in with_gradient),
+            reread=frozenset(self._reread),
             moments=tuple(self._arrivals.get(slot.index, last) - first for slot in self.slots),
         )

@@ -96,6 +96,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._patch_step_function()
         sliceable = is_elementwise(optimizer) if elementwise is None else elementwise
         sharding = strategy.sharding and sliceable and exchange.slices
+        if strategy.eager and not sliceable:
+            raise ValueError(
+                f"eager=True needs an optimizer that works element by element; {type(optimizer).__name__} is not known to "
+                "(elementwise=True promises that it does)"
+            )
+        if strategy.eager and not exchange.slices:
+            raise ValueError(
+                f"eager=True updates shards, and {compression!r} gives whole tensors; use Compression.fp16"
+            )
         self._engine = Engine(
             self._comm,
             session.channel("all-gathers") if sharding else self._comm,  # whoever reduces a loss is not behind them
@@ -112,6 +121,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         )
         self._share = StateShare(self._comm, session.mailroom, session.register(self), self._export)
         self._engine.changing = self._share.updating
+        if self._engine.eager is not None:
+            self._engine.eager.locked = self._share.replacing
         self._averages = Averages(self._engine)
         self._stepper = Stepper(self._engine, self._averages, optimizer, self._share)
         self._inside_skip_synchronize = False
@@ -183,6 +194,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters: they take rank 0's values, and buckets of their own in the next step. On every rank."""
+        self._averages.refuse("add_param_group()")
         self._engine.transit.arrive_all()
         self._optimizer.add_param_group(param_group)
         known = self._engine.slots
@@ -230,6 +242,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         After ``step()``: parameters become final, also for those who hold them outside their modules. On every rank.
         """
+        self._averages.refuse("synchronize()")  # before any wait: others may issue their all-gathers in step() only
         self._engine.transit.arrive_all()
         if self._engine.window.touched:
             self._averages.synchronize()
@@ -264,6 +277,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Plain torch format, full state, whatever the sharding. May be called on any subset of ranks, at any time."""
+        self._averages.refuse("state_dict()")
         if self._engine.shards is None or self._engine.learning:
             return self._optimizer.state_dict()
         state = self._optimizer.state
@@ -280,6 +294,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a plain torch state dict of any world size; on every rank, with the same one."""
+        self._averages.refuse("load_state_dict()")
         self._engine.transit.arrive_all()
         with self._share.replacing():
             self._optimizer.load_state_dict(state_dict)
@@ -289,7 +304,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def finish(self) -> None:
         """Wait for parameters in transit; ``shutdown()`` calls it."""
-        self._engine.transit.arrive_all()
+        self._stepper.finish()
 
 
 def _check_passes(passes: int) -> None:

@@ -103,6 +103,12 @@ class Planner:
             plan = strategy.plan(rest, specs, shardable, self._comm.size)
         return plan_groups(members, plan, facts, specs, shardable, self._comm.size)
 
+    @property
+    def reread(self) -> list[Slot]:
+        """Parameters that backward may read after their gradients: seen to be so, or not seen by any gate."""
+        assert self._facts is not None, "learning comes first"
+        return [self._slots[index] for index in sorted(self._unguarded | self._facts.reread)]
+
     def _specs(self) -> tuple[list[TensorSpec], list[bool]]:
         specs, shardable = [], []
         for slot in self._slots:

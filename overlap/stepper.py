@@ -9,7 +9,9 @@
 The last bucket in order of issue, whose gradients come at the very end of backward, is reduced by step() and not before.
 As no update starts before that reduction is done, no rank can update anything before every rank has called step(). A rank
 that calls state_dict() between two steps therefore finds the others' shares of the state at that same step. Where the
-reductions were awaited earlier (clipping, synchronize()), step() begins with a barrier instead.
+reductions were awaited earlier (clipping, synchronize()), step() begins with a barrier instead. With early updates
+(`overlap.eager`) a rank that calls state_dict() has no gradient since its last step, or it raises: so none of its
+reductions is issued, no other rank's can be done, and nobody has updated anything beyond that step.
 """
 
 from __future__ import annotations
@@ -56,6 +58,15 @@ class Stepper:
             self._engine.window.discard()
             self._averages.forget()
 
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Training ends: what is in flight arrives. After a backward without a step, early updates end alike everywhere."""
+        engine = self._engine
+        if engine.eager is not None and engine.window.touched:
+            engine.prepare()
+            engine.eager.finish()
+        engine.transit.arrive_all()
+
     def _close_window(self) -> None:
         self._engine.window.reset()
         self._averages.forget()
@@ -63,6 +74,8 @@ class Stepper:
     @torch.no_grad()
     def _step_shards(self, scale: torch.Tensor | None) -> None:
         engine, window, averages = self._engine, self._engine.window, self._averages
+        if engine.eager is not None:
+            engine.eager.check()
         averages.prepare()
         if window.reduced:
             self._comm.barrier(label="step")  # [Note: nobody overtakes a step]
@@ -73,7 +86,10 @@ class Stepper:
         window.settle(engine.order[-1:])  # before anything is updated: [Note: nobody overtakes a step]
         with self._share.updating():
             whole = []
+            early = set() if engine.eager is None else engine.eager.finish()
             for bucket in reversed(engine.order):
+                if bucket in early:
+                    continue
                 window.settle([bucket])
                 if bucket.holds_parameters:
                     bucket.adopt()

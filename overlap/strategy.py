@@ -27,11 +27,13 @@ class Strategy(ABC):
     """One schedule of communication: a pure plan and two verbs.
 
     `sharding` says whether the strategy can update shards; the shell turns it off for optimizers that need whole
-    parameters. Nothing here may depend on anything measured or seen on this rank alone.
+    parameters. `eager` updates shards while backward still runs (`overlap.eager`). Nothing here may depend on anything
+    measured or seen on this rank alone.
     """
 
     name: str
     sharding: bool
+    eager: bool = False
 
     @property
     def space(self) -> tuple[Dimension, ...]:

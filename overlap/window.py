@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 
 from overlap.bucket import Bucket, Phase, Slot
 
-__all__ = ["GradientChanged", "GradientWindow", "TooManyGradients"]
+__all__ = ["GradientChanged", "GradientWindow", "StepSkipped", "TooManyGradients"]
 
 
 class TooManyGradients(RuntimeError):
@@ -21,10 +21,15 @@ class GradientChanged(RuntimeError):
     """A gradient was changed after its reduction had been issued, so the other ranks would not see the change."""
 
 
+class StepSkipped(RuntimeError):
+    """Gradients were dropped after some of them had been used already (``eager=True``)."""
+
+
 class GradientWindow:
     """Readiness of every slot and bucket. `launch(bucket)` issues its reduction; `settle(bucket)` awaits the work.
 
-    `order` is the agreed order of issue. With `hold_last` its last bucket is issued by :meth:`flush` only.
+    `order` is the agreed order of issue. With `hold_last` its last bucket is issued by :meth:`flush` only. Where
+    buckets are updated before ``step()``, a step cannot be skipped: not `skippable`.
     """
 
     def __init__(
@@ -34,11 +39,13 @@ class GradientWindow:
         *,
         passes: int,
         hold_last: bool,
+        skippable: bool = True,
         launch: Callable[[Bucket], None],
         settle: Callable[[Bucket], None],
     ) -> None:
         self.slots, self.order, self.passes = slots, order, passes
-        self._hold_last, self._launch, self._settle = hold_last, launch, settle
+        self._hold_last, self._skippable = hold_last, skippable
+        self._launch, self._settle = launch, settle
         self._next = 0
         self.reduced = False  # all reductions of this window were awaited, by clipping or synchronize()
 
@@ -46,6 +53,12 @@ class GradientWindow:
     def touched(self) -> bool:
         """Whether a gradient arrived since the last step."""
         return any(slot.fires or slot.filled for slot in self.slots)
+
+    @property
+    def quiet(self) -> bool:
+        """Whether every reduction that was issued is done."""
+        last = self.order[self._next - 1] if self._next else None
+        return last is None or last.work is None or last.phase is not Phase.REDUCING or last.work.done()
 
     @property
     def _full(self) -> bool:
@@ -117,6 +130,11 @@ class GradientWindow:
     def discard(self, keep: Iterable[Slot] = ()) -> None:
         """A step was skipped: complete what other ranks may wait for, and forget the gradients."""
         if self._full:
+            if not self._skippable:
+                raise StepSkipped(
+                    "gradients were dropped after backward() and before step(), but with eager=True some parameters are "
+                    "updated already; call step() after every backward(), or wrap the optimizer with eager=False"
+                )
             self.flush()
             self.settle()
         for bucket in self.order:

@@ -11,6 +11,7 @@ import torch
 import dear
 import mgwfbp
 import wfbp
+from overlap.bucket import Phase
 from tests.spmd.loops import LOOPS, MakeOptimizer, Run
 from tests.spmd.models import MODELS
 
@@ -24,8 +25,38 @@ STRATEGIES: dict[str, Callable[..., Any]] = {
 # Policies of a strategy above: all models and loops, with one optimizer.
 VARIANTS: dict[str, Callable[..., Any]] = {
     "dear-rb": lambda o, m, **k: dear.DistributedOptimizer(o, m, policy="rb", threshold_mb=0.001, **k),
+    "dear-eager": lambda o, m, **k: as_early_as_possible(
+        dear.DistributedOptimizer(o, m, eager=True, threshold_mb=0.001, **k)
+    ),
+}
+# Refused by early updates, see test_eager.py.
+NOT_EAGER = {
+    "clipped",
+    "clipped_by_largest",
+    "clipped_after_synchronize",
+    "skipped_steps",
+    "skipped_steps_behind_our_back",
+    "scaled",
+    "scaled_and_clipped",
+    "scaled_as_with_horovod",
 }
 WRAP = STRATEGIES | VARIANTS
+
+
+def as_early_as_possible(optimizer: Any) -> Any:
+    """With early updates, but not as they happen to come: every gradient hook first awaits the last reduction."""
+    eager, window = optimizer._engine.eager, optimizer._engine.window
+    poll = eager.poll
+
+    def patient_poll() -> None:
+        for bucket in optimizer.buckets:
+            if bucket.phase is Phase.REDUCING and bucket.work is not None:
+                bucket.work.wait()
+        assert window.quiet
+        poll()
+
+    eager.poll = patient_poll
+    return optimizer
 
 
 def _two_groups(make: Callable[..., torch.optim.Optimizer], **second: Any) -> MakeOptimizer:
@@ -140,6 +171,8 @@ def test_odd_parameters(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", WRAP)
 @pytest.mark.parametrize("loop", LOOPS)
 def test_loops(loop: str, strategy: str) -> None:
+    if "eager" in strategy and loop in NOT_EAGER:
+        return
     for optimizer in LOOPED[:1] if strategy in VARIANTS else LOOPED:
         if (loop, optimizer) == ("group_added", "adafactor"):
             continue  # torch's own load_state_dict, run where rank 0's state arrives, gives later groups one key more
