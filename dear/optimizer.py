@@ -14,6 +14,7 @@ from dear.schedule import plan_buckets
 from overlap.bucket import Bucket
 from overlap.communicator import Communicator, ReduceOp
 from overlap.horovod.compression import NoneCompressor
+from overlap.horovod.process_set import ProcessSet, global_process_set
 from overlap.observer import Facts
 from overlap.optimizer import DistributedOptimizer as Shell
 from overlap.partition import TensorSpec
@@ -115,6 +116,7 @@ def DistributedOptimizer(
     num_groups: int = 0,
     groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
     sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
     *,
     threshold_mb: float | None = 25,
     num_nearby_layers: int | None = None,
@@ -130,8 +132,8 @@ def DistributedOptimizer(
     Args:
         optimizer: any ``torch.optim.Optimizer``.
         named_parameters: the module, or pairs of name and parameter, or None.
-        compression, backward_passes_per_step, op, gradient_predivide_factor, num_groups, groups, sparse_as_dense: as in
-            Horovod; see :class:`overlap.optimizer.DistributedOptimizer`.
+        compression, backward_passes_per_step, op, gradient_predivide_factor, num_groups, groups, sparse_as_dense,
+            process_set: as in Horovod; see :class:`overlap.optimizer.DistributedOptimizer`.
         threshold_mb: layers are fused, in the order of their use, while a bucket stays below this many MB (2^20 bytes).
         num_nearby_layers: at most this many layers per bucket; with both limits, the first one reached closes a bucket.
             ``threshold_mb=None, num_nearby_layers=1`` is DeAR without tensor fusion.
@@ -164,6 +166,7 @@ def DistributedOptimizer(
         "num_groups": num_groups,
         "groups": groups,
         "sparse_as_dense": sparse_as_dense,
+        "process_set": process_set,
     }
     if strategy != "dear":
         return _sibling(strategy, optimizer, named_parameters, own, shell if tune is False else {"tune": tune, **shell})

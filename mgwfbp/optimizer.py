@@ -15,6 +15,7 @@ from overlap.bucket import Bucket
 from overlap.communicator import Communicator, ReduceOp
 from overlap.cost_model import CostModel
 from overlap.horovod.compression import NoneCompressor
+from overlap.horovod.process_set import ProcessSet, global_process_set
 from overlap.objects import agree
 from overlap.observer import Facts
 from overlap.optimizer import DistributedOptimizer as Shell
@@ -108,6 +109,7 @@ def DistributedOptimizer(
     num_groups: int = 0,
     groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
     sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
     *,
     asc: bool = False,
     merge_below_kb: float = 0,
@@ -122,8 +124,8 @@ def DistributedOptimizer(
     Args:
         optimizer: any ``torch.optim.Optimizer``.
         named_parameters: the module, or pairs of name and parameter, or None.
-        compression, backward_passes_per_step, op, gradient_predivide_factor, num_groups, groups, sparse_as_dense: as in
-            Horovod; see :class:`overlap.optimizer.DistributedOptimizer`.
+        compression, backward_passes_per_step, op, gradient_predivide_factor, num_groups, groups, sparse_as_dense,
+            process_set: as in Horovod; see :class:`overlap.optimizer.DistributedOptimizer`.
         asc: merge only where merging delays nothing (ASC-WFBP).
         merge_below_kb: groups of fewer KB (2^10 bytes) are merged with the next tensor in any case.
         layerwise_times: backward seconds by parameter name, as :func:`overlap.profiler.profile_backward` returns them;
@@ -163,6 +165,7 @@ def DistributedOptimizer(
         "num_groups": num_groups,
         "groups": groups,
         "sparse_as_dense": sparse_as_dense,
+        "process_set": process_set,
     }
     distributed = Shell(optimizer, named_parameters, strategy, **shell)
     if profile_steps:

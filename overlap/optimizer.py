@@ -17,7 +17,9 @@ from overlap.engine import Engine
 from overlap.exchange import Exchange
 from overlap.grouping import parse_groups
 from overlap.horovod.compression import NoneCompressor
+from overlap.horovod.process_set import ProcessSet, global_process_set
 from overlap.loss_scale import is_scaler_step, is_unscaling
+from overlap.membership import membership
 from overlap.session import current
 from overlap.shard_update import assemble
 from overlap.startup import collect_slots, synchronize_start
@@ -47,6 +49,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             bucket; the strategy decides about parameters that are in none. Tensors of several types need several.
         sparse_as_dense: turn sparse gradients into dense ones; otherwise their rows are gathered, and every rank updates
             those parameters in full.
+        process_set: the ranks among which gradients are reduced. Other sets than the global one: on every rank of the
+            job, each with its own; a rank outside of the set it gives trains alone.
         elementwise: True promises that the optimizer updates every element from that element's gradient and state
             alone, and keeps its state per parameter, so that its work may be split; None decides by its exact type.
         sync_start: take rank 0's parameters, buffers and optimizer state at construction.
@@ -69,6 +73,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         num_groups: int = 0,
         groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
         sparse_as_dense: bool = False,
+        process_set: ProcessSet = global_process_set,
         elementwise: bool | None = None,
         sync_start: bool = True,
         poison: bool | None = None,
@@ -79,7 +84,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise TypeError("the optimizer is distributed already")
         _check_passes(backward_passes_per_step)
         session = current()
-        self._comm = session.comm
+        sliceable = is_elementwise(optimizer) if elementwise is None else elementwise
+        sharding = strategy.sharding and sliceable
+        members = membership(session, process_set, sharding=sharding)
+        self._comm = members.comm
         self._optimizer = optimizer
         exchange = Exchange(compression, op, gradient_predivide_factor, self._comm.size)
         self._model = named_parameters if isinstance(named_parameters, torch.nn.Module) else None
@@ -94,8 +102,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if name.startswith("_optimizer_"):  # step and state_dict hooks, registered on either, run once
                 setattr(self, name, value)
         self._patch_step_function()
-        sliceable = is_elementwise(optimizer) if elementwise is None else elementwise
-        sharding = strategy.sharding and sliceable and exchange.slices
         if strategy.eager and not sliceable:
             raise ValueError(
                 f"eager=True needs an optimizer that works element by element; {type(optimizer).__name__} is not known to "
@@ -107,7 +113,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
         self._engine = Engine(
             self._comm,
-            session.channel("all-gathers") if sharding else self._comm,  # whoever reduces a loss is not behind them
+            members.gathers,
             optimizer,
             self._model,
             slots,
@@ -116,10 +122,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
             groups=chosen,
             sparse_as_dense=sparse_as_dense,
             passes=backward_passes_per_step,
-            sharding=sharding,
+            sharding=sharding and exchange.slices,
             poison=session.poison if poison is None else poison,
         )
-        self._share = StateShare(self._comm, session.mailroom, session.register(self), self._export)
+        others = [rank for rank in members.ranks if rank != session.comm.rank]
+        self._share = StateShare(others, session.mailroom, session.register(self), self._export)
         self._engine.changing = self._share.updating
         if self._engine.eager is not None:
             self._engine.eager.locked = self._share.replacing

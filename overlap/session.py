@@ -68,6 +68,7 @@ class Session:
         self._channels: dict[str, Communicator] = {}
         self.services: dict[str, Service] = {}  # closed on shutdown while all ranks still answer
         self.participants: list[Participant] = []  # what join() of the facade drives; see overlap.horovod.runtime
+        self._subsets: list[Communicator] = []
         self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._registered = 0
         failures.install(comm.rank, comm.size, comm.abort)
@@ -104,6 +105,16 @@ class Session:
             self.watchdog.watch(channel)
         return channel
 
+    def subset(self, number: int | None) -> Communicator:
+        """A new communicator of the ranks that give the same number; of this rank alone where that is None.
+
+        On every rank of the job. It lives as long as the session.
+        """
+        part = self.control.split(number, self.comm.rank) or NativeCommunicator(comm_core.local())
+        self._subsets.append(part)
+        self.watchdog.watch(part)
+        return part
+
     @functools.cached_property
     def link_cost(self) -> CostModel:
         """What an all-reduce among all ranks costs, the same on every rank; the first use measures it, on every rank."""
@@ -121,7 +132,7 @@ class Session:
         self.mailroom.close()
         timeline.stop()
         failures.remove()
-        for channel in self._channels.values():
+        for channel in (*self._subsets, *self._channels.values()):
             channel.close()
         self.control.close()
         self.comm.close()

@@ -7,10 +7,9 @@ train on. [Note: nobody overtakes a step] in `overlap.stepper` is why the answer
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from overlap.communicator import Communicator
 from overlap.mailroom import Mailroom
 from overlap.shard_update import PieceState
 
@@ -22,8 +21,9 @@ _ANSWER_SECONDS = 600.0
 class StateShare:
     """Counts steps; exports this rank's share between updates; collects everybody's."""
 
-    def __init__(self, comm: Communicator, mailroom: Mailroom, topic: str, export: Callable[[], PieceState]) -> None:
-        self._comm, self._mailroom, self._topic, self._export = comm, mailroom, topic, export
+    def __init__(self, others: Sequence[int], mailroom: Mailroom, topic: str, export: Callable[[], PieceState]) -> None:
+        self._others = list(others)  # ranks in the job
+        self._mailroom, self._topic, self._export = mailroom, topic, export
         self._changed = threading.Condition()
         self._steps = 0
         mailroom.on(topic, self._answer)
@@ -47,8 +47,7 @@ class StateShare:
 
     def collect(self) -> list[PieceState]:
         """Every rank's share, this rank's first. Raises :class:`overlap.mailroom.NoAnswer` if one does not come."""
-        others = [rank for rank in range(self._comm.size) if rank != self._comm.rank]
-        asked = [(rank, self._mailroom.ask(rank, self._topic, self._steps)) for rank in others]
+        asked = [(rank, self._mailroom.ask(rank, self._topic, self._steps)) for rank in self._others]
         with self._changed:
             shares = [self._export()]
         return shares + [Mailroom.wait(answer, rank, self._topic, _ANSWER_SECONDS) for rank, answer in asked]

@@ -10,6 +10,7 @@ import torch
 from overlap.bucket import Bucket
 from overlap.communicator import Communicator, ReduceOp
 from overlap.horovod.compression import NoneCompressor
+from overlap.horovod.process_set import ProcessSet, global_process_set
 from overlap.observer import Facts
 from overlap.optimizer import DistributedOptimizer as Shell
 from overlap.partition import TensorSpec, per_tensor
@@ -45,6 +46,7 @@ def DistributedOptimizer(
     num_groups: int = 0,
     groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
     sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
     **shell: Any,
 ) -> Shell:
     """Distribute `optimizer` with one all-reduce per tensor. On every rank, after ``wfbp.init()``.
@@ -52,8 +54,8 @@ def DistributedOptimizer(
     Args:
         optimizer: any ``torch.optim.Optimizer``.
         named_parameters: the module, or pairs of name and parameter, or None.
-        compression, backward_passes_per_step, op, gradient_predivide_factor, num_groups, groups, sparse_as_dense: as in
-            Horovod; see :class:`overlap.optimizer.DistributedOptimizer`.
+        compression, backward_passes_per_step, op, gradient_predivide_factor, num_groups, groups, sparse_as_dense,
+            process_set: as in Horovod; see :class:`overlap.optimizer.DistributedOptimizer`.
         shell: ``sync_start=True``, of the same class.
     """
     shell |= {
@@ -64,5 +66,6 @@ def DistributedOptimizer(
         "num_groups": num_groups,
         "groups": groups,
         "sparse_as_dense": sparse_as_dense,
+        "process_set": process_set,
     }
     return Shell(optimizer, named_parameters, Wfbp(), **shell)

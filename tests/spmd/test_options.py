@@ -13,6 +13,7 @@ import dear
 import mgwfbp
 import wfbp
 from overlap.horovod.compression import BF16Compressor, Compressor, FP16Compressor, NoneCompressor
+from overlap.horovod.process_set import ProcessSet, global_process_set
 from overlap.window import GradientChanged
 from tests.spmd.loops import Run
 from tests.spmd.models import MODELS, SPARSE_MODELS
@@ -28,6 +29,7 @@ HOROVODS_ORDER = (
     "num_groups",
     "groups",
     "sparse_as_dense",
+    "process_set",
 )
 
 
@@ -182,6 +184,42 @@ def test_sparse_gradients_and_what_they_cannot() -> None:
         optimizer.step()
 
 
+def _set(number: int, ranks: range) -> ProcessSet:
+    made = ProcessSet(ranks)
+    made._register(number, ranks, dear.rank())
+    return made
+
+
+@pytest.mark.parametrize("strategy", WRAP)
+def test_process_sets_train_apart(strategy: str) -> None:
+    """Each set trains on the whole batch, and so does a rank that is outside of the set it gives."""
+    half = max(dear.size() // 2, 1)
+    first, second = _set(1, range(half)), _set(2, range(half, dear.size()))
+    for mine in (first if dear.rank() < half else second, first):
+        expected, actual = _model("Mlp"), _model("Mlp")
+        for model in (expected, actual):
+            optimizer: Any = OPTIMIZERS["sgd"](list(model.parameters()))
+            run = Run(model, optimizer, None, dear.size())
+            if model is actual:
+                optimizer = run.optimizer = WRAP[strategy](optimizer, model, process_set=mine)
+                if mine.included():
+                    run.rank, run.size = mine.rank(), mine.size() or 0
+            for step in range(3):
+                optimizer.zero_grad()
+                run.loss(step).backward()
+                optimizer.step()
+        _assert_close(actual.state_dict(), expected.state_dict(), "model")
+        state = optimizer.state_dict()["state"]  # asks the members of the set alone
+        assert len(state) == len(list(actual.parameters()))
+
+
+def test_a_set_has_to_be_registered() -> None:
+    model = _model("Mlp")
+    inner = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(ValueError, match="is not registered"):
+        dear.DistributedOptimizer(inner, model, process_set=ProcessSet([0]))
+
+
 def test_listed_groups_are_buckets() -> None:
     model = _model("Mlp")
     groups = _listed(model)
@@ -222,4 +260,4 @@ def test_arguments_come_in_horovods_order(package: Any) -> None:
     model = _model("Mlp")
     inner = torch.optim.SGD(model.parameters(), 0.1)
     named = model.named_parameters()
-    package.DistributedOptimizer(inner, named, NoneCompressor, 2, dear.Average, 1.0, 0, None, True)
+    package.DistributedOptimizer(inner, named, NoneCompressor, 2, dear.Average, 1.0, 0, None, True, global_process_set)
