@@ -14,7 +14,7 @@ import dear
 import mgwfbp
 from overlap.tuning import bayes, trial
 from overlap.tuning.options import Tuning
-from tests.spmd.loops import Run
+from tests.spmd.loops import LOOPS, Run
 from tests.spmd.test_parity import OPTIMIZERS, _assert_close, _model
 
 EVERY_STEP = {"warmup": 0, "window": 1, "pairs": 2}
@@ -82,6 +82,28 @@ def test_parity_while_every_step_has_other_buckets(strategy: str, kind: str, mon
     assert len({str(plan) for plan in plans[first - 1 : first + 3]}) == 4
     assert plans[-1] == plans[-2]
     assert all(other == plans for other in dear.allgather_object(plans))
+
+
+@pytest.mark.parametrize("strategy", TUNED)
+@pytest.mark.parametrize(
+    "loop", ["accumulated", "clipped_after_synchronize", "unfrozen_later", "group_added", "scaled"]
+)
+def test_loops_while_the_buckets_change(strategy: str, loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bayes, "BayesianSearch", Scripted)
+
+    def train(distributed: bool) -> Any:
+        model = _model("Mlp")
+        optimizer: Any = OPTIMIZERS["sgd"](list(model.parameters()))
+        if distributed:
+            optimizer = TUNED[strategy](optimizer, model)
+        LOOPS[loop](Run(model, optimizer, dear.rank() if distributed else None, dear.size()))
+        if distributed:
+            optimizer.synchronize()
+        return model.state_dict(), optimizer.state_dict()
+
+    actual, expected = train(True), train(False)
+    _assert_close(actual[0], expected[0], "model")
+    _assert_close(actual[1], expected[1], "optimizer")
 
 
 class Clock:
