@@ -11,13 +11,21 @@ import pytest
 from tests.harness import ROOT
 
 STRATEGIES = ("dear", "wfbp", "mgwfbp", "bytescheduler_adapter", "co2", "oss")
-OURS = ("comm_core", "overlap", *STRATEGIES, "bench", "examples", "tests")
-ALLOWED = {"comm_core": (), "overlap": ("comm_core",), **dict.fromkeys(STRATEGIES, ("comm_core", "overlap"))}
+OURS = ("comm_core", "overlap", "dearrun", *STRATEGIES, "bench", "examples", "tests")
+ALLOWED = {
+    "comm_core": (),
+    "overlap": ("comm_core",),
+    "dearrun": ("comm_core", "overlap"),
+    **dict.fromkeys(STRATEGIES, ("comm_core", "overlap")),
+}
 TUNING = ("bayes", "campaign", "options", "space", "window")
 PURE = (
     "overlap/partition.py",
     "overlap/launch.py",
     "overlap/settings.py",
+    "dearrun/hosts.py",
+    "dearrun/command.py",
+    "dearrun/options.py",
     "overlap/cost_model.py",
     *(f"overlap/horovod/{name}.py" for name in ("agreement", "coordinator", "request")),
     *(f"overlap/tuning/{name}.py" for name in TUNING),

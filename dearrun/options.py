@@ -1,0 +1,147 @@
+"""dearrun's command line: its flags, named as horovodrun's, and what they mean to the workers."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+
+from dearrun.command import Job
+from dearrun.errors import LaunchError
+from dearrun.hosts import Host, parse_hostfile, parse_hosts, require_slots
+from overlap.settings import LOG_LEVELS
+
+__all__ = ["environment", "job", "parser"]
+
+# Handed to all workers on all hosts, beside what -x names.
+_PASSED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "OMP_NUM_THREADS")
+_PASSED_PREFIXES = ("DEAR_", "HOROVOD_")
+_VARIABLE = re.compile(r"[A-Za-z_]\w*")
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="dearrun",
+        usage="dearrun -np N [-H host1:2,host2:2] [options] command ...",
+        description="Start a training job with the machine's mpirun. Without hosts, all workers run on this machine, also "
+        "more than it has cores.",
+    )
+    made.add_argument("-v", "--version", action="store_true", help="print the version")
+    made.add_argument("-cb", "--check-build", action="store_true", help="print what was found where, and end")
+    made.add_argument("-np", "--num-proc", type=_positive, metavar="N", help="workers; default: all slots of the hosts")
+    hosts = made.add_mutually_exclusive_group()
+    hosts.add_argument("-H", "--hosts", metavar="H", help="hosts and their slots: host1:2,host2:2")
+    hosts.add_argument("-hostfile", "--hostfile", metavar="FILE", help="the same, one 'host slots=2' a line")
+    made.add_argument(
+        "-x", "--env", action="append", default=[], metavar="NAME[=VALUE]", help="hand a variable to workers"
+    )
+    made.add_argument("-p", "--ssh-port", type=_positive, help="ssh's port on the hosts")
+    made.add_argument("-i", "--ssh-identity-file", help="ssh's private key")
+    made.add_argument(
+        "--network-interfaces", "--network-interface", metavar="IF", help="for MPI's TCP traffic: eth0,eth1"
+    )
+    made.add_argument("--mpi-args", default="", metavar="ARGS", help="further flags for mpirun, in one argument")
+    made.add_argument("--verbose", action="store_true", help="print mpirun's command line first")
+    made.add_argument(
+        "--output-filename", metavar="DIR", help="write DIR/rank.N/stdout and stderr instead of the terminal"
+    )
+    made.add_argument("--no-tag-output", action="store_true", help="do not put the rank in front of every line")
+    made.add_argument("--log-level", type=str.lower, choices=sorted(LOG_LEVELS, key=LOG_LEVELS.__getitem__))
+    made.add_argument("--timeline-filename", metavar="FILE", help="record a timeline; {rank} in FILE: one per rank")
+    made.add_argument("--timeline-mark-cycles", action="store_true", help="mark optimizer steps in the timeline")
+    made.add_argument("--no-stall-check", action="store_true", help="neither report nor end stalled operations")
+    made.add_argument("--stall-check-warning-time-seconds", type=_seconds, metavar="S", help="report after S (60)")
+    made.add_argument(
+        "--stall-check-shutdown-time-seconds", type=_seconds, metavar="S", help="end the job after S (600)"
+    )
+    made.add_argument("--mpi", action="store_true", help="use MPI, which dearrun always does")
+    made.add_argument("--gloo", action="store_true", help=argparse.SUPPRESS)
+    made.add_argument("command", nargs=argparse.REMAINDER, help="what every worker runs: python train.py ...")
+    return made
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"should be at least 1 and is {value}")
+    return value
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"should be at least 0 and is {text}")
+    return value
+
+
+def environment(args: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, str]:
+    """`environ` with what the flags say (pure). Raises :class:`LaunchError` for a ``-x`` that names nothing."""
+    made = dict(environ)
+    for item in args.env:
+        name, given, value = item.partition("=")
+        if not _VARIABLE.fullmatch(name):
+            raise LaunchError(f"-x {item}: {name!r} is no name of a variable; write -x NAME or -x NAME=VALUE")
+        if given:
+            made[name] = value
+        elif name not in environ:
+            raise LaunchError(f"-x {name}: the variable is not set here; write -x {name}=VALUE, or leave it out")
+    if args.log_level is not None:
+        made["DEAR_LOG_LEVEL"] = args.log_level
+    if args.timeline_filename is not None:
+        made["DEAR_TIMELINE"] = args.timeline_filename
+    if args.timeline_mark_cycles:
+        made["DEAR_TIMELINE_MARK_CYCLES"] = "1"
+    if args.no_stall_check:
+        made["DEAR_STALL_WARN_SECONDS"] = made["DEAR_STALL_ABORT_SECONDS"] = "0"
+    if args.stall_check_warning_time_seconds is not None:
+        made["DEAR_STALL_WARN_SECONDS"] = str(args.stall_check_warning_time_seconds)
+    if args.stall_check_shutdown_time_seconds is not None:
+        made["DEAR_STALL_ABORT_SECONDS"] = str(args.stall_check_shutdown_time_seconds)
+    return made
+
+
+def _hosts(args: argparse.Namespace) -> list[Host]:
+    if args.hosts is not None:
+        return parse_hosts(args.hosts)
+    if args.hostfile is None:
+        return []
+    try:
+        text = Path(args.hostfile).read_text()
+    except OSError as error:
+        raise LaunchError(f"the hostfile cannot be read: {error}") from error
+    return parse_hostfile(text, args.hostfile)
+
+
+def job(args: argparse.Namespace, environ: Mapping[str, str]) -> Job:
+    """What to start, given the workers' environment. Raises :class:`LaunchError` for what does not fit together."""
+    command = args.command[1:] if args.command[:1] == ["--"] else args.command
+    if args.gloo:
+        raise LaunchError(
+            "dearrun starts MPI jobs; for gloo use torchrun --nproc-per-node N train.py, which needs no MPI"
+        )
+    if not command:
+        raise LaunchError("there is no command to run: dearrun -np 4 python train.py")
+    if command[0].endswith(".py"):
+        raise LaunchError(f"{command[0]} is a script, not a command: dearrun -np 4 python {command[0]}")
+    hosts = _hosts(args)
+    if args.num_proc is None and not hosts:
+        raise LaunchError("how many workers? give -np N, or hosts with -H or -hostfile")
+    workers = args.num_proc if args.num_proc is not None else sum(host.slots for host in hosts)
+    if hosts:
+        require_slots(hosts, workers)
+    named = [item.partition("=")[0] for item in args.env]
+    found = [name for name in environ if name in _PASSED or name.startswith(_PASSED_PREFIXES)]
+    return Job(
+        workers=workers,
+        command=tuple(command),
+        hosts=tuple(hosts),
+        passed=tuple(sorted({*named, *found})),
+        tagged=not args.no_tag_output,
+        output_folder=args.output_filename,
+        interfaces=args.network_interfaces,
+        ssh_port=args.ssh_port,
+        ssh_identity=args.ssh_identity_file,
+        mpi_arguments=tuple(shlex.split(args.mpi_args)),
+    )

@@ -1,0 +1,220 @@
+"""Command lines of every kind of mpirun, hosts, and what is wrong with them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dearrun import options
+from dearrun.check_build import Finding, render
+from dearrun.command import Job, build
+from dearrun.errors import LaunchError
+from dearrun.hosts import Host, parse_hostfile, parse_hosts, require_slots
+from dearrun.mpirun import Flavor, defaults, find, flavor_of, version_of, with_defaults
+
+TRAIN = ("python", "train.py", "--lr", "1")
+HOSTS = (Host("a", 2), Host("b.example.org", 2))
+
+
+@pytest.mark.parametrize(
+    ("version", "flavor"),
+    [
+        ("mpirun (Open MPI) 4.1.4\n\nReport bugs to", Flavor.OPEN_MPI_4),
+        ("mpirun (Open MPI) 5.0.11", Flavor.OPEN_MPI_5),
+        ("mpirun (Open MPI) 3.1.0", Flavor.OPEN_MPI_4),
+        ("HYDRA build details:\n    Version:    4.0.2", Flavor.MPICH),
+        ("Intel(R) MPI Library for Linux* OS, Version 2021.9", Flavor.MPICH),
+        ("something else", Flavor.OTHER),
+    ],
+)
+def test_flavors(version: str, flavor: Flavor) -> None:
+    assert flavor_of(version) is flavor
+
+
+@pytest.mark.parametrize(
+    ("flavor", "job", "expected"),
+    [
+        (Flavor.OPEN_MPI_4, {}, ["--tag-output"]),
+        (Flavor.OPEN_MPI_5, {}, ["--output", "tag"]),
+        (Flavor.MPICH, {}, ["-prepend-rank"]),
+        (Flavor.OTHER, {}, []),
+        (Flavor.OPEN_MPI_4, {"hosts": HOSTS, "tagged": False}, ["--host", "a:2,b.example.org:2"]),
+        (Flavor.OPEN_MPI_5, {"hosts": HOSTS, "tagged": False}, ["--host", "a:2,b.example.org:2"]),
+        (Flavor.MPICH, {"hosts": HOSTS, "tagged": False}, ["-hosts", "a:2,b.example.org:2"]),
+        (Flavor.OPEN_MPI_4, {"passed": ("A", "B"), "tagged": False}, ["-x", "A", "-x", "B"]),
+        (Flavor.MPICH, {"passed": ("A", "B"), "tagged": False}, []),  # hydra passes everything
+        (
+            Flavor.OPEN_MPI_4,
+            {"interfaces": "eth0,eth1", "tagged": False},
+            ["--mca", "btl_tcp_if_include", "eth0,eth1", "--mca", "oob_tcp_if_include", "eth0,eth1"],
+        ),
+        (
+            Flavor.OPEN_MPI_5,
+            {"interfaces": "eth0", "tagged": False},
+            ["--mca", "btl_tcp_if_include", "eth0", "--prtemca", "prte_if_include", "eth0"],
+        ),
+        (Flavor.MPICH, {"interfaces": "eth0", "tagged": False}, ["-iface", "eth0"]),
+        (
+            Flavor.OPEN_MPI_4,
+            {"ssh_port": 2222, "ssh_identity": "key", "tagged": False},
+            ["--mca", "plm_rsh_args", "-p 2222 -i key"],
+        ),
+        (Flavor.OPEN_MPI_5, {"ssh_port": 2222, "tagged": False}, ["--prtemca", "plm_ssh_args", "-p 2222"]),
+        (Flavor.OTHER, {"mpi_arguments": ("--fast", "1")}, ["--fast", "1"]),
+    ],
+)
+def test_command_lines(flavor: Flavor, job: dict[str, Any], expected: list[str]) -> None:
+    assert build("/bin/mpirun", flavor, Job(workers=4, command=TRAIN, **job)) == [
+        "/bin/mpirun",
+        "-np",
+        "4",
+        *expected,
+        *TRAIN,
+    ]
+
+
+def test_output_goes_to_a_folder_of_every_rank() -> None:
+    built = build("mpirun", Flavor.OPEN_MPI_5, Job(workers=2, command=TRAIN, output_folder="logs"))
+    assert built[:5] == ["mpirun", "-np", "2", "sh", "-c"]
+    assert built[6:] == ["logs", *TRAIN]
+
+
+@pytest.mark.parametrize(
+    ("flavor", "job", "message"),
+    [
+        (Flavor.MPICH, {"interfaces": "eth0,eth1"}, "takes one interface, and --network-interfaces names eth0,eth1"),
+        (Flavor.MPICH, {"ssh_port": 22}, r"~/\.ssh/config"),
+        (Flavor.OTHER, {"hosts": HOSTS, "ssh_port": 22}, "flags for -H, -p, -i"),
+    ],
+)
+def test_what_an_mpirun_cannot_do_is_said(flavor: Flavor, job: dict[str, Any], message: str) -> None:
+    with pytest.raises(LaunchError, match=message):
+        build("mpirun", flavor, Job(workers=1, command=TRAIN, **job))
+
+
+def test_hosts() -> None:
+    assert parse_hosts("a:2, b.example.org:2") == list(HOSTS)
+    assert parse_hosts("10.0.0.1") == [Host("10.0.0.1", 1)]
+    text = "# cluster\na slots=2\n\nb:3   # fast\nc\nd slots = 4 max_slots=8\n"
+    assert parse_hostfile(text, "f") == [Host("a", 2), Host("b", 3), Host("c", 1), Host("d", 4)]
+    require_slots(HOSTS, 4)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "'' is no host"),
+        ("a:2,,b:2", "'' is no host"),
+        ("a:two", "'a:two' is no host"),
+        ("a:0", "a should have at least 1 slot and has 0"),
+        ("a:1,a:2", "a is named twice"),
+        ("-x:1", "'-x:1' is no host"),
+    ],
+)
+def test_bad_hosts(text: str, message: str) -> None:
+    with pytest.raises(LaunchError, match=f"-H {re.escape(text)}.*{message}"):
+        parse_hosts(text)
+
+
+def test_bad_hostfiles_name_the_line() -> None:
+    with pytest.raises(LaunchError, match=r"f, line 2: 'b slots=x' is no host"):
+        parse_hostfile("a\nb slots=x\n", "f")
+    with pytest.raises(LaunchError, match="f: names no host"):
+        parse_hostfile("# nobody\n", "f")
+    with pytest.raises(LaunchError, match=r"-np 5 needs 5 slots, and a:2,b\.example\.org:2 has 4"):
+        require_slots(HOSTS, 5)
+
+
+def _parsed(*argv: str, environ: dict[str, str] | None = None) -> tuple[Job, dict[str, str]]:
+    args = options.parser().parse_args(argv)
+    made = options.environment(args, environ or {})
+    return options.job(args, made), made
+
+
+def test_flags_become_the_workers_environment() -> None:
+    flags = ["--timeline-filename", "t-{rank}.json", "--timeline-mark-cycles", "--log-level", "INFO"]
+    job, environ = _parsed("-np", "2", "-x", "A=1=2", "-x", "B", *flags, *TRAIN, environ={"B": "b", "HOROVOD_X": "1"})
+    assert environ == {
+        "A": "1=2",
+        "B": "b",
+        "HOROVOD_X": "1",
+        "DEAR_TIMELINE": "t-{rank}.json",
+        "DEAR_TIMELINE_MARK_CYCLES": "1",
+        "DEAR_LOG_LEVEL": "info",
+    }
+    assert (job.workers, job.command, set(job.passed)) == (2, TRAIN, set(environ))
+    seconds = ["--no-stall-check", "--stall-check-shutdown-time-seconds", "9"]
+    assert _parsed("-np", "2", *seconds, *TRAIN)[1] == {
+        "DEAR_STALL_WARN_SECONDS": "0",
+        "DEAR_STALL_ABORT_SECONDS": "9.0",
+    }
+
+
+def test_hosts_say_how_many_workers(tmp_path: Path) -> None:
+    file = tmp_path / "hosts"
+    file.write_text("a slots=3\nb slots=2\n")
+    assert _parsed("-H", "a:3", *TRAIN)[0].workers == 3
+    assert _parsed("-hostfile", str(file), "--", *TRAIN)[0].workers == 5
+    assert _parsed("--hostfile", str(file), "-np", "4", "--mpi-args=--mca x 'y z'", *TRAIN)[0].mpi_arguments == (
+        "--mca",
+        "x",
+        "y z",
+    )
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["-np", "2"], "no command to run"),
+        (["-np", "2", "train.py"], "dearrun -np 4 python train.py"),
+        (["python", "train.py"], "how many workers"),
+        (["-np", "3", "-H", "a:2", *TRAIN], "-np 3 needs 3 slots, and a:2 has 2"),
+        (["-np", "2", "-hostfile", "/nope", *TRAIN], "hostfile cannot be read.*/nope"),
+        (["-np", "2", "-x", "UNSET_VARIABLE", *TRAIN], "UNSET_VARIABLE: the variable is not set"),
+        (["-np", "2", "-x", "1A=2", *TRAIN], "'1A' is no name"),
+        (["-np", "2", "--gloo", *TRAIN], "torchrun"),
+    ],
+)
+def test_mistakes(argv: list[str], message: str) -> None:
+    with pytest.raises(LaunchError, match=message):
+        _parsed(*argv)
+
+
+def test_defaults_yield_to_the_caller(tmp_path: Path) -> None:
+    assert defaults(Flavor.OPEN_MPI_4, None)["OMPI_MCA_rmaps_base_oversubscribe"] == "1"
+    assert defaults(Flavor.OPEN_MPI_5, "/bin/false")["PRTE_MCA_plm_ssh_agent"] == "/bin/false"
+    assert defaults(Flavor.MPICH, None) == {"OMP_NUM_THREADS": "1"}
+    found = with_defaults(Flavor.MPICH, {"OMP_NUM_THREADS": "7", "PATH": str(tmp_path), "EMPTY": ""})
+    assert found == {"OMP_NUM_THREADS": "7", "PATH": str(tmp_path), "EMPTY": ""}
+
+
+def test_which_mpirun(tmp_path: Path) -> None:
+    def program(folder: Path) -> str:
+        (folder / "bin").mkdir(parents=True)
+        path = folder / "bin" / "mpirun"
+        path.write_text("#!/bin/sh\necho 'mpirun (Open MPI) 9.9'\n")
+        path.chmod(0o755)
+        return str(path)
+
+    chosen, installed, recorded, on_path = (program(tmp_path / name) for name in ("chosen", "venv", "record", "path"))
+    venv, environ = tmp_path / "venv", {"PATH": str(tmp_path / "path" / "bin")}
+    assert find(environ, tmp_path / "other") == on_path
+    assert find(environ, venv) == installed
+    (venv / "mpi.env").write_text(f"MPIRUN={recorded}\n")
+    assert find(environ, venv) == recorded
+    assert find({**environ, "MPIPATH": str(tmp_path / "chosen")}, venv) == chosen
+    assert flavor_of(version_of(chosen)) is Flavor.OPEN_MPI_5
+    with pytest.raises(LaunchError, match=r"MPIPATH is /nope, and there is no bin/mpirun"):
+        find({"MPIPATH": "/nope"}, venv)
+    with pytest.raises(LaunchError, match=r"no mpirun was found.*torchrun"):
+        find({"PATH": ""}, tmp_path / "other")
+    with pytest.raises(LaunchError, match="does not run"):
+        version_of(str(tmp_path / "absent"))
+
+
+def test_report() -> None:
+    text = render("1.0", [("Things", [Finding(True, "one", ("here",)), Finding(False, "other")])])
+    assert text == "dear 1.0:\n\nThings:\n    [X] one\n        here\n    [ ] other\n"

@@ -1,0 +1,87 @@
+"""dearrun as users start it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+
+def _command(*argv: str) -> list[str]:
+    return [sys.executable, "-m", "dearrun", *argv]
+
+
+def _environ() -> dict[str, str]:
+    """Without what a launcher around these tests left."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMIX_", "PRTE_"))}
+
+
+def _dearrun(*argv: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(_command(*argv), capture_output=True, text=True, timeout=60, env=_environ(), check=False)
+
+
+def test_more_workers_than_cores_each_in_its_own_folder(tmp_path: Path) -> None:
+    workers = (os.cpu_count() or 1) + 1
+    options = ["-np", str(workers), "--verbose", "-x", "WORD=hello", "--output-filename", str(tmp_path)]
+    result = _dearrun(*options, "--log-level", "info", "sh", "-c", "echo $WORD $DEAR_LOG_LEVEL; echo bad >&2")
+    assert result.returncode == 0, result.stderr
+    assert f"-np {workers}" in result.stderr.splitlines()[0]
+    folders = sorted(tmp_path.iterdir())
+    assert [folder.name for folder in folders] == [f"rank.{rank}" for rank in range(workers)]
+    assert {(folder / "stdout").read_text() for folder in folders} == {"hello info\n"}
+    assert {(folder / "stderr").read_text() for folder in folders} == {"bad\n"}
+
+
+def test_the_exit_status_is_the_workers() -> None:
+    assert _dearrun("-np", "1", "sh", "-c", "exit 3").returncode == 3
+
+
+def test_lines_carry_their_rank() -> None:
+    result = _dearrun("-np", "2", "echo", "here")
+    assert result.returncode == 0, result.stderr
+    lines = sorted(line for line in result.stdout.splitlines() if "here" in line)
+    assert len(lines) == 2
+    assert all(str(rank) in line.replace("here", "") for rank, line in enumerate(lines))
+
+
+def test_signals_reach_the_workers(tmp_path: Path) -> None:
+    script = (
+        f"trap 'echo stopped > {tmp_path}/stopped; exit 0' TERM; touch {tmp_path}/ready; while :; do sleep 0.05; done"
+    )
+    with subprocess.Popen(
+        _command("-np", "1", "sh", "-c", script), env=_environ(), stderr=subprocess.DEVNULL
+    ) as process:
+        deadline = time.monotonic() + 30
+        while not (tmp_path / "ready").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) != 0
+    assert (tmp_path / "stopped").exists()
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["-np", "3", "-H", "localhost:2", "true"], "dearrun: -np 3 needs 3 slots, and localhost:2 has 2"),
+        (["-np", "1", "no-such-program"], "dearrun: 'no-such-program' was not found"),
+    ],
+)
+def test_mistakes_are_one_line(argv: list[str], message: str) -> None:
+    result = _dearrun(*argv)
+    assert result.returncode == 1
+    assert result.stderr.startswith(message)
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_check_build() -> None:
+    result = _dearrun("--check-build")
+    assert result.returncode == 0, result.stderr
+    for found in ("[X] Python 3", "[X] PyTorch", "[X] comm_core", "NCCL", "[X] torch.distributed with gloo"):
+        assert found in result.stdout
+    if "[X] MPI backend" in result.stdout:
+        assert "thread level: MPI_THREAD_" in result.stdout
