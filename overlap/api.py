@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
+from overlap import elastic
 from overlap.horovod.allgather import allgather, allgather_async, grouped_allgather, grouped_allgather_async
 from overlap.horovod.allreduce import (
     allreduce,
@@ -97,6 +98,7 @@ __all__ = [
     "cuda_built",
     "ddl_built",
     "draw_timeline",
+    "elastic",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",

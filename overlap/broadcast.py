@@ -12,7 +12,7 @@ from overlap.communicator import Communicator
 from overlap.dense import is_dense
 from overlap.objects import broadcast_object
 
-__all__ = ["broadcast_optimizer_state", "broadcast_tensors", "overwrite", "plant", "uproot"]
+__all__ = ["broadcast_optimizer_state", "broadcast_structure", "broadcast_tensors", "overwrite", "plant", "uproot"]
 
 
 def broadcast_tensors(comm: Communicator, tensors: Sequence[torch.Tensor], root: int) -> None:
@@ -75,6 +75,21 @@ def plant(value: Any, tensors: list[torch.Tensor]) -> Any:
     return value
 
 
+def broadcast_structure(comm: Communicator, value: Any, root: int) -> Any:
+    """The root's nested dicts, lists and tuples with the tensors in them, on every rank; new tensors elsewhere.
+
+    What is no tensor travels pickled. The others' `value` does not matter. On every rank of `comm`.
+    """
+    if comm.size == 1:
+        return value
+    tensors: list[torch.Tensor] = []
+    structure = uproot(value, tensors) if comm.rank == root else None
+    structure = broadcast_object(comm, structure, root)
+    received = value if comm.rank == root else plant(structure, tensors)
+    broadcast_tensors(comm, tensors, root)
+    return received
+
+
 def broadcast_optimizer_state(comm: Communicator, optimizer: torch.optim.Optimizer, root: int) -> None:
     """Give every rank the root's hyper-parameters and state, whatever it had before. On every rank of `comm`.
 
@@ -84,11 +99,6 @@ def broadcast_optimizer_state(comm: Communicator, optimizer: torch.optim.Optimiz
         raise ValueError(f"root should be a rank from 0 to {comm.size - 1} and is {root}")
     if comm.size == 1:
         return
-    tensors: list[torch.Tensor] = []
-    structure = uproot(optimizer.state_dict(), tensors) if comm.rank == root else None
-    structure = broadcast_object(comm, structure, root)
+    state = broadcast_structure(comm, optimizer.state_dict() if comm.rank == root else None, root)
     if comm.rank != root:
-        loaded = plant(structure, tensors)
-    broadcast_tensors(comm, tensors, root)
-    if comm.rank != root:
-        optimizer.load_state_dict(loaded)
+        optimizer.load_state_dict(state)

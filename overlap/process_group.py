@@ -18,6 +18,7 @@ from overlap.link import Link
 from overlap.loose_messages import LooseMessages
 from overlap.pipeline import Relay, RingReduce, ring_segment_numel
 from overlap.reduction import combine_all, is_half
+from overlap.rendezvous import join_world
 from overlap.requests import (
     all_gather_request,
     all_reduce_request,
@@ -43,7 +44,7 @@ def connect() -> ProcessGroupCommunicator:
     """The communicator of all ranks of torchrun's job; joins torch.distributed first where the script did not."""
     created = not dist.is_initialized()
     if created:
-        dist.init_process_group("gloo")
+        join_world()
     store = dist.distributed_c10d._get_default_store()
     return ProcessGroupCommunicator(store, dist.get_rank(), dist.get_world_size(), owns_world=created)
 

@@ -1,0 +1,121 @@
+"""Commits on disk: each one complete or absent, whatever happens while it is written. Knows nothing of ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["DIRECTORY_VARIABLE", "CommitError", "CommitStore", "default_directory"]
+
+log = logging.getLogger("dear")
+
+DIRECTORY_VARIABLE = "DEAR_ELASTIC_DIR"
+_KEPT = 2  # the newest, and the one before it should the newest be unreadable
+_NAME = re.compile(r"commit-(\d{8})\.pt")
+
+
+class CommitError(RuntimeError):
+    """A commit could not be written, or none of those that are there could be read."""
+
+
+def default_directory(environ: Mapping[str, str], argv: Sequence[str]) -> Path:
+    """``DEAR_ELASTIC_DIR``, else ``.dear-elastic/SCRIPT-HASH`` below the working directory (pure).
+
+    The hash is that of the script's arguments: other arguments are another job, which must not continue this one.
+    """
+    chosen = environ.get(DIRECTORY_VARIABLE)
+    if chosen:
+        return Path(chosen)
+    digest = hashlib.sha256("\0".join(argv).encode()).hexdigest()[:8]
+    return Path(".dear-elastic") / f"{Path(argv[0]).stem or 'python'}-{digest}"
+
+
+class CommitStore:
+    """Numbered snapshots in one directory, of which the newest two are kept."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def _numbers(self) -> list[int]:
+        """Of the commits that are there, newest first."""
+        if not self.directory.is_dir():
+            return []
+        found = (_NAME.fullmatch(path.name) for path in self.directory.iterdir())
+        return sorted((int(match.group(1)) for match in found if match), reverse=True)
+
+    def _path(self, number: int) -> Path:
+        return self.directory / f"commit-{number:08d}.pt"
+
+    def write(self, snapshot: Any) -> int:
+        """Make a commit (nested dicts, lists, tensors and picklable objects); its number. Raises :class:`CommitError`.
+
+        The name appears once the contents are on the disk, so a commit that has a name is complete.
+        """
+        numbers = self._numbers()
+        number = numbers[0] + 1 if numbers else 1
+        path = self._path(number)
+        partial = path.with_suffix(".partial")
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            with partial.open("wb") as file:
+                torch.save(snapshot, file)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(path)
+            self._sync_directory()
+        except Exception as error:
+            with contextlib.suppress(OSError):
+                partial.unlink()
+            raise CommitError(f"commit {number} could not be written to {self.directory}: {error}") from error
+        for old in numbers[_KEPT - 1 :]:
+            self._path(old).unlink(missing_ok=True)
+        return number
+
+    def _sync_directory(self) -> None:
+        folder = os.open(self.directory, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def newest(self) -> tuple[int, Any] | None:
+        """The newest commit that can be read and its number; None where there is none.
+
+        Reads pickles: the directory is trusted as much as the script. Raises :class:`CommitError` where there are
+        commits and none is readable.
+        """
+        failures = []
+        for number in self._numbers():
+            try:
+                snapshot = torch.load(self._path(number), map_location="cpu", weights_only=False)
+            except Exception as error:  # a damaged file fails in many ways
+                failures.append(f"{self._path(number).name}: {error}")
+                log.warning("commit %d in %s cannot be read: %s", number, self.directory, error)
+            else:
+                return number, snapshot
+        if failures:
+            raise CommitError(f"none of the commits in {self.directory} can be read ({'; '.join(failures)})")
+        return None
+
+    def clear(self) -> None:
+        """The job is finished: whoever starts it again begins at the beginning."""
+        for number in self._numbers():
+            self._path(number).unlink(missing_ok=True)
+        for partial in self.directory.glob("commit-*.partial"):
+            partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # not ours alone, or not there
+            self.directory.rmdir()
+
+
+def directory_of(chosen: str | os.PathLike[str] | None) -> Path:
+    """`chosen`, or the default of this process."""
+    return Path(chosen) if chosen is not None else default_directory(os.environ, sys.argv)

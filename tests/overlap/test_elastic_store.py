@@ -1,0 +1,92 @@
+"""Commits on disk, and the order of samples at any world size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from overlap.elastic.sampler import order_of, part_of
+from overlap.elastic.store import CommitError, CommitStore, default_directory
+
+
+def test_the_newest_two_are_kept(tmp_path: Path) -> None:
+    store = CommitStore(tmp_path / "a" / "b")
+    assert store.newest() is None
+    for step in range(4):
+        assert store.write({"step": step, "tensor": torch.full((3,), float(step))}) == step + 1
+    assert sorted(path.name for path in store.directory.iterdir()) == ["commit-00000003.pt", "commit-00000004.pt"]
+    found = CommitStore(tmp_path / "a" / "b").newest()
+    assert found is not None
+    assert (found[0], found[1]["step"], found[1]["tensor"].tolist()) == (4, 3, [3.0] * 3)
+
+
+def test_a_damaged_commit_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = CommitStore(tmp_path)
+    store.write("first")
+    store.write("second")
+    newest = tmp_path / "commit-00000002.pt"
+    newest.write_bytes(newest.read_bytes()[:-100])
+    (tmp_path / "commit-00000003.partial").write_bytes(b"killed while writing")
+    assert store.newest() == (1, "first")
+    assert "commit 2" in caplog.text
+    (tmp_path / "commit-00000001.pt").write_bytes(b"")
+    with pytest.raises(CommitError, match=r"none of the commits in .* can be read"):
+        store.newest()
+    assert store.write("third") == 3
+    assert store.newest() == (3, "third")
+
+
+def test_what_cannot_be_written_leaves_the_last_commit(tmp_path: Path) -> None:
+    store = CommitStore(tmp_path)
+    store.write("first")
+    with pytest.raises(CommitError, match="commit 2 could not be written"):
+        store.write(lambda: None)
+    assert [path.name for path in tmp_path.iterdir()] == ["commit-00000001.pt"]
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(CommitError, match=str(file)):
+        CommitStore(file).write("nowhere")
+
+
+def test_a_finished_job_leaves_nothing_of_its_own(tmp_path: Path) -> None:
+    store = CommitStore(tmp_path / "commits")
+    store.write("first")
+    store.clear()
+    store.clear()
+    assert list(tmp_path.iterdir()) == []
+    store.write("first")
+    (store.directory / "notes.txt").touch()
+    store.clear()
+    assert [path.name for path in store.directory.iterdir()] == ["notes.txt"]
+
+
+def test_default_directory() -> None:
+    assert default_directory({"DEAR_ELASTIC_DIR": "/data/x"}, ["train.py"]) == Path("/data/x")
+    plain, other = (default_directory({}, ["scripts/train.py", "--lr", lr]) for lr in ("1", "2"))
+    assert plain.parent == Path(".dear-elastic")
+    assert plain.name.startswith("train-")
+    assert plain != other
+    assert plain == default_directory({}, ["scripts/train.py", "--lr", "1"])
+
+
+@pytest.mark.parametrize("length", [0, 1, 7, 12])
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_parts_are_even_and_hold_everything(length: int, size: int) -> None:
+    order = order_of(length, shuffle=True, seed=3, epoch=1)
+    parts = [part_of(order, rank, size) for rank in range(size)]
+    assert {len(part) for part in parts} == {-(-length // size)}
+    assert {index for part in parts for index in part} == set(range(length))
+
+
+def test_batches_of_all_ranks_are_the_same_at_any_world_size() -> None:
+    order = order_of(24, shuffle=True, seed=0, epoch=2)
+    for size in (1, 2, 3, 6):
+        per_rank = 6 // size
+        parts = [part_of(order, rank, size) for rank in range(size)]
+        for batch in range(4):
+            taken = {index for part in parts for index in part[batch * per_rank : (batch + 1) * per_rank]}
+            assert taken == set(order[batch * 6 : (batch + 1) * 6])
+    assert order != order_of(24, shuffle=True, seed=0, epoch=3)
+    assert order_of(4, shuffle=False, seed=0, epoch=3) == [0, 1, 2, 3]

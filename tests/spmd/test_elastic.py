@@ -1,0 +1,165 @@
+"""Elastic state between ranks: what a commit holds, going back to it, and the functions around training."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dear
+from dear import elastic
+from tests.spmd.models import MODELS
+from tests.spmd.test_parity import STRATEGIES
+
+
+@pytest.fixture
+def folder() -> Any:
+    dear.init()
+    with tempfile.TemporaryDirectory() as mine:
+        yield Path(dear.broadcast_object(mine)) / "commits"
+        dear.barrier()
+
+
+def _step(model: torch.nn.Module, optimizer: Any, seed: int) -> None:
+    generator = torch.Generator().manual_seed(100 * seed + dear.rank())
+    optimizer.zero_grad()
+    model(torch.randn(4, 9, generator=generator)).square().mean().backward()
+    optimizer.step()
+
+
+def _copies(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [value.detach().clone() for value in model.state_dict().values()]
+
+
+@pytest.mark.parametrize("strategy", ["dear", "wfbp"])
+def test_going_back_to_a_commit_repeats_the_same_steps(strategy: str, folder: Path) -> None:
+    torch.manual_seed(1)
+    model = MODELS["Mlp"]()
+    optimizer = STRATEGIES[strategy](torch.optim.Adam(model.parameters(), 0.05), model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    state = elastic.TorchState(model, optimizer, scheduler=scheduler, elastic_dir=folder, epoch=0, notes=["a"])
+    with pytest.raises(elastic.CommitError, match="no commit"):
+        state.restore()
+    _step(model, optimizer, 0)
+    scheduler.step()
+    state.epoch = 7
+    state.commit()
+    committed = _copies(model)
+    outcomes = []
+    for _ in range(2):
+        for seed in (1, 2):
+            _step(model, optimizer, seed)
+            scheduler.step()
+        outcomes.append(_copies(model))
+        state.epoch, state.notes = 9, ["b"]
+        state.restore()
+        assert (state.epoch, state.notes) == (7, ["a"])
+        assert optimizer.param_groups[0]["lr"] == 0.025
+        assert all(torch.equal(one, other) for one, other in zip(_copies(model), committed, strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(*outcomes, strict=True))
+
+
+def test_sync_takes_rank_0s_values(folder: Path) -> None:
+    torch.manual_seed(dear.rank())
+    model = torch.nn.Sequential(torch.nn.Linear(9, 3), torch.nn.BatchNorm1d(3))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1 * (1 + dear.rank()), momentum=0.9)
+    _step(model, optimizer, 0)
+    state = elastic.TorchState(model, optimizer, elastic_dir=folder, batch=dear.rank() + 5)
+    state.sync()
+    everywhere = dear.allgather_object((_copies(model), optimizer.state_dict()["state"], state.batch))
+    for values, momentum, batch in everywhere:
+        assert all(torch.equal(one, other) for one, other in zip(values, everywhere[0][0], strict=True))
+        assert torch.equal(momentum[0]["momentum_buffer"], everywhere[0][1][0]["momentum_buffer"])
+        assert batch == 5
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_samplers_learn_what_all_ranks_processed(folder: Path) -> None:
+    dear.init()
+    data = list(range(10 * dear.size()))
+    sampler = elastic.ElasticSampler(data, seed=4)
+    sampler.set_epoch(2)
+    state = elastic.ObjectState(sampler=sampler, elastic_dir=folder)
+    whole = list(sampler)
+    sampler.record_batch(0, 3)
+    sampler.record_batch(1, 3)
+    state.commit()
+    assert len(sampler.processed_indices) == 6 * dear.size()
+    sampler.record_batch(2, 3)  # lost: not committed
+    other = elastic.ElasticSampler(data, seed=4)
+    elastic.ObjectState(sampler=other, elastic_dir=folder).restore()
+    assert other.epoch == 2
+    assert list(other) == whole[6:]
+    assert len(other) == 4
+    other.set_epoch(3)
+    assert sorted(i for part in dear.allgather_object(list(other)) for i in part) == data
+
+
+def test_run_continues_finishes_and_begins_anew(folder: Path) -> None:
+    resets: list[int] = []
+
+    def job(fail_at: int | None) -> list[int]:
+        state = elastic.ObjectState(elastic_dir=folder, step=dear.rank())
+        state.register_reset_callbacks([lambda: resets.append(state.step)])
+        done = []
+
+        @elastic.run
+        def train(state: Any, upto: int) -> int:
+            while state.step < upto:
+                done.append(state.step)
+                if state.step == fail_at:
+                    raise ZeroDivisionError("a bad step")
+                state.step += 1
+                state.commit()
+            return upto
+
+        if fail_at is None:
+            assert train(state, upto=5) == 5
+        else:
+            with pytest.raises(ZeroDivisionError, match="bad step"):
+                train(state, upto=5)
+        return done
+
+    assert job(fail_at=2) == [0, 1, 2]
+    assert job(fail_at=None) == [2, 3, 4]
+    assert resets == [2]
+    assert not folder.exists()
+    dear.barrier()
+    assert job(fail_at=None) == [0, 1, 2, 3, 4]
+    with pytest.raises(TypeError, match="elastic State and is int"):
+        elastic.run(lambda state: state)(3)
+
+
+def test_a_signal_to_any_rank_stops_all_after_a_commit(folder: Path) -> None:
+    state = elastic.ObjectState(elastic_dir=folder, step=0)
+
+    @elastic.run
+    def train(state: Any) -> None:
+        for state.step in range(1, 100):
+            if state.step == 3 and dear.rank() == dear.size() - 1:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            state.commit()
+
+    with pytest.raises(elastic.HostsUpdatedInterrupt, match="SIGUSR1"):
+        train(state)
+    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+    state.step = 50
+    state.restore()
+    assert state.step == 3
+
+
+def test_mistakes_raise_on_all_ranks(folder: Path) -> None:
+    state = elastic.ObjectState(elastic_dir=folder, a=1)
+    state.save()
+    with pytest.raises(elastic.CommitError, match=r"holds \['a'\], and this state \['b'\]"):
+        elastic.ObjectState(elastic_dir=folder, b=1).restore()
+    with pytest.raises(elastic.CommitError, match="commit 2 could not be written"):
+        elastic.ObjectState(elastic_dir=folder, a=lambda: None).save()
+    for name in ("commit", "_store"):
+        with pytest.raises(ValueError, match=f"named '{name}'"):
+            elastic.ObjectState(elastic_dir=folder, **{name: 1})
