@@ -196,7 +196,10 @@ WorkPtr Communicator::post(int peer, std::string payload) {
 
 std::optional<Letter> Communicator::receive_post(std::chrono::duration<double> timeout,
                                                  const Interrupted& interrupted) {
-  require_open();
+  {
+    const std::lock_guard lock(mutex_);
+    require_open();
+  }
   return backend_->receive_post(timeout, interrupted);
 }
 
