@@ -13,7 +13,7 @@ setup: ## make .venv ready (under a second when it is)
 build: setup ## the same: setup builds comm_core when its sources changed
 
 test: setup ## run all tests
-	@$(BIN)/python -m pytest tests
+	@$(BIN)/python -m pytest tests -n 2 --dist worksteal
 
 test-1 test-2 test-4: setup ## only the suites that run inside every rank, at that many ranks over MPI
 	@$(BIN)/python -m pytest tests/test_spmd.py -k "mpi-$(@:test-%=%)"

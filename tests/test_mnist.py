@@ -122,6 +122,7 @@ def test_idx_files_plain_or_compressed(data: ModuleType, tmp_path: Path) -> None
         ("train-labels-idx1-ubyte", _idx(20, fill=10), "the label 10"),
         ("t10k-images-idx3-ubyte", _idx(10, 27, 27), "different sizes"),
     ],
+    ids=["no-idx", "too-short", "cut-off", "too-few-labels", "label-10", "other-size"],
 )
 def test_damaged_files_are_named(data: ModuleType, tmp_path: Path, name: str, content: bytes, complaint: str) -> None:
     _write_mnist(tmp_path)
