@@ -6,7 +6,7 @@ import copy
 import importlib
 import inspect
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -18,13 +18,15 @@ from overlap.horovod.process_set import ProcessSet, global_process_set
 from overlap.observer import Facts
 from overlap.optimizer import DistributedOptimizer as Shell
 from overlap.partition import TensorSpec
+from overlap.session import current
 from overlap.strategy import Plan, Strategy
 from overlap.tuning.options import Tuning
 from overlap.tuning.space import Dimension, Setting
 from overlap.tuning.trial import tune as start_tuning
 
-__all__ = ["Dear", "DistributedOptimizer"]
+__all__ = ["Dear", "DistributedOptimizer", "default_limits"]
 
+_THRESHOLD_MB = 25.0
 _PARTS = {"rsag": ("reducescatter", "allgather"), "rb": ("reduce", "bcast")}  # the two halves, by policy
 
 
@@ -118,7 +120,7 @@ def DistributedOptimizer(
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
     *,
-    threshold_mb: float | None = 25,
+    threshold_mb: float | Literal["default"] | None = "default",
     num_nearby_layers: int | None = None,
     exclude_parts: str = "",
     policy: str = "rsag",
@@ -135,6 +137,8 @@ def DistributedOptimizer(
         compression, backward_passes_per_step, op, gradient_predivide_factor, num_groups, groups, sparse_as_dense,
             process_set: as in Horovod; see :class:`overlap.optimizer.DistributedOptimizer`.
         threshold_mb: layers are fused, in the order of their use, while a bucket stays below this many MB (2^20 bytes).
+            Default: the environment variable ``DEAR_THRESHOLD_MB``, or ``HOROVOD_FUSION_THRESHOLD`` in bytes (0: no
+            fusion), else 25.
         num_nearby_layers: at most this many layers per bucket; with both limits, the first one reached closes a bucket.
             ``threshold_mb=None, num_nearby_layers=1`` is DeAR without tensor fusion.
         exclude_parts: ``"reducescatter"``, ``"allgather"`` or both (``"reduce"``, ``"bcast"`` under the policy "rb")
@@ -170,9 +174,22 @@ def DistributedOptimizer(
     }
     if strategy != "dear":
         return _sibling(strategy, optimizer, named_parameters, own, shell if tune is False else {"tune": tune, **shell})
+    if threshold_mb == "default":
+        own["threshold_mb"], own["num_nearby_layers"] = default_limits(
+            current().settings.threshold_mb, num_nearby_layers
+        )
     distributed = Shell(optimizer, named_parameters, Dear(**own), **shell)
     start_tuning(distributed, tune)
     return distributed
+
+
+def default_limits(wished_mb: float | None, num_nearby_layers: int | None) -> tuple[float | None, int | None]:
+    """Threshold (MB) and layers per bucket where no threshold was given; `wished_mb` is the environment's (pure)."""
+    if wished_mb is None:
+        return _THRESHOLD_MB, num_nearby_layers
+    if wished_mb == 0:  # no fusion
+        return None, num_nearby_layers or 1
+    return wished_mb, num_nearby_layers
 
 
 _DEFAULTS: dict[str, Any] = dict(DistributedOptimizer.__kwdefaults__ or {})

@@ -39,6 +39,8 @@ class Settings:
     """``DEAR_TIMELINE_MARK_CYCLES``, ``HOROVOD_TIMELINE_MARK_CYCLES``."""
     timeline_max_mb: float = 64.0
     """``DEAR_TIMELINE_MAX_MB``: no timeline gets larger, in MB of 2^20 bytes."""
+    threshold_mb: float | None = None
+    """``DEAR_THRESHOLD_MB``, or ``HOROVOD_FUSION_THRESHOLD`` in bytes; 0: no fusion; None: the strategy's default."""
     ignored: tuple[str, ...] = ()
     """Variables of Horovod that are set and have no counterpart."""
 
@@ -88,14 +90,16 @@ _VARIABLES: dict[str, tuple[Callable[[str], Any], tuple[str, ...]]] = {
     "timeline": (_file, ("DEAR_TIMELINE", "HOROVOD_TIMELINE")),
     "timeline_mark_cycles": (_switch, ("DEAR_TIMELINE_MARK_CYCLES", "HOROVOD_TIMELINE_MARK_CYCLES")),
     "timeline_max_mb": (_number, ("DEAR_TIMELINE_MAX_MB",)),
+    "threshold_mb": (_number, ("DEAR_THRESHOLD_MB",)),
 }
 _CHECK_OFF = "HOROVOD_STALL_CHECK_DISABLE"
+_FUSION_BYTES = "HOROVOD_FUSION_THRESHOLD"
 
 
 def read(environ: Mapping[str, str]) -> Settings:
     """The settings in `environ`. Raises :class:`SettingError` with the variable and what it holds."""
     found: dict[str, Any] = {}
-    known = {_CHECK_OFF}
+    known = {_CHECK_OFF, _FUSION_BYTES}
     for field, (parse, names) in _VARIABLES.items():
         known.update(names)
         values = [value for name in names if (value := _parsed(environ, name, parse)) is not None]
@@ -105,6 +109,9 @@ def read(environ: Mapping[str, str]) -> Settings:
         for field in ("stall_warn_seconds", "stall_abort_seconds"):
             if not environ.get(_VARIABLES[field][1][0]):
                 found[field] = 0.0
+    fusion_bytes = _parsed(environ, _FUSION_BYTES, _number)
+    if fusion_bytes is not None:
+        found.setdefault("threshold_mb", fusion_bytes / 2**20)
     others = sorted(
         name for name, text in environ.items() if name.startswith("HOROVOD_") and text and name not in known
     )

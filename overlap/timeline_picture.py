@@ -26,6 +26,7 @@ _COLOURS = {
     "all_reduce": "#fdae6b",
 }
 _OTHER = "#969696"
+_MARGIN = 0.1  # of the shown time: what goes on after the last step is shown this long
 _LABEL_SHARE = 0.028  # of the picture's width: narrower bars carry no label
 
 
@@ -66,13 +67,18 @@ def _window(events: Sequence[Event], steps: int, skip: int, rank: int) -> tuple[
 
 
 def rows_of(by_rank: dict[int, list[Event]], steps: int, skip: int) -> list[Row]:
-    """What to draw: for each rank the phases, the waits, and a row for every communicator that was used (pure)."""
+    """What to draw: for each rank the phases, the waits, and a row for every communicator that was used (pure).
+
+    Times count from the first rank's end of the step before; bars that reach beyond the last step are cut a little later.
+    """
     windows = {rank: _window(events, steps, skip, rank) for rank, events in by_rank.items()}
     begin, end = min(first for first, _ in windows.values()), max(last for _, last in windows.values())
 
+    cut = end + _MARGIN * (end - begin)
+
     def bars(events: list[Event]) -> tuple[Bar, ...]:
         return tuple(
-            Bar(_label(event), _kind(event), (event["ts"] - begin) / 1e3, event["dur"] / 1e3)
+            Bar(_label(event), _kind(event), (event["ts"] - begin) / 1e3, min(event["dur"], cut - event["ts"]) / 1e3)
             for event in events
             if event["ts"] < end and event["ts"] + event["dur"] > begin
         )

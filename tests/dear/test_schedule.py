@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from dear.optimizer import default_limits
 from dear.schedule import plan_buckets
 from overlap.observer import Facts
 from overlap.partition import TensorSpec
@@ -35,3 +38,19 @@ def test_whole_buckets_have_owners_in_turn() -> None:
 
 def test_idle_parameters_do_not_keep_their_neighbours_waiting() -> None:
     assert _plan(((0, 1), (2,), (3, 4)), idle=frozenset({3})) == [(4,), (2,), (0, 1), (3,)]
+
+
+@pytest.mark.parametrize(
+    ("wished_mb", "layers", "expected"),
+    [
+        (None, None, (25.0, None)),
+        (None, 3, (25.0, 3)),
+        (8.0, None, (8.0, None)),
+        (0.0, None, (None, 1)),
+        (0.0, 2, (None, 2)),
+    ],
+)
+def test_limits_where_no_threshold_is_given(
+    wished_mb: float | None, layers: int | None, expected: tuple[float | None, int | None]
+) -> None:
+    assert default_limits(wished_mb, layers) == expected

@@ -26,6 +26,8 @@ from overlap.settings import SettingError, Settings, read
             {"HOROVOD_STALL_CHECK_DISABLE": "1", "DEAR_STALL_ABORT_SECONDS": "9"},
             {"stall_warn_seconds": 0.0, "stall_abort_seconds": 9.0},
         ),
+        ({"HOROVOD_FUSION_THRESHOLD": "3145728"}, {"threshold_mb": 3.0}),
+        ({"HOROVOD_FUSION_THRESHOLD": "3145728", "DEAR_THRESHOLD_MB": "0"}, {"threshold_mb": 0.0}),
         ({"HOROVOD_TIMELINE": "DYNAMIC", "HOROVOD_TIMELINE_MARK_CYCLES": "1"}, {"timeline_mark_cycles": True}),
         (
             {"HOROVOD_TIMELINE": "a.json", "DEAR_TIMELINE": "b.json", "DEAR_TIMELINE_MAX_MB": "2"},
