@@ -138,6 +138,11 @@ class Bucket:
         return self.gradients.numel() * self.gradients.element_size()
 
     @property
+    def meets(self) -> bool:
+        """Whether nobody's part of the reduction is done before every rank has issued it."""
+        return all(self.shares if self.holds_parameters else (self.gradients.numel(),))
+
+    @property
     def full(self) -> bool:
         return all(slot.filled for slot in self.slots)
 

@@ -17,7 +17,7 @@ backward cannot be seen by anybody.
 
 [Note: early updates keep the order of all-gathers]
 When a reduction is done is this rank's own experience, so it must not decide an order. Early updates happen in the order
-of issue and their all-gathers travel on the channel of all-gathers; ranks differ only in how far they came. ``step()``
+of issue and their all-gathers travel on a channel of their own; ranks differ only in how far they came. ``step()``
 agrees on the largest number; everybody catches up to it, and the rest follows, nearest the input first.
 """
 

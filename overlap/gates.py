@@ -154,8 +154,13 @@ class Gates:
 
 
 def _clone_values(module: torch.nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
-    """state_dict hands out clones: a view would be saved with the whole bucket behind it."""
+    """state_dict hands out clones of what lies in a bucket, which would be saved with the whole bucket behind it.
+
+    Until then it hands out the parameters' own memory, as ever: scripts broadcast into it, or load through it.
+    """
     for name in module._parameters:
         value = state.get(prefix + name)
-        if value is not None and not isinstance(value, torch.nn.Parameter):  # keep_vars=True asks for the real ones
+        if value is None or isinstance(value, torch.nn.Parameter):  # keep_vars=True asks for the real ones
+            continue
+        if value.untyped_storage().nbytes() > value.numel() * value.element_size():
             state[prefix + name] = value.clone()

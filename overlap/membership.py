@@ -27,9 +27,9 @@ def membership(session: Session, process_set: ProcessSet, *, sharding: bool) -> 
     """
     number = process_set.process_set_id
     if process_set is global_process_set or number == 0:
-        # All-gathers have a channel of their own: whoever reduces a loss is not behind them.
-        gathers = session.channel("all-gathers") if sharding else session.comm
-        return Membership(session.comm, gathers, tuple(range(session.comm.size)))
+        # All-gathers have a channel of their own: whoever waits for a reduction is not behind them.
+        leased = session.channels.lease(2 if sharding else 1)
+        return Membership(leased[0], leased[-1], tuple(range(session.comm.size)))
     if number is None:
         raise ValueError(f"{process_set} is not registered: pass it to init(process_sets=…) or to add_process_set()")
     mine = process_set.ranks if process_set.included() and process_set.ranks is not None else [session.comm.rank]

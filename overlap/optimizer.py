@@ -125,6 +125,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             sharding=sharding and exchange.slices,
             poison=session.poison if poison is None else poison,
         )
+        session.channels.hold((members.comm, members.gathers), self._engine)  # which lives as long as its hooks do
         others = [rank for rank in members.ranks if rank != session.comm.rank]
         self._share = StateShare(others, session.mailroom, session.register(self), self._export)
         self._engine.changing = self._share.updating

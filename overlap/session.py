@@ -15,6 +15,7 @@ import torch
 
 import comm_core
 from overlap import failures, logs, settings, timeline
+from overlap.channels import Channels
 from overlap.communicator import Communicator
 from overlap.cost_model import CostModel, fit
 from overlap.launch import Launch, Launcher, LaunchError, detect
@@ -65,10 +66,10 @@ class Session:
         self.control = _duplicate(comm)
         self.mailroom = Mailroom(comm)
         self.watchdog = Watchdog(comm, self.control, self.mailroom, mine, self.settings)
-        self._channels: dict[str, Communicator] = {}
         self.services: dict[str, Service] = {}  # closed on shutdown while all ranks still answer
         self.participants: list[Participant] = []  # what join() of the facade drives; see overlap.horovod.runtime
         self._subsets: list[Communicator] = []
+        self.channels = Channels(self.control, self.watchdog.watch)
         self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._registered = 0
         failures.install(comm.rank, comm.size, comm.abort)
@@ -93,17 +94,6 @@ class Session:
     @property
     def optimizers(self) -> list[Any]:
         return list(self._optimizers)
-
-    def channel(self, purpose: str) -> Communicator:
-        """The communicator of all ranks that serves `purpose` alone, so that its operations cross no others.
-
-        The first call for a purpose makes it and is collective: on every rank, in the same order among channels.
-        """
-        channel = self._channels.get(purpose)
-        if channel is None:
-            channel = self._channels[purpose] = _duplicate(self.control)
-            self.watchdog.watch(channel)
-        return channel
 
     def subset(self, number: int | None) -> Communicator:
         """A new communicator of the ranks that give the same number; of this rank alone where that is None.
@@ -132,8 +122,9 @@ class Session:
         self.mailroom.close()
         timeline.stop()
         failures.remove()
-        for channel in (*self._subsets, *self._channels.values()):
-            channel.close()
+        for part in self._subsets:
+            part.close()
+        self.channels.close()
         self.control.close()
         self.comm.close()
         if self.launch.launcher is not Launcher.TORCHRUN:

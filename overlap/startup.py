@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from overlap.broadcast import broadcast_optimizer_state, broadcast_tensors
 from overlap.bucket import Slot
@@ -54,9 +55,12 @@ def collect_slots(
                     f"parameter {position} of group {group_index}, shape {tuple(param.shape)}, has no name: "
                     f"named_parameters holds {len(names)} parameters and should hold all of the optimizer's"
                 )
+            _refuse_lazy(given or f"{position} of group {group_index}", param)
             slot = Slot(len(slots), given or f"group{group_index}.{position}", param, group_index)
             by_param[id(param)] = slot
             slots.append(slot)
+    for name, buffer in () if model is None else model.named_buffers():
+        _refuse_lazy(name, buffer)
     if not slots:
         raise ValueError("the optimizer has no parameters")
     return slots
@@ -83,6 +87,11 @@ def _compare(signatures: Sequence[Sequence[str]]) -> None:
                     f"model and optimizer differ between ranks: entry {index} is «{expected}» on rank 0 and «{mine}» on "
                     f"rank {rank}"
                 )
+
+
+def _refuse_lazy(name: str, tensor: torch.Tensor) -> None:
+    if is_lazy(tensor):
+        raise ValueError(f"{name!r} belongs to a lazy module and has no shape yet; run one forward before wrapping")
 
 
 def synchronize_start(

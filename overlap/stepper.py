@@ -9,9 +9,10 @@
 The last bucket in order of issue, whose gradients come at the very end of backward, is reduced by step() and not before.
 As no update starts before that reduction is done, no rank can update anything before every rank has called step(). A rank
 that calls state_dict() between two steps therefore finds the others' shares of the state at that same step. Where the
-reductions were awaited earlier (clipping, synchronize()), step() begins with a barrier instead. With early updates
-(`overlap.eager`) a rank that calls state_dict() has no gradient since its last step, or it raises: so none of its
-reductions is issued, no other rank's can be done, and nobody has updated anything beyond that step.
+reductions were awaited earlier (clipping, synchronize()), or where some ranks only send in the last one, step() begins
+with a barrier instead. With early updates (`overlap.eager`) a rank that calls state_dict() has no gradient since its last
+step, or it raises: so none of its reductions is issued, no other rank's can be done, and nobody has updated anything
+beyond that step.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class Stepper:
         if engine.eager is not None:
             engine.eager.check()
         averages.prepare()
-        if window.reduced:
+        if window.reduced or not engine.order[-1].meets:
             self._comm.barrier(label="step")  # [Note: nobody overtakes a step]
         if scale is not None:
             averages.unscale(scale)

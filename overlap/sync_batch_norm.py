@@ -183,7 +183,7 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
         of_batch = self.training or self.running_mean is None
         if not of_batch or current().comm.size == 1:
             return super().forward(input)
-        comm = current().channel(_PURPOSE)
+        comm = current().channels.named(_PURPOSE)
         out, total, mean, var = _Normalise.apply(input, self.weight, self.bias, self.eps, comm)
         if self.training and self.track_running_stats:
             self._track(float(total), mean, var)

@@ -46,7 +46,7 @@ class Runtime:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._comm = session.channel("names")
+        self._comm = session.channels.named("names")
         self.rank, self.size = self._comm.rank, self._comm.size
         everybody = tuple(range(self.size))
         self._groups: dict[int, Group] = {0: Group(0, everybody, self._comm)}
