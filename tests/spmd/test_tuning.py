@@ -22,6 +22,7 @@ MB = 2**-20
 OTHERS = (16, 2000, 7000)  # bytes: each leads to other buckets of the model than the start and the others do
 TUNED: dict[str, Any] = {
     "dear": lambda o, m: dear.DistributedOptimizer(o, m, tune=Tuning(trials=4, **EVERY_STEP)),
+    "dear-eager": lambda o, m: dear.DistributedOptimizer(o, m, eager=True, tune=Tuning(trials=4, **EVERY_STEP)),
     "mgwfbp": lambda o, m: mgwfbp.DistributedOptimizer(
         o, m, alpha_beta=(0.0, 0.0), merge_below_kb=25000, profile_steps=1, tune=Tuning(trials=4, **EVERY_STEP)
     ),
@@ -84,7 +85,7 @@ def test_parity_while_every_step_has_other_buckets(strategy: str, kind: str, mon
     assert all(other == plans for other in dear.allgather_object(plans))
 
 
-@pytest.mark.parametrize("strategy", TUNED)
+@pytest.mark.parametrize("strategy", ["dear", "mgwfbp"])
 @pytest.mark.parametrize(
     "loop", ["accumulated", "clipped_after_synchronize", "unfrozen_later", "group_added", "scaled"]
 )
