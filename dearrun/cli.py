@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import socket
 import sys
 from collections.abc import Sequence
 from importlib import metadata
@@ -13,6 +14,7 @@ from pathlib import Path
 from dearrun import check_build, mpirun, options
 from dearrun.command import build
 from dearrun.errors import LaunchError
+from dearrun.hosts import require_shell
 
 __all__ = ["main"]
 
@@ -30,8 +32,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         environ = options.environment(args, os.environ)
         program = mpirun.find(environ, Path(sys.prefix))
         flavor = mpirun.flavor_of(mpirun.version_of(program))
+        can_reach_others = mpirun.has_remote_shell(environ)
         environ = mpirun.with_defaults(flavor, environ)
         job = options.job(args, environ)
+        if not job.mpi_arguments:  # they may say how to reach hosts
+            require_shell(job.hosts, socket.gethostname(), can_reach_others)
         _require_program(job.command[0], environ)
         command = build(program, flavor, job)
     except LaunchError as error:

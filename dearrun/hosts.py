@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from dearrun.errors import LaunchError
 
-__all__ = ["Host", "parse_hostfile", "parse_hosts", "require_slots"]
+__all__ = ["Host", "parse_hostfile", "parse_hosts", "require_shell", "require_slots"]
 
 _NAME = r"[A-Za-z0-9_](?:[A-Za-z0-9_.\-]*[A-Za-z0-9_])?"
 _HOST = re.compile(rf"({_NAME})(?::(\d+))?")
@@ -76,3 +76,10 @@ def require_slots(hosts: Sequence[Host], workers: int) -> None:
         raise LaunchError(
             f"-np {workers} needs {workers} slots, and {named} has {slots}; name more hosts or slots, or fewer workers"
         )
+
+
+def require_shell(hosts: Sequence[Host], here: str, has_ssh: bool) -> None:
+    """Raises :class:`LaunchError` where a host other than this one, which is called `here`, cannot be reached."""
+    others = [host.name for host in hosts if host.name not in ("localhost", "127.0.0.1", here)]
+    if others and not has_ssh:
+        raise LaunchError(f"{others[0]} is another host, and there is neither ssh nor rsh on the PATH to reach it with")

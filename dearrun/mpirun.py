@@ -16,7 +16,7 @@ from pathlib import Path
 
 from dearrun.errors import LaunchError
 
-__all__ = ["Flavor", "defaults", "find", "flavor_of", "version_of", "with_defaults"]
+__all__ = ["Flavor", "defaults", "find", "flavor_of", "has_remote_shell", "version_of", "with_defaults"]
 
 _RECORD = "mpi.env"  # in the virtual environment, written by scripts/setup.sh: MPIRUN=path
 _VERSION_SECONDS = 30
@@ -111,11 +111,16 @@ def version_of(mpirun: str) -> str:
     return result.stdout + result.stderr
 
 
+def has_remote_shell(environ: Mapping[str, str]) -> bool:
+    """Whether other hosts can be reached: ssh or rsh is on the PATH, or an agent of the caller's own is named."""
+    agents = ("OMPI_MCA_plm_rsh_agent", "PRTE_MCA_plm_ssh_agent", "HYDRA_LAUNCHER_EXEC")
+    found = any(shutil.which(name, path=environ.get("PATH")) for name in ("ssh", "rsh"))
+    return found or any(environ.get(name) for name in agents)
+
+
 def with_defaults(flavor: Flavor, environ: Mapping[str, str]) -> dict[str, str]:
     """`environ` with :func:`defaults` below it."""
-    path = environ.get("PATH")
-    has_ssh = any(shutil.which(name, path=path) for name in ("ssh", "rsh"))
-    agent = None if has_ssh else shutil.which("false", path=path)
+    agent = None if has_remote_shell(environ) else shutil.which("false", path=environ.get("PATH"))
     wishes = {name: value for name, value in environ.items() if value}
     return {**environ, **defaults(flavor, agent), **wishes}
 

@@ -12,8 +12,8 @@ from dearrun import options
 from dearrun.check_build import Finding, render
 from dearrun.command import Job, build
 from dearrun.errors import LaunchError
-from dearrun.hosts import Host, parse_hostfile, parse_hosts, require_slots
-from dearrun.mpirun import Flavor, defaults, find, flavor_of, version_of, with_defaults
+from dearrun.hosts import Host, parse_hostfile, parse_hosts, require_shell, require_slots
+from dearrun.mpirun import Flavor, defaults, find, flavor_of, has_remote_shell, version_of, with_defaults
 
 TRAIN = ("python", "train.py", "--lr", "1")
 HOSTS = (Host("a", 2), Host("b.example.org", 2))
@@ -126,6 +126,17 @@ def test_bad_hostfiles_name_the_line() -> None:
         parse_hostfile("# nobody\n", "f")
     with pytest.raises(LaunchError, match=r"-np 5 needs 5 slots, and a:2,b\.example\.org:2 has 4"):
         require_slots(HOSTS, 5)
+
+
+def test_other_hosts_need_a_way_to_them(tmp_path: Path) -> None:
+    require_shell([Host("localhost"), Host("me")], "me", has_ssh=False)
+    require_shell(HOSTS, "me", has_ssh=True)
+    with pytest.raises(LaunchError, match="a is another host, and there is neither ssh nor rsh"):
+        require_shell(HOSTS, "me", has_ssh=False)
+    assert not has_remote_shell({"PATH": str(tmp_path)})
+    assert has_remote_shell({"PATH": str(tmp_path), "OMPI_MCA_plm_rsh_agent": "./enter-namespace"})
+    (tmp_path / "ssh").touch(mode=0o755)
+    assert has_remote_shell({"PATH": str(tmp_path)})
 
 
 def _parsed(*argv: str, environ: dict[str, str] | None = None) -> tuple[Job, dict[str, str]]:
