@@ -13,17 +13,19 @@ from overlap.horovod.request import Kind, Request
 from overlap.horovod.runtime import Runtime
 from overlap.session import Session, current, is_initialized
 
-__all__ = ["ask", "attach", "operation_name", "runtime"]
+__all__ = ["ask", "attach", "latest", "operation_name", "runtime"]
 
 _SERVICE = "names"
+_latest: Runtime | None = None
 _REFUSALS = (ValueError, TypeError, NotImplementedError, comm_core.Error)
 
 
 def attach(session: Session) -> Runtime:
     """The session's runtime, made where there is none yet. On every rank."""
+    global _latest
     found = session.services.get(_SERVICE)
     if found is None:
-        found = session.services[_SERVICE] = Runtime(session)
+        found = _latest = session.services[_SERVICE] = Runtime(session)
     assert isinstance(found, Runtime)
     return found
 
@@ -35,6 +37,11 @@ def runtime() -> Runtime:
         raise NotInitialized("call init() first")
     assert isinstance(found, Runtime)
     return found
+
+
+def latest() -> Runtime:
+    """The runtime that gave out handles: also after ``shutdown()``, when those that are left fail."""
+    return runtime() if is_initialized() or _latest is None else _latest
 
 
 def operation_name(kind: Kind, name: str | None, process_set: ProcessSet) -> str:

@@ -146,12 +146,14 @@ class Runtime:
     def pending(self) -> list[Any]:
         """What the watchdog looks at: what is asked for and not decided, by this rank, and on rank 0 by any.
 
-        What is decided shows as operations of the communicator.
+        What is decided shows as operations of a communicator; those of process sets are listed here.
         """
         with self._lock:
             asked = list(self._open.values())
             missing = [] if self._coordinator is None else self._coordinator.missing()
-        return [*(Stalled(waiting, absent) for waiting, absent in missing), *asked]
+            comms = [group.comm for number, group in self._groups.items() if number and group.comm is not None]
+            running = [work for comm in comms for work in comm.pending()]
+        return [*(Stalled(waiting, absent) for waiting, absent in missing), *asked, *running]
 
     def close(self) -> None:
         """Take part in nothing new, but in what others still ask for, until all ranks have come here."""
@@ -164,9 +166,8 @@ class Runtime:
         self._fail_open(HorovodInternalError("the session was shut down before every rank had asked for it"))
         for number in list(self._registered):
             self.forget(number)
-        for number, group in self._groups.items():
-            if number and group.comm is not None:
-                group.comm.close()
+        for number in [number for number in self._groups if number]:
+            self._drop(number)
 
     # - The facade's thread (or, in a world of one, the caller's)
 
@@ -242,9 +243,13 @@ class Runtime:
             comm = self._comm.split(0 if self.rank in request.ranks else None, self.rank)
             self._groups[number] = Group(number, request.ranks, comm)
         elif request.kind is Kind.REMOVE_PROCESS_SET:
+            self._drop(number)
+
+    def _drop(self, number: int) -> None:
+        with self._lock:  # nobody asks a closed communicator what is pending
             comm = self._groups.pop(number).comm
-            if comm is not None:
-                comm.close()
+        if comm is not None:
+            comm.close()
 
     def _fail_open(self, error: Exception) -> None:
         with self._lock:

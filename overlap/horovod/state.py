@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from overlap.broadcast import plant, uproot
+from overlap.broadcast import overwrite, plant, uproot
+from overlap.gates import original
 from overlap.horovod.broadcast import broadcast_group
 from overlap.horovod.job import rank
 from overlap.horovod.objects import broadcast_object
@@ -20,7 +21,7 @@ def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: i
 
     Args:
         params: ``model.state_dict()``, ``model.named_parameters()`` or ``model.parameters()``. Entries that are no tensors
-            are left alone. The tensors of a wrapped model's ``state_dict()`` are copies; pass ``named_parameters()`` then.
+            are left alone. A wrapped model hands out copies in its ``state_dict()``: copies and model are overwritten.
 
     Raises :class:`Mismatch` on every rank, with the parameter's name, where names, shapes or dtypes differ between ranks,
     and ``ValueError`` for anything else than these.
@@ -33,10 +34,11 @@ def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: i
         raise ValueError(f"params should be a state_dict or a list of parameters and is a {type(params).__name__}")
     if any(len(pair) != 2 for pair in pairs):
         raise ValueError("params should be a state_dict, parameters, or pairs (name, parameter)")
-    tensors = {
-        str(name) or f"#{index}": value for index, (name, value) in enumerate(pairs) if isinstance(value, torch.Tensor)
-    }
-    broadcast_group([value.data for value in tensors.values()], list(tensors), root_rank)
+    tensors = [(str(name), value) for name, value in pairs if isinstance(value, torch.Tensor)]
+    broadcast_group([original(value).data for _, value in tensors], [name for name, _ in tensors], root_rank)
+    for _, value in tensors:
+        if original(value) is not value:
+            overwrite(value, original(value).detach())
 
 
 def broadcast_optimizer_state(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from overlap.horovod.asking import ask, operation_name, runtime
+from overlap.horovod.asking import ask, latest, operation_name, runtime
 from overlap.horovod.operation import Group, Nothing, Operation
 from overlap.horovod.process_set import ProcessSet, global_process_set
 from overlap.horovod.request import Kind, Request
@@ -18,7 +18,7 @@ def poll(handle: int) -> bool:
 
     Raises ``ValueError`` for what is no handle, or one that was synchronized.
     """
-    return runtime().done(handle)
+    return latest().done(handle)
 
 
 def synchronize(handle: int) -> Any:
@@ -27,7 +27,7 @@ def synchronize(handle: int) -> Any:
     Raises ``HorovodInternalError`` when the operation failed: because ranks disagreed, because one of them has shut
     down, or because a connection was lost.
     """
-    return runtime().wait(handle)
+    return latest().wait(handle)
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:

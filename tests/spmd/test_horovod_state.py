@@ -104,3 +104,29 @@ def test_a_distributed_optimizer_takes_the_roots_state_too() -> None:
     model(torch.ones(2, 2, 2, 2)).sum().backward()
     optimizer.step()
     _same_everywhere(_digest(model.parameters()))
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("strategy", ["dear", "wfbp"])
+def test_resuming_on_rank_0_after_wrapping_reaches_every_rank(strategy: str, steps: int) -> None:
+    """As Horovod's ImageNet script does: wrap, load a checkpoint on rank 0, broadcast the model and the optimizer."""
+    model = _model()
+    optimizer = hvd.DistributedOptimizer(torch.optim.Adam(model.parameters(), 0.01), model, strategy=strategy)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.full((2, 2, 2, 2), 1.0 + hvd.rank())).sum().backward()
+        optimizer.step()
+
+    for _ in range(steps):
+        step()
+    if hvd.rank() == 0:
+        model.load_state_dict({name: torch.full_like(value, 3) for name, value in model.state_dict().items()})
+    state = model.state_dict()
+    hvd.broadcast_parameters(state, root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    for value in (*model.parameters(), *model.buffers(), *state.values()):
+        assert torch.equal(value, torch.full_like(value, 3))
+    step()
+    _same_everywhere(_digest(model.parameters()))
+    assert not torch.equal(model[3].bias, torch.full_like(model[3].bias, 3))
