@@ -31,12 +31,23 @@ def holders(parameters: Iterable[torch.Tensor]) -> list[torch.nn.Module]:
 
 
 def _modules() -> list[torch.nn.Module]:
+    kinds = _kinds()
+    # By exact type: there are millions of objects, and isinstance() would ask proxies of all kinds for their class.
     return [
-        thing
-        for thing in _tracked()
-        # Not isinstance(), which would ask proxies of all kinds for their class.
-        if issubclass(type(thing), torch.nn.Module) and isinstance(thing.__dict__.get("_parameters"), dict)
+        thing for thing in _tracked() if type(thing) in kinds and isinstance(thing.__dict__.get("_parameters"), dict)
     ]
+
+
+def _kinds() -> set[type]:
+    """Module and all classes made from it."""
+    kinds: set[type] = set()
+    pending: list[type] = [torch.nn.Module]
+    while pending:
+        kind = pending.pop()
+        if kind not in kinds:
+            kinds.add(kind)
+            pending += type.__subclasses__(kind)
+    return kinds
 
 
 def _tracked() -> list[Any]:
