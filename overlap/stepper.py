@@ -78,7 +78,7 @@ class Stepper:
         if engine.eager is not None:
             engine.eager.check()
         averages.prepare()
-        if window.reduced or not engine.order[-1].meets:
+        if window.reduced or not all(bucket.meets for bucket in engine.order[-1:]):
             self._comm.barrier(label="step")  # [Note: nobody overtakes a step]
         if scale is not None:
             averages.unscale(scale)
