@@ -98,7 +98,11 @@ def _versions() -> dict[str, str]:
     commit = (
         subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() if shutil.which("git") else ""
     )
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "system": platform.platform()}
+    versions = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "system": f"{platform.system()} {platform.machine()}",
+    }
     return {**versions, "cores": str(len(os.sched_getaffinity(0))), "commit": commit or "unknown"}
 
 

@@ -113,6 +113,8 @@ def scaling(families: Sequence[Sequence[Group]], path: Path) -> Path:
             points = [
                 (group.settings["workers"], group.best[method].total) for group in ordered if method in group.best
             ]
+            if len(points) == 1:
+                continue
             axis.plot(*zip(*points, strict=True), "o-", color=_color(method), label=method, ms=4)
         axis.set_xticks(workers, [str(count) for count in workers])
         axis.set_ylim(bottom=0)
@@ -127,12 +129,16 @@ def scaling(families: Sequence[Sequence[Group]], path: Path) -> Path:
 
 
 def draw(groups: Sequence[Group], folder: Path) -> list[Path]:
-    """The pictures that the groups have something to say in."""
+    """The pictures that the groups have something to say in.
+
+    Groups without method `none` are left out of a report in which others have it: they were not run for their speed.
+    """
     pictures = []
-    shown = [group for group in groups if group.best]
+    compared = [group for group in groups if group.best]
+    bounded = [group for group in compared if group.bound is not None]
+    shown = bounded or compared
     if shown:
         pictures.append(throughput(shown, folder / "throughput.png"))
-    bounded = [group for group in shown if group.bound is not None]
     if bounded:
         pictures.append(distance(bounded, folder / "distance.png"))
     same: dict[tuple[Any, ...], list[Group]] = {}
