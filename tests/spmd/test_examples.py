@@ -1,0 +1,85 @@
+"""The examples, run inside every rank: they learn, agree, and resume where they were."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import dear
+from tests.harness import ROOT
+
+
+@pytest.fixture(autouse=True)
+def _session() -> None:
+    dear.init()
+    if dear.size() != 2:
+        pytest.skip("the examples are tried at two ranks, under both launchers")
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+
+    def load(name: str) -> ModuleType:
+        return importlib.import_module(name)
+
+    return load
+
+
+def _agreed(value: float) -> float:
+    values = dear.allgather_object(value)
+    assert len(set(values)) == 1, f"ranks disagree: {values}"
+    return value
+
+
+def _same(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    assert mine.keys() == theirs.keys()
+    for name, value in mine.items():
+        assert torch.equal(value, theirs[name]), name
+
+
+def test_the_trainer_learns_and_resumes_bit_for_bit(example: Any, tmp_path: Path) -> None:
+    folder = Path(dear.broadcast_object(str(tmp_path)))
+    main = example("trainer").main
+    accuracy, whole = main(["--small"])
+    assert _agreed(accuracy) > 0.7
+    main(["--small", "--output-dir", str(folder), "--stop-after", "2"])
+    dear.barrier()  # rank 0 has written
+    _, resumed = main(["--small", "--output-dir", str(folder), "--resume"])
+    _same(resumed, whole)
+
+
+def test_modules_are_fitted(example: Any) -> None:
+    metrics = example("modules").main(["--small"])
+    assert _agreed(metrics["val_loss"]) < 0.6 * metrics["val_power"]
+
+
+@pytest.mark.parametrize(
+    "options", [["--fp16-allreduce", "--gradient-predivide-factor", "2"], ["--use-mixed-precision"]]
+)
+def test_horovod_mnist_learns(example: Any, options: list[str]) -> None:
+    assert _agreed(example("horovod_mnist").main(["--small", *options])) > 0.3
+
+
+def test_horovod_imagenet_resumes_bit_for_bit(example: Any, tmp_path: Path) -> None:
+    folder = dear.broadcast_object(str(tmp_path))
+    main = example("horovod_imagenet").main
+    options = ["--small", "--batches-per-allreduce", "2", "--checkpoint-format"]
+    score, whole = main([*options, f"{folder}/a{{epoch}}.pt", "--epochs", "3"])
+    assert _agreed(score) > 0
+    if dear.rank() == 0:
+        Path(f"{folder}/a2.pt").rename(f"{folder}/b2.pt")
+    _, resumed = main([*options, f"{folder}/b{{epoch}}.pt", "--epochs", "3"])
+    trained = {name for name in whole if "running" not in name and "num_batches" not in name}
+    if dear.rank() == 0:
+        trained = set(whole)
+    _same({name: resumed[name] for name in trained}, {name: whole[name] for name in trained})
+
+
+def test_horovod_benchmark_measures(example: Any) -> None:
+    assert example("horovod_synthetic_benchmark").main(["--small", "--fp16-allreduce"]) > 0
