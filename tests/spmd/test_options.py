@@ -141,8 +141,6 @@ SPARSE: dict[str, tuple[str, Callable[..., torch.optim.Optimizer], dict[str, Any
 @pytest.mark.parametrize("row", SPARSE)
 def test_sparse_gradients_equal_one_process(row: str, strategy: str) -> None:
     name, make, arguments = SPARSE[row]
-    if (row, strategy) == ("sparse-adam", "dear-eager"):
-        return  # refused: SparseAdam does not work element by element
 
     def train(distributed: bool) -> Any:
         torch.manual_seed(1234)
