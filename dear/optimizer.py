@@ -193,7 +193,7 @@ def default_limits(wished_mb: float | None, num_nearby_layers: int | None) -> tu
 
 
 _DEFAULTS: dict[str, Any] = dict(DistributedOptimizer.__kwdefaults__ or {})
-_SIBLINGS = ("mgwfbp", "wfbp")
+_SIBLINGS = ("bytescheduler_adapter", "mgwfbp", "wfbp")
 
 
 def _sibling(strategy: str, optimizer: torch.optim.Optimizer, model: Any, own: dict[str, Any], shell: Any) -> Shell:

@@ -20,12 +20,14 @@ class Phase(Enum):
     FILLING = auto()  # backward writes gradients into the buffer; nothing is in flight
     REDUCING = auto()  # entered when its reduction is issued; nobody may write the gradient buffer
     REDUCED = auto()  # entered when the reduction was awaited; the reduced values may be scaled, clipped, consumed
+    DUE = auto()  # entered when step() left the update to whoever needs it first; nobody may read the parameters
     GATHERING = auto()  # entered when the all-gather of updated parameters is issued; nobody may read the parameters
 
 
 _NEXT = {
     Phase.FILLING: {Phase.REDUCING},
-    Phase.REDUCING: {Phase.REDUCED},
+    Phase.REDUCING: {Phase.REDUCED, Phase.DUE},
+    Phase.DUE: {Phase.FILLING},
     Phase.REDUCED: {Phase.GATHERING, Phase.FILLING},  # FILLING: consumed at once, or the step was skipped
     Phase.GATHERING: {Phase.FILLING},
 }

@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from overlap.bucket import Bucket, Slot
 from overlap.communicator import Communicator
+from overlap.deferred import DeferredUpdates
 from overlap.dense import unused_positions
 from overlap.eager import EagerUpdates
 from overlap.exchange import Exchange
@@ -51,6 +52,7 @@ class Engine:
         sparse_as_dense: bool,
         passes: int,
         sharding: bool,
+        deferring: bool,
         poison: bool,
     ) -> None:
         self.comm, self.slots = comm, slots
@@ -71,11 +73,13 @@ class Engine:
             passes=passes,
             hold_last=sharding,  # [Note: nobody overtakes a step]
             skippable=not (sharding and strategy.eager),
+            ordered=strategy.ordered,
             launch=self._launch,
             settle=self._settle,
         )
         eager = sharding and strategy.eager
         self.eager = EagerUpdates(comm, optimizer, self.window, self.transit) if eager else None
+        self.deferred = DeferredUpdates(optimizer, self.transit, self._settle, poison=poison) if deferring else None
         self._hooks: dict[int, RemovableHandle] = {}
         self._gates = Gates(self._touch, self._enter, self._leave)
         self._guard()
@@ -247,6 +251,8 @@ class Engine:
             self._find_sparse(self._planner.late)
             self._planner.extend()
             self._follow_plan()
+        if self.deferred is not None:
+            self.transit.arrive_all()  # nobody used these since the last step; their buffers are free then
         window = self.window
         window.verify(sharded_only=window.reduced)
         window.flush()

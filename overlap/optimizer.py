@@ -123,6 +123,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             sparse_as_dense=sparse_as_dense,
             passes=backward_passes_per_step,
             sharding=sharding and exchange.slices,
+            deferring=strategy.deferred and sliceable,
             poison=session.poison if poison is None else poison,
         )
         session.channels.hold((members.comm, members.gathers), self._engine)  # which lives as long as its hooks do
@@ -151,6 +152,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def state(self) -> Any:  # type: ignore[override]
         """The optimizer's state by parameter; of sharded parameters, the part this rank holds (1-D tensors)."""
         shards = self._engine.shards
+        if self._engine.deferred is not None:
+            self._engine.transit.arrive_all()
         return self._optimizer.state if shards is None else {**self._optimizer.state, **shards.state}
 
     def __getattr__(self, name: str) -> Any:
@@ -213,6 +216,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch. After a backward whose step was skipped, it completes what is in flight and forgets it."""
         self._stepper.forget()
+        if self._engine.deferred is not None and not set_to_none:
+            self._engine.transit.arrive_all()  # zeros would be written into what is still being reduced
         self._optimizer.zero_grad(set_to_none)
 
     # - The step
@@ -286,6 +291,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Plain torch format, full state, whatever the sharding. May be called on any subset of ranks, at any time."""
         self._averages.refuse("state_dict()")
+        if self._engine.deferred is not None:
+            self._engine.transit.arrive_all()
         if self._engine.shards is None or self._engine.learning:
             return self._optimizer.state_dict()
         state = self._optimizer.state

@@ -83,9 +83,9 @@ class Planner:
 
     @property
     def unguarded(self) -> list[Bucket]:
-        """Buckets that hold parameters which no gate is known to hand out."""
+        """Buckets with parameters that no gate is known to hand out."""
         outside = {self._slots[index].bucket for index in self._unguarded}
-        return [bucket for bucket in self.order if bucket in outside and bucket.holds_parameters]
+        return [bucket for bucket in self.order if bucket in outside]
 
     def preview(self, strategy: Strategy) -> Plan:
         """The plan of `strategy` for the parameters that are in buckets; nothing is built."""

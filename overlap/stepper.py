@@ -56,6 +56,8 @@ class Stepper:
         `everywhere`: all ranks do this now, those too that have no gradient.
         """
         if everywhere or self._engine.window.touched:
+            if self._engine.deferred is not None:
+                self._engine.transit.arrive_all()  # the buffers of what was not used since are free then
             self._engine.window.discard()
             self._averages.forget()
 
@@ -123,7 +125,10 @@ class Stepper:
     def _step_whole(self, closure: Callable[[], Any] | None, scale: torch.Tensor | None) -> Any:
         step = unhooked_step(self._optimizer)
         if closure is None:
-            self._reduce_whole(scale)
+            self._averages.prepare()
+            if scale is None and self._leave():
+                return None
+            self._take_whole(scale)
             with self._share.updating():
                 result = step(self._optimizer)
         else:
@@ -131,15 +136,26 @@ class Stepper:
             def evaluate() -> Any:
                 with torch.enable_grad():
                     loss = closure()
-                self._reduce_whole()
+                self._averages.prepare()
+                self._take_whole()
                 return self._average(loss)
 
             with self._share.updating():
                 result = step(self._optimizer, evaluate)
         return result
 
-    def _reduce_whole(self, scale: torch.Tensor | None = None) -> None:
-        self._averages.prepare()
+    def _leave(self) -> bool:
+        """Leave the updates to the next forward, if the strategy does that and nothing was done to the gradients yet."""
+        engine, averages = self._engine, self._averages
+        if engine.deferred is None or averages.synchronized or averages.infinities_shown or engine.window.reduced:
+            return False
+        if any(slot.sparse for slot in engine.slots):
+            return False
+        engine.deferred.leave(engine.order)
+        self._close_window()
+        return True
+
+    def _take_whole(self, scale: torch.Tensor | None = None) -> None:
         engine = self._engine
         if not self._averages.synchronized:
             engine.window.settle()

@@ -27,13 +27,17 @@ class Strategy(ABC):
     """One schedule of communication: a pure plan and two verbs.
 
     `sharding` says whether the strategy can update shards; the shell turns it off for optimizers that need whole
-    parameters. `eager` updates shards while backward still runs (`overlap.eager`). Nothing here may depend on anything
+    parameters. `eager` updates shards while backward still runs (`overlap.eager`), `deferred`
+    updates whole buckets after ``step()`` (`overlap.deferred`); without `ordered`, buckets are handed to `reduce` as
+    they fill, and the strategy sees to one order on all ranks. Nothing here may depend on anything
     measured or seen on this rank alone.
     """
 
     name: str
     sharding: bool
     eager: bool = False
+    ordered: bool = True
+    deferred: bool = False
 
     @property
     def space(self) -> tuple[Dimension, ...]:

@@ -1,4 +1,4 @@
-"""Updated parameters on their way: sent by step(), awaited by whoever looks at them."""
+"""Parameters on their way to their new values: sent or left by step(), awaited by whoever looks at them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["Transit"]
 
 
 class Transit:
-    """Buckets whose all-gather was issued by `gather(comm, bucket)` and not awaited yet.
+    """Buckets whose all-gather was issued by `gather(comm, bucket)`, or whose update was left for later.
 
     With `poison`, parameters of other ranks' shards are NaN until they come, so that a missed wait shows.
     """
 
     def __init__(self, comm: Communicator, gather: Callable[[Communicator, Bucket], None], *, poison: bool) -> None:
         self._comm, self._gather, self._poison = comm, gather, poison
-        self._buckets: dict[Bucket, None] = {}
+        self._buckets: dict[Bucket, Callable[[Bucket], None] | None] = {}  # by what is left to do on arrival
         self.entry: list[Bucket] = []  # hold parameters no gate hands out: awaited when any forward starts
 
     def __bool__(self) -> bool:
@@ -39,14 +39,21 @@ class Transit:
         bucket.advance(Phase.GATHERING)
         self._buckets[bucket] = None
 
+    def leave(self, bucket: Bucket, update: Callable[[Bucket], None]) -> None:
+        """Let the parameters of `bucket` become final through `update`, when they are needed."""
+        bucket.advance(Phase.DUE)
+        self._buckets[bucket] = update
+
     def arrive(self, bucket: Bucket) -> None:
         """Wait until the parameters of `bucket` are final."""
         if bucket not in self._buckets or _in_forked_child:
             return
-        if bucket.work is not None:
+        update = self._buckets.pop(bucket)
+        if update is not None:
+            update(bucket)
+        elif bucket.work is not None:
             bucket.work.wait()
             bucket.work = None
-        del self._buckets[bucket]
         bucket.advance(Phase.FILLING)
 
     def arrive_entry(self) -> None:

@@ -29,7 +29,8 @@ class GradientWindow:
     """Readiness of every slot and bucket. `launch(bucket)` issues its reduction; `settle(bucket)` awaits the work.
 
     `order` is the agreed order of issue. With `hold_last` its last bucket is issued by :meth:`flush` only. Where
-    buckets are updated before ``step()``, a step cannot be skipped: not `skippable`.
+    buckets are updated before ``step()``, a step cannot be skipped: not `skippable`. Where the strategy sees to one
+    order on all ranks, buckets are launched as they fill: not `ordered`.
     """
 
     def __init__(
@@ -40,11 +41,12 @@ class GradientWindow:
         passes: int,
         hold_last: bool,
         skippable: bool = True,
+        ordered: bool = True,
         launch: Callable[[Bucket], None],
         settle: Callable[[Bucket], None],
     ) -> None:
         self.slots, self.order, self.passes = slots, order, passes
-        self._hold_last, self._skippable = hold_last, skippable
+        self._hold_last, self._skippable, self._ordered = hold_last, skippable, ordered
         self._launch, self._settle = launch, settle
         self._next = 0
         self.reduced = False  # all reductions of this window were awaited, by clipping or synchronize()
@@ -72,7 +74,7 @@ class GradientWindow:
         if slot.fires < slot.expected * self.passes:
             return
         assert slot.bucket is not None
-        if slot.bucket.phase is Phase.GATHERING:
+        if slot.bucket.phase in (Phase.GATHERING, Phase.DUE):
             raise RuntimeError(
                 f"a gradient for parameter {slot.name!r} arrived although no module handed the parameter out since "
                 "step(), so an old value may have been used; call optimizer.synchronize() after step() before using "
@@ -93,6 +95,12 @@ class GradientWindow:
         self.discard(keep=[other for other in self.slots if other.filled and not other.dropped])
 
     def _launch_full(self, held_back: int) -> None:
+        if not self._ordered:
+            for bucket in self.order:
+                if bucket.phase is Phase.FILLING and bucket.full:
+                    self._launch(bucket)
+                    bucket.advance(Phase.REDUCING)
+            return
         while self._next < len(self.order) - held_back and self.order[self._next].full:
             bucket = self.order[self._next]
             self._next += 1

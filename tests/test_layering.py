@@ -31,6 +31,8 @@ PURE = (
     *(f"overlap/tuning/{name}.py" for name in TUNING),
     "dear/schedule.py",
     "mgwfbp/merge.py",
+    "bytescheduler_adapter/credit.py",
+    "bytescheduler_adapter/schedule.py",
 )
 HARD_LIMIT = 400
 

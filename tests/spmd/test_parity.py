@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import bytescheduler_adapter
 import dear
 import mgwfbp
 import wfbp
@@ -27,11 +28,14 @@ if SIZE == 2 and "TORCHELASTIC_RUN_ID" not in os.environ:
     # Whose modules these are is found by looking at every object of the process, which takes time, and neither the
     # number of ranks nor what connects them has a part in it.
     STRATEGIES["dear-nameless"] = lambda o, m, **k: dear.DistributedOptimizer(o, threshold_mb=0.001, **k)
-# Policies of a strategy above: all models and loops, with one optimizer.
+# Policies of a strategy above, and others that update as those do: all models and loops, with one optimizer.
 VARIANTS: dict[str, Callable[..., Any]] = {
     "dear-rb": lambda o, m, **k: dear.DistributedOptimizer(o, m, policy="rb", threshold_mb=0.001, **k),
     "dear-eager": lambda o, m, **k: as_early_as_possible(
         dear.DistributedOptimizer(o, m, eager=True, threshold_mb=0.001, **k)
+    ),
+    "bytescheduler": lambda o, m, **k: bytescheduler_adapter.DistributedOptimizer(
+        o, m, partition_mb=0.0005, credit_mb=0.001, **k
     ),
 }
 # Refused by early updates, see test_eager.py.

@@ -1,0 +1,200 @@
+"""Issues partitions in the order that rank 0 decides, on a thread and a channel of its own.
+
+    rank 0   ready ─▶ CreditQueue ─▶ told to the others ─▶ issued ─▶ done: credit returned ─▶ the next …
+    others   ready ─▶ ┐
+             told  ─▶ ┴─▶ issued as soon as both are so, in the order told
+
+[Note: no step overtakes another] A rank may wait in its forward for a layer that rank 0 does not use this time, so
+everything of one step is decided before anything of the next, which such a rank could not have ready.
+
+[Note: one order, and nobody spins] Which gradient is ready when is each rank's own experience. Rank 0's decides for all:
+its letters arrive in order in the channel's mailbox, and every rank issues its all-reduces in that order. A rank where a
+partition is not ready yet waits for it: it becomes ready in backward or, unused, in step(). On rank 0 the thread waits
+for one thing at a time: without credit, for the oldest operation under way (nothing else returns credit sooner); with
+credit and nothing ready, for a gradient. The others wait for a letter, then for the gradients it names.
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import time
+from collections import Counter, deque
+from dataclasses import dataclass
+
+import torch
+
+import comm_core
+from bytescheduler_adapter.credit import CreditQueue
+from comm_core import ReduceOp
+from overlap.communicator import Communicator, Work
+
+__all__ = ["Dispatcher", "Part", "PartsWork"]
+
+Key = tuple[int, int, int, int]  # optimizer, bucket, how often that was submitted before, partition
+
+_WAIT_SECONDS = 3600.0  # in one receive; close() wakes the thread with a letter to itself
+_JOIN_SECONDS = 5.0
+
+
+@dataclass(eq=False)
+class Part:
+    """One partition of a bucket, reduced from `send` into `recv` (which may be the same memory)."""
+
+    send: torch.Tensor
+    recv: torch.Tensor
+    op: ReduceOp
+    label: str
+    work: Work | None = None  # once it is issued
+
+    @property
+    def nbytes(self) -> int:
+        return self.send.numel() * self.send.element_size()
+
+
+class PartsWork:
+    """All partitions of a bucket as one operation: what `overlap.communicator.Work` promises."""
+
+    def __init__(self, label: str, parts: list[Part], dispatcher: Dispatcher) -> None:
+        self.op, self.nbytes = "all_reduce", sum(part.nbytes for part in parts)
+        self.label, self._parts, self._dispatcher = label, parts, dispatcher
+        self._started = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._started
+
+    def wait(self, timeout: float | None = None) -> None:
+        until = None if timeout is None else time.monotonic() + timeout
+        for part in self._parts:
+            work = self._dispatcher.await_issue(part, self, until)
+            work.wait(None if until is None else max(0.0, until - time.monotonic()))
+
+    def done(self) -> bool:
+        return all(part.work is not None and part.work.done() for part in self._parts)
+
+    def exception(self) -> comm_core.Error | None:
+        errors = (part.work.exception() for part in self._parts if part.work is not None)
+        return next((error for error in errors if error is not None), None)
+
+    def order_before(self, stream: int) -> None:
+        self.wait()
+
+    def describe(self) -> str:
+        issued = sum(part.work is not None for part in self._parts)
+        return f"all_reduce {self.label!r} ({issued} of {len(self._parts)} partitions issued, {self.seconds:.1f} s)"
+
+
+class Dispatcher:
+    """One for all optimizers of a session; a service of it, ended by :meth:`close`."""
+
+    def __init__(self, channel: Communicator) -> None:
+        self._channel = channel
+        self._changed = threading.Condition()
+        self._ready: dict[Key, Part] = {}
+        self._queue: CreditQueue[Key] = CreditQueue()
+        self._failure: BaseException | None = None
+        self._closing = False
+        self._registered = 0
+        self._steps: Counter[int] = Counter()  # by optimizer
+        self._submitted: Counter[tuple[int, int]] = Counter()  # one may be submitted again before its credit returned
+        run = self._lead if channel.rank == 0 else self._follow
+        self._thread = threading.Thread(target=self._run, args=(run,), name="dear-dispatcher", daemon=True)
+        self._thread.start()
+
+    def register(self) -> int:
+        """A number for an optimizer; the same on all ranks, which make their optimizers in the same order."""
+        self._registered += 1
+        return self._registered
+
+    def submit(self, optimizer: int, bucket: int, parts: list[Part], label: str, credit: int) -> PartsWork:
+        """The partitions of a bucket, whose number is its priority, are ready.
+
+        `credit`: how many bytes may be under way when one of them is issued.
+        """
+        work = PartsWork(label, parts, self)
+        with self._changed:
+            times = self._submitted[optimizer, bucket]
+            self._submitted[optimizer, bucket] += 1
+            step = self._steps[optimizer] = max(self._steps[optimizer], times)  # every bucket is submitted once a step
+            for number, part in enumerate(parts):
+                key = (optimizer, bucket, times, number)
+                self._ready[key] = part
+                if self._channel.rank == 0:
+                    self._queue.push(key, bucket, part.nbytes, credit, step)
+            self._changed.notify_all()
+        return work
+
+    def await_issue(self, part: Part, whole: PartsWork, until: float | None) -> Work:
+        """Block until `part` was issued. Raises what ended the dispatcher, or ``comm_core.TimeoutError``."""
+        with self._changed:
+            while part.work is None:
+                if self._failure is not None:
+                    raise comm_core.TransportError(f"{whole.describe()}: {self._failure}") from self._failure
+                left = None if until is None else until - time.monotonic()
+                if left is not None and left <= 0:
+                    raise comm_core.TimeoutError(f"{whole.describe()} was not done in time")
+                self._changed.wait(left)
+            return part.work
+
+    def _run(self, body: object) -> None:
+        assert callable(body)
+        try:
+            body()
+        except BaseException as error:  # it belongs to whoever waits for a partition
+            with self._changed:
+                if not self._closing:
+                    self._failure = error
+                self._changed.notify_all()
+
+    def _issue(self, part: Part) -> Work:
+        work = self._channel.all_reduce_async(part.send, part.recv, part.op, label=part.label)
+        with self._changed:
+            part.work = work
+            self._changed.notify_all()
+        return work
+
+    def _lead(self) -> None:
+        others = range(1, self._channel.size)
+        under_way: deque[tuple[Key, Work]] = deque()
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._queue or self._closing)
+                if self._closing:
+                    return
+                keys = self._queue.admit()
+                parts = [self._ready.pop(key) for key in keys]
+            if parts:
+                letter = pickle.dumps(keys)
+                for rank in others:
+                    self._channel.post(rank, letter)
+                under_way.extend((key, self._issue(part)) for key, part in zip(keys, parts, strict=True))
+            else:
+                under_way[0][1].wait()
+            with self._changed:
+                while under_way and under_way[0][1].done():
+                    self._queue.release(under_way.popleft()[0])
+
+    def _follow(self) -> None:
+        while True:
+            letter = self._channel.receive_post(_WAIT_SECONDS)
+            if letter is None:
+                continue
+            for key in pickle.loads(letter[1]):
+                with self._changed:
+                    self._changed.wait_for(lambda key=key: key in self._ready or self._closing)  # type: ignore[misc]
+                    if self._closing:
+                        return
+                    part = self._ready.pop(key)
+                self._issue(part)
+            if self._closing:
+                return
+
+    def close(self) -> None:
+        """End the thread; what was not issued stays so."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        if self._channel.rank > 0:
+            self._channel.post(self._channel.rank, pickle.dumps([]))
+        self._thread.join(_JOIN_SECONDS)

@@ -1,0 +1,139 @@
+"""ByteScheduler (Peng et al., SOSP 2019): partitions, priorities and credit; each layer updated when it is needed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from bytescheduler_adapter.dispatcher import Dispatcher, Part
+from bytescheduler_adapter.schedule import partitions, plan_buckets
+from overlap.bucket import Bucket
+from overlap.communicator import Communicator, ReduceOp
+from overlap.horovod.compression import NoneCompressor
+from overlap.horovod.process_set import ProcessSet, global_process_set
+from overlap.objects import agree
+from overlap.observer import Facts
+from overlap.optimizer import DistributedOptimizer as Shell
+from overlap.partition import TensorSpec
+from overlap.session import current
+from overlap.strategy import Plan, Strategy
+from overlap.tuning.options import Tuning
+from overlap.tuning.space import Dimension, Setting
+from overlap.tuning.trial import tune as start_tuning
+
+__all__ = ["ByteScheduler", "DistributedOptimizer"]
+
+_SERVICE = "bytescheduler"
+
+
+class ByteScheduler(Strategy):
+    """A bucket per layer, all-reduced in partitions; the layer nearest the input preempts the others between partitions.
+
+    Reductions go on after ``step()``; a layer is updated when the next forward, or anybody else, needs it.
+    """
+
+    name = "bytescheduler_adapter"
+    sharding = False
+    ordered = False
+    deferred = True
+
+    def __init__(self, dispatcher: Dispatcher, partition_mb: float, credit_mb: float) -> None:
+        if not partition_mb > 0:
+            raise ValueError(f"partition_mb should be above 0 and is {partition_mb}")
+        if not credit_mb > 0:
+            raise ValueError(f"credit_mb should be above 0 and is {credit_mb}")
+        self.partition_mb, self.credit_mb = partition_mb, credit_mb
+        self._dispatcher, self._number = dispatcher, dispatcher.register()
+
+    @property
+    def space(self) -> tuple[Dimension, ...]:
+        return (Dimension("partition_mb", 0.25, 64), Dimension("credit_mb", 0.5, 256))
+
+    @property
+    def setting(self) -> dict[str, float]:
+        return {"partition_mb": self.partition_mb, "credit_mb": self.credit_mb}
+
+    def at(self, setting: Setting) -> ByteScheduler:
+        other = copy.copy(self)
+        other.partition_mb, other.credit_mb = setting["partition_mb"], setting["credit_mb"]
+        return other
+
+    def plan(self, facts: Facts, specs: Sequence[TensorSpec], shardable: Sequence[bool], world_size: int) -> Plan:
+        return plan_buckets(facts, specs, world_size)
+
+    def reduce(self, comm: Communicator, bucket: Bucket) -> None:
+        send, recv, size = bucket.outgoing, bucket.incoming, bucket.outgoing.element_size()
+        parts = [
+            Part(send[span], recv[span], bucket.op, f"{bucket.label}.{part}")
+            for part, span in enumerate(partitions(send.numel(), size, int(self.partition_mb * 2**20)))
+        ]
+        credit = int(self.credit_mb * 2**20)
+        bucket.work = self._dispatcher.submit(self._number, bucket.index, parts, bucket.label, credit)
+
+    def gather(self, comm: Communicator, bucket: Bucket) -> None:
+        raise AssertionError("no bucket of this strategy holds parameters")
+
+
+def _dispatcher() -> Dispatcher:
+    session = current()
+    service = session.services.get(_SERVICE)
+    if not isinstance(service, Dispatcher):
+        service = session.services[_SERVICE] = Dispatcher(session.channels.named(_SERVICE))
+    return service
+
+
+def DistributedOptimizer(
+    optimizer: torch.optim.Optimizer,
+    named_parameters: torch.nn.Module | Iterable[tuple[str, torch.nn.Parameter]] | None = None,
+    compression: Any = NoneCompressor,
+    backward_passes_per_step: int = 1,
+    op: ReduceOp = ReduceOp.AVG,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
+    *,
+    partition_mb: float = 1,
+    credit_mb: float = 4,
+    tune: bool | Tuning = False,
+    **shell: Any,
+) -> Shell:
+    """Distribute `optimizer` with ByteScheduler's schedule. On every rank, after ``bytescheduler_adapter.init()``.
+
+    Args:
+        optimizer: any ``torch.optim.Optimizer``. Those that are not known to work element by element are stepped in
+            full, inside ``step()``.
+        named_parameters: the module, or pairs of name and parameter, or None.
+        compression, backward_passes_per_step, op, gradient_predivide_factor, num_groups, groups, sparse_as_dense: as in
+            Horovod; see :class:`overlap.optimizer.DistributedOptimizer`.
+        process_set: all ranks; rank 0 decides the order for all of them. Raises ``ValueError`` for any other.
+        partition_mb: layers travel in partitions of at most this many MB (2^20 bytes), between which a more urgent layer
+            goes first. Rank 0's counts.
+        credit_mb: a partition is issued while fewer MB than this are under way; less credit preempts sooner, more keeps
+            the wire busier. Rank 0's counts.
+        tune: True or ``Tuning(...)`` searches both while training goes on; see :class:`overlap.tuning.options.Tuning`.
+        shell: ``elementwise=None, sync_start=True, poison=None``, of the same class.
+    """
+    if process_set is not global_process_set:
+        raise ValueError(
+            f"process_set is {process_set!r}, but rank 0 decides the order of all ranks' partitions: use the global "
+            "process set, or another strategy"
+        )
+    partition_mb, credit_mb = agree(current().comm, (partition_mb, credit_mb))
+    strategy = ByteScheduler(_dispatcher(), partition_mb, credit_mb)
+    shell |= {
+        "compression": compression,
+        "backward_passes_per_step": backward_passes_per_step,
+        "op": op,
+        "gradient_predivide_factor": gradient_predivide_factor,
+        "num_groups": num_groups,
+        "groups": groups,
+        "sparse_as_dense": sparse_as_dense,
+    }
+    distributed = Shell(optimizer, named_parameters, strategy, **shell)
+    start_tuning(distributed, tune)
+    return distributed

@@ -1,0 +1,35 @@
+"""Buckets of one layer each, numbered by urgency, and their partitions. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from overlap.observer import Facts
+from overlap.partition import ALIGNMENT_BYTES, TensorSpec, fuse, round_up
+from overlap.strategy import Plan
+
+__all__ = ["partitions", "plan_buckets"]
+
+
+def plan_buckets(facts: Facts, specs: Sequence[TensorSpec], world_size: int) -> Plan:
+    """A bucket for each layer, in the order of use in forward: the number of a bucket is its priority.
+
+    Parameters without a gradient in the first iteration get buckets of their own, the last and least urgent.
+    """
+    used = [tuple(index for index in unit if index not in facts.idle) for unit in facts.units]
+    idle = [tuple(index for index in unit if index in facts.idle) for unit in facts.units]
+    buckets = [
+        bucket
+        for units in (used, idle)
+        for bucket in fuse([unit for unit in units if unit], specs, world_size, num_nearby_units=1)
+    ]
+    return Plan(tuple(buckets), (False,) * len(buckets))
+
+
+def partitions(numel: int, itemsize: int, partition_bytes: int) -> list[slice]:
+    """`numel` elements of flat memory in the fewest aligned slices of at most `partition_bytes`, nearly equal."""
+    step = max(1, ALIGNMENT_BYTES // itemsize)
+    limit = max(step, partition_bytes // itemsize // step * step)
+    number = max(1, -(-numel // limit))
+    size = min(limit, round_up(-(-numel // number), step))
+    return [slice(start, min(start + size, numel)) for start in range(0, max(numel, 1), size)]
