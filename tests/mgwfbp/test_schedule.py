@@ -13,7 +13,7 @@ SPECS = [TensorSpec(100, 4, "fp32")] * 4
 
 
 def _facts(moments: tuple[float, ...] = (), idle: frozenset[int] = NOTHING) -> Facts:
-    return Facts(((0,), (1,), (2,), (3,)), (3, 2, 1, 0), (1,) * 4, NOTHING, idle, moments)
+    return Facts(((0,), (1,), (2,), (3,)), (3, 2, 1, 0), (1,) * 4, NOTHING, idle, moments=moments)
 
 
 def test_durations_follow_the_order_and_never_go_back() -> None:

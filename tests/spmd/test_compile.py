@@ -89,7 +89,7 @@ WAYS: list[tuple[Callable[[Any], Call], int | None, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("way", "steps_before", "strategy"), WAYS)
+@pytest.mark.parametrize(("way", "steps_before", "strategy"), [row for row in WAYS if row[2] in STRATEGIES])
 def test_parity(way: Callable[[Any], Call], steps_before: int | None, strategy: str) -> None:
     alone, model = _model(), _model()
     plain = OPTIMIZERS["adamw"](list(alone.parameters()))
