@@ -7,6 +7,7 @@ communicated in between, by the script or by another optimizer, comes before it 
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,11 +18,27 @@ from overlap.objects import allgather_object
 __all__ = ["Channels"]
 
 
-class Channels:
-    """Makes channels from `control`, tells `watch` of each, and ends them all."""
+_MANY = 16  # channels, from which on it pays to look for dead owners in cycles
+_LEASES_BETWEEN_COLLECTIONS = 8
 
-    def __init__(self, control: Communicator, watch: Callable[[Communicator], None]) -> None:
+
+class Channels:
+    """Makes channels from `control`, tells `watch` of each, and ends them all.
+
+    `abandoned` tells whom the script has dropped on this rank, by a name that is the same everywhere; `forget` lets go
+    of one that all ranks have dropped. Until then it has to answer the others' questions, and owns its channels.
+    """
+
+    def __init__(
+        self,
+        control: Communicator,
+        watch: Callable[[Communicator], None],
+        abandoned: Callable[[], set[str]],
+        forget: Callable[[str], None],
+    ) -> None:
         self._control, self._watch = control, watch
+        self._abandoned, self._forget = abandoned, forget
+        self._leases = 0
         self._by_purpose: dict[str, Communicator] = {}
         self._leased: list[Communicator] = []
         self._owners: list[weakref.ref[Any] | None] = []
@@ -39,8 +56,14 @@ class Channels:
         Owners die when garbage is collected, at different times on different ranks: a channel is leased again when all
         ranks find it free.
         """
+        self._leases += 1
+        if len(self._leased) >= _MANY and self._leases % _LEASES_BETWEEN_COLLECTIONS == 0:
+            gc.collect()
         free = {number for number, owner in enumerate(self._owners) if owner is None or owner() is None}
-        agreed = sorted(set.intersection(*allgather_object(self._control, free)))[:count]
+        answers = allgather_object(self._control, (free, self._abandoned()))
+        for name in sorted(set.intersection(*(dropped for _, dropped in answers))):
+            self._forget(name)
+        agreed = sorted(set.intersection(*(numbers for numbers, _ in answers)))[:count]
         while len(agreed) < count:
             agreed.append(len(self._leased))
             self._leased.append(self._make())

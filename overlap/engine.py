@@ -6,6 +6,7 @@ afterwards:       gradient hooks ─▶ window ─▶ strategy.reduce     gates 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -123,25 +124,36 @@ class Engine:
                 self._hooks[slot.index] = slot.param.register_post_accumulate_grad_hook(self._gradient_hook(slot))
 
     def _gradient_hook(self, slot: Slot) -> Callable[[torch.Tensor], None]:
+        """What a parameter holds does not hold us: the garbage collector cannot see through a parameter's hooks.
+
+        We live as long as the optimizer does, or the gates in its modules.
+        """
+        reference, index = weakref.ref(self), slot.index
+
         def ready(param: torch.Tensor) -> None:
-            if self._sparse_as_dense and param.grad is not None and param.grad.layout is not torch.strided:
-                param.grad = param.grad.to_dense()
-            if self.suspended:
-                return
-            if self._observer is not None:
-                slot.fires += 1
-                slot.note()
-                self._observer.gradient(slot)
-            elif slot.bucket is not None:
-                self._refuse_sparse(slot)
-                if self.eager is not None:
-                    self.eager.poll()  # before what is ready now is issued: it is now that the wire may be idle
-                self.window.grad_ready(slot)
-            elif slot.sparse:
-                slot.fires += 1
-                slot.note()
+            engine = reference()
+            if engine is not None:
+                engine._gradient_ready(engine.slots[index], param)
 
         return ready
+
+    def _gradient_ready(self, slot: Slot, param: torch.Tensor) -> None:
+        if self._sparse_as_dense and param.grad is not None and param.grad.layout is not torch.strided:
+            param.grad = param.grad.to_dense()
+        if self.suspended:
+            return
+        if self._observer is not None:
+            slot.fires += 1
+            slot.note()
+            self._observer.gradient(slot)
+        elif slot.bucket is not None:
+            self._refuse_sparse(slot)
+            if self.eager is not None:
+                self.eager.poll()  # before what is ready now is issued: it is now that the wire may be idle
+            self.window.grad_ready(slot)
+        elif slot.sparse:
+            slot.fires += 1
+            slot.note()
 
     def _refuse_sparse(self, slot: Slot) -> None:
         if slot.param.grad is not None and slot.param.grad.layout is not torch.strided:

@@ -47,6 +47,10 @@ class Mailroom:
         """Answer questions on `topic` with ``handler(asking rank, question)``; an exception travels back as text."""
         self._handlers[topic] = handler
 
+    def off(self, topic: str) -> None:
+        """Nobody will ask about `topic` any more."""
+        self._handlers.pop(topic, None)
+
     def ask(self, rank: int, topic: str, question: Any = None) -> Future[Any]:
         """Post a question; the future holds the answer, or :class:`NoAnswer`."""
         number = next(self._numbers)

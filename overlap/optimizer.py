@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from overlap.horovod.process_set import ProcessSet, global_process_set
 from overlap.loss_scale import is_scaler_step, is_unscaling
 from overlap.membership import membership
 from overlap.session import current
-from overlap.shard_update import assemble
+from overlap.shard_update import PieceState, assemble
 from overlap.startup import collect_slots, synchronize_start
 from overlap.state_share import StateShare
 from overlap.stepper import Stepper
@@ -128,7 +129,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         )
         session.channels.hold((members.comm, members.gathers), self._engine)  # which lives as long as its hooks do
         others = [rank for rank in members.ranks if rank != session.comm.rank]
-        self._share = StateShare(others, session.mailroom, session.register(self), self._export)
+        self._share = StateShare(others, session.mailroom, session.register(self), partial(_share_of, self._engine))
         self._engine.changing = self._share.updating
         if self._engine.eager is not None:
             self._engine.eager.locked = self._share.replacing
@@ -304,9 +305,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
             state.clear()
             state.update(whole)
 
-    def _export(self) -> Any:
-        return {} if self._engine.shards is None else self._engine.shards.export()
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a plain torch state dict of any world size; on every rank, with the same one."""
         self._averages.refuse("load_state_dict()")
@@ -320,6 +318,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def finish(self) -> None:
         """Wait for parameters in transit; ``shutdown()`` calls it."""
         self._stepper.finish()
+
+
+def _share_of(engine: Engine) -> PieceState:
+    """This rank's part of the state. Not of the optimizer, which would then live as long as others may ask for it."""
+    return {} if engine.shards is None else engine.shards.export()
 
 
 def _check_passes(passes: int) -> None:

@@ -69,8 +69,8 @@ class Session:
         self.services: dict[str, Service] = {}  # closed on shutdown while all ranks still answer
         self.participants: list[Participant] = []  # what join() of the facade drives; see overlap.horovod.runtime
         self._subsets: list[Communicator] = []
-        self.channels = Channels(self.control, self.watchdog.watch)
-        self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.channels = Channels(self.control, self.watchdog.watch, self._abandoned, self._forget)
+        self._optimizers: dict[str, weakref.ref[Any]] = {}  # by topic
         self._registered = 0
         failures.install(comm.rank, comm.size, comm.abort)
         logs.configure(self.settings, comm.rank)
@@ -87,13 +87,22 @@ class Session:
 
     def register(self, optimizer: Any) -> str:
         """Remember an optimizer until it dies; its topic for the mailroom, the same on all ranks."""
-        self._optimizers.add(optimizer)
         self._registered += 1
-        return f"state/{self._registered}"
+        topic = f"state/{self._registered}"
+        self._optimizers[topic] = weakref.ref(optimizer)
+        return topic
+
+    def _abandoned(self) -> set[str]:
+        """Topics of optimizers that are dead on this rank; what they shared still answers the other ranks."""
+        return {topic for topic, optimizer in self._optimizers.items() if optimizer() is None}
+
+    def _forget(self, topic: str) -> None:
+        del self._optimizers[topic]
+        self.mailroom.off(topic)
 
     @property
     def optimizers(self) -> list[Any]:
-        return list(self._optimizers)
+        return [optimizer for reference in self._optimizers.values() if (optimizer := reference()) is not None]
 
     def subset(self, number: int | None) -> Communicator:
         """A new communicator of the ranks that give the same number; of this rank alone where that is None.
