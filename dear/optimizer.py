@@ -151,8 +151,8 @@ def DistributedOptimizer(
             ``ValueError`` for optimizers that need whole parameters.
         tune: True or ``Tuning(...)`` searches the `threshold_mb` with the shortest steps, 1 to 256 unless told otherwise,
             while training goes on; the results of training stay the same. See :class:`overlap.tuning.options.Tuning`.
-        strategy: ``"dear"``, or the name of another strategy's package (``"wfbp"``, ``"mgwfbp"``), which then takes the
-            other arguments.
+        strategy: ``"dear"``, or the name of another strategy's package (``"wfbp"``, ``"mgwfbp"``,
+            ``"bytescheduler_adapter"``), which then takes the other arguments.
         shell: ``elementwise=None, sync_start=True, poison=None``, of the same class.
     """
     own: dict[str, Any] = {
