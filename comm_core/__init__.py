@@ -21,6 +21,7 @@ from comm_core._C import (
     local,
 )
 from comm_core.launch import build_info, finalize, mpi, mpi_available
+from comm_core.nccl_library import find_nccl
 
 __all__ = [
     "Buffer",
@@ -37,6 +38,7 @@ __all__ = [
     "abort",
     "build_info",
     "finalize",
+    "find_nccl",
     "local",
     "mpi",
     "mpi_available",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes.util
 import importlib.util
 import os
 import subprocess
@@ -13,6 +12,7 @@ from importlib import metadata
 from pathlib import Path
 
 import comm_core
+from comm_core import nccl_library
 from dearrun import mpirun
 from dearrun.errors import LaunchError
 
@@ -72,21 +72,14 @@ def _torch() -> tuple[Finding, Finding, Finding]:
 
 
 def _nccl() -> Finding:
-    places = []
-    if importlib.util.find_spec("torch") is not None:
-        import torch
-
-        if torch.version.cuda is not None:
-            places.append(f"PyTorch's: {'.'.join(map(str, torch.cuda.nccl.version()))}")
-    for package in metadata.distributions():
-        name = str(package.metadata["Name"])
-        if name.startswith("nvidia-nccl"):
-            places.append(f"wheel: {name} {package.version}, {package.locate_file('nvidia/nccl')}")
-    system = ctypes.util.find_library("nccl")
-    if system is not None:
-        places.append(f"system's: {system}")
-    nowhere = ("looked in PyTorch, in wheels (nvidia-nccl-*) and in the system's libraries (libnccl)",)
-    return Finding(bool(places), "NCCL (not used by dear yet)", tuple(places) or nowhere)
+    """The libnccl that would be used, and the others that are there. After :func:`_torch`, which may load one."""
+    others = [f"also there: {other.path} ({other.origin})" for other in nccl_library.candidates()[1:]]
+    try:
+        used = comm_core.find_nccl()
+    except comm_core.Unsupported as error:
+        return Finding(False, "NCCL", (str(error), *others))
+    name = f"NCCL {used.version_text} (not used by dear yet)"
+    return Finding(True, name, (f"{used.path} ({used.origin})", *others))
 
 
 def _mpirun() -> Finding:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from comm_core import _C
+from tests.cpp.build import compiler
 from tests.harness import ROOT
 
 LIBRARY = Path(_C.__file__).parent
@@ -18,13 +17,11 @@ LIBRARY = Path(_C.__file__).parent
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """tests/cpp/schedule_test.cpp, built against the library as it is installed."""
-    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
-    assert compiler is not None, "comm_core was built, so there should be a C++ compiler"
     path = tmp_path_factory.mktemp("cpp") / "schedule_test"
     include = [f"-I{ROOT / 'comm_core' / folder}" for folder in ("include", "csrc")]
     source = ROOT / "tests" / "cpp" / "schedule_test.cpp"
     link = [f"-L{LIBRARY}", "-lcomm_core", f"-Wl,-rpath,{LIBRARY}"]
-    subprocess.run([compiler, "-std=c++20", "-O1", *include, str(source), *link, "-o", str(path)], check=True)
+    subprocess.run([compiler(), "-std=c++20", "-O1", *include, str(source), *link, "-o", str(path)], check=True)
     return path
 
 
