@@ -41,7 +41,13 @@ class Dear(Strategy):
     sharding = True
 
     def __init__(
-        self, threshold_mb: float | None, num_nearby_layers: int | None, exclude_parts: str, policy: str, eager: bool
+        self,
+        threshold_mb: float | None,
+        num_nearby_layers: int | None,
+        exclude_parts: str,
+        policy: str,
+        eager: bool,
+        gather_dtype: torch.dtype | None,
     ) -> None:
         if threshold_mb is None and num_nearby_layers is None:
             raise ValueError(
@@ -59,7 +65,7 @@ class Dear(Strategy):
         if strangers:
             raise ValueError(f"exclude_parts should name {' or '.join(_PARTS[policy])} and names {strangers}")
         self.threshold_mb, self.num_nearby_layers, self.policy = threshold_mb, num_nearby_layers, policy
-        self.excluded, self.eager = excluded, eager
+        self.excluded, self.eager, self.gather_dtype = excluded, eager, gather_dtype
 
     @property
     def space(self) -> tuple[Dimension, ...]:
@@ -101,7 +107,7 @@ class Dear(Strategy):
     def gather(self, comm: Communicator, bucket: Bucket) -> None:
         if _PARTS[self.policy][1] in self.excluded:
             return
-        whole, owner, label = bucket.parameters, bucket.spec.owner, bucket.label
+        whole, owner, label = bucket.travelling, bucket.spec.owner, bucket.label
         if owner is None:
             bucket.work = comm.all_gather_async(whole[bucket.own], whole, label=label)
         else:
@@ -125,6 +131,7 @@ def DistributedOptimizer(
     exclude_parts: str = "",
     policy: str = "rsag",
     eager: bool = False,
+    gather_dtype: torch.dtype | None = None,
     tune: bool | Tuning = False,
     strategy: str = "dear",
     **shell: Any,
@@ -149,6 +156,11 @@ def DistributedOptimizer(
             What needs old parameters or all gradients between backward and ``step()`` raises: clipping by a global norm,
             ``synchronize()``, skipped steps, ``state_dict()``, changed hyper-parameters, reading parameters. Raises
             ``ValueError`` for optimizers that need whole parameters.
+        gather_dtype: ``torch.bfloat16`` or ``torch.float16``: updated parameters travel, and are used by every rank,
+            rounded to this type, half the bytes; they stay float32 (or 64) tensors. The exact values are kept, each by
+            the rank that updates it, and saved in ``optimizer.state_dict()["master"]``. For gradients, which
+            `compression` narrows, FSDP's word is ``reduce_dtype``; this is its counterpart. Raises ``ValueError`` for
+            optimizers that need whole parameters, ``TypeError`` for parameters of other types.
         tune: True or ``Tuning(...)`` searches the `threshold_mb` with the shortest steps, 1 to 256 unless told otherwise,
             while training goes on; the results of training stay the same. See :class:`overlap.tuning.options.Tuning`.
         strategy: ``"dear"``, or the name of another strategy's package (``"wfbp"``, ``"mgwfbp"``,
@@ -161,6 +173,7 @@ def DistributedOptimizer(
         "exclude_parts": exclude_parts,
         "policy": policy,
         "eager": eager,
+        "gather_dtype": gather_dtype,
     }
     shell |= {
         "compression": compression,

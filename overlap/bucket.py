@@ -9,6 +9,7 @@ import torch
 
 from overlap.communicator import ReduceOp, Work
 from overlap.dense import copy_used, unused_mark, view_like
+from overlap.master import Master
 from overlap.partition import BucketSpec
 
 __all__ = ["Bucket", "Phase", "Slot"]
@@ -98,11 +99,20 @@ class Slot:
 class Bucket:
     """Slots with one flat gradient buffer, and one flat parameter buffer if `holds_parameters`.
 
-    Buffers have ``spec.padded_numel`` elements: a shard for each rank, equal ones or all of it for one owner.
+    Buffers have ``spec.padded_numel`` elements: a shard for each rank, equal ones or all of it for one owner. With
+    `gather_dtype`, parameters travel as that type, and `master` has the exact values of this rank's shard.
     """
 
     def __init__(
-        self, index: int, spec: BucketSpec, slots: list[Slot], *, rank: int, world_size: int, holds_parameters: bool
+        self,
+        index: int,
+        spec: BucketSpec,
+        slots: list[Slot],
+        *,
+        rank: int,
+        world_size: int,
+        holds_parameters: bool,
+        gather_dtype: torch.dtype | None = None,
     ) -> None:
         self.index, self.spec, self.slots = index, spec, slots
         self.phase = Phase.FILLING
@@ -115,10 +125,13 @@ class Bucket:
             slot.bucket = self
             slot.view = view_like(self.gradients, offset, slot.param)
         self.holds_parameters = holds_parameters
+        self.master: Master | None = None
         if holds_parameters:
             self.parameters = torch.zeros_like(self.gradients)
             self.reduced = torch.zeros(self.shares[rank], dtype=first.dtype, device=first.device)
             self.adopt()
+            if gather_dtype is not None:
+                self.master = Master(self.parameters, self.own, gather_dtype)
         else:
             self.reduced = self.gradients  # reduced in place
         # What a strategy reduces: `outgoing` of all ranks into `incoming` with `op`. Set before each reduction.
@@ -138,6 +151,16 @@ class Bucket:
     @property
     def nbytes(self) -> int:
         return self.gradients.numel() * self.gradients.element_size()
+
+    @property
+    def shard(self) -> torch.Tensor:
+        """This rank's part of the parameters, exact: what an update writes to."""
+        return self.parameters[self.own] if self.master is None else self.master.values
+
+    @property
+    def travelling(self) -> torch.Tensor:
+        """What an all-gather of the parameters fills in place, this rank's shard being there."""
+        return self.parameters if self.master is None else self.master.wire
 
     @property
     def meets(self) -> bool:

@@ -227,6 +227,10 @@ class Engine:
             )
         if strategy.eager is not self.strategy.eager:
             raise ValueError(f"eager cannot change from {self.strategy.eager} to {strategy.eager} in a replan")
+        if strategy.gather_dtype is not self.strategy.gather_dtype:
+            raise ValueError(
+                f"gather_dtype cannot change from {self.strategy.gather_dtype} to {strategy.gather_dtype} in a replan"
+            )
         if self.window.touched:
             raise RuntimeError("gradients arrived since the last step(); replan after step() or zero_grad()")
         if self.learning:

@@ -74,7 +74,10 @@ class Exchange:
             bucket.outgoing = torch.empty_like(gradients, dtype=dtype)
             if dtype is not gradients.dtype:
                 bucket.incoming = bucket.outgoing if not bucket.holds_parameters else bucket.reduced.to(dtype)
-        torch.mul(gradients, self._before, out=bucket.outgoing)
+        if self._before == 1:
+            bucket.outgoing.copy_(gradients)  # a product into another type takes ten times as long
+        else:
+            torch.mul(gradients, self._before, out=bucket.outgoing)
         bucket.outgoing.add_(0.0)  # [Note: the mark survives the wire]
         for slot, offset in zip(bucket.slots, bucket.spec.offsets, strict=True):
             if slot.absent:

@@ -20,6 +20,7 @@ from overlap.grouping import parse_groups
 from overlap.horovod.compression import NoneCompressor
 from overlap.horovod.process_set import ProcessSet, global_process_set
 from overlap.loss_scale import is_scaler_step, is_unscaling
+from overlap.master import check_gather_dtype, numbered, taken, unnumbered
 from overlap.membership import membership
 from overlap.session import current
 from overlap.shard_update import PieceState, assemble
@@ -112,6 +113,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise ValueError(
                 f"eager=True updates shards, and {compression!r} gives whole tensors; use Compression.fp16"
             )
+        check_gather_dtype(
+            strategy.gather_dtype,
+            ((slot.name, slot.param) for slot in slots),
+            optimizer,
+            sharding=sharding and exchange.slices,
+        )
         self._engine = Engine(
             self._comm,
             members.gathers,
@@ -290,30 +297,48 @@ class DistributedOptimizer(torch.optim.Optimizer):
     # - State
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain torch format, full state, whatever the sharding. May be called on any subset of ranks, at any time."""
+        """Plain torch format, full state, whatever the sharding. May be called on any subset of ranks, at any time.
+
+        With a `gather_dtype`, ``["master"]`` beside the state holds exact parameters by number, where they are known.
+        """
         self._averages.refuse("state_dict()")
         if self._engine.deferred is not None:
             self._engine.transit.arrive_all()
-        if self._engine.shards is None or self._engine.learning:
+        if self._engine.shards is None:
             return self._optimizer.state_dict()
+        full: dict[torch.Tensor, dict[str, Any]] = {}
+        if not self._engine.learning:
+            full = assemble(self._engine.slots, self._share.collect())
+        masters = {**self._engine.shards.loaded, **taken(full)}
         state = self._optimizer.state
         whole = dict(state)
-        state.update(assemble(self._engine.slots, self._share.collect()))
+        state.update(full)
         try:
-            return self._optimizer.state_dict()
+            saved = self._optimizer.state_dict()
         finally:
             state.clear()
             state.update(whole)
+        if self._engine.strategy.gather_dtype is not None:
+            saved["master"] = numbered(self._optimizer, masters)
+        return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a plain torch state dict of any world size; on every rank, with the same one."""
+        """Load a plain torch state dict of any world size; on every rank, with the same one.
+
+        With a `gather_dtype`, exact parameters come from ``state_dict["master"]`` where the model's, loaded before or
+        after, are those rounded; elsewhere the model's count. Without one, the model's count everywhere.
+        """
         self._averages.refuse("load_state_dict()")
         self._engine.transit.arrive_all()
+        rounding = self._engine.strategy.gather_dtype is not None
+        masters = unnumbered(self._optimizer, state_dict.get("master", {})) if rounding else {}
         with self._share.replacing():
             self._optimizer.load_state_dict(state_dict)
             for bucket in self._engine.order:
                 if bucket.holds_parameters:
                     self._engine.sharded.shard_state(bucket, self._optimizer.state)
+            if rounding:
+                self._engine.sharded.load_masters(masters)
 
     def finish(self) -> None:
         """Wait for parameters in transit; ``shutdown()`` calls it."""

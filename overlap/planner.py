@@ -73,7 +73,7 @@ class Planner:
     def draft(self, strategy: Strategy) -> tuple[list[Bucket], ShardUpdate | None]:
         """`strategy`'s buckets for the same parameters, whose values move in, and their pieces, without state yet."""
         plan = self.preview(strategy)
-        shards = None if self.shards is None else ShardUpdate(self._optimizer)
+        shards = None if self.shards is None else ShardUpdate(self._optimizer, self.shards.loaded)
         return self._build(plan, shards), shards
 
     def install(self, strategy: Strategy, order: list[Bucket], shards: ShardUpdate | None) -> None:
@@ -124,7 +124,15 @@ class Planner:
         order = []
         for number, (spec, sharded) in enumerate(zip(plan.buckets, plan.sharded, strict=True), first):
             members = [self._slots[index] for index in spec.tensors]
-            bucket = Bucket(number, spec, members, rank=rank, world_size=size, holds_parameters=sharded)
+            bucket = Bucket(
+                number,
+                spec,
+                members,
+                rank=rank,
+                world_size=size,
+                holds_parameters=sharded,
+                gather_dtype=self.strategy.gather_dtype,
+            )
             order.append(bucket)
             if sharded:
                 assert shards is not None, "a strategy shards only what is shardable"

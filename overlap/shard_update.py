@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from overlap.bucket import Bucket, Slot
 from overlap.dense import from_flat, to_flat, unused_positions
 from overlap.elementwise import SCALAR_STATE
+from overlap.master import MASTER
 from overlap.partition import piece
 
 __all__ = ["Piece", "PieceState", "ShardUpdate", "assemble", "is_sliced", "unhooked_step"]
@@ -38,14 +39,16 @@ class Piece:
     slot: Slot
     start: int
     stop: int
-    proxy: torch.nn.Parameter  # shares memory with the parameter
+    proxy: torch.nn.Parameter  # shares memory with the parameter, or with its master
     gradient: torch.Tensor  # shares memory with the bucket's reduced shard
 
 
 class ShardUpdate:
     """Pieces of all sharded buckets, and the shadow optimizer that updates them."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, loaded: dict[torch.Tensor, torch.Tensor] | None = None
+    ) -> None:
         self._optimizer = optimizer
         self._shadow = copy.copy(optimizer)
         self._shadow.state = defaultdict(dict)
@@ -55,6 +58,8 @@ class ShardUpdate:
         self._step = unhooked_step(optimizer)
         self._pieces: dict[Bucket, list[Piece]] = {}
         self._extents: dict[Bucket, tuple[torch.Tensor, list[int]]] = {}
+        # Masters of parameters that are in no bucket yet.
+        self.loaded: dict[torch.Tensor, torch.Tensor] = {} if loaded is None else loaded
 
     @property
     def pieces(self) -> Iterable[Piece]:
@@ -62,11 +67,18 @@ class ShardUpdate:
 
     def held(self, bucket: Bucket) -> list[tuple[Piece, dict[str, Any]]]:
         """The bucket's pieces on this rank, each with its state (empty before its first update)."""
-        return [(one, self._shadow.state.get(one.proxy, {})) for one in self._pieces[bucket]]
+        return [(one, self._state_of(one, bucket)) for one in self._pieces[bucket]]
+
+    def _state_of(self, one: Piece, bucket: Bucket) -> dict[str, Any]:
+        state: dict[str, Any] = self._shadow.state.get(one.proxy, {})
+        return state if bucket.master is None else {**state, MASTER: one.proxy.data}
 
     def put(self, one: Piece, state: dict[str, Any]) -> None:
         """Replace the state of a piece."""
-        self._shadow.state[one.proxy] = state
+        if MASTER in state:
+            one.proxy.data.copy_(state.pop(MASTER))
+        if state:
+            self._shadow.state[one.proxy] = state
 
     @property
     def state(self) -> dict[torch.nn.Parameter, dict[str, Any]]:
@@ -85,8 +97,9 @@ class ShardUpdate:
             if extent is None:
                 continue
             low, high = offset + extent[0], offset + extent[1]
-            proxy = torch.nn.Parameter(bucket.parameters.data[low:high])
-            gradient = bucket.reduced[low - bucket.own.start : high - bucket.own.start] if numel else proxy.data
+            inside = slice(low - bucket.own.start, high - bucket.own.start) if numel else slice(0, 0)
+            proxy = torch.nn.Parameter(bucket.shard.data[inside])
+            gradient = bucket.reduced[inside] if numel else proxy.data
             pieces.append(Piece(slot, *extent, proxy, gradient))
         self._pieces[bucket] = pieces
         with_elements = [one for one in pieces if one.stop > one.start]
@@ -104,6 +117,8 @@ class ShardUpdate:
 
     def step(self, bucket: Bucket) -> None:
         """Update the bucket's pieces with the hyper-parameters in force now."""
+        if bucket.master is not None:
+            bucket.master.follow()
         by_group: dict[int, list[torch.nn.Parameter]] = {}
         for one in self._pieces[bucket]:
             if one.proxy.grad is not None:
@@ -134,19 +149,35 @@ class ShardUpdate:
                 self._shadow.state[one.proxy] = {key: _slice(key, value, one) for key, value in state.items()}
         for slot in bucket.slots:
             full.pop(slot.param, None)
+        if bucket.master is not None:
+            self._take_loaded(bucket)
+
+    def load_masters(self, masters: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        """Replace all masters: by this rank's slices of `masters`, and where there is none, by the parameters."""
+        self.loaded.clear()
+        self.loaded.update(masters)
+        for bucket in self._pieces:
+            if bucket.master is not None:
+                bucket.master.forget()
+                self._take_loaded(bucket)
+
+    def _take_loaded(self, bucket: Bucket) -> None:
+        for one in self._pieces[bucket]:
+            value = self.loaded.get(one.slot.param)
+            if value is not None:
+                one.proxy.data.copy_(to_flat(value, one.slot.param)[one.start : one.stop])
+        for slot in bucket.slots:
+            self.loaded.pop(slot.param, None)
 
     def export(self) -> PieceState:
         """This rank's pieces and their state, tensors copied to the CPU; what another rank needs to build full state."""
-        state = self._shadow.state
-        return {
-            one.slot.index: (
-                one.start,
-                one.stop,
-                {key: _to_cpu(value) for key, value in state[one.proxy].items()},
-            )
-            for one in self.pieces
-            if one.proxy in state
-        }
+        parts: PieceState = {}
+        for bucket in self._pieces:
+            for one, state in self.held(bucket):
+                if state:
+                    copied = {key: _to_cpu(value) for key, value in state.items()}
+                    parts[one.slot.index] = (one.start, one.stop, copied)
+        return parts
 
 
 def assemble(slots: list[Slot], parts: Iterable[PieceState]) -> dict[torch.Tensor, dict[str, Any]]:

@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from overlap.bucket import Bucket
 from overlap.communicator import Communicator
 from overlap.observer import Facts
@@ -29,7 +31,8 @@ class Strategy(ABC):
     `sharding` says whether the strategy can update shards; the shell turns it off for optimizers that need whole
     parameters. `eager` updates shards while backward still runs (`overlap.eager`), `deferred`
     updates whole buckets after ``step()`` (`overlap.deferred`); without `ordered`, buckets are handed to `reduce` as
-    they fill, and the strategy sees to one order on all ranks. Nothing here may depend on anything
+    they fill, and the strategy sees to one order on all ranks. With a `gather_dtype`, updated parameters travel and are
+    used rounded to it, and exact ones are kept in shards (`overlap.master`). Nothing here may depend on anything
     measured or seen on this rank alone.
     """
 
@@ -38,6 +41,7 @@ class Strategy(ABC):
     eager: bool = False
     ordered: bool = True
     deferred: bool = False
+    gather_dtype: torch.dtype | None = None
 
     @property
     def space(self) -> tuple[Dimension, ...]:
@@ -67,4 +71,4 @@ class Strategy(ABC):
 
     @abstractmethod
     def gather(self, comm: Communicator, bucket: Bucket) -> None:
-        """Issue the all-gather of the updated parameters of a sharded bucket."""
+        """Issue the all-gather of the updated parameters of a sharded bucket, ``bucket.travelling``."""

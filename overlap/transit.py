@@ -31,10 +31,13 @@ class Transit:
         """Issue the all-gather of a bucket whose shard was updated."""
         params = [slot.param for slot in bucket.slots]
         torch.autograd.graph.increment_version(params)  # written behind autograd's back: old graphs must notice
+        if bucket.master is not None:
+            bucket.master.pack()
         if self._poison and self._comm.size > 1:
             mine = bucket.parameters[bucket.own].clone()
             bucket.parameters.fill_(float("nan"))
-            bucket.parameters[bucket.own] = mine
+            if bucket.master is None:
+                bucket.parameters[bucket.own] = mine
         self._gather(self._comm, bucket)
         bucket.advance(Phase.GATHERING)
         self._buckets[bucket] = None
@@ -51,9 +54,12 @@ class Transit:
         update = self._buckets.pop(bucket)
         if update is not None:
             update(bucket)
-        elif bucket.work is not None:
-            bucket.work.wait()
-            bucket.work = None
+        else:
+            if bucket.work is not None:
+                bucket.work.wait()
+                bucket.work = None
+            if bucket.master is not None:
+                bucket.master.land()
         bucket.advance(Phase.FILLING)
 
     def arrive_entry(self) -> None:
