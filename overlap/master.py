@@ -5,8 +5,8 @@
     arrival   land(): `wire` becomes the parameters, on its owner too
 
 [Note: who sets a parameter sets its master] A script may write to parameters between steps, in ways that nobody notices
-(``.data``). An element that is not the rounded master any more was written to, so :meth:`Master.follow`, before each update,
-takes the parameter's value for it. A master that is not known is NaN, which is nobody's rounding.
+(``.data``). An element that is not the rounded master any more was written to, so :meth:`Master.follow`, before each
+update, takes the parameter's value for it. A master that is not known is NaN, which is nobody's rounding.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class Master:
     @torch.no_grad()
     def follow(self) -> None:
         """Take over what was written to the parameters: [Note: who sets a parameter sets its master]."""
-        for mine, seen in zip(self.values.split(_SEGMENT), self._parameters[self._own].split(_SEGMENT), strict=True):
+        shard = self._parameters[self._own]
+        for mine, seen in zip(torch.split(self.values, _SEGMENT), torch.split(shard, _SEGMENT), strict=True):
             rounded = mine.to(self.wire.dtype).to(mine.dtype)
             if (rounded - seen).count_nonzero():
                 torch.where(rounded == seen, mine, seen, out=mine)

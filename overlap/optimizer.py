@@ -42,7 +42,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         strategy: what decides buckets and collectives.
         compression: what gradients become on the wire: ``Compression.none``, ``.fp16``, ``.bf16`` (summed in fp32,
             rounded once) or a class with ``compress`` and ``decompress``, whose gradients are reduced whole.
-            Parameters travel in their own type.
+            Parameters travel in their own type, unless the strategy has a `gather_dtype`.
         backward_passes_per_step: backward passes whose gradients are summed before one reduction.
         op: ``Average`` or ``Sum`` over the ranks.
         gradient_predivide_factor: f divides by f before the sum and by size / f after it.

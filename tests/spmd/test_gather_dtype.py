@@ -140,8 +140,8 @@ def test_a_checkpoint_resumes_bit_for_bit(order: str, steps_before: int) -> None
     for number in range(3):
         reference.step(number)
         _step(model, optimizer, number)
-    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict())) if dear.rank() == 0 else None
-    saved = dear.broadcast_object(saved)  # rank 0 alone saves
+    alone = copy.deepcopy((model.state_dict(), optimizer.state_dict())) if dear.rank() == 0 else None
+    saved: Any = dear.broadcast_object(alone)
     model, optimizer = _resumed(saved, order, steps_before)
     dear.barrier()  # all have loaded
     again = optimizer.state_dict()
@@ -247,7 +247,7 @@ def test_what_cannot_be_honoured_is_refused() -> None:
         _refused(gather_dtype=torch.int8)
     with pytest.raises(ValueError, match=r"gather_dtype=torch\.bfloat16: arguments that belong to 'dear'"):
         _refused(strategy="wfbp")
-    model, optimizer = _wrapped()
+    _, optimizer = _wrapped()
     saved = optimizer.state_dict()
     saved["master"] = {0: torch.zeros(3)}
     with pytest.raises(ValueError, match=r"master of parameter 0 has shape \(3,\)"):
