@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from dear.schedule import plan_buckets
 from overlap.bucket import Bucket
@@ -26,7 +27,8 @@ from overlap.tuning.trial import tune as start_tuning
 
 __all__ = ["Dear", "DistributedOptimizer", "default_limits"]
 
-_THRESHOLD_MB = 25.0
+_THRESHOLD_MB = (1.0, 25.0)  # of a default: what DDP's first bucket has, and what the paper takes
+_BUCKETS = 32  # [Note: how much to fuse]
 _PARTS = {"rsag": ("reducescatter", "allgather"), "rb": ("reduce", "bcast")}  # the two halves, by policy
 
 
@@ -145,7 +147,7 @@ def DistributedOptimizer(
             process_set: as in Horovod; see :class:`overlap.optimizer.DistributedOptimizer`.
         threshold_mb: layers are fused, in the order of their use, while a bucket stays below this many MB (2^20 bytes).
             Default: the environment variable ``DEAR_THRESHOLD_MB``, or ``HOROVOD_FUSION_THRESHOLD`` in bytes (0: no
-            fusion), else 25.
+            fusion), else a 32nd of the parameters that are trained, at least 1 and at most 25.
         num_nearby_layers: at most this many layers per bucket; with both limits, the first one reached closes a bucket.
             ``threshold_mb=None, num_nearby_layers=1`` is DeAR without tensor fusion.
         exclude_parts: ``"reducescatter"``, ``"allgather"`` or both (``"reduce"``, ``"bcast"`` under the policy "rb")
@@ -189,20 +191,41 @@ def DistributedOptimizer(
         return _sibling(strategy, optimizer, named_parameters, own, shell if tune is False else {"tune": tune, **shell})
     if threshold_mb == "default":
         own["threshold_mb"], own["num_nearby_layers"] = default_limits(
-            current().settings.threshold_mb, num_nearby_layers
+            current().settings.threshold_mb, num_nearby_layers, _trained_bytes(optimizer)
         )
     distributed = Shell(optimizer, named_parameters, Dear(**own), **shell)
     start_tuning(distributed, tune)
     return distributed
 
 
-def default_limits(wished_mb: float | None, num_nearby_layers: int | None) -> tuple[float | None, int | None]:
-    """Threshold (MB) and layers per bucket where no threshold was given; `wished_mb` is the environment's (pure)."""
+# [Note: how much to fuse]
+# What no computation can hide lies at the ends of the model. Backward has to pass the last bucket's layers before the
+# first reduce-scatter may begin, and the first bucket's is left over when backward ends; forward starts after the first
+# bucket's all-gather, and still has the last bucket's layers before it when the last one ends. Each end costs a bucket's
+# share of the step, and each bucket two starts: with 32 of them a few percent each on 1 to 10 Gbit/s. On networks where
+# a start costs more than a MB does, `tune=True` finds larger ones.
+
+
+def default_limits(
+    wished_mb: float | None, num_nearby_layers: int | None, nbytes: int
+) -> tuple[float | None, int | None]:
+    """Threshold (MB) and layers per bucket where no threshold was given, for a model of `nbytes` (pure).
+
+    `wished_mb` is the environment's.
+    """
     if wished_mb is None:
-        return _THRESHOLD_MB, num_nearby_layers
+        smallest, largest = _THRESHOLD_MB
+        return min(max(nbytes / _BUCKETS / 2**20, smallest), largest), num_nearby_layers
     if wished_mb == 0:  # no fusion
         return None, num_nearby_layers or 1
     return wished_mb, num_nearby_layers
+
+
+def _trained_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """0 for what the shell is going to refuse."""
+    groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
+    params = [param for group in groups for param in group["params"] if param.requires_grad and not is_lazy(param)]
+    return sum(param.numel() * param.element_size() for param in params)
 
 
 _DEFAULTS: dict[str, Any] = dict(DistributedOptimizer.__kwdefaults__ or {})

@@ -41,16 +41,20 @@ def test_idle_parameters_do_not_keep_their_neighbours_waiting() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wished_mb", "layers", "expected"),
+    ("wished_mb", "layers", "model_mb", "expected"),
     [
-        (None, None, (25.0, None)),
-        (None, 3, (25.0, 3)),
-        (8.0, None, (8.0, None)),
-        (0.0, None, (None, 1)),
-        (0.0, 2, (None, 2)),
+        (None, None, 0, (1.0, None)),
+        (None, None, 32, (1.0, None)),
+        (None, None, 100, (3.125, None)),
+        (None, 3, 640, (20.0, 3)),
+        (None, None, 800, (25.0, None)),
+        (None, None, 5000, (25.0, None)),
+        (8.0, None, 100, (8.0, None)),
+        (0.0, None, 100, (None, 1)),
+        (0.0, 2, 100, (None, 2)),
     ],
 )
 def test_limits_where_no_threshold_is_given(
-    wished_mb: float | None, layers: int | None, expected: tuple[float | None, int | None]
+    wished_mb: float | None, layers: int | None, model_mb: int, expected: tuple[float | None, int | None]
 ) -> None:
-    assert default_limits(wished_mb, layers) == expected
+    assert default_limits(wished_mb, layers, model_mb * 2**20) == expected

@@ -121,7 +121,8 @@ def _tuned(clock: Clock, best_kb: float, steps: int, lucky: int = -1, **options:
     """Steps are shortest with a threshold of `best_kb`, but for one lucky step with any other. Returns the optimizer."""
     model = torch.nn.Sequential(*(torch.nn.Linear(16, 16, bias=False) for _ in range(24)))  # 1 KB each
     tuning = Tuning(trials=12, bounds={"threshold_mb": (512 * MB, 65536 * MB)}, **{**EVERY_STEP, **options})
-    optimizer: Any = dear.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.01), model, tune=tuning)
+    inner = torch.optim.SGD(model.parameters(), 0.01)
+    optimizer: Any = dear.DistributedOptimizer(inner, model, threshold_mb=25, tune=tuning)
     for step in range(steps):
         kb = optimizer.strategy.threshold_mb * 1024
         optimizer.zero_grad()
