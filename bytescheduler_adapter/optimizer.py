@@ -10,6 +10,7 @@ import torch
 
 from bytescheduler_adapter.dispatcher import Dispatcher, Part
 from bytescheduler_adapter.schedule import partitions, plan_buckets
+from overlap.arguments import HorovodArguments
 from overlap.bucket import Bucket
 from overlap.communicator import Communicator, ReduceOp
 from overlap.horovod.compression import NoneCompressor
@@ -23,6 +24,7 @@ from overlap.strategy import Plan, Strategy
 from overlap.tuning.options import Tuning
 from overlap.tuning.space import Dimension, Setting
 from overlap.tuning.trial import tune as start_tuning
+from overlap.updates import Updates
 
 __all__ = ["ByteScheduler", "DistributedOptimizer"]
 
@@ -36,9 +38,8 @@ class ByteScheduler(Strategy):
     """
 
     name = "bytescheduler_adapter"
-    sharding = False
+    updates = Updates.DEFERRED
     ordered = False
-    deferred = True
 
     def __init__(self, dispatcher: Dispatcher, partition_mb: float, credit_mb: float) -> None:
         if not partition_mb > 0:
@@ -73,9 +74,6 @@ class ByteScheduler(Strategy):
         credit = int(self.credit_mb * 2**20)
         bucket.work = self._dispatcher.submit(self._number, bucket.index, parts, bucket.label, credit)
 
-    def gather(self, comm: Communicator, bucket: Bucket) -> None:
-        raise AssertionError("no bucket of this strategy holds parameters")
-
 
 def _dispatcher() -> Dispatcher:
     session = current()
@@ -109,14 +107,14 @@ def DistributedOptimizer(
             full, inside ``step()``.
         named_parameters: the module, or pairs of name and parameter, or None.
         compression, backward_passes_per_step, op, gradient_predivide_factor, num_groups, groups, sparse_as_dense: as in
-            Horovod; see :class:`overlap.optimizer.DistributedOptimizer`.
+            Horovod; see :class:`overlap.arguments.HorovodArguments`.
         process_set: all ranks; rank 0 decides the order for all of them. Raises ``ValueError`` for any other.
         partition_mb: layers travel in partitions of at most this many MB (2^20 bytes), between which a more urgent layer
             goes first. Rank 0's counts.
         credit_mb: a partition is issued while fewer MB than this are under way; less credit preempts sooner, more keeps
             the wire busier. Rank 0's counts.
         tune: True or ``Tuning(...)`` searches both while training goes on; see :class:`overlap.tuning.options.Tuning`.
-        shell: ``elementwise=None, sync_start=True, poison=None``, of the same class.
+        shell: ``elementwise=None, sync_start=True, poison=None`` of :class:`overlap.optimizer.DistributedOptimizer`.
     """
     if process_set is not global_process_set:
         raise ValueError(
@@ -125,15 +123,15 @@ def DistributedOptimizer(
         )
     partition_mb, credit_mb = agree(current().comm, (partition_mb, credit_mb))
     strategy = ByteScheduler(_dispatcher(), partition_mb, credit_mb)
-    shell |= {
-        "compression": compression,
-        "backward_passes_per_step": backward_passes_per_step,
-        "op": op,
-        "gradient_predivide_factor": gradient_predivide_factor,
-        "num_groups": num_groups,
-        "groups": groups,
-        "sparse_as_dense": sparse_as_dense,
-    }
-    distributed = Shell(optimizer, named_parameters, strategy, **shell)
+    arguments = HorovodArguments(
+        compression,
+        backward_passes_per_step,
+        op,
+        gradient_predivide_factor,
+        num_groups,
+        groups,
+        sparse_as_dense,
+    )
+    distributed = Shell(optimizer, named_parameters, strategy, arguments, **shell)
     start_tuning(distributed, tune)
     return distributed

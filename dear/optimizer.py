@@ -12,6 +12,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from dear.schedule import plan_buckets
+from overlap.arguments import HorovodArguments
 from overlap.bucket import Bucket
 from overlap.communicator import Communicator, ReduceOp
 from overlap.horovod.compression import NoneCompressor
@@ -24,6 +25,7 @@ from overlap.strategy import Plan, Strategy
 from overlap.tuning.options import Tuning
 from overlap.tuning.space import Dimension, Setting
 from overlap.tuning.trial import tune as start_tuning
+from overlap.updates import Updates
 
 __all__ = ["Dear", "DistributedOptimizer", "default_limits"]
 
@@ -40,7 +42,6 @@ class Dear(Strategy):
     """
 
     name = "dear"
-    sharding = True
 
     def __init__(
         self,
@@ -67,7 +68,8 @@ class Dear(Strategy):
         if strangers:
             raise ValueError(f"exclude_parts should name {' or '.join(_PARTS[policy])} and names {strangers}")
         self.threshold_mb, self.num_nearby_layers, self.policy = threshold_mb, num_nearby_layers, policy
-        self.excluded, self.eager, self.gather_dtype = excluded, eager, gather_dtype
+        self.updates = Updates.EAGER if eager else Updates.SHARDED
+        self.excluded, self.gather_dtype = excluded, gather_dtype
 
     @property
     def space(self) -> tuple[Dimension, ...]:
@@ -144,7 +146,7 @@ def DistributedOptimizer(
         optimizer: any ``torch.optim.Optimizer``.
         named_parameters: the module, or pairs of name and parameter, or None.
         compression, backward_passes_per_step, op, gradient_predivide_factor, num_groups, groups, sparse_as_dense,
-            process_set: as in Horovod; see :class:`overlap.optimizer.DistributedOptimizer`.
+            process_set: as in Horovod; see :class:`overlap.arguments.HorovodArguments`.
         threshold_mb: layers are fused, in the order of their use, while a bucket stays below this many MB (2^20 bytes).
             Default: the environment variable ``DEAR_THRESHOLD_MB``, or ``HOROVOD_FUSION_THRESHOLD`` in bytes (0: no
             fusion), else a 32nd of the parameters that are trained, at least 1 and at most 25.
@@ -167,7 +169,7 @@ def DistributedOptimizer(
             while training goes on; the results of training stay the same. See :class:`overlap.tuning.options.Tuning`.
         strategy: ``"dear"``, or the name of another strategy's package (``"wfbp"``, ``"mgwfbp"``,
             ``"bytescheduler_adapter"``), which then takes the other arguments.
-        shell: ``elementwise=None, sync_start=True, poison=None``, of the same class.
+        shell: ``elementwise=None, sync_start=True, poison=None`` of :class:`overlap.optimizer.DistributedOptimizer`.
     """
     own: dict[str, Any] = {
         "threshold_mb": threshold_mb,
@@ -177,23 +179,24 @@ def DistributedOptimizer(
         "eager": eager,
         "gather_dtype": gather_dtype,
     }
-    shell |= {
-        "compression": compression,
-        "backward_passes_per_step": backward_passes_per_step,
-        "op": op,
-        "gradient_predivide_factor": gradient_predivide_factor,
-        "num_groups": num_groups,
-        "groups": groups,
-        "sparse_as_dense": sparse_as_dense,
-        "process_set": process_set,
-    }
+    arguments = HorovodArguments(
+        compression,
+        backward_passes_per_step,
+        op,
+        gradient_predivide_factor,
+        num_groups,
+        groups,
+        sparse_as_dense,
+        process_set,
+    )
     if strategy != "dear":
-        return _sibling(strategy, optimizer, named_parameters, own, shell if tune is False else {"tune": tune, **shell})
+        theirs = {**vars(arguments), **shell, **({} if tune is False else {"tune": tune})}
+        return _sibling(strategy, optimizer, named_parameters, own, theirs)
     if threshold_mb == "default":
         own["threshold_mb"], own["num_nearby_layers"] = default_limits(
             current().settings.threshold_mb, num_nearby_layers, _trained_bytes(optimizer)
         )
-    distributed = Shell(optimizer, named_parameters, Dear(**own), **shell)
+    distributed = Shell(optimizer, named_parameters, Dear(**own), arguments, **shell)
     start_tuning(distributed, tune)
     return distributed
 

@@ -11,6 +11,7 @@ import torch
 
 from mgwfbp.rehearsal import Rehearsal
 from mgwfbp.schedule import plan_buckets, reordered, table
+from overlap.arguments import HorovodArguments
 from overlap.bucket import Bucket
 from overlap.communicator import Communicator, ReduceOp
 from overlap.cost_model import CostModel
@@ -40,7 +41,6 @@ class MgWfbp(Strategy):
     """
 
     name = "mgwfbp"
-    sharding = False
 
     def __init__(
         self,
@@ -95,9 +95,6 @@ class MgWfbp(Strategy):
     def reduce(self, comm: Communicator, bucket: Bucket) -> None:
         bucket.work = comm.all_reduce_async(bucket.outgoing, bucket.incoming, bucket.op, label=bucket.label)
 
-    def gather(self, comm: Communicator, bucket: Bucket) -> None:
-        raise AssertionError("no bucket of this strategy holds parameters")
-
 
 def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,
@@ -125,7 +122,7 @@ def DistributedOptimizer(
         optimizer: any ``torch.optim.Optimizer``.
         named_parameters: the module, or pairs of name and parameter, or None.
         compression, backward_passes_per_step, op, gradient_predivide_factor, num_groups, groups, sparse_as_dense,
-            process_set: as in Horovod; see :class:`overlap.optimizer.DistributedOptimizer`.
+            process_set: as in Horovod; see :class:`overlap.arguments.HorovodArguments`.
         asc: merge only where merging delays nothing (ASC-WFBP).
         merge_below_kb: groups of fewer KB (2^10 bytes) are merged with the next tensor in any case.
         layerwise_times: backward seconds by parameter name, as :func:`overlap.profiler.profile_backward` returns them;
@@ -136,7 +133,7 @@ def DistributedOptimizer(
             session.
         tune: True or ``Tuning(...)`` searches the `merge_below_kb` with the shortest steps while training goes on, once
             the backward times are measured. See :class:`overlap.tuning.options.Tuning`.
-        shell: ``sync_start=True``, of the same class.
+        shell: ``sync_start=True`` of :class:`overlap.optimizer.DistributedOptimizer`.
 
     Raises ``ValueError`` for times of parameters that are not the optimizer's, and for times no computer can have.
     """
@@ -157,17 +154,17 @@ def DistributedOptimizer(
         seconds=seconds,
         report=session.comm.rank == 0 and profile_steps == 0,
     )
-    shell |= {
-        "compression": compression,
-        "backward_passes_per_step": backward_passes_per_step,
-        "op": op,
-        "gradient_predivide_factor": gradient_predivide_factor,
-        "num_groups": num_groups,
-        "groups": groups,
-        "sparse_as_dense": sparse_as_dense,
-        "process_set": process_set,
-    }
-    distributed = Shell(optimizer, named_parameters, strategy, **shell)
+    arguments = HorovodArguments(
+        compression,
+        backward_passes_per_step,
+        op,
+        gradient_predivide_factor,
+        num_groups,
+        groups,
+        sparse_as_dense,
+        process_set,
+    )
+    distributed = Shell(optimizer, named_parameters, strategy, arguments, **shell)
     if profile_steps:
         Rehearsal(session.comm, profile_steps).attach(distributed)
     start_tuning(distributed, tune, delay=profile_steps + 1 if profile_steps else 0)

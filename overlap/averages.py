@@ -45,7 +45,9 @@ class Averages:
         self.prepare()
         window.settle()
         if not window.reduced:
-            engine.expose(bucket for bucket in engine.order if not bucket.holds_parameters)
+            for bucket in engine.order:
+                if not bucket.holds_parameters:
+                    bucket.expose()
         window.reduced = True
 
     @torch.no_grad()
@@ -62,8 +64,9 @@ class Averages:
             if bucket.holds_parameters:
                 label = f"{bucket.label} gradients"
                 self._comm.all_gather(bucket.reduced, bucket.gradients, counts=bucket.shares, label=label)
-                engine.find_unused(bucket)
-        engine.expose(engine.order)
+                bucket.find_unused()
+        for bucket in engine.order:
+            bucket.expose()
         self.synchronized = True
 
     def take_synchronized(self) -> None:

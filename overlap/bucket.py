@@ -8,7 +8,7 @@ from enum import Enum, auto
 import torch
 
 from overlap.communicator import ReduceOp, Work
-from overlap.dense import copy_used, unused_mark, view_like
+from overlap.dense import copy_used, unused_mark, unused_positions, view_like
 from overlap.master import Master
 from overlap.partition import BucketSpec
 
@@ -209,3 +209,13 @@ class Bucket:
             param.data = home
             left.append(slot)
         return left
+
+    def find_unused(self) -> None:
+        """Read from whole reduced gradients which parameters no rank used."""
+        for slot, unused in zip(self.slots, unused_positions(self.gradients, *self._extents), strict=True):
+            slot.unused = unused if slot.param.numel() else slot.param.grad is None
+
+    def expose(self) -> None:
+        """Make ``.grad`` the averaged gradient, None where no rank used the parameter."""
+        for slot in self.slots:
+            slot.param.grad = None if slot.unused else slot.view

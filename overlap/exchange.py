@@ -20,9 +20,14 @@ from overlap.dense import copy_used, unused_mark, unused_positions
 from overlap.horovod.compression import BF16Compressor, FP16Compressor, NoneCompressor
 from overlap.shard_update import ShardUpdate
 
-__all__ = ["Exchange"]
+__all__ = ["Exchange", "returns_slices"]
 
 _WIRE_DTYPES = {NoneCompressor: None, FP16Compressor: torch.float16, BF16Compressor: torch.bfloat16}
+
+
+def returns_slices(compression: Any) -> bool:
+    """Whether what comes back may be cut into shards; a compression of the user's own takes and gives whole tensors."""
+    return any(compression is ours for ours in _WIRE_DTYPES)
 
 
 class Exchange:
@@ -47,17 +52,12 @@ class Exchange:
                 "compression should be Compression.none, .fp16, .bf16 or a class with the static methods compress(tensor) "
                 f"and decompress(tensor, ctx), and is {compression!r}"
             )
-        self._compressor: Any = compression if compression not in _WIRE_DTYPES else None
-        self._wire_dtype = _WIRE_DTYPES.get(compression)
+        self._compressor: Any = None if returns_slices(compression) else compression
+        self._wire_dtype = _WIRE_DTYPES[compression] if self._compressor is None else None
         self._before, self._after, self.op = 1.0, 1.0, op
         if predivide != 1:
             self._before, self._after, self.op = 1.0 / predivide, predivide / world_size, ReduceOp.SUM
         self._contexts: dict[Bucket, list[Any]] = {}
-
-    @property
-    def slices(self) -> bool:
-        """Whether what comes back may be cut into shards; a compression of the user's own takes and gives whole tensors."""
-        return self._compressor is None
 
     def load(self, bucket: Bucket) -> None:
         """Make ``bucket.outgoing`` what is to be reduced into ``bucket.incoming`` with ``bucket.op``."""

@@ -4,29 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
-from overlap.averages import Averages
+from overlap.arguments import HorovodArguments, check_passes
+from overlap.assembly import build
 from overlap.bucket import Bucket
-from overlap.communicator import ReduceOp
-from overlap.elementwise import is_elementwise
-from overlap.engine import Engine
-from overlap.exchange import Exchange
-from overlap.grouping import parse_groups
-from overlap.horovod.compression import NoneCompressor
-from overlap.horovod.process_set import ProcessSet, global_process_set
 from overlap.loss_scale import is_scaler_step, is_unscaling
-from overlap.master import check_gather_dtype, numbered, taken, unnumbered
-from overlap.membership import membership
 from overlap.session import current
-from overlap.shard_update import PieceState, assemble
 from overlap.startup import collect_slots, synchronize_start
-from overlap.state_share import StateShare
-from overlap.stepper import Stepper
 from overlap.strategy import Plan, Strategy
 
 __all__ = ["DistributedOptimizer"]
@@ -40,19 +28,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         named_parameters: the module that owns the parameters, or pairs of name and parameter, or None. Without a
             module, the owners are found in the first iteration.
         strategy: what decides buckets and collectives.
-        compression: what gradients become on the wire: ``Compression.none``, ``.fp16``, ``.bf16`` (summed in fp32,
-            rounded once) or a class with ``compress`` and ``decompress``, whose gradients are reduced whole.
-            Parameters travel in their own type, unless the strategy has a `gather_dtype`.
-        backward_passes_per_step: backward passes whose gradients are summed before one reduction.
-        op: ``Average`` or ``Sum`` over the ranks.
-        gradient_predivide_factor: f divides by f before the sum and by size / f after it.
-        num_groups: as a number in `groups`.
-        groups: how many buckets, of neighbours in the order of arrival, or a list of lists of parameters that share a
-            bucket; the strategy decides about parameters that are in none. Tensors of several types need several.
-        sparse_as_dense: turn sparse gradients into dense ones; otherwise their rows are gathered, and every rank updates
-            those parameters in full.
-        process_set: the ranks among which gradients are reduced. Other sets than the global one: on every rank of the
-            job, each with its own; a rank outside of the set it gives trains alone.
+        arguments: those that every strategy takes, as Horovod does.
         elementwise: True promises that the optimizer updates every element from that element's gradient and state
             alone, and keeps its state per parameter, so that its work may be split; None decides by its exact type.
         sync_start: take rank 0's parameters, buffers and optimizer state at construction.
@@ -67,15 +43,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         optimizer: torch.optim.Optimizer,
         named_parameters: torch.nn.Module | Iterable[tuple[str, torch.nn.Parameter]] | None,
         strategy: Strategy,
+        arguments: HorovodArguments,
         *,
-        compression: Any = NoneCompressor,
-        backward_passes_per_step: int = 1,
-        op: ReduceOp = ReduceOp.AVG,
-        gradient_predivide_factor: float = 1.0,
-        num_groups: int = 0,
-        groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
-        sparse_as_dense: bool = False,
-        process_set: ProcessSet = global_process_set,
         elementwise: bool | None = None,
         sync_start: bool = True,
         poison: bool | None = None,
@@ -84,64 +53,24 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise TypeError(f"the first argument should be a torch.optim.Optimizer and is {type(optimizer).__name__}")
         if isinstance(optimizer, DistributedOptimizer):
             raise TypeError("the optimizer is distributed already")
-        _check_passes(backward_passes_per_step)
-        session = current()
-        sliceable = is_elementwise(optimizer) if elementwise is None else elementwise
-        sharding = strategy.sharding and sliceable
-        members = membership(session, process_set, sharding=sharding)
-        self._comm = members.comm
-        self._optimizer = optimizer
-        exchange = Exchange(compression, op, gradient_predivide_factor, self._comm.size)
-        self._model = named_parameters if isinstance(named_parameters, torch.nn.Module) else None
-        named = None
-        if not (isinstance(named_parameters, torch.nn.Module) or named_parameters is None):
-            named = list(named_parameters)
-        slots = collect_slots(optimizer, self._model, named)
-        chosen = parse_groups(num_groups, groups, slots)
-        if sync_start:
-            synchronize_start(self._comm, optimizer, self._model, slots)
+        parts = build(
+            current(),
+            self,
+            optimizer,
+            named_parameters,
+            strategy,
+            arguments,
+            elementwise=elementwise,
+            sync_start=sync_start,
+            poison=poison,
+        )
+        self._optimizer, self._model, self._comm = optimizer, parts.model, parts.comm
+        self._engine, self._averages = parts.engine, parts.averages
+        self._stepper, self._full_state = parts.stepper, parts.full_state
         for name, value in vars(optimizer).items():
             if name.startswith("_optimizer_"):  # step and state_dict hooks, registered on either, run once
                 setattr(self, name, value)
         self._patch_step_function()
-        if strategy.eager and not sliceable:
-            raise ValueError(
-                f"eager=True needs an optimizer that works element by element; {type(optimizer).__name__} is not known to "
-                "(elementwise=True promises that it does)"
-            )
-        if strategy.eager and not exchange.slices:
-            raise ValueError(
-                f"eager=True updates shards, and {compression!r} gives whole tensors; use Compression.fp16"
-            )
-        check_gather_dtype(
-            strategy.gather_dtype,
-            ((slot.name, slot.param) for slot in slots),
-            optimizer,
-            sharding=sharding and exchange.slices,
-        )
-        self._engine = Engine(
-            self._comm,
-            members.gathers,
-            optimizer,
-            self._model,
-            slots,
-            strategy,
-            exchange,
-            groups=chosen,
-            sparse_as_dense=sparse_as_dense,
-            passes=backward_passes_per_step,
-            sharding=sharding and exchange.slices,
-            deferring=strategy.deferred and sliceable,
-            poison=session.poison if poison is None else poison,
-        )
-        session.channels.hold((members.comm, members.gathers), self._engine)  # which lives as long as its hooks do
-        others = [rank for rank in members.ranks if rank != session.comm.rank]
-        self._share = StateShare(others, session.mailroom, session.register(self), partial(_share_of, self._engine))
-        self._engine.changing = self._share.updating
-        if self._engine.eager is not None:
-            self._engine.eager.locked = self._share.replacing
-        self._averages = Averages(self._engine)
-        self._stepper = Stepper(self._engine, self._averages, optimizer, self._share)
         self._inside_skip_synchronize = False
 
     # - Looks like the user's optimizer
@@ -197,7 +126,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Change the number of backward passes per step. Between steps, on every rank."""
-        _check_passes(passes)
+        check_passes(passes)
         self._engine.window.passes = passes
 
     def replan(self, strategy: Strategy) -> None:
@@ -304,23 +233,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._averages.refuse("state_dict()")
         if self._engine.deferred is not None:
             self._engine.transit.arrive_all()
-        if self._engine.shards is None:
-            return self._optimizer.state_dict()
-        full: dict[torch.Tensor, dict[str, Any]] = {}
-        if not self._engine.learning:
-            full = assemble(self._engine.slots, self._share.collect())
-        masters = {**self._engine.shards.loaded, **taken(full)}
-        state = self._optimizer.state
-        whole = dict(state)
-        state.update(full)
-        try:
-            saved = self._optimizer.state_dict()
-        finally:
-            state.clear()
-            state.update(whole)
-        if self._engine.strategy.gather_dtype is not None:
-            saved["master"] = numbered(self._optimizer, masters)
-        return saved
+        return self._full_state.collect()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a plain torch state dict of any world size; on every rank, with the same one.
@@ -330,26 +243,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         self._averages.refuse("load_state_dict()")
         self._engine.transit.arrive_all()
-        rounding = self._engine.strategy.gather_dtype is not None
-        masters = unnumbered(self._optimizer, state_dict.get("master", {})) if rounding else {}
-        with self._share.replacing():
-            self._optimizer.load_state_dict(state_dict)
-            for bucket in self._engine.order:
-                if bucket.holds_parameters:
-                    self._engine.sharded.shard_state(bucket, self._optimizer.state)
-            if rounding:
-                self._engine.sharded.load_masters(masters)
+        self._full_state.load(state_dict)
 
     def finish(self) -> None:
         """Wait for parameters in transit; ``shutdown()`` calls it."""
         self._stepper.finish()
-
-
-def _share_of(engine: Engine) -> PieceState:
-    """This rank's part of the state. Not of the optimizer, which would then live as long as others may ask for it."""
-    return {} if engine.shards is None else engine.shards.export()
-
-
-def _check_passes(passes: int) -> None:
-    if passes < 1:
-        raise ValueError(f"backward_passes_per_step should be at least 1 and is {passes}")

@@ -12,12 +12,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from comm_core import ReduceOp
-from overlap.checks import balanced_split
 from overlap.communicator import Communicator, Work
 from overlap.link import Link
 from overlap.loose_messages import LooseMessages
-from overlap.pipeline import Relay, RingReduce, ring_segment_numel
-from overlap.reduction import combine_all, is_half
 from overlap.rendezvous import join_world
 from overlap.requests import (
     all_gather_request,
@@ -28,15 +25,13 @@ from overlap.requests import (
     reduce_request,
     reduce_scatter_request,
 )
-from overlap.ring import all_gather_ring, broadcast_chain, reduce_scatter_ring, shard_spans
-from overlap.stages import SEGMENT_BYTES, DirectReduce, Exchange, Stage, StagedTask
+from overlap.routes import Routes
+from overlap.stages import Stage, StagedTask
 from overlap.store_mail import StoreMailbox, own_client
 from overlap.strand import PendingWork, Strand
 
 __all__ = ["ProcessGroupCommunicator", "connect"]
 
-# Up to here one exchange with everybody is faster than two trips around the ring.
-_SMALL_BYTES = 32 * 1024
 _COLLECTIVE_TAGS = 1024  # user tags lie below, in a context of their own
 
 
@@ -56,6 +51,7 @@ class ProcessGroupCommunicator(Communicator):
         self._rank, self._size, self._name = rank, size, name
         self._store = own_client(store)  # another group may be set up on another thread, which blocks its connection
         self._owns_world = owns_world
+        self._routes = Routes(rank, size)
         self._link = self._new_link("collectives")
         self._messages = LooseMessages(self._new_link("messages"))
         self._strand = Strand(f"dear-{name}")
@@ -99,33 +95,15 @@ class ProcessGroupCommunicator(Communicator):
         label: str = "",
     ) -> Work:
         request = reduce_scatter_request(self._rank, self._size, send, recv, op, counts)
-        stages = self._reduce_scatter_stages(request.send, request.recv, request.send_counts, op, in_place=False)
-        return self._issue("reduce_scatter", label, request.send.nbytes, lambda: [stages()])
-
-    def _reduce_scatter_stages(
-        self, send: torch.Tensor, out: torch.Tensor, counts: Sequence[int], op: ReduceOp, *, in_place: bool
-    ) -> Callable[[], Stage]:
-        if self._size == 1 or is_half(send.dtype) or send.nbytes <= _SMALL_BYTES:
-            return lambda: DirectReduce(send, out, counts, op, self._rank)
-        limit = ring_segment_numel(max(counts), send.element_size())
-        first, arrivals = reduce_scatter_ring(self._rank, counts, limit)
-        return lambda: RingReduce(send, out, first, arrivals, op, self._size, in_place)
+        stage = self._routes.reduce_scatter(request.send, request.recv, request.send_counts, op)
+        return self._issue("reduce_scatter", label, request.send.nbytes, lambda: [stage()])
 
     def all_gather_async(
         self, send: torch.Tensor, recv: torch.Tensor, *, counts: Sequence[int] | None = None, label: str = ""
     ) -> Work:
         request = all_gather_request(self._rank, self._size, send, recv, counts)
-        stage = self._all_gather_stage(request.send, request.recv, request.recv_counts)
+        stage = self._routes.all_gather(request.send, request.recv, request.recv_counts)
         return self._issue("all_gather", label, request.recv.nbytes, lambda: [stage()])
-
-    def _all_gather_stage(self, send: torch.Tensor, recv: torch.Tensor, counts: Sequence[int]) -> Callable[[], Stage]:
-        limit = ring_segment_numel(max(counts), recv.element_size())
-        first, arrivals = all_gather_ring(self._rank, counts, limit)
-        mine = shard_spans(counts)[self._rank]
-        place = recv[mine.start : mine.stop]
-        parts = [send[span.start - mine.start : span.stop - mine.start] for span in first]
-        own = None if place.data_ptr() == send.data_ptr() else (place, send)
-        return lambda: Relay(recv, parts, arrivals, own)
 
     def all_gather_counts(self, send_count: int) -> list[int]:
         mine = torch.tensor([send_count], dtype=torch.int64)
@@ -138,35 +116,13 @@ class ProcessGroupCommunicator(Communicator):
     ) -> Work:
         request = all_reduce_request(send, recv, op)
         return self._issue(
-            "all_reduce", label, request.recv.nbytes, lambda: self._all_reduce_stages(request.send, request.recv, op)
+            "all_reduce", label, request.recv.nbytes, lambda: self._routes.all_reduce(request.send, request.recv, op)
         )
-
-    def _all_reduce_stages(self, send: torch.Tensor, recv: torch.Tensor, op: ReduceOp) -> list[Stage]:
-        if self._size == 1 or send.nbytes <= _SMALL_BYTES:
-            parts = [send if peer == self._rank else torch.empty_like(send) for peer in range(self._size)]
-            others = [peer for peer in range(self._size) if peer != self._rank]
-
-            def combine() -> None:
-                # Everybody's own part is still being read by the sends until here.
-                combine_all(op, [part.clone() if part is send else part for part in parts], recv, self._size)
-
-            sends = [(peer, send) for peer in others]
-            return [Exchange(sends, [(peer, parts[peer]) for peer in others], afterwards=combine)]
-        counts = balanced_split(send.numel(), self._size)
-        mine = shard_spans(counts)[self._rank]
-        out = recv[mine.start : mine.stop]
-        in_place = recv.data_ptr() == send.data_ptr()
-        if in_place and is_half(send.dtype):
-            send = send.clone()  # the direct exchange still sends parts of it while the owner writes its own
-        reduce = self._reduce_scatter_stages(send, out, counts, op, in_place=in_place)
-        return [reduce(), self._all_gather_stage(out, recv, counts)()]
 
     def broadcast_async(self, tensor: torch.Tensor, root: int = 0, *, label: str = "") -> Work:
         flat = broadcast_request(self._size, tensor, root)
-        limit = max(1, SEGMENT_BYTES // flat.element_size())
-        first, arrivals = broadcast_chain(self._rank, self._size, root, flat.numel(), limit)
-        parts = [flat[span.start : span.stop] for span in first]
-        return self._issue("broadcast", label, flat.nbytes, lambda: [Relay(flat, parts, arrivals)])
+        stage = self._routes.broadcast(flat, root)
+        return self._issue("broadcast", label, flat.nbytes, lambda: [stage()])
 
     def reduce_async(
         self,
@@ -178,20 +134,7 @@ class ProcessGroupCommunicator(Communicator):
         label: str = "",
     ) -> Work:
         source, target = reduce_request(self._rank, self._size, send, recv, op, root)
-        counts = balanced_split(source.numel(), self._size)
-        spans = shard_spans(counts)
-
-        def stages() -> list[Stage]:
-            mine = torch.empty(counts[self._rank], dtype=source.dtype)
-            reduce = self._reduce_scatter_stages(source, mine, counts, op, in_place=False)
-            if target is None:
-                return [reduce(), Exchange([(root, mine)], [])]
-            others = [(peer, span) for peer, span in enumerate(spans) if peer != root]
-            own = target[spans[root].start : spans[root].stop]
-            recvs = [(peer, target[span.start : span.stop]) for peer, span in others]
-            return [reduce(), Exchange([], recvs, meanwhile=lambda: own.copy_(mine))]
-
-        return self._issue("reduce", label, source.nbytes, stages)
+        return self._issue("reduce", label, source.nbytes, lambda: self._routes.reduce(source, target, op, root))
 
     def all_to_all_async(
         self,
@@ -203,25 +146,12 @@ class ProcessGroupCommunicator(Communicator):
         label: str = "",
     ) -> Work:
         request = all_to_all_request(self._rank, self._size, send, recv, send_counts, recv_counts)
-        outgoing, incoming = shard_spans(request.send_counts), shard_spans(request.recv_counts)
-        # In step k everybody sends k ranks ahead and receives from k ranks behind: no host is sent to by all at once.
-        steps = range(1, self._size)
-        sends = [(peer, request.send[outgoing[peer].start : outgoing[peer].stop]) for peer in self._ahead(steps)]
-        recvs = [(peer, request.recv[incoming[peer].start : incoming[peer].stop]) for peer in self._behind(steps)]
-        mine, own = outgoing[self._rank], incoming[self._rank]
-        source, place = request.send[mine.start : mine.stop], request.recv[own.start : own.stop]
-        stage = Exchange(sends, recvs, meanwhile=lambda: place.copy_(source))
+        stage = self._routes.all_to_all(request.send, request.recv, request.send_counts, request.recv_counts)
         return self._issue("all_to_all", label, request.send.nbytes, lambda: [stage])
-
-    def _ahead(self, steps: range) -> list[int]:
-        return [(self._rank + step) % self._size for step in steps]
-
-    def _behind(self, steps: range) -> list[int]:
-        return [(self._rank - step) % self._size for step in steps]
 
     def barrier_async(self, *, label: str = "") -> Work:
         token = torch.zeros(1, dtype=torch.uint8)
-        return self._issue("barrier", label, 0, lambda: self._all_reduce_stages(token, token, ReduceOp.MAX))
+        return self._issue("barrier", label, 0, lambda: self._routes.all_reduce(token, token, ReduceOp.MAX))
 
     # - Messages
 

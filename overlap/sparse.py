@@ -13,14 +13,33 @@ import torch
 from overlap.bucket import Slot
 from overlap.communicator import Communicator
 from overlap.exchange import Exchange
+from overlap.objects import allgather_object
 from overlap.window import GradientChanged
 
-__all__ = ["average_sparse", "values_of"]
+__all__ = ["average_sparse", "find_sparse", "refuse_sparse", "values_of"]
 
 
 def values_of(gradient: torch.Tensor) -> torch.Tensor:
     """The dense tensor that holds a gradient's numbers."""
     return gradient._values() if gradient.layout is torch.sparse_coo else gradient
+
+
+def find_sparse(comm: Communicator, slots: Sequence[Slot], model: torch.nn.Module | None) -> set[int]:
+    """Indices of slots with sparse gradients: some rank has one, or a module of `model` announces it. On every rank."""
+    mine = {s.index for s in slots if s.param.grad is not None and s.param.grad.layout is torch.sparse_coo}
+    modules = () if model is None else model.modules()
+    declared = {id(m.weight) for m in modules if getattr(m, "sparse", False) and hasattr(m, "weight")}
+    mine |= {slot.index for slot in slots if id(slot.param) in declared}
+    return set().union(*allgather_object(comm, mine))
+
+
+def refuse_sparse(slot: Slot) -> None:
+    """Raise ``TypeError`` where a gradient that travels in a bucket is not dense any more."""
+    if slot.param.grad is not None and slot.param.grad.layout is not torch.strided:
+        raise TypeError(
+            f"the gradient of {slot.name!r} has layout {slot.param.grad.layout}, and was dense or missing on all ranks "
+            "when the buckets were planned; wrap the optimizer with sparse_as_dense=True"
+        )
 
 
 def average_sparse(comm: Communicator, slots: Sequence[Slot], exchange: Exchange) -> None:

@@ -107,7 +107,8 @@ class Stepper:
     def _update_whole(self, buckets: list[Bucket]) -> None:
         """Update the parameters that cannot be sliced, on every rank alike, beside sharded ones."""
         if not self._averages.synchronized:
-            self._engine.expose(buckets)
+            for bucket in buckets:
+                bucket.expose()
         members = {id(slot.param) for bucket in buckets for slot in bucket.slots}
         members |= {id(slot.param) for slot in self._engine.slots if slot.sparse}
         groups = self._optimizer.param_groups
@@ -159,7 +160,8 @@ class Stepper:
         engine = self._engine
         if not self._averages.synchronized:
             engine.window.settle()
-            engine.expose(engine.order)
+            for bucket in engine.order:
+                bucket.expose()
         if scale is not None:
             self._averages.unscale(scale)
         for bucket in engine.order:

@@ -13,6 +13,7 @@ from overlap.communicator import Communicator
 from overlap.observer import Facts
 from overlap.partition import BucketSpec, TensorSpec
 from overlap.tuning.space import Dimension, Setting
+from overlap.updates import Updates
 
 __all__ = ["Plan", "Strategy"]
 
@@ -28,19 +29,16 @@ class Plan:
 class Strategy(ABC):
     """One schedule of communication: a pure plan and two verbs.
 
-    `sharding` says whether the strategy can update shards; the shell turns it off for optimizers that need whole
-    parameters. `eager` updates shards while backward still runs (`overlap.eager`), `deferred`
-    updates whole buckets after ``step()`` (`overlap.deferred`); without `ordered`, buckets are handed to `reduce` as
-    they fill, and the strategy sees to one order on all ranks. With a `gather_dtype`, updated parameters travel and are
+    `updates` is what the strategy wishes for; optimizers that need whole parameters get whole updates. Without
+    `ordered`, buckets are handed to `reduce` as they fill, and the strategy sees to one order on all ranks; not with
+    updates in shards, whose last bucket waits for ``step()``. With a `gather_dtype`, updated parameters travel and are
     used rounded to it, and exact ones are kept in shards (`overlap.master`). Nothing here may depend on anything
     measured or seen on this rank alone.
     """
 
     name: str
-    sharding: bool
-    eager: bool = False
+    updates: Updates = Updates.WHOLE
     ordered: bool = True
-    deferred: bool = False
     gather_dtype: torch.dtype | None = None
 
     @property
@@ -57,6 +55,16 @@ class Strategy(ABC):
         """The same strategy with another setting."""
         raise NotImplementedError(f"strategy {self.name!r} has nothing to tune")
 
+    def refuse_successor(self, other: Strategy) -> None:
+        """Raise ``ValueError`` where `other` cannot take over while training goes on."""
+        if other.updates is not self.updates:
+            raise ValueError(
+                f"updates are {self.updates.name} with strategy {self.name!r} and cannot become {other.updates.name} with "
+                f"{other.name!r} in a replan"
+            )
+        if other.gather_dtype is not self.gather_dtype:
+            raise ValueError(f"gather_dtype cannot change from {self.gather_dtype} to {other.gather_dtype} in a replan")
+
     @abstractmethod
     def plan(self, facts: Facts, specs: Sequence[TensorSpec], shardable: Sequence[bool], world_size: int) -> Plan:
         """Decide the buckets, the same on every rank. `shardable[i]`: may tensor i be updated slice by slice?"""
@@ -69,6 +77,6 @@ class Strategy(ABC):
         whole and may be `outgoing` itself.
         """
 
-    @abstractmethod
     def gather(self, comm: Communicator, bucket: Bucket) -> None:
         """Issue the all-gather of the updated parameters of a sharded bucket, ``bucket.travelling``."""
+        raise AssertionError(f"no bucket of strategy {self.name!r} holds parameters")

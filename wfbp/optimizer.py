@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from overlap.arguments import HorovodArguments
 from overlap.bucket import Bucket
 from overlap.communicator import Communicator, ReduceOp
 from overlap.horovod.compression import NoneCompressor
@@ -23,7 +24,6 @@ class Wfbp(Strategy):
     """One all-reduce per tensor, in the order in which rank 0's gradients arrived first; finished in ``step()``."""
 
     name = "wfbp"
-    sharding = False
 
     def plan(self, facts: Facts, specs: Sequence[TensorSpec], shardable: Sequence[bool], world_size: int) -> Plan:
         buckets = per_tensor(facts.arrivals, specs, world_size)
@@ -31,9 +31,6 @@ class Wfbp(Strategy):
 
     def reduce(self, comm: Communicator, bucket: Bucket) -> None:
         bucket.work = comm.all_reduce_async(bucket.outgoing, bucket.incoming, bucket.op, label=bucket.label)
-
-    def gather(self, comm: Communicator, bucket: Bucket) -> None:
-        raise AssertionError("no bucket of this strategy holds parameters")
 
 
 def DistributedOptimizer(
@@ -55,17 +52,17 @@ def DistributedOptimizer(
         optimizer: any ``torch.optim.Optimizer``.
         named_parameters: the module, or pairs of name and parameter, or None.
         compression, backward_passes_per_step, op, gradient_predivide_factor, num_groups, groups, sparse_as_dense,
-            process_set: as in Horovod; see :class:`overlap.optimizer.DistributedOptimizer`.
-        shell: ``sync_start=True``, of the same class.
+            process_set: as in Horovod; see :class:`overlap.arguments.HorovodArguments`.
+        shell: ``sync_start=True`` of :class:`overlap.optimizer.DistributedOptimizer`.
     """
-    shell |= {
-        "compression": compression,
-        "backward_passes_per_step": backward_passes_per_step,
-        "op": op,
-        "gradient_predivide_factor": gradient_predivide_factor,
-        "num_groups": num_groups,
-        "groups": groups,
-        "sparse_as_dense": sparse_as_dense,
-        "process_set": process_set,
-    }
-    return Shell(optimizer, named_parameters, Wfbp(), **shell)
+    arguments = HorovodArguments(
+        compression,
+        backward_passes_per_step,
+        op,
+        gradient_predivide_factor,
+        num_groups,
+        groups,
+        sparse_as_dense,
+        process_set,
+    )
+    return Shell(optimizer, named_parameters, Wfbp(), arguments, **shell)

@@ -82,7 +82,7 @@ def allgather(
 
 def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
     """As :func:`allgather`, not differentiable; returns at once a handle for ``poll`` and ``synchronize``."""
-    return runtime().handle(_call(name, process_set).start([tensor], single=True))
+    return runtime().handles.give(_call(name, process_set).start([tensor], single=True))
 
 
 def grouped_allgather(
@@ -96,4 +96,4 @@ def grouped_allgather_async(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """As :func:`allgather_async` of a group; ``synchronize`` returns a list."""
-    return runtime().handle(_call(name, process_set, group=True).start(tensors))
+    return runtime().handles.give(_call(name, process_set, group=True).start(tensors))

@@ -134,7 +134,7 @@ def allreduce_async(
 ) -> int:
     """As :func:`allreduce`, not differentiable; returns at once a handle for ``poll`` and ``synchronize``."""
     call = _call(average, name, op, prescale_factor, postscale_factor, process_set)
-    return runtime().handle(call.start([tensor], single=True))
+    return runtime().handles.give(call.start([tensor], single=True))
 
 
 def allreduce_(
@@ -163,7 +163,7 @@ def allreduce_async_(
 ) -> int:
     """As :func:`allreduce_`; `tensor` belongs to the operation until ``synchronize`` has had the handle."""
     call = _call(average, name, op, prescale_factor, postscale_factor, process_set)
-    return runtime().handle(call.start([tensor], in_place=True, single=True))
+    return runtime().handles.give(call.start([tensor], in_place=True, single=True))
 
 
 def grouped_allreduce(
@@ -194,7 +194,7 @@ def grouped_allreduce_async(
 ) -> int:
     """As :func:`allreduce_async` of a group; ``synchronize`` returns a list."""
     call = _call(average, name, op, prescale_factor, postscale_factor, process_set, group=True)
-    return runtime().handle(call.start(tensors))
+    return runtime().handles.give(call.start(tensors))
 
 
 def grouped_allreduce_(
@@ -223,4 +223,4 @@ def grouped_allreduce_async_(
 ) -> int:
     """As :func:`allreduce_async_` of a group."""
     call = _call(average, name, op, prescale_factor, postscale_factor, process_set, group=True)
-    return runtime().handle(call.start(tensors, in_place=True))
+    return runtime().handles.give(call.start(tensors, in_place=True))

@@ -113,4 +113,4 @@ def alltoall_async(
 ) -> int:
     """As :func:`alltoall`, not differentiable; ``synchronize`` always returns the pair of rows and their numbers."""
     call = _Call(splits, operation_name(Kind.ALLTOALL, name, process_set), process_set)
-    return runtime().handle(call.start(tensor))
+    return runtime().handles.give(call.start(tensor))

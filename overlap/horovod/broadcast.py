@@ -81,7 +81,7 @@ def broadcast_async(
 ) -> int:
     """As :func:`broadcast`, not differentiable; returns at once a handle for ``poll`` and ``synchronize``."""
     call = _call(root_rank, name, process_set)
-    return runtime().handle(call.start([tensor], [""], in_place=False, single=True))
+    return runtime().handles.give(call.start([tensor], [""], in_place=False, single=True))
 
 
 def broadcast_(
@@ -98,7 +98,7 @@ def broadcast_async_(
 ) -> int:
     """As :func:`broadcast_`; `tensor` belongs to the operation until ``synchronize`` has had the handle."""
     call = _call(root_rank, name, process_set)
-    return runtime().handle(call.start([tensor], [""], in_place=True, single=True))
+    return runtime().handles.give(call.start([tensor], [""], in_place=True, single=True))
 
 
 def broadcast_group(tensors: Sequence[torch.Tensor], labels: Sequence[str], root_rank: int) -> None:

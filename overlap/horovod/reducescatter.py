@@ -122,7 +122,7 @@ def reducescatter_async(
 ) -> int:
     """As :func:`reducescatter`, not differentiable; returns at once a handle for ``poll`` and ``synchronize``."""
     call = _call(name, op, process_set, prescale_factor, postscale_factor)
-    return runtime().handle(call.start([tensor], single=True))
+    return runtime().handles.give(call.start([tensor], single=True))
 
 
 def grouped_reducescatter(
@@ -151,4 +151,4 @@ def grouped_reducescatter_async(
 ) -> int:
     """As :func:`reducescatter_async` of a group; ``synchronize`` returns a list."""
     call = _call(name, op, process_set, prescale_factor, postscale_factor, group=True)
-    return runtime().handle(call.start(tensors))
+    return runtime().handles.give(call.start(tensors))

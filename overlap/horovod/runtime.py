@@ -24,6 +24,7 @@ from typing import Any
 
 from overlap.horovod.coordinator import Coordinator, Decision
 from overlap.horovod.errors import HorovodInternalError, Mismatch
+from overlap.horovod.handles import Handles
 from overlap.horovod.operation import Group, Nothing, Operation
 from overlap.horovod.pending import Pending
 from overlap.horovod.process_set import ProcessSet, global_process_set
@@ -54,9 +55,7 @@ class Runtime:
         global_process_set._register(0, everybody, self.rank)
         self._coordinator = Coordinator(self.size) if self.rank == 0 else None
         self._open: dict[_Key, Pending] = {}
-        self._handles: dict[int, Pending] = {}
-        self._handle_numbers = itertools.count()
-        self._last_handle = -1
+        self.handles = Handles()
         self._names: dict[tuple[int, Kind], Any] = defaultdict(lambda: itertools.count(1))
         self._lock = threading.RLock()  # what is open, and the coordinator's table
         self._closed_by: Exception | None = None
@@ -109,28 +108,6 @@ class Runtime:
             if self._closed_by is not None or _key(request) in self._open:
                 return
         self.submit(request, Nothing())
-
-    def handle(self, pending: Pending) -> int:
-        """A number for `wait` and `done`."""
-        with self._lock:
-            self._last_handle = next(self._handle_numbers)
-            self._handles[self._last_handle] = pending
-            return self._last_handle
-
-    def done(self, handle: int) -> bool:
-        """Whether `wait` would return at once. Raises ``ValueError`` for a handle that is none (any more)."""
-        found = self._handles.get(handle)
-        if found is None:
-            raise ValueError(f"handle {handle} was never given out, or synchronize() has had it already")
-        return found.done()
-
-    def wait(self, handle: int) -> Any:
-        """The result; None for a handle that was waited for before, as in Horovod."""
-        with self._lock:
-            found = self._handles.pop(handle, None)
-            if found is None and not (isinstance(handle, int) and 0 <= handle <= self._last_handle):
-                raise ValueError(f"handle {handle!r} was never given out")
-        return None if found is None else found.wait()
 
     def remember(self, number: int, process_set: ProcessSet) -> None:
         """From now on `process_set` is the set with this number, until it is removed or the session ends."""

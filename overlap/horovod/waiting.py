@@ -18,7 +18,7 @@ def poll(handle: int) -> bool:
 
     Raises ``ValueError`` for what is no handle, or one that was synchronized.
     """
-    return latest().done(handle)
+    return latest().handles.done(handle)
 
 
 def synchronize(handle: int) -> Any:
@@ -27,7 +27,7 @@ def synchronize(handle: int) -> Any:
     Raises ``HorovodInternalError`` when the operation failed: because ranks disagreed, because one of them has shut
     down, or because a connection was lost.
     """
-    return latest().wait(handle)
+    return latest().handles.wait(handle)
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:

@@ -1,0 +1,51 @@
+"""The arguments that every strategy's ``DistributedOptimizer`` has in common with Horovod's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from overlap.communicator import ReduceOp
+from overlap.horovod.compression import NoneCompressor
+from overlap.horovod.process_set import ProcessSet, global_process_set
+
+__all__ = ["HorovodArguments", "check_passes"]
+
+
+@dataclass(frozen=True)
+class HorovodArguments:
+    """Horovod's, but for the first two, in Horovod's order.
+
+    Args:
+        compression: what gradients become on the wire: ``Compression.none``, ``.fp16``, ``.bf16`` (summed in fp32,
+            rounded once) or a class with ``compress`` and ``decompress``, whose gradients are reduced whole.
+            Parameters travel in their own type, unless the strategy has a `gather_dtype`.
+        backward_passes_per_step: backward passes whose gradients are summed before one reduction.
+        op: ``Average`` or ``Sum`` over the ranks.
+        gradient_predivide_factor: f divides by f before the sum and by size / f after it.
+        num_groups: as a number in `groups`.
+        groups: how many buckets, of neighbours in the order of arrival, or a list of lists of parameters that share a
+            bucket; the strategy decides about parameters that are in none. Tensors of several types need several.
+        sparse_as_dense: turn sparse gradients into dense ones; otherwise their rows are gathered, and every rank updates
+            those parameters in full.
+        process_set: the ranks among which gradients are reduced. Other sets than the global one: on every rank of the
+            job, each with its own; a rank outside of the set it gives trains alone.
+    """
+
+    compression: Any = NoneCompressor
+    backward_passes_per_step: int = 1
+    op: ReduceOp = ReduceOp.AVG
+    gradient_predivide_factor: float = 1.0
+    num_groups: int = 0
+    groups: int | Sequence[Sequence[torch.Tensor]] | None = None
+    sparse_as_dense: bool = False
+    process_set: ProcessSet = global_process_set
+
+
+def check_passes(passes: int) -> None:
+    """Raise ``ValueError`` for a number of backward passes per step that is none."""
+    if passes < 1:
+        raise ValueError(f"backward_passes_per_step should be at least 1 and is {passes}")

@@ -1,0 +1,91 @@
+"""What works behind one distributed optimizer, put together from the user's arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from overlap.arguments import HorovodArguments, check_passes
+from overlap.averages import Averages
+from overlap.communicator import Communicator
+from overlap.elementwise import is_elementwise
+from overlap.engine import Engine
+from overlap.exchange import Exchange
+from overlap.full_state import FullState, exporter
+from overlap.grouping import parse_groups
+from overlap.master import check_gather_dtype
+from overlap.membership import membership
+from overlap.session import Session
+from overlap.startup import collect_slots, synchronize_start
+from overlap.state_share import StateShare
+from overlap.stepper import Stepper
+from overlap.strategy import Strategy
+from overlap.updates import feasible
+
+__all__ = ["Assembly", "build"]
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """The parts. `model` is None where the user gave parameters."""
+
+    comm: Communicator
+    model: torch.nn.Module | None
+    engine: Engine
+    averages: Averages
+    stepper: Stepper
+    full_state: FullState
+
+
+def build(
+    session: Session,
+    shell: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer,
+    named_parameters: torch.nn.Module | Iterable[tuple[str, torch.nn.Parameter]] | None,
+    strategy: Strategy,
+    arguments: HorovodArguments,
+    *,
+    elementwise: bool | None,
+    sync_start: bool,
+    poison: bool | None,
+) -> Assembly:
+    """What `shell` consists of; see :class:`overlap.optimizer.DistributedOptimizer` for the arguments. On every rank."""
+    check_passes(arguments.backward_passes_per_step)
+    elementwise = is_elementwise(optimizer) if elementwise is None else elementwise
+    updates = feasible(strategy.updates, optimizer, elementwise, arguments.compression)
+    members = membership(session, arguments.process_set, sharding=updates.in_shards)
+    comm = members.comm
+    exchange = Exchange(arguments.compression, arguments.op, arguments.gradient_predivide_factor, comm.size)
+    model = named_parameters if isinstance(named_parameters, torch.nn.Module) else None
+    named = None if isinstance(named_parameters, torch.nn.Module) else named_parameters
+    slots = collect_slots(optimizer, model, named)
+    groups = parse_groups(arguments.num_groups, arguments.groups, slots)
+    if sync_start:
+        synchronize_start(comm, optimizer, model, slots)
+    pairs = ((slot.name, slot.param) for slot in slots)
+    check_gather_dtype(strategy.gather_dtype, pairs, optimizer, sharding=updates.in_shards)
+    engine = Engine(
+        comm,
+        members.gathers,
+        optimizer,
+        model,
+        slots,
+        strategy,
+        exchange,
+        groups=groups,
+        sparse_as_dense=arguments.sparse_as_dense,
+        passes=arguments.backward_passes_per_step,
+        updates=updates,
+        poison=session.poison if poison is None else poison,
+    )
+    session.channels.hold((comm, members.gathers), engine)  # which lives as long as its hooks do
+    others = [rank for rank in members.ranks if rank != session.comm.rank]
+    share = StateShare(others, session.mailroom, session.register(shell), exporter(engine))
+    engine.changing = share.updating
+    if engine.eager is not None:
+        engine.eager.locked = share.replacing
+    averages = Averages(engine)
+    stepper = Stepper(engine, averages, optimizer, share)
+    return Assembly(comm, model, engine, averages, stepper, FullState(engine, optimizer, share))

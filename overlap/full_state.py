@@ -1,0 +1,66 @@
+"""The optimizer's whole state, wherever its shards lie: collected for ``state_dict()``, cut up again when one is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from overlap.engine import Engine
+from overlap.master import numbered, taken, unnumbered
+from overlap.shard_update import PieceState, assemble
+from overlap.state_share import StateShare
+
+__all__ = ["FullState", "exporter"]
+
+
+class FullState:
+    """The state of the user's `optimizer` in torch's own format."""
+
+    def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, share: StateShare) -> None:
+        self._engine, self._optimizer, self._share = engine, optimizer, share
+
+    def collect(self) -> dict[str, Any]:
+        """See :meth:`overlap.optimizer.DistributedOptimizer.state_dict`."""
+        engine, optimizer = self._engine, self._optimizer
+        if engine.shards is None:
+            return optimizer.state_dict()
+        full: dict[torch.Tensor, dict[str, Any]] = {}
+        if not engine.learning:
+            full = assemble(engine.slots, self._share.collect())
+        masters = {**engine.shards.loaded, **taken(full)}
+        state = optimizer.state
+        whole = dict(state)
+        state.update(full)
+        try:
+            saved = optimizer.state_dict()
+        finally:
+            state.clear()
+            state.update(whole)
+        if engine.strategy.gather_dtype is not None:
+            saved["master"] = numbered(optimizer, masters)
+        return saved
+
+    def load(self, state_dict: dict[str, Any]) -> None:
+        """See :meth:`overlap.optimizer.DistributedOptimizer.load_state_dict`."""
+        engine, optimizer = self._engine, self._optimizer
+        rounding = engine.strategy.gather_dtype is not None
+        masters = unnumbered(optimizer, state_dict.get("master", {})) if rounding else {}
+        with self._share.replacing():
+            optimizer.load_state_dict(state_dict)
+            for bucket in engine.order:
+                if bucket.holds_parameters:
+                    engine.sharded.shard_state(bucket, optimizer.state)
+            if rounding:
+                engine.sharded.load_masters(masters)
+
+
+def exporter(engine: Engine) -> Callable[[], PieceState]:
+    """Gives this rank's part of the state. It does not hold the optimizer, which others' questions would keep alive."""
+    return partial(_export, engine)
+
+
+def _export(engine: Engine) -> PieceState:
+    return {} if engine.shards is None else engine.shards.export()

@@ -1,0 +1,44 @@
+"""One operation that was issued, whichever communicator carries it out."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import comm_core
+
+__all__ = ["Work"]
+
+
+class Work(Protocol):
+    """One issued operation; `comm_core.Work` has this shape and so has the torch.distributed adapter's."""
+
+    @property
+    def op(self) -> str:
+        """The kind of operation: "reduce_scatter", "barrier", …"""
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the payload."""
+
+    @property
+    def label(self) -> str:
+        """The caller's name for the operation; the kind of operation when none was given."""
+
+    @property
+    def seconds(self) -> float:
+        """Time since it was issued, or the whole time it took once it is done."""
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Block until done and raise what went wrong; `comm_core.TimeoutError` when `timeout` seconds pass first."""
+
+    def done(self) -> bool:
+        """Whether `wait()` would return at once. Never blocks."""
+
+    def exception(self) -> comm_core.Error | None:
+        """The error of an operation that failed; None while it runs and when it succeeded."""
+
+    def order_before(self, stream: int) -> None:
+        """Make what is enqueued on `stream` from now on run after this operation; on the CPU the same as `wait()`."""
+
+    def describe(self) -> str:
+        """Operation, label, rank, sizes and state in one line."""

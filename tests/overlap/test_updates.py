@@ -1,0 +1,34 @@
+"""What updates an optimizer and a compression leave possible."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from overlap.horovod.compression import Compression, Compressor
+from overlap.updates import Updates, feasible
+
+OPTIMIZER = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+
+
+@pytest.mark.parametrize(
+    ("wished", "elementwise", "compression", "expected"),
+    [
+        (Updates.SHARDED, True, Compression.none, Updates.SHARDED),
+        (Updates.SHARDED, True, Compression.bf16, Updates.SHARDED),
+        (Updates.SHARDED, False, Compression.none, Updates.WHOLE),
+        (Updates.SHARDED, True, Compressor, Updates.WHOLE),
+        (Updates.DEFERRED, True, Compressor, Updates.DEFERRED),
+        (Updates.DEFERRED, False, Compression.none, Updates.WHOLE),
+        (Updates.WHOLE, True, Compression.none, Updates.WHOLE),
+        (Updates.EAGER, True, Compression.fp16, Updates.EAGER),
+    ],
+)
+def test_wishes_give_way_to_what_needs_whole_tensors(wished, elementwise, compression, expected):
+    assert feasible(wished, OPTIMIZER, elementwise, compression) is expected
+
+
+@pytest.mark.parametrize(("elementwise", "compression"), [(False, Compression.none), (True, Compressor)])
+def test_what_the_user_asked_for_is_refused_instead(elementwise, compression):
+    with pytest.raises(ValueError, match="eager=True"):
+        feasible(Updates.EAGER, OPTIMIZER, elementwise, compression)
