@@ -35,8 +35,7 @@ class _Call(NamedTuple):
 
 
 def _call(name: str | None, process_set: ProcessSet, *, group: bool = False) -> _Call:
-    found = operation_name(Kind.ALLGATHER, name, process_set)
-    return _Call(f"{found} (group)" if group else found, process_set)
+    return _Call(operation_name(Kind.ALLGATHER, name, process_set, group=group), process_set)
 
 
 class _Differentiable(torch.autograd.Function):

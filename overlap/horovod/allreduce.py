@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from comm_core import ReduceOp
-from overlap.horovod.asking import ask, operation_name, runtime
+from overlap.horovod.asking import operation_name, runtime
 from overlap.horovod.compression import Compression, Compressor
-from overlap.horovod.operation import Group, Only, Operation
-from overlap.horovod.pending import Pending
 from overlap.horovod.process_set import ProcessSet, global_process_set
-from overlap.horovod.reducing import Allreduce
-from overlap.horovod.reduction import resolve
-from overlap.horovod.request import Kind, Request
-from overlap.horovod.staging import check_reducible, spec_of, tensors_of
+from overlap.horovod.reduction_call import ReductionCall
+from overlap.horovod.request import Kind
 
 __all__ = [
     "allreduce",
@@ -30,32 +25,6 @@ __all__ = [
 ]
 
 
-class _Call(NamedTuple):
-    """The arguments that all forms share."""
-
-    name: str
-    op: Any
-    average: bool | None
-    prescale: float
-    postscale: float
-    process_set: ProcessSet
-
-    def start(self, tensors: Sequence[torch.Tensor], *, in_place: bool = False, single: bool = False) -> Pending:
-        def prepare(name: str, group: Group) -> tuple[Request, Operation]:
-            op = resolve(self.op, self.average)
-            members = tensors_of("allreduce", tensors)
-            for tensor in members:
-                check_reducible("allreduce", tensor, op, self.prescale, self.postscale)
-            specs = tuple(spec_of(tensor) for tensor in members)
-            request = Request(
-                Kind.ALLREDUCE, name, group.number, specs, op.name, float(self.prescale), float(self.postscale)
-            )
-            operation = Allreduce(members, op, self.prescale, self.postscale, in_place=in_place)
-            return request, Only(operation) if single else operation
-
-        return ask(Kind.ALLREDUCE, self.name, self.process_set, prepare)
-
-
 def _call(
     average: bool | None,
     name: str | None,
@@ -65,27 +34,23 @@ def _call(
     process_set: ProcessSet,
     *,
     group: bool = False,
-) -> _Call:
-    found = operation_name(Kind.ALLREDUCE, name, process_set)
-    return _Call(f"{found} (group)" if group else found, op, average, prescale, postscale, process_set)
+) -> ReductionCall:
+    found = operation_name(Kind.ALLREDUCE, name, process_set, group=group)
+    return ReductionCall(Kind.ALLREDUCE, found, op, average, prescale, postscale, process_set)
 
 
 class _Differentiable(torch.autograd.Function):
     """The gradient of a sum or an average of all ranks' inputs is the same reduction of all ranks' gradients."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, call: ReductionCall, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.call = call
         return tuple(call.start(tensors).wait())
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        call: _Call = ctx.call
-        op = resolve(call.op, call.average)
-        if op not in (ReduceOp.SUM, ReduceOp.AVG):
-            raise NotImplementedError(
-                f"allreduce {call.name!r}: the gradient of {op.name} is not defined; Sum and Average have one"
-            )
+        call: ReductionCall = ctx.call
+        op = call.differentiable_op()
         wanted = [index for index, needed in enumerate(ctx.needs_input_grad[1:]) if needed]
         back = call._replace(name=f"{call.name}.backward", op=op, average=None)
         reduced = iter(_Differentiable.apply(back, *(gradients[index] for index in wanted)))

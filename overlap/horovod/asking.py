@@ -44,12 +44,13 @@ def latest() -> Runtime:
     return runtime() if is_initialized() or _latest is None else _latest
 
 
-def operation_name(kind: Kind, name: str | None, process_set: ProcessSet) -> str:
-    """The name given, or the next number of this kind."""
+def operation_name(kind: Kind, name: str | None, process_set: ProcessSet, *, group: bool = False) -> str:
+    """The name given, or the next number of this kind; a group of tensors is never taken for a single one."""
     if name is not None and not isinstance(name, str):
         raise TypeError(f"name should be a string and is {type(name).__name__}")
     found = runtime()
-    return found.name(kind, found.group(process_set), name)
+    chosen = found.name(kind, found.group(process_set), name)
+    return f"{chosen} (group)" if group else chosen
 
 
 def ask(

@@ -3,48 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from comm_core import ReduceOp
 from overlap.horovod.allgather import grouped_allgather
-from overlap.horovod.asking import ask, operation_name, runtime
+from overlap.horovod.asking import operation_name, runtime
 from overlap.horovod.compression import Compression, Compressor
-from overlap.horovod.operation import Group, Only, Operation
-from overlap.horovod.pending import Pending
 from overlap.horovod.process_set import ProcessSet, global_process_set
-from overlap.horovod.reducing import ReduceScatter
-from overlap.horovod.reduction import Average, resolve
-from overlap.horovod.request import Kind, Request
-from overlap.horovod.staging import check_reducible, spec_of, tensors_of
+from overlap.horovod.reduction import Average, Sum
+from overlap.horovod.reduction_call import ReductionCall
+from overlap.horovod.request import Kind
 
 __all__ = ["grouped_reducescatter", "grouped_reducescatter_async", "reducescatter", "reducescatter_async"]
-
-
-class _Call(NamedTuple):
-    name: str
-    op: Any
-    prescale: float
-    postscale: float
-    process_set: ProcessSet
-
-    def start(self, tensors: Sequence[torch.Tensor], *, single: bool = False) -> Pending:
-        def prepare(name: str, group: Group) -> tuple[Request, Operation]:
-            op = resolve(self.op)
-            members = tensors_of("reducescatter", tensors)
-            for tensor in members:
-                check_reducible("reducescatter", tensor, op, self.prescale, self.postscale)
-                if not tensor.dim():
-                    raise ValueError("reducescatter divides a tensor along its first dimension and was given a scalar")
-            specs = tuple(spec_of(tensor) for tensor in members)
-            request = Request(
-                Kind.REDUCESCATTER, name, group.number, specs, op.name, float(self.prescale), float(self.postscale)
-            )
-            operation = ReduceScatter(members, op, self.prescale, self.postscale)
-            return request, Only(operation) if single else operation
-
-        return ask(Kind.REDUCESCATTER, self.name, self.process_set, prepare)
 
 
 def _call(
@@ -55,29 +26,24 @@ def _call(
     postscale: float,
     *,
     group: bool = False,
-) -> _Call:
-    found = operation_name(Kind.REDUCESCATTER, name, process_set)
-    return _Call(f"{found} (group)" if group else found, op, prescale, postscale, process_set)
+) -> ReductionCall:
+    found = operation_name(Kind.REDUCESCATTER, name, process_set, group=group)
+    return ReductionCall(Kind.REDUCESCATTER, found, op, None, prescale, postscale, process_set)
 
 
 class _Differentiable(torch.autograd.Function):
     """The gradients of all ranks' rows, one rank after the other; as in Horovod, of a sum times the number of ranks."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, call: ReductionCall, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.call = call
         return tuple(call.start(tensors).wait())
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        call: _Call = ctx.call
-        op = resolve(call.op)
-        if op not in (ReduceOp.SUM, ReduceOp.AVG):
-            raise NotImplementedError(
-                f"reducescatter {call.name!r}: the gradient of {op.name} is not defined; Sum and Average have one"
-            )
+        call: ReductionCall = ctx.call
         factor = call.prescale * call.postscale
-        if op is ReduceOp.SUM:
+        if call.differentiable_op() is Sum:
             factor *= runtime().group(call.process_set).size
         wanted = [index for index, needed in enumerate(ctx.needs_input_grad[1:]) if needed]
         gathered = grouped_allgather(
