@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import time
-from typing import Any
 
 import numpy
 import pytest
@@ -12,17 +11,7 @@ import torch
 from torch import nn
 
 from overlap.profiler import BackwardClock, arrival_moments, backward_seconds, profile_backward
-
-
-class _Slow(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        time.sleep(0.02)
-        return gradient
+from tests.spmd.models import Pause
 
 
 class _Model(nn.Module):
@@ -37,7 +26,7 @@ class _Model(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls = self.calls + 1  # another tensor
         x = nn.functional.dropout(self.norm(self.first(x)), 0.5)
-        return self.last(_Slow.apply(x + random.random() + float(numpy.random.rand())))
+        return self.last(Pause.apply(x + random.random() + float(numpy.random.rand())))
 
 
 def test_times_name_the_slow_place_and_nothing_is_left_behind() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from typing import Any
+
 import torch
 from torch import nn
 from torch.nn import functional
@@ -162,6 +165,19 @@ class Tables(TablesAlone):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.dense(x) + super().forward(x)
+
+
+class Pause(torch.autograd.Function):
+    """Backward takes 20 ms longer here."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.02)
+        return gradient
 
 
 SPARSE_MODELS = {"Tables": Tables, "TablesAlone": TablesAlone}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ import dear
 import mgwfbp
 from overlap.session import current
 from tests.spmd.loops import Run
-from tests.spmd.models import MODELS, WIDTH
+from tests.spmd.models import MODELS, WIDTH, Pause
 from tests.spmd.test_parity import _assert_close, _model
 
 
@@ -122,17 +121,6 @@ def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
         mgwfbp.DistributedOptimizer(_sgd(model), model, **{"alpha_beta": (0.0, 0.0), **arguments})
 
 
-class _Pause(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        time.sleep(0.02)
-        return gradient
-
-
 class Changing(nn.Module):
     """Backward pauses behind the first layer in the first iteration, and behind the third one later."""
 
@@ -146,7 +134,7 @@ class Changing(nn.Module):
         for number, layer in enumerate(self.layers):
             x = torch.tanh(layer(x))
             if number == (0 if self.calls == 1 else 2):
-                x = _Pause.apply(x)
+                x = Pause.apply(x)
         return x
 
 
