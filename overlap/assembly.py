@@ -80,9 +80,10 @@ def build(
         updates=updates,
         poison=session.poison if poison is None else poison,
     )
-    session.channels.hold((comm, members.gathers), engine)  # which lives as long as its hooks do
+    topic = session.register(shell, engine.retire)
+    session.channels.hold((comm, members.gathers), topic)
     others = [rank for rank in members.ranks if rank != session.comm.rank]
-    share = StateShare(others, session.mailroom, session.register(shell), exporter(engine))
+    share = StateShare(others, session.mailroom, topic, exporter(engine))
     engine.changing = share.updating
     if engine.eager is not None:
         engine.eager.locked = share.replacing

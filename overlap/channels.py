@@ -8,9 +8,7 @@ communicated in between, by the script or by another optimizer, comes before it 
 from __future__ import annotations
 
 import gc
-import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from overlap.communicator import Communicator
 from overlap.objects import allgather_object
@@ -19,14 +17,14 @@ __all__ = ["Channels"]
 
 
 _MANY = 16  # channels, from which on it pays to look for dead owners in cycles
-_LEASES_BETWEEN_COLLECTIONS = 8
 
 
 class Channels:
     """Makes channels from `control`, tells `watch` of each, and ends them all.
 
-    `abandoned` tells whom the script has dropped on this rank, by a name that is the same everywhere; `forget` lets go
-    of one that all ranks have dropped. Until then it has to answer the others' questions, and owns its channels.
+    `abandoned` tells whom the script has dropped on this rank, by a name that is the same everywhere. `forget` lets go of
+    one that all ranks have dropped, with as much issued on its channels by each of them, so that whatever is in flight
+    there will end. Until then it answers the others' questions, and its channels are its own.
     """
 
     def __init__(
@@ -38,10 +36,12 @@ class Channels:
     ) -> None:
         self._control, self._watch = control, watch
         self._abandoned, self._forget = abandoned, forget
-        self._leases = 0
         self._by_purpose: dict[str, Communicator] = {}
         self._leased: list[Communicator] = []
-        self._owners: list[weakref.ref[Any] | None] = []
+        self._owners: list[str | None] = []  # as long as the channels: None is free
+
+    def __len__(self) -> int:
+        return len(self._by_purpose) + len(self._leased)
 
     def named(self, purpose: str) -> Communicator:
         """The channel that serves `purpose` alone. The first call for a purpose makes it, on every rank."""
@@ -51,30 +51,36 @@ class Channels:
         return channel
 
     def lease(self, count: int) -> list[Communicator]:
-        """Channels nobody uses; on every rank. :meth:`hold` says whose they are, until that owner dies.
+        """Channels nobody uses; on every rank. :meth:`hold` says whose they are, until all ranks have dropped that owner.
 
-        Owners die when garbage is collected, at different times on different ranks: a channel is leased again when all
-        ranks find it free.
+        Where one rank has issued more than another, because a backward pass was broken off or a thread is not done yet,
+        they are not used again: the next owner's operations would meet the last one's.
         """
-        self._leases += 1
-        if len(self._leased) >= _MANY and self._leases % _LEASES_BETWEEN_COLLECTIONS == 0:
-            gc.collect()
-        free = {number for number, owner in enumerate(self._owners) if owner is None or owner() is None}
-        answers = allgather_object(self._control, (free, self._abandoned()))
-        for name in sorted(set.intersection(*(dropped for _, dropped in answers))):
-            self._forget(name)
-        agreed = sorted(set.intersection(*(numbers for numbers, _ in answers)))[:count]
-        while len(agreed) < count:
-            agreed.append(len(self._leased))
+        if len(self._leased) >= _MANY and self._count_free(self._abandoned()) < count:
+            gc.collect()  # optimizers die in cycles: schedulers replace their step()
+        answers = allgather_object(self._control, (self._abandoned(), [channel.issued for channel in self._leased]))
+        even = [len(set(issued)) == 1 for issued in zip(*(issued for _, issued in answers), strict=True)]
+        for topic in sorted(set.intersection(*(topics for topics, _ in answers))):
+            mine = [number for number, owner in enumerate(self._owners) if owner == topic]
+            if mine and all(even[number] for number in mine):
+                self._forget(topic)
+                for number in mine:
+                    self._owners[number] = None
+        free = [number for number, owner in enumerate(self._owners) if owner is None and even[number]][:count]
+        while len(free) < count:
+            free.append(len(self._leased))
             self._leased.append(self._make())
             self._owners.append(None)
-        return [self._leased[number] for number in agreed]
+        return [self._leased[number] for number in free]
 
-    def hold(self, channels: Sequence[Communicator], owner: object) -> None:
-        """Those of `channels` that are leased belong to `owner` as long as that lives."""
+    def _count_free(self, dropped: set[str]) -> int:
+        return sum(owner is None or owner in dropped for owner in self._owners)
+
+    def hold(self, channels: Sequence[Communicator], owner: str) -> None:
+        """Those of `channels` that are leased belong to `owner`. On every rank."""
         for number, channel in enumerate(self._leased):
             if any(channel is mine for mine in channels):
-                self._owners[number] = weakref.ref(owner)
+                self._owners[number] = owner
 
     def close(self) -> None:
         for channel in (*self._by_purpose.values(), *self._leased):

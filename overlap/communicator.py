@@ -28,8 +28,12 @@ class Communicator(ABC):
     #: None unless a timeline is being recorded.
     listener: ClassVar[Callable[[Communicator, Work], Work] | None] = None
 
+    #: How many operations this rank has issued.
+    issued: int = 0
+
     def _issued(self, work: Work) -> Work:
         """Every implementation passes here what it issued."""
+        self.issued += 1
         return work if Communicator.listener is None else Communicator.listener(self, work)
 
     @property

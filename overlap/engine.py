@@ -204,6 +204,16 @@ class Engine:
         if self.eager is not None:
             self.eager.follow(self.order, self.shards, self._planner.reread)
 
+    def retire(self) -> None:
+        """Nobody has the optimizer any more: end what is in flight, and leave the model and its parameters alone."""
+        self.transit.arrive_all()
+        for bucket in self.order:  # of a backward pass that no step followed
+            if bucket.work is not None:
+                bucket.work.wait()
+                bucket.work = None
+        self._gates.remove()
+        self._hooks.remove()
+
     def add_slots(self, slots: Sequence[Slot]) -> None:
         """Take on new parameters; they get buckets in the next step."""
         self.slots += slots

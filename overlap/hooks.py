@@ -29,6 +29,11 @@ class GradientHooks:
             if slot.index not in self._handles and slot.param.requires_grad:
                 self._handles[slot.index] = slot.param.register_post_accumulate_grad_hook(self._hook(slot.index))
 
+    def remove(self) -> None:
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles.clear()
+
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
         reference = self._ready
 

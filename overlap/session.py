@@ -9,6 +9,7 @@ import os
 import socket
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -70,7 +71,7 @@ class Session:
         self.participants: list[Participant] = []  # what join() of the facade drives; see overlap.horovod.runtime
         self._subsets: list[Communicator] = []
         self.channels = Channels(self.control, self.watchdog.watch, self._abandoned, self._forget)
-        self._optimizers: dict[str, weakref.ref[Any]] = {}  # by topic
+        self._optimizers: dict[str, tuple[weakref.ref[Any], Callable[[], None]]] = {}  # by topic
         self._registered = 0
         failures.install(comm.rank, comm.size, comm.abort)
         logs.configure(self.settings, comm.rank)
@@ -85,24 +86,29 @@ class Session:
         max_bytes = int(max_mb * 2**20)
         timeline.start(file_path, self.comm.rank, self._epoch, mark_cycles=mark_cycles, max_bytes=max_bytes)
 
-    def register(self, optimizer: Any) -> str:
-        """Remember an optimizer until it dies; its topic for the mailroom, the same on all ranks."""
+    def register(self, optimizer: Any, retire: Callable[[], None]) -> str:
+        """Remember an optimizer; its topic for the mailroom, the same on all ranks.
+
+        `retire` is called when all ranks have dropped the optimizer and have issued the same operations: it ends what is
+        in flight, and takes the hooks off the model.
+        """
         self._registered += 1
         topic = f"state/{self._registered}"
-        self._optimizers[topic] = weakref.ref(optimizer)
+        self._optimizers[topic] = weakref.ref(optimizer), retire
         return topic
 
     def _abandoned(self) -> set[str]:
         """Topics of optimizers that are dead on this rank; what they shared still answers the other ranks."""
-        return {topic for topic, optimizer in self._optimizers.items() if optimizer() is None}
+        return {topic for topic, (optimizer, _) in self._optimizers.items() if optimizer() is None}
 
     def _forget(self, topic: str) -> None:
-        del self._optimizers[topic]
+        _, retire = self._optimizers.pop(topic)
         self.mailroom.off(topic)
+        retire()
 
     @property
     def optimizers(self) -> list[Any]:
-        return [optimizer for reference in self._optimizers.values() if (optimizer := reference()) is not None]
+        return [optimizer for reference, _ in self._optimizers.values() if (optimizer := reference()) is not None]
 
     def subset(self, number: int | None) -> Communicator:
         """A new communicator of the ranks that give the same number; of this rank alone where that is None.

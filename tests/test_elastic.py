@@ -22,7 +22,7 @@ model, optimizer = fresh()
 optimizer = hvd.DistributedOptimizer(optimizer, model)
 sampler = hvd.elastic.ElasticSampler(samples, seed=3)
 state = hvd.elastic.TorchState(model=model, optimizer=optimizer, sampler=sampler, epoch=0, step=0)
-state.register_reset_callbacks([lambda: print("reset at step", state.step, flush=True)])
+state.register_reset_callbacks([lambda: print(f"reset at step {state.step}\\n", end="", flush=True)])
 per_rank = GLOBAL_BATCH // hvd.size()
 kill_at = [int(step) for step in os.environ["KILL_AT"].split(",") if step]
 

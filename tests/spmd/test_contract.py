@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import warnings
+import weakref
 from typing import Any
 
 import pytest
@@ -41,6 +43,29 @@ def _trained(strategy: str = "dear", steps: int = 2, **options: Any) -> tuple[to
 def _same_everywhere(value: Any) -> None:
     values = dear.allgather_object(value)
     assert all(torch.equal(other, values[0]) for other in values)
+
+
+@pytest.mark.parametrize("strategy", WRAP)
+def test_a_dropped_optimizer_is_freed_and_leaves_the_model_alone(strategy: str) -> None:
+    def train() -> tuple[torch.nn.Module, list[weakref.ref[Any]]]:
+        model, optimizer = _trained(strategy)
+        return model, [weakref.ref(optimizer), weakref.ref(optimizer._engine)]
+
+    gc.collect()
+    model, gone = train()
+    number = len(current().channels)
+    with torch.no_grad():
+        expected = model(torch.ones(1, 9, dtype=torch.float64))
+    wfbp.DistributedOptimizer(
+        torch.optim.SGD(torch.nn.Linear(1, 1).parameters())
+    )  # where ranks agree on what is dropped
+    gc.collect()
+    assert not any(reference() for reference in gone)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    assert torch.equal(model(torch.ones(1, 9, dtype=torch.float64)), expected)
+    del model
+    train()
+    assert len(current().channels) <= number, "the second one uses the first one's channels"
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -54,11 +54,11 @@ WRAP = STRATEGIES | VARIANTS
 
 def as_early_as_possible(optimizer: Any) -> Any:
     """With early updates, but not as they happen to come: every gradient hook first awaits the last reduction."""
-    eager, window = optimizer._engine.eager, optimizer._engine.window
+    eager, window, order = optimizer._engine.eager, optimizer._engine.window, optimizer._engine.order
     poll = eager.poll
 
     def patient_poll() -> None:
-        for bucket in optimizer.buckets:
+        for bucket in order:
             if bucket.phase is Phase.REDUCING and bucket.work is not None:
                 bucket.work.wait()
         assert window.quiet

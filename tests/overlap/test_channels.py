@@ -1,0 +1,63 @@
+"""Who gets which channel, and when one is used again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import comm_core
+from overlap import channels as module
+from overlap.channels import Channels
+from overlap.communicator import Communicator
+from overlap.native import NativeCommunicator
+
+
+class Ranks:
+    """Rank 0's channels; the other rank dropped `theirs` and issued `further` more operations on each channel."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.mine: set[str] = set()
+        self.theirs: set[str] = set()
+        self.further = 0
+        self.forgotten: list[str] = []
+        self.watched: list[Communicator] = []
+        monkeypatch.setattr(module, "allgather_object", self._exchange)
+        self.channels = Channels(
+            NativeCommunicator(comm_core.local()), self.watched.append, lambda: self.mine, self.forgotten.append
+        )
+
+    def _exchange(self, _comm: Communicator, answer: Any) -> list[Any]:
+        return [answer, (self.theirs, [issued + self.further for issued in answer[1]])]
+
+
+def test_a_channel_is_used_again_when_all_ranks_have_dropped_its_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks(monkeypatch)
+    first = ranks.channels.lease(2)
+    ranks.channels.hold(first, "a")
+    ranks.mine = {"a"}
+    second = ranks.channels.lease(1)
+    assert second[0] not in first
+    ranks.channels.hold(second, "b")
+    ranks.theirs = {"a"}
+    assert ranks.channels.lease(2) == first
+    assert ranks.forgotten == ["a"]
+    assert len(ranks.channels) == len(ranks.watched) == 3
+
+
+def test_a_channel_is_not_used_again_while_one_rank_has_issued_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks(monkeypatch)
+    first = ranks.channels.lease(1)
+    ranks.channels.hold(first, "a")
+    ranks.mine = ranks.theirs = {"a"}
+    ranks.further = 1
+    assert ranks.channels.lease(1) != first
+    assert ranks.forgotten == []
+    ranks.further = 0
+    assert ranks.channels.lease(1) == first
+    assert ranks.forgotten == ["a"]
+
+
+def test_a_channel_whose_lease_came_to_nothing_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks(monkeypatch)
+    assert ranks.channels.lease(1) == ranks.channels.lease(1)
