@@ -46,8 +46,8 @@ def _pictures(number: int, size: int, generator: torch.Generator) -> Batch:
 
 
 def _vectors(number: int, size: int, generator: torch.Generator) -> Batch:
-    vectors = torch.randn(number, mlp.WIDTH, generator=generator)
-    return vectors, torch.randint(mlp.WIDTH, (number,), generator=generator)
+    vectors = torch.randn(number, size, generator=generator)
+    return vectors, torch.randint(size, (number,), generator=generator)
 
 
 def _masked_sentences(number: int, size: int, generator: torch.Generator) -> Batch:
@@ -91,6 +91,7 @@ MODELS = {
         Workload("bert", "sen", lambda: language.bert(large=True), _masked_sentences, _own_loss, 64, 16, 32, 2e-5),
         Workload("gpt2", "sen", language.gpt2, _sentences, _own_loss, 128, 16, 8, 2e-5),
         Workload("mlp", "img", mlp.mlp, _vectors, _cross_entropy, mlp.WIDTH, mlp.WIDTH, 32),
+        Workload("narrow_mlp", "img", mlp.narrow_mlp, _vectors, _cross_entropy, mlp.NARROW, mlp.NARROW, 32),
     )
 }
 
