@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from overlap.cost_model import CostModel
 
-__all__ = ["Group", "merge", "predict"]
+__all__ = ["Group", "least_bytes", "merge", "predict"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +82,34 @@ def merge(
 
 
 def predict(groups: Sequence[Sequence[int]], nbytes: Sequence[int], seconds: Sequence[float], cost: CostModel) -> float:
-    """Seconds from the beginning of backward to the end of the last reduction, for any groups in order of issue."""
+    """Seconds from the beginning of backward to the end of the last reduction, for any groups in order of issue.
+
+    Backward stands still for `cost.handling` whenever a reduction is issued.
+    """
     ready: list[float] = []
     for duration in seconds:
         ready.append((ready[-1] if ready else 0.0) + duration)
     free = 0.0
-    for group in groups:
-        start = max(free, max(ready[index] for index in group))
+    for number, group in enumerate(groups, 1):
+        start = max(free, max(ready[index] for index in group) + number * cost.handling)
         free = start + cost.seconds(sum(nbytes[index] for index in group))
     return free
+
+
+def least_bytes(
+    nbytes: Sequence[int], seconds: Sequence[float], cost: CostModel, *, kinds: Sequence[Hashable] | None = None
+) -> int:
+    """The `merge_below` with which everything is expected to end first: 0, or a power of two from 1 KB to all together.
+
+    The published rule knows what a start costs the link and lets a reduction that the link has time for go alone. Where
+    there are many, it is the thread that computes which pays for them (`cost.handling`). Arguments as of :func:`merge`.
+    """
+    if cost.handling == 0:
+        return 0
+    choices = [0, *(2**power for power in range(10, max(10, sum(nbytes).bit_length()) + 1))]
+
+    def end(merge_below: int) -> float:
+        groups = merge(nbytes, seconds, cost, merge_below=merge_below, kinds=kinds)
+        return predict([group.tensors for group in groups], nbytes, seconds, cost)
+
+    return min(choices, key=end)

@@ -124,13 +124,14 @@ def DistributedOptimizer(
         compression, backward_passes_per_step, op, gradient_predivide_factor, num_groups, groups, sparse_as_dense,
             process_set: as in Horovod; see :class:`overlap.arguments.HorovodArguments`.
         asc: merge only where merging delays nothing (ASC-WFBP).
-        merge_below_kb: groups of fewer KB (2^10 bytes) are merged with the next tensor in any case.
+        merge_below_kb: groups of fewer KB (2^10 bytes) are merged with the next tensor in any case. 0: where the time
+            that issuing an all-reduce takes from backward makes that worth while.
         layerwise_times: backward seconds by parameter name, as :func:`overlap.profiler.profile_backward` returns them;
             rank 0's count. None: measured while training goes on.
         profile_steps: without `layerwise_times`, the first plan follows the times of the first iteration; after as many
             more steps as this, and one that is not counted, the final one follows their median. 0: the first plan stays.
-        alpha_beta: seconds to start an all-reduce, and seconds per byte; rank 0's count. None: measured, once per
-            session.
+        alpha_beta: seconds to start an all-reduce, and seconds per byte; rank 0's count, and issuing takes no time: the
+            published rule alone. None: measured, once per session.
         tune: True or ``Tuning(...)`` searches the `merge_below_kb` with the shortest steps while training goes on, once
             the backward times are measured. See :class:`overlap.tuning.options.Tuning`.
         shell: ``sync_start=True`` of :class:`overlap.optimizer.DistributedOptimizer`.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from mgwfbp.merge import Group, merge
+from mgwfbp.merge import Group, least_bytes, merge
 from overlap.cost_model import CostModel
 from overlap.observer import Facts
 from overlap.partition import BucketSpec, TensorSpec, layout
@@ -62,7 +62,8 @@ def plan_buckets(
     Args:
         facts: `arrivals` is the order in which gradients are complete, `moments` when.
         seconds: backward time by tensor instead of what `facts` say; 0 where a tensor is not in it.
-        cost, asc, merge_below: see :func:`mgwfbp.merge.merge`.
+        cost, asc, merge_below: see :func:`mgwfbp.merge.merge`; without `merge_below` (and `asc`),
+            :func:`mgwfbp.merge.least_bytes` decides.
 
     Parameters without a gradient in the first iteration would keep others waiting: they get buckets of their own,
     issued last.
@@ -70,6 +71,9 @@ def plan_buckets(
     used = [index for index in facts.arrivals if index not in facts.idle]
     idle = [index for index in facts.arrivals if index in facts.idle]
     times = durations(used, facts.moments) if seconds is None else [seconds.get(index, 0.0) for index in used]
+    if not (asc or merge_below):
+        kinds = [specs[index].kind for index in used]
+        merge_below = least_bytes([specs[index].nbytes for index in used], times, cost, kinds=kinds)
     expected = _groups(used, times, specs, cost, asc, merge_below)
     buckets = _buckets(used, expected, specs, world_size)
     buckets += _buckets(idle, _groups(idle, [0.0] * len(idle), specs, cost, asc, merge_below), specs, world_size)
@@ -99,7 +103,7 @@ def table(groups: Sequence[Group], cost: CostModel) -> str:
     tensors = sum(len(group.tensors) for group in groups)
     lines = [
         f"mgwfbp: {tensors} tensors in {len(groups)} buckets; an all-reduce costs {cost.alpha * 1e3:.3f} ms and "
-        f"{cost.beta * 1e9:.3f} ms per 10^6 bytes",
+        f"{cost.beta * 1e9:.3f} ms per 10^6 bytes, and holds up backward for {cost.handling * 1e3:.3f} ms",
         f"{'bucket':>6} {'tensors':>7} {'MB':>9} {'ready':>9} {'sent':>9} {'done':>9}",
     ]
     for number, group in enumerate(groups):

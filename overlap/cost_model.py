@@ -13,15 +13,17 @@ __all__ = ["CostModel", "fit"]
 class CostModel:
     """``alpha + beta * nbytes`` seconds; nothing for no bytes (the model of Shi et al., INFOCOM 2019).
 
-    Two transfers cost exactly `alpha` more than one transfer of both: that is what merging saves.
+    Two transfers cost exactly `alpha` more than one transfer of both: that is what merging saves on the wire. It saves
+    `handling` besides, in which the thread that computes does nothing else.
     Raises ``ValueError`` for numbers that no network can have.
     """
 
     alpha: float  # seconds
     beta: float  # seconds per byte
+    handling: float = 0.0  # seconds of the calling thread to issue one operation and to take its end, whatever its size
 
     def __post_init__(self) -> None:
-        for name, value in (("alpha", self.alpha), ("beta", self.beta)):
+        for name, value in (("alpha", self.alpha), ("beta", self.beta), ("handling", self.handling)):
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{name} should be at least 0 and finite and is {value}")
 

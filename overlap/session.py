@@ -10,6 +10,7 @@ import socket
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -123,7 +124,8 @@ class Session:
     @functools.cached_property
     def link_cost(self) -> CostModel:
         """What an all-reduce among all ranks costs, the same on every rank; the first use measures it, on every rank."""
-        return fit(measure_all_reduce(self.comm))
+        measured = measure_all_reduce(self.comm)
+        return replace(fit(measured.samples), handling=measured.handling)
 
     def close(self) -> None:
         """Finish what is in flight, wait for the other ranks, let go. Questions are answered until all are here."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mgwfbp.merge import merge, predict
+from mgwfbp.merge import least_bytes, merge, predict
 from overlap.cost_model import CostModel
 
 COST = CostModel(9.080981e-4, 7.395651e-10)  # 16 hosts, 10 Gbit/s, as the authors fitted it
@@ -68,6 +68,34 @@ def test_asc_never_ends_later_than_no_merging(seed: int) -> None:
     nbytes, seconds, cost = _random_model(seed)
     alone = predict([(index,) for index in range(len(nbytes))], nbytes, seconds, cost)
     assert merge(nbytes, seconds, cost, asc=True)[-1].end <= alone + 1e-12
+
+
+def test_issuing_holds_up_backward() -> None:
+    cost = CostModel(1.0, 0.0, handling=0.5)
+    assert predict([(0,), (1,)], [8, 8], [10.0, 10.0], cost) == 22  # two issued, then one on the wire
+    assert predict([(0, 1)], [8, 8], [10.0, 10.0], cost) == 21.5
+
+
+def test_many_small_tensors_share_operations_although_the_link_has_time_for_each() -> None:
+    nbytes, seconds = [4096] * 1000, [1e-3] * 1000
+    alone, shared = CostModel(1e-4, 8e-9), CostModel(1e-4, 8e-9, handling=1e-4)
+    assert len(merge(nbytes, seconds, shared)) == 1000  # the published rule: none is in another's way
+    assert least_bytes(nbytes, seconds, alone) == 0
+    assert least_bytes(nbytes, seconds, shared) == 2**18  # 16 starts, and 2 ms for the last group
+    assert least_bytes([4 * 10**6] * 50, [1e-3] * 50, shared) == 0  # large ones: nothing to win
+    assert least_bytes([], [], shared) == 0
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_chosen_size_is_expected_to_end_no_later_than_none(seed: int) -> None:
+    nbytes, seconds, cost = _random_model(seed)
+    cost = CostModel(cost.alpha, cost.beta, handling=2e-5)
+
+    def end(merge_below: int) -> float:
+        groups = merge(nbytes, seconds, cost, merge_below=merge_below)
+        return predict([group.tensors for group in groups], nbytes, seconds, cost)
+
+    assert end(least_bytes(nbytes, seconds, cost)) <= min(end(0), end(2**30) + 1e-12)
 
 
 def test_extremes() -> None:
