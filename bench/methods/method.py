@@ -11,9 +11,10 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-__all__ = ["MakeOptimizer", "Method", "MethodUnavailable", "Place", "parse_spec", "tensor_bytes"]
+__all__ = ["MakeOptimizer", "Method", "MethodUnavailable", "Place", "family_of", "parse_spec", "tensor_bytes"]
 
 Optimizer = torch.optim.Optimizer
+_VARIANTS = ("policy", "eager", "compression", "gather_dtype")  # options that make another method of it
 # (class, keyword arguments): methods build the optimizer themselves, as some of them must see the class.
 MakeOptimizer = tuple[Callable[..., Optimizer], Mapping[str, Any]]
 
@@ -84,6 +85,16 @@ def tensor_bytes(state: Any) -> int:
     if isinstance(state, (list, tuple)):
         return sum(tensor_bytes(value) for value in state)
     return 0
+
+
+def family_of(spec: str) -> str:
+    """The method with those options that make it another one: ``"dear:eager=True"`` of ``"dear:threshold_mb=4,eager=True"``.
+
+    Settings of the other options are of one family, of which the fastest counts.
+    """
+    name, options = parse_spec(spec)
+    kept = [f"{key}={options[key]}" for key in _VARIANTS if options.get(key) not in (None, False)]
+    return ":".join([name, ",".join(kept)]) if kept else name
 
 
 def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:

@@ -18,8 +18,14 @@ __all__ = ["PACKAGES", "strategy"]
 PACKAGES = {"dear": "dear", "wfbp": "wfbp", "mgwfbp": "mgwfbp", "bytescheduler": "bytescheduler_adapter"}
 
 
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
 class _Strategy(Method):
-    """Options are keyword arguments of the package's ``DistributedOptimizer``, which refuses what it does not know."""
+    """Options are keyword arguments of the package's ``DistributedOptimizer``, which refuses what it does not know.
+
+    `compression` and `gather_dtype` are written ``bf16`` or ``fp16``.
+    """
 
     launchers = ("mpi", "torchrun")
     timeline_variable = "DEAR_TIMELINE"
@@ -31,6 +37,11 @@ class _Strategy(Method):
         if importlib.util.find_spec(package) is None:
             raise MethodUnavailable(f"{name} needs the package {package}, which is not here")
         self._package = importlib.import_module(package)
+        for option, known in (("compression", vars(self._package.Compression)), ("gather_dtype", _DTYPES)):
+            if option in options:
+                if options[option] not in _DTYPES:
+                    raise ValueError(f"{option} should be one of {', '.join(_DTYPES)} and is {options[option]!r}")
+                self.options[option] = known[options[option]]
 
     def join(self, device: torch.device) -> Place:
         self._package.init()

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from bench.methods.method import family_of
 from bench.sweep.table import BOUND, Bar
 
 __all__ = ["GROUP", "Group", "Row", "Verdict", "group", "judge"]
@@ -38,8 +39,8 @@ class Row:
 
     @property
     def family(self) -> str:
-        """The method without its options: the settings that were searched are of one family."""
-        return self.method.partition(":")[0]
+        """The method without the options that are searched; see :func:`bench.methods.method.family_of`."""
+        return family_of(self.method)
 
 
 @dataclass(frozen=True)
@@ -124,11 +125,11 @@ def judge(groups: Sequence[Group], bars: Sequence[Bar]) -> list[Verdict]:
         for one in groups:
             if any(one.settings.get(name) != value for name, value in bar.where.items()):
                 continue
-            mine = one.best.get(bar.method)
+            mine = one.best.get(family_of(bar.method))
             if bar.of == BOUND:
                 reference, name = one.bound, "L"
             else:
-                other = one.best.get(bar.of)
+                other = one.best.get(family_of(bar.of))
                 reference, name = (other.median, other.method) if other else (None, bar.of)
             if mine is None or reference is None:
                 continue

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from bench.cluster import ROOT
+from bench.methods.method import family_of
 from bench.settings import Settings, parse, to_argv
 from bench.sweep import table
 from bench.sweep.journal import Journal
@@ -95,6 +96,16 @@ def test_the_sweeps_that_come_along_are_valid(path: Path) -> None:
     sweep = table.read(path)
     assert sweep.title
     assert sweep.runs
+
+
+def test_what_makes_another_method_is_no_setting_that_is_searched() -> None:
+    specs = ["dear:threshold_mb=1", "dear:threshold_mb=4", "dear:eager=True,threshold_mb=4", "dear:eager=False"]
+    assert [family_of(spec) for spec in specs] == ["dear", "dear", "dear:eager=True", "dear"]
+    assert family_of("dear:gather_dtype=bf16,threshold_mb=4,eager=True") == "dear:eager=True,gather_dtype=bf16"
+    assert [family_of(spec) for spec in ("fsdp2:reshard=True", "bytescheduler:credit_mb=2")] == [
+        "fsdp2",
+        "bytescheduler",
+    ]
 
 
 def test_settings_survive_the_command_line() -> None:
