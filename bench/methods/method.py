@@ -88,7 +88,7 @@ def tensor_bytes(state: Any) -> int:
 
 
 def family_of(spec: str) -> str:
-    """The method with those options that make it another one: ``"dear:eager=True"`` of ``"dear:threshold_mb=4,eager=True"``.
+    """The method with the options that make it another one: ``"dear:eager=True"`` of ``"dear:threshold_mb=4,eager=True"``.
 
     Settings of the other options are of one family, of which the fastest counts.
     """
