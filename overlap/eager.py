@@ -3,7 +3,8 @@
     compute | bwd L4 | bwd L3 | bwd L2 | bwd L1 | step  |  fwd L1 | fwd L2 | fwd L3 | fwd L4 |
     comm             | RS b0  | AG b0  | RS b1  | RS b2 | RS b3 | AG b3 | AG b2 | AG b1 |
                               [1]                       [2]
-    [1] b0 is reduced and no reduction waits: the gap on the wire is used   [2] who still has to be updated is agreed
+    [1] b0 is reduced and at most one reduction is under way: the gap on the wire is used
+    [2] who still has to be updated is agreed
 
 [Note: a parameter is updated early only when this backward cannot read it any more]
 A bucket is updated once every parameter in it got its last gradient. Autograd runs a parameter's accumulation after all
@@ -14,6 +15,10 @@ their last gradient in the first iteration are never updated early, and a read o
 raises. A detached parameter that some node saved shares its version counter, so autograd itself raises when it finds the
 parameter updated. Parameters that no gate guards are never updated early. A value taken through ``.data`` and read in
 backward cannot be seen by anybody.
+
+[Note: the gap on the wire]
+With two reductions under way the second waits for the wire, and a gather would delay both. One alone says little: on a
+rank that is ahead of the others it waits for them, at every gradient, and nobody would ever gather if that counted.
 
 [Note: early updates keep the order of all-gathers]
 When a reduction is done is this rank's own experience, so it must not decide an order. Early updates happen in the order
@@ -67,7 +72,7 @@ class EagerUpdates:
         if done == len(self._candidates) or not self._window.quiet:
             return
         bucket = self._candidates[done]
-        if bucket.phase is not Phase.REDUCING:
+        if bucket.phase is not Phase.REDUCING or not _arrived(bucket):
             return
         if done and not _arrived(self._candidates[done - 1]):
             return

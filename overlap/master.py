@@ -21,37 +21,56 @@ __all__ = ["MASTER", "Master", "check_gather_dtype", "numbered", "taken", "unnum
 MASTER = "dear::master"  # beside the optimizer's own state, where that is taken apart and put together
 _WIRES = (torch.bfloat16, torch.float16)
 _EXACT = (torch.float32, torch.float64)
-_SEGMENT = 2**18  # elements that are compared while they are in the cache
+_SEGMENT = 2**17  # elements that are compared while they are in the cache
 
 
 class Master:
-    """The exact shard `own` of a bucket's flat `parameters`, and the 16-bit buffer in which all shards travel."""
+    """The exact shard `own` of a bucket's flat `parameters`, and the 16-bit buffer in which all shards travel.
+
+    Between steps this rank's part of `wire` is `values` rounded.
+    """
 
     def __init__(self, parameters: torch.Tensor, own: slice, dtype: torch.dtype) -> None:
-        self._parameters, self._own = parameters, own
-        self.values = torch.empty_like(parameters[own])
-        self.forget()
+        self._seen, self._parameters = parameters[own], parameters
+        self.values = torch.empty_like(self._seen)
         self.wire = parameters.to(dtype)
+        self._rounded = self.wire[own]
+        self._difference = torch.empty_like(self.values[:_SEGMENT])
+        self.forget()
 
     def forget(self) -> None:
         """Not known: the parameters count."""
         self.values.fill_(float("nan"))
+        self.pack()
+
+    @torch.no_grad()
+    def put(self, piece: torch.Tensor, values: torch.Tensor) -> None:
+        """Replace `piece`, a view of :attr:`values`."""
+        start = int(piece.storage_offset() - self.values.storage_offset())
+        piece.copy_(values)
+        self._rounded[start : start + piece.numel()].copy_(piece)
 
     @torch.no_grad()
     def follow(self) -> None:
         """Take over what was written to the parameters: [Note: who sets a parameter sets its master]."""
-        shard = self._parameters[self._own]
-        for mine, seen in zip(torch.split(self.values, _SEGMENT), torch.split(shard, _SEGMENT), strict=True):
-            rounded = mine.to(self.wire.dtype).to(mine.dtype)
-            if (rounded - seen).count_nonzero():
-                torch.where(rounded == seen, mine, seen, out=mine)
+        for start in range(0, self.values.numel(), _SEGMENT):
+            span = slice(start, start + _SEGMENT)
+            seen, rounded = self._seen[span], self._rounded[span]
+            difference = self._difference[
+                : seen.numel()
+            ]  # memory that is reused: fresh pages cost more than all of this
+            lowest, highest = torch.aminmax(difference.copy_(rounded).sub_(seen))
+            if float(lowest) != 0 or float(highest) != 0:  # also where they are NaN
+                self.values[span] = torch.where(rounded == seen, self.values[span], seen)
 
     @torch.no_grad()
     def pack(self) -> None:
-        self.wire[self._own].copy_(self.values)
+        """Round `values` into their place in `wire`."""
+        self._rounded.copy_(self.values)
 
     @torch.no_grad()
     def land(self) -> None:
+        """Every rank's shard is in `wire`: make them the parameters."""
         self._parameters.copy_(self.wire)
 
 

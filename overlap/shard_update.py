@@ -76,7 +76,7 @@ class ShardUpdate:
     def put(self, one: Piece, state: dict[str, Any]) -> None:
         """Replace the state of a piece."""
         if MASTER in state:
-            one.proxy.data.copy_(state.pop(MASTER))
+            _put_master(one, state.pop(MASTER))
         if state:
             self._shadow.state[one.proxy] = state
 
@@ -165,7 +165,7 @@ class ShardUpdate:
         for one in self._pieces[bucket]:
             value = self.loaded.get(one.slot.param)
             if value is not None:
-                one.proxy.data.copy_(to_flat(value, one.slot.param)[one.start : one.stop])
+                _put_master(one, to_flat(value, one.slot.param)[one.start : one.stop])
         for slot in bucket.slots:
             self.loaded.pop(slot.param, None)
 
@@ -203,6 +203,13 @@ def assemble(slots: list[Slot], parts: Iterable[PieceState]) -> dict[torch.Tenso
 def is_sliced(key: str, value: Any, numel: int) -> bool:
     """Whether a piece of `numel` elements keeps, under `key`, one value for each of them."""
     return isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() == numel and key not in SCALAR_STATE
+
+
+def _put_master(one: Piece, values: torch.Tensor) -> None:
+    bucket = one.slot.bucket
+    assert bucket is not None, "pieces are of buckets"
+    assert bucket.master is not None, "only rounded parameters have masters"
+    bucket.master.put(one.proxy.data, values)
 
 
 def _slice(key: str, value: Any, one: Piece) -> Any:

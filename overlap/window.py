@@ -58,9 +58,11 @@ class GradientWindow:
 
     @property
     def quiet(self) -> bool:
-        """Whether every reduction that was issued is done."""
-        last = self.order[self._next - 1] if self._next else None
-        return last is None or last.work is None or last.phase is not Phase.REDUCING or last.work.done()
+        """Whether at most one reduction is under way: the second would wait for the wire, one may wait for a late rank."""
+        before_last = self.order[self._next - 2] if self._next > 1 else None
+        if before_last is None or before_last.work is None or before_last.phase is not Phase.REDUCING:
+            return True
+        return before_last.work.done()
 
     @property
     def _full(self) -> bool:
