@@ -79,8 +79,11 @@ def test_whoever_looks_through_the_module_sees_final_values(strategy: str) -> No
         "deepcopy": lambda m: copy.deepcopy(m).head.weight,
         "dict": lambda m: dict(m.head._parameters)["weight"],
     }
-    for name, look in looks.items():
-        model, _ = _trained(strategy)
+    model, optimizer = _trained(strategy)
+    for number, (name, look) in enumerate(looks.items()):
+        optimizer.zero_grad()
+        _loss(model, 10 + number).backward()
+        optimizer.step()
         value = look(model).detach().clone()
         assert bool(torch.isfinite(value).all()), name
         _same_everywhere(value)
@@ -350,6 +353,20 @@ def test_optimizer_state_follows_the_root_and_takes_no_step() -> None:
     for parameter, old in zip(model.parameters(), before, strict=True):
         assert torch.equal(parameter, old)
         _same_everywhere(optimizer.state[parameter]["exp_avg"])
+
+
+def test_what_the_script_drops_is_freed() -> None:
+    """Once all ranks have dropped it, which they tell each other when they wrap the next optimizer."""
+    watched: dict[str, list[weakref.ref[Any]]] = {}
+    for strategy in WRAP:
+        model, optimizer = _trained(strategy)
+        watched[strategy] = [weakref.ref(thing) for thing in (optimizer, optimizer._engine, *model.parameters())]
+        del model, optimizer
+    gc.collect()
+    _trained("wfbp")
+    gc.collect()
+    alive = {strategy: [ref() is not None for ref in refs] for strategy, refs in watched.items()}
+    assert alive == {strategy: [False] * len(refs) for strategy, refs in watched.items()}
 
 
 def test_session_knows_its_place() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -68,6 +69,20 @@ OPTIONS: dict[str, tuple[Callable[[torch.nn.Module], dict[str, Any]], Callable[[
 }
 
 
+def _three_steps(run: Run, factor: float) -> dict[str, torch.Tensor]:
+    for step in range(3):
+        run.optimizer.zero_grad()
+        (run.loss(step) * factor).backward()
+        run.optimizer.step()
+    return run.model.state_dict()
+
+
+@functools.cache
+def _alone(factor: float) -> dict[str, torch.Tensor]:
+    model = _model("Sometimes")  # a parameter that nobody, or one rank alone, uses
+    return _three_steps(Run(model, OPTIMIZERS["sgd"](list(model.parameters())), None, dear.size()), factor)
+
+
 @pytest.mark.parametrize("strategy", WRAP)
 @pytest.mark.parametrize("option", OPTIONS)
 def test_options_equal_one_process(option: str, strategy: str) -> None:
@@ -78,19 +93,10 @@ def test_options_equal_one_process(option: str, strategy: str) -> None:
             WRAP[strategy](OPTIMIZERS["sgd"](list(model.parameters())), model, **arguments(model))
         return
 
-    def train(distributed: bool) -> Any:
-        model = _model("Sometimes")  # a parameter that nobody, or one rank alone, uses
-        optimizer: Any = OPTIMIZERS["sgd"](list(model.parameters()))
-        if distributed:
-            optimizer = WRAP[strategy](optimizer, model, **arguments(model))
-        run = Run(model, optimizer, dear.rank() if distributed else None, dear.size())
-        for step in range(3):
-            optimizer.zero_grad()
-            (run.loss(step) * (1.0 if distributed else factor(dear.size()))).backward()
-            optimizer.step()
-        return model.state_dict()
-
-    _assert_close(train(True), train(False), option)
+    model = _model("Sometimes")
+    distributed = WRAP[strategy](OPTIMIZERS["sgd"](list(model.parameters())), model, **arguments(model))
+    actual = _three_steps(Run(model, distributed, dear.rank(), dear.size()), 1.0)
+    _assert_close(actual, _alone(factor(dear.size())), option)
 
 
 @pytest.mark.parametrize("strategy", WRAP)
@@ -137,33 +143,38 @@ SPARSE: dict[str, tuple[str, Callable[..., torch.optim.Optimizer], dict[str, Any
 }
 
 
+def _train_sparse(row: str, strategy: str | None) -> Any:
+    name, make, arguments = SPARSE[row]
+    torch.manual_seed(1234)
+    model = SPARSE_MODELS[name]().double()
+    optimizer: Any = make(list(model.parameters()))
+    if strategy is not None:
+        optimizer = WRAP[strategy](optimizer, model, **arguments)
+    elif "sparse_as_dense" in arguments:
+        for table in (model.table, model.rare):
+            table.sparse = False
+    run = Run(model, optimizer, None if strategy is None else dear.rank(), dear.size())
+    for step in range(5):
+        optimizer.zero_grad()
+        factor = dear.size() if "op" in arguments and strategy is None else 1
+        (run.loss(step) * factor).backward()
+        optimizer.step()
+    return model.state_dict(), optimizer.state_dict()
+
+
+@functools.cache
+def _sparse_alone(row: str) -> Any:
+    return _train_sparse(row, None)
+
+
 @pytest.mark.parametrize("strategy", WRAP)
 @pytest.mark.parametrize("row", SPARSE)
 def test_sparse_gradients_equal_one_process(row: str, strategy: str) -> None:
-    name, make, arguments = SPARSE[row]
-
-    def train(distributed: bool) -> Any:
-        torch.manual_seed(1234)
-        model = SPARSE_MODELS[name]().double()
-        optimizer: Any = make(list(model.parameters()))
-        if distributed:
-            optimizer = WRAP[strategy](optimizer, model, **arguments)
-        elif "sparse_as_dense" in arguments:
-            for table in (model.table, model.rare):
-                table.sparse = False
-        run = Run(model, optimizer, dear.rank() if distributed else None, dear.size())
-        for step in range(5):
-            optimizer.zero_grad()
-            factor = dear.size() if "op" in arguments and not distributed else 1
-            (run.loss(step) * factor).backward()
-            optimizer.step()
-        return model.state_dict(), optimizer.state_dict()
-
     if strategy == "dear-eager" and row == "sparse-adam":
         with pytest.raises(ValueError, match="eager=True needs an optimizer that works element by element; SparseAdam"):
-            train(True)
+            _train_sparse(row, strategy)
         return
-    expected, actual = train(False), train(True)
+    expected, actual = _sparse_alone(row), _train_sparse(row, strategy)
     _assert_close(actual[0], expected[0], "model")
     _assert_close(actual[1], expected[1], "optimizer")
 
