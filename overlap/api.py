@@ -147,7 +147,7 @@ def clip_grad_norm_(
     """
     chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     wanted = {id(parameter) for parameter in chosen}
-    for optimizer in current().optimizers:
+    for optimizer in current().registry.optimizers:
         held = {id(param) for group in optimizer.param_groups for param in group["params"]}
         if wanted <= held:
             return optimizer._clip(lambda param: id(param) in wanted, max_norm, norm_type, error_if_nonfinite)

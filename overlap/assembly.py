@@ -61,6 +61,7 @@ def build(
     model = named_parameters if isinstance(named_parameters, torch.nn.Module) else None
     named = None if isinstance(named_parameters, torch.nn.Module) else named_parameters
     slots = collect_slots(optimizer, model, named)
+    session.registry.take_over([slot.param for slot in slots])
     groups = parse_groups(arguments.num_groups, arguments.groups, slots)
     if sync_start:
         synchronize_start(comm, optimizer, model, slots)
@@ -80,7 +81,7 @@ def build(
         updates=updates,
         poison=session.poison if poison is None else poison,
     )
-    topic = session.register(shell, engine.retire)
+    topic = session.registry.register(shell, engine)
     session.channels.hold((comm, members.gathers), topic)
     others = [rank for rank in members.ranks if rank != session.comm.rank]
     share = StateShare(others, session.mailroom, topic, exporter(engine))

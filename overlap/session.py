@@ -8,8 +8,6 @@ import logging
 import os
 import socket
 import time
-import weakref
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -25,6 +23,7 @@ from overlap.link_probe import measure_all_reduce
 from overlap.mailroom import Mailroom
 from overlap.native import NativeCommunicator
 from overlap.objects import allgather_object
+from overlap.registry import Registry
 from overlap.settings import Settings
 from overlap.watchdog import Watchdog
 
@@ -71,9 +70,8 @@ class Session:
         self.services: dict[str, Service] = {}  # closed on shutdown while all ranks still answer
         self.participants: list[Participant] = []  # what join() of the facade drives; see overlap.horovod.runtime
         self._subsets: list[Communicator] = []
-        self.channels = Channels(self.control, self.watchdog.watch, self._abandoned, self._forget)
-        self._optimizers: dict[str, tuple[weakref.ref[Any], Callable[[], None]]] = {}  # by topic
-        self._registered = 0
+        self.registry = Registry(self.control, self.mailroom)
+        self.channels = Channels(self.control, self.watchdog.watch, self.registry.abandoned, self.registry.forget)
         failures.install(comm.rank, comm.size, comm.abort)
         logs.configure(self.settings, comm.rank)
         _share_cores(self.local_size)
@@ -86,30 +84,6 @@ class Session:
         """See :func:`overlap.api.start_timeline`."""
         max_bytes = int(max_mb * 2**20)
         timeline.start(file_path, self.comm.rank, self._epoch, mark_cycles=mark_cycles, max_bytes=max_bytes)
-
-    def register(self, optimizer: Any, retire: Callable[[], None]) -> str:
-        """Remember an optimizer; its topic for the mailroom, the same on all ranks.
-
-        `retire` is called when all ranks have dropped the optimizer and have issued the same operations: it ends what is
-        in flight, and takes the hooks off the model.
-        """
-        self._registered += 1
-        topic = f"state/{self._registered}"
-        self._optimizers[topic] = weakref.ref(optimizer), retire
-        return topic
-
-    def _abandoned(self) -> set[str]:
-        """Topics of optimizers that are dead on this rank; what they shared still answers the other ranks."""
-        return {topic for topic, (optimizer, _) in self._optimizers.items() if optimizer() is None}
-
-    def _forget(self, topic: str) -> None:
-        _, retire = self._optimizers.pop(topic)
-        self.mailroom.off(topic)
-        retire()
-
-    @property
-    def optimizers(self) -> list[Any]:
-        return [optimizer for reference, _ in self._optimizers.values() if (optimizer := reference()) is not None]
 
     def subset(self, number: int | None) -> Communicator:
         """A new communicator of the ranks that give the same number; of this rank alone where that is None.
@@ -129,7 +103,7 @@ class Session:
 
     def close(self) -> None:
         """Finish what is in flight, wait for the other ranks, let go. Questions are answered until all are here."""
-        for optimizer in self.optimizers:
+        for optimizer in self.registry.optimizers:
             optimizer.finish()
         self.watchdog.leaving()
         for service in self.services.values():

@@ -68,6 +68,31 @@ def test_a_dropped_optimizer_is_freed_and_leaves_the_model_alone(strategy: str) 
     assert len(current().channels) <= number, "the second one uses the first one's channels"
 
 
+@pytest.mark.parametrize("strategy", WRAP)
+def test_who_is_wrapped_again_belongs_to_the_new_optimizer_alone(strategy: str) -> None:
+    model, first = _trained(strategy)
+    if dear.rank() == 0 and strategy != "dear-eager":  # which lets nobody read parameters then
+        _loss(model).backward()  # the step of which never comes
+    model.zero_grad()
+    optimizer = WRAP[strategy](torch.optim.SGD(model.parameters(), 0.05), model)
+    one = _model("Mlp")
+    one.load_state_dict(model.state_dict())
+    for step in range(2):
+        optimizer.zero_grad()
+        _loss(model, step).backward()
+        with pytest.raises(RuntimeError, match="made later"):
+            first.step()
+        optimizer.step()
+        expected = torch.optim.SGD(one.parameters(), 0.05)
+        expected.zero_grad()
+        generators = [torch.Generator().manual_seed(100 * step + rank) for rank in range(dear.size())]
+        batch = torch.cat([torch.randn(4, 9, generator=generator, dtype=torch.float64) for generator in generators])
+        one(batch).square().mean().backward()
+        expected.step()
+    for mine, theirs in zip(model.parameters(), one.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_whoever_looks_through_the_module_sees_final_values(strategy: str) -> None:
     looks = {

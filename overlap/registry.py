@@ -1,0 +1,69 @@
+"""The distributed optimizers of a session: who has which parameters, and who is gone."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from overlap.communicator import Communicator
+from overlap.mailroom import Mailroom
+from overlap.objects import allgather_object
+
+__all__ = ["Owner", "Registry"]
+
+
+class Owner(Protocol):
+    """What has parameters, and hooks on their model, on behalf of an optimizer."""
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether this rank had a backward pass and no step after it."""
+
+    def has(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Whether any of `parameters` is its own."""
+
+    def hand_over(self, unfinished: bool) -> None:
+        """End what is in flight and take the hooks off the model. On every rank; `unfinished` tells of any rank."""
+
+    def retire(self) -> None:
+        """The same where all ranks have issued the same operations."""
+
+
+class Registry:
+    """Optimizers by topic, a name that is the same on all ranks. The script alone decides how long one lives."""
+
+    def __init__(self, control: Communicator, mailroom: Mailroom) -> None:
+        self._control, self._mailroom = control, mailroom
+        self._entries: dict[str, tuple[weakref.ref[Any], Owner]] = {}
+        self._registered = 0
+
+    @property
+    def optimizers(self) -> list[Any]:
+        """Those that live on this rank."""
+        return [optimizer for reference, _ in self._entries.values() if (optimizer := reference()) is not None]
+
+    def register(self, optimizer: Any, owner: Owner) -> str:
+        """Remember an optimizer, and `owner` until all ranks have dropped it; its topic for the mailroom. On every rank."""
+        self._registered += 1
+        topic = f"state/{self._registered}"
+        self._entries[topic] = weakref.ref(optimizer), owner
+        return topic
+
+    def take_over(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Take `parameters` from the optimizers that have them, dropped or not. On every rank."""
+        for _, owner in self._entries.values():
+            if owner.has(parameters):
+                owner.hand_over(any(allgather_object(self._control, owner.unfinished)))
+
+    def abandoned(self) -> set[str]:
+        """Topics of optimizers that are dead on this rank; what they shared still answers the other ranks."""
+        return {topic for topic, (optimizer, _) in self._entries.items() if optimizer() is None}
+
+    def forget(self, topic: str) -> None:
+        """Let go of an optimizer that all ranks have dropped, with the same operations issued."""
+        _, owner = self._entries.pop(topic)
+        self._mailroom.off(topic)
+        owner.retire()
