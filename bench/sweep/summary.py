@@ -19,7 +19,7 @@ __all__ = ["GROUP", "Group", "Row", "Verdict", "group", "judge"]
 
 # Runs that differ in nothing of this are compared with each other.
 _WHAT = ("model", "emulate_compute", "dilate", "batch_size", "size", "optimizer", "threads")
-GROUP = (*_WHAT, "workers", "network", "hostfile")
+GROUP = (*_WHAT, "workers", "network", "hostfile", "launcher")
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,8 @@ class Group:
         dilated = f", dilated {about['dilate']:g} times" if about["dilate"] != 1 else ""
         where = f"hosts, {about['network']}" if about["network"] != "local" else "workers, this machine"
         where = f"workers of {about['hostfile']}" if about["hostfile"] else where
-        return f"{what}, batch {about['batch_size']}, {about['workers']} {where}{dilated}"
+        started = f", under {about['launcher']}" if about["launcher"] else ""
+        return f"{what}, batch {about['batch_size']}, {about['workers']} {where}{started}{dilated}"
 
 
 @dataclass(frozen=True)
@@ -119,11 +120,15 @@ def group(results: Iterable[Mapping[str, Any]]) -> list[Group]:
 
 
 def judge(groups: Sequence[Group], bars: Sequence[Bar]) -> list[Verdict]:
-    """A verdict for every group that a bar speaks of and in which both sides were measured."""
+    """A verdict for every group that a bar speaks of and in which both sides were measured.
+
+    A bar that names no launcher speaks of runs for which none was chosen.
+    """
     verdicts = []
     for bar in bars:
         for one in groups:
-            if any(one.settings.get(name) != value for name, value in bar.where.items()):
+            where = {"launcher": None, **bar.where}
+            if any(one.settings.get(name) != value for name, value in where.items()):
                 continue
             mine = one.best.get(family_of(bar.method))
             if bar.of == BOUND:

@@ -175,6 +175,14 @@ def test_bars_compare_with_the_bound_and_with_the_best_setting_of_a_method() -> 
     assert "dear 0.92 x ddp:bucket_mb=25, bar 0.95" in verdicts[1].text
 
 
+def test_runs_under_a_chosen_launcher_have_a_group_and_bars_of_their_own() -> None:
+    chosen = [{**one, "settings": {**one["settings"], "launcher": "torchrun"}} for one in some_results()[:4]]
+    groups = group([*some_results()[:4], *chosen])
+    assert [one.title.endswith("1gbit, under torchrun") for one in groups] == [False, True]
+    bars = [Bar("dear", "bound", 1.2, {"workers": 2}), Bar("dear", "bound", 1.0, {"launcher": "torchrun"})]
+    assert [(one.met, "torchrun" in one.text) for one in judge(groups, bars)] == [(True, False), (False, True)]
+
+
 def test_reports_name_everything_and_pictures_are_drawn(tmp_path: Path) -> None:
     results = some_results()
     groups = group(results)
