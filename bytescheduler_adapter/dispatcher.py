@@ -86,7 +86,7 @@ class PartsWork:
 
 
 class Dispatcher:
-    """One for all optimizers of a session; a service of it, ended by :meth:`close`."""
+    """The order of one optimizer at a time, on `channel`; ended by :meth:`close`."""
 
     def __init__(self, channel: Communicator) -> None:
         self._channel = channel

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
 
-from bytescheduler_adapter.dispatcher import Dispatcher, Part
+from bytescheduler_adapter.dispatcher import Part
+from bytescheduler_adapter.dispatchers import Dispatchers, Lease
 from bytescheduler_adapter.schedule import partitions, plan_buckets
 from overlap.arguments import HorovodArguments
 from overlap.bucket import Bucket
@@ -41,13 +42,13 @@ class ByteScheduler(Strategy):
     updates = Updates.DEFERRED
     ordered = False
 
-    def __init__(self, dispatcher: Dispatcher, partition_mb: float, credit_mb: float) -> None:
+    def __init__(self, partition_mb: float, credit_mb: float) -> None:
         if not partition_mb > 0:
             raise ValueError(f"partition_mb should be above 0 and is {partition_mb}")
         if not credit_mb > 0:
             raise ValueError(f"credit_mb should be above 0 and is {credit_mb}")
         self.partition_mb, self.credit_mb = partition_mb, credit_mb
-        self._dispatcher, self._number = dispatcher, dispatcher.register()
+        self.lease: Lease | None = None  # before the first reduction; all settings of one optimizer share it
 
     @property
     def space(self) -> tuple[Dimension, ...]:
@@ -62,6 +63,10 @@ class ByteScheduler(Strategy):
         other.partition_mb, other.credit_mb = setting["partition_mb"], setting["credit_mb"]
         return other
 
+    @property
+    def conduct(self) -> Hashable:
+        return int(self.partition_mb * 2**20), int(self.credit_mb * 2**20)
+
     def plan(self, facts: Facts, specs: Sequence[TensorSpec], shardable: Sequence[bool], world_size: int) -> Plan:
         return plan_buckets(facts, specs, world_size)
 
@@ -72,14 +77,15 @@ class ByteScheduler(Strategy):
             for part, span in enumerate(partitions(send.numel(), size, int(self.partition_mb * 2**20)))
         ]
         credit = int(self.credit_mb * 2**20)
-        bucket.work = self._dispatcher.submit(self._number, bucket.index, parts, bucket.label, credit)
+        assert self.lease is not None, "an optimizer has a dispatcher before it is used"
+        bucket.work = self.lease.submit(bucket.index, parts, bucket.label, credit)
 
 
-def _dispatcher() -> Dispatcher:
+def _dispatchers() -> Dispatchers:
     session = current()
     service = session.services.get(_SERVICE)
-    if not isinstance(service, Dispatcher):
-        service = session.services[_SERVICE] = Dispatcher(session.channels.named(_SERVICE))
+    if not isinstance(service, Dispatchers):
+        service = session.services[_SERVICE] = Dispatchers(session.channels)
     return service
 
 
@@ -122,7 +128,7 @@ def DistributedOptimizer(
             "process set, or another strategy"
         )
     partition_mb, credit_mb = agree(current().comm, (partition_mb, credit_mb))
-    strategy = ByteScheduler(_dispatcher(), partition_mb, credit_mb)
+    strategy = ByteScheduler(partition_mb, credit_mb)
     arguments = HorovodArguments(
         compression,
         backward_passes_per_step,
@@ -133,5 +139,6 @@ def DistributedOptimizer(
         sparse_as_dense,
     )
     distributed = Shell(optimizer, named_parameters, strategy, arguments, **shell)
+    strategy.lease = _dispatchers().lease(current().registry.topic_of(distributed))
     start_tuning(distributed, tune)
     return distributed

@@ -52,6 +52,10 @@ class Registry:
         self._entries[topic] = weakref.ref(optimizer), owner
         return topic
 
+    def topic_of(self, optimizer: Any) -> str:
+        """The topic of an optimizer that is registered."""
+        return next(topic for topic, (reference, _) in self._entries.items() if reference() is optimizer)
+
     def take_over(self, parameters: Sequence[torch.Tensor]) -> None:
         """Take `parameters` from the optimizers that have them, dropped or not. On every rank."""
         for _, owner in self._entries.values():

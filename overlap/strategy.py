@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -50,6 +50,11 @@ class Strategy(ABC):
     def setting(self) -> dict[str, float]:
         """Where this strategy stands, for each dimension of :attr:`space`."""
         return {}
+
+    @property
+    def conduct(self) -> Hashable:
+        """What, beside the plan, decides how buckets travel: settings that lead to the same of both are measured once."""
+        return None
 
     def at(self, setting: Setting) -> Strategy:
         """The same strategy with another setting."""

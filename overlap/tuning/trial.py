@@ -67,7 +67,7 @@ class Trial:
                 strategy.setting,
                 trials=self._options.trials,
                 pairs=self._options.pairs,
-                same=lambda setting: optimizer.preview(strategy.at(setting)),
+                same=lambda setting: (optimizer.preview(strategy.at(setting)), strategy.at(setting).conduct),
             )
         self._open_window()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
@@ -12,11 +13,13 @@ from torch import nn
 import bytescheduler_adapter as hvd
 import dear
 from overlap.bucket import Phase
-from overlap.session import current
+from overlap.tuning import trial
+from overlap.tuning.options import Tuning
 from overlap.window import GradientChanged
 from tests.spmd.loops import Run
 from tests.spmd.models import WIDTH
 from tests.spmd.test_parity import _assert_close
+from tests.spmd.test_tuning import Clock
 
 
 @pytest.fixture(autouse=True)
@@ -39,9 +42,9 @@ def _backward(model: nn.Module, optimizer: Any, step: int = 0) -> None:
     Run(model, optimizer, dear.rank(), dear.size()).loss(step).backward()
 
 
-def _record(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def _record(optimizer: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     issued: list[str] = []
-    channel = current().channels.named("bytescheduler")
+    channel = optimizer.strategy.lease._dispatcher._channel
     original = type(channel).all_reduce_async
 
     def note(self: Any, *args: Any, label: str = "", **kwargs: Any) -> Any:
@@ -57,7 +60,7 @@ def _record(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_all_ranks_issue_in_one_order_and_the_urgent_preempt(monkeypatch: pytest.MonkeyPatch) -> None:
     model = _layers(6)
     optimizer = _wrapped(model)
-    issued = _record(monkeypatch)
+    issued = _record(optimizer, monkeypatch)
     for step in range(4):
         _backward(model, optimizer, step)
         optimizer.step()
@@ -73,6 +76,44 @@ def test_all_ranks_issue_in_one_order_and_the_urgent_preempt(monkeypatch: pytest
     # Later, the layers nearest the input come last and still overtake partitions of others that wait.
     last = issued[-6 * len(parts) :]
     assert last.index("b0.0") < max(last.index(f"b{layer}.{parts[-1]}") for layer in range(1, 6))
+
+
+class Branching(nn.Module):
+    """Rank 0 alone uses the branch; so does one process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.branch = (nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, branching: bool) -> torch.Tensor:
+        value: torch.Tensor = self.trunk(x)
+        return value + self.branch(x) if branching else value
+
+
+def test_optimizers_that_share_a_backward_do_not_wait_for_each_others_step() -> None:
+    """Which parameters a rank uses differs; the first step() waits inside, for an optimizer that is stepped in full."""
+
+    def train(distributed: bool) -> Any:
+        torch.manual_seed(5)
+        first, second = Branching().double(), Branching().double()
+        models = (first, second)
+        optimizers: list[Any] = [torch.optim.Adafactor(model.parameters(), 0.01) for model in models]
+        if distributed:
+            pairs = zip(optimizers, models, strict=True)
+            optimizers = [hvd.DistributedOptimizer(one, model, partition_mb=0.0002) for one, model in pairs]
+        ranks = [dear.rank()] if distributed else range(dear.size())
+        for step in range(4):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            for rank in ranks:
+                x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank)).double()
+                loss = second(first(x, rank == 0), rank == dear.size() - 1).square().mean()
+                (loss / (1 if distributed else dear.size())).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        return [model.state_dict() for model in models]
+
+    _assert_close(train(True), train(False), "models")
 
 
 def test_the_next_forward_is_released_layer_by_layer() -> None:
@@ -147,3 +188,31 @@ def test_dear_is_the_front_door() -> None:
     inner = torch.optim.SGD(model.parameters(), 0.1)
     optimizer = dear.DistributedOptimizer(inner, model, strategy="bytescheduler_adapter", credit_mb=2)
     assert optimizer.strategy.setting == {"partition_mb": 1, "credit_mb": 2}
+
+
+def test_tuning_searches_both_and_keeps_the_best_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(trial, "time", clock)
+    kb = 2**-10
+    bounds = {"partition_mb": (0.25 * kb, 16 * kb), "credit_mb": (0.25 * kb, 16 * kb)}
+    tuning = Tuning(trials=8, warmup=0, window=1, pairs=1, bounds=bounds)
+    model, plain_model = _layers(), _layers()
+    optimizer = _wrapped(model, partition_mb=8 * kb, credit_mb=0.5 * kb, tune=tuning)
+    plain = torch.optim.SGD(plain_model.parameters(), 0.05, momentum=0.9)
+    settings, costs = [], []
+    for step in range(16):
+        setting = dict(optimizer.strategy.setting)
+        _backward(model, optimizer, step)
+        off = abs(math.log2(setting["partition_mb"] / kb)) + abs(math.log2(setting["credit_mb"] / (4 * kb)))
+        clock.now += off + 1 if dear.rank() == 0 else 1 / (off + 1)  # every other rank would decide differently
+        optimizer.step()
+        settings.append(setting)
+        costs.append(off)
+        plain.zero_grad()
+        Run(plain_model, plain, None, dear.size()).loss(step).backward()
+        plain.step()
+    assert all(other == settings for other in dear.allgather_object(settings))
+    assert len({tuple(setting.values()) for setting in settings}) == 8
+    assert settings[-1] == settings[-2] == settings[costs.index(min(costs))]
+    assert min(costs) < costs[0]
+    _assert_close(model.state_dict(), plain_model.state_dict(), "model")

@@ -1,0 +1,50 @@
+"""A dispatcher for each optimizer: none waits for what only another one's ``step()`` makes ready.
+
+[Note: no optimizer holds up another] A parameter that this rank did not use becomes ready in its optimizer's ``step()``. If
+rank 0 used it, and had told everybody to send it before something that another optimizer waits for inside its own
+``step()``, the one that is called first would wait for the one that comes after it. So each has an order of its own, on a
+channel of its own.
+"""
+
+from __future__ import annotations
+
+from bytescheduler_adapter.dispatcher import Dispatcher, Part, PartsWork
+from overlap.channels import Channels
+from overlap.communicator import Communicator
+
+__all__ = ["Dispatchers", "Lease"]
+
+
+class Lease:
+    """One optimizer's use of a dispatcher."""
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher, self._number = dispatcher, dispatcher.register()
+
+    def submit(self, bucket: int, parts: list[Part], label: str, credit: int) -> PartsWork:
+        """See :meth:`bytescheduler_adapter.dispatcher.Dispatcher.submit`."""
+        return self._dispatcher.submit(self._number, bucket, parts, label, credit)
+
+
+class Dispatchers:
+    """As many as there are optimizers at a time; those of optimizers that are gone everywhere are used again.
+
+    A service of the session, ended by :meth:`close`.
+    """
+
+    def __init__(self, channels: Channels) -> None:
+        self._channels = channels
+        self._by_channel: dict[Communicator, Dispatcher] = {}
+
+    def lease(self, topic: str) -> Lease:
+        """A dispatcher that no other optimizer uses, for the one with this topic in the session. On every rank."""
+        (channel,) = self._channels.lease(1)
+        dispatcher = self._by_channel.get(channel)
+        if dispatcher is None:
+            dispatcher = self._by_channel[channel] = Dispatcher(channel)
+        self._channels.hold((channel,), topic)
+        return Lease(dispatcher)
+
+    def close(self) -> None:
+        for dispatcher in self._by_channel.values():
+            dispatcher.close()
