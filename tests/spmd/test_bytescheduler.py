@@ -107,7 +107,7 @@ def test_optimizers_that_share_a_backward_do_not_wait_for_each_others_step() -> 
                 optimizer.zero_grad()
             for rank in ranks:
                 x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank)).double()
-                loss = second(first(x, rank == 0), rank == dear.size() - 1).square().mean()
+                loss = second(first(x, rank == 0), rank == 0).square().mean()
                 (loss / (1 if distributed else dear.size())).backward()
             for optimizer in optimizers:
                 optimizer.step()
