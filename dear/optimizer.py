@@ -69,7 +69,7 @@ class Dear(Strategy):
             raise ValueError(f"exclude_parts should name {' or '.join(_PARTS[policy])} and names {strangers}")
         self.threshold_mb, self.num_nearby_layers, self.policy = threshold_mb, num_nearby_layers, policy
         self.updates = Updates.EAGER if eager else Updates.SHARDED
-        self.excluded, self.gather_dtype = excluded, gather_dtype
+        self.excluded, self.complete, self.gather_dtype = excluded, not excluded, gather_dtype
 
     @property
     def space(self) -> tuple[Dimension, ...]:

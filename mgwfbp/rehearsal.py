@@ -7,7 +7,7 @@ from typing import Any, Protocol, cast
 from torch.utils.hooks import RemovableHandle
 
 from overlap.communicator import Communicator
-from overlap.objects import agree
+from overlap.objects import allgather_object
 from overlap.optimizer import DistributedOptimizer
 from overlap.profiler import BackwardClock, arrival_moments
 from overlap.strategy import Strategy
@@ -24,7 +24,7 @@ class _Timed(Protocol):
 class Rehearsal:
     """Called after each step. The first one makes the buckets, the second one warms up, `steps` more are measured.
 
-    Every rank counts the same steps, and rank 0's times decide. The hooks are gone afterwards.
+    Every rank counts the same steps, and the times of the first rank that has any decide. The hooks are gone afterwards.
     """
 
     def __init__(self, comm: Communicator, steps: int) -> None:
@@ -48,6 +48,7 @@ class Rehearsal:
             if len(self._laps) == self._steps:
                 self._clock.remove()
                 self._clock = None
-                moments = agree(self._comm, arrival_moments(self._laps))
+                found = allgather_object(self._comm, arrival_moments(self._laps))
+                moments = next((moments for moments in found if moments), {})  # rank 0 may have joined before
                 strategy = cast(_Timed, optimizer.strategy)
-                optimizer.replan(strategy.measured(moments, report=self._comm.rank == 0))
+                optimizer._replan(strategy.measured(moments, report=self._comm.rank == 0))

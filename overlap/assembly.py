@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from overlap.arguments import HorovodArguments, check_passes
+from overlap.attendance import Attendance
 from overlap.averages import Averages
 from overlap.communicator import Communicator
 from overlap.elementwise import is_elementwise
@@ -67,6 +68,7 @@ def build(
         synchronize_start(comm, optimizer, model, slots)
     pairs = ((slot.name, slot.param) for slot in slots)
     check_gather_dtype(strategy.gather_dtype, pairs, optimizer, sharding=updates.in_shards)
+    attendance = Attendance(comm, members.ranks, session.roll)
     engine = Engine(
         comm,
         members.gathers,
@@ -75,13 +77,14 @@ def build(
         slots,
         strategy,
         exchange,
+        attendance,
         groups=groups,
         sparse_as_dense=arguments.sparse_as_dense,
         passes=arguments.backward_passes_per_step,
         updates=updates,
         poison=session.poison if poison is None else poison,
     )
-    topic = session.registry.register(shell, engine)
+    topic = attendance.topic = session.registry.register(shell, engine)
     session.channels.hold((comm, members.gathers), topic)
     others = [rank for rank in members.ranks if rank != session.comm.rank]
     share = StateShare(others, session.mailroom, topic, exporter(engine))

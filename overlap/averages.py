@@ -13,6 +13,7 @@ import torch
 from overlap.clipping import clip_sharded
 from overlap.engine import Engine
 from overlap.loss_scale import any_nonfinite, show_infinity, unscale
+from overlap.objects import broadcast_object
 from overlap.sparse import values_of
 
 __all__ = ["Averages"]
@@ -59,6 +60,7 @@ class Averages:
         engine = self._engine
         engine.prepare()
         engine.window.settle()
+        engine.attendance.announce("synchronize")
         engine.window.reduced = True
         for bucket in engine.order:
             if bucket.holds_parameters:
@@ -79,6 +81,23 @@ class Averages:
                 self._engine.sharded.take(bucket)
 
     @torch.no_grad()
+    def share(self) -> None:
+        """After :meth:`synchronize`, which joined ranks followed: give them ``.grad`` as the others' script left it."""
+        engine = self._engine
+        if not engine.attendance.absent:
+            return
+        leader = engine.attendance.leader
+        for bucket in engine.order:
+            for slot in bucket.slots:
+                slot.fill()
+            self._comm.broadcast(bucket.gradients, leader, label=f"{bucket.label} gradients")
+            bucket.find_unused()
+            bucket.expose()
+        for slot in engine.slots:
+            if slot.sparse:
+                slot.param.grad = broadcast_object(self._comm, slot.param.grad, leader)
+
+    @torch.no_grad()
     def clip(
         self, wanted: Callable[[torch.Tensor], bool], max_norm: float, norm_type: float, error_if_nonfinite: bool
     ) -> torch.Tensor:
@@ -92,6 +111,13 @@ class Averages:
             return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
         self._settle()
         self._refuse_sparse(wanted)
+        engine.attendance.announce(
+            "clip",
+            indices=[slot.index for slot in engine.slots if wanted(slot.param)],
+            max_norm=max_norm,
+            norm_type=norm_type,
+            error_if_nonfinite=error_if_nonfinite,
+        )
         alike = [param.grad for param in self._whole_params() if param.grad is not None and wanted(param)]
         pieces = engine.shards.gradients(wanted)
         return clip_sharded(self._comm, pieces, alike, max_norm, norm_type, error_if_nonfinite)
@@ -121,6 +147,7 @@ class Averages:
         if self.synchronized:
             return
         self._settle()
+        engine.attendance.announce("reveal")
         whole = [values_of(param.grad) for param in self._whole_params() if param.grad is not None]
         bad = any_nonfinite(self._comm, [*(b.reduced for b in engine.order if b.holds_parameters), *whole])
         show_infinity(bad, engine.slots)

@@ -117,6 +117,7 @@ class Bucket:
         self.index, self.spec, self.slots = index, spec, slots
         self.phase = Phase.FILLING
         self.work: Work | None = None
+        self.round = 0  # of its last reduction; see `overlap.attendance`
         first = slots[0].param
         self.shares = spec.shares(world_size)  # elements of each rank's shard
         self.own = spec.own(rank, world_size)

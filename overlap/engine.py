@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from overlap.attendance import Attendance
 from overlap.bucket import Bucket, Slot
 from overlap.communicator import Communicator
 from overlap.deferred import DeferredUpdates
@@ -19,7 +20,7 @@ from overlap.exchange import Exchange
 from overlap.gates import Gates
 from overlap.grouping import Groups
 from overlap.hooks import GradientHooks
-from overlap.objects import agree
+from overlap.objects import allgather_object
 from overlap.observer import Observer
 from overlap.owners import holders
 from overlap.planner import Planner
@@ -46,6 +47,7 @@ class Engine:
         slots: list[Slot],
         strategy: Strategy,
         exchange: Exchange,
+        attendance: Attendance,
         *,
         groups: Groups,
         sparse_as_dense: bool,
@@ -54,8 +56,11 @@ class Engine:
         poison: bool,
     ) -> None:
         self.comm, self.slots = comm, slots
-        self._exchange, self._sparse_as_dense = exchange, sparse_as_dense
+        self._exchange, self._sparse_as_dense, self.attendance = exchange, sparse_as_dense, attendance
+        attendance.trainable = lambda: [slot.index for slot in slots if slot.param.requires_grad]
+        attendance.shared_order = not strategy.ordered
         self.suspended = False  # inside no_sync()
+        self.accumulating = False  # since the last step, gradients arrived that no reduction has seen
         self._handed_over = False
         self.changing: Callable[[], AbstractContextManager[None]] = nullcontext  # around changes of who holds what
         shards = ShardUpdate(optimizer) if updates.in_shards else None
@@ -68,12 +73,14 @@ class Engine:
         self.window = GradientWindow(
             slots,
             self.order,
+            attendance,
             passes=passes,
             hold_last=updates.in_shards,  # [Note: nobody overtakes a step]
             skippable=updates is not Updates.EAGER,
             ordered=strategy.ordered,
             launch=self._launch,
             settle=self._settle,
+            arrive=self._arrive_left,
         )
         self.eager = self.deferred = None
         if updates is Updates.EAGER:
@@ -122,6 +129,7 @@ class Engine:
         slot = self.slots[index]
         if self._sparse_as_dense and param.grad is not None and param.grad.layout is not torch.strided:
             param.grad = param.grad.to_dense()
+        self.accumulating = self.suspended
         if self.suspended:
             return
         if self._observer is not None:
@@ -169,7 +177,8 @@ class Engine:
         """End the first iteration: plan from what rank 0 saw. On every rank, inside the first step."""
         if self._observer is None:
             return
-        facts = agree(self.comm, self._observer.finish())
+        found = allgather_object(self.comm, self._observer.finish())
+        facts = next((facts for facts in found if any(facts.fires)), found[0])  # rank 0 may have joined at once
         self._observer = None
         self._mark_sparse(self.slots)
         self._planner.begin(facts, self.window.passes)
@@ -246,22 +255,30 @@ class Engine:
                 f"parameters of this optimizer, {self.slots[0].name!r} or others, went to a DistributedOptimizer that was "
                 "made later; step that one, and give every parameter to one optimizer"
             )
+        self.attendance.start("prepare")
         self.learn()
         self._hooks.attach(self.slots)  # those that were frozen and are not any more
-        if self._planner.late:
-            self._mark_sparse(self._planner.late)
-            self._planner.extend()
-            self._follow_plan()
-        if self.deferred is not None:
-            self.transit.arrive_all()  # nobody used these since the last step; their buffers are free then
+        self._arrive_left()
         window = self.window
         window.verify(sharded_only=window.reduced)
         window.flush()
-        average_sparse(self.comm, self.slots, self._exchange)
+        if self._planner.late:  # how many buckets were issued before this differs between ranks
+            self._mark_sparse(self._planner.late)
+            self._planner.extend()
+            self._follow_plan()
+            window.flush()
+        self.attendance.meet(not (self.order and self.order[-1].meets) and not any(slot.sparse for slot in self.slots))
+        average_sparse(self.comm, self.slots, self._exchange, lambda: self._correction(self.attendance.round))
+
+    def _arrive_left(self) -> None:
+        if self.deferred is not None:
+            self.transit.arrive_all()  # nobody used these since the last step; their buffers are free then
 
     def _launch(self, bucket: Bucket) -> None:
         self.transit.arrive(bucket)  # nobody used these parameters since the last step
         self._exchange.load(bucket)
+        self.attendance.open()
+        bucket.round = self.attendance.round
         self.strategy.reduce(self.comm, bucket)
 
     def _settle(self, bucket: Bucket) -> None:
@@ -273,4 +290,9 @@ class Engine:
             self.sharded.take(bucket)
         else:
             bucket.find_unused()
-        self._exchange.rescale(bucket, self.shards)
+        self._exchange.rescale(bucket, self.shards, self._correction(bucket.round))
+
+    def _correction(self, number: int) -> float:
+        """By what averages of round `number` are multiplied where ranks had joined."""
+        factor = self.attendance.factor(number)
+        return factor if self._exchange.averages else 1.0

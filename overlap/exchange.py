@@ -52,6 +52,7 @@ class Exchange:
                 "compression should be Compression.none, .fp16, .bf16 or a class with the static methods compress(tensor) "
                 f"and decompress(tensor, ctx), and is {compression!r}"
             )
+        self.averages = op is ReduceOp.AVG  # by whatever factors
         self._compressor: Any = None if returns_slices(compression) else compression
         self._wire_dtype = _WIRE_DTYPES[compression] if self._compressor is None else None
         self._before, self._after, self.op = 1.0, 1.0, op

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from overlap.arguments import HorovodArguments, check_passes
 from overlap.assembly import build
 from overlap.bucket import Bucket
+from overlap.joining import Follower
 from overlap.loss_scale import is_scaler_step, is_unscaling
 from overlap.session import current
 from overlap.startup import collect_slots, synchronize_start
@@ -72,6 +74,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 setattr(self, name, value)
         self._patch_step_function()
         self._inside_skip_synchronize = False
+        step = weakref.WeakMethod(self._step_as_told)
+        self._follower = Follower(self._engine, self._averages, self._stepper, optimizer, step)
+        current().roll.enroll(self._follower)
 
     # - Looks like the user's optimizer
 
@@ -134,6 +139,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         On every rank with the same `strategy`, between ``step()`` and the next backward.
         """
+        self._engine.attendance.refuse_together("replan()")
+        self._replan(strategy)
+
+    def _replan(self, strategy: Strategy) -> None:
+        """:meth:`replan` after a step, in which joined ranks take part."""
         self._engine.replan(strategy)
 
     def preview(self, strategy: Strategy) -> Plan:
@@ -143,6 +153,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters: they take rank 0's values, and buckets of their own in the next step. On every rank."""
         self._averages.refuse("add_param_group()")
+        self._engine.attendance.refuse_together("add_param_group()")
         self._engine.transit.arrive_all()
         self._optimizer.add_param_group(param_group)
         known = self._engine.slots
@@ -153,6 +164,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch. After a backward whose step was skipped, it completes what is in flight and forgets it."""
         self._stepper.forget()
+        self._engine.accumulating = False
         if self._engine.deferred is not None and not set_to_none:
             self._engine.transit.arrive_all()  # zeros would be written into what is still being reduced
         self._optimizer.zero_grad(set_to_none)
@@ -170,6 +182,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         # A GradScaler leaves its scale here (None where it has unscaled) and what it found.
         found_inf, scale = vars(self).get("found_inf"), vars(self).get("grad_scale")
         if found_inf is not None and found_inf > 0:
+            self._engine.attendance.announce("infinite")
             self._stepper.forget(everywhere=True)
             return None
         result = self._stepper.step(closure, scale)
@@ -223,6 +236,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
     ) -> torch.Tensor:
         return self._averages.clip(wanted, max_norm, norm_type, error_if_nonfinite)
 
+    # - While others have data
+
+    def _step_as_told(self, scale: torch.Tensor | None, infinite: bool, closure: Callable[[], Any] | None) -> None:
+        """What a GradScaler calls; see `overlap.joining`."""
+        self.grad_scale, self.found_inf = scale, float(infinite)
+        try:
+            self.step(closure)
+        finally:
+            del self.grad_scale, self.found_inf
+
     # - State
 
     def state_dict(self) -> dict[str, Any]:
@@ -242,6 +265,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         after, are those rounded; elsewhere the model's count. Without one, the model's count everywhere.
         """
         self._averages.refuse("load_state_dict()")
+        self._engine.attendance.refuse("load_state_dict()")
         self._engine.transit.arrive_all()
         self._full_state.load(state_dict)
 

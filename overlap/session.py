@@ -24,6 +24,7 @@ from overlap.mailroom import Mailroom
 from overlap.native import NativeCommunicator
 from overlap.objects import allgather_object
 from overlap.registry import Registry
+from overlap.roll import Roll
 from overlap.settings import Settings
 from overlap.watchdog import Watchdog
 
@@ -72,6 +73,8 @@ class Session:
         self._subsets: list[Communicator] = []
         self.registry = Registry(self.control, self.mailroom)
         self.channels = Channels(self.control, self.watchdog.watch, self.registry.abandoned, self.registry.forget)
+        self.roll = Roll(comm, self.mailroom, lambda: self.watchdog.left)
+        self.participants.append(self.roll)
         failures.install(comm.rank, comm.size, comm.abort)
         logs.configure(self.settings, comm.rank)
         _share_cores(self.local_size)

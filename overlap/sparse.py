@@ -6,7 +6,7 @@ and gathers. Every rank then updates the whole parameter alike, with the user's 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -42,8 +42,13 @@ def refuse_sparse(slot: Slot) -> None:
         )
 
 
-def average_sparse(comm: Communicator, slots: Sequence[Slot], exchange: Exchange) -> None:
-    """Make ``.grad`` of sparse slots the coalesced average, None where no rank has one. On every rank, once a window."""
+def average_sparse(
+    comm: Communicator, slots: Sequence[Slot], exchange: Exchange, correction: Callable[[], float]
+) -> None:
+    """Make ``.grad`` of sparse slots the coalesced average, None where no rank has one. On every rank, once a window.
+
+    `correction()` is asked for a further factor when every rank has said how many rows it has.
+    """
     todo = [slot for slot in slots if slot.sparse and not slot.filled]
     if not todo:
         return
@@ -72,7 +77,7 @@ def average_sparse(comm: Communicator, slots: Sequence[Slot], exchange: Exchange
     for slot, works, indices, values in inflight:
         for work in works:
             work.wait()
-        wide = values.to(slot.param.dtype) * exchange.share(comm.size)
+        wide = values.to(slot.param.dtype) * (exchange.share(comm.size) * correction())
         total = torch.sparse_coo_tensor(indices.T, wide, slot.param.shape, check_invariants=False).coalesce()
         slot.param.grad = total
 

@@ -29,7 +29,7 @@ from overlap.engine import Engine
 from overlap.shard_update import unhooked_step
 from overlap.state_share import StateShare
 
-__all__ = ["Stepper"]
+__all__ = ["Stepper", "hyper_parameters"]
 
 
 class Stepper:
@@ -60,6 +60,7 @@ class Stepper:
                 self._engine.transit.arrive_all()  # the buffers of what was not used since are free then
             self._engine.window.discard()
             self._averages.forget()
+            self._engine.accumulating = False
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -72,7 +73,13 @@ class Stepper:
 
     def _close_window(self) -> None:
         self._engine.window.reset()
+        self._engine.accumulating = False
         self._averages.forget()
+
+    def _announce(self, scale: torch.Tensor | None) -> None:
+        """Joined ranks own shards, too: they step with the hyper-parameters in force where training goes on."""
+        if self._engine.attendance.absent:
+            self._engine.attendance.announce("step", groups=hyper_parameters(self._optimizer), scale=scale)
 
     @torch.no_grad()
     def _step_shards(self, scale: torch.Tensor | None) -> None:
@@ -80,13 +87,15 @@ class Stepper:
         if engine.eager is not None:
             engine.eager.check()
         averages.prepare()
-        if window.reduced or not all(bucket.meets for bucket in engine.order[-1:]):
+        window.settle(engine.order[-1:])  # before anything is updated: [Note: nobody overtakes a step]
+        self._announce(scale)
+        if window.reduced:
             self._comm.barrier(label="step")  # [Note: nobody overtakes a step]
         if scale is not None:
             averages.unscale(scale)
         if averages.synchronized:
+            averages.share()
             averages.take_synchronized()
-        window.settle(engine.order[-1:])  # before anything is updated: [Note: nobody overtakes a step]
         with self._share.updating():
             whole = []
             early = set() if engine.eager is None else engine.eager.finish()
@@ -124,22 +133,34 @@ class Stepper:
             bucket.advance(Phase.FILLING)
 
     def _step_whole(self, closure: Callable[[], Any] | None, scale: torch.Tensor | None) -> Any:
-        step = unhooked_step(self._optimizer)
+        engine, step = self._engine, unhooked_step(self._optimizer)
         if closure is None:
             self._averages.prepare()
             if scale is None and self._leave():
                 return None
+            self._settle_whole()
+            self._announce(scale)
             self._take_whole(scale)
             with self._share.updating():
                 result = step(self._optimizer)
         else:
+            first = True
 
             def evaluate() -> Any:
+                nonlocal first
                 with torch.enable_grad():
                     loss = closure()
                 self._averages.prepare()
+                self._settle_whole()
+                attendance = engine.attendance
+                if first and attendance.absent:  # whose steps will evaluate as often as this one
+                    groups = hyper_parameters(self._optimizer)
+                    like = torch.zeros_like(loss) if isinstance(loss, torch.Tensor) else None
+                    attendance.announce("closure", groups=groups, loss=like)
+                first = False
+                factor = attendance.factor(attendance.round)
                 self._take_whole()
-                return self._average(loss)
+                return self._average(loss, factor)
 
             with self._share.updating():
                 result = step(self._optimizer, evaluate)
@@ -152,24 +173,42 @@ class Stepper:
             return False
         if any(slot.sparse for slot in engine.slots):
             return False
+        engine.attendance.leave(groups=hyper_parameters(self._optimizer), scale=None)
         engine.deferred.leave(engine.order)
         self._close_window()
         return True
 
-    def _take_whole(self, scale: torch.Tensor | None = None) -> None:
+    def _settle_whole(self) -> None:
         engine = self._engine
         if not self._averages.synchronized:
             engine.window.settle()
             for bucket in engine.order:
                 bucket.expose()
+
+    def _take_whole(self, scale: torch.Tensor | None = None) -> None:
+        engine = self._engine
+        if self._averages.synchronized:
+            self._averages.share()
         if scale is not None:
             self._averages.unscale(scale)
         for bucket in engine.order:
             bucket.advance(Phase.FILLING)
         self._close_window()
 
-    def _average(self, loss: Any) -> Any:
+    def _average(self, loss: Any, factor: float) -> Any:
         plain = loss.detach() if isinstance(loss, torch.Tensor) else torch.tensor(float(loss), dtype=torch.float64)
         mean = plain.clone().contiguous()
         self._comm.all_reduce(mean, mean, ReduceOp.AVG, label="loss")
+        if factor != 1:
+            mean *= factor
         return mean if isinstance(loss, torch.Tensor) else float(mean)
+
+
+def hyper_parameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Of each group, as they are now."""
+    return [
+        {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in given.items()}
+        for given in (
+            {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
+        )
+    ]

@@ -40,6 +40,7 @@ class Strategy(ABC):
     updates: Updates = Updates.WHOLE
     ordered: bool = True
     gather_dtype: torch.dtype | None = None
+    complete: bool = True  # False: parts of the communication are left out, for time breakdowns
 
     @property
     def space(self) -> tuple[Dimension, ...]:

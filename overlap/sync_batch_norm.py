@@ -165,6 +165,8 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
     none, so that evaluation normalises by the batch of all ranks too (as in Horovod, not as in torch, which uses the
     rank's own). Gradients of gradients are not supported.
 
+    After ``join()`` of another rank, a forward pass while training raises :class:`overlap.roll.CannotJoin` here and there.
+
     Raises :class:`BatchMismatch` on all ranks when they meet in different layers, ``ValueError`` for an input of other
     than two or more dimensions or when all ranks together have one value per channel.
     """
@@ -183,8 +185,9 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
         of_batch = self.training or self.running_mean is None
         if not of_batch or current().comm.size == 1:
             return super().forward(input)
-        comm = current().channels.named(_PURPOSE)
-        out, total, mean, var = _Normalise.apply(input, self.weight, self.bias, self.eps, comm)
+        with current().roll.needing_everybody("SyncBatchNorm while training"):
+            comm = current().channels.named(_PURPOSE)
+            out, total, mean, var = _Normalise.apply(input, self.weight, self.bias, self.eps, comm)
         if self.training and self.track_running_stats:
             self._track(float(total), mean, var)
         return out

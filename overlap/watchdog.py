@@ -80,6 +80,11 @@ class Watchdog:
         """Look at what is pending there too."""
         self._watched.append(source)
 
+    @property
+    def left(self) -> frozenset[int]:
+        """Ranks that have said that they leave."""
+        return frozenset(self._left)
+
     def leaving(self) -> None:
         """Tell the others that this rank will issue nothing more."""
         self._here = "in shutdown"

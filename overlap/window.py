@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from overlap.attendance import Attendance
 from overlap.bucket import Bucket, Phase, Slot
 
 __all__ = ["GradientChanged", "GradientWindow", "StepSkipped", "TooManyGradients"]
@@ -28,15 +29,17 @@ class StepSkipped(RuntimeError):
 class GradientWindow:
     """Readiness of every slot and bucket. `launch(bucket)` issues its reduction; `settle(bucket)` awaits the work.
 
-    `order` is the agreed order of issue. With `hold_last` its last bucket is issued by :meth:`flush` only. Where
-    buckets are updated before ``step()``, a step cannot be skipped: not `skippable`. Where the strategy sees to one
-    order on all ranks, buckets are launched as they fill: not `ordered`.
+    `arrive()` frees the buffers of updates that were left for after ``step()``. `order` is the agreed order of issue. With
+    `hold_last` its last bucket is issued by :meth:`flush` only. Where buckets are updated before ``step()``, a step cannot
+    be skipped: not `skippable`. Where the strategy sees to one order on all ranks, buckets are launched as they fill: not
+    `ordered`. `attendance` counts the windows whose reductions were all issued as rounds.
     """
 
     def __init__(
         self,
         slots: list[Slot],
         order: list[Bucket],
+        attendance: Attendance,
         *,
         passes: int,
         hold_last: bool,
@@ -44,10 +47,12 @@ class GradientWindow:
         ordered: bool = True,
         launch: Callable[[Bucket], None],
         settle: Callable[[Bucket], None],
+        arrive: Callable[[], None],
     ) -> None:
         self.slots, self.order, self.passes = slots, order, passes
+        self._attendance = attendance
         self._hold_last, self._skippable, self._ordered = hold_last, skippable, ordered
-        self._launch, self._settle = launch, settle
+        self._launch, self._settle, self._arrive = launch, settle, arrive
         self._next = 0
         self.reduced = False  # all reductions of this window were awaited, by clipping or synchronize()
 
@@ -55,6 +60,11 @@ class GradientWindow:
     def touched(self) -> bool:
         """Whether a gradient arrived since the last step."""
         return any(slot.fires or slot.filled for slot in self.slots)
+
+    @property
+    def issued(self) -> bool:
+        """Whether every reduction of this window is issued."""
+        return bool(self.order) and all(bucket.phase in (Phase.REDUCING, Phase.REDUCED) for bucket in self.order)
 
     @property
     def quiet(self) -> bool:
@@ -124,6 +134,7 @@ class GradientWindow:
 
     def flush(self) -> None:
         """Issue all that is left. Parameters without a gradient on this rank take part with the unused mark."""
+        self._arrive()
         for bucket in self.order:
             for slot in bucket.slots:
                 if not slot.filled:
@@ -145,8 +156,11 @@ class GradientWindow:
                     "gradients were dropped after backward() and before step(), but with eager=True some parameters are "
                     "updated already; call step() after every backward(), or wrap the optimizer with eager=False"
                 )
+            self._attendance.start("discard")
             self.flush()
+            self._attendance.meet(not self.order[-1].meets)
             self.settle()
+            self._attendance.announce("discard")
         for bucket in self.order:
             if bucket.phase is Phase.REDUCED:
                 bucket.advance(Phase.FILLING)
@@ -163,3 +177,4 @@ class GradientWindow:
             slot.clear()
         self._next = 0
         self.reduced = False
+        self._attendance.close()

@@ -76,7 +76,7 @@ class Trial:
 
     def _follow(self, optimizer: DistributedOptimizer, decision: Decision) -> None:
         if dict(decision.setting) != dict(optimizer.strategy.setting):
-            optimizer.replan(optimizer.strategy.at(decision.setting))
+            optimizer._replan(optimizer.strategy.at(decision.setting))
         if decision.result is None:
             self._open_window()
             return
@@ -121,7 +121,7 @@ def tune(optimizer: DistributedOptimizer, options: bool | Tuning, *, delay: int 
     if found is None:
         optimizer.register_step_post_hook(trial)  # type: ignore[arg-type]
     else:
-        optimizer.replan(strategy.at(found))
+        optimizer._replan(strategy.at(found))
         if session.comm.rank == 0:
             log.info("%s: %s, tuned earlier (%s)", strategy.name, describe(found), options.path)
 

@@ -1,0 +1,351 @@
+"""Ranks that run out of data call join(): the others' training equals one process on the data that is there."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import dear
+from overlap.horovod.asking import runtime
+from overlap.roll import CannotJoin
+from overlap.session import current
+from tests.spmd.loops import GLOBAL_BATCH, Run
+from tests.spmd.models import MODELS, SPARSE_MODELS
+from tests.spmd.test_parity import OPTIMIZERS, _assert_close, _model
+from tests.spmd.test_parity import WRAP as PATIENT
+
+# Early updates as they happen to come: a gradient hook must not wait for ranks that have joined.
+LIKE_OTHERS = ("dear-layerwise", "dear-nameless")
+WRAP = {name: wrap for name, wrap in PATIENT.items() if name not in LIKE_OTHERS} | {
+    "dear-eager": lambda o, m, **k: dear.DistributedOptimizer(o, m, eager=True, threshold_mb=0.001, **k)
+}
+Batches = Iterator[tuple[torch.Tensor, torch.Tensor]]
+
+
+@pytest.fixture(autouse=True)
+def _session() -> None:
+    dear.init()
+
+
+def _none_on_rank_0(rank: int, steps: int) -> int:
+    return 0 if rank == 0 and dear.size() > 1 else steps
+
+
+def _fewer_on_higher(rank: int, steps: int) -> int:
+    return steps - min(rank, 3)
+
+
+def _fewer_on_lower(rank: int, steps: int) -> int:
+    return steps - min(dear.size() - 1 - rank, 3)
+
+
+def _batches(run: Run, first: int, steps: int, amount: Callable[[int, int], int]) -> Batches:
+    """This rank's batches, `amount(rank, steps)` of them; in one process, in each step what all ranks have."""
+    share = GLOBAL_BATCH // run.size
+    for step in range(steps):
+        present = [rank for rank in range(run.size) if step < amount(rank, steps)]
+        if run.rank is None:
+            x, y = run.batch(first + step)
+            rows = [row for rank in present for row in range(rank * share, (rank + 1) * share)]
+            yield x[rows], y[rows]
+        elif run.rank in present:
+            yield run.batch(first + step)
+
+
+def _backward(run: Run, batch: tuple[torch.Tensor, torch.Tensor], scale: float = 1.0) -> torch.Tensor:
+    loss = torch.nn.functional.mse_loss(run.model(batch[0]), batch[1]) * scale
+    loss.backward()
+    return loss
+
+
+def _join(run: Run) -> None:
+    if run.distributed:
+        assert 0 <= dear.join() < dear.size()
+
+
+def stepped(run: Run) -> None:
+    """Rank 0 has nothing in the first iteration; then ranks run out one after the other, while the rate changes."""
+    schedule = torch.optim.lr_scheduler.StepLR(run.optimizer, 2, 0.5)
+    last = 0
+    for amount, steps in ((_none_on_rank_0, 2), (_fewer_on_higher, 4), (_fewer_on_lower, 4)):
+        for batch in _batches(run, last, steps, amount):
+            run.optimizer.zero_grad()
+            _backward(run, batch)
+            run.optimizer.step()
+            schedule.step()
+            if run.rank in (0, None) and amount is _fewer_on_higher:
+                run.optimizer.state_dict()  # of all ranks' shards, while some have joined
+        last += steps
+        _join(run)
+        if run.distributed:
+            schedule.last_epoch = last  # has missed some, while the rate itself is the others'
+
+
+def clipped_and_skipped(run: Run) -> None:
+    for step, batch in enumerate(_batches(run, 0, 6, _fewer_on_higher)):
+        run.optimizer.zero_grad()
+        _backward(run, batch)
+        if step % 2:
+            run.clip(0.05)
+        if step % 3 != 1:
+            run.optimizer.step()
+    if run.distributed:
+        run.optimizer.zero_grad()
+    _join(run)
+
+
+def skipped_behind_our_back(run: Run) -> None:
+    for step, batch in enumerate(_batches(run, 0, 7, _fewer_on_lower)):
+        run.model.zero_grad()
+        _backward(run, batch)
+        if step % 3 != 2:
+            run.optimizer.step()
+    if run.distributed:
+        run.optimizer.zero_grad()  # the last step may have been skipped
+    _join(run)
+
+
+def changed_after_synchronize(run: Run) -> None:
+    for batch in _batches(run, 0, 5, _fewer_on_lower):
+        run.optimizer.zero_grad()
+        _backward(run, batch)
+        if run.distributed:
+            run.optimizer.synchronize()
+        torch.nn.utils.clip_grad_norm_(run.model.parameters(), 0.05)
+        run.optimizer.step()
+    _join(run)
+
+
+def scaled(run: Run) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    for step, batch in enumerate(_batches(run, 0, 7, _fewer_on_higher)):
+        run.optimizer.zero_grad()
+        loss = torch.nn.functional.mse_loss(run.model(batch[0]), batch[1]) * (float("inf") if step == 4 else 1.0)
+        scaler.scale(loss).backward()
+        if step % 2:
+            scaler.unscale_(run.optimizer)
+            torch.nn.utils.clip_grad_norm_(run.model.parameters(), 0.05)
+        scaler.step(run.optimizer)
+        scaler.update()
+    _join(run)
+
+
+def accumulated(run: Run) -> None:
+    """Windows of two passes, then one under no_sync(); nobody's data ends inside a window."""
+    if run.distributed:
+        run.optimizer.set_backward_passes_per_step(2)
+    batches = list(_batches(run, 0, 4, _fewer_on_higher))
+    for batch in batches:
+        run.optimizer.zero_grad()
+        for part in zip(batch[0].chunk(2), batch[1].chunk(2), strict=True):
+            _backward(run, part, 0.5)  # type: ignore[arg-type]
+        run.optimizer.step()
+    _join(run)
+    if run.distributed:
+        run.optimizer.set_backward_passes_per_step(1)
+    for batch in _batches(run, 4, 4, _fewer_on_lower):
+        run.optimizer.zero_grad()
+        if run.distributed:
+            with run.optimizer.no_sync():
+                _backward(run, batch, 0.5)
+        else:
+            _backward(run, batch, 0.5)
+        _backward(run, batch, 0.5)
+        run.optimizer.step()
+    _join(run)
+
+
+def closures(run: Run) -> None:
+    for batch in _batches(run, 0, 5, _fewer_on_lower):
+
+        def evaluate(batch: Any = batch) -> torch.Tensor:
+            run.optimizer.zero_grad()
+            return _backward(run, batch)
+
+        run.optimizer.step(evaluate)
+    _join(run)
+
+
+def unfrozen(run: Run) -> None:
+    first = next(iter(run.model.parameters()))
+    first.requires_grad_(False)
+    for step, batch in enumerate(_batches(run, 0, 6, _fewer_on_higher)):
+        if step == 5:  # at several ranks, others have joined
+            first.requires_grad_(True)
+        run.optimizer.zero_grad()
+        _backward(run, batch)
+        run.optimizer.step()
+    _join(run)
+
+
+LOOPS = {
+    loop.__name__: loop
+    for loop in (
+        stepped,
+        clipped_and_skipped,
+        skipped_behind_our_back,
+        changed_after_synchronize,
+        scaled,
+        accumulated,
+        closures,
+        unfrozen,
+    )
+}
+#: What early updates refuse with or without join().
+NOT_EAGER = {"clipped_and_skipped", "skipped_behind_our_back", "changed_after_synchronize", "scaled"}
+ROWS = [
+    *((loop, strategy, "sgd") for loop in ("stepped", "clipped_and_skipped", "scaled") for strategy in WRAP),
+    *((loop, strategy, "sgd") for loop in list(LOOPS)[3:] for strategy in ("dear", "wfbp", "bytescheduler")),
+    *(("stepped", strategy, "adafactor") for strategy in ("dear", "bytescheduler")),
+    ("stepped", "dear", "adamw"),
+    ("closures", "dear", "adafactor"),
+]
+
+
+@functools.cache
+def _alone(model_name: str, optimizer_name: str, loop: str) -> Any:
+    return _train(model_name, optimizer_name, loop, None)
+
+
+def _train(model_name: str, optimizer_name: str, loop: str, strategy: str | None) -> Any:
+    torch.manual_seed(5)
+    model = _model(model_name) if model_name in MODELS else SPARSE_MODELS[model_name]().double()
+    optimizer: Any = OPTIMIZERS[optimizer_name](list(model.parameters()))
+    run = Run(model, optimizer, None, dear.size())
+    if strategy is not None:
+        run.optimizer, run.rank = WRAP[strategy](optimizer, model), dear.rank()
+    LOOPS[loop](run)
+    if strategy is not None:
+        run.optimizer.synchronize()
+    return model.state_dict(), run.optimizer.state_dict(), run.seen
+
+
+def _check(model: str, optimizer: str, loop: str, strategy: str) -> None:
+    expected, actual = _alone(model, optimizer, loop), _train(model, optimizer, loop, strategy)
+    for mine, theirs, where in zip(actual, expected, ("model", "optimizer", "seen"), strict=True):
+        _assert_close(mine, theirs, where)
+
+
+@pytest.mark.parametrize(("loop", "strategy", "optimizer"), ROWS)
+def test_uneven_data(loop: str, strategy: str, optimizer: str) -> None:
+    if strategy == "dear-eager" and loop in NOT_EAGER:
+        return
+    _check("Sometimes" if loop == "stepped" else "Mlp", optimizer, loop, strategy)
+
+
+@pytest.mark.parametrize("strategy", ["dear", "dear-rb", "bytescheduler"])
+def test_uneven_data_with_sparse_gradients(strategy: str) -> None:
+    for loop in ("stepped", "skipped_behind_our_back"):
+        _check("Tables", "adagrad", loop, strategy)
+
+
+def _two(strategy: str) -> list[Run]:
+    runs = []
+    for name, optimizer_name in (("Mlp", "sgd"), ("Sometimes", "adamw")):
+        model = _model(name)
+        optimizer: Any = OPTIMIZERS[optimizer_name](list(model.parameters()))
+        runs.append(Run(model, optimizer, None, dear.size()))
+        if strategy:
+            runs[-1].optimizer, runs[-1].rank = WRAP[strategy](optimizer, model), dear.rank()
+    return runs
+
+
+def _alternate(strategy: str) -> list[Any]:
+    """Two optimizers whose rounds overlap: each is clipped before the first one steps; one steps every other time."""
+    runs = _two(strategy)
+    for step, batches in enumerate(zip(*(_batches(run, 0, 5, _fewer_on_higher) for run in runs), strict=True)):
+        for run, batch in zip(runs, batches, strict=True):
+            run.optimizer.zero_grad()
+            _backward(run, batch)
+        for run in runs:
+            run.clip(0.5)
+        for number, run in enumerate(reversed(runs)):
+            if number or step % 2:
+                run.optimizer.step()
+    for run in runs:
+        if strategy:
+            run.optimizer.zero_grad()
+    _join(runs[0])
+    return [run.model.state_dict() for run in runs]
+
+
+@pytest.mark.parametrize("strategy", ["dear", "mgwfbp", "bytescheduler"])
+def test_joined_ranks_follow_several_optimizers(strategy: str) -> None:
+    _assert_close(_alternate(strategy), _alternate(""), "models")
+
+
+def _end_of_a_failed_join(joined: bool) -> None:
+    """A rank whose join() raised counts as joined until the others have called it too."""
+    current().control.barrier()
+    if not joined:
+        dear.join()
+    current().control.barrier()
+    while runtime().pending():
+        time.sleep(0.001)
+
+
+def _refused(run: Run, joined: bool, message: str, act: Callable[[], Any]) -> None:
+    """On a rank that has joined join() raises; on the others `act` does."""
+    if dear.size() > 1:
+        with pytest.raises(CannotJoin, match=message):
+            dear.join() if joined else act()
+        _end_of_a_failed_join(joined)
+
+
+@pytest.mark.parametrize("strategy", ["dear", "wfbp"])
+@pytest.mark.parametrize("left_over", ["reduced", "accumulated"])
+def test_gradients_that_nobody_stepped_are_refused_on_all_ranks(left_over: str, strategy: str) -> None:
+    run, last = _two(strategy)[0], dear.size() - 1
+    joined = dear.rank() == last
+    _backward(run, run.batch(0))
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    with run.optimizer.no_sync() if joined and left_over == "accumulated" else contextlib.nullcontext():
+        _backward(run, run.batch(1))
+
+    def go_on() -> None:
+        run.optimizer.step()
+        _backward(run, run.batch(2))  # where all was issued in backward, it is the next step that is not possible
+        run.optimizer.step()
+
+    _refused(run, joined, rf"rank {last} has called join.*there.*step\(\) or zero_grad\(\) before join", go_on)
+
+
+@pytest.mark.parametrize("what", ["replan", "add_param_group", "load_state_dict"])
+def test_what_joined_ranks_cannot_follow_is_refused_on_all_ranks(what: str) -> None:
+    run = _two("dear")[0]
+    joined = dear.rank() == 0 and dear.size() > 1
+    state: dict[str, Any] = {}
+    _backward(run, run.batch(0))
+    run.optimizer.step()
+    if not joined:
+        run.optimizer.zero_grad()
+        _backward(run, run.batch(1))
+        if dear.size() > 1 and what == "load_state_dict":
+            run.optimizer.step()  # after it, all ranks know
+            state = {"param_groups": [], "state": {}}
+        else:
+            run.optimizer.zero_grad()
+    argument = {
+        "replan": run.optimizer.strategy,
+        "add_param_group": {"params": [torch.nn.Parameter(torch.zeros(3))]},
+        "load_state_dict": state,
+    }[what]
+    message = rf"{what}\(\) needs every rank, and ranks \[0\] have joined"
+    _refused(run, joined, message, lambda: getattr(run.optimizer, what)(argument))
+
+
+def test_batch_norm_over_all_ranks_cannot_go_on() -> None:
+    layer = dear.SyncBatchNorm(3)
+    joined = dear.rank() == 0 and dear.size() > 1
+    if dear.size() > 1 and not joined:
+        while not current().roll.joined_now:
+            time.sleep(0.001)
+    run = Run(layer, None, None, dear.size())
+    _refused(run, joined, "SyncBatchNorm while training needs every rank", lambda: layer(torch.ones(4, 3)))
