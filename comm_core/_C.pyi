@@ -38,9 +38,23 @@ class TransportError(Error): ...
 class MpiError(TransportError):
     code: int
 
+class NcclError(TransportError):
+    code: int
+
+class CudaError(TransportError):
+    code: int
+
 class Buffer:
     def __init__(
-        self, address: int, count: int, dtype: DType, *, readonly: bool = False, owner: object = None
+        self,
+        address: int,
+        count: int,
+        dtype: DType,
+        *,
+        readonly: bool = False,
+        owner: object = None,
+        device: int | None = None,
+        stream: int = 0,
     ) -> None: ...
     @property
     def address(self) -> int: ...
@@ -50,6 +64,10 @@ class Buffer:
     def dtype(self) -> DType: ...
     @property
     def readonly(self) -> bool: ...
+    @property
+    def device(self) -> int | None: ...
+    @property
+    def stream(self) -> int: ...
     @property
     def nbytes(self) -> int: ...
     @property
@@ -79,6 +97,8 @@ class Communicator:
     def backend(self) -> str: ...
     @property
     def name(self) -> str: ...
+    @property
+    def device(self) -> int | None: ...
     def reduce_scatter_async(
         self,
         send: _Memory,

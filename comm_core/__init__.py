@@ -8,10 +8,12 @@ from __future__ import annotations
 from comm_core._C import (
     Buffer,
     Communicator,
+    CudaError,
     DType,
     Error,
     InvalidUsage,
     MpiError,
+    NcclError,
     ReduceOp,
     TimeoutError,
     TransportError,
@@ -21,15 +23,18 @@ from comm_core._C import (
     local,
 )
 from comm_core.launch import build_info, finalize, mpi, mpi_available
+from comm_core.nccl_connect import exchange_over, nccl
 from comm_core.nccl_library import find_nccl
 
 __all__ = [
     "Buffer",
     "Communicator",
+    "CudaError",
     "DType",
     "Error",
     "InvalidUsage",
     "MpiError",
+    "NcclError",
     "ReduceOp",
     "TimeoutError",
     "TransportError",
@@ -37,9 +42,11 @@ __all__ = [
     "Work",
     "abort",
     "build_info",
+    "exchange_over",
     "finalize",
     "find_nccl",
     "local",
     "mpi",
     "mpi_available",
+    "nccl",
 ]

@@ -54,6 +54,11 @@ def build_info() -> dict[str, str]:
     return info | {"mpi": str(backend.__file__)} | dict(_C.describe("mpi"))
 
 
+def watch_exit(size: int) -> None:
+    """Let this process, one of `size`, end in no way that leaves its peers waiting."""
+    _exit.watch(size)
+
+
 def _why_not_mpi() -> str | None:
     try:
         importlib.import_module("comm_core._mpi")

@@ -67,7 +67,7 @@ def _imports(path: Path, inside_functions: bool) -> Iterator[str]:
 def _is_module(package: str, name: str) -> bool:
     """Whether ``from package import name`` gives a module of ours and not something defined in `package`."""
     place = ROOT.joinpath(*package.split("."))
-    return name in ("_C", "_mpi") or (place / f"{name}.py").exists() or (place / name / "__init__.py").exists()
+    return name in ("_C", "_mpi", "_nccl") or (place / f"{name}.py").exists() or (place / name / "__init__.py").exists()
 
 
 def _name(path: Path) -> str:

@@ -14,52 +14,69 @@ namespace {
 using CommunicatorClass = py::class_<Communicator, std::shared_ptr<Communicator>>;
 using Label = std::string;
 
+/// Calls `start`; without the GIL where a device takes part, because its library may then wait for other ranks.
+template <class Start>
+WorkPtr issue(const Communicator& c, const Start& start) {
+  std::optional<py::gil_scoped_release> release;
+  if (c.device()) release.emplace();
+  return start();
+}
+
 WorkPtr reduce_scatter(Communicator& c, const py::object& send, const py::object& recv, ReduceOp op,
                        const Counts& counts, Label label) {
   Arguments a;
-  return c.reduce_scatter(a.view(send, "send"), a.view(recv, "recv"), op, counts, std::move(label), a.keep_alive());
+  const auto from = a.view(send, "send"), to = a.view(recv, "recv");
+  return issue(c, [&] { return c.reduce_scatter(from, to, op, counts, std::move(label), a.keep_alive()); });
 }
 
 WorkPtr all_gather(Communicator& c, const py::object& send, const py::object& recv, const Counts& counts, Label label) {
   Arguments a;
-  return c.all_gather(a.view(send, "send"), a.view(recv, "recv"), counts, std::move(label), a.keep_alive());
+  const auto from = a.view(send, "send"), to = a.view(recv, "recv");
+  return issue(c, [&] { return c.all_gather(from, to, counts, std::move(label), a.keep_alive()); });
 }
 
 WorkPtr all_reduce(Communicator& c, const py::object& send, const py::object& recv, ReduceOp op, Label label) {
   Arguments a;
-  return c.all_reduce(a.view(send, "send"), a.view(recv, "recv"), op, std::move(label), a.keep_alive());
+  const auto from = a.view(send, "send"), to = a.view(recv, "recv");
+  return issue(c, [&] { return c.all_reduce(from, to, op, std::move(label), a.keep_alive()); });
 }
 
 WorkPtr broadcast(Communicator& c, const py::object& buffer, int root, Label label) {
   Arguments a;
-  return c.broadcast(a.view(buffer, "buffer"), root, std::move(label), a.keep_alive());
+  const auto view = a.view(buffer, "buffer");
+  return issue(c, [&] { return c.broadcast(view, root, std::move(label), a.keep_alive()); });
 }
 
 WorkPtr reduce(Communicator& c, const py::object& send, const py::object& recv, ReduceOp op, int root, Label label) {
   Arguments a;
+  const auto from = a.view(send, "send");
   std::optional<Buffer> into;
   if (!recv.is_none()) into = a.view(recv, "recv");
-  return c.reduce(a.view(send, "send"), into, op, root, std::move(label), a.keep_alive());
+  return issue(c, [&] { return c.reduce(from, into, op, root, std::move(label), a.keep_alive()); });
 }
 
 WorkPtr all_to_all(Communicator& c, const py::object& send, const py::object& recv, const Counts& send_counts,
                    const Counts& recv_counts, Label label) {
   Arguments a;
-  return c.all_to_all(a.view(send, "send"), a.view(recv, "recv"), send_counts, recv_counts, std::move(label),
-                      a.keep_alive());
+  const auto from = a.view(send, "send"), to = a.view(recv, "recv");
+  return issue(c, [&] { return c.all_to_all(from, to, send_counts, recv_counts, std::move(label), a.keep_alive()); });
 }
 
 WorkPtr send(Communicator& c, const py::object& buffer, int peer, int tag, Label label) {
   Arguments a;
-  return c.send(a.view(buffer, "buffer"), peer, tag, std::move(label), a.keep_alive());
+  const auto view = a.view(buffer, "buffer");
+  return issue(c, [&] { return c.send(view, peer, tag, std::move(label), a.keep_alive()); });
 }
 
 WorkPtr receive(Communicator& c, const py::object& buffer, int peer, int tag, Label label) {
   Arguments a;
-  return c.receive(a.view(buffer, "buffer"), peer, tag, std::move(label), a.keep_alive());
+  const auto view = a.view(buffer, "buffer");
+  return issue(c, [&] { return c.receive(view, peer, tag, std::move(label), a.keep_alive()); });
 }
 
-WorkPtr barrier(Communicator& c, Label label) { return c.barrier(std::move(label)); }
+WorkPtr barrier(Communicator& c, Label label) {
+  return issue(c, [&] { return c.barrier(std::move(label)); });
+}
 
 /// Defines `name`_async, and `name` as the same call followed by wait().
 template <class... Args, class... Extra>
@@ -93,6 +110,7 @@ void register_communicator(py::module_& m) {
       .def_property_readonly("size", &Communicator::size)
       .def_property_readonly("backend", &Communicator::backend)
       .def_property_readonly("name", &Communicator::name)
+      .def_property_readonly("device", &Communicator::device)
       .def("__repr__", [](const Communicator& c) {
         return "<comm_core.Communicator " + c.name() + ", rank " + std::to_string(c.rank()) + " of " +
                std::to_string(c.size()) + ">";
@@ -121,7 +139,7 @@ void register_communicator(py::module_& m) {
           "post", [](Communicator& c, int peer, const py::bytes& payload) { return c.post(peer, payload); },
           py::arg("peer"), py::arg("payload"))
       .def("receive_post", &receive_post, py::arg("timeout"))
-      .def("pending", &Communicator::pending)
+      .def("pending", &Communicator::pending, py::call_guard<py::gil_scoped_release>())
       .def("close", [](Communicator& c) { c.close(raise_signals); }, py::call_guard<py::gil_scoped_release>());
 }
 

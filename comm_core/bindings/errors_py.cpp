@@ -8,7 +8,7 @@ namespace {
 
 /// The Python types, alive as long as the process.
 struct ErrorTypes {
-  PyObject *error, *invalid_usage, *unsupported, *timeout, *transport, *mpi;
+  PyObject *error, *invalid_usage, *unsupported, *timeout, *transport, *mpi, *nccl, *cuda;
 };
 ErrorTypes types{};
 
@@ -22,15 +22,24 @@ PyObject* new_type(py::module_& m, const char* name, const py::tuple& bases, con
 
 py::object instance(PyObject* type, const std::exception& e) { return py::handle(type)(e.what()); }
 
+template <class E>
+py::object coded(PyObject* type, const E& e) {
+  auto made = instance(type, e);
+  made.attr("code") = e.code();
+  return made;
+}
+
 }  // namespace
 
 py::object to_python(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);
   } catch (const MpiError& e) {
-    auto made = instance(types.mpi, e);
-    made.attr("code") = e.code();
-    return made;
+    return coded(types.mpi, e);
+  } catch (const NcclError& e) {
+    return coded(types.nccl, e);
+  } catch (const CudaError& e) {
+    return coded(types.cuda, e);
   } catch (const TransportError& e) {
     return instance(types.transport, e);
   } catch (const TimeoutError& e) {
@@ -58,6 +67,10 @@ void register_errors(py::module_& m) {
                              "Bytes did not arrive as agreed. The communicator is unusable afterwards.");
   types.mpi = new_type(m, "MpiError", py::make_tuple(py::handle(types.transport)),
                        "An MPI call failed; `code` is what it returned.");
+  types.nccl = new_type(m, "NcclError", py::make_tuple(py::handle(types.transport)),
+                        "An NCCL call or operation failed; `code` is its ncclResult_t.");
+  types.cuda = new_type(m, "CudaError", py::make_tuple(py::handle(types.transport)),
+                        "A CUDA call or device failed; `code` is the CUresult.");
   py::register_exception_translator([](std::exception_ptr p) {
     try {
       if (p) std::rethrow_exception(p);

@@ -126,7 +126,8 @@ Buffer Arguments::view(const py::object& object, const char* name) {
   return {static_cast<std::byte*>(view.buf), view.len / view.itemsize, dtype, view.readonly != 0};
 }
 
-PyBuffer make_buffer(std::uintptr_t address, std::int64_t count, DType dtype, bool readonly, py::object owner) {
+PyBuffer make_buffer(std::uintptr_t address, std::int64_t count, DType dtype, bool readonly, py::object owner,
+                     std::optional<int> device, std::uintptr_t stream) {
   if (count < 0) throw InvalidUsage("Buffer: count is " + std::to_string(count));
   if (count > std::numeric_limits<std::int64_t>::max() / 16) throw InvalidUsage("Buffer: count is too large");
   if (address == 0 && count > 0) throw InvalidUsage("Buffer: address 0 with " + std::to_string(count) + " elements");
@@ -134,7 +135,9 @@ PyBuffer make_buffer(std::uintptr_t address, std::int64_t count, DType dtype, bo
   if (address % item_size(dtype) != 0 && count > 0) {
     throw InvalidUsage("Buffer: address is not a multiple of the element size " + std::to_string(item_size(dtype)));
   }
-  return {{reinterpret_cast<std::byte*>(address), count, dtype, readonly}, std::move(owner)};
+  if (device && *device < 0) throw InvalidUsage("Buffer: device is " + std::to_string(*device));
+  if (!device && stream != 0) throw InvalidUsage("Buffer: a stream belongs to a device; pass device too");
+  return {{reinterpret_cast<std::byte*>(address), count, dtype, readonly, device, stream}, std::move(owner)};
 }
 
 void release_finished() noexcept { graveyard().release(); }

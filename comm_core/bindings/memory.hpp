@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -20,7 +21,8 @@ struct PyBuffer {
   py::object owner;
 };
 
-PyBuffer make_buffer(std::uintptr_t address, std::int64_t count, DType dtype, bool readonly, py::object owner);
+PyBuffer make_buffer(std::uintptr_t address, std::int64_t count, DType dtype, bool readonly, py::object owner,
+                     std::optional<int> device, std::uintptr_t stream);
 
 /// The memory of the arguments of one operation, and what keeps it alive until the engine lets go.
 class Arguments {

@@ -1,4 +1,5 @@
 #include <pybind11/native_enum.h>
+#include <pybind11/stl.h>
 
 #include "comm_core/types.hpp"
 #include "memory.hpp"
@@ -33,12 +34,15 @@ void register_types(py::module_& m) {
 
   py::class_<PyBuffer>(m, "Buffer", "Contiguous elements at an address. Does not own them, but keeps `owner` alive.")
       .def(py::init(&make_buffer), py::arg("address"), py::arg("count"), py::arg("dtype"), py::kw_only(),
-           py::arg("readonly") = false, py::arg("owner") = py::none())
+           py::arg("readonly") = false, py::arg("owner") = py::none(), py::arg("device") = py::none(),
+           py::arg("stream") = 0)
       .def_property_readonly("address",
                              [](const PyBuffer& b) { return reinterpret_cast<std::uintptr_t>(b.buffer.data); })
       .def_property_readonly("count", [](const PyBuffer& b) { return b.buffer.count; })
       .def_property_readonly("dtype", [](const PyBuffer& b) { return b.buffer.dtype; })
       .def_property_readonly("readonly", [](const PyBuffer& b) { return b.buffer.readonly; })
+      .def_property_readonly("device", [](const PyBuffer& b) { return b.buffer.device; })
+      .def_property_readonly("stream", [](const PyBuffer& b) { return b.buffer.stream; })
       .def_property_readonly("nbytes", [](const PyBuffer& b) { return b.buffer.bytes(); })
       .def_property_readonly("owner", [](const PyBuffer& b) { return b.owner; });
 }

@@ -36,8 +36,12 @@ void register_work(py::module_& m) {
           },
           "The error of a failed operation; None while it runs and when it succeeded.")
       .def(
-          "order_before", [](const Work& w, std::uintptr_t) { wait_for(w, std::nullopt); }, py::arg("stream"),
-          "Make later work on `stream` run after this operation. On the CPU the same as wait().")
+          "order_before",
+          [](const Work& w, std::uintptr_t stream) {
+            const py::gil_scoped_release release;
+            w.order_before(stream, raise_signals);
+          },
+          py::arg("stream"), "Make later work on `stream` run after this operation. On the CPU the same as wait().")
       .def_property_readonly("op", &Work::op)
       .def_property_readonly(
           "label", [](const Work& w) { return w.label().empty() ? w.op() : w.label(); },

@@ -10,15 +10,35 @@
 #include "validation.hpp"
 
 namespace comm_core {
+namespace {
+
+/// Gives the work to a backend; one that is refused is not under way.
+template <class Call>
+void hand_over(Work& work, const Call& call) {
+  try {
+    call();
+  } catch (...) {
+    work.finish(std::current_exception());
+    throw;
+  }
+}
+
+}  // namespace
 
 Communicator::Communicator(std::unique_ptr<Backend> backend, std::string name)
-    : backend_(std::move(backend)), name_(std::move(name)), rank_(backend_->rank()), size_(backend_->size()) {
+    : backend_(std::move(backend)),
+      name_(std::move(name)),
+      rank_(backend_->rank()),
+      size_(backend_->size()),
+      device_(backend_->device()) {
   watch_forks();
 }
 
 WorkPtr Communicator::reduce_scatter(Buffer send, Buffer recv, ReduceOp op, const Counts& counts, std::string label,
                                      KeepAlive memory) {
-  const Checks check{"reduce_scatter", rank_, size_};
+  const Checks check{"reduce_scatter", rank_, size_, device_};
+  check.placed(send, "send");
+  check.placed(recv, "recv");
   check.same_dtype(send, recv);
   check.writable(recv, "recv");
   check.supports(send.dtype, op);
@@ -26,11 +46,13 @@ WorkPtr Communicator::reduce_scatter(Buffer send, Buffer recv, ReduceOp op, cons
   o.recv_counts = check.chunks(counts, send.count, "counts", "send");
   check.chunk_fits(recv, o.recv_counts, "recv");
   check.disjoint(send, recv);
-  return submit(std::move(o), std::move(memory), send.bytes());
+  return submit(std::move(o), {send, recv}, std::move(memory), send.bytes());
 }
 
 WorkPtr Communicator::all_gather(Buffer send, Buffer recv, const Counts& counts, std::string label, KeepAlive memory) {
-  const Checks check{"all_gather", rank_, size_};
+  const Checks check{"all_gather", rank_, size_, device_};
+  check.placed(send, "send");
+  check.placed(recv, "recv");
   check.same_dtype(send, recv);
   check.writable(recv, "recv");
   Operation o{OpKind::kAllGather, send.dtype, ReduceOp::kSum, send.data, recv.data, recv.count, {}, {}, 0, 0,
@@ -38,11 +60,13 @@ WorkPtr Communicator::all_gather(Buffer send, Buffer recv, const Counts& counts,
   o.recv_counts = check.chunks(counts, recv.count, "counts", "recv");
   check.chunk_fits(send, o.recv_counts, "send");
   check.own_chunk_or_disjoint(send, recv, o.recv_counts);
-  return submit(std::move(o), std::move(memory), recv.bytes());
+  return submit(std::move(o), {send, recv}, std::move(memory), recv.bytes());
 }
 
 WorkPtr Communicator::all_reduce(Buffer send, Buffer recv, ReduceOp op, std::string label, KeepAlive memory) {
-  const Checks check{"all_reduce", rank_, size_};
+  const Checks check{"all_reduce", rank_, size_, device_};
+  check.placed(send, "send");
+  check.placed(recv, "recv");
   check.same_dtype(send, recv);
   check.writable(recv, "recv");
   check.supports(send.dtype, op);
@@ -50,25 +74,28 @@ WorkPtr Communicator::all_reduce(Buffer send, Buffer recv, ReduceOp op, std::str
   check.same_or_disjoint(send, recv);
   Operation o{OpKind::kAllReduce, send.dtype, op, send.data, recv.data, send.count, {}, {}, 0, 0, std::move(label)};
   o.recv_counts = balanced_counts(send.count, size_);
-  return submit(std::move(o), std::move(memory), send.bytes());
+  return submit(std::move(o), {send, recv}, std::move(memory), send.bytes());
 }
 
 WorkPtr Communicator::broadcast(Buffer buffer, int root, std::string label, KeepAlive memory) {
-  const Checks check{"broadcast", rank_, size_};
+  const Checks check{"broadcast", rank_, size_, device_};
+  check.placed(buffer, "buffer");
   check.peer(root, "root");
   if (rank_ != root) check.writable(buffer, "buffer");
   Operation o{OpKind::kBroadcast, buffer.dtype, ReduceOp::kSum, nullptr, buffer.data, buffer.count, {}, {}, root, 0,
               std::move(label)};
-  return submit(std::move(o), std::move(memory), buffer.bytes());
+  return submit(std::move(o), {buffer}, std::move(memory), buffer.bytes());
 }
 
 WorkPtr Communicator::reduce(Buffer send, std::optional<Buffer> recv, ReduceOp op, int root, std::string label,
                              KeepAlive memory) {
-  const Checks check{"reduce", rank_, size_};
+  const Checks check{"reduce", rank_, size_, device_};
+  check.placed(send, "send");
   check.peer(root, "root");
   check.supports(send.dtype, op);
   if (rank_ == root) {
     if (!recv) throw InvalidUsage("reduce: the root (rank " + std::to_string(root) + ") needs a recv buffer");
+    check.placed(*recv, "recv");
     check.same_dtype(send, *recv);
     check.writable(*recv, "recv");
     check.same_count(send, *recv);
@@ -78,12 +105,14 @@ WorkPtr Communicator::reduce(Buffer send, std::optional<Buffer> recv, ReduceOp o
               send.count,      {},         {}, root,      0,
               std::move(label)};
   o.recv_counts = balanced_counts(send.count, size_);
-  return submit(std::move(o), std::move(memory), send.bytes());
+  return submit(std::move(o), {send, recv.value_or(send)}, std::move(memory), send.bytes());
 }
 
 WorkPtr Communicator::all_to_all(Buffer send, Buffer recv, const Counts& send_counts, const Counts& recv_counts,
                                  std::string label, KeepAlive memory) {
-  const Checks check{"all_to_all", rank_, size_};
+  const Checks check{"all_to_all", rank_, size_, device_};
+  check.placed(send, "send");
+  check.placed(recv, "recv");
   check.same_dtype(send, recv);
   check.writable(recv, "recv");
   Operation o{OpKind::kAllToAll, send.dtype, ReduceOp::kSum, send.data, recv.data, send.count, {}, {}, 0, 0,
@@ -97,32 +126,34 @@ WorkPtr Communicator::all_to_all(Buffer send, Buffer recv, const Counts& send_co
                        std::to_string(o.recv_counts[me]) + "; what a rank sends to itself it also receives");
   }
   check.disjoint(send, recv);
-  return submit(std::move(o), std::move(memory), send.bytes());
+  return submit(std::move(o), {send, recv}, std::move(memory), send.bytes());
 }
 
 WorkPtr Communicator::send(Buffer buffer, int peer, int tag, std::string label, KeepAlive memory) {
-  const Checks check{"send", rank_, size_};
+  const Checks check{"send", rank_, size_, device_};
+  check.placed(buffer, "buffer");
   check.peer(peer, "peer");
   check.tag(tag);
   Operation o{OpKind::kSend, buffer.dtype, ReduceOp::kSum,  buffer.data, nullptr, buffer.count, {}, {},
               peer,          tag,          std::move(label)};
-  return submit(std::move(o), std::move(memory), buffer.bytes());
+  return submit(std::move(o), {buffer}, std::move(memory), buffer.bytes());
 }
 
 WorkPtr Communicator::receive(Buffer buffer, int peer, int tag, std::string label, KeepAlive memory) {
-  const Checks check{"recv", rank_, size_};
+  const Checks check{"recv", rank_, size_, device_};
+  check.placed(buffer, "buffer");
   check.peer(peer, "peer");
   check.tag(tag);
   check.writable(buffer, "buffer");
   Operation o{OpKind::kReceive, buffer.dtype, ReduceOp::kSum, nullptr, buffer.data, buffer.count, {}, {}, peer, tag,
               std::move(label)};
-  return submit(std::move(o), std::move(memory), buffer.bytes());
+  return submit(std::move(o), {buffer}, std::move(memory), buffer.bytes());
 }
 
 WorkPtr Communicator::barrier(std::string label) {
   Operation o;
   o.label = std::move(label);
-  return submit(std::move(o), nullptr, 0);
+  return submit(std::move(o), {}, nullptr, 0);
 }
 
 WorkPtr Communicator::new_work(const Operation& o, std::int64_t bytes) const {
@@ -132,7 +163,8 @@ WorkPtr Communicator::new_work(const Operation& o, std::int64_t bytes) const {
 }
 
 WorkPtr Communicator::track(WorkPtr work) {
-  std::erase_if(unfinished_, [](const WorkPtr& w) { return w->done(); });
+  const std::lock_guard lock(unfinished_mutex_);
+  std::erase_if(unfinished_, [](const WorkPtr& w) { return w->known_done(); });
   unfinished_.push_back(work);
   return work;
 }
@@ -142,16 +174,24 @@ void Communicator::require_open() const {
   if (closed_) throw InvalidUsage("communicator " + name_ + " is closed");
 }
 
-WorkPtr Communicator::submit(Operation operation, KeepAlive memory, std::int64_t bytes) {
+WorkPtr Communicator::submit(Operation operation, std::initializer_list<Buffer> buffers, KeepAlive memory,
+                             std::int64_t bytes) {
   require_parent_process();
+  if (device_) {
+    for (const auto& buffer : buffers) {
+      if (buffer.device && std::ranges::find(operation.after, buffer.stream) == operation.after.end())
+        operation.after.push_back(buffer.stream);
+    }
+  }
   const std::lock_guard lock(mutex_);
   require_open();
   const auto work = track(new_work(operation, bytes));
-  backend_->submit(std::move(operation), work, std::move(memory));
+  hand_over(*work, [&] { backend_->submit(std::move(operation), work, std::move(memory)); });
   return work;
 }
 
 std::vector<std::int64_t> Communicator::all_gather_counts(std::int64_t send_count, const Interrupted& interrupted) {
+  if (device_) throw Unsupported("all_gather_counts: " + name_ + " moves no host memory; ask the host's communicator");
   struct Memory {
     std::int64_t mine;
     std::vector<std::int64_t> all;
@@ -174,7 +214,7 @@ std::shared_ptr<Communicator> Communicator::split(std::optional<int> color, int 
     require_open();
     name += std::to_string(num_splits_++) + (color ? ":" + std::to_string(*color) : "");
     const auto work = track(std::make_shared<Work>("split", name, "rank " + std::to_string(rank_), 0));
-    birth = backend_->split(color, key, work);
+    hand_over(*work, [&] { birth = backend_->split(color, key, work); });
   }
   birth.work->wait(std::nullopt, interrupted);
   if (!*birth.backend) return nullptr;
@@ -182,7 +222,7 @@ std::shared_ptr<Communicator> Communicator::split(std::optional<int> color, int 
 }
 
 WorkPtr Communicator::post(int peer, std::string payload) {
-  const Checks check{"post", rank_, size_};
+  const Checks check{"post", rank_, size_, device_};
   check.peer(peer, "peer");
   require_parent_process();
   const std::lock_guard lock(mutex_);
@@ -190,7 +230,7 @@ WorkPtr Communicator::post(int peer, std::string payload) {
   const auto bytes = static_cast<std::int64_t>(payload.size());
   const auto work =
       track(std::make_shared<Work>("post", "", "to rank " + std::to_string(peer) + " on " + name_, bytes));
-  backend_->post(peer, std::move(payload), work);
+  hand_over(*work, [&] { backend_->post(peer, std::move(payload), work); });
   return work;
 }
 
@@ -205,9 +245,13 @@ std::optional<Letter> Communicator::receive_post(std::chrono::duration<double> t
 
 std::vector<WorkPtr> Communicator::pending() {
   if (in_forked_child()) return {};
-  const std::lock_guard lock(mutex_);
-  std::erase_if(unfinished_, [](const WorkPtr& w) { return w->done(); });
-  return unfinished_;
+  std::vector<WorkPtr> unfinished;
+  {
+    const std::lock_guard lock(unfinished_mutex_);
+    unfinished = unfinished_;
+  }
+  std::erase_if(unfinished, [](const WorkPtr& w) { return w->done(); });
+  return unfinished;
 }
 
 void Communicator::close(const Interrupted& interrupted) {

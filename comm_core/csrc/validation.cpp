@@ -11,6 +11,10 @@ namespace {
 
 std::string text(std::int64_t value) { return std::to_string(value); }
 
+std::string place(const std::optional<int>& device) {
+  return device ? "on CUDA device " + std::to_string(*device) : std::string("in host memory");
+}
+
 bool overlap(const Buffer& a, const Buffer& b) {
   return a.count > 0 && b.count > 0 && a.data < b.end() && b.data < a.end();
 }
@@ -18,6 +22,11 @@ bool overlap(const Buffer& a, const Buffer& b) {
 }  // namespace
 
 void Checks::fail(const std::string& why) const { throw InvalidUsage(std::string(op) + ": " + why); }
+
+void Checks::placed(const Buffer& buffer, std::string_view name) const {
+  if (buffer.device == device || buffer.count == 0) return;
+  fail(std::string(name) + " is " + place(buffer.device) + " but this communicator moves what is " + place(device));
+}
 
 void Checks::same_dtype(const Buffer& send, const Buffer& recv) const {
   if (send.dtype == recv.dtype) return;

@@ -15,7 +15,10 @@ struct Checks {
   std::string_view op;
   int rank;
   int size;
+  std::optional<int> device = std::nullopt;
 
+  /// In the memory that the backend moves: the host's, or its device's.
+  void placed(const Buffer& buffer, std::string_view name) const;
   void same_dtype(const Buffer& send, const Buffer& recv) const;
   void same_count(const Buffer& send, const Buffer& recv) const;
   void writable(const Buffer& buffer, std::string_view name) const;

@@ -35,6 +35,8 @@ class Backend {
   virtual int rank() const noexcept = 0;
   virtual int size() const noexcept = 0;
   virtual std::string name() const = 0;
+  /// The CUDA device whose memory it moves; none: host memory.
+  virtual std::optional<int> device() const noexcept { return std::nullopt; }
 
   /// Carries the operation out after those submitted before it, then releases `memory` and finishes `work`.
   virtual void submit(Operation operation, std::shared_ptr<Work> work, KeepAlive memory) = 0;

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstdint>
 #include <functional>
+#include <initializer_list>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -28,6 +29,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   int rank() const noexcept { return rank_; }
   int size() const noexcept { return size_; }
   const std::string& name() const noexcept { return name_; }
+  /// The CUDA device whose memory it moves; none: host memory.
+  std::optional<int> device() const noexcept { return device_; }
   std::string backend() const { return backend_->name(); }
 
   WorkPtr reduce_scatter(Buffer send, Buffer recv, ReduceOp op, const Counts& counts, std::string label,
@@ -54,7 +57,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   void close(const Interrupted& interrupted);
 
  private:
-  WorkPtr submit(Operation operation, KeepAlive memory, std::int64_t bytes);
+  WorkPtr submit(Operation operation, std::initializer_list<Buffer> buffers, KeepAlive memory, std::int64_t bytes);
   WorkPtr track(WorkPtr work);
   WorkPtr new_work(const Operation& operation, std::int64_t bytes) const;
   void require_open() const;
@@ -62,8 +65,10 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::unique_ptr<Backend> backend_;
   const std::string name_;
   const int rank_, size_;
-  std::mutex mutex_;  // guards the order of submission and the fields below
+  const std::optional<int> device_;
+  std::mutex unfinished_mutex_;  // never held while a backend is called: a watchdog looks while others submit
   std::vector<WorkPtr> unfinished_;
+  std::mutex mutex_;  // guards the order of submission and the fields below
   int num_splits_ = 0;
   bool closed_ = false;
 };

@@ -45,4 +45,24 @@ class MpiError : public TransportError {
   int code_;
 };
 
+/// An NCCL call, or an operation of NCCL's under way, failed.
+class NcclError : public TransportError {
+ public:
+  NcclError(const std::string& what, int code) : TransportError(what), code_(code) {}
+  int code() const noexcept { return code_; }
+
+ private:
+  int code_;
+};
+
+/// A call of the CUDA driver failed, or a device did.
+class CudaError : public TransportError {
+ public:
+  CudaError(const std::string& what, int code) : TransportError(what), code_(code) {}
+  int code() const noexcept { return code_; }
+
+ private:
+  int code_;
+};
+
 }  // namespace comm_core

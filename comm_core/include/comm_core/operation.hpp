@@ -33,6 +33,7 @@ struct Operation {
   int peer = 0;
   int tag = 0;
   std::string label;
+  std::vector<std::uintptr_t> after = {};  ///< streams of a device whose work so far comes before this operation
 };
 
 /// Largest user tag of send and receive, plus one.

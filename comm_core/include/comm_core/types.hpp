@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string_view>
 
 namespace [[gnu::visibility("default")]] comm_core {
@@ -25,12 +26,14 @@ bool is_supported(DType dtype, ReduceOp op) noexcept;
 /// Whatever keeps a caller's memory alive; released when the engine is done with it.
 using KeepAlive = std::shared_ptr<void>;
 
-/// Contiguous elements that somebody else owns.
+/// Contiguous elements that somebody else owns, in host memory or on a device.
 struct Buffer {
   std::byte* data = nullptr;
   std::int64_t count = 0;
   DType dtype = DType::kUInt8;
   bool readonly = false;
+  std::optional<int> device = std::nullopt;  ///< number of the CUDA device; none: host memory
+  std::uintptr_t stream = 0;                 ///< device memory is ready when what this stream has been given is done
 
   std::int64_t bytes() const noexcept { return count * static_cast<std::int64_t>(item_size(dtype)); }
   const std::byte* end() const noexcept { return data + bytes(); }

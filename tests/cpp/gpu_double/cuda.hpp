@@ -1,0 +1,77 @@
+// The CUDA driver: its functions that comm_core calls.
+#pragma once
+
+#include "world.hpp"
+
+extern "C" {
+
+int cuGetErrorString(int code, const char** out) { return *out = code == 700 ? "illegal address" : "error", 0; }
+int cuInit(unsigned) { return called("cuInit", "init"); }
+int cuDriverGetVersion(int* version) { return *version = 13000, 0; }
+int cuDeviceGetCount(int* count) { return *count = 8, 0; }
+int cuDevicePrimaryCtxRetain(void** context, int device) {
+  return *context = reinterpret_cast<void*>(static_cast<std::uintptr_t>(device + 1)), 0;
+}
+int cuCtxPushCurrent_v2(void*) { return 0; }
+int cuCtxPopCurrent_v2(void**) { return 0; }
+int cuCtxGetStreamPriorityRange(int* lowest, int* highest) { return *lowest = 0, *highest = -5, 0; }
+int cuStreamCreateWithPriority(Stream* stream, unsigned flags, int priority) {
+  const Lock lock(world().mutex);
+  *stream = new CUstream_st;
+  (*stream)->number = ++world().num_streams;
+  world().streams.insert(*stream);
+  return called("cuStreamCreateWithPriority",
+                text("create s%d flags=%u priority=%d", (*stream)->number, flags, priority));
+}
+int cuStreamDestroy_v2(Stream stream) {
+  const Lock lock(world().mutex);
+  world().streams.erase(stream);
+  return called("cuStreamDestroy", text("destroy s%d", stream->number));
+}
+int cuStreamIsCapturing(Stream stream, int* status) { return *status = real(stream)->capturing ? 1 : 0, 0; }
+int cuStreamWaitEvent(Stream stream, Event event, unsigned) {
+  const Lock lock(world().mutex);
+  const auto passed = event->passed;
+  if (passed) real(stream)->tasks.push_back([passed] { return *passed; });
+  return called("cuStreamWaitEvent", text("wait s%d e%d", real(stream)->number, event->number));
+}
+int cuEventCreate(Event* event, unsigned flags) {
+  const Lock lock(world().mutex);
+  *event = new CUevent_st;
+  (*event)->number = ++world().num_events;
+  world().events.insert(*event);
+  return flags == 2 ? 0 : 1;
+}
+int cuEventDestroy_v2(Event event) {
+  const Lock lock(world().mutex);
+  world().events.erase(event);
+  delete event;
+  return 0;
+}
+int cuEventRecord(Event event, Stream stream) {
+  const Lock lock(world().mutex);
+  const auto passed = event->passed = std::make_shared<bool>(false);
+  real(stream)->tasks.push_back([passed] { return *passed = true; });
+  return called("cuEventRecord", text("record e%d s%d", event->number, real(stream)->number));
+}
+int cuEventQuery(Event event) {
+  const Lock lock(world().mutex);
+  const auto found = world().failures.find("cuEventQuery");
+  if (found != world().failures.end()) return found->second;  // a device that failed stays so
+  return event->passed && !*event->passed ? 600 : 0;
+}
+int cuMemAlloc_v2(std::uintptr_t* address, std::size_t bytes) {
+  const Lock lock(world().mutex);
+  void* const memory = ::operator new(bytes);
+  std::memset(memory, 0, bytes);
+  world().memory.insert(memory);
+  return *address = reinterpret_cast<std::uintptr_t>(memory), 0;
+}
+int cuMemFree_v2(std::uintptr_t address) {
+  const Lock lock(world().mutex);
+  world().memory.erase(reinterpret_cast<void*>(address));
+  ::operator delete(reinterpret_cast<void*>(address));
+  return 0;
+}
+
+}  // extern "C"

@@ -1,0 +1,20 @@
+"""The NCCL backend runs over a double of the CUDA driver and of NCCL: these tests need no GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.gpu_double import Double, build
+
+
+@pytest.fixture(scope="session")
+def double(tmp_path_factory: pytest.TempPathFactory) -> Double:
+    return Double(build(tmp_path_factory.mktemp("double")))
+
+
+@pytest.fixture
+def gpu(double: Double) -> Iterator[Double]:
+    yield double
+    double.close()

@@ -1,0 +1,75 @@
+"""How long memory is held, and what closing gives back."""
+
+from __future__ import annotations
+
+import gc
+import re
+import time
+import weakref
+
+import numpy as np
+import pytest
+
+import comm_core
+from tests.gpu_double import Double, eventually
+
+
+class Owner:
+    """What a buffer belongs to."""
+
+
+def test_memory_is_held_until_the_device_is_done(gpu: Double) -> None:
+    comms = gpu.world(2)
+    a, b = np.ones(4, np.float32), np.ones(4, np.float32)
+    owner = Owner()
+    alive = weakref.ref(owner)
+    comms[0].all_reduce_async(gpu.memory(a, 0, owner=owner), gpu.memory(a, 0))  # the work is dropped, the owner too
+    del owner
+    gpu.run()
+    time.sleep(0.05)  # the watching thread looks, and finds the device not done
+    comms[0].pending()
+    gc.collect()
+    assert alive() is not None, "rank 1 has not come yet, so the device still reads"
+    comms[1].all_reduce_async(gpu.memory(b, 1), gpu.memory(b, 1))
+    gpu.run()
+
+    def released() -> bool:
+        comms[0].pending()
+        comm_core._C.release_finished()
+        return alive() is None
+
+    eventually(released)
+
+
+def test_memory_of_an_aborted_operation_is_held_until_the_device_lets_go(gpu: Double) -> None:
+    comms = gpu.world(2)
+    a = np.ones(4, np.float32)
+    producer, owner = gpu.stream(), Owner()
+    alive = weakref.ref(owner)
+    work = comms[0].all_reduce_async(gpu.memory(a, 0, producer, owner=owner), gpu.memory(a, 0, producer))
+    del owner
+    gpu.trouble(0, 6)
+    with pytest.raises(comm_core.NcclError):
+        work.wait(10)
+    eventually(lambda: any(line.startswith("abort") for line in gpu.log()))
+    comm_core._C.release_finished()
+    assert alive() is not None
+    gpu.run()
+
+    def released() -> bool:
+        comm_core._C.release_finished()
+        return alive() is None
+
+    eventually(released)
+
+
+def test_closing_waits_and_gives_everything_back(gpu: Double) -> None:
+    (comm,) = gpu.world(1)
+    a = np.ones(4, np.float32)
+    work = comm.all_reduce_async(gpu.memory(a, 0), gpu.memory(a, 0))
+    with gpu.working():
+        comm.close()
+    assert work.done()
+    assert re.fullmatch(r"destroy c\d+", gpu.log()[-1])
+    with pytest.raises(comm_core.InvalidUsage, match="is closed"):
+        comm.barrier_async()
