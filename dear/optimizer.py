@@ -79,6 +79,16 @@ class Dear(Strategy):
     def setting(self) -> dict[str, float]:
         return {} if self.threshold_mb is None else {"threshold_mb": self.threshold_mb}
 
+    @property
+    def terms(self) -> dict[str, Any]:
+        return {
+            "threshold_mb": self.threshold_mb,
+            "num_nearby_layers": self.num_nearby_layers,
+            "policy": self.policy,
+            "exclude_parts": sorted(self.excluded),
+            "gather_dtype": self.gather_dtype,
+        }
+
     def at(self, setting: Setting) -> Dear:
         other = copy.copy(self)
         other.threshold_mb = setting["threshold_mb"]

@@ -66,6 +66,10 @@ class MgWfbp(Strategy):
     def setting(self) -> dict[str, float]:
         return {"merge_below_kb": self.merge_below_kb}
 
+    @property
+    def terms(self) -> dict[str, Any]:
+        return {"asc": self.asc, **self.setting}
+
     def at(self, setting: Setting) -> MgWfbp:
         other = copy.copy(self)
         other.merge_below_kb, other.report = setting["merge_below_kb"], False

@@ -16,6 +16,7 @@ from overlap.engine import Engine
 from overlap.exchange import Exchange
 from overlap.full_state import FullState, exporter
 from overlap.grouping import parse_groups
+from overlap.horovod.process_set import global_process_set
 from overlap.master import check_gather_dtype
 from overlap.membership import membership
 from overlap.session import Session
@@ -23,6 +24,7 @@ from overlap.startup import collect_slots, synchronize_start
 from overlap.state_share import StateShare
 from overlap.stepper import Stepper
 from overlap.strategy import Strategy
+from overlap.terms import agree_on_terms, terms_of
 from overlap.updates import feasible
 
 __all__ = ["Assembly", "build"]
@@ -56,14 +58,20 @@ def build(
     check_passes(arguments.backward_passes_per_step)
     elementwise = is_elementwise(optimizer) if elementwise is None else elementwise
     updates = feasible(strategy.updates, optimizer, elementwise, arguments.compression)
-    members = membership(session, arguments.process_set, sharding=updates.in_shards)
-    comm = members.comm
-    exchange = Exchange(arguments.compression, arguments.op, arguments.gradient_predivide_factor, comm.size)
     model = named_parameters if isinstance(named_parameters, torch.nn.Module) else None
     named = None if isinstance(named_parameters, torch.nn.Module) else named_parameters
     slots = collect_slots(optimizer, model, named)
     session.registry.take_over([slot.param for slot in slots])
     groups = parse_groups(arguments.num_groups, arguments.groups, slots)
+    terms = terms_of(strategy, arguments, updates, groups)
+    everybody = arguments.process_set is global_process_set
+    if everybody:  # before channels are leased, whose number depends on them
+        agree_on_terms(session.control, terms)
+    members = membership(session, arguments.process_set, sharding=updates.in_shards)
+    comm = members.comm
+    if not everybody:
+        agree_on_terms(comm, terms)
+    exchange = Exchange(arguments.compression, arguments.op, arguments.gradient_predivide_factor, comm.size)
     if sync_start:
         synchronize_start(comm, optimizer, model, slots)
     pairs = ((slot.name, slot.param) for slot in slots)

@@ -13,11 +13,11 @@ from overlap.bucket import Slot
 from overlap.communicator import Communicator
 from overlap.objects import allgather_object
 
-__all__ = ["SignatureMismatch", "collect_slots", "synchronize_start"]
+__all__ = ["SignatureMismatch", "collect_slots", "compare", "synchronize_start"]
 
 
 class SignatureMismatch(ValueError):
-    """Model or optimizer differ between ranks."""
+    """Model, optimizer or arguments differ between ranks."""
 
 
 def collect_slots(
@@ -74,7 +74,8 @@ def _signature(optimizer: torch.optim.Optimizer, slots: Sequence[Slot]) -> list[
     return lines
 
 
-def _compare(signatures: Sequence[Sequence[str]]) -> None:
+def compare(what: str, signatures: Sequence[Sequence[str]]) -> None:
+    """Raise where a rank's lines differ from rank 0's; `signatures` hold every rank's, in rank order (pure)."""
     reference = signatures[0]
     for rank, signature in enumerate(signatures):
         if list(signature) == list(reference):
@@ -84,8 +85,7 @@ def _compare(signatures: Sequence[Sequence[str]]) -> None:
             expected = reference[index] if index < len(reference) else "nothing more"
             if mine != expected:
                 raise SignatureMismatch(
-                    f"model and optimizer differ between ranks: entry {index} is «{expected}» on rank 0 and «{mine}» on "
-                    f"rank {rank}"
+                    f"{what} differ between ranks: entry {index} is «{expected}» on rank 0 and «{mine}» on rank {rank}"
                 )
 
 
@@ -105,7 +105,7 @@ def synchronize_start(
     """Compare signatures, then take rank 0's parameters, buffers and optimizer state. On every rank of `comm`."""
     if comm.size == 1:
         return
-    _compare(allgather_object(comm, _signature(optimizer, slots)))
+    compare("model and optimizer", allgather_object(comm, _signature(optimizer, slots)))
     tensors: dict[int, Any] = {id(slot.param): slot.param.data for slot in slots}
     if model is not None:
         for value in (*model.parameters(), *model.buffers()):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -56,6 +57,11 @@ class Strategy(ABC):
     def conduct(self) -> Hashable:
         """What, beside the plan, decides how buckets travel: settings that lead to the same of both are measured once."""
         return None
+
+    @property
+    def terms(self) -> dict[str, Any]:
+        """Arguments that have to be the same on all ranks, and are compared when an optimizer is wrapped."""
+        return {**self.setting}
 
     def at(self, setting: Setting) -> Strategy:
         """The same strategy with another setting."""

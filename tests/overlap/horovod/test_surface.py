@@ -7,6 +7,7 @@ import inspect
 from typing import Any
 
 import pytest
+import torch
 
 import overlap.api
 from tests.harness import ROOT
@@ -136,3 +137,10 @@ def test_before_init_everything_says_so(name: str) -> None:
     with pytest.raises(ValueError, match=r"call init\(\) first") as caught:
         getattr(overlap.api, name)()
     assert isinstance(caught.value, RuntimeError)
+
+
+@pytest.mark.parametrize("package", [name for name in STRATEGIES if (ROOT / name).is_dir()])
+def test_wrapping_before_init_says_so(package: str) -> None:
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(RuntimeError, match=r"call init\(\) first"):
+        importlib.import_module(package).DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model)

@@ -1,0 +1,67 @@
+"""What a careless script does to the wrapper: it works as in one process, or one message says what is wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import dear
+import wfbp
+from tests.spmd.test_contract import _loss, _same_everywhere, _trained
+from tests.spmd.test_parity import WRAP, _model
+
+
+@pytest.fixture(autouse=True)
+def _session() -> None:
+    dear.init()
+
+
+# What the last rank gives, what the others do, and how the message goes on after the name of the argument.
+DIFFERENT: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"threshold_mb": 4}, {"threshold_mb": 1}, "threshold_mb=1» on rank 0 and «threshold_mb=4"),
+    ({"strategy": "wfbp"}, {}, "strategy=dear» on rank 0 and «strategy=wfbp"),
+    ({"backward_passes_per_step": 2}, {}, "passes_per_step=1» on rank 0 and «backward_passes_per_step=2"),
+    ({"compression": dear.Compression.fp16}, {}, "NoneCompressor» on rank 0 and «compression=FP16Compressor"),
+    ({"elementwise": False}, {}, "updates=sharded» on rank 0 and «updates=whole"),
+    ({"groups": 2}, {}, "groups=0» on rank 0 and «groups=2"),
+]
+
+
+@pytest.mark.parametrize(("last", "others", "message"), DIFFERENT)
+def test_ranks_with_different_arguments_are_told_apart(
+    last: dict[str, Any], others: dict[str, Any], message: str
+) -> None:
+    if dear.size() == 1:
+        pytest.skip("one rank cannot differ from itself")
+    model = _model("Mlp")
+    inner = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(ValueError, match=f"{message}» on rank {dear.size() - 1}"):
+        dear.DistributedOptimizer(inner, model, **(last if dear.rank() == dear.size() - 1 else others))
+
+
+def test_an_optimizer_is_wrapped_once() -> None:
+    model, optimizer = _trained()
+    for wrap in (dear.DistributedOptimizer, wfbp.DistributedOptimizer):
+        with pytest.raises(TypeError, match="the optimizer is distributed already"):
+            wrap(optimizer, model)
+
+
+@pytest.mark.parametrize("strategy", WRAP)
+def test_a_step_without_a_backward_changes_nothing(strategy: str) -> None:
+    """As in one process: also before the first iteration, and where only some ranks have gradients later."""
+    model = _model("Mlp")
+    optimizer = WRAP[strategy](torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, weight_decay=0.1), model)
+    for _ in range(2):
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        optimizer.step()
+        optimizer.synchronize()
+        assert all(torch.equal(one, other) for one, other in zip(model.parameters(), before, strict=True))
+        optimizer.zero_grad()
+        _loss(model).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        changed = [parameter.detach().clone() for parameter in model.parameters()]
+        assert not any(torch.equal(one, other) for one, other in zip(changed, before, strict=True))
+        _same_everywhere(changed[0])
