@@ -13,7 +13,7 @@ from overlap.horovod.request import Kind, Request
 from overlap.horovod.runtime import Runtime
 from overlap.session import Session, current, is_initialized
 
-__all__ = ["ask", "attach", "latest", "operation_name", "runtime"]
+__all__ = ["ask", "attach", "latest", "operation_name", "refuse", "runtime"]
 
 _SERVICE = "names"
 _latest: Runtime | None = None
@@ -68,3 +68,9 @@ def ask(
         found.refuse(Request(kind, name, group.number, refusal=str(error)))
         raise
     return found.submit(request, operation)
+
+
+def refuse(kind: Kind, name: str, error: Exception) -> Exception:
+    """Tell the other ranks, who may be waiting in the operation, why this one has no part in it; returns `error`."""
+    runtime().refuse(Request(kind, name, refusal=str(error)))
+    return error

@@ -9,9 +9,13 @@ import torch
 
 from overlap.broadcast import overwrite, plant, uproot
 from overlap.gates import original
+from overlap.horovod.asking import operation_name, refuse
 from overlap.horovod.broadcast import broadcast_group
+from overlap.horovod.errors import Mismatch
 from overlap.horovod.job import rank
-from overlap.horovod.objects import broadcast_object
+from overlap.horovod.objects import allgather_object, broadcast_object
+from overlap.horovod.process_set import global_process_set
+from overlap.horovod.request import Kind
 
 __all__ = ["broadcast_optimizer_state", "broadcast_parameters"]
 
@@ -26,19 +30,26 @@ def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: i
     Raises :class:`Mismatch` on every rank, with the parameter's name, where names, shapes or dtypes differ between ranks,
     and ``ValueError`` for anything else than these.
     """
+    try:
+        tensors = _named_tensors(params)
+    except ValueError as error:
+        raise refuse(Kind.BROADCAST, operation_name(Kind.BROADCAST, None, global_process_set), error) from None
+    broadcast_group([original(value).data for _, value in tensors], [name for name, _ in tensors], root_rank)
+    for _, value in tensors:
+        if original(value) is not value:
+            overwrite(value, original(value).detach())
+
+
+def _named_tensors(params: Any) -> list[tuple[str, torch.Tensor]]:
     if isinstance(params, Mapping):
-        pairs = sorted(params.items(), key=lambda pair: str(pair[0]))
+        pairs: list[Any] = sorted(params.items(), key=lambda pair: str(pair[0]))
     elif isinstance(params, Iterable) and not isinstance(params, torch.Tensor | str):
         pairs = [item if isinstance(item, tuple) else ("", item) for item in params]
     else:
         raise ValueError(f"params should be a state_dict or a list of parameters and is a {type(params).__name__}")
     if any(len(pair) != 2 for pair in pairs):
         raise ValueError("params should be a state_dict, parameters, or pairs (name, parameter)")
-    tensors = [(str(name), value) for name, value in pairs if isinstance(value, torch.Tensor)]
-    broadcast_group([original(value).data for _, value in tensors], [name for name, _ in tensors], root_rank)
-    for _, value in tensors:
-        if original(value) is not value:
-            overwrite(value, original(value).detach())
+    return [(str(name), value) for name, value in pairs if isinstance(value, torch.Tensor)]
 
 
 def broadcast_optimizer_state(
@@ -51,9 +62,21 @@ def broadcast_optimizer_state(
 
     Args:
         model: what Horovod needs to take that step; accepted and not needed.
+
+    Raises :class:`Mismatch` on every rank where parameter groups differ between ranks, or a rank gives no optimizer (there
+    ``TypeError``).
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"optimizer should be a torch.optim.Optimizer and is {type(optimizer).__name__}")
+        wrong = TypeError(f"optimizer should be a torch.optim.Optimizer and is {type(optimizer).__name__}")
+        name = operation_name(Kind.ALLGATHER, None, global_process_set)
+        raise refuse(Kind.ALLGATHER, f"{name} (objects)", wrong)
+    sizes = allgather_object([len(group["params"]) for group in optimizer.param_groups])
+    for number, found in enumerate(sizes):
+        if found != sizes[0]:
+            raise Mismatch(
+                f"broadcast_optimizer_state: parameters per group differ between ranks: {sizes[0]} on rank 0 and {found} "
+                f"on rank {number}"
+            )
     tensors: list[torch.Tensor] = []
     root = rank() == root_rank
     structure = broadcast_object(uproot(optimizer.state_dict(), tensors) if root else None, root_rank)

@@ -130,3 +130,47 @@ def test_resuming_on_rank_0_after_wrapping_reaches_every_rank(strategy: str, ste
     step()
     _same_everywhere(_digest(model.parameters()))
     assert not torch.equal(model[3].bias, torch.full_like(model[3].bias, 3))
+
+
+def _refused(call: Callable[[], None], last_gives_no_good: bool, message: str) -> None:
+    """Rank 0 (alone: nobody) waits for what the last rank refuses; both show the same reason."""
+    if hvd.size() == 1 and not last_gives_no_good:
+        call()
+        return
+    with pytest.raises((hvd.HorovodInternalError, ValueError, TypeError), match=message):
+        call()
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()  # and everything goes on
+
+
+def test_parameters_of_the_wrong_kind_or_of_another_model_are_refused_on_all_ranks() -> None:
+    last = hvd.rank() == hvd.size() - 1
+    model = _model()
+    for wrong, message in (
+        (3, "params should be a state_dict or a list.* is a int"),
+        ([(1, 2, 3)], r"or pairs \(name"),
+    ):
+        given: Any = wrong if last else model.state_dict()
+        _refused(lambda given=given: hvd.broadcast_parameters(given, 0), True, message)  # type: ignore[misc]
+    state = dict(model.state_dict())
+    if last:
+        state["3.offset"] = state.pop("3.bias")
+    _refused(lambda: hvd.broadcast_parameters(state, 0), False, r"'3.bias' on rank 0 and '?3.offset|names differ")
+    if last and hvd.size() > 1:
+        del state["3.offset"]
+    _refused(lambda: hvd.broadcast_parameters(state, 0), False, r"number of tensors differs.*9 on rank 0 and 8 on rank")
+
+
+def test_optimizers_of_the_wrong_kind_or_with_other_groups_are_refused_on_all_ranks() -> None:
+    last = hvd.rank() == hvd.size() - 1
+    model = _model()
+    good = torch.optim.SGD(model.parameters(), 0.1)
+    given: Any = model if last else good
+    _refused(
+        lambda: hvd.broadcast_optimizer_state(given, 0), True, "should be a torch.optim.Optimizer and is Sequential"
+    )
+    params = list(model.parameters())
+    other = torch.optim.SGD([{"params": params[:2]}, {"params": params[2:]}], 0.1)
+    mine = other if last and hvd.size() > 1 else good
+    _refused(
+        lambda: hvd.broadcast_optimizer_state(mine, 0), False, r"differ between ranks: \[6\] on rank 0 and \[2, 4\] on"
+    )

@@ -71,7 +71,18 @@ EXPECTED = {
     "shutdown": "()",
     "size": "()",
     "sparse_allreduce_async": f"(tensor, name, op, {_SET})",
+    "start_timeline": "(file_path, mark_cycles=False, *, max_mb=None)",  # ours: max_mb
+    "stop_timeline": "()",
     "synchronize": "(handle)",
+}
+OPTIMIZER = (
+    "(optimizer, named_parameters=None, compression=Compression.none, backward_passes_per_step=1, op=Average, "
+    "gradient_predivide_factor=1.0, num_groups=0, groups=None, sparse_as_dense=False, process_set=global_process_set)"
+)
+BATCH_NORM = "(num_features, eps=1e-05, momentum=0.1, affine=True, track_running_stats=True)"
+ELASTIC = {
+    "ElasticSampler": "(dataset, shuffle=True, seed=0)",
+    "run": "(func)",
 }
 VALUES = {
     "Adasum",
@@ -88,18 +99,24 @@ VALUES = {
 PACKAGES = [name for name in STRATEGIES if (ROOT / name / "__init__.py").exists()]
 
 
-def _shown(function: Any) -> str:
-    """A signature without annotations, defaults as a script would write them."""
+def _shown(function: Any, last: str = "") -> str:
+    """A signature, as far as the argument `last`, without annotations, defaults as a script would write them."""
+    parameters = list(inspect.signature(function).parameters.values())
+    if last:
+        parameters = parameters[: [parameter.name for parameter in parameters].index(last) + 1]
     names = {
         id(overlap.api.Average): "Average",
         id(overlap.api.global_process_set): "global_process_set",
         id(overlap.api.Compression.none): "Compression.none",
     }
-    parts = []
-    for parameter in inspect.signature(function).parameters.values():
+    parts: list[str] = []
+    for parameter in parameters:
+        if parameter.kind is parameter.KEYWORD_ONLY and "*" not in parts:
+            parts.append("*")
         default = parameter.default
         shown = "" if default is parameter.empty else f"={names.get(id(default), repr(default))}"
-        parts.append(f"{parameter.name}{shown}")
+        stars = "**" if parameter.kind is parameter.VAR_KEYWORD else ""
+        parts.append(f"{stars}{parameter.name}{shown}")
     return f"({', '.join(parts)})"
 
 
@@ -107,6 +124,17 @@ def _shown(function: Any) -> str:
 @pytest.mark.parametrize("name", EXPECTED)
 def test_signatures(package: str, name: str) -> None:
     assert _shown(getattr(importlib.import_module(package), name)) == EXPECTED[name]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_horovods_classes_have_its_arguments_first(package: str) -> None:
+    module = importlib.import_module(package)
+    assert _shown(module.DistributedOptimizer, "process_set") == OPTIMIZER
+    assert _shown(module.SyncBatchNorm, "track_running_stats") == BATCH_NORM
+    for name, signature in ELASTIC.items():
+        assert _shown(getattr(module.elastic, name)) == signature, name
+    assert _shown(module.elastic.TorchState, "optimizer") == "(model=None, optimizer=None)"
+    assert issubclass(module.elastic.TorchState, module.elastic.State)
 
 
 @pytest.mark.parametrize("package", PACKAGES)
