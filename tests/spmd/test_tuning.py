@@ -186,3 +186,11 @@ def test_what_cannot_be_tuned_is_refused(arguments: dict[str, Any], message: str
     model = _model("Mlp")
     with pytest.raises(ValueError, match=message):
         dear.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model, **arguments)
+
+
+def test_without_a_threshold_the_size_of_what_is_trained_decides() -> None:
+    large = torch.nn.utils.skip_init(torch.nn.Linear, 1024, 10 * 1024, bias=False)
+    model = torch.nn.Sequential(large, torch.nn.Linear(16, 16).requires_grad_(False))
+    inner = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer = dear.DistributedOptimizer(inner, model, sync_start=False)
+    assert optimizer.strategy.threshold_mb == 40 / 32  # type: ignore[attr-defined]
