@@ -66,7 +66,7 @@ class Attendance:
         if self._started:
             self.round, self._number = self.round + 1, 0
             self._opened = self._started = self._met = self._said_last = False
-            self._roll.forget(self.topic, self.round - 1)
+            self._roll.closed(self.topic, self.round)
 
     # - Who is there. Certain, and the same on all ranks, once a reduction of the round is done
 

@@ -88,6 +88,7 @@ class Roll:
         self._generation = 0
         self._joined: dict[int, dict[int, News]] = defaultdict(dict)  # by generation and rank
         self._said: list[Word] = []  # what a rank that joins now may have to catch up with
+        self._behind: dict[str, int] = {}  # rounds of each optimizer, of those too that the script dropped since
         self._optimizers: weakref.WeakValueDictionary[str, _Optimizer] = weakref.WeakValueDictionary()
         self._heard: queue.Queue[tuple[int, Word | int]] = (
             queue.Queue()
@@ -143,11 +144,18 @@ class Roll:
         finally:
             self._waiting_for_all = None
 
-    def forget(self, topic: str, before: int) -> None:
-        """Nobody can have missed a round of the optimizer before this one."""
+    def closed(self, topic: str, rounds: int) -> None:
+        """So many rounds of the optimizer are behind this rank; nobody can have missed one before the last."""
+        self._behind[topic] = rounds
         if self._said:
             with self._lock:
-                self._said = [word for word in self._said if word.topic != topic or word.round >= before]
+                self._said = [word for word in self._said if word.topic != topic or word.round >= rounds - 1]
+
+    def forget(self, topic: str) -> None:
+        """All ranks have dropped the optimizer."""
+        self._behind.pop(topic, None)
+        with self._lock:
+            self._said = [word for word in self._said if word.topic != topic]
 
     def _hear_joined(self, sender: int, news: News) -> list[Word]:
         with self._lock:
@@ -166,7 +174,7 @@ class Roll:
         mine = dict(self._optimizers.items())
         for optimizer in mine.values():
             optimizer.arrive()
-        rounds = {topic: optimizer.place[0] + optimizer.issued for topic, optimizer in mine.items()}
+        rounds = self._behind | {topic: optimizer.place[0] + optimizer.issued for topic, optimizer in mine.items()}
         obstacles = {topic: optimizer.obstacle for topic, optimizer in mine.items() if optimizer.obstacle}
         groups = {topic: optimizer.hyper_parameters for topic, optimizer in mine.items()}
         news = News(self._generation, rounds, obstacles, groups)
@@ -212,7 +220,7 @@ class Roll:
     def _catch_up(self, topic: str, optimizer: _Optimizer) -> None:
         """Go on with the hyper-parameters of those who joined last, whose scripts may have changed them since."""
         found = self._joined[self._generation].items()
-        news = {rank: news for rank, news in found if topic in news.rounds and rank in optimizer.ranks}
+        news = {rank: news for rank, news in found if topic in news.groups and rank in optimizer.ranks}
         last = max(news, key=lambda rank: (news[rank].rounds[topic], -rank), default=self._rank)
         if last != self._rank and news[last].rounds[topic] > news[self._rank].rounds[topic]:
             optimizer.take_over(news[last].groups[topic])

@@ -72,8 +72,8 @@ class Session:
         self.participants: list[Participant] = []  # what join() of the facade drives; see overlap.horovod.runtime
         self._subsets: list[Communicator] = []
         self.registry = Registry(self.control, self.mailroom)
-        self.channels = Channels(self.control, self.watchdog.watch, self.registry.abandoned, self.registry.forget)
         self.roll = Roll(comm, self.mailroom, lambda: self.watchdog.left)
+        self.channels = Channels(self.control, self.watchdog.watch, self.registry.abandoned, self._forget)
         self.participants.append(self.roll)
         failures.install(comm.rank, comm.size, comm.abort)
         logs.configure(self.settings, comm.rank)
@@ -87,6 +87,11 @@ class Session:
         """See :func:`overlap.api.start_timeline`."""
         max_bytes = int(max_mb * 2**20)
         timeline.start(file_path, self.comm.rank, self._epoch, mark_cycles=mark_cycles, max_bytes=max_bytes)
+
+    def _forget(self, topic: str) -> None:
+        """All ranks have dropped the optimizer."""
+        self.registry.forget(topic)
+        self.roll.forget(topic)
 
     def subset(self, number: int | None) -> Communicator:
         """A new communicator of the ranks that give the same number; of this rank alone where that is None.
