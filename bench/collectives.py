@@ -141,7 +141,7 @@ def main() -> int:
     parser.add_argument("--launcher", choices=["mpi", "torchrun"], default="mpi")
     parser.add_argument("--ops", nargs="+", choices=list(OPERATIONS), default=list(OPERATIONS), metavar="OP")
     parser.add_argument("--sizes", nargs="+", type=int, default=SIZES, metavar="BYTES", help="of the whole buffer")
-    parser.add_argument("--iterations", type=int, default=40, help="pairs per case, fewer for cases that take long")
+    parser.add_argument("--iterations", type=int, default=100, help="pairs per case, fewer for cases that take long")
     parser.add_argument("--timeout", type=float, default=1200.0, help="seconds for the whole run")
     parser.add_argument("--json", type=Path, help="write every row here")
     parser.add_argument("--check-bars", action="store_true", help="exit with 1 unless every bar is met")
