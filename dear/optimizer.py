@@ -27,10 +27,11 @@ from overlap.tuning.space import Dimension, Setting
 from overlap.tuning.trial import tune as start_tuning
 from overlap.updates import Updates
 
-__all__ = ["Dear", "DistributedOptimizer", "default_limits"]
+__all__ = ["Dear", "DistributedOptimizer", "limits"]
 
-_THRESHOLD_MB = (1.0, 25.0)  # of a default: what DDP's first bucket has, and what the paper takes
-_BUCKETS = 32  # [Note: how much to fuse]
+_THRESHOLD_MB = 25.0  # the paper's; known by its identity, since a 25 that the user wrote wins over the environment
+_AUTO_MB = (1.0, 25.0)  # no less than DDP's first bucket has, no more than the paper takes
+_AUTO_BUCKETS = 32  # [Note: how much to fuse]
 _PARTS = {"rsag": ("reducescatter", "allgather"), "rb": ("reduce", "bcast")}  # the two halves, by policy
 
 
@@ -140,7 +141,7 @@ def DistributedOptimizer(
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
     *,
-    threshold_mb: float | Literal["default"] | None = "default",
+    threshold_mb: float | Literal["auto"] | None = _THRESHOLD_MB,
     num_nearby_layers: int | None = None,
     exclude_parts: str = "",
     policy: str = "rsag",
@@ -158,8 +159,9 @@ def DistributedOptimizer(
         compression, backward_passes_per_step, op, gradient_predivide_factor, num_groups, groups, sparse_as_dense,
             process_set: as in Horovod; see :class:`overlap.arguments.HorovodArguments`.
         threshold_mb: layers are fused, in the order of their use, while a bucket stays below this many MB (2^20 bytes).
-            Default: the environment variable ``DEAR_THRESHOLD_MB``, or ``HOROVOD_FUSION_THRESHOLD`` in bytes (0: no
-            fusion), else a 32nd of the parameters that are trained, at least 1 and at most 25.
+            ``"auto"``: a 32nd of the parameters that are trained, at least 1 and at most 25. Left out: the environment
+            variable ``DEAR_THRESHOLD_MB`` (MB, or ``auto``), or ``HOROVOD_FUSION_THRESHOLD`` in bytes (0: no fusion),
+            else 25.
         num_nearby_layers: at most this many layers per bucket; with both limits, the first one reached closes a bucket.
             ``threshold_mb=None, num_nearby_layers=1`` is DeAR without tensor fusion.
         exclude_parts: ``"reducescatter"``, ``"allgather"`` or both (``"reduce"``, ``"bcast"`` under the policy "rb")
@@ -202,10 +204,10 @@ def DistributedOptimizer(
     if strategy != "dear":
         theirs = {**vars(arguments), **shell, **({} if tune is False else {"tune": tune})}
         return _sibling(strategy, optimizer, named_parameters, own, theirs)
-    if threshold_mb == "default":
-        own["threshold_mb"], own["num_nearby_layers"] = default_limits(
-            current().settings.threshold_mb, num_nearby_layers, _trained_bytes(optimizer)
-        )
+    wished_mb = current().settings.threshold_mb if threshold_mb is _THRESHOLD_MB else None
+    own["threshold_mb"], own["num_nearby_layers"] = limits(
+        threshold_mb if wished_mb is None else wished_mb, num_nearby_layers, _trained_bytes(optimizer)
+    )
     distributed = Shell(optimizer, named_parameters, Dear(**own), arguments, **shell)
     start_tuning(distributed, tune)
     return distributed
@@ -215,23 +217,25 @@ def DistributedOptimizer(
 # What no computation can hide lies at the ends of the model. Backward has to pass the last bucket's layers before the
 # first reduce-scatter may begin, and the first bucket's is left over when backward ends; forward starts after the first
 # bucket's all-gather, and still has the last bucket's layers before it when the last one ends. Each end costs a bucket's
-# share of the step, and each bucket two starts: with 32 of them a few percent each on 1 to 10 Gbit/s. On networks where
-# a start costs more than a MB does, `tune=True` finds larger ones.
+# share of the step, and each bucket two starts: with 32 of them, which "auto" makes, a few percent each on 1 to 10 Gbit/s.
+# On networks where a start costs more than a MB does, `tune=True` finds larger ones.
 
 
-def default_limits(
-    wished_mb: float | None, num_nearby_layers: int | None, nbytes: int
+def limits(
+    threshold_mb: float | str | None, num_nearby_layers: int | None, nbytes: int
 ) -> tuple[float | None, int | None]:
-    """Threshold (MB) and layers per bucket where no threshold was given, for a model of `nbytes` (pure).
+    """Threshold (MB) and layers per bucket for a model of `nbytes` (pure). A threshold of 0 means no fusion.
 
-    `wished_mb` is the environment's.
+    Raises ``ValueError`` for a text that is not "auto".
     """
-    if wished_mb is None:
-        smallest, largest = _THRESHOLD_MB
-        return min(max(nbytes / _BUCKETS / 2**20, smallest), largest), num_nearby_layers
-    if wished_mb == 0:  # no fusion
+    if isinstance(threshold_mb, str):
+        if threshold_mb != "auto":
+            raise ValueError(f"threshold_mb should be a number of MB, 'auto' or None and is {threshold_mb!r}")
+        smallest, largest = _AUTO_MB
+        return min(max(nbytes / _AUTO_BUCKETS / 2**20, smallest), largest), num_nearby_layers
+    if threshold_mb == 0:
         return None, num_nearby_layers or 1
-    return wished_mb, num_nearby_layers
+    return threshold_mb, num_nearby_layers
 
 
 def _trained_bytes(optimizer: torch.optim.Optimizer) -> int:
@@ -248,7 +252,7 @@ _SIBLINGS = ("bytescheduler_adapter", "mgwfbp", "wfbp")
 def _sibling(strategy: str, optimizer: torch.optim.Optimizer, model: Any, own: dict[str, Any], shell: Any) -> Shell:
     if strategy not in _SIBLINGS:
         raise ValueError(f"strategy should be 'dear' or one of {_SIBLINGS} and is {strategy!r}")
-    chosen = [f"{name}={value!r}" for name, value in own.items() if value != _DEFAULTS[name]]
+    chosen = [f"{name}={value!r}" for name, value in own.items() if value is not _DEFAULTS[name]]
     if chosen:
         raise ValueError(f"{', '.join(chosen)}: arguments that belong to 'dear', not to {strategy!r}")
     make = importlib.import_module(strategy).DistributedOptimizer

@@ -39,8 +39,8 @@ class Settings:
     """``DEAR_TIMELINE_MARK_CYCLES``, ``HOROVOD_TIMELINE_MARK_CYCLES``."""
     timeline_max_mb: float = 64.0
     """``DEAR_TIMELINE_MAX_MB``: no timeline gets larger, in MB of 2^20 bytes."""
-    threshold_mb: float | None = None
-    """``DEAR_THRESHOLD_MB``, or ``HOROVOD_FUSION_THRESHOLD`` in bytes; 0: no fusion; None: the strategy's default."""
+    threshold_mb: float | str | None = None
+    """``DEAR_THRESHOLD_MB`` (or "auto"), ``HOROVOD_FUSION_THRESHOLD`` in bytes; 0: no fusion; None: the strategy's."""
     ignored: tuple[str, ...] = ()
     """Variables of Horovod that are set and have no counterpart."""
 
@@ -50,6 +50,10 @@ def _number(text: str) -> float:
     if not 0 <= value < float("inf"):
         raise ValueError
     return value
+
+
+def _number_or_auto(text: str) -> float | str:
+    return "auto" if text.lower() == "auto" else _number(text)
 
 
 def _switch(text: str) -> bool:
@@ -66,6 +70,7 @@ def _level(text: str) -> int:
 
 _ACCEPTED: dict[Callable[[str], Any], str] = {
     _number: "a number of at least 0",
+    _number_or_auto: "a number of at least 0, or auto,",
     _switch: "0 or 1",
     _level: f"one of {', '.join(LOG_LEVELS)}",
 }
@@ -90,7 +95,7 @@ _VARIABLES: dict[str, tuple[Callable[[str], Any], tuple[str, ...]]] = {
     "timeline": (_file, ("DEAR_TIMELINE", "HOROVOD_TIMELINE")),
     "timeline_mark_cycles": (_switch, ("DEAR_TIMELINE_MARK_CYCLES", "HOROVOD_TIMELINE_MARK_CYCLES")),
     "timeline_max_mb": (_number, ("DEAR_TIMELINE_MAX_MB",)),
-    "threshold_mb": (_number, ("DEAR_THRESHOLD_MB",)),
+    "threshold_mb": (_number_or_auto, ("DEAR_THRESHOLD_MB",)),
 }
 _CHECK_OFF = "HOROVOD_STALL_CHECK_DISABLE"
 _FUSION_BYTES = "HOROVOD_FUSION_THRESHOLD"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 
-from dear.optimizer import default_limits
+import dear
+from dear.optimizer import limits
 from dear.schedule import plan_buckets
 from overlap.observer import Facts
 from overlap.partition import TensorSpec
@@ -41,20 +44,26 @@ def test_idle_parameters_do_not_keep_their_neighbours_waiting() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wished_mb", "layers", "model_mb", "expected"),
+    ("threshold_mb", "layers", "model_mb", "expected"),
     [
-        (None, None, 0, (1.0, None)),
-        (None, None, 32, (1.0, None)),
-        (None, None, 100, (3.125, None)),
-        (None, 3, 640, (20.0, 3)),
-        (None, None, 800, (25.0, None)),
-        (None, None, 5000, (25.0, None)),
-        (8.0, None, 100, (8.0, None)),
+        ("auto", None, 0, (1.0, None)),
+        ("auto", None, 32, (1.0, None)),
+        ("auto", None, 100, (3.125, None)),
+        ("auto", 3, 640, (20.0, 3)),
+        ("auto", None, 800, (25.0, None)),
+        ("auto", None, 5000, (25.0, None)),
+        (25.0, None, 100, (25.0, None)),
+        (8.0, 2, 100, (8.0, 2)),
         (0.0, None, 100, (None, 1)),
         (0.0, 2, 100, (None, 2)),
+        (None, 1, 100, (None, 1)),
     ],
 )
-def test_limits_where_no_threshold_is_given(
-    wished_mb: float | None, layers: int | None, model_mb: int, expected: tuple[float | None, int | None]
+def test_limits(
+    threshold_mb: float | str | None, layers: int | None, model_mb: int, expected: tuple[float | None, int | None]
 ) -> None:
-    assert default_limits(wished_mb, layers, model_mb * 2**20) == expected
+    assert limits(threshold_mb, layers, model_mb * 2**20) == expected
+
+
+def test_the_default_is_the_papers() -> None:
+    assert inspect.signature(dear.DistributedOptimizer).parameters["threshold_mb"].default == 25

@@ -27,6 +27,7 @@ from overlap.settings import SettingError, Settings, read
             {"stall_warn_seconds": 0.0, "stall_abort_seconds": 9.0},
         ),
         ({"HOROVOD_FUSION_THRESHOLD": "3145728"}, {"threshold_mb": 3.0}),
+        ({"DEAR_THRESHOLD_MB": "auto"}, {"threshold_mb": "auto"}),
         ({"HOROVOD_FUSION_THRESHOLD": "3145728", "DEAR_THRESHOLD_MB": "0"}, {"threshold_mb": 0.0}),
         ({"HOROVOD_TIMELINE": "DYNAMIC", "HOROVOD_TIMELINE_MARK_CYCLES": "1"}, {"timeline_mark_cycles": True}),
         (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 
 import dear
 import mgwfbp
+from overlap.session import current
 from overlap.tuning import bayes, trial
 from overlap.tuning.options import Tuning
 from tests.spmd.loops import LOOPS, Run
@@ -177,6 +179,7 @@ def test_a_best_that_was_luck_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ({"threshold_mb": "automatic"}, "should be a number of MB, 'auto' or None and is 'automatic'"),
         ({"threshold_mb": None, "num_nearby_layers": 1, "tune": True}, "as it was chosen has nothing to tune"),
         ({"strategy": "wfbp", "tune": True}, "'wfbp' has nothing to tune"),
         ({"tune": Tuning(bounds={"credit_mb": (1, 2)})}, "'credit_mb', and what is tuned is threshold_mb"),
@@ -188,9 +191,24 @@ def test_what_cannot_be_tuned_is_refused(arguments: dict[str, Any], message: str
         dear.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model, **arguments)
 
 
-def test_without_a_threshold_the_size_of_what_is_trained_decides() -> None:
+@pytest.mark.parametrize(
+    ("arguments", "wished_mb", "threshold_mb"),
+    [
+        ({}, None, 25),
+        ({}, 8.0, 8),
+        ({}, "auto", 40 / 32),
+        ({"threshold_mb": "auto"}, None, 40 / 32),
+        ({"threshold_mb": "auto"}, 8.0, 40 / 32),
+        ({"threshold_mb": 25}, 8.0, 25),  # said in so many words, the default is a choice
+    ],
+)
+def test_what_decides_the_threshold(
+    arguments: dict[str, Any], wished_mb: float | str | None, threshold_mb: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = current()
+    monkeypatch.setattr(session, "settings", dataclasses.replace(session.settings, threshold_mb=wished_mb))
     large = torch.nn.utils.skip_init(torch.nn.Linear, 1024, 10 * 1024, bias=False)
     model = torch.nn.Sequential(large, torch.nn.Linear(16, 16).requires_grad_(False))
     inner = torch.optim.SGD(model.parameters(), 0.1)
-    optimizer = dear.DistributedOptimizer(inner, model, sync_start=False)
-    assert optimizer.strategy.threshold_mb == 40 / 32  # type: ignore[attr-defined]
+    optimizer: Any = dear.DistributedOptimizer(inner, model, sync_start=False, **arguments)
+    assert optimizer.strategy.threshold_mb == threshold_mb
