@@ -22,6 +22,7 @@ from overlap.optimizer import DistributedOptimizer as Shell
 from overlap.partition import TensorSpec
 from overlap.session import current
 from overlap.strategy import Plan, Strategy
+from overlap.terms import agree_on_strategy
 from overlap.tuning.options import Tuning
 from overlap.tuning.space import Dimension, Setting
 from overlap.tuning.trial import tune as start_tuning
@@ -122,22 +123,15 @@ def DistributedOptimizer(
         tune: True or ``Tuning(...)`` searches both while training goes on; see :class:`overlap.tuning.options.Tuning`.
         shell: ``elementwise=None, sync_start=True, poison=None`` of :class:`overlap.optimizer.DistributedOptimizer`.
     """
+    arguments = HorovodArguments.of(locals())
     if process_set is not global_process_set:
         raise ValueError(
             f"process_set is {process_set!r}, but rank 0 decides the order of all ranks' partitions: use the global "
             "process set, or another strategy"
         )
+    agree_on_strategy("bytescheduler_adapter", tune)
     partition_mb, credit_mb = agree(current().comm, (partition_mb, credit_mb))
     strategy = ByteScheduler(partition_mb, credit_mb)
-    arguments = HorovodArguments(
-        compression,
-        backward_passes_per_step,
-        op,
-        gradient_predivide_factor,
-        num_groups,
-        groups,
-        sparse_as_dense,
-    )
     distributed = Shell(optimizer, named_parameters, strategy, arguments, **shell)
     strategy.lease = _dispatchers().lease(current().registry.topic_of(distributed))
     start_tuning(distributed, tune)

@@ -22,6 +22,7 @@ from overlap.optimizer import DistributedOptimizer as Shell
 from overlap.partition import TensorSpec
 from overlap.session import current
 from overlap.strategy import Plan, Strategy
+from overlap.terms import agree_on_strategy
 from overlap.tuning.options import Tuning
 from overlap.tuning.space import Dimension, Setting
 from overlap.tuning.trial import tune as start_tuning
@@ -183,6 +184,7 @@ def DistributedOptimizer(
             ``"bytescheduler_adapter"``), which then takes the other arguments.
         shell: ``elementwise=None, sync_start=True, poison=None`` of :class:`overlap.optimizer.DistributedOptimizer`.
     """
+    arguments = HorovodArguments.of(locals())
     own: dict[str, Any] = {
         "threshold_mb": threshold_mb,
         "num_nearby_layers": num_nearby_layers,
@@ -191,19 +193,10 @@ def DistributedOptimizer(
         "eager": eager,
         "gather_dtype": gather_dtype,
     }
-    arguments = HorovodArguments(
-        compression,
-        backward_passes_per_step,
-        op,
-        gradient_predivide_factor,
-        num_groups,
-        groups,
-        sparse_as_dense,
-        process_set,
-    )
     if strategy != "dear":
         theirs = {**vars(arguments), **shell, **({} if tune is False else {"tune": tune})}
         return _sibling(strategy, optimizer, named_parameters, own, theirs)
+    agree_on_strategy("dear", tune)
     wished_mb = current().settings.threshold_mb if threshold_mb is _THRESHOLD_MB else None
     own["threshold_mb"], own["num_nearby_layers"] = limits(
         threshold_mb if wished_mb is None else wished_mb, num_nearby_layers, _trained_bytes(optimizer)

@@ -24,6 +24,7 @@ from overlap.partition import TensorSpec
 from overlap.session import current
 from overlap.startup import collect_slots
 from overlap.strategy import Plan, Strategy
+from overlap.terms import agree_on_strategy
 from overlap.tuning.options import Tuning
 from overlap.tuning.space import Dimension, Setting
 from overlap.tuning.trial import tune as start_tuning
@@ -142,6 +143,8 @@ def DistributedOptimizer(
 
     Raises ``ValueError`` for times of parameters that are not the optimizer's, and for times no computer can have.
     """
+    arguments = HorovodArguments.of(locals())
+    agree_on_strategy("mgwfbp", tune)
     session = current()
     layerwise_times, alpha_beta, profile_steps = agree(session.comm, (layerwise_times, alpha_beta, profile_steps))
     if profile_steps < 0:
@@ -158,16 +161,6 @@ def DistributedOptimizer(
         merge_below_kb=merge_below_kb,
         seconds=seconds,
         report=session.comm.rank == 0 and profile_steps == 0,
-    )
-    arguments = HorovodArguments(
-        compression,
-        backward_passes_per_step,
-        op,
-        gradient_predivide_factor,
-        num_groups,
-        groups,
-        sparse_as_dense,
-        process_set,
     )
     distributed = Shell(optimizer, named_parameters, strategy, arguments, **shell)
     if profile_steps:

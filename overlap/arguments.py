@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -43,6 +43,11 @@ class HorovodArguments:
     groups: int | Sequence[Sequence[torch.Tensor]] | None = None
     sparse_as_dense: bool = False
     process_set: ProcessSet = global_process_set
+
+    @classmethod
+    def of(cls, scope: Mapping[str, Any]) -> HorovodArguments:
+        """Those among the arguments of a strategy's function, ``locals()`` in its first line."""
+        return cls(**{field.name: scope[field.name] for field in fields(cls)})
 
 
 def check_passes(passes: int) -> None:

@@ -24,6 +24,7 @@ from overlap.startup import collect_slots, synchronize_start
 from overlap.state_share import StateShare
 from overlap.stepper import Stepper
 from overlap.strategy import Strategy
+from overlap.tenure import Tenure
 from overlap.terms import agree_on_terms, terms_of
 from overlap.updates import feasible
 
@@ -92,7 +93,7 @@ def build(
         updates=updates,
         poison=session.poison if poison is None else poison,
     )
-    topic = attendance.topic = session.registry.register(shell, engine)
+    topic = attendance.topic = session.registry.register(shell, Tenure(engine))
     session.channels.hold((comm, members.gathers), topic)
     others = [rank for rank in members.ranks if rank != session.comm.rank]
     share = StateShare(others, session.mailroom, topic, exporter(engine))

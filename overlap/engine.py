@@ -61,7 +61,7 @@ class Engine:
         attendance.shared_order = not strategy.ordered
         self.suspended = False  # inside no_sync()
         self.accumulating = False  # since the last step, gradients arrived that no reduction has seen
-        self._handed_over = False
+        self.superseded = False  # another optimizer has parameters of this one, which cannot step any more
         self.changing: Callable[[], AbstractContextManager[None]] = nullcontext  # around changes of who holds what
         shards = ShardUpdate(optimizer) if updates.in_shards else None
         self._planner = Planner(comm, optimizer, slots, strategy, groups, shards)
@@ -96,10 +96,6 @@ class Engine:
     def learning(self) -> bool:
         """Until the first step: nothing is in buckets, nothing is sharded, gradients are the user's own tensors."""
         return self._observer is not None
-
-    @property
-    def unfinished(self) -> bool:
-        return self.window.touched
 
     @property
     def shards(self) -> ShardUpdate | None:
@@ -218,23 +214,8 @@ class Engine:
         if self.eager is not None:
             self.eager.follow(self.order, self.shards, self._planner.reread)
 
-    def has(self, parameters: Sequence[torch.Tensor]) -> bool:
-        return not self._handed_over and any(id(parameter) in self._by_param for parameter in parameters)
-
-    def hand_over(self, unfinished: bool) -> None:
-        """Another optimizer takes parameters of this one, which cannot step any more; see `overlap.registry.Owner`."""
-        self._handed_over = True
-        if unfinished:
-            self.window.flush()
-        self.retire()
-
-    def retire(self) -> None:
-        """Nobody steps any more: end what is in flight, and leave the model and its parameters alone."""
-        self.transit.arrive_all()
-        for bucket in self.order:  # of a backward pass that no step followed
-            if bucket.work is not None:
-                bucket.work.wait()
-                bucket.work = None
+    def detach(self) -> None:
+        """Leave the model alone."""
         self._gates.remove()
         self._hooks.remove()
 
@@ -250,7 +231,7 @@ class Engine:
 
     def prepare(self) -> None:
         """All gradients of this step reduced or on their way. On every rank, before anything uses them."""
-        if self._handed_over:
+        if self.superseded:
             raise RuntimeError(
                 f"parameters of this optimizer, {self.slots[0].name!r} or others, went to a DistributedOptimizer that was "
                 "made later; step that one, and give every parameter to one optimizer"

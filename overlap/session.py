@@ -7,6 +7,7 @@ import functools
 import logging
 import os
 import socket
+import sys
 import time
 from dataclasses import replace
 from typing import Any, Protocol
@@ -28,7 +29,7 @@ from overlap.roll import Roll
 from overlap.settings import Settings
 from overlap.watchdog import Watchdog
 
-__all__ = ["Participant", "Service", "Session", "current", "init", "is_initialized", "shutdown"]
+__all__ = ["Participant", "Service", "Session", "current", "init", "is_initialized", "shutdown", "uninitialized"]
 
 log = logging.getLogger("dear")
 
@@ -212,8 +213,22 @@ def is_initialized() -> bool:
 def current() -> Session:
     """The session. Raises ``RuntimeError`` before :func:`init`."""
     if _session is None:
-        raise RuntimeError("call init() first")
+        raise RuntimeError(uninitialized())
     return _session
+
+
+def uninitialized() -> str:
+    """What to tell a script that has not called :func:`init`, by the name of the package that it imports."""
+    packages = (name for name, module in sys.modules.items() if _is_front_door(vars(module)))
+    return f"call {next(packages, 'overlap.session')}.init() first"
+
+
+def _is_front_door(names: dict[str, Any]) -> bool:
+    return (
+        "__path__" in names
+        and "DistributedOptimizer" in names
+        and getattr(names.get("init"), "__module__", "").startswith("overlap.")
+    )
 
 
 def shutdown() -> None:

@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from overlap.arguments import HorovodArguments
 from overlap.communicator import Communicator
 from overlap.grouping import Groups
 from overlap.objects import allgather_object
+from overlap.session import current
 from overlap.startup import compare
 from overlap.strategy import Strategy
+from overlap.tuning.options import Tuning
 from overlap.updates import Updates
 
-__all__ = ["agree_on_terms", "terms_of"]
+__all__ = ["agree_on_strategy", "agree_on_terms", "terms_of"]
+
+
+def agree_on_strategy(name: str, tune: bool | Tuning = False) -> None:
+    """What a strategy's package calls first, before it measures, or asks rank 0 for, anything of its own.
+
+    Args:
+        name: the strategy's.
+        tune: whether and how it is tuned; a path in it is rank 0's own.
+
+    On every rank of the job, whatever its process set. Raises ``SignatureMismatch`` on every rank where two differ, and
+    ``RuntimeError`` before ``init()``.
+    """
+    options = replace(tune, path=None) if isinstance(tune, Tuning) else tune
+    agree_on_terms(current().control, [f"strategy={name}", f"tune={options!r}"])
 
 
 def terms_of(strategy: Strategy, arguments: HorovodArguments, updates: Updates, groups: Groups) -> list[str]:

@@ -44,4 +44,4 @@ def test_a_rank_that_never_asks_is_named_and_then_not_waited_for(launcher: str, 
         assert f"HorovodInternalError: allreduce '{name}': rank 1 has shut down and will not take part" in output
     # Rank 1, whose shutdown ends with rank 0's: handles that are left fail, new operations are refused.
     assert "HorovodInternalError: allreduce 'only rank 1 has this 0': rank 0 has shut down" in output
-    assert "NotInitialized: call init() first" in output
+    assert "NotInitialized: call dear.init() first" in output

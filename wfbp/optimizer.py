@@ -16,6 +16,7 @@ from overlap.observer import Facts
 from overlap.optimizer import DistributedOptimizer as Shell
 from overlap.partition import TensorSpec, per_tensor
 from overlap.strategy import Plan, Strategy
+from overlap.terms import agree_on_strategy
 
 __all__ = ["DistributedOptimizer", "Wfbp"]
 
@@ -55,14 +56,6 @@ def DistributedOptimizer(
             process_set: as in Horovod; see :class:`overlap.arguments.HorovodArguments`.
         shell: ``sync_start=True`` of :class:`overlap.optimizer.DistributedOptimizer`.
     """
-    arguments = HorovodArguments(
-        compression,
-        backward_passes_per_step,
-        op,
-        gradient_predivide_factor,
-        num_groups,
-        groups,
-        sparse_as_dense,
-        process_set,
-    )
+    arguments = HorovodArguments.of(locals())
+    agree_on_strategy("wfbp")
     return Shell(optimizer, named_parameters, Wfbp(), arguments, **shell)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,6 +36,9 @@ def _call(
     *,
     group: bool = False,
 ) -> ReductionCall:
+    """Called by what users call, directly: a warning names their line."""
+    if isinstance(average, bool) and op is None:  # anything else is refused, where other ranks are told
+        warnings.warn("average= is Horovod's old spelling of op=Average or op=Sum", DeprecationWarning, stacklevel=3)
     found = operation_name(Kind.ALLREDUCE, name, process_set, group=group)
     return ReductionCall(Kind.ALLREDUCE, found, op, average, prescale, postscale, process_set)
 

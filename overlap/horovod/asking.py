@@ -11,7 +11,7 @@ from overlap.horovod.pending import Pending
 from overlap.horovod.process_set import ProcessSet
 from overlap.horovod.request import Kind, Request
 from overlap.horovod.runtime import Runtime
-from overlap.session import Session, current, is_initialized
+from overlap.session import Session, current, is_initialized, uninitialized
 
 __all__ = ["ask", "attach", "latest", "operation_name", "refuse", "runtime"]
 
@@ -34,7 +34,7 @@ def runtime() -> Runtime:
     """The runtime of the session. Raises :class:`NotInitialized` before ``init()`` and after ``shutdown()``."""
     found = current().services.get(_SERVICE) if is_initialized() else None
     if found is None:
-        raise NotInitialized("call init() first")
+        raise NotInitialized(uninitialized())
     assert isinstance(found, Runtime)
     return found
 

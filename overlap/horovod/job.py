@@ -69,7 +69,7 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
 
 def _session() -> Session:
     if not is_initialized():
-        raise NotInitialized("call init() first")
+        raise NotInitialized(session.uninitialized())
     return session.current()
 
 

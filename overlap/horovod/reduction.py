@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 from comm_core import ReduceOp
@@ -32,7 +31,6 @@ def resolve(op: Any, average: bool | None = None) -> ReduceOp:
             raise ValueError(f"average should be True or False and is {average!r}; a reduction is given as op=")
         if op is not None:
             raise ValueError(f"op={op!r} and average={average!r} say the same thing twice; give op alone")
-        warnings.warn("average= is Horovod's old spelling of op=Average or op=Sum", DeprecationWarning, stacklevel=4)
         return Average if average else Sum
     if op is None:
         return Average

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -238,10 +239,18 @@ def test_handles() -> None:
 
 
 def test_old_average_argument() -> None:
-    with pytest.warns(DeprecationWarning, match="old spelling"):
-        assert hvd.allreduce(torch.ones(1), average=False).item() == hvd.size()
-    with pytest.warns(DeprecationWarning, match="old spelling"):
-        assert hvd.allreduce(torch.ones(1), average=True).item() == 1
+    """One warning a call, which names the line of the script."""
+    ones = torch.ones(1, requires_grad=True)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        total = hvd.allreduce(ones, average=False)
+        total.backward()
+        assert total.item() == ones.grad.item() == hvd.size()
+        assert hvd.allreduce_(torch.ones(1), average=True).item() == 1
+        assert hvd.synchronize(hvd.allreduce_async(torch.ones(1), False)).item() == hvd.size()
+        assert [one.item() for one in hvd.grouped_allreduce([torch.ones(1)], average=True)] == [1]
+    old = [warning.filename for warning in warned if "old spelling" in str(warning.message)]
+    assert old == [__file__] * 4
     with pytest.raises(ValueError, match="the same thing twice"):
         hvd.allreduce(torch.ones(1), average=True, op=hvd.Sum)
     with pytest.raises(ValueError, match="given as op="):

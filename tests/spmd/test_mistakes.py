@@ -9,6 +9,7 @@ import torch
 
 import dear
 import wfbp
+from overlap.startup import SignatureMismatch
 from tests.spmd.test_contract import _loss, _same_everywhere, _trained
 from tests.spmd.test_parity import WRAP, _model
 
@@ -22,6 +23,23 @@ def _session() -> None:
 DIFFERENT: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"threshold_mb": 4}, {"threshold_mb": 1}, "threshold_mb=1» on rank 0 and «threshold_mb=4"),
     ({"strategy": "wfbp"}, {}, "strategy=dear» on rank 0 and «strategy=wfbp"),
+    # These measure, or ask rank 0 for, something of their own before they wrap.
+    ({"strategy": "mgwfbp"}, {}, "strategy=dear» on rank 0 and «strategy=mgwfbp"),
+    ({"strategy": "wfbp"}, {"strategy": "mgwfbp"}, "strategy=mgwfbp» on rank 0 and «strategy=wfbp"),
+    ({"strategy": "bytescheduler_adapter"}, {}, "strategy=dear» on rank 0 and «strategy=bytescheduler_adapter"),
+    (
+        {"strategy": "wfbp"},
+        {"strategy": "bytescheduler_adapter"},
+        "bytescheduler_adapter» on rank 0 and «strategy=wfbp",
+    ),
+    (
+        {"strategy": "mgwfbp"},
+        {"strategy": "bytescheduler_adapter"},
+        "strategy=bytescheduler_adapter» on rank 0 and «strategy=mgwfbp",
+    ),
+    ({"tune": True}, {}, "tune=False» on rank 0 and «tune=True"),
+    ({"strategy": "mgwfbp"}, {"strategy": "mgwfbp", "tune": True}, "tune=True» on rank 0 and «tune=False"),
+    ({"tune": dear.Tuning(trials=3)}, {"tune": True}, r"tune=True» on rank 0 and «tune=Tuning\(trials=3, .*\)"),
     ({"backward_passes_per_step": 2}, {}, "passes_per_step=1» on rank 0 and «backward_passes_per_step=2"),
     ({"compression": dear.Compression.fp16}, {}, "NoneCompressor» on rank 0 and «compression=FP16Compressor"),
     ({"elementwise": False}, {}, "updates=sharded» on rank 0 and «updates=whole"),
@@ -37,7 +55,7 @@ def test_ranks_with_different_arguments_are_told_apart(
         pytest.skip("one rank cannot differ from itself")
     model = _model("Mlp")
     inner = torch.optim.SGD(model.parameters(), 0.1)
-    with pytest.raises(ValueError, match=f"{message}» on rank {dear.size() - 1}"):
+    with pytest.raises(SignatureMismatch, match=f"{message}» on rank {dear.size() - 1}"):
         dear.DistributedOptimizer(inner, model, **(last if dear.rank() == dear.size() - 1 else others))
 
 
