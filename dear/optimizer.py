@@ -9,12 +9,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import torch
-from torch.nn.parameter import is_lazy
 
 from dear.schedule import plan_buckets
 from overlap.arguments import HorovodArguments
 from overlap.bucket import Bucket
 from overlap.communicator import Communicator, ReduceOp
+from overlap.fusion import limits, trained_bytes
 from overlap.horovod.compression import NoneCompressor
 from overlap.horovod.process_set import ProcessSet, global_process_set
 from overlap.observer import Facts
@@ -28,11 +28,9 @@ from overlap.tuning.space import Dimension, Setting
 from overlap.tuning.trial import tune as start_tuning
 from overlap.updates import Updates
 
-__all__ = ["Dear", "DistributedOptimizer", "limits"]
+__all__ = ["Dear", "DistributedOptimizer"]
 
 _THRESHOLD_MB = 25.0  # the paper's; known by its identity, since a 25 that the user wrote wins over the environment
-_AUTO_MB = (1.0, 25.0)  # no less than DDP's first bucket has, no more than the paper takes
-_AUTO_BUCKETS = 32  # [Note: how much to fuse]
 _PARTS = {"rsag": ("reducescatter", "allgather"), "rb": ("reduce", "bcast")}  # the two halves, by policy
 
 
@@ -181,7 +179,7 @@ def DistributedOptimizer(
         tune: True or ``Tuning(...)`` searches the `threshold_mb` with the shortest steps, 1 to 256 unless told otherwise,
             while training goes on; the results of training stay the same. See :class:`overlap.tuning.options.Tuning`.
         strategy: ``"dear"``, or the name of another strategy's package (``"wfbp"``, ``"mgwfbp"``,
-            ``"bytescheduler_adapter"``), which then takes the other arguments.
+            ``"bytescheduler_adapter"``, ``"oss"``), which then takes the other arguments.
         shell: ``elementwise=None, sync_start=True, poison=None`` of :class:`overlap.optimizer.DistributedOptimizer`.
     """
     arguments = HorovodArguments.of(locals())
@@ -199,47 +197,15 @@ def DistributedOptimizer(
     agree_on_strategy("dear", tune)
     wished_mb = current().settings.threshold_mb if threshold_mb is _THRESHOLD_MB else None
     own["threshold_mb"], own["num_nearby_layers"] = limits(
-        threshold_mb if wished_mb is None else wished_mb, num_nearby_layers, _trained_bytes(optimizer)
+        threshold_mb if wished_mb is None else wished_mb, num_nearby_layers, trained_bytes(optimizer)
     )
     distributed = Shell(optimizer, named_parameters, Dear(**own), arguments, **shell)
     start_tuning(distributed, tune)
     return distributed
 
 
-# [Note: how much to fuse]
-# What no computation can hide lies at the ends of the model. Backward has to pass the last bucket's layers before the
-# first reduce-scatter may begin, and the first bucket's is left over when backward ends; forward starts after the first
-# bucket's all-gather, and still has the last bucket's layers before it when the last one ends. Each end costs a bucket's
-# share of the step, and each bucket two starts: with 32 of them, which "auto" makes, a few percent each on 1 to 10 Gbit/s.
-# On networks where a start costs more than a MB does, `tune=True` finds larger ones.
-
-
-def limits(
-    threshold_mb: float | str | None, num_nearby_layers: int | None, nbytes: int
-) -> tuple[float | None, int | None]:
-    """Threshold (MB) and layers per bucket for a model of `nbytes` (pure). A threshold of 0 means no fusion.
-
-    Raises ``ValueError`` for a text that is not "auto".
-    """
-    if isinstance(threshold_mb, str):
-        if threshold_mb != "auto":
-            raise ValueError(f"threshold_mb should be a number of MB, 'auto' or None and is {threshold_mb!r}")
-        smallest, largest = _AUTO_MB
-        return min(max(nbytes / _AUTO_BUCKETS / 2**20, smallest), largest), num_nearby_layers
-    if threshold_mb == 0:
-        return None, num_nearby_layers or 1
-    return threshold_mb, num_nearby_layers
-
-
-def _trained_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """0 for what the shell is going to refuse."""
-    groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
-    params = [param for group in groups for param in group["params"] if param.requires_grad and not is_lazy(param)]
-    return sum(param.numel() * param.element_size() for param in params)
-
-
 _DEFAULTS: dict[str, Any] = dict(DistributedOptimizer.__kwdefaults__ or {})
-_SIBLINGS = ("bytescheduler_adapter", "mgwfbp", "wfbp")
+_SIBLINGS = ("bytescheduler_adapter", "mgwfbp", "oss", "wfbp")
 
 
 def _sibling(strategy: str, optimizer: torch.optim.Optimizer, model: Any, own: dict[str, Any], shell: Any) -> Shell:

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from overlap.fusion import fused_in_order_of_use
 from overlap.observer import Facts
-from overlap.partition import BucketSpec, TensorSpec, fuse, owned
+from overlap.partition import TensorSpec, owned
 from overlap.strategy import Plan
 
 __all__ = ["plan_buckets"]
@@ -30,20 +31,10 @@ def plan_buckets(
 ) -> Plan:
     """Fuse layers in the order of their use in forward; issue the buckets in reverse.
 
-    Parameters without a gradient in the first iteration would keep their neighbours' buckets from filling, so they get
-    buckets of their own, issued last. With `one_owner`, buckets belong to whole ranks in turn, in order of issue.
+    With `one_owner`, buckets belong to whole ranks in turn, in order of issue.
     """
-    used = [tuple(index for index in unit if index not in facts.idle) for unit in facts.units]
-    idle = [tuple(index for index in unit if index in facts.idle) for unit in facts.units]
-    buckets: list[BucketSpec] = []
-    for units in (idle, used):
-        buckets += fuse(
-            [unit for unit in units if unit],
-            specs,
-            world_size,
-            threshold_bytes=threshold_bytes,
-            num_nearby_units=num_nearby_layers,
-        )
-    buckets.reverse()
-    chosen = owned(buckets, world_size) if one_owner else tuple(buckets)
+    buckets = fused_in_order_of_use(
+        facts, specs, world_size, threshold_bytes=threshold_bytes, num_nearby_layers=num_nearby_layers
+    )
+    chosen = owned(buckets, world_size) if one_owner else buckets
     return Plan(chosen, tuple(shardable[bucket.tensors[0]] for bucket in buckets))

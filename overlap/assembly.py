@@ -11,7 +11,7 @@ from overlap.arguments import HorovodArguments, check_passes
 from overlap.attendance import Attendance
 from overlap.averages import Averages
 from overlap.communicator import Communicator
-from overlap.elementwise import is_elementwise
+from overlap.elementwise import is_elementwise, is_per_parameter
 from overlap.engine import Engine
 from overlap.exchange import Exchange
 from overlap.full_state import FullState, exporter
@@ -26,7 +26,7 @@ from overlap.stepper import Stepper
 from overlap.strategy import Strategy
 from overlap.tenure import Tenure
 from overlap.terms import agree_on_terms, terms_of
-from overlap.updates import feasible
+from overlap.updates import Updates, feasible
 
 __all__ = ["Assembly", "build"]
 
@@ -52,13 +52,21 @@ def build(
     arguments: HorovodArguments,
     *,
     elementwise: bool | None,
+    per_parameter: bool | None,
     sync_start: bool,
     poison: bool | None,
 ) -> Assembly:
     """What `shell` consists of; see :class:`overlap.optimizer.DistributedOptimizer` for the arguments. On every rank."""
     check_passes(arguments.backward_passes_per_step)
     elementwise = is_elementwise(optimizer) if elementwise is None else elementwise
-    updates = feasible(strategy.updates, optimizer, elementwise, arguments.compression)
+    if per_parameter is not None and strategy.updates is not Updates.OWNED:
+        raise ValueError(
+            f"per_parameter={per_parameter} is about strategies that give whole parameters to ranks (oss), and strategy "
+            f"{strategy.name!r} does not; elementwise=True promises that an optimizer may be applied to slices"
+        )
+    if per_parameter is None:
+        per_parameter = elementwise or is_per_parameter(optimizer)
+    updates = feasible(strategy.updates, optimizer, elementwise, arguments.compression, per_parameter=per_parameter)
     model = named_parameters if isinstance(named_parameters, torch.nn.Module) else None
     named = None if isinstance(named_parameters, torch.nn.Module) else named_parameters
     slots = collect_slots(optimizer, model, named)

@@ -63,7 +63,7 @@ class Engine:
         self.accumulating = False  # since the last step, gradients arrived that no reduction has seen
         self.superseded = False  # another optimizer has parameters of this one, which cannot step any more
         self.changing: Callable[[], AbstractContextManager[None]] = nullcontext  # around changes of who holds what
-        shards = ShardUpdate(optimizer) if updates.in_shards else None
+        shards = ShardUpdate(optimizer, whole=updates is Updates.OWNED) if updates.in_shards else None
         self._planner = Planner(comm, optimizer, slots, strategy, groups, shards)
         self.order = self._planner.order  # in order of issue
         self.transit = Transit(gathers, lambda comm, bucket: self.strategy.gather(comm, bucket), poison=poison)

@@ -29,7 +29,7 @@ class FullState:
             return optimizer.state_dict()
         full: dict[torch.Tensor, dict[str, Any]] = {}
         if not engine.learning:
-            full = assemble(engine.slots, self._share.collect())
+            full = assemble(engine.slots, self._share.collect(), whole=engine.shards.whole)
         masters = {**engine.shards.loaded, **taken(full)}
         state = optimizer.state
         whole = dict(state)

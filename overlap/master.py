@@ -47,8 +47,9 @@ class Master:
     def put(self, piece: torch.Tensor, values: torch.Tensor) -> None:
         """Replace `piece`, a view of :attr:`values`."""
         start = int(piece.storage_offset() - self.values.storage_offset())
+        span = slice(start, start + piece.numel())
         piece.copy_(values)
-        self._rounded[start : start + piece.numel()].copy_(piece)
+        self._rounded[span].copy_(self.values[span])
 
     @torch.no_grad()
     def follow(self) -> None:

@@ -33,6 +33,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         arguments: those that every strategy takes, as Horovod does.
         elementwise: True promises that the optimizer updates every element from that element's gradient and state
             alone, and keeps its state per parameter, so that its work may be split; None decides by its exact type.
+        per_parameter: the same promise for whole parameters, to strategies that give those to ranks (``oss``); raises
+            with others.
         sync_start: take rank 0's parameters, buffers and optimizer state at construction.
         poison: fill parameters that are not gathered yet with NaN, so that a missed wait shows
             (default: environment variable ``DEAR_POISON=1``).
@@ -48,6 +50,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         arguments: HorovodArguments,
         *,
         elementwise: bool | None = None,
+        per_parameter: bool | None = None,
         sync_start: bool = True,
         poison: bool | None = None,
     ) -> None:
@@ -63,6 +66,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             strategy,
             arguments,
             elementwise=elementwise,
+            per_parameter=per_parameter,
             sync_start=sync_start,
             poison=poison,
         )
@@ -92,7 +96,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """The optimizer's state by parameter; of sharded parameters, the part this rank holds (1-D tensors)."""
+        """The optimizer's state by parameter; of sharded parameters, the part this rank holds (1-D tensors of slices)."""
         shards = self._engine.shards
         if self._engine.deferred is not None:
             self._engine.transit.arrive_all()

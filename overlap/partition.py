@@ -19,6 +19,7 @@ class TensorSpec:
     numel: int
     itemsize: int
     kind: Hashable = None
+    owner: int | None = None  # the rank whose shard takes all of it; None: shards may cut it
 
     @property
     def nbytes(self) -> int:
@@ -32,11 +33,14 @@ class BucketSpec:
     tensors: tuple[int, ...]  # indices into the planned sequence
     offsets: tuple[int, ...]
     numel: int  # elements up to the end of the last tensor
-    padded_numel: int  # a multiple of the world size: world_size equal shards
-    owner: int | None = None  # the rank whose shard is the whole bucket; None: the shards are equal
+    padded_numel: int  # a multiple of the world size where the shards are equal
+    owner: int | None = None  # the rank whose shard is the whole bucket
+    counts: tuple[int, ...] | None = None  # elements of each rank's shard, where shards end with tensors
 
     def shares(self, world_size: int) -> tuple[int, ...]:
         """How many elements each rank owns, in rank order."""
+        if self.counts is not None:
+            return self.counts
         if self.owner is None:
             return (self.padded_numel // world_size,) * world_size
         return tuple(self.padded_numel if rank == self.owner else 0 for rank in range(world_size))
@@ -53,16 +57,40 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def layout(tensors: Sequence[int], specs: Sequence[TensorSpec], world_size: int) -> BucketSpec:
-    """Place `tensors` one after the other, each aligned; shards are aligned too, so their borders cost no extra line."""
+    """Place `tensors` one after the other, each aligned; shards are aligned too, so their borders cost no extra line.
+
+    Tensors that have owners are placed owner by owner, and the shards end where these change.
+    """
     if not tensors:
         raise ValueError("a bucket needs at least one tensor")
     step = max(1, ALIGNMENT_BYTES // specs[tensors[0]].itemsize)
+    if specs[tensors[0]].owner is not None:
+        return _by_owner(tensors, specs, world_size, step)
     offsets, end = [], 0
     for index in tensors:
         offset = round_up(end, step)
         offsets.append(offset)
         end = offset + specs[index].numel
     return BucketSpec(tuple(tensors), tuple(offsets), end, round_up(max(end, 1), step * world_size))
+
+
+def _by_owner(tensors: Sequence[int], specs: Sequence[TensorSpec], world_size: int, step: int) -> BucketSpec:
+    placed: list[int] = []
+    offsets: list[int] = []
+    counts: list[int] = []
+    start = end = 0
+    for rank in range(world_size):
+        mine = [index for index in tensors if specs[index].owner == rank]
+        for index in mine:
+            placed.append(index)
+            offsets.append(round_up(max(start, end), step))
+            end = offsets[-1] + specs[index].numel
+        counts.append(round_up(max(end - start, 1), step) if mine else 0)
+        start += counts[-1]
+    if len(placed) != len(tensors):
+        owners = [specs[index].owner for index in tensors]
+        raise ValueError(f"the owners of a bucket's tensors should be ranks below {world_size} and are {owners}")
+    return BucketSpec(tuple(placed), tuple(offsets), end, start, counts=tuple(counts))
 
 
 def fuse(

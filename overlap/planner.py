@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
@@ -38,6 +39,7 @@ class Planner:
         self.order: list[Bucket] = []
         self._facts: Facts | None = None  # about the parameters in buckets
         self._unguarded: set[int] = set()  # slots that no gate is known to guard
+        self._owners: dict[int, int] = {}  # by slot, of parameters that shards do not cut
 
     def begin(self, facts: Facts, passes: int) -> None:
         """The first buckets, from what the first iteration taught."""
@@ -48,6 +50,7 @@ class Planner:
         }
         self._facts = _without(facts, absent)
         self._unguarded = {*facts.unseen, *facts.idle}
+        self._find_owners(self._facts.arrivals)
         self.order += self._build(self.preview(self.strategy), self.shards)
         for slot in self._slots:
             slot.expected = max(1, round(facts.fires[slot.index] / passes))
@@ -63,6 +66,7 @@ class Planner:
         if not late:
             return
         assert self._facts is not None, "learning comes first"
+        self._find_owners(late)
         nothing: frozenset[int] = frozenset()
         facts = Facts((late,), late, tuple(1 for _ in self._slots), nothing, nothing)
         plan = self.strategy.plan(facts, *self._specs(), self._comm.size)
@@ -73,7 +77,9 @@ class Planner:
     def draft(self, strategy: Strategy) -> tuple[list[Bucket], ShardUpdate | None]:
         """`strategy`'s buckets for the same parameters, whose values move in, and their pieces, without state yet."""
         plan = self.preview(strategy)
-        shards = None if self.shards is None else ShardUpdate(self._optimizer, self.shards.loaded)
+        shards = (
+            None if self.shards is None else ShardUpdate(self._optimizer, self.shards.loaded, whole=self.shards.whole)
+        )
         return self._build(plan, shards), shards
 
     def install(self, strategy: Strategy, order: list[Bucket], shards: ShardUpdate | None) -> None:
@@ -109,14 +115,28 @@ class Planner:
         assert self._facts is not None, "learning comes first"
         return [self._slots[index] for index in sorted(self._unguarded | self._facts.reread)]
 
+    def _find_owners(self, indices: Iterable[int]) -> None:
+        """Parameters that come into buckets get owners, if the strategy cuts none. They keep them, whatever the plan."""
+        new = [index for index in sorted(indices) if self._can_shard(self._slots[index])]
+        loads = [0] * self._comm.size
+        for index, owner in self._owners.items():
+            loads[owner] += self._slots[index].param.numel()
+        owners = self.strategy.owners([self._slots[index].param.numel() for index in new], loads)
+        if owners is not None:
+            self._owners.update(zip(new, owners, strict=True))
+
+    def _can_shard(self, slot: Slot) -> bool:
+        return self.shards is not None and is_dense(slot.param.data)
+
     def _specs(self) -> tuple[list[TensorSpec], list[bool]]:
         specs, shardable = [], []
         for slot in self._slots:
             param = slot.param
-            can_shard = self.shards is not None and is_dense(param.data)
+            can_shard = self._can_shard(slot)
             shardable.append(can_shard)
             kind = (str(param.dtype), str(param.device), can_shard)
-            specs.append(TensorSpec(param.numel(), param.element_size(), kind))
+            owner = self._owners.get(slot.index) if can_shard else None
+            specs.append(TensorSpec(param.numel(), param.element_size(), kind, owner))
         return specs, shardable
 
     def _build(self, plan: Plan, shards: ShardUpdate | None, first: int = 0) -> list[Bucket]:

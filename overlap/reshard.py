@@ -22,8 +22,15 @@ _Outline = dict[int, dict[str, Any]]
 def move_state(comm: Communicator, order: Iterable[Bucket], old: ShardUpdate, new: ShardUpdate) -> None:
     """Give the pieces of `new` the state that those of `old`, in the buckets `order`, have on all ranks.
 
-    One bucket's state is whole in memory at a time. On every rank of `comm`, with the same `order`.
+    One bucket's state is whole in memory at a time. On every rank of `comm`, with the same `order`. Whole parameters keep
+    their owners: nothing is sent.
     """
+    if old.whole:
+        kept = {one.slot.index: state for bucket in order for one, state in old.held(bucket) if state}
+        for one in new.pieces:
+            if one.slot.index in kept:
+                new.put(one, dict(kept[one.slot.index]))
+        return
     outline = _merged(allgather_object(comm, _outline(old, order)))
     takers: dict[int, list[Piece]] = {}
     for one in new.pieces:

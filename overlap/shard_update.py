@@ -1,7 +1,8 @@
-"""The user's own optimizer, applied to the slices of parameters that this rank owns.
+"""The user's own optimizer, applied to the parameters, or the slices of them, that this rank owns.
 
-A shadow of the optimizer (same class, same hyper-parameters, other parameters) steps 1-D pieces: piece = parameter ∩
-shard. Each rank holds the optimizer state of its pieces only (ZeRO stage 1: Rajbhandari et al., 2020, section 5.1).
+A shadow of the optimizer (same class, same hyper-parameters, other parameters) steps pieces: piece = parameter ∩ shard,
+1-D, or a whole parameter of its own shape where shards end with parameters. Each rank holds the optimizer state of its
+pieces only (ZeRO stage 1: Rajbhandari et al., 2020, section 5.1).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 from overlap.bucket import Bucket, Slot
-from overlap.dense import from_flat, to_flat, unused_positions
+from overlap.dense import from_flat, to_flat, unused_positions, view_like
 from overlap.elementwise import SCALAR_STATE
 from overlap.master import MASTER
 from overlap.partition import piece
@@ -44,12 +45,16 @@ class Piece:
 
 
 class ShardUpdate:
-    """Pieces of all sharded buckets, and the shadow optimizer that updates them."""
+    """Pieces of all sharded buckets, and the shadow optimizer that updates them. `whole`: no shard cuts a parameter."""
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, loaded: dict[torch.Tensor, torch.Tensor] | None = None
+        self,
+        optimizer: torch.optim.Optimizer,
+        loaded: dict[torch.Tensor, torch.Tensor] | None = None,
+        *,
+        whole: bool = False,
     ) -> None:
-        self._optimizer = optimizer
+        self._optimizer, self.whole = optimizer, whole
         self._shadow = copy.copy(optimizer)
         self._shadow.state = defaultdict(dict)
         for name, hooks in vars(optimizer).items():
@@ -82,7 +87,7 @@ class ShardUpdate:
 
     @property
     def state(self) -> dict[torch.nn.Parameter, dict[str, Any]]:
-        """State by parameter, the part this rank holds: 1-D tensors as long as the piece."""
+        """State by parameter, the part this rank holds: 1-D tensors as long as the piece, unless pieces are whole."""
         return {one.slot.param: self._shadow.state[one.proxy] for one in self.pieces if one.proxy in self._shadow.state}
 
     def add(self, bucket: Bucket, rank: int) -> None:
@@ -98,14 +103,17 @@ class ShardUpdate:
                 continue
             low, high = offset + extent[0], offset + extent[1]
             inside = slice(low - bucket.own.start, high - bucket.own.start) if numel else slice(0, 0)
-            proxy = torch.nn.Parameter(bucket.shard.data[inside])
-            gradient = bucket.reduced[inside] if numel else proxy.data
-            pieces.append(Piece(slot, *extent, proxy, gradient))
+            values = self._piece_of(bucket.shard.data, inside, slot.param)
+            gradient = self._piece_of(bucket.reduced, inside, slot.param) if numel else values
+            pieces.append(Piece(slot, *extent, torch.nn.Parameter(values), gradient))
         self._pieces[bucket] = pieces
         with_elements = [one for one in pieces if one.stop > one.start]
         starts = [int(one.gradient.storage_offset() - bucket.reduced.storage_offset()) for one in with_elements]
         stops = [start + one.gradient.numel() for start, one in zip(starts, with_elements, strict=True)]
         self._extents[bucket] = (torch.tensor(starts, dtype=torch.int64, device=bucket.reduced.device), stops)
+
+    def _piece_of(self, shard: torch.Tensor, inside: slice, param: torch.Tensor) -> torch.Tensor:
+        return view_like(shard, int(shard.storage_offset()) + inside.start, param) if self.whole else shard[inside]
 
     def take(self, bucket: Bucket) -> None:
         """Give the bucket's pieces their reduced gradients; those that no rank used get None and are left alone."""
@@ -146,7 +154,8 @@ class ShardUpdate:
             self._shadow.state.pop(one.proxy, None)
             if one.slot.param in full:
                 state = full[one.slot.param]
-                self._shadow.state[one.proxy] = {key: _slice(key, value, one) for key, value in state.items()}
+                part = _copied if self.whole else _slice
+                self._shadow.state[one.proxy] = {key: part(key, value, one) for key, value in state.items()}
         for slot in bucket.slots:
             full.pop(slot.param, None)
         if bucket.master is not None:
@@ -165,7 +174,7 @@ class ShardUpdate:
         for one in self._pieces[bucket]:
             value = self.loaded.get(one.slot.param)
             if value is not None:
-                _put_master(one, to_flat(value, one.slot.param)[one.start : one.stop])
+                _put_master(one, value if self.whole else to_flat(value, one.slot.param)[one.start : one.stop])
         for slot in bucket.slots:
             self.loaded.pop(slot.param, None)
 
@@ -180,8 +189,8 @@ class ShardUpdate:
         return parts
 
 
-def assemble(slots: list[Slot], parts: Iterable[PieceState]) -> dict[torch.Tensor, dict[str, Any]]:
-    """Full state, by parameter, from every rank's exported pieces."""
+def assemble(slots: list[Slot], parts: Iterable[PieceState], *, whole: bool) -> dict[torch.Tensor, dict[str, Any]]:
+    """Full state, by parameter, from every rank's exported pieces, which are `whole` parameters or slices."""
     full: dict[torch.Tensor, dict[str, Any]] = {}
     flats: dict[tuple[int, str], torch.Tensor] = {}
     for part in parts:
@@ -189,8 +198,8 @@ def assemble(slots: list[Slot], parts: Iterable[PieceState]) -> dict[torch.Tenso
             param = slots[index].param
             target = full.setdefault(param, {})
             for key, value in state.items():
-                if not is_sliced(key, value, stop - start):
-                    target.setdefault(key, copy.deepcopy(value))
+                if whole or not is_sliced(key, value, stop - start):
+                    target.setdefault(key, _placed(value, param))
                     continue
                 flat = flats.get((index, key))
                 if flat is None:
@@ -217,6 +226,17 @@ def _slice(key: str, value: Any, one: Piece) -> Any:
     if not isinstance(value, torch.Tensor) or key in SCALAR_STATE or value.shape != param.shape:
         return copy.deepcopy(value)
     return to_flat(value, param)[one.start : one.stop].clone()
+
+
+def _copied(_key: str, value: Any, _one: Piece) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+
+
+def _placed(value: Any, param: torch.Tensor) -> Any:
+    """A copy where torch keeps it: numbers on the CPU, what has dimensions beside the parameter."""
+    if not isinstance(value, torch.Tensor):
+        return copy.deepcopy(value)
+    return value.to(param.device if value.dim() else value.device, copy=True)
 
 
 def _to_cpu(value: Any) -> Any:

@@ -77,9 +77,17 @@ class Strategy(ABC):
         if other.gather_dtype is not self.gather_dtype:
             raise ValueError(f"gather_dtype cannot change from {self.gather_dtype} to {other.gather_dtype} in a replan")
 
+    def owners(self, numels: Sequence[int], loads: Sequence[int]) -> tuple[int, ...] | None:
+        """The rank that updates all of each parameter, for parameters of `numels` elements in the order of their groups.
+
+        Rank r owns ``loads[r]`` elements already. Who owns a parameter is decided once, when it comes into a bucket. None
+        (and only then ``updates`` is not ``OWNED``): shards are cut anywhere.
+        """
+        return None
+
     @abstractmethod
     def plan(self, facts: Facts, specs: Sequence[TensorSpec], shardable: Sequence[bool], world_size: int) -> Plan:
-        """Decide the buckets, the same on every rank. `shardable[i]`: may tensor i be updated slice by slice?"""
+        """Decide the buckets, the same on every rank. `shardable[i]`: may tensor i be updated by the owner of its shard?"""
 
     @abstractmethod
     def reduce(self, comm: Communicator, bucket: Bucket) -> None:

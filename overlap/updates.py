@@ -17,17 +17,25 @@ class Updates(Enum):
 
     WHOLE = auto()  # in step(), all of them by every rank
     SHARDED = auto()  # in step(), each shard by its owner, who sends it to the others
+    OWNED = auto()  # as SHARDED, with shards that end where parameters do: whole parameters, each by its owner
     EAGER = auto()  # each shard by its owner, in the order of issue while backward still runs: `overlap.eager`
     DEFERRED = auto()  # after step(), by every rank, bucket by bucket when somebody needs them: `overlap.deferred`
 
     @property
     def in_shards(self) -> bool:
         """Whether buckets hold parameters, of which a rank owns a shard."""
-        return self in (Updates.SHARDED, Updates.EAGER)
+        return self in (Updates.SHARDED, Updates.OWNED, Updates.EAGER)
 
 
-def feasible(wished: Updates, optimizer: torch.optim.Optimizer, elementwise: bool, compression: Any) -> Updates:
-    """`wished`, or whole updates where the optimizer or the wire needs whole tensors (pure).
+def feasible(
+    wished: Updates,
+    optimizer: torch.optim.Optimizer,
+    elementwise: bool,
+    compression: Any,
+    *,
+    per_parameter: bool = False,
+) -> Updates:
+    """`wished`, or whole updates where the optimizer needs more than its shard or the wire whole tensors (pure).
 
     Raises ``ValueError`` instead for ``EAGER``, which the user asked for.
     """
@@ -38,5 +46,6 @@ def feasible(wished: Updates, optimizer: torch.optim.Optimizer, elementwise: boo
         )
     if wished is Updates.EAGER and not returns_slices(compression):
         raise ValueError(f"eager=True updates shards, and {compression!r} gives whole tensors; use Compression.fp16")
-    possible = elementwise and (returns_slices(compression) or not wished.in_shards)
+    divisible = per_parameter if wished is Updates.OWNED else elementwise
+    possible = divisible and (returns_slices(compression) or not wished.in_shards)
     return wished if possible else Updates.WHOLE

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# One benchmark run, described by environment variables. Behind horovod_mpi_cj.sh in dear/, wfbp/ and bench/baselines/:
+# One benchmark run, described by environment variables. Behind horovod_mpi_cj.sh in dear/, wfbp/, oss/ … and bench/baselines/:
 #
 #     cd dear; dnn=resnet50 bs=64 nworkers=4 ./horovod_mpi_cj.sh
 #
@@ -34,7 +34,7 @@ esac
 options=()
 if [ "$threshold" != 0 ]; then
     case $method in
-        dear) options+=("threshold_mb=$threshold") ;;
+        dear | oss) options+=("threshold_mb=$threshold") ;;
         ddp) options+=("bucket_mb=$threshold") ;;
         horovod) options+=("fusion_mb=$threshold") ;;
         *) fail "threshold=$threshold: $method has no such setting" ;;

@@ -30,6 +30,8 @@ PURE = (
     *(f"overlap/horovod/{name}.py" for name in ("agreement", "coordinator", "request")),
     *(f"overlap/tuning/{name}.py" for name in TUNING),
     "dear/schedule.py",
+    "oss/assignment.py",
+    "oss/fairscale.py",
     "mgwfbp/merge.py",
     "bytescheduler_adapter/credit.py",
     "bytescheduler_adapter/schedule.py",

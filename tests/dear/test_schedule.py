@@ -7,8 +7,8 @@ import inspect
 import pytest
 
 import dear
-from dear.optimizer import limits
 from dear.schedule import plan_buckets
+from overlap.fusion import limits
 from overlap.observer import Facts
 from overlap.partition import TensorSpec
 

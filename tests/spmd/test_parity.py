@@ -13,6 +13,7 @@ import torch
 import bytescheduler_adapter
 import dear
 import mgwfbp
+import oss
 import wfbp
 from overlap.bucket import Phase
 from tests.spmd.loops import LOOPS, MakeOptimizer, Run
@@ -32,6 +33,7 @@ if SIZE == 2 and "TORCHELASTIC_RUN_ID" not in os.environ:
 # Policies of a strategy above, and others that update as those do: all models and loops, with one optimizer.
 VARIANTS: dict[str, Callable[..., Any]] = {
     "dear-rb": lambda o, m, **k: dear.DistributedOptimizer(o, m, policy="rb", threshold_mb=0.001, **k),
+    "oss": lambda o, m, **k: oss.DistributedOptimizer(o, m, threshold_mb=0.001, **k),
     "dear-eager": lambda o, m, **k: as_early_as_possible(
         dear.DistributedOptimizer(o, m, eager=True, threshold_mb=0.001, **k)
     ),

@@ -1,0 +1,14 @@
+"""Optimizer state sharded by whole parameters (ZeRO stage 1 as fairscale's OSS does it), hidden like DeAR's halves.
+
+import oss as dear
+dear.init()
+optimizer = dear.DistributedOptimizer(optimizer, model)
+"""
+
+from oss.optimizer import DistributedOptimizer
+from overlap import api
+from overlap.api import *  # noqa: F403  (the facade is the same for every strategy)
+from overlap.tuning.options import Tuning
+
+__all__ = ["DistributedOptimizer", "Tuning"]
+__all__ += api.__all__

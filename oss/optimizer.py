@@ -1,0 +1,152 @@
+"""Whole parameters, each owned by one rank: its gradient is reduced there, it is updated there, and sent from there.
+
+compute | bwd L3 | bwd L2 | bwd L1 | step  |  fwd L1 | fwd L2 | fwd L3 |
+comm             | RS b0  | RS b1  | RS b2 | AG b2 | AG b1  | AG b0  |
+
+The owners are fairscale's (`oss.assignment`), the schedule is DeAR's. A bucket's shards end where the parameters of one
+owner end, so that what was a reduction to each owner is one reduce-scatter, which uses both directions of every link.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+import torch
+
+from oss.assignment import assign_owners
+from oss.fairscale import refuse_fairscales_names
+from overlap.arguments import HorovodArguments
+from overlap.bucket import Bucket
+from overlap.communicator import Communicator, ReduceOp
+from overlap.fusion import fused_in_order_of_use, limits, trained_bytes
+from overlap.horovod.compression import NoneCompressor
+from overlap.horovod.process_set import ProcessSet, global_process_set
+from overlap.observer import Facts
+from overlap.optimizer import DistributedOptimizer as Shell
+from overlap.partition import TensorSpec
+from overlap.session import current
+from overlap.strategy import Plan, Strategy
+from overlap.tuning.options import Tuning
+from overlap.tuning.space import Dimension, Setting
+from overlap.tuning.trial import tune as start_tuning
+from overlap.updates import Updates
+
+__all__ = ["DistributedOptimizer", "Oss"]
+
+
+class Oss(Strategy):
+    """Reduce-scatter to the owners of whole parameters as buckets fill, updates there, all-gathers awaited layer by layer.
+
+    Where an optimizer has to see all parameters at once, buckets are all-reduced and every rank updates everything.
+    """
+
+    name = "oss"
+    updates = Updates.OWNED
+
+    def __init__(
+        self, threshold_mb: float | None, num_nearby_layers: int | None, gather_dtype: torch.dtype | None
+    ) -> None:
+        if threshold_mb is not None and not threshold_mb > 0:
+            raise ValueError(f"threshold_mb should be at least 0 and is {threshold_mb}")
+        self.threshold_mb, self.num_nearby_layers, self.gather_dtype = threshold_mb, num_nearby_layers, gather_dtype
+
+    @property
+    def space(self) -> tuple[Dimension, ...]:
+        return () if self.threshold_mb is None else (Dimension("threshold_mb", 1, 256),)
+
+    @property
+    def setting(self) -> dict[str, float]:
+        return {} if self.threshold_mb is None else {"threshold_mb": self.threshold_mb}
+
+    @property
+    def terms(self) -> dict[str, Any]:
+        return {"threshold_mb": self.threshold_mb or 0, "gather_dtype": self.gather_dtype}
+
+    def at(self, setting: Setting) -> Oss:
+        other = copy.copy(self)
+        other.threshold_mb = setting["threshold_mb"]
+        return other
+
+    def owners(self, numels: Sequence[int], loads: Sequence[int]) -> tuple[int, ...]:
+        return assign_owners(numels, loads)
+
+    def plan(self, facts: Facts, specs: Sequence[TensorSpec], shardable: Sequence[bool], world_size: int) -> Plan:
+        buckets = fused_in_order_of_use(
+            facts,
+            specs,
+            world_size,
+            threshold_bytes=None if self.threshold_mb is None else self.threshold_mb * 2**20,
+            num_nearby_layers=self.num_nearby_layers,
+        )
+        return Plan(buckets, tuple(shardable[bucket.tensors[0]] for bucket in buckets))
+
+    def reduce(self, comm: Communicator, bucket: Bucket) -> None:
+        whole, into, op, label = bucket.outgoing, bucket.incoming, bucket.op, bucket.label
+        if bucket.holds_parameters:
+            bucket.work = comm.reduce_scatter_async(whole, into, op, counts=bucket.shares, label=label)
+        else:
+            bucket.work = comm.all_reduce_async(whole, into, op, label=label)
+
+    def gather(self, comm: Communicator, bucket: Bucket) -> None:
+        whole = bucket.travelling
+        bucket.work = comm.all_gather_async(whole[bucket.own], whole, counts=bucket.shares, label=bucket.label)
+
+
+def DistributedOptimizer(
+    optimizer: torch.optim.Optimizer,
+    named_parameters: torch.nn.Module | Iterable[tuple[str, torch.nn.Parameter]] | None = None,
+    compression: Any = NoneCompressor,
+    backward_passes_per_step: int = 1,
+    op: ReduceOp = ReduceOp.AVG,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
+    *,
+    threshold_mb: float | Literal["auto"] | None = None,
+    gather_dtype: torch.dtype | None = None,
+    tune: bool | Tuning = False,
+    **shell: Any,
+) -> Shell:
+    """Distribute `optimizer` so that each parameter is updated, whole, by one rank. On every rank, after ``oss.init()``.
+
+    Args:
+        optimizer: any ``torch.optim.Optimizer``. Its state is kept by owners where parameters may be updated apart from
+            each other: all of torch's but LBFGS, and those for which `per_parameter` promises it. Others are stepped
+            in full on every rank.
+        named_parameters: the module, or pairs of name and parameter, or None.
+        compression, backward_passes_per_step, op, gradient_predivide_factor, num_groups, groups, sparse_as_dense,
+            process_set: as in Horovod; see :class:`overlap.arguments.HorovodArguments`. A compression of one's own needs
+            whole gradients: every rank updates everything then.
+        threshold_mb: layers are fused, in the order of their use, while a bucket stays below this many MB (2^20 bytes); 0:
+            a bucket for each layer. ``"auto"``: a 32nd of the parameters that are trained, at least 1 and at most 25.
+            None: the environment variable ``DEAR_THRESHOLD_MB`` (MB, or ``auto``), or ``HOROVOD_FUSION_THRESHOLD`` in
+            bytes, else ``"auto"``. A parameter that is larger has a bucket of its own; none is split.
+        gather_dtype: ``torch.bfloat16`` or ``torch.float16``: updated parameters travel, and are used by every rank,
+            rounded to this type; owners keep the exact ones, which ``optimizer.state_dict()["master"]`` holds. Raises
+            ``ValueError`` where every rank updates everything, ``TypeError`` for parameters of other types than float32
+            and float64.
+        tune: True or ``Tuning(...)`` searches `threshold_mb` while training goes on; who owns what stays the same. See
+            :class:`overlap.tuning.options.Tuning`.
+        shell: ``per_parameter=None, elementwise=None, sync_start=True, poison=None`` of
+            :class:`overlap.optimizer.DistributedOptimizer`. fairscale's names raise ``TypeError`` with the counterpart.
+    """
+    refuse_fairscales_names(shell)
+    arguments = HorovodArguments(
+        compression,
+        backward_passes_per_step,
+        op,
+        gradient_predivide_factor,
+        num_groups,
+        groups,
+        sparse_as_dense,
+        process_set,
+    )
+    wished = current().settings.threshold_mb if threshold_mb is None else threshold_mb
+    chosen = limits("auto" if wished is None else wished, None, trained_bytes(optimizer))
+    distributed = Shell(optimizer, named_parameters, Oss(*chosen, gather_dtype), arguments, **shell)
+    start_tuning(distributed, tune)
+    return distributed
