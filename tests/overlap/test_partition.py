@@ -55,6 +55,46 @@ def test_pieces_cover_each_tensor_once(seed: int) -> None:
             assert covered == list(range(specs[index].numel))
 
 
+def test_shards_end_with_the_tensors_of_an_owner() -> None:
+    """16 elements of 4 bytes are a line of 64 bytes."""
+    sizes, owners = (20, 5, 0, 33, 16), (2, 0, 0, 2, 0)
+    specs = [TensorSpec(numel, 4, "fp32", owner) for numel, owner in zip(sizes, owners, strict=True)]
+    bucket = layout(range(5), specs, 4)
+    assert bucket.tensors == (1, 2, 4, 0, 3)
+    assert bucket.offsets == (0, 16, 16, 32, 64)
+    assert bucket.shares(4) == (32, 0, 80, 0)
+    assert (bucket.numel, bucket.padded_numel) == (97, 112)
+    assert bucket.own(2, 4) == slice(32, 112)
+
+
+def test_an_owner_of_nothing_but_empty_tensors_has_a_shard() -> None:
+    assert layout([0], [TensorSpec(0, 4, None, 1)], 2).shares(2) == (0, 16)
+
+
+def test_owners_are_ranks() -> None:
+    with pytest.raises(ValueError, match=r"below 2 and are \[0, 2\]"):
+        layout([0, 1], [TensorSpec(3, 4, None, 0), TensorSpec(3, 4, None, 2)], 2)
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_no_tensor_with_an_owner_is_cut(seed: int) -> None:
+    units, specs, world_size = _random_case(seed)
+    choose = random.Random(seed)
+    specs = [TensorSpec(s.numel, s.itemsize, s.kind, choose.randrange(world_size)) for s in specs]
+    buckets = fuse(units, specs, world_size, threshold_bytes=choose.choice([1, 5000, 1e9]))
+    assert sorted(index for bucket in buckets for index in bucket.tensors) == list(range(len(specs)))
+    for bucket in buckets:
+        end = 0
+        for index, offset in zip(bucket.tensors, bucket.offsets, strict=True):
+            own = bucket.own(specs[index].owner or 0, world_size)
+            assert end <= offset
+            assert own.start <= offset
+            end = offset + specs[index].numel
+            assert end <= own.stop
+            assert offset * specs[index].itemsize % ALIGNMENT_BYTES == 0
+        assert sum(bucket.shares(world_size)) == bucket.padded_numel
+
+
 FP32 = [TensorSpec(256, 4, "fp32")] * 6  # 1 KB each
 
 

@@ -18,6 +18,7 @@ OPTIMIZER = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
         (Updates.SHARDED, True, Compression.bf16, Updates.SHARDED),
         (Updates.SHARDED, False, Compression.none, Updates.WHOLE),
         (Updates.SHARDED, True, Compressor, Updates.WHOLE),
+        (Updates.OWNED, False, Compression.none, Updates.WHOLE),
         (Updates.DEFERRED, True, Compressor, Updates.DEFERRED),
         (Updates.DEFERRED, False, Compression.none, Updates.WHOLE),
         (Updates.WHOLE, True, Compression.none, Updates.WHOLE),
@@ -26,6 +27,12 @@ OPTIMIZER = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
 )
 def test_wishes_give_way_to_what_needs_whole_tensors(wished, elementwise, compression, expected):
     assert feasible(wished, OPTIMIZER, elementwise, compression) is expected
+
+
+def test_whole_parameters_are_updated_by_owners_where_that_is_all_an_optimizer_needs():
+    assert feasible(Updates.OWNED, OPTIMIZER, False, Compression.fp16, per_parameter=True) is Updates.OWNED
+    assert feasible(Updates.OWNED, OPTIMIZER, False, Compressor, per_parameter=True) is Updates.WHOLE
+    assert feasible(Updates.SHARDED, OPTIMIZER, False, Compression.none, per_parameter=True) is Updates.WHOLE
 
 
 @pytest.mark.parametrize(("elementwise", "compression"), [(False, Compression.none), (True, Compressor)])

@@ -158,7 +158,7 @@ def test_state_dict_of_the_model_is_as_small_as_the_model() -> None:
     assert buffer.tell() < 4000
 
 
-@pytest.mark.parametrize("strategy", ["dear", "dear-rb", "wfbp"])
+@pytest.mark.parametrize("strategy", ["dear", "dear-rb", "oss", "wfbp"])
 def test_rank_0_alone_may_save_in_the_middle_of_training(strategy: str) -> None:
     model, optimizer = _trained(strategy)
     states = []

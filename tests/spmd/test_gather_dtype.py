@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import dear
+import oss
 from overlap.horovod.compression import BF16Compressor, NoneCompressor
 from tests.spmd.models import MODELS
 from tests.spmd.test_parity import OPTIMIZERS, as_early_as_possible
@@ -18,6 +19,7 @@ BF16 = torch.bfloat16
 WRAP: dict[str, Callable[..., Any]] = {
     "dear": lambda o, m, **k: dear.DistributedOptimizer(o, m, threshold_mb=0.001, **k),
     "rb": lambda o, m, **k: dear.DistributedOptimizer(o, m, threshold_mb=0.001, policy="rb", **k),
+    "oss": lambda o, m, **k: oss.DistributedOptimizer(o, m, threshold_mb=0.001, **k),
     "eager": lambda o, m, **k: as_early_as_possible(
         dear.DistributedOptimizer(o, m, threshold_mb=0.001, eager=True, **k)
     ),

@@ -12,6 +12,7 @@ import torch
 
 import dear
 import mgwfbp
+import oss
 import wfbp
 from overlap.horovod.compression import BF16Compressor, Compressor, FP16Compressor, NoneCompressor
 from overlap.horovod.process_set import ProcessSet, global_process_set
@@ -272,7 +273,7 @@ def test_what_cannot_be_honoured_is_refused(arguments: dict[str, Any], error: ty
         wfbp.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model, **arguments)
 
 
-@pytest.mark.parametrize("package", [dear, wfbp, mgwfbp])
+@pytest.mark.parametrize("package", [dear, wfbp, mgwfbp, oss])
 def test_arguments_come_in_horovods_order(package: Any) -> None:
     parameters = inspect.signature(package.DistributedOptimizer).parameters.values()
     positional = tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)

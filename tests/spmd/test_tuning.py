@@ -13,6 +13,7 @@ import torch
 
 import dear
 import mgwfbp
+import oss
 from overlap.session import current
 from overlap.tuning import bayes, trial
 from overlap.tuning.options import Tuning
@@ -25,6 +26,7 @@ OTHERS = (16, 2000, 7000)  # bytes: each leads to other buckets of the model tha
 TUNED: dict[str, Any] = {
     "dear": lambda o, m: dear.DistributedOptimizer(o, m, tune=Tuning(trials=4, **EVERY_STEP)),
     "dear-eager": lambda o, m: dear.DistributedOptimizer(o, m, eager=True, tune=Tuning(trials=4, **EVERY_STEP)),
+    "oss": lambda o, m: oss.DistributedOptimizer(o, m, threshold_mb=25, tune=Tuning(trials=4, **EVERY_STEP)),
     "mgwfbp": lambda o, m: mgwfbp.DistributedOptimizer(
         o, m, alpha_beta=(0.0, 0.0), merge_below_kb=25000, profile_steps=1, tune=Tuning(trials=4, **EVERY_STEP)
     ),

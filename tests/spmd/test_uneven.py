@@ -212,7 +212,8 @@ ROWS = [
         for loop in ("changed_after_synchronize", "accumulated", "closures", "unfrozen")
         for strategy in ("dear", "wfbp", "bytescheduler")
     ),
-    *(("stepped", strategy, "adafactor") for strategy in ("dear", "bytescheduler")),
+    *(("stepped", strategy, "adafactor") for strategy in ("dear", "oss", "bytescheduler")),
+    ("unfrozen", "oss", "sgd"),
     ("stepped", "dear", "adamw"),
     ("closures", "dear", "adafactor"),
 ]
