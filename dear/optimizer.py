@@ -211,10 +211,12 @@ _SIBLINGS = ("bytescheduler_adapter", "mgwfbp", "oss", "wfbp")
 def _sibling(strategy: str, optimizer: torch.optim.Optimizer, model: Any, own: dict[str, Any], shell: Any) -> Shell:
     if strategy not in _SIBLINGS:
         raise ValueError(f"strategy should be 'dear' or one of {_SIBLINGS} and is {strategy!r}")
-    chosen = [f"{name}={value!r}" for name, value in own.items() if value is not _DEFAULTS[name]]
-    if chosen:
-        raise ValueError(f"{', '.join(chosen)}: arguments that belong to 'dear', not to {strategy!r}")
     make = importlib.import_module(strategy).DistributedOptimizer
-    if "tune" in shell and "tune" not in inspect.signature(make).parameters:
+    takes = inspect.signature(make).parameters
+    chosen = {name: value for name, value in own.items() if value is not _DEFAULTS[name]}
+    foreign = [f"{name}={value!r}" for name, value in chosen.items() if name not in takes]
+    if foreign:
+        raise ValueError(f"{', '.join(foreign)}: arguments that belong to 'dear', not to {strategy!r}")
+    if "tune" in shell and "tune" not in takes:
         raise ValueError(f"strategy {strategy!r} has nothing to tune; leave tune=False")
-    return make(optimizer, model, **shell)
+    return make(optimizer, model, **chosen, **shell)

@@ -214,7 +214,8 @@ def test_a_checkpoint_of_another_strategy_is_taken_up() -> None:
 def test_by_name_and_with_what_it_refuses() -> None:
     model = _model("Mlp")
     inner = torch.optim.SGD(model.parameters(), 0.1)
-    optimizer = dear.DistributedOptimizer(inner, model, strategy="oss", per_parameter=True)
+    optimizer = dear.DistributedOptimizer(inner, model, strategy="oss", threshold_mb=3, per_parameter=True)
+    assert optimizer.strategy.setting == {"threshold_mb": 3}
     assert "[oss," in repr(optimizer)
     assert optimizer.strategy.updates is Updates.OWNED
     with pytest.raises(TypeError, match="broadcast_fp16=True is fairscale's; gather_dtype"):
