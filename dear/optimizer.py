@@ -58,7 +58,7 @@ class Dear(Strategy):
                 "num_nearby_layers=1 for no tensor fusion"
             )
         if threshold_mb is not None and not threshold_mb > 0:
-            raise ValueError(f"threshold_mb should be above 0 and is {threshold_mb}")
+            raise ValueError(f"threshold_mb should be at least 0 and is {threshold_mb}")
         if num_nearby_layers is not None and num_nearby_layers < 1:
             raise ValueError(f"num_nearby_layers should be at least 1 and is {num_nearby_layers}")
         if policy not in _PARTS:
@@ -157,9 +157,9 @@ def DistributedOptimizer(
         named_parameters: the module, or pairs of name and parameter, or None.
         compression, backward_passes_per_step, op, gradient_predivide_factor, num_groups, groups, sparse_as_dense,
             process_set: as in Horovod; see :class:`overlap.arguments.HorovodArguments`.
-        threshold_mb: layers are fused, in the order of their use, while a bucket stays below this many MB (2^20 bytes).
-            ``"auto"``: a 32nd of the parameters that are trained, at least 1 and at most 25. Left out: the environment
-            variable ``DEAR_THRESHOLD_MB`` (MB, or ``auto``), or ``HOROVOD_FUSION_THRESHOLD`` in bytes (0: no fusion),
+        threshold_mb: layers are fused, in the order of their use, while a bucket stays below this many MB (2^20 bytes); 0:
+            no fusion. ``"auto"``: a 32nd of the parameters that are trained, at least 1 and at most 25. Left out: the
+            environment variable ``DEAR_THRESHOLD_MB`` (MB, or ``auto``), or ``HOROVOD_FUSION_THRESHOLD`` in bytes,
             else 25.
         num_nearby_layers: at most this many layers per bucket; with both limits, the first one reached closes a bucket.
             ``threshold_mb=None, num_nearby_layers=1`` is DeAR without tensor fusion.

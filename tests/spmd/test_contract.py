@@ -298,7 +298,7 @@ def test_an_old_graph_notices_the_update() -> None:
 
 
 BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
-    ({"threshold_mb": 0}, "threshold_mb should be above 0 and is 0"),
+    ({"threshold_mb": -1}, "threshold_mb should be at least 0 and is -1"),
     ({"threshold_mb": None}, "both None"),
     ({"num_nearby_layers": 0}, "num_nearby_layers should be at least 1 and is 0"),
     ({"exclude_parts": "allreduce"}, "exclude_parts should name"),
