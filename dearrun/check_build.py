@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 
 import comm_core
-from comm_core import nccl_library
+from comm_core import cuda_kernels, nccl_library
 from dearrun import mpirun
 from dearrun.errors import LaunchError
 
@@ -82,6 +82,17 @@ def _nccl() -> Finding:
     return Finding(True, name, (f"{used.path} ({used.origin})", *others))
 
 
+def _kernels() -> Finding:
+    """The CUDA kernels, and for which cards they were compiled."""
+    path = cuda_kernels.image_path()
+    if path is None:
+        return Finding(
+            False, "CUDA kernels of comm_core", (cuda_kernels.notes(), "torch's own functions are used instead")
+        )
+    targets = ", ".join(cuda_kernels.image_targets(path.read_bytes()))
+    return Finding(True, f"CUDA kernels of comm_core for {targets}", (str(path), cuda_kernels.notes()))
+
+
 def _mpirun() -> Finding:
     try:
         path = mpirun.find(os.environ, Path(sys.prefix))
@@ -126,6 +137,6 @@ def report() -> str:
     sections = [
         ("Python", [python, torch_found, core]),
         ("Launchers and transports", [_mpirun(), mpi, gloo]),
-        ("Accelerators", [cuda, _nccl()]),
+        ("Accelerators", [cuda, _nccl(), _kernels()]),
     ]
     return render(metadata.version("dear-pytorch"), sections)

@@ -24,11 +24,11 @@ command -v "$python" >/dev/null || fail "$python was not found" "install Python 
 interpreter=$("$python" -c 'import sys; print(sys.version, sys.platform)') ||
     fail "$python does not run" "install Python 3.10 or newer, or set PYTHON"
 fingerprint() { # fingerprint FILE...: of the contents, and of the interpreter, MPI and folder that are used
-    { echo "$interpreter $PWD"; command -v mpicc mpirun || true; cat "$@"; } | cksum
+    { echo "$interpreter $PWD"; command -v mpicc mpirun nvcc || true; cat "$@"; } | cksum
 }
 packages=$(fingerprint requirements.txt requirements-dev.txt scripts/setup.sh)
 # shellcheck disable=SC2046
-sources=$(fingerprint pyproject.toml $(find comm_core -name '*.[ch]pp' -o -name CMakeLists.txt -o -name '*.cmake' | sort))
+sources=$(fingerprint pyproject.toml $(find comm_core -name '*.[ch]pp' -o -name '*.cu' -o -name CMakeLists.txt -o -name '*.cmake' | sort))
 stamp() { cat "$venv/$1.stamp" 2>/dev/null || true; }
 ready() { [ "$(stamp packages)" = "$packages" ] && [ "$(stamp sources)" = "$sources" ]; }
 ready && exit 0

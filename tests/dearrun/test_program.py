@@ -81,7 +81,14 @@ def test_mistakes_are_one_line(argv: list[str], message: str) -> None:
 def test_check_build() -> None:
     result = _dearrun("--check-build")
     assert result.returncode == 0, result.stderr
-    for found in ("[X] Python 3", "[X] PyTorch", "[X] comm_core", "NCCL", "[X] torch.distributed with gloo"):
+    for found in (
+        "[X] Python 3",
+        "[X] PyTorch",
+        "[X] comm_core",
+        "NCCL",
+        "[X] torch.distributed with gloo",
+        "CUDA kernels",
+    ):
         assert found in result.stdout
     if "[X] MPI backend" in result.stdout:
         assert "thread level: MPI_THREAD_" in result.stdout

@@ -10,9 +10,9 @@
 #include <string>
 #include <vector>
 
+#include "../cuda/device.hpp"
 #include "comm_core/operation.hpp"
 #include "comm_core/work.hpp"
-#include "device.hpp"
 #include "nccl_api.hpp"
 
 namespace comm_core {

@@ -5,8 +5,8 @@
 #include <optional>
 #include <string>
 
-#include "cuda_driver.hpp"
-#include "shared_library.hpp"
+#include "../cuda/cuda_driver.hpp"
+#include "../cuda/shared_library.hpp"
 
 struct ncclComm;
 

@@ -74,4 +74,34 @@ int cuMemFree_v2(std::uintptr_t address) {
   return 0;
 }
 
+
+// - Kernels: launches are recorded, and a module knows every name
+
+int cuModuleLoadData(void** module, const void* image) {
+  const Lock lock(world().mutex);
+  unsigned magic = 0;
+  std::memcpy(&magic, image, sizeof magic);
+  *module = &world();
+  return called("cuModuleLoadData", text("load module %x", magic));
+}
+int cuModuleGetFunction(const char** function, void*, const char* name) {
+  const Lock lock(world().mutex);
+  *function = world().names.insert(name).first->c_str();
+  return called("cuModuleGetFunction", text("function %s", name));
+}
+int cuLaunchKernel(const char* function, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned, unsigned,
+                   unsigned shared, Stream stream, void** arguments, void**) {
+  const Lock lock(world().mutex);
+  std::uint64_t source = 0, target = 0, count = 0;
+  double scale = 0;
+  std::memcpy(&source, arguments[0], 8);
+  std::memcpy(&target, arguments[1], 8);
+  std::memcpy(&count, arguments[2], 8);
+  std::memcpy(&scale, arguments[3], 8);
+  return called("cuLaunchKernel",
+                text("launch %s s%d %ux%ux%u of %u, shared=%u, source=%llu target=%llu count=%llu scale=%g", function,
+                     real(stream)->number, x, y, z, threads, shared, static_cast<unsigned long long>(source),
+                     static_cast<unsigned long long>(target), static_cast<unsigned long long>(count), scale));
+}
+
 }  // extern "C"

@@ -76,6 +76,7 @@ struct World {
   std::set<Event> events;
   std::set<Comm> comms;
   std::set<void*> memory;
+  std::set<std::string> names;  // of kernels
   std::vector<int> colors;
   CUstream_st legacy;
   int num_streams = 0, num_events = 0, num_comms = 0, num_ids = 0;

@@ -10,12 +10,16 @@
 struct CUctx_st;
 struct CUstream_st;
 struct CUevent_st;
+struct CUmod_st;
+struct CUfunc_st;
 
 namespace comm_core {
 
 using CudaContext = CUctx_st*;
 using CudaStream = CUstream_st*;
 using CudaEvent = CUevent_st*;
+using CudaModule = CUmod_st*;
+using CudaFunction = CUfunc_st*;
 using CudaAddress = std::uintptr_t;
 
 /// libcuda, which comes with the driver and is the same whatever CUDA torch was built with. Unless said otherwise,
@@ -48,6 +52,12 @@ class CudaDriver {
   CudaAddress allocate(std::size_t bytes) const;
   void free(CudaAddress address) const noexcept;
 
+  /// From a fat binary in memory, which the call copies.
+  CudaModule load_module(const void* image) const;
+  CudaFunction function(CudaModule module, const char* name) const;
+  /// `arguments` points to each of the kernel's; they are read before this returns.
+  void launch(CudaFunction kernel, unsigned blocks, unsigned threads, CudaStream stream, void** arguments) const;
+
  private:
   void check(int code, const char* call) const;
 
@@ -69,6 +79,10 @@ class CudaDriver {
   int (*event_query_)(CudaEvent);
   int (*allocate_)(CudaAddress*, std::size_t);
   int (*free_)(CudaAddress);
+  int (*module_load_)(CudaModule*, const void*);
+  int (*module_function_)(CudaFunction*, CudaModule, const char*);
+  int (*launch_)(CudaFunction, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, CudaStream, void**,
+                 void**);
 };
 
 }  // namespace comm_core

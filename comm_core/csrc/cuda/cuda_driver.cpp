@@ -32,6 +32,9 @@ CudaDriver::CudaDriver(const std::string& path) : library_(path) {
   library_.bind(event_query_, "cuEventQuery");
   library_.bind(allocate_, "cuMemAlloc_v2");
   library_.bind(free_, "cuMemFree_v2");
+  library_.bind(module_load_, "cuModuleLoadData");
+  library_.bind(module_function_, "cuModuleGetFunction");
+  library_.bind(launch_, "cuLaunchKernel");
   const int status = initialise(0);
   if (status == kNoDevice) throw Unsupported(path + ": the CUDA driver sees no device");
   check(status, "cuInit");
@@ -98,6 +101,23 @@ CudaAddress CudaDriver::allocate(std::size_t bytes) const {
 }
 
 void CudaDriver::free(CudaAddress address) const noexcept { static_cast<void>(free_(address)); }
+
+CudaModule CudaDriver::load_module(const void* image) const {
+  CudaModule module = nullptr;
+  check(module_load_(&module, image), "cuModuleLoadData");
+  return module;
+}
+
+CudaFunction CudaDriver::function(CudaModule module, const char* name) const {
+  CudaFunction function = nullptr;
+  check(module_function_(&function, module, name), ("cuModuleGetFunction(" + std::string(name) + ")").c_str());
+  return function;
+}
+
+void CudaDriver::launch(CudaFunction kernel, unsigned blocks, unsigned threads, CudaStream stream,
+                        void** arguments) const {
+  check(launch_(kernel, blocks, 1, 1, threads, 1, 1, 0, stream, arguments, nullptr), "cuLaunchKernel");
+}
 
 void CudaDriver::check(int code, const char* call) const {
   if (code == kSuccess) return;

@@ -1,0 +1,26 @@
+# cmake -D NVCC= -D SOURCE= -D IMAGE= -D NOTES= -P CompileKernels.cmake: a fat binary for the architectures below, and a
+# line about it. PTX of the oldest serves cards that are newer than all of them.
+file(REMOVE ${IMAGE})
+if(NOT NVCC)
+  file(WRITE ${NOTES} "not compiled: no nvcc was found when comm_core was built\n")
+  return()
+endif()
+execute_process(
+  COMMAND ${NVCC} -fatbin -O3 -std=c++17 -Werror all-warnings
+          -gencode arch=compute_80,code=sm_80
+          -gencode arch=compute_90,code=sm_90
+          -gencode arch=compute_80,code=compute_80
+          ${SOURCE} -o ${IMAGE}
+  RESULT_VARIABLE status
+  OUTPUT_VARIABLE said
+  ERROR_VARIABLE said)
+if(status EQUAL 0)
+  execute_process(COMMAND ${NVCC} --version OUTPUT_VARIABLE version)
+  string(REGEX MATCH "V[0-9.]+" version "${version}")
+  file(WRITE ${NOTES} "compiled with ${NVCC} ${version}\n")
+else()
+  file(REMOVE ${IMAGE})
+  string(REGEX REPLACE "\n.*" "" said "${said}")
+  file(WRITE ${NOTES} "not compiled: ${NVCC} failed (${status}): ${said}\n")
+  message(WARNING "CUDA kernels were not compiled: ${said}")
+endif()
