@@ -62,7 +62,7 @@ def check_tensor(what: str, name: str, tensor: torch.Tensor) -> None:
 def wire_form(what: str, name: str, tensor: torch.Tensor, op: ReduceOp | None = None) -> torch.Tensor:
     """A flat view of `tensor`'s memory in a dtype comm_core knows; `op` is None where bytes are only moved."""
     check_tensor(what, name, tensor)
-    flat = tensor.data.reshape(-1)
+    flat = tensor.data if tensor.dim() == 1 else tensor.data.reshape(-1)  # buckets are flat: a view less for each
     if flat.dtype in WIRE_DTYPES:
         return flat
     if flat.is_complex():
@@ -128,20 +128,18 @@ def check_count(what: str, name: str, expected: int, got: int) -> None:
 
 
 def byte_range(tensor: torch.Tensor) -> tuple[int, int]:
-    """Where a contiguous tensor lies in its storage, as the half-open range of bytes."""
-    start = int(tensor.storage_offset()) * tensor.element_size()
-    return start, start + int(tensor.numel()) * tensor.element_size()
+    """Where a contiguous tensor lies in memory, as the half-open range of addresses."""
+    start = tensor.data_ptr()
+    return start, start + tensor.numel() * tensor.element_size()
 
 
 def same_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether two contiguous tensors are exactly the same bytes of one storage."""
-    return _same_storage(first, second) and byte_range(first) == byte_range(second)
+    """Whether two contiguous tensors are exactly the same bytes."""
+    return byte_range(first) == byte_range(second)
 
 
 def overlap_in_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether two contiguous tensors share a byte of one storage."""
-    if not _same_storage(first, second):
-        return False
+    """Whether two contiguous tensors share a byte."""
     (start, end), (other_start, other_end) = byte_range(first), byte_range(second)
     return max(start, other_start) < min(end, other_end)
 
@@ -149,7 +147,7 @@ def overlap_in_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
 def check_disjoint(what: str, send: torch.Tensor, recv: torch.Tensor) -> None:
     """Refuse a receive buffer inside the send buffer of an operation that is not in place."""
     if overlap_in_memory(send, recv):
-        raise InvalidUsage(f"{what}: recv (bytes {byte_range(recv)}) overlaps send (bytes {byte_range(send)})")
+        raise InvalidUsage(f"{what}: recv ({_place(recv, send)}) overlaps send ({_place(send, recv)})")
 
 
 def check_disjoint_or_same(what: str, send: torch.Tensor, recv: torch.Tensor) -> None:
@@ -158,5 +156,6 @@ def check_disjoint_or_same(what: str, send: torch.Tensor, recv: torch.Tensor) ->
         check_disjoint(what, send, recv)
 
 
-def _same_storage(first: torch.Tensor, second: torch.Tensor) -> bool:
-    return first.untyped_storage()._cdata == second.untyped_storage()._cdata
+def _place(tensor: torch.Tensor, other: torch.Tensor) -> str:
+    (start, end), base = byte_range(tensor), min(tensor.data_ptr(), other.data_ptr())
+    return f"bytes {start - base} to {end - base}"

@@ -4,7 +4,7 @@
     comm             | RS b0  | AG b0  | RS b1  | RS b2 | RS b3 | AG b3 | AG b2 | AG b1 |
                               [1]                       [2]
     [1] b0 is reduced and at most one reduction is under way: the gap on the wire is used
-    [2] who still has to be updated is agreed
+    [2] those that were to be updated early and are not yet come first; how many there will be in the next step is agreed
 
 [Note: a parameter is updated early only when this backward cannot read it any more]
 A bucket is updated once every parameter in it got its last gradient. Autograd runs a parameter's accumulation after all
@@ -22,8 +22,14 @@ rank that is ahead of the others it waits for them, at every gradient, and nobod
 
 [Note: early updates keep the order of all-gathers]
 When a reduction is done is this rank's own experience, so it must not decide an order. Early updates happen in the order
-of issue and their all-gathers travel on a channel of their own; ranks differ only in how far they came. ``step()``
-agrees on the largest number; everybody catches up to it, and the rest follows, nearest the input first.
+of issue, on the buckets agreed for this step; ``step()`` makes up for those that did not come, before all others, which
+follow nearest the input first. So every rank issues the same all-gathers in the same order, and waits for no agreement.
+
+[Note: early updates are spread]
+Where backward leaves room for a part of the gathers only, it must not be the part that is reduced first: those are the
+layers that the next forward needs last, and all gathers that it needs soon would be left. Spread evenly over the model,
+what is left arrives as evenly as forward uses it up. How many there is room for is learned: every rank counts what it
+did, and whether it could have done one more; the smallest count becomes the next step's.
 """
 
 from __future__ import annotations
@@ -39,8 +45,11 @@ from overlap.communicator import Communicator, ReduceOp
 from overlap.shard_update import ShardUpdate
 from overlap.transit import Transit
 from overlap.window import GradientWindow
+from overlap.work import Work
 
-__all__ = ["EagerUpdates", "UpdatedEarly"]
+__all__ = ["EagerUpdates", "UpdatedEarly", "next_count", "spread"]
+
+_UNKNOWN = -1  # a rank's count for a step in which it handed over no gradient; it is the smallest
 
 
 class UpdatedEarly(RuntimeError):
@@ -48,7 +57,7 @@ class UpdatedEarly(RuntimeError):
 
 
 class EagerUpdates:
-    """How far early updates came since the last step. `locked` keeps the state's readers out meanwhile."""
+    """Which buckets are updated before ``step()``, and how far that came. `locked` keeps the state from readers."""
 
     def __init__(
         self, comm: Communicator, optimizer: torch.optim.Optimizer, window: GradientWindow, transit: Transit
@@ -56,29 +65,62 @@ class EagerUpdates:
         self._comm, self._optimizer, self._window, self._transit = comm, optimizer, window, transit
         self.locked: Callable[[], AbstractContextManager[None]] = nullcontext
         self._candidates: list[Bucket] = []
+        self._chosen: list[Bucket] = []  # of this step
+        self._last: Bucket | None = None
         self._shards: ShardUpdate | None = None
         self._updated: dict[Bucket, None] = {}
+        self._looked = False  # whether this backward handed over a gradient, and so could tell how much room there is
+        self._spare = False  # one more could have been updated
+        self._learned = False  # how much room there is; until then all are tried
+        self._count = torch.zeros(1, dtype=torch.int64)  # agreed for the next step …
+        self._counted: Work | None = None  # … while forward runs
         self._used: list[dict[str, Any]] = []  # the hyper-parameters of this window's updates
 
     def follow(self, order: Sequence[Bucket], shards: ShardUpdate | None, reread: Iterable[Slot]) -> None:
         """New buckets. Those with parameters in `reread`, and the last, which only ``step()`` reduces, are left to it."""
         late = {slot.bucket for slot in reread}
+        if not self._looked:
+            self._begin()
         self._candidates = [bucket for bucket in order[:-1] if bucket.holds_parameters and bucket not in late]
+        self._last = order[-1] if order else None
         self._shards = shards
+        if not self._chosen or not set(self._chosen).issubset(self._candidates):  # else this step goes on as it began
+            self._choose(len(self._candidates))
+            self._learned = False
 
-    def poll(self) -> None:
-        """From the gradient hooks: update and send the next bucket if the wire has nothing better to do."""
+    def _choose(self, count: int) -> None:
+        self._chosen = [self._candidates[place] for place in spread(len(self._candidates), count)]
+
+    def _begin(self) -> None:
+        """Before the first early update of a step: choose as many buckets as all ranks agreed on during forward."""
+        work, self._counted = self._counted, None
+        if work is not None:
+            work.wait()
+            possible = int(self._count)
+            if possible != _UNKNOWN:
+                planned, self._learned = len(self._chosen) if self._learned else 0, True
+                self._choose(next_count(planned, possible, len(self._candidates)))
+        self._looked = self._spare = False
+
+    def poll(self, bucket: Bucket) -> None:
+        """A gradient of `bucket` is there: update and send the next one, if the wire has nothing better to do."""
         done = len(self._updated)
-        if done == len(self._candidates) or not self._window.quiet:
+        if not self._looked:
+            self._begin()
+            self._looked = True
+        if bucket is self._last or not self._window.quiet:  # the last reduction, which everybody waits for, comes next
             return
-        bucket = self._candidates[done]
-        if bucket.phase is not Phase.REDUCING or not _arrived(bucket):
+        if done and not _arrived(self._chosen[done - 1]):
             return
-        if done and not _arrived(self._candidates[done - 1]):
+        if done == len(self._chosen):
+            self._spare = True
+            return
+        chosen = self._chosen[done]
+        if chosen.phase is not Phase.REDUCING or not _arrived(chosen):
             return
         if not self._updated:
             self._used = _hyper_parameters(self._optimizer)
-        self._update(bucket)
+        self._update(chosen)
 
     @torch.no_grad()
     def _update(self, bucket: Bucket) -> None:
@@ -96,15 +138,18 @@ class EagerUpdates:
             _refuse_changes(self._used, _hyper_parameters(self._optimizer))
 
     def finish(self) -> set[Bucket]:
-        """In ``step()``, on every rank: catch up with whoever came furthest; returns what needs no update any more."""
+        """In ``step()``, on every rank: update the rest of the chosen; returns what needs no update any more."""
         if not self._candidates:
             return set()
-        furthest = torch.tensor([len(self._updated)])
-        self._comm.all_reduce(furthest, furthest, ReduceOp.MAX, label="early updates")
-        for bucket in self._candidates[len(self._updated) : int(furthest)]:
+        if not self._looked:
+            self._begin()
+        self._count[0] = len(self._updated) + self._spare if self._looked else _UNKNOWN
+        for bucket in self._chosen[len(self._updated) :]:
             self._update(bucket)
         updated = set(self._updated)
         self._updated.clear()
+        self._looked = False
+        self._counted = self._comm.all_reduce_async(self._count, self._count, ReduceOp.MIN, label="early updates")
         return updated
 
     def refuse(self, what: str) -> None:
@@ -123,6 +168,19 @@ class EagerUpdates:
                 "step(), or wrap the optimizer with eager=False (a checkpoint that recomputed it only now, and not in "
                 "the first iteration, needs that)"
             )
+
+
+def spread(candidates: int, count: int) -> list[int]:
+    """`count` of `candidates` places, evenly from the first one on (pure): [Note: early updates are spread]."""
+    return [number * candidates // count for number in range(count)]
+
+
+def next_count(planned: int, possible: int, candidates: int) -> int:
+    """How many buckets to update early, after a step for which so many were planned and all ranks could do `possible`.
+
+    Half of what was too much is dropped at a time: a single slow step says little. Pure.
+    """
+    return min(possible, candidates) if possible >= planned else (planned + possible) // 2
 
 
 def _arrived(bucket: Bucket) -> bool:

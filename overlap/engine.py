@@ -135,7 +135,7 @@ class Engine:
         elif slot.bucket is not None:
             refuse_sparse(slot)
             if self.eager is not None:
-                self.eager.poll()  # before what is ready now is issued: it is now that the wire may be idle
+                self.eager.poll(slot.bucket)  # before what is ready now is issued: it is now that the wire may be idle
             self.window.grad_ready(slot)
         elif slot.sparse:
             slot.fires += 1

@@ -93,7 +93,10 @@ class GradientWindow:
                 "parameters that you hold outside their modules"
             )
         slot.fill()
-        self._launch_full(held_back=1 if self._hold_last else 0)
+        if self._ordered:
+            self._launch_full(held_back=1 if self._hold_last else 0)
+        else:
+            self._launch_filled([slot.bucket])
 
     def _restart_or_refuse(self, slot: Slot) -> None:
         if slot.param.grad is slot.view:
@@ -106,13 +109,13 @@ class GradientWindow:
         # theirs were filled by this new backward before anybody could notice.
         self.discard(keep=[other for other in self.slots if other.filled and not other.dropped])
 
+    def _launch_filled(self, buckets: Iterable[Bucket]) -> None:
+        for bucket in buckets:
+            if bucket.phase is Phase.FILLING and bucket.full:
+                self._launch(bucket)
+                bucket.advance(Phase.REDUCING)
+
     def _launch_full(self, held_back: int) -> None:
-        if not self._ordered:
-            for bucket in self.order:
-                if bucket.phase is Phase.FILLING and bucket.full:
-                    self._launch(bucket)
-                    bucket.advance(Phase.REDUCING)
-            return
         while self._next < len(self.order) - held_back and self.order[self._next].full:
             bucket = self.order[self._next]
             self._next += 1
@@ -139,7 +142,10 @@ class GradientWindow:
             for slot in bucket.slots:
                 if not slot.filled:
                     slot.fill()
-        self._launch_full(held_back=0)
+        if self._ordered:
+            self._launch_full(held_back=0)
+        else:
+            self._launch_filled(self.order)
 
     def settle(self, buckets: Iterable[Bucket] | None = None) -> None:
         """Await reductions, in the given order."""

@@ -194,3 +194,36 @@ def test_rank_0_saves_alone_while_the_others_go_on() -> None:
         if dear.rank() == 0:
             saved = states[step]["state"][6]["momentum_buffer"]
             _assert_close(saved, alone.state[plain[3].weight]["momentum_buffer"], f"step {step}")
+
+
+class _Busy:
+    """A window whose wire has no gap."""
+
+    quiet = False
+
+    def __init__(self, window: Any) -> None:
+        self.settle = window.settle
+
+
+def test_ranks_that_have_no_room_for_early_updates_slow_nobody_down_and_get_fewer() -> None:
+    model = _layers()
+    optimizer = _wrapped(model)
+    eager = optimizer._engine.eager
+    run = Run(model, optimizer, dear.rank(), dear.size())
+    plain = _layers()
+    alone = torch.optim.SGD(plain.parameters(), 0.05, momentum=0.9, weight_decay=0.1)
+    whole = Run(plain, alone, None, dear.size())
+    counts = []
+    for step in range(9):
+        if dear.rank() == dear.size() - 1:  # the others go ahead, this one makes up for it in step()
+            eager._window = _Busy(optimizer._engine.window) if step < 5 else optimizer._engine.window
+        for who, what in ((run, optimizer), (whole, alone)):
+            what.zero_grad()
+            who.loss(step).backward()
+            what.step()
+        counts.append(len(eager._chosen))
+    assert counts[0] == 3  # all that step() does not have to reduce itself
+    assert counts[4] == 0
+    assert counts[-1] > 0
+    assert counts == dear.allgather_object(counts)[0]
+    _assert_close(model.state_dict(), plain.state_dict(), "model")

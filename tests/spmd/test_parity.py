@@ -63,12 +63,12 @@ def as_early_as_possible(optimizer: Any) -> Any:
     eager, window, order = optimizer._engine.eager, optimizer._engine.window, optimizer._engine.order
     poll = eager.poll
 
-    def patient_poll() -> None:
-        for bucket in order:
-            if bucket.phase is Phase.REDUCING and bucket.work is not None:
-                bucket.work.wait()
+    def patient_poll(bucket: Any) -> None:
+        for other in order:
+            if other.phase is Phase.REDUCING and other.work is not None:
+                other.work.wait()
         assert window.quiet
-        poll()
+        poll(bucket)
 
     eager.poll = patient_poll
     return optimizer
