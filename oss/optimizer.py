@@ -44,6 +44,7 @@ class Oss(Strategy):
 
     name = "oss"
     updates = Updates.OWNED
+    lanes = 2
 
     def __init__(
         self, threshold_mb: float | None, num_nearby_layers: int | None, gather_dtype: torch.dtype | None

@@ -76,7 +76,7 @@ def build(
     everybody = arguments.process_set is global_process_set
     if everybody:  # before channels are leased, whose number depends on them
         agree_on_terms(session.control, terms)
-    members = membership(session, arguments.process_set, sharding=updates.in_shards)
+    members = membership(session, arguments.process_set, sharding=updates.in_shards, lanes=strategy.lanes)
     comm = members.comm
     if not everybody:
         agree_on_terms(comm, terms)
@@ -87,7 +87,7 @@ def build(
     check_gather_dtype(strategy.gather_dtype, pairs, optimizer, sharding=updates.in_shards)
     attendance = Attendance(comm, members.ranks, session.roll)
     engine = Engine(
-        comm,
+        members.reductions,
         members.gathers,
         optimizer,
         model,
@@ -102,7 +102,7 @@ def build(
         poison=session.poison if poison is None else poison,
     )
     topic = attendance.topic = session.registry.register(shell, Tenure(engine))
-    session.channels.hold((comm, members.gathers), topic)
+    session.channels.hold((*members.reductions, *members.gathers), topic)
     others = [rank for rank in members.ranks if rank != session.comm.rank]
     share = StateShare(others, session.mailroom, topic, exporter(engine))
     engine.changing = share.updating

@@ -13,13 +13,13 @@ import torch
 
 from overlap.attendance import Attendance
 from overlap.bucket import Bucket, Slot
-from overlap.communicator import Communicator
 from overlap.deferred import DeferredUpdates
 from overlap.eager import EagerUpdates
 from overlap.exchange import Exchange
 from overlap.gates import Gates
 from overlap.grouping import Groups
 from overlap.hooks import GradientHooks
+from overlap.lanes import Lanes
 from overlap.objects import allgather_object
 from overlap.observer import Observer
 from overlap.owners import holders
@@ -40,8 +40,8 @@ class Engine:
 
     def __init__(
         self,
-        comm: Communicator,
-        gathers: Communicator,
+        reductions: Lanes,
+        gathers: Lanes,
         optimizer: torch.optim.Optimizer,
         model: torch.nn.Module | None,
         slots: list[Slot],
@@ -55,7 +55,8 @@ class Engine:
         updates: Updates,
         poison: bool,
     ) -> None:
-        self.comm, self.slots = comm, slots
+        self.comm = comm = reductions.first
+        self._reductions, self.slots = reductions, slots
         self._exchange, self._sparse_as_dense, self.attendance = exchange, sparse_as_dense, attendance
         attendance.trainable = lambda: [slot.index for slot in slots if slot.param.requires_grad]
         attendance.shared_order = not strategy.ordered
@@ -260,7 +261,7 @@ class Engine:
         self._exchange.load(bucket)
         self.attendance.open()
         bucket.round = self.attendance.round
-        self.strategy.reduce(self.comm, bucket)
+        self.strategy.reduce(self._reductions.of(bucket), bucket)
 
     def _settle(self, bucket: Bucket) -> None:
         if bucket.work is not None:

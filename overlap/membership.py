@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from overlap.communicator import Communicator
 from overlap.horovod.process_set import ProcessSet, global_process_set
+from overlap.lanes import Lanes
 from overlap.session import Session
 
 __all__ = ["Membership", "membership"]
@@ -13,26 +14,36 @@ __all__ = ["Membership", "membership"]
 
 @dataclass(frozen=True)
 class Membership:
-    """`comm` carries reductions, `gathers` all-gathers of sharded updates; `ranks` are its members' ranks in the job."""
+    """`reductions` carry those, `gathers` all-gathers of sharded updates; `ranks` are its members' ranks in the job."""
 
-    comm: Communicator
-    gathers: Communicator
+    reductions: Lanes
+    gathers: Lanes
     ranks: tuple[int, ...]
 
+    @property
+    def comm(self) -> Communicator:
+        """Carries whatever else the members tell each other, too."""
+        return self.reductions.first
 
-def membership(session: Session, process_set: ProcessSet, *, sharding: bool) -> Membership:
+
+def membership(session: Session, process_set: ProcessSet, *, sharding: bool, lanes: int = 1) -> Membership:
     """The communicators for an optimizer over `process_set`. On every rank of the job, with its own set or the same.
 
-    A rank outside of the set it gives trains alone. Raises ``ValueError`` for a set that is not registered.
+    `lanes` of each kind. A rank outside of the set it gives trains alone. Raises ``ValueError`` for a set that is not
+    registered.
     """
     number = process_set.process_set_id
     if process_set is global_process_set or number == 0:
         # All-gathers have a channel of their own: whoever waits for a reduction is not behind them.
-        leased = session.channels.lease(2 if sharding else 1)
-        return Membership(leased[0], leased[-1], tuple(range(session.comm.size)))
+        leased = session.channels.lease(2 * lanes if sharding else 1)
+        halves = (leased[:lanes], leased[lanes:]) if sharding else (leased, leased)
+        return Membership(Lanes(halves[0]), Lanes(halves[1]), tuple(range(session.comm.size)))
     if number is None:
         raise ValueError(f"{process_set} is not registered: pass it to init(process_sets=…) or to add_process_set()")
     mine = process_set.ranks if process_set.included() and process_set.ranks is not None else [session.comm.rank]
     color = number if process_set.included() else None
-    comm = session.subset(color)
-    return Membership(comm, session.subset(color) if sharding else comm, tuple(mine))
+    if not sharding:
+        alone = Lanes([session.subset(color)])
+        return Membership(alone, alone, tuple(mine))
+    reductions, gathers = (Lanes([session.subset(color) for _ in range(lanes)]) for _ in range(2))
+    return Membership(reductions, gathers, tuple(mine))

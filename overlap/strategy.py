@@ -41,6 +41,7 @@ class Strategy(ABC):
     updates: Updates = Updates.WHOLE
     ordered: bool = True
     gather_dtype: torch.dtype | None = None
+    lanes: int = 1  # of updates in shards: how many buckets travel at the same time, see `overlap.lanes`
     complete: bool = True  # False: parts of the communication are left out, for time breakdowns
 
     @property

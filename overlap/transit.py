@@ -9,6 +9,7 @@ import torch
 
 from overlap.bucket import Bucket, Phase
 from overlap.communicator import Communicator
+from overlap.lanes import Lanes
 
 __all__ = ["Transit"]
 
@@ -19,8 +20,8 @@ class Transit:
     With `poison`, parameters of other ranks' shards are NaN until they come, so that a missed wait shows.
     """
 
-    def __init__(self, comm: Communicator, gather: Callable[[Communicator, Bucket], None], *, poison: bool) -> None:
-        self._comm, self._gather, self._poison = comm, gather, poison
+    def __init__(self, lanes: Lanes, gather: Callable[[Communicator, Bucket], None], *, poison: bool) -> None:
+        self._lanes, self._gather, self._poison = lanes, gather, poison
         self._buckets: dict[Bucket, Callable[[Bucket], None] | None] = {}  # by what is left to do on arrival
         self.entry: list[Bucket] = []  # hold parameters no gate hands out: awaited when any forward starts
 
@@ -33,12 +34,12 @@ class Transit:
         torch.autograd.graph.increment_version(params)  # written behind autograd's back: old graphs must notice
         if bucket.master is not None:
             bucket.master.pack()
-        if self._poison and self._comm.size > 1:
+        if self._poison and self._lanes.first.size > 1:
             mine = bucket.parameters[bucket.own].clone()
             bucket.parameters.fill_(float("nan"))
             if bucket.master is None:
                 bucket.parameters[bucket.own] = mine
-        self._gather(self._comm, bucket)
+        self._gather(self._lanes.of(bucket), bucket)
         bucket.advance(Phase.GATHERING)
         self._buckets[bucket] = None
 
