@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -29,6 +30,8 @@ from overlap.terms import agree_on_terms, terms_of
 from overlap.updates import Updates, feasible
 
 __all__ = ["Assembly", "build"]
+
+log = logging.getLogger("dear")
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,12 @@ def build(
     if per_parameter is None:
         per_parameter = elementwise or is_per_parameter(optimizer)
     updates = feasible(strategy.updates, optimizer, elementwise, arguments.compression, per_parameter=per_parameter)
+    if strategy.updates is Updates.OWNED and updates is Updates.WHOLE and session.comm.rank == 0:
+        log.warning(
+            "strategy %r keeps all optimizer state on every rank: %s",
+            strategy.name,
+            _why_whole(optimizer, per_parameter),
+        )
     model = named_parameters if isinstance(named_parameters, torch.nn.Module) else None
     named = None if isinstance(named_parameters, torch.nn.Module) else named_parameters
     slots = collect_slots(optimizer, model, named)
@@ -111,3 +120,12 @@ def build(
     averages = Averages(engine)
     stepper = Stepper(engine, averages, optimizer, share)
     return Assembly(comm, model, engine, averages, stepper, FullState(engine, optimizer, share))
+
+
+def _why_whole(optimizer: torch.optim.Optimizer, per_parameter: bool) -> str:
+    if per_parameter:
+        return "a compression of your own needs whole gradients; Compression.fp16 and .bf16 do not"
+    return (
+        f"{type(optimizer).__name__} is not known to update each parameter from its own gradient and state alone "
+        "(per_parameter=True promises that it does)"
+    )

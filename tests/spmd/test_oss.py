@@ -65,6 +65,8 @@ def test_parameters_stay_whole_and_go_to_the_rank_that_owns_least() -> None:
         edges = [sum(bucket.shares[:rank]) for rank in range(dear.size())]
         for slot, offset in zip(bucket.slots, bucket.spec.offsets, strict=True):
             assert not any(offset < edge < offset + slot.param.numel() for edge in edges)
+    lanes = {id(optimizer._engine._reductions.of(bucket)) for bucket in optimizer.buckets}
+    assert len(lanes) == min(dear.size(), 2)  # both directions are used at once
 
 
 def test_who_owns_a_parameter_goes_on_owning_it() -> None:
@@ -182,9 +184,13 @@ class _Unknown(torch.optim.SGD):
 @pytest.mark.parametrize(
     ("promise", "owned"), [({}, False), ({"per_parameter": True}, True), ({"elementwise": True}, True)]
 )
-def test_an_unknown_optimizer_needs_a_promise(promise: dict[str, Any], owned: bool) -> None:
+def test_an_unknown_optimizer_needs_a_promise(
+    promise: dict[str, Any], owned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     model = _model("Mlp")
     optimizer = _trained(_Unknown(model.parameters(), 0.05, momentum=0.9), model, **promise)
+    told = "_Unknown is not known to update each parameter from its own gradient" in caplog.text
+    assert told is (dear.rank() == 0 and not owned)
     mine = sum(bool(state) for state in optimizer.state.values())
     total = len(list(model.parameters()))
     assert sum(dear.allgather_object(mine)) == (total if owned else total * dear.size())
