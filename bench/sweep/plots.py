@@ -21,6 +21,7 @@ _COLORS = {
     "wfbp": "#6baed6",
     "mgwfbp": "#3a9a5c",
     "bytescheduler": "#8c6bb1",
+    "oss": "#17a2a2",
     "ddp": "#d9822b",
     "ddp-zero": "#e8b778",
     "fsdp2": "#b5485d",

@@ -60,7 +60,7 @@ def test_unknown_methods_and_options_are_named() -> None:
         method("deer")
     with pytest.raises(ValueError, match="ddp has the options bucket_mb, view; it does not know bucket"):
         method("ddp:bucket=4")
-    assert {"dear", "wfbp", "none", "ddp", "ddp-zero", "fsdp2", "horovod"} <= set(METHODS)
+    assert {"dear", "wfbp", "oss", "none", "ddp", "ddp-zero", "fsdp2", "horovod"} <= set(METHODS)
 
 
 def test_horovods_settings_travel_through_its_environment() -> None:
