@@ -103,7 +103,7 @@ def DistributedOptimizer(
     process_set: ProcessSet = global_process_set,
     *,
     partition_mb: float = 1,
-    credit_mb: float = 4,
+    credit_mb: float = 2,
     tune: bool | Tuning = False,
     **shell: Any,
 ) -> Shell:
@@ -119,7 +119,7 @@ def DistributedOptimizer(
         partition_mb: layers travel in partitions of at most this many MB (2^20 bytes), between which a more urgent layer
             goes first. Rank 0's counts.
         credit_mb: a partition is issued while fewer MB than this are under way; less credit preempts sooner, more keeps
-            the wire busier. Rank 0's counts.
+            the wire busier. Two partitions by default: one on the wire, one behind it. Rank 0's counts.
         tune: True or ``Tuning(...)`` searches both while training goes on; see :class:`overlap.tuning.options.Tuning`.
         shell: ``elementwise=None, sync_start=True, poison=None`` of :class:`overlap.optimizer.DistributedOptimizer`.
     """

@@ -39,10 +39,19 @@ class DeferredUpdates:
     def leave(self, buckets: Iterable[Bucket]) -> None:
         """In ``step()``: the update of each bucket is left to whoever needs it first."""
         groups = [{key: _noted(value) for key, value in group.items()} for group in self._optimizer.param_groups]
+        shadow = self._shadow()
         for bucket in buckets:
-            self._leave(bucket, groups)
+            self._leave(bucket, groups, shadow)
 
-    def _leave(self, bucket: Bucket, groups: list[dict[str, Any]]) -> None:
+    def _shadow(self) -> torch.optim.Optimizer:
+        """The optimizer as it is now, without hooks; the state it writes to is the optimizer's own."""
+        shadow = copy.copy(self._optimizer)
+        for name, hooks in vars(self._optimizer).items():
+            if name.startswith("_optimizer_") and isinstance(hooks, OrderedDict):
+                setattr(shadow, name, OrderedDict())
+        return shadow
+
+    def _leave(self, bucket: Bucket, groups: list[dict[str, Any]], shadow: torch.optim.Optimizer) -> None:
         versions = {slot.index: slot.view._version for slot in bucket.slots if slot.view is not None}
         empty = {slot.index for slot in bucket.slots if slot.param.numel() == 0 and slot.param.grad is None}
         values: list[torch.Tensor] = []
@@ -61,13 +70,13 @@ class DeferredUpdates:
             for slot in bucket.slots:
                 if slot.param.numel() == 0:
                     slot.unused = slot.index in empty
-            self._update(bucket, groups)
+            self._update(bucket, groups, shadow)
 
         self._transit.leave(bucket, update)
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _update(self, bucket: Bucket, groups: list[dict[str, Any]]) -> None:
+    def _update(self, bucket: Bucket, groups: list[dict[str, Any]], shadow: torch.optim.Optimizer) -> None:
         kept = [slot.param.grad for slot in bucket.slots]
         chosen: dict[int, list[torch.nn.Parameter]] = {}
         for slot in bucket.slots:
@@ -75,12 +84,8 @@ class DeferredUpdates:
             if not slot.unused:
                 chosen.setdefault(slot.group, []).append(slot.param)
         if chosen:
-            shadow = copy.copy(self._optimizer)
-            for name, hooks in vars(self._optimizer).items():
-                if name.startswith("_optimizer_") and isinstance(hooks, OrderedDict):
-                    setattr(shadow, name, OrderedDict())
             shadow.param_groups = [{**groups[number], "params": params} for number, params in chosen.items()]
-            self._step(shadow)  # the state it writes to is the optimizer's own
+            self._step(shadow)
         for slot, gradient in zip(bucket.slots, kept, strict=True):
             if gradient is not slot.view:  # dropped after step(), or the user's own
                 slot.param.grad = gradient

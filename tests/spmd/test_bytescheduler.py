@@ -186,8 +186,8 @@ def test_bad_arguments(name: str) -> None:
 def test_dear_is_the_front_door() -> None:
     model = _layers()
     inner = torch.optim.SGD(model.parameters(), 0.1)
-    optimizer = dear.DistributedOptimizer(inner, model, strategy="bytescheduler_adapter", credit_mb=2)
-    assert optimizer.strategy.setting == {"partition_mb": 1, "credit_mb": 2}
+    optimizer = dear.DistributedOptimizer(inner, model, strategy="bytescheduler_adapter", credit_mb=3)
+    assert optimizer.strategy.setting == {"partition_mb": 1, "credit_mb": 3}
 
 
 def test_tuning_searches_both_and_keeps_the_best_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
