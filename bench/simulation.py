@@ -201,3 +201,18 @@ def _bytescheduler(job: Job, wire: _Wire, partitions: int, credit: int) -> _Prog
 
 def _over(operation: _Operation | None) -> bool:
     return operation is None or operation.done
+
+
+def main() -> None:
+    """Print steps over max(compute, wire) of a hundred layers: the schedule alone."""
+    methods = [f"{name} {size} MB" for name in ("dear", "early") for size in (1, 2, 4)]
+    print("wire/compute  " + "  ".join(f"{name:>11}" for name in [*methods, "credit 4 MB", "credit 2 MB"]))
+    for ratio in (0.33, 0.67, 1.0, 1.02, 1.33, 2.0):
+        job = Job(100, compute=1.0, wire=ratio)
+        steps = [dear(job, equal_buckets(100, size), eager=eager) for eager in (False, True) for size in (1, 2, 4)]
+        steps += [bytescheduler(job, partitions=1, credit=credit) for credit in (4, 2)]
+        print(f"{ratio:12.2f}  " + "  ".join(f"{step / max(1.0, ratio):11.3f}" for step in steps))
+
+
+if __name__ == "__main__":
+    main()

@@ -167,7 +167,8 @@ def DistributedOptimizer(
             leave that part of the communication out, for time breakdowns. The training is wrong then.
         policy: how an all-reduce is taken apart. ``"rsag"``: reduce-scatter and all-gather. ``"rb"``, for comparison:
             each bucket is reduced to one rank, in turn, updated there in full and broadcast.
-        eager: update and gather late layers while backward still runs, where the wire has a gap. Results are the same.
+        eager: update and gather a part of the layers while backward still runs, where the wire has a gap. Results are
+            the same. It needs many buckets to choose from: a threshold of a few MB, or ``"auto"``.
             What needs old parameters or all gradients between backward and ``step()`` raises: clipping by a global norm,
             ``synchronize()``, skipped steps, ``state_dict()``, changed hyper-parameters, reading parameters. Raises
             ``ValueError`` for optimizers that need whole parameters.
