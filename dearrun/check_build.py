@@ -78,7 +78,7 @@ def _nccl() -> Finding:
         used = comm_core.find_nccl()
     except comm_core.Unsupported as error:
         return Finding(False, "NCCL", (str(error), *others))
-    name = f"NCCL {used.version_text} (for comm_core; no optimizer uses it yet)"
+    name = f"NCCL {used.version_text} (for models on GPUs, one GPU for each rank)"
     return Finding(True, name, (f"{used.path} ({used.origin})", *others))
 
 

@@ -12,6 +12,7 @@ from overlap.arguments import HorovodArguments, check_passes
 from overlap.attendance import Attendance
 from overlap.averages import Averages
 from overlap.communicator import Communicator
+from overlap.cuda_wiring import fit_out
 from overlap.elementwise import is_elementwise, is_per_parameter
 from overlap.engine import Engine
 from overlap.exchange import Exchange
@@ -85,10 +86,11 @@ def build(
     everybody = arguments.process_set is global_process_set
     if everybody:  # before channels are leased, whose number depends on them
         agree_on_terms(session.control, terms)
-    members = membership(session, arguments.process_set, sharding=updates.in_shards, lanes=strategy.lanes)
-    comm = members.comm
+    hosts = membership(session, arguments.process_set, sharding=updates.in_shards, lanes=strategy.lanes)
     if not everybody:
-        agree_on_terms(comm, terms)
+        agree_on_terms(hosts.comm, terms)
+    members = fit_out(session, hosts, slots, strategy)
+    comm = members.comm
     exchange = Exchange(arguments.compression, arguments.op, arguments.gradient_predivide_factor, comm.size)
     if sync_start:
         synchronize_start(comm, optimizer, model, slots)
@@ -111,7 +113,7 @@ def build(
         poison=session.poison if poison is None else poison,
     )
     topic = attendance.topic = session.registry.register(shell, Tenure(engine))
-    session.channels.hold((*members.reductions, *members.gathers), topic)
+    session.channels.hold((*hosts.reductions, *hosts.gathers), topic)
     others = [rank for rank in members.ranks if rank != session.comm.rank]
     share = StateShare(others, session.mailroom, topic, exporter(engine))
     engine.changing = share.updating

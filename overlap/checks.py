@@ -42,14 +42,14 @@ def balanced_split(count: int, parts: int) -> list[int]:
     return [base + 1] * more + [base] * (parts - more)
 
 
-def check_tensor(what: str, name: str, tensor: torch.Tensor) -> None:
-    """Refuse what has no plain, contiguous memory on the CPU."""
+def check_tensor(what: str, name: str, tensor: torch.Tensor, device: str = "cpu") -> None:
+    """Refuse what has no plain, contiguous memory on a `device` of that type."""
     if not isinstance(tensor, torch.Tensor):
         raise InvalidUsage(f"{what}: {name} must be a torch.Tensor, got {type(tensor).__name__}")
     if tensor.layout is not torch.strided:
         raise InvalidUsage(f"{what}: {name} must be a dense tensor, got layout {tensor.layout}")
-    if tensor.device.type != "cpu":
-        raise Unsupported(f"{what}: {name} is on {tensor.device}, this communicator moves CPU tensors")
+    if tensor.device.type != device:
+        raise Unsupported(f"{what}: {name} is on {tensor.device}, this communicator moves {device.upper()} tensors")
     if not tensor.is_contiguous():
         raise InvalidUsage(
             f"{what}: {name} must be contiguous, got shape {tuple(tensor.shape)} with strides {tensor.stride()}; "
@@ -59,16 +59,18 @@ def check_tensor(what: str, name: str, tensor: torch.Tensor) -> None:
         raise InvalidUsage(f"{what}: {name} is a lazily conjugated or negated view; pass .resolve_conj().resolve_neg()")
 
 
-def wire_form(what: str, name: str, tensor: torch.Tensor, op: ReduceOp | None = None) -> torch.Tensor:
+def wire_form(
+    what: str, name: str, tensor: torch.Tensor, op: ReduceOp | None = None, device: str = "cpu"
+) -> torch.Tensor:
     """A flat view of `tensor`'s memory in a dtype comm_core knows; `op` is None where bytes are only moved."""
-    check_tensor(what, name, tensor)
+    check_tensor(what, name, tensor, device)
     flat = tensor.data if tensor.dim() == 1 else tensor.data.reshape(-1)  # buckets are flat: a view less for each
     if flat.dtype in WIRE_DTYPES:
         return flat
     if flat.is_complex():
         if op is not None and op not in _COMPLEX_OPS:
             raise Unsupported(f"{what}: {op.name} is not defined for {tensor.dtype}")
-        return wire_form(what, name, torch.view_as_real(flat).reshape(-1), op)
+        return wire_form(what, name, torch.view_as_real(flat).reshape(-1), op, device)
     if op is None and flat.element_size() in _SAME_WIDTH:
         return flat.view(_SAME_WIDTH[flat.element_size()])
     raise Unsupported(

@@ -16,7 +16,7 @@ import comm_core
 from comm_core import DType
 from comm_core.cuda_kernels import CudaKernels, cast_name, inspect_name
 
-__all__ = ["cast_scale", "inspect", "kernels_on"]
+__all__ = ["can_inspect", "cast_scale", "inspect", "kernels_on"]
 
 log = logging.getLogger("dear")
 
@@ -124,8 +124,13 @@ def _inspect_by_torch(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack([squares, nonfinite.double()])
 
 
+def can_inspect(tensor: torch.Tensor) -> bool:
+    """Whether :func:`inspect` takes it."""
+    return tensor.dtype in _TYPES and tensor.layout is torch.strided and tensor.is_contiguous()
+
+
 def _check(what: str, tensor: torch.Tensor) -> None:
-    if tensor.dtype not in _TYPES or not tensor.is_contiguous():
+    if not can_inspect(tensor):
         raise comm_core.InvalidUsage(
             f"{what} takes contiguous tensors of {', '.join(str(dtype) for dtype in _TYPES)}, got {tensor.dtype} with "
             f"shape {tuple(tensor.shape)} and strides {tensor.stride()}"

@@ -31,6 +31,7 @@ from overlap.strategy import Plan, Strategy
 from overlap.transit import Transit
 from overlap.updates import Updates
 from overlap.window import GradientWindow
+from overlap.work import arrive
 
 __all__ = ["Engine"]
 
@@ -265,7 +266,7 @@ class Engine:
 
     def _settle(self, bucket: Bucket) -> None:
         if bucket.work is not None:
-            bucket.work.wait()
+            arrive(bucket.work)
             bucket.work = None
         self._exchange.unload(bucket)
         if bucket.holds_parameters:

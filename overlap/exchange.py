@@ -16,6 +16,7 @@ import torch
 
 from overlap.bucket import Bucket
 from overlap.communicator import ReduceOp
+from overlap.cuda_math import can_inspect, cast_scale
 from overlap.dense import copy_used, unused_mark, unused_positions
 from overlap.horovod.compression import BF16Compressor, FP16Compressor, NoneCompressor
 from overlap.shard_update import ShardUpdate
@@ -75,6 +76,9 @@ class Exchange:
             bucket.outgoing = torch.empty_like(gradients, dtype=dtype)
             if dtype is not gradients.dtype:
                 bucket.incoming = bucket.outgoing if not bucket.holds_parameters else bucket.reduced.to(dtype)
+        if gradients.is_cuda and can_inspect(gradients) and gradients.dtype in (torch.float32, dtype):
+            cast_scale([bucket.outgoing], [gradients], self._before)  # keeps marks and makes no new ones, in one pass
+            return
         if self._before == 1:
             bucket.outgoing.copy_(gradients)  # a product into another type takes ten times as long
         else:

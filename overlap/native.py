@@ -24,7 +24,8 @@ from overlap.requests import (
     reduce_scatter_request,
 )
 
-_DTYPES = {
+#: What comm_core calls torch's types.
+DTYPES = {
     torch.float16: DType.FLOAT16,
     torch.bfloat16: DType.BFLOAT16,
     torch.float32: DType.FLOAT32,
@@ -172,8 +173,8 @@ class NativeCommunicator(Communicator):
 
 
 def _readable(flat: torch.Tensor) -> Buffer:
-    return Buffer(flat.data_ptr(), flat.numel(), _DTYPES[flat.dtype], readonly=True, owner=flat)
+    return Buffer(flat.data_ptr(), flat.numel(), DTYPES[flat.dtype], readonly=True, owner=flat)
 
 
 def _writable(flat: torch.Tensor) -> Buffer:
-    return Buffer(flat.data_ptr(), flat.numel(), _DTYPES[flat.dtype], owner=flat)
+    return Buffer(flat.data_ptr(), flat.numel(), DTYPES[flat.dtype], owner=flat)

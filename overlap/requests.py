@@ -1,4 +1,7 @@
-"""The arguments of each operation, checked and in wire form: what both implementations of `Communicator` start from."""
+"""The arguments of each operation, checked and in wire form: what every implementation of `Communicator` starts from.
+
+`device` is the type of device whose memory the caller moves.
+"""
 
 from __future__ import annotations
 
@@ -35,13 +38,19 @@ class Exchange:
 
 
 def reduce_scatter_request(
-    rank: int, size: int, send: torch.Tensor, recv: torch.Tensor, op: ReduceOp, counts: Sequence[int] | None
+    rank: int,
+    size: int,
+    send: torch.Tensor,
+    recv: torch.Tensor,
+    op: ReduceOp,
+    counts: Sequence[int] | None,
+    device: str = "cpu",
 ) -> Exchange:
     """`send` divided by counts, `recv` one shard."""
     what = "reduce_scatter"
     check_op(what, op)
     shards = resolve_counts(what, "counts", counts, send.numel(), size)
-    source, target = wire_form(what, "send", send, op), wire_form(what, "recv", recv, op)
+    source, target = wire_form(what, "send", send, op, device), wire_form(what, "recv", recv, op, device)
     check_same_dtype(what, send, recv)
     check_count(what, f"recv of rank {rank}", shards[rank], recv.numel())
     check_disjoint(what, source, target)
@@ -49,12 +58,17 @@ def reduce_scatter_request(
 
 
 def all_gather_request(
-    rank: int, size: int, send: torch.Tensor, recv: torch.Tensor, counts: Sequence[int] | None
+    rank: int,
+    size: int,
+    send: torch.Tensor,
+    recv: torch.Tensor,
+    counts: Sequence[int] | None,
+    device: str = "cpu",
 ) -> Exchange:
     """`recv` divided by counts, `send` one shard, either apart from `recv` or exactly its own part of it."""
     what = "all_gather"
     shards = resolve_counts(what, "counts", counts, recv.numel(), size)
-    source, target = wire_form(what, "send", send), wire_form(what, "recv", recv)
+    source, target = wire_form(what, "send", send, device=device), wire_form(what, "recv", recv, device=device)
     check_same_dtype(what, send, recv)
     check_count(what, f"send of rank {rank}", shards[rank], send.numel())
     wide = _widen(shards, recv, target)
@@ -64,10 +78,12 @@ def all_gather_request(
     return Exchange(source, target, [source.numel()], wide)
 
 
-def all_reduce_request(send: torch.Tensor, recv: torch.Tensor, op: ReduceOp, what: str = "all_reduce") -> Exchange:
+def all_reduce_request(
+    send: torch.Tensor, recv: torch.Tensor, op: ReduceOp, what: str = "all_reduce", device: str = "cpu"
+) -> Exchange:
     """Two buffers of the same size, apart or the same."""
     check_op(what, op)
-    source, target = wire_form(what, "send", send, op), wire_form(what, "recv", recv, op)
+    source, target = wire_form(what, "send", send, op, device), wire_form(what, "recv", recv, op, device)
     check_same_dtype(what, send, recv)
     check_count(what, "recv", send.numel(), recv.numel())
     check_disjoint_or_same(what, source, target)
@@ -75,17 +91,23 @@ def all_reduce_request(send: torch.Tensor, recv: torch.Tensor, op: ReduceOp, wha
 
 
 def reduce_request(
-    rank: int, size: int, send: torch.Tensor, recv: torch.Tensor | None, op: ReduceOp, root: int
+    rank: int,
+    size: int,
+    send: torch.Tensor,
+    recv: torch.Tensor | None,
+    op: ReduceOp,
+    root: int,
+    device: str = "cpu",
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """As all_reduce at the root; elsewhere `recv` is not looked at."""
     what = "reduce"
     check_op(what, op)
     check_rank(what, "root", root, size)
     if rank != root:
-        return wire_form(what, "send", send, op), None
+        return wire_form(what, "send", send, op, device), None
     if recv is None:
         raise InvalidUsage(f"{what}: rank {rank} is the root and needs a recv tensor, got None")
-    request = all_reduce_request(send, recv, op, what)
+    request = all_reduce_request(send, recv, op, what, device)
     return request.send, request.recv
 
 
@@ -96,10 +118,11 @@ def all_to_all_request(
     recv: torch.Tensor,
     send_counts: Sequence[int] | None,
     recv_counts: Sequence[int] | None,
+    device: str = "cpu",
 ) -> Exchange:
     """Both buffers divided among all ranks."""
     what = "all_to_all"
-    source, target = wire_form(what, "send", send), wire_form(what, "recv", recv)
+    source, target = wire_form(what, "send", send, device=device), wire_form(what, "recv", recv, device=device)
     check_same_dtype(what, send, recv)
     sends = _parts(what, "send_counts", send_counts, send.numel(), size)
     recvs = _parts(what, "recv_counts", recv_counts, recv.numel(), size)
@@ -108,19 +131,21 @@ def all_to_all_request(
     return Exchange(source, target, _widen(sends, send, source), _widen(recvs, recv, target))
 
 
-def broadcast_request(size: int, tensor: torch.Tensor, root: int) -> torch.Tensor:
+def broadcast_request(size: int, tensor: torch.Tensor, root: int, device: str = "cpu") -> torch.Tensor:
     """The buffer to send or overwrite."""
     check_rank("broadcast", "root", root, size)
-    return wire_form("broadcast", "tensor", tensor)
+    return wire_form("broadcast", "tensor", tensor, device=device)
 
 
-def message_request(what: str, rank: int, size: int, tensor: torch.Tensor, peer: int, tag: int) -> torch.Tensor:
+def message_request(
+    what: str, rank: int, size: int, tensor: torch.Tensor, peer: int, tag: int, device: str = "cpu"
+) -> torch.Tensor:
     """The buffer of one side of a send and its receive."""
     check_rank(what, "peer", peer, size)
     check_tag(what, tag)
     if peer == rank:
         raise InvalidUsage(f"{what}: rank {rank} cannot exchange messages with itself")
-    return wire_form(what, "tensor", tensor)
+    return wire_form(what, "tensor", tensor, device=device)
 
 
 def _parts(what: str, name: str, counts: Sequence[int] | None, total: int, size: int) -> list[int]:

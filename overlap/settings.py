@@ -9,12 +9,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-__all__ = ["LOG_LEVELS", "SettingError", "Settings", "read"]
+__all__ = ["CUDA_TRANSPORTS", "LOG_LEVELS", "SettingError", "Settings", "read"]
 
 T = TypeVar("T")
 
 #: Names of levels as Horovod spells them, and Python's numbers for them.
 LOG_LEVELS = {"trace": 5, "debug": 10, "info": 20, "warning": 30, "error": 40, "fatal": 50}
+
+CUDA_TRANSPORTS = ("auto", "nccl", "staged")
 
 
 class SettingError(ValueError):
@@ -41,6 +43,8 @@ class Settings:
     """``DEAR_TIMELINE_MAX_MB``: no timeline gets larger, in MB of 2^20 bytes."""
     threshold_mb: float | str | None = None
     """``DEAR_THRESHOLD_MB`` (or "auto"), ``HOROVOD_FUSION_THRESHOLD`` in bytes; 0: no fusion; None: the strategy's."""
+    cuda_transport: str = "auto"
+    """``DEAR_CUDA_TRANSPORT``: one of :data:`CUDA_TRANSPORTS`, how tensors on a GPU travel; see `overlap.cuda_route`."""
     ignored: tuple[str, ...] = ()
     """Variables of Horovod that are set and have no counterpart."""
 
@@ -68,11 +72,16 @@ def _level(text: str) -> int:
     return LOG_LEVELS[text.lower()]
 
 
+def _transport(text: str) -> str:
+    return {name: name for name in CUDA_TRANSPORTS}[text.lower()]
+
+
 _ACCEPTED: dict[Callable[[str], Any], str] = {
     _number: "a number of at least 0",
     _number_or_auto: "a number of at least 0, or auto,",
     _switch: "0 or 1",
     _level: f"one of {', '.join(LOG_LEVELS)}",
+    _transport: f"one of {', '.join(CUDA_TRANSPORTS)}",
 }
 
 
@@ -95,6 +104,7 @@ _VARIABLES: dict[str, tuple[Callable[[str], Any], tuple[str, ...]]] = {
     "timeline": (_file, ("DEAR_TIMELINE", "HOROVOD_TIMELINE")),
     "timeline_mark_cycles": (_switch, ("DEAR_TIMELINE_MARK_CYCLES", "HOROVOD_TIMELINE_MARK_CYCLES")),
     "timeline_max_mb": (_number, ("DEAR_TIMELINE_MAX_MB",)),
+    "cuda_transport": (_transport, ("DEAR_CUDA_TRANSPORT",)),
     "threshold_mb": (_number_or_auto, ("DEAR_THRESHOLD_MB",)),
 }
 _CHECK_OFF = "HOROVOD_STALL_CHECK_DISABLE"

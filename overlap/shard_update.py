@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from overlap.bucket import Bucket, Slot
+from overlap.cuda_streams import LastUpdate
 from overlap.dense import from_flat, to_flat, unused_positions, view_like
 from overlap.elementwise import SCALAR_STATE
 from overlap.master import MASTER
@@ -61,6 +62,7 @@ class ShardUpdate:
             if name.startswith("_optimizer_") and isinstance(hooks, OrderedDict):
                 setattr(self._shadow, name, OrderedDict())
         self._step = unhooked_step(optimizer)
+        self._written = LastUpdate()
         self._pieces: dict[Bucket, list[Piece]] = {}
         self._extents: dict[Bucket, tuple[torch.Tensor, list[int]]] = {}
         # Masters of parameters that are in no bucket yet.
@@ -84,6 +86,7 @@ class ShardUpdate:
             _put_master(one, state.pop(MASTER))
         if state:
             self._shadow.state[one.proxy] = state
+        self._written.note(one.proxy)
 
     @property
     def state(self) -> dict[torch.nn.Parameter, dict[str, Any]]:
@@ -135,6 +138,7 @@ class ShardUpdate:
             groups = self._optimizer.param_groups
             self._shadow.param_groups = [{**groups[index], "params": proxies} for index, proxies in by_group.items()]
             self._step(self._shadow)
+        self._written.note(bucket.reduced)
         for one in self._pieces[bucket]:
             one.proxy.grad = None
 
@@ -160,6 +164,7 @@ class ShardUpdate:
             full.pop(slot.param, None)
         if bucket.master is not None:
             self._take_loaded(bucket)
+        self._written.note(bucket.reduced)
 
     def load_masters(self, masters: Mapping[torch.Tensor, torch.Tensor]) -> None:
         """Replace all masters: by this rank's slices of `masters`, and where there is none, by the parameters."""
@@ -181,11 +186,12 @@ class ShardUpdate:
     def export(self) -> PieceState:
         """This rank's pieces and their state, tensors copied to the CPU; what another rank needs to build full state."""
         parts: PieceState = {}
-        for bucket in self._pieces:
-            for one, state in self.held(bucket):
-                if state:
-                    copied = {key: _to_cpu(value) for key, value in state.items()}
-                    parts[one.slot.index] = (one.start, one.stop, copied)
+        with self._written.seen():
+            for bucket in self._pieces:
+                for one, state in self.held(bucket):
+                    if state:
+                        copied = {key: _to_cpu(value) for key, value in state.items()}
+                        parts[one.slot.index] = (one.start, one.stop, copied)
         return parts
 
 

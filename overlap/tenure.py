@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from overlap.engine import Engine
+from overlap.work import arrive
 
 __all__ = ["Tenure"]
 
@@ -36,6 +37,6 @@ class Tenure:
         self._engine.transit.arrive_all()
         for bucket in self._engine.order:  # of a backward pass that no step followed
             if bucket.work is not None:
-                bucket.work.wait()
+                arrive(bucket.work)
                 bucket.work = None
         self._engine.detach()

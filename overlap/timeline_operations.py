@@ -9,6 +9,7 @@ from collections.abc import Callable
 import comm_core
 from overlap.communicator import Communicator, Work
 from overlap.timeline_events import Event, EventMaker
+from overlap.work import arrive
 
 __all__ = ["Operations", "WaitSpan"]
 
@@ -48,11 +49,18 @@ class _RecordedWork:
         return self.op if self.label == self.op else f"{self.op} {self.label}"
 
     def wait(self, timeout: float | None = None) -> None:
+        self._watched(lambda: self._work.wait(timeout))
+
+    def arrive(self) -> None:
+        self._watched(lambda: arrive(self._work))
+
+    def _watched(self, wait: Callable[[], None]) -> None:
         if self._work.done():
-            return self._work.wait(timeout)
+            wait()
+            return
         started = time.monotonic()
         try:
-            return self._work.wait(timeout)
+            wait()
         finally:
             self._on_wait(f"wait {self.title}", started, time.monotonic())
 

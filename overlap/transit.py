@@ -10,6 +10,7 @@ import torch
 from overlap.bucket import Bucket, Phase
 from overlap.communicator import Communicator
 from overlap.lanes import Lanes
+from overlap.work import arrive
 
 __all__ = ["Transit"]
 
@@ -57,7 +58,7 @@ class Transit:
             update(bucket)
         else:
             if bucket.work is not None:
-                bucket.work.wait()
+                arrive(bucket.work)
                 bucket.work = None
             if bucket.master is not None:
                 bucket.master.land()

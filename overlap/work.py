@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import comm_core
 
-__all__ = ["Work"]
+__all__ = ["Arriving", "Work", "arrive"]
 
 
 class Work(Protocol):
@@ -42,3 +42,19 @@ class Work(Protocol):
 
     def describe(self) -> str:
         """Operation, label, rank, sizes and state in one line."""
+
+
+@runtime_checkable
+class Arriving(Protocol):
+    """A work on the memory of a device, whose result streams can wait for."""
+
+    def arrive(self) -> None:
+        """See :func:`arrive`."""
+
+
+def arrive(work: Work) -> None:
+    """Let what the calling thread computes next see the result: through its stream on a device, else by waiting."""
+    if isinstance(work, Arriving):
+        work.arrive()
+    else:
+        work.wait()

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from comm_core import Buffer, DType
 from tests.cpp.build import compiler
 from tests.harness import ROOT
 
-__all__ = ["Double", "build", "eventually"]
+__all__ = ["Double", "DoubleMoment", "build", "eventually"]
 
 DTYPES = {
     np.dtype(np.float32): DType.FLOAT32,
@@ -39,6 +40,27 @@ def build(folder: Path) -> Path:
     return path
 
 
+class DoubleMoment:
+    """`overlap.cuda_work.Moment` in the double."""
+
+    def __init__(self, library: ctypes.CDLL, stream: int) -> None:
+        self._library, self._event = library, ctypes.c_void_p()
+        library.cuEventCreate(ctypes.byref(self._event), 2)
+        library.cuEventRecord(self._event, ctypes.c_void_p(stream))
+
+    def done(self) -> bool:
+        return int(self._library.cuEventQuery(self._event)) == 0
+
+    def wait(self) -> None:
+        eventually(self.done)
+
+    def order_before(self, stream: int) -> None:
+        self._library.cuStreamWaitEvent(ctypes.c_void_p(stream), self._event, 0)
+
+    def __del__(self) -> None:
+        self._library.cuEventDestroy_v2(self._event)
+
+
 class Double:
     """All ranks of a job with a GPU each, in this process."""
 
@@ -51,6 +73,8 @@ class Double:
         self._library.double_stream.restype = ctypes.c_size_t
         self._library.double_log.restype = ctypes.c_size_t
         self._open: list[comm_core.Communicator] = []
+        self._kernels: list[Any] = []
+        self._failures: list[BaseException] = []
 
     def world(self, size: int) -> list[comm_core.Communicator]:
         """A communicator for each rank."""
@@ -83,6 +107,22 @@ class Double:
             ctypes.c_void_p(stream), ctypes.c_void_p(target.ctypes.data), ctypes.c_void_p(source.ctypes.data),
             ctypes.c_size_t(source.nbytes),
         )  # fmt: skip
+
+    def call(self, stream: int, compute: Callable[[], None]) -> None:
+        """Run `compute` when the stream comes to it; an exception of its fails the test at :meth:`close`."""
+
+        def kernel() -> None:
+            try:
+                compute()
+            except BaseException as error:
+                self._failures.append(error)
+
+        self._kernels.append(ctypes.CFUNCTYPE(None)(kernel))
+        self._library.double_call(ctypes.c_void_p(stream), self._kernels[-1])
+
+    def moment(self, stream: int) -> DoubleMoment:
+        """An event after what the stream was given so far."""
+        return DoubleMoment(self._library, stream)
 
     def capture(self, stream: int, on: bool) -> None:
         self._library.double_capture(ctypes.c_void_p(stream), int(on))
@@ -137,6 +177,8 @@ class Double:
         with self.working():
             while self._open:
                 self._open.pop().close()
+        self.run()
+        self._kernels.clear()
 
         def given_back() -> bool:
             self.run()
@@ -145,6 +187,8 @@ class Double:
 
         eventually(given_back)
         self._library.double_reset()
+        failures, self._failures = self._failures, []
+        assert not failures, failures
 
     def memory(self, array: np.ndarray, rank: int, stream: int = 0, owner: object = None) -> Buffer:
         return Buffer(

@@ -16,6 +16,7 @@ from overlap.settings import SettingError, Settings, read
     [
         ({}, {}),
         ({"DEAR_POISON": "1"}, {"poison": True}),
+        ({"DEAR_CUDA_TRANSPORT": "Staged"}, {"cuda_transport": "staged"}),
         ({"DEAR_STALL_WARN_SECONDS": ""}, {}),
         ({"HOROVOD_STALL_CHECK_TIME_SECONDS": "5"}, {"stall_warn_seconds": 5.0}),
         ({"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "0"}, {"stall_abort_seconds": 0.0}),
@@ -52,6 +53,7 @@ def test_read(environ: dict[str, str], expected: dict[str, Any]) -> None:
         ("DEAR_STALL_WARN_SECONDS", "soon", "a number of at least 0"),
         ("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "-1", "a number of at least 0"),
         ("DEAR_STALL_ABORT_SECONDS", "nan", "a number of at least 0"),
+        ("DEAR_CUDA_TRANSPORT", "gloo", "one of auto, nccl, staged"),
         ("DEAR_LOG_LEVEL", "loud", "one of trace, debug, info, warning, error, fatal"),
     ],
 )

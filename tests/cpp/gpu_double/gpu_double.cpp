@@ -34,6 +34,11 @@ void double_copy(Stream stream, void* to, const void* from, std::size_t bytes) {
   const Lock lock(world().mutex);
   stream->tasks.push_back([=] { return std::memcpy(to, from, bytes), true; });
 }
+/// A kernel that is the caller's function.
+void double_call(Stream stream, void (*kernel)()) {
+  const Lock lock(world().mutex);
+  stream->tasks.push_back([=] { return kernel(), true; });
+}
 void double_fail(const char* function, int code) {
   const Lock lock(world().mutex);
   world().failures[function] = code;

@@ -1,0 +1,181 @@
+"""A model whose tensors take a carrier trains as one that needs none. The device is pretended: memory of the host."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import bytescheduler_adapter
+import dear
+import mgwfbp
+import oss
+import wfbp
+from comm_core import ReduceOp
+from overlap import cuda_wiring, session
+from overlap.communicator import Communicator
+from overlap.cuda_communicator import DeviceCommunicator
+from overlap.cuda_route import Facts, RouteError
+from overlap.cuda_staged_carrier import StagedCarrier
+from overlap.cuda_wiring import CudaCarriers
+from overlap.work import arrive
+from tests.spmd_plugin import RANK, SIZE
+
+WRAP: dict[str, Callable[..., Any]] = {
+    "dear": functools.partial(dear.DistributedOptimizer, threshold_mb=0.001),
+    "dear-rb": functools.partial(dear.DistributedOptimizer, threshold_mb=0.001, policy="rb"),
+    "dear-eager": functools.partial(dear.DistributedOptimizer, threshold_mb=0.001, eager=True),
+    "dear-16": functools.partial(
+        dear.DistributedOptimizer,
+        threshold_mb=0.001,
+        compression=dear.Compression.bf16,
+        gather_dtype=torch.bfloat16,
+    ),
+    "oss": functools.partial(oss.DistributedOptimizer, threshold_mb=0.001),
+    "wfbp": wfbp.DistributedOptimizer,
+    "mgwfbp": functools.partial(mgwfbp.DistributedOptimizer, alpha_beta=(3e-5, 1e-9), profile_steps=2),
+}
+
+
+class PlainStreams:
+    """`overlap.cuda_streams.Streams` of a device that is the host; counts what is copied."""
+
+    kind = "cpu"
+    side = 0
+    copied = 0
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = 0
+
+    def current(self) -> int:
+        return 0
+
+    def capturing(self) -> bool:
+        return False
+
+    def beside(self, compute: Callable[[], None], touched: Sequence[torch.Tensor]) -> None:
+        compute()
+
+    def scratch(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(numel, dtype=dtype)
+
+    def mark(self) -> Any:
+        raise AssertionError("nothing is beside the host")
+
+    def pinned(self, like: torch.Tensor) -> torch.Tensor:
+        return torch.empty(like.numel(), dtype=like.dtype)
+
+    def fetch(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        for host, there in pairs:
+            host.copy_(there)
+
+    def bring(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: int | None) -> None:
+        for there, host in pairs:
+            PlainStreams.copied += 1
+            there.copy_(host)
+
+
+@pytest.fixture(autouse=True)
+def job() -> None:
+    dear.init()
+
+
+@pytest.fixture
+def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_wiring, "TorchStreams", PlainStreams)
+    monkeypatch.setattr(cuda_wiring, "_facts", lambda slots, strategy: Facts("cuda", "a card", trouble="pretended"))
+    PlainStreams.copied = 0
+
+
+def _trained(wrap: Callable[..., Any]) -> list[torch.Tensor]:
+    torch.manual_seed(5)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(6, 40), torch.nn.Tanh(), torch.nn.Linear(40, 30), torch.nn.Linear(30, 2)
+    )
+    optimizer = wrap(torch.optim.AdamW(model.parameters(), lr=1e-2), model)
+    generator = torch.Generator().manual_seed(7)
+    for _ in range(4):
+        inputs = torch.randn(4 * SIZE, 6, generator=generator)[4 * RANK : 4 * RANK + 4]
+        optimizer.zero_grad()
+        model(inputs).square().mean().backward()
+        optimizer.step()
+    optimizer.synchronize()
+    return [parameter.detach().clone() for parameter in model.parameters()] + [
+        value for state in optimizer.state_dict()["state"].values() for value in state.values()
+    ]
+
+
+@pytest.mark.parametrize("strategy", WRAP)
+def test_training_over_a_carrier_is_bit_identical(strategy: str, request: pytest.FixtureRequest) -> None:
+    expected = _trained(WRAP[strategy])
+    request.getfixturevalue("pretended")
+    found = _trained(WRAP[strategy])
+    assert (PlainStreams.copied > 0) is (SIZE > 1), "alone, nothing travels"
+    assert len(found) == len(expected)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def _staged() -> tuple[Communicator, Communicator]:
+    host = session.current().comm
+    streams = PlainStreams(torch.device("cpu"))
+    return host, DeviceCommunicator(host, StagedCarrier(host, streams), streams)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVG])
+def test_staged_operations_are_the_hosts(dtype: torch.dtype, op: ReduceOp) -> None:
+    host, staged = _staged()
+    torch.manual_seed(RANK)
+    mine, results = torch.randn(2 * SIZE + 1, dtype=dtype), []
+    counts = [3] + [2] * (SIZE - 1)
+    for comm in (host, staged):
+        shard, whole, root = torch.zeros(counts[RANK], dtype=dtype), mine.clone(), torch.zeros_like(mine)
+        arrive(comm.reduce_scatter_async(mine, shard, op))
+        gathered = torch.zeros_like(mine)
+        comm.all_gather(shard, gathered, counts=counts)
+        work = comm.all_reduce_async(whole, whole, op)
+        work.order_before(0)
+        comm.reduce(mine, root if RANK == SIZE - 1 else None, op, SIZE - 1)
+        sent = mine.clone()
+        comm.broadcast(sent, SIZE - 1)
+        swapped = torch.zeros(2 * SIZE, dtype=dtype)
+        comm.all_to_all(mine[: 2 * SIZE], swapped)
+        results.append([shard, gathered, whole, root, sent, swapped])
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_result_is_carried_once() -> None:
+    _, staged = _staged()
+    tensor = torch.ones(3)
+    work = staged.all_reduce_async(tensor, tensor)
+    work.wait()
+    tensor.fill_(7)
+    arrive(work)
+    work.order_before(0)
+    assert tensor.tolist() == [7, 7, 7]
+
+
+def test_a_leased_channel_keeps_its_carrier(pretended: None) -> None:
+    carriers, host = CudaCarriers(), session.current().comm
+    route, place = cuda_wiring.Route.STAGED, torch.device("cpu")
+    watched: list[Communicator] = []
+    made = carriers.over(host, route, place, watched.append)
+    assert carriers.over(host, route, place, watched.append) is made
+    assert not watched, "the host's operations are watched already"
+
+
+def test_refusals_reach_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_wiring, "_facts", lambda slots, strategy: Facts("cuda" if RANK else "cpu", "a card"))
+    model = torch.nn.Linear(2, 2)
+    if SIZE > 1:
+        with pytest.raises(RouteError, match="the model is on cpu on rank 0 and on cuda on rank 1"):
+            dear.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    monkeypatch.undo()
+    cuda = torch.device("cuda", 0)
+    monkeypatch.setattr(cuda_wiring, "common_device", lambda named: cuda)
+    with pytest.raises(RouteError, match=r"rank 0: strategy 'bytescheduler_adapter' sends from a thread.*cuda:0"):
+        bytescheduler_adapter.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
