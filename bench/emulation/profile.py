@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-__all__ = ["EVEN", "FOLDER", "Layer", "Profile", "even", "known", "load", "parse_spec", "write"]
+__all__ = ["EVEN", "FOLDER", "Layer", "Profile", "even", "known", "load", "parse_spec", "to_text", "write"]
 
 FOLDER = Path(__file__).resolve().parent / "profiles"
 EVEN = "even"
@@ -88,11 +88,16 @@ def load(model: str, device: str, batch_size: int) -> Profile:
     return Profile(**data, layers=layers)
 
 
-def write(profile: Profile) -> Path:
-    """Write the profile where :func:`load` finds it, a layer a line."""
-    path = _path(profile.model, profile.device, profile.batch_size)
+def to_text(profile: Profile) -> str:
+    """As :func:`load` reads it, a layer a line."""
     about = asdict(profile)
     layers = [json.dumps([layer["name"], layer["forward_ms"], layer["backward_ms"]]) for layer in about.pop("layers")]
     head = json.dumps(about, indent=1)[:-2]
-    path.write_text(head + ',\n "layers": [\n  ' + ",\n  ".join(layers) + "\n ]\n}\n")
+    return head + ',\n "layers": [\n  ' + ",\n  ".join(layers) + "\n ]\n}\n"
+
+
+def write(profile: Profile) -> Path:
+    """Write the profile where :func:`load` finds it."""
+    path = _path(profile.model, profile.device, profile.batch_size)
+    path.write_text(to_text(profile))
     return path

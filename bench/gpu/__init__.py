@@ -1,0 +1,1 @@
+"""What a machine with one GPU has to show: ``python -m bench.gpu``."""
