@@ -12,6 +12,7 @@ from overlap.arguments import HorovodArguments, check_passes
 from overlap.attendance import Attendance
 from overlap.averages import Averages
 from overlap.communicator import Communicator
+from overlap.conversion import Conversion
 from overlap.cuda_wiring import fit_out
 from overlap.elementwise import is_elementwise, is_per_parameter
 from overlap.engine import Engine
@@ -114,6 +115,7 @@ def build(
     )
     topic = attendance.topic = session.registry.register(shell, Tenure(engine))
     session.channels.hold((*hosts.reductions, *hosts.gathers), topic)
+    engine.conversion = Conversion(session.comm.rank, attendance, session.mailroom)
     others = [rank for rank in members.ranks if rank != session.comm.rank]
     share = StateShare(others, session.mailroom, topic, exporter(engine))
     engine.changing = share.updating

@@ -43,7 +43,8 @@ class Slot:
     param: torch.nn.Parameter
     group: int  # index of its parameter group
     bucket: Bucket | None = None
-    view: torch.Tensor | None = None  # its place in the bucket's gradient buffer
+    place: torch.Tensor | None = None  # in the bucket's gradient buffer
+    view: torch.Tensor | None = None  # the same memory, as the user gets it: `.grad`
     expected: int = 1  # accumulations in one backward pass, learned in the first iteration
     fires: int = 0
     filled: bool = False
@@ -54,18 +55,48 @@ class Slot:
 
     def fill(self) -> None:
         """Move the gradient into the bucket, where ``.grad`` becomes a view, or mark the parameter as unused here."""
-        assert self.view is not None
-        gradient = self.param.grad
-        if gradient is None:
-            unused_mark(self.view)
+        assert self.place is not None
+        view, gradient = self._mended(), self.param.grad
+        if gradient is None or self.converted:
+            unused_mark(self.place)
             self._given = None
         else:
             with torch.no_grad():
-                copy_used(self.view, gradient.detach())
+                copy_used(self.place, gradient.detach())
             if not gradient.requires_grad:  # backward(create_graph=True): the graph hangs on the user's own tensor
-                self.param.grad = gradient = self.view
+                self.param.grad = gradient = view
             self._given, self._version = gradient, gradient._version
         self.filled = True
+
+    def leave_out(self) -> None:
+        """Mark the parameter as unused here, and keep its gradient for other buckets."""
+        assert self.place is not None
+        unused_mark(self.place)
+        self._given, self.filled = None, True
+
+    @property
+    def converted(self) -> bool:
+        """Whether the parameter has become another type, or moved to another device, since it is in its bucket."""
+        place = self.place
+        return place is not None and (self.param.dtype is not place.dtype or self.param.device != place.device)
+
+    def _mended(self) -> torch.Tensor:
+        """The view: a new one where ``model.half().double()`` has given the old one other memory."""
+        place, view = self.place, self.view
+        assert place is not None
+        assert view is not None
+        if view.data_ptr() != place.data_ptr() or view.dtype is not place.dtype:
+            self.view = view = place.data
+        return view
+
+    def keep_layout(self) -> None:
+        """Lay the parameter out as its place was, if a conversion changed that: shards of the state are in this order."""
+        place, param = self.place, self.param
+        assert place is not None
+        if param.stride() != place.stride() and param.shape == place.shape:
+            param.data = torch.empty_strided(place.shape, place.stride(), dtype=param.dtype, device=param.device).copy_(
+                param.detach()
+            )
 
     def note(self) -> None:
         """Remember the gradient that backward left, of a slot that is in no bucket."""
@@ -124,7 +155,8 @@ class Bucket:
         self.gradients = torch.zeros(spec.padded_numel, dtype=first.dtype, device=first.device)
         for slot, offset in zip(slots, spec.offsets, strict=True):
             slot.bucket = self
-            slot.view = view_like(self.gradients, offset, slot.param)
+            slot.place = view_like(self.gradients, offset, slot.param)
+            slot.view = slot.place.data
         self.holds_parameters = holds_parameters
         self.master: Master | None = None
         if holds_parameters:
@@ -194,18 +226,18 @@ class Bucket:
             param = slot.param
             if param.numel() == 0 or param.data_ptr() == base + offset * element_size:
                 continue
-            assert slot.view is not None
+            assert slot.place is not None
             if param.dtype != self.parameters.dtype or param.device != self.parameters.device:
                 raise RuntimeError(
                     f"parameter {slot.name!r} was {self.parameters.dtype} on {self.parameters.device} when the optimizer "
                     f"was wrapped and is {param.dtype} on {param.device} now; convert the model before wrapping"
                 )
-            if param.shape != slot.view.shape:
+            if param.shape != slot.place.shape:
                 raise RuntimeError(
-                    f"parameter {slot.name!r} had shape {tuple(slot.view.shape)} when the optimizer was wrapped and has "
+                    f"parameter {slot.name!r} had shape {tuple(slot.place.shape)} when the optimizer was wrapped and has "
                     f"{tuple(param.shape)} now"
                 )
-            home = self.parameters.data.as_strided(slot.view.shape, slot.view.stride(), offset)
+            home = self.parameters.data.as_strided(slot.place.shape, slot.place.stride(), offset)
             home.copy_(param.detach())
             param.data = home
             left.append(slot)

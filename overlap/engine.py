@@ -13,6 +13,7 @@ import torch
 
 from overlap.attendance import Attendance
 from overlap.bucket import Bucket, Slot
+from overlap.conversion import Conversion, changes
 from overlap.deferred import DeferredUpdates
 from overlap.eager import EagerUpdates
 from overlap.exchange import Exchange
@@ -20,13 +21,16 @@ from overlap.gates import Gates
 from overlap.grouping import Groups
 from overlap.hooks import GradientHooks
 from overlap.lanes import Lanes
+from overlap.master import check_gather_dtype
 from overlap.objects import allgather_object
 from overlap.observer import Observer
 from overlap.owners import holders
 from overlap.planner import Planner
 from overlap.reshard import move_state
+from overlap.roll import CannotJoin
 from overlap.shard_update import ShardUpdate
 from overlap.sparse import average_sparse, find_sparse, refuse_sparse
+from overlap.startup import SignatureMismatch, compare, line
 from overlap.strategy import Plan, Strategy
 from overlap.transit import Transit
 from overlap.updates import Updates
@@ -63,13 +67,15 @@ class Engine:
         attendance.shared_order = not strategy.ordered
         self.suspended = False  # inside no_sync()
         self.accumulating = False  # since the last step, gradients arrived that no reduction has seen
-        self.superseded = False  # another optimizer has parameters of this one, which cannot step any more
+        self._converted = False  # parameters are not of their buckets' type any more: gradients wait for new ones
+        self.ended = ""  # why this optimizer cannot step any more
+        self.conversion: Conversion  # set by whoever gives this optimizer a name between ranks
         self.changing: Callable[[], AbstractContextManager[None]] = nullcontext  # around changes of who holds what
         shards = ShardUpdate(optimizer, whole=updates is Updates.OWNED) if updates.in_shards else None
         self._planner = Planner(comm, optimizer, slots, strategy, groups, shards)
         self.order = self._planner.order  # in order of issue
         self.transit = Transit(gathers, lambda comm, bucket: self.strategy.gather(comm, bucket), poison=poison)
-        self._model = model
+        self._model, self._optimizer = model, optimizer
         self._by_param = {id(slot.param): slot for slot in slots}
         self._observer: Observer | None = Observer(slots)
         self.window = GradientWindow(
@@ -98,6 +104,11 @@ class Engine:
     def learning(self) -> bool:
         """Until the first step: nothing is in buckets, nothing is sharded, gradients are the user's own tensors."""
         return self._observer is not None
+
+    @property
+    def open_step(self) -> bool:
+        """Whether gradients wait for a step that all ranks can still take."""
+        return self.window.touched and not self.ended and not changes(self.slots)
 
     @property
     def shards(self) -> ShardUpdate | None:
@@ -136,6 +147,12 @@ class Engine:
             self._observer.gradient(slot)
         elif slot.bucket is not None:
             refuse_sparse(slot)
+            if not self.window.begun:
+                self.window.begun = True
+                self._converted = any(other.converted for other in self.slots)
+            if self._converted:
+                self.window.await_step(slot)
+                return
             if self.eager is not None:
                 self.eager.poll(slot.bucket)  # before what is ready now is issued: it is now that the wire may be idle
             self.window.grad_ready(slot)
@@ -175,7 +192,9 @@ class Engine:
         """End the first iteration: plan from what rank 0 saw. On every rank, inside the first step."""
         if self._observer is None:
             return
-        found = allgather_object(self.comm, self._observer.finish())
+        learned = allgather_object(self.comm, (self._observer.finish(), [line(slot) for slot in self.slots]))
+        compare("parameters", [lines for _, lines in learned])  # they may have been converted since the start
+        found = [facts for facts, _ in learned]
         facts = next((facts for facts in found if any(facts.fires)), found[0])  # rank 0 may have joined at once
         self._observer = None
         self._mark_sparse(self.slots)
@@ -203,13 +222,52 @@ class Engine:
         if self.learning:
             self._planner.strategy = strategy
             return
+        mine = changes(self.slots)
+        if mine:
+            raise RuntimeError(
+                f"parameter {mine[0].name!r} was converted from {mine[0].before} to {mine[0].now} since the last step(); "
+                "replan after the next one"
+            )
         self.transit.arrive_all()
+        self._rebuild(strategy)
+
+    def _rebuild(self, strategy: Strategy) -> None:
+        """Other buckets for the same parameters, whose values and state move over. On every rank."""
         order, shards = self._planner.draft(strategy)
         if self.shards is not None and shards is not None:
             move_state(self.comm, self.order, self.shards, shards)
         with self.changing():  # until now questions were answered from the old pieces
             self._planner.install(strategy, order, shards)
         self._follow_plan()
+
+    def _follow_conversion(self) -> None:
+        """New buckets where all ranks have converted parameters since the last step, for gradients that wait for them.
+
+        Raises ``SignatureMismatch`` on every rank where some have not, or to another type: [Note: who has converted by
+        when] in `overlap.conversion`.
+        """
+        mine = changes(self.slots)
+        if not mine:
+            return
+        if any(slot.filled for slot in self.slots):
+            raise RuntimeError(
+                f"parameter {mine[0].name!r} was converted from {mine[0].before} to {mine[0].now} between backward() and "
+                "step(), while gradients were on their way; convert after step() or zero_grad()"
+            )
+        self.conversion.tell(self.attendance.round, mine)
+        self.window.leave_out()  # raises where ranks differ
+        self.conversion.settled()
+        if any(slot.place is not None and slot.param.device.type != slot.place.device.type for slot in self.slots):
+            raise RuntimeError(
+                f"parameter {mine[0].name!r} was {mine[0].before} when the optimizer was wrapped and is {mine[0].now} now; "
+                "what carries gradients was chosen for that device; move the model before wrapping"
+            )
+        named = ((slot.name, slot.param) for slot in self.slots)
+        check_gather_dtype(self.strategy.gather_dtype, named, self._optimizer, sharding=self.shards is not None)
+        for slot in self.slots:
+            if slot.converted:
+                slot.keep_layout()
+        self._rebuild(self.strategy)
 
     def _follow_plan(self) -> None:
         self.transit.entry = self._planner.unguarded
@@ -233,11 +291,9 @@ class Engine:
 
     def prepare(self) -> None:
         """All gradients of this step reduced or on their way. On every rank, before anything uses them."""
-        if self.superseded:
-            raise RuntimeError(
-                f"parameters of this optimizer, {self.slots[0].name!r} or others, went to a DistributedOptimizer that was "
-                "made later; step that one, and give every parameter to one optimizer"
-            )
+        if self.ended:
+            raise RuntimeError(self.ended)
+        self._follow_conversion()
         self.attendance.start("prepare")
         self.learn()
         self._hooks.attach(self.slots)  # those that were frozen and are not any more
@@ -268,6 +324,14 @@ class Engine:
         if bucket.work is not None:
             arrive(bucket.work)
             bucket.work = None
+        try:
+            self.conversion.check(bucket.round)
+        except (SignatureMismatch, CannotJoin) as error:
+            self.ended = f"this optimizer cannot go on: {error}"
+            if bucket.round == self.attendance.round:  # not all is issued where this came in the middle of backward
+                self.window.flush()
+                self.attendance.meet(not self.order[-1].meets)
+            raise
         self._exchange.unload(bucket)
         if bucket.holds_parameters:
             self.sharded.take(bucket)

@@ -48,8 +48,9 @@ class Mailroom:
         self._handlers[topic] = handler
 
     def off(self, topic: str) -> None:
-        """Nobody will ask about `topic` any more."""
-        self._handlers.pop(topic, None)
+        """Nobody will ask about `topic`, or anything below it (``topic/…``), any more."""
+        for name in [name for name in self._handlers if name == topic or name.startswith(f"{topic}/")]:
+            self._handlers.pop(name, None)
 
     def ask(self, rank: int, topic: str, question: Any = None) -> Future[Any]:
         """Post a question; the future holds the answer, or :class:`NoAnswer`."""

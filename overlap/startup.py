@@ -13,7 +13,7 @@ from overlap.bucket import Slot
 from overlap.communicator import Communicator
 from overlap.objects import allgather_object
 
-__all__ = ["SignatureMismatch", "collect_slots", "compare", "synchronize_start"]
+__all__ = ["SignatureMismatch", "collect_slots", "compare", "line", "synchronize_start"]
 
 
 class SignatureMismatch(ValueError):
@@ -67,11 +67,14 @@ def collect_slots(
 
 
 def _signature(optimizer: torch.optim.Optimizer, slots: Sequence[Slot]) -> list[str]:
-    lines = [f"optimizer {type(optimizer).__name__} with {len(optimizer.param_groups)} parameter group(s)"]
-    for slot in slots:
-        param = slot.param
-        lines.append(f"{slot.name}: shape {tuple(param.shape)}, {param.dtype}, group {slot.group}")
-    return lines
+    first = f"optimizer {type(optimizer).__name__} with {len(optimizer.param_groups)} parameter group(s)"
+    return [first, *(f"{line(slot)}, group {slot.group}" for slot in slots)]
+
+
+def line(slot: Slot) -> str:
+    """What has to be the same of a parameter on all ranks; they may use several devices of a kind."""
+    param = slot.param
+    return f"{slot.name}: shape {tuple(param.shape)}, {param.dtype} on {param.device.type}"
 
 
 def compare(what: str, signatures: Sequence[Sequence[str]]) -> None:

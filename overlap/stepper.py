@@ -66,7 +66,7 @@ class Stepper:
     def finish(self) -> None:
         """Training ends: what is in flight arrives. After a backward without a step, early updates end alike everywhere."""
         engine = self._engine
-        if engine.eager is not None and engine.window.touched:
+        if engine.eager is not None and engine.open_step:
             engine.prepare()
             engine.eager.finish()
         engine.transit.arrive_all()

@@ -17,6 +17,7 @@ class Tenure:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self._gone = False
 
     @property
     def unfinished(self) -> bool:
@@ -25,10 +26,14 @@ class Tenure:
     def has(self, parameters: Sequence[torch.Tensor]) -> bool:
         engine = self._engine
         mine = {id(slot.param) for slot in engine.slots}
-        return not engine.superseded and any(id(parameter) in mine for parameter in parameters)
+        return not self._gone and any(id(parameter) in mine for parameter in parameters)
 
     def hand_over(self, unfinished: bool) -> None:
-        self._engine.superseded = True
+        self._gone = True
+        self._engine.ended = (
+            f"parameters of this optimizer, {self._engine.slots[0].name!r} or others, went to a DistributedOptimizer that "
+            "was made later; step that one, and give every parameter to one optimizer"
+        )
         if unfinished:
             self._engine.window.flush()
         self.retire()

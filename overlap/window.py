@@ -55,6 +55,7 @@ class GradientWindow:
         self._launch, self._settle, self._arrive = launch, settle, arrive
         self._next = 0
         self.reduced = False  # all reductions of this window were awaited, by clipping or synchronize()
+        self.begun = False  # a gradient arrived
 
     @property
     def touched(self) -> bool:
@@ -97,6 +98,12 @@ class GradientWindow:
             self._launch_full(held_back=1 if self._hold_last else 0)
         else:
             self._launch_filled([slot.bucket])
+
+    def await_step(self, slot: Slot) -> None:
+        """A gradient was accumulated which is reduced in ``step()``, and not before."""
+        if slot.filled:
+            self._restart_or_refuse(slot)
+        slot.fires += 1
 
     def _restart_or_refuse(self, slot: Slot) -> None:
         if slot.param.grad is slot.view:
@@ -177,10 +184,29 @@ class GradientWindow:
                 slot.fires = kept[slot.index]
                 slot.fill()
 
+    def leave_out(self) -> None:
+        """A round to which this rank contributes nothing; gradients stay where they are, and nothing becomes of the rest.
+
+        Whoever returns from it knows what every rank told the others before it issued its part.
+        """
+        self._attendance.start("discard")
+        self._arrive()  # before anything is written to buffers
+        for bucket in self.order:
+            for slot in bucket.slots:
+                slot.leave_out()
+        self.flush()
+        self._attendance.meet(not self.order[-1].meets)
+        self.settle()
+        self._attendance.announce("discard")
+        for bucket in self.order:
+            bucket.advance(Phase.FILLING)
+        self.reset()
+
     def reset(self) -> None:
         """After a step: the next gradient opens a new window."""
         for slot in self.slots:
             slot.clear()
         self._next = 0
         self.reduced = False
+        self.begun = False
         self._attendance.close()

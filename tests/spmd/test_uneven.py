@@ -373,3 +373,20 @@ def test_batch_norm_over_all_ranks_cannot_go_on() -> None:
             time.sleep(0.001)
     run = Run(layer, None, None, dear.size())
     _refused(run, joined, "SyncBatchNorm while training needs every rank", lambda: layer(torch.ones(4, 3)))
+
+
+@pytest.mark.parametrize("strategy", ["dear", "wfbp", "bytescheduler"])
+def test_a_conversion_needs_those_who_have_joined(strategy: str) -> None:
+    run, last = _two(strategy)[0], dear.size() - 1
+    _backward(run, run.batch(0))
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+
+    def go_on() -> None:
+        run.model.float()
+        x, y = run.batch(1)
+        _backward(run, (x.float(), y.float()))
+        run.optimizer.step()
+
+    message = rf"converted on ranks \[0.*\], which every rank has to do, and ranks \[{last}\] have joined"
+    _refused(run, dear.rank() == last, message, go_on)
