@@ -50,7 +50,6 @@ class Planner:
         }
         self._facts = _without(facts, absent)
         self._unguarded = {*facts.unseen, *facts.idle}
-        self._find_owners(self._facts.arrivals)
         self.order += self._build(self.preview(self.strategy), self.shards)
         for slot in self._slots:
             slot.expected = max(1, round(facts.fires[slot.index] / passes))
@@ -97,6 +96,7 @@ class Planner:
         """The plan of `strategy` for the parameters that are in buckets; nothing is built."""
         facts = self._facts
         assert facts is not None, "learning comes first"
+        self._find_owners(facts.arrivals)
         specs, shardable = self._specs()
         if not facts.arrivals:  # all gradients are sparse
             return Plan((), ())
@@ -117,7 +117,8 @@ class Planner:
 
     def _find_owners(self, indices: Iterable[int]) -> None:
         """Parameters that come into buckets get owners, if the strategy cuts none. They keep them, whatever the plan."""
-        new = [index for index in sorted(indices) if self._can_shard(self._slots[index])]
+        homeless = (index for index in sorted(indices) if index not in self._owners)
+        new = [index for index in homeless if self._can_shard(self._slots[index])]
         loads = [0] * self._comm.size
         for index, owner in self._owners.items():
             loads[owner] += self._slots[index].param.numel()

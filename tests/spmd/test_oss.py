@@ -96,6 +96,38 @@ def test_who_owns_a_parameter_goes_on_owning_it() -> None:
     assert len(optimizer.buckets) < len(names)
 
 
+def test_a_parameter_that_can_be_owned_only_later_is_owned_from_the_next_plan_on() -> None:
+    """One with gaps between its elements is updated by every rank, until it is laid out anew."""
+
+    def train(distributed: bool) -> Any:
+        model = _model("OddParameters")
+        model.gappy.data = model.gappy.data.unsqueeze(1).repeat(1, 2)[:, 0]  # doubling has closed its gaps
+        optimizer: Any = OPTIMIZERS["adam"](list(model.parameters()))
+        if distributed:
+            optimizer = WRAP["oss"](optimizer, model)
+        run = Run(model, optimizer, dear.rank() if distributed else None, dear.size())
+        for step in range(4):
+            optimizer.zero_grad()
+            run.loss(step).backward()
+            optimizer.step()
+            if step == 1:
+                model.gappy.data = model.gappy.data.clone(memory_format=torch.contiguous_format)
+                if distributed:
+                    holders.append(bool(optimizer.state.get(model.gappy)))
+                    optimizer.replan(optimizer.strategy)
+        if distributed:
+            holders.append(bool(optimizer.state.get(model.gappy)))
+        return model.state_dict(), optimizer.state_dict()
+
+    holders: list[bool] = []
+    actual, expected = train(True), train(False)
+    for mine, theirs in zip(actual, expected, strict=True):
+        _assert_close(mine, theirs, "laid out anew")
+    before, after = zip(*dear.allgather_object(holders), strict=True)
+    assert all(before)
+    assert sum(after) == 1
+
+
 @pytest.mark.parametrize(
     "loop",
     ["clipped", "accumulated_without_sync", "skipped_steps", "unfrozen_later", "scaled", "replanned", "state_reloaded"],
