@@ -73,8 +73,8 @@ class ShardUpdate:
         return (one for pieces in self._pieces.values() for one in pieces)
 
     def held(self, bucket: Bucket) -> list[tuple[Piece, dict[str, Any]]]:
-        """The bucket's pieces on this rank, each with its state (empty before its first update)."""
-        return [(one, self._state_of(one, bucket)) for one in self._pieces[bucket]]
+        """The bucket's pieces on this rank, each with its state (empty before its first update). None of a whole bucket."""
+        return [(one, self._state_of(one, bucket)) for one in self._pieces.get(bucket, ())]
 
     def _state_of(self, one: Piece, bucket: Bucket) -> dict[str, Any]:
         state: dict[str, Any] = self._shadow.state.get(one.proxy, {})
