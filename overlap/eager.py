@@ -178,9 +178,9 @@ def spread(candidates: int, count: int) -> list[int]:
 def next_count(planned: int, possible: int, candidates: int) -> int:
     """How many buckets to update early, after a step for which so many were planned and all ranks could do `possible`.
 
-    Half of what was too much is dropped at a time: a single slow step says little. Pure.
+    An eighth of what was too much is dropped at a time, at least one: that a step was slow says little. Pure.
     """
-    return min(possible, candidates) if possible >= planned else (planned + possible) // 2
+    return min(possible, candidates) if possible >= planned else planned - max(1, (planned - possible) // 8)
 
 
 def _arrived(bucket: Bucket) -> bool:

@@ -20,7 +20,16 @@ def test_places_are_spread_evenly(candidates, count):
 
 @pytest.mark.parametrize(
     ("planned", "possible", "candidates", "expected"),
-    [(4, 5, 9, 5), (9, 10, 9, 9), (4, 4, 9, 4), (8, 4, 9, 6), (5, 4, 9, 4), (1, 0, 9, 0), (0, 3, 9, 3)],
+    [
+        (4, 5, 9, 5),
+        (9, 10, 9, 9),
+        (4, 4, 9, 4),
+        (8, 4, 9, 7),
+        (5, 4, 9, 4),
+        (1, 0, 9, 0),
+        (0, 3, 9, 3),
+        (60, 20, 99, 55),
+    ],
 )
-def test_counts_grow_with_the_room_and_shrink_by_halves(planned, possible, candidates, expected):
+def test_counts_grow_with_the_room_and_shrink_by_parts_of_what_was_too_much(planned, possible, candidates, expected):
     assert next_count(planned, possible, candidates) == expected
