@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from bench.gpu import __main__ as program
 from bench.gpu import layers
 from bench.gpu.plan import Check, checks
 from bench.models.mlp import NARROW
-from tests.harness import ROOT
 
 
 def _named(nccl: tuple[int, int, int] | None, *tools: str, has_mpirun: bool = True) -> dict[str, Check]:
@@ -91,12 +89,3 @@ def test_layers_are_measured_where_they_are() -> None:
     assert profile.source.startswith("measured on cpu")
     text = json.loads(to_text(Profile("m", "d", 2, "s", (Layer("a", 1.0, 2.0),))))
     assert text["layers"] == [["a", 1.0, 2.0]]
-
-
-def test_parity_holds_on_the_cpu_too() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "bench.gpu.parity", "--device", "cpu"],
-        cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count(" ok") == 12

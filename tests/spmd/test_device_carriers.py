@@ -14,6 +14,7 @@ import dear
 import mgwfbp
 import oss
 import wfbp
+from bench.gpu import parity
 from comm_core import ReduceOp
 from overlap import cuda_wiring, session
 from overlap.communicator import Communicator
@@ -179,3 +180,9 @@ def test_refusals_reach_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_wiring, "common_device", lambda named: cuda)
     with pytest.raises(RouteError, match=r"rank 0: strategy 'bytescheduler_adapter' sends from a thread.*cuda:0"):
         bytescheduler_adapter.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+
+
+@pytest.mark.skipif(16 % SIZE != 0, reason="16 samples do not divide")
+@pytest.mark.parametrize("strategy", parity.STRATEGIES)
+def test_what_bench_gpu_asks_of_a_gpu_holds_here(strategy: str) -> None:
+    assert parity.largest_difference(strategy, torch.device("cpu"), torch.float64) < 1e-11
