@@ -50,6 +50,21 @@ def test_a_rank_that_dies_ends_the_job(launcher: str, how: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_rank_that_is_killed_in_a_collective_by_name_ends_the_job(launcher: str, tmp_path: Path) -> None:
+    text = """
+def metrics():
+    for number in range(100000):
+        dear.allreduce(torch.ones(3), name=f"loss {number % 7}")
+        if dear.rank() == 1 and number == 50:
+            os.kill(os.getpid(), signal.SIGKILL)
+metrics()
+"""
+    result = _run(tmp_path, text, launcher)
+    assert not result.timed_out
+    assert result.returncode != 0
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_rank_that_left_is_named_and_the_job_ended(launcher: str, tmp_path: Path) -> None:
     settings = {"DEAR_STALL_WARN_SECONDS": "2", "DEAR_STALL_ABORT_SECONDS": "5"}
     result = _run(tmp_path, "if dear.rank() == 1:\n    sys.exit(0)\ntrain(100000)\n", launcher, **settings)
