@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +21,7 @@ from overlap.full_state import FullState, exporter
 from overlap.grouping import parse_groups
 from overlap.horovod.process_set import global_process_set
 from overlap.master import check_gather_dtype
-from overlap.membership import membership
+from overlap.membership import Membership, membership
 from overlap.session import Session
 from overlap.startup import collect_slots, synchronize_start
 from overlap.state_share import StateShare
@@ -41,6 +41,7 @@ class Assembly:
     """The parts. `model` is None where the user gave parameters."""
 
     comm: Communicator
+    everyone: Communicator
     model: torch.nn.Module | None
     engine: Engine
     averages: Averages
@@ -60,6 +61,7 @@ def build(
     per_parameter: bool | None,
     sync_start: bool,
     poison: bool | None,
+    groups_of: Callable[[Session], Membership] | None = None,
 ) -> Assembly:
     """What `shell` consists of; see :class:`overlap.optimizer.DistributedOptimizer` for the arguments. On every rank."""
     check_passes(arguments.backward_passes_per_step)
@@ -87,14 +89,17 @@ def build(
     everybody = arguments.process_set is global_process_set
     if everybody:  # before channels are leased, whose number depends on them
         agree_on_terms(session.control, terms)
-    hosts = membership(session, arguments.process_set, sharding=updates.in_shards, lanes=strategy.lanes)
+    if groups_of is not None:
+        hosts = groups_of(session)
+    else:
+        hosts = membership(session, arguments.process_set, sharding=updates.in_shards, lanes=strategy.lanes)
     if not everybody:
         agree_on_terms(hosts.comm, terms)
     members = fit_out(session, hosts, slots, strategy)
     comm = members.comm
     exchange = Exchange(arguments.compression, arguments.op, arguments.gradient_predivide_factor, comm.size)
     if sync_start:
-        synchronize_start(comm, optimizer, model, slots)
+        synchronize_start(members.everyone, optimizer, model, slots)
     pairs = ((slot.name, slot.param) for slot in slots)
     check_gather_dtype(strategy.gather_dtype, pairs, optimizer, sharding=updates.in_shards)
     attendance = Attendance(comm, members.ranks, session.roll)
@@ -114,7 +119,7 @@ def build(
         poison=session.poison if poison is None else poison,
     )
     topic = attendance.topic = session.registry.register(shell, Tenure(engine))
-    session.channels.hold((*hosts.reductions, *hosts.gathers), topic)
+    session.channels.hold((*hosts.reductions, *hosts.gathers, hosts.everyone), topic)
     engine.conversion = Conversion(session.comm.rank, attendance, session.mailroom)
     others = [rank for rank in members.ranks if rank != session.comm.rank]
     share = StateShare(others, session.mailroom, topic, exporter(engine))
@@ -123,7 +128,7 @@ def build(
         engine.eager.locked = share.replacing
     averages = Averages(engine)
     stepper = Stepper(engine, averages, optimizer, share)
-    return Assembly(comm, model, engine, averages, stepper, FullState(engine, optimizer, share))
+    return Assembly(comm, members.everyone, model, engine, averages, stepper, FullState(engine, optimizer, share))
 
 
 def _why_whole(optimizer: torch.optim.Optimizer, per_parameter: bool) -> str:

@@ -77,7 +77,8 @@ def fit_out(session: Session, members: Membership, slots: Sequence[Slot], strate
 
     reductions = over(members.reductions)
     gathers = reductions if members.gathers is members.reductions else over(members.gathers)
-    return Membership(reductions, gathers, members.ranks)
+    everyone = reductions.first if members.everyone is members.comm else members.everyone
+    return Membership(reductions, gathers, members.ranks, everyone)
 
 
 def _carrier(host: Communicator, route: Route, streams: Streams) -> Carrier:

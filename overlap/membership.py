@@ -14,11 +14,15 @@ __all__ = ["Membership", "membership"]
 
 @dataclass(frozen=True)
 class Membership:
-    """`reductions` carry those, `gathers` all-gathers of sharded updates; `ranks` are its members' ranks in the job."""
+    """`reductions` carry those, `gathers` all-gathers of sharded updates; `ranks` are its members' ranks in the job.
+
+    `everyone` connects all ranks whose parameters start alike: the members, or several such groups.
+    """
 
     reductions: Lanes
     gathers: Lanes
     ranks: tuple[int, ...]
+    everyone: Communicator
 
     @property
     def comm(self) -> Communicator:
@@ -37,13 +41,13 @@ def membership(session: Session, process_set: ProcessSet, *, sharding: bool, lan
         # All-gathers have a channel of their own: whoever waits for a reduction is not behind them.
         leased = session.channels.lease(2 * lanes if sharding else 1)
         halves = (leased[:lanes], leased[lanes:]) if sharding else (leased, leased)
-        return Membership(Lanes(halves[0]), Lanes(halves[1]), tuple(range(session.comm.size)))
+        return Membership(Lanes(halves[0]), Lanes(halves[1]), tuple(range(session.comm.size)), leased[0])
     if number is None:
         raise ValueError(f"{process_set} is not registered: pass it to init(process_sets=…) or to add_process_set()")
     mine = process_set.ranks if process_set.included() and process_set.ranks is not None else [session.comm.rank]
     color = number if process_set.included() else None
     if not sharding:
         alone = Lanes([session.subset(color)])
-        return Membership(alone, alone, tuple(mine))
+        return Membership(alone, alone, tuple(mine), alone.first)
     reductions, gathers = (Lanes([session.subset(color) for _ in range(lanes)]) for _ in range(2))
-    return Membership(reductions, gathers, tuple(mine))
+    return Membership(reductions, gathers, tuple(mine), reductions.first)

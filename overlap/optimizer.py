@@ -15,7 +15,8 @@ from overlap.assembly import build
 from overlap.bucket import Bucket
 from overlap.joining import Follower
 from overlap.loss_scale import is_scaler_step, is_unscaling
-from overlap.session import current
+from overlap.membership import Membership
+from overlap.session import Session, current
 from overlap.startup import collect_slots, synchronize_start
 from overlap.strategy import Plan, Strategy
 
@@ -38,6 +39,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         sync_start: take rank 0's parameters, buffers and optimizer state at construction.
         poison: fill parameters that are not gathered yet with NaN, so that a missed wait shows
             (default: environment variable ``DEAR_POISON=1``).
+        groups_of: among which ranks gradients are averaged, where that is not `arguments.process_set`; called once, on
+            every rank.
 
     On every rank. Raises ``ValueError`` or ``TypeError`` where ranks, names or arguments do not fit together.
     """
@@ -53,6 +56,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         per_parameter: bool | None = None,
         sync_start: bool = True,
         poison: bool | None = None,
+        groups_of: Callable[[Session], Membership] | None = None,
     ) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"the first argument should be a torch.optim.Optimizer and is {type(optimizer).__name__}")
@@ -69,9 +73,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             per_parameter=per_parameter,
             sync_start=sync_start,
             poison=poison,
+            groups_of=groups_of,
         )
         self._optimizer, self._model, self._comm = optimizer, parts.model, parts.comm
-        self._engine, self._averages = parts.engine, parts.averages
+        self._engine, self._averages, self._everyone = parts.engine, parts.averages, parts.everyone
         self._stepper, self._full_state = parts.stepper, parts.full_state
         for name, value in vars(optimizer).items():
             if name.startswith("_optimizer_"):  # step and state_dict hooks, registered on either, run once
@@ -114,7 +119,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return True
 
     def __repr__(self) -> str:
-        return f"DistributedOptimizer[{self._engine.strategy.name}, {self._comm.size} rank(s)] of {self._optimizer!r}"
+        return (
+            f"DistributedOptimizer[{self._engine.strategy.name}, {self._everyone.size} rank(s)] of {self._optimizer!r}"
+        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("a DistributedOptimizer holds connections and cannot be copied or pickled; use state_dict()")
@@ -162,7 +169,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._optimizer.add_param_group(param_group)
         known = self._engine.slots
         new = collect_slots(self._optimizer, self._model, None, known)[len(known) :]
-        synchronize_start(self._comm, self._optimizer, None, new, state=False)
+        synchronize_start(self._everyone, self._optimizer, None, new, state=False)
         self._engine.add_slots(new)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -181,6 +188,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         A closure is evaluated once by optimizers that update shards, and as often as the optimizer likes by others,
         which then get the loss averaged over ranks.
         """
+        return self._step(closure)
+
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
+        """:meth:`step` without the hooks that torch puts around it."""
         if self._inside_skip_synchronize and self._engine.window.touched and not self._averages.synchronized:
             raise RuntimeError("inside skip_synchronize() the gradients are local still: call synchronize() before it")
         # A GradScaler leaves its scale here (None where it has unscaled) and what it found.

@@ -37,7 +37,7 @@ class Registry:
 
     def __init__(self, control: Communicator, mailroom: Mailroom) -> None:
         self._control, self._mailroom = control, mailroom
-        self._entries: dict[str, tuple[weakref.ref[Any], Owner]] = {}
+        self._entries: dict[str, tuple[weakref.ref[Any], list[Owner]]] = {}
         self._registered = 0
 
     @property
@@ -49,8 +49,12 @@ class Registry:
         """Remember an optimizer, and `owner` until all ranks have dropped it; its topic for the mailroom. On every rank."""
         self._registered += 1
         topic = f"state/{self._registered}"
-        self._entries[topic] = weakref.ref(optimizer), owner
+        self._entries[topic] = weakref.ref(optimizer), [owner]
         return topic
+
+    def add_owner(self, topic: str, owner: Owner) -> None:
+        """Something else that has the parameters of a registered optimizer, as long as the first owner. On every rank."""
+        self._entries[topic][1].append(owner)
 
     def topic_of(self, optimizer: Any) -> str:
         """The topic of an optimizer that is registered."""
@@ -58,7 +62,7 @@ class Registry:
 
     def take_over(self, parameters: Sequence[torch.Tensor]) -> None:
         """Take `parameters` from the optimizers that have them, dropped or not. On every rank."""
-        for _, owner in self._entries.values():
+        for owner in [owner for _, owners in self._entries.values() for owner in owners]:
             if owner.has(parameters):
                 owner.hand_over(any(allgather_object(self._control, owner.unfinished)))
 
@@ -68,6 +72,7 @@ class Registry:
 
     def forget(self, topic: str) -> None:
         """Let go of an optimizer that all ranks have dropped, with the same operations issued."""
-        _, owner = self._entries.pop(topic)
+        _, owners = self._entries.pop(topic)
         self._mailroom.off(topic)
-        owner.retire()
+        for owner in owners:
+            owner.retire()

@@ -29,6 +29,7 @@ PURE = (
     "overlap/cost_model.py",
     *(f"overlap/horovod/{name}.py" for name in ("agreement", "coordinator", "request")),
     *(f"overlap/tuning/{name}.py" for name in TUNING),
+    "co2/calendar.py",
     "dear/schedule.py",
     "oss/assignment.py",
     "oss/fairscale.py",

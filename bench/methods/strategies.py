@@ -15,7 +15,14 @@ from bench.methods.method import MakeOptimizer, Method, MethodUnavailable, Place
 __all__ = ["PACKAGES", "strategy"]
 
 # The method's name in benchmarks, and the package that implements it.
-PACKAGES = {"dear": "dear", "wfbp": "wfbp", "mgwfbp": "mgwfbp", "bytescheduler": "bytescheduler_adapter", "oss": "oss"}
+PACKAGES = {
+    "dear": "dear",
+    "wfbp": "wfbp",
+    "mgwfbp": "mgwfbp",
+    "bytescheduler": "bytescheduler_adapter",
+    "oss": "oss",
+    "co2": "co2",
+}
 
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

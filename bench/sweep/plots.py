@@ -22,6 +22,7 @@ _COLORS = {
     "mgwfbp": "#3a9a5c",
     "bytescheduler": "#8c6bb1",
     "oss": "#17a2a2",
+    "co2": "#c2a800",
     "ddp": "#d9822b",
     "ddp-zero": "#e8b778",
     "fsdp2": "#b5485d",

@@ -1,0 +1,13 @@
+"""CO2: local steps, and an outer step whose communication runs under the local steps that follow. Not synchronous SGD.
+
+import co2
+co2.init()
+optimizer = co2.DistributedOptimizer(optimizer, model, outer_frequency=12)
+"""
+
+from co2.optimizer import DistributedOptimizer
+from overlap import api
+from overlap.api import *  # noqa: F403  (the facade is the same for every strategy)
+
+__all__ = ["DistributedOptimizer"]
+__all__ += api.__all__

@@ -1,0 +1,234 @@
+"""The optimizer of co2: the user's own, stepping locally, and an outer step on what the ranks come to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from co2.absence import Absence
+from co2.calendar import Calendar
+from co2.departure import Departure
+from co2.equations import OuterRule
+from co2.groups import check_nprocs, node_groups
+from co2.rounds import Rounds
+from overlap.arguments import HorovodArguments
+from overlap.attendance import Attendance
+from overlap.broadcast import broadcast_tensors
+from overlap.bucket import Bucket
+from overlap.communicator import Communicator, ReduceOp
+from overlap.horovod.compression import NoneCompressor
+from overlap.horovod.process_set import ProcessSet, global_process_set
+from overlap.observer import Facts
+from overlap.optimizer import DistributedOptimizer as Shell
+from overlap.partition import TensorSpec, fuse
+from overlap.session import Session, current
+from overlap.strategy import Plan, Strategy
+
+__all__ = ["Co2", "Co2Optimizer", "DistributedOptimizer"]
+
+_FUSION_BYTES = 25 * 2**20
+
+
+class Co2(Strategy):
+    """Gradients within a group: all-reduced as they come, in buckets of 25 MB, finished in ``step()``."""
+
+    name = "co2"
+
+    def __init__(self, calendar: Calendar, rule: OuterRule, nprocs: int | None, broadcast_buffers: bool) -> None:
+        self._terms = {
+            "outer_frequency": calendar.frequency,
+            "outer_lr": rule.lr,
+            "outer_momentum": rule.momentum,
+            "outer_clip": rule.clip,
+            "gap_penalty": rule.gap_penalty,
+            "warmup_steps": calendar.warmup,
+            "nprocs_per_node": nprocs,
+            "broadcast_buffers": broadcast_buffers,
+        }
+
+    @property
+    def terms(self) -> dict[str, Any]:
+        return dict(self._terms)
+
+    def plan(self, facts: Facts, specs: Sequence[TensorSpec], shardable: Sequence[bool], world_size: int) -> Plan:
+        used = [(index,) for index in facts.arrivals if index not in facts.idle]
+        idle = [(index,) for index in facts.arrivals if index in facts.idle]
+        buckets = [
+            bucket for units in (used, idle) for bucket in fuse(units, specs, world_size, threshold_bytes=_FUSION_BYTES)
+        ]
+        return Plan(tuple(buckets), (False,) * len(buckets))
+
+    def reduce(self, comm: Communicator, bucket: Bucket) -> None:
+        bucket.work = comm.all_reduce_async(bucket.outgoing, bucket.incoming, bucket.op, label=bucket.label)
+
+
+class Co2Optimizer(Shell):
+    """What :func:`DistributedOptimizer` returns; see there for the arguments."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        named_parameters: torch.nn.Module | Iterable[tuple[str, torch.nn.Parameter]] | None,
+        arguments: HorovodArguments,
+        calendar: Calendar,
+        rule: OuterRule,
+        nprocs: int | None,
+        broadcast_buffers: bool,
+        **shell: Any,
+    ) -> None:
+        session = current()
+        check_nprocs(nprocs, session.comm.size)
+        if arguments.process_set is not global_process_set and arguments.process_set.process_set_id != 0:
+            raise ValueError(
+                f"co2 averages over all ranks, in groups of nprocs_per_node; process_set={arguments.process_set} is not "
+                "supported"
+            )
+        strategy = Co2(calendar, rule, nprocs, broadcast_buffers)
+        groups = partial(node_groups, nprocs=nprocs)
+        super().__init__(optimizer, named_parameters, strategy, arguments, groups_of=groups, **shell)
+        self._broadcast_buffers = broadcast_buffers
+        topic = session.registry.topic_of(self)
+        self._rounds = _make_rounds(session, self._everyone, self._engine.slots, calendar, rule, topic)
+        self._absence = Absence(self._rounds.attendance)
+        session.roll.enroll(self._absence)
+
+    @property
+    def local_steps(self) -> int:
+        """Steps since the current round began."""
+        return self._rounds.in_round
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """A step of the user's optimizer on this group's gradients; every `outer_frequency`-th one ends a round.
+
+        A step that a GradScaler skips counts, too: ranks may skip different ones.
+        """
+        self._rounds.begin()
+        result = self._step(closure)
+        self._rounds.stepped()
+        return result
+
+    def average_parameters(self) -> None:
+        """All ranks' parameters become their mean, to be evaluated or saved; training goes on from it with a new round.
+
+        Exactly: the mean over ranks of the parameters as they are, plus the outer step that is on its way, which they
+        have not made yet (it is waited for). Nothing is lost or counted twice. The optimizer's own state stays local.
+        Buffers become rank 0's, with `broadcast_buffers`. On every rank, after the same number of steps and not between
+        backward and ``step()``; raises ``RuntimeError`` on every rank where some have come to another round.
+        """
+        self._averages.refuse("average_parameters()")
+        if self._engine.window.touched:
+            raise RuntimeError("gradients wait for step(): call it, or zero_grad(), before average_parameters()")
+        self._rounds.agree(current().control)
+        self._rounds.average()
+        if self._broadcast_buffers and self._model is not None:
+            broadcast_tensors(self._everyone, [buffer.data for buffer in self._model.buffers()], 0)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters: they take rank 0's values, and take part from the next step on. On every rank."""
+        self._rounds.arrive()  # whose channel this uses
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain torch format; of the user's optimizer, this rank's state. On any subset of ranks, at any time.
+
+        ``["co2"]`` beside it holds the outer state of all ranks, for which it waits until every rank has begun the round.
+        """
+        state = super().state_dict()
+        state["co2"] = self._rounds.collect()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of any world size, on every rank; its ``["co2"]`` with it, which is the same on all ranks.
+
+        Without that, a first round begins at the next step, with the parameters that the model has then. Where every rank
+        saved its own model and optimizer, and loads them, training goes on bit for bit; from rank 0's alone, all go on
+        from rank 0's point in the round.
+        """
+        super().load_state_dict(state_dict)
+        self._rounds.load(state_dict.get("co2"))
+
+
+def _make_rounds(
+    session: Session, comm: Communicator, slots: list[Any], calendar: Calendar, rule: OuterRule, topic: str
+) -> Rounds:
+    attendance = Attendance(comm, range(session.comm.size), session.roll)
+    attendance.topic = f"{topic}/outer"
+    rounds = Rounds(comm, slots, calendar, rule, attendance, session.mailroom)
+    session.registry.add_owner(topic, rounds)
+    departure = session.services.setdefault("co2", Departure(session.control))
+    assert isinstance(departure, Departure), "nobody else has that name"
+    departure.add(topic, rounds)
+    return rounds
+
+
+def DistributedOptimizer(
+    optimizer: torch.optim.Optimizer,
+    named_parameters: torch.nn.Module | Iterable[tuple[str, torch.nn.Parameter]] | None = None,
+    compression: Any = NoneCompressor,
+    backward_passes_per_step: int = 1,
+    op: ReduceOp = ReduceOp.AVG,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
+    *,
+    outer_frequency: int = 12,
+    outer_lr: float = 1.0,
+    outer_momentum: float = 0.2,
+    outer_clip: float | None = 1.0,
+    gap_penalty: bool | float = True,
+    warmup_steps: int = 0,
+    nprocs_per_node: int | None = None,
+    broadcast_buffers: bool = True,
+    **shell: Any,
+) -> Co2Optimizer:
+    """Local steps of `optimizer`, and CO2's outer step on their averages. On every rank, after ``co2.init()``.
+
+    This is not synchronous SGD: between averages ranks hold different parameters, and results depend on their number.
+    Call ``average_parameters()`` before parameters are evaluated or saved, also at the end: ``shutdown()`` waits for the
+    round that is on its way, and leaves parameters as they are.
+
+    Args:
+        optimizer: any ``torch.optim.Optimizer``; its state stays on each rank, and is kept from round to round.
+        named_parameters: the module, or pairs of name and parameter, or None.
+        compression, backward_passes_per_step, op, gradient_predivide_factor, num_groups, groups, sparse_as_dense: as in
+            Horovod, for gradients, which are averaged within `nprocs_per_node` only; see
+            :class:`overlap.arguments.HorovodArguments`. Parameters travel in their own type, 16 bits as float32.
+        process_set: only the global one, as averages are over all ranks. Raises ``ValueError`` for others.
+        outer_frequency: local steps in a round (the paper's tau). As many as hide one reduce-scatter and one all-gather
+            of all parameters; the paper tries 1 to 48.
+        outer_lr, outer_momentum, outer_clip: alpha, beta and phi (None: no clipping) of `co2.equations`.
+        gap_penalty: True divides what an average proposes by the measured staleness gap, 1 to 2; a number divides by
+            that; False by nothing.
+        warmup_steps: the first steps are each followed by an average that is waited for. With SGD, that is synchronous
+            training.
+        nprocs_per_node: ranks in a block that averages gradients in every step, so that its parameters are the same. None:
+            those of one host, or each rank by itself where all are on one.
+        broadcast_buffers: ``average_parameters()`` gives every rank rank 0's buffers. They are local otherwise, and of
+            parameters given without a module nobody knows any.
+        shell: ``sync_start=True`` of :class:`overlap.optimizer.DistributedOptimizer`.
+    """
+    arguments = HorovodArguments(
+        compression,
+        backward_passes_per_step,
+        op,
+        gradient_predivide_factor,
+        num_groups,
+        groups,
+        sparse_as_dense,
+        process_set,
+    )
+    return Co2Optimizer(
+        optimizer,
+        named_parameters,
+        arguments,
+        Calendar(outer_frequency, warmup_steps),
+        OuterRule(outer_lr, outer_momentum, outer_clip, gap_penalty),
+        nprocs_per_node,
+        broadcast_buffers,
+        **shell,
+    )

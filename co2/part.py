@@ -1,0 +1,188 @@
+"""Parameters of one type that are averaged together, and this rank's share of the outer state.
+
+`whole` is one flat buffer that serves twice: it carries what a round ended in to the owners of its shards, and brings
+back from them where the next round but one starts. Between the two it holds that start, on every rank. Shards are never
+written in place, so that one vector may have several names, and whoever holds one may go on reading it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+
+from co2.equations import OuterRule, outer_step
+from overlap.broadcast import overwrite
+from overlap.bucket import Slot
+from overlap.communicator import Work
+from overlap.dense import from_flat, view_like
+from overlap.partition import BucketSpec, TensorSpec, fuse, piece
+
+__all__ = ["Part", "Shares", "assemble", "check_shapes", "make_parts", "outer_dtype"]
+
+_FUSION_BYTES = 25 * 2**20  # one operation for as much; small enough that owners update while more is on the wire
+# By slot: from where to where in the flattened parameter a rank's share goes, and that share of each vector.
+Shares = dict[int, tuple[int, int, dict[str, torch.Tensor]]]
+_VECTORS = ("start", "momentum", "next")
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def outer_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The real type of the outer state of parameters of type `dtype`: float32, or float64 where they need it."""
+    real = dtype.to_real()
+    return torch.float64 if real is torch.float64 else torch.float32
+
+
+def as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's values without its graph; complex ones as pairs."""
+    plain = tensor.detach()
+    return torch.view_as_real(plain) if plain.is_complex() else plain
+
+
+def make_parts(slots: Sequence[Slot], rank: int, size: int) -> list[Part]:
+    """Parts for `slots`, in their order, the same on every rank. All parameters hold the same values on every rank."""
+    specs = []
+    for slot in slots:
+        param = slot.param
+        width = torch.empty((), dtype=outer_dtype(param.dtype)).element_size()
+        specs.append(TensorSpec(as_real(param).numel(), width, (str(param.dtype), str(param.device))))
+    units = [(index,) for index in range(len(slots))]
+    plans = fuse(units, specs, size, threshold_bytes=_FUSION_BYTES)
+    return [Part([slots[index] for index in plan.tensors], plan, rank, size) for plan in plans]
+
+
+class Part:
+    """One flat buffer, and of it this rank's share: 1-D tensors of :attr:`dtype`.
+
+    `start` is where the current round began, `next` where the next one begins (the same, if no round was averaged since),
+    `before` where the round on its way to being averaged began.
+    """
+
+    def __init__(self, slots: Sequence[Slot], spec: BucketSpec, rank: int, size: int) -> None:
+        params = [slot.param for slot in slots]
+        self.slots, self.param_dtype, self.dtype = list(slots), params[0].dtype, outer_dtype(params[0].dtype)
+        self.whole = torch.zeros(spec.padded_numel, dtype=self.dtype, device=params[0].device)
+        self.own = spec.own(rank, size)
+        self._places = [
+            (slot, view_like(self.whole, offset, as_real(slot.param)))
+            for slot, offset in zip(slots, spec.offsets, strict=True)
+        ]
+        numel = self.own.stop - self.own.start
+        self.pieces = {
+            slot.index: (extent, slice(offset + extent[0] - self.own.start, offset + extent[1] - self.own.start))
+            for slot, offset in zip(slots, spec.offsets, strict=True)
+            if (extent := piece(offset, as_real(slot.param).numel(), self.own.start, numel)) is not None
+        }
+        self.pack()
+        self.start = self.next = self.before = self.whole[self.own].clone()
+        self.momentum = torch.zeros_like(self.start)
+        self.mean = torch.empty(0)  # what the reduction gives, while it is needed
+        self.work: Work | None = None
+
+    def pack(self) -> None:
+        """Parameters into the buffer."""
+        for slot, place in self._places:
+            place.copy_(as_real(slot.param))
+
+    @torch.no_grad()
+    def unpack(self) -> None:
+        """The buffer into parameters, rounded where they are of 16 bits."""
+        for slot, place in self._places:
+            overwrite(as_real(slot.param), place)
+
+    @torch.no_grad()
+    def turn(self) -> None:
+        """A round ends: parameters become the next one's start, and the buffer holds what they were."""
+        for slot, place in self._places:
+            ended = as_real(slot.param).clone()
+            overwrite(as_real(slot.param), place)
+            place.copy_(ended)
+        self.before, self.start = self.start, self.next
+        self.mean = torch.empty_like(self.start)
+
+    def rests(self, idle: Collection[int]) -> bool:
+        """Whether none of its parameters was trained."""
+        return all(slot.index in idle for slot in self.slots)
+
+    def squared_step(self) -> float:
+        """Of this rank's share: the squared norm of the last outer step, in fp64."""
+        return float((self.start - self.before).double().square().sum())
+
+    def settle(self, rule: OuterRule, gap: float, idle: Collection[int]) -> None:
+        """From `mean`, the share of where the next round starts, which goes into the buffer; `idle` ones stay."""
+        started = self.before
+        if self.param_dtype in _HALF:  # local steps began at rounded values
+            started = started.to(self.param_dtype).to(self.dtype)
+        following, momentum = outer_step(rule, started, self.mean, self.start, self.momentum, gap)
+        for index, (_, inside) in self.pieces.items():
+            if index in idle:
+                following[inside] = self.start[inside]
+                momentum[inside] = 0
+        self.next, self.momentum = following, momentum
+        self.whole[self.own] = following
+
+    def rest(self) -> None:
+        """What :meth:`settle` is for a part that rests: it is not sent."""
+        self.next, self.momentum = self.start, torch.zeros_like(self.start)
+
+    def blend(self, idle: Collection[int]) -> torch.Tensor:
+        """The share of `mean`, plus the outer step that parameters have not made yet; of `idle` ones, that alone."""
+        blended = self.mean + (self.next - self.start)
+        for index, (_, inside) in self.pieces.items():
+            if index in idle:
+                blended[inside] = self.next[inside]
+        return blended
+
+    def restart(self, shard: torch.Tensor) -> None:
+        """The next round begins at `shard`, where this rank's parameters are already."""
+        self.start = self.next = self.before = shard
+
+    # - Whole tensors, for checkpoints
+
+    def share(self, *, passed: bool) -> Shares:
+        """This rank's.
+
+        `passed`: as they were before the last :meth:`turn`, whose average is not back yet.
+        """
+        start, following = (self.before, self.start) if passed else (self.start, self.next)
+        vectors = {"start": start, "next": following, "momentum": self.momentum}
+        return {
+            index: (*extent, {name: vector[inside].clone() for name, vector in vectors.items()})
+            for index, (extent, inside) in self.pieces.items()
+        }
+
+    def load(self, vectors: dict[int, dict[str, torch.Tensor]]) -> None:
+        """The inverse, from whole tensors by slot."""
+        shards = {}
+        for name in _VECTORS:  # the last one stays in the buffer
+            for slot, place in self._places:
+                place.copy_(vectors[slot.index][name])
+            shards[name] = self.whole[self.own].clone()
+        self.start = self.before = shards["start"]
+        self.momentum, self.next = shards["momentum"], shards["next"]
+
+
+def assemble(parts: Sequence[Part], shares: Sequence[Shares]) -> dict[int, dict[str, torch.Tensor]]:
+    """Whole vectors by slot, shaped as the parameters (complex ones as pairs), from the shares of all ranks."""
+    outer: dict[int, dict[str, torch.Tensor]] = {}
+    for part in parts:
+        for slot in part.slots:
+            like = as_real(slot.param)
+            flats = {name: torch.zeros(like.numel(), dtype=part.dtype, device=like.device) for name in _VECTORS}
+            for low, high, vectors in (share[slot.index] for share in shares if slot.index in share):
+                for name, vector in vectors.items():
+                    flats[name][low:high] = vector
+            outer[slot.index] = {name: from_flat(flat, like) for name, flat in flats.items()}
+    return outer
+
+
+def check_shapes(slots: Sequence[Slot], outer: dict[int, dict[str, torch.Tensor]]) -> None:
+    """Raise ``ValueError`` where saved vectors are not shaped as the parameters."""
+    shapes = {slot.index: tuple(as_real(slot.param).shape) for slot in slots}
+    for index, vectors in outer.items():
+        saved = tuple(vectors["start"].shape)
+        if shapes.get(index) != saved:
+            raise ValueError(
+                f"the outer state of parameter {index} has shape {saved}, and the optimizer's parameter "
+                f"{shapes.get(index, 'does not exist')}"
+            )

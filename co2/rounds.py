@@ -1,0 +1,305 @@
+"""Rounds of local steps, and the average of each on its way while the next one runs.
+
+    compute | round 0: τ local steps | round 1: τ local steps     | round 2
+    comm                              | RS gap AG of round 0's end | RS gap AG of round 1's end
+                                     [1]                          [2]
+    [1] parameters are sent as they are, and go back to where the round began: nothing has arrived yet
+    [2] parameters become what round 0's average led to; round 1's, sent now, counts one round later
+
+Whoever owns a shard makes its outer step between reduce-scatter and all-gather, on the round's own thread, so that no
+rank's main thread is needed for a round to be completed once every rank has begun it. Ranks agree by counting: the
+channel carries rounds alone, and each is sent only when the one before has arrived.
+
+[Note: one round ahead]
+A round is averaged only when all ranks have sent it. So a rank that asks the others for their shares, having seen its own
+last round arrive, finds them past the same event or past one more, whose average has not been made: they answer with
+where they were before it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+
+from co2.calendar import Calendar, Event
+from co2.equations import OuterRule
+from co2.flight import Flight
+from co2.part import Part, Shares, assemble, check_shapes, make_parts
+from overlap.attendance import Attendance
+from overlap.bucket import Slot
+from overlap.communicator import Communicator, ReduceOp
+from overlap.mailroom import Mailroom
+from overlap.objects import allgather_object
+
+__all__ = ["Rounds"]
+
+log = logging.getLogger("dear")
+
+_LOOK_SECONDS = 1.0
+_ANSWER_SECONDS = 600.0
+_WORTH_SAYING = 0.05  # of a round's time
+
+
+class Rounds:
+    """The outer half of one optimizer over `slots`, a list that may grow. `comm` carries nothing else."""
+
+    def __init__(
+        self,
+        comm: Communicator,
+        slots: list[Slot],
+        calendar: Calendar,
+        rule: OuterRule,
+        attendance: Attendance,
+        mailroom: Mailroom,
+    ) -> None:
+        self._comm, self._slots, self.calendar, self.rule = comm, slots, calendar, rule
+        self.attendance, self._mailroom = attendance, mailroom
+        self._changed = threading.Condition()  # around changes of what the others may ask for
+        self._flight: Flight | None = None
+        self._said_slow = self._handed_over = False
+        self._forget()
+        mailroom.on(attendance.topic, self._answer)
+
+    def _forget(self) -> None:
+        self.parts: list[Part] = []
+        self._known: set[int] = set()
+        self._active: set[int] = set()  # slots that were trained since the last event
+        self.steps = self.in_round = 0
+        self.events = 0  # averages and rounds so far, the same on all ranks
+        self._sent = False  # the last event sent a round
+        self._longest = 0.0
+        self._since = time.perf_counter()
+
+    # - A step
+
+    def begin(self) -> None:
+        """Before every step: parameters that are trained for the first time are taken in. All ranks hold them alike."""
+        if self._handed_over:
+            return  # the step is going to raise
+        trained = [slot for slot in self._slots if slot.param.requires_grad]
+        fresh = [slot for slot in trained if slot.index not in self._known]
+        if fresh:
+            with self._changed:
+                self.parts += make_parts(fresh, self._comm.rank, self._comm.size)
+                self._known.update(slot.index for slot in fresh)
+        self._active.update(slot.index for slot in trained)
+
+    def stepped(self) -> None:
+        """After every step, also one that was skipped for its infinities: what the calendar says."""
+        self.steps, self.in_round = self.steps + 1, self.in_round + 1
+        event = self.calendar.after(self.steps, self.in_round)
+        if event is not Event.NOTHING:
+            self.attendance.refuse("an average of parameters")
+            self.arrive(in_step=True)
+            if event is Event.AVERAGE:
+                self._average()
+            else:
+                self._turn()
+
+    def _close(self, *, sent: bool) -> None:
+        self._sent, self._active = sent, set()
+        self.events, self.in_round = self.events + 1, 0
+        self._since = time.perf_counter()
+        self._changed.notify_all()
+
+    @property
+    def _idle(self) -> frozenset[int]:
+        return frozenset(self._known - self._active)
+
+    # - A round
+
+    def _turn(self) -> None:
+        idle = self._idle
+        with self._changed:
+            for part in self.parts:
+                part.turn()
+                if part.rests(idle):
+                    part.pack()
+            self._close(sent=True)
+        sent = [part for part in self.parts if not part.rests(idle)]
+        for part in sent:
+            part.work = self._comm.reduce_scatter_async(part.whole, part.mean, ReduceOp.AVG, label="co2 average")
+        parts = list(self.parts)
+        self._flight = Flight(lambda: self._carry(parts, sent, idle))
+
+    @torch.no_grad()
+    def _carry(self, parts: Sequence[Part], sent: Sequence[Part], idle: Collection[int]) -> None:
+        """On the round's thread, from the reductions to the gathers."""
+        for part in sent:
+            assert part.work is not None, "it was issued"
+            part.work.wait()
+        moved = self._moved(sent) if self.rule.measures_gap and sent else 0.0
+        with self._changed:
+            self._longest = max(self._longest, moved)
+            gap = self.rule.gap(moved, self._longest)
+            for part in parts:
+                if part in sent:
+                    part.settle(self.rule, gap, idle)
+                else:
+                    part.rest()
+        self._gather(sent)
+
+    def _moved(self, parts: Sequence[Part]) -> float:
+        squares = torch.tensor([sum(part.squared_step() for part in parts)], dtype=torch.float64)
+        self._comm.all_reduce(squares, squares, ReduceOp.SUM, label="co2 gap")
+        return float(squares.sqrt())
+
+    def _gather(self, parts: Sequence[Part]) -> None:
+        issued = [self._comm.all_gather_async(p.whole[p.own], p.whole, label="co2 gather") for p in parts]
+        for part, work in zip(parts, issued, strict=True):
+            work.wait()
+            part.work = None
+
+    def arrive(self, *, in_step: bool = False) -> None:
+        """Wait for the round on its way. Raises :class:`overlap.roll.CannotJoin` if a rank has joined meanwhile."""
+        flight = self._flight
+        if flight is None:
+            return
+        now = time.perf_counter()
+        late = not flight.done
+        while not flight.wait(_LOOK_SECONDS):
+            self.attendance.refuse("an average of parameters")
+        self._flight = None
+        flight.land()
+        waited, took = time.perf_counter() - now, now - self._since
+        if in_step and late and not self._said_slow and waited > _WORTH_SAYING * took:
+            self._said_slow = True
+            log.warning(
+                "co2: rank %d waited %.3g s for the average of a round whose %d step(s) took %.3g s: the network, or "
+                "another rank, is slower than that; a larger outer_frequency hides it (this is said once)",
+                self._comm.rank,
+                waited,
+                self.calendar.frequency,
+                took,
+            )
+
+    # - An average that is waited for
+
+    def average(self) -> None:
+        """Every rank goes on from the mean of all, and from what is on its way. On every rank; see the optimizer's method.
+
+        Raises ``RuntimeError`` on every rank where they have not come to the same round.
+        """
+        self.begin()
+        self.arrive()
+        self._average()
+
+    def _average(self) -> None:
+        idle = self._idle
+        sent = [part for part in self.parts if not part.rests(idle)]
+        for part in sent:
+            part.pack()
+            part.mean = torch.empty_like(part.start)
+            part.work = self._comm.reduce_scatter_async(part.whole, part.mean, ReduceOp.AVG, label="co2 average")
+        shards: dict[Part, torch.Tensor] = {}
+        self._flight = Flight(lambda: self._carry_average(sent, idle, shards))
+        self.arrive()
+        with self._changed:
+            for part in self.parts:
+                part.unpack()
+                part.restart(shards.get(part, part.next))
+            self._close(sent=False)
+
+    @torch.no_grad()
+    def _carry_average(self, sent: Sequence[Part], idle: Collection[int], shards: dict[Part, torch.Tensor]) -> None:
+        for part in sent:
+            assert part.work is not None, "it was issued"
+            part.work.wait()
+            shards[part] = part.blend(idle)
+        for part in sent:
+            part.whole[part.own] = shards[part]
+        self._gather(sent)
+
+    # - The end
+
+    def finish(self, events: int) -> None:
+        """Training ends: a round on its way arrives. What the rank that has seen most `events` sent is sent here, too."""
+        if not self.parts:
+            return
+        self.arrive()
+        if events > self.events:
+            log.warning("co2: rank %d ends one round before others; it sends that round as it is", self._comm.rank)
+            self._turn()
+            self.arrive()
+
+    # - State
+
+    def _answer(self, _sender: int, events: int) -> Shares:
+        """This rank's shares after so many events, for another rank."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.events >= events, timeout=_ANSWER_SECONDS)
+            ahead = self.events - events
+            if ahead not in (0, 1) or (ahead == 1 and not self._sent):
+                raise RuntimeError(f"asked for the outer state after event {events}, this rank is at {self.events}")
+            return self._shares(passed=ahead == 1)  # [Note: one round ahead]
+
+    def _shares(self, *, passed: bool) -> Shares:
+        return {index: value for part in self.parts for index, value in part.share(passed=passed).items()}
+
+    def collect(self) -> dict[str, Any]:
+        """The outer state of all ranks, as a checkpoint has it. On any subset of ranks."""
+        self.arrive()
+        topic = self.attendance.topic
+        others = [rank for rank in range(self._comm.size) if rank != self._comm.rank]
+        asked = [(rank, self._mailroom.ask(rank, topic, self.events)) for rank in others]
+        shares = [Mailroom.wait(answer, rank, topic, _ANSWER_SECONDS) for rank, answer in asked]
+        with self._changed:
+            outer = assemble(self.parts, [self._shares(passed=False), *shares])
+        counters = {name: getattr(self, name) for name in ("steps", "in_round", "events")}
+        return {"parameters": outer, **counters, "longest": self._longest, "active": sorted(self._active)}
+
+    def load(self, section: dict[str, Any] | None) -> None:
+        """Go on from what :meth:`collect` gave; without it, from the parameters as they are at the next step."""
+        if section is not None:
+            check_shapes(self._slots, section["parameters"])
+        self.arrive()
+        with self._changed:
+            self._forget()
+            if section is None:
+                return
+            outer = section["parameters"]
+            self.parts = make_parts([s for s in self._slots if s.index in outer], self._comm.rank, self._comm.size)
+            for part in self.parts:
+                part.load(outer)
+            self._known = set(outer)
+            self._active = set(section["active"])
+            self.steps, self.in_round, self.events = (section[name] for name in ("steps", "in_round", "events"))
+            self._longest = section["longest"]
+
+    # - As an owner of parameters: see `overlap.registry.Owner`
+
+    @property
+    def unfinished(self) -> bool:
+        """Rounds are complete as soon as every rank has sent them."""
+        return False
+
+    def has(self, parameters: Sequence[torch.Tensor]) -> bool:
+        held = {id(slot.param) for slot in self._slots}
+        return not self._handed_over and any(id(parameter) in held for parameter in parameters)
+
+    def hand_over(self, unfinished: bool) -> None:
+        """Another optimizer takes parameters of this one: what is on its way arrives and is dropped. On every rank."""
+        self.retire()
+
+    def retire(self) -> None:
+        """Nobody steps any more."""
+        self._handed_over = True
+        if self._flight is not None:
+            self._flight.land()
+        self._flight, self.parts = None, []
+        self._mailroom.off(self.attendance.topic)
+
+    def agree(self, control: Communicator) -> None:
+        """Raise ``RuntimeError`` on every rank where they have not come to the same round. On every rank of `control`."""
+        events = allgather_object(control, self.events)
+        if len(set(events)) > 1:
+            other = next(rank for rank, count in enumerate(events) if count != events[0])
+            raise RuntimeError(
+                f"average_parameters() needs all ranks at the same round, and rank 0 has made {events[0]} and rank "
+                f"{other} {events[other]}: every rank should make the same number of steps"
+            )
