@@ -1,28 +1,44 @@
-"""What ``join()`` finds of a co2 optimizer: rounds need every rank, and a rank out of data is told so."""
+"""What ``join()`` finds of a co2 optimizer: averages need every rank, and a rank out of data is told so."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from overlap.attendance import Attendance
-from overlap.roll import CannotJoin, Word
+from overlap.roll import CannotJoin, Roll, Word
 
 __all__ = ["Absence"]
 
 
 class Absence:
-    """Takes part in the roll. All ranks may join together; whoever goes on to the next average alone raises, everywhere."""
+    """Takes part in the roll, which knows after how many `events` a rank has joined; its owner counts them here.
 
-    def __init__(self, attendance: Attendance) -> None:
-        self._attendance = attendance
-        self.topic, self.ranks = attendance.topic, attendance.ranks
+    All ranks may join together. Who goes on to an average without a rank that has joined raises, and so does that rank.
+    """
+
+    def __init__(self, roll: Roll, topic: str, ranks: Sequence[int]) -> None:
+        self._roll = roll
+        self.topic, self.ranks = topic, tuple(ranks)
+        self.events = 0
         self.obstacle = ""  # there is nothing to be contributed before the next average
         self.issued = False
         self.hyper_parameters: list[dict[str, Any]] = []
 
     @property
     def place(self) -> tuple[int, int]:
-        return self._attendance.place
+        return self.events, 0
+
+    def refuse(self, event: int) -> None:
+        """Raise :class:`overlap.roll.CannotJoin`, there too, if ranks have joined without a part in event `event`."""
+        missing = sorted(rank for rank, since in self._roll.joined(self.topic).items() if since <= event)
+        if missing and not self._roll.following:
+            text = (
+                f"an average of parameters needs every rank, and ranks {missing} have joined: give every rank the same "
+                "number of steps between averages"
+            )
+            for number in (event, event + 1):  # no rank is further
+                self._roll.say(Word(self.topic, number, 0, "refused", {"text": text}), self.ranks, keep=False)
+            raise CannotJoin(text)
 
     def abandon(self) -> None:
         """No round of gradients is this object's."""
@@ -34,6 +50,4 @@ class Absence:
         """A round on its way arrives by itself."""
 
     def follow(self, word: Word) -> None:
-        raise CannotJoin(
-            f"{word.details['text']} (co2 averages parameters of all ranks: give each the same number of steps)"
-        )
+        raise CannotJoin(word.details["text"])

@@ -15,7 +15,6 @@ from co2.equations import OuterRule
 from co2.groups import check_nprocs, node_groups
 from co2.rounds import Rounds
 from overlap.arguments import HorovodArguments
-from overlap.attendance import Attendance
 from overlap.broadcast import broadcast_tensors
 from overlap.bucket import Bucket
 from overlap.communicator import Communicator, ReduceOp
@@ -92,8 +91,6 @@ class Co2Optimizer(Shell):
         self._broadcast_buffers = broadcast_buffers
         topic = session.registry.topic_of(self)
         self._rounds = _make_rounds(session, self._everyone, self._engine.slots, calendar, rule, topic)
-        self._absence = Absence(self._rounds.attendance)
-        session.roll.enroll(self._absence)
 
     @property
     def local_steps(self) -> int:
@@ -154,9 +151,9 @@ class Co2Optimizer(Shell):
 def _make_rounds(
     session: Session, comm: Communicator, slots: list[Any], calendar: Calendar, rule: OuterRule, topic: str
 ) -> Rounds:
-    attendance = Attendance(comm, range(session.comm.size), session.roll)
-    attendance.topic = f"{topic}/outer"
-    rounds = Rounds(comm, slots, calendar, rule, attendance, session.mailroom)
+    absence = Absence(session.roll, f"{topic}/outer", range(session.comm.size))
+    rounds = Rounds(comm, slots, calendar, rule, absence, session.mailroom)
+    session.roll.enroll(absence)
     session.registry.add_owner(topic, rounds)
     departure = session.services.setdefault("co2", Departure(session.control))
     assert isinstance(departure, Departure), "nobody else has that name"

@@ -26,11 +26,11 @@ from typing import Any
 
 import torch
 
+from co2.absence import Absence
 from co2.calendar import Calendar, Event
 from co2.equations import OuterRule
 from co2.flight import Flight
 from co2.part import Part, Shares, assemble, check_shapes, make_parts
-from overlap.attendance import Attendance
 from overlap.bucket import Slot
 from overlap.communicator import Communicator, ReduceOp
 from overlap.mailroom import Mailroom
@@ -54,23 +54,23 @@ class Rounds:
         slots: list[Slot],
         calendar: Calendar,
         rule: OuterRule,
-        attendance: Attendance,
+        absence: Absence,
         mailroom: Mailroom,
     ) -> None:
         self._comm, self._slots, self.calendar, self.rule = comm, slots, calendar, rule
-        self.attendance, self._mailroom = attendance, mailroom
+        self.absence, self._mailroom = absence, mailroom
         self._changed = threading.Condition()  # around changes of what the others may ask for
         self._flight: Flight | None = None
         self._said_slow = self._handed_over = False
         self._forget()
-        mailroom.on(attendance.topic, self._answer)
+        mailroom.on(absence.topic, self._answer)
 
     def _forget(self) -> None:
         self.parts: list[Part] = []
         self._known: set[int] = set()
         self._active: set[int] = set()  # slots that were trained since the last event
         self.steps = self.in_round = 0
-        self.events = 0  # averages and rounds so far, the same on all ranks
+        self.events = self.absence.events = 0  # averages and rounds so far, the same on all ranks
         self._sent = False  # the last event sent a round
         self._longest = 0.0
         self._since = time.perf_counter()
@@ -94,7 +94,7 @@ class Rounds:
         self.steps, self.in_round = self.steps + 1, self.in_round + 1
         event = self.calendar.after(self.steps, self.in_round)
         if event is not Event.NOTHING:
-            self.attendance.refuse("an average of parameters")
+            self.absence.refuse(self.events)
             self.arrive(in_step=True)
             if event is Event.AVERAGE:
                 self._average()
@@ -104,6 +104,7 @@ class Rounds:
     def _close(self, *, sent: bool) -> None:
         self._sent, self._active = sent, set()
         self.events, self.in_round = self.events + 1, 0
+        self.absence.events = self.events
         self._since = time.perf_counter()
         self._changed.notify_all()
 
@@ -163,7 +164,7 @@ class Rounds:
         now = time.perf_counter()
         late = not flight.done
         while not flight.wait(_LOOK_SECONDS):
-            self.attendance.refuse("an average of parameters")
+            self.absence.refuse(self.events - 1)
         self._flight = None
         flight.land()
         waited, took = time.perf_counter() - now, now - self._since
@@ -244,7 +245,7 @@ class Rounds:
     def collect(self) -> dict[str, Any]:
         """The outer state of all ranks, as a checkpoint has it. On any subset of ranks."""
         self.arrive()
-        topic = self.attendance.topic
+        topic = self.absence.topic
         others = [rank for rank in range(self._comm.size) if rank != self._comm.rank]
         asked = [(rank, self._mailroom.ask(rank, topic, self.events)) for rank in others]
         shares = [Mailroom.wait(answer, rank, topic, _ANSWER_SECONDS) for rank, answer in asked]
@@ -269,6 +270,7 @@ class Rounds:
             self._known = set(outer)
             self._active = set(section["active"])
             self.steps, self.in_round, self.events = (section[name] for name in ("steps", "in_round", "events"))
+            self.absence.events = self.events
             self._longest = section["longest"]
 
     # - As an owner of parameters: see `overlap.registry.Owner`
@@ -292,7 +294,7 @@ class Rounds:
         if self._flight is not None:
             self._flight.land()
         self._flight, self.parts = None, []
-        self._mailroom.off(self.attendance.topic)
+        self._mailroom.off(self.absence.topic)
 
     def agree(self, control: Communicator) -> None:
         """Raise ``RuntimeError`` on every rank where they have not come to the same round. On every rank of `control`."""
