@@ -30,13 +30,14 @@ class Absence:
 
     def refuse(self, event: int) -> None:
         """Raise :class:`overlap.roll.CannotJoin`, there too, if ranks have joined without a part in event `event`."""
-        missing = sorted(rank for rank, since in self._roll.joined(self.topic).items() if since <= event)
+        joined = self._roll.joined(self.topic)
+        missing = sorted(rank for rank, since in joined.items() if since <= event)
         if missing and not self._roll.following:
             text = (
                 f"an average of parameters needs every rank, and ranks {missing} have joined: give every rank the same "
                 "number of steps between averages"
             )
-            for number in (event, event + 1):  # no rank is further
+            for number in sorted(set(joined.values())):  # each of them follows the one at its own place
                 self._roll.say(Word(self.topic, number, 0, "refused", {"text": text}), self.ranks, keep=False)
             raise CannotJoin(text)
 
