@@ -85,6 +85,7 @@ class Co2Optimizer(Shell):
                 f"co2 averages over all ranks, in groups of nprocs_per_node; process_set={arguments.process_set} is not "
                 "supported"
             )
+        _refuse_devices(optimizer)
         strategy = Co2(calendar, rule, nprocs, broadcast_buffers)
         groups = partial(node_groups, nprocs=nprocs)
         super().__init__(optimizer, named_parameters, strategy, arguments, groups_of=groups, **shell)
@@ -146,6 +147,16 @@ class Co2Optimizer(Shell):
         """
         super().load_state_dict(state_dict)
         self._rounds.load(state_dict.get("co2"))
+
+
+def _refuse_devices(optimizer: torch.optim.Optimizer) -> None:
+    groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
+    for param in (param for group in groups for param in group["params"]):
+        if param.device.type != "cpu":
+            raise ValueError(
+                "co2 sends parameters from a thread of its own, which knows nothing of the streams that they are computed on: "
+                f"they should be on the CPU, and one is on {param.device}"
+            )
 
 
 def _make_rounds(
