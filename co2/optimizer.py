@@ -154,8 +154,8 @@ def _refuse_devices(optimizer: torch.optim.Optimizer) -> None:
     for param in (param for group in groups for param in group["params"]):
         if param.device.type != "cpu":
             raise ValueError(
-                "co2 sends parameters from a thread of its own, which knows nothing of the streams that they are computed on: "
-                f"they should be on the CPU, and one is on {param.device}"
+                "co2 sends parameters from a thread of its own, which knows nothing of the streams that they are "
+                f"computed on: they should be on the CPU, and one is on {param.device}"
             )
 
 
