@@ -1,0 +1,261 @@
+"""What co2 has to do with every strategy's contract: scalers, frozen parameters, types, groups, join, mistakes."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import co2
+import dear
+from overlap.roll import CannotJoin
+from overlap.session import current
+from tests.spmd.co2_simulation import Simulation
+from tests.spmd.co2_training import (
+    DOUBLE,
+    FULL,
+    _everywhere,
+    _loss,
+    _model,
+    _same,
+    _sgd,
+    _steps,
+    _wrapped,
+)
+from tests.spmd.models import WIDTH
+from tests.spmd.test_uneven import _end_of_a_failed_join
+
+
+@pytest.fixture(autouse=True)
+def _session() -> None:
+    co2.init()
+
+
+def test_a_scaler_may_skip_on_one_rank_alone() -> None:
+    model, optimizer = _wrapped(_sgd, outer_frequency=2, **FULL)
+    simulation = Simulation(_model(), _sgd, co2.size(), frequency=2, lr=0.8, momentum=0.5, clip=0.02, penalty=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for step in range(7):
+        skips = step in (1, 4) and co2.size() > 1
+        optimizer.zero_grad()
+        loss = _loss(model, co2.rank(), step)
+        scaler.scale(loss * float("inf") if skips and co2.rank() == 1 else loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        simulation.step(lambda m, worker, step=step: _loss(m, worker, step), skip=(1,) if skips else ())
+    assert optimizer.local_steps == 1
+    _same(model, simulation.workers[co2.rank()][0])
+    assert co2.size() == 1 or len(set(co2.allgather_object(scaler.get_scale()))) == 2
+
+
+def test_accumulation_clipping_and_schedulers_are_local() -> None:
+    model, optimizer = _wrapped(_sgd, outer_frequency=2, backward_passes_per_step=2, **FULL)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+    alone = _model()
+    mine = _sgd(alone.parameters())
+    for _ in range(1):  # one local step of the first round
+        optimizer.zero_grad()
+        with optimizer.no_sync():
+            _loss(model, co2.rank(), 0).backward()
+        _loss(model, co2.rank(), 1).backward()
+        norm = optimizer.clip_grad_norm_(0.01)
+        optimizer.step()
+        schedule.step()
+    for step in (0, 1):
+        _loss(alone, co2.rank(), step).backward()
+    assert torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.01).item() == pytest.approx(norm.item())
+    mine.step()
+    for value, wanted in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(value, wanted, rtol=1e-12, atol=1e-14)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.09)
+
+
+def test_frozen_and_late_parameters() -> None:
+    model, optimizer = _wrapped(outer_frequency=2, **FULL)
+    model[0].requires_grad_(False)
+    frozen = [value.clone() for value in model[0].parameters()]
+    _steps(model, optimizer, range(5))
+    assert all(torch.equal(value, kept) for value, kept in zip(model[0].parameters(), frozen, strict=True))
+    assert {slot.index for part in optimizer._rounds.parts for slot in part.slots} == {2, 3}
+    model[0].requires_grad_(True)
+    _steps(model, optimizer, range(5, 9))
+    model[2].requires_grad_(False)
+    _steps(model, optimizer, range(9, 14))  # what was on its way when it was frozen has arrived by now
+    held = [value.clone() for value in model[2].parameters()]
+    _steps(model, optimizer, range(14, 19))
+    assert all(torch.equal(value, kept) for value, kept in zip(model[2].parameters(), held, strict=True))
+    optimizer.average_parameters()
+    assert all(torch.equal(value, kept) for value, kept in zip(model[2].parameters(), held, strict=True))
+    assert not torch.equal(model[0].weight, frozen[0])
+    assert _everywhere(model)
+
+
+def test_added_parameters_are_averaged_too() -> None:
+    model, optimizer = _wrapped(outer_frequency=2, **FULL)
+    _steps(model, optimizer, range(3))
+    extra = nn.Parameter(torch.full((3,), float(co2.rank()), dtype=DOUBLE))
+    optimizer.add_param_group({"params": [extra], "lr": 1.0})
+    for step in range(3, 8):
+        optimizer.zero_grad()
+        (_loss(model, co2.rank(), step) + extra.sum() * (co2.rank() + 1)).backward()
+        optimizer.step()
+    optimizer.average_parameters()
+    assert len({tuple(values) for values in co2.allgather_object(extra.tolist())}) == 1
+    assert extra.tolist()[0] < 0
+
+
+def test_other_types_and_layouts() -> None:
+    torch.manual_seed(3)
+    tensors = [
+        torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last),
+        torch.randn(5, dtype=torch.complex64),
+        torch.randn(7).bfloat16(),
+        torch.zeros(0, 3),
+        torch.tensor(1.0, dtype=DOUBLE),
+    ]
+    params = [nn.Parameter(tensor) for tensor in tensors]
+    named = [(str(number), param) for number, param in enumerate(params)]
+    optimizer = co2.DistributedOptimizer(torch.optim.SGD(params, 0.5), named, outer_frequency=2, **FULL)
+    for step in range(6):
+        torch.manual_seed(100 * step + co2.rank())
+        optimizer.zero_grad()
+        sum((param * torch.randn_like(param)).sum().abs() for param in params).backward()
+        optimizer.step()
+    saved = optimizer.state_dict()["co2"]["parameters"]
+    assert {saved[number]["start"].dtype for number in (0, 1, 2)} == {torch.float32}
+    assert saved[4]["start"].dtype == DOUBLE
+    assert saved[1]["momentum"].shape == (5, 2)
+    for number, param in enumerate(params):  # a round has just begun: everybody stands at its start
+        expected = saved[number]["start"]
+        expected = torch.view_as_complex(expected) if param.is_complex() else expected.to(param.dtype)
+        assert torch.equal(param.detach(), expected)
+    assert params[0].is_contiguous(memory_format=torch.channels_last)
+    optimizer.average_parameters()
+    for param in params:
+        values = co2.allgather_object(torch.view_as_real(param.detach()) if param.is_complex() else param.detach())
+        assert all(torch.equal(values[0], other) for other in values)
+
+
+def test_parameters_of_16_bits_lose_nothing_to_rounding_where_nothing_is_learned() -> None:
+    """The exact start of a round is not a bf16 value; local steps that change nothing must not pull it there."""
+    param = nn.Parameter(torch.linspace(0.1, 1, 40).bfloat16())
+    optimizer = co2.DistributedOptimizer(torch.optim.SGD([param], 1.0), [("p", param)], outer_frequency=1, **FULL)
+    for step in range(8):
+        optimizer.zero_grad()
+        (param.float() * (0.003 * (co2.rank() + 1) if step < 2 else 0.0)).sum().backward()
+        optimizer.step()
+    for _ in range(40):  # momentum fades
+        optimizer.zero_grad()
+        (param * 0).sum().backward()
+        optimizer.step()
+    before = optimizer.state_dict()["co2"]["parameters"][0]["start"]
+    optimizer.zero_grad()
+    (param * 0).sum().backward()
+    optimizer.step()
+    after = optimizer.state_dict()["co2"]["parameters"][0]["start"]
+    assert not torch.equal(after, after.bfloat16().float())
+    torch.testing.assert_close(after, before, rtol=0, atol=1e-9)
+
+
+def test_buffers_become_rank_0s_with_the_average() -> None:
+    for told in (True, False):
+        model = nn.Sequential(nn.Linear(WIDTH, 4), nn.BatchNorm1d(4), nn.Linear(4, WIDTH)).double()
+        optimizer = co2.DistributedOptimizer(_sgd(model.parameters()), model, broadcast_buffers=told)
+        _steps(model, optimizer, range(2))
+        optimizer.average_parameters()
+        means = [tuple(values) for values in co2.allgather_object(model[1].running_mean.tolist())]
+        assert len(set(means)) == (1 if told else co2.size())
+
+
+def test_a_group_averages_gradients_in_every_step() -> None:
+    size = co2.size()
+    group = 2 if size % 2 == 0 else 1
+    model, optimizer = _wrapped(_sgd, outer_frequency=2, nprocs_per_node=group, **FULL)
+    simulation = Simulation(_model(), _sgd, size // group, frequency=2, lr=0.8, momentum=0.5, clip=0.02, penalty=True)
+    for step in range(7):
+        _steps(model, optimizer, range(step, step + 1))
+        simulation.step(
+            lambda m, worker, step=step: sum(_loss(m, worker * group + i, step) for i in range(group)) / group
+        )
+    expected = simulation.workers[co2.rank() // group][0]
+    for value, wanted in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(value, wanted, rtol=1e-12, atol=1e-12)
+    norm = optimizer.clip_grad_norm_(1.0)
+    mates = [
+        other for rank, other in enumerate(co2.allgather_object(float(norm))) if rank // group == co2.rank() // group
+    ]
+    assert len(set(mates)) == 1
+
+
+def test_the_front_door_and_what_it_refuses() -> None:
+    model = _model()
+    optimizer = dear.DistributedOptimizer(_sgd(model.parameters()), model, strategy="co2", outer_frequency=4)
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    assert optimizer.strategy.terms["outer_frequency"] == 4
+    assert "co2" in repr(optimizer)
+    size = co2.size()
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"outer_frequency": 0}, "outer_frequency should be a number of steps, at least 1, and is 0"),
+        ({"outer_momentum": 1.5}, "outer_momentum should be at least 0 and below 1 and is 1.5"),
+        ({"nprocs_per_node": size + 1}, f"should divide the number of ranks, {size}, and is {size + 1}"),
+        ({"process_set": co2.ProcessSet([0])}, "co2 averages over all ranks"),
+    ]
+    for arguments, message in refused:
+        with pytest.raises(ValueError, match=message):
+            _wrapped(**arguments)
+    with pytest.raises(ValueError, match="'co2' has nothing to tune"):
+        dear.DistributedOptimizer(_sgd(model.parameters()), model, strategy="co2", tune=True)
+
+
+def test_ranks_that_disagree_are_told() -> None:
+    if co2.size() == 1:
+        return
+    with pytest.raises(ValueError, match=r"«outer_frequency=3» on rank 0 and «outer_frequency=5» on rank"):
+        _wrapped(outer_frequency=3 if co2.rank() == 0 else 5)
+    model, optimizer = _wrapped(outer_frequency=4)
+    _steps(model, optimizer, range(4 if co2.rank() == 0 else 3))
+    with pytest.raises(RuntimeError, match="rank 0 has made 1 and rank 1 0: every rank should make the same number"):
+        optimizer.average_parameters()
+    if co2.rank() > 0:
+        _steps(model, optimizer, range(3, 4))
+    optimizer.average_parameters()
+    _loss(model, co2.rank(), 9).backward()
+    with pytest.raises(RuntimeError, match="gradients wait for step"):
+        optimizer.average_parameters()
+    optimizer.zero_grad()
+
+
+def test_joining_together_is_fine_and_alone_is_refused_everywhere() -> None:
+    model, optimizer = _wrapped(outer_frequency=3)
+    _steps(model, optimizer, range(4))
+    co2.join()
+    _steps(model, optimizer, range(4, 5))
+    if co2.size() == 1:
+        return
+    go_on = co2.join if co2.rank() == 1 else functools.partial(_steps, model, optimizer, range(5, 12))
+    with pytest.raises(CannotJoin, match="an average of parameters needs every rank, and ranks"):
+        go_on()
+    _end_of_a_failed_join(joined=co2.rank() == 1)
+
+
+def test_one_rank_may_end_a_round_ahead() -> None:
+    """As at shutdown(): who is behind sends the round that the others wait for."""
+    model, optimizer = _wrapped(outer_frequency=2)
+    _steps(model, optimizer, range(4 if co2.rank() == 0 else 3))
+    current().services["co2"].close()
+    assert set(co2.allgather_object(optimizer._rounds.events)) == {2}
+
+
+def test_a_model_wrapped_again_belongs_to_the_new_optimizer() -> None:
+    model, first = _wrapped(outer_frequency=1)
+    _steps(model, first, range(2))
+    second = co2.DistributedOptimizer(_sgd(model.parameters()), model, outer_frequency=1)
+    assert first._rounds.parts == []
+    _steps(model, second, range(2))
+    _loss(model, co2.rank(), 2).backward()
+    with pytest.raises(RuntimeError, match="went to a DistributedOptimizer that was made later"):
+        first.step()
+    second.zero_grad()
