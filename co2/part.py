@@ -79,6 +79,15 @@ class Part:
         self.mean = torch.empty(0)  # what the reduction gives, while it is needed
         self.work: Work | None = None
 
+    def check(self) -> None:
+        """Raise ``RuntimeError`` if parameters were converted to another type: the outer state would not fit them."""
+        for slot in self.slots:
+            if slot.param.dtype is not self.param_dtype:
+                raise RuntimeError(
+                    f"parameter {slot.name!r} was {self.param_dtype} when co2 took it in and is {slot.param.dtype}: convert "
+                    "the model first, and wrap its optimizer then"
+                )
+
     def pack(self) -> None:
         """Parameters into the buffer."""
         for slot, place in self._places:

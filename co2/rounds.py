@@ -81,6 +81,8 @@ class Rounds:
         """Before every step: parameters that are trained for the first time are taken in. All ranks hold them alike."""
         if self._handed_over:
             return  # the step is going to raise
+        for part in self.parts:
+            part.check()
         trained = [slot for slot in self._slots if slot.param.requires_grad]
         fresh = [slot for slot in trained if slot.index not in self._known]
         if fresh:

@@ -259,3 +259,11 @@ def test_a_model_wrapped_again_belongs_to_the_new_optimizer() -> None:
     with pytest.raises(RuntimeError, match="went to a DistributedOptimizer that was made later"):
         first.step()
     second.zero_grad()
+
+
+def test_a_model_converted_after_its_first_step_is_refused() -> None:
+    model, optimizer = _wrapped(outer_frequency=2)
+    _steps(model, optimizer, range(1))
+    model.float()
+    with pytest.raises(RuntimeError, match="was torch.float64 when co2 took it in and is torch.float32"):
+        optimizer.step()
