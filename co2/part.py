@@ -84,8 +84,8 @@ class Part:
         for slot in self.slots:
             if slot.param.dtype is not self.param_dtype:
                 raise RuntimeError(
-                    f"parameter {slot.name!r} was {self.param_dtype} when co2 took it in and is {slot.param.dtype}: convert "
-                    "the model first, and wrap its optimizer then"
+                    f"parameter {slot.name!r} was {self.param_dtype} when co2 took it in and is {slot.param.dtype}: "
+                    "convert the model first, and wrap its optimizer then"
                 )
 
     def pack(self) -> None:

@@ -265,5 +265,5 @@ def test_a_model_converted_after_its_first_step_is_refused() -> None:
     model, optimizer = _wrapped(outer_frequency=2)
     _steps(model, optimizer, range(1))
     model.float()
-    with pytest.raises(RuntimeError, match="was torch.float64 when co2 took it in and is torch.float32"):
+    with pytest.raises(RuntimeError, match=r"was torch\.float64 when co2 took it in and is torch\.float32"):
         optimizer.step()
