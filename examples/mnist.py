@@ -151,6 +151,7 @@ def plot(path: Path, history: list[dict[str, float]]) -> None:
         for part in ("train", "test"):
             axes.plot(epochs, [entry[f"{part}_{what}"] for entry in history], marker=".", label=part)
         axes.set_xlabel("epoch")
+        axes.xaxis.get_major_locator().set_params(integer=True)
         axes.set_ylabel(what)
         axes.legend()
         axes.grid(alpha=0.3)
