@@ -7,6 +7,7 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 bash "$root/scripts/setup.sh"
 . "$root/scripts/hostfile.sh"
 
+case " $* " in *" -h "* | *" --help "*) nworkers=1 ;; esac # one answer, not one per worker
 flags=(-np "$nworkers")
 choose_hostfile mnist.sh
 [ -z "$chosen" ] || flags+=(--hostfile "$chosen")
