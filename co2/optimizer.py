@@ -25,6 +25,7 @@ from overlap.optimizer import DistributedOptimizer as Shell
 from overlap.partition import TensorSpec, fuse
 from overlap.session import Session, current
 from overlap.strategy import Plan, Strategy
+from overlap.terms import agree_on_strategy
 
 __all__ = ["Co2", "Co2Optimizer", "DistributedOptimizer"]
 
@@ -220,16 +221,8 @@ def DistributedOptimizer(
             parameters given without a module nobody knows any.
         shell: ``sync_start=True`` of :class:`overlap.optimizer.DistributedOptimizer`.
     """
-    arguments = HorovodArguments(
-        compression,
-        backward_passes_per_step,
-        op,
-        gradient_predivide_factor,
-        num_groups,
-        groups,
-        sparse_as_dense,
-        process_set,
-    )
+    arguments = HorovodArguments.of(locals())
+    agree_on_strategy("co2")
     return Co2Optimizer(
         optimizer,
         named_parameters,

@@ -28,6 +28,7 @@ from overlap.optimizer import DistributedOptimizer as Shell
 from overlap.partition import TensorSpec
 from overlap.session import current
 from overlap.strategy import Plan, Strategy
+from overlap.terms import agree_on_strategy
 from overlap.tuning.options import Tuning
 from overlap.tuning.space import Dimension, Setting
 from overlap.tuning.trial import tune as start_tuning
@@ -135,17 +136,9 @@ def DistributedOptimizer(
         shell: ``per_parameter=None, elementwise=None, sync_start=True, poison=None`` of
             :class:`overlap.optimizer.DistributedOptimizer`. fairscale's names raise ``TypeError`` with the counterpart.
     """
+    arguments = HorovodArguments.of(locals())
     refuse_fairscales_names(shell)
-    arguments = HorovodArguments(
-        compression,
-        backward_passes_per_step,
-        op,
-        gradient_predivide_factor,
-        num_groups,
-        groups,
-        sparse_as_dense,
-        process_set,
-    )
+    agree_on_strategy("oss", tune)
     wished = current().settings.threshold_mb if threshold_mb is None else threshold_mb
     chosen = limits("auto" if wished is None else wished, None, trained_bytes(optimizer))
     distributed = Shell(optimizer, named_parameters, Oss(*chosen, gather_dtype), arguments, **shell)

@@ -37,6 +37,8 @@ DIFFERENT: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         {"strategy": "bytescheduler_adapter"},
         "strategy=bytescheduler_adapter» on rank 0 and «strategy=mgwfbp",
     ),
+    ({"strategy": "oss"}, {}, "strategy=dear» on rank 0 and «strategy=oss"),
+    ({"strategy": "co2"}, {"strategy": "oss"}, "strategy=oss» on rank 0 and «strategy=co2"),
     ({"tune": True}, {}, "tune=False» on rank 0 and «tune=True"),
     ({"strategy": "mgwfbp"}, {"strategy": "mgwfbp", "tune": True}, "tune=True» on rank 0 and «tune=False"),
     ({"tune": dear.Tuning(trials=3)}, {"tune": True}, r"tune=True» on rank 0 and «tune=Tuning\(trials=3, .*\)"),
