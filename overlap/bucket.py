@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -13,6 +14,8 @@ from overlap.master import Master
 from overlap.partition import BucketSpec
 
 __all__ = ["Bucket", "Phase", "Slot"]
+
+log = logging.getLogger("dear")
 
 
 class Phase(Enum):
@@ -93,10 +96,17 @@ class Slot:
         """Lay the parameter out as its place was, if a conversion changed that: shards of the state are in this order."""
         place, param = self.place, self.param
         assert place is not None
-        if param.stride() != place.stride() and param.shape == place.shape:
+        if self.relaid and param.shape == place.shape:
             param.data = torch.empty_strided(place.shape, place.stride(), dtype=param.dtype, device=param.device).copy_(
                 param.detach()
             )
+
+    @property
+    def relaid(self) -> bool:
+        """Whether the parameter's elements lie in another order than in its bucket (``.to(memory_format=…)``)."""
+        assert self.place is not None
+        strides = zip(self.param.shape, self.param.stride(), self.place.stride(), strict=True)
+        return any(size > 1 and mine != theirs for size, mine, theirs in strides)
 
     def note(self) -> None:
         """Remember the gradient that backward left, of a slot that is in no bucket."""
@@ -146,6 +156,7 @@ class Bucket:
         gather_dtype: torch.dtype | None = None,
     ) -> None:
         self.index, self.spec, self.slots = index, spec, slots
+        self._rank, self._warned = rank, False
         self.phase = Phase.FILLING
         self.work: Work | None = None
         self.round = 0  # of its last reduction; see `overlap.attendance`
@@ -237,11 +248,26 @@ class Bucket:
                     f"parameter {slot.name!r} had shape {tuple(slot.place.shape)} when the optimizer was wrapped and has "
                     f"{tuple(param.shape)} now"
                 )
+            if slot.relaid:
+                self._warn_of_layout(slot)
             home = self.parameters.data.as_strided(slot.place.shape, slot.place.stride(), offset)
             home.copy_(param.detach())
             param.data = home
             left.append(slot)
         return left
+
+    def _warn_of_layout(self, slot: Slot) -> None:
+        assert slot.place is not None
+        if self._rank == 0 and not self._warned:
+            log.warning(
+                "parameter %r (and maybe others) has strides %s, and had %s when the optimizer was wrapped; its shards are "
+                "in that order, so step() puts it back, with its values. Results do not change; to have another "
+                "memory_format, convert the model before wrapping",
+                slot.name,
+                tuple(slot.param.stride()),
+                tuple(slot.place.stride()),
+            )
+        self._warned = True
 
     def find_unused(self) -> None:
         """Read from whole reduced gradients which parameters no rank used."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import traceback
 from collections.abc import Callable
 from types import TracebackType
 
-__all__ = ["install", "remove"]
+from comm_core import TransportError
+
+__all__ = ["explain", "install", "remove"]
 
 _previous: Callable[..., object] | None = None
 
@@ -24,12 +27,25 @@ def install(rank: int, size: int, abort: Callable[[int], None]) -> None:
 
     def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         text = "".join(traceback.format_exception(kind, error, trace))
-        sys.stderr.write(f"rank {rank} of {size} failed:\n{text}")
+        sys.stderr.write(f"rank {rank} of {size} failed:\n{text}{explain(error, rank, size)}")
         sys.stderr.flush()
         sys.stdout.flush()
         abort(1)
 
     sys.excepthook = report
+
+
+def explain(error: BaseException, rank: int, size: int) -> str:
+    """A last line below the traceback of a rank that only noticed that another one is gone, else nothing (pure)."""
+    if not isinstance(error, TransportError):
+        return ""
+    found = re.search(r"\(rank \d+ of (\d+)\b.*?\b(?:from|to) rank (\d+)", str(error), re.DOTALL)
+    whole = found is not None and int(found[1]) == size  # else the numbers are those of a part of the job
+    peer = f"rank {found[2]}" if found is not None and whole else "another rank"
+    return (
+        f"rank {rank} of {size} lost its connection to {peer}, which was killed or failed by itself: that rank's own "
+        "traceback, or the launcher's last lines, say why\n"
+    )
 
 
 def remove() -> None:

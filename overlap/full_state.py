@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 
 from overlap.engine import Engine
-from overlap.master import numbered, taken, unnumbered
+from overlap.master import MASTER, numbered, taken, unnumbered
 from overlap.shard_update import PieceState, assemble
 from overlap.state_share import StateShare
 
@@ -28,7 +28,10 @@ class FullState:
         if engine.shards is None:
             return optimizer.state_dict()
         full: dict[torch.Tensor, dict[str, Any]] = {}
-        if not engine.learning:
+        loaded = self._share.loaded
+        if loaded is not None:  # [Note: who has loaded by when]
+            full = {engine.slots[index].param: _cloned(state) for index, state in loaded.items()}
+        elif not engine.learning:
             full = assemble(engine.slots, self._share.collect(), whole=engine.shards.whole)
         masters = {**engine.shards.loaded, **taken(full)}
         state = optimizer.state
@@ -48,13 +51,31 @@ class FullState:
         engine, optimizer = self._engine, self._optimizer
         rounding = engine.strategy.gather_dtype is not None
         masters = unnumbered(optimizer, state_dict.get("master", {})) if rounding else {}
-        with self._share.replacing():
+        with self._share.loading():
             optimizer.load_state_dict(state_dict)
+            if engine.shards is not None and not engine.learning:
+                self._share.loaded = self._keep(masters)
             for bucket in engine.order:
                 if bucket.holds_parameters:
                     engine.sharded.shard_state(bucket, optimizer.state)
             if rounding:
                 engine.sharded.load_masters(masters)
+
+    def _keep(self, masters: Mapping[torch.Tensor, torch.Tensor]) -> dict[int, dict[str, Any]]:
+        """Copies of what was loaded for sharded parameters, by slot, before the shards take their parts of it."""
+        kept = {}
+        for bucket in self._engine.order:
+            for slot in bucket.slots if bucket.holds_parameters else ():
+                state = _cloned(self._optimizer.state.get(slot.param, {}))
+                if slot.param in masters:
+                    state[MASTER] = masters[slot.param].detach().clone()
+                if state:
+                    kept[slot.index] = state
+        return kept
+
+
+def _cloned(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
 
 
 def exporter(engine: Engine) -> Callable[[], PieceState]:

@@ -61,10 +61,21 @@ class Registry:
         return next(topic for topic, (reference, _) in self._entries.items() if reference() is optimizer)
 
     def take_over(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Take `parameters` from the optimizers that have them, dropped or not. On every rank."""
-        for owner in [owner for _, owners in self._entries.values() for owner in owners]:
-            if owner.has(parameters):
-                owner.hand_over(any(allgather_object(self._control, owner.unfinished)))
+        """Take `parameters` from the optimizers that have them, dropped or not, on this rank or another. On every rank.
+
+        An optimizer that has lost parameters on one rank cannot step on any. One exchange, whoever has what.
+        """
+        owners = {
+            (topic, number): owner
+            for topic, (_, owners) in self._entries.items()
+            for number, owner in enumerate(owners)
+        }
+        mine = {name: (owner.has(parameters), owner.unfinished) for name, owner in owners.items()}
+        everybodys = allgather_object(self._control, mine)
+        for name, owner in owners.items():
+            found = [theirs[name] for theirs in everybodys]
+            if any(has for has, _ in found):
+                owner.hand_over(any(unfinished for _, unfinished in found))
 
     def abandoned(self) -> set[str]:
         """Topics of optimizers that are dead on this rank; what they shared still answers the other ranks."""

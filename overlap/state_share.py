@@ -2,6 +2,11 @@
 
 A rank that calls ``state_dict()`` asks the others through the mailroom, whose threads answer while their main threads
 train on. [Note: nobody overtakes a step] in `overlap.stepper` is why the answers belong to the same step.
+
+[Note: who has loaded by when]
+load_state_dict() waits for nobody: Horovod's scripts load on rank 0 alone and broadcast afterwards. So between two steps
+some ranks have loaded a state and others have not, or not yet. Until its next update, a rank that has loaded keeps all it
+loaded, and asks nobody; and it keeps the share it had before, which is the answer for those who still have to ask.
 """
 
 from __future__ import annotations
@@ -9,6 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from overlap.mailroom import Mailroom
 from overlap.shard_update import PieceState
@@ -26,6 +32,11 @@ class StateShare:
         self._mailroom, self._topic, self._export = mailroom, topic, export
         self._changed = threading.Condition()
         self._steps = 0
+        # From load_state_dict() to the next update: [Note: who has loaded by when].
+        self._before: PieceState | None = None
+        self.loaded: dict[int, dict[str, Any]] | None = (
+            None  # full state by slot: parameters must not be kept alive here
+        )
         mailroom.on(topic, self._answer)
 
     @contextmanager
@@ -37,12 +48,21 @@ class StateShare:
         with self._changed:
             yield
             self._steps += 1
+            self._before = self.loaded = None
             self._changed.notify_all()
 
     @contextmanager
     def replacing(self) -> Iterator[None]:
         """Around a replacement of the state that is no step."""
         with self._changed:
+            yield
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Around a replacement by a state that other ranks have not loaded yet, or never will."""
+        with self._changed:
+            if self._before is None:
+                self._before = self._export()
             yield
 
     def collect(self) -> list[PieceState]:
@@ -57,4 +77,4 @@ class StateShare:
             self._changed.wait_for(lambda: self._steps >= steps, timeout=_ANSWER_SECONDS)
             if self._steps != steps:
                 raise RuntimeError(f"asked for the state after step {steps}, this rank is at step {self._steps}")
-            return self._export()
+            return self._export() if self._before is None else self._before

@@ -32,7 +32,7 @@ class Tenure:
         self._gone = True
         self._engine.ended = (
             f"parameters of this optimizer, {self._engine.slots[0].name!r} or others, went to a DistributedOptimizer that "
-            "was made later; step that one, and give every parameter to one optimizer"
+            "was made later, here or on another rank; step that one, and give every parameter to one optimizer"
         )
         if unfinished:
             self._engine.window.flush()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,13 @@ def test_a_rank_that_dies_ends_the_job(launcher: str, how: str, tmp_path: Path) 
     result = _run(tmp_path, f"if dear.rank() == 1:\n    {how}\ntrain(100000)\n", launcher)
     assert not result.timed_out
     assert result.returncode != 0
+    said = {
+        "mpi": r"process rank 1\b[^-]*signal 9|Process name: \[.*,1\]\s+Exit code: +3",
+        "torchrun": r"rank +: 1 .*\s+exitcode +: (-9|3) ",
+    }
+    assert re.search(said[launcher], result.output), f"who died, and of what, is not said:\n{result.output}"
+    noticed = result.output.count("rank 0 of 2 failed")  # unless the launcher ends it before
+    assert result.output.count("rank 0 of 2 lost its connection to rank 1, which was killed or failed") == noticed
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)

@@ -158,41 +158,6 @@ def test_state_dict_of_the_model_is_as_small_as_the_model() -> None:
     assert buffer.tell() < 4000
 
 
-@pytest.mark.parametrize("strategy", ["dear", "dear-rb", "oss", "wfbp"])
-def test_rank_0_alone_may_save_in_the_middle_of_training(strategy: str) -> None:
-    model, optimizer = _trained(strategy)
-    states = []
-    for step in range(3):
-        optimizer.zero_grad()
-        _loss(model, 10 + step).backward()
-        if dear.rank() == 0:
-            states.append(optimizer.state_dict())  # between backward and step: still the last step's
-        optimizer.step()
-        if dear.rank() == 0:
-            states.append(optimizer.state_dict())
-    everywhere = optimizer.state_dict()
-    if dear.rank() == 0:
-        assert len(states[0]["state"]) == len(list(model.parameters()))
-        for before, after in zip(states[1:-1:2], states[2::2], strict=True):
-            for index in before["state"]:
-                one, other = before["state"][index]["momentum_buffer"], after["state"][index]["momentum_buffer"]
-                assert torch.equal(one, other)
-        last = states[-1]["state"][0]["momentum_buffer"]
-        assert torch.equal(last, everywhere["state"][0]["momentum_buffer"])
-
-
-def test_state_is_sharded_and_loads_into_a_plain_optimizer() -> None:
-    model, optimizer = _trained()
-    held = sum(value.numel() for state in optimizer.state.values() for value in state.values())
-    total = sum(parameter.numel() for parameter in model.parameters())
-    assert held <= total / dear.size() + 64 * len(list(model.parameters()))
-    plain_model = copy.deepcopy(model)
-    plain = torch.optim.SGD(plain_model.parameters(), 0.05, momentum=0.9)
-    plain.load_state_dict(optimizer.state_dict())
-    for parameter, twin in zip(model.parameters(), plain_model.parameters(), strict=True):
-        assert plain.state[twin]["momentum_buffer"].shape == parameter.shape
-
-
 def test_shell_looks_like_the_optimizer() -> None:
     model = _model("Mlp")
     inner = torch.optim.SGD(model.parameters(), 0.05)
@@ -377,21 +342,6 @@ def test_objects_travel() -> None:
     assert dear.allgather(rows).shape == (dear.size() * (dear.size() + 1) // 2, 2)
     total = dear.allreduce(torch.tensor([1.0, dear.rank()]), op=dear.Sum)
     assert total.tolist() == [dear.size(), sum(range(dear.size()))]
-
-
-def test_optimizer_state_follows_the_root_and_takes_no_step() -> None:
-    model = _model("Mlp")
-    optimizer = torch.optim.AdamW(model.parameters(), 0.1 if dear.rank() == 0 else 0.7, weight_decay=0.5)
-    if dear.rank() == 0:
-        _loss(model).backward()
-        optimizer.step()
-    dear.broadcast_parameters(model.state_dict(), root_rank=0)
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    dear.broadcast_optimizer_state(optimizer, root_rank=0)
-    assert optimizer.param_groups[0]["lr"] == 0.1
-    for parameter, old in zip(model.parameters(), before, strict=True):
-        assert torch.equal(parameter, old)
-        _same_everywhere(optimizer.state[parameter]["exp_avg"])
 
 
 def test_session_knows_its_place() -> None:

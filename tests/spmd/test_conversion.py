@@ -201,3 +201,37 @@ def test_differences() -> None:
     found = difference({1: [change]}, [0, 1])
     assert found is not None
     assert "'weight' is fp64 on rank 0 and fp32 on rank 1" in found
+
+
+@pytest.mark.parametrize("strategy", ["dear", "wfbp"])
+def test_another_memory_format_changes_no_result_and_is_said_to_be_put_back(
+    strategy: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where shards hold parameters. Where every rank updates whole ones, the new layout stays."""
+
+    def train(wrap: Any) -> Any:
+        model = _model("Convolution").to(memory_format=torch.contiguous_format)
+        optimizer = wrap(OPTIMIZERS["sgd"](list(model.parameters())), model)
+        for step in range(4):
+            if step == 2:
+                model.to(memory_format=torch.channels_last)
+            optimizer.zero_grad()
+            _loss(model, step, None if wrap is _plain else dear.rank()).backward()
+            optimizer.step()
+        weight = model.convolutions[2].weight
+        return model.state_dict(), weight.is_contiguous(memory_format=torch.channels_last)
+
+    expected, relaid = train(_plain)
+    assert relaid
+    with caplog.at_level("WARNING", "dear"):
+        actual, kept = train(WRAP[strategy])
+    _compare(actual, expected)
+    said = [record.getMessage() for record in caplog.records if "memory_format" in record.getMessage()]
+    assert kept == (strategy == "wfbp")
+    assert len(said) == (strategy == "dear" and dear.rank() == 0), said
+    if said:
+        assert "'convolutions.2.weight' (and maybe others) has strides (16, 1, 8, 4), and had (16, 4, 2, 1)" in said[0]
+
+
+def _plain(optimizer: Any, _model: torch.nn.Module) -> Any:
+    return optimizer

@@ -85,3 +85,19 @@ def test_a_step_without_a_backward_changes_nothing(strategy: str) -> None:
         changed = [parameter.detach().clone() for parameter in model.parameters()]
         assert not any(torch.equal(one, other) for one, other in zip(changed, before, strict=True))
         _same_everywhere(changed[0])
+
+
+def test_a_model_that_one_rank_alone_wraps_again_is_lost_on_all() -> None:
+    """The others wrap another model meanwhile: both know of it after one exchange, and nobody waits for the other."""
+    model, first = _trained()
+    if dear.rank() > 0:
+        _loss(model).backward()  # the step of which never comes
+    wrapped_next = model if dear.rank() == 0 else _model("Mlp")
+    optimizer = dear.DistributedOptimizer(torch.optim.SGD(wrapped_next.parameters(), 0.05), wrapped_next)
+    for step in range(2):
+        optimizer.zero_grad()
+        _loss(wrapped_next, step).backward()
+        optimizer.step()
+        _same_everywhere(wrapped_next.head.weight.detach().clone())
+    with pytest.raises(RuntimeError, match="made later, here or on another rank"):
+        first.step()

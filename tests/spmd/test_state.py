@@ -1,0 +1,100 @@
+"""The optimizer's state, wherever its shards lie: full for whoever asks, at any moment."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import dear
+from tests.spmd.test_contract import _loss, _same_everywhere, _trained
+from tests.spmd.test_parity import _model
+
+
+@pytest.fixture(autouse=True)
+def _session() -> None:
+    dear.init()
+
+
+@pytest.mark.parametrize("strategy", ["dear", "dear-rb", "oss", "wfbp"])
+def test_rank_0_alone_may_save_in_the_middle_of_training(strategy: str) -> None:
+    model, optimizer = _trained(strategy)
+    states = []
+    for step in range(3):
+        optimizer.zero_grad()
+        _loss(model, 10 + step).backward()
+        if dear.rank() == 0:
+            states.append(optimizer.state_dict())  # between backward and step: still the last step's
+        optimizer.step()
+        if dear.rank() == 0:
+            states.append(optimizer.state_dict())
+    everywhere = optimizer.state_dict()
+    if dear.rank() == 0:
+        assert len(states[0]["state"]) == len(list(model.parameters()))
+        for before, after in zip(states[1:-1:2], states[2::2], strict=True):
+            for index in before["state"]:
+                one, other = before["state"][index]["momentum_buffer"], after["state"][index]["momentum_buffer"]
+                assert torch.equal(one, other)
+        last = states[-1]["state"][0]["momentum_buffer"]
+        assert torch.equal(last, everywhere["state"][0]["momentum_buffer"])
+
+
+@pytest.mark.parametrize("strategy", ["dear", "dear-rb", "oss"])
+def test_rank_0_alone_may_save_around_the_loading_of_a_state(strategy: str) -> None:
+    """Ranks load one after the other: whoever asks meanwhile gets all of the old state or all of the new one."""
+
+    def momenta() -> list[torch.Tensor]:
+        return [entry["momentum_buffer"].clone() for _, entry in sorted(optimizer.state_dict()["state"].items())]
+
+    _, optimizer = _trained(strategy)
+    before = momenta()
+    saved = copy.deepcopy(optimizer.state_dict())
+    for entry in saved["state"].values():
+        entry["momentum_buffer"] += 1.0
+    dear.barrier()
+    if dear.rank() > 0:
+        optimizer.load_state_dict(saved)
+    dear.barrier()
+    if dear.rank() == 0:
+        assert all(map(torch.equal, momenta(), before)), "the others have loaded"
+    dear.barrier()
+    if dear.rank() == 0:
+        optimizer.load_state_dict(saved)
+    after = momenta()
+    assert all(torch.equal(mine, old + 1.0) for mine, old in zip(after, before, strict=True))
+
+    for entry in saved["state"].values():  # as Horovod's script resumes: on rank 0 alone, then from there
+        entry["momentum_buffer"] += 1.0
+    if dear.rank() == 0:
+        optimizer.load_state_dict(saved)
+        assert all(torch.equal(mine, old + 1.0) for mine, old in zip(momenta(), after, strict=True))
+    dear.broadcast_optimizer_state(optimizer, 0)
+    assert all(torch.equal(mine, old + 1.0) for mine, old in zip(momenta(), after, strict=True))
+
+
+def test_state_is_sharded_and_loads_into_a_plain_optimizer() -> None:
+    model, optimizer = _trained()
+    held = sum(value.numel() for state in optimizer.state.values() for value in state.values())
+    total = sum(parameter.numel() for parameter in model.parameters())
+    assert held <= total / dear.size() + 64 * len(list(model.parameters()))
+    plain_model = copy.deepcopy(model)
+    plain = torch.optim.SGD(plain_model.parameters(), 0.05, momentum=0.9)
+    plain.load_state_dict(optimizer.state_dict())
+    for parameter, twin in zip(model.parameters(), plain_model.parameters(), strict=True):
+        assert plain.state[twin]["momentum_buffer"].shape == parameter.shape
+
+
+def test_optimizer_state_follows_the_root_and_takes_no_step() -> None:
+    model = _model("Mlp")
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1 if dear.rank() == 0 else 0.7, weight_decay=0.5)
+    if dear.rank() == 0:
+        _loss(model).backward()
+        optimizer.step()
+    dear.broadcast_parameters(model.state_dict(), root_rank=0)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    dear.broadcast_optimizer_state(optimizer, root_rank=0)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    for parameter, old in zip(model.parameters(), before, strict=True):
+        assert torch.equal(parameter, old)
+        _same_everywhere(optimizer.state[parameter]["exp_avg"])
