@@ -78,8 +78,10 @@ def find_nccl() -> NcclLibrary:
         )
     chosen = found[0]
     where = f"NCCL at {chosen.path} ({chosen.origin})"
+    # Beside another libnccl, whose functions have the same names, it has to prefer its own.
+    mode = ctypes.DEFAULT_MODE | (os.RTLD_DEEPBIND if _another_is_loaded(chosen.path) else 0)
     try:
-        library = ctypes.CDLL(chosen.path)
+        library = ctypes.CDLL(chosen.path, mode)
         get_version = library.ncclGetVersion
     except (OSError, AttributeError) as error:
         raise _C.Unsupported(f"{where} does not load: {error}") from None
@@ -113,6 +115,10 @@ def _mapped_here() -> list[str]:
         return mapped(Path("/proc/self/maps").read_text())
     except OSError:
         return []
+
+
+def _another_is_loaded(path: str) -> bool:
+    return any(os.path.realpath(other) != os.path.realpath(path) for other in _mapped_here())
 
 
 def _in_wheels() -> Iterator[Candidate]:

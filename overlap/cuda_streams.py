@@ -48,6 +48,11 @@ class Streams(Protocol):
         """Copy (device, host) pairs to the device on `stream` (None: the current one). Does not block."""
 
 
+def _stream(handle: int, device: torch.device) -> torch.cuda.Stream:
+    """The stream of that handle. 0 is the default stream, of which ExternalStream would make a new one."""
+    return torch.cuda.ExternalStream(handle, device=device) if handle else torch.cuda.default_stream(device)
+
+
 class _Event:
     def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
         self._event, self._device = event, device
@@ -59,7 +64,7 @@ class _Event:
         self._event.synchronize()
 
     def order_before(self, stream: int) -> None:
-        torch.cuda.ExternalStream(stream, device=self._device).wait_event(self._event)
+        _stream(stream, self._device).wait_event(self._event)
 
 
 class TorchStreams:
@@ -105,14 +110,11 @@ class TorchStreams:
         event.synchronize()
 
     def bring(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: int | None) -> None:
-        chosen = (
-            torch.cuda.current_stream(self._place)
-            if stream is None
-            else torch.cuda.ExternalStream(stream, device=self._place)
-        )
+        chosen = torch.cuda.current_stream(self._place) if stream is None else _stream(stream, self._place)
         with torch.cuda.stream(chosen):
             for there, host in pairs:
                 there.copy_(host, non_blocking=True)
+                there.record_stream(chosen)  # who lets go of it meanwhile may use another stream
 
 
 class LastUpdate:

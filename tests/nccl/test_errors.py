@@ -106,6 +106,7 @@ def test_what_nccl_cannot_do_is_refused_before_anything_is_enqueued(gpu: Double)
     gpu.capture(stream, True)
     with pytest.raises(comm_core.Unsupported, match="CUDA graph"):
         comm.all_reduce(gpu.memory(floats, 0, stream), gpu.memory(floats, 0, stream))
+    gpu.capture(stream, False)
     for buffer, place in ((floats, "in host memory"), (gpu.memory(floats, 1), "on CUDA device 1")):
         with pytest.raises(comm_core.InvalidUsage, match=f"buffer is {place} but .* on CUDA device 0"):
             comm.broadcast(buffer)

@@ -63,6 +63,21 @@ def test_memory_of_an_aborted_operation_is_held_until_the_device_lets_go(gpu: Do
     eventually(released)
 
 
+def test_a_graph_may_be_captured_while_operations_are_under_way(gpu: Double) -> None:
+    comms = gpu.world(2)
+    a, b = np.ones(4, np.float32), np.ones(4, np.float32)
+    works = [comms[0].all_reduce_async(gpu.memory(a, 0), gpu.memory(a, 0))]
+    stream = gpu.stream()
+    gpu.capture(stream, True)
+    time.sleep(0.03)  # the watching thread asks for the event
+    assert not works[0].done()
+    works.append(comms[1].all_reduce_async(gpu.memory(b, 1), gpu.memory(b, 1)))
+    gpu.run()
+    for work in works:
+        work.wait(10)
+    assert "a capture is spoilt" not in gpu.log()
+
+
 def test_closing_waits_and_gives_everything_back(gpu: Double) -> None:
     (comm,) = gpu.world(1)
     a = np.ones(4, np.float32)

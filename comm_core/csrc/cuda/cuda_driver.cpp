@@ -21,6 +21,7 @@ CudaDriver::CudaDriver(const std::string& path) : library_(path) {
   library_.bind(primary_context_retain_, "cuDevicePrimaryCtxRetain");
   library_.bind(context_push_, "cuCtxPushCurrent_v2");
   library_.bind(context_pop_, "cuCtxPopCurrent_v2");
+  library_.bind(exchange_capture_mode_, "cuThreadExchangeStreamCaptureMode");
   library_.bind(priority_range_, "cuCtxGetStreamPriorityRange");
   library_.bind(stream_create_, "cuStreamCreateWithPriority");
   library_.bind(stream_destroy_, "cuStreamDestroy_v2");
@@ -31,7 +32,6 @@ CudaDriver::CudaDriver(const std::string& path) : library_(path) {
   library_.bind(event_record_, "cuEventRecord");
   library_.bind(event_query_, "cuEventQuery");
   library_.bind(allocate_, "cuMemAlloc_v2");
-  library_.bind(free_, "cuMemFree_v2");
   library_.bind(module_load_, "cuModuleLoadData");
   library_.bind(module_function_, "cuModuleGetFunction");
   library_.bind(launch_, "cuLaunchKernel");
@@ -53,6 +53,11 @@ void CudaDriver::push(CudaContext context) const { check(context_push_(context),
 void CudaDriver::pop() const noexcept {
   CudaContext before = nullptr;
   static_cast<void>(context_pop_(&before));
+}
+
+int CudaDriver::exchange_capture_mode(int mode) const noexcept {
+  static_cast<void>(exchange_capture_mode_(&mode));
+  return mode;
 }
 
 CudaStream CudaDriver::create_stream() const {
@@ -99,8 +104,6 @@ CudaAddress CudaDriver::allocate(std::size_t bytes) const {
   check(allocate_(&address, bytes), "cuMemAlloc");
   return address;
 }
-
-void CudaDriver::free(CudaAddress address) const noexcept { static_cast<void>(free_(address)); }
 
 CudaModule CudaDriver::load_module(const void* image) const {
   CudaModule module = nullptr;

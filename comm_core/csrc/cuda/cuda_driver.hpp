@@ -38,6 +38,8 @@ class CudaDriver {
   CudaContext primary_context(int device) const;
   void push(CudaContext context) const;
   void pop() const noexcept;
+  /// How this thread's calls fare while another thread captures a graph; gives the mode before. See Device::Current.
+  int exchange_capture_mode(int mode) const noexcept;
 
   /// Of the highest priority; waits for no other stream by itself.
   CudaStream create_stream() const;
@@ -50,7 +52,6 @@ class CudaDriver {
   /// Whether everything before the event's last record() is done; true for one that was never recorded.
   bool is_done(CudaEvent event) const;
   CudaAddress allocate(std::size_t bytes) const;
-  void free(CudaAddress address) const noexcept;
 
   /// From a fat binary in memory, which the call copies.
   CudaModule load_module(const void* image) const;
@@ -68,6 +69,7 @@ class CudaDriver {
   int (*primary_context_retain_)(CudaContext*, int);
   int (*context_push_)(CudaContext);
   int (*context_pop_)(CudaContext*);
+  int (*exchange_capture_mode_)(int*);
   int (*priority_range_)(int*, int*);
   int (*stream_create_)(CudaStream*, unsigned, int);
   int (*stream_destroy_)(CudaStream);
@@ -78,7 +80,6 @@ class CudaDriver {
   int (*event_record_)(CudaEvent, CudaStream);
   int (*event_query_)(CudaEvent);
   int (*allocate_)(CudaAddress*, std::size_t);
-  int (*free_)(CudaAddress);
   int (*module_load_)(CudaModule*, const void*);
   int (*module_function_)(CudaFunction*, CudaModule, const char*);
   int (*launch_)(CudaFunction, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, CudaStream, void**,

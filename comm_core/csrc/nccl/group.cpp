@@ -15,7 +15,6 @@ namespace {
 /// A call of NCCL's that waits for a rank that will not come ends only when the communicator is aborted under it.
 constexpr std::chrono::seconds kPatienceWithCaller{2};
 constexpr std::chrono::milliseconds kDrainNap{1};
-constexpr std::size_t kScratchBytes = 256;
 
 CudaStream as_stream(std::uintptr_t handle) { return reinterpret_cast<CudaStream>(handle); }
 
@@ -44,7 +43,7 @@ NcclGroup::NcclGroup(const NcclApi& nccl, std::shared_ptr<const Device> device, 
       rank_(nccl.rank(comm)),
       size_(nccl.size(comm)),
       stream_(device_->driver().create_stream()),
-      scratch_(device_->driver().allocate(kScratchBytes)),
+      scratch_(device_->scratch()),
       entry_(std::in_place, device_),
       comm_(comm) {}
 
@@ -240,7 +239,6 @@ NcclGroup::~NcclGroup() {
     const Device::Current current(*device_);
     entry_.reset();
     device_->driver().destroy(stream_);
-    device_->driver().free(scratch_);
   } catch (const CudaError&) {  // a device that failed keeps nothing
   }
 }

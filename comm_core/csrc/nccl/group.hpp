@@ -74,7 +74,7 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   const std::shared_ptr<const Device> device_;
   const int rank_, size_;
   CudaStream stream_;
-  CudaAddress scratch_;
+  CudaAddress scratch_;  // the device's
 
   std::timed_mutex issuing_;  // one thread at a time calls NCCL for this communicator
   std::optional<Moment> entry_;

@@ -14,6 +14,7 @@ int cuDevicePrimaryCtxRetain(void** context, int device) {
 }
 int cuCtxPushCurrent_v2(void*) { return 0; }
 int cuCtxPopCurrent_v2(void**) { return 0; }
+int cuThreadExchangeStreamCaptureMode(int* mode) { return std::swap(*mode, capture_mode), 0; }
 int cuCtxGetStreamPriorityRange(int* lowest, int* highest) { return *lowest = 0, *highest = -5, 0; }
 int cuStreamCreateWithPriority(Stream* stream, unsigned flags, int priority) {
   const Lock lock(world().mutex);
@@ -56,6 +57,9 @@ int cuEventRecord(Event event, Stream stream) {
 }
 int cuEventQuery(Event event) {
   const Lock lock(world().mutex);
+  if (capture_mode != 2 &&
+      std::any_of(world().streams.begin(), world().streams.end(), [](Stream stream) { return stream->capturing; }))
+    return world().log.push_back("a capture is spoilt"), 900;
   const auto found = world().failures.find("cuEventQuery");
   if (found != world().failures.end()) return found->second;  // a device that failed stays so
   return event->passed && !*event->passed ? 600 : 0;
@@ -67,13 +71,6 @@ int cuMemAlloc_v2(std::uintptr_t* address, std::size_t bytes) {
   world().memory.insert(memory);
   return *address = reinterpret_cast<std::uintptr_t>(memory), 0;
 }
-int cuMemFree_v2(std::uintptr_t address) {
-  const Lock lock(world().mutex);
-  world().memory.erase(reinterpret_cast<void*>(address));
-  ::operator delete(reinterpret_cast<void*>(address));
-  return 0;
-}
-
 
 // - Kernels: launches are recorded, and a module knows every name
 

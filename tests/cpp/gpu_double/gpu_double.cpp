@@ -18,7 +18,10 @@ void double_reset() {
   world().failures.clear();
   world().hanging.clear();
   world().legacy.tasks.clear();
-  for (Stream stream : world().streams) stream->tasks.clear();
+  for (Stream stream : world().streams) {
+    stream->tasks.clear();
+    stream->capturing = false;
+  }
 }
 std::uintptr_t double_stream() {
   const Lock lock(world().mutex);

@@ -90,6 +90,7 @@ World& world() {
 using Lock = std::lock_guard<std::recursive_mutex>;
 
 thread_local int depth = 0;
+thread_local int capture_mode = 0;  // of this thread, while another captures: 0 global, 2 relaxed
 thread_local std::vector<std::pair<Stream, Step>> grouped;
 
 std::string text(const char* format, ...) __attribute__((format(printf, 1, 2)));
