@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import os
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,10 +62,10 @@ def cast_geometry(count: int) -> Geometry:
     return Geometry(blocks)
 
 
-def inspect_geometry(count: int) -> tuple[Geometry, Geometry]:
-    """Of the pass over `count` elements, and of the one that adds up what its blocks found."""
+def inspect_geometry(count: int) -> Geometry:
+    """Of the pass over `count` elements; one block more adds up what its blocks found."""
     _require_some("inspect", count)
-    return Geometry(min(-(-count // _INSPECT_PER_BLOCK), _INSPECT_MAX_BLOCKS)), Geometry(1)
+    return Geometry(min(-(-count // _INSPECT_PER_BLOCK), _INSPECT_MAX_BLOCKS))
 
 
 def cast_name(source: _C.DType, target: _C.DType) -> str | None:
@@ -172,22 +173,27 @@ class CudaKernels:
         if count:
             self._launch(name, cast_geometry(count), source, target, count, scale, stream)
 
-    def inspect(self, source: int, dtype: _C.DType, count: int, scratch: int, target: int, stream: int) -> None:
-        """Sum of squares of `source`, and how many values are infinite or NaN: two float64 at `target`.
+    def inspect(self, parts: Sequence[tuple[int, _C.DType, int]], scratch: int, target: int, stream: int) -> None:
+        """Sum of squares of all `parts`, and how many values are infinite or NaN: two float64 at `target`.
 
-        `scratch` has room for :meth:`scratch_bytes`. Enqueued on `stream`. `count` is above 0.
+        A part is an address, a dtype and a count above 0. `scratch` has room for :meth:`scratch_bytes` of the counts.
+        Enqueued on `stream`: a launch for each part, and one that adds up what all their blocks found.
         """
-        name = inspect_name(dtype)
-        if name is None:
-            raise _C.Unsupported(f"no kernel inspects {dtype.name}")
-        first, fold = inspect_geometry(count)
-        self._launch(name, first, source, scratch, count, 1.0, stream)
-        self._launch("inspect_fold", fold, scratch, target, first.blocks, 1.0, stream)
+        names = [inspect_name(dtype) for _, dtype, _ in parts]
+        for name, (_, dtype, _) in zip(names, parts, strict=True):
+            if name is None:
+                raise _C.Unsupported(f"no kernel inspects {dtype.name}")
+        blocks = 0
+        for name, (source, _, count) in zip(names, parts, strict=True):
+            geometry = inspect_geometry(count)
+            self._launch(str(name), geometry, source, scratch + blocks * FOUND_BYTES, count, 1.0, stream)
+            blocks += geometry.blocks
+        self._launch("inspect_fold", Geometry(1), scratch, target, blocks, 1.0, stream)
 
     @staticmethod
-    def scratch_bytes(count: int) -> int:
-        """What an inspection of `count` elements needs beside its result."""
-        return inspect_geometry(count)[0].blocks * FOUND_BYTES
+    def scratch_bytes(counts: Sequence[int]) -> int:
+        """What an inspection of parts with so many elements needs beside its result."""
+        return sum(inspect_geometry(count).blocks for count in counts) * FOUND_BYTES
 
     def _launch(
         self, name: str, geometry: Geometry, source: int, target: int, count: int, scale: float, stream: int

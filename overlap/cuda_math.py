@@ -14,7 +14,7 @@ import torch
 
 import comm_core
 from comm_core import DType
-from comm_core.cuda_kernels import CudaKernels, cast_name, inspect_name
+from comm_core.cuda_kernels import CudaKernels, cast_name
 
 __all__ = ["can_inspect", "cast_scale", "inspect", "kernels_on"]
 
@@ -107,15 +107,16 @@ def inspect(tensors: Sequence[torch.Tensor], device: torch.device | None = None)
     kernels = kernels_on(_index(filled[0])) if filled[0].is_cuda else None
     if kernels is None:
         return _inspect_by_torch(filled)
-    found = torch.empty((len(filled), 2), dtype=torch.float64, device=filled[0].device)
-    stream = torch.cuda.current_stream(filled[0].device).cuda_stream
-    for tensor, row in zip(filled, found, strict=True):
-        assert inspect_name(_TYPES[tensor.dtype]) is not None, "there is one for each type that _check lets pass"
-        scratch = torch.empty(kernels.scratch_bytes(tensor.numel()), dtype=torch.uint8, device=tensor.device)
-        kernels.inspect(
-            tensor.data_ptr(), _TYPES[tensor.dtype], tensor.numel(), scratch.data_ptr(), row.data_ptr(), stream
-        )
-    return found.sum(0)
+    place = filled[0].device
+    found = torch.empty(2, dtype=torch.float64, device=place)
+    scratch = torch.empty(kernels.scratch_bytes([t.numel() for t in filled]), dtype=torch.uint8, device=place)
+    kernels.inspect(
+        [(tensor.data_ptr(), _TYPES[tensor.dtype], tensor.numel()) for tensor in filled],
+        scratch.data_ptr(),
+        found.data_ptr(),
+        torch.cuda.current_stream(place).cuda_stream,
+    )
+    return found
 
 
 def _inspect_by_torch(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import struct
 from pathlib import Path
@@ -23,6 +24,17 @@ from comm_core.cuda_kernels import (
 )
 from tests.gpu_double import Double
 
+# A thread of a cast loads 4 elements at once, one of an inspection 16 bytes.
+WIDE_LOADS = {
+    ("cast", "float32"): "ld.global.v4.f32",
+    ("cast", "float64"): "ld.global.v2.f64",
+    ("cast", "float16"): "ld.global.v4.u16",
+    ("cast", "bfloat16"): "ld.global.v4.u16",
+    ("inspect", "float32"): "ld.global.v4.f32",
+    ("inspect", "float64"): "ld.global.v2.f64",
+    ("inspect", "float16"): "ld.global.v4.u32",
+    ("inspect", "bfloat16"): "ld.global.v4.u32",
+}
 NVCC = shutil.which("nvcc") or next((path for path in ("/usr/local/cuda/bin/nvcc",) if os.path.exists(path)), None)
 
 
@@ -35,10 +47,10 @@ def test_a_cast_has_a_thread_for_every_element_and_no_idle_block(count: int) -> 
 
 
 def test_an_inspection_is_the_same_on_every_card_and_bounded() -> None:
-    assert inspect_geometry(1) == (Geometry(1), Geometry(1))
-    assert inspect_geometry(4097) == (Geometry(2), Geometry(1))
-    assert inspect_geometry(10**10) == (Geometry(1024), Geometry(1))
-    assert CudaKernels.scratch_bytes(4097) == 32
+    assert inspect_geometry(1) == Geometry(1)
+    assert inspect_geometry(4097) == Geometry(2)
+    assert inspect_geometry(10**10) == Geometry(1024)
+    assert CudaKernels.scratch_bytes([4097, 1]) == 48
 
 
 def test_nothing_to_do_and_too_much_are_refused() -> None:
@@ -66,8 +78,11 @@ def test_where_nvcc_is_kernels_are_compiled_for_three_targets() -> None:
     assert notes().startswith("compiled with ")
     wanted = {name for a in DType for b in DType if (name := cast_name(a, b))}
     wanted |= {f"inspect_{name}" for name in ("float16", "bfloat16", "float32", "float64", "fold")}
-    missing = {name for name in wanted if name.encode() not in image}
-    assert not missing
+    assert not {name for name in wanted if name.encode() not in image}
+    code = dict(re.findall(r"\.entry (\w+)\((.*?)\n}", image.decode("latin1"), re.DOTALL))
+    assert set(code) == wanted
+    for name in wanted - {"inspect_fold"}:
+        assert WIDE_LOADS[name.split("_")[0], name.split("_")[1]] in code[name], name
 
 
 def test_without_nvcc_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -104,12 +119,14 @@ def test_a_launch_carries_its_arguments_and_its_stream(gpu: Double, kernels: Cud
         f"launch cast_float32_bfloat16 {name} 2x1x1 of 256, shared=0, source=1024 target=2048 count=5000 scale=0.25",
         "launch cast_float32_bfloat16 s0 1x1x1 of 256, shared=0, source=1024 target=2048 count=1 scale=1",
     ]
-    kernels.inspect(1024, DType.FLOAT16, 9000, 4096, 8192, stream)
+    kernels.inspect([(1024, DType.FLOAT16, 9000), (512, DType.FLOAT32, 1)], 4096, 8192, stream)
     assert gpu.log() == [
         "function inspect_float16",
         f"launch inspect_float16 {name} 3x1x1 of 256, shared=0, source=1024 target=4096 count=9000 scale=1",
+        "function inspect_float32",
+        f"launch inspect_float32 {name} 1x1x1 of 256, shared=0, source=512 target=4144 count=1 scale=1",
         "function inspect_fold",
-        f"launch inspect_fold {name} 1x1x1 of 256, shared=0, source=4096 target=8192 count=3 scale=1",
+        f"launch inspect_fold {name} 1x1x1 of 256, shared=0, source=4096 target=8192 count=4 scale=1",
     ]
     kernels.cast(1024, DType.FLOAT32, 2048, DType.BFLOAT16, 0, 1.0, stream)
     assert gpu.log() == [], "nothing to do"

@@ -60,16 +60,16 @@ class _Cuda:
         self.said: list[str] = []
         self.default = self.now = _Stream(self.said, 0, "default")
 
-    def Stream(self, device: torch.device, priority: int = 0) -> _Stream:  # noqa: N802
+    def Stream(self, device: torch.device, priority: int = 0) -> _Stream:
         assert device == PLACE
         return _Stream(self.said, 77, f"a new stream of priority {priority}")
 
-    def ExternalStream(self, handle: int, device: torch.device) -> _Stream:  # noqa: N802
+    def ExternalStream(self, handle: int, device: torch.device) -> _Stream:
         assert device == PLACE
         # What torch does with handle 0, which it takes for none.
         return _Stream(self.said, handle, f"stream {handle}" if handle else "a new stream")
 
-    def Event(self) -> _Event:  # noqa: N802
+    def Event(self) -> _Event:
         return _Event(self.said)
 
     def default_stream(self, device: torch.device) -> _Stream:

@@ -13,9 +13,9 @@ constexpr int kWidth = 4;   // neighbouring elements that a thread moves at once
 constexpr int kUnroll = 4;  // such groups per thread, all loaded before the first is stored
 using Count = unsigned long long;
 
-template <class T>
-struct alignas(sizeof(T) * kWidth) Group {
-  T at[kWidth];
+template <class T, int width = kWidth>
+struct alignas(sizeof(T) * width) Group {
+  T at[width];
 };
 
 __device__ float widened(float x) { return x; }
@@ -39,15 +39,15 @@ __device__ To converted(From value, Wide scale) {
   return out;
 }
 
-template <class T>
+template <class G, class T>
 __device__ bool aligned(const T* address) {
-  return reinterpret_cast<Count>(address) % sizeof(Group<T>) == 0;
+  return reinterpret_cast<Count>(address) % sizeof(G) == 0;
 }
 
 template <class From, class To, class Wide>
 __device__ void cast(const From* source, To* target, Count count, Wide scale) {
   const Count start = Count(blockIdx.x) * (kThreads * kWidth * kUnroll);
-  if (aligned(source) && aligned(target) && start + kThreads * kWidth * kUnroll <= count) {
+  if (aligned<Group<From>>(source) && aligned<Group<To>>(target) && start + kThreads * kWidth * kUnroll <= count) {
     Group<From> in[kUnroll];
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
@@ -96,21 +96,36 @@ __device__ void add(T value, Found& found) {
   if (!isfinite(wide)) found.nonfinite += 1.0;
 }
 
-// Each block leaves its sum in target[block]; inspect_fold adds these up.
+// Each block leaves its sum in target[block]; inspect_fold adds these up. A thread loads 16 bytes at once, and kUnroll
+// times before it adds, so that enough is on its way from memory.
 template <class T>
 __device__ void inspect(const T* source, Found* target, Count count) {
+  constexpr int width = 16 / sizeof(T);
+  using Loaded = Group<T, width>;
   Found mine{0.0, 0.0};
   const Count stride = Count(gridDim.x) * kThreads;
   const Count first = Count(blockIdx.x) * kThreads + threadIdx.x;
   Count done = 0;
-  if (aligned(source)) {
-    const auto groups = reinterpret_cast<const Group<T>*>(source);
-    for (Count g = first; g < count / kWidth; g += stride) {
-      const Group<T> group = groups[g];
+  if (aligned<Loaded>(source)) {
+    const auto groups = reinterpret_cast<const Loaded*>(source);
+    const Count num_groups = count / width;
+    Count g = first;
+    for (; g + (kUnroll - 1) * stride < num_groups; g += kUnroll * stride) {
+      Loaded loaded[kUnroll];
 #pragma unroll
-      for (int i = 0; i < kWidth; ++i) add(group.at[i], mine);
+      for (int u = 0; u < kUnroll; ++u) loaded[u] = groups[g + u * stride];
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+#pragma unroll
+        for (int i = 0; i < width; ++i) add(loaded[u].at[i], mine);
+      }
     }
-    done = count / kWidth * kWidth;
+    for (; g < num_groups; g += stride) {
+      const Loaded group = groups[g];
+#pragma unroll
+      for (int i = 0; i < width; ++i) add(group.at[i], mine);
+    }
+    done = num_groups * width;
   }
   for (Count index = done + first; index < count; index += stride) add(source[index], mine);
   const Found sum = block_sum(mine);
