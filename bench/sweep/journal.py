@@ -13,8 +13,9 @@ __all__ = ["Journal", "key"]
 
 
 def key(settings: Mapping[str, Any]) -> str:
-    """The same for the same run. How long it may take does not belong to it."""
-    return json.dumps({name: value for name, value in settings.items() if name != "timeout"}, sort_keys=True)
+    """The same for the same run: 10 is 10.0, as a table says one and a result the other. Its time limit does not count."""
+    told = {name: float(value) if type(value) is int else value for name, value in settings.items()}
+    return json.dumps({name: value for name, value in told.items() if name != "timeout"}, sort_keys=True)
 
 
 class Journal:
