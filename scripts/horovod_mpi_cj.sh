@@ -9,6 +9,9 @@
 # rdma=0           0: TCP over ETH_INTERFACE; 2: IP over IB_INTERFACE
 # threshold=0      MB of a bucket; 0: the method's own   exclude_parts=  reducescatter, allgather or both (dear)
 # use_zero=0       1: ZeroRedundancyOptimizer (ddp)      asc=0           1: the ASC rule (mgwfbp)
+# compressor=none  fp16, bf16: 16 bits on the wire (ours) WFSGD_TIMELINE= record a timeline; {rank} in the name: one a rank
+# compressor=none  fp16 or bf16: gradients in 16 bits (ours)
+# WFSGD_TIMELINE=  record a timeline in this file; {rank} in its name gives every rank one
 # small=0          1: inputs that a CPU manages          network=local   1gbit, 100mbit, …: emulated hosts, needs root
 # emulate_compute= MODEL@DEVICE, e.g. resnet50@a100      dilate=1        stretch emulated compute, narrow links
 #
@@ -23,15 +26,29 @@ fail() {
     printf '%s: %s\n' "${method}" "$*" >&2
     exit 2
 }
-[ "$compressor" = none ] || fail "compressor=$compressor is not supported; use compressor=none"
 [ "$nstreams" = 1 ] || fail "nstreams=$nstreams: all communication of a rank is one stream; use nstreams=1"
-case $rdma in
-    0) ;;
-    2) export ETH_MPI_BTC_TCP_IF_INCLUDE=${IB_INTERFACE:?rdma=2 is IP over InfiniBand: name the interface in IB_INTERFACE} ;;
-    *) fail "rdma=$rdma: InfiniBand verbs are not supported; use rdma=0 (TCP) or rdma=2 (IP over InfiniBand)" ;;
+# What belongs to launchers that other toolkits have must not look as if it had counted.
+for name in ngpu_per_node node_count node_rank; do
+    [ -z "${!name:-}" ] || fail "$name=${!name}: the number of workers is nworkers, and their hosts are those of hostfile"
+done
+for name in LAUNCHBIN CODEHOME ETH_SCHEDULER_IP IB_SCHEDULER_IP WORKER_HOST_PREFIX; do
+    [ -z "${!name:-}" ] || printf '%s: %s is ignored: it belongs to parameter servers, and there are none here\n' "$method" "$name" >&2
+done
+case $method:${mgwfbp:=} in
+    *: | mgwfbp:1) ;;
+    mgwfbp:*) fail "mgwfbp=$mgwfbp: gradients are left apart by wfbp/horovod_mpi_cj.sh" ;;
+    *:0) ;;
+    *) fail "mgwfbp=$mgwfbp: gradients are merged by mgwfbp/horovod_mpi_cj.sh" ;;
 esac
 
 options=()
+if [ "$compressor" != none ]; then
+    case $method in horovod | ddp | fsdp2) fail "compressor=$compressor is not supported here; use compressor=none" ;; esac
+    case $compressor in
+        fp16 | bf16) options+=("compression=$compressor") ;;
+        *) fail "compressor=$compressor is not supported; use compressor=none, fp16 or bf16" ;;
+    esac
+fi
 if [ "$threshold" != 0 ]; then
     case $method in
         dear | oss) options+=("threshold_mb=$threshold") ;;
@@ -53,7 +70,16 @@ if [ "$use_zero" != 0 ]; then
     method=ddp-zero
 fi
 
+named=${ETH_MPI_BTC_TCP_IF_INCLUDE:-}
 . "$root/configs/envs.conf"
+case $rdma in
+    0) export ETH_MPI_BTC_TCP_IF_INCLUDE=${named:-$ETH_INTERFACE} ;;
+    2)
+        [ -n "$IB_INTERFACE" ] || fail "rdma=2 is IP over InfiniBand: name the interface in IB_INTERFACE"
+        export ETH_MPI_BTC_TCP_IF_INCLUDE=$IB_INTERFACE
+        ;;
+    *) fail "rdma=$rdma: InfiniBand verbs are not supported; use rdma=0 (TCP) or rdma=2 (IP over InfiniBand)" ;;
+esac
 bash "$root/scripts/setup.sh"
 . "$root/scripts/hostfile.sh"
 flags=(--model "$dnn" --batch-size "$bs" --workers "$nworkers")
@@ -70,5 +96,10 @@ else
 fi
 [ -z "$emulate_compute" ] || flags+=(--emulate-compute "$emulate_compute" --dilate "$dilate")
 spec=$method$(printf ',%s' "${options[@]}" | sed 's/^,/:/; s/^:$//')
+case ${WFSGD_TIMELINE:=} in
+    '') ;;
+    /*) flags+=(--timeline "$WFSGD_TIMELINE") ;;
+    *) flags+=(--timeline "$PWD/$WFSGD_TIMELINE") ;;
+esac
 cd "$root" # so that the packages are found, and none of ours hides another of the same name
 exec "${PY:-$root/.venv/bin/python}" -m bench.train --method "$spec" "${flags[@]}" "$@"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import matplotlib
 
@@ -42,14 +41,22 @@ def report(curves: Mapping[str, Curve]) -> str:
 
 
 def draw(curves: Mapping[str, Curve], title: str, path: Path) -> None:
-    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
-    axis: Any = axes
-    for name, curve in curves.items():
-        axis.plot(curve["seconds"], smooth(curve["loss"]), label=name, lw=1.6)
-    axis.set_xlabel("seconds")
-    axis.set_ylabel(f"loss on rank 0, mean of {WINDOW} steps")
-    axis.set_title(title, fontsize=10)
-    axis.legend(frameon=False)
-    axis.set_ylim(bottom=0)
+    """Two panels: the loss over steps, where methods should be one line, and over wall time, where they come apart."""
+    figure, panels = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained", sharey=True)
+    over_steps, over_time = list(panels)
+    slowest_first = sorted(curves.items(), key=lambda item: -item[1]["seconds"][-1])
+    for place, (name, curve) in enumerate(slowest_first):
+        losses = smooth(curve["loss"])
+        # Lines that coincide stay visible: the first drawn is the widest.
+        width = 1.4 + 2.0 * (len(curves) - 1 - place)
+        line = over_steps.plot(range(1, len(losses) + 1), losses, lw=width, label=name)[0]
+        over_time.plot(curve["seconds"], losses, lw=1.6, color=line.get_color(), label=name)
+        over_time.axvline(curve["seconds"][-1], color=line.get_color(), lw=0.8, ls=":")
+    over_steps.set_xlabel("steps")
+    over_time.set_xlabel("seconds; dotted: all steps done")
+    over_steps.set_ylabel(f"loss on rank 0, mean of {WINDOW} steps")
+    over_steps.set_ylim(bottom=0)
+    over_steps.legend(frameon=False)
+    figure.suptitle(title, fontsize=10)
     figure.savefig(path, dpi=120)
     plt.close(figure)
