@@ -54,6 +54,9 @@ def first_host(hostfile: Path) -> str:
 def environment(settings: Settings, method: Method, timeline: str | None = None) -> dict[str, str]:
     """What every worker needs, whatever starts it. Raises ``LauncherError`` where a method records no timeline."""
     env = {**method.environment, LAUNCHED: "1", "OMP_NUM_THREADS": str(settings.threads), "PYTHONPATH": str(ROOT)}
+    if settings.hostfile is None and settings.workers > (os.cpu_count() or 1):
+        # Emulated hosts share cores without Open MPI's knowing: who waits by spinning would keep the others from sending.
+        env["OMPI_MCA_mpi_yield_when_idle"] = "1"
     if timeline is not None:
         if method.timeline_variable is None:
             raise LauncherError(f"{method.name} records no timeline")

@@ -122,6 +122,15 @@ def test_only_methods_that_record_a_timeline_are_asked_for_one() -> None:
         launcher.environment(settings, method("ddp"), "x.json")
 
 
+def test_more_workers_than_cores_wait_without_spinning() -> None:
+    cores = os.cpu_count() or 1
+    few, many = (launcher.environment(Settings(workers=count), method("horovod")) for count in (cores, cores + 1))
+    assert "OMPI_MCA_mpi_yield_when_idle" not in few
+    assert many["OMPI_MCA_mpi_yield_when_idle"] == "1"
+    real = Settings(workers=cores + 1, hostfile="hosts")
+    assert "OMPI_MCA_mpi_yield_when_idle" not in launcher.environment(real, method("horovod"))
+
+
 def test_time_alone_leaves_the_model_as_it_was_and_communication_is_the_rest() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     before = {name: value.clone() for name, value in model.state_dict().items()}
