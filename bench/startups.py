@@ -71,7 +71,8 @@ def ready(layers: Sequence[Layer]) -> Iterator[tuple[float, int]]:
 
 def fill(sizes: Sequence[int], most: int) -> list[int]:
     """How many neighbours each bucket takes: as many as fit into `most` bytes, at least one."""
-    counts, room = [], 0
+    counts: list[int] = []
+    room = 0
     for size in sizes:
         if counts and size <= room:
             counts[-1] += 1
