@@ -44,7 +44,7 @@ def make_parts(slots: Sequence[Slot], rank: int, size: int) -> list[Part]:
     specs = []
     for slot in slots:
         param = slot.param
-        width = torch.empty((), dtype=outer_dtype(param.dtype)).element_size()
+        width = torch.empty((), dtype=outer_dtype(param.dtype), device="cpu").element_size()
         specs.append(TensorSpec(as_real(param).numel(), width, (str(param.dtype), str(param.device))))
     units = [(index,) for index in range(len(slots))]
     plans = fuse(units, specs, size, threshold_bytes=_FUSION_BYTES)
@@ -76,7 +76,7 @@ class Part:
         self.pack()
         self.start = self.next = self.before = self.whole[self.own].clone()
         self.momentum = torch.zeros_like(self.start)
-        self.mean = torch.empty(0)  # what the reduction gives, while it is needed
+        self.mean = torch.empty(0, device="cpu")  # what the reduction gives, while it is needed
         self.work: Work | None = None
 
     def check(self) -> None:

@@ -148,7 +148,7 @@ class Rounds:
         self._gather(sent)
 
     def _moved(self, parts: Sequence[Part]) -> float:
-        squares = torch.tensor([sum(part.squared_step() for part in parts)], dtype=torch.float64)
+        squares = torch.tensor([sum(part.squared_step() for part in parts)], dtype=torch.float64, device="cpu")
         self._comm.all_reduce(squares, squares, ReduceOp.SUM, label="co2 gap")
         return float(squares.sqrt())
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from overlap.communicator import Communicator, ReduceOp
+from overlap.cuda_math import inspect, prefers_inspect
 
 __all__ = ["clip_sharded"]
 
@@ -23,20 +24,21 @@ def clip_sharded(
     """Scale gradients so that their total norm is at most `max_norm`; returns the norm before.
 
     `pieces` are this rank's share, disjoint from every other rank's; `alike` are gradients that all ranks hold alike.
-    Norms are accumulated in fp64. On every rank of `comm`.
+    Norms are accumulated in fp64; on a GPU squares are added up in one pass over all pieces, the host waits for it once.
+    The norm lies where this rank's first gradient does. On every rank of `comm`.
     """
     infinite = math.isinf(norm_type)
     if not (infinite or norm_type > 0):
         raise ValueError(f"norm_type should be above 0 or inf and is {norm_type}")
     counted = [*pieces, *(alike if comm.rank == 0 else ())]
-    norms = [torch.linalg.vector_norm(g.detach(), norm_type).double() for g in counted if g.numel()]
-    if not norms:
-        share = torch.zeros((), dtype=torch.float64)
-    elif infinite:
-        share = torch.stack(norms).amax()
-    else:
-        share = torch.stack([norm**norm_type for norm in norms]).sum()
-    share = share.cpu().reshape(1)
+    devices = dict.fromkeys(g.device for g in counted if g.numel())
+    shares = [
+        _share([g.detach() for g in counted if g.numel() and g.device == device], norm_type).cpu() for device in devices
+    ]
+    share = torch.zeros(1, dtype=torch.float64, device="cpu")
+    if shares:
+        together = torch.stack(shares)
+        share[0] = together.amax() if infinite else together.sum()
     comm.all_reduce(share, share, ReduceOp.MAX if infinite else ReduceOp.SUM, label="gradient norm")
     total = share[0] if infinite else share[0] ** (1.0 / norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
@@ -45,7 +47,21 @@ def clip_sharded(
     if not factor >= 1.0:  # also for a NaN, which must reach the gradients as it does in one process
         for gradient in (*pieces, *alike):
             gradient.detach().mul_(factor)
-    return total.to(torch.float32) if not counted else total.to(_norm_dtype(counted))
+    return total.to(torch.float32) if not counted else total.to(counted[0].device, _norm_dtype(counted))
+
+
+def _share(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+    """Of gradients on one device: the sum of all sizes to the power of `norm_type`, the greatest size if that is inf."""
+    ours = [g for g in gradients if norm_type == 2 and prefers_inspect(g)]
+    norms = [
+        torch.linalg.vector_norm(g, norm_type).double() for g in gradients if norm_type != 2 or not prefers_inspect(g)
+    ]
+    if math.isinf(norm_type):
+        return torch.stack(norms).amax()
+    powers = [norm**norm_type for norm in norms]
+    if ours:
+        powers.append(inspect(ours)[0])
+    return torch.stack(powers).sum()
 
 
 def _norm_dtype(gradients: Sequence[torch.Tensor]) -> torch.dtype:

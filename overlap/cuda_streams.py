@@ -100,7 +100,7 @@ class TorchStreams:
         return _Event(event, self._place)
 
     def pinned(self, like: torch.Tensor) -> torch.Tensor:
-        return torch.empty(like.numel(), dtype=like.dtype, pin_memory=True)
+        return torch.empty(like.numel(), dtype=like.dtype, pin_memory=True, device="cpu")
 
     def fetch(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         for host, there in pairs:

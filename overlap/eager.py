@@ -72,7 +72,7 @@ class EagerUpdates:
         self._looked = False  # whether this backward handed over a gradient, and so could tell how much room there is
         self._spare = False  # one more could have been updated
         self._learned = False  # how much room there is; until then all are tried
-        self._count = torch.zeros(1, dtype=torch.int64)  # agreed for the next step …
+        self._count = torch.zeros(1, dtype=torch.int64, device="cpu")  # agreed for the next step …
         self._counted: Work | None = None  # … while forward runs
         self._used: list[dict[str, Any]] = []  # the hyper-parameters of this window's updates
 

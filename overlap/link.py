@@ -70,7 +70,7 @@ class Link:
         self._broken = True
         peer = (self.rank + 1) % self.size
         with contextlib.suppress(RuntimeError):
-            self._gloo.recv([torch.empty(1)], peer, _TAG_OF_THE_END).wait(_AT_ONCE)
+            self._gloo.recv([torch.empty(1, device="cpu")], peer, _TAG_OF_THE_END).wait(_AT_ONCE)
 
     def close(self) -> None:
         """Let go of the connections."""

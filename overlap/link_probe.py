@@ -42,7 +42,7 @@ def measure_all_reduce(
     spent = 0.0
     for number, nbytes in enumerate(_SIZES):
         count = min(max(_STREAM // nbytes, 1), _MOST)
-        values = [torch.zeros(nbytes // 4, dtype=torch.float32) for _ in range(count)]
+        values = [torch.zeros(nbytes // 4, dtype=torch.float32, device="cpu") for _ in range(count)]
         times, own_times = [], []
         for repeat in range(warmup + repeats):
             comm.barrier(label="probe")

@@ -19,7 +19,7 @@ import torch
 
 from overlap.bucket import Slot
 from overlap.communicator import Communicator, ReduceOp
-from overlap.cuda_math import can_inspect, inspect
+from overlap.cuda_math import inspect, prefers_inspect
 from overlap.sparse import values_of
 
 __all__ = ["any_nonfinite", "is_scaler_step", "is_unscaling", "show_infinity", "unscale"]
@@ -38,14 +38,14 @@ def is_scaler_step(caller: FrameType) -> bool:
 def any_nonfinite(comm: Communicator, gradients: Iterable[torch.Tensor]) -> bool:
     """Whether any rank holds an infinity or a NaN. On every rank of `comm`."""
     given = [gradient for gradient in gradients if gradient.numel()]
-    on_device = [gradient for gradient in given if gradient.is_cuda and can_inspect(gradient)]
+    on_device = [gradient for gradient in given if prefers_inspect(gradient)]
     found = bool(on_device) and bool(inspect(on_device)[1])  # the host waits for the device once
     found = found or any(
         not bool(torch.isfinite(torch.linalg.vector_norm(gradient, float("inf"))))
         for gradient in given
-        if not (gradient.is_cuda and can_inspect(gradient))
+        if not prefers_inspect(gradient)
     )
-    flag = torch.tensor([float(found)])
+    flag = torch.tensor([float(found)], device="cpu")
     comm.all_reduce(flag, flag, ReduceOp.MAX, label="infinities")
     return bool(flag)
 

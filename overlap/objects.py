@@ -22,11 +22,11 @@ def broadcast_object(comm: Communicator, obj: T, root: int = 0) -> T:
     """The root's object on every rank (pickled). Call on all ranks of `comm`."""
     if comm.size == 1:
         return obj
-    payload = _as_bytes(obj) if comm.rank == root else torch.empty(0, dtype=torch.uint8)
-    length = torch.tensor([payload.numel()], dtype=torch.int64)
+    payload = _as_bytes(obj) if comm.rank == root else torch.empty(0, dtype=torch.uint8, device="cpu")
+    length = torch.tensor([payload.numel()], dtype=torch.int64, device="cpu")
     comm.broadcast(length, root)
     if comm.rank != root:
-        payload = torch.empty(int(length), dtype=torch.uint8)
+        payload = torch.empty(int(length), dtype=torch.uint8, device="cpu")
     comm.broadcast(payload, root)
     return obj if comm.rank == root else pickle.loads(payload.numpy().tobytes())
 
@@ -37,7 +37,7 @@ def allgather_object(comm: Communicator, obj: T) -> list[T]:
         return [obj]
     payload = _as_bytes(obj)
     counts = comm.all_gather_counts(payload.numel())
-    gathered = torch.empty(sum(counts), dtype=torch.uint8)
+    gathered = torch.empty(sum(counts), dtype=torch.uint8, device="cpu")
     comm.all_gather(payload, gathered, counts=counts)
     return [pickle.loads(part.numpy().tobytes()) for part in gathered.split(counts)]
 

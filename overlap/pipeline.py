@@ -142,7 +142,7 @@ class RingReduce(Pipeline):
             return self._final(arrival.span)
         numel = arrival.span.stop - arrival.span.start
         if index < self._num_slots:
-            self._slots.append(torch.empty(self._slot_numel(), dtype=self._send.dtype))
+            self._slots.append(torch.empty(self._slot_numel(), dtype=self._send.dtype, device="cpu"))
         elif self._arrivals[index - self._num_slots].forward:
             self.sent_on(link, index - self._num_slots)
         return self._slots[index % self._num_slots][:numel]

@@ -106,8 +106,8 @@ class ProcessGroupCommunicator(Communicator):
         return self._issue("all_gather", label, request.recv.nbytes, lambda: [stage()])
 
     def all_gather_counts(self, send_count: int) -> list[int]:
-        mine = torch.tensor([send_count], dtype=torch.int64)
-        counts = torch.empty(self._size, dtype=torch.int64)
+        mine = torch.tensor([send_count], dtype=torch.int64, device="cpu")
+        counts = torch.empty(self._size, dtype=torch.int64, device="cpu")
         self.all_gather(mine, counts)
         return [int(count) for count in counts]
 
@@ -150,7 +150,7 @@ class ProcessGroupCommunicator(Communicator):
         return self._issue("all_to_all", label, request.send.nbytes, lambda: [stage])
 
     def barrier_async(self, *, label: str = "") -> Work:
-        token = torch.zeros(1, dtype=torch.uint8)
+        token = torch.zeros(1, dtype=torch.uint8, device="cpu")
         return self._issue("barrier", label, 0, lambda: self._routes.all_reduce(token, token, ReduceOp.MAX))
 
     # - Messages
@@ -166,8 +166,8 @@ class ProcessGroupCommunicator(Communicator):
     # - The rest
 
     def split(self, color: int | None, key: int = 0) -> ProcessGroupCommunicator | None:
-        wish = torch.tensor([color is not None, color or 0, key], dtype=torch.int64)
-        wishes = torch.empty(3 * self._size, dtype=torch.int64)
+        wish = torch.tensor([color is not None, color or 0, key], dtype=torch.int64, device="cpu")
+        wishes = torch.empty(3 * self._size, dtype=torch.int64, device="cpu")
         self.all_gather(wish, wishes)
         number = next(self._splits)
         if color is None:

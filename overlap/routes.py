@@ -83,7 +83,7 @@ class Routes:
         """Everybody's `send` into `root`'s `recv`: a reduce-scatter whose shards then go to the root."""
         counts = balanced_split(send.numel(), self._size)
         spans = shard_spans(counts)
-        mine = torch.empty(counts[self._rank], dtype=send.dtype)
+        mine = torch.empty(counts[self._rank], dtype=send.dtype, device="cpu")
         reduce = self.reduce_scatter(send, mine, counts, op)
         if recv is None:
             return [reduce(), Exchange([(root, mine)], [])]

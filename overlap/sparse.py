@@ -54,7 +54,7 @@ def average_sparse(
         return
     mine = [_coalesced(slot) for slot in todo]
     # No gradient: 0. A gradient with n rows: n + 1.
-    rows = torch.tensor([0 if gradient is None else gradient._nnz() + 1 for gradient in mine])
+    rows = torch.tensor([0 if gradient is None else gradient._nnz() + 1 for gradient in mine], device="cpu")
     table = rows.new_empty((comm.size, len(todo)))
     comm.all_gather(rows, table.view(-1), label="sparse rows")
     inflight = []

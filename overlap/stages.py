@@ -133,7 +133,7 @@ class DirectReduce(Stage):
             if index < self._ahead:
                 longest = max(other.stop - other.start for other in self._rounds)
                 numels = [0 if peer == self._rank else longest for peer in range(self._size)]
-                self._slots.append([torch.empty(numel, dtype=self._out.dtype) for numel in numels])
+                self._slots.append([torch.empty(numel, dtype=self._out.dtype, device="cpu") for numel in numels])
             slots = self._slots[index % self._ahead]
             numel = span.stop - span.start
             self._received.append([link.recv(slots[peer][:numel], peer, self._tag) for peer in self._others])

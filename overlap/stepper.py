@@ -196,7 +196,11 @@ class Stepper:
         self._close_window()
 
     def _average(self, loss: Any, factor: float) -> Any:
-        plain = loss.detach() if isinstance(loss, torch.Tensor) else torch.tensor(float(loss), dtype=torch.float64)
+        plain = (
+            loss.detach()
+            if isinstance(loss, torch.Tensor)
+            else torch.tensor(float(loss), dtype=torch.float64, device="cpu")
+        )
         mean = plain.clone().contiguous()
         self._comm.all_reduce(mean, mean, ReduceOp.AVG, label="loss")
         if factor != 1:

@@ -38,8 +38,8 @@ class _Announcement:
     """What this rank is about to normalise, on its way to the others."""
 
     def __init__(self, comm: Communicator, direction: int, call: int, features: int, dtype: torch.dtype) -> None:
-        self._mine = torch.tensor([direction, call, features, _DTYPES.index(dtype)], dtype=torch.int64)
-        self._all = torch.empty(4 * comm.size, dtype=torch.int64)
+        self._mine = torch.tensor([direction, call, features, _DTYPES.index(dtype)], dtype=torch.int64, device="cpu")
+        self._all = torch.empty(4 * comm.size, dtype=torch.int64, device="cpu")
         self._work: Work = comm.all_gather_async(self._mine, self._all, label="SyncBatchNorm announcement")
 
     def heard(self) -> None:
@@ -95,14 +95,18 @@ class _Normalise(torch.autograd.Function):
         wide = x if x.dtype == torch.float64 else x.float()
         dims = [0, *range(2, x.dim())]
         count = x.numel() // features
-        mine = torch.zeros(1 + 2 * features, dtype=torch.float64)
+        mine = torch.zeros(1 + 2 * features, dtype=torch.float64, device="cpu")
         if count:
             var, mean = torch.var_mean(wide, dims, correction=0)
             mine = torch.cat(
-                [torch.tensor([float(count)], dtype=torch.float64), mean.double().cpu(), var.double().cpu()]
+                [
+                    torch.tensor([float(count)], dtype=torch.float64, device="cpu"),
+                    mean.double().cpu(),
+                    var.double().cpu(),
+                ]
             )
         announcement.heard()
-        rows = torch.empty(comm.size * mine.numel(), dtype=torch.float64)
+        rows = torch.empty(comm.size * mine.numel(), dtype=torch.float64, device="cpu")
         comm.all_gather(mine, rows, label="SyncBatchNorm statistics")
         total, mean, var = combine(rows.view(comm.size, -1))
         if total <= 1:
@@ -121,7 +125,7 @@ class _Normalise(torch.autograd.Function):
             out = torch.nn.functional.batch_norm(x, used_mean, used_var, used_weight, used_bias, False, 0.0, eps)
         else:
             out = torch.empty_like(x)
-        numbers = torch.tensor(total, dtype=torch.float64)
+        numbers = torch.tensor(total, dtype=torch.float64, device="cpu")
         ctx.mark_non_differentiable(numbers, mean, var)
         return out, numbers, mean, var
 

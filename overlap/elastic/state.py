@@ -54,7 +54,7 @@ class State(ABC):
     def check_host_updates(self) -> None:
         """Raise :class:`HostsUpdatedInterrupt`, on all ranks, if any rank got SIGUSR1 inside ``elastic.run``."""
         comm = current().comm
-        asked = torch.tensor([int(stop_request.received())])
+        asked = torch.tensor([int(stop_request.received())], device="cpu")
         comm.all_reduce(asked, asked, ReduceOp.MAX, label="elastic: asked to stop?")
         if asked.item():
             raise HostsUpdatedInterrupt(

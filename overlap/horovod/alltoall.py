@@ -34,7 +34,7 @@ class _WithSplits(Operation):
         output, received = self._alltoall.result()
         if isinstance(self._splits, torch.Tensor):
             return output, torch.tensor(received, dtype=self._splits.dtype, device=self._splits.device)
-        return output, torch.tensor(received, dtype=torch.int32)
+        return output, torch.tensor(received, dtype=torch.int32, device="cpu")
 
 
 def _rows(tensor: torch.Tensor, splits: _Splits, size: int) -> tuple[int, ...]:

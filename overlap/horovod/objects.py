@@ -37,7 +37,7 @@ class _BroadcastObject(Operation):
     def start(self, response: Response, group: Group) -> list[Work]:
         request = response.request
         if self._payload is None:
-            self._payload = torch.empty(request.tensors[0].shape, dtype=torch.uint8)
+            self._payload = torch.empty(request.tensors[0].shape, dtype=torch.uint8, device="cpu")
         return [group.members.broadcast_async(self._payload, group.ranks.index(request.root), label=request.name)]
 
     def result(self) -> Any:

@@ -60,7 +60,7 @@ def check_reducible(what: str, tensor: torch.Tensor, op: ReduceOp, *factors: flo
         raise Unsupported(
             f"{what}: booleans can be neither averaged nor scaled; use Sum (or), Product (and), Min or Max"
         )
-    wire_form(what, "tensor", torch.empty(0, dtype=tensor.dtype), op)
+    wire_form(what, "tensor", torch.empty(0, dtype=tensor.dtype, device="cpu"), op)
 
 
 def scale_(tensor: torch.Tensor, factor: float) -> None:

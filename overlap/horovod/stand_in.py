@@ -21,7 +21,9 @@ def stand_in(response: Response) -> Operation:
         op = ReduceOp[request.op]
         return Allreduce([_neutral(spec, op) for spec in request.tensors], op, 1.0, 1.0, in_place=True)
     if request.kind is Kind.ALLGATHER:
-        return Allgather([torch.empty((0, *spec.shape[1:]), dtype=dtype_of(spec)) for spec in request.tensors])
+        return Allgather(
+            [torch.empty((0, *spec.shape[1:]), dtype=dtype_of(spec), device="cpu") for spec in request.tensors]
+        )
     assert request.kind in (Kind.BARRIER, Kind.JOIN), f"{request.title} on a rank that did not ask for it"
     return Nothing()
 
@@ -30,10 +32,10 @@ def _neutral(spec: TensorSpec, op: ReduceOp) -> torch.Tensor:
     """What changes no other rank's contribution. Of zeros, -0.0: it leaves the sign of the others' zeros alone."""
     dtype = dtype_of(spec)
     if op is ReduceOp.PROD:
-        return torch.ones(spec.shape, dtype=dtype)
+        return torch.ones(spec.shape, dtype=dtype, device="cpu")
     if op in (ReduceOp.MIN, ReduceOp.MAX):
-        return torch.full(spec.shape, _extreme(dtype, largest=op is ReduceOp.MIN), dtype=dtype)
-    zeros = torch.zeros(spec.shape, dtype=dtype)
+        return torch.full(spec.shape, _extreme(dtype, largest=op is ReduceOp.MIN), dtype=dtype, device="cpu")
+    zeros = torch.zeros(spec.shape, dtype=dtype, device="cpu")
     return -zeros if dtype.is_floating_point or dtype.is_complex else zeros
 
 

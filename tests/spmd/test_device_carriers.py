@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -16,13 +17,15 @@ import oss
 import wfbp
 from bench.gpu import parity
 from comm_core import ReduceOp
-from overlap import cuda_wiring, session
+from overlap import clipping, cuda_wiring, session
 from overlap.communicator import Communicator
 from overlap.cuda_communicator import DeviceCommunicator
+from overlap.cuda_math import can_inspect, inspect
 from overlap.cuda_route import Facts, RouteError
 from overlap.cuda_staged_carrier import StagedCarrier
 from overlap.cuda_wiring import CudaCarriers
 from overlap.work import arrive
+from tests.spmd.device import PlainStreams, pretend
 from tests.spmd_plugin import RANK, SIZE
 
 WRAP: dict[str, Callable[..., Any]] = {
@@ -41,44 +44,6 @@ WRAP: dict[str, Callable[..., Any]] = {
 }
 
 
-class PlainStreams:
-    """`overlap.cuda_streams.Streams` of a device that is the host; counts what is copied."""
-
-    kind = "cpu"
-    side = 0
-    copied = 0
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = 0
-
-    def current(self) -> int:
-        return 0
-
-    def capturing(self) -> bool:
-        return False
-
-    def beside(self, compute: Callable[[], None], touched: Sequence[torch.Tensor]) -> None:
-        compute()
-
-    def scratch(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(numel, dtype=dtype)
-
-    def mark(self) -> Any:
-        raise AssertionError("nothing is beside the host")
-
-    def pinned(self, like: torch.Tensor) -> torch.Tensor:
-        return torch.empty(like.numel(), dtype=like.dtype)
-
-    def fetch(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        for host, there in pairs:
-            host.copy_(there)
-
-    def bring(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: int | None) -> None:
-        for there, host in pairs:
-            PlainStreams.copied += 1
-            there.copy_(host)
-
-
 @pytest.fixture(autouse=True)
 def job() -> None:
     dear.init()
@@ -86,9 +51,7 @@ def job() -> None:
 
 @pytest.fixture
 def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_wiring, "TorchStreams", PlainStreams)
-    monkeypatch.setattr(cuda_wiring, "_facts", lambda slots, strategy: Facts("cuda", "a card", trouble="pretended"))
-    PlainStreams.copied = 0
+    pretend(monkeypatch)
 
 
 def _trained(wrap: Callable[..., Any]) -> list[torch.Tensor]:
@@ -180,6 +143,72 @@ def test_refusals_reach_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_wiring, "common_device", lambda named: cuda)
     with pytest.raises(RouteError, match=r"rank 0: strategy 'bytescheduler_adapter' sends from a thread.*cuda:0"):
         bytescheduler_adapter.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+
+
+@pytest.fixture
+def elsewhere() -> Iterator[None]:
+    """Tensors that are made without saying where hold nothing, so that whoever makes one for the host fails."""
+    torch.set_default_device("meta")
+    yield
+    torch.set_default_device(None)
+
+
+@pytest.mark.parametrize("strategy", [*WRAP, "bytescheduler_adapter"])
+def test_scripts_may_choose_where_tensors_are_made(strategy: str, elsewhere: None) -> None:
+    with torch.device("cpu"):
+        model = torch.nn.Sequential(torch.nn.Linear(4, 9), dear.SyncBatchNorm(9), torch.nn.Linear(9, 1))
+        inputs, scaler = torch.ones(2, 4) * (RANK + 1), torch.amp.GradScaler("cpu")
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    wrap = {**WRAP, "bytescheduler_adapter": bytescheduler_adapter.DistributedOptimizer}[strategy]
+    optimizer = wrap(inner, model)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model(inputs).square().mean()
+        if strategy != "dear-eager":
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            dear.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            loss.backward()
+            optimizer.step()
+    assert len(optimizer.state_dict()["state"]) == 6
+    mean = dear.allreduce(inputs)
+    assert mean.tolist() == [[(SIZE + 1) / 2] * 4] * 2
+    assert dear.allgather_object(RANK) == list(range(SIZE))
+    dear.join()
+    assert all(bool(torch.isfinite(parameter).all()) for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+def test_clipping_by_the_norms_of_inspections_is_torchs(norm_type: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+
+    def watched(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        seen.append(len(tensors))
+        return inspect(tensors)
+
+    monkeypatch.setattr(clipping, "prefers_inspect", can_inspect)
+    monkeypatch.setattr(clipping, "inspect", watched)
+    torch.manual_seed(3)
+    alone = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 1)).double()
+    shared = copy.deepcopy(alone)
+    plain = torch.optim.SGD(alone.parameters(), lr=0.1)
+    wrapped = WRAP["dear"](torch.optim.SGD(shared.parameters(), lr=0.1), shared)
+    inputs = torch.randn(2 * SIZE, 5, dtype=torch.float64)
+    for _ in range(3):
+        plain.zero_grad()
+        wrapped.zero_grad()
+        (100 * alone(inputs).square().mean()).backward()
+        (100 * shared(inputs[2 * RANK : 2 * RANK + 2]).square().mean()).backward()
+        norm = torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.5, norm_type)
+        assert float(dear.clip_grad_norm_(shared.parameters(), 0.5, norm_type)) == pytest.approx(float(norm), rel=1e-12)
+        plain.step()
+        wrapped.step()
+    for one, other in zip(alone.parameters(), shared.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    assert bool(seen) is (norm_type == 2.0), "one pass finds the squares of all pieces; other norms are torch's"
 
 
 @pytest.mark.skipif(16 % SIZE != 0, reason="16 samples do not divide")

@@ -1,0 +1,117 @@
+"""``DEAR_TEST_DEVICE``: where the tensors of these suites lie.
+
+cuda        what tests make without saying where is made on the GPU; `bench.gpu` runs the suites so
+pretended   memory of the host that is taken for a device's: every optimizer sends over carriers, and backward passes run
+            on a thread of their own, as those of a device do
+(nothing)   on the host
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from overlap import cuda_wiring
+from overlap.bucket import Slot
+from overlap.cuda_route import Facts
+from overlap.strategy import Strategy
+
+__all__ = ["DEVICE", "PlainStreams", "host_only", "pretend", "use_cuda"]
+
+DEVICE = os.environ.get("DEAR_TEST_DEVICE", "")
+
+#: Tests by what is in their name, and why they are none for tensors of a device.
+_HOST_ONLY = {
+    "test_communicator.py": "communicators of the host move its tensors",
+    "test_device_carriers.py": "pretends a device itself",
+    "test_examples.py": "the examples choose their device themselves",
+    "bytescheduler": "refuses models on a GPU",
+    "co2": "refuses models on a GPU",
+}
+
+
+def host_only(test: str) -> str | None:
+    """Why the test of this name is not run on a device (pure); None where it is."""
+    return next((reason for part, reason in _HOST_ONLY.items() if part in test), None)
+
+
+class PlainStreams:
+    """`overlap.cuda_streams.Streams` of a device that is the host; counts what is copied."""
+
+    kind = "cpu"
+    side = 0
+    copied = 0
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = 0
+
+    def current(self) -> int:
+        return 0
+
+    def capturing(self) -> bool:
+        return False
+
+    def beside(self, compute: Callable[[], None], touched: Sequence[torch.Tensor]) -> None:
+        compute()
+
+    def scratch(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(numel, dtype=dtype)
+
+    def mark(self) -> Any:
+        raise AssertionError("nothing is beside the host")
+
+    def pinned(self, like: torch.Tensor) -> torch.Tensor:
+        return torch.empty(like.numel(), dtype=like.dtype)
+
+    def fetch(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        for host, there in pairs:
+            host.copy_(there)
+
+    def bring(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: int | None) -> None:
+        for there, host in pairs:
+            PlainStreams.copied += 1
+            there.copy_(host)
+
+
+def pretend(patch: pytest.MonkeyPatch) -> None:
+    """Take the host's memory for a device's, until `patch` is undone."""
+
+    def facts(slots: Sequence[Slot], strategy: Strategy) -> Facts:
+        return Facts("cuda", "a card", trouble="pretended") if strategy.ordered else Facts()
+
+    patch.setattr(cuda_wiring, "TorchStreams", PlainStreams)
+    patch.setattr(cuda_wiring, "_facts", facts)
+    backward = torch.autograd.backward
+
+    def backward_on_a_thread(*arguments: Any, **named: Any) -> None:
+        failures: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                backward(*arguments, **named)
+            except BaseException as error:
+                failures.append(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+        if failures:
+            raise failures[0]
+
+    patch.setattr(torch.autograd, "backward", backward_on_a_thread)
+    PlainStreams.copied = 0
+
+
+def use_cuda() -> None:
+    """From now on tensors are made on this rank's GPU, random ones by its generator."""
+    local = int(os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", os.environ.get("LOCAL_RANK", "0")))
+    place = torch.device("cuda", local % torch.cuda.device_count())
+    torch.cuda.set_device(place)
+    torch.set_default_device(place)
+    torch.Generator = functools.partial(torch.Generator, device=place)  # type: ignore[misc,assignment]
