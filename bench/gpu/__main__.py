@@ -1,109 +1,159 @@
-"""``python -m bench.gpu --out FOLDER``: everything that one GPU can show about `dear`, into one folder.
+"""``python -m bench.gpu --out FOLDER``: everything that one GPU can show about `dear`, in one go, into one folder.
 
-Each check has a log there; ``results.json`` says what passed, failed or was skipped, and why, and on which machine.
+Builds comm_core first where it is not. Each check prints a line and has a log there; ``results.json`` says what passed,
+failed or was skipped, and why, and on which machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
-import comm_core
 from bench.cluster import ROOT
+from bench.gpu.facts import Facts
 from bench.gpu.plan import Check, checks
-from dearrun import mpirun
-from dearrun.errors import LaunchError
+from bench.gpu.prepare import commands, whole_library
 
-__all__ = ["main", "missing_gpu"]
+__all__ = ["main"]
 
-_CHECK_SECONDS = 900
-
-
-def missing_gpu() -> str | None:
-    """Why there is no GPU to check; None where there is one."""
-    if torch.version.cuda is None:
-        return f"this PyTorch ({torch.__version__}) is without CUDA; install one with it"
-    if not torch.cuda.is_available():
-        return "PyTorch sees no CUDA device; is there a card, its driver, and is CUDA_VISIBLE_DEVICES empty?"
-    return None
+_BUILDING = {"scikit-build-core": "scikit_build_core", "pybind11": "pybind11"}
+_PREPARE_SECONDS = 240
+_LEAST_SECONDS = 5  # a check that could not run longer than this is not begun
 
 
-def _machine(nccl: str) -> dict[str, Any]:
-    driver = subprocess.run(
-        ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"],
-        capture_output=True,
-        text=True,
-        check=False,
+def _look(env: dict[str, str]) -> Facts:
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.gpu.facts"], capture_output=True, text=True, check=True, cwd=ROOT, env=env
     )
+    said = json.loads(done.stdout.splitlines()[-1])
+    return Facts(**{**said, "nccl": None if said["nccl"] is None else tuple(said["nccl"])})
+
+
+def _machine(found: Facts) -> dict[str, Any]:
+    cards: list[str] = []
+    if shutil.which("nvidia-smi"):
+        asked = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+        cards = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip().splitlines()
     return {
-        "cards": driver.stdout.strip().splitlines(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "nccl": nccl,
+        "cards": cards,
+        "torch": found.torch,
+        "cuda": found.cuda,
+        "nccl": found.nccl_about,
+        "mpi": found.no_mpi or "found",
         "python": platform.python_version(),
         "host": platform.platform(),
+        "cores": os.cpu_count(),
         "when": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
     }
 
 
-def _run(check: Check, folder: Path) -> dict[str, Any]:
+def _ended(command: tuple[str, ...], log: Path, env: dict[str, str], where: Path, seconds: float) -> str | None:
+    """Run it, with all it starts; None, or what went wrong."""
+    with log.open("a") as out:
+        try:
+            process = subprocess.Popen(
+                command, cwd=where, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        except OSError as error:
+            return str(error)
+        try:
+            status = process.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # launchers leave their workers behind otherwise
+            process.wait()
+            return f"was not done after {seconds:.0f} s"
+    if status == 0:
+        return None
+    last = log.read_text(errors="replace").strip().splitlines()[-1:]
+    return f"exit status {status}: {last[0] if last else 'no output'}"
+
+
+def _run(check: Check, folder: Path, env: dict[str, str], seconds: float) -> dict[str, Any]:
     about = {"shows": check.shows, "command": " ".join(check.command), "environment": check.environment}
+    if check.skip is None and seconds < _LEAST_SECONDS:
+        return {**about, "outcome": "skipped", "reason": "no time was left; give it more --minutes, or --only this"}
     if check.skip is not None:
         return {**about, "outcome": "skipped", "reason": check.skip}
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "DEAR_POISON": "1", **check.environment}
     log, started = folder / f"{check.name}.log", time.monotonic()
-    with log.open("w") as out:
-        try:
-            # Tests are looked for in the repository; all else writes its files into the folder.
-            where = ROOT if "pytest" in check.command else folder
-            done = subprocess.run(
-                check.command,
-                cwd=where,
-                env=env,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                timeout=_CHECK_SECONDS,
-                check=False,
-            )
-        except (OSError, subprocess.TimeoutExpired) as error:
-            return {**about, "outcome": "failed", "reason": str(error), "log": log.name}
-    seconds = round(time.monotonic() - started, 1)
-    if done.returncode:
-        last = log.read_text(errors="replace").strip().splitlines()[-1:]
-        reason = f"exit status {done.returncode}: {last[0] if last else 'no output'}"
-        return {**about, "outcome": "failed", "reason": reason, "seconds": seconds, "log": log.name}
-    return {**about, "outcome": "passed", "seconds": seconds, "log": log.name}
+    log.unlink(missing_ok=True)
+    # Tests are looked for in the repository; all else writes its files into the folder.
+    where = ROOT if "pytest" in check.command else folder
+    reason = _ended(check.command, log, {**env, **check.environment}, where, min(seconds, check.seconds))
+    about |= {"seconds": round(time.monotonic() - started, 1), "log": log.name}
+    return {**about, "outcome": "passed"} if reason is None else {**about, "outcome": "failed", "reason": reason}
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """0: all that could be run passed; 1: something failed; 2: there is no GPU, or no such check."""
+def _prepare(folder: Path, wheels: Path | None, env: dict[str, str]) -> str | None:
+    """Make comm_core importable for the processes that follow; None, or why that failed."""
+    carried = sorted(wheels.glob("*.whl")) if wheels is not None else []
+    if wheels is not None and not carried:
+        return f"--wheels should be a folder with wheels and is {wheels}"
+    has_comm_core = (
+        subprocess.run(
+            [sys.executable, "-c", "import comm_core"], cwd=ROOT, env=env, capture_output=True, check=False
+        ).returncode
+        == 0
+    )
+    missing = [name for name, module in _BUILDING.items() if importlib.util.find_spec(module) is None]
+    try:
+        todo = commands(sys.executable, ROOT, carried, has_comm_core, missing)
+    except ValueError as error:
+        return str(error)
+    for command in todo:
+        reason = _ended(command, folder / "prepare.log", env, ROOT, _PREPARE_SECONDS)
+        if reason is not None:
+            return f"{reason} ({' '.join(command)})"
+    return None
+
+
+def _say(name: str, result: dict[str, Any]) -> None:
+    word = {"passed": "PASS", "failed": "FAIL", "skipped": "SKIP"}[result["outcome"]]
+    took = f"{result['seconds']:.0f} s" if "seconds" in result else ""
+    print(f"{word} {name:24} {took:>6}  {result.get('reason', result['shows'])}", flush=True)
+
+
+def _arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="bench.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, default=Path("gpu-results"), help="folder for logs and results")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these checks alone")
     parser.add_argument("--list", action="store_true", help="print the checks and end")
-    chosen = parser.parse_args(arguments)
+    parser.add_argument("--minutes", type=float, default=8.0, help="what is not begun by then is skipped")
+    parser.add_argument("--wheels", type=Path, help="folder of wheels to install first, for machines without a network")
+    parser.add_argument("--nccl", type=Path, help="libnccl for the check of NCCL, or a folder with its parts in order")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """0: all that could be run passed; 1: something failed; 2: there is no GPU, or an argument is wrong."""
+    chosen = _arguments(arguments)
+    started = time.monotonic()
+    folder = chosen.out.resolve()
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "DEAR_POISON": "1", "PYTHONUNBUFFERED": "1"}
+    folder.mkdir(parents=True, exist_ok=True)
+    reason = _prepare(folder, chosen.wheels, env)
+    if reason is not None:
+        print(f"bench.gpu: comm_core could not be made ready: {reason}", file=sys.stderr)
+        return 1
     try:
-        library = comm_core.find_nccl()
-        nccl, version = f"{library.version_text} at {library.path}", library.version
-    except comm_core.Unsupported as error:
-        nccl, version = str(error), None
-    try:
-        has_mpirun = bool(mpirun.find(os.environ, Path(sys.prefix)))
-    except LaunchError:
-        has_mpirun = False
-    made = checks(sys.executable, has_mpirun, version, shutil.which)
+        nccl = None if chosen.nccl is None else str(whole_library(chosen.nccl, folder))
+    except ValueError as error:
+        print(f"bench.gpu: {error}", file=sys.stderr)
+        return 2
+    found = _look(env if nccl is None else {**env, "COMM_CORE_NCCL": nccl})
+    workers = min((os.cpu_count() or 2) // 2, 6) if importlib.util.find_spec("xdist") is not None else 0
+    made = checks(sys.executable, found, shutil.which, nccl, workers)
     unknown = set(chosen.only or ()) - {check.name for check in made}
     if unknown:
         print(f"bench.gpu: there is no check {', '.join(sorted(unknown))}; --list prints them", file=sys.stderr)
@@ -112,19 +162,17 @@ def main(arguments: list[str] | None = None) -> int:
         for check in made:
             print(f"{check.name:24} {check.shows}" + (f" (skipped: {check.skip})" if check.skip else ""))
         return 0
-    missing = missing_gpu()
-    if missing is not None:
-        print(f"bench.gpu: no GPU: {missing}", file=sys.stderr)
-        return 2
-    chosen.out.mkdir(parents=True, exist_ok=True)
-    results: dict[str, Any] = {"machine": _machine(nccl), "checks": {}}
+    results: dict[str, Any] = {"machine": _machine(found), "checks": {}}
     for check in made:
         if chosen.only and check.name not in chosen.only:
             continue
-        result = results["checks"][check.name] = _run(check, chosen.out.resolve())
-        print(f"{check.name:24} {result['outcome']:8} {result.get('reason', '')}", flush=True)
-        (chosen.out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
-    return int(any(result["outcome"] == "failed" for result in results["checks"].values()))
+        left = 60 * chosen.minutes - (time.monotonic() - started)
+        result = results["checks"][check.name] = _run(check, folder, env, left)
+        _say(check.name, result)
+        (folder / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    if any(result["outcome"] == "failed" for result in results["checks"].values()):
+        return 1
+    return 0 if found.no_gpu is None else 2
 
 
 if __name__ == "__main__":

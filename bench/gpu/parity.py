@@ -6,8 +6,10 @@ With ``--device cpu`` the same on the CPU. ``--trace FILE`` has rank 0 write a t
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ import dear
 import mgwfbp
 import oss
 import wfbp
+from bench.gpu.streams import streams_of
 
 __all__ = ["STRATEGIES", "largest_difference", "main"]
 
@@ -78,6 +81,8 @@ def _trace(device: torch.device, file: str) -> None:
         _train(model, optimizer, dear.rank(), dear.size())
     if dear.rank() == 0:
         seen.export_chrome_trace(file)
+        for stream in streams_of(json.loads(Path(file).read_text())):
+            print(f"stream {stream.number}: {stream.operations} operations, {stream.busy_ms:.2f} ms, {stream.examples}")
 
 
 def main(arguments: list[str] | None = None) -> int:

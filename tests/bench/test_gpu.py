@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,19 +14,27 @@ import torch
 from bench.emulation.profile import Layer, Profile, to_text
 from bench.gpu import __main__ as program
 from bench.gpu import layers
+from bench.gpu.facts import Facts, missing_gpu
 from bench.gpu.plan import Check, checks
+from bench.gpu.prepare import commands, whole_library
+from bench.gpu.streams import Stream, streams_of
 from bench.models.mlp import NARROW
 
+CARD = Facts((2, 30, 1), "2.30.1 at /lib", None, None, "2.11.0", "13.0")
 
-def _named(nccl: tuple[int, int, int] | None, *tools: str, has_mpirun: bool = True) -> dict[str, Check]:
-    made = checks("python", has_mpirun, nccl, lambda name: f"/bin/{name}" if name in tools else None)
+
+def _named(found: Facts, *tools: str, nccl: str | None = None) -> dict[str, Check]:
+    made = checks("python", found, lambda name: f"/bin/{name}" if name in tools else None, nccl, 2)
     assert len({check.name for check in made}) == len(made)
     return {check.name: check for check in made}
 
 
 def test_all_that_is_to_be_shown_has_a_check() -> None:
-    made = _named((2, 30, 1), "compute-sanitizer", "ncu")
+    made = _named(CARD, "compute-sanitizer", "ncu", nccl="/carried/libnccl.so.2")
     assert {"build", "kernels", "alone", "staged-mpi", "staged-torchrun", "nccl", "sanitizer", "ncu"} <= set(made)
+    assert made["suite"].environment == {"DEAR_SPMD_SUITE": "spmd", "DEAR_TEST_DEVICE": "cuda"}
+    assert "tests/spmd" in made["suite"].command
+    assert [name for name, check in made.items() if "COMM_CORE_NCCL" in check.environment] == ["nccl"]
     assert {f"layers-{m}-{d}" for m in ("resnet50", "bert_base") for d in ("float32", "bfloat16")} <= set(made)
     assert not [check.name for check in made.values() if check.skip]
     assert made["nccl"].environment["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
@@ -33,52 +43,122 @@ def test_all_that_is_to_be_shown_has_a_check() -> None:
 
 
 def test_what_cannot_be_run_says_why() -> None:
-    made = _named((2, 29, 7), has_mpirun=False)
+    made = _named(replace(CARD, nccl=(2, 29, 7), no_mpi="no mpirun was found"))
     skipped = {name: check.skip for name, check in made.items() if check.skip}
     assert skipped == {
         "staged-mpi": "no mpirun was found",
+        "suite-staged": "no mpirun was found",
         "nccl": "two ranks on one GPU need NCCL 2.30, and there is 2.29.7",
         "sanitizer": "compute-sanitizer was not found",
         "ncu": "ncu was not found",
     }
-    assert "there is none" in (_named(None)["nccl"].skip or "")
+    assert "there is none" in (_named(replace(CARD, nccl=None))["nccl"].skip or "")
+    bare = _named(replace(CARD, no_gpu="no CUDA device: none"))
+    assert {name for name, check in bare.items() if not check.skip} == {"build", "tests"}
+    assert {check.skip for check in bare.values()} == {None, "no CUDA device: none"}
+
+
+@pytest.fixture
+def bare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that is ready and has no card."""
+    monkeypatch.setattr(program, "_look", lambda env: replace(CARD, no_gpu="no CUDA device: none here"))
+    monkeypatch.setattr(program, "_prepare", lambda *_: None)
+
+
+def _check(name: str, text: str, **more: Any) -> Check:
+    return Check(name, f"that it is {name}", (sys.executable, "-c", text), **more)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert program.main(["--out", str(tmp_path / "results")]) == 2
-    assert "bench.gpu: no GPU: " in capsys.readouterr().err
-    assert not (tmp_path / "results").exists()
+def test_without_a_gpu_it_says_so(
+    bare: None, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "no CUDA device" in (missing_gpu() or "")
+    assert program.main(["--out", str(tmp_path / "out"), "--only", "kernels", "nccl"]) == 2
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines] == [["SKIP", "kernels"], ["SKIP", "nccl"]]
+    assert all(line.endswith("no CUDA device: none here") for line in lines)
     assert layers.main(["resnet50", "--json", str(tmp_path / "p.json")]) == 2
     assert "no GPU" in capsys.readouterr().err
 
 
-def test_checks_are_listed_and_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert program.main(["--list"]) == 0
+def test_checks_are_listed_and_named(bare: None, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = ["--out", str(tmp_path)]
+    assert program.main([*out, "--list"]) == 0
     assert "staged-mpi" in capsys.readouterr().out
-    assert program.main(["--only", "kernels", "kernel"]) == 2
+    assert program.main([*out, "--only", "kernels", "kernel"]) == 2
     assert "there is no check kernel;" in capsys.readouterr().err
+    assert program.main([*out, "--nccl", str(tmp_path / "nothing")]) == 2
+    assert "--nccl should be a library" in capsys.readouterr().err
 
 
-def test_results_go_into_one_folder(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_results_go_into_one_folder_and_nothing_stops_the_rest(
+    bare: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    good = Check("good", "that it works", (sys.executable, "-c", "open('made', 'w').close()"))
-    bad = Check("bad", "that it fails", (sys.executable, "-c", "raise SystemExit('the reason')"))
-    monkeypatch.setattr(program, "checks", lambda *_: [good, bad, Check("not", "nothing", ("x",), skip="because")])
-    monkeypatch.setattr(program, "missing_gpu", lambda: None)
-    monkeypatch.setattr(program, "_machine", lambda nccl: {})
+    slow = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
+    made = [
+        _check("bad", "raise SystemExit('the reason')"),
+        _check("slow", slow, seconds=1),
+        Check("none", "nothing", (str(tmp_path / "no-such-program"),)),
+        Check("not", "nothing", ("x",), skip="because"),
+        _check("good", "open('made', 'w').close()"),
+    ]
+    monkeypatch.setattr(program, "checks", lambda *_: made)
     assert program.main(["--out", str(tmp_path)]) == 1
     found = json.loads((tmp_path / "results.json").read_text())["checks"]
     assert {name: result["outcome"] for name, result in found.items()} == {
-        "good": "passed",
         "bad": "failed",
+        "slow": "failed",
+        "none": "failed",
         "not": "skipped",
+        "good": "passed",
     }
     assert found["bad"]["reason"] == "exit status 1: the reason"
+    assert found["slow"]["reason"] == "was not done after 1 s"
+    assert "no-such-program" in found["none"]["reason"]
     assert found["not"]["reason"] == "because"
     assert (tmp_path / "made").exists()
     assert "the reason" in (tmp_path / "bad.log").read_text()
+    words = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert words == ["FAIL", "FAIL", "FAIL", "SKIP", "PASS"]
+    assert program.main(["--out", str(tmp_path), "--minutes", "0"]) == 2
+    assert "no time was left" in capsys.readouterr().out
+
+
+def test_a_bare_machine_installs_what_is_carried_and_builds() -> None:
+    root, wheel = Path("/repo"), Path("/carried/scikit_build_core-1-py3-none-any.whl")
+    assert commands("python", root, [], True, ["pybind11"]) == []
+    install = ("python", "-m", "pip", "install", "--no-index", "--no-deps")
+    build = (*install, "--no-build-isolation", "--editable", "/repo")
+    assert commands("python", root, [], False, []) == [build]
+    assert commands("python", root, [wheel], False, ["scikit-build-core"]) == [(*install, str(wheel)), build]
+    with pytest.raises(ValueError, match="building it takes pybind11; carry the wheels"):
+        commands("python", root, [wheel], False, ["scikit-build-core", "pybind11"])
+
+
+def test_a_library_may_come_in_parts(tmp_path: Path) -> None:
+    parts = tmp_path / "parts"
+    parts.mkdir()
+    for name, data in (("x.ab", b"second"), ("x.aa", b"first ")):
+        (parts / name).write_bytes(data)
+    whole = whole_library(parts, tmp_path / "out")
+    assert whole.read_bytes() == b"first second"
+    assert whole_library(whole, tmp_path) == whole
+    with pytest.raises(ValueError, match="--nccl should be a library, or a folder with its parts"):
+        whole_library(tmp_path / "nothing", tmp_path)
+
+
+def test_a_trace_tells_which_streams_worked() -> None:
+    def event(cat: str, name: str, dur: float, **args: int) -> dict[str, Any]:
+        return {"cat": cat, "name": name, "dur": dur, "args": args}
+
+    events = [event("kernel", "a", 10, stream=7), event("kernel", "b", 1500, stream=7), event("cpu_op", "c", 9)]
+    events += [event("gpu_memcpy", "copy", 500, stream=20), event("kernel", "a", 10, stream=7)]
+    assert streams_of({"traceEvents": events}) == [
+        Stream(7, 3, 1.52, ("b", "a")),
+        Stream(20, 1, 0.5, ("copy",)),
+    ]
+    assert streams_of({}) == []
 
 
 def test_layers_are_measured_where_they_are() -> None:
