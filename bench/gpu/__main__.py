@@ -79,7 +79,7 @@ def _ended(command: tuple[str, ...], log: Path, env: dict[str, str], where: Path
 
 
 def _run(check: Check, folder: Path, env: dict[str, str], seconds: float) -> dict[str, Any]:
-    about = {"shows": check.shows, "command": " ".join(check.command), "environment": check.environment}
+    about: dict[str, Any] = {"shows": check.shows, "command": " ".join(check.command), "environment": check.environment}
     if check.skip is None and seconds < _LEAST_SECONDS:
         return {**about, "outcome": "skipped", "reason": "no time was left; give it more --minutes, or --only this"}
     if check.skip is not None:
