@@ -23,6 +23,7 @@ from overlap.horovod.process_set import global_process_set
 from overlap.master import check_gather_dtype
 from overlap.membership import Membership, membership
 from overlap.session import Session
+from overlap.skips import Skips
 from overlap.startup import collect_slots, synchronize_start
 from overlap.state_share import StateShare
 from overlap.stepper import Stepper
@@ -121,6 +122,7 @@ def build(
     topic = attendance.topic = session.registry.register(shell, Tenure(engine))
     session.channels.hold((*hosts.reductions, *hosts.gathers, hosts.everyone), topic)
     engine.conversion = Conversion(session.comm.rank, attendance, session.mailroom)
+    engine.skips = Skips(session.comm.rank, attendance, session.mailroom)
     others = [rank for rank in members.ranks if rank != session.comm.rank]
     share = StateShare(others, session.mailroom, topic, exporter(engine))
     engine.changing = share.updating

@@ -29,6 +29,7 @@ from overlap.planner import Planner
 from overlap.reshard import move_state
 from overlap.roll import CannotJoin
 from overlap.shard_update import ShardUpdate
+from overlap.skips import Skips
 from overlap.sparse import average_sparse, find_sparse, refuse_sparse
 from overlap.startup import SignatureMismatch, compare, line
 from overlap.strategy import Plan, Strategy
@@ -70,6 +71,7 @@ class Engine:
         self._converted = False  # parameters are not of their buckets' type any more: gradients wait for new ones
         self.ended = ""  # why this optimizer cannot step any more
         self.conversion: Conversion  # set by whoever gives this optimizer a name between ranks
+        self.skips: Skips  # as well
         self.changing: Callable[[], AbstractContextManager[None]] = nullcontext  # around changes of who holds what
         shards = ShardUpdate(optimizer, whole=updates is Updates.OWNED) if updates.in_shards else None
         self._planner = Planner(comm, optimizer, slots, strategy, groups, shards)
@@ -177,6 +179,7 @@ class Engine:
         if self._observer is not None:
             self._observer.enter(module)
         self.transit.arrive_entry()
+        self.skips.passed = self.skips.passed or torch.is_grad_enabled()
         if self.transit or self._observer is not None:
             for parameter in dict.values(module._parameters):
                 if parameter is not None:
@@ -295,6 +298,7 @@ class Engine:
             raise RuntimeError(self.ended)
         self._follow_conversion()
         self.attendance.start("prepare")
+        self.skips.step()
         self.learn()
         self._hooks.attach(self.slots)  # those that were frozen and are not any more
         self._arrive_left()

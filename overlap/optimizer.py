@@ -174,7 +174,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch. After a backward whose step was skipped, it completes what is in flight and forgets it."""
-        self._stepper.forget()
+        self._stepper.skip()
         self._engine.accumulating = False
         if self._engine.deferred is not None and not set_to_none:
             self._engine.transit.arrive_all()  # zeros would be written into what is still being reduced

@@ -62,6 +62,16 @@ class Stepper:
             self._averages.forget()
             self._engine.accumulating = False
 
+    def skip(self) -> None:
+        """In zero_grad(): :meth:`forget`, also where others have gradients and this rank has none."""
+        engine = self._engine
+        dropping = engine.window.filled
+        if engine.learning or not engine.skips.meet(dropping) or dropping:
+            self.forget()
+            return
+        engine.window.leave_out()
+        self._averages.forget()
+
     @torch.no_grad()
     def finish(self) -> None:
         """Training ends: what is in flight arrives. After a backward without a step, early updates end alike everywhere."""

@@ -76,7 +76,8 @@ class GradientWindow:
         return before_last.work.done()
 
     @property
-    def _full(self) -> bool:
+    def filled(self) -> bool:
+        """Whether a gradient of this window is in its bucket, and reductions may be under way."""
         return any(slot.filled for slot in self.slots)
 
     def grad_ready(self, slot: Slot) -> None:
@@ -163,7 +164,7 @@ class GradientWindow:
 
     def discard(self, keep: Iterable[Slot] = ()) -> None:
         """A step was skipped: complete what other ranks may wait for, and forget the gradients."""
-        if self._full:
+        if self.filled:
             if not self._skippable:
                 raise StepSkipped(
                     "gradients were dropped after backward() and before step(), but with eager=True some parameters are "

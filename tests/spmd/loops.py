@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+import dear
 from overlap.strategy import Strategy
 
 GLOBAL_BATCH = 8
@@ -99,7 +100,7 @@ def clipped(run: Run) -> None:
     for step in range(STEPS):
         run.optimizer.zero_grad()
         run.loss(step).backward()
-        run.clip(0.05)
+        run.seen.append(float(run.clip(0.05)))
         run.optimizer.step()
 
 
@@ -107,7 +108,8 @@ def clipped_by_largest(run: Run) -> None:
     for step in range(STEPS):
         run.optimizer.zero_grad()
         run.loss(step).backward()
-        run.clip(0.01, float("inf"))
+        clip = dear.clip_grad_norm_ if run.distributed else torch.nn.utils.clip_grad_norm_
+        run.seen.append(float(clip(run.model.parameters(), 0.01, float("inf"))))
         run.optimizer.step()
 
 
@@ -117,8 +119,9 @@ def clipped_after_synchronize(run: Run) -> None:
         run.loss(step).backward()
         if run.distributed:
             run.optimizer.synchronize()
-        torch.nn.utils.clip_grad_norm_(run.model.parameters(), 0.05)
-        run.optimizer.step()
+        run.seen.append(float(torch.nn.utils.clip_grad_norm_(run.model.parameters(), 0.05)))
+        with run.optimizer.skip_synchronize() if run.distributed and step % 2 else contextlib.nullcontext():
+            run.optimizer.step()
 
 
 def closure(run: Run) -> None:
@@ -145,11 +148,13 @@ def accumulated(run: Run) -> None:
 
 
 def accumulated_without_sync(run: Run) -> None:
+    """The last window ends before a pass outside no_sync()."""
     for first in range(0, STEPS, 2):
         run.optimizer.zero_grad()
         with run.optimizer.no_sync() if run.distributed else contextlib.nullcontext():
             (run.loss(first) / 2).backward()
-        (run.loss(first + 1) / 2).backward()
+        if first + 1 < STEPS:
+            (run.loss(first + 1) / 2).backward()
         run.optimizer.step()
 
 
@@ -173,6 +178,18 @@ def skipped_steps_behind_our_back(run: Run) -> None:
         run.loss(step).backward()
         if step % 3 != 1:
             run.optimizer.step()
+
+
+def skipped_where_some_used_nothing(run: Run) -> None:
+    """In a step that all ranks skip, the first rank alone has gradients."""
+    for step in range(STEPS):
+        run.optimizer.zero_grad()
+        loss = run.loss(step)
+        if step % 3 != 1:
+            loss.backward()
+            run.optimizer.step()
+        elif run.rank in (None, 0):
+            loss.backward()
 
 
 def evaluated_between(run: Run) -> None:
@@ -316,6 +333,7 @@ LOOPS = {
         never_zeroed,
         skipped_steps,
         skipped_steps_behind_our_back,
+        skipped_where_some_used_nothing,
         evaluated_between,
         unfrozen_later,
         frozen_later,

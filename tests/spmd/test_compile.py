@@ -12,7 +12,7 @@ import dear
 from overlap.bucket import Phase
 from tests.spmd.loops import Run
 from tests.spmd.models import WIDTH
-from tests.spmd.test_parity import OPTIMIZERS, STRATEGIES, _assert_close
+from tests.spmd.test_parity import OPTIMIZERS, STRATEGIES, WRAP, _assert_close
 
 Call = Callable[[torch.Tensor], torch.Tensor]
 
@@ -80,15 +80,16 @@ def _step(call: Call, optimizer: Any, run: Run, number: int) -> None:
 # Each way with a strategy, each strategy with a way; the steps run before the model is compiled, None: before wrapping.
 WAYS: list[tuple[Callable[[Any], Call], int | None, str]] = [
     (_whole, None, "dear"),
-    (_whole, 0, "wfbp"),
+    (_blocks, 0, "wfbp"),
 ]
 PARTS = [_blocks]
 if "dear-nameless" in STRATEGIES:  # two ranks over MPI: how the compiler was called is all the same to any others
     WAYS += [
-        (_in_place, 2, "dear-layerwise"),
+        (_whole, 0, "oss"),
+        (_in_place, 2, "mgwfbp"),
         (_function, 0, "dear-nameless"),
-        (_blocks, 0, "dear-layerwise"),
-        (_blocks_in_place, None, "dear-layerwise"),
+        (_blocks, None, "dear-layerwise"),
+        (_blocks_in_place, None, "bytescheduler"),
     ]
     PARTS.append(_blocks_in_place)
 
@@ -103,7 +104,7 @@ def test_parity(way: Callable[[Any], Call], steps_before: int | None, strategy: 
         call = way(model)
         call(torch.ones(8 // dear.size(), WIDTH, dtype=torch.float64)).sum().backward()
         model.zero_grad()
-    optimizer = STRATEGIES[strategy](inner, model)
+    optimizer = WRAP[strategy](inner, model)
     graphs = []
     for step in range(5):
         if step == steps_before:

@@ -17,7 +17,7 @@ import wfbp
 from overlap.session import current
 from overlap.window import GradientChanged, TooManyGradients
 from tests.spmd.models import MODELS
-from tests.spmd.test_parity import STRATEGIES, WRAP, _model
+from tests.spmd.test_parity import PACKAGES, WRAP, _model
 
 
 @pytest.fixture(autouse=True)
@@ -103,7 +103,7 @@ def test_who_is_wrapped_again_belongs_to_the_new_optimizer_alone(strategy: str) 
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", PACKAGES)
 def test_whoever_looks_through_the_module_sees_final_values(strategy: str) -> None:
     looks = {
         "attribute": lambda m: m.head.weight,
@@ -124,11 +124,11 @@ def test_whoever_looks_through_the_module_sees_final_values(strategy: str) -> No
         _same_everywhere(value)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", PACKAGES)
 def test_bare_tensors_are_final_after_synchronize(strategy: str) -> None:
     model = _model("Mlp")
     held = list(model.parameters())
-    optimizer = STRATEGIES[strategy](torch.optim.Adam(held, 1e-2), model)
+    optimizer = WRAP[strategy](torch.optim.Adam(held, 1e-2), model)
     _loss(model).backward()
     optimizer.step()
     optimizer.synchronize()
@@ -179,11 +179,11 @@ def test_shell_looks_like_the_optimizer() -> None:
 
 
 @pytest.mark.parametrize("on_inner", [False, True])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", PACKAGES)
 def test_schedulers_warn_of_nothing(strategy: str, on_inner: bool) -> None:
     model = _model("Mlp")
     inner = torch.optim.SGD(model.parameters(), 0.05)
-    optimizer = STRATEGIES[strategy](inner, model)
+    optimizer = WRAP[strategy](inner, model)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         schedule = torch.optim.lr_scheduler.StepLR(inner if on_inner else optimizer, 1, 0.5)
@@ -212,7 +212,7 @@ def test_a_changed_gradient_is_never_silently_ignored(strategy: str) -> None:
     optimizer.step()
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", PACKAGES)
 def test_a_second_backward_says_what_to_do(strategy: str) -> None:
     model, optimizer = _trained(strategy)
     optimizer.zero_grad()
