@@ -6,6 +6,8 @@ import os
 import re
 import shutil
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,7 +24,9 @@ from comm_core.cuda_kernels import (
     inspect_geometry,
     notes,
 )
+from overlap.cuda_math import kernels_on
 from tests.gpu_double import Double
+from tests.harness import ROOT
 
 # A thread of a cast loads 4 elements at once, one of an inspection 16 bytes.
 WIDE_LOADS = {
@@ -85,12 +89,26 @@ def test_where_nvcc_is_kernels_are_compiled_for_three_targets() -> None:
         assert WIDE_LOADS[name.split("_")[0], name.split("_")[1]] in code[name], name
 
 
-def test_without_nvcc_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("nvcc", "reason"),
+    [("", "no nvcc was found when comm_core was built"), (shutil.which("false"), r".*false failed \(1\)")],
+    ids=["hidden", "broken"],
+)
+def test_without_nvcc_the_build_goes_on_and_torch_is_used(
+    nvcc: str, reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    script = ROOT / "comm_core" / "cmake" / "CompileKernels.cmake"
+    files = [f"-DSOURCE={tmp_path}", f"-DIMAGE={tmp_path}/kernels.fatbin", f"-DNOTES={tmp_path}/kernels.txt"]
+    cmake = shutil.which("cmake", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    assert cmake is not None, "comm_core was built with one"
+    subprocess.run([cmake, f"-DNVCC={nvcc}", *files, "-P", str(script)], check=True, capture_output=True)
     monkeypatch.setattr(cuda_kernels, "_folder", lambda: tmp_path)
-    (tmp_path / "kernels.txt").write_text("not compiled: no nvcc was found when comm_core was built\n")
     assert image_path() is None
-    with pytest.raises(comm_core.Unsupported, match=r"CUDA kernels were not compiled: no nvcc was found"):
+    with pytest.raises(comm_core.Unsupported, match=f"CUDA kernels were not compiled: {reason}"):
         CudaKernels(0)
+    with caplog.at_level("INFO", "dear"):
+        assert kernels_on.__wrapped__(0) is None
+    assert "torch's own functions cast and inspect on CUDA device 0: CUDA kernels were not compiled" in caplog.text
 
 
 def test_what_is_no_fat_binary_is_refused() -> None:
