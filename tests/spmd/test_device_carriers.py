@@ -153,7 +153,7 @@ def elsewhere() -> Iterator[None]:
     torch.set_default_device(None)
 
 
-@pytest.mark.parametrize("strategy", [*WRAP, "bytescheduler_adapter"])
+@pytest.mark.parametrize("strategy", ["dear", "dear-eager", "wfbp", "bytescheduler_adapter"])
 def test_scripts_may_choose_where_tensors_are_made(strategy: str, elsewhere: None) -> None:
     with torch.device("cpu"):
         model = torch.nn.Sequential(torch.nn.Linear(4, 9), dear.SyncBatchNorm(9), torch.nn.Linear(9, 1))
