@@ -11,6 +11,7 @@ from pathlib import Path
 from dearrun.command import Job
 from dearrun.errors import LaunchError
 from dearrun.hosts import Host, parse_hostfile, parse_hosts, require_slots
+from dearrun.refused import add_refused
 from overlap.settings import LOG_LEVELS
 
 __all__ = ["environment", "job", "parser"]
@@ -40,7 +41,11 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("-p", "--ssh-port", type=_positive, help="ssh's port on the hosts")
     made.add_argument("-i", "--ssh-identity-file", help="ssh's private key")
     made.add_argument(
-        "--network-interfaces", "--network-interface", metavar="IF", help="for MPI's TCP traffic: eth0,eth1"
+        "--network-interfaces",
+        "--network-interface",
+        action="append",
+        metavar="IF",
+        help="for MPI's TCP traffic: eth0,eth1, or one at a time",
     )
     made.add_argument("--mpi-args", default="", metavar="ARGS", help="further flags for mpirun, in one argument")
     made.add_argument("--verbose", action="store_true", help="print mpirun's command line first")
@@ -49,6 +54,9 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--no-tag-output", action="store_true", help="do not put the rank in front of every line")
     made.add_argument("--log-level", type=str.lower, choices=sorted(LOG_LEVELS, key=LOG_LEVELS.__getitem__))
+    made.add_argument(
+        "--fusion-threshold-mb", type=_megabytes, metavar="MB", help="how much dear and oss fuse, or auto (25)"
+    )
     made.add_argument("--timeline-filename", metavar="FILE", help="record a timeline; {rank} in FILE: one per rank")
     made.add_argument("--timeline-mark-cycles", action="store_true", help="mark optimizer steps in the timeline")
     made.add_argument("--no-stall-check", action="store_true", help="neither report nor end stalled operations")
@@ -57,7 +65,8 @@ def parser() -> argparse.ArgumentParser:
         "--stall-check-shutdown-time-seconds", type=_seconds, metavar="S", help="end the job after S (600)"
     )
     made.add_argument("--mpi", action="store_true", help="use MPI, which dearrun always does")
-    made.add_argument("--gloo", action="store_true", help=argparse.SUPPRESS)
+    made.add_argument("--disable-cache", action="store_true", help="check everything anew, which dearrun always does")
+    add_refused(made)
     made.add_argument("command", nargs=argparse.REMAINDER, help="what every worker runs: python train.py ...")
     return made
 
@@ -76,6 +85,12 @@ def _seconds(text: str) -> float:
     return value
 
 
+def _megabytes(text: str) -> str:
+    if text != "auto" and not 0 <= float(text) < float("inf"):
+        raise argparse.ArgumentTypeError(f"should be at least 0, or auto, and is {text}")
+    return text
+
+
 def environment(args: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, str]:
     """`environ` with what the flags say (pure). Raises :class:`LaunchError` for a ``-x`` that names nothing."""
     made = dict(environ)
@@ -89,6 +104,8 @@ def environment(args: argparse.Namespace, environ: Mapping[str, str]) -> dict[st
             raise LaunchError(f"-x {name}: the variable is not set here; write -x {name}=VALUE, or leave it out")
     if args.log_level is not None:
         made["DEAR_LOG_LEVEL"] = args.log_level
+    if args.fusion_threshold_mb is not None:
+        made["DEAR_THRESHOLD_MB"] = args.fusion_threshold_mb
     if args.timeline_filename is not None:
         made["DEAR_TIMELINE"] = args.timeline_filename
     if args.timeline_mark_cycles:
@@ -117,10 +134,6 @@ def _hosts(args: argparse.Namespace) -> list[Host]:
 def job(args: argparse.Namespace, environ: Mapping[str, str]) -> Job:
     """What to start, given the workers' environment. Raises :class:`LaunchError` for what does not fit together."""
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
-    if args.gloo:
-        raise LaunchError(
-            "dearrun starts MPI jobs; for gloo use torchrun --nproc-per-node N train.py, which needs no MPI"
-        )
     if not command:
         raise LaunchError("there is no command to run: dearrun -np 4 python train.py")
     if command[0].endswith(".py"):
@@ -140,7 +153,7 @@ def job(args: argparse.Namespace, environ: Mapping[str, str]) -> Job:
         passed=tuple(sorted({*named, *found})),
         tagged=not args.no_tag_output,
         output_folder=args.output_filename,
-        interfaces=args.network_interfaces,
+        interfaces=None if args.network_interfaces is None else ",".join(args.network_interfaces),
         ssh_port=args.ssh_port,
         ssh_identity=args.ssh_identity_file,
         mpi_arguments=tuple(shlex.split(args.mpi_args)),

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from overlap import elastic
+from overlap.horovod import compression
 from overlap.horovod.allgather import allgather, allgather_async, grouped_allgather, grouped_allgather_async
 from overlap.horovod.allreduce import (
     allreduce,
@@ -93,6 +94,7 @@ __all__ = [
     "broadcast_parameters",
     "ccl_built",
     "clip_grad_norm_",
+    "compression",
     "cross_rank",
     "cross_size",
     "cuda_built",

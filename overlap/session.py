@@ -29,7 +29,17 @@ from overlap.roll import Roll
 from overlap.settings import Settings
 from overlap.watchdog import Watchdog
 
-__all__ = ["Participant", "Service", "Session", "current", "init", "is_initialized", "shutdown", "uninitialized"]
+__all__ = [
+    "NotInitialized",
+    "Participant",
+    "Service",
+    "Session",
+    "current",
+    "init",
+    "is_initialized",
+    "shutdown",
+    "uninitialized",
+]
 
 log = logging.getLogger("dear")
 
@@ -210,10 +220,14 @@ def is_initialized() -> bool:
     return _session is not None
 
 
+class NotInitialized(ValueError, RuntimeError):
+    """:func:`init` was not called, or :func:`shutdown` was."""
+
+
 def current() -> Session:
-    """The session. Raises ``RuntimeError`` before :func:`init`."""
+    """The session. Raises :class:`NotInitialized` before :func:`init`."""
     if _session is None:
-        raise RuntimeError(uninitialized())
+        raise NotInitialized(uninitialized())
     return _session
 
 

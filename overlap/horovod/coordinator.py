@@ -150,7 +150,9 @@ class Coordinator:
             text = f"ranks {outside} are not in this job of {len(self._sets[0])}"
         elif not request.ranks:
             text = "it has no ranks"
-        return Response(request, error=f"{request.title}: {text}") if text else Response(request, number=self._next_set)
+        if text:
+            return Response(request, error=f"{request.title}: {text}", mismatch=True)
+        return Response(request, number=self._next_set)
 
     def _enact(self, response: Response) -> list[Decision]:
         """Decisions that change what later requests mean take effect here, on all ranks at the same place."""

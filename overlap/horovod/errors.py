@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import comm_core
+from overlap import session
 
 __all__ = ["HorovodInternalError", "Mismatch", "NotInitialized"]
 
@@ -12,8 +13,14 @@ class HorovodInternalError(comm_core.Error):
 
 
 class Mismatch(HorovodInternalError, comm_core.InvalidUsage):
-    """The ranks asked for different things under one name. Nothing was sent; everything else goes on."""
+    """The ranks asked for different things under one name, or for a process set that cannot be: a ``ValueError`` too.
+
+    Nothing was sent; everything else goes on.
+    """
 
 
-class NotInitialized(ValueError, RuntimeError):
-    """``init()`` was not called, or ``shutdown()`` was."""
+class NotInitialized(HorovodInternalError, session.NotInitialized):
+    """``init()`` was not called, or ``shutdown()`` was.
+
+    Horovod's functions that ask for a rank or a size raise ``ValueError`` then, its collectives ``HorovodInternalError``.
+    """

@@ -10,17 +10,17 @@ __all__ = ["ProcessSet", "global_process_set"]
 class ProcessSet:
     """Ranks of the job that communicate among themselves; made by its ranks, registered by ``init`` or ``add_process_set``.
 
-    `ranks` are ranks of the job, sorted here. Raises ``ValueError`` for anything else, an MPI communicator included:
-    pass the ranks of its processes.
+    `ranks_or_comm` are ranks of the job, sorted here. Raises ``ValueError`` for anything else, Horovod's MPI communicator
+    included: pass the ranks of its processes.
     """
 
-    def __init__(self, ranks: Iterable[int]) -> None:
-        if not isinstance(ranks, Iterable):
+    def __init__(self, ranks_or_comm: Iterable[int]) -> None:
+        if not isinstance(ranks_or_comm, Iterable):
             raise ValueError(
-                f"a ProcessSet is made of ranks and was given {type(ranks).__name__}; of a communicator, pass the ranks "
-                "that its processes have in this job"
+                f"a ProcessSet is made of ranks and was given {type(ranks_or_comm).__name__}; of a communicator, pass the "
+                "ranks that its processes have in this job"
             )
-        given = list(ranks)
+        given = list(ranks_or_comm)
         if any(not isinstance(rank, int) for rank in given):
             raise ValueError(f"a ProcessSet is made of ranks (integers) and was given {given}")
         if len(set(given)) != len(given):

@@ -15,8 +15,8 @@ __all__ = ["add_process_set", "remove_process_set"]
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     """Register a set, or one made of these ranks, and return it. On every rank of the job, members or not.
 
-    Raises ``HorovodInternalError`` (on every rank) when ranks disagree, when some are not in the job or when there is
-    such a set already, and ``ValueError`` for a set that is registered.
+    Raises :class:`Mismatch`, a ``ValueError`` and a ``HorovodInternalError``, on every rank when ranks disagree, when some
+    are not in the job or when there is such a set already, and ``ValueError`` for a set that is registered.
     """
     found = runtime()
     wanted = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)

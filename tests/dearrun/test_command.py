@@ -147,6 +147,7 @@ def _parsed(*argv: str, environ: dict[str, str] | None = None) -> tuple[Job, dic
 
 def test_flags_become_the_workers_environment() -> None:
     flags = ["--timeline-filename", "t-{rank}.json", "--timeline-mark-cycles", "--log-level", "INFO"]
+    flags += ["--fusion-threshold-mb", "8"]
     job, environ = _parsed("-np", "2", "-x", "A=1=2", "-x", "B", *flags, *TRAIN, environ={"B": "b", "HOROVOD_X": "1"})
     assert environ == {
         "A": "1=2",
@@ -155,6 +156,7 @@ def test_flags_become_the_workers_environment() -> None:
         "DEAR_TIMELINE": "t-{rank}.json",
         "DEAR_TIMELINE_MARK_CYCLES": "1",
         "DEAR_LOG_LEVEL": "info",
+        "DEAR_THRESHOLD_MB": "8",
     }
     assert (job.workers, job.command, set(job.passed)) == (2, TRAIN, set(environ))
     seconds = ["--no-stall-check", "--stall-check-shutdown-time-seconds", "9"]
@@ -169,6 +171,9 @@ def test_hosts_say_how_many_workers(tmp_path: Path) -> None:
     file.write_text("a slots=3\nb slots=2\n")
     assert _parsed("-H", "a:3", *TRAIN)[0].workers == 3
     assert _parsed("-hostfile", str(file), "--", *TRAIN)[0].workers == 5
+    assert _parsed("-H", "a:3", "--network-interface", "eth0", "--network-interface", "eth1", *TRAIN)[0].interfaces == (
+        "eth0,eth1"
+    )
     assert _parsed("--hostfile", str(file), "-np", "4", "--mpi-args=--mca x 'y z'", *TRAIN)[0].mpi_arguments == (
         "--mca",
         "x",
@@ -186,12 +191,32 @@ def test_hosts_say_how_many_workers(tmp_path: Path) -> None:
         (["-np", "2", "-hostfile", "/nope", *TRAIN], "hostfile cannot be read.*/nope"),
         (["-np", "2", "-x", "UNSET_VARIABLE", *TRAIN], "UNSET_VARIABLE: the variable is not set"),
         (["-np", "2", "-x", "1A=2", *TRAIN], "'1A' is no name"),
-        (["-np", "2", "--gloo", *TRAIN], "torchrun"),
     ],
 )
 def test_mistakes(argv: list[str], message: str) -> None:
     with pytest.raises(LaunchError, match=message):
         _parsed(*argv)
+
+
+@pytest.mark.parametrize(
+    ("flag", "reason"),
+    [
+        ("--gloo", "torchrun"),
+        ("--min-np=2", "commit with dear.elastic"),
+        ("--autotune", "tune=True"),
+        ("--cycle-time-ms=1", "cycle"),
+        ("--fusion-threshold-mb=much", "invalid"),
+    ],
+)
+def test_flags_of_horovodrun_without_a_counterpart_say_why(
+    flag: str, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        _parsed("-np", "2", flag, *TRAIN)
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert flag.partition("=")[0] in said
+    assert reason in said
 
 
 def test_defaults_yield_to_the_caller(tmp_path: Path) -> None:

@@ -203,12 +203,12 @@ def test_a_group_of_some_ranks() -> None:
     size, me = hvd.size(), hvd.rank()
     even = hvd.add_process_set(range(0, size, 2)) if size > 2 else hvd.add_process_set([0]) if size > 1 else None
     if even is None:
-        with pytest.raises(hvd.HorovodInternalError, match="same ranks"):
+        with pytest.raises(ValueError, match="same ranks"):
             hvd.add_process_set([0])
         return
     members = list(range(0, size, 2)) if size > 2 else [0]
     assert (even.ranks, even.size(), even.included()) == (members, len(members), me in members)
-    with pytest.raises(hvd.HorovodInternalError, match="same ranks"):
+    with pytest.raises(ValueError, match="same ranks"):
         hvd.add_process_set(members)
     with pytest.raises(ValueError, match="registered already"):
         hvd.add_process_set(even)
