@@ -21,18 +21,21 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from enum import Enum, auto
 from typing import Any
 
 import torch
 
 from co2.absence import Absence
 from co2.calendar import Calendar, Event
+from co2.courier import Courier
 from co2.equations import OuterRule
 from co2.flight import Flight
+from co2.lateness import Lateness
 from co2.part import Part, Shares, assemble, check_shapes, make_parts
 from overlap.bucket import Slot
-from overlap.communicator import Communicator, ReduceOp
+from overlap.communicator import Communicator
 from overlap.mailroom import Mailroom
 from overlap.objects import allgather_object
 
@@ -42,7 +45,11 @@ log = logging.getLogger("dear")
 
 _LOOK_SECONDS = 1.0
 _ANSWER_SECONDS = 600.0
-_WORTH_SAYING = 0.05  # of a round's time
+
+
+class _Phase(Enum):
+    TRAINING = auto()
+    RETIRED = auto()  # for good: the optimizer is dropped, or another one has its parameters
 
 
 class Rounds:
@@ -60,8 +67,10 @@ class Rounds:
         self._comm, self._slots, self.calendar, self.rule = comm, slots, calendar, rule
         self.absence, self._mailroom = absence, mailroom
         self._changed = threading.Condition()  # around changes of what the others may ask for
+        self._courier = Courier(comm, rule, self._changed)
+        self._lateness = Lateness(comm.rank, calendar.frequency)
         self._flight: Flight | None = None
-        self._said_slow = self._handed_over = False
+        self._phase = _Phase.TRAINING
         self._forget()
         mailroom.on(absence.topic, self._answer)
 
@@ -71,15 +80,15 @@ class Rounds:
         self._active: set[int] = set()  # slots that were trained since the last event
         self.steps = self.in_round = 0
         self.events = self.absence.events = 0  # averages and rounds so far, the same on all ranks
-        self._sent = False  # the last event sent a round
-        self._longest = 0.0
+        self._last = Event.NOTHING
+        self._courier.longest = 0.0
         self._since = time.perf_counter()
 
     # - A step
 
     def begin(self) -> None:
         """Before every step: parameters that are trained for the first time are taken in. All ranks hold them alike."""
-        if self._handed_over:
+        if self._phase is _Phase.RETIRED:
             return  # the step is going to raise
         for part in self.parts:
             part.check()
@@ -103,8 +112,8 @@ class Rounds:
             else:
                 self._turn()
 
-    def _close(self, *, sent: bool) -> None:
-        self._sent, self._active = sent, set()
+    def _close(self, event: Event) -> None:
+        self._last, self._active = event, set()
         self.events, self.in_round = self.events + 1, 0
         self.absence.events = self.events
         self._since = time.perf_counter()
@@ -123,40 +132,10 @@ class Rounds:
                 part.turn()
                 if part.rests(idle):
                     part.pack()
-            self._close(sent=True)
-        sent = [part for part in self.parts if not part.rests(idle)]
-        for part in sent:
-            part.work = self._comm.reduce_scatter_async(part.whole, part.mean, ReduceOp.AVG, label="co2 average")
-        parts = list(self.parts)
-        self._flight = Flight(lambda: self._carry(parts, sent, idle))
-
-    @torch.no_grad()
-    def _carry(self, parts: Sequence[Part], sent: Sequence[Part], idle: Collection[int]) -> None:
-        """On the round's thread, from the reductions to the gathers."""
-        for part in sent:
-            assert part.work is not None, "it was issued"
-            part.work.wait()
-        moved = self._moved(sent) if self.rule.measures_gap and sent else 0.0
-        with self._changed:
-            self._longest = max(self._longest, moved)
-            gap = self.rule.gap(moved, self._longest)
-            for part in parts:
-                if part in sent:
-                    part.settle(self.rule, gap, idle)
-                else:
-                    part.rest()
-        self._gather(sent)
-
-    def _moved(self, parts: Sequence[Part]) -> float:
-        squares = torch.tensor([sum(part.squared_step() for part in parts)], dtype=torch.float64, device="cpu")
-        self._comm.all_reduce(squares, squares, ReduceOp.SUM, label="co2 gap")
-        return float(squares.sqrt())
-
-    def _gather(self, parts: Sequence[Part]) -> None:
-        issued = [self._comm.all_gather_async(p.whole[p.own], p.whole, label="co2 gather") for p in parts]
-        for part, work in zip(parts, issued, strict=True):
-            work.wait()
-            part.work = None
+            self._close(Event.ROUND)
+        parts, sent = list(self.parts), [part for part in self.parts if not part.rests(idle)]
+        self._courier.send(sent)
+        self._flight = Flight(lambda: self._courier.carry(parts, sent, idle))
 
     def arrive(self, *, in_step: bool = False) -> None:
         """Wait for the round on its way. Raises :class:`overlap.roll.CannotJoin` if a rank has joined meanwhile."""
@@ -169,17 +148,8 @@ class Rounds:
             self.absence.refuse(self.events - 1)
         self._flight = None
         flight.land()
-        waited, took = time.perf_counter() - now, now - self._since
-        if in_step and late and not self._said_slow and waited > _WORTH_SAYING * took:
-            self._said_slow = True
-            log.warning(
-                "co2: rank %d waited %.3g s for the average of a round whose %d step(s) took %.3g s: the network, or "
-                "another rank, is slower than that; a larger outer_frequency hides it (this is said once)",
-                self._comm.rank,
-                waited,
-                self.calendar.frequency,
-                took,
-            )
+        if in_step and late:
+            self._lateness.note(time.perf_counter() - now, now - self._since)
 
     # - An average that is waited for
 
@@ -198,25 +168,15 @@ class Rounds:
         for part in sent:
             part.pack()
             part.mean = torch.empty_like(part.start)
-            part.work = self._comm.reduce_scatter_async(part.whole, part.mean, ReduceOp.AVG, label="co2 average")
         shards: dict[Part, torch.Tensor] = {}
-        self._flight = Flight(lambda: self._carry_average(sent, idle, shards))
+        self._courier.send(sent)
+        self._flight = Flight(lambda: self._courier.carry_average(sent, idle, shards))
         self.arrive()
         with self._changed:
             for part in self.parts:
                 part.unpack()
                 part.restart(shards.get(part, part.next))
-            self._close(sent=False)
-
-    @torch.no_grad()
-    def _carry_average(self, sent: Sequence[Part], idle: Collection[int], shards: dict[Part, torch.Tensor]) -> None:
-        for part in sent:
-            assert part.work is not None, "it was issued"
-            part.work.wait()
-            shards[part] = part.blend(idle)
-        for part in sent:
-            part.whole[part.own] = shards[part]
-        self._gather(sent)
+            self._close(Event.AVERAGE)
 
     # - The end
 
@@ -237,7 +197,7 @@ class Rounds:
         with self._changed:
             self._changed.wait_for(lambda: self.events >= events, timeout=_ANSWER_SECONDS)
             ahead = self.events - events
-            if ahead not in (0, 1) or (ahead == 1 and not self._sent):
+            if ahead not in (0, 1) or (ahead == 1 and self._last is not Event.ROUND):
                 raise RuntimeError(f"asked for the outer state after event {events}, this rank is at {self.events}")
             return self._shares(passed=ahead == 1)  # [Note: one round ahead]
 
@@ -254,7 +214,7 @@ class Rounds:
         with self._changed:
             outer = assemble(self.parts, [self._shares(passed=False), *shares])
         counters = {name: getattr(self, name) for name in ("steps", "in_round", "events")}
-        return {"parameters": outer, **counters, "longest": self._longest, "active": sorted(self._active)}
+        return {"parameters": outer, **counters, "longest": self._courier.longest, "active": sorted(self._active)}
 
     def load(self, section: dict[str, Any] | None) -> None:
         """Go on from what :meth:`collect` gave; without it, from the parameters as they are at the next step."""
@@ -273,7 +233,7 @@ class Rounds:
             self._active = set(section["active"])
             self.steps, self.in_round, self.events = (section[name] for name in ("steps", "in_round", "events"))
             self.absence.events = self.events
-            self._longest = section["longest"]
+            self._courier.longest = section["longest"]
 
     # - As an owner of parameters: see `overlap.registry.Owner`
 
@@ -284,7 +244,7 @@ class Rounds:
 
     def has(self, parameters: Sequence[torch.Tensor]) -> bool:
         held = {id(slot.param) for slot in self._slots}
-        return not self._handed_over and any(id(parameter) in held for parameter in parameters)
+        return self._phase is _Phase.TRAINING and any(id(parameter) in held for parameter in parameters)
 
     def hand_over(self, unfinished: bool) -> None:
         """Another optimizer takes parameters of this one: what is on its way arrives and is dropped. On every rank."""
@@ -292,7 +252,7 @@ class Rounds:
 
     def retire(self) -> None:
         """Nobody steps any more."""
-        self._handed_over = True
+        self._phase = _Phase.RETIRED
         if self._flight is not None:
             self._flight.land()
         self._flight, self.parts = None, []

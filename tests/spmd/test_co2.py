@@ -108,20 +108,26 @@ def test_no_rank_waits_for_a_round_before_the_next_has_ended() -> None:
     _steps(model, optimizer, range(5, 6))
 
 
-def test_whoever_has_to_wait_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_whoever_has_to_wait_says_so_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = _wrapped(outer_frequency=1, **FULL)
-    carry = optimizer._rounds._carry
-    released = threading.Event()
+    rounds, awaited = optimizer._rounds, threading.Semaphore(0)
+    carry, arrive = rounds._courier.carry, rounds.arrive
 
-    def slow(*arguments: Any) -> None:
-        released.wait(0.05)
+    def carry_when_awaited(*arguments: Any) -> None:
+        assert awaited.acquire(timeout=30)
         carry(*arguments)
 
-    optimizer._rounds._carry = slow
+    def arrive_late(**options: Any) -> None:
+        threading.Timer(0.02, awaited.release).start()
+        arrive(**options)
+
+    monkeypatch.setattr("co2.lateness._WORTH_SAYING", 0.0)
+    rounds._courier.carry, rounds.arrive = carry_when_awaited, arrive_late
     with caplog.at_level(logging.WARNING, logger="dear"):
-        _steps(model, optimizer, range(3))
+        _steps(model, optimizer, range(4))
     said = [record.getMessage() for record in caplog.records if "a larger outer_frequency hides it" in record.message]
     assert len(said) == 1
+    rounds.arrive()  # the last one is on its way still
 
 
 @pytest.mark.parametrize("steps", [5, 6, 7])

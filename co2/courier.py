@@ -1,0 +1,67 @@
+"""What a round does between its two ends, on its own thread: from the reductions to the gathers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Sequence
+
+import torch
+
+from co2.equations import OuterRule
+from co2.part import Part
+from overlap.communicator import Communicator, ReduceOp
+
+__all__ = ["Courier"]
+
+
+class Courier:
+    """Sees the parts of one optimizer through, a round at a time. `changed` is held where others may look at a part."""
+
+    def __init__(self, comm: Communicator, rule: OuterRule, changed: threading.Condition) -> None:
+        self._comm, self._rule, self._changed = comm, rule, changed
+        self.longest = 0.0  # step of an average so far, where the rule measures it
+
+    def send(self, parts: Sequence[Part]) -> None:
+        """On the main thread, so that the order of issue is the program's."""
+        for part in parts:
+            part.work = self._comm.reduce_scatter_async(part.whole, part.mean, ReduceOp.AVG, label="co2 average")
+
+    @torch.no_grad()
+    def carry(self, parts: Sequence[Part], sent: Sequence[Part], idle: Collection[int]) -> None:
+        """A round of `parts`, of which those in `sent` travel: this rank's shards make their outer step."""
+        self._reduced(sent)
+        moved = self._moved(sent) if self._rule.measures_gap and sent else 0.0
+        with self._changed:
+            self.longest = max(self.longest, moved)
+            gap = self._rule.gap(moved, self.longest)
+            for part in parts:
+                if part in sent:
+                    part.settle(self._rule, gap, idle)
+                else:
+                    part.rest()
+        self._gather(sent)
+
+    @torch.no_grad()
+    def carry_average(self, sent: Sequence[Part], idle: Collection[int], shards: dict[Part, torch.Tensor]) -> None:
+        """An average without an outer step. What this rank's shards become is left in `shards`."""
+        self._reduced(sent)
+        for part in sent:
+            shards[part] = part.blend(idle)
+            part.whole[part.own] = shards[part]
+        self._gather(sent)
+
+    def _reduced(self, parts: Sequence[Part]) -> None:
+        for part in parts:
+            assert part.work is not None, "it was issued"
+            part.work.wait()
+
+    def _moved(self, parts: Sequence[Part]) -> float:
+        squares = torch.tensor([sum(part.squared_step() for part in parts)], dtype=torch.float64, device="cpu")
+        self._comm.all_reduce(squares, squares, ReduceOp.SUM, label="co2 gap")
+        return float(squares.sqrt())
+
+    def _gather(self, parts: Sequence[Part]) -> None:
+        issued = [self._comm.all_gather_async(p.whole[p.own], p.whole, label="co2 gather") for p in parts]
+        for part, work in zip(parts, issued, strict=True):
+            work.wait()
+            part.work = None
