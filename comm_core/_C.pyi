@@ -106,6 +106,8 @@ class Communicator:
         op: ReduceOp = ReduceOp.SUM,
         *,
         counts: Sequence[int] | None = None,
+        wide_send: _Memory | None = None,
+        wide_recv: _Memory | None = None,
         label: str = "",
     ) -> Work: ...
     def reduce_scatter(
@@ -115,13 +117,29 @@ class Communicator:
         op: ReduceOp = ReduceOp.SUM,
         *,
         counts: Sequence[int] | None = None,
+        wide_send: _Memory | None = None,
+        wide_recv: _Memory | None = None,
         label: str = "",
     ) -> None: ...
     def all_gather_async(
-        self, send: _Memory, recv: _Memory, *, counts: Sequence[int] | None = None, label: str = ""
+        self,
+        send: _Memory,
+        recv: _Memory,
+        *,
+        counts: Sequence[int] | None = None,
+        wide_send: _Memory | None = None,
+        wide_recv: _Memory | None = None,
+        label: str = "",
     ) -> Work: ...
     def all_gather(
-        self, send: _Memory, recv: _Memory, *, counts: Sequence[int] | None = None, label: str = ""
+        self,
+        send: _Memory,
+        recv: _Memory,
+        *,
+        counts: Sequence[int] | None = None,
+        wide_send: _Memory | None = None,
+        wide_recv: _Memory | None = None,
+        label: str = "",
     ) -> None: ...
     def all_gather_counts(self, send_count: int) -> list[int]: ...
     def all_reduce_async(
@@ -170,6 +188,7 @@ def local() -> Communicator: ...
 def connect(provider: str, handle: int | None = None) -> Communicator: ...
 def finalize() -> None: ...
 def abort(code: int) -> NoReturn: ...
+def differ(halves: _Memory, wide: _Memory) -> bool: ...
 def describe(provider: str) -> dict[str, str]: ...
 def interpreter_ends() -> None: ...
 def release_finished() -> None: ...

@@ -20,6 +20,7 @@ from comm_core._C import (
     Unsupported,
     Work,
     abort,
+    differ,
     local,
 )
 from comm_core.launch import build_info, finalize, mpi, mpi_available
@@ -42,6 +43,7 @@ __all__ = [
     "Work",
     "abort",
     "build_info",
+    "differ",
     "exchange_over",
     "finalize",
     "find_nccl",

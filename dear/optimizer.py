@@ -70,6 +70,7 @@ class Dear(Strategy):
         self.threshold_mb, self.num_nearby_layers, self.policy = threshold_mb, num_nearby_layers, policy
         self.updates = Updates.EAGER if eager else Updates.SHARDED
         self.excluded, self.complete, self.gather_dtype = excluded, not excluded, gather_dtype
+        self.carries = self.complete and policy == "rsag"
 
     @property
     def space(self) -> tuple[Dimension, ...]:
@@ -114,7 +115,7 @@ class Dear(Strategy):
         elif not bucket.holds_parameters:
             bucket.work = comm.all_reduce_async(whole, into, op, label=label)
         elif owner is None:
-            bucket.work = comm.reduce_scatter_async(whole, into, op, label=label)
+            bucket.work = comm.reduce_scatter_async(whole, into, op, wide=bucket.wide_gradients, label=label)
         else:
             bucket.work = comm.reduce_async(whole, into if owner == comm.rank else None, op, owner, label=label)
 
@@ -123,7 +124,7 @@ class Dear(Strategy):
             return
         whole, owner, label = bucket.travelling, bucket.spec.owner, bucket.label
         if owner is None:
-            bucket.work = comm.all_gather_async(whole[bucket.own], whole, label=label)
+            bucket.work = comm.all_gather_async(whole[bucket.own], whole, wide=bucket.wide_parameters, label=label)
         else:
             bucket.work = comm.broadcast_async(whole, owner, label=label)
 

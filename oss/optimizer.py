@@ -46,6 +46,7 @@ class Oss(Strategy):
     name = "oss"
     updates = Updates.OWNED
     lanes = 2
+    carries = True
 
     def __init__(
         self, threshold_mb: float | None, num_nearby_layers: int | None, gather_dtype: torch.dtype | None
@@ -87,13 +88,17 @@ class Oss(Strategy):
     def reduce(self, comm: Communicator, bucket: Bucket) -> None:
         whole, into, op, label = bucket.outgoing, bucket.incoming, bucket.op, bucket.label
         if bucket.holds_parameters:
-            bucket.work = comm.reduce_scatter_async(whole, into, op, counts=bucket.shares, label=label)
+            bucket.work = comm.reduce_scatter_async(
+                whole, into, op, counts=bucket.shares, wide=bucket.wide_gradients, label=label
+            )
         else:
             bucket.work = comm.all_reduce_async(whole, into, op, label=label)
 
     def gather(self, comm: Communicator, bucket: Bucket) -> None:
-        whole = bucket.travelling
-        bucket.work = comm.all_gather_async(whole[bucket.own], whole, counts=bucket.shares, label=bucket.label)
+        whole, wide = bucket.travelling, bucket.wide_parameters
+        bucket.work = comm.all_gather_async(
+            whole[bucket.own], whole, counts=bucket.shares, wide=wide, label=bucket.label
+        )
 
 
 def DistributedOptimizer(

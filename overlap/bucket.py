@@ -8,7 +8,7 @@ from enum import Enum, auto
 
 import torch
 
-from overlap.communicator import ReduceOp, Work
+from overlap.communicator import ReduceOp, Wide, Work
 from overlap.dense import copy_used, unused_mark, unused_positions, view_like
 from overlap.master import Master
 from overlap.partition import BucketSpec
@@ -142,6 +142,9 @@ class Bucket:
 
     Buffers have ``spec.padded_numel`` elements: a shard for each rank, equal ones or all of it for one owner. With
     `gather_dtype`, parameters travel as that type, and `master` has the exact values of this rank's shard.
+
+    Where the bucket is `carried`, who moves it also rounds what is sent and widens what arrives, as
+    :attr:`wide_gradients` and :attr:`wide_parameters` say.
     """
 
     def __init__(
@@ -154,6 +157,7 @@ class Bucket:
         world_size: int,
         holds_parameters: bool,
         gather_dtype: torch.dtype | None = None,
+        carried: bool = False,
     ) -> None:
         self.index, self.spec, self.slots = index, spec, slots
         self._rank, self._warned = rank, False
@@ -180,6 +184,11 @@ class Bucket:
             self.reduced = self.gradients  # reduced in place
         # What a strategy reduces: `outgoing` of all ranks into `incoming` with `op`. Set before each reduction.
         self.outgoing, self.incoming, self.op = self.gradients, self.reduced, ReduceOp.AVG
+        self.carried = carried and holds_parameters and first.dtype is torch.float32 and first.device.type == "cpu"
+        self.wide_gradients: Wide | None = None  # as the last reduction was loaded
+        self.wide_parameters: Wide | None = None
+        if self.carried and self.master is not None:
+            self.wide_parameters = Wide(self.master.values, self.parameters)
         # A tensor without elements may start behind the last one; looking one earlier is harmless, it has no extent.
         offsets = [min(offset, spec.padded_numel - 1) for offset in spec.offsets]
         starts = torch.tensor(offsets, dtype=torch.int64, device=first.device)

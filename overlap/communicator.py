@@ -13,12 +13,26 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
 from comm_core import ReduceOp
 from overlap.work import Work
+
+
+@dataclass(frozen=True, slots=True)
+class Wide:
+    """fp32 tensors beside the fp16 or bf16 ones of an operation: flat, on the CPU, of the same sizes, apart in memory.
+
+    `send` is rounded into the operation's `send`, to the nearest value, before it travels, and `recv` gets what its `recv`
+    has in the end, by whoever moves the bytes and not by the caller (under torch.distributed, some of it by the caller).
+    Rounding does not wait for operations issued before.
+    """
+
+    send: torch.Tensor
+    recv: torch.Tensor
 
 
 class Communicator(ABC):
@@ -66,21 +80,30 @@ class Communicator(ABC):
         op: ReduceOp = ReduceOp.SUM,
         *,
         counts: Sequence[int] | None = None,
+        wide: Wide | None = None,
         label: str = "",
     ) -> Work:
         """Reduce `send` over all ranks; rank r receives the `counts[r]` elements of its shard. Never writes `send`.
 
-        Without `counts` the split is balanced: the first `send.numel() % size` ranks get one element more.
+        Without `counts` the split is balanced: the first `send.numel() % size` ranks get one element more. With `wide`,
+        `send` is written after all: see :class:`Wide`. A value that only rounding makes zero becomes +0.0 there, and a
+        zero keeps its sign: -0.0 marks what nobody used (see `overlap.dense`).
         """
 
     @abstractmethod
     def all_gather_async(
-        self, send: torch.Tensor, recv: torch.Tensor, *, counts: Sequence[int] | None = None, label: str = ""
+        self,
+        send: torch.Tensor,
+        recv: torch.Tensor,
+        *,
+        counts: Sequence[int] | None = None,
+        wide: Wide | None = None,
+        label: str = "",
     ) -> Work:
         """Put every rank's `send` side by side into every rank's `recv`.
 
         `send` may be this rank's own part of `recv`, which then is not copied. Without `counts` the parts are the
-        balanced split of `recv.numel()`.
+        balanced split of `recv.numel()`. With `wide`, `send` is written, too: see :class:`Wide`.
         """
 
     @abstractmethod
@@ -231,4 +254,4 @@ class Communicator(ABC):
         self.barrier_async(label=label).wait()
 
 
-__all__ = ["Communicator", "ReduceOp", "Work"]
+__all__ = ["Communicator", "ReduceOp", "Wide", "Work"]

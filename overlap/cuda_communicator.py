@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 from comm_core import ReduceOp, Unsupported
-from overlap.communicator import Communicator, Work
+from overlap.communicator import Communicator, Wide, Work
 from overlap.cuda_route import refuse_capture
 from overlap.cuda_streams import Streams
 from overlap.requests import (
@@ -102,19 +102,28 @@ class DeviceCommunicator(Communicator):
         op: ReduceOp = ReduceOp.SUM,
         *,
         counts: Sequence[int] | None = None,
+        wide: Wide | None = None,
         label: str = "",
     ) -> Work:
         if not self.belongs(send):
-            return self._host.reduce_scatter_async(send, recv, op, counts=counts, label=label)
+            return self._host.reduce_scatter_async(send, recv, op, counts=counts, wide=wide, label=label)
+        _refuse_wide("reduce_scatter", wide)
         made = reduce_scatter_request(self.rank, self.size, send, recv, op, counts, self._kind)
         carrier = self._ready("reduce_scatter")
         return self._through(carrier.reduce_scatter(made.send, made.recv, made.send_counts, op, label))
 
     def all_gather_async(
-        self, send: torch.Tensor, recv: torch.Tensor, *, counts: Sequence[int] | None = None, label: str = ""
+        self,
+        send: torch.Tensor,
+        recv: torch.Tensor,
+        *,
+        counts: Sequence[int] | None = None,
+        wide: Wide | None = None,
+        label: str = "",
     ) -> Work:
         if not self.belongs(recv):
-            return self._host.all_gather_async(send, recv, counts=counts, label=label)
+            return self._host.all_gather_async(send, recv, counts=counts, wide=wide, label=label)
+        _refuse_wide("all_gather", wide)
         made = all_gather_request(self.rank, self.size, send, recv, counts, self._kind)
         return self._through(self._ready("all_gather").all_gather(made.send, made.recv, made.recv_counts, label))
 
@@ -196,3 +205,8 @@ class DeviceCommunicator(Communicator):
 
     def close(self) -> None:
         self._carrier.close()
+
+
+def _refuse_wide(what: str, wide: Wide | None) -> None:
+    if wide is not None:
+        raise Unsupported(f"{what}: a carrier of a device rounds nothing; cast on the device before and after")

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["copy_used", "from_flat", "is_dense", "to_flat", "unused_mark", "unused_positions", "view_like"]
+__all__ = [
+    "copy_used",
+    "from_flat",
+    "is_dense",
+    "narrow_summands",
+    "to_flat",
+    "unused_mark",
+    "unused_positions",
+    "view_like",
+]
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -57,6 +66,12 @@ def from_flat(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 def copy_used(target: torch.Tensor, gradient: torch.Tensor) -> None:
     """Copy a gradient into its place in one pass, -0.0 turned into +0.0."""
     torch.add(gradient, 0.0, out=target)
+
+
+def narrow_summands(target: torch.Tensor, gradients: torch.Tensor) -> None:
+    """Round `gradients` into `target`, a 16-bit type. What only rounding makes zero becomes +0.0; marks stay."""
+    target.copy_(gradients)
+    target.masked_fill_((target == 0) & (gradients != 0), 0.0)
 
 
 def unused_mark(target: torch.Tensor) -> None:

@@ -2,6 +2,7 @@
 
 load():    gradients ─ × before ─▶ narrowed or compressed ─▶ bucket.outgoing          (when the bucket is launched)
 unload():  bucket.incoming ─▶ widened or decompressed ─▶ bucket.reduced               (when its reduction was awaited)
+           of a carried bucket, who moves it narrows and widens (`overlap.communicator.Wide`)
 rescale(): × after                                                                    (where somebody used the parameter)
 
 [Note: the mark survives the wire] A narrowed or scaled gradient may become -0.0, which is the mark of an unused
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 from overlap.bucket import Bucket
-from overlap.communicator import ReduceOp
+from overlap.communicator import ReduceOp, Wide
 from overlap.cuda_math import can_inspect, cast_scale
 from overlap.dense import copy_used, unused_mark, unused_positions
 from overlap.horovod.compression import BF16Compressor, FP16Compressor, NoneCompressor
@@ -62,8 +63,11 @@ class Exchange:
         self._contexts: dict[Bucket, list[Any]] = {}
 
     def load(self, bucket: Bucket) -> None:
-        """Make ``bucket.outgoing`` what is to be reduced into ``bucket.incoming`` with ``bucket.op``."""
-        bucket.op = self.op
+        """Make ``bucket.outgoing`` what is to be reduced into ``bucket.incoming`` with ``bucket.op``.
+
+        Of a carried bucket it becomes that on its way: ``bucket.wide_gradients``.
+        """
+        bucket.op, bucket.wide_gradients = self.op, None
         if self._compressor is not None:
             self._compress(bucket)
             return
@@ -76,6 +80,9 @@ class Exchange:
             bucket.outgoing = torch.empty_like(gradients, dtype=dtype)
             if dtype is not gradients.dtype:
                 bucket.incoming = bucket.outgoing if not bucket.holds_parameters else bucket.reduced.to(dtype)
+        if bucket.carried and dtype is not gradients.dtype and self._before == 1:
+            bucket.wide_gradients = Wide(gradients, bucket.reduced)
+            return
         if gradients.is_cuda and can_inspect(gradients) and gradients.dtype in (torch.float32, dtype):
             cast_scale([bucket.outgoing], [gradients], self._before)  # keeps marks and makes no new ones, in one pass
             return
@@ -134,7 +141,7 @@ class Exchange:
         """Bring what came back into ``bucket.reduced``, unused marks included."""
         if self._compressor is not None:
             self._decompress(bucket)
-        elif bucket.incoming is not bucket.reduced:
+        elif bucket.incoming is not bucket.reduced and bucket.wide_gradients is None:
             bucket.reduced.copy_(bucket.incoming)
 
     def _decompress(self, bucket: Bucket) -> None:

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from overlap.native import differ
+
 __all__ = ["MASTER", "Master", "check_gather_dtype", "numbered", "taken", "unnumbered"]
 
 MASTER = "dear::master"  # beside the optimizer's own state, where that is taken apart and put together
@@ -54,6 +56,8 @@ class Master:
     @torch.no_grad()
     def follow(self) -> None:
         """Take over what was written to the parameters: [Note: who sets a parameter sets its master]."""
+        if self._seen.dtype is torch.float32 and not self._seen.is_cuda and not differ(self._rounded, self._seen):
+            return
         for start in range(0, self.values.numel(), _SEGMENT):
             span = slice(start, start + _SEGMENT)
             seen, rounded = self._seen[span], self._rounded[span]

@@ -13,12 +13,14 @@ import torch
 
 import comm_core
 from comm_core import Buffer, DType, ReduceOp
-from overlap.communicator import Communicator, Work
+from overlap.communicator import Communicator, Wide, Work
 from overlap.requests import (
+    Exchange,
     all_gather_request,
     all_reduce_request,
     all_to_all_request,
     broadcast_request,
+    check_wide,
     message_request,
     reduce_request,
     reduce_scatter_request,
@@ -73,22 +75,33 @@ class NativeCommunicator(Communicator):
         op: ReduceOp = ReduceOp.SUM,
         *,
         counts: Sequence[int] | None = None,
+        wide: Wide | None = None,
         label: str = "",
     ) -> Work:
         request = reduce_scatter_request(self.rank, self.size, send, recv, op, counts)
+        source = _readable(request.send) if wide is None else _writable(request.send)
+        beside = _beside("reduce_scatter", wide, request)
         return self._issued(
             self._core.reduce_scatter_async(
-                _readable(request.send), _writable(request.recv), op, counts=request.send_counts, label=label
+                source, _writable(request.recv), op, counts=request.send_counts, label=label, **beside
             )
         )
 
     def all_gather_async(
-        self, send: torch.Tensor, recv: torch.Tensor, *, counts: Sequence[int] | None = None, label: str = ""
+        self,
+        send: torch.Tensor,
+        recv: torch.Tensor,
+        *,
+        counts: Sequence[int] | None = None,
+        wide: Wide | None = None,
+        label: str = "",
     ) -> Work:
         request = all_gather_request(self.rank, self.size, send, recv, counts)
+        source = _readable(request.send) if wide is None else _writable(request.send)
+        beside = _beside("all_gather", wide, request)
         return self._issued(
             self._core.all_gather_async(
-                _readable(request.send), _writable(request.recv), counts=request.recv_counts, label=label
+                source, _writable(request.recv), counts=request.recv_counts, label=label, **beside
             )
         )
 
@@ -170,6 +183,21 @@ class NativeCommunicator(Communicator):
 
     def close(self) -> None:
         self._core.close()
+
+
+def differ(rounded: torch.Tensor, exact: torch.Tensor) -> bool:
+    """Whether some element of `rounded`, fp16 or bf16, is another number than that of `exact`, fp32. A NaN always is.
+
+    Flat tensors of one size on the CPU.
+    """
+    return comm_core.differ(_readable(rounded), _readable(exact))
+
+
+def _beside(what: str, wide: Wide | None, request: Exchange) -> dict[str, Buffer]:
+    if wide is None:
+        return {}
+    check_wide(what, wide.send, wide.recv, request.send, request.recv)
+    return {"wide_send": _readable(wide.send), "wide_recv": _writable(wide.recv)}
 
 
 def _readable(flat: torch.Tensor) -> Buffer:

@@ -153,6 +153,7 @@ class Planner:
                 world_size=size,
                 holds_parameters=sharded,
                 gather_dtype=self.strategy.gather_dtype,
+                carried=self.strategy.carries,
             )
             order.append(bucket)
             if sharded:

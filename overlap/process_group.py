@@ -12,21 +12,24 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from comm_core import ReduceOp
-from overlap.communicator import Communicator, Work
+from overlap.communicator import Communicator, Wide, Work
+from overlap.dense import narrow_summands
 from overlap.link import Link
 from overlap.loose_messages import LooseMessages
 from overlap.rendezvous import join_world
 from overlap.requests import (
+    Exchange,
     all_gather_request,
     all_reduce_request,
     all_to_all_request,
     broadcast_request,
+    check_wide,
     message_request,
     reduce_request,
     reduce_scatter_request,
 )
 from overlap.routes import Routes
-from overlap.stages import Stage, StagedTask
+from overlap.stages import Local, Stage, StagedTask
 from overlap.store_mail import StoreMailbox, own_client
 from overlap.strand import PendingWork, Strand
 
@@ -92,18 +95,27 @@ class ProcessGroupCommunicator(Communicator):
         op: ReduceOp = ReduceOp.SUM,
         *,
         counts: Sequence[int] | None = None,
+        wide: Wide | None = None,
         label: str = "",
     ) -> Work:
         request = reduce_scatter_request(self._rank, self._size, send, recv, op, counts)
         stage = self._routes.reduce_scatter(request.send, request.recv, request.send_counts, op)
-        return self._issue("reduce_scatter", label, request.send.nbytes, lambda: [stage()])
+        last = _narrow("reduce_scatter", wide, request, narrow_summands)
+        return self._issue("reduce_scatter", label, request.send.nbytes, lambda: [stage(), *last])
 
     def all_gather_async(
-        self, send: torch.Tensor, recv: torch.Tensor, *, counts: Sequence[int] | None = None, label: str = ""
+        self,
+        send: torch.Tensor,
+        recv: torch.Tensor,
+        *,
+        counts: Sequence[int] | None = None,
+        wide: Wide | None = None,
+        label: str = "",
     ) -> Work:
         request = all_gather_request(self._rank, self._size, send, recv, counts)
         stage = self._routes.all_gather(request.send, request.recv, request.recv_counts)
-        return self._issue("all_gather", label, request.recv.nbytes, lambda: [stage()])
+        last = _narrow("all_gather", wide, request, torch.Tensor.copy_)
+        return self._issue("all_gather", label, request.recv.nbytes, lambda: [stage(), *last])
 
     def all_gather_counts(self, send_count: int) -> list[int]:
         mine = torch.tensor([send_count], dtype=torch.int64, device="cpu")
@@ -203,3 +215,14 @@ class ProcessGroupCommunicator(Communicator):
         self._messages.close()
         if self._owns_world and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _narrow(
+    what: str, wide: Wide | None, request: Exchange, narrow: Callable[[torch.Tensor, torch.Tensor], object]
+) -> list[Stage]:
+    """Round into what is sent, here and now; returns what is to be done in the end."""
+    if wide is None:
+        return []
+    check_wide(what, wide.send, wide.recv, request.send, request.recv)
+    narrow(request.send, wide.send)
+    return [Local(lambda: wide.recv.copy_(request.recv))]

@@ -57,6 +57,27 @@ def reduce_scatter_request(
     return Exchange(source, target, _widen(shards, send, source), [target.numel()])
 
 
+def check_wide(
+    what: str, wide_send: torch.Tensor, wide_recv: torch.Tensor, send: torch.Tensor, recv: torch.Tensor
+) -> None:
+    """fp32 tensors beside 16-bit ones; see `overlap.communicator.Wide`."""
+    for name, wide, narrow in (("send", wide_send, send), ("recv", wide_recv, recv)):
+        if narrow.dtype not in (torch.float16, torch.bfloat16) or wide.dtype is not torch.float32:
+            raise InvalidUsage(
+                f"{what}: wide {name} is {wide.dtype} and {name} is {narrow.dtype}; torch.float32 stands beside "
+                "torch.float16 or torch.bfloat16"
+            )
+        wire_form(what, f"wide {name}", wide)
+        check_count(what, f"wide {name}", narrow.numel(), wide.numel())
+    apart = (("wide send", wide_send), ("wide recv", wide_recv)), (("send", send), ("recv", recv))
+    for name, wide in apart[0]:
+        for other, narrow in apart[1]:
+            if overlap_in_memory(wide, narrow):
+                raise InvalidUsage(f"{what}: {name} shares memory with {other}")
+    if overlap_in_memory(wide_send, wide_recv):
+        raise InvalidUsage(f"{what}: wide send shares memory with wide recv")
+
+
 def all_gather_request(
     rank: int,
     size: int,

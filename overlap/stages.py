@@ -86,6 +86,19 @@ class Exchange(Stage):
             self._afterwards()
 
 
+class Local(Stage):
+    """Work without messages."""
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        self._work = work
+
+    def post(self, link: Link, tag: int) -> None:
+        pass
+
+    def finish(self, link: Link) -> None:
+        self._work()
+
+
 class DirectReduce(Stage):
     """A reduce-scatter without partial sums on the wire: every rank's part comes to the owner, who adds in rank order.
 

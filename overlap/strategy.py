@@ -42,6 +42,7 @@ class Strategy(ABC):
     ordered: bool = True
     gather_dtype: torch.dtype | None = None
     lanes: int = 1  # of updates in shards: how many buckets travel at the same time, see `overlap.lanes`
+    carries: bool = False  # hands `wide_gradients` and `wide_parameters` of buckets on to the communicator
     complete: bool = True  # False: parts of the communication are left out, for time breakdowns
 
     @property

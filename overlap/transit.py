@@ -33,7 +33,7 @@ class Transit:
         """Issue the all-gather of a bucket whose shard was updated."""
         params = [slot.param for slot in bucket.slots]
         torch.autograd.graph.increment_version(params)  # written behind autograd's back: old graphs must notice
-        if bucket.master is not None:
+        if bucket.master is not None and bucket.wide_parameters is None:
             bucket.master.pack()
         if self._poison and self._lanes.first.size > 1:
             mine = bucket.parameters[bucket.own].clone()
@@ -60,7 +60,7 @@ class Transit:
             if bucket.work is not None:
                 arrive(bucket.work)
                 bucket.work = None
-            if bucket.master is not None:
+            if bucket.master is not None and bucket.wide_parameters is None:
                 bucket.master.land()
         bucket.advance(Phase.FILLING)
 

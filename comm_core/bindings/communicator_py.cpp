@@ -22,17 +22,27 @@ WorkPtr issue(const Communicator& c, const Start& start) {
   return start();
 }
 
-WorkPtr reduce_scatter(Communicator& c, const py::object& send, const py::object& recv, ReduceOp op,
-                       const Counts& counts, Label label) {
-  Arguments a;
-  const auto from = a.view(send, "send"), to = a.view(recv, "recv");
-  return issue(c, [&] { return c.reduce_scatter(from, to, op, counts, std::move(label), a.keep_alive()); });
+WideBuffers wide(Arguments& a, const py::object& send, const py::object& recv) {
+  WideBuffers buffers;
+  if (!send.is_none()) buffers.send = a.view(send, "wide_send");
+  if (!recv.is_none()) buffers.recv = a.view(recv, "wide_recv");
+  return buffers;
 }
 
-WorkPtr all_gather(Communicator& c, const py::object& send, const py::object& recv, const Counts& counts, Label label) {
+WorkPtr reduce_scatter(Communicator& c, const py::object& send, const py::object& recv, ReduceOp op,
+                       const Counts& counts, const py::object& wide_send, const py::object& wide_recv, Label label) {
   Arguments a;
   const auto from = a.view(send, "send"), to = a.view(recv, "recv");
-  return issue(c, [&] { return c.all_gather(from, to, counts, std::move(label), a.keep_alive()); });
+  const auto beside = wide(a, wide_send, wide_recv);
+  return issue(c, [&] { return c.reduce_scatter(from, to, op, counts, beside, std::move(label), a.keep_alive()); });
+}
+
+WorkPtr all_gather(Communicator& c, const py::object& send, const py::object& recv, const Counts& counts,
+                   const py::object& wide_send, const py::object& wide_recv, Label label) {
+  Arguments a;
+  const auto from = a.view(send, "send"), to = a.view(recv, "recv");
+  const auto beside = wide(a, wide_send, wide_recv);
+  return issue(c, [&] { return c.all_gather(from, to, counts, beside, std::move(label), a.keep_alive()); });
 }
 
 WorkPtr all_reduce(Communicator& c, const py::object& send, const py::object& recv, ReduceOp op, Label label) {
@@ -104,6 +114,7 @@ void register_communicator(py::module_& m) {
   const auto op = py::arg("op") = ReduceOp::kSum;
   const auto label = py::arg("label") = "";
   const auto counts = py::arg("counts") = py::none();
+  const auto wide_send = py::arg("wide_send") = py::none(), wide_recv = py::arg("wide_recv") = py::none();
   CommunicatorClass type(m, "Communicator",
                          "A group of ranks. Every operation has a form that returns a Work at once.");
   type.def_property_readonly("rank", &Communicator::rank)
@@ -116,8 +127,9 @@ void register_communicator(py::module_& m) {
                std::to_string(c.size()) + ">";
       });
   def_operation(type, "reduce_scatter", reduce_scatter, py::arg("send"), py::arg("recv"), op, py::kw_only(), counts,
-                label);
-  def_operation(type, "all_gather", all_gather, py::arg("send"), py::arg("recv"), py::kw_only(), counts, label);
+                wide_send, wide_recv, label);
+  def_operation(type, "all_gather", all_gather, py::arg("send"), py::arg("recv"), py::kw_only(), counts, wide_send,
+                wide_recv, label);
   def_operation(type, "all_reduce", all_reduce, py::arg("send"), py::arg("recv"), op, py::kw_only(), label);
   def_operation(type, "broadcast", broadcast, py::arg("buffer"), py::arg("root") = 0, py::kw_only(), label);
   def_operation(type, "reduce", reduce, py::arg("send"), py::arg("recv"), op, py::arg("root") = 0, py::kw_only(),

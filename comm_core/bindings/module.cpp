@@ -9,4 +9,5 @@ PYBIND11_MODULE(_C, m) {
   register_work(m);
   register_communicator(m);
   register_backend(m);
+  register_halves(m);
 }

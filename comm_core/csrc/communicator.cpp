@@ -34,8 +34,8 @@ Communicator::Communicator(std::unique_ptr<Backend> backend, std::string name)
   watch_forks();
 }
 
-WorkPtr Communicator::reduce_scatter(Buffer send, Buffer recv, ReduceOp op, const Counts& counts, std::string label,
-                                     KeepAlive memory) {
+WorkPtr Communicator::reduce_scatter(Buffer send, Buffer recv, ReduceOp op, const Counts& counts,
+                                     const WideBuffers& wide, std::string label, KeepAlive memory) {
   const Checks check{"reduce_scatter", rank_, size_, device_};
   check.placed(send, "send");
   check.placed(recv, "recv");
@@ -46,10 +46,12 @@ WorkPtr Communicator::reduce_scatter(Buffer send, Buffer recv, ReduceOp op, cons
   o.recv_counts = check.chunks(counts, send.count, "counts", "send");
   check.chunk_fits(recv, o.recv_counts, "recv");
   check.disjoint(send, recv);
+  o.wide = check.wide(wide, send, recv);
   return submit(std::move(o), {send, recv}, std::move(memory), send.bytes());
 }
 
-WorkPtr Communicator::all_gather(Buffer send, Buffer recv, const Counts& counts, std::string label, KeepAlive memory) {
+WorkPtr Communicator::all_gather(Buffer send, Buffer recv, const Counts& counts, const WideBuffers& wide,
+                                 std::string label, KeepAlive memory) {
   const Checks check{"all_gather", rank_, size_, device_};
   check.placed(send, "send");
   check.placed(recv, "recv");
@@ -60,6 +62,7 @@ WorkPtr Communicator::all_gather(Buffer send, Buffer recv, const Counts& counts,
   o.recv_counts = check.chunks(counts, recv.count, "counts", "recv");
   check.chunk_fits(send, o.recv_counts, "send");
   check.own_chunk_or_disjoint(send, recv, o.recv_counts);
+  o.wide = check.wide(wide, send, recv);
   return submit(std::move(o), {send, recv}, std::move(memory), recv.bytes());
 }
 
@@ -200,7 +203,7 @@ std::vector<std::int64_t> Communicator::all_gather_counts(std::int64_t send_coun
       std::make_shared<Memory>(Memory{send_count, std::vector<std::int64_t>(static_cast<std::size_t>(size_))});
   const Buffer send{reinterpret_cast<std::byte*>(&memory->mine), 1, DType::kInt64};
   const Buffer recv{reinterpret_cast<std::byte*>(memory->all.data()), size_, DType::kInt64};
-  all_gather(send, recv, std::nullopt, "counts", memory)->wait(std::nullopt, interrupted);
+  all_gather(send, recv, std::nullopt, {}, "counts", memory)->wait(std::nullopt, interrupted);
   return memory->all;
 }
 

@@ -1,6 +1,18 @@
 #include "comm_core/operation.hpp"
 
+#include "reduce/half.hpp"
+
 namespace comm_core {
+
+void Operation::narrow() const {
+  if (wide.from == nullptr) return;
+  const bool summed = kind == OpKind::kReduceScatter;
+  (summed ? narrow_summand : narrow_half)(dtype, wide.from, wide.send, wide.num_sent);
+}
+
+void Operation::widen() const {
+  if (wide.to != nullptr) widen_half(dtype, recv, wide.to, wide.num_received);
+}
 
 std::string_view name_of(OpKind kind) noexcept {
   switch (kind) {

@@ -110,4 +110,44 @@ void Checks::own_chunk_or_disjoint(const Buffer& send, const Buffer& recv, const
   fail("send overlaps recv elsewhere than at rank " + text(rank) + "'s own chunk, element " + text(before));
 }
 
+void Checks::wide_beside(const Buffer& wide, std::string_view name, const Buffer& narrow, std::string_view what) const {
+  if (device) throw Unsupported(std::string(op) + ": " + std::string(name) + " is for host memory");
+  placed(wide, name);
+  if (!is_half(narrow.dtype) || wide.dtype != DType::kFloat32) {
+    fail(std::string(name) + " is " + std::string(name_of(wide.dtype)) + " and " + std::string(what) + " is " +
+         std::string(name_of(narrow.dtype)) + "; float32 stands beside float16 or bfloat16");
+  }
+  if (wide.count != narrow.count) {
+    fail(std::string(name) + " has " + text(wide.count) + " elements but " + std::string(what) + " has " +
+         text(narrow.count));
+  }
+}
+
+void Checks::apart(const Buffer& wide, std::string_view name, const Buffer& other, std::string_view what) const {
+  if (overlap(wide, other)) fail(std::string(name) + " shares memory with " + std::string(what));
+}
+
+Wide Checks::wide(const WideBuffers& wide, const Buffer& send, const Buffer& recv) const {
+  Wide found;
+  if (wide.send) {
+    wide_beside(*wide.send, "wide_send", send, "send");
+    writable(send, "send");
+    apart(*wide.send, "wide_send", send, "send");
+    apart(*wide.send, "wide_send", recv, "recv");
+    found.from = reinterpret_cast<const float*>(wide.send->data);
+    found.send = send.data;
+    found.num_sent = send.count;
+  }
+  if (wide.recv) {
+    wide_beside(*wide.recv, "wide_recv", recv, "recv");
+    writable(*wide.recv, "wide_recv");
+    apart(*wide.recv, "wide_recv", send, "send");
+    apart(*wide.recv, "wide_recv", recv, "recv");
+    if (wide.send) apart(*wide.recv, "wide_recv", *wide.send, "wide_send");
+    found.to = reinterpret_cast<float*>(wide.recv->data);
+    found.num_received = recv.count;
+  }
+  return found;
+}
+
 }  // namespace comm_core

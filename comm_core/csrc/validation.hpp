@@ -6,6 +6,8 @@
 #include <string_view>
 #include <vector>
 
+#include "comm_core/communicator.hpp"
+#include "comm_core/operation.hpp"
 #include "comm_core/types.hpp"
 #include "layout.hpp"
 
@@ -39,7 +41,12 @@ struct Checks {
   void same_or_disjoint(const Buffer& send, const Buffer& recv) const;
   void own_chunk_or_disjoint(const Buffer& send, const Buffer& recv, const CountList& counts) const;
 
+  /// fp32, as many elements as `send` and `recv`, which have 16 bits, and apart from both and from each other.
+  Wide wide(const WideBuffers& wide, const Buffer& send, const Buffer& recv) const;
+
  private:
+  void wide_beside(const Buffer& wide, std::string_view name, const Buffer& narrow, std::string_view what) const;
+  void apart(const Buffer& wide, std::string_view name, const Buffer& other, std::string_view what) const;
   [[noreturn]] void fail(const std::string& why) const;
 };
 

@@ -11,7 +11,7 @@ import pytest
 import comm_core
 from comm_core import Buffer, Communicator, DType, InvalidUsage, ReduceOp, Unsupported
 
-F4 = np.float32
+F2, F4 = np.float16, np.float32
 Call = Callable[[Communicator], object]
 
 
@@ -69,6 +69,21 @@ WRONG: dict[str, tuple[Call, str]] = {
         "share memory",
     ),
     "partial overlap": (lambda c: (lambda x: c.all_reduce(x[:-1], x[1:]))(np.zeros(9)), "overlap in part"),
+    "wide beside fp32": (
+        lambda c: c.all_gather(np.zeros(1, F4), np.zeros(c.size, F4), wide_recv=np.zeros(c.size, F4)),
+        "wide_recv is float32 and recv is float32; float32 stands beside float16",
+    ),
+    "wide of another size": (
+        lambda c: c.reduce_scatter(np.zeros(4 * c.size, F2), np.zeros(4, F2), wide_send=np.zeros(3, F4)),
+        "wide_send has 3 elements but send has [0-9]+",
+    ),
+    "rounded into its input": (
+        lambda c: (lambda x: c.reduce_scatter(x.view(F2)[: 4 * c.size], np.zeros(4, F2), wide_send=x))(
+            np.zeros(4 * c.size, F4)
+        ),
+        "wide_send shares memory with send",
+    ),
+    "differ of others": (lambda _: comm_core.differ(np.zeros(3, F2), np.zeros(4, F4)), "got 3 of float16 and 4 of"),
     "negative color": (lambda c: c.split(-2), "color"),
 }
 

@@ -10,7 +10,7 @@ import torch
 import comm_core
 from comm_core import InvalidUsage, ReduceOp, Unsupported
 from overlap import pipeline
-from overlap.communicator import Communicator
+from overlap.communicator import Communicator, Wide
 from overlap.session import init
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.int64, torch.uint8]
@@ -160,6 +160,49 @@ def test_halves_do_not_depend_on_the_split(comm: Communicator) -> None:
         alone = torch.empty_like(part)
         comm.all_reduce(part.clone(), alone)
         assert torch.equal(alone, reference)
+
+
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    return values.view(torch.int32)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_who_moves_16_bits_may_round_and_widen(comm: Communicator, dtype: torch.dtype) -> None:
+    """The same bits as rounding before and widening after, -0.0 of summands as `overlap.dense` wants it."""
+    generator = torch.Generator().manual_seed(comm.rank)
+    for count in (9, 120_007):
+        counts = [count - (comm.size - 1), *[1] * (comm.size - 1)] if count > 9 else _balanced(count, comm.size)
+        values = torch.randn(count, generator=generator)
+        values[:8] = torch.tensor([-0.0, 0.0, -1e-45, 1e-45, 1.0009765625, 7e4, float("inf"), -0.0])
+        rounded = values.to(dtype)
+        rounded[2] = 0.0  # it was none before it was rounded
+        shard, before = torch.empty(counts[comm.rank], dtype=dtype), values.clone()
+        comm.reduce_scatter(rounded, shard, ReduceOp.AVG, counts=counts)
+
+        sent, received, exact = torch.empty_like(rounded), torch.empty_like(shard), torch.empty(shard.numel())
+        whole, wide = torch.empty(count, dtype=dtype), torch.empty(count)
+        mine = values[: shard.numel()].clone()
+        start = sum(counts[: comm.rank])
+        scattered = comm.reduce_scatter_async(sent, received, ReduceOp.AVG, counts=counts, wide=Wide(values, exact))
+        own = whole[start : start + shard.numel()]
+        comm.all_gather_async(own, whole, counts=counts, wide=Wide(mine, wide)).wait()
+        scattered.wait()
+        assert torch.equal(_bits(exact), _bits(shard.float()))
+        assert torch.equal(_bits(values), _bits(before))
+        everybody = torch.empty(count)
+        comm.all_gather(mine, everybody, counts=counts)
+        assert torch.equal(_bits(wide), _bits(everybody.to(dtype).float()))
+        assert torch.equal(whole.float(), wide)
+
+    half, single = torch.empty(8 * comm.size, dtype=dtype), torch.empty(8 * comm.size)
+    for wide_send, wide_recv, why in (
+        (single.double(), single[:8], "wide send is torch.float64 and send is"),
+        (single[1:], single[:8], rf"wide send has {8 * comm.size - 1} elements, expected {8 * comm.size}"),
+        (single, single[:8], "wide send shares memory with wide recv"),
+    ):
+        with pytest.raises(InvalidUsage, match=why):
+            comm.reduce_scatter_async(half, half[:8].clone(), wide=Wide(wide_send, wide_recv))
+    comm.barrier()
 
 
 def test_split(comm: Communicator) -> None:

@@ -23,8 +23,10 @@ class LocalBackend final : public Backend {
     if (operation.kind == OpKind::kSend || operation.kind == OpKind::kReceive) {
       return match({std::move(operation), std::move(work), std::move(memory)});
     }
+    operation.narrow();
     const auto schedule = plan(operation, 0, 1, settings());
     schedule->start(nobody_);
+    operation.widen();
     memory.reset();
     work->finish();
   }

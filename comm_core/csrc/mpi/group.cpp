@@ -50,9 +50,11 @@ Strand& MpiGroup::message_strand(const Operation& operation) {
 void MpiGroup::submit(Operation operation, std::shared_ptr<Work> work, KeepAlive memory) {
   const bool is_message = operation.kind == OpKind::kSend || operation.kind == OpKind::kReceive;
   Strand& strand = is_message ? message_strand(operation) : *collectives_;
+  // Here and not when its turn comes: the operation ahead has the wire meanwhile.
+  operation.narrow();
   const auto shared = std::make_shared<Operation>(std::move(operation));
   strand.add({[shared, rank = rank_, size = size_] { return plan(*shared, rank, size, settings()); }, std::move(work),
-              std::move(memory), nullptr});
+              std::move(memory), [shared] { shared->widen(); }});
 }
 
 void MpiGroup::split(std::optional<int> color, int key, std::shared_ptr<Work> work,

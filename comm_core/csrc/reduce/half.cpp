@@ -1,7 +1,17 @@
 #include "half.hpp"
 
+#include <algorithm>
+#include <array>
+
 #if defined(__x86_64__)
 #include <immintrin.h>
+#endif
+
+// Loops over elements are compiled for several processors, and the loader takes the one that fits.
+#if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__)
+#define COMM_CORE_VECTORISED __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define COMM_CORE_VECTORISED
 #endif
 
 namespace comm_core {
@@ -43,14 +53,48 @@ std::int64_t narrow_eights(const float*, std::uint16_t*, std::int64_t) { return 
 
 #endif
 
+constexpr std::uint16_t kNegativeZero = 0x8000;
+
+COMM_CORE_VECTORISED void widen_brain(const std::uint16_t* from, float* to, std::int64_t count) {
+  for (std::int64_t i = 0; i < count; ++i) to[i] = bfloat16_to_float(from[i]);
+}
+
+COMM_CORE_VECTORISED void narrow_brain(const float* from, std::uint16_t* to, std::int64_t count) {
+  for (std::int64_t i = 0; i < count; ++i) to[i] = float_to_bfloat16(from[i]);
+}
+
+COMM_CORE_VECTORISED void narrow_brain_summand(const float* from, std::uint16_t* to, std::int64_t count) {
+  for (std::int64_t i = 0; i < count; ++i) {
+    const std::uint16_t rounded = float_to_bfloat16(from[i]);
+    to[i] = rounded == kNegativeZero && from[i] != 0.0F ? std::uint16_t{0} : rounded;
+  }
+}
+
+COMM_CORE_VECTORISED void keep_marks(const float* from, std::uint16_t* halves, std::int64_t count) {
+  for (std::int64_t i = 0; i < count; ++i) {
+    halves[i] = halves[i] == kNegativeZero && from[i] != 0.0F ? std::uint16_t{0} : halves[i];
+  }
+}
+
+COMM_CORE_VECTORISED bool brain_differs(const std::uint16_t* halves, const float* wide, std::int64_t count) {
+  std::uint32_t different = 0;
+  for (std::int64_t i = 0; i < count; ++i) different |= bfloat16_to_float(halves[i]) != wide[i] ? 1U : 0U;
+  return different != 0;
+}
+
+COMM_CORE_VECTORISED bool floats_differ(const float* some, const float* others, std::int64_t count) {
+  std::uint32_t different = 0;
+  for (std::int64_t i = 0; i < count; ++i) different |= some[i] != others[i] ? 1U : 0U;
+  return different != 0;
+}
+
+constexpr std::int64_t kBlock = 4096;  // elements that are looked at before a difference ends the search
+
 }  // namespace
 
 void widen_half(DType dtype, const std::byte* from, float* to, std::int64_t count) {
   const auto* const halves = reinterpret_cast<const std::uint16_t*>(from);
-  if (dtype == DType::kBFloat16) {
-    for (std::int64_t i = 0; i < count; ++i) to[i] = bfloat16_to_float(halves[i]);
-    return;
-  }
+  if (dtype == DType::kBFloat16) return widen_brain(halves, to, count);
   for (std::int64_t i = converts() ? widen_eights(halves, to, count) : 0; i < count; ++i) {
     to[i] = float16_to_float(halves[i]);
   }
@@ -58,13 +102,34 @@ void widen_half(DType dtype, const std::byte* from, float* to, std::int64_t coun
 
 void narrow_half(DType dtype, const float* from, std::byte* to, std::int64_t count) {
   auto* const halves = reinterpret_cast<std::uint16_t*>(to);
-  if (dtype == DType::kBFloat16) {
-    for (std::int64_t i = 0; i < count; ++i) halves[i] = float_to_bfloat16(from[i]);
-    return;
-  }
+  if (dtype == DType::kBFloat16) return narrow_brain(from, halves, count);
   for (std::int64_t i = converts() ? narrow_eights(from, halves, count) : 0; i < count; ++i) {
     halves[i] = float_to_float16(from[i]);
   }
+}
+
+void narrow_summand(DType dtype, const float* from, std::byte* to, std::int64_t count) {
+  auto* const halves = reinterpret_cast<std::uint16_t*>(to);
+  if (dtype == DType::kBFloat16) return narrow_brain_summand(from, halves, count);
+  for (std::int64_t first = 0; first < count; first += kBlock) {
+    const auto n = std::min(kBlock, count - first);
+    narrow_half(dtype, from + first, to + 2 * first, n);
+    keep_marks(from + first, halves + first, n);
+  }
+}
+
+bool halves_differ(DType dtype, const std::byte* halves, const float* wide, std::int64_t count) {
+  std::array<float, kBlock> block;
+  for (std::int64_t first = 0; first < count; first += kBlock) {
+    const auto n = std::min(kBlock, count - first);
+    if (dtype == DType::kBFloat16) {
+      if (brain_differs(reinterpret_cast<const std::uint16_t*>(halves) + first, wide + first, n)) return true;
+      continue;
+    }
+    widen_half(dtype, halves + 2 * first, block.data(), n);
+    if (floats_differ(block.data(), wide + first, n)) return true;
+  }
+  return false;
 }
 
 }  // namespace comm_core

@@ -19,9 +19,18 @@ using Counts = std::optional<std::vector<std::int64_t>>;
 using WorkPtr = std::shared_ptr<Work>;
 using Interrupted = std::function<void()>;
 
+/// fp32 memory beside what travels in 16 bits.
+struct WideBuffers {
+  std::optional<Buffer> send, recv;
+};
+
 /// A group of ranks. Every operation returns at once with its Work; operations of one communicator run in the order of
 /// their calls, which must be the same on all ranks. `memory` keeps the buffers alive until the engine is done.
 /// Arguments that do not fit raise InvalidUsage or Unsupported before anything is sent.
+///
+/// 16-bit elements may have fp32 ones beside them: `wide.send` is rounded into `send` first, and `wide.recv` gets what
+/// `recv` has in the end, both on the thread that moves the bytes. What is to be summed keeps its zeros' signs, and
+/// what only rounding makes zero becomes +0.0.
 class Communicator : public std::enable_shared_from_this<Communicator> {
  public:
   Communicator(std::unique_ptr<Backend> backend, std::string name);
@@ -33,9 +42,10 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::optional<int> device() const noexcept { return device_; }
   std::string backend() const { return backend_->name(); }
 
-  WorkPtr reduce_scatter(Buffer send, Buffer recv, ReduceOp op, const Counts& counts, std::string label,
-                         KeepAlive memory);
-  WorkPtr all_gather(Buffer send, Buffer recv, const Counts& counts, std::string label, KeepAlive memory);
+  WorkPtr reduce_scatter(Buffer send, Buffer recv, ReduceOp op, const Counts& counts, const WideBuffers& wide,
+                         std::string label, KeepAlive memory);
+  WorkPtr all_gather(Buffer send, Buffer recv, const Counts& counts, const WideBuffers& wide, std::string label,
+                     KeepAlive memory);
   WorkPtr all_reduce(Buffer send, Buffer recv, ReduceOp op, std::string label, KeepAlive memory);
   WorkPtr broadcast(Buffer buffer, int root, std::string label, KeepAlive memory);
   WorkPtr reduce(Buffer send, std::optional<Buffer> recv, ReduceOp op, int root, std::string label, KeepAlive memory);

@@ -14,6 +14,15 @@ enum class OpKind { kReduceScatter, kAllGather, kAllReduce, kBroadcast, kReduce,
 
 std::string_view name_of(OpKind kind) noexcept;
 
+/// fp32 memory beside 16-bit elements that travel; null: none.
+struct Wide {
+  const float* from = nullptr;  ///< rounded into `send` when the operation is submitted, whatever is ahead of it
+  std::byte* send = nullptr;
+  std::int64_t num_sent = 0;
+  float* to = nullptr;  ///< gets what `recv` has in the end
+  std::int64_t num_received = 0;
+};
+
 /// Memory layout by kind (counts are elements per rank; chunks lie back to back in rank order):
 ///   reduce_scatter   send: every chunk,      recv: this rank's chunk,          recv_counts: the chunks
 ///   all_gather       send: this rank's chunk (may be its place in recv), recv: every chunk, recv_counts: the chunks
@@ -34,6 +43,11 @@ struct Operation {
   int tag = 0;
   std::string label;
   std::vector<std::uintptr_t> after = {};  ///< streams of a device whose work so far comes before this operation
+  Wide wide = {};
+
+  /// To be called on the thread that carries it out: before anything is sent, and once everything is there.
+  void narrow() const;
+  void widen() const;
 };
 
 /// Largest user tag of send and receive, plus one.
