@@ -42,6 +42,9 @@ class Communicator(ABC):
     #: None unless a timeline is being recorded.
     listener: ClassVar[Callable[[Communicator, Work], Work] | None] = None
 
+    #: Whether operations take `wide`: see :class:`Wide`.
+    rounds: ClassVar[bool] = True
+
     #: How many operations this rank has issued.
     issued: int = 0
 

@@ -57,6 +57,8 @@ class Carrier(Protocol):
 class DeviceCommunicator(Communicator):
     """`host`, with a carrier for tensors of the streams' kind of device. Close the carrier, then `host`."""
 
+    rounds = False
+
     def __init__(self, host: Communicator, carrier: Carrier, streams: Streams) -> None:
         self._host, self._carrier, self._streams = host, carrier, streams
         self._kind = streams.kind

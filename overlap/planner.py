@@ -153,7 +153,7 @@ class Planner:
                 world_size=size,
                 holds_parameters=sharded,
                 gather_dtype=self.strategy.gather_dtype,
-                carried=self.strategy.carries,
+                carried=self.strategy.carries and self._comm.rounds,
             )
             order.append(bucket)
             if sharded:
