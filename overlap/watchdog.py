@@ -108,7 +108,8 @@ class Watchdog:
         dead = self._abort_after and work.seconds > self._abort_after
         if not (late or dead):
             return
-        self._last_warning = now
+        if late:  # an operation that is overdue is judged once a second, and goes on being reported
+            self._last_warning = now
         answers = self._ask_all()
         silent = [rank for rank, answer in answers.items() if answer is None or rank in self._left]
         report = "\n".join(
