@@ -34,9 +34,7 @@ class StateShare:
         self._steps = 0
         # From load_state_dict() to the next update: [Note: who has loaded by when].
         self._before: PieceState | None = None
-        self.loaded: dict[int, dict[str, Any]] | None = (
-            None  # full state by slot: parameters must not be kept alive here
-        )
+        self.loaded: dict[int, dict[str, Any]] | None = None  # by slot: parameters must not be kept alive here
         mailroom.on(topic, self._answer)
 
     @contextmanager

@@ -92,9 +92,18 @@ if "dear-nameless" in STRATEGIES:  # two ranks over MPI: how the compiler was ca
         (_blocks_in_place, None, "bytescheduler"),
     ]
     PARTS.append(_blocks_in_place)
+EVERY = [  # where slow tests run
+    (way, before, s)
+    for way in (_whole, _in_place, _function, _blocks, _blocks_in_place)
+    for before in (None, 0, 2)
+    for s in WRAP
+]
 
 
-@pytest.mark.parametrize(("way", "steps_before", "strategy"), WAYS)
+@pytest.mark.parametrize(
+    ("way", "steps_before", "strategy"),
+    [*WAYS, *(pytest.param(*row, marks=pytest.mark.slow) for row in EVERY if row not in WAYS)],
+)
 def test_parity(way: Callable[[Any], Call], steps_before: int | None, strategy: str) -> None:
     alone, model = _model(), _model()
     plain = OPTIMIZERS["adamw"](list(alone.parameters()))

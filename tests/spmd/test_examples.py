@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,8 +18,9 @@ from tests.harness import ROOT
 @pytest.fixture(autouse=True)
 def _session(request: pytest.FixtureRequest) -> None:
     dear.init()
-    if dear.size() != 2 and request.function is not test_horovod_benchmark_measures:
-        pytest.skip("tried at two ranks, under both launchers; a cheaper example runs at every size")
+    chosen = dear.size() == 2 or request.function is test_horovod_benchmark_measures
+    if not chosen and os.environ.get("DEAR_SLOW_TESTS") != "1":
+        pytest.skip("slow; tried at two ranks, under both launchers, while a cheaper example runs at every size")
 
 
 @pytest.fixture
