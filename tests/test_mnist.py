@@ -39,9 +39,9 @@ def test_a_resumed_run_ends_bit_for_bit_where_an_uninterrupted_one_does(
     launcher: str, size: int, tmp_path: Path
 ) -> None:
     whole, parts = tmp_path / "whole.pt", tmp_path / "parts.pt"
-    _train(size, "--epochs", "3", "--checkpoint", whole, launcher=launcher).check()
+    _train(size, "--epochs", "2", "--checkpoint", whole, launcher=launcher).check()
     _train(size, "--epochs", "1", "--checkpoint", parts, launcher=launcher).check()
-    _train(size, "--epochs", "3", "--checkpoint", parts, "--resume", launcher=launcher).check()
+    _train(size, "--epochs", "2", "--checkpoint", parts, "--resume", launcher=launcher).check()
     _same(torch.load(whole), torch.load(parts), "checkpoint")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["parts.pt", "whole.pt"]
 
