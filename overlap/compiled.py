@@ -12,8 +12,9 @@ Code compiled before the gates were set is traced again, since the type of the g
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,7 +26,7 @@ else:
     except ImportError:  # an older torch
         _Opaque = object
 
-__all__ = ["Entry"]
+__all__ = ["Entry", "outside_compilation"]
 
 _Visit = Callable[[torch.nn.Module], None]
 
@@ -60,3 +61,20 @@ else:
     from torch._library.opaque_object import MemberType, register_opaque_type
 
     register_opaque_type(Entry, typ="reference", guard_fn=_guard, members={"await_module": MemberType.USE_REAL})
+
+
+@contextmanager
+def outside_compilation() -> Iterator[None]:
+    """Around an update that a compilation happens to wait for.
+
+    torch's optimizers compute differently, to fewer digits, where ``torch.compiler.is_compiling()``.
+    """
+    compiler: Any = torch.compiler
+    compiling = compiler.is_compiling()
+    if compiling:
+        compiler._is_compiling_flag = False
+    try:
+        yield
+    finally:
+        if compiling:
+            compiler._is_compiling_flag = True

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from overlap.bucket import Bucket, Slot
+from overlap.compiled import outside_compilation
 from overlap.shard_update import unhooked_step
 from overlap.transit import Transit
 from overlap.window import GradientChanged
@@ -85,7 +86,8 @@ class DeferredUpdates:
                 chosen.setdefault(slot.group, []).append(slot.param)
         if chosen:
             shadow.param_groups = [{**groups[number], "params": params} for number, params in chosen.items()]
-            self._step(shadow)
+            with outside_compilation():
+                self._step(shadow)
         for slot, gradient in zip(bucket.slots, kept, strict=True):
             if gradient is not slot.view:  # dropped after step(), or the user's own
                 slot.param.grad = gradient

@@ -89,7 +89,7 @@ if "dear-nameless" in STRATEGIES:  # two ranks over MPI: how the compiler was ca
         (_in_place, 2, "mgwfbp"),
         (_function, 0, "dear-nameless"),
         (_blocks, None, "dear-layerwise"),
-        (_blocks_in_place, None, "bytescheduler"),
+        (_blocks_in_place, 2, "bytescheduler"),
     ]
     PARTS.append(_blocks_in_place)
 EVERY = [  # where slow tests run
