@@ -7,8 +7,9 @@
 #include <immintrin.h>
 #endif
 
-// Loops over elements are compiled for several processors, and the loader takes the one that fits.
-#if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__)
+// Loops over elements are compiled for several processors, and the loader takes the one that fits. g++ 11 does not know
+// these names of processors.
+#if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && __GNUC__ >= 12 && !defined(__clang__)
 #define COMM_CORE_VECTORISED __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
 #define COMM_CORE_VECTORISED
