@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.verbose:
         sys.stderr.write(f"dearrun: {shlex.join(command)}\n")
         sys.stderr.flush()
-    os.execvpe(program, command, environ)
+    mpirun.become(program, command, environ)
 
 
 def _require_program(name: str, environ: dict[str, str]) -> None:

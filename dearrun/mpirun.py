@@ -13,10 +13,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from pathlib import Path
+from typing import NoReturn
 
 from dearrun.errors import LaunchError
 
-__all__ = ["Flavor", "defaults", "find", "flavor_of", "has_remote_shell", "version_of", "with_defaults"]
+__all__ = ["Flavor", "become", "defaults", "find", "flavor_of", "has_remote_shell", "version_of", "with_defaults"]
 
 _RECORD = "mpi.env"  # in the virtual environment, written by scripts/setup.sh: MPIRUN=path
 _VERSION_SECONDS = 30
@@ -125,6 +126,19 @@ def with_defaults(flavor: Flavor, environ: Mapping[str, str]) -> dict[str, str]:
     return {**environ, **defaults(flavor, agent), **wishes}
 
 
+def become(program: str, command: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
+    """Replace this process by `program`, an mpirun.
+
+    One that was killed leaves a folder that bears its number, and Open MPI 5 does not start in a process that has the same
+    number later on. No other process has this one's, so what is there is a leftover.
+    """
+    folder = next((environ[name] for name in ("TMPDIR", "TEMP", "TMP") if environ.get(name)), "/tmp")
+    left = Path(folder) / f"ompi.{os.getpid()}"
+    if left.is_dir() and not left.is_symlink() and left.stat().st_uid == os.getuid():
+        shutil.rmtree(left, ignore_errors=True)
+    os.execvpe(program, list(command), environ)
+
+
 def main(argv: Sequence[str] | None = None, venv: str | None = None) -> None:
     """Become mpirun, with these arguments. `venv`: the virtual environment, where it is not this interpreter's."""
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -134,7 +148,7 @@ def main(argv: Sequence[str] | None = None, venv: str | None = None) -> None:
     except LaunchError as error:
         sys.stderr.write(f"mpirun: {error}\n")
         sys.exit(1)
-    os.execvpe(mpirun, [mpirun, *arguments], environ)
+    become(mpirun, [mpirun, *arguments], environ)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness import ROOT
+
 
 def _command(*argv: str) -> list[str]:
     return [sys.executable, "-m", "dearrun", *argv]
@@ -35,6 +37,19 @@ def test_more_workers_than_cores_each_in_its_own_folder(tmp_path: Path) -> None:
     assert [folder.name for folder in folders] == [f"rank.{rank}" for rank in range(workers)]
     assert {(folder / "stdout").read_text() for folder in folders} == {"hello info\n"}
     assert {(folder / "stderr").read_text() for folder in folders} == {"bad\n"}
+
+
+def test_what_a_killed_mpirun_of_the_same_number_left_is_no_obstacle(tmp_path: Path) -> None:
+    """Process numbers come again; a shell makes the leftovers of its own before it becomes dearrun."""
+    left = 'mkdir -p "$TMPDIR/ompi.$$" && touch "$TMPDIR/ompi.$$/pmix.$(uname -n).tool.$$" && exec "$@"'
+    other = tmp_path / "ompi.1"
+    other.mkdir()
+    for command in (_command("-np", "1", "true"), [str(ROOT / "scripts" / "mpirun"), "-np", "1", "true"]):
+        started = ["sh", "-c", left, "sh", *command]
+        environ = _environ() | {"TMPDIR": str(tmp_path)}
+        result = subprocess.run(started, capture_output=True, text=True, timeout=60, env=environ, check=False)
+        assert result.returncode == 0, result.stdout + result.stderr
+    assert list(tmp_path.iterdir()) == [other]
 
 
 def test_the_exit_status_is_the_workers() -> None:
