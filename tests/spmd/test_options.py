@@ -19,7 +19,7 @@ from overlap.horovod.process_set import ProcessSet, global_process_set
 from overlap.window import GradientChanged
 from tests.spmd.loops import Run
 from tests.spmd.models import MODELS, SPARSE_MODELS
-from tests.spmd.test_parity import OPTIMIZERS, WRAP, _assert_close, _model
+from tests.spmd.test_parity import OPTIMIZERS, PACKAGES, WRAP, _assert_close, _model
 
 HOROVODS_ORDER = (
     "optimizer",
@@ -180,10 +180,11 @@ def test_sparse_gradients_equal_one_process(row: str, strategy: str) -> None:
     _assert_close(actual[1], expected[1], "optimizer")
 
 
-def test_sparse_gradients_and_what_they_cannot() -> None:
+@pytest.mark.parametrize("strategy", PACKAGES)
+def test_sparse_gradients_and_what_they_cannot(strategy: str) -> None:
     torch.manual_seed(3)
     model = SPARSE_MODELS["Tables"]().double()
-    optimizer = dear.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    optimizer = WRAP[strategy](torch.optim.SGD(model.parameters(), 0.1), model)
     run = Run(model, optimizer, dear.rank(), dear.size())
     for step in (0, 3):
         optimizer.zero_grad()

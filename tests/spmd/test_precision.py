@@ -109,7 +109,7 @@ def test_a_skipped_step_leaves_a_clean_state(strategy: str) -> None:
     assert not any(torch.equal(parameter, old) for parameter, old in zip(model.parameters(), before, strict=True))
 
 
-@pytest.mark.parametrize("strategy", ["dear", "wfbp"])
+@pytest.mark.parametrize("strategy", PACKAGES)
 def test_skip_synchronize_wants_synchronize(strategy: str) -> None:
     model = _build(torch.float32)
     optimizer = WRAP[strategy](torch.optim.SGD(model.parameters(), 0.1), model)

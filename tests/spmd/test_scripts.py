@@ -14,7 +14,7 @@ from torch.optim import lr_scheduler
 
 import dear
 from tests.spmd.scripts import SCRIPTS, World
-from tests.spmd.test_parity import WRAP, _assert_close, _model
+from tests.spmd.test_parity import PACKAGES, WRAP, _assert_close, _model
 
 NOT_EAGER = {"gan", "saved_by_rank_0_alone"}  # drop gradients, or look at the state, between backward and step()
 Schedule = Callable[[torch.optim.Optimizer], Any]
@@ -92,16 +92,17 @@ def test_schedulers_of_every_kind_act_in_time_and_warn_of_nothing(kind: str, on_
     _assert_close(actual[:2], expected[:2], kind)
 
 
-def test_lazy_modules_are_refused_with_a_remedy() -> None:
+@pytest.mark.parametrize("strategy", PACKAGES)
+def test_lazy_modules_are_refused_with_a_remedy(strategy: str) -> None:
     model = torch.nn.Sequential(torch.nn.LazyLinear(4), torch.nn.LazyBatchNorm1d(affine=False), torch.nn.Linear(4, 2))
     inner = torch.optim.SGD(model.parameters(), 0.1)
     for named, name in ((model, "0.weight"), (list(model.named_parameters()), "0.weight"), (None, "0 of group 0")):
         with pytest.raises(ValueError, match=f"'{name}' belongs to a lazy module .* one forward"):
-            dear.DistributedOptimizer(inner, named)
+            WRAP[strategy](inner, named)
     with pytest.raises(ValueError, match="'running_mean' belongs to a lazy module"):
-        dear.DistributedOptimizer(torch.optim.SGD(model[2].parameters(), 0.1), model[1])
+        WRAP[strategy](torch.optim.SGD(model[2].parameters(), 0.1), model[1])
     model(torch.ones(3, 3))
-    optimizer = dear.DistributedOptimizer(inner, model)
+    optimizer = WRAP[strategy](inner, model)
     model(torch.ones(3, 3)).sum().backward()
     optimizer.step()
 
