@@ -58,6 +58,11 @@ class Cluster:
         self._prefix = f"{PREFIX}{os.getpid()}x"
         self._folder = Path(tempfile.mkdtemp(prefix=PREFIX))
 
+    @property
+    def agent(self) -> str:
+        """A program that stands in for ssh: it runs a command on the host of an address."""
+        return str(self._folder / "agent")
+
     def address(self, host: int) -> str:
         return f"{SUBNET}.{host + 1}"
 
@@ -93,7 +98,7 @@ class Cluster:
             for where, device in ((space, "eth0"), (switch, port)):
                 shape = ("tbf", "rate", self.rate, "burst", "128kb", "latency", "100ms")
                 _run("tc", "-n", where, "qdisc", "add", "dev", device, "root", *shape)
-        agent = self._folder / "agent"
+        agent = Path(self.agent)
         agent.write_text(_AGENT.format(prefix=self._prefix))
         agent.chmod(0o755)
 
@@ -112,10 +117,9 @@ class Cluster:
     def run_mpi(self, argv: Sequence[str], *, env: Mapping[str, str] | None = None, timeout: float = 600) -> None:
         """``python argv`` on one rank per host, over MPI/TCP. Raises ClusterError if the job fails."""
         mpirun, major = _mpirun()
-        agent = str(self._folder / "agent")
-        launch = ("--prtemca", "plm_ssh_agent", agent) if major >= 5 else ("--mca", "plm_rsh_agent", agent)
+        launch = ("--prtemca", "plm_ssh_agent") if major >= 5 else ("--mca", "plm_rsh_agent")
         where = ",".join(f"{self.address(host)}:1" for host in range(self.hosts))
-        command = [mpirun, *launch, "--host", where, "-np", str(self.hosts), "--bind-to", "none"]
+        command = [mpirun, *launch, self.agent, "--host", where, "-np", str(self.hosts), "--bind-to", "none"]
         command += ["--mca", "pml", "ob1", "--mca", "btl", "tcp,self"]
         command += ["--mca", "btl_tcp_if_include", f"{SUBNET}.0/24"]
         for name in env or ():

@@ -7,10 +7,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from bench.cluster import Cluster
 from tests.harness import ROOT
 
 
@@ -50,6 +52,18 @@ def test_what_a_killed_mpirun_of_the_same_number_left_is_no_obstacle(tmp_path: P
         result = subprocess.run(started, capture_output=True, text=True, timeout=60, env=environ, check=False)
         assert result.returncode == 0, result.stdout + result.stderr
     assert list(tmp_path.iterdir()) == [other]
+
+
+@pytest.mark.needs_root
+def test_each_host_gets_as_many_workers_as_it_has_slots() -> None:
+    with Cluster(2) as cluster:
+        hosts = ",".join(f"{cluster.address(host)}:2" for host in range(2))
+        command = cluster.enter(0, _command("-np", "4", "-H", hosts, "--no-tag-output", "uname", "-n"))
+        agents = dict.fromkeys(("PRTE_MCA_plm_ssh_agent", "OMPI_MCA_plm_rsh_agent"), cluster.agent)
+        environ = _environ() | agents
+        result = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environ, check=False)
+    assert result.returncode == 0, result.stderr
+    assert sorted(Counter(result.stdout.split()).values()) == [2, 2], result.stdout
 
 
 def test_the_exit_status_is_the_workers() -> None:
