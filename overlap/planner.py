@@ -50,7 +50,7 @@ class Planner:
         }
         self._facts = _without(facts, absent)
         self._unguarded = {*facts.unseen, *facts.idle}
-        self.order += self._build(self.preview(self.strategy), self.shards)
+        self.order += self._build(self.preview(self.strategy), self.shards, fill=True)
         for slot in self._slots:
             slot.expected = max(1, round(facts.fires[slot.index] / passes))
 
@@ -69,7 +69,7 @@ class Planner:
         nothing: frozenset[int] = frozenset()
         facts = Facts((late,), late, tuple(1 for _ in self._slots), nothing, nothing)
         plan = self.strategy.plan(facts, *self._specs(), self._comm.size)
-        self.order += self._build(plan, self.shards, len(self.order))
+        self.order += self._build(plan, self.shards, first=len(self.order), fill=True)
         self._facts = _with_late(self._facts, late, len(self._slots))
         self._unguarded.update(late)
 
@@ -140,7 +140,10 @@ class Planner:
             specs.append(TensorSpec(param.numel(), param.element_size(), kind, owner))
         return specs, shardable
 
-    def _build(self, plan: Plan, shards: ShardUpdate | None, first: int = 0) -> list[Bucket]:
+    def _build(self, plan: Plan, shards: ShardUpdate | None, *, first: int = 0, fill: bool = False) -> list[Bucket]:
+        """The buckets of `plan`. With `fill`, each takes its gradients before the next is made, so that the memory in
+        which backward left them is free for that: a step needs it once, the first step as well.
+        """
         rank, size = self._comm.rank, self._comm.size
         order = []
         for number, (spec, sharded) in enumerate(zip(plan.buckets, plan.sharded, strict=True), first):
@@ -160,6 +163,9 @@ class Planner:
                 assert shards is not None, "a strategy shards only what is shardable"
                 shards.add(bucket, rank)
                 shards.shard_state(bucket, self._optimizer.state)
+            if fill:
+                for slot in members:
+                    slot.fill()
         return order
 
 

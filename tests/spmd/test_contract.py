@@ -14,6 +14,7 @@ import torch
 
 import dear
 import wfbp
+from overlap.bucket import Bucket
 from overlap.session import current
 from overlap.window import GradientChanged, TooManyGradients
 from tests.spmd.models import MODELS
@@ -156,6 +157,21 @@ def test_state_dict_of_the_model_is_as_small_as_the_model() -> None:
     buffer = io.BytesIO()
     torch.save({"weight": model.state_dict()["head.bias"]}, buffer)
     assert buffer.tell() < 4000
+
+
+def test_the_first_step_keeps_gradients_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each bucket has freed what backward left before the next one takes memory."""
+    made: list[Bucket] = []
+
+    class Watched(Bucket):
+        def __init__(self, *arguments: Any, **keywords: Any) -> None:
+            assert all(slot.param.grad is slot.view for bucket in made for slot in bucket.slots)
+            super().__init__(*arguments, **keywords)
+            made.append(self)
+
+    monkeypatch.setattr("overlap.planner.Bucket", Watched)
+    _trained("dear-layerwise", steps=1)
+    assert len(made) > 1
 
 
 def test_shell_looks_like_the_optimizer() -> None:
