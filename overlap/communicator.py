@@ -19,7 +19,11 @@ from typing import ClassVar
 import torch
 
 from comm_core import ReduceOp
+from overlap.deadlock import Line
 from overlap.work import Work
+
+#: What is pending now and then and is no operation among the ranks.
+_UNCOUNTED = ("post", "close")
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +185,13 @@ class Communicator(ABC):
     @abstractmethod
     def pending(self) -> list[Work]:
         """Operations issued and not finished, oldest first."""
+
+    def lines(self) -> dict[str, Line]:
+        """How far this rank has come here, by the communicator's name; nothing where it is alone."""
+        if self.size == 1:
+            return {}
+        kinds = tuple(work.op for work in self.pending() if work.op not in _UNCOUNTED)
+        return {self.name: Line(self.issued, kinds)}
 
     @abstractmethod
     def abort(self, code: int) -> None:

@@ -106,6 +106,7 @@ class NativeCommunicator(Communicator):
         )
 
     def all_gather_counts(self, send_count: int) -> list[int]:
+        self.issued += 1
         return list(self._core.all_gather_counts(send_count))
 
     def all_reduce_async(
@@ -166,6 +167,7 @@ class NativeCommunicator(Communicator):
         return self._issued(self._core.barrier_async(label=label))
 
     def split(self, color: int | None, key: int = 0) -> NativeCommunicator | None:
+        self.issued += 1
         part = self._core.split(color, key)
         return None if part is None else NativeCommunicator(part)
 

@@ -28,6 +28,7 @@ from overlap.registry import Registry
 from overlap.roll import Roll
 from overlap.settings import Settings
 from overlap.watchdog import Watchdog
+from overlap.whereabouts import is_front_door
 
 __all__ = [
     "NotInitialized",
@@ -233,16 +234,8 @@ def current() -> Session:
 
 def uninitialized() -> str:
     """What to tell a script that has not called :func:`init`, by the name of the package that it imports."""
-    packages = (name for name, module in sys.modules.items() if _is_front_door(vars(module)))
+    packages = (name for name, module in sys.modules.items() if is_front_door(vars(module)))
     return f"call {next(packages, 'overlap.session')}.init() first"
-
-
-def _is_front_door(names: dict[str, Any]) -> bool:
-    return (
-        "__path__" in names
-        and "DistributedOptimizer" in names
-        and getattr(names.get("init"), "__module__", "").startswith("overlap.")
-    )
 
 
 def shutdown() -> None:

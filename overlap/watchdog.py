@@ -7,13 +7,15 @@ import math
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
 from overlap.communicator import Communicator
+from overlap.deadlock import Line, Standing, Verdict, verdict
 from overlap.mailroom import Mailroom, NoAnswer
 from overlap.settings import Settings
+from overlap.whereabouts import Place, places
 
 __all__ = ["Watchdog"]
 
@@ -30,6 +32,23 @@ class Watched(Protocol):
     def pending(self) -> Sequence[Awaited]:
         """What is not finished."""
 
+    def lines(self) -> Mapping[str, Line]:
+        """How far this rank has come on its communicators."""
+
+
+class Names(Watched, Protocol):
+    """Where ranks ask for operations by name: see `overlap.horovod.runtime.Runtime`."""
+
+    def asked_by_others(self) -> Sequence[Awaited]: ...
+    @property
+    def asked(self) -> int: ...
+    @property
+    def undecided(self) -> int: ...
+    @property
+    def threads(self) -> Collection[int]: ...
+    def waits_for_a_decision(self, thread: int) -> bool: ...
+    def give_up(self, reason: str) -> None: ...
+
 
 class Awaited(Protocol):
     """One thing that is not finished; a `Work` is one."""
@@ -45,9 +64,16 @@ class Awaited(Protocol):
 class Watchdog:
     """Looks at the oldest unfinished operation once a second.
 
-    After ``DEAR_STALL_WARN_SECONDS`` (60) it asks every rank what it is doing and logs one message. A rank that does not
-    answer, or that has already left, for ``DEAR_STALL_ABORT_SECONDS`` (600) will never come: the job is aborted with
-    that message. A rank that answers is alive, however slow, and is waited for. 0 switches either off.
+    After ``DEAR_STALL_WARN_SECONDS`` (60) it asks every rank what it is doing and logs one message. After
+    ``DEAR_STALL_ABORT_SECONDS`` (600) the job is ended with that message where it can be known that nobody goes on. 0
+    switches either off. It is known
+
+    * of a rank that does not answer, or that has already left, for so long, or
+    * if all ranks answer, and for so long each has been inside an operation that some other has not come to, while nothing
+      changed anywhere (`overlap.deadlock`). Where all wait for operations by name, these raise; else the job is aborted.
+
+    A rank that computes, loads data, or is stopped in a debugger is not inside an operation, and is waited for. Of its
+    threads those count that have asked for operations by name, and the main one.
     """
 
     def __init__(
@@ -55,6 +81,10 @@ class Watchdog:
     ) -> None:
         self._comm, self._mailroom = comm, mailroom
         self._watched: list[Watched] = [comm, control]
+        self._names: Names | None = None
+        self._lock = threading.Lock()  # the next two
+        self._picture: Any = None  # what this rank waits in, as long as it does nothing else
+        self._still_since = 0.0
         self._where = f"{host}, pid {os.getpid()}"
         self._warn_after = settings.stall_warn_seconds
         self._abort_after = settings.stall_abort_seconds
@@ -64,7 +94,7 @@ class Watchdog:
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         if comm.size > 1:
-            mailroom.on(_TOPIC, lambda _sender, _question: self._describe())
+            mailroom.on(_TOPIC, lambda _sender, _question: self._standing())
             mailroom.on(_LEAVING, lambda sender, _news: self._left.add(sender))
             self._thread = threading.Thread(target=self._run, name="dear-watchdog", daemon=True)
             self._thread.start()
@@ -73,12 +103,58 @@ class Watchdog:
         waiting = ", ".join(work.describe() for work in self._pending()[:3])
         return f"({self._where}) {self._here}; {'waiting in ' + waiting if waiting else 'no operation in flight'}"
 
+    def _standing(self) -> Standing:
+        names = self._names
+        lines = self._look()
+        with self._lock:
+            still = 0.0 if self._picture is None else time.monotonic() - self._still_since
+        unfinished = any(line.unfinished for line in lines.values())
+        waits = [names.waits_for_a_decision(thread) for thread in self._threads()] if names is not None else [False]
+        return Standing(
+            text=self._describe(),
+            still_seconds=still,
+            lines=lines,
+            undecided=0 if names is None else names.undecided,
+            can_be_told=all(waits) and not unfinished,
+        )
+
+    def _threads(self) -> set[int]:
+        main = threading.main_thread().ident
+        assert main is not None, "it runs"
+        alive = {thread.ident for thread in threading.enumerate()}
+        return {main, *(thread for thread in (self._names.threads if self._names else ()) if thread in alive)}
+
+    def _look(self) -> dict[str, Line]:
+        """Notice whether this rank goes on. Returns how far it has come on each communicator."""
+        lines: dict[str, Line] = {}
+        for source in list(self._watched):
+            for name, line in source.lines().items():
+                # One of a device is watched beside that of the host, which counts for both.
+                other = lines.get(name, line)
+                lines[name] = Line(max(line.issued, other.issued), max(line.unfinished, other.unfinished, key=len))
+        asked, undecided = (0, 0) if self._names is None else (self._names.asked, self._names.undecided)
+        found = places(self._threads())
+        # Who has nothing under way waits for another thread, or reads and writes files.
+        under_way = undecided or any(line.unfinished for line in lines.values())
+        inside = found == {Place.AT_A_LOCK} or (Place.OUTSIDE not in found and under_way)
+        picture = (lines, asked, undecided) if inside and self._here == "training" else None
+        with self._lock:
+            if picture is None or picture != self._picture:
+                self._picture, self._still_since = picture, time.monotonic()
+        return lines
+
     def _pending(self) -> list[Awaited]:
-        return [work for source in self._watched for work in source.pending()]
+        """What this rank waits for, or may yet; letters that go by themselves are no part of it."""
+        return [work for source in self._watched for work in source.pending() if getattr(work, "op", "") != "post"]
 
     def watch(self, source: Watched) -> None:
         """Look at what is pending there too."""
         self._watched.append(source)
+
+    def watch_names(self, names: Names) -> None:
+        """Look at what is asked for by name."""
+        self._names = names
+        self.watch(names)
 
     @property
     def left(self) -> frozenset[int]:
@@ -95,7 +171,9 @@ class Watchdog:
     def _run(self) -> None:
         while not self._closing.wait(1.0):
             try:
-                pending = self._pending()
+                pending = [*self._pending(), *(self._names.asked_by_others() if self._names else ())]
+                if self._abort_after:
+                    self._look()
             except Exception:  # the communicator is gone, and whoever waits on it was told
                 return
             if pending:
@@ -113,21 +191,38 @@ class Watchdog:
         answers = self._ask_all()
         silent = [rank for rank, answer in answers.items() if answer is None or rank in self._left]
         report = "\n".join(
-            f"  rank {rank}: {answer or 'no answer'}{' (has left)' if rank in self._left else ''}"
+            f"  rank {rank}: {answer.text if answer else 'no answer'}{' (has left)' if rank in self._left else ''}"
             for rank, answer in answers.items()
         )
         text = f"rank {self._comm.rank} has waited {work.seconds:.0f} s for {work.describe()}. All ranks:\n{report}"
         if dead and silent and self._here == "training":
             log.error("%s\nrank(s) %s will not come; aborting the job", text, silent)
             self._comm.abort(1)
-        elif late:
+        elif not (dead and not silent and self._end(answers, report)) and late:
             log.warning("%s", text)
 
-    def _ask_all(self) -> dict[int, str | None]:
+    def _end(self, answers: Mapping[int, Standing | None], report: str) -> bool:
+        """End a job in which nobody goes on: by an exception, which rank 0 sends to all, or at once. False: not yet."""
+        found = verdict([answer for answer in answers.values() if answer is not None], self._abort_after)
+        if found is Verdict.WAIT:
+            return False
+        text = (
+            f"every rank has waited for {self._abort_after:g} s (DEAR_STALL_ABORT_SECONDS) in an operation that some other "
+            f"rank never comes to:\n{report}"
+        )
+        if found is Verdict.RAISE and self._names is not None:
+            if self._comm.rank == 0:  # which knows of every operation by name, and so judges it, too
+                self._names.give_up(text)
+        elif self._comm.rank == min(rank for rank, answer in answers.items() if answer and answer.waits):
+            log.error("%s\naborting the job", text)
+            self._comm.abort(1)
+        return True
+
+    def _ask_all(self) -> dict[int, Standing | None]:
         questions: dict[int, Future[Any]] = {
             rank: self._mailroom.ask(rank, _TOPIC) for rank in range(self._comm.size) if rank != self._comm.rank
         }
-        answers: dict[int, str | None] = {self._comm.rank: self._describe()}
+        answers: dict[int, Standing | None] = {self._comm.rank: self._standing()}
         for rank, question in questions.items():
             try:
                 answers[rank] = Mailroom.wait(question, rank, _TOPIC, _ANSWER_SECONDS)

@@ -74,7 +74,7 @@ metrics()
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_rank_that_left_is_named_and_the_job_ended(launcher: str, tmp_path: Path) -> None:
-    settings = {"DEAR_STALL_WARN_SECONDS": "2", "DEAR_STALL_ABORT_SECONDS": "5"}
+    settings = {"DEAR_STALL_WARN_SECONDS": "1", "DEAR_STALL_ABORT_SECONDS": "3"}
     result = _run(tmp_path, "if dear.rank() == 1:\n    sys.exit(0)\ntrain(100000)\n", launcher, **settings)
     assert not result.timed_out
     assert result.returncode != 0
@@ -84,11 +84,44 @@ def test_a_rank_that_left_is_named_and_the_job_ended(launcher: str, tmp_path: Pa
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_slow_rank_is_reported_and_waited_for(launcher: str, tmp_path: Path) -> None:
-    text = "if dear.rank() == 1:\n    time.sleep(6)\ntrain(2)\nprint('done', dear.rank())\n"
-    settings = {"DEAR_STALL_WARN_SECONDS": "2", "DEAR_STALL_ABORT_SECONDS": "4"}
+    text = "if dear.rank() == 1:\n    time.sleep(4)\ntrain(2)\nprint('done', dear.rank())\n"
+    settings = {"DEAR_STALL_WARN_SECONDS": "1", "DEAR_STALL_ABORT_SECONDS": "2"}
     result = _run(tmp_path, text, launcher, **settings).check()
     assert "has waited" in result.output
     assert "done 0" in result.output
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_ranks_that_wait_for_each_other_end_the_job_once_none_of_them_goes_on(launcher: str, tmp_path: Path) -> None:
+    """By an exception where all wait by name; where one is in a step, which nothing can interrupt, at once."""
+    text = """
+mine = dear.allreduce_async(torch.ones(1), name=f"of {dear.rank()}")
+if dear.rank() == 0:
+    dear.synchronize(mine)
+time.sleep(3 * dear.rank())
+dear.allreduce(torch.ones(1), name=f"of {1 - dear.rank()}")
+print("waited for who computes", dear.rank(), flush=True)
+try:
+    dear.barrier() if dear.rank() else dear.allreduce(torch.ones(1), name="a")
+except dear.HorovodInternalError as error:
+    print(f"rank {dear.rank()} was told: {error}", flush=True)
+train(1)
+train(1) if dear.rank() else dear.allreduce(torch.ones(1), name="last")
+"""
+    settings = {"DEAR_STALL_WARN_SECONDS": "0", "DEAR_STALL_ABORT_SECONDS": "2"}
+    result = _run(tmp_path, text, launcher, **settings)
+    assert not result.timed_out
+    assert result.returncode != 0
+    assert result.output.count("waited for who computes") == 2
+    assert result.output.count("every rank has waited for 2 s") == 3, result.output  # each rank once, and who aborts
+    for rank in range(2):
+        told = result.output.split(f"rank {rank} was told: ")[1]
+        assert re.search(r"rank 0: .* training; waiting in allreduce 'a' \(asked for by ranks \[0\], missing", told)
+        assert re.search(r"rank 1: .* training; waiting in barrier 'noname.1'", told)
+    last = result.output.split("every rank has waited for 2 s")[-1]
+    assert re.search(r"rank 0: .* training; waiting in allreduce 'last'", last)
+    assert re.search(r"rank 1: .* training; waiting in reduce_scatter", last)
+    assert "aborting the job" in last
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)

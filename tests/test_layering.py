@@ -23,6 +23,7 @@ PURE = (
     "overlap/partition.py",
     "overlap/launch.py",
     "overlap/settings.py",
+    "overlap/deadlock.py",
     "dearrun/hosts.py",
     "dearrun/command.py",
     "dearrun/options.py",

@@ -80,6 +80,16 @@ class Coordinator:
         self._left.add(rank)
         return self._decide(list(self._waiting))
 
+    def give_up(self, text: str) -> list[Decision]:
+        """No rank will ever ask for what is missing: all of it fails, with `text`."""
+        given_up = [
+            (self._sets[key[0]], Response(next(iter(waiting.requests.values())), error=text))
+            for key, waiting in self._waiting.items()
+        ]
+        self._waiting.clear()
+        self._joined.clear()
+        return given_up
+
     def missing(self) -> list[tuple[Waiting, list[int]]]:
         """Everything that waits, oldest first, with the ranks that have not asked for it."""
         found = [(waiting, self._absent(key)) for key, waiting in self._waiting.items()]

@@ -25,6 +25,7 @@ class Pending:
         self._decided = threading.Event()
         self._works: Sequence[Work] = ()
         self._error: Exception | None = None
+        self._waiter: int | None = None
 
     def issued(self, works: Sequence[Work]) -> None:
         """Its collectives are under way."""
@@ -47,6 +48,7 @@ class Pending:
 
     def wait(self) -> Any:
         """The operation's result. Raises what went wrong, connections lost as :class:`HorovodInternalError`."""
+        self._waiter = threading.get_ident()
         self._decided.wait()
         if self._error is not None:
             raise self._error
@@ -58,6 +60,11 @@ class Pending:
         return self.operation.result()
 
     # - What the watchdog looks at
+
+    @property
+    def waiter(self) -> int | None:
+        """The thread that waits for it to be decided, or did."""
+        return self._waiter
 
     @property
     def seconds(self) -> float:

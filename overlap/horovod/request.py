@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-__all__ = ["Kind", "Request", "Response", "TensorSpec"]
+__all__ = ["GiveUp", "Kind", "Request", "Response", "TensorSpec"]
 
 
 class Kind(Enum):
@@ -58,6 +58,13 @@ class Request:
         """How messages call the operation."""
         where = f" in process set {self.process_set}" if self.process_set else ""
         return f"{self.kind.value} {self.name!r}{where}"
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """From the watchdog of rank 0: what is undecided will stay so."""
+
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,16 +19,18 @@ import logging
 import pickle
 import threading
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
+from overlap.communicator import Communicator
+from overlap.deadlock import Line
 from overlap.horovod.coordinator import Coordinator, Decision
 from overlap.horovod.errors import HorovodInternalError, Mismatch
 from overlap.horovod.handles import Handles
 from overlap.horovod.operation import Group, Nothing, Operation
 from overlap.horovod.pending import Pending
 from overlap.horovod.process_set import ProcessSet, global_process_set
-from overlap.horovod.request import Kind, Request, Response
+from overlap.horovod.request import GiveUp, Kind, Request, Response
 from overlap.horovod.stalled import Stalled
 from overlap.horovod.stand_in import stand_in
 from overlap.session import Session
@@ -57,10 +59,12 @@ class Runtime:
         self._open: dict[_Key, Pending] = {}
         self.handles = Handles()
         self._names: dict[tuple[int, Kind], Any] = defaultdict(lambda: itertools.count(1))
+        self._asked = 0
+        self._threads: set[int] = set()
         self._lock = threading.RLock()  # what is open, and the coordinator's table
         self._closed_by: Exception | None = None
         self._ended = False
-        session.watchdog.watch(self)
+        session.watchdog.watch_names(self)
         self._thread: threading.Thread | None = None
         if self.size > 1:
             self._thread = threading.Thread(target=self._run, name="dear-names", daemon=True)
@@ -99,6 +103,8 @@ class Runtime:
                     f"{request.title} is under way already on rank {self.rank}: wait for it, or use another name"
                 )
             self._open[key] = pending
+            self._asked += 1
+            self._threads.add(threading.get_ident())
         self._tell(0, request)
         return pending
 
@@ -120,17 +126,60 @@ class Runtime:
         if found is not None:
             found._invalidate()
 
+    # - What the watchdog asks
+
     def pending(self) -> list[Any]:
-        """What the watchdog looks at: what is asked for and not decided, by this rank, and on rank 0 by any.
+        """What this rank has asked for and is not decided.
 
         What is decided shows as operations of a communicator; those of process sets are listed here.
         """
         with self._lock:
-            asked = list(self._open.values())
-            missing = [] if self._coordinator is None else self._coordinator.missing()
-            comms = [group.comm for number, group in self._groups.items() if number and group.comm is not None]
-            running = [work for comm in comms for work in comm.pending()]
-        return [*(Stalled(waiting, absent) for waiting, absent in missing), *asked, *running]
+            running = [work for comm in self._set_communicators() for work in comm.pending()]
+            if self._coordinator is None:
+                return [*self._open.values(), *running]
+            return [*self._stalled(mine=True), *running]
+
+    def asked_by_others(self) -> list[Stalled]:
+        """What is not decided because this rank and perhaps others have not asked for it. Known to rank 0 alone."""
+        with self._lock:
+            return self._stalled(mine=False)
+
+    def _stalled(self, mine: bool) -> list[Stalled]:
+        missing = [] if self._coordinator is None else self._coordinator.missing()
+        return [Stalled(waiting, absent) for waiting, absent in missing if (self.rank in waiting.requests) is mine]
+
+    def lines(self) -> dict[str, Line]:
+        """How far this rank has come on the communicators of process sets."""
+        with self._lock:
+            comms = self._set_communicators()
+            return {name: line for comm in comms for name, line in comm.lines().items()}
+
+    def _set_communicators(self) -> list[Communicator]:
+        return [group.comm for number, group in self._groups.items() if number and group.comm is not None]
+
+    @property
+    def asked(self) -> int:
+        """How many operations this rank has asked for so far."""
+        return self._asked
+
+    @property
+    def undecided(self) -> int:
+        """How many of them are open: some other rank has not asked for them."""
+        return len(self._open)
+
+    @property
+    def threads(self) -> Collection[int]:
+        """Those that ever asked for an operation here, by identifier."""
+        return frozenset(self._threads)
+
+    def waits_for_a_decision(self, thread: int) -> bool:
+        """Whether `thread` waits for one of the open operations, and so would be told if that failed."""
+        with self._lock:
+            return any(pending.waiter == thread for pending in self._open.values())
+
+    def give_up(self, reason: str) -> None:
+        """Fail whatever is undecided, on every rank, with `reason`. On rank 0."""
+        self._tell(0, GiveUp(reason))
 
     def close(self) -> None:
         """Take part in nothing new, but in what others still ask for, until all ranks have come here."""
@@ -179,7 +228,10 @@ class Runtime:
         assert self._coordinator is not None, "requests go to rank 0"
         with self._lock:
             table = self._coordinator
-            decided = table.leave(sender) if message == _LEAVE else table.submit(sender, message)
+            if isinstance(message, GiveUp):
+                decided = table.give_up(message.reason)
+            else:
+                decided = table.leave(sender) if message == _LEAVE else table.submit(sender, message)
         self._publish(decided)
         if message == _LEAVE and self._coordinator.everybody_left:
             for rank in range(1, self.size):

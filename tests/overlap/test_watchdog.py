@@ -27,7 +27,7 @@ def test_an_operation_goes_on_being_reported_after_the_time_at_which_dead_ranks_
     def abort(_status: int) -> None:
         raise AssertionError("every rank answers")
 
-    comm: Any = SimpleNamespace(rank=0, size=1, abort=abort, pending=list)
+    comm: Any = SimpleNamespace(rank=0, size=1, abort=abort, pending=list, lines=dict)
     settings = Settings(stall_warn_seconds=3.0, stall_abort_seconds=6.0)
     watchdog = Watchdog(comm, comm, mailroom=SimpleNamespace(), host="here", settings=settings)  # type: ignore[arg-type]
     operation = _Operation()

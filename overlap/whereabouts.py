@@ -1,0 +1,59 @@
+"""Where threads are: in the script's own code, or waiting inside ours."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from enum import Enum
+from types import FrameType
+from typing import Any
+
+__all__ = ["Place", "is_front_door", "place", "places"]
+
+#: Modules in which Python itself waits for another thread; who called them is who waits.
+_LOCKS = frozenset({"threading", "queue", "concurrent.futures._base"})
+
+
+class Place(Enum):
+    """What a thread is executing."""
+
+    OUTSIDE = "the script's code, or a library's"
+    INSIDE = "a function of ours"
+    AT_A_LOCK = "a wait for another thread, in a function of ours"
+
+
+def is_front_door(names: Mapping[str, Any]) -> bool:
+    """Whether these are the names of a package that scripts import: a strategy's, with all of Horovod's functions."""
+    return (
+        "__path__" in names
+        and "DistributedOptimizer" in names
+        and getattr(names.get("init"), "__module__", "").startswith("overlap.")
+    )
+
+
+def place(modules: Iterable[str]) -> Place:
+    """Where a thread is whose frames are in `modules`, innermost first.
+
+    Whatever a function of ours calls in another library counts as that library's: it computes, or is stopped in a debugger.
+    """
+    at_a_lock = False
+    for module in modules:
+        if module in _LOCKS:
+            at_a_lock = True
+            continue
+        package = module.partition(".")[0]
+        ours = package == "overlap" or is_front_door(vars(sys.modules.get(package, object)))
+        return (Place.AT_A_LOCK if at_a_lock else Place.INSIDE) if ours else Place.OUTSIDE
+    return Place.OUTSIDE
+
+
+def places(threads: Iterable[int]) -> set[Place]:
+    """Where those of `threads` (identifiers) are that are alive."""
+    frames = sys._current_frames()
+    return {place(_modules(frames[thread])) for thread in threads if thread in frames}
+
+
+def _modules(frame: FrameType | None) -> Iterable[str]:
+    while frame is not None:
+        yield frame.f_globals.get("__name__", "")
+        frame = frame.f_back
