@@ -121,11 +121,11 @@ def build(
     )
     topic = attendance.topic = session.registry.register(shell, Tenure(engine))
     session.channels.hold((*hosts.reductions, *hosts.gathers, hosts.everyone), topic)
-    engine.conversion = Conversion(session.comm.rank, attendance, session.mailroom)
+    engine.arrangement.conversion = Conversion(session.comm.rank, attendance, session.mailroom)
     engine.skips = Skips(session.comm.rank, attendance, session.mailroom)
     others = [rank for rank in members.ranks if rank != session.comm.rank]
     share = StateShare(others, session.mailroom, topic, exporter(engine))
-    engine.changing = share.updating
+    engine.arrangement.changing = share.updating
     if engine.eager is not None:
         engine.eager.locked = share.replacing
     averages = Averages(engine)

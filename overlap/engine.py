@@ -1,19 +1,19 @@
-"""The machinery between hooks and collectives: learns the model, builds its buckets, moves them.
+"""The machinery between hooks and collectives: tells who needs to know, and moves buckets.
 
-first iteration:  observe ─▶ agree on rank 0's facts ─▶ plan ─▶ buckets          (inside the first step)
+first iteration:  observe ─▶ agree on rank 0's facts ─▶ plan ─▶ buckets          (`overlap.arrangement`)
 afterwards:       gradient hooks ─▶ window ─▶ strategy.reduce     gates ─▶ wait for strategy.gather
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 
 import torch
 
+from overlap.arrangement import Arrangement
 from overlap.attendance import Attendance
 from overlap.bucket import Bucket, Slot
-from overlap.conversion import Conversion, changes
+from overlap.conversion import changes
 from overlap.deferred import DeferredUpdates
 from overlap.eager import EagerUpdates
 from overlap.exchange import Exchange
@@ -21,18 +21,14 @@ from overlap.gates import Gates
 from overlap.grouping import Groups
 from overlap.hooks import GradientHooks
 from overlap.lanes import Lanes
-from overlap.master import check_gather_dtype
-from overlap.objects import allgather_object
-from overlap.observer import Observer
 from overlap.owners import holders
 from overlap.planner import Planner
-from overlap.reshard import move_state
 from overlap.roll import CannotJoin
 from overlap.shard_update import ShardUpdate
 from overlap.skips import Skips
-from overlap.sparse import average_sparse, find_sparse, refuse_sparse
-from overlap.startup import SignatureMismatch, compare, line
-from overlap.strategy import Plan, Strategy
+from overlap.sparse import average_sparse, refuse_sparse
+from overlap.startup import SignatureMismatch
+from overlap.strategy import Strategy
 from overlap.transit import Transit
 from overlap.updates import Updates
 from overlap.window import GradientWindow
@@ -70,16 +66,13 @@ class Engine:
         self.accumulating = False  # since the last step, gradients arrived that no reduction has seen
         self._converted = False  # parameters are not of their buckets' type any more: gradients wait for new ones
         self.ended = ""  # why this optimizer cannot step any more
-        self.conversion: Conversion  # set by whoever gives this optimizer a name between ranks
-        self.skips: Skips  # as well
-        self.changing: Callable[[], AbstractContextManager[None]] = nullcontext  # around changes of who holds what
+        self.skips: Skips  # set by whoever gives this optimizer a name between ranks
         shards = ShardUpdate(optimizer, whole=updates is Updates.OWNED) if updates.in_shards else None
         self._planner = Planner(comm, optimizer, slots, strategy, groups, shards)
         self.order = self._planner.order  # in order of issue
         self.transit = Transit(gathers, lambda comm, bucket: self.strategy.gather(comm, bucket), poison=poison)
-        self._model, self._optimizer = model, optimizer
+        self._model = model
         self._by_param = {id(slot.param): slot for slot in slots}
-        self._observer: Observer | None = Observer(slots)
         self.window = GradientWindow(
             slots,
             self.order,
@@ -92,9 +85,20 @@ class Engine:
             settle=self._settle,
             arrive=self._arrive_left,
         )
+        self.arrangement = Arrangement(
+            comm,
+            optimizer,
+            slots,
+            self._planner,
+            self.window,
+            self.transit,
+            attendance,
+            sparse_in=None if sparse_as_dense else model,
+        )
         self.eager = self.deferred = None
         if updates is Updates.EAGER:
             self.eager = EagerUpdates(comm, optimizer, self.window, self.transit)
+            self.arrangement.follow = self.eager.follow
         if updates is Updates.DEFERRED:
             self.deferred = DeferredUpdates(optimizer, self.transit, self._settle, poison=poison)
         self._hooks = GradientHooks(self._gradient_ready)
@@ -104,8 +108,8 @@ class Engine:
 
     @property
     def learning(self) -> bool:
-        """Until the first step: nothing is in buckets, nothing is sharded, gradients are the user's own tensors."""
-        return self._observer is not None
+        """Until the first step; see :attr:`overlap.arrangement.Arrangement.learning`."""
+        return self.arrangement.learning
 
     @property
     def open_step(self) -> bool:
@@ -143,10 +147,11 @@ class Engine:
         self.accumulating = self.suspended
         if self.suspended:
             return
-        if self._observer is not None:
+        observer = self.arrangement.observer
+        if observer is not None:
             slot.fires += 1
             slot.note()
-            self._observer.gradient(slot)
+            observer.gradient(slot)
         elif slot.bucket is not None:
             refuse_sparse(slot)
             if not self.window.begun:
@@ -163,119 +168,36 @@ class Engine:
             slot.note()
 
     def _touch(self, parameter: torch.nn.Parameter) -> None:
-        if not self.transit and self._observer is None:
+        observer = self.arrangement.observer
+        if not self.transit and observer is None:
             return
         slot = self._by_param.get(id(parameter))
         if slot is None:
             return
-        if self._observer is not None:
-            self._observer.touch(slot)
+        if observer is not None:
+            observer.touch(slot)
         elif slot.bucket is not None:
             if self.eager is not None:
                 self.eager.refuse_read(slot)
             self.transit.arrive(slot.bucket)
 
     def _enter(self, module: torch.nn.Module) -> None:
-        if self._observer is not None:
-            self._observer.enter(module)
+        observer = self.arrangement.observer
+        if observer is not None:
+            observer.enter(module)
         self.transit.arrive_entry()
         self.skips.passed = self.skips.passed or torch.is_grad_enabled()
-        if self.transit or self._observer is not None:
+        if self.transit or observer is not None:
             for parameter in dict.values(module._parameters):
                 if parameter is not None:
                     self._touch(parameter)
 
     def _leave(self, module: torch.nn.Module) -> None:
-        if self._observer is not None:
-            self._observer.leave(module)
+        observer = self.arrangement.observer
+        if observer is not None:
+            observer.leave(module)
 
-    # - Learning
-
-    def learn(self) -> None:
-        """End the first iteration: plan from what rank 0 saw. On every rank, inside the first step."""
-        if self._observer is None:
-            return
-        learned = allgather_object(self.comm, (self._observer.finish(), [line(slot) for slot in self.slots]))
-        compare("parameters", [lines for _, lines in learned])  # they may have been converted since the start
-        found = [facts for facts, _ in learned]
-        facts = next((facts for facts in found if any(facts.fires)), found[0])  # rank 0 may have joined at once
-        self._observer = None
-        self._mark_sparse(self.slots)
-        self._planner.begin(facts, self.window.passes)
-        self._follow_plan()
-
-    def preview(self, strategy: Strategy) -> Plan:
-        """The buckets that :meth:`replan` would make. After the first step; communicates nothing."""
-        return self._planner.preview(strategy)
-
-    def _mark_sparse(self, slots: Sequence[Slot]) -> None:
-        """On every rank: note which of `slots` have sparse gradients."""
-        for index in find_sparse(self.comm, slots, None if self._sparse_as_dense else self._model):
-            self.slots[index].sparse = True
-
-    def replan(self, strategy: Strategy) -> None:
-        """Go on with `strategy`'s buckets; parameters and the optimizer's state move over, bit for bit.
-
-        On every rank, between ``step()`` and the next backward. Raises ``RuntimeError`` when gradients are there, and
-        ``ValueError`` for a strategy that updates or gathers in another way.
-        """
-        self.strategy.refuse_successor(strategy)
-        if self.window.touched:
-            raise RuntimeError("gradients arrived since the last step(); replan after step() or zero_grad()")
-        if self.learning:
-            self._planner.strategy = strategy
-            return
-        mine = changes(self.slots)
-        if mine:
-            raise RuntimeError(
-                f"parameter {mine[0].name!r} was converted from {mine[0].before} to {mine[0].now} since the last step(); "
-                "replan after the next one"
-            )
-        self.transit.arrive_all()
-        self._rebuild(strategy)
-
-    def _rebuild(self, strategy: Strategy) -> None:
-        """Other buckets for the same parameters, whose values and state move over. On every rank."""
-        order, shards = self._planner.draft(strategy)
-        if self.shards is not None and shards is not None:
-            move_state(self.comm, self.order, self.shards, shards)
-        with self.changing():  # until now questions were answered from the old pieces
-            self._planner.install(strategy, order, shards)
-        self._follow_plan()
-
-    def _follow_conversion(self) -> None:
-        """New buckets where all ranks have converted parameters since the last step, for gradients that wait for them.
-
-        Raises ``SignatureMismatch`` on every rank where some have not, or to another type: [Note: who has converted by
-        when] in `overlap.conversion`.
-        """
-        mine = changes(self.slots)
-        if not mine:
-            return
-        if any(slot.filled for slot in self.slots):
-            raise RuntimeError(
-                f"parameter {mine[0].name!r} was converted from {mine[0].before} to {mine[0].now} between backward() and "
-                "step(), while gradients were on their way; convert after step() or zero_grad()"
-            )
-        self.conversion.tell(self.attendance.round, mine)
-        self.window.leave_out()  # raises where ranks differ
-        self.conversion.settled()
-        if any(slot.place is not None and slot.param.device.type != slot.place.device.type for slot in self.slots):
-            raise RuntimeError(
-                f"parameter {mine[0].name!r} was {mine[0].before} when the optimizer was wrapped and is {mine[0].now} now; "
-                "what carries gradients was chosen for that device; move the model before wrapping"
-            )
-        named = ((slot.name, slot.param) for slot in self.slots)
-        check_gather_dtype(self.strategy.gather_dtype, named, self._optimizer, sharding=self.shards is not None)
-        for slot in self.slots:
-            if slot.converted:
-                slot.keep_layout()
-        self._rebuild(self.strategy)
-
-    def _follow_plan(self) -> None:
-        self.transit.entry = self._planner.unguarded
-        if self.eager is not None:
-            self.eager.follow(self.order, self.shards, self._planner.reread)
+    # - Following the model
 
     def detach(self) -> None:
         """Leave the model alone."""
@@ -296,19 +218,16 @@ class Engine:
         """All gradients of this step reduced or on their way. On every rank, before anything uses them."""
         if self.ended:
             raise RuntimeError(self.ended)
-        self._follow_conversion()
+        self.arrangement.follow_conversion()
         self.attendance.start("prepare")
         self.skips.step()
-        self.learn()
+        self.arrangement.learn()
         self._hooks.attach(self.slots)  # those that were frozen and are not any more
         self._arrive_left()
         window = self.window
         window.verify(sharded_only=window.reduced)
         window.flush()
-        if self._planner.late:  # how many buckets were issued before this differs between ranks
-            self._mark_sparse(self._planner.late)
-            self._planner.extend()
-            self._follow_plan()
+        if self.arrangement.extend():  # after the flush: how many buckets were issued before it differs between ranks
             window.flush()
         self.attendance.meet(not (self.order and self.order[-1].meets) and not any(slot.sparse for slot in self.slots))
         average_sparse(self.comm, self.slots, self._exchange, lambda: self._correction(self.attendance.round))
@@ -329,7 +248,7 @@ class Engine:
             arrive(bucket.work)
             bucket.work = None
         try:
-            self.conversion.check(bucket.round)
+            self.arrangement.conversion.check(bucket.round)
         except (SignatureMismatch, CannotJoin) as error:
             self.ended = f"this optimizer cannot go on: {error}"
             if bucket.round == self.attendance.round:  # not all is issued where this came in the middle of backward

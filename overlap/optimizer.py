@@ -155,11 +155,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _replan(self, strategy: Strategy) -> None:
         """:meth:`replan` after a step, in which joined ranks take part."""
-        self._engine.replan(strategy)
+        self._engine.arrangement.replan(strategy)
 
     def preview(self, strategy: Strategy) -> Plan:
         """The buckets that :meth:`replan` would make. After the first step, on any rank."""
-        return self._engine.preview(strategy)
+        return self._engine.arrangement.preview(strategy)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters: they take rank 0's values, and buckets of their own in the next step. On every rank."""

@@ -1,0 +1,155 @@
+"""Which buckets an optimizer has: learned in its first iteration, extended, and made anew while it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from overlap.attendance import Attendance
+from overlap.bucket import Bucket, Slot
+from overlap.communicator import Communicator
+from overlap.conversion import Conversion, changes
+from overlap.master import check_gather_dtype
+from overlap.objects import allgather_object
+from overlap.observer import Observer
+from overlap.planner import Planner
+from overlap.reshard import move_state
+from overlap.shard_update import ShardUpdate
+from overlap.sparse import find_sparse
+from overlap.startup import compare, line
+from overlap.strategy import Plan, Strategy
+from overlap.transit import Transit
+from overlap.window import GradientWindow
+
+__all__ = ["Arrangement"]
+
+
+class Arrangement:
+    """Asks the planner for buckets when all ranks are there to agree, and moves values and state into them.
+
+    `sparse_in` has the modules that are looked through for parameters with sparse gradients. Whoever needs to know of
+    new buckets sets :attr:`follow`.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        optimizer: torch.optim.Optimizer,
+        slots: list[Slot],
+        planner: Planner,
+        window: GradientWindow,
+        transit: Transit,
+        attendance: Attendance,
+        *,
+        sparse_in: torch.nn.Module | None,
+    ) -> None:
+        self._comm, self._optimizer, self._slots = comm, optimizer, slots
+        self._planner, self._window, self._transit = planner, window, transit
+        self._attendance, self._sparse_in = attendance, sparse_in
+        self.observer: Observer | None = Observer(slots)  # until the first step
+        self.conversion: Conversion  # set by whoever gives this optimizer a name between ranks
+        self.changing: Callable[[], AbstractContextManager[None]] = nullcontext  # around changes of who holds what
+        self.follow: Callable[[list[Bucket], ShardUpdate | None, list[Slot]], None] = lambda *_: None
+
+    @property
+    def learning(self) -> bool:
+        """Until the first step: nothing is in buckets, nothing is sharded, gradients are the user's own tensors."""
+        return self.observer is not None
+
+    def learn(self) -> None:
+        """End the first iteration: plan from what rank 0 saw. On every rank, inside the first step."""
+        if self.observer is None:
+            return
+        learned = allgather_object(self._comm, (self.observer.finish(), [line(slot) for slot in self._slots]))
+        compare("parameters", [lines for _, lines in learned])  # they may have been converted since the start
+        found = [facts for facts, _ in learned]
+        facts = next((facts for facts in found if any(facts.fires)), found[0])  # rank 0 may have joined at once
+        self.observer = None
+        self._mark_sparse(self._slots)
+        self._planner.begin(facts, self._window.passes)
+        self._follow_plan()
+
+    def extend(self) -> bool:
+        """Buckets for parameters that were unfrozen or added; whether there are new ones. On every rank, inside a step."""
+        late = self._planner.late
+        if late:
+            self._mark_sparse(late)
+            self._planner.extend()
+            self._follow_plan()
+        return bool(late)
+
+    def preview(self, strategy: Strategy) -> Plan:
+        """The buckets that :meth:`replan` would make. After the first step; communicates nothing."""
+        return self._planner.preview(strategy)
+
+    def replan(self, strategy: Strategy) -> None:
+        """Go on with `strategy`'s buckets; parameters and the optimizer's state move over, bit for bit.
+
+        On every rank, between ``step()`` and the next backward. Raises ``RuntimeError`` when gradients are there, and
+        ``ValueError`` for a strategy that updates or gathers in another way.
+        """
+        self._planner.strategy.refuse_successor(strategy)
+        if self._window.touched:
+            raise RuntimeError("gradients arrived since the last step(); replan after step() or zero_grad()")
+        if self.learning:
+            self._planner.strategy = strategy
+            return
+        mine = changes(self._slots)
+        if mine:
+            raise RuntimeError(
+                f"parameter {mine[0].name!r} was converted from {mine[0].before} to {mine[0].now} since the last step(); "
+                "replan after the next one"
+            )
+        self._transit.arrive_all()
+        self._rebuild(strategy)
+
+    def follow_conversion(self) -> None:
+        """New buckets where all ranks have converted parameters since the last step, for gradients that wait for them.
+
+        On every rank, inside a step. Raises ``SignatureMismatch`` on every rank where some have not, or to another type:
+        [Note: who has converted by when] in `overlap.conversion`.
+        """
+        mine = changes(self._slots)
+        if not mine:
+            return
+        first = mine[0]
+        if any(slot.filled for slot in self._slots):
+            raise RuntimeError(
+                f"parameter {first.name!r} was converted from {first.before} to {first.now} between backward() and "
+                "step(), while gradients were on their way; convert after step() or zero_grad()"
+            )
+        self.conversion.tell(self._attendance.round, mine)
+        self._window.leave_out()  # raises where ranks differ
+        self.conversion.settled()
+        if any(slot.place is not None and slot.param.device.type != slot.place.device.type for slot in self._slots):
+            raise RuntimeError(
+                f"parameter {first.name!r} was {first.before} when the optimizer was wrapped and is {first.now} now; "
+                "what carries gradients was chosen for that device; move the model before wrapping"
+            )
+        strategy, shards = self._planner.strategy, self._planner.shards
+        named = ((slot.name, slot.param) for slot in self._slots)
+        check_gather_dtype(strategy.gather_dtype, named, self._optimizer, sharding=shards is not None)
+        for slot in self._slots:
+            if slot.converted:
+                slot.keep_layout()
+        self._rebuild(strategy)
+
+    def _mark_sparse(self, slots: Sequence[Slot]) -> None:
+        for index in find_sparse(self._comm, slots, self._sparse_in):
+            self._slots[index].sparse = True
+
+    def _rebuild(self, strategy: Strategy) -> None:
+        """Other buckets for the same parameters, whose values and state move over."""
+        planner = self._planner
+        order, shards = planner.draft(strategy)
+        if planner.shards is not None and shards is not None:
+            move_state(self._comm, planner.order, planner.shards, shards)
+        with self.changing():  # until now questions were answered from the old pieces
+            planner.install(strategy, order, shards)
+        self._follow_plan()
+
+    def _follow_plan(self) -> None:
+        self._transit.entry = self._planner.unguarded
+        self.follow(self._planner.order, self._planner.shards, self._planner.reread)
