@@ -49,9 +49,6 @@ def _open_mpi(job: Job, tag: Sequence[str], interfaces: Sequence[str], ssh: Sequ
     options: list[str] = []
     if job.hosts:
         options += ["--host", ",".join(str(host) for host in job.hosts)]
-        if "--map-by" not in job.mpi_arguments:
-            # Else Open MPI 5, which may put more workers than slots on one machine, puts all of them on the first host.
-            options += ["--map-by", "slot"]
     if job.tagged and job.output_folder is None:
         options += tag
     if job.interfaces is not None:

@@ -64,7 +64,8 @@ def defaults(flavor: Flavor, agent: str | None) -> dict[str, str]:
         shared |= as_root | {
             "PRTE_ALLOW_RUN_AS_ROOT": "1",
             "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-            "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+            # With ":oversubscribe" alone, all workers come to the first host: it takes more than it has slots.
+            "PRTE_MCA_rmaps_default_mapping_policy": "slot:oversubscribe",
             "PRTE_MCA_hwloc_default_binding_policy": "none",
             "OMPI_MCA_mpi_yield_when_idle": "1",
         }

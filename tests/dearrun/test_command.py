@@ -41,8 +41,8 @@ def test_flavors(version: str, flavor: Flavor) -> None:
         (Flavor.OPEN_MPI_5, {}, ["--output", "tag"]),
         (Flavor.MPICH, {}, ["-prepend-rank"]),
         (Flavor.OTHER, {}, []),
-        (Flavor.OPEN_MPI_4, {"hosts": HOSTS, "tagged": False}, ["--host", "a:2,b.example.org:2", "--map-by", "slot"]),
-        (Flavor.OPEN_MPI_5, {"hosts": HOSTS, "tagged": False}, ["--host", "a:2,b.example.org:2", "--map-by", "slot"]),
+        (Flavor.OPEN_MPI_4, {"hosts": HOSTS, "tagged": False}, ["--host", "a:2,b.example.org:2"]),
+        (Flavor.OPEN_MPI_5, {"hosts": HOSTS, "tagged": False}, ["--host", "a:2,b.example.org:2"]),
         (Flavor.MPICH, {"hosts": HOSTS, "tagged": False}, ["-hosts", "a:2,b.example.org:2"]),
         (Flavor.OPEN_MPI_4, {"passed": ("A", "B"), "tagged": False}, ["-x", "A", "-x", "B"]),
         (Flavor.MPICH, {"passed": ("A", "B"), "tagged": False}, []),  # hydra passes everything

@@ -55,15 +55,23 @@ def test_what_a_killed_mpirun_of_the_same_number_left_is_no_obstacle(tmp_path: P
 
 
 @pytest.mark.needs_root
-def test_each_host_gets_as_many_workers_as_it_has_slots() -> None:
+def test_each_host_gets_as_many_workers_as_it_has_slots(tmp_path: Path) -> None:
+    """With dearrun, and with mpirun's own flags; where there are more workers than slots, hosts share them."""
+    file, mpirun = tmp_path / "hosts", str(ROOT / "scripts" / "mpirun")
     with Cluster(2) as cluster:
-        hosts = ",".join(f"{cluster.address(host)}:2" for host in range(2))
-        command = cluster.enter(0, _command("-np", "4", "-H", hosts, "--no-tag-output", "uname", "-n"))
         agents = dict.fromkeys(("PRTE_MCA_plm_ssh_agent", "OMPI_MCA_plm_rsh_agent"), cluster.agent)
-        environ = _environ() | agents
-        result = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environ, check=False)
-    assert result.returncode == 0, result.stderr
-    assert sorted(Counter(result.stdout.split()).values()) == [2, 2], result.stdout
+        hosts = ",".join(f"{cluster.address(host)}:2" for host in range(2))
+        file.write_text("".join(f"{cluster.address(host)} slots=2\n" for host in range(2)))
+        for start, expected in (
+            (_command("-np", "4", "-H", hosts, "--no-tag-output"), [2, 2]),
+            ([mpirun, "-np", "3", "--host", hosts], [1, 2]),
+            ([mpirun, "-np", "6", "--hostfile", str(file)], [3, 3]),
+        ):
+            command = cluster.enter(0, [*start, "uname", "-n"])
+            environ = _environ() | agents
+            result = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environ, check=False)
+            assert result.returncode == 0, result.stderr
+            assert sorted(Counter(result.stdout.split()).values()) == expected, result.stdout
 
 
 def test_the_exit_status_is_the_workers() -> None:
