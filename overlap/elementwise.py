@@ -43,5 +43,10 @@ def is_per_parameter(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer) in _PER_PARAMETER and not _differentiable(optimizer)
 
 
+def decides_by_loss(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `optimizer` may look at what a closure returns, and call it again: LBFGS, and whom we do not know."""
+    return type(optimizer) not in _PER_PARAMETER
+
+
 def _differentiable(optimizer: torch.optim.Optimizer) -> bool:
     return any(group.get("differentiable", False) for group in optimizer.param_groups)

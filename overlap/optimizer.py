@@ -185,8 +185,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Reduce what is left, update, and start gathering the new values. On every rank.
 
-        A closure is evaluated once by optimizers that update shards, and as often as the optimizer likes by others,
-        which then get the loss averaged over ranks.
+        A closure is evaluated once, and what it returned on this rank is returned, its own loss, as by DDP and Horovod.
+        LBFGS, and optimizers of types that we do not know unless they were promised to work on parts, may decide by the
+        loss: they evaluate as often as they like, get the loss averaged over ranks, and what they return is returned.
         """
         return self._step(closure)
 

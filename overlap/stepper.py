@@ -25,6 +25,7 @@ import torch
 from overlap.averages import Averages
 from overlap.bucket import Bucket, Phase
 from overlap.communicator import ReduceOp
+from overlap.elementwise import decides_by_loss
 from overlap.engine import Engine
 from overlap.shard_update import unhooked_step
 from overlap.state_share import StateShare
@@ -41,14 +42,17 @@ class Stepper:
 
     def step(self, closure: Callable[[], Any] | None, scale: torch.Tensor | None = None) -> Any:
         """See :meth:`overlap.optimizer.DistributedOptimizer.step`; divide gradients by `scale` first."""
-        if self._engine.shards is None:
-            return self._step_whole(closure, scale)
+        if closure is not None and self._engine.shards is None and decides_by_loss(self._optimizer):
+            return self._step_deciding(closure)
         result = None
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-        self._step_shards(scale)
-        return result
+        if self._engine.shards is not None:
+            self._step_shards(scale)
+            return result
+        updated = self._step_whole(scale)
+        return updated if closure is None else result
 
     def forget(self, everywhere: bool = False) -> None:
         """The gradients since the last step are dropped: complete what is in flight.
@@ -142,39 +146,39 @@ class Stepper:
         for bucket in buckets:
             bucket.advance(Phase.FILLING)
 
-    def _step_whole(self, closure: Callable[[], Any] | None, scale: torch.Tensor | None) -> Any:
+    def _step_whole(self, scale: torch.Tensor | None) -> Any:
+        self._averages.prepare()
+        if scale is None and self._leave():
+            return None
+        self._settle_whole()
+        self._announce(scale)
+        self._take_whole(scale)
+        with self._share.updating():
+            return unhooked_step(self._optimizer)(self._optimizer)
+
+    def _step_deciding(self, closure: Callable[[], Any]) -> Any:
+        """The optimizer evaluates as often as it likes, and is given the averaged loss: all ranks decide alike."""
         engine, step = self._engine, unhooked_step(self._optimizer)
-        if closure is None:
+        first = True
+
+        def evaluate() -> Any:
+            nonlocal first
+            with torch.enable_grad():
+                loss = closure()
             self._averages.prepare()
-            if scale is None and self._leave():
-                return None
             self._settle_whole()
-            self._announce(scale)
-            self._take_whole(scale)
-            with self._share.updating():
-                result = step(self._optimizer)
-        else:
-            first = True
+            attendance = engine.attendance
+            if first and attendance.absent:  # whose steps will evaluate as often as this one
+                groups = hyper_parameters(self._optimizer)
+                like = torch.zeros_like(loss) if isinstance(loss, torch.Tensor) else None
+                attendance.announce("closure", groups=groups, loss=like)
+            first = False
+            factor = attendance.factor(attendance.round)
+            self._take_whole()
+            return self._average(loss, factor)
 
-            def evaluate() -> Any:
-                nonlocal first
-                with torch.enable_grad():
-                    loss = closure()
-                self._averages.prepare()
-                self._settle_whole()
-                attendance = engine.attendance
-                if first and attendance.absent:  # whose steps will evaluate as often as this one
-                    groups = hyper_parameters(self._optimizer)
-                    like = torch.zeros_like(loss) if isinstance(loss, torch.Tensor) else None
-                    attendance.announce("closure", groups=groups, loss=like)
-                first = False
-                factor = attendance.factor(attendance.round)
-                self._take_whole()
-                return self._average(loss, factor)
-
-            with self._share.updating():
-                result = step(self._optimizer, evaluate)
-        return result
+        with self._share.updating():
+            return step(self._optimizer, evaluate)
 
     def _leave(self) -> bool:
         """Leave the updates to the next forward, if the strategy does that and nothing was done to the gradients yet."""

@@ -126,14 +126,20 @@ def clipped_after_synchronize(run: Run) -> None:
 
 def closure(run: Run) -> None:
     for step in range(STEPS):
+        losses = []
 
-        def evaluate(step: int = step) -> torch.Tensor:
+        def evaluate(step: int = step, losses: Any = losses) -> torch.Tensor:
             run.optimizer.zero_grad()
             loss = run.loss(step)
             loss.backward()
+            losses.append(loss)
             return loss
 
-        run.optimizer.step(evaluate)
+        returned = run.optimizer.step(evaluate)
+        if "line_search_fn" in run.optimizer.defaults and run.distributed:  # LBFGS decides by what all ranks lose
+            torch.testing.assert_close(returned, dear.allreduce(losses[0].detach()))
+        else:
+            assert returned is losses[0], "the rank's own"
 
 
 def accumulated(run: Run) -> None:

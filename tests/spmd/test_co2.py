@@ -82,7 +82,16 @@ def test_warm_up_with_sgd_is_synchronous_training() -> None:
     model, optimizer = _wrapped(warmup_steps=5, **FULL)
     expected = _model()
     plain = _momentum(expected.parameters())
-    _steps(model, optimizer, range(5))
+    _steps(model, optimizer, range(4))
+    losses = []
+
+    def evaluate() -> torch.Tensor:
+        optimizer.zero_grad()
+        losses.append(_loss(model, co2.rank(), 4))
+        losses[0].backward()
+        return losses[0]
+
+    assert optimizer.step(evaluate) is losses[0], "the rank's own"
     for step in range(5):
         plain.zero_grad()
         sum(_loss(expected, rank, step) / co2.size() for rank in range(co2.size())).backward()
