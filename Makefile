@@ -3,7 +3,7 @@ PYTHON_PACKAGES = comm_core overlap dearrun dear wfbp mgwfbp bytescheduler_adapt
 CPP = $(shell find comm_core -name '*.hpp' -o -name '*.cpp')
 BIN = .venv/bin
 
-.PHONY: help setup build test test-1 test-2 test-4 lint format ci bench horovod clean
+.PHONY: help setup build test test-1 test-2 test-4 lint format ci bench horovod compare-horovod clean
 help: ## show the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
 
@@ -36,6 +36,9 @@ bench: setup ## time every collective, at 2 ranks on this machine
 
 horovod: setup ## build Horovod 0.28.1, a baseline of the benchmarks (minutes; optional)
 	@bash scripts/horovod.sh
+
+compare-horovod: setup ## run the same calls and scripts under Horovod and ours (minutes; `make horovod` first)
+	@$(BIN)/python -m bench.surface $(if $(package),--package $(package))
 
 clean: ## remove what setup made
 	rm -rf .venv build .pytest_cache .mypy_cache .ruff_cache

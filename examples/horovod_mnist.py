@@ -52,7 +52,10 @@ def train(
         with torch.autocast("cpu", torch.float16, enabled=args.use_mixed_precision):
             loss = functional.nll_loss(model(data).float(), target)
         scaler.scale(loss).backward()
-        scaler.step(optimizer)
+        optimizer.synchronize()  # so that the scaler sees averages
+        scaler.unscale_(optimizer)
+        with optimizer.skip_synchronize():
+            scaler.step(optimizer)
         scaler.update()
         if index % args.log_interval == 0 and hvd.rank() == 0:
             print(f"epoch {epoch} [{index * len(data)}/{len(loader.sampler)}]  loss {loss.item():.4f}", flush=True)

@@ -47,10 +47,14 @@ def main(argv: list[str] | None = None) -> float:
     data = torch.randn(args.batch_size, 3, side, side)
     target = torch.randint(1000, (args.batch_size,))
 
+    losses = []
+
     def benchmark_step() -> None:
         optimizer.zero_grad()
-        functional.cross_entropy(model(data), target).backward()
+        loss = functional.cross_entropy(model(data), target)
+        loss.backward()
         optimizer.step()
+        losses.append(loss.item())
 
     log(
         f"{sum(p.numel() for p in model.parameters()):,} parameters, batch size {args.batch_size}, {hvd.size()} workers"
@@ -63,6 +67,7 @@ def main(argv: list[str] | None = None) -> float:
         log(f"iteration {index}: {rates[-1]:.1f} images/s per worker")
     mean, spread = statistics.mean(rates), 1.96 * statistics.pstdev(rates)
     log(f"images/s per worker: {mean:.1f} +- {spread:.1f}")
+    log(f"after {len(losses)} batches: loss {losses[-1]:.4f}")
     log(f"images/s of {hvd.size()} worker(s): {hvd.size() * mean:.1f} +- {hvd.size() * spread:.1f}")
     return mean
 

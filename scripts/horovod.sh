@@ -9,7 +9,11 @@ venv=$PWD/.venv
 log=$venv/horovod.log
 version=0.28.1
 
-"$venv/bin/python" -c 'import horovod.torch' 2>/dev/null && echo "horovod: ready" && exit 0
+imports() { # under mpirun, which finds the MPI of .venv
+    "$venv/bin/python" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("horovod") is None)' &&
+        scripts/mpirun -np 1 "$venv/bin/python" -c 'import horovod.torch'
+}
+imports 2>/dev/null && echo "horovod: ready" && exit 0
 
 compiler=${CXX:-$(PATH=$PATH type -P c++ || type -P g++)}
 tools=$(mktemp -d)
@@ -28,11 +32,20 @@ chmod +x "$tools/c++20"
 
 echo "horovod: building $version for torch $("$venv/bin/python" -c 'import torch; print(torch.__version__)'); log in $log"
 "$venv/bin/python" -m pip install --quiet setuptools wheel >"$log" 2>&1 || true
-if ! PATH="$venv/bin:$PATH" CXX="$tools/c++20" HOROVOD_WITH_PYTORCH=1 HOROVOD_WITHOUT_TENSORFLOW=1 \
-    HOROVOD_WITHOUT_MXNET=1 HOROVOD_WITH_MPI=1 HOROVOD_WITHOUT_GLOO=1 MAKEFLAGS="-j$(nproc)" \
-    "$venv/bin/python" -m pip install --no-build-isolation "${HOROVOD_SOURCE:-horovod==$version}" >>"$log" 2>&1; then
+build() { # build OPTION...: of pip install
+    PATH="$venv/bin:$PATH" CXX="$tools/c++20" HOROVOD_WITH_PYTORCH=1 HOROVOD_WITHOUT_TENSORFLOW=1 \
+        HOROVOD_WITHOUT_MXNET=1 HOROVOD_WITH_MPI=1 HOROVOD_WITHOUT_GLOO=1 MAKEFLAGS="-j$(nproc)" \
+        "$venv/bin/python" -m pip install --no-build-isolation "$@" "${HOROVOD_SOURCE:-horovod==$version}" >>"$log" 2>&1
+}
+if ! build; then
     grep -m 5 -E 'error:|Error' "$log" >&2 || tail -n 20 "$log" >&2
     echo "horovod: could not be built (whole log: $log); benchmarks run without it" >&2
     exit 1
 fi
-"$venv/bin/python" -c 'import horovod.torch' && echo "horovod: ready"
+# What pip keeps of an earlier build may be for another torch or MPI.
+if ! imports 2>>"$log"; then
+    echo "horovod: pip's stored build does not fit; building anew"
+    build --no-cache-dir --force-reinstall --no-deps
+    imports
+fi
+echo "horovod: ready"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -21,10 +22,14 @@ __all__ = ["broadcast", "broadcast_", "broadcast_async", "broadcast_async_", "br
 
 
 def check_root(root_rank: int, group: Group) -> int:
-    """The root, a rank of the job. Raises ``ValueError`` when it is not in the process set."""
-    if root_rank not in group.ranks:
-        raise ValueError(f"root_rank {root_rank} is not one of the ranks {list(group.ranks)}")
-    return int(root_rank)
+    """The root, a rank of the job. Raises ``ValueError`` when it is not in the process set, ``TypeError`` for no number."""
+    try:
+        root = operator.index(root_rank)
+    except TypeError:
+        raise TypeError(f"root_rank should be a rank and is {root_rank!r}") from None
+    if root not in group.ranks:
+        raise ValueError(f"root_rank {root} is not one of the ranks {list(group.ranks)}")
+    return root
 
 
 class _Call(NamedTuple):

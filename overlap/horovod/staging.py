@@ -14,7 +14,7 @@ __all__ = ["check_reducible", "dtype_of", "own_copy", "plain", "scale_", "spec_o
 
 
 def tensors_of(what: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors of a group. Raises where one is none, or sparse."""
+    """The tensors of a group. Raises where one is none, sparse, or without values (on the meta device)."""
     if isinstance(tensors, torch.Tensor) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
         raise TypeError(f"{what} takes tensors and was given {_types(tensors)}")
     for tensor in tensors:
@@ -22,13 +22,15 @@ def tensors_of(what: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]
             raise InvalidUsage(
                 f"{what} takes dense tensors and was given {tensor.layout}; see sparse_allreduce_async()"
             )
+        if tensor.is_meta:
+            raise InvalidUsage(f"{what} was given a tensor on the meta device, which has no values")
     return list(tensors)
 
 
 def _types(tensors: object) -> str:
     if isinstance(tensors, list | tuple):
-        return f"a {type(tensors).__name__} of {', '.join(sorted({type(item).__name__ for item in tensors}))}"
-    return f"a {type(tensors).__name__}"
+        return " and ".join(f"a {name}" for name in sorted({type(item).__name__ for item in tensors}))
+    return f"a {type(tensors).__name__} instead of a list of them"
 
 
 def spec_of(tensor: torch.Tensor, label: str = "") -> TensorSpec:

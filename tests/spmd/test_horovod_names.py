@@ -170,6 +170,8 @@ def test_a_tensor_is_not_touched_where_ranks_disagree() -> None:
 BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no tensor": (lambda: hvd.allreduce_([1.0]), TypeError, "takes tensors and was given a list"),  # type: ignore[arg-type]
     "a root that is no rank": (lambda: hvd.broadcast(torch.ones(1), 99), ValueError, "root_rank 99 is not one of"),
+    "a root of another type": (lambda: hvd.broadcast(torch.ones(1), "0"), TypeError, "should be a rank and is '0'"),  # type: ignore[arg-type]
+    "a tensor without values": (lambda: hvd.allreduce(torch.ones(1, device="meta")), ValueError, "has no values"),
     "no reduction": (lambda: hvd.allreduce(torch.ones(1), op="sum"), ValueError, "op should be Average, Sum"),
     "adasum": (lambda: hvd.allreduce(torch.ones(1), op=hvd.Adasum), NotImplementedError, "Adasum is not offered"),
     "scalar to scatter": (lambda: hvd.reducescatter(torch.tensor(1.0)), ValueError, "was given a scalar"),

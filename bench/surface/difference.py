@@ -1,0 +1,43 @@
+"""A difference that is meant, and whether it explains what was seen. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+__all__ = ["Difference", "Sighting", "explain"]
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """Where a difference shows, and what both sides say there.
+
+    `subject` is ``group/call`` with ``*``; `theirs` and `ours` are regular expressions for the beginning of a line.
+    """
+
+    subject: str
+    theirs: str = ""
+    ours: str = ""
+
+    def fits(self, subject: str, theirs: str, ours: str) -> bool:
+        fitting = fnmatchcase(subject, self.subject)
+        return fitting and bool(re.match(self.theirs, theirs)) and bool(re.match(self.ours, ours))
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What README's table calls `name`: the `reason`, in a sentence for users, and every place where it shows."""
+
+    name: str
+    reason: str
+    sightings: tuple[Sighting, ...]
+
+
+def explain(differences: Iterable[Difference], subject: str, pairs: Sequence[tuple[str, str]]) -> str | None:
+    """The name of the first difference that explains all `pairs` of (theirs, ours), else None."""
+    for difference in differences:
+        if all(any(each.fits(subject, *pair) for each in difference.sightings) for pair in pairs):
+            return difference.name
+    return None
