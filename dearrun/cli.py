@@ -12,9 +12,10 @@ from importlib import metadata
 from pathlib import Path
 
 from dearrun import check_build, mpirun, options
+from dearrun.addresses import has_address
 from dearrun.command import build
 from dearrun.errors import LaunchError
-from dearrun.hosts import require_shell
+from dearrun.hosts import require_addresses, require_shell
 
 __all__ = ["main"]
 
@@ -37,6 +38,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         job = options.job(args, environ)
         if not job.mpi_arguments:  # they may say how to reach hosts
             require_shell(job.hosts, socket.gethostname(), can_reach_others)
+            if not mpirun.has_agent(os.environ):
+                require_addresses(job.hosts, socket.gethostname(), has_address)
         _require_program(job.command[0], environ)
         command = build(program, flavor, job)
     except LaunchError as error:

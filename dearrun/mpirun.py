@@ -17,7 +17,17 @@ from typing import NoReturn
 
 from dearrun.errors import LaunchError
 
-__all__ = ["Flavor", "become", "defaults", "find", "flavor_of", "has_remote_shell", "version_of", "with_defaults"]
+__all__ = [
+    "Flavor",
+    "become",
+    "defaults",
+    "find",
+    "flavor_of",
+    "has_agent",
+    "has_remote_shell",
+    "version_of",
+    "with_defaults",
+]
 
 _RECORD = "mpi.env"  # in the virtual environment, written by scripts/setup.sh: MPIRUN=path
 _VERSION_SECONDS = 30
@@ -115,9 +125,14 @@ def version_of(mpirun: str) -> str:
 
 def has_remote_shell(environ: Mapping[str, str]) -> bool:
     """Whether other hosts can be reached: ssh or rsh is on the PATH, or an agent of the caller's own is named."""
-    agents = ("OMPI_MCA_plm_rsh_agent", "PRTE_MCA_plm_ssh_agent", "HYDRA_LAUNCHER_EXEC")
-    found = any(shutil.which(name, path=environ.get("PATH")) for name in ("ssh", "rsh"))
-    return found or any(environ.get(name) for name in agents)
+    return has_agent(environ) or any(shutil.which(name, path=environ.get("PATH")) for name in ("ssh", "rsh"))
+
+
+def has_agent(environ: Mapping[str, str]) -> bool:
+    """Whether the caller names a program of their own that reaches other hosts."""
+    return any(
+        environ.get(name) for name in ("OMPI_MCA_plm_rsh_agent", "PRTE_MCA_plm_ssh_agent", "HYDRA_LAUNCHER_EXEC")
+    )
 
 
 def with_defaults(flavor: Flavor, environ: Mapping[str, str]) -> dict[str, str]:

@@ -72,22 +72,27 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"should be at least 1 and is {value}")
-    return value
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"should be a whole number of at least 1 and is {text}")
+    return int(text)
+
+
+def _at_least_0(text: str) -> bool:
+    try:
+        return 0 <= float(text) < float("inf")
+    except ValueError:
+        return False
 
 
 def _seconds(text: str) -> float:
-    value = float(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"should be at least 0 and is {text}")
-    return value
+    if not _at_least_0(text):
+        raise argparse.ArgumentTypeError(f"should be a number of at least 0 and is {text}")
+    return float(text)
 
 
 def _megabytes(text: str) -> str:
-    if text != "auto" and not 0 <= float(text) < float("inf"):
-        raise argparse.ArgumentTypeError(f"should be at least 0, or auto, and is {text}")
+    if text != "auto" and not _at_least_0(text):
+        raise argparse.ArgumentTypeError(f"should be a number of at least 0, or auto, and is {text}")
     return text
 
 

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from dearrun import options
+from dearrun.addresses import has_address, resolved_elsewhere
 from dearrun.check_build import Finding, render
 from dearrun.command import Job, build
 from dearrun.errors import LaunchError
-from dearrun.hosts import Host, parse_hostfile, parse_hosts, require_shell, require_slots
+from dearrun.hosts import Host, parse_hostfile, parse_hosts, require_addresses, require_shell, require_slots
 from dearrun.mpirun import Flavor, defaults, find, flavor_of, has_remote_shell, version_of, with_defaults
 
 TRAIN = ("python", "train.py", "--lr", "1")
@@ -139,6 +140,22 @@ def test_other_hosts_need_a_way_to_them(tmp_path: Path) -> None:
     assert has_remote_shell({"PATH": str(tmp_path)})
 
 
+def test_other_hosts_need_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    require_addresses([Host("localhost"), Host("me"), Host("known")], "me", {"known"}.__contains__)
+    with pytest.raises(LaunchError, match=r"^b.example.org has no address: correct the name, or put it into DNS"):
+        require_addresses(HOSTS, "me", {"a"}.__contains__)
+    ssh = tmp_path / "ssh"  # as `ssh -G` shows what ~/.ssh/config says of a name
+    ssh.write_text("#!/bin/sh\ncase $2 in alias) echo hostname 127.0.0.1;; behind) echo proxyjump gate;; esac\n")
+    ssh.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert has_address("alias")
+    assert has_address("behind")
+    assert not has_address("no-such-host.invalid")
+    ssh.write_text("#!/bin/sh\nexit 255\n")  # another program of that name
+    assert has_address("no-such-host.invalid")
+    assert not resolved_elsewhere({"hostname": "a", "proxyjump": "none"})
+
+
 def _parsed(*argv: str, environ: dict[str, str] | None = None) -> tuple[Job, dict[str, str]]:
     args = options.parser().parse_args(argv)
     made = options.environment(args, environ or {})
@@ -205,7 +222,9 @@ def test_mistakes(argv: list[str], message: str) -> None:
         ("--min-np=2", "commit with dear.elastic"),
         ("--autotune", "tune=True"),
         ("--cycle-time-ms=1", "cycle"),
-        ("--fusion-threshold-mb=much", "invalid"),
+        ("--fusion-threshold-mb=much", "should be a number of at least 0, or auto, and is much"),
+        ("--stall-check-warning-time-seconds=soon", "should be a number of at least 0 and is soon"),
+        ("--ssh-port=two", "should be a whole number of at least 1 and is two"),
     ],
 )
 def test_flags_of_horovodrun_without_a_counterpart_say_why(

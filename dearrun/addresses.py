@@ -1,0 +1,38 @@
+"""Whether a name leads to a host, as ssh would look for it: of one that does not, mpirun says a page about firewalls."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+from collections.abc import Mapping
+
+__all__ = ["has_address", "resolved_elsewhere"]
+
+_SSH_SECONDS = 10
+
+
+def has_address(name: str) -> bool:
+    """Whether ssh would find an address for `name`; True where that cannot be told from here."""
+    target = name
+    if shutil.which("ssh") is not None:
+        try:
+            said = subprocess.run(
+                ["ssh", "-G", name], capture_output=True, text=True, timeout=_SSH_SECONDS, check=False
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return True
+        settings = dict(line.split(" ", 1) for line in said.stdout.splitlines() if " " in line)
+        if said.returncode or resolved_elsewhere(settings):
+            return True
+        target = settings.get("hostname", name)
+    try:
+        socket.getaddrinfo(target, None)
+    except OSError:
+        return False
+    return True
+
+
+def resolved_elsewhere(settings: Mapping[str, str]) -> bool:
+    """Whether ssh, whose `settings` for a host these are, leaves the name to another program or host (pure)."""
+    return any(settings.get(key, "none") != "none" for key in ("proxyjump", "proxycommand"))
