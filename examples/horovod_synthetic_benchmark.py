@@ -36,6 +36,7 @@ def main(argv: list[str] | None = None) -> float:
         args.num_warmup_batches = args.num_batches_per_iter = args.num_iters = 2
 
     hvd.init()
+    torch.manual_seed(42)
     model = network(depths, width, 1000)
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.01 * hvd.size())
     compression = hvd.Compression.fp16 if args.fp16_allreduce else hvd.Compression.none

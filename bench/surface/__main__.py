@@ -53,9 +53,13 @@ def _signatures(ours: Library) -> Iterator[Finding]:
             yield explained("signatures", subject, ((text, other),), DIFFERENCES)
 
 
+def _tell(what: str) -> None:
+    print(f"({what})", end=" ", flush=True)
+
+
 def _calls(group_name: str, ranks: int, ours: Library, seconds: float) -> Iterator[Finding]:
     group = GROUPS[group_name]
-    theirs, mine = (answers(library, group, ranks, seconds) for library in (HOROVOD, ours))
+    theirs, mine = (answers(library, group, ranks, seconds, _tell) for library in (HOROVOD, ours))
     for call in group.calls:
         yield judge(_part(group_name, ranks), f"{group_name}/{call}", theirs[call], mine[call], DIFFERENCES)
 
@@ -68,6 +72,7 @@ def _scripts(ranks: int, ours: Library) -> Iterator[Finding]:
             folder.mkdir()
             scripts.prepare(library, folder)
         for script in scripts.SCRIPTS:
+            _tell(script.name)
             theirs, mine = (scripts.results(script, folder, ranks) for folder in folders.values())
             subject = f"scripts/{script.name}"
             likeness = scripts.compare(theirs, mine)

@@ -14,15 +14,17 @@ __all__ = ["Difference", "Sighting", "explain"]
 class Sighting:
     """Where a difference shows, and what both sides say there.
 
-    `subject` is ``group/call`` with ``*``; `theirs` and `ours` are regular expressions for the beginning of a line.
+    `subject` is ``group/call`` with ``*``; `theirs` and `ours` are regular expressions for the beginning of a line;
+    `alone`: only with one rank.
     """
 
     subject: str
     theirs: str = ""
     ours: str = ""
+    alone: bool = False
 
-    def fits(self, subject: str, theirs: str, ours: str) -> bool:
-        fitting = fnmatchcase(subject, self.subject)
+    def fits(self, subject: str, theirs: str, ours: str, alone: bool = False) -> bool:
+        fitting = fnmatchcase(subject, self.subject) and (alone or not self.alone)
         return fitting and bool(re.match(self.theirs, theirs)) and bool(re.match(self.ours, ours))
 
 
@@ -35,9 +37,11 @@ class Difference:
     sightings: tuple[Sighting, ...]
 
 
-def explain(differences: Iterable[Difference], subject: str, pairs: Sequence[tuple[str, str]]) -> str | None:
-    """The name of the first difference that explains all `pairs` of (theirs, ours), else None."""
+def explain(
+    differences: Iterable[Difference], subject: str, pairs: Sequence[tuple[str, str]], alone: bool
+) -> str | None:
+    """The name of the first difference that explains all `pairs` of (theirs, ours), of one rank if `alone`; else None."""
     for difference in differences:
-        if all(any(each.fits(subject, *pair) for each in difference.sightings) for pair in pairs):
+        if all(any(each.fits(subject, *pair, alone) for each in difference.sightings) for pair in pairs):
             return difference.name
     return None

@@ -163,6 +163,16 @@ DIFFERENCES = (
         (Sighting("optimizer/bias unused", r"list\(None", r"list\(None"),),
     ),
     Difference(
+        "alone",
+        "with one rank gradients are treated as with several: compressed, sparse ones used, arguments checked; Horovod's "
+        "wrapper then does none of it, and leaves parameters with sparse gradients as they were",
+        (
+            Sighting("optimizer/compression=fp16", r"list\(float32", r"list\(float32", alone=True),
+            Sighting("optimizer/sparse", r"list\(float32", r"list\(float32", alone=True),
+            Sighting("optimizer/groups=3.5", r"list\(float32", "ValueError: groups should be", alone=True),
+        ),
+    ),
+    Difference(
         "SyncBatchNorm",
         "takes tensors on the CPU too",
         (

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from bench.surface.worker import STARTED
 __all__ = ["JobFailed", "Library", "accounted", "answers", "command", "outcomes", "run"]
 
 _START_SECONDS = 150.0
+Tell = Callable[[str], None]
 _STARTS = 2  # a job may fail to start on a busy machine, once
 _END_SECONDS = 15.0
 
@@ -69,8 +70,10 @@ def outcomes(folder: Path, ranks: int) -> list[list[Outcome]]:
     return read
 
 
-def answers(library: Library, group: Group, ranks: int, seconds: float) -> dict[str, list[Outcome]]:
+def answers(library: Library, group: Group, ranks: int, seconds: float, tell: Tell) -> dict[str, list[Outcome]]:
     """The outcome of each call on each rank; a call that takes longer than `seconds` has hung.
+
+    `tell` hears of each call that stopped a job.
 
     Raises :class:`JobFailed` where the workers do not start.
     """
@@ -91,10 +94,13 @@ def answers(library: Library, group: Group, ranks: int, seconds: float) -> dict[
                     continue
                 text = (folder / "output").read_text(errors="replace")
                 raise JobFailed(f"{library.module}, {group.name}, {ranks} rank(s) did not start:\n{text[-3000:]}")
-            done, missing = accounted(outcomes(folder, ranks), done, calls, ended is not None)
+            begun = done
+            done, missing = accounted(outcomes(folder, ranks), begun, calls, ended is not None)
             for rank, kind in missing.items():
                 with (folder / f"{rank}.jsonl").open("a") as log:
                     log.write(json.dumps(Outcome(kind).to_json()) + "\n")
+            if begun < done < calls:
+                tell(f"{library.module} stopped at {[*group.calls][done - 1]!r}")
         by_rank = outcomes(folder, ranks)
         return {call: [rank[index] for rank in by_rank] for index, call in enumerate(group.calls)}
 

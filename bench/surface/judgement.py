@@ -46,13 +46,17 @@ def judge(
     silent = (Kind.HUNG, Kind.CRASHED)
     if any(each.kind in silent for each in theirs) and not any(each.kind in silent for each in ours):
         return Finding(part, subject, Verdict.STOPPED, None, pairs)
-    return explained(part, subject, pairs, differences)
+    return explained(part, subject, pairs, differences, alone=len(theirs) == 1)
 
 
 def explained(
-    part: str, subject: str, pairs: tuple[tuple[str, str], ...], differences: Iterable[Difference]
+    part: str,
+    subject: str,
+    pairs: tuple[tuple[str, str], ...],
+    differences: Iterable[Difference],
+    alone: bool = False,
 ) -> Finding:
-    """Of answers that differ, theirs and ours."""
-    name = explain(differences, subject, pairs)
+    """Of answers that differ, theirs and ours; `alone`: of one rank."""
+    name = explain(differences, subject, pairs, alone)
     verdict = Verdict.DOCUMENTED if name else Verdict.UNDOCUMENTED
     return Finding(part, subject, verdict, name, pairs)

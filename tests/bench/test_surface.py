@@ -79,6 +79,12 @@ def test_a_difference_is_documented_only_where_every_rank_answers_as_it_says() -
     assert verdict("group/plus one", [value] * 2, [value] * 2) == (Verdict.EQUAL, None)
 
 
+def test_a_difference_of_one_rank_excuses_no_other() -> None:
+    alone = Difference("alone", "…", (Sighting("a/b", alone=True),))
+    for ranks, expected in ((1, Verdict.DOCUMENTED), (2, Verdict.UNDOCUMENTED)):
+        assert judge("part", "a/b", [_value(1)] * ranks, [_value(2)] * ranks, [alone]).verdict is expected
+
+
 def test_a_silent_horovod_is_told_apart_and_our_silence_is_a_difference() -> None:
     value, hung, crashed = _value(1), Outcome(Kind.HUNG), Outcome(Kind.CRASHED)
     assert judge("part", "a/b", [value, crashed], [value, value], []).verdict is Verdict.STOPPED
