@@ -92,12 +92,12 @@ def local_command(launcher: str, settings: Settings, argv: Sequence[str], export
 
 
 def needed_bytes(settings: Settings) -> int:
-    """Memory for workers on this machine: parameters, gradients, buckets, a gather, and what a Python with torch takes."""
+    """Memory for workers on this machine: parameters, gradients, buckets beside them, and a Python with torch."""
     with torch.device("meta"):
         model = workload(settings.model).build()
     parameters = sum(p.numel() * p.element_size() for p in model.parameters())
     state = {"sgd": 0, "momentum": 1, "adamw": 2}[settings.optimizer]
-    return settings.workers * ((4 + state) * parameters + _BASE_BYTES)
+    return settings.workers * ((3 + state) * parameters + _BASE_BYTES)
 
 
 def _check_memory(settings: Settings) -> None:

@@ -99,7 +99,7 @@ def test_a_hostfile_reaches_mpirun_with_the_environment(tmp_path: Path) -> None:
 
 def test_workers_that_do_not_fit_into_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = Settings(model="mlp", workers=2, optimizer="adamw")
-    assert needed_bytes(settings) == 2 * (6 * 4 * 25_050_000 + 400 * 10**6)
+    assert needed_bytes(settings) == 2 * (5 * 4 * 25_050_000 + 400 * 10**6)
     monkeypatch.setattr("bench.launcher.needed_bytes", lambda _settings: 10**15)
     with pytest.raises(LauncherError, match=r"2 workers with mlp need about 1000000.0 GB on this machine, which has"):
         launcher.launch(settings, method("dear"), [])
