@@ -79,7 +79,7 @@ def _scripts(ranks: int, ours: Library) -> Iterator[Finding]:
             if likeness is not Likeness.DIFFERENT:
                 yield Finding(part, subject, Verdict.ROUNDED if likeness is Likeness.ROUNDED else Verdict.EQUAL)
             else:
-                yield explained(part, subject, ((theirs, mine),), DIFFERENCES)
+                yield explained(part, subject, ((theirs, mine),), DIFFERENCES, ranks)
 
 
 def _part(name: str, ranks: int) -> str:

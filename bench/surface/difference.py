@@ -15,16 +15,16 @@ class Sighting:
     """Where a difference shows, and what both sides say there.
 
     `subject` is ``group/call`` with ``*``; `theirs` and `ours` are regular expressions for the beginning of a line;
-    `alone`: only with one rank.
+    `ranks`: only in jobs of so many; none: in all.
     """
 
     subject: str
     theirs: str = ""
     ours: str = ""
-    alone: bool = False
+    ranks: tuple[int, ...] = ()
 
-    def fits(self, subject: str, theirs: str, ours: str, alone: bool = False) -> bool:
-        fitting = fnmatchcase(subject, self.subject) and (alone or not self.alone)
+    def fits(self, subject: str, theirs: str, ours: str, ranks: int) -> bool:
+        fitting = fnmatchcase(subject, self.subject) and (not self.ranks or ranks in self.ranks)
         return fitting and bool(re.match(self.theirs, theirs)) and bool(re.match(self.ours, ours))
 
 
@@ -38,10 +38,10 @@ class Difference:
 
 
 def explain(
-    differences: Iterable[Difference], subject: str, pairs: Sequence[tuple[str, str]], alone: bool
+    differences: Iterable[Difference], subject: str, pairs: Sequence[tuple[str, str]], ranks: int
 ) -> str | None:
-    """The name of the first difference that explains all `pairs` of (theirs, ours), of one rank if `alone`; else None."""
+    """The name of the first difference that explains all `pairs` of (theirs, ours) of a job with `ranks`; else None."""
     for difference in differences:
-        if all(any(each.fits(subject, *pair, alone) for each in difference.sightings) for pair in pairs):
+        if all(any(each.fits(subject, *pair, ranks) for each in difference.sightings) for pair in pairs):
             return difference.name
     return None

@@ -46,7 +46,7 @@ def judge(
     silent = (Kind.HUNG, Kind.CRASHED)
     if any(each.kind in silent for each in theirs) and not any(each.kind in silent for each in ours):
         return Finding(part, subject, Verdict.STOPPED, None, pairs)
-    return explained(part, subject, pairs, differences, alone=len(theirs) == 1)
+    return explained(part, subject, pairs, differences, ranks=len(theirs))
 
 
 def explained(
@@ -54,9 +54,9 @@ def explained(
     subject: str,
     pairs: tuple[tuple[str, str], ...],
     differences: Iterable[Difference],
-    alone: bool = False,
+    ranks: int = 1,
 ) -> Finding:
-    """Of answers that differ, theirs and ours; `alone`: of one rank."""
-    name = explain(differences, subject, pairs, alone)
+    """Of answers that differ, theirs and ours, in a job of so many ranks."""
+    name = explain(differences, subject, pairs, ranks)
     verdict = Verdict.DOCUMENTED if name else Verdict.UNDOCUMENTED
     return Finding(part, subject, verdict, name, pairs)

@@ -80,7 +80,7 @@ def test_a_difference_is_documented_only_where_every_rank_answers_as_it_says() -
 
 
 def test_a_difference_of_one_rank_excuses_no_other() -> None:
-    alone = Difference("alone", "…", (Sighting("a/b", alone=True),))
+    alone = Difference("alone", "…", (Sighting("a/b", ranks=(1,)),))
     for ranks, expected in ((1, Verdict.DOCUMENTED), (2, Verdict.UNDOCUMENTED)):
         assert judge("part", "a/b", [_value(1)] * ranks, [_value(2)] * ranks, [alone]).verdict is expected
 
@@ -177,8 +177,9 @@ def test_readme_and_documentation_name_the_same_differences() -> None:
 
 def test_every_sighting_is_of_a_call_that_is_made() -> None:
     subjects = {f"{group.name}/{call}" for group in GROUPS.values() for call in group.calls}
+    subjects |= {f"scripts/{script.name}" for script in scripts.SCRIPTS}
     for difference in DIFFERENCES:
         for sighting in difference.sightings:
             if not sighting.subject.startswith("signatures/"):
-                made = any(Sighting(sighting.subject).fits(each, "", "") for each in subjects)
+                made = any(Sighting(sighting.subject).fits(each, "", "", 1) for each in subjects)
                 assert made, f"{difference.name}: no call is called {sighting.subject}"
