@@ -91,7 +91,7 @@ def test_a_slow_rank_is_reported_and_waited_for(launcher: str, tmp_path: Path) -
     assert "done 0" in result.output
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", ["mpi", pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_ranks_that_wait_for_each_other_end_the_job_once_none_of_them_goes_on(launcher: str, tmp_path: Path) -> None:
     """By an exception where all wait by name; where one is in a step, which nothing can interrupt, at once."""
     text = """

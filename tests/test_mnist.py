@@ -34,14 +34,12 @@ def test_it_learns_the_digits(size: int, tmp_path: Path) -> None:
     assert picture.read_bytes()[:4] == b"\x89PNG"
 
 
-@pytest.mark.parametrize(("launcher", "size"), [("mpi", 2), ("torchrun", 2)])
-def test_a_resumed_run_ends_bit_for_bit_where_an_uninterrupted_one_does(
-    launcher: str, size: int, tmp_path: Path
-) -> None:
+def test_a_resumed_run_ends_bit_for_bit_where_an_uninterrupted_one_does(tmp_path: Path) -> None:
+    """Under another launcher, too: at two ranks there is one order to add in."""
     whole, parts = tmp_path / "whole.pt", tmp_path / "parts.pt"
-    _train(size, "--epochs", "2", "--checkpoint", whole, launcher=launcher).check()
-    _train(size, "--epochs", "1", "--checkpoint", parts, launcher=launcher).check()
-    _train(size, "--epochs", "2", "--checkpoint", parts, "--resume", launcher=launcher).check()
+    _train(2, "--epochs", "2", "--checkpoint", whole, launcher="mpi").check()
+    _train(2, "--epochs", "1", "--checkpoint", parts, launcher="mpi").check()
+    _train(2, "--epochs", "2", "--checkpoint", parts, "--resume", launcher="torchrun").check()
     _same(torch.load(whole), torch.load(parts), "checkpoint")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["parts.pt", "whole.pt"]
 
