@@ -322,6 +322,13 @@ def _end_of_a_failed_join(joined: bool) -> None:
         time.sleep(0.001)
 
 
+@pytest.fixture
+def _forgotten() -> Iterator[None]:
+    """What cannot go on is garbage on every rank alike when the next test joins."""
+    yield
+    gc.collect()
+
+
 def _refused(run: Run, joined: bool, message: str, act: Callable[[], Any]) -> None:
     """On a rank that has joined join() raises; on the others `act` does."""
     if dear.size() > 1:
@@ -330,6 +337,7 @@ def _refused(run: Run, joined: bool, message: str, act: Callable[[], Any]) -> No
         _end_of_a_failed_join(joined)
 
 
+@pytest.mark.usefixtures("_forgotten")
 @pytest.mark.parametrize("strategy", ["dear", "wfbp"])
 @pytest.mark.parametrize("left_over", ["reduced", "accumulated"])
 def test_gradients_that_nobody_stepped_are_refused_on_all_ranks(left_over: str, strategy: str) -> None:
@@ -349,6 +357,7 @@ def test_gradients_that_nobody_stepped_are_refused_on_all_ranks(left_over: str, 
     _refused(run, joined, rf"rank {last} has called join.*there.*step\(\) or zero_grad\(\) before join", go_on)
 
 
+@pytest.mark.usefixtures("_forgotten")
 @pytest.mark.parametrize("what", ["replan", "add_param_group", "load_state_dict"])
 def test_what_joined_ranks_cannot_follow_is_refused_on_all_ranks(what: str) -> None:
     run = _two("dear")[0]
@@ -373,6 +382,7 @@ def test_what_joined_ranks_cannot_follow_is_refused_on_all_ranks(what: str) -> N
     _refused(run, joined, message, lambda: getattr(run.optimizer, what)(argument))
 
 
+@pytest.mark.usefixtures("_forgotten")
 def test_batch_norm_over_all_ranks_cannot_go_on() -> None:
     layer = dear.SyncBatchNorm(3)
     joined = dear.rank() == 0 and dear.size() > 1
@@ -383,6 +393,7 @@ def test_batch_norm_over_all_ranks_cannot_go_on() -> None:
     _refused(run, joined, "SyncBatchNorm while training needs every rank", lambda: layer(torch.ones(4, 3)))
 
 
+@pytest.mark.usefixtures("_forgotten")
 @pytest.mark.parametrize("strategy", ["dear", "wfbp", "bytescheduler"])
 def test_a_conversion_needs_those_who_have_joined(strategy: str) -> None:
     run, last = _two(strategy)[0], dear.size() - 1
