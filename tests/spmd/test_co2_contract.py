@@ -26,7 +26,7 @@ from tests.spmd.co2_training import (
     _wrapped,
 )
 from tests.spmd.models import WIDTH
-from tests.spmd.test_uneven import _end_of_a_failed_join
+from tests.spmd.test_uneven_refused import _end_of_a_failed_join
 
 
 @pytest.fixture(autouse=True)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,9 +11,6 @@ import pytest
 import torch
 
 import dear
-from overlap.horovod.asking import runtime
-from overlap.roll import CannotJoin
-from overlap.session import current
 from tests.spmd.loops import GLOBAL_BATCH, Run
 from tests.spmd.models import MODELS, SPARSE_MODELS
 from tests.spmd.test_parity import OPTIMIZERS as KNOWN
@@ -310,102 +305,3 @@ def _alternate(strategy: str) -> list[Any]:
 @pytest.mark.parametrize("strategy", ["dear", "mgwfbp", "bytescheduler"])
 def test_joined_ranks_follow_several_optimizers(strategy: str) -> None:
     _assert_close(_alternate(strategy), _alternate(""), "models")
-
-
-def _end_of_a_failed_join(joined: bool) -> None:
-    """A rank whose join() raised counts as joined until the others have called it too."""
-    current().control.barrier()
-    if not joined:
-        dear.join()
-    current().control.barrier()
-    while runtime().pending():
-        time.sleep(0.001)
-
-
-@pytest.fixture
-def _forgotten() -> Iterator[None]:
-    """What cannot go on is garbage on every rank alike when the next test joins."""
-    yield
-    gc.collect()
-
-
-def _refused(run: Run, joined: bool, message: str, act: Callable[[], Any]) -> None:
-    """On a rank that has joined join() raises; on the others `act` does."""
-    if dear.size() > 1:
-        with pytest.raises(CannotJoin, match=message):
-            dear.join() if joined else act()
-        _end_of_a_failed_join(joined)
-
-
-@pytest.mark.usefixtures("_forgotten")
-@pytest.mark.parametrize("strategy", ["dear", "wfbp"])
-@pytest.mark.parametrize("left_over", ["reduced", "accumulated"])
-def test_gradients_that_nobody_stepped_are_refused_on_all_ranks(left_over: str, strategy: str) -> None:
-    run, last = _two(strategy)[0], dear.size() - 1
-    joined = dear.rank() == last
-    _backward(run, run.batch(0))
-    run.optimizer.step()
-    run.optimizer.zero_grad()
-    with run.optimizer.no_sync() if joined and left_over == "accumulated" else contextlib.nullcontext():
-        _backward(run, run.batch(1))
-
-    def go_on() -> None:
-        run.optimizer.step()
-        _backward(run, run.batch(2))  # where all was issued in backward, it is the next step that is not possible
-        run.optimizer.step()
-
-    _refused(run, joined, rf"rank {last} has called join.*there.*step\(\) or zero_grad\(\) before join", go_on)
-
-
-@pytest.mark.usefixtures("_forgotten")
-@pytest.mark.parametrize("what", ["replan", "add_param_group", "load_state_dict"])
-def test_what_joined_ranks_cannot_follow_is_refused_on_all_ranks(what: str) -> None:
-    run = _two("dear")[0]
-    joined = dear.rank() == 0 and dear.size() > 1
-    state: dict[str, Any] = {}
-    _backward(run, run.batch(0))
-    run.optimizer.step()
-    if not joined:
-        run.optimizer.zero_grad()
-        _backward(run, run.batch(1))
-        if dear.size() > 1 and what == "load_state_dict":
-            run.optimizer.step()  # after it, all ranks know
-            state = {"param_groups": [], "state": {}}
-        else:
-            run.optimizer.zero_grad()
-    argument = {
-        "replan": run.optimizer.strategy,
-        "add_param_group": {"params": [torch.nn.Parameter(torch.zeros(3))]},
-        "load_state_dict": state,
-    }[what]
-    message = rf"{what}\(\) needs every rank, and ranks \[0\] have joined"
-    _refused(run, joined, message, lambda: getattr(run.optimizer, what)(argument))
-
-
-@pytest.mark.usefixtures("_forgotten")
-def test_batch_norm_over_all_ranks_cannot_go_on() -> None:
-    layer = dear.SyncBatchNorm(3)
-    joined = dear.rank() == 0 and dear.size() > 1
-    if dear.size() > 1 and not joined:
-        while not current().roll.joined_now:
-            time.sleep(0.001)
-    run = Run(layer, None, None, dear.size())
-    _refused(run, joined, "SyncBatchNorm while training needs every rank", lambda: layer(torch.ones(4, 3)))
-
-
-@pytest.mark.usefixtures("_forgotten")
-@pytest.mark.parametrize("strategy", ["dear", "wfbp", "bytescheduler"])
-def test_a_conversion_needs_those_who_have_joined(strategy: str) -> None:
-    run, last = _two(strategy)[0], dear.size() - 1
-    _backward(run, run.batch(0))
-    run.optimizer.step()
-    run.optimizer.zero_grad()
-
-    def go_on() -> None:
-        run.model.float()
-        x, y = run.batch(1)
-        _backward(run, (x.float(), y.float()))
-        run.optimizer.step()
-
-    message = rf"converted on ranks \[0.*\], which every rank has to do, and ranks \[{last}\] have joined"
-    _refused(run, dear.rank() == last, message, go_on)
