@@ -24,7 +24,7 @@ class Attendance:
         self.topic = ""  # what the optimizer is called between ranks, once it is registered
         self.round = 0
         self._number = 0  # of the next word
-        self._opened = self._started = self._met = self._said_last = False
+        self._opened = self._started = self._met = self._said_last = self._over = False
         self.trainable: Callable[[], list[int]] = list  # which parameters may get gradients
         self.shared_order = False  # reductions may have to wait for those of another optimizer
 
@@ -34,6 +34,8 @@ class Attendance:
         return self.round, self._number
 
     def _say(self, what: str, keep: bool, **details: Any) -> None:
+        if self._over:
+            return
         number, self._number = self._number, self._number + 1
         self._roll.say(Word(self.topic, self.round, number, what, details), self.ranks, keep=keep)
 
@@ -67,6 +69,11 @@ class Attendance:
             self.round, self._number = self.round + 1, 0
             self._opened = self._started = self._met = self._said_last = False
             self._roll.closed(self.topic, self.round)
+
+    def end(self) -> None:
+        """No round follows, on any rank. Whoever joins later does not need this optimizer."""
+        self._over = True
+        self._roll.unsay(self.topic)
 
     # - Who is there. Certain, and the same on all ranks, once a reduction of the round is done
 

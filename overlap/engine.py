@@ -254,6 +254,7 @@ class Engine:
             if bucket.round == self.attendance.round:  # not all is issued where this came in the middle of backward
                 self.window.flush()
                 self.attendance.meet(not self.order[-1].meets)
+            self.attendance.end()
             raise
         self._exchange.unload(bucket)
         if bucket.holds_parameters:

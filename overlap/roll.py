@@ -151,11 +151,15 @@ class Roll:
             with self._lock:
                 self._said = [word for word in self._said if word.topic != topic or word.round >= rounds - 1]
 
+    def unsay(self, topic: str) -> None:
+        """The optimizer cannot go on, here or on any rank: nobody has to catch up with its round."""
+        with self._lock:
+            self._said = [word for word in self._said if word.topic != topic]
+
     def forget(self, topic: str) -> None:
         """All ranks have dropped the optimizer."""
         self._behind.pop(topic, None)
-        with self._lock:
-            self._said = [word for word in self._said if word.topic != topic]
+        self.unsay(topic)
 
     def _hear_joined(self, sender: int, news: News) -> list[Word]:
         with self._lock:
@@ -197,6 +201,7 @@ class Roll:
             with self._lock:
                 self._joined.pop(self._generation, None)
                 self._generation += 1
+                self._said.clear()  # before all came here, as every rank has: nobody has to catch up with it any more
 
     def _follow_until_all_are_here(self) -> None:
         missing = set(range(self._size)) - {self._rank}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ import dear
 from overlap.horovod.asking import runtime
 from overlap.roll import CannotJoin
 from overlap.session import current
+from overlap.startup import SignatureMismatch
 from tests.spmd.loops import Run
 from tests.spmd.test_uneven import _backward, _two
 
@@ -34,13 +35,6 @@ def _end_of_a_failed_join(joined: bool) -> None:
         time.sleep(0.001)
 
 
-@pytest.fixture
-def _forgotten() -> Iterator[None]:
-    """What cannot go on is garbage on every rank alike when the next test joins."""
-    yield
-    gc.collect()
-
-
 def _refused(run: Run, joined: bool, message: str, act: Callable[[], Any]) -> None:
     """On a rank that has joined join() raises; on the others `act` does."""
     if dear.size() > 1:
@@ -49,7 +43,6 @@ def _refused(run: Run, joined: bool, message: str, act: Callable[[], Any]) -> No
         _end_of_a_failed_join(joined)
 
 
-@pytest.mark.usefixtures("_forgotten")
 @pytest.mark.parametrize("strategy", ["dear", "wfbp"])
 @pytest.mark.parametrize("left_over", ["reduced", "accumulated"])
 def test_gradients_that_nobody_stepped_are_refused_on_all_ranks(left_over: str, strategy: str) -> None:
@@ -69,7 +62,6 @@ def test_gradients_that_nobody_stepped_are_refused_on_all_ranks(left_over: str, 
     _refused(run, joined, rf"rank {last} has called join.*there.*step\(\) or zero_grad\(\) before join", go_on)
 
 
-@pytest.mark.usefixtures("_forgotten")
 @pytest.mark.parametrize("what", ["replan", "add_param_group", "load_state_dict"])
 def test_what_joined_ranks_cannot_follow_is_refused_on_all_ranks(what: str) -> None:
     run = _two("dear")[0]
@@ -94,7 +86,6 @@ def test_what_joined_ranks_cannot_follow_is_refused_on_all_ranks(what: str) -> N
     _refused(run, joined, message, lambda: getattr(run.optimizer, what)(argument))
 
 
-@pytest.mark.usefixtures("_forgotten")
 def test_batch_norm_over_all_ranks_cannot_go_on() -> None:
     layer = dear.SyncBatchNorm(3)
     joined = dear.rank() == 0 and dear.size() > 1
@@ -105,7 +96,6 @@ def test_batch_norm_over_all_ranks_cannot_go_on() -> None:
     _refused(run, joined, "SyncBatchNorm while training needs every rank", lambda: layer(torch.ones(4, 3)))
 
 
-@pytest.mark.usefixtures("_forgotten")
 @pytest.mark.parametrize("strategy", ["dear", "wfbp", "bytescheduler"])
 def test_a_conversion_needs_those_who_have_joined(strategy: str) -> None:
     run, last = _two(strategy)[0], dear.size() - 1
@@ -121,3 +111,51 @@ def test_a_conversion_needs_those_who_have_joined(strategy: str) -> None:
 
     message = rf"converted on ranks \[0.*\], which every rank has to do, and ranks \[{last}\] have joined"
     _refused(run, dear.rank() == last, message, go_on)
+
+
+def _refused_a_join(run: Run, last: bool) -> None:
+    if last:
+        _backward(run, run.batch(1))
+
+    def go_on() -> None:
+        for _ in range(2):
+            _backward(run, run.batch(1))
+            run.optimizer.step()
+
+    _refused(run, last, "has called join", go_on)
+
+
+def _refused_a_conversion(run: Run, last: bool) -> None:
+    x, y = run.batch(1)
+    if last and dear.size() > 1:
+        run.model.float()
+        x, y = x.float(), y.float()
+    with pytest.raises(SignatureMismatch) if dear.size() > 1 else contextlib.nullcontext():
+        _backward(run, (x, y))
+        run.optimizer.step()
+        run.optimizer.synchronize()
+
+
+@pytest.mark.parametrize("collects", [0, 1])
+@pytest.mark.parametrize("refused", [_refused_a_join, _refused_a_conversion])
+def test_an_optimizer_that_could_not_go_on_is_no_part_of_what_follows(
+    refused: Callable[[Run, bool], None], collects: int
+) -> None:
+    """Python collects what was dropped when it likes, on each rank."""
+    run = _two("dear")[0]
+    _backward(run, run.batch(0))
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    refused(run, dear.rank() == dear.size() - 1)
+    kept = [run]
+    del run
+    if dear.rank() % 2 == collects:
+        kept.clear()
+        gc.collect()
+    dear.join()
+    follower, _ = _two("dear")
+    for number in range(2):
+        _backward(follower, follower.batch(number))
+        follower.optimizer.step()
+        follower.optimizer.zero_grad()
+    dear.join()
