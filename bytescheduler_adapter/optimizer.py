@@ -84,9 +84,9 @@ class ByteScheduler(Strategy):
 
 def _dispatchers() -> Dispatchers:
     session = current()
-    service = session.services.get(_SERVICE)
+    service = session.carriers.get(_SERVICE)
     if not isinstance(service, Dispatchers):
-        service = session.services[_SERVICE] = Dispatchers(session.channels)
+        service = session.carriers[_SERVICE] = Dispatchers(session.channels)
     return service
 
 

@@ -22,6 +22,7 @@ from comm_core._C import (
     abort,
     differ,
     local,
+    modules_of_thread,
 )
 from comm_core.launch import build_info, finalize, mpi, mpi_available
 from comm_core.nccl_connect import exchange_over, nccl
@@ -48,6 +49,7 @@ __all__ = [
     "finalize",
     "find_nccl",
     "local",
+    "modules_of_thread",
     "mpi",
     "mpi_available",
     "nccl",

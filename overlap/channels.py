@@ -20,7 +20,7 @@ _MANY = 16  # channels, from which on it pays to look for dead owners in cycles
 
 
 class Channels:
-    """Makes channels from `control`, tells `watch` of each, and ends them all.
+    """Makes channels from `control`, and tells `watch` of each.
 
     `abandoned` tells whom the script has dropped on this rank, by a name that is the same everywhere. `forget` lets go of
     one that all ranks have dropped, with as much issued on its channels by each of them, so that whatever is in flight
@@ -41,7 +41,12 @@ class Channels:
         self._owners: list[str | None] = []  # as long as the channels: None is free
 
     def __len__(self) -> int:
-        return len(self._by_purpose) + len(self._leased)
+        return len(self.all)
+
+    @property
+    def all(self) -> list[Communicator]:
+        """Every channel, in the same order on all ranks."""
+        return [*self._by_purpose.values(), *self._leased]
 
     def named(self, purpose: str) -> Communicator:
         """The channel that serves `purpose` alone. The first call for a purpose makes it, on every rank."""
@@ -81,10 +86,6 @@ class Channels:
         for number, channel in enumerate(self._leased):
             if any(channel is mine for mine in channels):
                 self._owners[number] = owner
-
-    def close(self) -> None:
-        for channel in (*self._by_purpose.values(), *self._leased):
-            channel.close()
 
     def _make(self) -> Communicator:
         channel = self._control.split(0, self._control.rank)

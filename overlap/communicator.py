@@ -198,6 +198,13 @@ class Communicator(ABC):
         """End the whole job at once with this exit status; does not return."""
 
     @abstractmethod
+    def abandon(self) -> None:
+        """End with an error what other ranks never issue.
+
+        On every rank; only :meth:`close` may follow.
+        """
+
+    @abstractmethod
     def close(self) -> None:
         """Wait for what was issued and let go of the connections. Calling it again does nothing."""
 

@@ -60,5 +60,8 @@ class AloneCarrier:
     def pending(self) -> list[Work]:
         return []
 
+    def abandon(self) -> None:
+        """Nothing is under way."""
+
     def close(self) -> None:
         """Nothing is under way."""

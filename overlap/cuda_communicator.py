@@ -50,6 +50,9 @@ class Carrier(Protocol):
     def pending(self) -> list[Work]:
         """What is not finished and the host's communicator does not know of."""
 
+    def abandon(self) -> None:
+        """End what is unfinished with an error, and the host's communicator does not know of. On every rank."""
+
     def close(self) -> None:
         """Wait for what was issued. On every rank."""
 
@@ -204,6 +207,9 @@ class DeviceCommunicator(Communicator):
 
     def abort(self, code: int) -> None:
         self._host.abort(code)
+
+    def abandon(self) -> None:
+        self._carrier.abandon()
 
     def close(self) -> None:
         self._carrier.close()

@@ -116,6 +116,9 @@ class NcclCarrier:
     def pending(self) -> list[Work]:
         return list(self._core.pending())
 
+    def abandon(self) -> None:
+        self._core.abandon()
+
     def close(self) -> None:
         self._core.close()
 

@@ -81,5 +81,8 @@ class StagedCarrier:
     def pending(self) -> list[Work]:
         return []
 
+    def abandon(self) -> None:
+        """All of it is the host's."""
+
     def close(self) -> None:
         """The host's communicator is closed by whoever made it."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Callable, Sequence
-from typing import cast
+import weakref
+from collections.abc import Sequence
 
 import torch
 
@@ -29,31 +29,28 @@ __all__ = ["CudaCarriers", "fit_out"]
 
 log = logging.getLogger("dear")
 
-_SERVICE = "carriers of devices"
-
 
 class CudaCarriers:
-    """Every carrier of a session. A channel that is leased again keeps the carrier it has. A service of the session's."""
+    """Every carrier of `session`, which lets go of them. A channel that is leased again keeps the carrier it has."""
 
-    def __init__(self) -> None:
+    def __init__(self, session: Session) -> None:
+        self._session = weakref.proxy(session)
         self._made: dict[tuple[Communicator, Route, torch.device], DeviceCommunicator] = {}
 
-    def over(
-        self, host: Communicator, route: Route, device: torch.device, watch: Callable[[Communicator], None]
-    ) -> DeviceCommunicator:
-        """`host` with a carrier. On every rank of `host`; tells `watch` of what is new."""
+    def over(self, host: Communicator, route: Route, device: torch.device) -> DeviceCommunicator:
+        """`host` with a carrier. On every rank of `host`."""
         found = self._made.get((host, route, device))
         if found is None:
             streams = TorchStreams(device)
             found = DeviceCommunicator(host, _carrier(host, route, streams), streams)
             self._made[host, route, device] = found
+            self._session.adopt(found)
             if route is Route.NCCL:
-                watch(found)
+                self._session.watchdog.watch(found)
         return found
 
-    def close(self) -> None:
-        for communicator in self._made.values():
-            communicator.close()
+
+_carriers: weakref.WeakKeyDictionary[Session, CudaCarriers] = weakref.WeakKeyDictionary()
 
 
 def fit_out(session: Session, members: Membership, slots: Sequence[Slot], strategy: Strategy) -> Membership:
@@ -70,10 +67,10 @@ def fit_out(session: Session, members: Membership, slots: Sequence[Slot], strate
     if members.comm.rank == 0:
         level = logging.WARNING if reason else logging.INFO
         log.log(level, "gradients on %s travel by route %s%s", device, route.value, f": {reason}" if reason else "")
-    carriers = cast(CudaCarriers, session.services.setdefault(_SERVICE, CudaCarriers()))
+    carriers = _carriers.setdefault(session, CudaCarriers(session))
 
     def over(hosts: Lanes) -> Lanes:
-        return Lanes([carriers.over(host, route, device, session.watchdog.watch) for host in hosts])
+        return Lanes([carriers.over(host, route, device) for host in hosts])
 
     reductions = over(members.reductions)
     gathers = reductions if members.gathers is members.reductions else over(members.gathers)

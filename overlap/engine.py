@@ -6,7 +6,7 @@ afterwards:       gradient hooks ─▶ window ─▶ strategy.reduce     gates 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -115,6 +115,10 @@ class Engine:
     def open_step(self) -> bool:
         """Whether gradients wait for a step that all ranks can still take."""
         return self.window.touched and not self.ended and not changes(self.slots)
+
+    def travels_on(self, names: Collection[str]) -> bool:
+        """Whether a communicator of the reductions has one of `names`."""
+        return any(comm.name in names for comm in self._reductions)
 
     @property
     def shards(self) -> ShardUpdate | None:

@@ -183,6 +183,9 @@ class NativeCommunicator(Communicator):
     def abort(self, code: int) -> None:
         comm_core.abort(code)
 
+    def abandon(self) -> None:
+        self._core.abandon()
+
     def close(self) -> None:
         self._core.close()
 

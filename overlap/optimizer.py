@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -285,6 +285,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._engine.transit.arrive_all()
         self._full_state.load(state_dict)
 
-    def finish(self) -> None:
-        """Wait for parameters in transit; ``shutdown()`` calls it."""
-        self._stepper.finish()
+    def finish(self, given_up: Collection[str] = ()) -> None:
+        """Wait for parameters in transit.
+
+        ``shutdown()`` calls it, with the names of communicators on which some ranks have issued more than others.
+        """
+        self._stepper.finish(given_up)

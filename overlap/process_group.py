@@ -206,6 +206,9 @@ class ProcessGroupCommunicator(Communicator):
     def abort(self, code: int) -> None:
         os._exit(code)  # torchrun ends the other ranks
 
+    def abandon(self) -> None:
+        self._link.tear_down()
+
     def close(self) -> None:
         if self._closed:
             return

@@ -19,6 +19,7 @@ from overlap import failures, logs, settings, timeline
 from overlap.channels import Channels
 from overlap.communicator import Communicator
 from overlap.cost_model import CostModel, fit
+from overlap.farewell import close_all, find_uneven, report
 from overlap.launch import Launch, Launcher, LaunchError, detect
 from overlap.link_probe import measure_all_reduce
 from overlap.mailroom import Mailroom
@@ -81,8 +82,9 @@ class Session:
         self.mailroom = Mailroom(comm)
         self.watchdog = Watchdog(comm, self.control, self.mailroom, mine, self.settings)
         self.services: dict[str, Service] = {}  # closed on shutdown while all ranks still answer
+        self.carriers: dict[str, Service] = {}  # closed once the optimizers whose operations they carry have finished
         self.participants: list[Participant] = []  # what join() of the facade drives; see overlap.horovod.runtime
-        self._subsets: list[Communicator] = []
+        self._adopted: list[Communicator] = []
         self.registry = Registry(self.control, self.mailroom)
         self.roll = Roll(comm, self.mailroom, lambda: self.watchdog.left)
         self.channels = Channels(self.control, self.watchdog.watch, self.registry.abandoned, self._forget)
@@ -111,9 +113,13 @@ class Session:
         On every rank of the job. It lives as long as the session.
         """
         part = self.control.split(number, self.comm.rank) or NativeCommunicator(comm_core.local())
-        self._subsets.append(part)
         self.watchdog.watch(part)
+        self.adopt(part)
         return part
+
+    def adopt(self, communicator: Communicator) -> None:
+        """Let go of `communicator` with the session, before those adopted earlier. On every rank of it."""
+        self._adopted.append(communicator)
 
     @functools.cached_property
     def link_cost(self) -> CostModel:
@@ -122,20 +128,23 @@ class Session:
         return replace(fit(measured.samples), handling=measured.handling)
 
     def close(self) -> None:
-        """Finish what is in flight, wait for the other ranks, let go. Questions are answered until all are here."""
-        for optimizer in self.registry.optimizers:
-            optimizer.finish()
+        """Wait for the other ranks, finish what is in flight, let go. Questions are answered until all are here."""
         self.watchdog.leaving()
         for service in self.services.values():
             service.close()
+        communicators = [*reversed(self._adopted), *self.channels.all]
+        given_up = find_uneven(self.control, communicators)
+        for optimizer in self.registry.optimizers:
+            optimizer.finish(given_up)
+        for carrier in self.carriers.values():
+            carrier.close()
+        report(self.comm.rank, communicators, given_up)
         self.control.barrier(label="shutdown")
         self.watchdog.close()
         self.mailroom.close()
         timeline.stop()
         failures.remove()
-        for part in self._subsets:
-            part.close()
-        self.channels.close()
+        close_all(communicators, given_up)
         self.control.close()
         self.comm.close()
         if self.launch.launcher is not Launcher.TORCHRUN:

@@ -17,7 +17,7 @@ beyond that step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -77,10 +77,15 @@ class Stepper:
         self._averages.forget()
 
     @torch.no_grad()
-    def finish(self) -> None:
-        """Training ends: what is in flight arrives. After a backward without a step, early updates end alike everywhere."""
+    def finish(self, given_up: Collection[str]) -> None:
+        """Training ends: what is in flight arrives. After a backward without a step, early updates end alike everywhere.
+
+        Not where only some ranks ran it: their reductions, on one of the communicators `given_up`, never end.
+        """
         engine = self._engine
         if engine.eager is not None and engine.open_step:
+            if engine.travels_on(given_up):
+                return
             engine.prepare()
             engine.eager.finish()
         engine.transit.arrive_all()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping
 from enum import Enum
-from types import FrameType
 from typing import Any
+
+from comm_core import modules_of_thread
 
 __all__ = ["Place", "is_front_door", "place", "places"]
 
@@ -48,12 +49,5 @@ def place(modules: Iterable[str]) -> Place:
 
 
 def places(threads: Iterable[int]) -> set[Place]:
-    """Where those of `threads` (identifiers) are that are alive."""
-    frames = sys._current_frames()
-    return {place(_modules(frames[thread])) for thread in threads if thread in frames}
-
-
-def _modules(frame: FrameType | None) -> Iterable[str]:
-    while frame is not None:
-        yield frame.f_globals.get("__name__", "")
-        frame = frame.f_back
+    """Where those of `threads` (identifiers) are that execute Python code."""
+    return {place(modules) for thread in threads if (modules := modules_of_thread(thread))}

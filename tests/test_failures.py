@@ -133,6 +133,34 @@ def test_ranks_may_leave_at_different_times(launcher: str, tmp_path: Path) -> No
     assert "saved 0" in result.output  # plain SGD has no state; the other rank, in shutdown already, answered
 
 
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_backward_pass_that_only_one_rank_ran_is_given_up_at_the_end(launcher: str, tmp_path: Path) -> None:
+    text = """
+import bytescheduler_adapter, oss, wfbp
+wraps = [
+    dear.DistributedOptimizer,
+    lambda inner, model: dear.DistributedOptimizer(inner, model, threshold_mb=0.2, eager=True),
+    wfbp.DistributedOptimizer,
+    oss.DistributedOptimizer,
+    bytescheduler_adapter.DistributedOptimizer,
+]
+for wrap in wraps:
+    model = torch.nn.Sequential(*[torch.nn.Linear(300, 300) for _ in range(4)])
+    optimizer = wrap(torch.optim.SGD(model.parameters(), 0.001), model)
+    for step in range(4 if dear.rank() else 5):
+        model(torch.ones(3, 300)).sum().backward()
+        if step < 4:
+            optimizer.step()
+            optimizer.zero_grad()
+dear.shutdown()
+print("the end", bool(torch.isfinite(model[0].weight).all()), flush=True)
+"""
+    result = _run(tmp_path, text, launcher).check()
+    assert result.output.count("the end True") == 2
+    assert result.output.count("operation(s) are given up that other ranks never issued: ") == 1
+    assert "rank 0: at shutdown" in result.output
+
+
 def test_a_launcher_of_another_mpi_is_noticed(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import dear\ndear.init()\n")

@@ -152,6 +152,8 @@ void register_communicator(py::module_& m) {
           py::arg("peer"), py::arg("payload"))
       .def("receive_post", &receive_post, py::arg("timeout"))
       .def("pending", &Communicator::pending, py::call_guard<py::gil_scoped_release>())
+      .def(
+          "abandon", [](Communicator& c) { c.abandon(raise_signals); }, py::call_guard<py::gil_scoped_release>())
       .def("close", [](Communicator& c) { c.close(raise_signals); }, py::call_guard<py::gil_scoped_release>());
 }
 

@@ -10,4 +10,5 @@ PYBIND11_MODULE(_C, m) {
   register_communicator(m);
   register_backend(m);
   register_halves(m);
+  register_threads(m);
 }

@@ -20,6 +20,7 @@ void register_work(py::module_& m);
 void register_communicator(py::module_& m);
 void register_backend(py::module_& m);
 void register_halves(py::module_& m);
+void register_threads(py::module_& m);
 
 /// The Python exception for an error of this library.
 py::object to_python(const std::exception_ptr& error);

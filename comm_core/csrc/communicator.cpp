@@ -257,6 +257,18 @@ std::vector<WorkPtr> Communicator::pending() {
   return unfinished;
 }
 
+void Communicator::abandon(const Interrupted& interrupted) {
+  if (in_forked_child()) return;
+  WorkPtr work;
+  {
+    const std::lock_guard lock(mutex_);
+    require_open();
+    work = track(std::make_shared<Work>("abandon", "", "rank " + std::to_string(rank_) + " on " + name_, 0));
+    hand_over(*work, [&] { backend_->abandon(work); });
+  }
+  work->wait(std::nullopt, interrupted);
+}
+
 void Communicator::close(const Interrupted& interrupted) {
   if (in_forked_child()) return;
   WorkPtr work;

@@ -127,3 +127,25 @@ def test_mismatched_collectives_raise_on_the_receiver(comm: Communicator) -> Non
     with pytest.raises(comm_core.TransportError):
         part.barrier_async().wait(10)
     part.close()
+
+
+def test_what_other_ranks_never_issue_can_be_given_up(comm: Communicator) -> None:
+    """Messages that nobody waits for are taken, whatever their sizes: else neither a send nor MPI itself would end."""
+    part = comm.split(0)
+    assert part is not None
+    arrays = [np.ones(count) for count in (3, 1000, 300_000)]
+    part.barrier()
+    works = []
+    if part.rank == 0 and part.size > 1:
+        works = [part.all_reduce_async(a, a) for a in arrays]
+        works += [part.send_async(arrays[-1], part.size - 1, tag=7), part.recv_async(arrays[0], part.size - 1, tag=8)]
+    elif part.rank == part.size - 1 > 1:
+        works = [part.all_reduce_async(arrays[0], arrays[0])]
+    time.sleep(0.05)
+    assert not any(work.done() for work in works if work.op != "send")
+    part.abandon()
+    for work in works:
+        with pytest.raises(comm_core.TransportError, match="given up: other ranks never issued it"):
+            work.wait(10)
+    part.close()
+    comm.barrier()

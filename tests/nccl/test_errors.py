@@ -40,6 +40,18 @@ def test_asynchronous_errors_are_raised_with_rank_operation_and_bucket(gpu: Doub
     assert comms[1].pending() == []
 
 
+def test_what_other_ranks_never_issue_can_be_given_up(gpu: Double) -> None:
+    comms = gpu.world(2)
+    a = np.ones(4, np.float32)
+    work = comms[0].all_reduce_async(gpu.memory(a, 0), gpu.memory(a, 0), label="alone")
+    gpu.log()
+    comms[0].abandon()
+    with pytest.raises(comm_core.TransportError, match=r"all_reduce 'alone'.*given up: other ranks never issued it"):
+        work.wait(10)
+    eventually(lambda: any(line.startswith("abort") for line in gpu.log()))
+    comms[0].close()
+
+
 def test_a_call_that_fails_fails_the_communicator(gpu: Double) -> None:
     comms = gpu.world(2)
     a, b = np.ones(3, np.float32), np.zeros(2, np.float32)

@@ -123,12 +123,13 @@ def test_a_result_is_carried_once() -> None:
     assert tensor.tolist() == [7, 7, 7]
 
 
-def test_a_leased_channel_keeps_its_carrier(pretended: None) -> None:
-    carriers, host = CudaCarriers(), session.current().comm
+def test_a_leased_channel_keeps_its_carrier(pretended: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    carriers, host = CudaCarriers(session.current()), session.current().comm
     route, place = cuda_wiring.Route.STAGED, torch.device("cpu")
     watched: list[Communicator] = []
-    made = carriers.over(host, route, place, watched.append)
-    assert carriers.over(host, route, place, watched.append) is made
+    monkeypatch.setattr(session.current().watchdog, "watch", watched.append)
+    made = carriers.over(host, route, place)
+    assert carriers.over(host, route, place) is made
     assert not watched, "the host's operations are watched already"
 
 

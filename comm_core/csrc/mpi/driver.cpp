@@ -93,7 +93,7 @@ std::chrono::microseconds MpiDriver::nap() {
   bool busy = !connectors_.empty();
   for (const auto& group : groups_) {
     if (group->closed()) continue;
-    busy |= !group->idle() || group->closing();
+    busy |= !group->idle() || group->leaving();
     bytes_left += group->bytes_left();
   }
   if (busy) return pace_.nap(now, bytes_left);

@@ -80,6 +80,12 @@ void MpiGroup::post(int peer, std::string payload, std::shared_ptr<Work> work) {
   }
 }
 
+void MpiGroup::abandon(std::shared_ptr<Work> work) {
+  fail(
+      std::make_exception_ptr(TransportError("given up: other ranks never issued it, and all close the communicator")));
+  abandonment_ = std::make_unique<Abandonment>(requests_, comm_, mail_, std::move(work));
+}
+
 void MpiGroup::close(std::shared_ptr<Work> work) {
   if (closed_) return work->finish();
   closing_ = std::move(work);
@@ -101,6 +107,7 @@ bool MpiGroup::settle() {
     at = at->second->drained() ? messages_.erase(at) : std::next(at);
   }
   moved |= mailbox_->settle();
+  if (abandonment_) moved |= abandonment_->settle(drained());
   if (closing_) try_to_close();
   return moved;
 }
@@ -130,7 +137,8 @@ void MpiGroup::try_to_close() {
   mailbox_->close();
   if (!mailbox_->closed()) return;
   closed_ = true;
-  if (drained() && mailbox_->drained() && !keeps_communicators) {
+  const bool quiet = drained() && mailbox_->drained() && (!abandonment_ || abandonment_->complete());
+  if (quiet && !keeps_communicators) {
     MPI_Comm_free(&mail_);
     MPI_Comm_free(&comm_);
   }

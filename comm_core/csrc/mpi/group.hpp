@@ -11,6 +11,7 @@
 #include <optional>
 #include <string>
 
+#include "abandonment.hpp"
 #include "comm_core/operation.hpp"
 #include "mailbox.hpp"
 #include "strand.hpp"
@@ -35,12 +36,16 @@ class MpiGroup {
   void split(std::optional<int> color, int key, std::shared_ptr<Work> work,
              std::function<void(std::unique_ptr<MpiGroup>)> hand_over);
   void post(int peer, std::string payload, std::shared_ptr<Work> work);
+  /// Collective: fails what is unfinished here, and takes what others had sent for it.
+  void abandon(std::shared_ptr<Work> work);
   void close(std::shared_ptr<Work> work);
   void fail(std::exception_ptr error);
 
   bool settle();
   bool closed() const noexcept { return closed_; }
   bool closing() const noexcept { return closing_ != nullptr; }
+  /// Waits for its peers, to close or before.
+  bool leaving() const { return closing() || (abandonment_ && !abandonment_->over()); }
   /// No operation is under way or waiting.
   bool idle() const;
   /// Nor is any message of finished ones still on its way to a peer.
@@ -63,6 +68,7 @@ class MpiGroup {
   std::unique_ptr<Strand> collectives_;
   std::map<std::pair<int, std::pair<int, bool>>, std::unique_ptr<Strand>> messages_;  // by tag, peer, sends
   std::unique_ptr<Mailbox> mailbox_;
+  std::unique_ptr<Abandonment> abandonment_;
   std::shared_ptr<Work> closing_;
   std::chrono::steady_clock::time_point closing_since_;
   bool closed_ = false;

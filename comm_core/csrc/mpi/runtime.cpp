@@ -52,6 +52,10 @@ class MpiBackend final : public Backend {
     return letters_->take(timeout, interrupted);
   }
 
+  void abandon(std::shared_ptr<Work> work) override {
+    runtime_.post([group = group_, work] { group->abandon(work); });
+  }
+
   void close(std::shared_ptr<Work> work) override {
     try {
       runtime_.post([group = group_, work] { group->close(work); });

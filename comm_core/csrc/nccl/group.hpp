@@ -45,6 +45,8 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   void poll() noexcept;
   /// poll(), and asks NCCL for errors; a group that failed is aborted. The watching thread's.
   void watch() noexcept;
+  /// Everything under way fails with what `cause` says; later calls throw it. Any thread; never blocks.
+  void fail(std::exception_ptr cause) noexcept;
   /// Nothing is under way, and no memory is held.
   bool idle();
   /// Closed, and no memory is held any more.
@@ -64,8 +66,6 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
 
   void follow(const std::vector<std::uintptr_t>& streams);
   void require_unfailed();
-  /// Everything under way fails with what `cause` says; later calls throw it.
-  void fail(std::exception_ptr cause) noexcept;
   void abort() noexcept;
   void release_condemned() noexcept;
   void drain();

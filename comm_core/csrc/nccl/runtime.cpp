@@ -31,6 +31,11 @@ class NcclBackend final : public Backend {
   std::optional<Letter> receive_post(std::chrono::duration<double>, const std::function<void()>&) override {
     refuse_letters();
   }
+  void abandon(std::shared_ptr<Work> work) override {
+    group_->fail(std::make_exception_ptr(
+        TransportError("given up: other ranks never issued it, and all close the communicator")));
+    work->finish();  // the watching thread aborts NCCL's communicator, which needs no other rank
+  }
   void close(std::shared_ptr<Work> work) override { runtime_.close(group_, std::move(work)); }
 
  private:

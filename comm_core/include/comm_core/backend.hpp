@@ -47,6 +47,9 @@ class Backend {
   /// The next letter; nullopt when `timeout` passes or `interrupted` asks to return.
   virtual std::optional<Letter> receive_post(std::chrono::duration<double> timeout,
                                              const std::function<void()>& interrupted) = 0;
+  /// Collective. Ends what is unfinished with a TransportError; only close() may follow. Finishes `work` once nothing
+  /// of it is under way on any rank.
+  virtual void abandon(std::shared_ptr<Work> work) = 0;
   /// Finishes `work` once everything submitted before is complete and the group's resources are given back.
   virtual void close(std::shared_ptr<Work> work) = 0;
 };

@@ -63,6 +63,9 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::optional<Letter> receive_post(std::chrono::duration<double> timeout, const Interrupted& interrupted);
   /// Unfinished works, oldest first.
   std::vector<WorkPtr> pending();
+  /// Collective, where some ranks have submitted operations that others never will: ends those with a TransportError,
+  /// here and on the other ranks. Only close() may follow.
+  void abandon(const Interrupted& interrupted);
   /// Waits for everything that was submitted. Idempotent.
   void close(const Interrupted& interrupted);
 

@@ -1,0 +1,47 @@
+// The end of a group in which some ranks have issued operations that others never will.
+#pragma once
+
+#include <mpi.h>
+
+#include <chrono>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <vector>
+
+#include "comm_core/work.hpp"
+#include "requests.hpp"
+
+namespace comm_core {
+
+/// Takes what peers have sent and nobody waits for, until nothing of any rank is under way any more: MPI can neither
+/// give up a send nor be finalized before it is complete. Who has nothing of its own left enters a barrier, and takes
+/// messages until that is over (nonblocking consensus: Hoefler, Siebert and Lumsdaine, "Scalable Communication
+/// Protocols for Dynamic Sparse Data Exchange", PPoPP 2010, section 4.3).
+class Abandonment final : public RequestOwner {
+ public:
+  /// On every rank of `comm`, whose own receives it has cancelled. The barrier is on `beside`, of the same ranks.
+  /// Finishes `work` at the end, and in any case when nothing has come of it for settings().exit_patience.
+  Abandonment(RequestTable& requests, MPI_Comm comm, MPI_Comm beside, std::shared_ptr<Work> work);
+
+  /// Goes on; `sent`: nothing that this rank has sent, or was receiving, is under way. True if something changed.
+  bool settle(bool sent);
+  bool over() const { return work_->done(); }
+  /// Everything came to its end: the communicators may be freed.
+  bool complete() const { return barrier_done_ && messages_.empty(); }
+
+  void complete(const Pending& request, int error, int source, std::int64_t bytes) override;
+
+ private:
+  bool take();
+
+  RequestTable& requests_;
+  MPI_Comm comm_, beside_;
+  std::shared_ptr<Work> work_;
+  std::chrono::steady_clock::time_point last_change_;
+  std::map<std::int64_t, std::vector<std::byte>> messages_;  // being received, by ticket
+  std::int64_t next_ticket_ = 0;
+  bool barrier_posted_ = false, barrier_done_ = false;
+};
+
+}  // namespace comm_core
