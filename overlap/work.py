@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import comm_core
 
-__all__ = ["Arriving", "Work", "arrive"]
+__all__ = ["Work", "arrive"]
 
 
 class Work(Protocol):
@@ -44,17 +44,10 @@ class Work(Protocol):
         """Operation, label, rank, sizes and state in one line."""
 
 
-@runtime_checkable
-class Arriving(Protocol):
-    """A work on the memory of a device, whose result streams can wait for."""
-
-    def arrive(self) -> None:
-        """See :func:`arrive`."""
-
-
 def arrive(work: Work) -> None:
-    """Let what the calling thread computes next see the result: through its stream on a device, else by waiting."""
-    if isinstance(work, Arriving):
-        work.arrive()
-    else:
-        work.wait()
+    """Let what the calling thread computes next see the result: by waiting, on the CPU.
+
+    A work on the memory of a device has an ``arrive()`` of its own, for which streams wait. It is asked for by name, as
+    this happens for every bucket of every step, and ``isinstance()`` of a protocol takes 10 µs.
+    """
+    getattr(work, "arrive", work.wait)()
