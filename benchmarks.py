@@ -68,7 +68,11 @@ def main() -> int:
     if os.geteuid() != 0 and any(run.network != "local" for run in sweep.runs):
         print("benchmarks.py: runs with emulated links need root and will be reported as failed", file=sys.stderr)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the run in progress is ended in order
-    failures = run_all(sweep.runs, journal, folder, arguments.tries)
+    try:
+        failures = run_all(sweep.runs, journal, folder, arguments.tries)
+    except KeyboardInterrupt:
+        print("benchmarks.py: stopped; the same command goes on with what is left", file=sys.stderr)
+        return 130
     met = report(sweep, journal, failures, folder)
     return 1 if failures or (arguments.check_bars and not met) else 0
 

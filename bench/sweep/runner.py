@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
-import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from tqdm import tqdm
 from bench.cluster import ROOT
 from bench.settings import Settings, to_argv
 from bench.sweep.journal import Journal
-from bench.train import UNAVAILABLE
+from bench.train import UNAVAILABLE, main
 
 __all__ = ["Failure", "attempt", "run_all"]
 
@@ -51,20 +51,30 @@ def attempt(settings: Settings, log: Path) -> tuple[dict[str, Any] | None, str, 
     """One run: its result or None, why there is none, and whether trying again makes sense."""
     with tempfile.TemporaryDirectory() as folder, log.open("w") as sink:
         output = Path(folder) / "result.json"
-        command = [sys.executable, "-m", "bench.train", *to_argv(settings), "--json", str(output)]
-        sink.write(" ".join(command[1:]) + "\n")
+        argv = [*to_argv(settings), "--json", str(output)]
+        sink.write(" ".join(["-m", "bench.train", *argv]) + "\n")
         sink.flush()
-        with subprocess.Popen(command, cwd=ROOT, stdout=sink, stderr=subprocess.STDOUT) as job:
-            try:
-                code = job.wait(settings.timeout + 60)  # it ends by itself before that
-            except subprocess.TimeoutExpired:
-                code = -1
-            finally:
-                if job.poll() is None:
-                    job.send_signal(signal.SIGTERM)  # it removes its emulated hosts
-        if code == 0 and output.exists():
+        # Forked: this process has imported torch already, which takes seconds each time.
+        job = get_context("fork").Process(target=_train, args=(argv, sink.fileno()))
+        job.start()
+        try:
+            job.join(settings.timeout + 60)  # it ends by itself before that
+        finally:
+            if job.is_alive():
+                job.terminate()  # it removes its emulated hosts
+                job.join()
+        if job.exitcode == 0 and output.exists():
             return json.loads(output.read_text()), "", False
-    return None, _last_words(log), code != UNAVAILABLE
+    return None, _last_words(log), job.exitcode != UNAVAILABLE
+
+
+def _train(argv: Sequence[str], sink: int) -> None:
+    """``python -m bench.train`` with these arguments and what it says in `sink`, in a process of its own."""
+    for stream in (1, 2):
+        os.dup2(sink, stream)
+    os.chdir(ROOT)
+    sys.argv = ["bench.train", *argv]
+    sys.exit(main())
 
 
 def run_all(
