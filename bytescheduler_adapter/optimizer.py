@@ -84,9 +84,9 @@ class ByteScheduler(Strategy):
 
 def _dispatchers() -> Dispatchers:
     session = current()
-    service = session.carriers.get(_SERVICE)
+    service = session.dispatchers.get(_SERVICE)
     if not isinstance(service, Dispatchers):
-        service = session.carriers[_SERVICE] = Dispatchers(session.channels)
+        service = session.dispatchers[_SERVICE] = Dispatchers(session.channels)
     return service
 
 

@@ -82,7 +82,9 @@ class Session:
         self.mailroom = Mailroom(comm)
         self.watchdog = Watchdog(comm, self.control, self.mailroom, mine, self.settings)
         self.services: dict[str, Service] = {}  # closed on shutdown while all ranks still answer
-        self.carriers: dict[str, Service] = {}  # closed once the optimizers whose operations they carry have finished
+        self.dispatchers: dict[
+            str, Service
+        ] = {}  # closed once the optimizers whose operations they issue have finished
         self.participants: list[Participant] = []  # what join() of the facade drives; see overlap.horovod.runtime
         self._adopted: list[Communicator] = []
         self.registry = Registry(self.control, self.mailroom)
@@ -136,8 +138,8 @@ class Session:
         given_up = find_uneven(self.control, communicators)
         for optimizer in self.registry.optimizers:
             optimizer.finish(given_up)
-        for carrier in self.carriers.values():
-            carrier.close()
+        for dispatcher in self.dispatchers.values():
+            dispatcher.close()
         report(self.comm.rank, communicators, given_up)
         self.control.barrier(label="shutdown")
         self.watchdog.close()

@@ -34,7 +34,7 @@ bool Abandonment::settle(bool sent) {
   }
   const auto now = std::chrono::steady_clock::now();
   if (moved) last_change_ = now;
-  if (complete() || now - last_change_ > settings().exit_patience) {
+  if (quiet() || now - last_change_ > settings().exit_patience) {
     work_->finish();
     moved = true;
   }

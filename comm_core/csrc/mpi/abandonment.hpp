@@ -16,8 +16,8 @@ namespace comm_core {
 
 /// Takes what peers have sent and nobody waits for, until nothing of any rank is under way any more: MPI can neither
 /// give up a send nor be finalized before it is complete. Who has nothing of its own left enters a barrier, and takes
-/// messages until that is over (nonblocking consensus: Hoefler, Siebert and Lumsdaine, "Scalable Communication
-/// Protocols for Dynamic Sparse Data Exchange", PPoPP 2010, section 4.3).
+/// messages until that is over (nonblocking consensus, NBX: Hoefler, Siebert and Lumsdaine, "Scalable Communication
+/// Protocols for Dynamic Sparse Data Exchange", PPoPP 2010).
 class Abandonment final : public RequestOwner {
  public:
   /// On every rank of `comm`, whose own receives it has cancelled. The barrier is on `beside`, of the same ranks.
@@ -28,7 +28,7 @@ class Abandonment final : public RequestOwner {
   bool settle(bool sent);
   bool over() const { return work_->done(); }
   /// Everything came to its end: the communicators may be freed.
-  bool complete() const { return barrier_done_ && messages_.empty(); }
+  bool quiet() const { return barrier_done_ && messages_.empty(); }
 
   void complete(const Pending& request, int error, int source, std::int64_t bytes) override;
 

@@ -137,7 +137,7 @@ void MpiGroup::try_to_close() {
   mailbox_->close();
   if (!mailbox_->closed()) return;
   closed_ = true;
-  const bool quiet = drained() && mailbox_->drained() && (!abandonment_ || abandonment_->complete());
+  const bool quiet = drained() && mailbox_->drained() && (!abandonment_ || abandonment_->quiet());
   if (quiet && !keeps_communicators) {
     MPI_Comm_free(&mail_);
     MPI_Comm_free(&comm_);
