@@ -23,7 +23,7 @@ from overlap.deadlock import Line
 from overlap.work import Work
 
 #: What is pending now and then and is no operation among the ranks.
-_UNCOUNTED = ("post", "close")
+UNCOUNTED = ("post", "close")
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +190,7 @@ class Communicator(ABC):
         """How far this rank has come here, by the communicator's name; nothing where it is alone."""
         if self.size == 1:
             return {}
-        kinds = tuple(work.op for work in self.pending() if work.op not in _UNCOUNTED)
+        kinds = tuple(work.op for work in self.pending() if work.op not in UNCOUNTED)
         return {self.name: Line(self.issued, kinds)}
 
     @abstractmethod
@@ -275,4 +275,4 @@ class Communicator(ABC):
         self.barrier_async(label=label).wait()
 
 
-__all__ = ["Communicator", "ReduceOp", "Wide", "Work"]
+__all__ = ["UNCOUNTED", "Communicator", "ReduceOp", "Wide", "Work"]

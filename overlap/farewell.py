@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping, Sequence
 
-from overlap.communicator import Communicator
+from overlap.communicator import UNCOUNTED, Communicator
 from overlap.objects import allgather_object
 
 __all__ = ["close_all", "find_uneven", "report", "uneven"]
@@ -34,7 +34,8 @@ def find_uneven(control: Communicator, communicators: Sequence[Communicator]) ->
 def report(rank: int, communicators: Sequence[Communicator], given_up: Collection[str]) -> None:
     """Warn of what this rank has unfinished on those `given_up`, by name, before any rank gives it up."""
     stranded = [communicator for communicator in communicators if communicator.name in given_up]
-    lost = [f"{work.op} {work.label!r}" for communicator in stranded for work in communicator.pending()]
+    pending = [work for communicator in stranded for work in communicator.pending() if work.op not in UNCOUNTED]
+    lost = [f"{work.op} {work.label!r}" for work in pending]
     if lost:
         shown = ", ".join(lost[:_SHOWN]) + (", …" if len(lost) > _SHOWN else "")
         log.warning(

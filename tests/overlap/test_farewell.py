@@ -20,6 +20,7 @@ def test_communicators_are_uneven_where_two_of_their_ranks_differ() -> None:
 
 def _fake(name: str, told: list[str], *labels: str) -> Communicator:
     works = [SimpleNamespace(op="reduce_scatter", label=label) for label in labels]
+    works.insert(0, SimpleNamespace(op="post", label="a letter, which goes by itself"))
     return cast(
         Communicator,
         SimpleNamespace(
