@@ -82,9 +82,8 @@ class Session:
         self.mailroom = Mailroom(comm)
         self.watchdog = Watchdog(comm, self.control, self.mailroom, mine, self.settings)
         self.services: dict[str, Service] = {}  # closed on shutdown while all ranks still answer
-        self.dispatchers: dict[
-            str, Service
-        ] = {}  # closed once the optimizers whose operations they issue have finished
+        # They issue what optimizers hand them, and are closed once these have finished.
+        self.dispatchers: dict[str, Service] = {}
         self.participants: list[Participant] = []  # what join() of the facade drives; see overlap.horovod.runtime
         self._adopted: list[Communicator] = []
         self.registry = Registry(self.control, self.mailroom)
