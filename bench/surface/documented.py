@@ -6,6 +6,7 @@ crashes or hangs need no entry: the report names them.
 
 from __future__ import annotations
 
+from bench.surface import numbers
 from bench.surface.difference import Difference, Sighting
 
 __all__ = ["DIFFERENCES", "documented"]
@@ -13,7 +14,6 @@ __all__ = ["DIFFERENCES", "documented"]
 _VALUE = r"(list\()*[a-z0-9]+\["  # a tensor, or a list of them
 _MEANT = r"(ValueError|TypeError): "
 _ACCIDENT = r"(HorovodInternalError|TypeError|AttributeError): "
-_STEPPED_IN_FP16 = r"list\(float32\[1, 2\] \[-0\.0449\d*, 0\.3285\d*\], float32\[1\] \[-0\.536[12]\d*\]\)"
 _FIRST_LOSSES = r"loss 2\.30[78]\d loss 2\.29[78]\d loss 2\.29[45]\d loss 2\.26[56]\d "
 
 
@@ -135,7 +135,7 @@ DIFFERENCES = (
         "sums of 16-bit numbers are made in fp32 and rounded once; Horovod rounds after each addition, so that of more "
         "than two ranks the last places differ, and a script's losses drift apart",
         (
-            Sighting("optimizer/compression=fp16", _STEPPED_IN_FP16, _STEPPED_IN_FP16, ranks=(4,)),
+            *numbers.FP16,
             Sighting("scripts/MNIST, fp16 on the wire*", _FIRST_LOSSES, _FIRST_LOSSES, ranks=(4,)),
         ),
     ),
@@ -153,33 +153,29 @@ DIFFERENCES = (
         "zero_grad",
         "zero_grad() before step() drops the gradients, and a further backward adds to them, where Horovod's assertions "
         "forbid both",
-        (
-            Sighting("optimizer/zero_grad before step", "AssertionError: optimizer.zero_grad", r"list\(None"),
-            Sighting("optimizer/a pass too many", "AssertionError: Gradients were computed more than", r"list\(None"),
-        ),
+        numbers.DROPPED,
     ),
     Difference(
         "closure",
         "step(closure) averages the gradients that the closure computes; Horovod's ranks step by their own",
-        (Sighting("optimizer/closure", r"list\(float32", r"list\(float32"),),
+        numbers.CLOSURE,
     ),
     Difference(
         "warning",
         "step() after synchronize() knows that the gradients are averages, and does not warn that it averages again",
-        (Sighting("optimizer/synchronize without skip_synchronize", r"list\(1, ", r"list\(0, "),),
+        numbers.WARNED,
     ),
     Difference(
         "unused",
         "a parameter that no rank used in a step is left alone; Horovod steps with a zero gradient, weight decay included",
-        (Sighting("optimizer/bias unused", r"list\(None", r"list\(None"),),
+        numbers.UNUSED,
     ),
     Difference(
         "alone",
         "with one rank gradients are treated as with several: compressed, sparse ones used, arguments checked; Horovod's "
         "wrapper then does none of it, and leaves parameters with sparse gradients as they were",
         (
-            Sighting("optimizer/compression=fp16", r"list\(float32", r"list\(float32", ranks=(1,)),
-            Sighting("optimizer/sparse", r"list\(float32", r"list\(float32", ranks=(1,)),
+            *numbers.ALONE,
             Sighting("optimizer/groups=3.5", r"list\(float32", "ValueError: groups should be", ranks=(1,)),
         ),
     ),
@@ -222,10 +218,7 @@ DIFFERENCES = (
         "averages and Min are over the ranks that still contribute (Horovod takes the others for zeros and divides by "
         "all); an allgather gets no rows of those that joined; a device that cannot be raises",
         (
-            Sighting("join/join of all but rank 0", r"list\(float32", r"list\(float32"),
-            Sighting("join/Average", r"list\(list\(float32", r"list\(list\(float32"),
-            Sighting("join/Min", r"list\(list\(float32", r"list\(list\(float32"),
-            Sighting("join/allgather", r"list\(.*'HorovodInternalError'", r"list\(list\(float32"),
+            *numbers.JOIN,
             Sighting("join/join(-2)", "True", "ValueError: device should be a GPU's number or -1 and is -2"),
         ),
     ),

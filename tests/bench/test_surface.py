@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
 from bench.surface import scripts
 from bench.surface.calls import GROUPS
-from bench.surface.difference import Difference, Sighting
+from bench.surface.difference import Difference, Sighting, explain
 from bench.surface.documented import DIFFERENCES, documented
 from bench.surface.job import accounted
 from bench.surface.judgement import Finding, Verdict, judge
@@ -83,6 +84,105 @@ def test_a_difference_of_one_rank_excuses_no_other() -> None:
     alone = Difference("alone", "…", (Sighting("a/b", ranks=(1,)),))
     for ranks, expected in ((1, Verdict.DOCUMENTED), (2, Verdict.UNDOCUMENTED)):
         assert judge("part", "a/b", [_value(1)] * ranks, [_value(2)] * ranks, [alone]).verdict is expected
+
+
+Answers = tuple[str, int, object, object]  # subject, ranks, theirs, ours
+
+
+def _loss(model: torch.nn.Module, scale: float) -> torch.Tensor:
+    loss: torch.Tensor = model(torch.ones(2, 2) * scale).square().mean()
+    return loss
+
+
+def _average(gradients: torch.Tensor) -> torch.Tensor:
+    return gradients.mean(0)
+
+
+def _rounded_once(gradients: torch.Tensor) -> torch.Tensor:
+    return gradients.half().float().mean(0).half()
+
+
+def _rounded_in_pairs(gradients: torch.Tensor) -> torch.Tensor:
+    first, second, third, fourth = gradients.half()
+    return ((first + second) + (third + fourth)) / 4
+
+
+def _stepped(
+    *steps: tuple[float, ...], reduced: Callable[[torch.Tensor], torch.Tensor] = _average, loss_at: float = 1.0
+) -> list[torch.Tensor]:
+    """A loss, and the model of `calls/wrapper.py` after steps by what is made of its gradients at some scales."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(2, 1)
+    loss = _loss(model, loss_at).detach()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    for scales in steps:
+        gradients = [torch.autograd.grad(_loss(model, scale), [*model.parameters()]) for scale in scales]
+        for parameter, *each in zip(model.parameters(), *gradients, strict=True):
+            parameter.grad = reduced(torch.stack(each)).float()
+        optimizer.step()
+    return [loss, *(parameter.detach() for parameter in model.parameters())]
+
+
+def _closures(ranks: int) -> Iterator[Answers]:
+    scales = tuple(1.0 + rank for rank in range(ranks))
+    averaged, added = _stepped(scales)[1:], _stepped(scales[:2], reduced=lambda gradients: gradients.sum(0))
+    for scale in scales:
+        loss, weight, bias = _stepped((scale,), loss_at=scale)
+        for theirs in (bias, added[2], averaged[1]):
+            yield "optimizer/closure", ranks, [loss, [weight, theirs]], [loss, averaged]
+
+
+def _numbers() -> Iterator[Answers]:
+    """Answers with numbers as they are by definition."""
+
+    def row(*numbers: float) -> torch.Tensor:
+        return torch.tensor(numbers, dtype=torch.float32)
+
+    for ranks, both, theirs, ours in ((2, 1.5, 1.0, 2.0), (4, 2.5, 2.25, 3.0)):
+        yield "join/Average", ranks, [[row(both), row(theirs)], True], [[row(both), row(ours)], True]
+    _, weight, bias = _stepped()
+    moved = weight - 0.1 * (1 + 0.1 * weight)
+    twice = _stepped((1.0,), reduced=lambda gradients: 2 * gradients[0])[1:]
+    for ranks in (2, 4):
+        everybody, rest = row(*range(ranks)), row(*range(1, ranks))
+        yield "join/allgather", ranks, [[everybody, "HorovodInternalError"], True], [[everybody, rest], True]
+        yield "join/Min", ranks, [[row(1), row(0)], True], [[row(1), row(2)], True]
+        yield "join/join of all but rank 0", ranks, [row(1 / ranks), 0], [row(1), 0]
+        yield from _closures(ranks)
+        yield "optimizer/bias unused", ranks, [None, [moved, bias * 0.99]], [None, [moved, bias]]
+        refused = (
+            AssertionError("optimizer.zero_grad() was called"),
+            AssertionError("Gradients were computed more than"),
+        )
+        yield "optimizer/zero_grad before step", ranks, refused[0], [None, [weight, bias]]
+        yield "optimizer/a pass too many", ranks, refused[1], [None, twice]
+    for ranks in (1, 2, 4):
+        averaged = _stepped(tuple(1.0 + rank for rank in range(ranks)))[1:]
+        yield "optimizer/synchronize without skip_synchronize", ranks, [1, averaged], [0, averaged]
+    both_steps = [tuple(0.5 + rank + step for rank in range(4)) for step in range(2)]
+    in_pairs, once = (_stepped(*both_steps, reduced=each)[1:] for each in (_rounded_in_pairs, _rounded_once))
+    yield "optimizer/compression=fp16", 4, in_pairs, once
+    whole, halves = (_stepped((0.5,), (1.5,), reduced=each)[1:] for each in (_average, _rounded_once))
+    yield "optimizer/compression=fp16", 1, whole, halves
+    torch.manual_seed(0)
+    table = torch.randn(3, 1)
+    yield "optimizer/sparse", 1, [table], [table - 0.1 * torch.eye(3, 1)]
+
+
+def _with_one_changed(line: str) -> Iterator[str]:
+    for number in re.finditer(r"-?\d+\.\d+", line):
+        yield f"{line[: number.start()]}{float(number[0]) + 1e-5}{line[number.end() :]}"
+
+
+def test_a_documented_difference_has_the_numbers_of_its_definition_and_no_others() -> None:
+    for subject, ranks, theirs, ours in _numbers():
+        one = str(_raised(theirs) if isinstance(theirs, Exception) else _value(theirs))
+        other = str(_value(ours))
+        assert explain(DIFFERENCES, subject, [(one, other)], ranks), (subject, ranks, one, other)
+        wrong = [(line, other) for line in _with_one_changed(one)] + [(one, line) for line in _with_one_changed(other)]
+        assert wrong
+        for pair in wrong:
+            assert explain(DIFFERENCES, subject, [pair], ranks) is None, (subject, ranks, *pair)
 
 
 def test_a_silent_horovod_is_told_apart_and_our_silence_is_a_difference() -> None:
