@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-__all__ = ["Line", "Standing", "Verdict", "verdict"]
+__all__ = ["Line", "Standing", "Verdict", "behind", "verdict"]
 
 #: Messages between two ranks, whose others have no part in them: who waits for whom cannot be told by counting.
 _BETWEEN_TWO = frozenset({"send", "recv"})
@@ -68,6 +68,18 @@ def verdict(standings: Sequence[Standing], seconds: float) -> Verdict:
     if not any(standing.waits for standing in standings):
         return Verdict.WAIT  # they wait for something else, which we know nothing of
     return Verdict.RAISE if all(standing.can_be_told for standing in standings) else Verdict.ABORT
+
+
+def behind(mine: Mapping[str, Line], others: Mapping[int, Mapping[str, Line]]) -> list[int]:
+    """Ranks that have not come to an operation in which this rank waits, by its own lines and those of `others`."""
+    waits = {
+        name: line.oldest for name, line in mine.items() if line.unfinished and line.unfinished[0] not in _BETWEEN_TWO
+    }
+    return sorted(
+        rank
+        for rank, lines in others.items()
+        if any(name in waits and line.issued <= waits[name] for name, line in lines.items())
+    )
 
 
 def _may_end(lines: Sequence[Line]) -> bool:

@@ -7,12 +7,13 @@ import math
 import os
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any
 
+from overlap.awaited import Awaited, Names, Watched
 from overlap.communicator import Communicator
-from overlap.deadlock import Line, Standing, Verdict, verdict
+from overlap.deadlock import Line, Standing, Verdict, behind, verdict
 from overlap.mailroom import Mailroom, NoAnswer
 from overlap.settings import Settings
 from overlap.whereabouts import Place, places
@@ -24,41 +25,7 @@ log = logging.getLogger("dear")
 _TOPIC = "status"
 _LEAVING = "leaving"
 _ANSWER_SECONDS = 5.0
-
-
-class Watched(Protocol):
-    """A communicator, or whatever else ranks wait in."""
-
-    def pending(self) -> Sequence[Awaited]:
-        """What is not finished."""
-
-    def lines(self) -> Mapping[str, Line]:
-        """How far this rank has come on its communicators."""
-
-
-class Names(Watched, Protocol):
-    """Where ranks ask for operations by name: see `overlap.horovod.runtime.Runtime`."""
-
-    def asked_by_others(self) -> Sequence[Awaited]: ...
-    @property
-    def asked(self) -> int: ...
-    @property
-    def undecided(self) -> int: ...
-    @property
-    def threads(self) -> Collection[int]: ...
-    def waits_for_a_decision(self, thread: int) -> bool: ...
-    def give_up(self, reason: str) -> None: ...
-
-
-class Awaited(Protocol):
-    """One thing that is not finished; a `Work` is one."""
-
-    @property
-    def seconds(self) -> float:
-        """For how long it has not been."""
-
-    def describe(self) -> str:
-        """What it is, in one line."""
+_GRACE_SECONDS = 5.0  # for what a rank that leaves had handed to its own threads, and for news on their way
 
 
 class Watchdog:
@@ -68,7 +35,8 @@ class Watchdog:
     ``DEAR_STALL_ABORT_SECONDS`` (600) the job is ended with that message where it can be known that nobody goes on. 0
     switches either off. It is known
 
-    * of a rank that does not answer, or that has already left, for so long, or
+    * of a rank that does not answer, or that has already left, for so long,
+    * within seconds, of a rank that has left before it came to an operation in which this one waits, or
     * if all ranks answer, and for so long each has been inside an operation that some other has not come to, while nothing
       changed anywhere (`overlap.deadlock`). Where all wait for operations by name, these raise; else the job is aborted.
 
@@ -88,14 +56,14 @@ class Watchdog:
         self._where = f"{host}, pid {os.getpid()}"
         self._warn_after = settings.stall_warn_seconds
         self._abort_after = settings.stall_abort_seconds
-        self._left: set[int] = set()
+        self._left: dict[int, float] = {}  # and when
         self._here = "training"
         self._last_warning = -math.inf
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         if comm.size > 1:
             mailroom.on(_TOPIC, lambda _sender, _question: self._standing())
-            mailroom.on(_LEAVING, lambda sender, _news: self._left.add(sender))
+            mailroom.on(_LEAVING, lambda sender, _news: self._left.setdefault(sender, time.monotonic()))
             self._thread = threading.Thread(target=self._run, name="dear-watchdog", daemon=True)
             self._thread.start()
 
@@ -171,32 +139,51 @@ class Watchdog:
     def _run(self) -> None:
         while not self._closing.wait(1.0):
             try:
-                pending = [*self._pending(), *(self._names.asked_by_others() if self._names else ())]
+                pending = [(work.seconds, True, work) for work in self._pending()]
+                pending += [
+                    (work.seconds, False, work) for work in (self._names.asked_by_others() if self._names else ())
+                ]
                 if self._abort_after:
                     self._look()
             except Exception:  # the communicator is gone, and whoever waits on it was told
                 return
             if pending:
-                self._judge(max(pending, key=lambda work: work.seconds))
+                _, mine, work = max(pending, key=lambda one: one[0])
+                self._judge(work, mine)
 
-    def _judge(self, work: Awaited) -> None:
+    def _judge(self, work: Awaited, mine: bool = True) -> None:
+        """Of the oldest unfinished operation; `mine`: this rank waits in it, and not only others."""
         now = time.monotonic()
         quiet = now - self._last_warning < self._warn_after
         late = self._warn_after and work.seconds > self._warn_after and not quiet
         dead = self._abort_after and work.seconds > self._abort_after
-        if not (late or dead):
+        here, left = (
+            self._standing(),
+            [rank for rank, since in list(self._left.items()) if now - since > _GRACE_SECONDS],
+        )
+        forsaken = self._abort_after and left and here.still_seconds > _GRACE_SECONDS
+        if not (late or dead or forsaken):
             return
         if late:  # an operation that is overdue is judged once a second, and goes on being reported
             self._last_warning = now
         answers = self._ask_all()
         silent = [rank for rank, answer in answers.items() if answer is None or rank in self._left]
+        missing = behind(here.lines, {rank: answer.lines for rank, answer in answers.items() if answer})
+        lost = [rank for rank in missing if forsaken and rank in left]
         report = "\n".join(
             f"  rank {rank}: {answer.text if answer else 'no answer'}{' (has left)' if rank in self._left else ''}"
             for rank, answer in answers.items()
         )
-        text = f"rank {self._comm.rank} has waited {work.seconds:.0f} s for {work.describe()}. All ranks:\n{report}"
-        if dead and silent and self._here == "training":
-            log.error("%s\nrank(s) %s will not come; aborting the job", text, silent)
+        waited = f"has waited {work.seconds:.0f} s"
+        text = f"rank {self._comm.rank} {waited} for {work.describe()}" if mine else f"{work.describe()} {waited}"
+        text += f". All ranks:\n{report}"
+        if missing:
+            text += (
+                f"\nrank(s) {missing} have not come to what rank {self._comm.rank} waits in: fewer steps there "
+                "(join() is for uneven data), or a branch that not all ranks take?"
+            )
+        if self._here == "training" and (lost or (dead and silent)):
+            log.error("%s\nrank(s) %s will not come; aborting the job", text, lost or silent)
             self._comm.abort(1)
         elif not (dead and not silent and self._end(answers, report)) and late:
             log.warning("%s", text)

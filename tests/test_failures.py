@@ -74,17 +74,37 @@ metrics()
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_rank_that_left_is_named_and_the_job_ended(launcher: str, tmp_path: Path) -> None:
-    settings = {"DEAR_STALL_WARN_SECONDS": "1", "DEAR_STALL_ABORT_SECONDS": "3"}
-    result = _run(tmp_path, "if dear.rank() == 1:\n    sys.exit(0)\ntrain(100000)\n", launcher, **settings)
+    """Within seconds: it comes to nothing any more, so nobody has to wait for DEAR_STALL_ABORT_SECONDS."""
+    result = _run(tmp_path, "train(2)\nif dear.rank() == 1:\n    sys.exit(0)\ntrain(100000)\n", launcher)
     assert not result.timed_out
     assert result.returncode != 0
-    assert "has waited" in result.output
+    assert re.search(r"rank 0 has waited \d s for ", result.output)
     assert "has left" in result.output
+    assert (
+        "rank(s) [1] have not come to what rank 0 waits in: fewer steps there (join() is for uneven data)"
+        in result.output
+    )
+    assert "rank(s) [1] will not come; aborting the job" in result.output
+
+
+def test_who_computes_is_not_ended_for_what_a_rank_that_left_never_issued(tmp_path: Path) -> None:
+    text = """
+import wfbp
+model = torch.nn.Linear(4, 8)
+optimizer = wfbp.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+train(2)
+if dear.rank() == 0:
+    model(torch.ones(3, 4)).sum().backward()
+    time.sleep(8)
+dear.shutdown()
+print("the end", flush=True)
+"""
+    assert _run(tmp_path, text, "mpi").check().output.count("the end") == 2
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_slow_rank_is_reported_and_waited_for(launcher: str, tmp_path: Path) -> None:
-    text = "if dear.rank() == 1:\n    time.sleep(4)\ntrain(2)\nprint('done', dear.rank())\n"
+    text = "if dear.rank() == 1:\n    time.sleep(4)\ntrain(2)\nprint(f'done {dear.rank()}')\n"
     settings = {"DEAR_STALL_WARN_SECONDS": "1", "DEAR_STALL_ABORT_SECONDS": "2"}
     result = _run(tmp_path, text, launcher, **settings).check()
     assert "has waited" in result.output

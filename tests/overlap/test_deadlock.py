@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 import dear
-from overlap.deadlock import Line, Standing, Verdict, verdict
+from overlap.deadlock import Line, Standing, Verdict, behind, verdict
 from overlap.whereabouts import Place, place, places
 
 assert dear  # a front door: its modules are ours
@@ -56,6 +56,24 @@ FIRST = Line(issued=8, unfinished=("barrier",))
 )
 def test_a_job_is_given_up_when_no_rank_can_go_on_and_not_before(standings: list[Standing], expected: Verdict) -> None:
     assert verdict(standings, 60.0) is expected
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "expected"),
+    [
+        pytest.param({"a": FIRST}, {"a": IDLE}, True, id="never issued"),
+        pytest.param({"a": FIRST}, {"a": FIRST}, False, id="a long transfer"),
+        pytest.param({"a": FIRST}, {"a": Line(8, ())}, False, id="done there"),
+        pytest.param({"a": IDLE}, {"a": Line(3, ())}, False, id="done here"),
+        pytest.param({"a": FIRST, "b": IDLE}, {"b": Line(0, ())}, False, id="a group it is no part of"),
+        pytest.param({"a": Line(9, ("reduce", "reduce"))}, {"a": FIRST}, False, id="come to the oldest"),
+        pytest.param({"a": Line(8, ("recv",))}, {"a": IDLE}, False, id="a message of others, perhaps"),
+    ],
+)
+def test_who_is_behind_has_not_issued_what_this_rank_waits_in(
+    mine: dict[str, Line], theirs: dict[str, Line], expected: bool
+) -> None:
+    assert behind(mine, {1: theirs, 2: mine}) == ([1] if expected else [])
 
 
 @pytest.mark.parametrize(
