@@ -141,8 +141,8 @@ def DistributedOptimizer(
         shell: ``per_parameter=None, elementwise=None, sync_start=True, poison=None`` of
             :class:`overlap.optimizer.DistributedOptimizer`. fairscale's names raise ``TypeError`` with the counterpart.
     """
-    arguments = HorovodArguments.of(locals())
     refuse_fairscales_names(shell)
+    arguments = HorovodArguments.of(locals())
     agree_on_strategy("oss", tune)
     wished = current().settings.threshold_mb if threshold_mb is None else threshold_mb
     chosen = limits("auto" if wished is None else wished, None, trained_bytes(optimizer))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -12,7 +13,11 @@ from overlap.communicator import ReduceOp
 from overlap.horovod.compression import NoneCompressor
 from overlap.horovod.process_set import ProcessSet, global_process_set
 
-__all__ = ["HorovodArguments", "check_passes"]
+__all__ = ["SHELL", "HorovodArguments", "check_passes"]
+
+
+#: Arguments of the wrapper itself, which every strategy's function hands on: see `overlap.optimizer`.
+SHELL = ("elementwise", "per_parameter", "sync_start", "poison")
 
 
 @dataclass(frozen=True)
@@ -46,8 +51,21 @@ class HorovodArguments:
 
     @classmethod
     def of(cls, scope: Mapping[str, Any]) -> HorovodArguments:
-        """Those among the arguments of a strategy's function, ``locals()`` in its first line."""
+        """Those among the arguments of a strategy's function, ``locals()`` in its first line.
+
+        Raises ``TypeError`` for names in its ``shell`` that no wrapper has, unless another strategy takes them.
+        """
+        if scope.get("strategy", "dear") == "dear":
+            _refuse_unknown(scope["shell"], (*(name for name in scope if name != "shell"), *SHELL))
         return cls(**{field.name: scope[field.name] for field in fields(cls)})
+
+
+def _refuse_unknown(shell: Mapping[str, Any], known: Sequence[str]) -> None:
+    for name in shell:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            advice = f"is {near[0]!r} meant?" if near else f"there are {', '.join(known)}"
+            raise TypeError(f"DistributedOptimizer() has no argument {name!r}; {advice}")
 
 
 def check_passes(passes: int) -> None:

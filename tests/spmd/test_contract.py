@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import importlib
 import io
 import warnings
 import weakref
@@ -297,6 +298,16 @@ def test_bad_arguments_raise(arguments: dict[str, Any], message: str) -> None:
     model = _model("Mlp")
     with pytest.raises(ValueError, match=message):
         dear.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model, **arguments)
+
+
+@pytest.mark.parametrize("strategy", ["dear", "wfbp", "mgwfbp", "bytescheduler_adapter", "oss", "co2"])
+def test_arguments_that_nobody_has_are_named_with_those_that_are_meant(strategy: str) -> None:
+    model = _model("Mlp")
+    inner = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(TypeError, match="no argument 'sync_strat'; is 'sync_start' meant"):
+        dear.DistributedOptimizer(inner, model, strategy=strategy, sync_strat=False)
+    with pytest.raises(TypeError, match="no argument 'learning'; there are .*, compression, .*poison"):
+        importlib.import_module(strategy).DistributedOptimizer(inner, model, learning=1)
 
 
 def test_names_are_checked_as_horovod_does() -> None:
