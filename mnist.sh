@@ -4,6 +4,10 @@
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 . "$root/configs/envs.conf"
+if ! [[ $nworkers =~ ^[1-9][0-9]*$ ]]; then
+    printf 'mnist.sh: nworkers should be a whole number of at least 1 and is %s\n' "$nworkers" >&2
+    exit 2
+fi
 bash "$root/scripts/setup.sh"
 . "$root/scripts/hostfile.sh"
 
@@ -14,6 +18,6 @@ choose_hostfile mnist.sh
 if [ -n "$ETH_MPI_BTC_TCP_IF_INCLUDE" ]; then
     flags+=(--mca btl_tcp_if_include "$ETH_MPI_BTC_TCP_IF_INCLUDE")
 fi
-[ -t 2 ] || export TQDM_MININTERVAL="${TQDM_MININTERVAL:-10}" # a log file wants few lines of progress
+[ -t 2 ] || export TQDM_DISABLE="${TQDM_DISABLE:-1}" # in a log file a line an epoch is progress enough
 echo "mnist.sh: $nworkers worker(s) over $("$root/scripts/mpirun" --version | head -n 1)"
 exec "$root/scripts/mpirun" "${flags[@]}" "${PY:-$root/.venv/bin/python}" "$root/examples/mnist.py" "$@"

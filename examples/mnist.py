@@ -11,6 +11,7 @@ same steps, bit for bit, as one that was never interrupted.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -193,7 +194,8 @@ def main() -> None:
 
     if talks:
         print(f"{data.name}: {samples} to train, {len(data.test_labels)} to test; {dear.size()} worker(s)", flush=True)
-    with tqdm(total=args.epochs * steps, initial=len(history) * steps, disable=not talks, ncols=80, unit="step") as bar:
+    silent = not talks or os.environ.get("TQDM_DISABLE", "0") != "0"
+    with tqdm(total=args.epochs * steps, initial=len(history) * steps, disable=silent, ncols=80, unit="step") as bar:
         for epoch in range(len(history), args.epochs):
             seed = args.seed * 1_000_003 + epoch
             torch.manual_seed(seed * 65_537 + dear.rank())  # dropout

@@ -19,5 +19,11 @@ def configure(settings: Settings, rank: int) -> None:
             handler = logging.StreamHandler()
             handler.setFormatter(logging.Formatter(f"[%(asctime)s, rank {rank}, %(levelname)s] %(message)s"))
             log.addHandler(handler)
-    if settings.ignored and rank == 0:
-        log.warning("set, but without a counterpart here, so without effect: %s", ", ".join(settings.ignored))
+    if rank > 0:
+        return
+    if settings.ignored:
+        log.warning(
+            "environment variables without a counterpart here, so without effect: %s", ", ".join(settings.ignored)
+        )
+    for name, meant in settings.misspelt:
+        log.warning("the environment variable %s has no effect: is %s meant?", name, meant)

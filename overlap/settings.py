@@ -5,6 +5,7 @@ Every ``DEAR_*`` variable wins over the ``HOROVOD_*`` variable that means the sa
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -47,6 +48,8 @@ class Settings:
     """``DEAR_CUDA_TRANSPORT``: one of :data:`CUDA_TRANSPORTS`, how tensors on a GPU travel; see `overlap.cuda_route`."""
     ignored: tuple[str, ...] = ()
     """Variables of Horovod that are set and have no counterpart."""
+    misspelt: tuple[tuple[str, str], ...] = ()
+    """Variables that are set and almost spelt like one that is read: each with that one."""
 
 
 def _number(text: str) -> float:
@@ -109,12 +112,15 @@ _VARIABLES: dict[str, tuple[Callable[[str], Any], tuple[str, ...]]] = {
 }
 _CHECK_OFF = "HOROVOD_STALL_CHECK_DISABLE"
 _FUSION_BYTES = "HOROVOD_FUSION_THRESHOLD"
+_READ_ELSEWHERE = ("DEAR_BACKEND", "DEAR_ELASTIC_DIR")
+_PREFIXES = ("DEAR_", "HOROVOD_")
+_ALIKE = 0.85  # from 0 to 1: variables of scripts and of Horovod that mean something else are less like ours
 
 
 def read(environ: Mapping[str, str]) -> Settings:
     """The settings in `environ`. Raises :class:`SettingError` with the variable and what it holds."""
     found: dict[str, Any] = {}
-    known = {_CHECK_OFF, _FUSION_BYTES}
+    known = {_CHECK_OFF, _FUSION_BYTES, *_READ_ELSEWHERE}
     for field, (parse, names) in _VARIABLES.items():
         known.update(names)
         values = [value for name in names if (value := _parsed(environ, name, parse)) is not None]
@@ -127,7 +133,12 @@ def read(environ: Mapping[str, str]) -> Settings:
     fusion_bytes = _parsed(environ, _FUSION_BYTES, _number)
     if fusion_bytes is not None:
         found.setdefault("threshold_mb", fusion_bytes / 2**20)
-    others = sorted(
-        name for name, text in environ.items() if name.startswith("HOROVOD_") and text and name not in known
+    strangers = sorted(
+        name for name, text in environ.items() if name.startswith(_PREFIXES) and text and name not in known
     )
-    return Settings(**found, ignored=tuple(others))
+    near = {name: difflib.get_close_matches(name, known, n=1, cutoff=_ALIKE) for name in strangers}
+    return Settings(
+        **found,
+        ignored=tuple(name for name in strangers if name.startswith("HOROVOD_") and not near[name]),
+        misspelt=tuple((name, meant[0]) for name, meant in near.items() if meant),
+    )

@@ -18,7 +18,7 @@ from tests.harness import ROOT, Result, run_ranks
 
 def _train(size: int, *options: str | Path, launcher: str = "mpi") -> Result:
     argv = [str(ROOT / "examples" / "mnist.py"), *map(str, options)]
-    return run_ranks(size, argv, launcher, timeout=120, env={"TQDM_MININTERVAL": "10"})
+    return run_ranks(size, argv, launcher, timeout=120, env={"TQDM_DISABLE": "1"})
 
 
 def _accuracy(result: Result) -> float:

@@ -40,6 +40,15 @@ from overlap.settings import SettingError, Settings, read
             {"HOROVOD_NUM_NCCL_STREAMS": "2", "HOROVOD_CYCLE_TIME": "1", "HOROVOD_AUTOTUNE": "", "PATH": "/bin"},
             {"ignored": ("HOROVOD_CYCLE_TIME", "HOROVOD_NUM_NCCL_STREAMS")},
         ),
+        (
+            {"DEAR_TRESHOLD": "3", "HOROVOD_FUSION_TRESHOLD": "3", "DEAR_BENCH_STORE": "x", "DEAR_BACKEND": "mpi"},
+            {
+                "misspelt": (
+                    ("DEAR_TRESHOLD", "DEAR_THRESHOLD_MB"),
+                    ("HOROVOD_FUSION_TRESHOLD", "HOROVOD_FUSION_THRESHOLD"),
+                )
+            },
+        ),
     ],
 )
 def test_read(environ: dict[str, str], expected: dict[str, Any]) -> None:
@@ -78,6 +87,8 @@ def test_a_level_makes_the_log_visible(monkeypatch: pytest.MonkeyPatch, capsys: 
 
 def test_what_is_ignored_is_named_once_on_rank_0(caplog: pytest.LogCaptureFixture) -> None:
     for rank in (0, 1):
-        logs.configure(Settings(ignored=("HOROVOD_CYCLE_TIME", "HOROVOD_AUTOTUNE")), rank)
-    assert len(caplog.messages) == 1
+        misspelt = (("DEAR_TRESHOLD", "DEAR_THRESHOLD_MB"),)
+        logs.configure(Settings(ignored=("HOROVOD_CYCLE_TIME", "HOROVOD_AUTOTUNE"), misspelt=misspelt), rank)
+    assert len(caplog.messages) == 2
     assert caplog.messages[0].endswith("HOROVOD_CYCLE_TIME, HOROVOD_AUTOTUNE")
+    assert caplog.messages[1].endswith("DEAR_TRESHOLD has no effect: is DEAR_THRESHOLD_MB meant?")
