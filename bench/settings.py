@@ -54,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     default = Settings()
     parser = argparse.ArgumentParser(
         prog="python -m bench.train",
+        usage="%(prog)s [options]    (--help lists them)",  # errors show it, and should not drown in it
         description="Train on synthetic data and print the throughput. Starts its workers by itself, unless mpirun or "
         "torchrun started it.",
     )

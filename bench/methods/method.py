@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import ast
+import difflib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-__all__ = ["MakeOptimizer", "Method", "MethodUnavailable", "Place", "family_of", "parse_spec", "tensor_bytes"]
+__all__ = [
+    "MakeOptimizer",
+    "Method",
+    "MethodUnavailable",
+    "Place",
+    "family_of",
+    "parse_spec",
+    "refuse_unknown",
+    "tensor_bytes",
+]
 
 Optimizer = torch.optim.Optimizer
 _VARIANTS = ("policy", "eager", "compression", "gather_dtype")  # options that make another method of it
@@ -42,10 +52,9 @@ class Method(ABC):
     timeline_variable: ClassVar[str | None] = None  # names the file to record a timeline in, where the method can
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        unknown = sorted(set(options) - set(self.defaults))
-        if unknown:
-            known = ", ".join(self.defaults) or "no options"
-            raise ValueError(f"{self.name} has the options {known}; it does not know {', '.join(unknown)}")
+        refuse_unknown(self.name, options, tuple(self.defaults))
+        for name, value in options.items():
+            _check(f"{name} of {self.name}", value, isinstance(self.defaults[name], bool))
         self.options = {**self.defaults, **options}
 
     @property
@@ -73,6 +82,22 @@ class Method(ABC):
     @abstractmethod
     def leave(self) -> None:
         """Disconnect. On every rank."""
+
+
+def refuse_unknown(method: str, options: Iterable[str], known: Sequence[str]) -> None:
+    """Raise ``ValueError`` for options that `method` does not know."""
+    for name in options:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; is {near[0]} meant?" if near else ""
+            raise ValueError(f"{method} has the options {', '.join(known) or 'none'}; it does not know {name}{hint}")
+
+
+def _check(what: str, value: Any, switch: bool) -> None:
+    if switch and value not in (True, False):
+        raise ValueError(f"{what} should be True or False and is {value!r}")
+    if not switch and value is not None and not (isinstance(value, int | float) and value >= 0):
+        raise ValueError(f"{what} should be a number of at least 0 and is {value!r}")
 
 
 def tensor_bytes(state: Any) -> int:

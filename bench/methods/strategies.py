@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from bench.methods.method import MakeOptimizer, Method, MethodUnavailable, Place
+from bench.methods.method import MakeOptimizer, Method, MethodUnavailable, Place, refuse_unknown
+from overlap.arguments import SHELL
 
 __all__ = ["PACKAGES", "strategy"]
 
@@ -25,11 +27,12 @@ PACKAGES = {
 }
 
 
+_GIVEN = ("optimizer", "named_parameters", "shell")  # by the benchmark; the last one is made of SHELL
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class _Strategy(Method):
-    """Options are keyword arguments of the package's ``DistributedOptimizer``, which refuses what it does not know.
+    """Options are keyword arguments of the package's ``DistributedOptimizer``, which refuses values that it cannot honour.
 
     `compression` and `gather_dtype` are written ``bf16`` or ``fp16``.
     """
@@ -44,6 +47,8 @@ class _Strategy(Method):
         if importlib.util.find_spec(package) is None:
             raise MethodUnavailable(f"{name} needs the package {package}, which is not here")
         self._package = importlib.import_module(package)
+        own = inspect.signature(self._package.DistributedOptimizer).parameters
+        refuse_unknown(name, options, (*(each for each in own if each not in _GIVEN), *SHELL))
         for option, known in (("compression", vars(self._package.Compression)), ("gather_dtype", _DTYPES)):
             if option in options:
                 if options[option] not in _DTYPES:

@@ -60,7 +60,26 @@ def test_unknown_methods_and_options_are_named() -> None:
         method("deer")
     with pytest.raises(ValueError, match="ddp has the options bucket_mb, view; it does not know bucket"):
         method("ddp:bucket=4")
+    with pytest.raises(
+        ValueError, match=r"dear has the options .*; it does not know treshold_mb; is threshold_mb meant\?"
+    ):
+        method("dear:treshold_mb=3")
+    assert method("co2:outer_frequency=3,sync_start=False").options == {"outer_frequency": 3, "sync_start": False}
     assert {"dear", "wfbp", "oss", "none", "ddp", "ddp-zero", "fsdp2", "horovod"} <= set(METHODS)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("fsdp2:reshard=7", "reshard of fsdp2 should be True or False and is 7"),
+        ("ddp:view=maybe", "view of ddp should be True or False and is 'maybe'"),
+        ("ddp:bucket_mb=big", "bucket_mb of ddp should be a number of at least 0 and is 'big'"),
+        ("horovod:cycle_ms=-1", "cycle_ms of horovod should be a number of at least 0 and is -1"),
+    ],
+)
+def test_options_with_values_that_mean_nothing_are_refused(spec: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        method(spec)
 
 
 def test_horovods_settings_travel_through_its_environment() -> None:

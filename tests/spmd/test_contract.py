@@ -306,7 +306,7 @@ def test_arguments_that_nobody_has_are_named_with_those_that_are_meant(strategy:
     inner = torch.optim.SGD(model.parameters(), 0.1)
     with pytest.raises(TypeError, match="no argument 'sync_strat'; is 'sync_start' meant"):
         dear.DistributedOptimizer(inner, model, strategy=strategy, sync_strat=False)
-    with pytest.raises(TypeError, match="no argument 'learning'; there are .*, compression, .*poison"):
+    with pytest.raises(TypeError, match=r"no argument 'learning'; there are .*, compression, .*poison"):
         importlib.import_module(strategy).DistributedOptimizer(inner, model, learning=1)
 
 
