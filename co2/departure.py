@@ -24,6 +24,8 @@ class Departure:
     def close(self) -> None:
         """On every rank."""
         mine = dict(self._rounds.items())
-        everybodys = allgather_object(self._control, {topic: rounds.events for topic, rounds in mine.items()})
+        seen = {topic: (rounds.events, rounds.rested) for topic, rounds in mine.items()}
+        everybodys = allgather_object(self._control, seen)
         for topic in sorted(mine):
-            mine[topic].finish(max(events.get(topic, 0) for events in everybodys))
+            events, rested = max((each[topic] for each in everybodys if topic in each), key=lambda last: last[0])
+            mine[topic].finish(events, rested)

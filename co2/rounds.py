@@ -78,6 +78,7 @@ class Rounds:
         self.parts: list[Part] = []
         self._known: set[int] = set()
         self._active: set[int] = set()  # slots that were trained since the last event
+        self.rested: frozenset[int] = frozenset()  # those that were not before it, and so did not travel
         self.steps = self.in_round = 0
         self.events = self.absence.events = 0  # averages and rounds so far, the same on all ranks
         self._last = Event.NOTHING
@@ -110,10 +111,10 @@ class Rounds:
             if event is Event.AVERAGE:
                 self._average()
             else:
-                self._turn()
+                self._turn(self._idle)
 
-    def _close(self, event: Event) -> None:
-        self._last, self._active = event, set()
+    def _close(self, event: Event, idle: frozenset[int]) -> None:
+        self._last, self._active, self.rested = event, set(), idle
         self.events, self.in_round = self.events + 1, 0
         self.absence.events = self.events
         self._since = time.perf_counter()
@@ -125,14 +126,13 @@ class Rounds:
 
     # - A round
 
-    def _turn(self) -> None:
-        idle = self._idle
+    def _turn(self, idle: frozenset[int]) -> None:
         with self._changed:
             for part in self.parts:
                 part.turn()
                 if part.rests(idle):
                     part.pack()
-            self._close(Event.ROUND)
+            self._close(Event.ROUND, idle)
         parts, sent = list(self.parts), [part for part in self.parts if not part.rests(idle)]
         self._courier.send(sent)
         self._flight = Flight(lambda: self._courier.carry(parts, sent, idle))
@@ -176,18 +176,20 @@ class Rounds:
             for part in self.parts:
                 part.unpack()
                 part.restart(shards.get(part, part.next))
-            self._close(Event.AVERAGE)
+            self._close(Event.AVERAGE, idle)
 
     # - The end
 
-    def finish(self, events: int) -> None:
-        """Training ends: a round on its way arrives. What the rank that has seen most `events` sent is sent here, too."""
+    def finish(self, events: int, rested: frozenset[int]) -> None:
+        """Training ends: a round on its way arrives. What the rank that has seen most `events` sent is sent here, too: all
+        but what had `rested` there, whatever this rank trained since its own last event."""
         if not self.parts:
             return
         self.arrive()
         if events > self.events:
             log.warning("co2: rank %d ends one round before others; it sends that round as it is", self._comm.rank)
-            self._turn()
+            self.begin()
+            self._turn(rested)
             self.arrive()
 
     # - State
