@@ -122,7 +122,7 @@ def build(
     topic = attendance.topic = session.registry.register(shell, Tenure(engine))
     session.channels.hold((*hosts.reductions, *hosts.gathers, hosts.everyone), topic)
     engine.arrangement.conversion = Conversion(session.comm.rank, attendance, session.mailroom)
-    engine.skips = Skips(session.comm.rank, attendance, session.mailroom)
+    engine.skips = Skips(session.comm.rank, attendance, session.mailroom, session.comm.abort)
     others = [rank for rank in members.ranks if rank != session.comm.rank]
     share = StateShare(others, session.mailroom, topic, exporter(engine))
     engine.arrangement.changing = share.updating

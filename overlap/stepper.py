@@ -70,6 +70,7 @@ class Stepper:
         """In zero_grad(): :meth:`forget`, also where others have gradients and this rank has none."""
         engine = self._engine
         dropping = engine.window.filled
+        engine.window.check_skippable()
         if engine.learning or not engine.skips.meet(dropping) or dropping:
             self.forget()
             return
@@ -91,6 +92,7 @@ class Stepper:
         engine.transit.arrive_all()
 
     def _close_window(self) -> None:
+        self._engine.skips.stepped()
         self._engine.window.reset()
         self._engine.accumulating = False
         self._averages.forget()

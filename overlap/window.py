@@ -162,14 +162,18 @@ class GradientWindow:
                 self._settle(bucket)
                 bucket.advance(Phase.REDUCED)
 
+    def check_skippable(self) -> None:
+        """Raise :class:`StepSkipped` where gradients of this window must not be dropped."""
+        if self.filled and not self._skippable:
+            raise StepSkipped(
+                "gradients were dropped after backward() and before step(), but with eager=True some parameters are "
+                "updated already; call step() after every backward(), or wrap the optimizer with eager=False"
+            )
+
     def discard(self, keep: Iterable[Slot] = ()) -> None:
         """A step was skipped: complete what other ranks may wait for, and forget the gradients."""
         if self.filled:
-            if not self._skippable:
-                raise StepSkipped(
-                    "gradients were dropped after backward() and before step(), but with eager=True some parameters are "
-                    "updated already; call step() after every backward(), or wrap the optimizer with eager=False"
-                )
+            self.check_skippable()
             self._attendance.start("discard")
             self.flush()
             self._attendance.meet(not self.order[-1].meets)

@@ -181,6 +181,23 @@ print("the end", bool(torch.isfinite(model[0].weight).all()), flush=True)
     assert "rank 0: at shutdown" in result.output
 
 
+def test_a_step_that_only_one_rank_skipped_ends_the_job(tmp_path: Path) -> None:
+    """From then on parameters differ, and what is gathered for one step meets what is gathered for another."""
+    text = """
+for step in range(1000):
+    model(torch.ones(3, 4)).sum().backward()
+    if step == 5 and dear.rank() == 1:
+        optimizer.zero_grad()
+        continue
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+    result = _run(tmp_path, text, "mpi")
+    assert not result.timed_out
+    assert result.returncode != 0
+    assert re.search(r"RuntimeError: rank 1 has dropped the gradients of step \d \(zero_grad", result.output)
+
+
 def test_a_launcher_of_another_mpi_is_noticed(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import dear\ndear.init()\n")

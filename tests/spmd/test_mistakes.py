@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -101,3 +102,45 @@ def test_a_model_that_one_rank_alone_wraps_again_is_lost_on_all() -> None:
         _same_everywhere(wrapped_next.head.weight.detach().clone())
     with pytest.raises(RuntimeError, match="made later, here or on another rank"):
         first.step()
+
+
+@pytest.mark.parametrize("after_synchronize", [False, True])
+@pytest.mark.parametrize("strategy", ["wfbp", "bytescheduler"])  # which reduce everything under backward
+def test_a_step_that_one_rank_alone_skips_is_an_error_on_both_sides(strategy: str, after_synchronize: bool) -> None:
+    model, optimizer = _trained(strategy)
+    _loss(model).backward()
+    if after_synchronize:
+        optimizer.synchronize()
+
+    def go_on() -> None:
+        if dear.rank() == dear.size() - 1:
+            optimizer.zero_grad()
+        else:
+            optimizer.step()
+        for _ in range(2000):  # what the other side says is on its way
+            optimizer.zero_grad()
+            time.sleep(0.01)
+
+    if dear.size() > 1:
+        with pytest.raises(
+            RuntimeError, match=rf"rank {dear.size() - 1} has dropped the gradients of step \d+ \(zero_"
+        ):
+            go_on()
+
+
+@pytest.mark.parametrize("strategy", [name for name in WRAP if name != "dear-eager"])
+def test_a_step_that_all_ranks_skip_is_none(strategy: str) -> None:
+    """Also after synchronize(), as scripts do that look at a norm first."""
+    model, optimizer = _trained(strategy)
+    for step in range(4):
+        _loss(model).backward()
+        if step == 2:
+            optimizer.synchronize()
+        if step in (1, 2):
+            optimizer.zero_grad()
+            dear.barrier()  # what the others said about it has come
+            continue
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.synchronize()
+    _same_everywhere(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))

@@ -1,0 +1,77 @@
+"""What becomes of a step that only some ranks skip, without any other rank."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from overlap import skips
+from overlap.skips import Skips
+from overlap.whereabouts import Place
+
+CONFLICT = r"rank 1 has dropped the gradients of step 3 \(zero_grad\(\) before step\(\)\), and rank 0 has stepped"
+
+
+class _Mailroom:
+    def __init__(self) -> None:
+        self.handlers: dict[str, Callable[[int, Any], Any]] = {}
+        self.told: list[tuple[int, str, Any]] = []
+
+    def on(self, topic: str, handler: Callable[[int, Any], Any]) -> None:
+        self.handlers[topic] = handler
+
+    def tell(self, rank: int, topic: str, payload: Any) -> None:
+        self.told.append((rank, topic, payload))
+
+
+def _skips(abort: Callable[[int], None] = lambda _status: None) -> tuple[Skips, _Mailroom, Any]:
+    mailroom, attendance = _Mailroom(), SimpleNamespace(topic="state/1", round=3, ranks=(0, 1))
+    return Skips(0, attendance, mailroom, abort), mailroom, attendance  # type: ignore[arg-type]
+
+
+def test_a_step_that_another_rank_is_known_to_have_dropped_raises() -> None:
+    mine, mailroom, _ = _skips()
+    mailroom.handlers["state/1/skips/dropped"](1, 3)
+    mine.step()  # by synchronize(), say: zero_grad() may follow
+    with pytest.raises(RuntimeError, match=CONFLICT):
+        mine.stepped()
+    assert [(rank, topic) for rank, topic, _ in mailroom.told] == [(1, "state/1/skips/apart")]
+
+
+def test_a_step_that_another_rank_turns_out_to_have_dropped_raises_in_the_next_call() -> None:
+    mine, mailroom, attendance = _skips()
+    mine.stepped()
+    attendance.round = 4
+    mailroom.handlers["state/1/skips/dropped"](1, 3)
+    with pytest.raises(RuntimeError, match=CONFLICT):
+        mine.meet(dropping=False)
+
+
+def test_who_dropped_alone_is_told_and_raises_too() -> None:
+    mine, mailroom, _ = _skips()
+    assert mine.meet(dropping=True)
+    assert mailroom.told == [(1, "state/1/skips/dropped", 3)]
+    mailroom.handlers["state/1/skips/dropped"](1, 3)  # so has the other one: nothing is wrong
+    mine.step()
+    mailroom.handlers["state/1/skips/apart"](1, "what went apart")
+    with pytest.raises(RuntimeError, match="what went apart"):
+        mine.step()
+
+
+def test_who_waits_for_what_never_comes_ends_the_job(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = [{Place.OUTSIDE}, {Place.OUTSIDE}]  # and inside, from then on
+    monkeypatch.setattr(skips, "_PATIENCE_SECONDS", 0.01)
+    monkeypatch.setattr(skips, "places", lambda _threads: found.pop() if found else {Place.INSIDE})
+    ended = threading.Event()
+    mine, mailroom, _ = _skips(lambda _status: ended.set())
+    mine.stepped()
+    mailroom.handlers["state/1/skips/dropped"](1, 3)
+    assert ended.wait(10)
+    assert not found
+    assert "aborting the job" in caplog.text
