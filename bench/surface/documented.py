@@ -172,8 +172,8 @@ DIFFERENCES = (
     ),
     Difference(
         "alone",
-        "with one rank gradients are treated as with several: compressed, sparse ones used, arguments checked; Horovod's "
-        "wrapper then does none of it, and leaves parameters with sparse gradients as they were",
+        "with one rank gradients are treated as with several: compressed, and arguments checked; Horovod's wrapper then "
+        "does neither",
         (
             *numbers.ALONE,
             Sighting("optimizer/groups=3.5", r"list\(float32", "ValueError: groups should be", ranks=(1,)),

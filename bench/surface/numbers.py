@@ -152,14 +152,6 @@ ALONE = (
         _rounded(_linear(0.016490, 0.389992, -0.451196)),
         ranks=(1,),
     ),
-    # A gradient of 1 for the first row. Horovod leaves it to torch, and torch 2.13 loses it: it adds nothing where a sparse
-    # gradient is one row of one column that sum() has expanded, with strides of 0. Two rows or columns it would add.
-    Sighting(
-        "optimizer/sparse",
-        _rounded([_row(1.540996, -0.293429, -2.178789).view(3, 1)]),
-        _rounded([_row(1.440996, -0.293429, -2.178789).view(3, 1)]),
-        ranks=(1,),
-    ),
 )
 
 # Dropped gradients leave the model as it was; two passes at scale 1 step by twice the gradient.

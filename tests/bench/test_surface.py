@@ -164,9 +164,6 @@ def _numbers() -> Iterator[Answers]:
     yield "optimizer/compression=fp16", 4, in_pairs, once
     whole, halves = (_stepped((0.5,), (1.5,), reduced=each)[1:] for each in (_average, _rounded_once))
     yield "optimizer/compression=fp16", 1, whole, halves
-    torch.manual_seed(0)
-    table = torch.randn(3, 1)
-    yield "optimizer/sparse", 1, [table], [table - 0.1 * torch.eye(3, 1)]
 
 
 def _with_one_changed(line: str) -> Iterator[str]:
