@@ -33,7 +33,7 @@ log = logging.getLogger("dear")
 _ANSWER_SECONDS = 600.0
 _LOOK_SECONDS = 1.0  # between looks at who has joined meanwhile
 _PATIENCE_SECONDS = 5.0  # of a rank that could end the job, and would rather raise
-_REMEMBERED = 64  # rounds: letters about older ones came long ago
+_REMEMBERED = 16  # rounds, looked through in every step; ranks are never that far apart
 
 _Place = tuple[int, float]  # a round, and the number of a zero_grad() in it
 

@@ -157,10 +157,8 @@ class Watchdog:
         quiet = now - self._last_warning < self._warn_after
         late = self._warn_after and work.seconds > self._warn_after and not quiet
         dead = self._abort_after and work.seconds > self._abort_after
-        here, left = (
-            self._standing(),
-            [rank for rank, since in list(self._left.items()) if now - since > _GRACE_SECONDS],
-        )
+        here = self._standing()
+        left = [rank for rank, since in list(self._left.items()) if now - since > _GRACE_SECONDS]
         forsaken = self._abort_after and left and here.still_seconds > _GRACE_SECONDS
         if not (late or dead or forsaken):
             return
