@@ -84,6 +84,7 @@ class Engine:
             launch=self._launch,
             settle=self._settle,
             arrive=self._arrive_left,
+            drop=lambda: self.skips.drop(),
         )
         self.arrangement = Arrangement(
             comm,

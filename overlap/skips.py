@@ -73,11 +73,17 @@ class Skips:
         self._come_to(place, dropping)
         found = dropping or (unsure and self._ask(place))
         if found:  # the round ends here, and this call begins the next one
-            for rank in self._attendance.ranks:  # before this rank's part of it, for which a rank that steps waits
-                if rank != self._rank:
-                    self._mailroom.tell(rank, f"{self._topic}/dropped", place[0])
+            self._tell_drop(place[0])
             self._come_to((place[0] + 1, 1), dropping=False)
         return found
+
+    def drop(self) -> None:
+        """In backward: the gradients of this round were dropped by others than zero_grad() of the optimizer.
+
+        Raises as :meth:`meet` does.
+        """
+        self._check()
+        self._tell_drop(self._attendance.round)
 
     def step(self) -> None:
         """What ends this round here is no zero_grad(), but for one after synchronize(). Raises as :meth:`meet` does."""
@@ -104,6 +110,12 @@ class Skips:
             f"rank {rank} has dropped the gradients of step {number} (zero_grad() before step()), and rank {self._rank} "
             "has stepped with them: their parameters differ from then on; skip a step on every rank, or on none"
         )
+
+    def _tell_drop(self, number: int) -> None:
+        """Before this rank's part of the round is complete, for which a rank that steps waits."""
+        for rank in self._attendance.ranks:
+            if rank != self._rank:
+                self._mailroom.tell(rank, f"{self._topic}/dropped", number)
 
     def _hear_drop(self, sender: int, number: int) -> None:
         self._dropped_by.append((number, sender))

@@ -29,7 +29,8 @@ class StepSkipped(RuntimeError):
 class GradientWindow:
     """Readiness of every slot and bucket. `launch(bucket)` issues its reduction; `settle(bucket)` awaits the work.
 
-    `arrive()` frees the buffers of updates that were left for after ``step()``. `order` is the agreed order of issue. With
+    `arrive()` frees the buffers of updates that were left for after ``step()``. `drop()` hears of gradients that were
+    dropped without a word, before their reductions are completed. `order` is the agreed order of issue. With
     `hold_last` its last bucket is issued by :meth:`flush` only. Where buckets are updated before ``step()``, a step cannot
     be skipped: not `skippable`. Where the strategy sees to one order on all ranks, buckets are launched as they fill: not
     `ordered`. `attendance` counts the windows whose reductions were all issued as rounds.
@@ -48,11 +49,12 @@ class GradientWindow:
         launch: Callable[[Bucket], None],
         settle: Callable[[Bucket], None],
         arrive: Callable[[], None],
+        drop: Callable[[], None],
     ) -> None:
         self.slots, self.order, self.passes = slots, order, passes
         self._attendance = attendance
         self._hold_last, self._skippable, self._ordered = hold_last, skippable, ordered
-        self._launch, self._settle, self._arrive = launch, settle, arrive
+        self._launch, self._settle, self._arrive, self._drop = launch, settle, arrive, drop
         self._next = 0
         self.reduced = False  # all reductions of this window were awaited, by clipping or synchronize()
         self.begun = False  # a gradient arrived
@@ -115,6 +117,8 @@ class GradientWindow:
             )
         # The gradients of the last window were dropped (model.zero_grad()) and its step skipped. Slots that still have
         # theirs were filled by this new backward before anybody could notice.
+        self.check_skippable()
+        self._drop()
         self.discard(keep=[other for other in self.slots if other.filled and not other.dropped])
 
     def _launch_filled(self, buckets: Iterable[Bucket]) -> None:

@@ -181,13 +181,17 @@ print("the end", bool(torch.isfinite(model[0].weight).all()), flush=True)
     assert "rank 0: at shutdown" in result.output
 
 
-def test_a_step_that_only_one_rank_skipped_ends_the_job(tmp_path: Path) -> None:
-    """From then on parameters differ, and what is gathered for one step meets what is gathered for another."""
-    text = """
+@pytest.mark.parametrize("whose", ["optimizer", "model"])
+def test_a_step_that_only_one_rank_skipped_ends_the_job(tmp_path: Path, whose: str) -> None:
+    """From then on parameters differ, and what is gathered for one step meets what is gathered for another.
+
+    Whether the model's zero_grad() was called, a rank sees in its next backward.
+    """
+    text = f"""
 for step in range(1000):
     model(torch.ones(3, 4)).sum().backward()
     if step == 5 and dear.rank() == 1:
-        optimizer.zero_grad()
+        {whose}.zero_grad()
         continue
     optimizer.step()
     optimizer.zero_grad()
