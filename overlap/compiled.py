@@ -8,6 +8,10 @@ call of that code waits for the modules that it contains, and for no others:
     block0(x)  guards: wait for block0's buckets ─▶ compiled forward     block1(x)  guards: wait for block1's …
 
 Code compiled before the gates were set is traced again, since the type of the gated dictionary is guarded too.
+
+[Note: older compilers] Before torch 2.11 there were no such guards. Gates then break the graph: they are called between
+its pieces as they are without a compiler, and ``fullgraph=True`` raises. What they call must not be traced: these
+compilers lose track of some of its dictionaries and sets.
 """
 
 from __future__ import annotations
@@ -26,7 +30,10 @@ else:
     except ImportError:  # an older torch
         _Opaque = object
 
-__all__ = ["Entry", "outside_compilation"]
+__all__ = ["GUARDS", "Entry", "only_looked_at", "outside_compilation", "untraced"]
+
+#: Whether compiled code waits in its guards; otherwise gates break its graph.
+GUARDS = TYPE_CHECKING or _Opaque is not object
 
 _Visit = Callable[[torch.nn.Module], None]
 
@@ -51,16 +58,25 @@ def _guard(entry: Entry) -> list[object]:
     return []  # nothing that could call for another compilation
 
 
-if _Opaque is object and not TYPE_CHECKING:
-
-    def _refuse(_entry: Entry) -> None:
-        raise RuntimeError(f"torch.compile of a wrapped model needs torch 2.13 or newer and finds {torch.__version__}")
-
-    Entry.await_module = _refuse  # while tracing: the compiler then leaves the module as it is, or says why not
-else:
+if GUARDS:
     from torch._library.opaque_object import MemberType, register_opaque_type
 
     register_opaque_type(Entry, typ="reference", guard_fn=_guard, members={"await_module": MemberType.USE_REAL})
+
+
+def untraced(call: Callable[..., None]) -> Callable[..., None]:
+    """`call`, which no compiler may look into: [Note: older compilers]."""
+    return call if GUARDS else torch.compiler.disable(call)
+
+
+def only_looked_at(parameter: torch.nn.Parameter, layer: torch.nn.Module) -> bool:
+    """Whether a compiler looks around and touches `parameter` of a module in `layer`, before it traces that module.
+
+    Where gates break the graph, each module touches its own when the pieces run.
+    """
+    if not GUARDS:
+        return torch._guards.CompileContext.try_get() is not None
+    return torch.compiler.is_compiling() and not any(parameter is mine for mine in dict.values(layer._parameters))
 
 
 @contextmanager

@@ -18,7 +18,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from overlap.compiled import Entry
+from overlap.compiled import GUARDS, Entry, untraced
 
 __all__ = ["GatedParameters", "Gates", "Touch"]
 
@@ -38,7 +38,7 @@ class GatedParameters(dict[str, "torch.nn.Parameter | None"]):
         self.entries: tuple[Entry, ...] = ()
 
     def _pass(self, value: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling():
+        if GUARDS and torch.compiler.is_dynamo_compiling():
             for entry in self.entries:
                 entry.await_module()
         elif value is not None:
@@ -88,7 +88,7 @@ class _Hook:
         self._entry = entry
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_dynamo_compiling():
+        if not (GUARDS and torch.compiler.is_dynamo_compiling()):
             return self._call(*args, **kwargs)
         if self._entry is not None:
             self._entry.await_module()
@@ -118,7 +118,7 @@ class Gates:
     """
 
     def __init__(self, touch: Touch, enter: Callable[[torch.nn.Module], None], leave: Callable[..., None]) -> None:
-        self._touch, self._enter, self._leave = touch, enter, leave
+        self._touch, self._enter, self._leave = untraced(touch), untraced(enter), untraced(leave)
         self._handles: list[RemovableHandle] = []
         self._modules: dict[torch.nn.Module, Entry] = {}
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from overlap.bucket import Slot
+from overlap.compiled import only_looked_at
 
 __all__ = ["Facts", "Observer"]
 
@@ -53,8 +54,8 @@ class Observer:
         if not self._depth or not torch.is_grad_enabled() or slot.index in self._touched:
             return
         layer = self._depth[-1]
-        if torch.compiler.is_compiling() and not any(slot.param is mine for mine in dict.values(layer._parameters)):
-            return  # the compiler looks around in a child of `layer` before it traces it
+        if only_looked_at(slot.param, layer):
+            return
         self._touched.add(slot.index)
         if not self.units or self.units[-1][0] is not layer:
             self.units.append((layer, []))

@@ -31,8 +31,8 @@ class Transit:
 
     def send(self, bucket: Bucket) -> None:
         """Issue the all-gather of a bucket whose shard was updated."""
-        params = [slot.param for slot in bucket.slots]
-        torch.autograd.graph.increment_version(params)  # written behind autograd's back: old graphs must notice
+        for slot in bucket.slots:  # one by one: torch 2.4 takes no list
+            torch.autograd.graph.increment_version(slot.param)  # written behind autograd's back: old graphs must notice
         if bucket.master is not None and bucket.wide_parameters is None:
             bucket.master.pack()
         if self._poison and self._lanes.first.size > 1:

@@ -3,6 +3,7 @@
 #
 #     scripts/setup.sh          needed by mnist.sh and make test
 #     PYTHON=python3.12 scripts/setup.sh
+#     INSTEAD='torch==2.4.0 transformers<5' scripts/setup.sh          other versions than those of requirements.txt
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv=.venv
@@ -26,7 +27,7 @@ interpreter=$("$python" -c 'import sys; print(sys.version, sys.platform)') ||
 fingerprint() { # fingerprint FILE...: of the contents, and of the interpreter, MPI and folder that are used
     { echo "$interpreter $PWD"; command -v mpicc mpirun nvcc || true; cat "$@"; } | cksum
 }
-packages=$(fingerprint requirements.txt requirements-dev.txt scripts/setup.sh)
+packages="$(fingerprint requirements.txt requirements-dev.txt scripts/setup.sh)${INSTEAD:+ $INSTEAD}"
 # shellcheck disable=SC2046
 sources=$(fingerprint pyproject.toml $(find comm_core -name '*.[ch]pp' -o -name '*.cu' -o -name CMakeLists.txt -o -name '*.cmake' | sort))
 stamp() { cat "$venv/$1.stamp" 2>/dev/null || true; }
@@ -49,6 +50,16 @@ quietly() { # quietly CAUSE REMEDY COMMAND...: output goes to the log, shown onl
     fail "$cause (whole log: $log)" "$remedy"
 }
 
+requirements() { # those of requirements.txt, but for the packages in INSTEAD
+    local package others wanted=()
+    others=$(cat requirements.txt)
+    read -ra wanted <<<"${INSTEAD:-}"
+    for package in "${wanted[@]}"; do
+        others=$(grep -vE "^${package%%[<>=!~]*}([<>=!~[:space:];]|$)" <<<"$others")
+    done
+    printf '%s\n' "$others" "${wanted[@]}"
+}
+
 if [ "$(stamp packages)" != "$packages" ]; then
     rm -f "$venv/packages.stamp" "$venv/sources.stamp"
     : >"$log"
@@ -66,8 +77,9 @@ if [ "$(stamp packages)" != "$packages" ]; then
     quietly "the virtual environment could not be made" "install Python's venv module (Debian: python3-venv)" \
         "$python" -m venv "$venv"
     say "installing packages; PyTorch takes a minute or two"
+    requirements >"$venv/requirements.txt"
     quietly "packages could not be installed" "read the lines above; a network or a package mirror is needed once" \
-        "$venv/bin/python" -m pip install -r requirements.txt -r requirements-dev.txt
+        "$venv/bin/python" -m pip install -r "$venv/requirements.txt" -r requirements-dev.txt
     if command -v mpicc >/dev/null && command -v mpirun >/dev/null &&
         echo '#include <mpi.h>' | mpicc -x c -c -o /dev/null - 2>>"$log"; then
         say "using this machine's MPI: $(mpirun --version 2>/dev/null | head -n 1)"

@@ -17,7 +17,7 @@ from overlap.tuning import trial
 from overlap.tuning.options import Tuning
 from overlap.window import GradientChanged
 from tests.spmd.loops import Run
-from tests.spmd.models import WIDTH
+from tests.spmd.models import WIDTH, adafactor
 from tests.spmd.test_parity import _assert_close
 from tests.spmd.test_tuning import Clock
 
@@ -97,7 +97,7 @@ def test_optimizers_that_share_a_backward_do_not_wait_for_each_others_step() -> 
         torch.manual_seed(5)
         first, second = Branching().double(), Branching().double()
         models = (first, second)
-        optimizers: list[Any] = [torch.optim.Adafactor(model.parameters(), 0.01) for model in models]
+        optimizers: list[Any] = [adafactor(model.parameters(), 0.01) for model in models]
         if distributed:
             pairs = zip(optimizers, models, strict=True)
             optimizers = [hvd.DistributedOptimizer(one, model, partition_mb=0.0002) for one, model in pairs]

@@ -10,6 +10,7 @@ import torch
 
 import dear
 from overlap.bucket import Phase
+from overlap.compiled import GUARDS
 from tests.spmd.loops import Run
 from tests.spmd.models import WIDTH
 from tests.spmd.test_parity import OPTIMIZERS, STRATEGIES, WRAP, _assert_close
@@ -42,16 +43,16 @@ class Blocks(torch.nn.Module):
 
 
 def _whole(model: Any) -> Call:
-    return torch.compile(model, backend="eager", fullgraph=True)
+    return torch.compile(model, backend="eager", fullgraph=GUARDS)
 
 
 def _in_place(model: Any) -> Call:
-    model.compile(backend="eager", fullgraph=True)
+    model.compile(backend="eager", fullgraph=GUARDS)
     return model
 
 
 def _function(model: Any) -> Call:
-    return torch.compile(lambda x: model(x), backend="aot_eager", fullgraph=True)
+    return torch.compile(lambda x: model(x), backend="aot_eager", fullgraph=GUARDS)
 
 
 def _blocks(model: Any) -> Call:

@@ -64,6 +64,7 @@ SCHEDULES: dict[str, Schedule] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:The epoch parameter in")  # from torch 2.4's SequentialLR
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("on_inner", [False, True])
 @pytest.mark.parametrize("kind", SCHEDULES)
