@@ -16,7 +16,7 @@ from overlap.communicator import Communicator, Wide, Work
 from overlap.dense import narrow_summands
 from overlap.link import Link
 from overlap.loose_messages import LooseMessages
-from overlap.rendezvous import join_world
+from overlap.rendezvous import Rendezvous, join_world
 from overlap.requests import (
     Exchange,
     all_gather_request,
@@ -30,40 +30,45 @@ from overlap.requests import (
 )
 from overlap.routes import Routes
 from overlap.stages import Local, Stage, StagedTask
-from overlap.store_mail import StoreMailbox, own_client
+from overlap.store_mail import StoreMailbox
 from overlap.strand import PendingWork, Strand
 
 __all__ = ["ProcessGroupCommunicator", "connect"]
 
+_sessions = itertools.count()
 _COLLECTIVE_TAGS = 1024  # user tags lie below, in a context of their own
 
 
 def connect() -> ProcessGroupCommunicator:
     """The communicator of all ranks of torchrun's job; joins torch.distributed first where the script did not."""
+    session = next(_sessions)
     created = not dist.is_initialized()
     if created:
-        join_world()
-    store = dist.distributed_c10d._get_default_store()
-    return ProcessGroupCommunicator(store, dist.get_rank(), dist.get_world_size(), owns_world=created)
+        join_world(session)
+    meeting = Rendezvous(dist.distributed_c10d._get_default_store(), session)
+    return ProcessGroupCommunicator(meeting, dist.get_rank(), dist.get_world_size(), owns_world=created)
 
 
 class ProcessGroupCommunicator(Communicator):
-    """Collectives over gloo contexts of our own; `store` is how their ranks find each other."""
+    """Collectives over gloo contexts of our own; their ranks find each other at `meeting`."""
 
-    def __init__(self, store: Any, rank: int, size: int, *, name: str = "world", owns_world: bool = False) -> None:
+    def __init__(
+        self, meeting: Rendezvous, rank: int, size: int, *, name: str = "world", owns_world: bool = False
+    ) -> None:
         self._rank, self._size, self._name = rank, size, name
-        self._store = own_client(store)  # another group may be set up on another thread, which blocks its connection
+        self._meeting = meeting
+        self._store = meeting.connect(name)  # others may be set up meanwhile, on other threads, which block theirs
         self._owns_world = owns_world
         self._routes = Routes(rank, size)
         self._link = self._new_link("collectives")
         self._messages = LooseMessages(self._new_link("messages"))
         self._strand = Strand(f"dear-{name}")
-        self._mailbox = StoreMailbox(store, f"dear/{name}/mail", rank) if size > 1 else None
+        self._mailbox = StoreMailbox(meeting, f"{name}/mail", rank) if size > 1 else None
         self._numbers, self._splits = itertools.count(), itertools.count()
         self._closed = False
 
     def _new_link(self, purpose: str) -> Link:
-        return Link(PrefixStore(f"dear/{self._name}/{purpose}", self._store), self._rank, self._size)
+        return Link(PrefixStore(purpose, self._store), self._rank, self._size)
 
     @property
     def rank(self) -> int:
@@ -188,7 +193,7 @@ class ProcessGroupCommunicator(Communicator):
         members = sorted((row[2], rank) for rank, row in enumerate(rows) if row[0] and row[1] == color)
         ranks = [rank for _, rank in members]
         name = f"{self._name}/{number}.{color}"
-        return ProcessGroupCommunicator(self._store, ranks.index(self._rank), len(ranks), name=name)
+        return ProcessGroupCommunicator(self._meeting, ranks.index(self._rank), len(ranks), name=name)
 
     def post(self, peer: int, payload: bytes) -> Work:
         work = PendingWork("post", "", self._rank, self._size, len(payload))

@@ -7,16 +7,12 @@ import threading
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
 
-__all__ = ["StoreMailbox", "own_client"]
+from overlap.rendezvous import Rendezvous
+
+__all__ = ["StoreMailbox"]
 
 _CHUNK_BYTES = 1 << 20
-
-
-def own_client(store: Any) -> Any:
-    """A connection of its own, so that a blocking wait on it holds up nobody else."""
-    return store.clone() if hasattr(store, "clone") else store
 
 
 class StoreMailbox:
@@ -26,21 +22,18 @@ class StoreMailbox:
     connection to the store costs seconds.
     """
 
-    def __init__(self, store: Any, prefix: str, rank: int) -> None:
-        self._rank, self._store, self._prefix = rank, store, prefix
+    def __init__(self, meeting: Rendezvous, prefix: str, rank: int) -> None:
+        self._rank, self._meeting, self._prefix = rank, meeting, prefix
         self._out: Any = None
         self._in: Any = None
         self._writing = threading.Lock()
         self._read = 0
 
-    def _connect(self) -> Any:
-        return PrefixStore(self._prefix, own_client(self._store))
-
     def post(self, peer: int, payload: bytes) -> None:
         chunks = [payload[start : start + _CHUNK_BYTES] for start in range(0, len(payload), _CHUNK_BYTES)]
         with self._writing:
             if self._out is None:
-                self._out = self._connect()
+                self._out = self._meeting.connect(self._prefix)
             number = self._out.add(f"count/{peer}", 1)
             for index, chunk in enumerate(chunks):
                 self._out.set(f"{peer}/{number}/{index}", chunk)
@@ -49,7 +42,7 @@ class StoreMailbox:
 
     def receive(self, timeout: float) -> tuple[int, bytes] | None:
         if self._in is None:
-            self._in = self._connect()
+            self._in = self._meeting.connect(self._prefix)
         head = f"{self._rank}/{self._read + 1}"
         try:
             self._in.wait([head], datetime.timedelta(seconds=timeout))

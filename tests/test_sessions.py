@@ -1,0 +1,45 @@
+"""One session after another in the same processes, also beside a process group that belongs to the script.
+
+Only under torchrun: MPI cannot be started twice in one process.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.harness import ROOT, run_ranks
+
+SCRIPT = """
+import sys, torch, dear
+if sys.argv[1:] == ["beside"]:
+    torch.distributed.init_process_group("gloo")
+for session in range(3):
+    dear.init()
+    torch.manual_seed(session)
+    model = torch.nn.Linear(4, 2)
+    optimizer = dear.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(3, 4) * dear.rank()).sum().backward()
+        optimizer.step()
+    optimizer.synchronize()
+    for parameter in model.parameters():
+        assert torch.equal(*dear.allgather(parameter.detach()[None], name=f"{parameter.dim()}"))
+    dear.shutdown()
+if sys.argv[1:] == ["beside"]:
+    found = torch.ones(1)
+    torch.distributed.all_reduce(found)
+    assert found == 2
+    torch.distributed.destroy_process_group()
+print("the end")
+"""
+
+
+@pytest.mark.parametrize("more", [[], ["beside"]])
+def test_sessions_follow_each_other(more: list[str], tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    result = run_ranks(2, [str(script), *more], "torchrun", timeout=60, env={"PYTHONPATH": str(ROOT)}).check()
+    assert result.output.count("the end") == 2
