@@ -10,7 +10,7 @@ import os
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
 __all__ = ["Rendezvous", "join_world"]
@@ -42,7 +42,7 @@ class Rendezvous:
         # Before torch 2.8. What the script's store puts before its keys cannot be asked for; torchrun's store, which
         # outlives the workers, is told apart by their attempts.
         below = getattr(self._store, "_underlying_non_prefix_store", self._store)
-        if not isinstance(below, dist.TCPStore):
+        if not isinstance(below, TCPStore):
             return PrefixStore(f"{self._corner}/{prefix}", self._store)
-        client = dist.TCPStore(below.host, below.port, timeout=below.timeout, wait_for_workers=False)
+        client = TCPStore(below.host, below.port, wait_for_workers=False)
         return PrefixStore(f"attempt-{os.environ.get(_ATTEMPT, 0)}/{self._corner}/{prefix}", client)

@@ -9,10 +9,14 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 from bench.methods import process_group
 from bench.methods.method import MakeOptimizer, Method, Place
+
+try:
+    from torch.distributed.fsdp import fully_shard
+except ImportError:  # its place before torch 2.6
+    from torch.distributed._composable.fsdp import fully_shard  # type: ignore[attr-defined]
 
 __all__ = ["Fsdp2", "units"]
 
