@@ -9,9 +9,9 @@ call of that code waits for the modules that it contains, and for no others:
 
 Code compiled before the gates were set is traced again, since the type of the gated dictionary is guarded too.
 
-[Note: older compilers] Before torch 2.11 there were no such guards. Gates then break the graph: they are called between
-its pieces as they are without a compiler, and ``fullgraph=True`` raises. What they call must not be traced: these
-compilers lose track of some of its dictionaries and sets.
+[Note: older compilers] Before torch 2.13 there are no opaque objects, or they do less. Gates then break the graph: they
+are called between its pieces as they are without a compiler, and ``fullgraph=True`` raises. What they call must not be
+traced: these compilers lose track of some of its dictionaries and sets.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ import torch
 
 if TYPE_CHECKING:
     _Opaque = object
-else:
+elif torch.__version__ >= (2, 13):
     try:
         from torch._opaque_base import OpaqueBase as _Opaque
-    except ImportError:  # an older torch
+    except ImportError:  # torch promises nobody that it stays
         _Opaque = object
+else:
+    _Opaque = object
 
 __all__ = ["GUARDS", "Entry", "only_looked_at", "outside_compilation", "untraced"]
 

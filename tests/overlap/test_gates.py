@@ -82,7 +82,7 @@ def test_copies_are_plain() -> None:
     assert isinstance(module._parameters, GatedParameters)
 
 
-@pytest.mark.skipif(not GUARDS, reason="before torch 2.11, gates break compiled graphs instead")
+@pytest.mark.skipif(not GUARDS, reason="before torch 2.13, gates break compiled graphs instead")
 def test_compiled_code_waits_on_entry_whoever_came_first() -> None:
     module = torch.nn.Linear(2, 2)
     before = torch.compile(module, backend="eager", fullgraph=True)
