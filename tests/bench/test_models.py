@@ -31,6 +31,8 @@ def test_parameters_are_as_published(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "gpt2"])  # its mask is looked at: not on meta
 def test_a_small_batch_passes_through_and_reaches_every_parameter(name: str) -> None:
+    if name.startswith("bert"):
+        pytest.importorskip("transformers", minversion="5", reason="before, BERT's mask is looked at, too")
     chosen = workload(name)
     device = torch.device("meta")
     with device:
