@@ -24,13 +24,14 @@ import torch
 
 if TYPE_CHECKING:
     _Opaque = object
-elif torch.__version__ >= (2, 13):
-    try:
-        from torch._opaque_base import OpaqueBase as _Opaque
-    except ImportError:  # torch promises nobody that it stays
-        _Opaque = object
 else:
-    _Opaque = object
+    try:
+        if torch.__version__ < (2, 13):
+            raise ImportError("opaque objects are not there, or do less")
+        from torch._library.opaque_object import MemberType, register_opaque_type
+        from torch._opaque_base import OpaqueBase as _Opaque
+    except ImportError:  # or a later torch has them no more: it promises nobody that they stay
+        _Opaque = object
 
 __all__ = ["GUARDS", "Entry", "only_looked_at", "outside_compilation", "untraced"]
 
@@ -60,9 +61,7 @@ def _guard(entry: Entry) -> list[object]:
     return []  # nothing that could call for another compilation
 
 
-if GUARDS:
-    from torch._library.opaque_object import MemberType, register_opaque_type
-
+if GUARDS and not TYPE_CHECKING:
     register_opaque_type(Entry, typ="reference", guard_fn=_guard, members={"await_module": MemberType.USE_REAL})
 
 

@@ -78,7 +78,7 @@ class Skips:
         return found
 
     def drop(self) -> None:
-        """In backward: the gradients of this round were dropped by others than zero_grad() of the optimizer.
+        """In backward: the gradients of this round were dropped by something else than the optimizer's zero_grad().
 
         Raises as :meth:`meet` does.
         """
