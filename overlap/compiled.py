@@ -18,30 +18,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    _Opaque = object
-else:
-    try:
-        if torch.__version__ < (2, 13):
-            raise ImportError("opaque objects are not there, or do less")
-        from torch._library.opaque_object import MemberType, register_opaque_type
-        from torch._opaque_base import OpaqueBase as _Opaque
-    except ImportError:  # or a later torch has them no more: it promises nobody that they stay
-        _Opaque = object
+from overlap.opaque import AVAILABLE, Opaque, register
 
 __all__ = ["GUARDS", "Entry", "only_looked_at", "outside_compilation", "untraced"]
 
 #: Whether compiled code waits in its guards; otherwise gates break its graph.
-GUARDS = TYPE_CHECKING or _Opaque is not object
+GUARDS = AVAILABLE
 
 _Visit = Callable[[torch.nn.Module], None]
 
 
-class Entry(_Opaque):
+class Entry(Opaque):
     """Where compiled code that contains `module`'s forward enters it and leaves it again, before it starts."""
 
     def __init__(self, module: torch.nn.Module, enter: _Visit, leave: _Visit) -> None:
@@ -61,8 +52,8 @@ def _guard(entry: Entry) -> list[object]:
     return []  # nothing that could call for another compilation
 
 
-if GUARDS and not TYPE_CHECKING:
-    register_opaque_type(Entry, typ="reference", guard_fn=_guard, members={"await_module": MemberType.USE_REAL})
+if GUARDS:
+    register(Entry, _guard, "await_module")
 
 
 def untraced(call: Callable[..., None]) -> Callable[..., None]:

@@ -199,7 +199,10 @@ for step in range(1000):
     result = _run(tmp_path, text, "mpi")
     assert not result.timed_out
     assert result.returncode != 0
-    assert re.search(r"RuntimeError: rank 1 has dropped the gradients of step \d \(zero_grad", result.output)
+    # Raised, or where rank 0 waits inside an operation already, reported as the job is ended.
+    assert re.search(
+        r"(RuntimeError: |ERROR:dear:)rank 1 has dropped the gradients of step \d \(zero_grad", result.output
+    )
 
 
 def test_a_launcher_of_another_mpi_is_noticed(tmp_path: Path) -> None:
