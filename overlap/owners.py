@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gc
 import itertools
+import logging
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 __all__ = ["holders"]
+
+log = logging.getLogger("dear")
 
 
 def holders(parameters: Iterable[torch.Tensor]) -> list[torch.nn.Module]:
@@ -52,11 +55,12 @@ def _kinds() -> set[type]:
 
 
 def _tracked() -> list[Any]:
-    """What the garbage collector knows, also what it was told to leave alone."""
-    frozen = gc.get_freeze_count() > 0
-    if frozen:
+    """What the garbage collector knows, also what it was told to leave alone, which it takes up again for good.
+
+    Nobody can read what is frozen, and freezing again would freeze all that was made since: a model or an optimizer
+    that is dropped later would stay for ever.
+    """
+    if gc.get_freeze_count() > 0:
         gc.unfreeze()
-    things = gc.get_objects()
-    if frozen:
-        gc.freeze()
-    return things
+        log.info("gc.unfreeze() was called, to find the modules of parameters that were given without any")
+    return gc.get_objects()

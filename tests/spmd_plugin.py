@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 
@@ -9,11 +10,21 @@ import pytest
 
 RANK = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", os.environ.get("RANK", "0"))))
 SIZE = int(os.environ.get("OMPI_COMM_WORLD_SIZE", os.environ.get("PMI_SIZE", os.environ.get("WORLD_SIZE", "1"))))
+NATIVE = "TORCHELASTIC_RUN_ID" not in os.environ  # over MPI, or alone; else under torchrun
 
 # At import, which `-p` does before pytest keeps a copy of stdout for itself.
 _stderr = os.fdopen(os.dup(2), "w")
 if RANK > 0:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """Torch and pytest are a million objects that stay: nobody has to look through them again, neither the garbage
+    collector nor what looks at every object to find the modules of a parameter. A quarter of a suite's processor time and more.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(trylast=True)

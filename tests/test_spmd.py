@@ -24,7 +24,8 @@ JOBS = [
 @pytest.mark.timeout(1260)  # minutes, and several times that on a busy machine: single tests have their own limit
 @pytest.mark.parametrize(("suite", "part", "launcher", "size"), JOBS)
 def test_suite(suite: str, part: str, launcher: str, size: int, record_property: Callable[[str, object], None]) -> None:
-    options = ["-q", "-x", "-p", "tests.spmd_plugin", "-p", "no:cacheprovider", "--timeout", "60", "--color", "no"]
+    plugins = ["tests.spmd_plugin", "no:cacheprovider", "no:logging"]
+    options = ["-q", "-x", *(word for name in plugins for word in ("-p", name)), "--timeout", "60", "--color", "no"]
     argv = ["-m", "pytest", *options, "--timeout-method", "thread", f"tests/{suite}/{part}"]
     result = run_ranks(size, argv, launcher, timeout=1200, env={"DEAR_SPMD_SUITE": suite}, cwd=ROOT).check()
     counts = re.findall(r"^(\d+ passed.*) in ", result.output, re.MULTILINE)

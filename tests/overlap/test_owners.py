@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import weakref
 
 import torch
 
@@ -29,11 +30,16 @@ def test_a_shared_parameter_has_several_owners() -> None:
     assert set(holders([first.weight])) == {first, second}
 
 
-def test_what_the_garbage_collector_leaves_alone_is_found_too() -> None:
+def test_what_the_garbage_collector_leaves_alone_is_found_and_nothing_new_is_left_alone_with_it() -> None:
     model = torch.nn.Linear(2, 2)
     gc.freeze()
     try:
+        made = torch.nn.Linear(2, 2)
+        made.itself = [made]
+        later = weakref.ref(made)
         assert holders([model.weight]) == [model]
-        assert gc.get_freeze_count() > 0
+        del made
+        gc.collect()
+        assert later() is None
     finally:
         gc.unfreeze()

@@ -9,7 +9,7 @@ import torch
 
 import comm_core
 from comm_core import InvalidUsage, ReduceOp, Unsupported
-from overlap import pipeline
+from overlap import objects, pipeline
 from overlap.communicator import Communicator, Wide
 from overlap.session import init
 
@@ -253,3 +253,14 @@ def test_waiting_with_a_limit(comm: Communicator) -> None:
         comm.barrier()
         if comm.rank == 1:
             comm.send(torch.ones(1), 0, tag=9)
+
+
+def test_objects_of_every_length_come_as_they_went(comm: Communicator) -> None:
+    """One message holds the shorter ones; a longer one comes in two, also where only some ranks have one."""
+    room = objects._FRAME - objects._LENGTH.size
+    for length in (0, *range(room - 32, room + 3), 5 * room):
+        theirs = [bytes([rank]) * (length if rank % 2 else 3) for rank in range(comm.size)]
+        assert objects.allgather_object(comm, theirs[comm.rank]) == theirs
+        for root in range(comm.size):
+            mine = bytes([7]) * length if comm.rank == root else None
+            assert objects.broadcast_object(comm, mine, root) == bytes([7]) * length

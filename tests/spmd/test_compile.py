@@ -13,7 +13,8 @@ from overlap.bucket import Phase
 from overlap.compiled import GUARDS
 from tests.spmd.loops import Run
 from tests.spmd.models import WIDTH
-from tests.spmd.test_parity import OPTIMIZERS, STRATEGIES, WRAP, _assert_close
+from tests.spmd.test_parity import NAMELESS, OPTIMIZERS, WRAP, _assert_close
+from tests.spmd_plugin import NATIVE, SIZE
 
 Call = Callable[[torch.Tensor], torch.Tensor]
 
@@ -84,11 +85,11 @@ WAYS: list[tuple[Callable[[Any], Call], int | None, str]] = [
     (_blocks, 0, "wfbp"),
 ]
 PARTS = [_blocks]
-if "dear-nameless" in STRATEGIES:  # two ranks over MPI: how the compiler was called is all the same to any others
+WAYS += [(_function, 0, name) for name in NAMELESS]
+if SIZE == 2 and NATIVE:  # how the compiler was called is all the same to any others
     WAYS += [
         (_whole, 0, "oss"),
         (_in_place, 2, "mgwfbp"),
-        (_function, 0, "dear-nameless"),
         (_blocks, None, "dear-layerwise"),
         (_blocks_in_place, 2, "bytescheduler"),
     ]
@@ -114,7 +115,7 @@ def test_parity(way: Callable[[Any], Call], steps_before: int | None, strategy: 
         call = way(model)
         call(torch.ones(8 // dear.size(), WIDTH, dtype=torch.float64)).sum().backward()
         model.zero_grad()
-    optimizer = WRAP[strategy](inner, model)
+    optimizer = (WRAP | NAMELESS)[strategy](inner, model)
     graphs = []
     for step in range(5):
         if step == steps_before:

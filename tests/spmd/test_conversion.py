@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import dear
 from overlap.conversion import Change, difference
 from overlap.startup import SignatureMismatch
+from tests.spmd.listening import heard
 from tests.spmd.models import MODELS
 from tests.spmd.test_contract import _trained
 from tests.spmd.test_parity import OPTIMIZERS, WRAP, _model
@@ -204,9 +206,7 @@ def test_differences() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["dear", "wfbp"])
-def test_another_memory_format_changes_no_result_and_is_said_to_be_put_back(
-    strategy: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_another_memory_format_changes_no_result_and_is_said_to_be_put_back(strategy: str) -> None:
     """Where shards hold parameters. Where every rank updates whole ones, the new layout stays."""
 
     def train(wrap: Any) -> Any:
@@ -223,10 +223,10 @@ def test_another_memory_format_changes_no_result_and_is_said_to_be_put_back(
 
     expected, relaid = train(_plain)
     assert relaid
-    with caplog.at_level("WARNING", "dear"):
+    with heard(logging.WARNING) as everything:
         actual, kept = train(WRAP[strategy])
     _compare(actual, expected)
-    said = [record.getMessage() for record in caplog.records if "memory_format" in record.getMessage()]
+    said = [text for text in everything if "memory_format" in text]
     assert kept == (strategy == "wfbp")
     assert len(said) == (strategy == "dear" and dear.rank() == 0), said
     if said:

@@ -12,6 +12,7 @@ from torch import nn
 import dear
 import mgwfbp
 from overlap.session import current
+from tests.spmd.listening import heard
 from tests.spmd.loops import Run
 from tests.spmd.models import MODELS, WIDTH, Pause
 from tests.spmd.test_parity import _assert_close, _model
@@ -73,15 +74,15 @@ def test_a_changed_backward_order_changes_no_result(asc: bool) -> None:
     _assert_close(train(True), train(False), "model")
 
 
-def test_what_was_measured_on_rank_0_decides_on_every_rank(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_was_measured_on_rank_0_decides_on_every_rank() -> None:
     model = _model("Mlp")
     names = [name for name, _ in model.named_parameters()]
     mine = {name: 0.0 if dear.rank() else 1.0 for name in names}  # rank 0: nothing is worth waiting for
-    with caplog.at_level(logging.INFO, "dear"):
+    with heard(logging.INFO) as said:
         optimizer = mgwfbp.DistributedOptimizer(_sgd(model), model, layerwise_times=mine, alpha_beta=(1e-3, 1e-9))
         _train(model, optimizer, dear.rank(), 2)
     assert len(optimizer.buckets) == len(names)
-    tables = [record.message for record in caplog.records if record.message.startswith("mgwfbp: 8 tensors in 8")]
+    tables = [text for text in said if text.startswith("mgwfbp: 8 tensors in 8")]
     assert len(tables) == (dear.rank() == 0)
 
 
@@ -139,16 +140,16 @@ class Changing(nn.Module):
         return x
 
 
-def test_times_are_measured_while_training_and_hooks_are_gone_afterwards(caplog: pytest.LogCaptureFixture) -> None:
+def test_times_are_measured_while_training_and_hooks_are_gone_afterwards() -> None:
     model = Changing().double()
     optimizer = mgwfbp.DistributedOptimizer(_sgd(model), model, alpha_beta=(40e-3, 0.0), profile_steps=2)
     layers = []
-    with caplog.at_level(logging.INFO, "dear"):
+    with heard(logging.INFO) as said:
         for _ in range(4):
             _train(model, optimizer, dear.rank(), 1)
             layers.append([len({name.split(".")[1] for name in group}) for group in _groups(optimizer)])
             hooks = {len(param._post_accumulate_grad_hooks or ()) for param in model.parameters()}
             assert hooks == ({2} if len(layers) < 4 else {1})
     assert layers == [[3, 1]] * 3 + [[1, 3]]  # a pause longer than a start separates
-    tables = [record.message for record in caplog.records if "8 tensors in 2 buckets" in record.message]
+    tables = [text for text in said if "8 tensors in 2 buckets" in text]
     assert len(tables) == (dear.rank() == 0)

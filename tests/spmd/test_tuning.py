@@ -17,6 +17,7 @@ import oss
 from overlap.session import current
 from overlap.tuning import bayes, trial
 from overlap.tuning.options import Tuning
+from tests.spmd.listening import heard
 from tests.spmd.loops import LOOPS, Run
 from tests.spmd.test_parity import OPTIMIZERS, _assert_close, _model
 
@@ -138,19 +139,17 @@ def _tuned(clock: Clock, best_kb: float, steps: int, lucky: int = -1, **options:
     return optimizer
 
 
-def test_the_best_of_rank_0_stays_everywhere(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
+def test_the_best_of_rank_0_stays_everywhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     clock = Clock()
     monkeypatch.setattr(trial, "time", clock)
     folder = dear.broadcast_object(str(tmp_path))
     path = Path(folder) / "tuned.json"
-    with caplog.at_level(logging.INFO, "dear"):
+    with heard(logging.INFO) as said:
         optimizer = _tuned(clock, 4, 20, path=path)
     found = dear.allgather_object((optimizer.strategy.threshold_mb, _plan(optimizer)))
     assert all(other == found[0] for other in found)
     assert 2 <= found[0][0] * 1024 <= 8
-    tables = [record.message for record in caplog.records if "of the start's time" in record.message]
+    tables = [text for text in said if "of the start's time" in text]
     assert len(tables) == (dear.rank() == 0)
     assert all(text.count("\ntrial ") <= 11 and text.count(" again ") == 4 for text in tables)
     saved = json.loads(path.read_text())["results"]

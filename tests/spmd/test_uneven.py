@@ -18,7 +18,7 @@ from tests.spmd.test_parity import WRAP as PATIENT
 from tests.spmd.test_parity import _assert_close, _model
 
 # Early updates as they happen to come: a gradient hook must not wait for ranks that have joined.
-LIKE_OTHERS = ("dear-layerwise", "dear-nameless")
+LIKE_OTHERS = ("dear-layerwise",)
 WRAP = {name: wrap for name, wrap in PATIENT.items() if name not in LIKE_OTHERS} | {
     "dear-eager": lambda o, m, **k: dear.DistributedOptimizer(o, m, eager=True, threshold_mb=0.001, **k)
 }
