@@ -65,7 +65,8 @@ READING = (
     "state_reloaded",
     "data_replaced",
 )
-POLICIES = ("dear-rb", "dear-eager")  # of dear, which update as it does
+# Policies of dear update as it does: they meet all loops and scripts at two ranks over MPI, and elsewhere all the rest.
+POLICIES = () if SIZE == 2 and NATIVE else ("dear-rb", "dear-eager")
 # One for each package that is synchronous; the first with several buckets.
 PACKAGES = ("dear-layerwise", "wfbp", "mgwfbp", "bytescheduler", "oss")
 # Every optimizer meets the first strategy, which updates shards. Where all ranks update whole parameters, its rule meets
@@ -210,7 +211,7 @@ def _loops(strategy: str) -> tuple[str, ...]:
     """Those that a strategy meets here."""
     if strategy in NAMELESS:
         return READING
-    if strategy in POLICIES and not NATIVE:  # messages take longest there
+    if strategy in POLICIES:
         return READING[:1]
     return tuple(LOOPS)
 

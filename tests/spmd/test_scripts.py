@@ -14,7 +14,7 @@ from torch.optim import lr_scheduler
 
 import dear
 from tests.spmd.scripts import SCRIPTS, World
-from tests.spmd.test_parity import NAMELESS, PACKAGES, WRAP, _assert_close, _model
+from tests.spmd.test_parity import NAMELESS, PACKAGES, POLICIES, WRAP, _assert_close, _model
 
 NOT_EAGER = {"gan", "saved_by_rank_0_alone"}  # drop gradients, or look at the state, between backward and step()
 Schedule = Callable[[torch.optim.Optimizer], Any]
@@ -31,7 +31,7 @@ def _alone(script: str) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
-@pytest.mark.parametrize("strategy", WRAP | NAMELESS)
+@pytest.mark.parametrize("strategy", [name for name in WRAP | NAMELESS if name not in POLICIES])
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_parity(script: str, strategy: str) -> None:
     if "eager" in strategy and script in NOT_EAGER:
