@@ -13,7 +13,7 @@ from overlap import owners
 
 RANK = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", os.environ.get("RANK", "0"))))
 SIZE = int(os.environ.get("OMPI_COMM_WORLD_SIZE", os.environ.get("PMI_SIZE", os.environ.get("WORLD_SIZE", "1"))))
-NATIVE = "TORCHELASTIC_RUN_ID" not in os.environ  # over MPI, or alone; else under torchrun
+OVER_MPI = "TORCHELASTIC_RUN_ID" not in os.environ  # a process without a launcher counts as such
 
 # At import, which `-p` does before pytest keeps a copy of stdout for itself.
 _stderr = os.fdopen(os.dup(2), "w")

@@ -14,7 +14,7 @@ from overlap.compiled import GUARDS
 from tests.spmd.loops import Run
 from tests.spmd.models import WIDTH
 from tests.spmd.test_parity import NAMELESS, OPTIMIZERS, WRAP, _assert_close
-from tests.spmd_plugin import NATIVE, SIZE
+from tests.spmd_plugin import OVER_MPI, SIZE
 
 Call = Callable[[torch.Tensor], torch.Tensor]
 
@@ -86,7 +86,7 @@ WAYS: list[tuple[Callable[[Any], Call], int | None, str]] = [
 ]
 PARTS = [_blocks]
 WAYS += [(_function, 0, name) for name in NAMELESS]
-if SIZE == 2 and NATIVE:  # how the compiler was called is all the same to any others
+if SIZE == 2 and OVER_MPI:  # how the compiler was called is all the same to any others
     WAYS += [
         (_whole, 0, "oss"),
         (_in_place, 2, "mgwfbp"),

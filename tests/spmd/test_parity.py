@@ -18,7 +18,7 @@ from overlap.bucket import Phase
 from tests.spmd.device import DEVICE
 from tests.spmd.loops import LOOPS, MakeOptimizer, Run
 from tests.spmd.models import MODELS, adafactor
-from tests.spmd_plugin import NATIVE, SIZE
+from tests.spmd_plugin import OVER_MPI, SIZE
 
 STRATEGIES: dict[str, Callable[..., Any]] = {
     "dear": dear.DistributedOptimizer,
@@ -66,7 +66,7 @@ READING = (
     "data_replaced",
 )
 # Policies of dear update as it does: they meet all loops and scripts at two ranks over MPI, and elsewhere all the rest.
-POLICIES = () if SIZE == 2 and NATIVE else ("dear-rb", "dear-eager")
+POLICIES = () if SIZE == 2 and OVER_MPI else ("dear-rb", "dear-eager")
 # One for each package that is synchronous; the first with several buckets.
 PACKAGES = ("dear-layerwise", "wfbp", "mgwfbp", "bytescheduler", "oss")
 # Every optimizer meets the first strategy, which updates shards. Where all ranks update whole parameters, its rule meets
@@ -220,7 +220,7 @@ def _loops(strategy: str) -> tuple[str, ...]:
 def test_loops(loop: str, strategy: str) -> None:
     if "eager" in strategy and loop in NOT_EAGER:
         return
-    for optimizer in LOOPED if strategy == RULES and NATIVE and SIZE < 4 else LOOPED[:1]:
+    for optimizer in LOOPED if strategy == RULES and OVER_MPI and SIZE < 4 else LOOPED[:1]:
         if (loop, optimizer) == ("group_added", "adafactor"):
             continue  # torch's own load_state_dict, run where rank 0's state arrives, gives later groups one key more
         _check("Sometimes" if loop in SOMETIMES else "Mlp", optimizer, loop, strategy)
