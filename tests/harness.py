@@ -75,6 +75,7 @@ def run_ranks(
     # Jobs of a test may themselves run under a launcher of the test's caller; they are no part of that job.
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_", "PRTE_"))}
     inherited.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes: what one has compiled, the next one reads
+    inherited.pop("PYTHONUNBUFFERED", None)  # it writes a line in pieces, between which other ranks write theirs
     environ = {**inherited, "PYTHONFAULTHANDLER": "1", "OMP_NUM_THREADS": "1", **(env or {}), _TAG: tag}
     command = command_for(launcher, nranks, argv)
     started = time.monotonic()

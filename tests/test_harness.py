@@ -52,7 +52,7 @@ def test_children_that_outlive_their_job_are_ended(tmp_path: Path) -> None:
     text = f"""
 import subprocess
 child = subprocess.Popen([{sys.executable!r}, "-c", "import time; time.sleep(600)"], start_new_session=True)
-print("child", child.pid)
+print("child", child.pid, flush=True)
 """
     result = run_ranks(1, _script(tmp_path, text), "single", timeout=30).check()
     found = re.search(r"child (\d+)", result.output)
