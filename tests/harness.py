@@ -17,6 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 _TAG = "DEAR_TEST_JOB"
+_AT_START = Path(__file__).parent / "at_start"
 
 
 class JobFailed(AssertionError):
@@ -66,10 +67,12 @@ def run_ranks(
     timeout: float = 120.0,
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
+    end_as_ever: bool = False,
 ) -> Result:
     """Run ``python argv`` on `nranks` ranks; never longer than `timeout` seconds, and nothing is left behind.
 
-    A job that does not end is aborted rank by rank, so that every rank prints the stacks of its threads first.
+    A job that does not end is aborted rank by rank, so that every rank prints the stacks of its threads first. A process
+    ends as described in ``at_start/sitecustomize.py``, or with `end_as_ever` as a user's does.
     """
     tag = uuid.uuid4().hex
     # Jobs of a test may themselves run under a launcher of the test's caller; they are no part of that job.
@@ -77,6 +80,8 @@ def run_ranks(
     inherited.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes: what one has compiled, the next one reads
     inherited.pop("PYTHONUNBUFFERED", None)  # it writes a line in pieces, between which other ranks write theirs
     environ = {**inherited, "PYTHONFAULTHANDLER": "1", "OMP_NUM_THREADS": "1", **(env or {}), _TAG: tag}
+    if not end_as_ever:
+        environ["PYTHONPATH"] = os.pathsep.join([str(_AT_START), *filter(None, [environ.get("PYTHONPATH")])])
     command = command_for(launcher, nranks, argv)
     started = time.monotonic()
     with tempfile.TemporaryFile("w+b") as sink:

@@ -12,7 +12,8 @@ from tests.harness import ROOT, Result, run_ranks
 def _run(folder: Path, text: str, ranks: int = 2, timeout: float = 60, **env: str) -> Result:
     script = folder / "script.py"
     script.write_text(text)
-    return run_ranks(ranks, [str(script)], timeout=timeout, env={"PYTHONPATH": str(ROOT), **env}, cwd=folder)
+    environ = {"PYTHONPATH": str(ROOT), **env}
+    return run_ranks(ranks, [str(script)], timeout=timeout, env=environ, cwd=folder, end_as_ever=True)
 
 
 WORK = """

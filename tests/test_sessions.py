@@ -41,5 +41,6 @@ print("the end")
 def test_sessions_follow_each_other(more: list[str], tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    result = run_ranks(2, [str(script), *more], "torchrun", timeout=60, env={"PYTHONPATH": str(ROOT)}).check()
+    environ = {"PYTHONPATH": str(ROOT)}
+    result = run_ranks(2, [str(script), *more], "torchrun", timeout=60, env=environ, end_as_ever=True).check()
     assert result.output.count("the end") == 2
