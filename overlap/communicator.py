@@ -114,10 +114,6 @@ class Communicator(ABC):
         """
 
     @abstractmethod
-    def all_gather_counts(self, send_count: int) -> list[int]:
-        """Every rank's `send_count`, in rank order: for an all-gather whose sizes are not known yet. Blocks."""
-
-    @abstractmethod
     def all_reduce_async(
         self, send: torch.Tensor, recv: torch.Tensor, op: ReduceOp = ReduceOp.SUM, *, label: str = ""
     ) -> Work:

@@ -132,9 +132,6 @@ class DeviceCommunicator(Communicator):
         made = all_gather_request(self.rank, self.size, send, recv, counts, self._kind)
         return self._through(self._ready("all_gather").all_gather(made.send, made.recv, made.recv_counts, label))
 
-    def all_gather_counts(self, send_count: int) -> list[int]:
-        return self._host.all_gather_counts(send_count)
-
     def all_reduce_async(
         self, send: torch.Tensor, recv: torch.Tensor, op: ReduceOp = ReduceOp.SUM, *, label: str = ""
     ) -> Work:

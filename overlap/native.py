@@ -105,10 +105,6 @@ class NativeCommunicator(Communicator):
             )
         )
 
-    def all_gather_counts(self, send_count: int) -> list[int]:
-        self.issued += 1
-        return list(self._core.all_gather_counts(send_count))
-
     def all_reduce_async(
         self, send: torch.Tensor, recv: torch.Tensor, op: ReduceOp = ReduceOp.SUM, *, label: str = ""
     ) -> Work:

@@ -121,12 +121,6 @@ class ProcessGroupCommunicator(Communicator):
         last = _narrow("all_gather", wide, request, torch.Tensor.copy_)
         return self._issue("all_gather", label, request.recv.nbytes, lambda: [stage(), *last])
 
-    def all_gather_counts(self, send_count: int) -> list[int]:
-        mine = torch.tensor([send_count], dtype=torch.int64, device="cpu")
-        counts = torch.empty(self._size, dtype=torch.int64, device="cpu")
-        self.all_gather(mine, counts)
-        return [int(count) for count in counts]
-
     def all_reduce_async(
         self, send: torch.Tensor, recv: torch.Tensor, op: ReduceOp = ReduceOp.SUM, *, label: str = ""
     ) -> Work:

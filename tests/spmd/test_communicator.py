@@ -87,7 +87,6 @@ def test_moves(comm: Communicator, dtype: torch.dtype) -> None:
         comm.broadcast(whole, 0)
         assert torch.equal(whole, rows[0])
         counts = [max(0, count - 2 * rank) for rank in range(comm.size)]
-        assert comm.all_gather_counts(counts[comm.rank]) == counts
         expected = torch.cat([rows[rank, : counts[rank]] for rank in range(comm.size)])
         gathered = torch.empty(sum(counts), dtype=dtype)
         comm.all_gather(rows[comm.rank, : counts[comm.rank]].clone(), gathered, counts=counts)
