@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, Protocol, cast
-
-from torch.utils.hooks import RemovableHandle
 
 from overlap.communicator import Communicator
 from overlap.objects import allgather_object
@@ -25,19 +24,24 @@ class Rehearsal:
     """Called after each step. The first one makes the buckets, the second one warms up, `steps` more are measured.
 
     Every rank counts the same steps, and the times of the first rank that has any decide. The hooks are gone afterwards.
+    Steps of another optimizer do not count: the hook stays with the wrapped one, which may be wrapped again.
     """
 
     def __init__(self, comm: Communicator, steps: int) -> None:
         self._comm, self._steps = comm, steps
         self._done = 0
         self._clock: BackwardClock | None = None
+        self._mine: weakref.ref[DistributedOptimizer] | None = None
         self._laps: list[dict[int, float]] = []
 
-    def attach(self, optimizer: DistributedOptimizer) -> RemovableHandle:
+    def attach(self, optimizer: DistributedOptimizer) -> None:
         """Begin with `optimizer`'s next step, before which no step was made."""
-        return optimizer.register_step_post_hook(self)  # type: ignore[arg-type]
+        self._mine = weakref.ref(optimizer)
+        optimizer.register_step_post_hook(self)  # type: ignore[arg-type]
 
     def __call__(self, optimizer: DistributedOptimizer, _args: Any, _kwargs: Any) -> None:
+        if self._mine is None or self._mine() is not optimizer:
+            return
         self._done += 1
         if self._done == 1:
             self._clock = BackwardClock([param for group in optimizer.param_groups for param in group["params"]])

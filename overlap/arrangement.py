@@ -66,9 +66,10 @@ class Arrangement:
         compare("parameters", [lines for _, lines in learned])  # they may have been converted since the start
         found = [facts for facts, _ in learned]
         facts = next((facts for facts in found if any(facts.fires)), found[0])  # rank 0 may have joined at once
+        fires = [max(counts) for counts in zip(*(facts.fires for facts in found), strict=True)]
         self.observer = None
         self._mark_sparse(self._slots)
-        self._planner.begin(facts, self._window.passes)
+        self._planner.begin(facts, fires, self._window.passes)
         self._follow_plan()
 
     def extend(self) -> bool:

@@ -28,6 +28,7 @@ from overlap.startup import collect_slots, synchronize_start
 from overlap.state_share import StateShare
 from overlap.stepper import Stepper
 from overlap.strategy import Strategy
+from overlap.synchronizations import Synchronizations
 from overlap.tenure import Tenure
 from overlap.terms import agree_on_terms, terms_of
 from overlap.updates import Updates, feasible
@@ -123,6 +124,7 @@ def build(
     session.channels.hold((*hosts.reductions, *hosts.gathers, hosts.everyone), topic)
     engine.arrangement.conversion = Conversion(session.comm.rank, attendance, session.mailroom)
     engine.skips = Skips(session.comm.rank, attendance, session.mailroom, session.comm.abort)
+    engine.synchronizations = Synchronizations(session.comm.rank, attendance, session.mailroom)
     others = [rank for rank in members.ranks if rank != session.comm.rank]
     share = StateShare(others, session.mailroom, topic, exporter(engine))
     engine.arrangement.changing = share.updating

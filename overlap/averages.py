@@ -24,17 +24,19 @@ class Averages:
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._comm = engine, engine.comm
-        self.synchronized = False  # .grad holds averages: step() uses them as they are
-        self.infinities_shown = False  # a GradScaler wrote to .grad, which no longer counts
+
+    @property
+    def synchronized(self) -> bool:
+        return self._engine.window.synchronized
+
+    @property
+    def infinities_shown(self) -> bool:
+        return self._engine.window.infinities_shown
 
     def prepare(self) -> None:
         """Everything reduced or on its way, unless it is already."""
         if not (self.synchronized or self.infinities_shown):
             self._engine.prepare()
-
-    def forget(self) -> None:
-        """The window is over, by a step or without one."""
-        self.synchronized = self.infinities_shown = False
 
     def refuse(self, what: str) -> None:
         """Raise where parameters are updated before ``step()``: nothing can be done to all gradients before that."""
@@ -69,7 +71,7 @@ class Averages:
                 bucket.find_unused()
         for bucket in engine.order:
             bucket.expose()
-        self.synchronized = True
+        engine.window.synchronized = True
 
     def take_synchronized(self) -> None:
         """``.grad``, as the user left it after :meth:`synchronize`, is what shards are updated with."""
@@ -151,7 +153,7 @@ class Averages:
         whole = [values_of(param.grad) for param in self._whole_params() if param.grad is not None]
         bad = any_nonfinite(self._comm, [*(b.reduced for b in engine.order if b.holds_parameters), *whole])
         show_infinity(bad, engine.slots)
-        self.infinities_shown = True
+        engine.window.infinities_shown = True
 
     @torch.no_grad()
     def unscale(self, scale: torch.Tensor) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,11 +56,7 @@ def uproot(value: Any, tensors: list[torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
         tensors.append(value.detach())
         return _Placeholder(tuple(value.shape), value.dtype, value.device.type)
-    if isinstance(value, Mapping):
-        return {key: uproot(item, tensors) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(uproot(item, tensors) for item in value)
-    return value
+    return _rebuilt(value, lambda item: uproot(item, tensors))
 
 
 def plant(value: Any, tensors: list[torch.Tensor]) -> Any:
@@ -68,10 +65,23 @@ def plant(value: Any, tensors: list[torch.Tensor]) -> Any:
         tensor = torch.empty(value.shape, dtype=value.dtype, device=value.device_type)
         tensors.append(tensor)
         return tensor
+    return _rebuilt(value, lambda item: plant(item, tensors))
+
+
+def _rebuilt(value: Any, replace: Callable[[Any], Any]) -> Any:
+    """A copy of a dictionary, list or tuple with its items replaced, of the same type; anything else as it is."""
+    if isinstance(value, dict):
+        same = copy.copy(value)  # keeps a default factory, an order, attributes
+        for key, item in value.items():
+            same[key] = replace(item)
+        return same
     if isinstance(value, Mapping):
-        return {key: plant(item, tensors) for key, item in value.items()}
+        return {key: replace(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(plant(item, tensors) for item in value)
+        items = [replace(item) for item in value]
+        return (
+            value._make(items) if hasattr(value, "_make") else type(value)(items)
+        )  # a named tuple takes them one by one
     return value
 
 

@@ -51,9 +51,10 @@ class Slot:
     expected: int = 1  # accumulations in one backward pass, learned in the first iteration
     fires: int = 0
     filled: bool = False
+    noted: bool = False  # a gradient arrived that is in no bucket yet
     unused: bool = False  # after the reduction: no rank used it in this step
     sparse: bool = False  # its gradients are, so it is in no bucket; `filled` means averaged
-    _given: torch.Tensor | None = field(default=None, repr=False)  # `.grad` when the slot was filled …
+    _given: torch.Tensor | None = field(default=None, repr=False)  # `.grad` when the slot was filled or noted …
     _version: int = 0  # … and its version then
 
     def fill(self) -> None:
@@ -109,8 +110,8 @@ class Slot:
         return any(size > 1 and mine != theirs for size, mine, theirs in strides)
 
     def note(self) -> None:
-        """Remember the gradient that backward left, of a slot that is in no bucket."""
-        self._given = self.param.grad
+        """Remember the gradient that backward left, of a slot whose gradient is not in a bucket yet, or never will be."""
+        self._given, self.noted = self.param.grad, True
         self._version = 0 if self._given is None else self._given._version
 
     @property
@@ -130,11 +131,19 @@ class Slot:
 
     @property
     def changed(self) -> bool:
-        """Filled, and then the gradient was replaced or written to: the reduction did not see that."""
-        return self.filled and self.replaced
+        """Filled, and then the gradient was replaced or written to; or noted, and then other values came there.
+
+        Who drops a gradient that is this rank's own still (``model.zero_grad()``) keeps nothing from anybody.
+        """
+        if self.filled or not self.noted:
+            return self.filled and self.replaced
+        gradient = self.param.grad
+        if gradient is None or not self.replaced:
+            return False
+        return gradient.layout is not torch.strided or bool(gradient.detach().any())
 
     def clear(self) -> None:
-        self.filled, self.fires, self.unused, self._given = False, 0, False, None
+        self.filled, self.noted, self.fires, self.unused, self._given = False, False, 0, False, None
 
 
 class Bucket:

@@ -8,8 +8,6 @@ Only for optimizers that work element by element: they may update one bucket now
 
 from __future__ import annotations
 
-import copy
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -17,6 +15,7 @@ import torch
 
 from overlap.bucket import Bucket, Slot
 from overlap.compiled import outside_compilation
+from overlap.shadow import shadow_of
 from overlap.shard_update import unhooked_step
 from overlap.transit import Transit
 from overlap.window import GradientChanged
@@ -40,17 +39,9 @@ class DeferredUpdates:
     def leave(self, buckets: Iterable[Bucket]) -> None:
         """In ``step()``: the update of each bucket is left to whoever needs it first."""
         groups = [{key: _noted(value) for key, value in group.items()} for group in self._optimizer.param_groups]
-        shadow = self._shadow()
+        shadow = shadow_of(self._optimizer)  # as it is now; the state it writes to is the optimizer's own
         for bucket in buckets:
             self._leave(bucket, groups, shadow)
-
-    def _shadow(self) -> torch.optim.Optimizer:
-        """The optimizer as it is now, without hooks; the state it writes to is the optimizer's own."""
-        shadow = copy.copy(self._optimizer)
-        for name, hooks in vars(self._optimizer).items():
-            if name.startswith("_optimizer_") and isinstance(hooks, OrderedDict):
-                setattr(shadow, name, OrderedDict())
-        return shadow
 
     def _leave(self, bucket: Bucket, groups: list[dict[str, Any]], shadow: torch.optim.Optimizer) -> None:
         versions = {slot.index: slot.view._version for slot in bucket.slots if slot.view is not None}

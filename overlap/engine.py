@@ -6,6 +6,7 @@ afterwards:       gradient hooks ─▶ window ─▶ strategy.reduce     gates 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Sequence
 
 import torch
@@ -21,14 +22,18 @@ from overlap.gates import Gates
 from overlap.grouping import Groups
 from overlap.hooks import GradientHooks
 from overlap.lanes import Lanes
+from overlap.listed import GroupGates
+from overlap.own_methods import refuse_direct_steps
 from overlap.owners import holders
 from overlap.planner import Planner
 from overlap.roll import CannotJoin
+from overlap.roster import Roster
 from overlap.shard_update import ShardUpdate
 from overlap.skips import Skips
 from overlap.sparse import average_sparse, refuse_sparse
 from overlap.startup import SignatureMismatch
 from overlap.strategy import Strategy
+from overlap.synchronizations import Synchronizations
 from overlap.transit import Transit
 from overlap.updates import Updates
 from overlap.window import GradientWindow
@@ -66,7 +71,8 @@ class Engine:
         self.accumulating = False  # since the last step, gradients arrived that no reduction has seen
         self._converted = False  # parameters are not of their buckets' type any more: gradients wait for new ones
         self.ended = ""  # why this optimizer cannot step any more
-        self.skips: Skips  # set by whoever gives this optimizer a name between ranks
+        self.skips: Skips  # both set by whoever gives this optimizer a name between ranks
+        self.synchronizations: Synchronizations
         shards = ShardUpdate(optimizer, whole=updates is Updates.OWNED) if updates.in_shards else None
         self._planner = Planner(comm, optimizer, slots, strategy, groups, shards)
         self.order = self._planner.order  # in order of issue
@@ -102,6 +108,10 @@ class Engine:
             self.arrangement.follow = self.eager.follow
         if updates is Updates.DEFERRED:
             self.deferred = DeferredUpdates(optimizer, self.transit, self._settle, poison=poison)
+        self.roster = Roster(optimizer, slots)
+        self.group_gates = GroupGates(optimizer, self.transit) if updates is not Updates.WHOLE else None
+        myself = weakref.ref(self)
+        self._direct = refuse_direct_steps(optimizer, lambda: (engine := myself()) is not None and engine.local)
         self._hooks = GradientHooks(self._gradient_ready)
         self._gates = Gates(self._touch, self._enter, self._leave)
         self._guard()
@@ -111,6 +121,16 @@ class Engine:
     def learning(self) -> bool:
         """Until the first step; see :attr:`overlap.arrangement.Arrangement.learning`."""
         return self.arrangement.learning
+
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether gradients arrived since the last step, also those of ``no_sync()``."""
+        return self.window.touched or self.accumulating
+
+    @property
+    def local(self) -> bool:
+        """Whether gradients arrived since the last step that ``synchronize()`` has not averaged."""
+        return self.holds_gradients and not self.window.synchronized
 
     @property
     def open_step(self) -> bool:
@@ -151,6 +171,7 @@ class Engine:
             param.grad = param.grad.to_dense()
         self.accumulating = self.suspended
         if self.suspended:
+            self.window.accumulate(slot)
             return
         observer = self.arrangement.observer
         if observer is not None:
@@ -191,7 +212,8 @@ class Engine:
         if observer is not None:
             observer.enter(module)
         self.transit.arrive_entry()
-        self.skips.passed = self.skips.passed or torch.is_grad_enabled()
+        if torch.is_grad_enabled():
+            self.skips.passed = self.synchronizations.expecting = True
         if self.transit or observer is not None:
             for parameter in dict.values(module._parameters):
                 if parameter is not None:
@@ -205,8 +227,11 @@ class Engine:
     # - Following the model
 
     def detach(self) -> None:
-        """Leave the model alone."""
+        """Leave the model and the optimizer alone."""
         self._gates.remove()
+        self._direct.remove()
+        if self.group_gates is not None:
+            self.group_gates.remove()
         self._hooks.remove()
 
     def add_slots(self, slots: Sequence[Slot]) -> None:
@@ -215,6 +240,8 @@ class Engine:
         self._by_param.update({id(slot.param): slot for slot in slots})
         self._gates.remove()
         self._guard()
+        if self.group_gates is not None:
+            self.group_gates.guard()
         self._hooks.attach(self.slots)
 
     # - Moving buckets
@@ -226,6 +253,8 @@ class Engine:
         self.arrangement.follow_conversion()
         self.attendance.start("prepare")
         self.skips.step()
+        if self.learning:
+            self.window.verify()  # before gradients move to their buckets
         self.arrangement.learn()
         self._hooks.attach(self.slots)  # those that were frozen and are not any more
         self._arrive_left()

@@ -14,8 +14,10 @@ from overlap.arguments import HorovodArguments, check_passes
 from overlap.assembly import build
 from overlap.bucket import Bucket
 from overlap.joining import Follower
+from overlap.live_state import LiveState
 from overlap.loss_scale import is_scaler_step, is_unscaling
 from overlap.membership import Membership
+from overlap.own_methods import guarded
 from overlap.session import Session, current
 from overlap.startup import collect_slots, synchronize_start
 from overlap.strategy import Plan, Strategy
@@ -105,12 +107,22 @@ class DistributedOptimizer(torch.optim.Optimizer):
         shards = self._engine.shards
         if self._engine.deferred is not None:
             self._engine.transit.arrive_all()
-        return self._optimizer.state if shards is None else {**self._optimizer.state, **shards.state}
+        return self._optimizer.state if shards is None else LiveState(self._optimizer, shards)
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        if self._engine.shards is None:
+            self._engine.transit.arrive_all()
+            self._optimizer.state = state
+        else:
+            live = self.state
+            live.clear()
+            live.update(state)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_optimizer" not in self.__dict__:
             raise AttributeError(name)
-        return getattr(self._optimizer, name)
+        return guarded(self._optimizer, name, lambda: self._engine.local)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -175,10 +187,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch. After a backward whose step was skipped, it completes what is in flight and forgets it."""
         self._stepper.skip()
-        self._engine.accumulating = False
+        self._engine.accumulating, self._engine.synchronizations.expecting = False, True
         if self._engine.deferred is not None and not set_to_none:
             self._engine.transit.arrive_all()  # zeros would be written into what is still being reduced
-        self._optimizer.zero_grad(set_to_none)
+        gates = self._engine.group_gates
+        with contextlib.nullcontext() if gates is None else gates.open():
+            self._optimizer.zero_grad(set_to_none)
 
     # - The step
 
@@ -193,7 +207,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         """:meth:`step` without the hooks that torch puts around it."""
-        if self._inside_skip_synchronize and self._engine.window.touched and not self._averages.synchronized:
+        if self._inside_skip_synchronize and self._engine.local:
             raise RuntimeError("inside skip_synchronize() the gradients are local still: call synchronize() before it")
         # A GradScaler leaves its scale here (None where it has unscaled) and what it found.
         found_inf, scale = vars(self).get("found_inf"), vars(self).get("grad_scale")
@@ -223,7 +237,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         self._averages.refuse("synchronize()")  # before any wait: others may issue their all-gathers in step() only
         self._engine.transit.arrive_all()
-        if self._engine.window.touched:
+        if self._engine.synchronizations.meet(self._engine.holds_gradients):
             self._averages.synchronize()
 
     @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -38,11 +38,16 @@ class Planner:
         self.strategy, self.shards, self._groups = strategy, shards, groups
         self.order: list[Bucket] = []
         self._facts: Facts | None = None  # about the parameters in buckets
+        self._most = 1  # accumulations into one parameter in one backward pass
         self._unguarded: set[int] = set()  # slots that no gate is known to guard
         self._owners: dict[int, int] = {}  # by slot, of parameters that shards do not cut
 
-    def begin(self, facts: Facts, passes: int) -> None:
-        """The first buckets, from what the first iteration taught."""
+    def begin(self, facts: Facts, fires: Sequence[int], passes: int) -> None:
+        """The first buckets, from what the first iteration taught.
+
+        `fires` are the most accumulations into each slot that any rank saw in `passes` backward passes. What none used may
+        be used as often as the most used one: a gradient that is complete earlier waits for ``step()``, no more.
+        """
         absent = {
             slot.index
             for slot in self._slots
@@ -51,8 +56,10 @@ class Planner:
         self._facts = _without(facts, absent)
         self._unguarded = {*facts.unseen, *facts.idle}
         self.order += self._build(self.preview(self.strategy), self.shards, fill=True)
-        for slot in self._slots:
-            slot.expected = max(1, round(facts.fires[slot.index] / passes))
+        counts = [max(1, round(count / passes)) if count else 0 for count in fires]
+        self._most = max(1, *counts)
+        for slot, count in zip(self._slots, counts, strict=True):
+            slot.expected = count or self._most
 
     @property
     def late(self) -> list[Slot]:
@@ -71,6 +78,8 @@ class Planner:
         plan = self.strategy.plan(facts, *self._specs(), self._comm.size)
         self.order += self._build(plan, self.shards, first=len(self.order), fill=True)
         self._facts = _with_late(self._facts, late, len(self._slots))
+        for index in late:
+            self._slots[index].expected = self._most
         self._unguarded.update(late)
 
     def draft(self, strategy: Strategy) -> tuple[list[Bucket], ShardUpdate | None]:

@@ -8,7 +8,7 @@ pieces only (ZeRO stage 1: Rajbhandari et al., 2020, section 5.1).
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +21,7 @@ from overlap.dense import from_flat, to_flat, unused_positions, view_like
 from overlap.elementwise import SCALAR_STATE
 from overlap.master import MASTER
 from overlap.partition import piece
+from overlap.shadow import shadow_of
 
 __all__ = ["Piece", "PieceState", "ShardUpdate", "assemble", "is_sliced", "unhooked_step"]
 
@@ -56,11 +57,8 @@ class ShardUpdate:
         whole: bool = False,
     ) -> None:
         self._optimizer, self.whole = optimizer, whole
-        self._shadow = copy.copy(optimizer)
+        self._shadow = shadow_of(optimizer)
         self._shadow.state = defaultdict(dict)
-        for name, hooks in vars(optimizer).items():
-            if name.startswith("_optimizer_") and isinstance(hooks, OrderedDict):
-                setattr(self._shadow, name, OrderedDict())
         self._step = unhooked_step(optimizer)
         self._written = LastUpdate()
         self._pieces: dict[Bucket, list[Piece]] = {}
@@ -92,6 +90,20 @@ class ShardUpdate:
     def state(self) -> dict[torch.nn.Parameter, dict[str, Any]]:
         """State by parameter, the part this rank holds: 1-D tensors as long as the piece, unless pieces are whole."""
         return {one.slot.param: self._shadow.state[one.proxy] for one in self.pieces if one.proxy in self._shadow.state}
+
+    def cuts(self, param: torch.Tensor) -> bool:
+        """Whether `param` is in a bucket whose shards are updated here and on other ranks."""
+        return any(slot.param is param for bucket in self._pieces for slot in bucket.slots)
+
+    def set_state(self, param: torch.Tensor, state: dict[str, Any]) -> bool:
+        """Replace the state of this rank's piece of `param`, nothing of it for an empty one; whether there is a piece."""
+        mine = [one.proxy for one in self.pieces if one.slot.param is param]
+        for proxy in mine:
+            self._shadow.state.pop(proxy, None)
+            if state:
+                self._shadow.state[proxy] = state
+            self._written.note(proxy)
+        return bool(mine)
 
     def add(self, bucket: Bucket, rank: int) -> None:
         """Take on the pieces of a new bucket."""

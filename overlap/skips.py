@@ -18,24 +18,20 @@ from __future__ import annotations
 import logging
 import math
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 
 from overlap.attendance import Attendance
-from overlap.mailroom import Mailroom, NoAnswer
+from overlap.mailroom import Mailroom
+from overlap.meeting import Meeting
 from overlap.whereabouts import Place, places
 
 __all__ = ["Skips"]
 
 log = logging.getLogger("dear")
 
-_ANSWER_SECONDS = 600.0
-_LOOK_SECONDS = 1.0  # between looks at who has joined meanwhile
 _PATIENCE_SECONDS = 5.0  # of a rank that could end the job, and would rather raise
 _REMEMBERED = 16  # rounds, looked through in every step; ranks are never that far apart
-
-_Place = tuple[int, float]  # a round, and the number of a zero_grad() in it
 
 
 class Skips:
@@ -44,20 +40,14 @@ class Skips:
     def __init__(self, rank: int, attendance: Attendance, mailroom: Mailroom, abort: Callable[[int], None]) -> None:
         self._rank, self._attendance, self._mailroom, self._abort = rank, attendance, mailroom, abort
         self._topic = f"{attendance.topic}/skips"
+        self._meeting = Meeting(rank, attendance, mailroom, self._topic)
         self.passed = False  # a forward with gradients ran since the last call
-        self._changed = threading.Condition()
-        self._place: _Place = (0, 0)  # how far this rank has come
-        self._dropped: _Place | None = None  # where it last dropped gradients
-        self._waiting: list[tuple[int, _Place]] = []  # ranks that asked about a place where this one was not yet
-        self._told: dict[_Place, dict[int, bool]] = {}  # by place and rank: whether gradients were dropped there
         self._stepped: deque[int] = deque(maxlen=_REMEMBERED)  # rounds that ended in a step here
         self._dropped_by: deque[tuple[int, int]] = deque(maxlen=_REMEMBERED)  # rounds, and who dropped them
         self._apart = ""  # what this rank was told of a round that it dropped alone
         self._raised = False
-        mailroom.on(self._topic, self._hear)
         mailroom.on(f"{self._topic}/dropped", self._hear_drop)
         mailroom.on(f"{self._topic}/apart", self._hear_apart)
-        mailroom.on(f"{self._topic}/answer", self._hear_answer)
 
     def meet(self, dropping: bool) -> bool:
         """In zero_grad(): whether any rank drops gradients of this round there; `dropping` if this one does.
@@ -65,16 +55,16 @@ class Skips:
         Raises ``RuntimeError`` where an earlier round was dropped on some ranks only.
         """
         self._check()
-        number, calls = self._place
+        number, calls = self._meeting.call
         calls = calls + 1 if number == self._attendance.round and math.isfinite(calls) else 1
         place = (self._attendance.round, calls)
         unsure = not dropping and self.passed and calls > 1
         self.passed = False
-        self._come_to(place, dropping)
-        found = dropping or (unsure and self._ask(place))
+        self._meeting.come_to(place, dropping)
+        found = dropping or (unsure and self._meeting.ask(place, "zero_grad() after a pass that used no parameter"))
         if found:  # the round ends here, and this call begins the next one
             self._tell_drop(place[0])
-            self._come_to((place[0] + 1, 1), dropping=False)
+            self._meeting.come_to((place[0] + 1, 1), False)
         return found
 
     def drop(self) -> None:
@@ -88,7 +78,7 @@ class Skips:
     def step(self) -> None:
         """What ends this round here is no zero_grad(), but for one after synchronize(). Raises as :meth:`meet` does."""
         self._check()
-        self._come_to((self._attendance.round, math.inf), dropping=False)
+        self._meeting.come_to((self._attendance.round, math.inf), False)
 
     def stepped(self) -> None:
         """This round ends in a step here. Raises ``RuntimeError`` where another rank is known to have dropped it."""
@@ -139,49 +129,3 @@ class Skips:
 
     def _hear_apart(self, _sender: int, text: str) -> None:
         self._apart = text
-
-    def _come_to(self, place: _Place, dropping: bool) -> None:
-        with self._changed:
-            self._place = place
-            if dropping:
-                self._dropped = place
-            due = [(sender, asked) for sender, asked in self._waiting if asked <= place]
-            self._waiting = [(sender, asked) for sender, asked in self._waiting if asked > place]
-        for sender, asked in due:
-            self._answer(sender, asked)
-
-    def _hear(self, sender: int, asked: _Place) -> None:
-        with self._changed:
-            if asked > self._place:
-                self._waiting.append((sender, asked))
-                return
-        self._answer(sender, asked)
-
-    def _answer(self, sender: int, asked: _Place) -> None:
-        self._mailroom.tell(sender, f"{self._topic}/answer", (asked, self._dropped == asked))
-
-    def _hear_answer(self, sender: int, answer: tuple[_Place, bool]) -> None:
-        place, dropped = answer
-        with self._changed:
-            self._told.setdefault(place, {})[sender] = dropped
-            self._changed.notify_all()
-
-    def _ask(self, place: _Place) -> bool:
-        others = [rank for rank in self._attendance.ranks if rank != self._rank]
-        for rank in others:
-            self._mailroom.tell(rank, self._topic, place)
-        deadline = time.monotonic() + _ANSWER_SECONDS
-        with self._changed:
-            while True:
-                told = self._told.get(place, {})
-                present = [self._attendance.ranks[index] for index in self._attendance.present(place[0])]
-                silent = [rank for rank in others if rank in present and rank not in told]
-                if any(told.values()) or not silent:
-                    self._told.clear()
-                    return any(told.values())
-                if time.monotonic() > deadline:
-                    raise NoAnswer(
-                        f"zero_grad() after a pass that used no parameter: ranks {silent} did not come to the same call "
-                        f"within {_ANSWER_SECONDS:g} s; call zero_grad() and step() on every rank alike"
-                    )
-                self._changed.wait(_LOOK_SECONDS)

@@ -27,6 +27,7 @@ from overlap.bucket import Bucket, Phase
 from overlap.communicator import ReduceOp
 from overlap.elementwise import decides_by_loss
 from overlap.engine import Engine
+from overlap.listed import listed
 from overlap.shard_update import unhooked_step
 from overlap.state_share import StateShare
 
@@ -42,6 +43,8 @@ class Stepper:
 
     def step(self, closure: Callable[[], Any] | None, scale: torch.Tensor | None = None) -> Any:
         """See :meth:`overlap.optimizer.DistributedOptimizer.step`; divide gradients by `scale` first."""
+        self._engine.synchronizations.step()
+        self._engine.roster.follow(in_parts=self._engine.shards is not None or self._engine.deferred is not None)
         if closure is not None and self._engine.shards is None and decides_by_loss(self._optimizer):
             return self._step_deciding(closure)
         result = None
@@ -63,7 +66,6 @@ class Stepper:
             if self._engine.deferred is not None:
                 self._engine.transit.arrive_all()  # the buffers of what was not used since are free then
             self._engine.window.discard()
-            self._averages.forget()
             self._engine.accumulating = False
 
     def skip(self) -> None:
@@ -75,7 +77,6 @@ class Stepper:
             self.forget()
             return
         engine.window.leave_out()
-        self._averages.forget()
 
     @torch.no_grad()
     def finish(self, given_up: Collection[str]) -> None:
@@ -95,7 +96,6 @@ class Stepper:
         self._engine.skips.stepped()
         self._engine.window.reset()
         self._engine.accumulating = False
-        self._averages.forget()
 
     def _announce(self, scale: torch.Tensor | None) -> None:
         """Joined ranks own shards, too: they step with the hyper-parameters in force where training goes on."""
@@ -145,7 +145,7 @@ class Stepper:
         saved = [group["params"] for group in groups]
         try:
             for group in groups:
-                group["params"] = [param for param in group["params"] if id(param) in members]
+                group["params"] = [param for param in listed(group["params"]) if id(param) in members]
             unhooked_step(self._optimizer)(self._optimizer)
         finally:
             for group, params in zip(groups, saved, strict=True):
@@ -167,6 +167,8 @@ class Stepper:
         """The optimizer evaluates as often as it likes, and is given the averaged loss: all ranks decide alike."""
         engine, step = self._engine, unhooked_step(self._optimizer)
         first = True
+        if engine.accumulating or any(slot.fires for slot in engine.slots):
+            self._averages.synchronize()  # the optimizer may use them before it calls the closure
 
         def evaluate() -> Any:
             nonlocal first

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 
 import torch
@@ -24,6 +25,8 @@ class Transit:
     def __init__(self, lanes: Lanes, gather: Callable[[Communicator, Bucket], None], *, poison: bool) -> None:
         self._lanes, self._gather, self._poison = lanes, gather, poison
         self._buckets: dict[Bucket, Callable[[Bucket], None] | None] = {}  # by what is left to do on arrival
+        self._arriving: set[Bucket] = set()  # their updates may look at parameters themselves
+        self._lock = threading.RLock()  # two threads may look at one parameter; both see its final value
         self.entry: list[Bucket] = []  # hold parameters no gate hands out: awaited when any forward starts
 
     def __bool__(self) -> bool:
@@ -50,10 +53,20 @@ class Transit:
         self._buckets[bucket] = update
 
     def arrive(self, bucket: Bucket) -> None:
-        """Wait until the parameters of `bucket` are final."""
+        """Wait until the parameters of `bucket` are final. From any thread."""
         if bucket not in self._buckets or _in_forked_child:
             return
-        update = self._buckets.pop(bucket)
+        with self._lock:
+            if bucket not in self._buckets or bucket in self._arriving:
+                return
+            self._arriving.add(bucket)
+            try:
+                self._complete(bucket, self._buckets[bucket])
+            finally:
+                self._arriving.discard(bucket)
+                del self._buckets[bucket]  # last: from now on nobody waits
+
+    def _complete(self, bucket: Bucket, update: Callable[[Bucket], None] | None) -> None:
         if update is not None:
             update(bucket)
         else:

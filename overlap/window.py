@@ -19,7 +19,7 @@ class TooManyGradients(RuntimeError):
 
 
 class GradientChanged(RuntimeError):
-    """A gradient was changed after its reduction had been issued, so the other ranks would not see the change."""
+    """A gradient was changed after backward on this rank, where the average over ranks should have been."""
 
 
 class StepSkipped(RuntimeError):
@@ -57,6 +57,8 @@ class GradientWindow:
         self._launch, self._settle, self._arrive, self._drop = launch, settle, arrive, drop
         self._next = 0
         self.reduced = False  # all reductions of this window were awaited, by clipping or synchronize()
+        self.synchronized = False  # .grad holds averages: step() uses them as they are
+        self.infinities_shown = False  # a GradScaler wrote to .grad, which no longer counts
         self.begun = False  # a gradient arrived
 
     @property
@@ -88,6 +90,7 @@ class GradientWindow:
             self._restart_or_refuse(slot)
         slot.fires += 1
         if slot.fires < slot.expected * self.passes:
+            slot.note()
             return
         assert slot.bucket is not None
         if slot.bucket.phase in (Phase.GATHERING, Phase.DUE):
@@ -107,6 +110,12 @@ class GradientWindow:
         if slot.filled:
             self._restart_or_refuse(slot)
         slot.fires += 1
+        slot.note()
+
+    def accumulate(self, slot: Slot) -> None:
+        """A gradient was accumulated inside ``no_sync()``."""
+        if not slot.filled:
+            slot.note()
 
     def _restart_or_refuse(self, slot: Slot) -> None:
         if slot.param.grad is slot.view:
@@ -119,7 +128,7 @@ class GradientWindow:
         # theirs were filled by this new backward before anybody could notice.
         self.check_skippable()
         self._drop()
-        self.discard(keep=[other for other in self.slots if other.filled and not other.dropped])
+        self.discard(keep=[other for other in self.slots if other.filled and not (other.dropped or other.absent)])
 
     def _launch_filled(self, buckets: Iterable[Bucket]) -> None:
         for bucket in buckets:
@@ -135,16 +144,20 @@ class GradientWindow:
             bucket.advance(Phase.REDUCING)
 
     def verify(self, sharded_only: bool = False) -> None:
-        """Refuse gradients that were changed or replaced after they had been handed over."""
+        """Refuse gradients that were changed or replaced after backward: in a bucket already, or this rank's own still."""
         for slot in self.slots:
             if slot.sparse:
                 continue  # reduced where it lies, and verified there
             if slot.changed and not (sharded_only and slot.bucket is not None and not slot.bucket.holds_parameters):
                 what = "removed" if slot.param.grad is None else "changed"
+                when = (
+                    "its reduction had been issued; the change would be lost"
+                    if slot.filled
+                    else "backward(); other ranks' gradients would be averaged with the changed one"
+                )
                 raise GradientChanged(
-                    f"the gradient of {slot.name!r} was {what} after its reduction had been issued; the change would be "
-                    "lost. Call optimizer.synchronize() after backward() and before changing gradients, or use "
-                    "optimizer.clip_grad_norm_()"
+                    f"the gradient of {slot.name!r} was {what} after {when}. Call optimizer.synchronize() after backward() "
+                    "and before changing gradients, or use optimizer.clip_grad_norm_()"
                 )
 
     def flush(self) -> None:
@@ -216,6 +229,6 @@ class GradientWindow:
         for slot in self.slots:
             slot.clear()
         self._next = 0
-        self.reduced = False
+        self.reduced = self.synchronized = self.infinities_shown = False
         self.begun = False
         self._attendance.close()

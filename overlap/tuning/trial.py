@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,10 @@ log = logging.getLogger("dear")
 
 
 class Trial:
-    """Called after each step of one optimizer until the search is over."""
+    """Called after each step of one optimizer until the search is over.
+
+    Steps of another one do not count: the hook stays with the wrapped optimizer, which may be wrapped again.
+    """
 
     def __init__(
         self,
@@ -42,10 +46,16 @@ class Trial:
         self._campaign: Campaign | None = None  # rank 0's; the others follow
         self._window: StepWindow | None = None
         self._delay = delay
+        self._mine: weakref.ref[DistributedOptimizer] | None = None
+
+    def attach(self, optimizer: DistributedOptimizer) -> None:
+        """Begin with `optimizer`'s next step."""
+        self._mine = weakref.ref(optimizer)
+        optimizer.register_step_post_hook(self)  # type: ignore[arg-type]
 
     def __call__(self, optimizer: DistributedOptimizer, _args: Any, _kwargs: Any) -> None:
         """A step of `optimizer` ended. On every rank."""
-        if self.result is not None:
+        if self.result is not None or self._mine is None or self._mine() is not optimizer:
             return
         if self._window is None:
             if self._delay == 0:
@@ -119,7 +129,7 @@ def tune(optimizer: DistributedOptimizer, options: bool | Tuning, *, delay: int 
         raise problem
     trial = Trial(session, dimensions, options, place, delay)
     if found is None:
-        optimizer.register_step_post_hook(trial)  # type: ignore[arg-type]
+        trial.attach(optimizer)
     else:
         optimizer._replan(strategy.at(found))
         if session.comm.rank == 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
+from collections import Counter, OrderedDict, defaultdict, namedtuple
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,30 @@ def test_sync_takes_rank_0s_values(folder: Path) -> None:
         assert torch.equal(momentum[0]["momentum_buffer"], everywhere[0][1][0]["momentum_buffer"])
         assert batch == 5
     assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+Best = namedtuple("Best", "accuracy epoch")
+
+
+def test_attributes_keep_their_type(folder: Path) -> None:
+    """Rank 0's values, in a dictionary with a default, a counter, an ordered one and a tuple with names."""
+    mine = dear.rank() == 0
+    state = elastic.ObjectState(
+        elastic_dir=folder,
+        history=defaultdict(list, {"loss": [torch.ones(2) if mine else torch.zeros(2)]}),
+        seen=Counter("aab" if mine else "c"),
+        order=OrderedDict(b=1, a=2) if mine else OrderedDict(),
+        best=Best(0.5, 3) if mine else Best(0.0, 0),
+    )
+    state.sync()
+    state.history["norm"].append(1.0)
+    assert torch.equal(state.history["loss"][0], torch.ones(2))
+    assert state.seen == Counter("aab")
+    assert state.seen.most_common(1) == [("a", 2)]
+    assert isinstance(state.order, OrderedDict)
+    assert list(state.order) == ["b", "a"]
+    assert state.best == Best(0.5, 3)
+    assert state.best.epoch == 3
 
 
 def test_samplers_learn_what_all_ranks_processed(folder: Path) -> None:
