@@ -7,9 +7,21 @@
 #include "../reduce/kernels.hpp"
 
 namespace comm_core {
+namespace {
+
+/// What follows the last block that several chunks share.
+Flow tail_of(const RingPlan& plan, std::int64_t lone_block, std::int64_t item) {
+  const auto largest = *std::max_element(plan.counts.begin(), plan.counts.end());
+  const auto count = std::max<std::int64_t>(0, largest - lone_block * plan.window * plan.segment);
+  return {count * item, {plan.segment * item, plan.window}};
+}
+
+}  // namespace
 
 Ring::Ring(RingTask task)
     : task_(std::move(task)),
+      lone_block_(task_.plan.lone_block()),
+      tail_(tail_of(task_.plan, lone_block_, item())),
       outgoing_(task_.plan, RingCursor::Direction::kSend),
       posting_(task_.plan, RingCursor::Direction::kReceive),
       incoming_(posting_) {
@@ -23,10 +35,10 @@ void Ring::on_start() {
     // A window of posted receives and a window of arrived segments not yet passed on.
     const auto largest = *std::max_element(task_.plan.counts.begin(), task_.plan.counts.end());
     const auto per_step = std::min(task_.plan.window, (largest + task_.plan.segment - 1) / task_.plan.segment);
-    const std::int64_t num_slots = 2 * per_step;
+    num_slots_ = 2 * per_step;
     slots_ =
-        std::make_unique_for_overwrite<std::byte[]>(static_cast<std::size_t>(num_slots * task_.plan.segment * item()));
-    for (std::int64_t i = num_slots; i-- > 0;) free_slots_.push_back(i);
+        std::make_unique_for_overwrite<std::byte[]>(static_cast<std::size_t>(num_slots_ * task_.plan.segment * item()));
+    for (std::int64_t i = num_slots_; i-- > 0;) free_slots_.push_back(i);
   }
   advance();
 }
@@ -102,6 +114,8 @@ void Ring::pass_on() {
   while (!outgoing_.at_end()) {
     Cargo next{nullptr, kLoaned};
     const auto bytes = outgoing_.count() * item();
+    const bool in_tail = outgoing_.place().block >= lone_block_;
+    if (in_tail && !tail_.open(tail_.num_segments())) return;
     if (outgoing_.place().step == 0) {
       if (!may_inject()) return;
       next.data = contribution(outgoing_);
@@ -114,22 +128,42 @@ void Ring::pass_on() {
       cargo_.pop_front();
     }
     outgoing_.next();
-    const auto mode = outgoing_.at_end() ? SendMode::kMatched : SendMode::kEager;
+    auto mode = outgoing_.at_end() ? SendMode::kMatched : SendMode::kEager;
     if (mode == SendMode::kMatched && next.slot == kLoaned) {
       send_copy(task_.plan.right(), next.data, bytes, mode);
       continue;
     }
     if (next.slot == kLoaned) ++num_loaned_;
-    send(task_.plan.right(), next.data, bytes, mode, next.slot);
+    auto ticket = next.slot;
+    if (in_tail) {
+      const auto segment = tail_.take();
+      mode = tail_.mode_of(segment);
+      ticket = tail_ticket(segment, next.slot);
+    }
+    send(task_.plan.right(), next.data, bytes, mode, ticket);
   }
 }
 
+std::int64_t Ring::tail_ticket(std::int64_t segment, std::int64_t slot) const {
+  // Beyond those that are a slot's number.
+  return num_slots_ + segment * (num_slots_ + 1) + (slot == kLoaned ? num_slots_ : slot);
+}
+
 void Ring::on_sent(std::int64_t ticket) {
-  if (ticket == kLoaned) {
-    --num_loaned_;
-    return;
+  const bool in_tail = ticket >= num_slots_;
+  auto slot = ticket;
+  if (in_tail) {
+    const auto number = ticket - num_slots_;
+    tail_.completed(number / (num_slots_ + 1));
+    slot = number % (num_slots_ + 1);
+    if (slot == num_slots_) slot = kLoaned;
   }
-  free_slots_.push_back(ticket);
+  if (slot == kLoaned) {
+    --num_loaned_;
+    if (!in_tail) return;
+  } else {
+    free_slots_.push_back(slot);
+  }
   advance();
 }
 

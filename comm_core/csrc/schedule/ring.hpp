@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "comm_core/types.hpp"
+#include "flow.hpp"
 #include "ring_plan.hpp"
 #include "schedule.hpp"
 
@@ -29,6 +30,10 @@ struct RingTask {
 /// receiver. A segment leaves only when the one a block earlier in the common order has arrived from the left: all
 /// ranks therefore stay within a window of each other. Each wait points to a strictly earlier place of the order, so
 /// ranks cannot wait for each other in a circle, whatever their chunks' sizes.
+///
+/// Where one chunk is larger than all others, nothing comes from the left any more that its owner could wait for while
+/// the rest of it, the tail, goes from rank to rank. There every rank is paced by its right neighbour (Flow): a segment
+/// leaves when that one surely has the segment a window before it.
 class Ring final : public Schedule {
  public:
   explicit Ring(RingTask task);
@@ -57,9 +62,12 @@ class Ring final : public Schedule {
   void take(std::byte* landed, std::int64_t slot);
   void pass_on();
   bool may_inject() const;
+  std::int64_t tail_ticket(std::int64_t segment, std::int64_t slot) const;
   void advance();
 
   RingTask task_;
+  const std::int64_t lone_block_;  // where the tail begins
+  Flow tail_;
   RingCursor outgoing_, posting_, incoming_;
   std::deque<std::pair<std::int64_t, bool>>
       posted_;                     // slot (or kLoaned) of each posted receive, and whether it arrived
@@ -67,6 +75,7 @@ class Ring final : public Schedule {
   std::deque<Cargo> cargo_;
   std::unique_ptr<std::byte[]> slots_;
   std::vector<std::int64_t> free_slots_;
+  std::int64_t num_slots_ = 0;
   std::int64_t num_loaned_ = 0;  // sends under way from the caller's memory
   std::int64_t bytes_left_ = 0;
 };

@@ -4,10 +4,24 @@
 
 namespace comm_core {
 
-RingCursor::RingCursor(const RingPlan& plan, Direction direction) : plan_(&plan), direction_(direction) {
-  const auto largest = *std::max_element(plan.counts.begin(), plan.counts.end());
-  const auto block = plan.segment * plan.window;
-  num_blocks_ = plan.steps == 0 ? 0 : (largest + block - 1) / block;
+std::int64_t RingPlan::num_blocks() const {
+  const auto block = segment * window;
+  return steps == 0 ? 0 : (*std::max_element(counts.begin(), counts.end()) + block - 1) / block;
+}
+
+std::int64_t RingPlan::lone_block() const {
+  if (steps >= size) return num_blocks();
+  std::int64_t largest = 0, second = 0;
+  for (const auto count : counts) {
+    second = std::max(second, std::min(count, largest));
+    largest = std::max(largest, count);
+  }
+  const auto block = segment * window;
+  return (second + block - 1) / block;
+}
+
+RingCursor::RingCursor(const RingPlan& plan, Direction direction)
+    : plan_(&plan), direction_(direction), num_blocks_(plan.num_blocks()) {
   settle();
 }
 

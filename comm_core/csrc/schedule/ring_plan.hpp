@@ -29,6 +29,10 @@ struct RingPlan {
   int right() const { return (rank + 1) % size; }
   int chunk_sent(int step) const { return ((rank - step - first_shift) % size + 2 * size) % size; }
   int chunk_received(int step) const { return chunk_sent(step + 1); }
+  /// From this block on a single chunk is left, which every rank sends at most once. Never where chunks are about
+  /// equal, nor in all_reduce, where every chunk comes back to where it began.
+  std::int64_t lone_block() const;
+  std::int64_t num_blocks() const;
 };
 
 /// A position in the common order.
@@ -59,7 +63,7 @@ class RingCursor {
 
   const RingPlan* plan_;
   Direction direction_;
-  std::int64_t num_blocks_ = 0;
+  std::int64_t num_blocks_;
   Place place_;
 };
 
