@@ -41,6 +41,10 @@ ENDINGS = {
         "import comm_core\nc = comm_core.mpi()\nwork(c)\nfrom mpi4py import MPI\n"
         "assert MPI.COMM_WORLD.Get_size() == c.size\nMPI.COMM_WORLD.Barrier()\nwork(c)\n"
     ),
+    "mpi4py last and finalizes": (
+        "import comm_core\nc = comm_core.mpi()\nwork(c)\nfrom mpi4py import MPI\nwork(c)\nMPI.Finalize()\n"
+        "comm_core.finalize()\nc.close()\n"
+    ),
     "a communicator of mpi4py": (
         "from mpi4py import MPI\nimport comm_core\n"
         "half = MPI.COMM_WORLD.Split(MPI.COMM_WORLD.rank)\nc = comm_core.mpi(half)\nassert c.size == 1\nwork(c)\n"

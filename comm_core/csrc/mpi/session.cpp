@@ -29,12 +29,13 @@ MpiSession::MpiSession(std::function<void()> on_foreign_finalize)
         "MPI runs without thread support (needs MPI_THREAD_SERIALIZED or better, because a thread of comm_core's own "
         "calls it); initialise it with MPI_Init_thread, or leave the initialisation to comm_core");
   }
-  if (ours_) return;
   check(MPI_Comm_create_keyval(
             MPI_COMM_NULL_COPY_FN,
             [](MPI_Comm, int, void* self, void*) {
               auto* const session = static_cast<MpiSession*>(self);
-              if (!session->closing_ && !in_forked_child()) session->on_foreign_finalize_();
+              if (session->closing_ || in_forked_child()) return MPI_SUCCESS;
+              session->foreign_ = true;
+              session->on_foreign_finalize_();
               return MPI_SUCCESS;
             },
             &keyval_, nullptr),
@@ -44,7 +45,7 @@ MpiSession::MpiSession(std::function<void()> on_foreign_finalize)
 
 void MpiSession::close() {
   closing_ = true;
-  if (ours_) check(MPI_Finalize(), "MPI_Finalize");
+  if (ours_ && !foreign_) check(MPI_Finalize(), "MPI_Finalize");
 }
 
 }  // namespace comm_core
