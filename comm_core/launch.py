@@ -24,7 +24,7 @@ def mpi(comm: Any = None) -> _C.Communicator:
     Initialises MPI unless somebody did, and then also finalizes it when the process ends.
 
     Raises:
-        Unsupported: the MPI backend was not built, or MPI runs without thread support.
+        Unsupported: the MPI backend was not built, or somebody initialised MPI without MPI_THREAD_MULTIPLE.
     """
     reason = _why_not_mpi()
     if reason is not None:

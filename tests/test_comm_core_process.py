@@ -89,6 +89,25 @@ def test_mpi_without_a_launcher_is_a_world_of_one(tmp_path: Path) -> None:
     run_ranks(1, ["-c", text], "single", cwd=tmp_path).check()
 
 
+def test_whoever_initialises_mpi_has_to_ask_for_threads(tmp_path: Path) -> None:
+    """Its owner calls MPI too, at the latest to finalize it, while comm_core's thread may be inside."""
+    text = """
+import sys
+from mpi4py import rc
+rc.thread_level = "serialized"
+from mpi4py import MPI
+assert MPI.Query_thread() == MPI.THREAD_SERIALIZED
+import comm_core
+try:
+    comm_core.mpi()
+except comm_core.Unsupported as e:
+    print("refused:", e)
+"""
+    result = run_ranks(1, ["-c", text], "single", cwd=tmp_path, end_as_ever=True).check()
+    assert "refused:" in result.output
+    assert "MPI_THREAD_MULTIPLE" in result.output
+
+
 def test_a_forked_child_is_told(tmp_path: Path) -> None:
     text = """
 import os, sys

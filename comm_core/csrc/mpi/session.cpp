@@ -23,11 +23,14 @@ MpiSession::MpiSession(std::function<void()> on_foreign_finalize)
     check(MPI_Init_thread(nullptr, nullptr, MPI_THREAD_MULTIPLE, &level), "MPI_Init_thread");
     ours_ = true;
   }
-  if (level < MPI_THREAD_SERIALIZED) {
-    if (ours_) MPI_Finalize();
-    throw Unsupported(
-        "MPI runs without thread support (needs MPI_THREAD_SERIALIZED or better, because a thread of comm_core's own "
-        "calls it); initialise it with MPI_Init_thread, or leave the initialisation to comm_core");
+  if (level < (ours_ ? MPI_THREAD_SERIALIZED : MPI_THREAD_MULTIPLE)) {
+    if (!ours_) {
+      throw Unsupported(
+          "MPI was initialised without the thread support that a thread of comm_core's own needs, which calls it "
+          "beside yours: ask MPI_Init_thread for MPI_THREAD_MULTIPLE, or leave the initialisation to comm_core");
+    }
+    MPI_Finalize();
+    throw Unsupported("this MPI has no thread support (at least MPI_THREAD_SERIALIZED is needed)");
   }
   check(MPI_Comm_create_keyval(
             MPI_COMM_NULL_COPY_FN,
