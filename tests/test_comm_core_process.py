@@ -249,3 +249,31 @@ print(f"cpu {used:.3f}", flush=True)
 assert used < 0.4
 """
     _run(tmp_path, text).check()
+
+
+def test_a_closed_group_costs_nothing(tmp_path: Path) -> None:
+    """Also one with a letter on its way that nobody takes any more: the engine sleeps as if it had never been."""
+    text = """
+import time
+from pathlib import Path
+import comm_core
+def naps():
+    for task in Path("/proc/self/task").iterdir():
+        if (task / "comm").read_text().strip() == "comm_core":
+            return int((task / "status").read_text().split("voluntary_ctxt_switches:")[1].split()[0])
+c = comm_core.mpi()
+part = c.split(0)
+if c.rank == 1:
+    part.close()
+c.barrier()
+if c.rank == 0:
+    part.post(1, bytes(1_000_000))
+    part.close()
+c.barrier()
+time.sleep(0.5)
+before = naps()
+time.sleep(1)
+print(f"naps {naps() - before}", flush=True)
+assert naps() - before < 500  # 200 of 5 ms each
+"""
+    _run(tmp_path, text).check()

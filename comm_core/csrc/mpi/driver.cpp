@@ -12,7 +12,8 @@ namespace comm_core {
 /// other communicator, until the last of them comes.
 class MpiDriver::Connector final : public RequestOwner {
  public:
-  Connector(MpiDriver& driver, MPI_Comm comm, std::shared_ptr<Work> work, std::function<void(MpiGroup*)> hand_over)
+  Connector(MpiDriver& driver, MPI_Comm comm, std::shared_ptr<Work> work,
+            std::function<void(std::shared_ptr<MpiGroup>)> hand_over)
       : driver_(driver), comm_(comm), work_(std::move(work)), hand_over_(std::move(hand_over)) {}
 
   void start() {
@@ -33,7 +34,9 @@ class MpiDriver::Connector final : public RequestOwner {
       MPI_Comm comm = MPI_COMM_NULL, mail = MPI_COMM_NULL;
       check(MPI_Comm_dup(comm_, &comm), "MPI_Comm_dup");
       check(MPI_Comm_dup(comm_, &mail), "MPI_Comm_dup");
-      hand_over_(driver_.adopt(std::make_unique<MpiGroup>(driver_.requests(), comm, mail)));
+      auto group = std::make_shared<MpiGroup>(driver_.requests(), comm, mail);
+      driver_.adopt(group);
+      hand_over_(std::move(group));
       work_->finish();
     } catch (...) {
       work_->finish(std::current_exception());
@@ -46,7 +49,7 @@ class MpiDriver::Connector final : public RequestOwner {
   MpiDriver& driver_;
   MPI_Comm comm_;
   std::shared_ptr<Work> work_;
-  std::function<void(MpiGroup*)> hand_over_;
+  std::function<void(std::shared_ptr<MpiGroup>)> hand_over_;
 };
 
 MpiDriver::MpiDriver(std::function<void()> on_foreign_finalize)
@@ -57,7 +60,7 @@ MpiDriver::~MpiDriver() = default;
 void MpiDriver::open() { session_ = std::make_unique<MpiSession>(on_foreign_finalize_); }
 
 void MpiDriver::connect(std::optional<std::intptr_t> handle, std::shared_ptr<Work> work,
-                        std::function<void(MpiGroup*)> hand_over) {
+                        std::function<void(std::shared_ptr<MpiGroup>)> hand_over) {
   try {
     const MPI_Comm comm = handle ? MPI_Comm_f2c(static_cast<MPI_Fint>(*handle)) : MPI_COMM_WORLD;
     if (comm == MPI_COMM_NULL) throw InvalidUsage("the communicator is MPI_COMM_NULL: this rank is not a member");
@@ -69,10 +72,7 @@ void MpiDriver::connect(std::optional<std::intptr_t> handle, std::shared_ptr<Wor
   }
 }
 
-MpiGroup* MpiDriver::adopt(std::unique_ptr<MpiGroup> group) {
-  groups_.push_back(std::move(group));
-  return groups_.back().get();
-}
+void MpiDriver::adopt(std::shared_ptr<MpiGroup> group) { groups_.push_back(std::move(group)); }
 
 bool MpiDriver::progress() {
   bool moved = false;
@@ -83,6 +83,7 @@ bool MpiDriver::progress() {
     fail(std::current_exception());
   }
   std::erase_if(connectors_, [](const auto& connector) { return connector->over(); });
+  std::erase_if(groups_, [](const auto& group) { return group->over(); });
   if (moved) pace_.note(Pace::Clock::now(), requests_.bytes_received());
   return moved;
 }
@@ -97,7 +98,9 @@ std::chrono::microseconds MpiDriver::nap() {
     bytes_left += group->bytes_left();
   }
   if (busy) return pace_.nap(now, bytes_left);
-  const bool delivering = std::ranges::any_of(groups_, [](const auto& group) { return !group->delivered(); });
+  // Nobody waits for what a closed group could not deliver.
+  const bool delivering =
+      std::ranges::any_of(groups_, [](const auto& group) { return !group->closed() && !group->delivered(); });
   if (delivering) return pace_.drain_nap(now);
   const bool awaited = std::ranges::any_of(groups_, [](const auto& group) { return group->letters()->awaited(); });
   return awaited ? std::min(pace_.idle_nap(), Pace::Micros(1000)) : pace_.idle_nap();

@@ -31,9 +31,9 @@ class MpiDriver final : public Driver {
 
   /// Collective over `handle` (a Fortran handle), or all processes: duplicates it and hands over the new group.
   void connect(std::optional<std::intptr_t> handle, std::shared_ptr<Work> work,
-               std::function<void(MpiGroup*)> hand_over);
-  /// Owns the group from here on.
-  MpiGroup* adopt(std::unique_ptr<MpiGroup> group);
+               std::function<void(std::shared_ptr<MpiGroup>)> hand_over);
+  /// Drives the group from here on, until it is closed and nothing of it is under way.
+  void adopt(std::shared_ptr<MpiGroup> group);
   RequestTable& requests() { return requests_; }
   /// Closes every group.
   void close_groups();
@@ -44,7 +44,7 @@ class MpiDriver final : public Driver {
   std::function<void()> on_foreign_finalize_;
   std::unique_ptr<MpiSession> session_;
   RequestTable requests_;
-  std::list<std::unique_ptr<MpiGroup>> groups_;
+  std::list<std::shared_ptr<MpiGroup>> groups_;
   std::list<std::unique_ptr<Connector>> connectors_;
   Pace pace_;
 };

@@ -58,13 +58,13 @@ void MpiGroup::submit(Operation operation, std::shared_ptr<Work> work, KeepAlive
 }
 
 void MpiGroup::split(std::optional<int> color, int key, std::shared_ptr<Work> work,
-                     std::function<void(std::unique_ptr<MpiGroup>)> hand_over) {
+                     std::function<void(std::shared_ptr<MpiGroup>)> hand_over) {
   const auto divide = [this, color, key, hand_over = std::move(hand_over)] {
     MPI_Comm part = MPI_COMM_NULL, mail = MPI_COMM_NULL;
     check(MPI_Comm_split(comm_, color.value_or(MPI_UNDEFINED), key, &part), "MPI_Comm_split");
     if (part == MPI_COMM_NULL) return hand_over(nullptr);
     check(MPI_Comm_dup(part, &mail), "MPI_Comm_dup");
-    hand_over(std::make_unique<MpiGroup>(requests_, part, mail));
+    hand_over(std::make_shared<MpiGroup>(requests_, part, mail));
   };
   const auto barrier = [rank = rank_, size = size_] { return plan(Operation{}, rank, size, settings()); };
   collectives_->add({barrier, std::move(work), nullptr, divide});
@@ -137,8 +137,7 @@ void MpiGroup::try_to_close() {
   mailbox_->close();
   if (!mailbox_->closed()) return;
   closed_ = true;
-  const bool quiet = drained() && mailbox_->drained() && (!abandonment_ || abandonment_->quiet());
-  if (quiet && !keeps_communicators) {
+  if (quiet() && !keeps_communicators) {
     MPI_Comm_free(&mail_);
     MPI_Comm_free(&comm_);
   }

@@ -34,7 +34,7 @@ class MpiGroup {
   void submit(Operation operation, std::shared_ptr<Work> work, KeepAlive memory);
   /// Collective: after a barrier, so that nobody blocks long in MPI_Comm_split. Hands over the new group, or null.
   void split(std::optional<int> color, int key, std::shared_ptr<Work> work,
-             std::function<void(std::unique_ptr<MpiGroup>)> hand_over);
+             std::function<void(std::shared_ptr<MpiGroup>)> hand_over);
   void post(int peer, std::string payload, std::shared_ptr<Work> work);
   /// Collective: fails what is unfinished here, and takes what others had sent for it.
   void abandon(std::shared_ptr<Work> work);
@@ -50,6 +50,8 @@ class MpiGroup {
   bool idle() const;
   /// Nor is any message of finished ones still on its way to a peer.
   bool delivered() const { return drained() && mailbox_->drained(); }
+  /// Closed, and no request names anything of it any more: it may be forgotten.
+  bool over() const { return closed_ && quiet(); }
   std::int64_t bytes_left() const;
 
   /// Gives the communicators back at close(). Switched off when MPI is being finalized or aborted.
@@ -58,6 +60,7 @@ class MpiGroup {
  private:
   Strand& message_strand(const Operation& operation);
   bool drained() const;
+  bool quiet() const { return delivered() && (!abandonment_ || abandonment_->quiet()); }
   void try_to_close();
 
   RequestTable& requests_;

@@ -14,11 +14,15 @@
 namespace comm_core {
 namespace {
 
-/// The calling threads' side of a group. The group itself belongs to the driver and outlives this.
+/// The calling threads' side of a group, of which they touch nothing: all of it happens in tasks for the engine.
 class MpiBackend final : public Backend {
  public:
-  MpiBackend(MpiRuntime& runtime, MpiGroup* group)
-      : runtime_(runtime), group_(group), rank_(group->rank()), size_(group->size()), letters_(group->letters()) {}
+  MpiBackend(MpiRuntime& runtime, std::shared_ptr<MpiGroup> group)
+      : runtime_(runtime),
+        group_(std::move(group)),
+        rank_(group_->rank()),
+        size_(group_->size()),
+        letters_(group_->letters()) {}
 
   int rank() const noexcept override { return rank_; }
   int size() const noexcept override { return size_; }
@@ -33,8 +37,10 @@ class MpiBackend final : public Backend {
 
   Birth split(std::optional<int> color, int key, std::shared_ptr<Work> work) override {
     Birth birth{work};
-    const auto hand_over = [&runtime = runtime_, slot = birth.backend](std::unique_ptr<MpiGroup> group) {
-      if (group) *slot = std::make_unique<MpiBackend>(runtime, runtime.driver().adopt(std::move(group)));
+    const auto hand_over = [&runtime = runtime_, slot = birth.backend](std::shared_ptr<MpiGroup> group) {
+      if (!group) return;
+      runtime.driver().adopt(group);
+      *slot = std::make_unique<MpiBackend>(runtime, std::move(group));
     };
     runtime_.post([=, group = group_] { group->split(color, key, work, hand_over); });
     return birth;
@@ -66,7 +72,7 @@ class MpiBackend final : public Backend {
 
  private:
   MpiRuntime& runtime_;
-  MpiGroup* group_;
+  const std::shared_ptr<MpiGroup> group_;
   const int rank_, size_;
   std::shared_ptr<Letterbox> letters_;
 };
@@ -87,7 +93,9 @@ Birth MpiRuntime::connect(std::optional<std::intptr_t> handle, std::shared_ptr<W
   start();
   Birth birth{work};
   post([this, handle, work, slot = birth.backend] {
-    driver_->connect(handle, work, [this, slot](MpiGroup* g) { *slot = std::make_unique<MpiBackend>(*this, g); });
+    driver_->connect(handle, work, [this, slot](std::shared_ptr<MpiGroup> group) {
+      *slot = std::make_unique<MpiBackend>(*this, std::move(group));
+    });
   });
   return birth;
 }
