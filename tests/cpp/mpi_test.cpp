@@ -1,4 +1,5 @@
-// What the engine does with MPI, step by step in one process, over an MPI that counts communicators.
+// What the engine does with MPI, step by step in one process, over an MPI that counts communicators and can be told to
+// make no more of them.
 //
 //     mpi_test CASE
 #include <mpi.h>
@@ -10,6 +11,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "comm_core/errors.hpp"
 #include "mpi/driver.hpp"
 
 using namespace comm_core;
@@ -17,12 +19,14 @@ using namespace comm_core;
 namespace {
 
 int num_comms = 0;
+bool refuses_to_dup = false;
 
 }  // namespace
 
 extern "C" {
 
 int MPI_Comm_dup(MPI_Comm comm, MPI_Comm* made) {
+  if (refuses_to_dup) return MPI_ERR_INTERN;
   ++num_comms;
   return PMPI_Comm_dup(comm, made);
 }
@@ -73,6 +77,60 @@ class Rig {
   MpiDriver driver_;
 };
 
+/// Is finished at once, while the message it sent has still to be taken.
+class Sender final : public Schedule {
+ public:
+  explicit Sender(bool& is_gone) : is_gone_(is_gone) {}
+  ~Sender() override { is_gone_ = true; }
+  bool finished() override { return true; }
+  std::int64_t bytes_left() const override { return 0; }
+
+ protected:
+  void on_start() override { send(0, &byte_, 1, SendMode::kMatched, 0); }
+  void on_sent(std::int64_t) override {}
+  void on_received(std::int64_t) override {}
+
+ private:
+  bool& is_gone_;
+  std::byte byte_{7};
+};
+
+void a_step_that_fails_leaves_the_schedule_to_its_messages() {
+  constexpr int kTag = 5;
+  Rig rig;
+  RequestTable requests;
+  Strand* itself = nullptr;
+  Strand strand(requests, MPI_COMM_WORLD, kTag, 0, [&](std::exception_ptr error) { itself->fail(error); });
+  itself = &strand;
+  bool is_gone = false;
+  const auto work = new_work();
+  auto memory = std::make_shared<int>(1);
+  const std::weak_ptr<int> held = memory;
+  strand.add({[&] { return std::make_unique<Sender>(is_gone); }, work, std::move(memory),
+              [] { throw MpiError("no more communicators", MPI_ERR_INTERN); }});
+  strand.settle();
+  expect(work->done() && work->error(), "the operation should have failed");
+  expect(held.expired(), "the caller's memory is not needed any more");
+  expect(!is_gone, "MPI will report the message to a schedule that is gone");
+  expect(!strand.drained(), "the message was not taken yet");
+  char byte = 0;
+  MPI_Recv(&byte, 1, MPI_BYTE, 0, kTag, MPI_COMM_WORLD, MPI_STATUS_IGNORE);
+  rig.until([&] { return requests.progress(), is_gone; });
+  expect(strand.drained(), "nothing is left to wait for");
+}
+
+void a_split_that_fails_gives_its_communicator_back() {
+  Rig rig;
+  const int before = num_comms;
+  const auto work = new_work();
+  refuses_to_dup = true;
+  rig.group->split(0, 0, work, [](std::shared_ptr<MpiGroup>) {});
+  rig.until([&] { return work->done(); });
+  refuses_to_dup = false;
+  expect(work->error() != nullptr, "the split should have failed");
+  expect(num_comms == before, "a communicator was left behind");
+}
+
 void a_closed_group_is_forgotten() {
   Rig rig;
   const auto work = new_work();
@@ -88,6 +146,8 @@ void a_closed_group_is_forgotten() {
 
 int main(int argc, char** argv) {
   const std::map<std::string, void (*)()> cases = {
+      {"failed step", a_step_that_fails_leaves_the_schedule_to_its_messages},
+      {"failed split", a_split_that_fails_gives_its_communicator_back},
       {"closed group", a_closed_group_is_forgotten},
   };
   try {

@@ -32,7 +32,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("case", ["closed group"])
+@pytest.mark.parametrize("case", ["failed step", "failed split", "closed group"])
 def test_case(program: Path, case: str) -> None:
     done = subprocess.run([str(program), case], capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr

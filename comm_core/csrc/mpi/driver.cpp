@@ -31,10 +31,9 @@ class MpiDriver::Connector final : public RequestOwner {
   void complete(const Pending&, int error, int, std::int64_t) override {
     try {
       check(error, "MPI_Ibarrier");
-      MPI_Comm comm = MPI_COMM_NULL, mail = MPI_COMM_NULL;
+      MPI_Comm comm = MPI_COMM_NULL;
       check(MPI_Comm_dup(comm_, &comm), "MPI_Comm_dup");
-      check(MPI_Comm_dup(comm_, &mail), "MPI_Comm_dup");
-      auto group = std::make_shared<MpiGroup>(driver_.requests(), comm, mail);
+      auto group = MpiGroup::make(driver_.requests(), comm);
       driver_.adopt(group);
       hand_over_(std::move(group));
       work_->finish();

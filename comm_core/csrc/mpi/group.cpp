@@ -26,6 +26,18 @@ MPI_Comm returning_errors(MPI_Comm comm) {
 
 void MpiGroup::keep_communicators() noexcept { keeps_communicators = true; }
 
+std::shared_ptr<MpiGroup> MpiGroup::make(RequestTable& requests, MPI_Comm comm) {
+  MPI_Comm mail = MPI_COMM_NULL;
+  try {
+    check(MPI_Comm_dup(comm, &mail), "MPI_Comm_dup");
+    return std::make_shared<MpiGroup>(requests, comm, mail);
+  } catch (...) {
+    if (mail != MPI_COMM_NULL) MPI_Comm_free(&mail);
+    MPI_Comm_free(&comm);
+    throw;
+  }
+}
+
 MpiGroup::MpiGroup(RequestTable& requests, MPI_Comm comm, MPI_Comm mail)
     : requests_(requests), comm_(returning_errors(comm)), mail_(returning_errors(mail)) {
   check(MPI_Comm_rank(comm_, &rank_), "MPI_Comm_rank");
@@ -60,11 +72,9 @@ void MpiGroup::submit(Operation operation, std::shared_ptr<Work> work, KeepAlive
 void MpiGroup::split(std::optional<int> color, int key, std::shared_ptr<Work> work,
                      std::function<void(std::shared_ptr<MpiGroup>)> hand_over) {
   const auto divide = [this, color, key, hand_over = std::move(hand_over)] {
-    MPI_Comm part = MPI_COMM_NULL, mail = MPI_COMM_NULL;
+    MPI_Comm part = MPI_COMM_NULL;
     check(MPI_Comm_split(comm_, color.value_or(MPI_UNDEFINED), key, &part), "MPI_Comm_split");
-    if (part == MPI_COMM_NULL) return hand_over(nullptr);
-    check(MPI_Comm_dup(part, &mail), "MPI_Comm_dup");
-    hand_over(std::make_shared<MpiGroup>(requests_, part, mail));
+    hand_over(part == MPI_COMM_NULL ? nullptr : make(requests_, part));
   };
   const auto barrier = [rank = rank_, size = size_] { return plan(Operation{}, rank, size, settings()); };
   collectives_->add({barrier, std::move(work), nullptr, divide});

@@ -22,6 +22,8 @@ namespace comm_core {
 /// direction, so that a send may wait for its receive without holding up anything else.
 class MpiGroup {
  public:
+  /// Takes `comm` over and duplicates it for the mailbox. Collective.
+  static std::shared_ptr<MpiGroup> make(RequestTable& requests, MPI_Comm comm);
   /// Takes both communicators over.
   MpiGroup(RequestTable& requests, MPI_Comm comm, MPI_Comm mail);
   MpiGroup(const MpiGroup&) = delete;

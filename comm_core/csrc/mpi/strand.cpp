@@ -50,15 +50,17 @@ void Strand::start_next() {
 }
 
 void Strand::finish(std::unique_ptr<Running> running) {
+  std::exception_ptr error;
   try {
     if (running->item.done) running->item.done();
   } catch (...) {
-    if (running->item.work) running->item.work->finish(std::current_exception());
-    throw;
+    error = std::current_exception();
   }
   running->item.memory.reset();
-  if (running->item.work) running->item.work->finish();
+  if (running->item.work) running->item.work->finish(error);
+  // Peers may not have taken its last messages yet, which MPI will report to it also after an error.
   if (running->schedule && !running->schedule->drained()) draining_.push_back(std::move(running));
+  if (error) std::rethrow_exception(error);
 }
 
 void Strand::fail(std::exception_ptr error) {
