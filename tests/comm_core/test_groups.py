@@ -149,3 +149,20 @@ def test_what_other_ranks_never_issue_can_be_given_up(comm: Communicator) -> Non
             work.wait(10)
     part.close()
     comm.barrier()
+
+
+def test_giving_up_twice_is_giving_up_once(comm: Communicator) -> None:
+    """Whoever asks again, beside the first or afterwards, waits for what the first began: other ranks come once."""
+    part = comm.split(0)
+    assert part is not None
+    threads = [threading.Thread(target=part.abandon) for _ in range(3 if part.rank == 0 else 1)]
+    time.sleep(0.1 * (part.rank > 0))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    if part.rank == 0:
+        part.abandon()
+    assert part.pending() == []
+    part.close()

@@ -8,11 +8,18 @@
 namespace comm_core {
 
 Abandonment::Abandonment(RequestTable& requests, MPI_Comm comm, MPI_Comm beside, std::shared_ptr<Work> work)
-    : requests_(requests),
-      comm_(comm),
-      beside_(beside),
-      work_(std::move(work)),
-      last_change_(std::chrono::steady_clock::now()) {}
+    : requests_(requests), comm_(comm), beside_(beside), last_change_(std::chrono::steady_clock::now()) {
+  works_.push_back(std::move(work));
+}
+
+void Abandonment::also(std::shared_ptr<Work> work) {
+  if (over()) return work->finish(works_.front()->error());
+  works_.push_back(std::move(work));
+}
+
+void Abandonment::finish(std::exception_ptr error) {
+  for (const auto& work : works_) work->finish(error);
+}
 
 bool Abandonment::settle(bool sent) {
   if (over()) return false;
@@ -29,13 +36,13 @@ bool Abandonment::settle(bool sent) {
       moved = true;
     }
   } catch (...) {
-    work_->finish(std::current_exception());
+    finish(std::current_exception());
     return true;
   }
   const auto now = std::chrono::steady_clock::now();
   if (moved) last_change_ = now;
   if (quiet() || now - last_change_ > settings().exit_patience) {
-    work_->finish();
+    finish();
     moved = true;
   }
   return moved;

@@ -5,6 +5,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <exception>
 #include <map>
 #include <memory>
 #include <vector>
@@ -23,10 +24,12 @@ class Abandonment final : public RequestOwner {
   /// On every rank of `comm`, whose own receives it has cancelled. The barrier is on `beside`, of the same ranks.
   /// Finishes `work` at the end, and in any case when nothing has come of it for settings().exit_patience.
   Abandonment(RequestTable& requests, MPI_Comm comm, MPI_Comm beside, std::shared_ptr<Work> work);
+  /// Finishes `work` together with the first.
+  void also(std::shared_ptr<Work> work);
 
   /// Goes on; `sent`: nothing that this rank has sent, or was receiving, is under way. True if something changed.
   bool settle(bool sent);
-  bool over() const { return work_->done(); }
+  bool over() const { return works_.front()->done(); }
   /// Everything came to its end: the communicators may be freed.
   bool quiet() const { return barrier_done_ && messages_.empty(); }
 
@@ -34,10 +37,11 @@ class Abandonment final : public RequestOwner {
 
  private:
   bool take();
+  void finish(std::exception_ptr error = nullptr);
 
   RequestTable& requests_;
   MPI_Comm comm_, beside_;
-  std::shared_ptr<Work> work_;
+  std::vector<std::shared_ptr<Work>> works_;  // of all who asked
   std::chrono::steady_clock::time_point last_change_;
   std::map<std::int64_t, std::vector<std::byte>> messages_;  // being received, by ticket
   std::int64_t next_ticket_ = 0;

@@ -91,6 +91,8 @@ void MpiGroup::post(int peer, std::string payload, std::shared_ptr<Work> work) {
 }
 
 void MpiGroup::abandon(std::shared_ptr<Work> work) {
+  // The first one's requests are under way, and other ranks may ask once only.
+  if (abandonment_) return abandonment_->also(std::move(work));
   fail(
       std::make_exception_ptr(TransportError("given up: other ranks never issued it, and all close the communicator")));
   abandonment_ = std::make_unique<Abandonment>(requests_, comm_, mail_, std::move(work));

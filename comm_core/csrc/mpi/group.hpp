@@ -38,7 +38,8 @@ class MpiGroup {
   void split(std::optional<int> color, int key, std::shared_ptr<Work> work,
              std::function<void(std::shared_ptr<MpiGroup>)> hand_over);
   void post(int peer, std::string payload, std::shared_ptr<Work> work);
-  /// Collective: fails what is unfinished here, and takes what others had sent for it.
+  /// Collective: fails what is unfinished here, and takes what others had sent for it. Once is enough: a later call
+  /// waits for the first to come to its end.
   void abandon(std::shared_ptr<Work> work);
   void close(std::shared_ptr<Work> work);
   void fail(std::exception_ptr error);
