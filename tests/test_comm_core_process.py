@@ -277,3 +277,59 @@ print(f"naps {naps() - before}", flush=True)
 assert naps() - before < 500  # 200 of 5 ms each
 """
     _run(tmp_path, text).check()
+
+
+def test_python_objects_are_released_by_threads_that_may(tmp_path: Path) -> None:
+    """The engine's has no interpreter lock. CPython cannot tell once there was a second interpreter."""
+    text = """
+import threading
+import numpy as np
+try:
+    import _interpreters as interpreters
+except ImportError:
+    import _xxsubinterpreters as interpreters
+import comm_core
+from comm_core import Buffer, DType
+interpreters.create()
+released = []
+class Owner:
+    def __init__(self):
+        self.data = np.ones(3000, np.float32)
+    def buffer(self):
+        return Buffer(self.data.ctypes.data, self.data.size, DType.FLOAT32, owner=self)
+    def __del__(self):
+        released.append(threading.get_native_id())
+c = comm_core.mpi()
+result = np.zeros(3000, np.float32)
+for _ in range(1000):
+    c.all_reduce_async(Owner().buffer(), result)
+c.barrier()
+assert len(released) == 1000, len(released)
+assert set(released) == {threading.get_native_id()}
+"""
+    run_ranks(1, ["-c", text], "single", cwd=tmp_path, end_as_ever=True).check()
+
+
+def test_a_finalizer_may_use_the_communicator_that_held_its_object(tmp_path: Path) -> None:
+    text = """
+import numpy as np
+import comm_core
+from comm_core import Buffer, DType
+c = comm_core.local()
+class Owner:
+    data = np.ones(4, np.float32)
+    def buffer(self):
+        return Buffer(self.data.ctypes.data, self.data.size, DType.FLOAT32, owner=self)
+    def __del__(self):
+        c.barrier()
+        c.send_async(np.ones(4, np.float32), 0, 2)
+        c.recv(np.zeros(4, np.float32), 0, 2)
+        print("released", flush=True)
+c.recv_async(Owner().buffer(), 0, 1)
+c.send(np.ones(4, np.float32), 0, 1)
+c.send_async(Owner().buffer(), 0, 1)
+c.recv(np.zeros(4, np.float32), 0, 1)
+print("went on", flush=True)
+"""
+    result = run_ranks(1, ["-c", text], "single", cwd=tmp_path, timeout=20).check()
+    assert result.output.split("\n")[:3] == ["released", "released", "went on"]

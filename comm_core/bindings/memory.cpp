@@ -5,6 +5,7 @@
 #include <mutex>
 #include <string>
 #include <string_view>
+#include <utility>
 
 #include "comm_core/errors.hpp"
 #include "comm_core/process.hpp"
@@ -18,8 +19,8 @@ struct Objects {
 };
 
 /// The engine's thread lets go of objects without the GIL, and must never wait for it: a computation that holds the GIL
-/// would stall the transfer. Objects therefore queue here until some Python thread comes along; the interpreter is
-/// asked to come by itself soon.
+/// would stall the transfer. Objects therefore queue here until some Python thread comes along ([Note: finalizers]);
+/// the interpreter is asked to come by itself soon.
 class Graveyard {
  public:
   void bury(std::unique_ptr<Objects> objects) noexcept {
@@ -52,7 +53,6 @@ class Graveyard {
   }
 
   void close() noexcept { gone_ = true; }
-  bool closed() const noexcept { return gone_; }
 
  private:
   std::mutex mutex_;
@@ -95,15 +95,18 @@ struct Arguments::Held {
   Held(const Held&) = delete;
   Held& operator=(const Held&) = delete;
   ~Held() {
-    if (!graveyard().closed() && PyGILState_Check() != 0) {
-      Graveyard::drop(*objects);
-    } else {
-      graveyard().bury(std::move(objects));
-    }
+    if (objects) graveyard().bury(std::move(objects));
   }
 };
 
 Arguments::Arguments() : held_(std::make_shared<Held>()) { release_finished(); }
+
+Arguments::~Arguments() {
+  // Where the operation is over, or was refused, nobody else holds them, and nobody will.
+  if (held_.use_count() == 1) Graveyard::drop(*std::exchange(held_->objects, nullptr));
+  held_.reset();
+  release_finished();
+}
 
 Buffer Arguments::view(const py::object& object, const char* name) {
   if (py::isinstance<PyBuffer>(object)) {

@@ -25,9 +25,17 @@ PyBuffer make_buffer(std::uintptr_t address, std::int64_t count, DType dtype, bo
                      std::optional<int> device, std::uintptr_t stream);
 
 /// The memory of the arguments of one operation, and what keeps it alive until the engine lets go.
+///
+/// [Note: finalizers] Whoever lets go of memory last may be a thread without the GIL, or hold locks of this library
+/// that the finalizer of a Python object wants too. So memory is only put aside there, and objects are released where
+/// neither is the case: when the arguments of an operation go out of scope, after a wait, or by the interpreter itself.
 class Arguments {
  public:
   Arguments();
+  Arguments(const Arguments&) = delete;
+  Arguments& operator=(const Arguments&) = delete;
+  /// Releases what can be: needs the GIL, and no lock of ours may be held.
+  ~Arguments();
   /// Any object with the buffer protocol, or a comm_core.Buffer. Throws InvalidUsage or Unsupported, naming `name`.
   Buffer view(const py::object& object, const char* name);
   KeepAlive keep_alive() const { return held_; }
@@ -37,7 +45,7 @@ class Arguments {
   std::shared_ptr<Held> held_;
 };
 
-/// Releases the objects that operations finished on the engine's thread have let go. Needs the GIL.
+/// Releases the objects that finished operations have let go. Needs the GIL.
 void release_finished() noexcept;
 /// From here on nothing is released any more: the interpreter is going away.
 void interpreter_ends() noexcept;
