@@ -261,7 +261,9 @@ void Communicator::abandon(const Interrupted& interrupted) {
   if (in_forked_child()) return;
   WorkPtr work;
   {
-    const std::lock_guard lock(mutex_);
+    // A device's library may hold another thread inside submit() until other ranks come, and only this frees it.
+    std::unique_lock lock(mutex_, std::defer_lock);
+    if (!device_) lock.lock();
     require_open();
     work = track(std::make_shared<Work>("abandon", "", "rank " + std::to_string(rank_) + " on " + name_, 0));
     hand_over(*work, [&] { backend_->abandon(work); });

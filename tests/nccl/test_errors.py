@@ -98,6 +98,37 @@ def test_a_caller_stuck_in_nccl_is_freed_by_the_abort(gpu: Double) -> None:
     assert isinstance(seen[0], comm_core.NcclError)
 
 
+def test_a_caller_stuck_in_nccl_can_be_given_up_by_another_thread(gpu: Double) -> None:
+    """As where a first collective connects to a rank that will not come."""
+    comms = gpu.world(2)
+    a = np.ones(4, np.float32)
+    gpu.hang("ncclAllReduce")
+    seen: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            comms[0].all_reduce_async(gpu.memory(a, 0), gpu.memory(a, 0), label="stuck")
+        except comm_core.Error as error:
+            seen.append(error)
+
+    stuck, helper = threading.Thread(target=call), threading.Thread(target=comms[0].abandon)
+    stuck.start()
+    try:
+        eventually(lambda: "'stuck'" in " ".join(work.describe() for work in comms[0].pending()))
+        helper.start()
+        helper.join(10)
+        assert not helper.is_alive()
+        stuck.join(20)
+        assert not stuck.is_alive()
+    finally:
+        gpu.trouble(0, 6)  # frees it, whatever went wrong
+        stuck.join()
+        helper.join()
+    assert isinstance(seen[0], comm_core.NcclError)
+    with pytest.raises(comm_core.TransportError, match="aborted after an error: given up"):
+        comms[0].barrier_async()
+
+
 def test_what_nccl_cannot_do_is_refused_before_anything_is_enqueued(gpu: Double) -> None:
     comms = gpu.world(2)
     comm = comms[0]

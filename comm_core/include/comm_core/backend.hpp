@@ -48,7 +48,8 @@ class Backend {
   virtual std::optional<Letter> receive_post(std::chrono::duration<double> timeout,
                                              const std::function<void()>& interrupted) = 0;
   /// Collective. Ends what is unfinished with a TransportError; only close() may follow. Finishes `work` once nothing
-  /// of it is under way on any rank.
+  /// of it is under way on any rank. A device's backend is called while other threads are inside submit(), which it
+  /// frees if they wait for other ranks.
   virtual void abandon(std::shared_ptr<Work> work) = 0;
   /// Finishes `work` once everything submitted before is complete and the group's resources are given back.
   virtual void close(std::shared_ptr<Work> work) = 0;

@@ -1,6 +1,7 @@
 // The communicator: validates on the calling thread, then hands over to a backend.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <functional>
@@ -83,7 +84,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::vector<WorkPtr> unfinished_;
   std::mutex mutex_;  // guards the order of submission and the fields below
   int num_splits_ = 0;
-  bool closed_ = false;
+  std::atomic<bool> closed_{false};  // read without the lock, too
 };
 
 /// The communicator of a registered provider; blocks until all its processes called.
