@@ -88,3 +88,16 @@ def test_closing_waits_and_gives_everything_back(gpu: Double) -> None:
     assert re.fullmatch(r"destroy c\d+", gpu.log()[-1])
     with pytest.raises(comm_core.InvalidUsage, match="is closed"):
         comm.barrier_async()
+
+
+def test_a_communicator_that_failed_is_aborted_before_it_is_forgotten(gpu: Double) -> None:
+    """Also where it fails and is closed between the watching thread's look at it and its next."""
+    comms = gpu.world(2)
+    gpu._library.double_hold(1, 1)
+    try:
+        eventually(lambda: bool(gpu._library.double_held()))  # it has looked at rank 0's, and asks for rank 1's
+        comms[0].abandon()
+        comms[0].close()
+    finally:
+        gpu._library.double_hold(1, 0)
+    eventually(lambda: any(line.startswith("abort") for line in gpu.log()))

@@ -196,7 +196,7 @@ bool NcclGroup::idle() {
 
 bool NcclGroup::over() {
   const std::lock_guard lock(mutex_);
-  return closed_ && condemned_.empty();
+  return closed_ && comm_ == nullptr && condemned_.empty();
 }
 
 void NcclGroup::drain() {

@@ -49,7 +49,7 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   void fail(std::exception_ptr cause) noexcept;
   /// Nothing is under way, and no memory is held.
   bool idle();
-  /// Closed, and no memory is held any more.
+  /// Closed, NCCL's communicator destroyed or aborted, and no memory held any more.
   bool over();
 
   /// Both block until the other ranks come along: the clerk's.

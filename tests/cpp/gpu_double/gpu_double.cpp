@@ -50,15 +50,25 @@ void double_hang(const char* function) {
   const Lock lock(world().mutex);
   world().hanging.insert(function);
 }
-/// Trouble that shows later, on the communicator of this rank made last.
-void double_trouble(int rank, int code) {
-  const Lock lock(world().mutex);
+/// The communicator of this rank made last.
+static Comm latest(int rank) {
   Comm last = nullptr;
   for (Comm comm : world().comms) {
     if (comm->rank == rank && (last == nullptr || comm->number > last->number)) last = comm;
   }
-  if (last != nullptr) last->trouble = code;
+  return last;
 }
+/// Trouble that shows later.
+void double_trouble(int rank, int code) {
+  const Lock lock(world().mutex);
+  if (Comm comm = latest(rank)) comm->trouble = code;
+}
+/// Holds up whoever asks for trouble, until it is let go.
+void double_hold(int rank, int on) {
+  const Lock lock(world().mutex);
+  if (Comm comm = latest(rank)) comm->held = on != 0;
+}
+int double_held() { return world().num_held; }
 void double_colors(const int* colors, int count) {
   const Lock lock(world().mutex);
   world().colors.assign(colors, colors + count);

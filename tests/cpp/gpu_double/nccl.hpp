@@ -49,6 +49,11 @@ int ncclCommSplit(Comm comm, int color, int, Comm* part, void*) {
 int ncclCommUserRank(Comm comm, int* rank) { return *rank = comm->rank, 0; }
 int ncclCommCount(Comm comm, int* size) { return *size = comm->clique->size, 0; }
 int ncclCommGetAsyncError(Comm comm, int* state) {
+  if (comm->held) {
+    ++world().num_held;
+    while (comm->held) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    --world().num_held;
+  }
   const Lock lock(world().mutex);
   return *state = comm->trouble, 0;
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstdarg>
 #include <cstdint>
@@ -57,6 +58,7 @@ struct Clique {
 struct ncclComm {
   int number = 0, rank = 0, num_issued = 0, num_splits = 0, trouble = 0;
   bool aborted = false;
+  std::atomic<bool> held{false};  // who asks it for errors waits
   std::shared_ptr<Clique> clique;
 };
 
@@ -80,6 +82,7 @@ struct World {
   std::vector<int> colors;
   CUstream_st legacy;
   int num_streams = 0, num_events = 0, num_comms = 0, num_ids = 0;
+  std::atomic<int> num_held{0};  // threads that wait so
 };
 
 World& world() {
