@@ -101,3 +101,16 @@ def test_a_communicator_that_failed_is_aborted_before_it_is_forgotten(gpu: Doubl
     finally:
         gpu._library.double_hold(1, 0)
     eventually(lambda: any(line.startswith("abort") for line in gpu.log()))
+
+
+def test_events_are_given_back_on_threads_without_a_context(gpu: Double) -> None:
+    """Whoever drops the last Work or looks at it last, such as a thread that never used the device."""
+    (comm,) = gpu.world(1)
+    a = np.ones(4, np.float32)
+    before = gpu.alive("events")
+    works = [comm.all_reduce_async(gpu.memory(a, 0), gpu.memory(a, 0)) for _ in range(3)]
+    assert gpu.alive("events") == before + 3
+    gpu.run()
+    for work in works:
+        work.wait(10)
+    eventually(lambda: gpu.alive("events") == before)

@@ -6,6 +6,7 @@
 #include <mutex>
 #include <utility>
 
+#include "comm_core/errors.hpp"
 #include "cuda_driver.hpp"
 
 namespace comm_core {
@@ -66,7 +67,14 @@ class Moment {
       : device_(std::move(device)), event_(device_->driver().create_event()) {}
   Moment(const Moment&) = delete;
   Moment& operator=(const Moment&) = delete;
-  ~Moment() { device_->driver().destroy(event_); }
+  /// On whatever thread looks last, which need not have any device current.
+  ~Moment() {
+    try {
+      const Device::Current current(*device_);
+      device_->driver().destroy(event_);
+    } catch (const CudaError&) {  // a device that failed keeps nothing
+    }
+  }
 
   CudaEvent event() const noexcept { return event_; }
   const Device& device() const noexcept { return *device_; }

@@ -12,8 +12,8 @@ int cuDeviceGetCount(int* count) { return *count = 8, 0; }
 int cuDevicePrimaryCtxRetain(void** context, int device) {
   return *context = reinterpret_cast<void*>(static_cast<std::uintptr_t>(device + 1)), 0;
 }
-int cuCtxPushCurrent_v2(void*) { return 0; }
-int cuCtxPopCurrent_v2(void**) { return 0; }
+int cuCtxPushCurrent_v2(void* context) { return contexts.push_back(context), 0; }
+int cuCtxPopCurrent_v2(void**) { return contexts.pop_back(), 0; }
 int cuThreadExchangeStreamCaptureMode(int* mode) { return std::swap(*mode, capture_mode), 0; }
 int cuCtxGetStreamPriorityRange(int* lowest, int* highest) { return *lowest = 0, *highest = -5, 0; }
 int cuStreamCreateWithPriority(Stream* stream, unsigned flags, int priority) {
@@ -40,11 +40,13 @@ int cuEventCreate(Event* event, unsigned flags) {
   const Lock lock(world().mutex);
   *event = new CUevent_st;
   (*event)->number = ++world().num_events;
+  (*event)->context = contexts.empty() ? nullptr : contexts.back();
   world().events.insert(*event);
   return flags == 2 ? 0 : 1;
 }
 int cuEventDestroy_v2(Event event) {
   const Lock lock(world().mutex);
+  if (event->context != nullptr && contexts.empty()) return 201;  // CUDA_ERROR_INVALID_CONTEXT
   world().events.erase(event);
   delete event;
   return 0;

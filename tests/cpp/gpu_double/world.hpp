@@ -31,6 +31,7 @@ struct CUstream_st {
 };
 struct CUevent_st {
   int number = 0;
+  void* context = nullptr;  // current when it was made; none: a test's own event
   std::shared_ptr<bool> passed;
 };
 struct Call {
@@ -93,6 +94,7 @@ World& world() {
 using Lock = std::lock_guard<std::recursive_mutex>;
 
 thread_local int depth = 0;
+thread_local std::vector<void*> contexts;  // current ones of this thread
 thread_local int capture_mode = 0;  // of this thread, while another captures: 0 global, 2 relaxed
 thread_local std::vector<std::pair<Stream, Step>> grouped;
 
