@@ -53,4 +53,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _require_program(name: str, environ: dict[str, str]) -> None:
     if shutil.which(name, path=environ.get("PATH")) is None:
+        if os.path.isfile(name):
+            raise LaunchError(f"{name!r} is not executable, so no worker can run it: chmod +x {name}")
         raise LaunchError(f"{name!r} was not found on this machine's PATH, so no worker can run it")

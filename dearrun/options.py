@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shlex
 from collections.abc import Mapping
@@ -131,7 +132,7 @@ def _hosts(args: argparse.Namespace) -> list[Host]:
         return []
     try:
         text = Path(args.hostfile).read_text()
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise LaunchError(f"the hostfile cannot be read: {error}") from error
     return parse_hostfile(text, args.hostfile)
 
@@ -141,7 +142,7 @@ def job(args: argparse.Namespace, environ: Mapping[str, str]) -> Job:
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
         raise LaunchError("there is no command to run: dearrun -np 4 python train.py")
-    if command[0].endswith(".py"):
+    if command[0].endswith(".py") and not os.access(command[0], os.X_OK):
         raise LaunchError(f"{command[0]} is a script, not a command: dearrun -np 4 python {command[0]}")
     hosts = _hosts(args)
     if args.num_proc is None and not hosts:
@@ -161,5 +162,12 @@ def job(args: argparse.Namespace, environ: Mapping[str, str]) -> Job:
         interfaces=None if args.network_interfaces is None else ",".join(args.network_interfaces),
         ssh_port=args.ssh_port,
         ssh_identity=args.ssh_identity_file,
-        mpi_arguments=tuple(shlex.split(args.mpi_args)),
+        mpi_arguments=_words(args.mpi_args),
     )
+
+
+def _words(text: str) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise LaunchError(f"--mpi-args {text!r} cannot be taken apart: {error}") from error

@@ -22,12 +22,9 @@ from overlap.gates import Gates
 from overlap.grouping import Groups
 from overlap.hooks import GradientHooks
 from overlap.lanes import Lanes
-from overlap.listed import GroupGates
-from overlap.own_methods import refuse_direct_steps
 from overlap.owners import holders
 from overlap.planner import Planner
 from overlap.roll import CannotJoin
-from overlap.roster import Roster
 from overlap.shard_update import ShardUpdate
 from overlap.skips import Skips
 from overlap.sparse import average_sparse, refuse_sparse
@@ -38,6 +35,7 @@ from overlap.transit import Transit
 from overlap.updates import Updates
 from overlap.window import GradientWindow
 from overlap.work import arrive
+from overlap.wrapped import Wrapped
 
 __all__ = ["Engine"]
 
@@ -108,10 +106,8 @@ class Engine:
             self.arrangement.follow = self.eager.follow
         if updates is Updates.DEFERRED:
             self.deferred = DeferredUpdates(optimizer, self.transit, self._settle, poison=poison)
-        self.roster = Roster(optimizer, slots)
-        self.group_gates = GroupGates(optimizer, self.transit) if updates is not Updates.WHOLE else None
-        myself = weakref.ref(self)
-        self._direct = refuse_direct_steps(optimizer, lambda: (engine := myself()) is not None and engine.local)
+        myself, awaited = weakref.ref(self), None if updates is Updates.WHOLE else self.transit
+        self.wrapped = Wrapped(optimizer, slots, awaited, lambda: (me := myself()) is not None and me.local)
         self._hooks = GradientHooks(self._gradient_ready)
         self._gates = Gates(self._touch, self._enter, self._leave)
         self._guard()
@@ -229,9 +225,7 @@ class Engine:
     def detach(self) -> None:
         """Leave the model and the optimizer alone."""
         self._gates.remove()
-        self._direct.remove()
-        if self.group_gates is not None:
-            self.group_gates.remove()
+        self.wrapped.remove()
         self._hooks.remove()
 
     def add_slots(self, slots: Sequence[Slot]) -> None:
@@ -240,8 +234,7 @@ class Engine:
         self._by_param.update({id(slot.param): slot for slot in slots})
         self._gates.remove()
         self._guard()
-        if self.group_gates is not None:
-            self.group_gates.guard()
+        self.wrapped.guard()
         self._hooks.attach(self.slots)
 
     # - Moving buckets

@@ -8,7 +8,7 @@ import torch
 
 from overlap.shard_update import ShardUpdate
 
-__all__ = ["LiveState"]
+__all__ = ["LiveState", "replace_state", "state_of"]
 
 _State = dict[str, Any]
 
@@ -62,3 +62,18 @@ class LiveState(dict[torch.Tensor, _State]):
         pairs: dict[torch.Tensor, _State] = dict(other)
         for param, state in pairs.items():
             self[param] = state
+
+
+def state_of(optimizer: torch.optim.Optimizer, shards: ShardUpdate | None) -> Any:
+    """What ``state`` is: the optimizer's own, where this rank updates whole parameters."""
+    return optimizer.state if shards is None else LiveState(optimizer, shards)
+
+
+def replace_state(optimizer: torch.optim.Optimizer, shards: ShardUpdate | None, state: Any) -> None:
+    """Make `state` what counts from now on."""
+    if shards is None:
+        optimizer.state = state
+    else:
+        live = LiveState(optimizer, shards)
+        live.clear()
+        live.update(state)

@@ -14,7 +14,7 @@ from overlap.arguments import HorovodArguments, check_passes
 from overlap.assembly import build
 from overlap.bucket import Bucket
 from overlap.joining import Follower
-from overlap.live_state import LiveState
+from overlap.live_state import replace_state, state_of
 from overlap.loss_scale import is_scaler_step, is_unscaling
 from overlap.membership import Membership
 from overlap.own_methods import guarded
@@ -104,20 +104,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
     @property
     def state(self) -> Any:  # type: ignore[override]
         """The optimizer's state by parameter; of sharded parameters, the part this rank holds (1-D tensors of slices)."""
-        shards = self._engine.shards
         if self._engine.deferred is not None:
             self._engine.transit.arrive_all()
-        return self._optimizer.state if shards is None else LiveState(self._optimizer, shards)
+        return state_of(self._optimizer, self._engine.shards)
 
     @state.setter
     def state(self, state: Any) -> None:
-        if self._engine.shards is None:
-            self._engine.transit.arrive_all()
-            self._optimizer.state = state
-        else:
-            live = self.state
-            live.clear()
-            live.update(state)
+        self._engine.transit.arrive_all()
+        replace_state(self._optimizer, self._engine.shards, state)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_optimizer" not in self.__dict__:
@@ -190,8 +184,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._engine.accumulating, self._engine.synchronizations.expecting = False, True
         if self._engine.deferred is not None and not set_to_none:
             self._engine.transit.arrive_all()  # zeros would be written into what is still being reduced
-        gates = self._engine.group_gates
-        with contextlib.nullcontext() if gates is None else gates.open():
+        with self._engine.wrapped.unwatched():
             self._optimizer.zero_grad(set_to_none)
 
     # - The step

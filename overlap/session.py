@@ -159,6 +159,7 @@ def _duplicate(comm: Communicator) -> Communicator:
 
 
 _session: Session | None = None
+_process = 0  # that made it
 
 
 def _share_cores(local_size: int) -> None:
@@ -209,7 +210,7 @@ def init(comm: Any = None) -> Session:
     never silently trains N copies of rank 0. Raises :class:`overlap.settings.SettingError` for an environment variable
     that does not hold what it should.
     """
-    global _session
+    global _session, _process
     if _session is not None:
         return _session
     launch, wanted = detect(os.environ), settings.read(os.environ)
@@ -221,7 +222,7 @@ def init(comm: Any = None) -> Session:
             f"{launch.source} promises {launch.size} rank(s), the {connected.backend} communicator has {size}: this "
             "process was probably started by the mpirun of another MPI than the one comm_core was built with"
         )
-    _session = Session(connected, launch, wanted)
+    _session, _process = Session(connected, launch, wanted), os.getpid()
     atexit.register(shutdown)
     return _session
 
@@ -255,4 +256,5 @@ def shutdown() -> None:
         return
     atexit.unregister(shutdown)
     session, _session = _session, None
-    session.close()
+    if _process == os.getpid():  # a forked child has no part in what its parent does with the other ranks
+        session.close()

@@ -44,7 +44,7 @@ class Stepper:
     def step(self, closure: Callable[[], Any] | None, scale: torch.Tensor | None = None) -> Any:
         """See :meth:`overlap.optimizer.DistributedOptimizer.step`; divide gradients by `scale` first."""
         self._engine.synchronizations.step()
-        self._engine.roster.follow(in_parts=self._engine.shards is not None or self._engine.deferred is not None)
+        self._engine.wrapped.follow(in_parts=self._engine.shards is not None or self._engine.deferred is not None)
         if closure is not None and self._engine.shards is None and decides_by_loss(self._optimizer):
             return self._step_deciding(closure)
         result = None

@@ -212,3 +212,20 @@ def test_a_launcher_of_another_mpi_is_noticed(tmp_path: Path) -> None:
     result = run_ranks(1, [str(script)], "single", env=promised)
     assert result.returncode != 0
     assert "promises 3 rank(s)" in result.output
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_forked_child_ends_by_itself(launcher: str, tmp_path: Path) -> None:
+    text = """
+import os, sys
+child = os.fork()
+if child == 0:
+    sys.exit(dear.rank())
+_, status = os.waitpid(child, 0)
+print("the child of", dear.rank(), "ended with", os.waitstatus_to_exitcode(status), flush=True)
+train(2)
+"""
+    output = _run(tmp_path, text, launcher).check().output
+    assert "the child of 0 ended with 0" in output
+    assert "the child of 1 ended with 1" in output
+    assert "Traceback" not in output

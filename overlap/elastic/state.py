@@ -14,7 +14,7 @@ from overlap.broadcast import broadcast_structure
 from overlap.communicator import ReduceOp
 from overlap.elastic import stop_request
 from overlap.elastic.sampler import ElasticSampler
-from overlap.elastic.store import CommitError, CommitStore, directory_of
+from overlap.elastic.store import CommitError, store_at
 from overlap.objects import broadcast_object
 from overlap.session import current
 
@@ -89,14 +89,15 @@ class ObjectState(State):
 
     Args:
         elastic_dir: where commits go, on rank 0's host (default: ``DEAR_ELASTIC_DIR``, else
-            ``.dear-elastic/SCRIPT-HASH`` below the working directory).
+            ``.dear-elastic/SCRIPT-HASH`` below the working directory, and for a second state of a script ``2`` below
+            that, and so on).
         attributes: initial values. What has ``state_dict`` and ``load_state_dict`` (modules, optimizers, schedulers,
             scalers, :class:`ElasticSampler`) is saved and loaded through them, anything else is pickled.
     """
 
     def __init__(self, *, elastic_dir: str | os.PathLike[str] | None = None, **attributes: Any) -> None:
         super().__init__()
-        self._store = CommitStore(directory_of(elastic_dir))
+        self._store = store_at(elastic_dir)
         self._names = list(attributes)
         for name, value in attributes.items():
             if name.startswith("_") or hasattr(type(self), name):

@@ -8,13 +8,14 @@ import logging
 import os
 import re
 import sys
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-__all__ = ["DIRECTORY_VARIABLE", "CommitError", "CommitStore", "default_directory"]
+__all__ = ["DIRECTORY_VARIABLE", "CommitError", "CommitStore", "default_directory", "store_at"]
 
 log = logging.getLogger("dear")
 
@@ -116,6 +117,19 @@ class CommitStore:
             self.directory.rmdir()
 
 
-def directory_of(chosen: str | os.PathLike[str] | None) -> Path:
-    """`chosen`, or the default of this process."""
-    return Path(chosen) if chosen is not None else default_directory(os.environ, sys.argv)
+def store_at(chosen: str | os.PathLike[str] | None) -> CommitStore:
+    """The store in `chosen`, or by default that of this process; wherever the script goes with ``os.chdir()`` later.
+
+    A second one by default, while the first is in use, has a directory below it: both are found again by their order.
+    """
+    if chosen is not None:
+        return CommitStore(Path(chosen).absolute())
+    first = default_directory(os.environ, sys.argv).absolute()
+    number = 1
+    while (directory := first if number == 1 else first / str(number)) in _in_use:
+        number += 1
+    store = _in_use[directory] = CommitStore(directory)
+    return store
+
+
+_in_use: weakref.WeakValueDictionary[Path, CommitStore] = weakref.WeakValueDictionary()

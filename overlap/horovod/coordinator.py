@@ -107,6 +107,9 @@ class Coordinator:
             gone = [rank for rank in absent if rank in self._left]
             if gone:
                 waiting = self._waiting.pop(key)
+                if key[1] is Kind.JOIN:  # it failed: whoever goes on is asked again
+                    for rank in waiting.requests:
+                        self._joined.pop(rank, None)
                 text = f"{waiting.title}: rank {gone[0]} has shut down and will not take part"
                 response = Response(next(iter(waiting.requests.values())), error=text)
             elif absent:

@@ -45,9 +45,9 @@ class ReductionCall(NamedTuple):
             factors = float(self.prescale), float(self.postscale)
             operation: Operation
             if self.kind is Kind.ALLREDUCE:
-                operation = Allreduce(members, op, self.prescale, self.postscale, in_place=in_place)
+                operation = Allreduce(members, op, *factors, in_place=in_place)
             else:
-                operation = ReduceScatter(members, op, self.prescale, self.postscale)
+                operation = ReduceScatter(members, op, *factors)
             request = Request(self.kind, name, group.number, specs, op.name, *factors)
             return request, Only(operation) if single else operation
 

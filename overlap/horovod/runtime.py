@@ -74,6 +74,8 @@ class Runtime:
 
     def group(self, process_set: ProcessSet) -> Group:
         """The set as this rank sees it. Raises ``ValueError`` unless it is registered and this rank is in it."""
+        if not isinstance(process_set, ProcessSet):
+            raise TypeError(f"process_set should be a ProcessSet and is {type(process_set).__name__}")
         number = process_set.process_set_id
         if number is None or number not in self._groups:
             raise ValueError(

@@ -35,13 +35,13 @@ def sparse_allreduce_async(
     source = tensor.detach()
     indices = allgather_async(source._indices().t().contiguous(), f"{name}.indices", process_set)
     values = allgather_async(source._values(), f"{name}.values", process_set)
+    # One from every rank that has not joined: an average is over these, and each may have no row at all.
+    ranks = allgather_async(torch.ones(1), f"{name}.ranks", process_set) if wanted is ReduceOp.AVG else None
 
     def result() -> torch.Tensor:
         found = synchronize(values)
-        if wanted is ReduceOp.AVG:
-            size = process_set.size()
-            assert size is not None, "registered, or the gathers would have raised"
-            found = found / size
+        if ranks is not None:
+            found = found / synchronize(ranks).numel()
         return torch.sparse_coo_tensor(synchronize(indices).t(), found, source.shape, check_invariants=False)
 
     return result

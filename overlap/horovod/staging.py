@@ -18,6 +18,10 @@ def tensors_of(what: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]
     if isinstance(tensors, torch.Tensor) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
         raise TypeError(f"{what} takes tensors and was given {_types(tensors)}")
     for tensor in tensors:
+        if tensor.is_nested:
+            raise InvalidUsage(
+                f"{what} takes dense tensors and was given a nested one; gather its values and its sizes"
+            )
         if tensor.layout is not torch.strided:
             raise InvalidUsage(
                 f"{what} takes dense tensors and was given {tensor.layout}; see sparse_allreduce_async()"

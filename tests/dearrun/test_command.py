@@ -206,6 +206,7 @@ def test_hosts_say_how_many_workers(tmp_path: Path) -> None:
         (["python", "train.py"], "how many workers"),
         (["-np", "3", "-H", "a:2", *TRAIN], "-np 3 needs 3 slots, and a:2 has 2"),
         (["-np", "2", "-hostfile", "/nope", *TRAIN], "hostfile cannot be read.*/nope"),
+        (["-np", "2", "--mpi-args", "--foo 'bar", *TRAIN], "--foo 'bar.* cannot be taken apart: No closing quotation"),
         (["-np", "2", "-x", "UNSET_VARIABLE", *TRAIN], "UNSET_VARIABLE: the variable is not set"),
         (["-np", "2", "-x", "1A=2", *TRAIN], "'1A' is no name"),
     ],
@@ -273,3 +274,10 @@ def test_which_mpirun(tmp_path: Path) -> None:
 def test_report() -> None:
     text = render("1.0", [("Things", [Finding(True, "one", ("here",)), Finding(False, "other")])])
     assert text == "dear 1.0:\n\nThings:\n    [X] one\n        here\n    [ ] other\n"
+
+
+def test_a_hostfile_in_another_encoding_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "hosts"
+    file.write_bytes(b"h\xe9te slots=2\n")
+    with pytest.raises(LaunchError, match="hostfile cannot be read: 'utf-8'"):
+        _parsed("-hostfile", str(file), *TRAIN)

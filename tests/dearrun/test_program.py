@@ -41,6 +41,17 @@ def test_more_workers_than_cores_each_in_its_own_folder(tmp_path: Path) -> None:
     assert {(folder / "stderr").read_text() for folder in folders} == {"bad\n"}
 
 
+def test_scripts_run_if_they_are_executable(tmp_path: Path) -> None:
+    script, other = tmp_path / "train.py", tmp_path / "other"
+    for file in (script, other):
+        file.write_text("#!/bin/sh\necho it runs\n")
+    assert "python" in _dearrun("-np", "1", str(script)).stderr
+    assert f"is not executable, so no worker can run it: chmod +x {other}" in _dearrun("-np", "1", str(other)).stderr
+    for file in (script, other):
+        file.chmod(0o755)
+        assert "it runs" in _dearrun("-np", "1", str(file)).stdout
+
+
 def test_what_a_killed_mpirun_of_the_same_number_left_is_no_obstacle(tmp_path: Path) -> None:
     """Process numbers come again; a shell makes the leftovers of its own before it becomes dearrun."""
     left = 'mkdir -p "$TMPDIR/ompi.$$" && touch "$TMPDIR/ompi.$$/pmix.$(uname -n).tool.$$" && exec "$@"'

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from overlap.elastic.sampler import order_of, part_of
-from overlap.elastic.store import CommitError, CommitStore, default_directory
+from overlap.elastic.store import CommitError, CommitStore, default_directory, store_at
 
 
 def test_the_newest_two_are_kept(tmp_path: Path) -> None:
@@ -60,6 +60,34 @@ def test_a_finished_job_leaves_nothing_of_its_own(tmp_path: Path) -> None:
     (store.directory / "notes.txt").touch()
     store.clear()
     assert [path.name for path in store.directory.iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.parametrize("chosen", [None, "commits"])
+def test_a_store_stays_where_it_was_when_the_script_goes_elsewhere(
+    chosen: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("DEAR_ELASTIC_DIR", raising=False)
+    monkeypatch.chdir(tmp_path)
+    store = store_at(chosen)
+    (tmp_path / "below").mkdir()
+    monkeypatch.chdir("below")
+    store.write("first")
+    assert list(Path().iterdir()) == []
+    monkeypatch.chdir(tmp_path)
+    del store
+    assert store_at(chosen).newest() == (1, "first")
+
+
+def test_two_states_of_one_script_have_a_directory_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DEAR_ELASTIC_DIR", raising=False)
+    monkeypatch.chdir(tmp_path)
+    for run in ("made", "found"):
+        first, second = store_at(None), store_at(None)
+        if run == "made":
+            first.write("one")
+            second.write("two")
+        assert (first.newest(), second.newest()) == ((1, "one"), (1, "two"))
+        del first, second
 
 
 def test_default_directory() -> None:

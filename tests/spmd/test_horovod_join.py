@@ -55,6 +55,11 @@ def test_gathers_get_no_rows_barriers_do_not_wait_and_the_rest_fails() -> None:
             present = list(range(size - 1))
             assert hvd.allgather(torch.tensor([hvd.rank()]), name="late").tolist() == present
             assert hvd.allgather_object(hvd.rank(), name="late") == present
+            # Of those that contribute the last has no row.
+            rows = int(hvd.rank() < size - 2 or size == 2)
+            sparse = torch.sparse_coo_tensor(torch.zeros(1, rows, dtype=torch.int64), torch.full((rows,), 6.0), (2,))
+            mean = hvd.sparse_allreduce_async(sparse, "sparse", hvd.Average)().to_dense()
+            assert mean.tolist() == [6.0 * max(size - 2, 1) / (size - 1), 0.0]
             for call in (
                 lambda: hvd.broadcast(torch.ones(1), 0, name="late"),
                 lambda: hvd.alltoall(torch.ones(size), name="late"),

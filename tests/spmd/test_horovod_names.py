@@ -172,6 +172,13 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a root that is no rank": (lambda: hvd.broadcast(torch.ones(1), 99), ValueError, "root_rank 99 is not one of"),
     "a root of another type": (lambda: hvd.broadcast(torch.ones(1), "0"), TypeError, "should be a rank and is '0'"),  # type: ignore[arg-type]
     "a tensor without values": (lambda: hvd.allreduce(torch.ones(1, device="meta")), ValueError, "has no values"),
+    "a nested tensor": (
+        lambda: hvd.allgather(torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])),
+        ValueError,
+        "was given a nested one",
+    ),
+    "no process set": (lambda: hvd.allreduce(torch.ones(1), process_set=[0]), TypeError, "a ProcessSet and is list"),  # type: ignore[arg-type]
+    "a factor that is no number": (lambda: hvd.allreduce(torch.ones(1), prescale_factor="x"), ValueError, "'x'"),  # type: ignore[arg-type]
     "no reduction": (lambda: hvd.allreduce(torch.ones(1), op="sum"), ValueError, "op should be Average, Sum"),
     "adasum": (lambda: hvd.allreduce(torch.ones(1), op=hvd.Adasum), NotImplementedError, "Adasum is not offered"),
     "scalar to scatter": (lambda: hvd.reducescatter(torch.tensor(1.0)), ValueError, "was given a scalar"),

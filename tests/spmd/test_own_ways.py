@@ -1,10 +1,8 @@
-"""Scripts that do more to parameters, gradients, groups and state than call step(): as in one process, or a clear error."""
+"""Scripts that do more with gradients and updates than call step(): as in one process, or a clear error."""
 
 from __future__ import annotations
 
 import contextlib
-from collections import defaultdict
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,53 +12,13 @@ import torch
 import dear
 import mgwfbp
 from overlap.window import GradientChanged
+from tests.spmd.one_process import SGD, WAYS, as_in_one_process, loss_of, small_model, train
 from tests.spmd.test_parity import PACKAGES, WRAP
-
-GLOBAL_BATCH = 8
-# One for each way of updating; early updates can be asked for nothing between backward and step().
-WAYS = ("dear-layerwise", "wfbp", "bytescheduler", "oss")
 
 
 @pytest.fixture(autouse=True)
 def _session() -> None:
     dear.init()
-
-
-def _model() -> torch.nn.Module:
-    torch.default_generator.manual_seed(7)
-    return torch.nn.Sequential(torch.nn.Linear(6, 10), torch.nn.Tanh(), torch.nn.Linear(10, 3)).double()
-
-
-def _loss(model: torch.nn.Module, number: int, alone: bool) -> torch.Tensor:
-    """On the whole batch, or on this rank's part of it."""
-    x = torch.randn(GLOBAL_BATCH, 6, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
-    share = GLOBAL_BATCH // dear.size()
-    part = x if alone else x[dear.rank() * share : (dear.rank() + 1) * share]
-    return model(part).square().mean()
-
-
-Script = Callable[[torch.nn.Module, Any, bool], None]
-SGD = torch.optim.SGD
-
-
-def _as_in_one_process(way: str, script: Script, make: Callable[..., Any] = SGD, **options: Any) -> torch.nn.Module:
-    """Run `script` with a plain optimizer on everything, and with a distributed one; parameters have to be the same."""
-    settings = {"lr": 0.1, "momentum": 0.9}
-    reference, model = _model(), _model()
-    script(reference, make(reference.parameters(), **settings), True)
-    optimizer = WRAP[way](make(model.parameters(), **settings), model, **options)
-    script(model, optimizer, False)
-    optimizer.synchronize()
-    for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
-    return model
-
-
-def _train(model: torch.nn.Module, optimizer: Any, alone: bool, steps: int = 2, first: int = 0) -> None:
-    for step in range(first, first + steps):
-        optimizer.zero_grad()
-        _loss(model, step, alone).backward()
-        optimizer.step()
 
 
 class Sam(SGD):
@@ -86,7 +44,7 @@ def test_methods_of_the_optimizers_class_take_averages_or_raise(way: str) -> Non
     def script(model: torch.nn.Module, optimizer: Any, alone: bool) -> None:
         for step in range(4):
             for number, update in enumerate((optimizer.first_step, optimizer.second_step)):
-                _loss(model, 2 * step + number, alone).backward()
+                loss_of(model, 2 * step + number, alone).backward()
                 if not alone:
                     with pytest.raises(
                         RuntimeError, match=r"_step\(\) was called with gradients that are this rank's own"
@@ -95,17 +53,17 @@ def test_methods_of_the_optimizers_class_take_averages_or_raise(way: str) -> Non
                     optimizer.synchronize()
                 update()
 
-    _as_in_one_process(way, script, Sam)
+    as_in_one_process(way, script, Sam)
 
 
 @pytest.mark.parametrize("strategy", WRAP)
 def test_the_wrapped_optimizers_own_step_is_refused(strategy: str) -> None:
     """In a script that wraps its optimizer and does not keep the wrapper, from its first step on."""
-    model = _model()
+    model = small_model()
     inner = SGD(model.parameters(), 0.1)
     optimizer = WRAP[strategy](inner, model)
     for step in range(2):
-        _loss(model, step, False).backward()
+        loss_of(model, step, False).backward()
         with pytest.raises(RuntimeError, match=r"step\(\) of the SGD was called, .* DistributedOptimizer wraps it"):
             inner.step()
         optimizer.step()
@@ -136,7 +94,7 @@ def test_gradients_from_before_a_closure_are_averaged(way: str) -> None:
         for step in range(4):
 
             def closure(step: int = step) -> torch.Tensor:
-                loss = _loss(model, step, alone)
+                loss = loss_of(model, step, alone)
                 loss.backward()
                 return loss
 
@@ -144,7 +102,7 @@ def test_gradients_from_before_a_closure_are_averaged(way: str) -> None:
             optimizer.step(closure)
             optimizer.zero_grad()
 
-    _as_in_one_process(way, script, SamByClosure)
+    as_in_one_process(way, script, SamByClosure)
 
 
 @pytest.mark.parametrize("when", [0, 2])
@@ -157,7 +115,7 @@ def test_synchronize_where_only_one_rank_has_gradients(way: str, looks: bool, wh
         for step in range(4):
             optimizer.zero_grad()
             if step != when:
-                _loss(model, step, alone).backward()
+                loss_of(model, step, alone).backward()
             elif alone or dear.rank() == 0:
                 x = torch.ones(2, 6, dtype=torch.float64)
                 (model(x).square().sum() / (dear.size() if alone else 1)).backward()
@@ -171,7 +129,7 @@ def test_synchronize_where_only_one_rank_has_gradients(way: str, looks: bool, wh
             if not alone:
                 optimizer.synchronize()  # nothing to average: nobody waits
 
-    _as_in_one_process(way, script)
+    as_in_one_process(way, script)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -181,7 +139,7 @@ def test_a_window_that_ends_inside_no_sync_is_averaged_by_synchronize(way: str) 
             optimizer.zero_grad()
             with contextlib.nullcontext() if alone else optimizer.no_sync():
                 for part in range(2):
-                    (_loss(model, 2 * step + part, alone) / 2).backward()
+                    (loss_of(model, 2 * step + part, alone) / 2).backward()
             if not alone:
                 with optimizer.skip_synchronize(), pytest.raises(RuntimeError, match="local still: call synchronize"):
                     optimizer.step()
@@ -189,7 +147,7 @@ def test_a_window_that_ends_inside_no_sync_is_averaged_by_synchronize(way: str) 
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
             optimizer.step()
 
-    _as_in_one_process(way, script)
+    as_in_one_process(way, script)
 
 
 @pytest.mark.parametrize("drop", ["model", "optimizer"])
@@ -197,7 +155,7 @@ def test_a_window_that_ends_inside_no_sync_is_averaged_by_synchronize(way: str) 
 def test_a_step_skipped_after_synchronize_leaves_nothing_behind(way: str, drop: str) -> None:
     def script(model: torch.nn.Module, optimizer: Any, alone: bool) -> None:
         for step in range(5):
-            _loss(model, step, alone).backward()
+            loss_of(model, step, alone).backward()
             if not alone:
                 optimizer.synchronize()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
@@ -205,135 +163,30 @@ def test_a_step_skipped_after_synchronize_leaves_nothing_behind(way: str, drop: 
                 optimizer.step()
             (model if drop == "model" else optimizer).zero_grad()
 
-    _as_in_one_process(way, script)
+    as_in_one_process(way, script)
 
 
 @pytest.mark.parametrize("accumulated", ["first", "no_sync", "incomplete"])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_change_of_gradients_that_are_local_still_is_refused(way: str, accumulated: str) -> None:
-    model = _model()
+    model = small_model()
     passes = 2 if accumulated == "incomplete" else 1
     optimizer = WRAP[way](SGD(model.parameters(), 0.1), model, backward_passes_per_step=passes)
     for step in range(1 if accumulated == "first" else 3):
         optimizer.zero_grad()
         with optimizer.no_sync() if accumulated == "no_sync" else contextlib.nullcontext():
-            _loss(model, step, False).backward()
+            loss_of(model, step, False).backward()
         if step == 0 and accumulated != "first":
             optimizer.step()
             continue
         if accumulated != "first" and step == 1:
             model.zero_grad(set_to_none=False)  # who drops all of it hides nothing
-            _loss(model, step, False).backward()
+            loss_of(model, step, False).backward()
             optimizer.step()
             continue
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
         with pytest.raises(GradientChanged, match=r"'0.weight' was changed after backward\(\); other ranks' gradients"):
             optimizer.step()
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_parameters_of_groups_are_final_when_they_are_looked_up(way: str) -> None:
-    """Weights are clamped after every step, through the optimizer, by an iterator and by an index."""
-
-    def script(model: torch.nn.Module, optimizer: Any, alone: bool) -> None:
-        for step in range(4):
-            _train(model, optimizer, alone, steps=1, first=step)
-            with torch.no_grad():
-                for group in optimizer.param_groups:
-                    for param in group["params"]:
-                        param.clamp_(-0.2, 0.2)
-                    group["params"][0].mul_(0.5)
-
-    model = _as_in_one_process(way, script)
-    assert max(float(param.detach().abs().max()) for param in model.parameters()) <= 0.2
-
-
-def test_groups_are_plain_lists_again_for_who_copies_or_wraps_anew() -> None:
-    model = _model()
-    inner = SGD(model.parameters(), 0.1)
-    optimizer = dear.DistributedOptimizer(inner, model)
-    _train(model, optimizer, False)
-    copied = optimizer.param_groups[0]["params"].__reduce_ex__(4)
-    assert copied[0] is list
-    optimizer = dear.DistributedOptimizer(inner, model, strategy="wfbp")
-    assert type(inner.param_groups[0]["params"]) is list
-    _train(model, optimizer, False)
-
-
-@pytest.mark.parametrize("way", PACKAGES)
-def test_a_parameter_goes_by_the_group_it_was_moved_to(way: str) -> None:
-    def script(model: torch.nn.Module, optimizer: Any, alone: bool) -> None:
-        _train(model, optimizer, alone)
-        param = optimizer.param_groups[0]["params"].pop(0)
-        optimizer.add_param_group({"params": [param], "lr": 0.0})
-        _train(model, optimizer, alone, first=2)
-
-    _as_in_one_process(way, script)
-
-
-@pytest.mark.parametrize("way", PACKAGES)
-def test_parameters_behind_the_wrapper_are_refused(way: str) -> None:
-    model = _model()
-    optimizer = WRAP[way](SGD(model.parameters(), 0.1), model)
-    _train(model, optimizer, False, steps=3)
-    model[2].bias = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
-    optimizer.param_groups[0]["params"][3] = model[2].bias
-    _loss(model, 3, False).backward()
-    with pytest.raises(RuntimeError, match=r"a parameter of shape \(3,\) was put into param_groups"):
-        optimizer.step()
-
-
-@pytest.mark.parametrize("way", ["dear-layerwise", "oss", "bytescheduler"])
-def test_a_parameter_that_was_taken_out_is_named(way: str) -> None:
-    model = _model()
-    optimizer = WRAP[way](SGD(model.parameters(), 0.1), model)
-    _train(model, optimizer, False)
-    del optimizer.param_groups[0]["params"][1]
-    _loss(model, 3, False).backward()
-    with pytest.raises(
-        RuntimeError, match=r"parameter '0.bias' was taken out of param_groups: use requires_grad_\(False\)"
-    ):
-        optimizer.step()
-
-
-STATE_EDITS: dict[str, Callable[[Any, torch.nn.Module], Any]] = {
-    "cleared": lambda optimizer, _: optimizer.state.clear(),
-    "another one": lambda optimizer, _: setattr(optimizer, "state", defaultdict(dict)),
-    "popped": lambda optimizer, model: optimizer.state.pop(model[0].weight, None),
-    "replaced": lambda optimizer, model: [optimizer.state.__setitem__(p, {}) for p in model.parameters()],
-    "updated": lambda optimizer, model: optimizer.state.update({p: {} for p in model.parameters()}),
-}
-
-
-@pytest.mark.parametrize("edit", STATE_EDITS)
-@pytest.mark.parametrize("way", ["dear-layerwise", "bytescheduler", "oss"])
-def test_state_may_be_dropped_while_training(way: str, edit: str) -> None:
-    def script(model: torch.nn.Module, optimizer: Any, alone: bool) -> None:
-        _train(model, optimizer, alone)
-        STATE_EDITS[edit](optimizer, model)
-        _train(model, optimizer, alone, first=2)
-
-    _as_in_one_process(way, script)
-
-
-def test_state_of_a_sharded_optimizer_is_a_dictionary() -> None:
-    model = _model()
-    optimizer = dear.DistributedOptimizer(SGD(model.parameters(), 0.1, momentum=0.9), model, threshold_mb=0)
-    _train(model, optimizer, False)
-    mine = list(optimizer.state)
-    assert mine
-    assert isinstance(optimizer.state, dict)
-    assert optimizer.state.setdefault(mine[0]) == optimizer.state[mine[0]]
-    param, state = optimizer.state.popitem()
-    assert "momentum_buffer" in state
-    assert param not in optimizer.state
-    assert optimizer.state.pop(param, 3) == 3
-    with pytest.raises(KeyError):
-        del optimizer.state[param]
-    before = len(optimizer.state)
-    optimizer.state.setdefault(param, {"momentum_buffer": state["momentum_buffer"]})
-    assert len(optimizer.state) == before + 1
-    assert optimizer.state[param]["momentum_buffer"] is state["momentum_buffer"]
 
 
 class Signed(SGD):
@@ -353,7 +206,7 @@ class Signed(SGD):
 
 @pytest.mark.parametrize("way", PACKAGES)
 def test_optimizers_have_attributes_of_their_own(way: str) -> None:
-    _as_in_one_process(way, _train, Signed, elementwise=True)
+    as_in_one_process(way, train, Signed, elementwise=True)
 
 
 @pytest.mark.parametrize("way", PACKAGES)
@@ -365,10 +218,10 @@ def test_what_was_frozen_or_unused_at_first_may_be_used_twice_later(way: str) ->
                 model[0].requires_grad_(True)
             optimizer.zero_grad()
             for _ in range(2):
-                _loss(model, step, alone).backward()
+                loss_of(model, step, alone).backward()
             optimizer.step()
 
-    _as_in_one_process(way, script)
+    as_in_one_process(way, script)
 
 
 @pytest.mark.parametrize("way", PACKAGES)
@@ -382,7 +235,7 @@ def test_what_only_other_ranks_used_twice_at_first_may_be_used_twice_later(way: 
                     (model(x * (rank + 1)).square().mean() / (dear.size() if alone else 1)).backward()
             optimizer.step()
 
-    _as_in_one_process(way, script)
+    as_in_one_process(way, script)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -405,11 +258,11 @@ def test_threads_that_look_at_once_see_the_same(way: str) -> None:
 
 
 def test_an_optimizer_that_was_wrapped_while_it_was_tuned_may_be_wrapped_again() -> None:
-    model = _model()
+    model = small_model()
     inner = SGD(model.parameters(), 0.1)
-    _train(model, mgwfbp.DistributedOptimizer(inner, model), False, steps=2)
-    _train(model, dear.DistributedOptimizer(inner, model, tune=True), False, steps=2)
+    train(model, mgwfbp.DistributedOptimizer(inner, model), False, steps=2)
+    train(model, dear.DistributedOptimizer(inner, model, tune=True), False, steps=2)
     optimizer = dear.DistributedOptimizer(inner, model, strategy="wfbp")
-    _train(model, optimizer, False, steps=8)
+    train(model, optimizer, False, steps=8)
     optimizer.synchronize()
     inner.step()

@@ -192,3 +192,16 @@ def test_who_is_missing_is_known() -> None:
     coordinator.submit(0, _ask("new"))
     found = [(waiting.title, waiting.since, absent) for waiting, absent in coordinator.missing()]
     assert found == [("allreduce 'old'", 10.0, [0, 2]), ("allreduce 'new'", 20.0, [1, 2])]
+
+
+def test_who_goes_on_after_a_join_that_failed_is_waited_for_again() -> None:
+    coordinator = Coordinator(3)
+    coordinator.submit(0, Request(Kind.ADD_PROCESS_SET, "pair", ranks=(0, 1)))
+    coordinator.submit(1, Request(Kind.ADD_PROCESS_SET, "pair", ranks=(0, 1)))
+    coordinator.submit(2, Request(Kind.ADD_PROCESS_SET, "pair", ranks=(0, 1)))
+    assert coordinator.submit(0, JOIN) == []
+    assert "rank 2 has shut down" in _error(coordinator.leave(2))
+    pair = _ask("x", process_set=1)
+    assert coordinator.submit(1, pair) == []
+    ((_, response),) = coordinator.submit(0, pair)
+    assert (response.error, response.joined) == ("", ())
