@@ -58,7 +58,7 @@ class LiveState(dict[torch.Tensor, _State]):
             self[param] = {} if default is None else default
         return self.get(param, default)
 
-    def update(self, other: Any = (), /, **_none: Any) -> None:
+    def update(self, other: Any = (), /) -> None:  # type: ignore[override]  # keys are tensors, never keywords
         pairs: dict[torch.Tensor, _State] = dict(other)
         for param, state in pairs.items():
             self[param] = state

@@ -167,8 +167,10 @@ class Stepper:
         """The optimizer evaluates as often as it likes, and is given the averaged loss: all ranks decide alike."""
         engine, step = self._engine, unhooked_step(self._optimizer)
         first = True
+        # The optimizer may use gradients from before it calls the closure. Not `holds_gradients`: a rank that has joined
+        # filled its slots without any, and whoever contributes has told it already whether to synchronize.
         if engine.accumulating or any(slot.fires for slot in engine.slots):
-            self._averages.synchronize()  # the optimizer may use them before it calls the closure
+            self._averages.synchronize()
 
         def evaluate() -> Any:
             nonlocal first

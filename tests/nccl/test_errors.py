@@ -77,21 +77,27 @@ def test_a_device_that_fails_is_told_as_such(gpu: Double) -> None:
     assert caught.value.code == 700
 
 
-def test_a_caller_stuck_in_nccl_is_freed_by_the_abort(gpu: Double) -> None:
-    comms = gpu.world(2)
+def _stuck(gpu: Double, comm: comm_core.Communicator) -> tuple[threading.Thread, list[BaseException]]:
+    """A thread that waits inside NCCL until somebody frees it, and where it then puts its error."""
     a = np.ones(4, np.float32)
     gpu.hang("ncclAllReduce")
     seen: list[BaseException] = []
 
     def call() -> None:
         try:
-            comms[0].all_reduce_async(gpu.memory(a, 0), gpu.memory(a, 0), label="stuck")
+            comm.all_reduce_async(gpu.memory(a, 0), gpu.memory(a, 0), label="stuck")
         except comm_core.Error as error:
             seen.append(error)
 
-    thread = threading.Thread(target=call)
+    thread = threading.Thread(target=call, daemon=True)
     thread.start()
-    eventually(lambda: "'stuck'" in " ".join(work.describe() for work in comms[0].pending()))
+    eventually(lambda: "'stuck'" in " ".join(work.describe() for work in comm.pending()))
+    return thread, seen
+
+
+def test_a_caller_stuck_in_nccl_is_freed_by_the_abort(gpu: Double) -> None:
+    comms = gpu.world(2)
+    thread, seen = _stuck(gpu, comms[0])
     gpu.trouble(0, 6)
     thread.join(20)
     assert not thread.is_alive()
@@ -101,21 +107,9 @@ def test_a_caller_stuck_in_nccl_is_freed_by_the_abort(gpu: Double) -> None:
 def test_a_caller_stuck_in_nccl_can_be_given_up_by_another_thread(gpu: Double) -> None:
     """As where a first collective connects to a rank that will not come."""
     comms = gpu.world(2)
-    a = np.ones(4, np.float32)
-    gpu.hang("ncclAllReduce")
-    seen: list[BaseException] = []
-
-    def call() -> None:
-        try:
-            comms[0].all_reduce_async(gpu.memory(a, 0), gpu.memory(a, 0), label="stuck")
-        except comm_core.Error as error:
-            seen.append(error)
-
-    stuck, helper = threading.Thread(target=call), threading.Thread(target=comms[0].abandon)
-    stuck.start()
+    (stuck, seen), helper = _stuck(gpu, comms[0]), threading.Thread(target=comms[0].abandon)
+    helper.start()
     try:
-        eventually(lambda: "'stuck'" in " ".join(work.describe() for work in comms[0].pending()))
-        helper.start()
         helper.join(10)
         assert not helper.is_alive()
         stuck.join(20)
