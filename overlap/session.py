@@ -43,6 +43,12 @@ __all__ = [
     "uninitialized",
 ]
 
+if torch.distributed.is_available():
+    # Its functions keep the default process group that they find when they are imported, as a default argument, and the
+    # first torch.optim constructor imports them. A group would outlive destroy_process_group(), its gloo threads with
+    # it, and such a thread that lets go of a tensor while Python ends aborts the process. So before there is a group:
+    import torch.distributed.nn.functional
+
 log = logging.getLogger("dear")
 
 
