@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import bytescheduler_adapter
 import dear
 import mgwfbp
 from overlap.window import GradientChanged
@@ -238,11 +239,17 @@ def test_what_only_other_ranks_used_twice_at_first_may_be_used_twice_later(way: 
     as_in_one_process(way, script)
 
 
+def large_partitions(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> Any:
+    """Four to a weight here; other tests have small models, and partitions of a thousand bytes."""
+    return bytescheduler_adapter.DistributedOptimizer(optimizer, model, partition_mb=0.064, credit_mb=0.128)
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_threads_that_look_at_once_see_the_same(way: str) -> None:
     torch.default_generator.manual_seed(3)
     model = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(4)])
-    optimizer = WRAP[way](SGD(model.parameters(), 0.01), model)
+    wrap = large_partitions if way == "bytescheduler" else WRAP[way]
+    optimizer = wrap(SGD(model.parameters(), 0.01), model)
     x = torch.ones(4, 256)
 
     def look(_: int) -> float:
