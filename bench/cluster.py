@@ -13,9 +13,11 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -25,6 +27,8 @@ __all__ = ["Cluster", "ClusterError"]
 ROOT = Path(__file__).resolve().parent.parent
 PREFIX = "dearemu"
 SUBNET = "10.77.0"
+_NAP_SECONDS = 0.05
+_LAST_WORDS_SECONDS = 5.0  # of the others when one has failed: they may be about to say why
 _AGENT = """#!/bin/sh
 # Stands in for ssh: enters the namespace of the host whose address is the first argument.
 host=$1; shift
@@ -142,17 +146,33 @@ class Cluster:
 
 
 def _finish(jobs: list[subprocess.Popen[bytes]], timeout: float) -> None:
+    """Wait for `jobs`, one of all hosts or one of each; where one fails, the others are ended soon, and it is named."""
+    deadline, failed = time.monotonic() + timeout, ""
     try:
-        for job in jobs:
-            if job.wait(timeout):
-                raise ClusterError(f"a job on the cluster exited with {job.returncode}")
-    except subprocess.TimeoutExpired:
-        raise ClusterError(f"a job on the cluster did not end within {timeout:g} s") from None
+        while None in [job.poll() for job in jobs]:
+            if time.monotonic() > deadline:
+                raise ClusterError(failed or f"a job on the cluster did not end within {timeout:g} s")
+            time.sleep(_NAP_SECONDS)
+            if not failed and (failed := _failure(jobs)):
+                deadline = min(deadline, time.monotonic() + _LAST_WORDS_SECONDS)
+        failed = failed or _failure(jobs)
+        if failed:
+            raise ClusterError(failed)
     finally:
         for job in jobs:
             if job.poll() is None:
                 job.kill()
                 job.wait()
+
+
+def _failure(jobs: Sequence[subprocess.Popen[bytes]]) -> str:
+    """What failed, empty if nothing did. One that was killed comes before those that may have lost it."""
+    codes = [(job.returncode, host) for host, job in enumerate(jobs) if job.returncode]
+    if not codes:
+        return ""
+    code, host = min(codes)
+    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+    return f"a job on the cluster{f' on host {host}' if len(jobs) > 1 else ''} {how}"
 
 
 def _mpirun() -> tuple[str, int]:

@@ -11,7 +11,6 @@ import argparse
 import json
 import os
 import platform
-import signal
 import statistics
 import subprocess
 import sys
@@ -24,6 +23,7 @@ import torch
 
 from bench.bars import judge
 from bench.cluster import ROOT, Cluster, ClusterError
+from bench.endings import end_in_order
 from bench.goodput import goodput
 from bench.operations import OPERATIONS
 
@@ -146,7 +146,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write every row here")
     parser.add_argument("--check-bars", action="store_true", help="exit with 1 unless every bar is met")
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the emulated hosts are removed
+    end_in_order()
     try:
         rows, wire, backend = run(arguments)
     except (ClusterError, subprocess.SubprocessError) as error:

@@ -20,7 +20,7 @@ from bench.methods.method import Method
 from bench.models.catalog import workload
 from bench.settings import Settings
 
-__all__ = ["GOODPUT", "LAUNCHED", "LauncherError", "first_host", "launch", "local_command", "narrowed"]
+__all__ = ["GOODPUT", "LAUNCHED", "LauncherError", "first_host", "for_method", "launch", "local_command", "narrowed"]
 
 LAUNCHED = "DEAR_BENCH_LAUNCHED"  # set in workers: do not start workers again
 GOODPUT = "DEAR_BENCH_GOODPUT"  # bytes per second through an emulated link
@@ -51,16 +51,26 @@ def first_host(hostfile: Path) -> str:
     raise LauncherError(f"{hostfile} names no host")
 
 
+def for_method(method: Method, timeline: str | None) -> dict[str, str]:
+    """What a method's workers read when they join. Raises ``LauncherError`` where it records no timeline."""
+    if timeline is None:
+        return method.environment
+    if method.timeline_variable is None:
+        raise LauncherError(f"{method.name} records no timeline")
+    return {**method.environment, method.timeline_variable: timeline}
+
+
 def environment(settings: Settings, method: Method, timeline: str | None = None) -> dict[str, str]:
     """What every worker needs, whatever starts it. Raises ``LauncherError`` where a method records no timeline."""
-    env = {**method.environment, LAUNCHED: "1", "OMP_NUM_THREADS": str(settings.threads), "PYTHONPATH": str(ROOT)}
+    env = {
+        **for_method(method, timeline),
+        LAUNCHED: "1",
+        "OMP_NUM_THREADS": str(settings.threads),
+        "PYTHONPATH": str(ROOT),
+    }
     if settings.hostfile is None and settings.workers > (os.cpu_count() or 1):
         # Emulated hosts share cores without Open MPI's knowing: who waits by spinning would keep the others from sending.
         env["OMPI_MCA_mpi_yield_when_idle"] = "1"
-    if timeline is not None:
-        if method.timeline_variable is None:
-            raise LauncherError(f"{method.name} records no timeline")
-        env[method.timeline_variable] = timeline
     return env
 
 

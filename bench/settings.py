@@ -69,10 +69,9 @@ def _parser() -> argparse.ArgumentParser:
         help="edge of a picture, or words of a sentence (default: the model's own)",
     )
     add("--small", action="store_true", help="inputs that a CPU manages; parameters stay what they are")
-    add("--workers", type=int, default=default.workers)
+    add("--workers", type=int, help=f"default: {default.workers}, or those of the job that this is started in")
     add(
         "--network",
-        default=default.network,
         help="local, or the rate of emulated links between hosts: 1gbit, 100mbit, …",
     )
     add("--hostfile", help="Open MPI's hostfile of a real cluster")
@@ -89,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--num-batches-per-iter", type=int, default=default.batches, dest="batches")
     add("--threads", type=int, default=default.threads, help="threads of each worker's computation")
     add("--device", choices=["auto", "cpu", "cuda"], default=default.device)
-    add("--timeout", type=float, default=default.timeout, help="seconds for the whole run")
+    add("--timeout", type=float, help=f"seconds for the whole run (default: {default.timeout:g})")
     add("--json", type=Path, help="write the result here")
     add("--timeline", metavar="FILE", help="record a Chrome trace; {rank} in the name gives every rank one")
     add("--breakdown", action="store_true", help="print forward, backward, update and exposed communication")
@@ -101,9 +100,10 @@ def check(settings: Settings) -> None:
     for name in ("batch_size", "size", "workers", "iterations", "batches", "threads"):
         if getattr(settings, name) < 1:
             raise ValueError(f"{name} should be at least 1 and is {getattr(settings, name)}")
-    if settings.warmup < 1:
+    if settings.warmup < 2:
         raise ValueError(
-            f"the number of warm-up batches should be at least 1, in which buckets are built, not {settings.warmup}"
+            "the number of warm-up batches should be at least 2, in which buckets are built (DDP builds its own again in "
+            f"the second), not {settings.warmup}"
         )
     if not settings.dilate > 0:
         raise ValueError(f"dilate should be above 0 and is {settings.dilate}")
@@ -117,10 +117,25 @@ def check(settings: Settings) -> None:
         )
 
 
-def parse(argv: Sequence[str]) -> tuple[Settings, Outputs]:
-    """The settings, and what to leave where. Exits with a message for bad arguments, as argparse does."""
+def parse(argv: Sequence[str], job: int | None = None) -> tuple[Settings, Outputs]:
+    """The settings, and what to leave where; `job` is the size of the job of mpirun or torchrun that this is a rank of.
+
+    Exits with a message for bad arguments, as argparse does, also for what only whoever starts the workers can heed.
+    """
     parser = _parser()
     given = vars(parser.parse_args(argv))
+    if job is not None:
+        for name in ("network", "hostfile", "launcher", "timeout"):
+            if given[name] is not None:
+                parser.error(
+                    f"--{name} {given[name]} is for who starts the workers; mpirun or torchrun has started these"
+                )
+        if given["workers"] not in (None, job):
+            parser.error(f"--workers {given['workers']}: mpirun or torchrun has started {job}")
+        given["workers"] = job
+    for name in ("workers", "network", "timeout"):
+        if given[name] is None:
+            given[name] = getattr(Settings(), name)
     chosen = workload(given["model"])
     small = given.pop("small")
     json, timeline = given.pop("json"), given.pop("timeline")

@@ -3,19 +3,19 @@
     python -m bench.train --method dear --model resnet50 --small --workers 2
     python -m bench.train --method ddp:bucket_mb=4 --model mlp --emulate-compute mlp@even:640 --workers 2 --network 1gbit
 
-Started by mpirun or torchrun it is one rank; started by hand it starts its workers.
+Started by mpirun or torchrun it is one rank of their job; started by hand it starts its workers.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 from dataclasses import asdict
 
 from bench import launcher
 from bench.cluster import ClusterError
+from bench.endings import end_in_order
 from bench.methods.method import MethodUnavailable
 from bench.methods.registry import method
 from bench.settings import parse
@@ -28,11 +28,14 @@ UNAVAILABLE = 3  # the exit code that says: not here, and trying again will not 
 
 def main() -> int:
     argv = sys.argv[1:]
-    settings, outputs = parse(argv)
     try:
+        ours, size = launcher.LAUNCHED in os.environ, detect(os.environ).size
+        settings, outputs = parse(argv, None if ours or size == 1 else size)
         chosen = method(settings.method)
         chosen.look()
-        if detect(os.environ).size > 1 or launcher.LAUNCHED in os.environ:
+        if ours or size > 1:
+            if not ours:
+                os.environ.update(launcher.for_method(chosen, outputs.timeline))
             from bench.trainer import speak, train  # only workers need it
 
             result = train(settings, chosen, speak, breakdown_wanted=outputs.breakdown)
@@ -40,7 +43,7 @@ def main() -> int:
                 about = {**asdict(result), "total": result.total, "plus_minus": result.plus_minus}
                 outputs.json.write_text(json.dumps(about, indent=1))
             return 0
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that emulated hosts are removed
+        end_in_order()
         return launcher.launch(settings, chosen, ["-m", "bench.train", *argv], outputs.timeline)
     except MethodUnavailable as error:
         sys.stderr.write(f"bench.train: {error}\n")

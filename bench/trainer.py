@@ -20,7 +20,7 @@ from torch import nn
 from bench.cluster import ROOT
 from bench.emulation.accelerator import Accelerator
 from bench.launcher import GOODPUT
-from bench.methods.method import MakeOptimizer, Method, Place
+from bench.methods.method import MakeOptimizer, Method
 from bench.models.catalog import Batch, Workload, workload
 from bench.settings import Settings
 from bench.stepping import Clock, alone, breakdown, step
@@ -85,11 +85,11 @@ def _model(settings: Settings, chosen: Workload) -> nn.Module:
     return Accelerator.named(settings.emulate_compute, settings.batch_size).model(chosen, settings.dilate)
 
 
-def _batch(settings: Settings, chosen: Workload, place: Place, device: torch.device) -> Batch:
+def _batch(settings: Settings, chosen: Workload, rank: int, device: torch.device) -> Batch:
     """Every rank has its own, always the same one: input is not what is measured."""
     if settings.emulate_compute is not None:
         return ()
-    made = chosen.batch(settings.batch_size, settings.size, torch.Generator().manual_seed(1000 + place.rank))
+    made = chosen.batch(settings.batch_size, settings.size, torch.Generator().manual_seed(1000 + rank))
     return tuple(part.to(device) for part in made)
 
 
@@ -110,23 +110,23 @@ def train(settings: Settings, method: Method, say: Say, *, breakdown_wanted: boo
     """Warm up, measure; rank 0 gets the figures and calls `say` with the lines of the report. On every rank."""
     torch.set_num_threads(settings.threads)
     chosen, device = workload(settings.model), _device(settings)
-    place = method.join(device)
-    if place.rank != 0:
-        say = _quiet
-    goodput = os.environ.get(GOODPUT)
     torch.manual_seed(1)
     model = _model(settings, chosen).to(device)
-    batch = _batch(settings, chosen, place, device)
-    kind = "GPU" if device.type == "cuda" else "CPU"
-    parameters = list(model.parameters())
-    count, nbytes = sum(p.numel() for p in parameters), sum(p.numel() * p.element_size() for p in parameters)
-    rate = chosen.learning_rate * (place.size if chosen.unit == "img" else 1)
-    make = _optimizer(settings, rate)
+    batch = _batch(settings, chosen, detect(os.environ).rank, device)
+    make = _optimizer(settings, chosen.learning_rate * (detect(os.environ).size if chosen.unit == "img" else 1))
 
     def loss_of(network: nn.Module) -> torch.Tensor:
         return chosen.loss(network, batch) if batch else network()
 
+    # Before the method joins, and begins to record a timeline where that was asked for.
     computation = alone(model, make, loss_of, device) if breakdown_wanted else None
+    place = method.join(device)
+    if place.rank != 0:
+        say = _quiet
+    goodput = os.environ.get(GOODPUT)
+    kind = "GPU" if device.type == "cuda" else "CPU"
+    parameters = list(model.parameters())
+    count, nbytes = sum(p.numel() for p in parameters), sum(p.numel() * p.element_size() for p in parameters)
     model, optimizer = method.distribute(model, make)
     say(f"Model: {settings.model}, {count:,} parameters")
     if settings.emulate_compute:

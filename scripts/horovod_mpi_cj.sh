@@ -9,16 +9,16 @@
 # rdma=0           0: TCP over ETH_INTERFACE; 2: IP over IB_INTERFACE
 # threshold=0      MB of a bucket; 0: the method's own   exclude_parts=  reducescatter, allgather or both (dear)
 # use_zero=0       1: ZeroRedundancyOptimizer (ddp)      asc=0           1: the ASC rule (mgwfbp)
-# compressor=none  fp16, bf16: 16 bits on the wire (ours) WFSGD_TIMELINE= record a timeline; {rank} in the name: one a rank
 # compressor=none  fp16 or bf16: gradients in 16 bits (ours)
 # WFSGD_TIMELINE=  record a timeline in this file; {rank} in its name gives every rank one
 # small=0          1: inputs that a CPU manages          network=local   1gbit, 100mbit, …: emulated hosts, needs root
 # emulate_compute= MODEL@DEVICE, e.g. resnet50@a100      dilate=1        stretch emulated compute, narrow links
 #
-# Further arguments go to `python -m bench.train`.
+# Further arguments go to `python -m bench.train`. Files are those of the folder that this is called in.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 : "${method:?the method is named by the script that calls this one}"
+words=${senlen:-} # what was asked for, where something was
 : "${dnn:=resnet50}" "${bs:=64}" "${senlen:=64}" "${rdma:=0}" "${threshold:=0}" "${exclude_parts:=}" "${use_zero:=0}"
 : "${asc:=0}" "${compressor:=none}" "${nstreams:=1}" "${small:=0}" "${network:=local}" "${emulate_compute:=}" "${dilate:=1}"
 
@@ -87,19 +87,27 @@ if [ "$network" = local ]; then
     choose_hostfile horovod_mpi_cj.sh
     [ -z "$chosen" ] || flags+=(--hostfile "$chosen")
 else
+    case $hostfile in '' | none) ;; *) fail "hostfile=$hostfile names real hosts, and network=$network emulates some" ;; esac
     flags+=(--network "$network")
 fi
-if [ "$small" != 0 ]; then
-    flags+=(--small)
-else
-    case $dnn in bert* | gpt2) flags+=(--sentence-len "$senlen") ;; esac
-fi
-[ -z "$emulate_compute" ] || flags+=(--emulate-compute "$emulate_compute" --dilate "$dilate")
-spec=$method$(printf ',%s' "${options[@]}" | sed 's/^,/:/; s/^:$//')
-case ${WFSGD_TIMELINE:=} in
-    '') ;;
-    /*) flags+=(--timeline "$WFSGD_TIMELINE") ;;
-    *) flags+=(--timeline "$PWD/$WFSGD_TIMELINE") ;;
+[ "$small" = 0 ] || flags+=(--small)
+case $dnn in
+    bert* | gpt2) [ "$small" != 0 ] && [ -z "$words" ] || flags+=(--sentence-len "$senlen") ;;
+    *) [ -z "$words" ] || printf '%s: senlen=%s is ignored: %s has no sentences\n' "$method" "$words" "$dnn" >&2 ;;
 esac
+[ -z "$emulate_compute" ] || flags+=(--emulate-compute "$emulate_compute")
+[ "$dilate" = 1 ] || flags+=(--dilate "$dilate")
+spec=$method$(printf ',%s' "${options[@]}" | sed 's/^,/:/; s/^:$//')
+[ -z "${WFSGD_TIMELINE:=}" ] || flags+=(--timeline "$WFSGD_TIMELINE")
+flags+=("$@")
+for ((i = 0; i < ${#flags[@]}; i++)); do # the folder is left below
+    case ${flags[i]} in
+        --json=[!/]* | --timeline=[!/]* | --hostfile=[!/]*) flags[i]=${flags[i]%%=*}=$PWD/${flags[i]#*=} ;;
+        --json | --timeline | --hostfile)
+            i=$((i + 1))
+            case ${flags[i]:-} in [!/]*) flags[i]=$PWD/${flags[i]} ;; esac
+            ;;
+    esac
+done
 cd "$root" # so that the packages are found, and none of ours hides another of the same name
-exec "${PY:-$root/.venv/bin/python}" -m bench.train --method "$spec" "${flags[@]}" "$@"
+exec "${PY:-$root/.venv/bin/python}" -m bench.train --method "$spec" "${flags[@]}"

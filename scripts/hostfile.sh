@@ -1,6 +1,6 @@
 # Sourced by mnist.sh and scripts/horovod_mpi_cj.sh, after configs/envs.conf.
 #
-# choose_hostfile PROGRAM: sets `chosen` to the hostfile to use, or to nothing for this machine. Follows $hostfile, then
+# choose_hostfile PROGRAM: sets `chosen` to the full path of the hostfile to use, or to nothing for this machine. Follows $hostfile, then
 # configs/cluster$nworkers where all its hosts are known; explains itself on standard output or fails on standard error.
 unknown_host() { # unknown_host FILE: the first host in it that this machine does not know
     local host
@@ -19,7 +19,10 @@ choose_hostfile() {
             echo "$1: remedy: correct it, or set hostfile=none to start all workers here" >&2
             exit 1
         fi
-        chosen=$hostfile
+        case $hostfile in
+            /*) chosen=$hostfile ;;
+            *) chosen=$PWD/$hostfile ;;
+        esac
     elif [ -z "$hostfile" ] && [ -f "$ours" ]; then
         host=$(unknown_host "$ours")
         if [ -z "$host" ]; then

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -17,23 +16,35 @@ from bench import launcher
 from bench.accuracy.curve import draw, report
 from bench.accuracy.tasks import TASKS
 from bench.cluster import ClusterError
-from bench.methods.method import MethodUnavailable
+from bench.endings import end_in_order
+from bench.methods.method import Method, MethodUnavailable
 from bench.methods.registry import method
 from bench.settings import Settings, check
 
 
-def run(spec: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """One method's losses and times."""
+def prepare(spec: str, arguments: argparse.Namespace) -> tuple[Settings, Method]:
+    """What one method's run needs. Raises ``ValueError`` or ``MethodUnavailable`` for one that cannot run."""
     settings = Settings(method=spec, workers=arguments.workers, network=arguments.network, timeout=arguments.timeout)
     check(settings)
     chosen = method(spec)
     chosen.look()
+    return settings, chosen
+
+
+def run(spec: str, settings: Settings, chosen: Method, arguments: argparse.Namespace) -> dict[str, Any]:
+    """One method's losses and times."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "curve.json"
         task = {"method": spec, "task": arguments.task, "steps": arguments.steps, "threads": 1, "output": str(output)}
         launcher.launch(settings, chosen, ["-m", "bench.accuracy.worker", json.dumps(task)])
         curve: dict[str, Any] = json.loads(output.read_text())
     return curve
+
+
+def leave(curves: dict[str, dict[str, Any]], arguments: argparse.Namespace) -> None:
+    """The numbers and the picture of the methods so far; the next one may fail."""
+    arguments.output.with_suffix(".json").write_text(json.dumps(curves))
+    draw(curves, f"{arguments.task}, {arguments.workers} workers, {arguments.network}", arguments.output)
 
 
 def main() -> int:
@@ -48,17 +59,20 @@ def main() -> int:
         "--output", type=Path, default=Path("accuracy.png"), help="the picture; numbers beside it as .json"
     )
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that emulated hosts are removed
-    curves = {}
+    end_in_order()
+    curves: dict[str, dict[str, Any]] = {}
     try:
-        for spec in arguments.methods:
-            curves[spec] = run(spec, arguments)
-    except (ValueError, MethodUnavailable, ClusterError, launcher.LauncherError) as error:
+        prepared = {spec: prepare(spec, arguments) for spec in arguments.methods}  # all of them, before any is trained
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        for spec, (settings, chosen) in prepared.items():
+            curves[spec] = run(spec, settings, chosen, arguments)
+            leave(curves, arguments)
+    except (ValueError, OSError, MethodUnavailable, ClusterError, launcher.LauncherError) as error:
         sys.stderr.write(f"bench.accuracy: {error}\n")
         return 2
-    arguments.output.with_suffix(".json").write_text(json.dumps(curves))
-    draw(curves, f"{arguments.task}, {arguments.workers} workers, {arguments.network}", arguments.output)
-    print(report(curves))
+    finally:
+        if curves:
+            print(report(curves))
     return 0
 
 

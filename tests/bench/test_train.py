@@ -20,7 +20,7 @@ from bench.methods.method import parse_spec, tensor_bytes
 from bench.methods.registry import METHODS, method
 from bench.settings import Settings, parse
 from bench.stepping import alone, breakdown
-from tests.harness import ROOT
+from tests.harness import ROOT, run_ranks
 
 
 def test_settings_take_the_models_own_sizes() -> None:
@@ -34,7 +34,7 @@ def test_settings_take_the_models_own_sizes() -> None:
     ("argv", "message"),
     [
         (["--workers", "0"], "workers should be at least 1 and is 0"),
-        (["--num-warmup-batches", "0"], "at least 1"),
+        (["--num-warmup-batches", "1"], "at least 2"),
         (["--dilate", "2"], "--emulate-compute"),
         (["--network", "1gbit", "--hostfile", "hosts"], "hosts names a real network and --network 1gbit emulates one"),
     ],
@@ -45,6 +45,39 @@ def test_settings_that_contradict_each_other_are_refused(
     with pytest.raises(SystemExit):
         parse(argv)
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--network", "1gbit"], "--network 1gbit is for who starts the workers; mpirun or torchrun has started these"),
+        (["--timeout", "9"], "--timeout 9.0 is for who starts the workers"),
+        (["--workers", "4"], "--workers 4: mpirun or torchrun has started 2"),
+    ],
+)
+def test_a_rank_of_somebodys_job_refuses_what_comes_too_late(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert parse([], 2)[0] == parse(["--workers", "2"])[0] == parse(["--workers", "2"], 2)[0]
+    with pytest.raises(SystemExit):
+        parse(argv, 2)
+    assert message in capsys.readouterr().err
+
+
+def test_a_rank_of_somebodys_job_sets_what_its_method_reads(tmp_path: Path) -> None:
+    timeline, result = tmp_path / "t-{rank}.json", tmp_path / "result.json"
+    counts = ["--num-iters", "1", "--num-batches-per-iter", "2", "--num-warmup-batches", "2", "--breakdown"]
+    argv = ["-m", "bench.train", "--model", "narrow_mlp", "--emulate-compute", "narrow_mlp@even:5", *counts]
+    argv += ["--timeline", str(timeline), "--json", str(result)]
+    run_ranks(2, argv, env={"PYTHONPATH": str(ROOT)}, cwd=ROOT).check()
+    assert json.loads(result.read_text())["settings"]["workers"] == 2
+    for rank in range(2):
+        events = json.loads((tmp_path / f"t-{rank}.json").read_text())
+        names = [event["name"] for event in (events["traceEvents"] if isinstance(events, dict) else events)]
+        steps = [name for name in names if name.startswith("step")]
+        assert len(steps) == 4, names  # those of --breakdown, which go without the method, are none of them
+    assert "horovod" in METHODS
+    assert launcher.for_method(method("horovod:cycle_ms=20"), None) == {"HOROVOD_CYCLE_TIME": "20"}
 
 
 def test_a_method_is_written_with_its_options() -> None:
@@ -166,13 +199,12 @@ def test_state_is_counted_through_nesting() -> None:
 
 
 def test_the_script_of_a_strategy_trains_and_ends_with_the_throughput(tmp_path: Path) -> None:
-    result = tmp_path / "result.json"
     env = {k: v for k, v in os.environ.items() if k not in (launcher.LAUNCHED, "MAKEFLAGS")}
     env |= {"dnn": "mlp", "bs": "4", "nworkers": "2", "hostfile": "none", "emulate_compute": "mlp@even:20"}
-    counts = ["--num-iters", "2", "--num-batches-per-iter", "1", "--num-warmup-batches", "1", "--json", str(result)]
+    counts = ["--num-iters", "2", "--num-batches-per-iter", "1", "--num-warmup-batches", "2", "--json", "result.json"]
     job = subprocess.run(
-        ["./horovod_mpi_cj.sh", *counts],
-        cwd=ROOT / "dear",
+        [ROOT / "dear" / "horovod_mpi_cj.sh", *counts],
+        cwd=tmp_path,
         env=env,
         capture_output=True,
         text=True,
@@ -181,7 +213,7 @@ def test_the_script_of_a_strategy_trains_and_ends_with_the_throughput(tmp_path: 
     )
     last = job.stdout.strip().splitlines()[-1]
     assert re.fullmatch(r"Total img/sec on 2 CPU\(s\): [0-9.]+ \+-[0-9.]+", last)
-    measured = json.loads(result.read_text())
+    measured = json.loads((tmp_path / "result.json").read_text())
     assert measured["settings"]["emulate_compute"] == "mlp@even:20"
     assert len(measured["step_seconds"]) == 2
     assert min(measured["step_seconds"]) >= 0.02
@@ -206,6 +238,7 @@ def run_script(folder: str, python: Path, env: dict[str, str]) -> subprocess.Com
         ("wfbp", {"exclude_parts": "allgather"}, "exclude_parts=allgather belongs to dear"),
         ("dear", {"use_zero": "1"}, "use_zero=1 belongs to ddp"),
         ("dear", {"nstreams": "2"}, "use nstreams=1"),
+        ("dear", {"network": "1gbit", "hostfile": "h"}, "hostfile=h names real hosts, and network=1gbit emulates some"),
         ("dear", {"rdma": "1"}, "InfiniBand verbs are not supported"),
         ("dear", {"rdma": "2"}, "name the interface in IB_INTERFACE"),
         ("bench/baselines/pytorch-ddp", {"node_count": "2"}, "node_count=2: the number of workers is nworkers"),
@@ -231,6 +264,10 @@ def test_the_script_refuses_what_it_cannot_honour(folder: str, env: dict[str, st
          "horovod:fusion_mb=8 --model resnet50 --batch-size 64 --workers 2 --small"),
         ("oss", {"network": "1gbit", "emulate_compute": "mlp@even:9", "dilate": "3"},
          "--network 1gbit --emulate-compute mlp@even:9 --dilate 3"),
+        ("oss", {"network": "10gbit", "dilate": "50"}, "--network 10gbit --dilate 50"),
+        ("dear", {"dnn": "bert_base", "small": "1", "senlen": "128"}, "--small --sentence-len 128 tcp="),
+        ("dear", {"dnn": "bert_base", "small": "1"}, "--small tcp="),
+        ("dear", {"hostfile": "../configs/cluster1", "nworkers": "1"}, f"--hostfile {ROOT}/dear/../configs/cluster1"),
         ("co2", {"WFSGD_TIMELINE": "t.json"}, f"--timeline {ROOT}/co2/t.json"),
         ("dear", {"ETH_INTERFACE": "eth0", "IB_INTERFACE": "ib0"}, "tcp=eth0"),
         ("dear", {"ETH_INTERFACE": "eth0", "IB_INTERFACE": "ib0", "rdma": "2"}, "tcp=ib0"),
