@@ -1,5 +1,9 @@
 """One thread that carries out a communicator's operations in the order in which they were issued.
 
+[Note: inference mode]
+What is issued inside ``torch.inference_mode()`` may be written nowhere else, and that mode is a thread's own. Ordinary
+tensors may be written there as ever, so every task runs in it, on whatever thread.
+
 [Note: who posts]
 Posting never blocks, so the caller does it when no operation is ahead, which saves waiting for the thread to wake up.
 Behind another operation it is the thread's, after that one has finished: it may read what that one writes.
@@ -12,6 +16,8 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
+
+import torch
 
 import comm_core
 from comm_core import TransportError
@@ -138,7 +144,8 @@ class Strand:
         if entry.error is not None:
             return
         try:
-            part()
+            with torch.inference_mode():  # [Note: inference mode]
+                part()
         except BaseException as raised:  # it belongs to whoever waits for the work
             self._failure = entry.error = raised
             entry.task.fail()

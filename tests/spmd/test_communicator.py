@@ -237,6 +237,30 @@ def test_arguments_are_refused_before_anything_is_sent(comm: Communicator) -> No
     comm.barrier()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_inference_mode_changes_nothing(comm: Communicator, dtype: torch.dtype) -> None:
+    """Tensors made there may be written nowhere else, and that holds for each thread."""
+    for count in COUNTS:
+        rows = _rows(comm, count, dtype)
+        expected = rows.sum(0).to(dtype)
+        for inside in (True, False, True):
+            with torch.inference_mode(inside):
+                mine = rows[comm.rank].clone()
+                whole, everyone = torch.empty(count, dtype=dtype), torch.empty(comm.size * count, dtype=dtype)
+                works = [
+                    comm.all_reduce_async(mine, whole),
+                    comm.all_gather_async(mine, everyone),
+                ]  # one ahead of the other
+                works.append(comm.broadcast_async(mine, 0))
+                for work in works:
+                    work.wait()
+                assert torch.equal(whole, expected)
+                assert torch.equal(everyone, rows.flatten())
+                assert torch.equal(mine, rows[0])
+                assert objects.allgather_object(comm, comm.rank) == list(range(comm.size))
+                assert objects.broadcast_object(comm, comm.rank) == 0
+
+
 def test_waiting_with_a_limit(comm: Communicator) -> None:
     if comm.size == 1:
         pytest.skip("nobody to wait for")
