@@ -134,5 +134,5 @@ def DistributedOptimizer(
     strategy = ByteScheduler(partition_mb, credit_mb)
     distributed = Shell(optimizer, named_parameters, strategy, arguments, **shell)
     strategy.lease = _dispatchers().lease(current().registry.topic_of(distributed))
-    start_tuning(distributed, tune)
+    start_tuning(distributed, tune, process_set)
     return distributed

@@ -203,7 +203,7 @@ def DistributedOptimizer(
         threshold_mb if wished_mb is None else wished_mb, num_nearby_layers, trained_bytes(optimizer)
     )
     distributed = Shell(optimizer, named_parameters, Dear(**own), arguments, **shell)
-    start_tuning(distributed, tune)
+    start_tuning(distributed, tune, process_set)
     return distributed
 
 

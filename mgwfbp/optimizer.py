@@ -17,7 +17,8 @@ from overlap.communicator import Communicator, ReduceOp
 from overlap.cost_model import CostModel
 from overlap.horovod.compression import NoneCompressor
 from overlap.horovod.process_set import ProcessSet, global_process_set
-from overlap.objects import agree
+from overlap.membership import beside, leader
+from overlap.objects import agree, allgather_object
 from overlap.observer import Facts
 from overlap.optimizer import DistributedOptimizer as Shell
 from overlap.partition import TensorSpec
@@ -55,17 +56,21 @@ class MgWfbp(Strategy):
     ) -> None:
         if merge_below_kb < 0:
             raise ValueError(f"merge_below_kb should be at least 0 and is {merge_below_kb}")
+        if asc and merge_below_kb:
+            raise ValueError(
+                f"merge_below_kb is {merge_below_kb}, but asc=True merges only where that delays nothing; leave one of them out"
+            )
         self.cost, self.asc, self.merge_below_kb, self.seconds = cost, asc, merge_below_kb, seconds
         self.moments = moments
         self.report = report  # log the next plan
 
     @property
     def space(self) -> tuple[Dimension, ...]:
-        return (Dimension("merge_below_kb", 1, 256 * 1024),)
+        return () if self.asc else (Dimension("merge_below_kb", 1, 256 * 1024),)
 
     @property
     def setting(self) -> dict[str, float]:
-        return {"merge_below_kb": self.merge_below_kb}
+        return {} if self.asc else {"merge_below_kb": self.merge_below_kb}
 
     @property
     def terms(self) -> dict[str, Any]:
@@ -93,7 +98,8 @@ class MgWfbp(Strategy):
             merge_below=round(self.merge_below_kb * 1024),
         )
         if self.report:
-            log.info("%s", table(groups, self.cost))
+            since = "the first gradient" if self.seconds is None else "backward began"
+            log.info("%s", table(groups, self.cost, since))
             self.report = False
         return plan
 
@@ -129,10 +135,11 @@ def DistributedOptimizer(
         compression, backward_passes_per_step, op, gradient_predivide_factor, num_groups, groups, sparse_as_dense,
             process_set: as in Horovod; see :class:`overlap.arguments.HorovodArguments`.
         asc: merge only where merging delays nothing (ASC-WFBP).
-        merge_below_kb: groups of fewer KB (2^10 bytes) are merged with the next tensor in any case. 0: where the time
+        merge_below_kb: groups of fewer KB (2^10 bytes) on the wire are merged with the next tensor in any case; not with
+            `asc`. 0: where the time
             that issuing an all-reduce takes from backward makes that worth while.
         layerwise_times: backward seconds by parameter name, as :func:`overlap.profiler.profile_backward` returns them;
-            rank 0's count. None: measured while training goes on.
+            those of the first rank of the process set count. None: measured while training goes on.
         profile_steps: without `layerwise_times`, the first plan follows the times of the first iteration; after as many
             more steps as this, and one that is not counted, the final one follows their median. 0: the first plan stays.
         alpha_beta: seconds to start an all-reduce, and seconds per byte; rank 0's count, and issuing takes no time: the
@@ -141,31 +148,42 @@ def DistributedOptimizer(
             the backward times are measured. See :class:`overlap.tuning.options.Tuning`.
         shell: ``sync_start=True`` of :class:`overlap.optimizer.DistributedOptimizer`.
 
-    Raises ``ValueError`` for times of parameters that are not the optimizer's, and for times no computer can have.
+    Raises ``ValueError`` for arguments that contradict each other, for times of parameters that are not the optimizer's, and
+    for times no computer can have.
     """
     arguments = HorovodArguments.of(locals())
     agree_on_strategy("mgwfbp", tune)
     session = current()
-    layerwise_times, alpha_beta, profile_steps = agree(session.comm, (layerwise_times, alpha_beta, profile_steps))
+    alpha_beta, profile_steps = agree(session.comm, (alpha_beta, profile_steps))
+    comm = beside(session, process_set) if profile_steps else session.comm  # also where a set has its times
+    lead = leader(process_set, session.comm.rank)
+    offered = allgather_object(session.comm, layerwise_times if lead == session.comm.rank else None)
+    layerwise_times = offered[lead]
     if profile_steps < 0:
         raise ValueError(f"profile_steps should be at least 0 and is {profile_steps}")
-    seconds = None
+    seconds, problem = None, ""
     if layerwise_times is not None:
         profile_steps = 0
         if not (named_parameters is None or isinstance(named_parameters, torch.nn.Module)):
             named_parameters = list(named_parameters)
-        seconds = _by_index(layerwise_times, optimizer, named_parameters)
+        try:
+            seconds = _by_index(layerwise_times, optimizer, named_parameters)
+        except ValueError as error:
+            problem = str(error)
+    for told in allgather_object(session.comm, problem):  # the ranks of other sets would wait for this one's
+        if told:
+            raise ValueError(told)
     strategy = MgWfbp(
         session.link_cost if alpha_beta is None else CostModel(*alpha_beta),
         asc=asc,
         merge_below_kb=merge_below_kb,
         seconds=seconds,
-        report=session.comm.rank == 0 and profile_steps == 0,
+        report=session.comm.rank == lead and profile_steps == 0,
     )
     distributed = Shell(optimizer, named_parameters, strategy, arguments, **shell)
     if profile_steps:
-        Rehearsal(session.comm, profile_steps).attach(distributed)
-    start_tuning(distributed, tune, delay=profile_steps + 1 if profile_steps else 0)
+        Rehearsal(comm, profile_steps).attach(distributed)
+    start_tuning(distributed, tune, process_set, delay=profile_steps + 1 if profile_steps else 0)
     return distributed
 
 

@@ -11,7 +11,7 @@ from overlap.observer import Facts
 from overlap.partition import BucketSpec, TensorSpec, layout
 from overlap.strategy import Plan
 
-__all__ = ["durations", "plan_buckets", "reordered", "table"]
+__all__ = ["completed", "durations", "plan_buckets", "reordered", "table"]
 
 
 def durations(order: Sequence[int], moments: Sequence[float]) -> list[float]:
@@ -25,6 +25,21 @@ def durations(order: Sequence[int], moments: Sequence[float]) -> list[float]:
         seconds.append(later - now)
         now = later
     return seconds
+
+
+def completed(seconds: Mapping[int, float], facts: Facts) -> tuple[float, ...]:
+    """When the gradient of each tensor is complete, by tensor, from what backward takes `seconds` for.
+
+    All tensors count, also those that are reduced apart and are not in ``facts.arrivals``: backward computes them, too.
+    """
+    known = [index for index in facts.arrivals if index in seconds]
+    if facts.moments:
+        known = sorted(seconds, key=lambda index: facts.moments[index])
+    moments, now = [0.0] * len(facts.fires), 0.0
+    for index in known:
+        now += seconds[index]
+        moments[index] = now
+    return tuple(moments)
 
 
 def reordered(facts: Facts, moments: Mapping[int, float]) -> Facts:
@@ -61,6 +76,7 @@ def plan_buckets(
 
     Args:
         facts: `arrivals` is the order in which gradients are complete, `moments` when.
+        specs: of all tensors; what they take on the wire counts.
         seconds: backward time by tensor instead of what `facts` say; 0 where a tensor is not in it.
         cost, asc, merge_below: see :func:`mgwfbp.merge.merge`; without `merge_below` (and `asc`),
             :func:`mgwfbp.merge.least_bytes` decides.
@@ -70,10 +86,10 @@ def plan_buckets(
     """
     used = [index for index in facts.arrivals if index not in facts.idle]
     idle = [index for index in facts.arrivals if index in facts.idle]
-    times = durations(used, facts.moments) if seconds is None else [seconds.get(index, 0.0) for index in used]
+    times = durations(used, facts.moments if seconds is None else completed(seconds, facts))
     if not (asc or merge_below):
         kinds = [specs[index].kind for index in used]
-        merge_below = least_bytes([specs[index].nbytes for index in used], times, cost, kinds=kinds)
+        merge_below = least_bytes([specs[index].wire_nbytes for index in used], times, cost, kinds=kinds)
     expected = _groups(used, times, specs, cost, asc, merge_below)
     buckets = _buckets(used, expected, specs, world_size)
     buckets += _buckets(idle, _groups(idle, [0.0] * len(idle), specs, cost, asc, merge_below), specs, world_size)
@@ -88,7 +104,7 @@ def _groups(
     asc: bool,
     merge_below: int,
 ) -> tuple[Group, ...]:
-    nbytes, kinds = [specs[index].nbytes for index in order], [specs[index].kind for index in order]
+    nbytes, kinds = [specs[index].wire_nbytes for index in order], [specs[index].kind for index in order]
     return merge(nbytes, seconds, cost, asc=asc, merge_below=merge_below, kinds=kinds)
 
 
@@ -98,12 +114,13 @@ def _buckets(
     return [layout([order[position] for position in group.tensors], specs, world_size) for group in groups]
 
 
-def table(groups: Sequence[Group], cost: CostModel) -> str:
-    """The plan for people: a line for each bucket, times in ms after backward began."""
+def table(groups: Sequence[Group], cost: CostModel, since: str = "backward began") -> str:
+    """The plan for people: a line for each bucket, MB on the wire, and times in ms after `since`."""
     tensors = sum(len(group.tensors) for group in groups)
     lines = [
         f"mgwfbp: {tensors} tensors in {len(groups)} buckets; an all-reduce costs {cost.alpha * 1e3:.3f} ms and "
-        f"{cost.beta * 1e9:.3f} ms per 10^6 bytes, and holds up backward for {cost.handling * 1e3:.3f} ms",
+        f"{cost.beta * 1e9:.3f} ms per 10^6 bytes, and holds up backward for {cost.handling * 1e3:.3f} ms; "
+        f"below, ms after {since}",
         f"{'bucket':>6} {'tensors':>7} {'MB':>9} {'ready':>9} {'sent':>9} {'done':>9}",
     ]
     for number, group in enumerate(groups):
@@ -112,6 +129,7 @@ def table(groups: Sequence[Group], cost: CostModel) -> str:
     if groups:
         exposed = groups[-1].end - groups[-1].ready
         lines.append(
-            f"backward {groups[-1].ready * 1e3:.3f} ms, of which the reductions outlast {exposed * 1e3:.3f} ms"
+            f"the last gradient is ready {groups[-1].ready * 1e3:.3f} ms after {since}; reductions outlast it by "
+            f"{exposed * 1e3:.3f} ms"
         )
     return "\n".join(lines)

@@ -147,5 +147,5 @@ def DistributedOptimizer(
     wished = current().settings.threshold_mb if threshold_mb is None else threshold_mb
     chosen = limits("auto" if wished is None else wished, None, trained_bytes(optimizer))
     distributed = Shell(optimizer, named_parameters, Oss(*chosen, gather_dtype), arguments, **shell)
-    start_tuning(distributed, tune)
+    start_tuning(distributed, tune, process_set)
     return distributed

@@ -72,7 +72,7 @@ class Engine:
         self.skips: Skips  # both set by whoever gives this optimizer a name between ranks
         self.synchronizations: Synchronizations
         shards = ShardUpdate(optimizer, whole=updates is Updates.OWNED) if updates.in_shards else None
-        self._planner = Planner(comm, optimizer, slots, strategy, groups, shards)
+        self._planner = Planner(comm, optimizer, slots, strategy, groups, shards, exchange.wire_itemsize)
         self.order = self._planner.order  # in order of issue
         self.transit = Transit(gathers, lambda comm, bucket: self.strategy.gather(comm, bucket), poison=poison)
         self._model = model

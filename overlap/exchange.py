@@ -62,6 +62,10 @@ class Exchange:
             self._before, self._after, self.op = 1.0 / predivide, predivide / world_size, ReduceOp.SUM
         self._contexts: dict[Bucket, list[Any]] = {}
 
+    def wire_itemsize(self, dtype: torch.dtype) -> int | None:
+        """Bytes of an element on its way; None where it travels as it is, or a compression of the user's own decides."""
+        return None if self._wire_dtype is None or not dtype.is_floating_point else self._wire_dtype.itemsize
+
     def load(self, bucket: Bucket) -> None:
         """Make ``bucket.outgoing`` what is to be reduced into ``bucket.incoming`` with ``bucket.op``.
 

@@ -9,7 +9,7 @@ from overlap.horovod.process_set import ProcessSet, global_process_set
 from overlap.lanes import Lanes
 from overlap.session import Session
 
-__all__ = ["Membership", "membership"]
+__all__ = ["Membership", "beside", "leader", "membership"]
 
 
 @dataclass(frozen=True)
@@ -51,3 +51,15 @@ def membership(session: Session, process_set: ProcessSet, *, sharding: bool, lan
         return Membership(alone, alone, tuple(mine), alone.first)
     reductions, gathers = (Lanes([session.subset(color) for _ in range(lanes)]) for _ in range(2))
     return Membership(reductions, gathers, tuple(mine), reductions.first)
+
+
+def beside(session: Session, process_set: ProcessSet) -> Communicator:
+    """For what the members tell each other beside training, in an order of its own. On every rank of the job, as above."""
+    if process_set is global_process_set or process_set.process_set_id == 0:
+        return session.comm
+    return session.subset(process_set.process_set_id if process_set.included() else None)
+
+
+def leader(process_set: ProcessSet, rank: int) -> int:
+    """The first of the members of which `rank` of the job is one: whoever decides for them."""
+    return process_set.ranks[0] if process_set.included() and process_set.ranks else rank

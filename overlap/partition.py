@@ -20,10 +20,16 @@ class TensorSpec:
     itemsize: int
     kind: Hashable = None
     owner: int | None = None  # the rank whose shard takes all of it; None: shards may cut it
+    wire_itemsize: int | None = None  # of what travels instead, where gradients are compressed
 
     @property
     def nbytes(self) -> int:
         return self.numel * self.itemsize
+
+    @property
+    def wire_nbytes(self) -> int:
+        """What a reduction of its gradient takes."""
+        return self.numel * (self.wire_itemsize or self.itemsize)
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,8 +33,10 @@ class Planner:
         strategy: Strategy,
         groups: Groups,
         shards: ShardUpdate | None,
+        wire_itemsize: Callable[[torch.dtype], int | None],
     ) -> None:
         self._comm, self._optimizer, self._slots = comm, optimizer, slots
+        self._wire_itemsize = wire_itemsize
         self.strategy, self.shards, self._groups = strategy, shards, groups
         self.order: list[Bucket] = []
         self._facts: Facts | None = None  # about the parameters in buckets
@@ -146,7 +148,8 @@ class Planner:
             shardable.append(can_shard)
             kind = (str(param.dtype), str(param.device), can_shard)
             owner = self._owners.get(slot.index) if can_shard else None
-            specs.append(TensorSpec(param.numel(), param.element_size(), kind, owner))
+            wire = self._wire_itemsize(param.dtype)
+            specs.append(TensorSpec(param.numel(), param.element_size(), kind, owner, wire))
         return specs, shardable
 
     def _build(self, plan: Plan, shards: ShardUpdate | None, *, first: int = 0, fill: bool = False) -> list[Bucket]:

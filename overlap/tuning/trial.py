@@ -1,7 +1,8 @@
 """Where the tuner meets training: times steps, lets rank 0 decide, and changes the buckets at the same step everywhere.
 
 Every rank counts the same steps, so all of them come to the end of a window together. There, and nowhere else, rank 0's
-decision travels; whether the search is over is part of it. No rank acts on a time of its own.
+decision travels; whether the search is over is part of it. No rank acts on a time of its own. Each process set is tuned by
+itself: rank 0 is the first of the optimizer's set.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+from overlap.communicator import Communicator
+from overlap.horovod.process_set import ProcessSet
+from overlap.membership import beside
 from overlap.objects import agree
 from overlap.optimizer import DistributedOptimizer
 from overlap.session import Session, current
@@ -34,14 +38,14 @@ class Trial:
 
     def __init__(
         self,
-        session: Session,
+        comm: Communicator,
         dimensions: tuple[Dimension, ...],
         options: Tuning,
         place: store.Place | None,
         delay: int,
     ) -> None:
         self.result: Result | None = None
-        self._comm, self._options, self._place = session.comm, options, place
+        self._comm, self._options, self._place = comm, options, place
         self._dimensions = dimensions
         self._campaign: Campaign | None = None  # rank 0's; the others follow
         self._window: StepWindow | None = None
@@ -105,10 +109,10 @@ class Trial:
             log.warning("the result of tuning could not be saved: %s", error)
 
 
-def tune(optimizer: DistributedOptimizer, options: bool | Tuning, *, delay: int = 0) -> None:
+def tune(optimizer: DistributedOptimizer, options: bool | Tuning, process_set: ProcessSet, *, delay: int = 0) -> None:
     """Tune `optimizer`'s strategy while it trains, from the step after the first `delay` + 1 on; nothing to do for False.
 
-    On every rank, before the first step. With a `path` in `options`, a result found there is taken over instead.
+    `process_set` is the optimizer's, and tuned by itself. On every rank of the job, before the first step. With a `path` in `options`, a result found there is taken over instead.
     Raises ``ValueError`` for a strategy that has nothing to tune, bounds of something else, and a file that holds no
     results; ``ImportError`` where rank 0 lacks the ``bayesian-optimization`` package.
     """
@@ -123,16 +127,17 @@ def tune(optimizer: DistributedOptimizer, options: bool | Tuning, *, delay: int 
     if not strategy.space:
         raise ValueError(f"strategy {strategy.name!r} as it was chosen has nothing to tune; leave tune=False")
     dimensions = bounded(strategy.space, options.bounds)
-    place = None if options.path is None else _place(session, optimizer)
-    found, problem = agree(session.comm, _look_up(options, place) if session.comm.rank == 0 else (None, None))
+    comm = beside(session, process_set)
+    place = None if options.path is None else _place(session, optimizer, comm.size)
+    found, problem = agree(comm, _look_up(options, place) if comm.rank == 0 else (None, None))
     if problem is not None:
         raise problem
-    trial = Trial(session, dimensions, options, place, delay)
+    trial = Trial(comm, dimensions, options, place, delay)
     if found is None:
         trial.attach(optimizer)
     else:
         optimizer._replan(strategy.at(found))
-        if session.comm.rank == 0:
+        if comm.rank == 0:
             log.info("%s: %s, tuned earlier (%s)", strategy.name, describe(found), options.path)
 
 
@@ -153,14 +158,14 @@ def _look_up(options: Tuning, place: store.Place | None) -> tuple[Setting | None
     return None, None
 
 
-def _place(session: Session, optimizer: DistributedOptimizer) -> store.Place:
+def _place(session: Session, optimizer: DistributedOptimizer, ranks: int) -> store.Place:
     params = [param for group in optimizer.param_groups for param in group["params"]]
     lines = [f"{tuple(param.shape)} {param.dtype} {param.requires_grad}" for param in params]
     return store.Place(
         strategy=optimizer.strategy.name,
         model=store.signature(lines),
         nbytes=sum(param.numel() * param.element_size() for param in params if param.requires_grad),
-        ranks=session.comm.size,
+        ranks=ranks,
         hosts=session.cross_size,
         backend=session.comm.backend,
         link=session.link_cost,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from mgwfbp.schedule import durations, plan_buckets, reordered, table
+from dataclasses import replace
+
+from mgwfbp.schedule import completed, durations, plan_buckets, reordered, table
 from overlap.cost_model import CostModel
 from overlap.observer import Facts
 from overlap.partition import TensorSpec
@@ -52,4 +54,24 @@ def test_the_table_says_what_is_sent_when() -> None:
     assert "4 tensors in 2 buckets" in lines[0]
     assert "1.500 ms" in lines[0]
     assert len(lines) == 5
-    assert "outlast 1.500 ms" in lines[-1]
+    assert lines[-1] == "the last gradient is ready 13.000 ms after backward began; reductions outlast it by 1.500 ms"
+
+
+def test_what_travels_counts() -> None:
+    """A reduction of 4 bytes an element outlasts the next gradient, one of 2 does not."""
+    facts, cost = _facts((0.9, 0.6, 0.3, 0.0)), CostModel(0.1, 1e-3)
+    for wire, expected in ((None, [(3,), (2, 1), (0,)]), (2, [(3,), (2,), (1,), (0,)])):
+        specs = [TensorSpec(100, 4, "fp32", None, wire)] * 4
+        plan, groups = plan_buckets(facts, specs, 2, cost)
+        assert [bucket.tensors for bucket in plan.buckets] == expected
+        assert sum(group.nbytes for group in groups) == 400 * (wire or 4)
+
+
+def test_backward_time_of_tensors_that_are_reduced_apart_counts() -> None:
+    seconds = {0: 1.0, 1: 2.0, 2: 50.0, 3: 1.0}
+    facts = _facts((0.003, 0.002, 0.001, 0.0))
+    assert completed(seconds, facts) == (54.0, 53.0, 51.0, 1.0)
+    apart = replace(facts, arrivals=(3, 1, 0))
+    assert completed(seconds, apart) == (54.0, 53.0, 51.0, 1.0)
+    _, groups = plan_buckets(apart, SPECS, 2, COST, seconds=seconds)
+    assert [group.ready for group in groups] == [1.0, 53.0, 54.0]

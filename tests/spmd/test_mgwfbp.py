@@ -11,11 +11,13 @@ from torch import nn
 
 import dear
 import mgwfbp
+import oss
 from overlap.session import current
 from tests.spmd.listening import heard
 from tests.spmd.loops import Run
 from tests.spmd.models import MODELS, WIDTH, Pause
 from tests.spmd.test_parity import _assert_close, _model
+from tests.spmd_plugin import SIZE
 
 
 @pytest.fixture(autouse=True)
@@ -110,6 +112,8 @@ def test_cost_is_measured_and_the_plan_is_the_same_everywhere() -> None:
     ("arguments", "message"),
     [
         ({"merge_below_kb": -1}, "merge_below_kb should be at least 0 and is -1"),
+        ({"asc": True, "merge_below_kb": 4}, "merge_below_kb is 4, but asc=True merges only where that delays nothing"),
+        ({"asc": True, "tune": True}, "strategy 'mgwfbp' as it was chosen has nothing to tune"),
         ({"profile_steps": -1}, "profile_steps should be at least 0 and is -1"),
         ({"alpha_beta": (-1.0, 0.0)}, r"alpha should be at least 0 and finite and is -1\.0"),
         ({"layerwise_times": {"head": 1.0}}, r"names 'head' .* are named 'inner\.0\.weight'"),
@@ -153,3 +157,43 @@ def test_times_are_measured_while_training_and_hooks_are_gone_afterwards() -> No
     assert layers == [[3, 1]] * 3 + [[1, 3]]  # a pause longer than a start separates
     tables = [text for text in said if "8 tensors in 2 buckets" in text]
     assert len(tables) == (dear.rank() == 0)
+
+
+class Slow(nn.Module):
+    """20 ms of backward behind every layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = Pause.apply(layer(x))
+        return x
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one rank has no other set")
+def test_process_sets_that_train_apart_are_measured_and_tuned_by_themselves() -> None:
+    """Each goes by its own model's times, and waits for nobody else's steps."""
+    sets = [dear.add_process_set([0]), dear.add_process_set(range(1, dear.size()))]
+    mine = sets[dear.rank() > 0]
+    model = (Slow() if dear.rank() else _model("Mlp")).double()
+    given = {name: 0.02 for name, _ in model.named_parameters()} if dear.rank() == 1 else None
+    shared: dict[str, Any] = {"process_set": mine, "alpha_beta": (5e-3, 0.0), "profile_steps": 2}
+    for layerwise_times in (None, given):
+        optimizer = mgwfbp.DistributedOptimizer(_sgd(model), model, layerwise_times=layerwise_times, **shared)
+        for _ in range(5 if dear.rank() else 3):
+            optimizer.zero_grad()
+            model(torch.ones(2, WIDTH, dtype=torch.float64)).sum().backward()
+            optimizer.step()
+        assert [len(group) for group in _groups(optimizer)] == [1, 1, 1] or dear.rank() == 0
+    shared = {"process_set": mine, "threshold_mb": 1, "tune": mgwfbp.Tuning(trials=2, warmup=0, window=1, pairs=1)}
+    tuned = oss.DistributedOptimizer(_sgd(model), model, **shared)
+    for _ in range(8 if dear.rank() else 2):
+        tuned.zero_grad()
+        model(torch.ones(2, WIDTH, dtype=torch.float64)).sum().backward()
+        tuned.step()
+    tuned.synchronize()
+    dear.barrier()
+    for each in sets:
+        dear.remove_process_set(each)
