@@ -85,6 +85,9 @@ class PartsWork:
         return f"all_reduce {self.label!r} ({issued} of {len(self._parts)} partitions issued, {self.seconds:.1f} s)"
 
 
+_OVER = "the session that this optimizer belongs to was shut down"
+
+
 class Dispatcher:
     """The order of one optimizer at a time, on `channel`; ended by :meth:`close`."""
 
@@ -114,6 +117,8 @@ class Dispatcher:
         """
         work = PartsWork(label, parts, self)
         with self._changed:
+            if self._closing:
+                raise comm_core.InvalidUsage(f"{label}: {_OVER}")
             times = self._submitted[optimizer, bucket]
             self._submitted[optimizer, bucket] += 1
             step = self._steps[optimizer] = max(self._steps[optimizer], times)  # every bucket is submitted once a step
@@ -191,9 +196,10 @@ class Dispatcher:
                 return
 
     def close(self) -> None:
-        """End the thread; what was not issued stays so."""
+        """End the thread; what was not issued never will be, and whoever waits for it is told."""
         with self._changed:
             self._closing = True
+            self._failure = self._failure or comm_core.InvalidUsage(_OVER)
             self._changed.notify_all()
         if self._channel.rank > 0:
             self._channel.post(self._channel.rank, pickle.dumps([]))

@@ -77,7 +77,7 @@ class ByteScheduler(Strategy):
             Part(send[span], recv[span], bucket.op, f"{bucket.label}.{part}")
             for part, span in enumerate(partitions(send.numel(), size, int(self.partition_mb * 2**20)))
         ]
-        credit = int(self.credit_mb * 2**20)
+        credit = max(1, int(self.credit_mb * 2**20))
         assert self.lease is not None, "an optimizer has a dispatcher before it is used"
         bucket.work = self.lease.submit(bucket.index, parts, bucket.label, credit)
 

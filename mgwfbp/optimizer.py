@@ -58,7 +58,7 @@ class MgWfbp(Strategy):
             raise ValueError(f"merge_below_kb should be at least 0 and is {merge_below_kb}")
         if asc and merge_below_kb:
             raise ValueError(
-                f"merge_below_kb is {merge_below_kb}, but asc=True merges only where that delays nothing; leave one of them out"
+                f"merge_below_kb is {merge_below_kb}, but asc=True merges only where that delays nothing; leave one out"
             )
         self.cost, self.asc, self.merge_below_kb, self.seconds = cost, asc, merge_below_kb, seconds
         self.moments = moments
@@ -148,8 +148,8 @@ def DistributedOptimizer(
             the backward times are measured. See :class:`overlap.tuning.options.Tuning`.
         shell: ``sync_start=True`` of :class:`overlap.optimizer.DistributedOptimizer`.
 
-    Raises ``ValueError`` for arguments that contradict each other, for times of parameters that are not the optimizer's, and
-    for times no computer can have.
+    Raises ``ValueError`` for arguments that contradict each other, for times of parameters that are not the optimizer's,
+    and for times no computer can have.
     """
     arguments = HorovodArguments.of(locals())
     agree_on_strategy("mgwfbp", tune)

@@ -112,7 +112,8 @@ class Trial:
 def tune(optimizer: DistributedOptimizer, options: bool | Tuning, process_set: ProcessSet, *, delay: int = 0) -> None:
     """Tune `optimizer`'s strategy while it trains, from the step after the first `delay` + 1 on; nothing to do for False.
 
-    `process_set` is the optimizer's, and tuned by itself. On every rank of the job, before the first step. With a `path` in `options`, a result found there is taken over instead.
+    `process_set` is the optimizer's, and tuned by itself. On every rank of the job, before the first step. With a `path` in
+    `options`, a result found there is taken over instead.
     Raises ``ValueError`` for a strategy that has nothing to tune, bounds of something else, and a file that holds no
     results; ``ImportError`` where rank 0 lacks the ``bayesian-optimization`` package.
     """
