@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,9 @@ from typing import Any
 import pytest
 
 from bench.cluster import ROOT
-from bench.methods.method import family_of
+from bench.methods import registry
+from bench.methods.method import _SEARCHED, family_of
+from bench.methods.strategies import PACKAGES
 from bench.settings import Settings, parse, to_argv
 from bench.sweep import table
 from bench.sweep.journal import Journal
@@ -106,6 +110,42 @@ def test_what_makes_another_method_is_no_setting_that_is_searched() -> None:
         "fsdp2",
         "bytescheduler",
     ]
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        "exclude_parts=reducescatter allgather",
+        "strategy=wfbp",
+        "backward_passes_per_step=8",
+        "policy=rb",
+        "sync_start=False",
+        "an_option_of_tomorrow=1",
+    ],
+)
+def test_an_option_that_nobody_searches_makes_a_method_of_its_own(option: str) -> None:
+    assert family_of(f"dear:threshold_mb=4,{option}") == f"dear:{option}"
+    assert family_of("dear:policy=rsag,strategy=dear,exclude_parts=,gather_dtype=None") == "dear"
+
+
+def test_a_run_that_leaves_communication_out_is_not_the_fastest_of_its_method() -> None:
+    base = {"model": "mlp", "workers": 2, "network": "1gbit"}
+    silent = "dear:exclude_parts=reducescatter allgather"
+    steps = {"none": 0.8, "dear": 1.1, silent: 0.8}
+    (one,) = group(result_of(Settings(method=name, **base), seconds) for name, seconds in steps.items())  # type: ignore[arg-type]
+    assert one.best["dear"].method == "dear"
+    assert [verdict.met for verdict in judge([one], [Bar("dear", "bound", 1.05, {})])] == [False]
+
+
+def test_every_searched_option_is_one_of_some_method() -> None:
+    takers: set[str] = set()
+    for name in registry.METHODS:
+        if name in PACKAGES:
+            module = importlib.import_module(PACKAGES[name])
+            takers.update(inspect.signature(module.DistributedOptimizer).parameters)
+        else:
+            takers.update(type(registry.method(name)).defaults)
+    assert takers >= _SEARCHED
 
 
 def test_settings_survive_the_command_line() -> None:
