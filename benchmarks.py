@@ -17,26 +17,28 @@ import sys
 from pathlib import Path
 
 from bench.cluster import ROOT
+from bench.sweep.bars import judge
 from bench.sweep.journal import Journal
 from bench.sweep.plots import draw
 from bench.sweep.report import write
 from bench.sweep.runner import Failure, run_all
-from bench.sweep.summary import group, judge
+from bench.sweep.summary import group
 from bench.sweep.table import Sweep, read, select
 
 DEFAULT = ROOT / "configs" / "sweeps" / "default.toml"
 
 
 def report(sweep: Sweep, journal: Journal, failures: list[Failure], folder: Path) -> bool:
-    """Write the report, say where it is and what it judges; whether every bar was met."""
+    """Write the report, say where it is and what it judges; whether every bar passes."""
     results = [result for result in map(journal.get, sweep.runs) if result is not None]
+    missing = [run for run in sweep.runs if journal.get(run) is None]
     groups = group(results)
-    verdicts = judge(groups, sweep.bars)
+    verdicts = judge(groups, sweep.bars, missing, sweep.left_out)
     write(folder, sweep.title, results, groups, verdicts, failures, draw(groups, folder))
     for verdict in verdicts:
-        print(f"{'met   ' if verdict.met else 'MISSED'}  {verdict.text}")
+        print(f"{verdict.word if verdict.passes else verdict.word.upper():<10}  {verdict.text}")
     print(f"{len(results)} of {len(sweep.runs)} runs have a result: {folder / 'reports.md'}, reports.json and pictures")
-    return all(verdict.met for verdict in verdicts)
+    return all(verdict.passes for verdict in verdicts)
 
 
 def main() -> int:
@@ -49,13 +51,16 @@ def main() -> int:
     parser.add_argument("--tries", type=int, default=2, help="how often a failing run is tried")
     parser.add_argument("--fresh", action="store_true", help="forget earlier results")
     parser.add_argument("--report", action="store_true", help="run nothing, report what is there")
-    parser.add_argument("--check-bars", action="store_true", help="exit with 1 unless every bar is met")
+    parser.add_argument("--check-bars", action="store_true", help="exit with 1 unless every bar was judged and met")
     arguments = parser.parse_args()
     folder = (arguments.output or ROOT / "logs" / arguments.sweep.stem).resolve()
     try:
         sweep = select(read(arguments.sweep), arguments.only)
     except (OSError, ValueError) as error:
         print(f"benchmarks.py: {error}", file=sys.stderr)
+        return 2
+    if arguments.check_bars and not sweep.bars:
+        print(f"benchmarks.py: {arguments.sweep} has no [[bars]] that --check-bars could check", file=sys.stderr)
         return 2
     folder.mkdir(parents=True, exist_ok=True)
     past = folder / "results.jsonl"

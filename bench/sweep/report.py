@@ -8,8 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from bench.sweep.bars import Verdict
 from bench.sweep.runner import Failure
-from bench.sweep.summary import Group, Verdict
+from bench.sweep.summary import Group
 
 __all__ = ["markdown", "write"]
 
@@ -64,7 +65,8 @@ def markdown(
         lines += [f"![{picture.stem}]({picture.name})", ""]
     if verdicts:
         lines += ["## Bars", "", "| | |", "|---|---|"]
-        lines += [f"| {'met' if verdict.met else '**missed**'} | {verdict.text} |" for verdict in verdicts]
+        marks = [verdict.word if verdict.passes else f"**{verdict.word}**" for verdict in verdicts]
+        lines += [f"| {mark} | {verdict.text} |" for mark, verdict in zip(marks, verdicts, strict=True)]
         lines.append("")
     for group in groups:
         lines += [f"## {group.title}", "", *_table(group), "", _bound(group), ""]

@@ -1,4 +1,4 @@
-"""What a sweep's results say: medians and spreads by group, the lower bound, who is fastest, which bars are met (pure).
+"""What a sweep's results say: medians and spreads by group, the lower bound, who is fastest (pure).
 
 The bound L of a group is max(compute, wire): compute is the median step of the method `none` in the same sweep, and wire
 the bytes that an all-reduce of all gradients moves through each link, 2 (P - 1) / P times the parameters', at the goodput
@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.methods.method import family_of
-from bench.sweep.table import BOUND, Bar
 
-__all__ = ["GROUP", "Group", "Row", "Verdict", "group", "judge"]
+__all__ = ["GROUP", "Group", "Row", "group", "title_of"]
 
 # Runs that differ in nothing of this are compared with each other.
 _WHAT = ("model", "emulate_compute", "dilate", "batch_size", "size", "optimizer", "threads")
@@ -66,19 +65,18 @@ class Group:
 
     @property
     def title(self) -> str:
-        about = self.settings
-        what = about["emulate_compute"] or f"{about['model']} (size {about['size']})"
-        dilated = f", dilated {about['dilate']:g} times" if about["dilate"] != 1 else ""
-        where = f"hosts, {about['network']}" if about["network"] != "local" else "workers, this machine"
-        where = f"workers of {about['hostfile']}" if about["hostfile"] else where
-        started = f", under {about['launcher']}" if about["launcher"] else ""
-        return f"{what}, batch {about['batch_size']}, {about['workers']} {where}{started}{dilated}"
+        return title_of(self.settings)
 
 
-@dataclass(frozen=True)
-class Verdict:
-    met: bool
-    text: str
+def title_of(settings: Mapping[str, Any]) -> str:
+    """A group in words."""
+    about = settings
+    what = about["emulate_compute"] or f"{about['model']} (size {about['size']})"
+    dilated = f", dilated {about['dilate']:g} times" if about["dilate"] != 1 else ""
+    where = f"hosts, {about['network']}" if about["network"] != "local" else "workers, this machine"
+    where = f"workers of {about['hostfile']}" if about["hostfile"] else where
+    started = f", under {about['launcher']}" if about["launcher"] else ""
+    return f"{what}, batch {about['batch_size']}, {about['workers']} {where}{started}{dilated}"
 
 
 def _row(result: Mapping[str, Any]) -> Row:
@@ -117,28 +115,3 @@ def group(results: Iterable[Mapping[str, Any]]) -> list[Group]:
         alone = [row.median for row in rows if row.family == "none"]
         groups.append(Group(dict(zip(GROUP, values, strict=True)), rows, min(alone, default=None), _wire(inside)))
     return groups
-
-
-def judge(groups: Sequence[Group], bars: Sequence[Bar]) -> list[Verdict]:
-    """A verdict for every group that a bar speaks of and in which both sides were measured.
-
-    A bar that names no launcher speaks of runs for which none was chosen.
-    """
-    verdicts = []
-    for bar in bars:
-        for one in groups:
-            where = {"launcher": None, **bar.where}
-            if any(one.settings.get(name) != value for name, value in where.items()):
-                continue
-            mine = one.best.get(family_of(bar.method))
-            if bar.of == BOUND:
-                reference, name = one.bound, "L"
-            else:
-                other = one.best.get(family_of(bar.of))
-                reference, name = (other.median, other.method) if other else (None, bar.of)
-            if mine is None or reference is None:
-                continue
-            ratio = mine.median / reference
-            text = f"{one.title}: {mine.method} {ratio:.2f} x {name}, bar {bar.at_most:.2f}"
-            verdicts.append(Verdict(ratio <= bar.at_most, text))
-    return verdicts

@@ -10,11 +10,9 @@ workers = [2, 4]
 networks = ["1gbit"]
 batch_sizes = [64]                  # left out: the model's own
 emulate_compute = "{model}@a100"
-[[bars]]                            # what the report judges
+[[bars]]                            # what the report judges, see bench.sweep.bars
 method = "dear"
-of = "bound"                        # or a method; several settings of one method: the fastest counts
 at_most = 1.2
-where = {workers = 2}
 """
 
 from __future__ import annotations
@@ -28,14 +26,14 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from bench.methods.method import parse_spec
+from bench.methods.method import family_of, parse_spec
 from bench.methods.registry import METHODS
 from bench.models.catalog import workload
 from bench.settings import Settings, check
+from bench.sweep import bars
 
-__all__ = ["BOUND", "Bar", "Sweep", "expand", "read", "select"]
+__all__ = ["Sweep", "expand", "read", "select"]
 
-BOUND = "bound"
 _LISTS = {
     "methods": "method",
     "models": "model",
@@ -47,20 +45,13 @@ _SETTINGS = {field.name for field in fields(Settings)}
 
 
 @dataclass(frozen=True)
-class Bar:
-    """`method`'s median step is to be at most `at_most` times that of `of`, in the groups that `where` describes."""
-
-    method: str
-    of: str
-    at_most: float
-    where: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
 class Sweep:
+    """`left_out` are the runs of the table that were not selected."""
+
     title: str
     runs: tuple[Settings, ...]
-    bars: tuple[Bar, ...]
+    bars: tuple[bars.Bar, ...]
+    left_out: tuple[Settings, ...] = ()
 
 
 def expand(spec: str) -> list[str]:
@@ -126,11 +117,11 @@ def select(sweep: Sweep, wanted: Sequence[str]) -> Sweep:
     left = tuple(run for run in sweep.runs if all(str(getattr(run, name)) in few for name, few in choices.items()))
     if not left:
         raise ValueError(f"no run of the sweep has {' and '.join(wanted)}")
-    return replace(sweep, runs=left)
+    return replace(sweep, runs=left, left_out=tuple(run for run in sweep.runs if run not in set(left)))
 
 
 def parse(data: Mapping[str, Any]) -> Sweep:
-    """Raises ``ValueError`` for keys, methods or models that nobody knows."""
+    """Raises ``ValueError`` for keys, methods or models that nobody knows, and for bars that could never be judged."""
     _known(data, {"title", "defaults", "runs", "bars"}, "a sweep")
     defaults = data.get("defaults", {})
     _known(defaults, _SETTINGS | {"small"}, "[defaults]")
@@ -141,12 +132,8 @@ def parse(data: Mapping[str, Any]) -> Sweep:
         runs.update(dict.fromkeys(_runs(plain, {**defaults, "small": small})))
     if not runs:
         raise ValueError("a sweep needs at least one [[runs]] table")
-    bars = []
-    for bar in data.get("bars", []):
-        _known(bar, {field.name for field in fields(Bar)}, "[[bars]]")
-        bars.append(Bar(bar["method"], bar.get("of", BOUND), float(bar["at_most"]), bar.get("where", {})))
-        _known(bars[-1].where, _SETTINGS, "where of [[bars]]")
-    return Sweep(data.get("title", ""), tuple(runs), tuple(bars))
+    judged = bars.parse(data.get("bars", []), {family_of(run.method) for run in runs})
+    return Sweep(data.get("title", ""), tuple(runs), judged)
 
 
 def read(path: Path) -> Sweep:

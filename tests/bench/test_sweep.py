@@ -16,12 +16,13 @@ from bench.methods.method import _SEARCHED, family_of
 from bench.methods.strategies import PACKAGES
 from bench.settings import Settings, parse, to_argv
 from bench.sweep import table
+from bench.sweep.bars import Bar, judge
 from bench.sweep.journal import Journal
 from bench.sweep.plots import draw
 from bench.sweep.report import write
 from bench.sweep.runner import Failure, run_all
-from bench.sweep.summary import group, judge
-from bench.sweep.table import Bar, expand
+from bench.sweep.summary import group
+from bench.sweep.table import expand
 
 
 def result_of(settings: Settings, seconds: float, **more: Any) -> dict[str, Any]:
@@ -77,6 +78,20 @@ def test_a_table_is_every_combination_of_its_lists() -> None:
         ({"runs": [{"methods": ["deer"]}]}, "'deer' should be one of"),
         ({"runs": [{"workers": [0]}]}, "workers should be at least 1 and is 0"),
         ({"runs": [{}], "bars": [{"method": "dear", "at_most": 1, "where": {"hosts": 2}}]}, "does not know hosts"),
+        ({"runs": [{}], "bars": [{"method": "dear", "at_most": 1, "where": {"iterations": 3}}]}, "not know iterations"),
+        ({"runs": [{}], "bars": [{"method": "deer", "at_most": 1}]}, "method of .* one of dear, .* and is 'deer'"),
+        (
+            {"runs": [{}], "bars": [{"method": "dear", "of": "none", "at_most": 1}]},
+            "of of .* one of bound, .* is 'none'",
+        ),
+        ({"runs": [{}], "bars": [{"method": "dear", "of": "ddp", "at_most": 1}]}, "is 'ddp', and the sweep runs dear"),
+        ({"runs": [{}], "bars": [{"method": "dear:threshold_mb=4", "at_most": 1}]}, "write 'dear'"),
+        (
+            {"runs": [{}], "bars": [{"method": "dear:exclude_parts=allgather", "at_most": 1}]},
+            "leaves communication out",
+        ),
+        ({"runs": [{}], "bars": [{"method": "dear"}]}, "needs at_most; it has method"),
+        ({"runs": [{}], "bars": [{"method": "dear", "at_most": "1.2"}]}, "at_most .* is '1.2'"),
     ],
 )
 def test_a_wrong_table_is_refused_with_the_reason(data: dict[str, Any], message: str) -> None:
@@ -88,6 +103,7 @@ def test_a_part_of_a_sweep_is_selected_by_its_settings() -> None:
     sweep = table.parse({"runs": [{"methods": ["dear", "ddp"], "models": ["mlp"], "workers": [2, 4, 8]}]})
     part = table.select(sweep, ["workers=2", "workers=8", "method=ddp"])
     assert [(run.method, run.workers) for run in part.runs] == [("ddp", 2), ("ddp", 8)]
+    assert {(run.method, run.workers) for run in part.left_out} == {("dear", n) for n in (2, 4, 8)} | {("ddp", 4)}
     assert table.select(sweep, []) == sweep
     with pytest.raises(ValueError, match="not by 'hosts=2'"):
         table.select(sweep, ["hosts=2"])
@@ -211,9 +227,37 @@ def test_bars_compare_with_the_bound_and_with_the_best_setting_of_a_method() -> 
         Bar("dear", "horovod", 0.7, {}),
     ]
     verdicts = judge(group(some_results()), bars)
-    assert [verdict.met for verdict in verdicts] == [False, True]
+    assert [verdict.met for verdict in verdicts] == [False, True, None]
     assert "dear 1.10 x L, bar 1.08" in verdicts[0].text
     assert "dear 0.92 x ddp:bucket_mb=25, bar 0.95" in verdicts[1].text
+
+
+def test_every_bar_gets_a_verdict() -> None:
+    nowhere = judge(group(some_results()), [Bar("dear", "ddp", 2.0, {"workers": "2"})])
+    assert [(one.met, one.passes, one.word) for one in nowhere] == [(None, False, "not judged")]
+    assert nowhere[0].text == "dear at most 2.00 x ddp where workers=2: no group of the sweep has runs of both"
+
+
+def test_a_bar_is_not_judged_while_one_of_its_runs_is_missing() -> None:
+    slow, missing = some_results()[:3], Settings(**some_results()[3]["settings"])
+    bars = [Bar("dear", "ddp", 0.95, {}), Bar("dear", "bound", 1.2, {})]
+    verdicts = judge(group(slow), bars, missing=[missing])
+    assert [(one.met, one.passes) for one in verdicts] == [(None, False), (True, True)]
+    assert verdicts[0].text.endswith("dear at most 0.95 x ddp: no result of ddp:bucket_mb=25")
+    runs = [Settings(**one["settings"]) for one in some_results()[:4]]
+    assert [one.met for one in judge([], bars, missing=runs)] == [None, None]
+
+
+def test_bars_whose_runs_were_not_selected_are_excused() -> None:
+    two, four = some_results()[:4], [Settings(**one["settings"]) for one in some_results()[4:]]
+    bars = [Bar("dear", "ddp", 0.95, {}), Bar("dear", "ddp", 0.95, {"workers": 4})]
+    verdicts = judge(group(two), bars, left_out=four)
+    assert [(one.met, one.passes) for one in verdicts] == [(True, True), (None, True)]
+    assert verdicts[1].text == "dear at most 0.95 x ddp where workers=4: left out by --only"
+    left_out = [Settings(**one["settings"]) for one in two[3:]]
+    (some,) = judge(group(two[:3]), bars[:1], left_out=left_out)
+    assert some.met
+    assert some.text.endswith("bar 0.95, without ddp:bucket_mb=25, left out by --only")
 
 
 def test_runs_under_a_chosen_launcher_have_a_group_and_bars_of_their_own() -> None:
