@@ -81,7 +81,7 @@ def title_of(settings: Mapping[str, Any]) -> str:
 
 def _row(result: Mapping[str, Any]) -> Row:
     steps = result["step_seconds"]
-    quartiles = statistics.quantiles(steps, n=4) if len(steps) > 1 else [steps[0]] * 3
+    quartiles = statistics.quantiles(steps, n=4, method="inclusive") if len(steps) > 1 else [steps[0]] * 3
     return Row(
         method=result["settings"]["method"],
         n=len(steps),
@@ -97,7 +97,7 @@ def _row(result: Mapping[str, Any]) -> Row:
 
 
 def _wire(results: Sequence[Mapping[str, Any]]) -> float | None:
-    measured = [result["goodput"] for result in results if result["goodput"]]
+    measured = [result["goodput"] for result in results if (result["goodput"] or 0) > 0]
     workers = results[0]["settings"]["workers"]
     if not measured or workers == 1:
         return None

@@ -220,6 +220,11 @@ def test_the_bound_is_the_larger_of_compute_and_wire() -> None:
     assert alone[0].bound is None
 
 
+def test_quartiles_of_two_steps_lie_between_them() -> None:
+    (one,) = group([result_of(Settings(), 1.0, step_seconds=[0.1, 0.9])])
+    assert (one.rows[0].low, one.rows[0].high) == (pytest.approx(0.3), pytest.approx(0.7))
+
+
 def test_bars_compare_with_the_bound_and_with_the_best_setting_of_a_method() -> None:
     bars = [
         Bar("dear", "bound", 1.08, {"workers": 2}),
