@@ -5,7 +5,8 @@
     python benchmarks.py configs/sweeps/paper-fusion.toml --only model=resnet50 --only workers=2
     python benchmarks.py --report                           report what is there, run nothing
 
-A sweep that was stopped goes on where it stopped. Failed runs are tried again, now and at the next start.
+A sweep that was stopped goes on where it stopped; results of another commit, torch or DEAR_*, HOROVOD_*, … variables are
+measured again. Failed runs are tried again, now and at the next start.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 from bench.cluster import ROOT
 from bench.sweep.bars import judge
 from bench.sweep.journal import Journal
+from bench.sweep.origin import today
 from bench.sweep.plots import draw
 from bench.sweep.report import write
 from bench.sweep.runner import Failure, run_all
@@ -50,6 +52,7 @@ def main() -> int:
     )
     parser.add_argument("--tries", type=int, default=2, help="how often a failing run is tried")
     parser.add_argument("--fresh", action="store_true", help="forget earlier results")
+    parser.add_argument("--keep", action="store_true", help="reuse results of other code and environments too")
     parser.add_argument("--report", action="store_true", help="run nothing, report what is there")
     parser.add_argument("--check-bars", action="store_true", help="exit with 1 unless every bar was judged and met")
     arguments = parser.parse_args()
@@ -66,12 +69,16 @@ def main() -> int:
     past = folder / "results.jsonl"
     if arguments.fresh:
         past.unlink(missing_ok=True)
-    journal = Journal(past)
+    journal = Journal(past, today(), keep=arguments.keep or arguments.report)
     if arguments.report:
         met = report(sweep, journal, [], folder)
         return 1 if arguments.check_bars and not met else 0
     if os.geteuid() != 0 and any(run.network != "local" for run in sweep.runs):
         print("benchmarks.py: runs with emulated links need root and will be reported as failed", file=sys.stderr)
+    others = journal.others(sweep.runs)
+    if others:
+        print(f"benchmarks.py: {others} results are of other code or another environment, and are measured again "
+              "(--keep reuses them)", file=sys.stderr)  # fmt: skip
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the run in progress is ended in order
     try:
         failures = run_all(sweep.runs, journal, folder, arguments.tries)

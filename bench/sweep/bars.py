@@ -16,7 +16,7 @@ from typing import Any
 from bench.methods.method import family_of, parse_spec
 from bench.methods.registry import METHODS
 from bench.settings import Settings
-from bench.sweep.summary import GROUP, Group, title_of
+from bench.sweep.summary import GROUP, Group, titles
 
 __all__ = ["BOUND", "Bar", "Verdict", "judge", "parse"]
 
@@ -110,6 +110,7 @@ class _Place:
     """A group as it was planned: what was measured, and the methods of runs that are missing or were left out."""
 
     settings: Mapping[str, Any]
+    title: str = ""
     measured: Group | None = None
     missing: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
@@ -128,6 +129,8 @@ def _places(groups: Sequence[Group], missing: Sequence[Settings], left_out: Sequ
         at(run.to_dict()).missing.append(run.method)
     for run in left_out:
         at(run.to_dict()).left_out.append(run.method)
+    for place, title in zip(places.values(), titles([place.settings for place in places.values()]), strict=True):
+        place.title = title
     return places.values()
 
 
@@ -143,30 +146,33 @@ def _verdict(bar: Bar, place: _Place) -> Verdict | None:
     missing, left_out = of_bar(place.missing), of_bar(place.left_out)
     if not all(measured[side] or missing[side] or left_out[side] for side in bar.sides):
         return None
-    title = title_of(place.settings)
     if not all(measured[side] or missing[side] for side in bar.sides):
-        return Verdict(None, f"{title}: {bar}: left out by --only", excused=True)
+        return Verdict(None, f"{place.title}: {bar}: left out by --only", excused=True)
     lacking = [method for side in bar.sides for method in missing[side]]
     if group is None or lacking:
-        return Verdict(None, f"{title}: {bar}: no result of {', '.join(dict.fromkeys(lacking))}")
+        return Verdict(None, f"{place.title}: {bar}: no result of {', '.join(dict.fromkeys(lacking))}")
     text, ratio = _compare(bar, group)
     few = [method for side in bar.sides for method in left_out[side]]
     if few:
         text += f", without {', '.join(dict.fromkeys(few))}, left out by --only"
-    return Verdict(ratio <= bar.at_most, text)
+    return Verdict(ratio <= bar.at_most, f"{place.title}: {text}")
 
 
 def _compare(bar: Bar, group: Group) -> tuple[str, float]:
     """A line about a group in which both sides were measured, and the ratio it tells."""
     mine = group.best[family_of(bar.method)]
     if bar.of == BOUND:
+        other = min((row for row in group.rows if row.family == "none"), key=lambda row: row.median)
         assert group.bound is not None
         reference, name = group.bound, "L"
     else:
         other = group.best[family_of(bar.of)]
         reference, name = other.median, other.method
     ratio = mine.median / reference
-    return f"{group.title}: {mine.method} {ratio:.2f} x {name}, bar {bar.at_most:.2f}", ratio
+    text = f"{mine.method} {ratio:.2f} x {name}, bar {bar.at_most:.2f}"
+    if mine.origin != other.origin:
+        text += f"; not of the same code: {mine.method} of {mine.origin}, {other.method} of {other.origin}"
+    return text, ratio
 
 
 def judge(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.sweep.bars import Verdict
+from bench.sweep.origin import origin_of
 from bench.sweep.runner import Failure
 from bench.sweep.summary import Group
 
@@ -19,15 +20,19 @@ _HEAD = (
     + "|---" * 9
     + "|"
 )
+_CODE = (" code |", "---|")  # a column more where rows are of several
 
 
-def _table(group: Group) -> list[str]:
-    lines = [_HEAD.format(unit=group.rows[0].unit)]
+def _table(group: Group, code: bool) -> list[str]:
+    lines = _HEAD.format(unit=group.rows[0].unit).splitlines()
+    if code:
+        lines = [line + more for line, more in zip(lines, _CODE, strict=True)]
     for row in sorted(group.rows, key=lambda row: row.median):
         bound = f"{row.median / group.bound:.2f}" if group.bound else ""
         cells = [row.method, f"{row.total:.1f}", f"{row.plus_minus:.1f}", f"{row.median:.3f}"]
         cells += [f"{row.low:.3f} – {row.high:.3f}", str(row.n), bound]
         cells += [f"{row.state_bytes / 2**20:.1f}", f"{row.peak_bytes / 2**20:.0f}"]
+        cells += [row.origin] if code else []
         lines.append("| " + " | ".join(cells) + " |")
     return lines
 
@@ -57,9 +62,10 @@ def markdown(
 ) -> str:
     """The whole report; `pictures` are referred to by their file names."""
     lines = [f"# {title or 'Benchmarks'}", ""]
+    origins = sorted({str(origin_of(result)) for result in results})
     if results:
-        machine = [f"{name} {_unique(results, name)}" for name in ("commit", "torch", "python", "system", "cores")]
-        lines += [f"{len(results)} runs; {'; '.join(machine)}.", ""]
+        machine = [f"{name} {_unique(results, name)}" for name in ("python", "system", "cores")]
+        lines += [f"{len(results)} runs; commit {' / '.join(origins)}; {'; '.join(machine)}.", ""]
         lines += ["Steps are wall time on rank 0; rates are of all workers, undilated; L = max(compute, wire).", ""]
     for picture in pictures:
         lines += [f"![{picture.stem}]({picture.name})", ""]
@@ -69,7 +75,7 @@ def markdown(
         lines += [f"| {mark} | {verdict.text} |" for mark, verdict in zip(marks, verdicts, strict=True)]
         lines.append("")
     for group in groups:
-        lines += [f"## {group.title}", "", *_table(group), "", _bound(group), ""]
+        lines += [f"## {group.title}", "", *_table(group, len(origins) > 1), "", _bound(group), ""]
     if failures:
         lines += ["## Without a result", ""]
         lines += [f"* {one.settings.method}, {one.settings.model}, {one.settings.workers} workers, {one.settings.network}: "

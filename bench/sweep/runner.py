@@ -19,6 +19,7 @@ from tqdm import tqdm
 from bench.cluster import ROOT
 from bench.settings import Settings, to_argv
 from bench.sweep.journal import Journal
+from bench.sweep.origin import today
 from bench.train import UNAVAILABLE, main
 
 __all__ = ["Failure", "attempt", "run_all"]
@@ -48,7 +49,8 @@ def _last_words(log: Path) -> str:
 
 
 def attempt(settings: Settings, log: Path) -> tuple[dict[str, Any] | None, str, bool]:
-    """One run: its result or None, why there is none, and whether trying again makes sense."""
+    """One run: its result with its origin or None, why there is none, and whether trying again makes sense."""
+    origin = today()  # of each run anew: code may change while a sweep runs
     with tempfile.TemporaryDirectory() as folder, log.open("w") as sink:
         output = Path(folder) / "result.json"
         argv = [*to_argv(settings), "--json", str(output)]
@@ -64,7 +66,7 @@ def attempt(settings: Settings, log: Path) -> tuple[dict[str, Any] | None, str, 
                 job.terminate()  # it removes its emulated hosts
                 job.join()
         if job.exitcode == 0 and output.exists():
-            return json.loads(output.read_text()), "", False
+            return {**json.loads(output.read_text()), "origin": origin.to_dict()}, "", False
     return None, _last_words(log), job.exitcode != UNAVAILABLE
 
 

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.methods.method import family_of
+from bench.sweep.origin import origin_of
 
-__all__ = ["GROUP", "Group", "Row", "group", "title_of"]
+__all__ = ["GROUP", "Group", "Row", "group", "particulars", "titles"]
 
 # Runs that differ in nothing of this are compared with each other.
-_WHAT = ("model", "emulate_compute", "dilate", "batch_size", "size", "optimizer", "threads")
+_WHAT = ("model", "emulate_compute", "dilate", "batch_size", "size", "optimizer", "threads", "device", "warmup")
 GROUP = (*_WHAT, "workers", "network", "hostfile", "launcher")
 
 
@@ -35,6 +36,7 @@ class Row:
     state_bytes: int
     peak_bytes: int
     unit: str
+    origin: str
 
     @property
     def family(self) -> str:
@@ -44,6 +46,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Group:
+    title: str
     settings: Mapping[str, Any]
     rows: tuple[Row, ...]
     compute: float | None
@@ -63,20 +66,32 @@ class Group:
                 fastest[row.family] = row
         return fastest
 
-    @property
-    def title(self) -> str:
-        return title_of(self.settings)
+
+def particulars(settings: Mapping[str, Any]) -> str:
+    """What is not as usual of the settings that a title does not always name, each after a comma."""
+    optimizer = f", {settings['optimizer']}" if settings["optimizer"] != "sgd" else ""
+    threads = f", {settings['threads']} threads" if settings["threads"] != 1 else ""
+    return optimizer + threads + (f", on {settings['device']}" if settings["device"] != "auto" else "")
 
 
-def title_of(settings: Mapping[str, Any]) -> str:
-    """A group in words."""
-    about = settings
+def _title(about: Mapping[str, Any]) -> str:
     what = about["emulate_compute"] or f"{about['model']} (size {about['size']})"
     dilated = f", dilated {about['dilate']:g} times" if about["dilate"] != 1 else ""
     where = f"hosts, {about['network']}" if about["network"] != "local" else "workers, this machine"
     where = f"workers of {about['hostfile']}" if about["hostfile"] else where
     started = f", under {about['launcher']}" if about["launcher"] else ""
-    return f"{what}, batch {about['batch_size']}, {about['workers']} {where}{started}{dilated}"
+    return f"{what}, batch {about['batch_size']}, {about['workers']} {where}{started}{dilated}{particulars(about)}"
+
+
+def titles(several: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Groups in words; those that read alike are told apart by what they differ in."""
+    plain = [_title(settings) for settings in several]
+    told = []
+    for title, settings in zip(plain, several, strict=True):
+        alike = [other for other, text in zip(several, plain, strict=True) if text == title]
+        differing = [name for name in GROUP if any(other[name] != settings[name] for other in alike)]
+        told.append("".join([title, *(f", {name} {settings[name]}" for name in differing)]))
+    return told
 
 
 def _row(result: Mapping[str, Any]) -> Row:
@@ -93,6 +108,7 @@ def _row(result: Mapping[str, Any]) -> Row:
         state_bytes=result["state_bytes"],
         peak_bytes=result["peak_bytes"],
         unit=result["unit"],
+        origin=str(origin_of(result)),
     )
 
 
@@ -109,9 +125,10 @@ def group(results: Iterable[Mapping[str, Any]]) -> list[Group]:
     members: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for result in results:
         members.setdefault(tuple(result["settings"][name] for name in GROUP), []).append(result)
+    about = [dict(zip(GROUP, values, strict=True)) for values in members]
     groups = []
-    for values, inside in members.items():
+    for title, settings, inside in zip(titles(about), about, members.values(), strict=True):
         rows = tuple(_row(result) for result in inside)
         alone = [row.median for row in rows if row.family == "none"]
-        groups.append(Group(dict(zip(GROUP, values, strict=True)), rows, min(alone, default=None), _wire(inside)))
+        groups.append(Group(title, settings, rows, min(alone, default=None), _wire(inside)))
     return groups
