@@ -59,6 +59,18 @@ class Journal:
         with self._path.open("a") as file:
             file.write(json.dumps(result) + "\n")
 
+    def forget(self, runs: Iterable[Settings], backup: Path) -> int:
+        """Drop all results of `runs`, whatever their origin, after adding them to the file `backup`; how many they were."""
+        names = {key(run.to_dict()) for run in runs}
+        dropped = {both: result for both, result in self._all.items() if both[0] in names}
+        if dropped:
+            with backup.open("a") as file:
+                file.writelines(json.dumps(result) + "\n" for result in dropped.values())
+            self._all = {both: result for both, result in self._all.items() if both not in dropped}
+            self._counted = {name: result for name, result in self._counted.items() if name not in names}
+            self._write()
+        return len(dropped)
+
     def _write(self) -> None:
         whole = self._path.with_suffix(".new")
         whole.write_text("".join(json.dumps(result) + "\n" for result in self._all.values()))

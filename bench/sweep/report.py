@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.sweep.bars import Verdict
+from bench.sweep.failures import Failure
 from bench.sweep.origin import origin_of
-from bench.sweep.runner import Failure
 from bench.sweep.summary import Group
 
 __all__ = ["markdown", "write"]
@@ -79,7 +79,7 @@ def markdown(
     if failures:
         lines += ["## Without a result", ""]
         lines += [f"* {one.settings.method}, {one.settings.model}, {one.settings.workers} workers, {one.settings.network}: "
-                  f"{one.reason} (tried {one.tries} times)" for one in failures]  # fmt: skip
+                  f"{one.reason}" + (f" (tried {one.tries} times)" if one.tries else "") for one in failures]  # fmt: skip
         lines.append("")
     return "\n".join(lines)
 

@@ -17,10 +17,11 @@ from bench.methods.strategies import PACKAGES
 from bench.settings import Settings, parse, to_argv
 from bench.sweep import table
 from bench.sweep.bars import Bar, judge
+from bench.sweep.failures import Failure
 from bench.sweep.journal import Journal
 from bench.sweep.plots import draw
 from bench.sweep.report import write
-from bench.sweep.runner import Failure, run_all
+from bench.sweep.runner import run_all
 from bench.sweep.summary import group
 from bench.sweep.table import expand
 
