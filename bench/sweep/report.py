@@ -48,6 +48,12 @@ def _bound(group: Group) -> str:
     )
 
 
+def _failed(failure: Failure) -> str:
+    about = failure.settings
+    text = f"* {about.method}, {about.emulate_compute or about.model}, {about.workers} workers, {about.network}: "
+    return text + failure.reason + (f" (tried {failure.tries} times)" if failure.tries else "")
+
+
 def _unique(results: Sequence[dict[str, Any]], name: str) -> str:
     return ", ".join(sorted({str(result["versions"].get(name, "unknown")) for result in results}))
 
@@ -78,8 +84,7 @@ def markdown(
         lines += [f"## {group.title}", "", *_table(group, len(origins) > 1), "", _bound(group), ""]
     if failures:
         lines += ["## Without a result", ""]
-        lines += [f"* {one.settings.method}, {one.settings.model}, {one.settings.workers} workers, {one.settings.network}: "
-                  f"{one.reason}" + (f" (tried {one.tries} times)" if one.tries else "") for one in failures]  # fmt: skip
+        lines += [_failed(failure) for failure in failures]
         lines.append("")
     return "\n".join(lines)
 

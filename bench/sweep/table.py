@@ -1,8 +1,9 @@
 """A sweep as a TOML table, read into the runs it stands for (pure but for reading the file).
 
 title = "…"
-[defaults]                          # any setting of bench.settings, for all runs
+[defaults]                          # any setting of bench.settings, for the runs of tables that do not have it
 iterations = 3
+network = "100mbit"
 [[runs]]                            # every combination of the lists is a run
 methods = ["none", "dear", "ddp:bucket_mb={1,4,25}"]
 models = ["resnet50"]
@@ -67,26 +68,37 @@ def _known(table: Mapping[str, Any], names: set[str], where: str) -> None:
         raise ValueError(f"{where} does not know {', '.join(unknown)}; it knows {', '.join(sorted(names))}")
 
 
-def _list(table: Mapping[str, Any], key: str, default: Any) -> Sequence[Any]:
-    value = table.get(key, default)
-    if not isinstance(value, list):
-        raise ValueError(f"{key} of a [[runs]] table should be a list and is {value!r}")
-    return value
+def _list(table: Mapping[str, Any], key: str, defaults: Mapping[str, Any], otherwise: Any) -> Sequence[Any]:
+    """What a table varies: its list, or the one value of the setting, here or in the defaults."""
+    setting = _LISTS[key]
+    if key in table and key != setting:
+        if setting in table:
+            raise ValueError(f"a [[runs]] table has {setting} and {key}: one of them is enough")
+        if not isinstance(table[key], list):
+            raise ValueError(f"{key} of a [[runs]] table should be a list and is {table[key]!r}")
+        return table[key]
+    value = table.get(setting, defaults.get(setting, otherwise))
+    if key == setting:  # workers are many either way
+        return value if isinstance(value, list) else [value]
+    if isinstance(value, list):
+        raise ValueError(f"{setting} should be one value and is {value!r}; a [[runs]] table takes lists as {key}")
+    return [value]
 
 
 def _runs(table: Mapping[str, Any], defaults: Mapping[str, Any]) -> Iterator[Settings]:
     _known(table, set(_LISTS) | _SETTINGS, "[[runs]]")
-    fixed = {key: value for key, value in {**defaults, **table}.items() if key not in _LISTS}
+    varied_ones = {*_LISTS, *_LISTS.values()}
+    fixed = {key: value for key, value in {**defaults, **table}.items() if key not in varied_ones}
     small = fixed.pop("small", False)
-    methods = [one for spec in _list(table, "methods", ["dear"]) for one in expand(spec)]
+    methods = [one for spec in _list(table, "methods", defaults, "dear") for one in expand(spec)]
     for spec in methods:
         if parse_spec(spec)[0] not in METHODS:
             raise ValueError(f"the method of {spec!r} should be one of {', '.join(METHODS)}")
     places = itertools.product(
-        _list(table, "models", ["resnet50"]),
-        _list(table, "networks", ["local"]),
-        _list(table, "workers", [2]),
-        _list(table, "batch_sizes", [None]),
+        _list(table, "models", defaults, "resnet50"),
+        _list(table, "networks", defaults, "local"),
+        _list(table, "workers", defaults, 2),
+        _list(table, "batch_sizes", defaults, None),
     )
     for model, network, workers, batch_size in places:
         chosen = workload(model)
@@ -117,7 +129,8 @@ def select(sweep: Sweep, wanted: Sequence[str]) -> Sweep:
     left = tuple(run for run in sweep.runs if all(str(getattr(run, name)) in few for name, few in choices.items()))
     if not left:
         raise ValueError(f"no run of the sweep has {' and '.join(wanted)}")
-    return replace(sweep, runs=left, left_out=tuple(run for run in sweep.runs if run not in set(left)))
+    chosen = set(left)
+    return replace(sweep, runs=left, left_out=tuple(run for run in sweep.runs if run not in chosen))
 
 
 def parse(data: Mapping[str, Any]) -> Sweep:

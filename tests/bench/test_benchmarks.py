@@ -73,8 +73,8 @@ def test_reports_go_on_telling_why_a_run_failed(bench: Bench) -> None:
     for flags in ((), ("--check-bars",)):
         assert bench("--report", *flags) == 1
         assert bench.tried == []
-        assert f"dear, mlp, 2 workers, local: {WORDS} (tried 2 times)" in bench.report
-        assert "dear, mlp, 4 workers, local: it has not been run\n" in bench.report
+        assert f"dear, mlp@even:20, 2 workers, local: {WORDS} (tried 2 times)" in bench.report
+        assert "dear, mlp@even:20, 4 workers, local: it has not been run\n" in bench.report
         assert "2 workers, this machine: dear at most 1.10 x L: no result of dear |" in bench.report
     assert len(json.loads((bench.folder / "reports.json").read_text())["failures"]) == 4
     bench.broken = set()
@@ -91,7 +91,7 @@ def test_a_failure_after_an_older_result_is_told(bench: Bench, monkeypatch: pyte
     assert len(bench.tried) == 4
     monkeypatch.delenv("DEAR_THRESHOLD_MB")
     assert bench("--report") == 1
-    assert f"dear, mlp, 2 workers, local: {WORDS}; the result above is older, of " in bench.report
+    assert f"dear, mlp@even:20, 2 workers, local: {WORDS}; the result above is older, of " in bench.report
 
 
 def test_bars_fail_while_a_run_is_missing_and_are_excused_where_it_was_not_wanted(

@@ -69,6 +69,20 @@ def test_a_table_is_every_combination_of_its_lists() -> None:
     assert [run.method for run in runs[:3]] == ["dear", "ddp:bucket_mb=1", "ddp:bucket_mb=4"]
 
 
+def test_one_value_is_a_list_of_one_and_defaults_are_for_tables_without() -> None:
+    defaults = {"network": "1gbit", "workers": 4, "model": "mlp", "batch_size": 16, "method": "ddp"}
+    tables = [{}, {"model": "resnet50", "workers": 8, "batch_size": 2}, {"networks": ["local"], "workers": [2, 3]}]
+    runs = table.parse({"defaults": defaults, "runs": tables}).runs
+    assert [(run.method, run.model, run.network, run.workers, run.batch_size) for run in runs] == [
+        ("ddp", "mlp", "1gbit", 4, 16),
+        ("ddp", "resnet50", "1gbit", 8, 2),
+        ("ddp", "mlp", "local", 2, 16),
+        ("ddp", "mlp", "local", 3, 16),
+    ]
+    (plain,) = table.parse({"runs": [{"method": "wfbp"}]}).runs
+    assert (plain.method, plain.model, plain.workers, plain.batch_size) == ("wfbp", "resnet50", 2, 64)
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [
@@ -76,6 +90,9 @@ def test_a_table_is_every_combination_of_its_lists() -> None:
         ({"runs": [{"method": "dear", "modles": ["mlp"]}]}, "does not know modles"),
         ({"runs": [{"models": "mlp"}]}, "models of a .* should be a list and is 'mlp'"),
         ({"runs": [{"models": ["alexnet"]}]}, "is 'alexnet'"),
+        ({"runs": [{"model": "mlp", "models": ["mlp"]}]}, "has model and models"),
+        ({"runs": [{"model": ["mlp"]}]}, r"model should be one value and is \['mlp'\]; .* as models"),
+        ({"defaults": {"network": ["1gbit"]}, "runs": [{}]}, "network should be one value .* as networks"),
         ({"runs": [{"methods": ["deer"]}]}, "'deer' should be one of"),
         ({"runs": [{"workers": [0]}]}, "workers should be at least 1 and is 0"),
         ({"runs": [{}], "bars": [{"method": "dear", "at_most": 1, "where": {"hosts": 2}}]}, "does not know hosts"),
