@@ -5,7 +5,8 @@
     python benchmarks.py configs/sweeps/paper-fusion.toml --only model=resnet50 --only workers=2
     python benchmarks.py --report                           report what is there, run nothing
 
-A sweep that was stopped goes on where it stopped. Failed runs are tried again, now and at the next start.
+A sweep that was stopped goes on where it stopped; results of another commit, torch or DEAR_*, HOROVOD_*, … variables are
+measured again. Failed runs are tried again, now and at the next start.
 """
 
 from __future__ import annotations
@@ -17,26 +18,61 @@ import sys
 from pathlib import Path
 
 from bench.cluster import ROOT
+from bench.sweep.bars import judge
+from bench.sweep.failures import Failures
 from bench.sweep.journal import Journal
+from bench.sweep.lock import Occupied, alone
+from bench.sweep.origin import today
 from bench.sweep.plots import draw
 from bench.sweep.report import write
-from bench.sweep.runner import Failure, run_all
-from bench.sweep.summary import group, judge
+from bench.sweep.runner import run_all
+from bench.sweep.summary import group
 from bench.sweep.table import Sweep, read, select
 
 DEFAULT = ROOT / "configs" / "sweeps" / "default.toml"
 
 
-def report(sweep: Sweep, journal: Journal, failures: list[Failure], folder: Path) -> bool:
-    """Write the report, say where it is and what it judges; whether every bar was met."""
+def report(sweep: Sweep, journal: Journal, failures: Failures, folder: Path, check_bars: bool) -> int:
+    """Write the report, say where it is and what it judges; 1 where a run failed, or a bar did that should be checked."""
     results = [result for result in map(journal.get, sweep.runs) if result is not None]
+    missing = [run for run in sweep.runs if journal.get(run) is None]
     groups = group(results)
-    verdicts = judge(groups, sweep.bars)
-    write(folder, sweep.title, results, groups, verdicts, failures, draw(groups, folder))
+    verdicts = judge(groups, sweep.bars, missing, sweep.left_out)
+    failed = failures.of(sweep.runs, journal)
+    write(folder, sweep.title, results, groups, verdicts, failed, draw(groups, folder))
     for verdict in verdicts:
-        print(f"{'met   ' if verdict.met else 'MISSED'}  {verdict.text}")
+        print(f"{verdict.word if verdict.passes else verdict.word.upper():<10}  {verdict.text}")
     print(f"{len(results)} of {len(sweep.runs)} runs have a result: {folder / 'reports.md'}, reports.json and pictures")
-    return all(verdict.met for verdict in verdicts)
+    passes = all(verdict.passes for verdict in verdicts) or not check_bars
+    return 0 if passes and not any(one.tries for one in failed) else 1
+
+
+def run(sweep: Sweep, folder: Path, arguments: argparse.Namespace) -> int:
+    """Run what is left, and report it all."""
+    journal, failures = (
+        Journal(folder / "results.jsonl", today(), keep=arguments.keep),
+        Failures(folder / "failures.jsonl"),
+    )
+    if arguments.fresh:
+        dropped = journal.forget(sweep.runs, folder / "forgotten.jsonl")
+        if dropped:
+            say(f"forgot {dropped} results, which are in {folder / 'forgotten.jsonl'} now")
+    others = journal.others(sweep.runs)
+    if others:
+        say(f"{others} results are of other code or another environment, and are measured again (--keep reuses them)")
+    if os.geteuid() != 0 and any(run.network != "local" for run in sweep.runs):
+        say("runs with emulated links need root and will be reported as failed")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the run in progress is ended in order
+    try:
+        run_all(sweep.runs, journal, folder, arguments.tries, known=failures)
+    except KeyboardInterrupt:
+        say("stopped; the same command goes on with what is left")
+        return 130
+    return report(sweep, journal, failures, folder, arguments.check_bars)
+
+
+def say(text: str) -> None:
+    print(f"benchmarks.py: {text}", file=sys.stderr)
 
 
 def main() -> int:
@@ -47,34 +83,31 @@ def main() -> int:
         "--only", action="append", default=[], metavar="SETTING=VALUE", help="a part of it: workers=2, …"
     )
     parser.add_argument("--tries", type=int, default=2, help="how often a failing run is tried")
-    parser.add_argument("--fresh", action="store_true", help="forget earlier results")
+    parser.add_argument("--fresh", action="store_true", help="forget earlier results of these runs")
+    parser.add_argument("--keep", action="store_true", help="reuse results of other code and environments too")
     parser.add_argument("--report", action="store_true", help="run nothing, report what is there")
-    parser.add_argument("--check-bars", action="store_true", help="exit with 1 unless every bar is met")
+    parser.add_argument("--check-bars", action="store_true", help="exit with 1 unless every bar was judged and met")
     arguments = parser.parse_args()
     folder = (arguments.output or ROOT / "logs" / arguments.sweep.stem).resolve()
     try:
         sweep = select(read(arguments.sweep), arguments.only)
+        if arguments.check_bars and not sweep.bars:
+            raise ValueError(f"{arguments.sweep} has no [[bars]] that --check-bars could check")
+        if arguments.fresh and arguments.report:
+            raise ValueError("--report runs nothing: --fresh would leave it nothing to report")
+        folder.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:
-        print(f"benchmarks.py: {error}", file=sys.stderr)
+        say(str(error))
         return 2
-    folder.mkdir(parents=True, exist_ok=True)
-    past = folder / "results.jsonl"
-    if arguments.fresh:
-        past.unlink(missing_ok=True)
-    journal = Journal(past)
-    if arguments.report:
-        met = report(sweep, journal, [], folder)
-        return 1 if arguments.check_bars and not met else 0
-    if os.geteuid() != 0 and any(run.network != "local" for run in sweep.runs):
-        print("benchmarks.py: runs with emulated links need root and will be reported as failed", file=sys.stderr)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the run in progress is ended in order
+    if arguments.report:  # it changes no result, and may look on while a sweep is running
+        journal = Journal(folder / "results.jsonl", today(), keep=True)
+        return report(sweep, journal, Failures(folder / "failures.jsonl"), folder, arguments.check_bars)
     try:
-        failures = run_all(sweep.runs, journal, folder, arguments.tries)
-    except KeyboardInterrupt:
-        print("benchmarks.py: stopped; the same command goes on with what is left", file=sys.stderr)
-        return 130
-    met = report(sweep, journal, failures, folder)
-    return 1 if failures or (arguments.check_bars and not met) else 0
+        with alone(folder):
+            return run(sweep, folder, arguments)
+    except Occupied as error:
+        say(str(error))
+        return 2
 
 
 if __name__ == "__main__":

@@ -24,7 +24,24 @@ __all__ = [
 ]
 
 Optimizer = torch.optim.Optimizer
-_VARIANTS = ("policy", "eager", "compression", "gather_dtype")  # options that make another method of it
+# Options that only tune a method: sizes of what travels, times of cycles, layouts in memory. Any other makes another
+# method of it: what is left out here is compared under a name of its own, and not as the fastest of its method.
+_SEARCHED = frozenset(
+    {
+        *("threshold_mb", "num_nearby_layers", "num_groups", "tune"),
+        *("merge_below_kb", "profile_steps", "partition_mb", "credit_mb"),
+        *("bucket_mb", "view", "reshard", "unit_mb", "fusion_mb", "cycle_ms"),
+    }
+)
+# Values that say what is so anyway.
+_PLAIN: Mapping[str, Any] = {
+    "eager": False,
+    "policy": "rsag",
+    "exclude_parts": "",
+    "strategy": "dear",
+    "gather_dtype": None,
+    "asc": False,
+}
 # (class, keyword arguments): methods build the optimizer themselves, as some of them must see the class.
 MakeOptimizer = tuple[Callable[..., Optimizer], Mapping[str, Any]]
 
@@ -115,11 +132,11 @@ def tensor_bytes(state: Any) -> int:
 def family_of(spec: str) -> str:
     """The method with the options that make it another one: ``"dear:eager=True"`` of ``"dear:threshold_mb=4,eager=True"``.
 
-    Settings of the other options are of one family, of which the fastest counts.
+    Settings of the searched options are of one family, of which the fastest counts.
     """
     name, options = parse_spec(spec)
-    kept = [f"{key}={options[key]}" for key in _VARIANTS if options.get(key) not in (None, False)]
-    return ":".join([name, ",".join(kept)]) if kept else name
+    own = sorted(key for key in options if not (key in _SEARCHED or (key in _PLAIN and options[key] == _PLAIN[key])))
+    return ":".join([name, ",".join(f"{key}={options[key]}" for key in own)]) if own else name
 
 
 def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from bench.settings import Settings
+from bench.sweep.origin import Origin, origin_of
 
 __all__ = ["Journal", "key"]
 
@@ -19,25 +20,59 @@ def key(settings: Mapping[str, Any]) -> str:
 
 
 class Journal:
-    """Results by settings, kept in a file. A line that was cut off when the sweep was killed is forgotten."""
+    """Results by settings and origin, kept in a file. A line that was cut off when the sweep was killed is forgotten.
 
-    def __init__(self, path: Path) -> None:
+    Those of another origin than `wanted` stay in the file and do not count, unless `keep`: then the last one counts where
+    there is none of `wanted`. What is added counts. With `wanted` None every origin is as good as another.
+    """
+
+    def __init__(self, path: Path, wanted: Origin | None = None, *, keep: bool = False) -> None:
         self._path = path
-        self._results: dict[str, dict[str, Any]] = {}
+        self._all: dict[tuple[str, str], dict[str, Any]] = {}
+        self._counted: dict[str, dict[str, Any]] = {}
         lines = path.read_text().splitlines() if path.exists() else []
         for line in lines:
             try:
                 result = json.loads(line)
-            except json.JSONDecodeError:
+                self._all[key(result["settings"]), str(origin_of(result))] = result
+            except (json.JSONDecodeError, KeyError, TypeError):
                 continue
-            self._results[key(result["settings"])] = result
-        if len(self._results) != len(lines):
-            path.write_text("".join(json.dumps(result) + "\n" for result in self._results.values()))
+        self._untidy = len(self._all) != len(lines)
+        exact = [result for result in self._all.values() if wanted is None or origin_of(result) == wanted]
+        for result in [*self._all.values(), *exact] if keep else exact:
+            self._counted[key(result["settings"])] = result
 
     def get(self, settings: Settings) -> dict[str, Any] | None:
-        return self._results.get(key(settings.to_dict()))
+        return self._counted.get(key(settings.to_dict()))
+
+    def others(self, runs: Iterable[Settings]) -> int:
+        """How many of `runs` have results, none of which counts."""
+        known = {settings for settings, _ in self._all}
+        return len({key(run.to_dict()) for run in runs} & known - self._counted.keys())
 
     def add(self, result: dict[str, Any]) -> None:
-        self._results[key(result["settings"])] = result
+        name = key(result["settings"])
+        self._counted[name] = self._all[name, str(origin_of(result))] = result
+        if self._untidy:
+            self._write()
+            return
         with self._path.open("a") as file:
             file.write(json.dumps(result) + "\n")
+
+    def forget(self, runs: Iterable[Settings], backup: Path) -> int:
+        """Drop all results of `runs`, whatever their origin, after adding them to the file `backup`; how many they were."""
+        names = {key(run.to_dict()) for run in runs}
+        dropped = {both: result for both, result in self._all.items() if both[0] in names}
+        if dropped:
+            with backup.open("a") as file:
+                file.writelines(json.dumps(result) + "\n" for result in dropped.values())
+            self._all = {both: result for both, result in self._all.items() if both not in dropped}
+            self._counted = {name: result for name, result in self._counted.items() if name not in names}
+            self._write()
+        return len(dropped)
+
+    def _write(self) -> None:
+        whole = self._path.with_suffix(".new")
+        whole.write_text("".join(json.dumps(result) + "\n" for result in self._all.values()))
+        whole.replace(self._path)
+        self._untidy = False

@@ -8,7 +8,7 @@ from typing import Any
 
 import matplotlib
 
-from bench.sweep.summary import Group
+from bench.sweep.summary import Group, particulars
 
 matplotlib.use("Agg")
 
@@ -126,7 +126,7 @@ def scaling(families: Sequence[Sequence[Group]], path: Path) -> Path:
         axis.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
         about = ordered[0].settings
         what = about["emulate_compute"] or about["model"]
-        axis.set_title(f"{what}, batch {about['batch_size']}, {about['network']}", fontsize=9)
+        axis.set_title(f"{what}, batch {about['batch_size']}, {about['network']}{particulars(about)}", fontsize=9)
     return _save(figure, path)
 
 
@@ -145,8 +145,8 @@ def draw(groups: Sequence[Group], folder: Path) -> list[Path]:
         pictures.append(distance(bounded, folder / "distance.png"))
     same: dict[tuple[Any, ...], list[Group]] = {}
     for group in shown:
-        # A dilation of its own for every number of hosts does not keep rates, which are undilated, from comparing.
-        about = tuple(value for name, value in group.settings.items() if name not in ("workers", "dilate"))
+        # Rates are undilated and of steps after the warm-up: both may be chosen anew for every number of hosts.
+        about = tuple(value for name, value in group.settings.items() if name not in ("workers", "dilate", "warmup"))
         same.setdefault(about, []).append(group)
     families = [family for family in same.values() if len({one.settings["workers"] for one in family}) > 1]
     if families:

@@ -8,8 +8,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bench.sweep.runner import Failure
-from bench.sweep.summary import Group, Verdict
+from bench.sweep.bars import Verdict
+from bench.sweep.failures import Failure
+from bench.sweep.origin import origin_of
+from bench.sweep.summary import Group
 
 __all__ = ["markdown", "write"]
 
@@ -18,15 +20,19 @@ _HEAD = (
     + "|---" * 9
     + "|"
 )
+_CODE = (" code |", "---|")  # a column more where rows are of several
 
 
-def _table(group: Group) -> list[str]:
-    lines = [_HEAD.format(unit=group.rows[0].unit)]
+def _table(group: Group, code: bool) -> list[str]:
+    lines = _HEAD.format(unit=group.rows[0].unit).splitlines()
+    if code:
+        lines = [line + more for line, more in zip(lines, _CODE, strict=True)]
     for row in sorted(group.rows, key=lambda row: row.median):
         bound = f"{row.median / group.bound:.2f}" if group.bound else ""
         cells = [row.method, f"{row.total:.1f}", f"{row.plus_minus:.1f}", f"{row.median:.3f}"]
         cells += [f"{row.low:.3f} – {row.high:.3f}", str(row.n), bound]
         cells += [f"{row.state_bytes / 2**20:.1f}", f"{row.peak_bytes / 2**20:.0f}"]
+        cells += [row.origin] if code else []
         lines.append("| " + " | ".join(cells) + " |")
     return lines
 
@@ -40,6 +46,12 @@ def _bound(group: Group) -> str:
     return (
         f"L = {group.bound:.3f} s: compute {group.compute:.3f} s, wire {group.wire:.3f} s (wire/compute {ratio:.2f})."
     )
+
+
+def _failed(failure: Failure) -> str:
+    about = failure.settings
+    text = f"* {about.method}, {about.emulate_compute or about.model}, {about.workers} workers, {about.network}: "
+    return text + failure.reason + (f" (tried {failure.tries} times)" if failure.tries else "")
 
 
 def _unique(results: Sequence[dict[str, Any]], name: str) -> str:
@@ -56,22 +68,23 @@ def markdown(
 ) -> str:
     """The whole report; `pictures` are referred to by their file names."""
     lines = [f"# {title or 'Benchmarks'}", ""]
+    origins = sorted({str(origin_of(result)) for result in results})
     if results:
-        machine = [f"{name} {_unique(results, name)}" for name in ("commit", "torch", "python", "system", "cores")]
-        lines += [f"{len(results)} runs; {'; '.join(machine)}.", ""]
+        machine = [f"{name} {_unique(results, name)}" for name in ("python", "system", "cores")]
+        lines += [f"{len(results)} runs; commit {' / '.join(origins)}; {'; '.join(machine)}.", ""]
         lines += ["Steps are wall time on rank 0; rates are of all workers, undilated; L = max(compute, wire).", ""]
     for picture in pictures:
         lines += [f"![{picture.stem}]({picture.name})", ""]
     if verdicts:
         lines += ["## Bars", "", "| | |", "|---|---|"]
-        lines += [f"| {'met' if verdict.met else '**missed**'} | {verdict.text} |" for verdict in verdicts]
+        marks = [verdict.word if verdict.passes else f"**{verdict.word}**" for verdict in verdicts]
+        lines += [f"| {mark} | {verdict.text} |" for mark, verdict in zip(marks, verdicts, strict=True)]
         lines.append("")
     for group in groups:
-        lines += [f"## {group.title}", "", *_table(group), "", _bound(group), ""]
+        lines += [f"## {group.title}", "", *_table(group, len(origins) > 1), "", _bound(group), ""]
     if failures:
         lines += ["## Without a result", ""]
-        lines += [f"* {one.settings.method}, {one.settings.model}, {one.settings.workers} workers, {one.settings.network}: "
-                  f"{one.reason} (tried {one.tries} times)" for one in failures]  # fmt: skip
+        lines += [_failed(failure) for failure in failures]
         lines.append("")
     return "\n".join(lines)
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
+import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -18,19 +19,14 @@ from tqdm import tqdm
 
 from bench.cluster import ROOT
 from bench.settings import Settings, to_argv
+from bench.sweep.failures import Failure, Failures, reason_in
 from bench.sweep.journal import Journal
+from bench.sweep.origin import today
 from bench.train import UNAVAILABLE, main
 
-__all__ = ["Failure", "attempt", "run_all"]
+__all__ = ["attempt", "run_all"]
 
-
-@dataclass(frozen=True)
-class Failure:
-    """A run without a result: what it said last, and how often it was tried."""
-
-    settings: Settings
-    reason: str
-    tries: int
+_PR_SET_PDEATHSIG = 1
 
 
 def name_of(settings: Settings) -> str:
@@ -40,15 +36,9 @@ def name_of(settings: Settings) -> str:
     return re.sub(r"[^A-Za-z0-9.=@,+-]+", "-", "_".join(parts))
 
 
-def _last_words(log: Path) -> str:
-    """The last line that explains something."""
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    telling = [line for line in lines if re.search(r"error|bench\.train:|failed", line, re.IGNORECASE)]
-    return (telling or lines or ["it said nothing"])[-1][:300]
-
-
 def attempt(settings: Settings, log: Path) -> tuple[dict[str, Any] | None, str, bool]:
-    """One run: its result or None, why there is none, and whether trying again makes sense."""
+    """One run: its result with its origin or None, why there is none, and whether trying again makes sense."""
+    origin = today()  # of each run anew: code may change while a sweep runs
     with tempfile.TemporaryDirectory() as folder, log.open("w") as sink:
         output = Path(folder) / "result.json"
         argv = [*to_argv(settings), "--json", str(output)]
@@ -64,12 +54,15 @@ def attempt(settings: Settings, log: Path) -> tuple[dict[str, Any] | None, str, 
                 job.terminate()  # it removes its emulated hosts
                 job.join()
         if job.exitcode == 0 and output.exists():
-            return json.loads(output.read_text()), "", False
-    return None, _last_words(log), job.exitcode != UNAVAILABLE
+            return {**json.loads(output.read_text()), "origin": origin.to_dict()}, "", False
+    return None, reason_in(log.read_text(errors="replace")), job.exitcode != UNAVAILABLE
 
 
 def _train(argv: Sequence[str], sink: int) -> None:
     """``python -m bench.train`` with these arguments and what it says in `sink`, in a process of its own."""
+    # A sweep that is killed takes its run along, which removes its emulated hosts and lets go of the folder's lock.
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     for stream in (1, 2):
         os.dup2(sink, stream)
     os.chdir(ROOT)
@@ -83,8 +76,12 @@ def run_all(
     logs: Path,
     tries: int,
     attempt: Callable[[Settings, Path], tuple[dict[str, Any] | None, str, bool]] = attempt,
+    known: Failures | None = None,
 ) -> list[Failure]:
-    """Run what the journal does not have; a failed run is tried `tries` times and left out. Shows its progress."""
+    """Run what the journal does not have; a failed run is tried `tries` times and left out. Shows its progress.
+
+    `known` is told of every failure and success at once, as the sweep may be stopped before it ends.
+    """
     failures = []
     left = [run for run in runs if journal.get(run) is None]
     with tqdm(total=len(runs), initial=len(runs) - len(left), unit="run", dynamic_ncols=True) as bar:
@@ -98,11 +95,15 @@ def run_all(
                 result, reason, again = attempt(run, logs / f"{name}.log")
                 if result is not None:
                     journal.add(result)
+                    if known is not None:
+                        known.succeeded(run)
                     rate = f"{result['total']:.1f} +-{result['plus_minus']:.1f} {result['unit']}/sec"
                     bar.write(f"{name}: {rate} ({time.perf_counter() - begun:.0f} s)")
                     break
                 bar.write(f"{name}: failed ({reason})")
             else:
                 failures.append(Failure(run, reason, count))
+                if known is not None:
+                    known.add(failures[-1])
             bar.update()
     return failures

@@ -1,4 +1,4 @@
-"""What a sweep's results say: medians and spreads by group, the lower bound, who is fastest, which bars are met (pure).
+"""What a sweep's results say: medians and spreads by group, the lower bound, who is fastest (pure).
 
 The bound L of a group is max(compute, wire): compute is the median step of the method `none` in the same sweep, and wire
 the bytes that an all-reduce of all gradients moves through each link, 2 (P - 1) / P times the parameters', at the goodput
@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.methods.method import family_of
-from bench.sweep.table import BOUND, Bar
+from bench.sweep.origin import origin_of
 
-__all__ = ["GROUP", "Group", "Row", "Verdict", "group", "judge"]
+__all__ = ["GROUP", "Group", "Row", "group", "particulars", "titles"]
 
 # Runs that differ in nothing of this are compared with each other.
-_WHAT = ("model", "emulate_compute", "dilate", "batch_size", "size", "optimizer", "threads")
+_WHAT = ("model", "emulate_compute", "dilate", "batch_size", "size", "optimizer", "threads", "device", "warmup")
 GROUP = (*_WHAT, "workers", "network", "hostfile", "launcher")
 
 
@@ -36,6 +36,7 @@ class Row:
     state_bytes: int
     peak_bytes: int
     unit: str
+    origin: str
 
     @property
     def family(self) -> str:
@@ -45,6 +46,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Group:
+    title: str
     settings: Mapping[str, Any]
     rows: tuple[Row, ...]
     compute: float | None
@@ -64,26 +66,37 @@ class Group:
                 fastest[row.family] = row
         return fastest
 
-    @property
-    def title(self) -> str:
-        about = self.settings
-        what = about["emulate_compute"] or f"{about['model']} (size {about['size']})"
-        dilated = f", dilated {about['dilate']:g} times" if about["dilate"] != 1 else ""
-        where = f"hosts, {about['network']}" if about["network"] != "local" else "workers, this machine"
-        where = f"workers of {about['hostfile']}" if about["hostfile"] else where
-        started = f", under {about['launcher']}" if about["launcher"] else ""
-        return f"{what}, batch {about['batch_size']}, {about['workers']} {where}{started}{dilated}"
+
+def particulars(settings: Mapping[str, Any]) -> str:
+    """What is not as usual of the settings that a title does not always name, each after a comma."""
+    optimizer = f", {settings['optimizer']}" if settings["optimizer"] != "sgd" else ""
+    threads = f", {settings['threads']} threads" if settings["threads"] != 1 else ""
+    return optimizer + threads + (f", on {settings['device']}" if settings["device"] != "auto" else "")
 
 
-@dataclass(frozen=True)
-class Verdict:
-    met: bool
-    text: str
+def _title(about: Mapping[str, Any]) -> str:
+    what = about["emulate_compute"] or f"{about['model']} (size {about['size']})"
+    dilated = f", dilated {about['dilate']:g} times" if about["dilate"] != 1 else ""
+    where = f"hosts, {about['network']}" if about["network"] != "local" else "workers, this machine"
+    where = f"workers of {about['hostfile']}" if about["hostfile"] else where
+    started = f", under {about['launcher']}" if about["launcher"] else ""
+    return f"{what}, batch {about['batch_size']}, {about['workers']} {where}{started}{dilated}{particulars(about)}"
+
+
+def titles(several: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Groups in words; those that read alike are told apart by what they differ in."""
+    plain = [_title(settings) for settings in several]
+    told = []
+    for title, settings in zip(plain, several, strict=True):
+        alike = [other for other, text in zip(several, plain, strict=True) if text == title]
+        differing = [name for name in GROUP if any(other[name] != settings[name] for other in alike)]
+        told.append("".join([title, *(f", {name} {settings[name]}" for name in differing)]))
+    return told
 
 
 def _row(result: Mapping[str, Any]) -> Row:
     steps = result["step_seconds"]
-    quartiles = statistics.quantiles(steps, n=4) if len(steps) > 1 else [steps[0]] * 3
+    quartiles = statistics.quantiles(steps, n=4, method="inclusive") if len(steps) > 1 else [steps[0]] * 3
     return Row(
         method=result["settings"]["method"],
         n=len(steps),
@@ -95,11 +108,12 @@ def _row(result: Mapping[str, Any]) -> Row:
         state_bytes=result["state_bytes"],
         peak_bytes=result["peak_bytes"],
         unit=result["unit"],
+        origin=str(origin_of(result)),
     )
 
 
 def _wire(results: Sequence[Mapping[str, Any]]) -> float | None:
-    measured = [result["goodput"] for result in results if result["goodput"]]
+    measured = [result["goodput"] for result in results if (result["goodput"] or 0) > 0]
     workers = results[0]["settings"]["workers"]
     if not measured or workers == 1:
         return None
@@ -111,34 +125,10 @@ def group(results: Iterable[Mapping[str, Any]]) -> list[Group]:
     members: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for result in results:
         members.setdefault(tuple(result["settings"][name] for name in GROUP), []).append(result)
+    about = [dict(zip(GROUP, values, strict=True)) for values in members]
     groups = []
-    for values, inside in members.items():
+    for title, settings, inside in zip(titles(about), about, members.values(), strict=True):
         rows = tuple(_row(result) for result in inside)
         alone = [row.median for row in rows if row.family == "none"]
-        groups.append(Group(dict(zip(GROUP, values, strict=True)), rows, min(alone, default=None), _wire(inside)))
+        groups.append(Group(title, settings, rows, min(alone, default=None), _wire(inside)))
     return groups
-
-
-def judge(groups: Sequence[Group], bars: Sequence[Bar]) -> list[Verdict]:
-    """A verdict for every group that a bar speaks of and in which both sides were measured.
-
-    A bar that names no launcher speaks of runs for which none was chosen.
-    """
-    verdicts = []
-    for bar in bars:
-        for one in groups:
-            where = {"launcher": None, **bar.where}
-            if any(one.settings.get(name) != value for name, value in where.items()):
-                continue
-            mine = one.best.get(family_of(bar.method))
-            if bar.of == BOUND:
-                reference, name = one.bound, "L"
-            else:
-                other = one.best.get(family_of(bar.of))
-                reference, name = (other.median, other.method) if other else (None, bar.of)
-            if mine is None or reference is None:
-                continue
-            ratio = mine.median / reference
-            text = f"{one.title}: {mine.method} {ratio:.2f} x {name}, bar {bar.at_most:.2f}"
-            verdicts.append(Verdict(ratio <= bar.at_most, text))
-    return verdicts

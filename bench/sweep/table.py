@@ -1,8 +1,9 @@
 """A sweep as a TOML table, read into the runs it stands for (pure but for reading the file).
 
 title = "…"
-[defaults]                          # any setting of bench.settings, for all runs
+[defaults]                          # any setting of bench.settings, for the runs of tables that do not have it
 iterations = 3
+network = "100mbit"
 [[runs]]                            # every combination of the lists is a run
 methods = ["none", "dear", "ddp:bucket_mb={1,4,25}"]
 models = ["resnet50"]
@@ -10,11 +11,9 @@ workers = [2, 4]
 networks = ["1gbit"]
 batch_sizes = [64]                  # left out: the model's own
 emulate_compute = "{model}@a100"
-[[bars]]                            # what the report judges
+[[bars]]                            # what the report judges, see bench.sweep.bars
 method = "dear"
-of = "bound"                        # or a method; several settings of one method: the fastest counts
 at_most = 1.2
-where = {workers = 2}
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from bench.methods.method import parse_spec
+from bench.methods.method import family_of, parse_spec
 from bench.methods.registry import METHODS
 from bench.models.catalog import workload
 from bench.settings import Settings, check
+from bench.sweep import bars
 
-__all__ = ["BOUND", "Bar", "Sweep", "expand", "read", "select"]
+__all__ = ["Sweep", "expand", "read", "select"]
 
-BOUND = "bound"
 _LISTS = {
     "methods": "method",
     "models": "model",
@@ -47,20 +46,13 @@ _SETTINGS = {field.name for field in fields(Settings)}
 
 
 @dataclass(frozen=True)
-class Bar:
-    """`method`'s median step is to be at most `at_most` times that of `of`, in the groups that `where` describes."""
-
-    method: str
-    of: str
-    at_most: float
-    where: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
 class Sweep:
+    """`left_out` are the runs of the table that were not selected."""
+
     title: str
     runs: tuple[Settings, ...]
-    bars: tuple[Bar, ...]
+    bars: tuple[bars.Bar, ...]
+    left_out: tuple[Settings, ...] = ()
 
 
 def expand(spec: str) -> list[str]:
@@ -76,26 +68,37 @@ def _known(table: Mapping[str, Any], names: set[str], where: str) -> None:
         raise ValueError(f"{where} does not know {', '.join(unknown)}; it knows {', '.join(sorted(names))}")
 
 
-def _list(table: Mapping[str, Any], key: str, default: Any) -> Sequence[Any]:
-    value = table.get(key, default)
-    if not isinstance(value, list):
-        raise ValueError(f"{key} of a [[runs]] table should be a list and is {value!r}")
-    return value
+def _list(table: Mapping[str, Any], key: str, defaults: Mapping[str, Any], otherwise: Any) -> Sequence[Any]:
+    """What a table varies: its list, or the one value of the setting, here or in the defaults."""
+    setting = _LISTS[key]
+    if key in table and key != setting:
+        if setting in table:
+            raise ValueError(f"a [[runs]] table has {setting} and {key}: one of them is enough")
+        if not isinstance(table[key], list):
+            raise ValueError(f"{key} of a [[runs]] table should be a list and is {table[key]!r}")
+        return table[key]
+    value = table.get(setting, defaults.get(setting, otherwise))
+    if key == setting:  # workers are many either way
+        return value if isinstance(value, list) else [value]
+    if isinstance(value, list):
+        raise ValueError(f"{setting} should be one value and is {value!r}; a [[runs]] table takes lists as {key}")
+    return [value]
 
 
 def _runs(table: Mapping[str, Any], defaults: Mapping[str, Any]) -> Iterator[Settings]:
     _known(table, set(_LISTS) | _SETTINGS, "[[runs]]")
-    fixed = {key: value for key, value in {**defaults, **table}.items() if key not in _LISTS}
+    varied_ones = {*_LISTS, *_LISTS.values()}
+    fixed = {key: value for key, value in {**defaults, **table}.items() if key not in varied_ones}
     small = fixed.pop("small", False)
-    methods = [one for spec in _list(table, "methods", ["dear"]) for one in expand(spec)]
+    methods = [one for spec in _list(table, "methods", defaults, "dear") for one in expand(spec)]
     for spec in methods:
         if parse_spec(spec)[0] not in METHODS:
             raise ValueError(f"the method of {spec!r} should be one of {', '.join(METHODS)}")
     places = itertools.product(
-        _list(table, "models", ["resnet50"]),
-        _list(table, "networks", ["local"]),
-        _list(table, "workers", [2]),
-        _list(table, "batch_sizes", [None]),
+        _list(table, "models", defaults, "resnet50"),
+        _list(table, "networks", defaults, "local"),
+        _list(table, "workers", defaults, 2),
+        _list(table, "batch_sizes", defaults, None),
     )
     for model, network, workers, batch_size in places:
         chosen = workload(model)
@@ -126,11 +129,12 @@ def select(sweep: Sweep, wanted: Sequence[str]) -> Sweep:
     left = tuple(run for run in sweep.runs if all(str(getattr(run, name)) in few for name, few in choices.items()))
     if not left:
         raise ValueError(f"no run of the sweep has {' and '.join(wanted)}")
-    return replace(sweep, runs=left)
+    chosen = set(left)
+    return replace(sweep, runs=left, left_out=tuple(run for run in sweep.runs if run not in chosen))
 
 
 def parse(data: Mapping[str, Any]) -> Sweep:
-    """Raises ``ValueError`` for keys, methods or models that nobody knows."""
+    """Raises ``ValueError`` for keys, methods or models that nobody knows, and for bars that could never be judged."""
     _known(data, {"title", "defaults", "runs", "bars"}, "a sweep")
     defaults = data.get("defaults", {})
     _known(defaults, _SETTINGS | {"small"}, "[defaults]")
@@ -141,12 +145,8 @@ def parse(data: Mapping[str, Any]) -> Sweep:
         runs.update(dict.fromkeys(_runs(plain, {**defaults, "small": small})))
     if not runs:
         raise ValueError("a sweep needs at least one [[runs]] table")
-    bars = []
-    for bar in data.get("bars", []):
-        _known(bar, {field.name for field in fields(Bar)}, "[[bars]]")
-        bars.append(Bar(bar["method"], bar.get("of", BOUND), float(bar["at_most"]), bar.get("where", {})))
-        _known(bars[-1].where, _SETTINGS, "where of [[bars]]")
-    return Sweep(data.get("title", ""), tuple(runs), tuple(bars))
+    judged = bars.parse(data.get("bars", []), {family_of(run.method) for run in runs})
+    return Sweep(data.get("title", ""), tuple(runs), judged)
 
 
 def read(path: Path) -> Sweep:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from bench.bars import judge
 from bench.collectives import Row, row_of, table
 
@@ -50,3 +52,16 @@ def test_rows_are_medians_of_pairs() -> None:
     row = row_of(result, goodput_bytes=250.0)
     assert (row.ms, row.to_gloo, row.to_wire, row.cpu_to_gloo) == (2000.0, 1.0, 1.0, 0.5)
     assert "all_gather" in table([row])
+
+
+def test_quartiles_lie_within_what_was_measured() -> None:
+    result = {
+        "operation": "all_gather",
+        "bytes": 1000,
+        "ranks": 2,
+        "wire_share": 0.5,
+        "seconds": {"ours": [0.1, 0.9]},
+        "cpu_seconds": {"ours": [1.0, 1.0]},
+    }
+    row = row_of(result, goodput_bytes=None)
+    assert (row.low_ms, row.high_ms) == (pytest.approx(300), pytest.approx(700))

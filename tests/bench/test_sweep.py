@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -9,15 +11,19 @@ from typing import Any
 import pytest
 
 from bench.cluster import ROOT
-from bench.methods.method import family_of
+from bench.methods import registry
+from bench.methods.method import _SEARCHED, family_of
+from bench.methods.strategies import PACKAGES
 from bench.settings import Settings, parse, to_argv
 from bench.sweep import table
+from bench.sweep.bars import Bar, judge
+from bench.sweep.failures import Failure
 from bench.sweep.journal import Journal
 from bench.sweep.plots import draw
 from bench.sweep.report import write
-from bench.sweep.runner import Failure, run_all
-from bench.sweep.summary import group, judge
-from bench.sweep.table import Bar, expand
+from bench.sweep.runner import run_all
+from bench.sweep.summary import group
+from bench.sweep.table import expand
 
 
 def result_of(settings: Settings, seconds: float, **more: Any) -> dict[str, Any]:
@@ -63,6 +69,20 @@ def test_a_table_is_every_combination_of_its_lists() -> None:
     assert [run.method for run in runs[:3]] == ["dear", "ddp:bucket_mb=1", "ddp:bucket_mb=4"]
 
 
+def test_one_value_is_a_list_of_one_and_defaults_are_for_tables_without() -> None:
+    defaults = {"network": "1gbit", "workers": 4, "model": "mlp", "batch_size": 16, "method": "ddp"}
+    tables = [{}, {"model": "resnet50", "workers": 8, "batch_size": 2}, {"networks": ["local"], "workers": [2, 3]}]
+    runs = table.parse({"defaults": defaults, "runs": tables}).runs
+    assert [(run.method, run.model, run.network, run.workers, run.batch_size) for run in runs] == [
+        ("ddp", "mlp", "1gbit", 4, 16),
+        ("ddp", "resnet50", "1gbit", 8, 2),
+        ("ddp", "mlp", "local", 2, 16),
+        ("ddp", "mlp", "local", 3, 16),
+    ]
+    (plain,) = table.parse({"runs": [{"method": "wfbp"}]}).runs
+    assert (plain.method, plain.model, plain.workers, plain.batch_size) == ("wfbp", "resnet50", 2, 64)
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [
@@ -70,9 +90,26 @@ def test_a_table_is_every_combination_of_its_lists() -> None:
         ({"runs": [{"method": "dear", "modles": ["mlp"]}]}, "does not know modles"),
         ({"runs": [{"models": "mlp"}]}, "models of a .* should be a list and is 'mlp'"),
         ({"runs": [{"models": ["alexnet"]}]}, "is 'alexnet'"),
+        ({"runs": [{"model": "mlp", "models": ["mlp"]}]}, "has model and models"),
+        ({"runs": [{"model": ["mlp"]}]}, r"model should be one value and is \['mlp'\]; .* as models"),
+        ({"defaults": {"network": ["1gbit"]}, "runs": [{}]}, "network should be one value .* as networks"),
         ({"runs": [{"methods": ["deer"]}]}, "'deer' should be one of"),
         ({"runs": [{"workers": [0]}]}, "workers should be at least 1 and is 0"),
         ({"runs": [{}], "bars": [{"method": "dear", "at_most": 1, "where": {"hosts": 2}}]}, "does not know hosts"),
+        ({"runs": [{}], "bars": [{"method": "dear", "at_most": 1, "where": {"iterations": 3}}]}, "not know iterations"),
+        ({"runs": [{}], "bars": [{"method": "deer", "at_most": 1}]}, "method of .* one of dear, .* and is 'deer'"),
+        (
+            {"runs": [{}], "bars": [{"method": "dear", "of": "none", "at_most": 1}]},
+            "of of .* one of bound, .* is 'none'",
+        ),
+        ({"runs": [{}], "bars": [{"method": "dear", "of": "ddp", "at_most": 1}]}, "is 'ddp', and the sweep runs dear"),
+        ({"runs": [{}], "bars": [{"method": "dear:threshold_mb=4", "at_most": 1}]}, "write 'dear'"),
+        (
+            {"runs": [{}], "bars": [{"method": "dear:exclude_parts=allgather", "at_most": 1}]},
+            "leaves communication out",
+        ),
+        ({"runs": [{}], "bars": [{"method": "dear"}]}, "needs at_most; it has method"),
+        ({"runs": [{}], "bars": [{"method": "dear", "at_most": "1.2"}]}, "at_most .* is '1.2'"),
     ],
 )
 def test_a_wrong_table_is_refused_with_the_reason(data: dict[str, Any], message: str) -> None:
@@ -84,6 +121,7 @@ def test_a_part_of_a_sweep_is_selected_by_its_settings() -> None:
     sweep = table.parse({"runs": [{"methods": ["dear", "ddp"], "models": ["mlp"], "workers": [2, 4, 8]}]})
     part = table.select(sweep, ["workers=2", "workers=8", "method=ddp"])
     assert [(run.method, run.workers) for run in part.runs] == [("ddp", 2), ("ddp", 8)]
+    assert {(run.method, run.workers) for run in part.left_out} == {("dear", n) for n in (2, 4, 8)} | {("ddp", 4)}
     assert table.select(sweep, []) == sweep
     with pytest.raises(ValueError, match="not by 'hosts=2'"):
         table.select(sweep, ["hosts=2"])
@@ -106,6 +144,42 @@ def test_what_makes_another_method_is_no_setting_that_is_searched() -> None:
         "fsdp2",
         "bytescheduler",
     ]
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        "exclude_parts=reducescatter allgather",
+        "strategy=wfbp",
+        "backward_passes_per_step=8",
+        "policy=rb",
+        "sync_start=False",
+        "an_option_of_tomorrow=1",
+    ],
+)
+def test_an_option_that_nobody_searches_makes_a_method_of_its_own(option: str) -> None:
+    assert family_of(f"dear:threshold_mb=4,{option}") == f"dear:{option}"
+    assert family_of("dear:policy=rsag,strategy=dear,exclude_parts=,gather_dtype=None") == "dear"
+
+
+def test_a_run_that_leaves_communication_out_is_not_the_fastest_of_its_method() -> None:
+    base = {"model": "mlp", "workers": 2, "network": "1gbit"}
+    silent = "dear:exclude_parts=reducescatter allgather"
+    steps = {"none": 0.8, "dear": 1.1, silent: 0.8}
+    (one,) = group(result_of(Settings(method=name, **base), seconds) for name, seconds in steps.items())  # type: ignore[arg-type]
+    assert one.best["dear"].method == "dear"
+    assert [verdict.met for verdict in judge([one], [Bar("dear", "bound", 1.05, {})])] == [False]
+
+
+def test_every_searched_option_is_one_of_some_method() -> None:
+    takers: set[str] = set()
+    for name in registry.METHODS:
+        if name in PACKAGES:
+            module = importlib.import_module(PACKAGES[name])
+            takers.update(inspect.signature(module.DistributedOptimizer).parameters)
+        else:
+            takers.update(type(registry.method(name)).defaults)
+    assert takers >= _SEARCHED
 
 
 def test_settings_survive_the_command_line() -> None:
@@ -164,6 +238,11 @@ def test_the_bound_is_the_larger_of_compute_and_wire() -> None:
     assert alone[0].bound is None
 
 
+def test_quartiles_of_two_steps_lie_between_them() -> None:
+    (one,) = group([result_of(Settings(), 1.0, step_seconds=[0.1, 0.9])])
+    assert (one.rows[0].low, one.rows[0].high) == (pytest.approx(0.3), pytest.approx(0.7))
+
+
 def test_bars_compare_with_the_bound_and_with_the_best_setting_of_a_method() -> None:
     bars = [
         Bar("dear", "bound", 1.08, {"workers": 2}),
@@ -171,9 +250,37 @@ def test_bars_compare_with_the_bound_and_with_the_best_setting_of_a_method() -> 
         Bar("dear", "horovod", 0.7, {}),
     ]
     verdicts = judge(group(some_results()), bars)
-    assert [verdict.met for verdict in verdicts] == [False, True]
+    assert [verdict.met for verdict in verdicts] == [False, True, None]
     assert "dear 1.10 x L, bar 1.08" in verdicts[0].text
     assert "dear 0.92 x ddp:bucket_mb=25, bar 0.95" in verdicts[1].text
+
+
+def test_every_bar_gets_a_verdict() -> None:
+    nowhere = judge(group(some_results()), [Bar("dear", "ddp", 2.0, {"workers": "2"})])
+    assert [(one.met, one.passes, one.word) for one in nowhere] == [(None, False, "not judged")]
+    assert nowhere[0].text == "dear at most 2.00 x ddp where workers=2: no group of the sweep has runs of both"
+
+
+def test_a_bar_is_not_judged_while_one_of_its_runs_is_missing() -> None:
+    slow, missing = some_results()[:3], Settings(**some_results()[3]["settings"])
+    bars = [Bar("dear", "ddp", 0.95, {}), Bar("dear", "bound", 1.2, {})]
+    verdicts = judge(group(slow), bars, missing=[missing])
+    assert [(one.met, one.passes) for one in verdicts] == [(None, False), (True, True)]
+    assert verdicts[0].text.endswith("dear at most 0.95 x ddp: no result of ddp:bucket_mb=25")
+    runs = [Settings(**one["settings"]) for one in some_results()[:4]]
+    assert [one.met for one in judge([], bars, missing=runs)] == [None, None]
+
+
+def test_bars_whose_runs_were_not_selected_are_excused() -> None:
+    two, four = some_results()[:4], [Settings(**one["settings"]) for one in some_results()[4:]]
+    bars = [Bar("dear", "ddp", 0.95, {}), Bar("dear", "ddp", 0.95, {"workers": 4})]
+    verdicts = judge(group(two), bars, left_out=four)
+    assert [(one.met, one.passes) for one in verdicts] == [(True, True), (None, True)]
+    assert verdicts[1].text == "dear at most 0.95 x ddp where workers=4: left out by --only"
+    left_out = [Settings(**one["settings"]) for one in two[3:]]
+    (some,) = judge(group(two[:3]), bars[:1], left_out=left_out)
+    assert some.met
+    assert some.text.endswith("bar 0.95, without ddp:bucket_mb=25, left out by --only")
 
 
 def test_runs_under_a_chosen_launcher_have_a_group_and_bars_of_their_own() -> None:

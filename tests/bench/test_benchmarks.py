@@ -1,0 +1,179 @@
+"""``benchmarks.py`` as a whole, with runs that are only pretended: what it keeps, says, refuses and exits with."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import signal
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import benchmarks
+from bench.settings import Settings
+from bench.sweep.failures import Failure, Failures, reason_in
+from bench.sweep.journal import Journal
+from bench.sweep.lock import Occupied, alone
+from bench.sweep.origin import today
+from bench.sweep.runner import run_all
+from tests.bench.test_sweep import result_of
+
+TABLE = """
+[[runs]]
+methods = ["none", "dear", "ddp"]
+models = ["mlp"]
+workers = [2, 4]
+emulate_compute = "mlp@even:20"
+[[bars]]
+method = "dear"
+at_most = 1.1
+"""
+WORDS = "bench.train: there is no profile of mlp@h100. Derive one"
+
+
+class Bench:
+    """``benchmarks.py`` in a folder; the methods in `broken` fail."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder, self.broken, self.tried = folder, set[str](), list[str]()
+        (folder / "table.toml").write_text(TABLE)
+        monkeypatch.setattr(benchmarks, "run_all", partial(run_all, attempt=self._attempt))
+        self._patch = monkeypatch
+
+    def _attempt(self, run: Settings, log: Path) -> tuple[dict[str, Any] | None, str, bool]:
+        self.tried.append(f"{run.method}@{run.workers}")
+        if run.method in self.broken:
+            return None, WORDS, True
+        return result_of(run, 1.0, origin=today().to_dict()), "", False
+
+    def __call__(self, *flags: str) -> int:
+        self.tried.clear()
+        self._patch.setattr(sys, "argv", ["benchmarks.py", str(self.folder / "table.toml"), "--output", str(self.folder), *flags])  # fmt: skip  # noqa: E501
+        return benchmarks.main()
+
+    @property
+    def report(self) -> str:
+        return (self.folder / "reports.md").read_text()
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    before = signal.getsignal(signal.SIGTERM)
+    yield Bench(tmp_path, monkeypatch)
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_reports_go_on_telling_why_a_run_failed(bench: Bench) -> None:
+    bench.broken = {"dear"}
+    assert bench("--only", "workers=2") == 1
+    for flags in ((), ("--check-bars",)):
+        assert bench("--report", *flags) == 1
+        assert bench.tried == []
+        assert f"dear, mlp@even:20, 2 workers, local: {WORDS} (tried 2 times)" in bench.report
+        assert "dear, mlp@even:20, 4 workers, local: it has not been run\n" in bench.report
+        assert "2 workers, this machine: dear at most 1.10 x L: no result of dear |" in bench.report
+    assert len(json.loads((bench.folder / "reports.json").read_text())["failures"]) == 4
+    bench.broken = set()
+    assert bench("--check-bars") == 0
+    assert bench("--report", "--check-bars") == 0
+    assert "Without a result" not in bench.report
+
+
+def test_a_failure_after_an_older_result_is_told(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert bench() == 0
+    monkeypatch.setenv("DEAR_THRESHOLD_MB", "4")
+    bench.broken = {"dear"}
+    assert bench("--only", "workers=2") == 1
+    assert len(bench.tried) == 4
+    monkeypatch.delenv("DEAR_THRESHOLD_MB")
+    assert bench("--report") == 1
+    assert f"dear, mlp@even:20, 2 workers, local: {WORDS}; the result above is older, of " in bench.report
+
+
+def test_bars_fail_while_a_run_is_missing_and_are_excused_where_it_was_not_wanted(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench("--report", "--check-bars") == 1
+    assert bench("--report") == 0
+    assert bench("--only", "method=ddp", "--check-bars") == 0
+    assert "not judged  dear at most 1.10 x L: left out by --only" in capsys.readouterr().out
+    bench.broken = {"none"}
+    assert bench("--check-bars", "--only", "workers=2") == 1
+    (bench.folder / "table.toml").write_text(TABLE.partition("[[bars]]")[0])
+    assert bench("--check-bars") == 2
+
+
+def test_fresh_forgets_the_selected_runs_and_keeps_them_aside(bench: Bench) -> None:
+    bench()
+    assert bench("--fresh", "--only", "workers=2", "--only", "method=dear") == 0
+    assert bench.tried == ["dear@2"]
+    aside = (bench.folder / "forgotten.jsonl").read_text().splitlines()
+    assert [json.loads(line)["settings"]["method"] for line in aside] == ["dear"]
+    assert len((bench.folder / "results.jsonl").read_text().splitlines()) == 6
+    before = (bench.folder / "results.jsonl").read_text()
+    assert bench("--fresh", "--report") == 2
+    assert (bench.folder / "results.jsonl").read_text() == before
+    bench("--fresh")
+    assert len(bench.tried) == 6
+    assert len((bench.folder / "forgotten.jsonl").read_text().splitlines()) == 7
+
+
+def test_results_of_other_code_are_announced(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench()
+    monkeypatch.setenv("DEAR_THRESHOLD_MB", "4")
+    assert bench("--keep") == 0
+    assert bench.tried == []
+    assert "measured again" not in capsys.readouterr().err
+    assert bench("--only", "workers=2") == 0
+    assert len(bench.tried) == 3
+    assert "3 results are of other code or another environment, and are measured again" in capsys.readouterr().err
+    assert bench("--report") == 0
+    assert "DEAR_THRESHOLD_MB=4 |\n" in bench.report
+
+
+def test_a_second_sweep_in_a_folder_is_refused(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    with (bench.folder / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert bench("--fresh") == 2
+        error = capsys.readouterr().err
+        assert (
+            error
+            == f"benchmarks.py: another sweep is running in {bench.folder}; wait for it, or choose another --output\n"
+        )
+        with pytest.raises(Occupied), alone(bench.folder):
+            pass
+        assert bench("--report") == 0
+    assert bench() == 0
+
+
+def test_the_reason_is_what_came_first_and_not_that_a_worker_failed() -> None:
+    log = [
+        "-m bench.train --method dear",
+        "WARNING: mpirun says something of an error",
+        WORDS,
+        "mpirun: 2 processes failed",
+    ]
+    log.append("bench.train: a worker failed; the launcher exited with 2")
+    assert reason_in("\n".join(log)) == WORDS
+    trace = ["Traceback (most recent call last):", '  File "a.py"', "ValueError: too many", *log[-2:]]
+    assert reason_in("\n".join(trace)) == "ValueError: too many"
+    assert reason_in("\n".join([log[0], *log[-2:]])) == log[-1]
+    assert reason_in("\n") == "it said nothing"
+
+
+def test_failures_survive_a_line_that_was_cut_off(tmp_path: Path) -> None:
+    path, journal = tmp_path / "failures.jsonl", Journal(tmp_path / "results.jsonl")
+    runs = [Settings(workers=count) for count in (1, 2)]
+    Failures(path).add(Failure(runs[0], "first", 2))
+    with path.open("a") as file:
+        file.write('{"settings": {"meth')
+    Failures(path).add(Failure(runs[1], "second", 1))
+    assert [one.reason for one in Failures(path).of(runs, journal)] == ["first", "second"]
+    Failures(path).succeeded(runs[0])
+    assert [one.tries for one in Failures(path).of(runs, journal)] == [0, 1]
