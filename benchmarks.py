@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
 from pathlib import Path
 
 from bench.cluster import ROOT
+from bench.endings import end_in_order
 from bench.sweep.bars import judge
 from bench.sweep.failures import Failures
 from bench.sweep.journal import Journal
@@ -62,7 +62,7 @@ def run(sweep: Sweep, folder: Path, arguments: argparse.Namespace) -> int:
         say(f"{others} results are of other code or another environment, and are measured again (--keep reuses them)")
     if os.geteuid() != 0 and any(run.network != "local" for run in sweep.runs):
         say("runs with emulated links need root and will be reported as failed")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the run in progress is ended in order
+    end_in_order()
     try:
         run_all(sweep.runs, journal, folder, arguments.tries, known=failures)
     except KeyboardInterrupt:
@@ -95,6 +95,8 @@ def main() -> int:
             raise ValueError(f"{arguments.sweep} has no [[bars]] that --check-bars could check")
         if arguments.fresh and arguments.report:
             raise ValueError("--report runs nothing: --fresh would leave it nothing to report")
+        if arguments.report and not (folder / "results.jsonl").exists():
+            raise ValueError(f"there is nothing to report in {folder}: no results.jsonl, which a sweep leaves there")
         folder.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:
         say(str(error))

@@ -20,7 +20,7 @@ __all__ = ["Origin", "commit_of", "origin_of", "today"]
 # Read by our strategies, by Horovod, and by what they communicate with. OMP_NUM_THREADS is not: the launcher sets it.
 _PREFIXES = ("DEAR_", "HOROVOD_", "COMM_CORE_", "OMPI_MCA_", "GLOO_", "NCCL_")
 _OURS = "DEAR_BENCH_"  # how the launcher talks to its workers
-# What no run reads: a report or a note that was written meanwhile makes no other code.
+# What no run reads: a report or a note that is written or committed meanwhile makes no other code.
 _UNREAD = (":!docs", ":!tests", ":!configs/sweeps", ":!*.md")
 
 
@@ -48,8 +48,12 @@ def _git(root: Path, *words: str) -> bytes | None:
 
 
 def commit_of(root: Path) -> str:
-    """The commit, with a hash of what tracked files differ in; the version of what was installed, where there is no git."""
-    head = _git(root, "rev-parse", "--short=10", "HEAD") if (root / ".git").exists() else None
+    """The last commit of anything that a run reads, with a hash of what tracked files differ in since.
+
+    Where there is no git: the version of what was installed.
+    """
+    last = ("log", "-1", "--format=%h", "--abbrev=10", "--", ".", *_UNREAD)
+    head = _git(root, *last) if (root / ".git").exists() else None
     changes = None if head is None else _git(root, "diff", "--no-ext-diff", "--binary", "HEAD", "--", ".", *_UNREAD)
     if head is None or changes is None:
         try:

@@ -62,9 +62,10 @@ class Bench:
 
 @pytest.fixture
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
-    before = signal.getsignal(signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     yield Bench(tmp_path, monkeypatch)
-    signal.signal(signal.SIGTERM, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def test_reports_go_on_telling_why_a_run_failed(bench: Bench) -> None:
@@ -97,10 +98,13 @@ def test_a_failure_after_an_older_result_is_told(bench: Bench, monkeypatch: pyte
 def test_bars_fail_while_a_run_is_missing_and_are_excused_where_it_was_not_wanted(
     bench: Bench, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert bench("--report", "--check-bars") == 1
-    assert bench("--report") == 0
+    assert bench("--report") == 2
+    assert f"there is nothing to report in {bench.folder}" in capsys.readouterr().err
+    assert not (bench.folder / "reports.md").exists()  # a report that stands there is not written over
     assert bench("--only", "method=ddp", "--check-bars") == 0
     assert "not judged  dear at most 1.10 x L: left out by --only" in capsys.readouterr().out
+    assert bench("--report", "--check-bars") == 1
+    assert bench("--report") == 0
     bench.broken = {"none"}
     assert bench("--check-bars", "--only", "workers=2") == 1
     (bench.folder / "table.toml").write_text(TABLE.partition("[[bars]]")[0])
@@ -138,6 +142,8 @@ def test_results_of_other_code_are_announced(
 
 
 def test_a_second_sweep_in_a_folder_is_refused(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    bench("--only", "method=ddp")
+    capsys.readouterr()
     with (bench.folder / "lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         assert bench("--fresh") == 2

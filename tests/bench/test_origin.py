@@ -22,17 +22,18 @@ NOW = Origin("abc", "2.9", {})
 RUN = Settings(model="mlp", workers=2)
 
 
-def repository(folder: Path) -> Path:
-    def git(*words: str) -> None:
-        who = ["-c", "user.name=a", "-c", "user.email=a@b"]
-        subprocess.run(["git", "-C", str(folder), *who, *words], check=True, capture_output=True)
+def git(folder: Path, *words: str) -> None:
+    who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run(["git", "-C", str(folder), *who, *words], check=True, capture_output=True)
 
-    git("init")
+
+def repository(folder: Path) -> Path:
+    git(folder, "init")
     (folder / "docs").mkdir()
     for name in ("code.py", "docs/page.txt"):
         (folder / name).write_text("a = 1\n")
-    git("add", ".")
-    git("commit", "-m", "first")
+    git(folder, "add", ".")
+    git(folder, "commit", "-m", "first")
     return folder
 
 
@@ -41,6 +42,8 @@ def test_a_dirty_tree_is_told_by_what_it_differs_in(tmp_path: Path) -> None:
     clean = commit_of(folder)
     assert len(clean) == 10
     (folder / "docs" / "page.txt").write_text("a = 2\n")
+    assert commit_of(folder) == clean
+    git(folder, "commit", "-a", "-m", "what no run reads")
     assert commit_of(folder) == clean
     told = []
     for text in ("a = 2\n", "a = 3\n", "a = 2\n"):
