@@ -18,11 +18,12 @@ from overlap.communicator import Work
 from overlap.dense import from_flat, view_like
 from overlap.partition import BucketSpec, TensorSpec, fuse, piece
 
-__all__ = ["Part", "Shares", "assemble", "check_shapes", "make_parts", "outer_dtype"]
+__all__ = ["Part", "Shares", "Vectors", "assemble", "check_shapes", "make_parts", "outer_dtype"]
 
 _FUSION_BYTES = 25 * 2**20  # one operation for as much; small enough that owners update while more is on the wire
 # By slot: from where to where in the flattened parameter a rank's share goes, and that share of each vector.
 Shares = dict[int, tuple[int, int, dict[str, torch.Tensor]]]
+Vectors = dict[int, dict[str, torch.Tensor]]  # by slot, whole
 _VECTORS = ("start", "momentum", "next")
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -78,6 +79,7 @@ class Part:
         self.momentum = torch.zeros_like(self.start)
         self.mean = torch.empty(0, device="cpu")  # what the reduction gives, while it is needed
         self.work: Work | None = None
+        self._fresh = True  # went through no event yet: the buffer holds where all ranks begin
 
     def check(self) -> None:
         """Raise ``RuntimeError`` if parameters were converted to another type: the outer state would not fit them."""
@@ -106,6 +108,7 @@ class Part:
             ended = as_real(slot.param).clone()
             overwrite(as_real(slot.param), place)
             place.copy_(ended)
+        self._fresh = False
         self.before, self.start = self.start, self.next
         self.mean = torch.empty_like(self.start)
 
@@ -144,6 +147,7 @@ class Part:
 
     def restart(self, shard: torch.Tensor) -> None:
         """The next round begins at `shard`, where this rank's parameters are already."""
+        self._fresh = False
         self.start = self.next = self.before = shard
 
     # - Whole tensors, for checkpoints
@@ -160,8 +164,18 @@ class Part:
             for index, (extent, inside) in self.pieces.items()
         }
 
-    def load(self, vectors: dict[int, dict[str, torch.Tensor]]) -> None:
-        """The inverse, from whole tensors by slot."""
+    def complete(self) -> Vectors | None:
+        """Whole tensors by slot, before the first event: nobody has to be asked, who may not have taken them in yet."""
+        if not self._fresh:
+            return None
+        return {
+            slot.index: {"start": place.clone(), "next": place.clone(), "momentum": torch.zeros_like(place)}
+            for slot, place in self._places
+        }
+
+    def load(self, vectors: Vectors) -> None:
+        """The inverse of :meth:`share`, from whole tensors by slot."""
+        self._fresh = False
         shards = {}
         for name in _VECTORS:  # the last one stays in the buffer
             for slot, place in self._places:
@@ -171,21 +185,36 @@ class Part:
         self.momentum, self.next = shards["momentum"], shards["next"]
 
 
-def assemble(parts: Sequence[Part], shares: Sequence[Shares]) -> dict[int, dict[str, torch.Tensor]]:
-    """Whole vectors by slot, shaped as the parameters (complex ones as pairs), from the shares of all ranks."""
-    outer: dict[int, dict[str, torch.Tensor]] = {}
+def assemble(parts: Sequence[Part], shares: Sequence[Shares]) -> Vectors:
+    """Whole vectors by slot, shaped as the parameters (complex ones as pairs), from the shares of all ranks.
+
+    Raises ``RuntimeError`` where they leave a gap.
+    """
+    outer: Vectors = {}
     for part in parts:
+        complete = part.complete()
         for slot in part.slots:
-            like = as_real(slot.param)
-            flats = {name: torch.zeros(like.numel(), dtype=part.dtype, device=like.device) for name in _VECTORS}
-            for low, high, vectors in (share[slot.index] for share in shares if slot.index in share):
-                for name, vector in vectors.items():
-                    flats[name][low:high] = vector
-            outer[slot.index] = {name: from_flat(flat, like) for name, flat in flats.items()}
+            outer[slot.index] = _joined(part, slot, shares) if complete is None else complete[slot.index]
     return outer
 
 
-def check_shapes(slots: Sequence[Slot], outer: dict[int, dict[str, torch.Tensor]]) -> None:
+def _joined(part: Part, slot: Slot, shares: Sequence[Shares]) -> dict[str, torch.Tensor]:
+    like = as_real(slot.param)
+    flats = {name: torch.empty(like.numel(), dtype=part.dtype, device=like.device) for name in _VECTORS}
+    found = [share[slot.index] for share in shares if slot.index in share]
+    covered = sum(high - low for low, high, _ in found)  # shards do not overlap
+    if covered != like.numel():
+        raise RuntimeError(
+            f"of the outer state of parameter {slot.name!r}, {covered} of {like.numel()} elements are on the ranks: they "
+            "do not train the same parameters"
+        )
+    for low, high, vectors in found:
+        for name, vector in vectors.items():
+            flats[name][low:high] = vector
+    return {name: from_flat(flat, like) for name, flat in flats.items()}
+
+
+def check_shapes(slots: Sequence[Slot], outer: Vectors) -> None:
     """Raise ``ValueError`` where saved vectors are not shaped as the parameters."""
     shapes = {slot.index: tuple(as_real(slot.param).shape) for slot in slots}
     for index, vectors in outer.items():

@@ -1,0 +1,97 @@
+"""What co2 saves and loads when ranks are not at the same point of a round."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import co2
+from overlap.session import current
+from tests.spmd.co2_training import DOUBLE, FULL, _loss, _model, _steps, _wrapped
+
+
+@pytest.fixture(autouse=True)
+def _session() -> None:
+    co2.init()
+
+
+def _on_rank_0_first(act: Callable[[], Any]) -> Any:
+    """What `act` returns on rank 0; the others wait, their main threads doing nothing, and do not call it."""
+    gate, mailroom = threading.Event(), current().mailroom
+    mailroom.on("test/gate", lambda _sender, _news: gate.set())
+    co2.barrier()
+    result = None
+    if co2.rank() == 0:
+        result = act()
+        for rank in range(1, co2.size()):
+            mailroom.tell(rank, "test/gate")
+    elif not gate.wait(30):
+        raise AssertionError("rank 0 waits for this one")
+    return result
+
+
+def _same_sections(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert one.keys() == other.keys()
+    for key, value in one.items():
+        if key != "parameters":
+            assert value == other[key], key
+    assert one["parameters"].keys() == other["parameters"].keys()
+    for index, vectors in one["parameters"].items():
+        assert vectors.keys() == other["parameters"][index].keys()
+        for name, values in vectors.items():
+            assert torch.equal(values, other["parameters"][index][name]), (index, name)
+
+
+def test_whoever_saves_before_others_have_begun_saves_the_same() -> None:
+    """Before anybody's second step, and with parameters added in the middle."""
+    model, optimizer = _wrapped(outer_frequency=2, **FULL)
+
+    def step_and_save() -> dict[str, Any]:
+        _steps(model, optimizer, range(1))
+        return optimizer.state_dict()["co2"]
+
+    early = _on_rank_0_first(step_and_save)
+    if co2.rank() > 0:
+        _steps(model, optimizer, range(1))
+    co2.barrier()
+    if early is not None:
+        _same_sections(early, optimizer.state_dict()["co2"])
+        for value, vectors in zip(_model().parameters(), early["parameters"].values(), strict=True):
+            assert torch.equal(vectors["start"], value)
+            assert torch.equal(vectors["next"], value)
+            assert not vectors["momentum"].any()
+
+    extra = nn.Parameter(torch.full((37,), 2.5, dtype=DOUBLE))
+    _steps(model, optimizer, range(1, 3))
+    optimizer.add_param_group({"params": [extra]})
+
+    def step_with_it_and_save() -> dict[str, Any]:
+        optimizer.zero_grad()
+        (_loss(model, co2.rank(), 3) + extra.sum() * 0).backward()
+        optimizer._rounds.begin()  # as step() does, which goes on to send the round
+        return optimizer.state_dict()["co2"]
+
+    early = _on_rank_0_first(step_with_it_and_save)
+    if early is not None:
+        assert early["parameters"][4]["start"].tolist() == [2.5] * 37
+    optimizer.zero_grad()
+    (_loss(model, co2.rank(), 3) + extra.sum() * 0).backward()
+    optimizer.step()
+
+
+def test_a_share_that_is_missing_is_no_zero() -> None:
+    model, optimizer = _wrapped(outer_frequency=1, **FULL)
+    _steps(model, optimizer, range(2))
+    optimizer._rounds.arrive()
+    rounds, size = optimizer._rounds, co2.size()
+    answer = rounds._shares
+    rounds._shares = lambda *, passed: {} if co2.rank() == size - 1 else answer(passed=passed)
+    co2.barrier()
+    with pytest.raises(RuntimeError, match=r"of parameter '.*', \d+ of \d+ elements are on the ranks"):
+        optimizer.state_dict()
+    co2.barrier()
