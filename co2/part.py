@@ -79,7 +79,9 @@ class Part:
         self.momentum = torch.zeros_like(self.start)
         self.mean = torch.empty(0, device="cpu")  # what the reduction gives, while it is needed
         self.work: Work | None = None
-        self._fresh = True  # went through no event yet: the buffer holds where all ranks begin
+        # Until the first event, what all ranks begin with is known here: from what was loaded, or from the buffer.
+        self._fresh = True
+        self._loaded: Vectors | None = None
 
     def check(self) -> None:
         """Raise ``RuntimeError`` if parameters were converted to another type: the outer state would not fit them."""
@@ -108,7 +110,7 @@ class Part:
             ended = as_real(slot.param).clone()
             overwrite(as_real(slot.param), place)
             place.copy_(ended)
-        self._fresh = False
+        self._fresh, self._loaded = False, None
         self.before, self.start = self.start, self.next
         self.mean = torch.empty_like(self.start)
 
@@ -147,7 +149,7 @@ class Part:
 
     def restart(self, shard: torch.Tensor) -> None:
         """The next round begins at `shard`, where this rank's parameters are already."""
-        self._fresh = False
+        self._fresh, self._loaded = False, None
         self.start = self.next = self.before = shard
 
     # - Whole tensors, for checkpoints
@@ -164,10 +166,17 @@ class Part:
             for index, (extent, inside) in self.pieces.items()
         }
 
+    @property
+    def moved_on(self) -> bool:
+        """Whether it went through an event, so that others hold what :meth:`complete` would give."""
+        return not self._fresh
+
     def complete(self) -> Vectors | None:
-        """Whole tensors by slot, before the first event: nobody has to be asked, who may not have taken them in yet."""
+        """Whole tensors by slot, before the first event: nobody has to be asked, who may not have come as far yet."""
         if not self._fresh:
             return None
+        if self._loaded is not None:
+            return {index: _cloned(vectors) for index, vectors in self._loaded.items()}
         return {
             slot.index: {"start": place.clone(), "next": place.clone(), "momentum": torch.zeros_like(place)}
             for slot, place in self._places
@@ -175,7 +184,7 @@ class Part:
 
     def load(self, vectors: Vectors) -> None:
         """The inverse of :meth:`share`, from whole tensors by slot."""
-        self._fresh = False
+        self._loaded = {slot.index: _cloned(vectors[slot.index]) for slot in self.slots}
         shards = {}
         for name in _VECTORS:  # the last one stays in the buffer
             for slot, place in self._places:
@@ -183,6 +192,10 @@ class Part:
             shards[name] = self.whole[self.own].clone()
         self.start = self.before = shards["start"]
         self.momentum, self.next = shards["momentum"], shards["next"]
+
+
+def _cloned(vectors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: vector.clone() for name, vector in vectors.items()}
 
 
 def assemble(parts: Sequence[Part], shares: Sequence[Shares]) -> Vectors:

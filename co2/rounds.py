@@ -14,6 +14,11 @@ channel carries rounds alone, and each is sent only when the one before has arri
 A round is averaged only when all ranks have sent it. So a rank that asks the others for their shares, having seen its own
 last round arrive, finds them past the same event or past one more, whose average has not been made: they answer with
 where they were before it.
+
+[Note: who has loaded by when]
+load() waits for nobody: Horovod's scripts load on rank 0 alone and broadcast afterwards. A rank that has loaded keeps all
+it loaded until its next event, and asks nobody; and it keeps the share it had before, which is the answer for those who
+have not loaded. They all have once a round that it sent afterwards has come back.
 """
 
 from __future__ import annotations
@@ -32,6 +37,7 @@ from co2.calendar import Calendar, Event
 from co2.courier import Courier
 from co2.equations import OuterRule
 from co2.flight import Flight
+from co2.inquiry import Inquiry
 from co2.lateness import Lateness
 from co2.part import Part, Shares, assemble, check_shapes, make_parts
 from overlap.bucket import Slot
@@ -44,7 +50,6 @@ __all__ = ["Rounds"]
 log = logging.getLogger("dear")
 
 _LOOK_SECONDS = 1.0
-_ANSWER_SECONDS = 600.0
 
 
 class _Phase(Enum):
@@ -66,8 +71,10 @@ class Rounds:
     ) -> None:
         self._comm, self._slots, self.calendar, self.rule = comm, slots, calendar, rule
         self.absence, self._mailroom = absence, mailroom
-        self._changed = threading.Condition()  # around changes of what the others may ask for
-        self._courier = Courier(comm, rule, self._changed)
+        self._changed = threading.Lock()  # around changes of what the others may ask for
+        self._courier = Courier(comm, rule, self._changed, self._met)
+        self._inquiry = Inquiry(mailroom, absence.topic, [rank for rank in range(comm.size) if rank != comm.rank])
+        self._before_load: tuple[int, Shares] | None = None  # [Note: who has loaded by when], after so many events
         self._lateness = Lateness(comm.rank, calendar.frequency)
         self._flight: Flight | None = None
         self._phase = _Phase.TRAINING
@@ -118,7 +125,9 @@ class Rounds:
         self.events, self.in_round = self.events + 1, 0
         self.absence.events = self.events
         self._since = time.perf_counter()
-        self._changed.notify_all()
+
+    def _met(self) -> None:
+        self._before_load = None  # [Note: who has loaded by when]
 
     @property
     def _idle(self) -> frozenset[int]:
@@ -194,12 +203,15 @@ class Rounds:
 
     # - State
 
-    def _answer(self, _sender: int, events: int) -> Shares:
-        """This rank's shares after so many events, for another rank."""
+    def _answer(self, _sender: int, events: int) -> Shares | None:
+        """This rank's shares after so many events, for another rank; None if it has not come there."""
         with self._changed:
-            self._changed.wait_for(lambda: self.events >= events, timeout=_ANSWER_SECONDS)
+            if self._before_load is not None and self._before_load[0] == events:
+                return self._before_load[1]
             ahead = self.events - events
-            if ahead not in (0, 1) or (ahead == 1 and self._last is not Event.ROUND):
+            if ahead < 0:
+                return None
+            if ahead > 1 or (ahead == 1 and self._last is not Event.ROUND):
                 raise RuntimeError(f"asked for the outer state after event {events}, this rank is at {self.events}")
             return self._shares(passed=ahead == 1)  # [Note: one round ahead]
 
@@ -209,10 +221,7 @@ class Rounds:
     def collect(self) -> dict[str, Any]:
         """The outer state of all ranks, as a checkpoint has it. On any subset of ranks."""
         self.arrive()
-        topic = self.absence.topic
-        others = [rank for rank in range(self._comm.size) if rank != self._comm.rank]
-        asked = [(rank, self._mailroom.ask(rank, topic, self.events)) for rank in others]
-        shares = [Mailroom.wait(answer, rank, topic, _ANSWER_SECONDS) for rank, answer in asked]
+        shares = self._inquiry.ask(self.events) if any(part.moved_on for part in self.parts) else []
         with self._changed:
             outer = assemble(self.parts, [self._shares(passed=False), *shares])
         counters = {name: getattr(self, name) for name in ("steps", "in_round", "events")}
@@ -224,6 +233,8 @@ class Rounds:
             check_shapes(self._slots, section["parameters"])
         self.arrive()
         with self._changed:
+            if self._before_load is None:
+                self._before_load = self.events, self._shares(passed=False)
             self._forget()
             if section is None:
                 return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,7 @@ from torch import nn
 
 import co2
 from overlap.session import current
-from tests.spmd.co2_training import DOUBLE, FULL, _loss, _model, _steps, _wrapped
+from tests.spmd.co2_training import DOUBLE, FULL, _everywhere, _loss, _model, _steps, _wrapped
 
 
 @pytest.fixture(autouse=True)
@@ -94,4 +95,64 @@ def test_a_share_that_is_missing_is_no_zero() -> None:
     co2.barrier()
     with pytest.raises(RuntimeError, match=r"of parameter '.*', \d+ of \d+ elements are on the ranks"):
         optimizer.state_dict()
+    co2.barrier()
+
+
+def test_rank_0_loads_and_everybody_else_is_broadcast_to() -> None:
+    """Horovod's recipe, in a job that has not made a step."""
+    model, optimizer = _wrapped(outer_frequency=2, **FULL)
+    _steps(model, optimizer, range(5))
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    other, resumed = _wrapped(outer_frequency=2, **FULL)
+    if co2.rank() == 0:
+        other.load_state_dict(saved[0])
+        resumed.load_state_dict(saved[1])
+    co2.broadcast_parameters(other.state_dict(), root_rank=0)
+    co2.broadcast_optimizer_state(resumed, root_rank=0)
+    first = co2.broadcast_object(saved[1]["co2"], 0)
+    _same_sections(resumed.state_dict()["co2"], first)
+    assert _everywhere(other)
+    _steps(other, resumed, range(5, 9))
+    if co2.rank() == 0:
+        resumed.state_dict()
+
+
+@pytest.mark.parametrize("load", [True, False])
+def test_whoever_saves_while_others_have_not_loaded_gets_what_it_has_itself(load: bool) -> None:
+    """And those who have loaded go on answering with what they had, also after the step that follows."""
+    model, optimizer = _wrapped(outer_frequency=2, **FULL)
+    _steps(model, optimizer, range(5))
+    saved = copy.deepcopy(optimizer.state_dict())
+    _steps(model, optimizer, range(5, 10))
+    between = optimizer.state_dict()["co2"]
+    state = saved if load else {**saved, "co2": None}
+
+    def load_and_save() -> dict[str, Any]:
+        optimizer.load_state_dict(state)
+        return optimizer.state_dict()["co2"]
+
+    loaded = _on_rank_0_first(load_and_save)
+    if co2.rank() == 0:
+        if load:
+            _same_sections(loaded, saved["co2"])
+        else:
+            assert (loaded["parameters"], loaded["steps"]) == ({}, 0)
+        _steps(model, optimizer, range(10, 12))  # until a round is sent, which the others send after they have loaded
+    else:
+        _same_sections(optimizer.state_dict()["co2"], between)
+        load_and_save()
+        _steps(model, optimizer, range(10, 12))
+    after = co2.allgather_object(optimizer.state_dict()["co2"])
+    _same_sections(after[0], after[-1])
+
+
+def test_a_question_that_cannot_be_answered_yet_holds_up_no_other() -> None:
+    _, optimizer = _wrapped(outer_frequency=2, **FULL)
+    rounds, mailroom = optimizer._rounds, current().mailroom
+    mailroom.on("test/other", lambda _sender, question: question + 1)
+    co2.barrier()
+    if co2.rank() == 0 and co2.size() > 1:
+        early = mailroom.ask(1, rounds.absence.topic, 7)
+        assert mailroom.ask(1, "test/other", 1).result(30) == 2
+        assert early.result(30) is None
     co2.barrier()
