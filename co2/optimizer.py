@@ -120,8 +120,7 @@ class Co2Optimizer(Shell):
         self._averages.refuse("average_parameters()")
         if self._engine.window.touched:
             raise RuntimeError("gradients wait for step(): call it, or zero_grad(), before average_parameters()")
-        self._rounds.agree(current().control)
-        self._rounds.average()
+        self._rounds.average(current().control)
         if self._broadcast_buffers and self._model is not None:
             broadcast_tensors(self._everyone, [buffer.data for buffer in self._model.buffers()], 0)
 

@@ -98,21 +98,52 @@ class Part:
             place.copy_(as_real(slot.param))
 
     @torch.no_grad()
-    def unpack(self) -> None:
-        """The buffer into parameters, rounded where they are of 16 bits."""
+    def unpack(self, kept: Collection[int]) -> None:
+        """The buffer into parameters, but for those `kept`; rounded where they are of 16 bits."""
         for slot, place in self._places:
-            overwrite(as_real(slot.param), place)
+            if slot.index not in kept:
+                overwrite(as_real(slot.param), place)
 
     @torch.no_grad()
-    def turn(self) -> None:
-        """A round ends: parameters become the next one's start, and the buffer holds what they were."""
+    def turn(self, idle: Collection[int], kept: Collection[int]) -> None:
+        """A round ends: parameters become the next one's start, and the buffer holds what they were, if it is to travel.
+
+        Of `idle` ones, those `kept` are the script's, see :meth:`adopt`.
+        """
+        self._fresh, self._loaded = False, None
+        travels = not self.rests(idle)
         for slot, place in self._places:
-            ended = as_real(slot.param).clone()
+            if slot.index in kept:
+                continue
+            ended = as_real(slot.param).clone() if travels else place
             overwrite(as_real(slot.param), place)
             place.copy_(ended)
-        self._fresh, self._loaded = False, None
         self.before, self.start = self.start, self.next
+        self.adopt(kept)
         self.mean = torch.empty_like(self.start)
+
+    def written(self, among: Collection[int]) -> set[int]:
+        """Those slots whose parameters are not what is in the buffer, which no round uses now."""
+        found = set()
+        for slot, place in self._places:
+            real = as_real(slot.param)
+            if slot.index in among and not torch.equal(real, place.to(real.dtype)):
+                found.add(slot.index)
+        return found
+
+    def adopt(self, kept: Collection[int]) -> None:
+        """What the script wrote to parameters `kept` is where they are: in the buffer, and in this rank's share."""
+        written = self.written(kept)
+        if not written:
+            return
+        for slot, place in self._places:
+            if slot.index in written:
+                place.copy_(as_real(slot.param))
+        values, start, following = self.whole[self.own], self.start.clone(), self.next.clone()
+        for index in written.intersection(self.pieces):
+            _, inside = self.pieces[index]
+            start[inside] = following[inside] = values[inside]
+        self.start, self.next = start, following
 
     def rests(self, idle: Collection[int]) -> bool:
         """Whether none of its parameters was trained."""

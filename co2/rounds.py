@@ -19,6 +19,12 @@ where they were before it.
 load() waits for nobody: Horovod's scripts load on rank 0 alone and broadcast afterwards. A rank that has loaded keeps all
 it loaded until its next event, and asks nobody; and it keeps the share it had before, which is the answer for those who
 have not loaded. They all have once a round that it sent afterwards has come back.
+
+[Note: whose a frozen parameter is]
+For one that was trained in the round before, the average on its way brings something, which it takes over at the end of
+the first round that it is frozen in. From then on, and before where it is written to, it is the script's: at every event
+the buffer takes its value over and never the other way. Which parameters travel depends on what is trained, never on what
+is written, so that ranks agree; but ``average_parameters()`` asks all ranks what was written, and averages that.
 """
 
 from __future__ import annotations
@@ -40,6 +46,7 @@ from co2.flight import Flight
 from co2.inquiry import Inquiry
 from co2.lateness import Lateness
 from co2.part import Part, Shares, assemble, check_shapes, make_parts
+from co2.stamps import Stamps
 from overlap.bucket import Slot
 from overlap.communicator import Communicator
 from overlap.mailroom import Mailroom
@@ -86,6 +93,8 @@ class Rounds:
         self._known: set[int] = set()
         self._active: set[int] = set()  # slots that were trained since the last event
         self.rested: frozenset[int] = frozenset()  # those that were not before it, and so did not travel
+        self._coming: frozenset[int] = frozenset()  # those for which the last round may bring something
+        self._stamps: Stamps | None = None  # of those, since the last event; None once a state was loaded, until a step
         self.steps = self.in_round = 0
         self.events = self.absence.events = 0  # averages and rounds so far, the same on all ranks
         self._last = Event.NOTHING
@@ -106,6 +115,8 @@ class Rounds:
             with self._changed:
                 self.parts += make_parts(fresh, self._comm.rank, self._comm.size)
                 self._known.update(slot.index for slot in fresh)
+        if self._stamps is None:
+            self._stamp()
         self._active.update(slot.index for slot in trained)
 
     def stepped(self) -> None:
@@ -116,12 +127,14 @@ class Rounds:
             self.absence.refuse(self.events)
             self.arrive(in_step=True)
             if event is Event.AVERAGE:
-                self._average()
+                self._average(self._idle)
             else:
                 self._turn(self._idle)
 
     def _close(self, event: Event, idle: frozenset[int]) -> None:
         self._last, self._active, self.rested = event, set(), idle
+        self._coming = frozenset(self._known - idle) if event is Event.ROUND else frozenset()
+        self._stamp()
         self.events, self.in_round = self.events + 1, 0
         self.absence.events = self.events
         self._since = time.perf_counter()
@@ -133,14 +146,33 @@ class Rounds:
     def _idle(self) -> frozenset[int]:
         return frozenset(self._known - self._active)
 
+    # - Frozen parameters: [Note: whose a frozen parameter is]
+
+    def _stamp(self) -> None:
+        self._stamps = Stamps(self._slots[index] for index in self._coming)
+
+    def _overwritten(self) -> frozenset[int]:
+        """Slots for which something is on its way, and to which something was written since the last event."""
+        stamps = self._stamps
+        return frozenset(i for i in self._coming if stamps is not None and stamps.differs(self._slots[i]))
+
+    def _kept(self, idle: frozenset[int]) -> frozenset[int]:
+        """Those of `idle` that are the script's."""
+        return idle - (self._coming - self._overwritten())
+
+    def _written(self) -> frozenset[int]:
+        """Idle slots to which the script has written, as far as they are its. With no round on its way."""
+        theirs = self._idle - self._coming
+        found = {index for part in self.parts for index in part.written(theirs)}
+        return self._idle & self._overwritten() | found
+
     # - A round
 
     def _turn(self, idle: frozenset[int]) -> None:
+        kept = self._kept(idle)
         with self._changed:
             for part in self.parts:
-                part.turn()
-                if part.rests(idle):
-                    part.pack()
+                part.turn(idle, kept)
             self._close(Event.ROUND, idle)
         parts, sent = list(self.parts), [part for part in self.parts if not part.rests(idle)]
         self._courier.send(sent)
@@ -162,18 +194,23 @@ class Rounds:
 
     # - An average that is waited for
 
-    def average(self) -> None:
+    def average(self, control: Communicator) -> None:
         """Every rank goes on from the mean of all, and from what is on its way. On every rank; see the optimizer's method.
 
         Raises ``RuntimeError`` on every rank where they have not come to the same round.
         """
+        self._agree(control)
         self.begin()
         self.arrive()
-        self._average()
+        written = allgather_object(control, self._written())
+        self._average(self._idle - frozenset().union(*written))
 
-    def _average(self) -> None:
-        idle = self._idle
+    def _average(self, idle: frozenset[int]) -> None:
+        kept = self._kept(idle)
         sent = [part for part in self.parts if not part.rests(idle)]
+        with self._changed:
+            for part in self.parts:
+                part.adopt(kept)
         for part in sent:
             part.pack()
             part.mean = torch.empty_like(part.start)
@@ -183,9 +220,19 @@ class Rounds:
         self.arrive()
         with self._changed:
             for part in self.parts:
-                part.unpack()
+                part.unpack(kept)
                 part.restart(shards.get(part, part.next))
             self._close(Event.AVERAGE, idle)
+
+    def _agree(self, control: Communicator) -> None:
+        """Raise ``RuntimeError`` on every rank where they have not come to the same round. On every rank of `control`."""
+        events = allgather_object(control, self.events)
+        if len(set(events)) > 1:
+            other = next(rank for rank, count in enumerate(events) if count != events[0])
+            raise RuntimeError(
+                f"average_parameters() needs all ranks at the same round, and rank 0 has made {events[0]} and rank "
+                f"{other} {events[other]}: every rank should make the same number of steps"
+            )
 
     # - The end
 
@@ -225,7 +272,8 @@ class Rounds:
         with self._changed:
             outer = assemble(self.parts, [self._shares(passed=False), *shares])
         counters = {name: getattr(self, name) for name in ("steps", "in_round", "events")}
-        return {"parameters": outer, **counters, "longest": self._courier.longest, "active": sorted(self._active)}
+        slots = {"active": sorted(self._active), "coming": sorted(self._coming - self._overwritten())}
+        return {"parameters": outer, **counters, "longest": self._courier.longest, **slots}
 
     def load(self, section: dict[str, Any] | None) -> None:
         """Go on from what :meth:`collect` gave; without it, from the parameters as they are at the next step."""
@@ -244,6 +292,7 @@ class Rounds:
                 part.load(outer)
             self._known = set(outer)
             self._active = set(section["active"])
+            self._coming = frozenset(section.get("coming", outer))
             self.steps, self.in_round, self.events = (section[name] for name in ("steps", "in_round", "events"))
             self.absence.events = self.events
             self._courier.longest = section["longest"]
@@ -270,13 +319,3 @@ class Rounds:
             self._flight.land()
         self._flight, self.parts = None, []
         self._mailroom.off(self.absence.topic)
-
-    def agree(self, control: Communicator) -> None:
-        """Raise ``RuntimeError`` on every rank where they have not come to the same round. On every rank of `control`."""
-        events = allgather_object(control, self.events)
-        if len(set(events)) > 1:
-            other = next(rank for rank, count in enumerate(events) if count != events[0])
-            raise RuntimeError(
-                f"average_parameters() needs all ranks at the same round, and rank 0 has made {events[0]} and rank "
-                f"{other} {events[other]}: every rank should make the same number of steps"
-            )
