@@ -14,6 +14,7 @@ from co2.departure import Departure
 from co2.equations import OuterRule
 from co2.groups import check_nprocs, node_groups
 from co2.rounds import Rounds
+from co2.tenure import Tenure
 from overlap.arguments import HorovodArguments
 from overlap.broadcast import broadcast_tensors
 from overlap.bucket import Bucket
@@ -165,7 +166,7 @@ def _make_rounds(
     absence = Absence(session.roll, f"{topic}/outer", range(session.comm.size))
     rounds = Rounds(comm, slots, calendar, rule, absence, session.mailroom)
     session.roll.enroll(absence)
-    session.registry.add_owner(topic, rounds)
+    session.registry.add_owner(topic, Tenure(rounds, session.control))
     departure = session.services.setdefault("co2", Departure(session.control))
     assert isinstance(departure, Departure), "nobody else has that name"
     departure.add(topic, rounds)

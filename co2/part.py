@@ -18,7 +18,7 @@ from overlap.communicator import Work
 from overlap.dense import from_flat, view_like
 from overlap.partition import BucketSpec, TensorSpec, fuse, piece
 
-__all__ = ["Part", "Shares", "Vectors", "assemble", "check_shapes", "make_parts", "outer_dtype"]
+__all__ = ["Part", "Shares", "Vectors", "as_real", "assemble", "check_shapes", "make_parts", "outer_dtype"]
 
 _FUSION_BYTES = 25 * 2**20  # one operation for as much; small enough that owners update while more is on the wire
 # By slot: from where to where in the flattened parameter a rank's share goes, and that share of each vector.

@@ -33,6 +33,7 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
@@ -45,18 +46,28 @@ from co2.equations import OuterRule
 from co2.flight import Flight
 from co2.inquiry import Inquiry
 from co2.lateness import Lateness
-from co2.part import Part, Shares, assemble, check_shapes, make_parts
+from co2.part import Part, Shares, as_real, assemble, check_shapes, make_parts
 from co2.stamps import Stamps
+from overlap.broadcast import overwrite
 from overlap.bucket import Slot
 from overlap.communicator import Communicator
 from overlap.mailroom import Mailroom
 from overlap.objects import allgather_object
 
-__all__ = ["Rounds"]
+__all__ = ["Rounds", "Standing"]
 
 log = logging.getLogger("dear")
 
 _LOOK_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How far a rank has come: what another needs to know to send the same rounds."""
+
+    sent: int  # rounds and averages; loading a state does not change it
+    rested: frozenset[int]  # slots that did not travel in the last one
+    batches: tuple[tuple[int, ...], ...]  # slots as they were taken in, on which the parts depend
 
 
 class _Phase(Enum):
@@ -85,11 +96,13 @@ class Rounds:
         self._lateness = Lateness(comm.rank, calendar.frequency)
         self._flight: Flight | None = None
         self._phase = _Phase.TRAINING
+        self._sent = 0  # in all, whatever is loaded meanwhile
         self._forget()
         mailroom.on(absence.topic, self._answer)
 
     def _forget(self) -> None:
         self.parts: list[Part] = []
+        self._batches: list[tuple[int, ...]] = []  # slots as they were taken in
         self._known: set[int] = set()
         self._active: set[int] = set()  # slots that were trained since the last event
         self.rested: frozenset[int] = frozenset()  # those that were not before it, and so did not travel
@@ -113,11 +126,17 @@ class Rounds:
         fresh = [slot for slot in trained if slot.index not in self._known]
         if fresh:
             with self._changed:
-                self.parts += make_parts(fresh, self._comm.rank, self._comm.size)
-                self._known.update(slot.index for slot in fresh)
+                self._take_in(tuple(slot.index for slot in fresh))
         if self._stamps is None:
             self._stamp()
         self._active.update(slot.index for slot in trained)
+
+    def _take_in(self, batch: tuple[int, ...]) -> list[Part]:
+        parts = make_parts([self._slots[index] for index in batch], self._comm.rank, self._comm.size)
+        self.parts += parts
+        self._batches.append(batch)
+        self._known.update(batch)
+        return parts
 
     def stepped(self) -> None:
         """After every step, also one that was skipped for its infinities: what the calendar says."""
@@ -135,7 +154,7 @@ class Rounds:
         self._last, self._active, self.rested = event, set(), idle
         self._coming = frozenset(self._known - idle) if event is Event.ROUND else frozenset()
         self._stamp()
-        self.events, self.in_round = self.events + 1, 0
+        self.events, self.in_round, self._sent = self.events + 1, 0, self._sent + 1
         self.absence.events = self.events
         self._since = time.perf_counter()
 
@@ -236,17 +255,26 @@ class Rounds:
 
     # - The end
 
-    def finish(self, events: int, rested: frozenset[int]) -> None:
-        """Training ends: a round on its way arrives. What the rank that has seen most `events` sent is sent here, too: all
-        but what had `rested` there, whatever this rank trained since its own last event."""
-        if not self.parts:
-            return
+    @property
+    def standing(self) -> Standing:
+        return Standing(self._sent, self.rested, tuple(self._batches))
+
+    def finish(self, last: Standing) -> None:
+        """Training ends: a round on its way arrives. What the rank that stands furthest, at `last`, sent is sent here, too:
+        all but what had rested there, whatever this rank trained since its own last event. Parameters stay as they are."""
         self.arrive()
-        if events > self.events:
-            log.warning("co2: rank %d ends one round before others; it sends that round as it is", self._comm.rank)
-            self.begin()
-            self._turn(rested)
-            self.arrive()
+        if last.sent <= self._sent:
+            return
+        log.warning("co2: rank %d ends one round before others; it sends that round as it is", self._comm.rank)
+        with self._changed:
+            for batch in last.batches[len(self._batches) :]:
+                self._take_in(batch)
+        params = [as_real(self._slots[index].param) for index in sorted(self._known)]
+        values = [param.clone() for param in params]
+        self._turn(last.rested)
+        self.arrive()
+        for param, value in zip(params, values, strict=True):
+            overwrite(param, value)
 
     # - State
 
@@ -287,33 +315,22 @@ class Rounds:
             if section is None:
                 return
             outer = section["parameters"]
-            self.parts = make_parts([s for s in self._slots if s.index in outer], self._comm.rank, self._comm.size)
-            for part in self.parts:
+            for part in self._take_in(tuple(sorted(outer))):
                 part.load(outer)
-            self._known = set(outer)
             self._active = set(section["active"])
             self._coming = frozenset(section.get("coming", outer))
             self.steps, self.in_round, self.events = (section[name] for name in ("steps", "in_round", "events"))
             self.absence.events = self.events
             self._courier.longest = section["longest"]
 
-    # - As an owner of parameters: see `overlap.registry.Owner`
-
-    @property
-    def unfinished(self) -> bool:
-        """Rounds are complete as soon as every rank has sent them."""
-        return False
+    # - Whose parameters they are: see `co2.tenure`
 
     def has(self, parameters: Sequence[torch.Tensor]) -> bool:
         held = {id(slot.param) for slot in self._slots}
         return self._phase is _Phase.TRAINING and any(id(parameter) in held for parameter in parameters)
 
-    def hand_over(self, unfinished: bool) -> None:
-        """Another optimizer takes parameters of this one: what is on its way arrives and is dropped. On every rank."""
-        self.retire()
-
     def retire(self) -> None:
-        """Nobody steps any more."""
+        """Nobody steps any more. What is on its way arrives, which every rank has sent, and is dropped."""
         self._phase = _Phase.RETIRED
         if self._flight is not None:
             self._flight.land()

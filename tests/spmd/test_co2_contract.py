@@ -246,8 +246,26 @@ def test_one_rank_may_end_a_round_ahead(steps: int) -> None:
     """As at shutdown(): who is behind, in the middle of a round or at its end, sends the round that the others wait for."""
     model, optimizer = _wrapped(outer_frequency=2)
     _steps(model, optimizer, range(4 if co2.rank() == 0 else steps))
+    before = [value.clone() for value in model.parameters()]
     current().services["co2"].close()
     assert set(co2.allgather_object(optimizer._rounds.events)) == {2}
+    assert all(torch.equal(value, kept) for value, kept in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("unfrozen", [True, False])
+def test_a_rank_that_has_made_no_step_sends_the_round_of_others(unfrozen: bool) -> None:
+    """And one that has not come to where others trained a layer for the first time."""
+    model, optimizer = _wrapped(outer_frequency=2)
+    if unfrozen:
+        model[0].requires_grad_(False)
+        _steps(model, optimizer, range(3))
+    if co2.rank() == 0:
+        model[0].requires_grad_(True)
+        _steps(model, optimizer, range(3, 4 if unfrozen else 5))
+    current().services["co2"].close()
+    standings = co2.allgather_object(optimizer._rounds.standing)
+    assert len(set(standings)) == 1
+    assert standings[0].sent == (2 if unfrozen else 1)
 
 
 def test_a_model_wrapped_again_belongs_to_the_new_optimizer() -> None:
@@ -260,6 +278,17 @@ def test_a_model_wrapped_again_belongs_to_the_new_optimizer() -> None:
     with pytest.raises(RuntimeError, match="went to a DistributedOptimizer that was made later"):
         first.step()
     second.zero_grad()
+
+
+def test_a_model_wrapped_again_one_step_apart_is_not_waited_for() -> None:
+    model, first = _wrapped(outer_frequency=2)
+    _steps(model, first, range(4 if co2.rank() == 0 else 3))
+    second = co2.DistributedOptimizer(_sgd(model.parameters()), model, outer_frequency=2)
+    assert first._rounds.parts == []
+    assert _everywhere(model)
+    _steps(model, second, range(4))
+    second.average_parameters()
+    assert _everywhere(model)
 
 
 def test_a_model_converted_after_its_first_step_is_refused() -> None:
