@@ -33,7 +33,7 @@ class Courier:
     def carry(self, parts: Sequence[Part], sent: Sequence[Part], idle: Collection[int]) -> None:
         """A round of `parts`, of which those in `sent` travel: this rank's shards make their outer step."""
         self._reduced(sent)
-        moved = self._moved(sent) if self._rule.measures_gap and sent else 0.0
+        moved = self._moved(sent, idle) if self._rule.measures_gap and sent else 0.0
         with self._changed:
             self._met()
             self.longest = max(self.longest, moved)
@@ -63,8 +63,11 @@ class Courier:
             assert part.work is not None, "it was issued"
             part.work.wait()
 
-    def _moved(self, parts: Sequence[Part]) -> float:
-        squares = torch.tensor([sum(part.squared_step() for part in parts)], dtype=torch.float64, device="cpu")
+    def _moved(self, parts: Sequence[Part], idle: Collection[int]) -> float:
+        """How far parameters that travel moved. What rests beside some of them makes no difference."""
+        steps = {index: square for part in parts for index, square in part.squared_steps(idle).items()}
+        total = sum(steps[index] for index in sorted(steps))
+        squares = torch.tensor([total], dtype=torch.float64, device="cpu")
         self._comm.all_reduce(squares, squares, ReduceOp.SUM, label="co2 gap")
         return float(squares.sqrt())
 

@@ -149,9 +149,12 @@ class Part:
         """Whether none of its parameters was trained."""
         return all(slot.index in idle for slot in self.slots)
 
-    def squared_step(self) -> float:
-        """Of this rank's share: the squared norm of the last outer step, in fp64."""
-        return float((self.start - self.before).double().square().sum())
+    def squared_steps(self, idle: Collection[int]) -> dict[int, float]:
+        """Of this rank's share, by slot that is not `idle`: the squared norm of the last outer step, in fp64."""
+        step = (self.start - self.before).double()
+        return {
+            index: float(step[inside].square().sum()) for index, (_, inside) in self.pieces.items() if index not in idle
+        }
 
     def settle(self, rule: OuterRule, gap: float, idle: Collection[int]) -> None:
         """From `mean`, the share of where the next round starts, which goes into the buffer; `idle` ones stay."""

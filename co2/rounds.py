@@ -300,7 +300,11 @@ class Rounds:
         with self._changed:
             outer = assemble(self.parts, [self._shares(passed=False), *shares])
         counters = {name: getattr(self, name) for name in ("steps", "in_round", "events")}
-        slots = {"active": sorted(self._active), "coming": sorted(self._coming - self._overwritten())}
+        slots = {
+            "batches": [list(batch) for batch in self._batches],
+            "active": sorted(self._active),
+            "coming": sorted(self._coming - self._overwritten()),
+        }
         return {"parameters": outer, **counters, "longest": self._courier.longest, **slots}
 
     def load(self, section: dict[str, Any] | None) -> None:
@@ -315,8 +319,9 @@ class Rounds:
             if section is None:
                 return
             outer = section["parameters"]
-            for part in self._take_in(tuple(sorted(outer))):
-                part.load(outer)
+            for batch in section.get("batches", [sorted(outer)]):  # as they were, for the same sums
+                for part in self._take_in(tuple(batch)):
+                    part.load(outer)
             self._active = set(section["active"])
             self._coming = frozenset(section.get("coming", outer))
             self.steps, self.in_round, self.events = (section[name] for name in ("steps", "in_round", "events"))

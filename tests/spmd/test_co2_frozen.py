@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -130,3 +131,44 @@ def test_resumes_bit_for_bit_where_a_frozen_parameter_was_written_to(steps: int)
     for value, wanted in zip(other.parameters(), model.parameters(), strict=True):
         assert torch.equal(value, wanted)
     assert _holds(other[0], 7.0)
+
+
+@pytest.mark.parametrize("steps", [5, 7, 8])
+def test_resumes_bit_for_bit_where_layers_were_trained_at_different_times(steps: int) -> None:
+    """The gap is measured over what travels, whatever was taken in with it and rests."""
+
+    def train(model: nn.Sequential, optimizer: Any, steps: range) -> None:
+        for step in steps:
+            model[2].requires_grad_(step >= 2)
+            model[0].requires_grad_(step < 6)
+            for group in optimizer.param_groups:
+                group["lr"] = 0.5 if step < 4 else 0.01
+            _steps(model, optimizer, range(step, step + 1))
+
+    model, optimizer = _wrapped(outer_frequency=2, **FULL)
+    train(model, optimizer, range(steps))
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    train(model, optimizer, range(steps, 14))
+    other, resumed = _wrapped(outer_frequency=2, **FULL)
+    resumed.load_state_dict(saved[1])
+    other.load_state_dict(saved[0])
+    train(other, resumed, range(steps, 14))
+    for value, wanted in zip(other.parameters(), model.parameters(), strict=True):
+        assert torch.equal(value, wanted)
+
+
+def test_the_gap_is_the_same_however_parameters_were_taken_in() -> None:
+    """Both layers at once, of which one rests later beside the other that travels; or each in a part of its own."""
+    model, optimizer = _wrapped(outer_frequency=1, **FULL)
+    _steps(model, optimizer, range(4))
+    weights, state = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    ends = []
+    for batches in ([[0, 1, 2, 3]], [[0, 1], [2, 3]]):
+        other, resumed = _wrapped(outer_frequency=1, **FULL)
+        other[0].requires_grad_(False)
+        resumed.load_state_dict(copy.deepcopy({**state, "co2": {**state["co2"], "batches": batches}}))
+        other.load_state_dict(weights)
+        _steps(other, resumed, range(4, 9))
+        ends.append(list(other.parameters()))
+    for value, wanted in zip(*ends, strict=True):
+        torch.testing.assert_close(value, wanted, rtol=1e-12, atol=1e-13)
