@@ -110,6 +110,7 @@ class Co2Optimizer(Shell):
         self._rounds.stepped()
         return result
 
+    @torch.inference_mode(False)  # what is made here is trained with
     def average_parameters(self) -> None:
         """All ranks' parameters become their mean, to be evaluated or saved; training goes on from it with a new round.
 
@@ -130,6 +131,7 @@ class Co2Optimizer(Shell):
         self._rounds.arrive()  # whose channel this uses
         super().add_param_group(param_group)
 
+    @torch.inference_mode(False)
     def state_dict(self) -> dict[str, Any]:
         """Plain torch format; of the user's optimizer, this rank's state. On any subset of ranks, at any time.
 
@@ -139,6 +141,7 @@ class Co2Optimizer(Shell):
         state["co2"] = self._rounds.collect()
         return state
 
+    @torch.inference_mode(False)
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of any world size, on every rank; its ``["co2"]`` with it, which is the same on all ranks.
 

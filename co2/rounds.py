@@ -116,6 +116,7 @@ class Rounds:
 
     # - A step
 
+    @torch.inference_mode(False)
     def begin(self) -> None:
         """Before every step: parameters that are trained for the first time are taken in. All ranks hold them alike."""
         if self._phase is _Phase.RETIRED:
@@ -259,6 +260,7 @@ class Rounds:
     def standing(self) -> Standing:
         return Standing(self._sent, self.rested, tuple(self._batches))
 
+    @torch.inference_mode(False)
     def finish(self, last: Standing) -> None:
         """Training ends: a round on its way arrives. What the rank that stands furthest, at `last`, sent is sent here, too:
         all but what had rested there, whatever this rank trained since its own last event. Parameters stay as they are."""

@@ -160,6 +160,24 @@ def test_parameters_of_16_bits_lose_nothing_to_rounding_where_nothing_is_learned
     torch.testing.assert_close(after, before, rtol=0, atol=1e-9)
 
 
+@pytest.mark.parametrize("steps", [0, 3])
+def test_average_save_and_load_in_inference_mode(steps: int) -> None:
+    model, optimizer = _wrapped(outer_frequency=2, **FULL)
+    expected, plain = _wrapped(outer_frequency=2, **FULL)
+    for mode, first, second in ((True, model, optimizer), (False, expected, plain)):
+        _steps(first, second, range(steps))
+        with torch.inference_mode(mode):
+            second.average_parameters()
+            second.load_state_dict(second.state_dict())
+            first(torch.ones(2, WIDTH, dtype=DOUBLE))
+        _steps(first, second, range(steps, 8))
+        with torch.inference_mode(mode):
+            second.average_parameters()
+        _steps(first, second, range(8, 11))
+    for value, wanted in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(value, wanted)
+
+
 def test_buffers_become_rank_0s_with_the_average() -> None:
     for told in (True, False):
         model = nn.Sequential(nn.Linear(WIDTH, 4), nn.BatchNorm1d(4), nn.Linear(4, WIDTH)).double()
