@@ -93,7 +93,8 @@ class Co2Optimizer(Shell):
         super().__init__(optimizer, named_parameters, strategy, arguments, groups_of=groups, **shell)
         self._broadcast_buffers = broadcast_buffers
         topic = session.registry.topic_of(self)
-        self._rounds = _make_rounds(session, self._everyone, self._engine.slots, calendar, rule, topic)
+        absence = Absence(session.roll, f"{topic}/outer", range(session.comm.size), self._engine.attendance.ranks)
+        self._rounds = _make_rounds(session, self._everyone, self._engine.slots, calendar, rule, absence, topic)
 
     @property
     def local_steps(self) -> int:
@@ -164,9 +165,14 @@ def _refuse_devices(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _make_rounds(
-    session: Session, comm: Communicator, slots: list[Any], calendar: Calendar, rule: OuterRule, topic: str
+    session: Session,
+    comm: Communicator,
+    slots: list[Any],
+    calendar: Calendar,
+    rule: OuterRule,
+    absence: Absence,
+    topic: str,
 ) -> Rounds:
-    absence = Absence(session.roll, f"{topic}/outer", range(session.comm.size))
     rounds = Rounds(comm, slots, calendar, rule, absence, session.mailroom)
     session.roll.enroll(absence)
     session.registry.add_owner(topic, Tenure(rounds, session.control))

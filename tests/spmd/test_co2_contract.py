@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from typing import Any
 
 import pytest
@@ -257,6 +258,23 @@ def test_joining_together_is_fine_and_alone_is_refused_everywhere() -> None:
     with pytest.raises(CannotJoin, match="an average of parameters needs every rank, and ranks"):
         go_on()
     _end_of_a_failed_join(joined=co2.rank() == 1)
+
+
+@pytest.mark.parametrize("behind", [0, 1, 2])
+def test_joining_alone_in_a_group_is_refused_everywhere(behind: int) -> None:
+    """The others of the group need the rank's part in their gradients until they have come to the average."""
+    if co2.size() == 1:
+        return
+    model, optimizer = _wrapped(outer_frequency=4, nprocs_per_node=2)
+    _steps(model, optimizer, range(2))
+    joined = co2.rank() == 1
+    if co2.rank() == 0:  # the other group may come to the average before
+        time.sleep(0.03 * behind)
+    go_on = co2.join if joined else functools.partial(_steps, model, optimizer, range(2, 9))
+    with pytest.raises(CannotJoin, match=r"an average of parameters needs every rank, and ranks \[1\] have joined"):
+        go_on()
+    assert optimizer._rounds.events == 0 or co2.rank() > 1
+    _end_of_a_failed_join(joined=joined)
 
 
 @pytest.mark.parametrize("steps", [2, 3])
