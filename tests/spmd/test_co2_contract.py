@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import time
 from typing import Any
 
@@ -207,6 +208,23 @@ def test_a_group_averages_gradients_in_every_step() -> None:
         other for rank, other in enumerate(co2.allgather_object(float(norm))) if rank // group == co2.rank() // group
     ]
     assert len(set(mates)) == 1
+
+
+@pytest.mark.parametrize("group", [None, 1, 2])
+def test_optimizers_in_groups_that_were_dropped_leave_their_channels_to_others(group: int | None) -> None:
+    if co2.size() % (group or 1):
+        return
+    session, counts = current(), []
+    for _ in range(4):
+        model, optimizer = _wrapped(_sgd, outer_frequency=2, nprocs_per_node=group)
+        _steps(model, optimizer, range(3))
+        optimizer.average_parameters()
+        assert optimizer._comm is not optimizer._everyone
+        counts.append((len(session.channels), len(session._adopted)))
+        del model, optimizer
+        gc.collect()
+        co2.barrier()
+    assert counts[1:] == counts[:1] * 3
 
 
 def test_the_front_door_and_what_it_refuses() -> None:
