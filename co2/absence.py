@@ -13,12 +13,14 @@ __all__ = ["Absence"]
 class Absence:
     """Takes part in the roll, which knows after how many `events` a rank has joined; its owner counts them here.
 
-    All ranks may join together. Who goes on to an average without a rank that has joined raises, and so does that rank.
+    All ranks may join together. Who goes on to an average without a rank that has joined raises, and so does that rank:
+    at once, or, while others of its `group` make steps that need it, when they have come to that average, too.
     """
 
-    def __init__(self, roll: Roll, topic: str, ranks: Sequence[int]) -> None:
+    def __init__(self, roll: Roll, topic: str, ranks: Sequence[int], group: Sequence[int]) -> None:
         self._roll = roll
-        self.topic, self.ranks = topic, tuple(ranks)
+        self.topic, self.ranks, self._group = topic, tuple(ranks), frozenset(group)
+        self._refused = ""  # what other ranks said that have come to an average, where this one has not
         self.events = 0
         self.obstacle = ""  # there is nothing to be contributed before the next average
         self.issued = False
@@ -32,13 +34,14 @@ class Absence:
         """Raise :class:`overlap.roll.CannotJoin`, there too, if ranks have joined without a part in event `event`."""
         joined = self._roll.joined(self.topic)
         missing = sorted(rank for rank, since in joined.items() if since <= event)
-        if missing and not self._roll.following:
+        if missing:
             text = (
                 f"an average of parameters needs every rank, and ranks {missing} have joined: give every rank the same "
                 "number of steps between averages"
             )
             for number in sorted(set(joined.values())):  # each of them follows the one at its own place
                 self._roll.say(Word(self.topic, number, 0, "refused", {"text": text}), self.ranks, keep=False)
+            self._refused = ""
             raise CannotJoin(text)
 
     def abandon(self) -> None:
@@ -48,7 +51,14 @@ class Absence:
         """Hyper-parameters belong to the ranks that average gradients."""
 
     def arrive(self) -> None:
-        """A round on its way arrives by itself."""
+        """A round on its way arrives by itself. All ranks are here, those too that were refused an average."""
+        if self._refused:
+            self._refused, text = "", self._refused
+            raise CannotJoin(text)
 
     def follow(self, word: Word) -> None:
-        raise CannotJoin(word.details["text"])
+        text: str = word.details["text"]
+        if not self._group.issubset(self._roll.joined(self.topic)):
+            self._refused = text  # the others of the group wait for this rank's gradients until they are refused, too
+            return
+        raise CannotJoin(text)

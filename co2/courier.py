@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
@@ -15,10 +15,13 @@ __all__ = ["Courier"]
 
 
 class Courier:
-    """Sees the parts of one optimizer through, a round at a time. `changed` is held where others may look at a part."""
+    """Sees the parts of one optimizer through, a round at a time. `changed` is held where others may look at a part.
 
-    def __init__(self, comm: Communicator, rule: OuterRule, changed: threading.Condition) -> None:
-        self._comm, self._rule, self._changed = comm, rule, changed
+    `met` is called, with `changed` held, once every rank has sent its part of a round, and before any rank can see it done.
+    """
+
+    def __init__(self, comm: Communicator, rule: OuterRule, changed: threading.Lock, met: Callable[[], None]) -> None:
+        self._comm, self._rule, self._changed, self._met = comm, rule, changed, met
         self.longest = 0.0  # step of an average so far, where the rule measures it
 
     def send(self, parts: Sequence[Part]) -> None:
@@ -30,8 +33,9 @@ class Courier:
     def carry(self, parts: Sequence[Part], sent: Sequence[Part], idle: Collection[int]) -> None:
         """A round of `parts`, of which those in `sent` travel: this rank's shards make their outer step."""
         self._reduced(sent)
-        moved = self._moved(sent) if self._rule.measures_gap and sent else 0.0
+        moved = self._moved(sent, idle) if self._rule.measures_gap and sent else 0.0
         with self._changed:
+            self._met()
             self.longest = max(self.longest, moved)
             gap = self._rule.gap(moved, self.longest)
             for part in parts:
@@ -45,18 +49,25 @@ class Courier:
     def carry_average(self, sent: Sequence[Part], idle: Collection[int], shards: dict[Part, torch.Tensor]) -> None:
         """An average without an outer step. What this rank's shards become is left in `shards`."""
         self._reduced(sent)
+        with self._changed:
+            self._met()
         for part in sent:
             shards[part] = part.blend(idle)
             part.whole[part.own] = shards[part]
         self._gather(sent)
 
     def _reduced(self, parts: Sequence[Part]) -> None:
+        if not parts:  # where nothing travels, ranks meet all the same: none is further than one round ahead
+            self._comm.barrier(label="co2 round")
         for part in parts:
             assert part.work is not None, "it was issued"
             part.work.wait()
 
-    def _moved(self, parts: Sequence[Part]) -> float:
-        squares = torch.tensor([sum(part.squared_step() for part in parts)], dtype=torch.float64, device="cpu")
+    def _moved(self, parts: Sequence[Part], idle: Collection[int]) -> float:
+        """How far parameters that travel moved. What rests beside some of them makes no difference."""
+        steps = {index: square for part in parts for index, square in part.squared_steps(idle).items()}
+        total = sum(steps[index] for index in sorted(steps))
+        squares = torch.tensor([total], dtype=torch.float64, device="cpu")
         self._comm.all_reduce(squares, squares, ReduceOp.SUM, label="co2 gap")
         return float(squares.sqrt())
 

@@ -1,14 +1,22 @@
-"""The end of a job in which rounds may be on their way: every rank waits for them, and nobody for a round nobody sends."""
+"""The end of rounds that may be on their way: every rank waits for them, and nobody for a round nobody sends."""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 
 from co2.rounds import Rounds
 from overlap.communicator import Communicator
 from overlap.objects import allgather_object
 
-__all__ = ["Departure"]
+__all__ = ["Departure", "finish_together"]
+
+
+def finish_together(control: Communicator, mine: Mapping[str, Rounds]) -> None:
+    """Whoever is a round behind others sends it, and all have arrived, by topic. On every rank of `control`."""
+    everybodys = allgather_object(control, {topic: rounds.standing for topic, rounds in mine.items()})
+    for topic in sorted(mine):
+        mine[topic].finish(max((each[topic] for each in everybodys if topic in each), key=lambda last: last.sent))
 
 
 class Departure:
@@ -23,9 +31,4 @@ class Departure:
 
     def close(self) -> None:
         """On every rank."""
-        mine = dict(self._rounds.items())
-        seen = {topic: (rounds.events, rounds.rested) for topic, rounds in mine.items()}
-        everybodys = allgather_object(self._control, seen)
-        for topic in sorted(mine):
-            events, rested = max((each[topic] for each in everybodys if topic in each), key=lambda last: last[0])
-            mine[topic].finish(events, rested)
+        finish_together(self._control, dict(self._rounds.items()))

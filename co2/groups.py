@@ -22,12 +22,13 @@ def node_groups(session: Session, nprocs: int | None) -> Membership:
     On every rank of the job.
     """
     rank, size = session.comm.rank, session.comm.size
-    everyone = session.channels.lease(1)[0]
     colors = allgather_object(session.control, session.cross_rank if nprocs is None else rank // nprocs)
     if nprocs is None and len(set(colors)) == 1:
         colors = list(range(size))
     members = tuple(other for other, color in enumerate(colors) if color == colors[rank])
-    alone = len(set(colors)) == size
-    comm = session.subset(None if alone else colors[rank])
+    if len(members) == size:
+        everyone, comm = session.channels.lease(2)
+    else:
+        everyone, comm = *session.channels.lease(1), *session.channels.lease(1, colors)
     lane = Lanes([comm])
     return Membership(lane, lane, members, everyone)

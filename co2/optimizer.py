@@ -14,6 +14,7 @@ from co2.departure import Departure
 from co2.equations import OuterRule
 from co2.groups import check_nprocs, node_groups
 from co2.rounds import Rounds
+from co2.tenure import Tenure
 from overlap.arguments import HorovodArguments
 from overlap.broadcast import broadcast_tensors
 from overlap.bucket import Bucket
@@ -92,7 +93,8 @@ class Co2Optimizer(Shell):
         super().__init__(optimizer, named_parameters, strategy, arguments, groups_of=groups, **shell)
         self._broadcast_buffers = broadcast_buffers
         topic = session.registry.topic_of(self)
-        self._rounds = _make_rounds(session, self._everyone, self._engine.slots, calendar, rule, topic)
+        absence = Absence(session.roll, f"{topic}/outer", range(session.comm.size), self._engine.attendance.ranks)
+        self._rounds = _make_rounds(session, self._everyone, self._engine.slots, calendar, rule, absence, topic)
 
     @property
     def local_steps(self) -> int:
@@ -109,6 +111,7 @@ class Co2Optimizer(Shell):
         self._rounds.stepped()
         return result
 
+    @torch.inference_mode(False)  # what is made here is trained with
     def average_parameters(self) -> None:
         """All ranks' parameters become their mean, to be evaluated or saved; training goes on from it with a new round.
 
@@ -120,8 +123,7 @@ class Co2Optimizer(Shell):
         self._averages.refuse("average_parameters()")
         if self._engine.window.touched:
             raise RuntimeError("gradients wait for step(): call it, or zero_grad(), before average_parameters()")
-        self._rounds.agree(current().control)
-        self._rounds.average()
+        self._rounds.average(current().control)
         if self._broadcast_buffers and self._model is not None:
             broadcast_tensors(self._everyone, [buffer.data for buffer in self._model.buffers()], 0)
 
@@ -130,6 +132,7 @@ class Co2Optimizer(Shell):
         self._rounds.arrive()  # whose channel this uses
         super().add_param_group(param_group)
 
+    @torch.inference_mode(False)
     def state_dict(self) -> dict[str, Any]:
         """Plain torch format; of the user's optimizer, this rank's state. On any subset of ranks, at any time.
 
@@ -139,6 +142,7 @@ class Co2Optimizer(Shell):
         state["co2"] = self._rounds.collect()
         return state
 
+    @torch.inference_mode(False)
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of any world size, on every rank; its ``["co2"]`` with it, which is the same on all ranks.
 
@@ -161,12 +165,17 @@ def _refuse_devices(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _make_rounds(
-    session: Session, comm: Communicator, slots: list[Any], calendar: Calendar, rule: OuterRule, topic: str
+    session: Session,
+    comm: Communicator,
+    slots: list[Any],
+    calendar: Calendar,
+    rule: OuterRule,
+    absence: Absence,
+    topic: str,
 ) -> Rounds:
-    absence = Absence(session.roll, f"{topic}/outer", range(session.comm.size))
     rounds = Rounds(comm, slots, calendar, rule, absence, session.mailroom)
     session.roll.enroll(absence)
-    session.registry.add_owner(topic, rounds)
+    session.registry.add_owner(topic, Tenure(rounds, session.control))
     departure = session.services.setdefault("co2", Departure(session.control))
     assert isinstance(departure, Departure), "nobody else has that name"
     departure.add(topic, rounds)

@@ -18,11 +18,12 @@ from overlap.communicator import Work
 from overlap.dense import from_flat, view_like
 from overlap.partition import BucketSpec, TensorSpec, fuse, piece
 
-__all__ = ["Part", "Shares", "assemble", "check_shapes", "make_parts", "outer_dtype"]
+__all__ = ["Part", "Shares", "Vectors", "as_real", "assemble", "check_shapes", "make_parts", "outer_dtype"]
 
 _FUSION_BYTES = 25 * 2**20  # one operation for as much; small enough that owners update while more is on the wire
 # By slot: from where to where in the flattened parameter a rank's share goes, and that share of each vector.
 Shares = dict[int, tuple[int, int, dict[str, torch.Tensor]]]
+Vectors = dict[int, dict[str, torch.Tensor]]  # by slot, whole
 _VECTORS = ("start", "momentum", "next")
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -78,6 +79,9 @@ class Part:
         self.momentum = torch.zeros_like(self.start)
         self.mean = torch.empty(0, device="cpu")  # what the reduction gives, while it is needed
         self.work: Work | None = None
+        # Until the first event, what all ranks begin with is known here: from what was loaded, or from the buffer.
+        self._fresh = True
+        self._loaded: Vectors | None = None
 
     def check(self) -> None:
         """Raise ``RuntimeError`` if parameters were converted to another type: the outer state would not fit them."""
@@ -94,28 +98,63 @@ class Part:
             place.copy_(as_real(slot.param))
 
     @torch.no_grad()
-    def unpack(self) -> None:
-        """The buffer into parameters, rounded where they are of 16 bits."""
+    def unpack(self, kept: Collection[int]) -> None:
+        """The buffer into parameters, but for those `kept`; rounded where they are of 16 bits."""
         for slot, place in self._places:
-            overwrite(as_real(slot.param), place)
+            if slot.index not in kept:
+                overwrite(as_real(slot.param), place)
 
     @torch.no_grad()
-    def turn(self) -> None:
-        """A round ends: parameters become the next one's start, and the buffer holds what they were."""
+    def turn(self, idle: Collection[int], kept: Collection[int]) -> None:
+        """A round ends: parameters become the next one's start, and the buffer holds what they were, if it is to travel.
+
+        Of `idle` ones, those `kept` are the script's, see :meth:`adopt`.
+        """
+        self._fresh, self._loaded = False, None
+        travels = not self.rests(idle)
         for slot, place in self._places:
-            ended = as_real(slot.param).clone()
+            if slot.index in kept:
+                continue
+            ended = as_real(slot.param).clone() if travels else place
             overwrite(as_real(slot.param), place)
             place.copy_(ended)
         self.before, self.start = self.start, self.next
+        self.adopt(kept)
         self.mean = torch.empty_like(self.start)
+
+    def written(self, among: Collection[int]) -> set[int]:
+        """Those slots whose parameters are not what is in the buffer, which no round uses now."""
+        found = set()
+        for slot, place in self._places:
+            real = as_real(slot.param)
+            if slot.index in among and not torch.equal(real, place.to(real.dtype)):
+                found.add(slot.index)
+        return found
+
+    def adopt(self, kept: Collection[int]) -> None:
+        """What the script wrote to parameters `kept` is where they are: in the buffer, and in this rank's share."""
+        written = self.written(kept)
+        if not written:
+            return
+        for slot, place in self._places:
+            if slot.index in written:
+                place.copy_(as_real(slot.param))
+        values, start, following = self.whole[self.own], self.start.clone(), self.next.clone()
+        for index in written.intersection(self.pieces):
+            _, inside = self.pieces[index]
+            start[inside] = following[inside] = values[inside]
+        self.start, self.next = start, following
 
     def rests(self, idle: Collection[int]) -> bool:
         """Whether none of its parameters was trained."""
         return all(slot.index in idle for slot in self.slots)
 
-    def squared_step(self) -> float:
-        """Of this rank's share: the squared norm of the last outer step, in fp64."""
-        return float((self.start - self.before).double().square().sum())
+    def squared_steps(self, idle: Collection[int]) -> dict[int, float]:
+        """Of this rank's share, by slot that is not `idle`: the squared norm of the last outer step, in fp64."""
+        step = (self.start - self.before).double()
+        return {
+            index: float(step[inside].square().sum()) for index, (_, inside) in self.pieces.items() if index not in idle
+        }
 
     def settle(self, rule: OuterRule, gap: float, idle: Collection[int]) -> None:
         """From `mean`, the share of where the next round starts, which goes into the buffer; `idle` ones stay."""
@@ -144,6 +183,7 @@ class Part:
 
     def restart(self, shard: torch.Tensor) -> None:
         """The next round begins at `shard`, where this rank's parameters are already."""
+        self._fresh, self._loaded = False, None
         self.start = self.next = self.before = shard
 
     # - Whole tensors, for checkpoints
@@ -160,8 +200,25 @@ class Part:
             for index, (extent, inside) in self.pieces.items()
         }
 
-    def load(self, vectors: dict[int, dict[str, torch.Tensor]]) -> None:
-        """The inverse, from whole tensors by slot."""
+    @property
+    def moved_on(self) -> bool:
+        """Whether it went through an event, so that others hold what :meth:`complete` would give."""
+        return not self._fresh
+
+    def complete(self) -> Vectors | None:
+        """Whole tensors by slot, before the first event: nobody has to be asked, who may not have come as far yet."""
+        if not self._fresh:
+            return None
+        if self._loaded is not None:
+            return {index: _cloned(vectors) for index, vectors in self._loaded.items()}
+        return {
+            slot.index: {"start": place.clone(), "next": place.clone(), "momentum": torch.zeros_like(place)}
+            for slot, place in self._places
+        }
+
+    def load(self, vectors: Vectors) -> None:
+        """The inverse of :meth:`share`, from whole tensors by slot."""
+        self._loaded = {slot.index: _cloned(vectors[slot.index]) for slot in self.slots}
         shards = {}
         for name in _VECTORS:  # the last one stays in the buffer
             for slot, place in self._places:
@@ -171,21 +228,40 @@ class Part:
         self.momentum, self.next = shards["momentum"], shards["next"]
 
 
-def assemble(parts: Sequence[Part], shares: Sequence[Shares]) -> dict[int, dict[str, torch.Tensor]]:
-    """Whole vectors by slot, shaped as the parameters (complex ones as pairs), from the shares of all ranks."""
-    outer: dict[int, dict[str, torch.Tensor]] = {}
+def _cloned(vectors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: vector.clone() for name, vector in vectors.items()}
+
+
+def assemble(parts: Sequence[Part], shares: Sequence[Shares]) -> Vectors:
+    """Whole vectors by slot, shaped as the parameters (complex ones as pairs), from the shares of all ranks.
+
+    Raises ``RuntimeError`` where they leave a gap.
+    """
+    outer: Vectors = {}
     for part in parts:
+        complete = part.complete()
         for slot in part.slots:
-            like = as_real(slot.param)
-            flats = {name: torch.zeros(like.numel(), dtype=part.dtype, device=like.device) for name in _VECTORS}
-            for low, high, vectors in (share[slot.index] for share in shares if slot.index in share):
-                for name, vector in vectors.items():
-                    flats[name][low:high] = vector
-            outer[slot.index] = {name: from_flat(flat, like) for name, flat in flats.items()}
+            outer[slot.index] = _joined(part, slot, shares) if complete is None else complete[slot.index]
     return outer
 
 
-def check_shapes(slots: Sequence[Slot], outer: dict[int, dict[str, torch.Tensor]]) -> None:
+def _joined(part: Part, slot: Slot, shares: Sequence[Shares]) -> dict[str, torch.Tensor]:
+    like = as_real(slot.param)
+    flats = {name: torch.empty(like.numel(), dtype=part.dtype, device=like.device) for name in _VECTORS}
+    found = [share[slot.index] for share in shares if slot.index in share]
+    covered = sum(high - low for low, high, _ in found)  # shards do not overlap
+    if covered != like.numel():
+        raise RuntimeError(
+            f"of the outer state of parameter {slot.name!r}, {covered} of {like.numel()} elements are on the ranks: they "
+            "do not train the same parameters"
+        )
+    for low, high, vectors in found:
+        for name, vector in vectors.items():
+            flats[name][low:high] = vector
+    return {name: from_flat(flat, like) for name, flat in flats.items()}
+
+
+def check_shapes(slots: Sequence[Slot], outer: Vectors) -> None:
     """Raise ``ValueError`` where saved vectors are not shaped as the parameters."""
     shapes = {slot.index: tuple(as_real(slot.param).shape) for slot in slots}
     for index, vectors in outer.items():

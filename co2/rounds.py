@@ -14,6 +14,17 @@ channel carries rounds alone, and each is sent only when the one before has arri
 A round is averaged only when all ranks have sent it. So a rank that asks the others for their shares, having seen its own
 last round arrive, finds them past the same event or past one more, whose average has not been made: they answer with
 where they were before it.
+
+[Note: who has loaded by when]
+load() waits for nobody: Horovod's scripts load on rank 0 alone and broadcast afterwards. A rank that has loaded keeps all
+it loaded until its next event, and asks nobody; and it keeps the share it had before, which is the answer for those who
+have not loaded. They all have once a round that it sent afterwards has come back.
+
+[Note: whose a frozen parameter is]
+For one that was trained in the round before, the average on its way brings something, which it takes over at the end of
+the first round that it is frozen in. From then on, and before where it is written to, it is the script's: at every event
+the buffer takes its value over and never the other way. Which parameters travel depends on what is trained, never on what
+is written, so that ranks agree; but ``average_parameters()`` asks all ranks what was written, and averages that.
 """
 
 from __future__ import annotations
@@ -22,6 +33,7 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
@@ -32,19 +44,30 @@ from co2.calendar import Calendar, Event
 from co2.courier import Courier
 from co2.equations import OuterRule
 from co2.flight import Flight
+from co2.inquiry import Inquiry
 from co2.lateness import Lateness
-from co2.part import Part, Shares, assemble, check_shapes, make_parts
+from co2.part import Part, Shares, as_real, assemble, check_shapes, make_parts
+from co2.stamps import Stamps
+from overlap.broadcast import overwrite
 from overlap.bucket import Slot
 from overlap.communicator import Communicator
 from overlap.mailroom import Mailroom
 from overlap.objects import allgather_object
 
-__all__ = ["Rounds"]
+__all__ = ["Rounds", "Standing"]
 
 log = logging.getLogger("dear")
 
 _LOOK_SECONDS = 1.0
-_ANSWER_SECONDS = 600.0
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How far a rank has come: what another needs to know to send the same rounds."""
+
+    sent: int  # rounds and averages; loading a state does not change it
+    rested: frozenset[int]  # slots that did not travel in the last one
+    batches: tuple[tuple[int, ...], ...]  # slots as they were taken in, on which the parts depend
 
 
 class _Phase(Enum):
@@ -66,19 +89,25 @@ class Rounds:
     ) -> None:
         self._comm, self._slots, self.calendar, self.rule = comm, slots, calendar, rule
         self.absence, self._mailroom = absence, mailroom
-        self._changed = threading.Condition()  # around changes of what the others may ask for
-        self._courier = Courier(comm, rule, self._changed)
+        self._changed = threading.Lock()  # around changes of what the others may ask for
+        self._courier = Courier(comm, rule, self._changed, self._met)
+        self._inquiry = Inquiry(mailroom, absence.topic, [rank for rank in range(comm.size) if rank != comm.rank])
+        self._before_load: tuple[int, Shares] | None = None  # [Note: who has loaded by when], after so many events
         self._lateness = Lateness(comm.rank, calendar.frequency)
         self._flight: Flight | None = None
         self._phase = _Phase.TRAINING
+        self._sent = 0  # in all, whatever is loaded meanwhile
         self._forget()
         mailroom.on(absence.topic, self._answer)
 
     def _forget(self) -> None:
         self.parts: list[Part] = []
+        self._batches: list[tuple[int, ...]] = []  # slots as they were taken in
         self._known: set[int] = set()
         self._active: set[int] = set()  # slots that were trained since the last event
         self.rested: frozenset[int] = frozenset()  # those that were not before it, and so did not travel
+        self._coming: frozenset[int] = frozenset()  # those for which the last round may bring something
+        self._stamps: Stamps | None = None  # of those, since the last event; None once a state was loaded, until a step
         self.steps = self.in_round = 0
         self.events = self.absence.events = 0  # averages and rounds so far, the same on all ranks
         self._last = Event.NOTHING
@@ -87,6 +116,7 @@ class Rounds:
 
     # - A step
 
+    @torch.inference_mode(False)
     def begin(self) -> None:
         """Before every step: parameters that are trained for the first time are taken in. All ranks hold them alike."""
         if self._phase is _Phase.RETIRED:
@@ -97,9 +127,17 @@ class Rounds:
         fresh = [slot for slot in trained if slot.index not in self._known]
         if fresh:
             with self._changed:
-                self.parts += make_parts(fresh, self._comm.rank, self._comm.size)
-                self._known.update(slot.index for slot in fresh)
+                self._take_in(tuple(slot.index for slot in fresh))
+        if self._stamps is None:
+            self._stamp()
         self._active.update(slot.index for slot in trained)
+
+    def _take_in(self, batch: tuple[int, ...]) -> list[Part]:
+        parts = make_parts([self._slots[index] for index in batch], self._comm.rank, self._comm.size)
+        self.parts += parts
+        self._batches.append(batch)
+        self._known.update(batch)
+        return parts
 
     def stepped(self) -> None:
         """After every step, also one that was skipped for its infinities: what the calendar says."""
@@ -109,29 +147,52 @@ class Rounds:
             self.absence.refuse(self.events)
             self.arrive(in_step=True)
             if event is Event.AVERAGE:
-                self._average()
+                self._average(self._idle)
             else:
                 self._turn(self._idle)
 
     def _close(self, event: Event, idle: frozenset[int]) -> None:
         self._last, self._active, self.rested = event, set(), idle
-        self.events, self.in_round = self.events + 1, 0
+        self._coming = frozenset(self._known - idle) if event is Event.ROUND else frozenset()
+        self._stamp()
+        self.events, self.in_round, self._sent = self.events + 1, 0, self._sent + 1
         self.absence.events = self.events
         self._since = time.perf_counter()
-        self._changed.notify_all()
+
+    def _met(self) -> None:
+        self._before_load = None  # [Note: who has loaded by when]
 
     @property
     def _idle(self) -> frozenset[int]:
         return frozenset(self._known - self._active)
 
+    # - Frozen parameters: [Note: whose a frozen parameter is]
+
+    def _stamp(self) -> None:
+        self._stamps = Stamps(self._slots[index] for index in self._coming)
+
+    def _overwritten(self) -> frozenset[int]:
+        """Slots for which something is on its way, and to which something was written since the last event."""
+        stamps = self._stamps
+        return frozenset(i for i in self._coming if stamps is not None and stamps.differs(self._slots[i]))
+
+    def _kept(self, idle: frozenset[int]) -> frozenset[int]:
+        """Those of `idle` that are the script's."""
+        return idle - (self._coming - self._overwritten())
+
+    def _written(self) -> frozenset[int]:
+        """Idle slots to which the script has written, as far as they are its. With no round on its way."""
+        theirs = self._idle - self._coming
+        found = {index for part in self.parts for index in part.written(theirs)}
+        return self._idle & self._overwritten() | found
+
     # - A round
 
     def _turn(self, idle: frozenset[int]) -> None:
+        kept = self._kept(idle)
         with self._changed:
             for part in self.parts:
-                part.turn()
-                if part.rests(idle):
-                    part.pack()
+                part.turn(idle, kept)
             self._close(Event.ROUND, idle)
         parts, sent = list(self.parts), [part for part in self.parts if not part.rests(idle)]
         self._courier.send(sent)
@@ -153,18 +214,23 @@ class Rounds:
 
     # - An average that is waited for
 
-    def average(self) -> None:
+    def average(self, control: Communicator) -> None:
         """Every rank goes on from the mean of all, and from what is on its way. On every rank; see the optimizer's method.
 
         Raises ``RuntimeError`` on every rank where they have not come to the same round.
         """
+        self._agree(control)
         self.begin()
         self.arrive()
-        self._average()
+        written = allgather_object(control, self._written())
+        self._average(self._idle - frozenset().union(*written))
 
-    def _average(self) -> None:
-        idle = self._idle
+    def _average(self, idle: frozenset[int]) -> None:
+        kept = self._kept(idle)
         sent = [part for part in self.parts if not part.rests(idle)]
+        with self._changed:
+            for part in self.parts:
+                part.adopt(kept)
         for part in sent:
             part.pack()
             part.mean = torch.empty_like(part.start)
@@ -174,32 +240,55 @@ class Rounds:
         self.arrive()
         with self._changed:
             for part in self.parts:
-                part.unpack()
+                part.unpack(kept)
                 part.restart(shards.get(part, part.next))
             self._close(Event.AVERAGE, idle)
 
+    def _agree(self, control: Communicator) -> None:
+        """Raise ``RuntimeError`` on every rank where they have not come to the same round. On every rank of `control`."""
+        events = allgather_object(control, self.events)
+        if len(set(events)) > 1:
+            other = next(rank for rank, count in enumerate(events) if count != events[0])
+            raise RuntimeError(
+                f"average_parameters() needs all ranks at the same round, and rank 0 has made {events[0]} and rank "
+                f"{other} {events[other]}: every rank should make the same number of steps"
+            )
+
     # - The end
 
-    def finish(self, events: int, rested: frozenset[int]) -> None:
-        """Training ends: a round on its way arrives. What the rank that has seen most `events` sent is sent here, too: all
-        but what had `rested` there, whatever this rank trained since its own last event."""
-        if not self.parts:
-            return
+    @property
+    def standing(self) -> Standing:
+        return Standing(self._sent, self.rested, tuple(self._batches))
+
+    @torch.inference_mode(False)
+    def finish(self, last: Standing) -> None:
+        """Training ends: a round on its way arrives. What the rank that stands furthest, at `last`, sent is sent here, too:
+        all but what had rested there, whatever this rank trained since its own last event. Parameters stay as they are."""
         self.arrive()
-        if events > self.events:
-            log.warning("co2: rank %d ends one round before others; it sends that round as it is", self._comm.rank)
-            self.begin()
-            self._turn(rested)
-            self.arrive()
+        if last.sent <= self._sent:
+            return
+        log.warning("co2: rank %d ends one round before others; it sends that round as it is", self._comm.rank)
+        with self._changed:
+            for batch in last.batches[len(self._batches) :]:
+                self._take_in(batch)
+        params = [as_real(self._slots[index].param) for index in sorted(self._known)]
+        values = [param.clone() for param in params]
+        self._turn(last.rested)
+        self.arrive()
+        for param, value in zip(params, values, strict=True):
+            overwrite(param, value)
 
     # - State
 
-    def _answer(self, _sender: int, events: int) -> Shares:
-        """This rank's shares after so many events, for another rank."""
+    def _answer(self, _sender: int, events: int) -> Shares | None:
+        """This rank's shares after so many events, for another rank; None if it has not come there."""
         with self._changed:
-            self._changed.wait_for(lambda: self.events >= events, timeout=_ANSWER_SECONDS)
+            if self._before_load is not None and self._before_load[0] == events:
+                return self._before_load[1]
             ahead = self.events - events
-            if ahead not in (0, 1) or (ahead == 1 and self._last is not Event.ROUND):
+            if ahead < 0:
+                return None
+            if ahead > 1 or (ahead == 1 and self._last is not Event.ROUND):
                 raise RuntimeError(f"asked for the outer state after event {events}, this rank is at {self.events}")
             return self._shares(passed=ahead == 1)  # [Note: one round ahead]
 
@@ -209,14 +298,16 @@ class Rounds:
     def collect(self) -> dict[str, Any]:
         """The outer state of all ranks, as a checkpoint has it. On any subset of ranks."""
         self.arrive()
-        topic = self.absence.topic
-        others = [rank for rank in range(self._comm.size) if rank != self._comm.rank]
-        asked = [(rank, self._mailroom.ask(rank, topic, self.events)) for rank in others]
-        shares = [Mailroom.wait(answer, rank, topic, _ANSWER_SECONDS) for rank, answer in asked]
+        shares = self._inquiry.ask(self.events) if any(part.moved_on for part in self.parts) else []
         with self._changed:
             outer = assemble(self.parts, [self._shares(passed=False), *shares])
         counters = {name: getattr(self, name) for name in ("steps", "in_round", "events")}
-        return {"parameters": outer, **counters, "longest": self._courier.longest, "active": sorted(self._active)}
+        slots = {
+            "batches": [list(batch) for batch in self._batches],
+            "active": sorted(self._active),
+            "coming": sorted(self._coming - self._overwritten()),
+        }
+        return {"parameters": outer, **counters, "longest": self._courier.longest, **slots}
 
     def load(self, section: dict[str, Any] | None) -> None:
         """Go on from what :meth:`collect` gave; without it, from the parameters as they are at the next step."""
@@ -224,48 +315,31 @@ class Rounds:
             check_shapes(self._slots, section["parameters"])
         self.arrive()
         with self._changed:
+            if self._before_load is None:
+                self._before_load = self.events, self._shares(passed=False)
             self._forget()
             if section is None:
                 return
             outer = section["parameters"]
-            self.parts = make_parts([s for s in self._slots if s.index in outer], self._comm.rank, self._comm.size)
-            for part in self.parts:
-                part.load(outer)
-            self._known = set(outer)
+            for batch in section.get("batches", [sorted(outer)]):  # as they were, for the same sums
+                for part in self._take_in(tuple(batch)):
+                    part.load(outer)
             self._active = set(section["active"])
+            self._coming = frozenset(section.get("coming", outer))
             self.steps, self.in_round, self.events = (section[name] for name in ("steps", "in_round", "events"))
             self.absence.events = self.events
             self._courier.longest = section["longest"]
 
-    # - As an owner of parameters: see `overlap.registry.Owner`
-
-    @property
-    def unfinished(self) -> bool:
-        """Rounds are complete as soon as every rank has sent them."""
-        return False
+    # - Whose parameters they are: see `co2.tenure`
 
     def has(self, parameters: Sequence[torch.Tensor]) -> bool:
         held = {id(slot.param) for slot in self._slots}
         return self._phase is _Phase.TRAINING and any(id(parameter) in held for parameter in parameters)
 
-    def hand_over(self, unfinished: bool) -> None:
-        """Another optimizer takes parameters of this one: what is on its way arrives and is dropped. On every rank."""
-        self.retire()
-
     def retire(self) -> None:
-        """Nobody steps any more."""
+        """Nobody steps any more. What is on its way arrives, which every rank has sent, and is dropped."""
         self._phase = _Phase.RETIRED
         if self._flight is not None:
             self._flight.land()
         self._flight, self.parts = None, []
         self._mailroom.off(self.absence.topic)
-
-    def agree(self, control: Communicator) -> None:
-        """Raise ``RuntimeError`` on every rank where they have not come to the same round. On every rank of `control`."""
-        events = allgather_object(control, self.events)
-        if len(set(events)) > 1:
-            other = next(rank for rank, count in enumerate(events) if count != events[0])
-            raise RuntimeError(
-                f"average_parameters() needs all ranks at the same round, and rank 0 has made {events[0]} and rank "
-                f"{other} {events[other]}: every rank should make the same number of steps"
-            )

@@ -9,14 +9,30 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+import comm_core
 from overlap.communicator import Communicator
+from overlap.native import NativeCommunicator
 from overlap.objects import allgather_object
 
-__all__ = ["Channels"]
+__all__ = ["Channels", "even"]
 
 
 _MANY = 16  # channels, from which on it pays to look for dead owners in cycles
+
+
+def even(colors: Sequence[int], issued: Sequence[int]) -> bool:
+    """Whether ranks of the same colour have issued as much as one another; both by rank, no colours for one (pure)."""
+    colors = colors or (0,) * len(issued)
+    return len(set(zip(colors, issued, strict=True))) == len(set(colors))
+
+
+@dataclass(eq=False)
+class _Leased:
+    channel: Communicator
+    colors: tuple[int, ...]  # by rank: it connects those of this rank's colour; none for all
+    owner: str | None = None  # None is free
 
 
 class Channels:
@@ -37,8 +53,7 @@ class Channels:
         self._control, self._watch = control, watch
         self._abandoned, self._forget = abandoned, forget
         self._by_purpose: dict[str, Communicator] = {}
-        self._leased: list[Communicator] = []
-        self._owners: list[str | None] = []  # as long as the channels: None is free
+        self._leased: list[_Leased] = []
 
     def __len__(self) -> int:
         return len(self.all)
@@ -46,7 +61,7 @@ class Channels:
     @property
     def all(self) -> list[Communicator]:
         """Every channel, in the same order on all ranks."""
-        return [*self._by_purpose.values(), *self._leased]
+        return [*self._by_purpose.values(), *(leased.channel for leased in self._leased)]
 
     def named(self, purpose: str) -> Communicator:
         """The channel that serves `purpose` alone. The first call for a purpose makes it, on every rank."""
@@ -55,40 +70,49 @@ class Channels:
             channel = self._by_purpose[purpose] = self._make()
         return channel
 
-    def lease(self, count: int) -> list[Communicator]:
+    def lease(self, count: int, colors: Sequence[int] = ()) -> list[Communicator]:
         """Channels nobody uses; on every rank. :meth:`hold` says whose they are, until all ranks have dropped that owner.
+
+        They connect all ranks, or those of one colour, by the `colors` of all ranks. Leased twice before they are held they
+        are the same.
 
         Where one rank has issued more than another, because a backward pass was broken off or a thread is not done yet,
         they are not used again: the next owner's operations would meet the last one's.
         """
-        if len(self._leased) >= _MANY and self._count_free(self._abandoned()) < count:
+        wanted = tuple(colors)
+        if len(self._leased) >= _MANY and self._count_free(self._abandoned(), wanted) < count:
             gc.collect()  # optimizers die in cycles: schedulers replace their step()
-        answers = allgather_object(self._control, (self._abandoned(), [channel.issued for channel in self._leased]))
-        even = [len(set(issued)) == 1 for issued in zip(*(issued for _, issued in answers), strict=True)]
+        answers = allgather_object(
+            self._control, (self._abandoned(), [leased.channel.issued for leased in self._leased])
+        )
+        counts = zip(*(issued for _, issued in answers), strict=True)
+        fit = {leased for leased, issued in zip(self._leased, counts, strict=True) if even(leased.colors, issued)}
         for topic in sorted(set.intersection(*(topics for topics, _ in answers))):
-            mine = [number for number, owner in enumerate(self._owners) if owner == topic]
-            if mine and all(even[number] for number in mine):
+            mine = [leased for leased in self._leased if leased.owner == topic]
+            if mine and fit.issuperset(mine):
                 self._forget(topic)
-                for number in mine:
-                    self._owners[number] = None
-        free = [number for number, owner in enumerate(self._owners) if owner is None and even[number]][:count]
+                for leased in mine:
+                    leased.owner = None
+        free = [leased for leased in self._leased if leased.owner is None and leased in fit and leased.colors == wanted]
         while len(free) < count:
-            free.append(len(self._leased))
-            self._leased.append(self._make())
-            self._owners.append(None)
-        return [self._leased[number] for number in free]
+            free.append(_Leased(self._make(wanted), wanted))
+            self._leased.append(free[-1])
+        return [leased.channel for leased in free[:count]]
 
-    def _count_free(self, dropped: set[str]) -> int:
-        return sum(owner is None or owner in dropped for owner in self._owners)
+    def _count_free(self, dropped: set[str], colors: tuple[int, ...]) -> int:
+        return sum(each.colors == colors and (each.owner is None or each.owner in dropped) for each in self._leased)
 
     def hold(self, channels: Sequence[Communicator], owner: str) -> None:
         """Those of `channels` that are leased belong to `owner`. On every rank."""
-        for number, channel in enumerate(self._leased):
-            if any(channel is mine for mine in channels):
-                self._owners[number] = owner
+        for leased in self._leased:
+            if any(leased.channel is mine for mine in channels):
+                leased.owner = owner
 
-    def _make(self) -> Communicator:
-        channel = self._control.split(0, self._control.rank)
-        assert channel is not None, "every rank has the same colour"
+    def _make(self, colors: Sequence[int] = ()) -> Communicator:
+        """Without `colors`, of all ranks."""
+        rank = self._control.rank
+        alone = len(set(colors)) == len(colors) > 1  # every rank is
+        color = None if alone else colors[rank] if colors else 0
+        channel = self._control.split(color, rank) or NativeCommunicator(comm_core.local())
         self._watch(channel)
         return channel

@@ -8,7 +8,7 @@ import pytest
 
 import comm_core
 from overlap import channels as module
-from overlap.channels import Channels
+from overlap.channels import Channels, even
 from overlap.communicator import Communicator
 from overlap.native import NativeCommunicator
 
@@ -61,3 +61,23 @@ def test_a_channel_is_not_used_again_while_one_rank_has_issued_more(monkeypatch:
 def test_a_channel_whose_lease_came_to_nothing_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = Ranks(monkeypatch)
     assert ranks.channels.lease(1) == ranks.channels.lease(1)
+
+
+def test_channels_of_groups_are_even_where_each_group_is() -> None:
+    assert even((), (3, 3, 3, 3))
+    assert not even((), (3, 3, 4, 4))
+    assert even((0, 0, 1, 1), (3, 3, 4, 4))
+    assert even((0, 0, 1, 1), (3, 3, 3, 3))
+    assert not even((0, 0, 1, 1), (3, 3, 4, 5))
+    assert even((0, 1, 2, 3), (1, 2, 3, 4))
+
+
+def test_a_channel_of_other_groups_is_not_used() -> None:
+    channels = Channels(NativeCommunicator(comm_core.local()), lambda _channel: None, set, lambda _topic: None)
+    everyone, alone = channels.lease(1), channels.lease(1, (5,))
+    assert everyone != alone
+    assert channels.lease(1, (5,)) == alone
+    assert channels.lease(1) == everyone
+    channels.hold(alone, "a")
+    assert channels.lease(1, (5,)) != alone
+    assert len(channels) == len(channels.all) == 3

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import gc
+import time
 from typing import Any
 
 import pytest
@@ -160,6 +162,24 @@ def test_parameters_of_16_bits_lose_nothing_to_rounding_where_nothing_is_learned
     torch.testing.assert_close(after, before, rtol=0, atol=1e-9)
 
 
+@pytest.mark.parametrize("steps", [0, 3])
+def test_average_save_and_load_in_inference_mode(steps: int) -> None:
+    model, optimizer = _wrapped(outer_frequency=2, **FULL)
+    expected, plain = _wrapped(outer_frequency=2, **FULL)
+    for mode, first, second in ((True, model, optimizer), (False, expected, plain)):
+        _steps(first, second, range(steps))
+        with torch.inference_mode(mode):
+            second.average_parameters()
+            second.load_state_dict(second.state_dict())
+            first(torch.ones(2, WIDTH, dtype=DOUBLE))
+        _steps(first, second, range(steps, 8))
+        with torch.inference_mode(mode):
+            second.average_parameters()
+        _steps(first, second, range(8, 11))
+    for value, wanted in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(value, wanted)
+
+
 def test_buffers_become_rank_0s_with_the_average() -> None:
     for told in (True, False):
         model = nn.Sequential(nn.Linear(WIDTH, 4), nn.BatchNorm1d(4), nn.Linear(4, WIDTH)).double()
@@ -188,6 +208,23 @@ def test_a_group_averages_gradients_in_every_step() -> None:
         other for rank, other in enumerate(co2.allgather_object(float(norm))) if rank // group == co2.rank() // group
     ]
     assert len(set(mates)) == 1
+
+
+@pytest.mark.parametrize("group", [None, 1, 2])
+def test_optimizers_in_groups_that_were_dropped_leave_their_channels_to_others(group: int | None) -> None:
+    if co2.size() % (group or 1):
+        return
+    session, counts = current(), []
+    for _ in range(4):
+        model, optimizer = _wrapped(_sgd, outer_frequency=2, nprocs_per_node=group)
+        _steps(model, optimizer, range(3))
+        optimizer.average_parameters()
+        assert optimizer._comm is not optimizer._everyone
+        counts.append((len(session.channels), len(session._adopted)))
+        del model, optimizer
+        gc.collect()
+        co2.barrier()
+    assert counts[1:] == counts[:1] * 3
 
 
 def test_the_front_door_and_what_it_refuses() -> None:
@@ -241,13 +278,48 @@ def test_joining_together_is_fine_and_alone_is_refused_everywhere() -> None:
     _end_of_a_failed_join(joined=co2.rank() == 1)
 
 
+@pytest.mark.parametrize("behind", [0, 1, 2])
+def test_joining_alone_in_a_group_is_refused_everywhere(behind: int) -> None:
+    """The others of the group need the rank's part in their gradients until they have come to the average."""
+    if co2.size() == 1:
+        return
+    model, optimizer = _wrapped(outer_frequency=4, nprocs_per_node=2)
+    _steps(model, optimizer, range(2))
+    joined = co2.rank() == 1
+    if co2.rank() == 0:  # the other group may come to the average before
+        time.sleep(0.03 * behind)
+    go_on = co2.join if joined else functools.partial(_steps, model, optimizer, range(2, 9))
+    with pytest.raises(CannotJoin, match=r"an average of parameters needs every rank, and ranks \[1\] have joined"):
+        go_on()
+    assert optimizer._rounds.events == 0 or co2.rank() > 1
+    _end_of_a_failed_join(joined=joined)
+
+
 @pytest.mark.parametrize("steps", [2, 3])
 def test_one_rank_may_end_a_round_ahead(steps: int) -> None:
     """As at shutdown(): who is behind, in the middle of a round or at its end, sends the round that the others wait for."""
     model, optimizer = _wrapped(outer_frequency=2)
     _steps(model, optimizer, range(4 if co2.rank() == 0 else steps))
+    before = [value.clone() for value in model.parameters()]
     current().services["co2"].close()
     assert set(co2.allgather_object(optimizer._rounds.events)) == {2}
+    assert all(torch.equal(value, kept) for value, kept in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("unfrozen", [True, False])
+def test_a_rank_that_has_made_no_step_sends_the_round_of_others(unfrozen: bool) -> None:
+    """And one that has not come to where others trained a layer for the first time."""
+    model, optimizer = _wrapped(outer_frequency=2)
+    if unfrozen:
+        model[0].requires_grad_(False)
+        _steps(model, optimizer, range(3))
+    if co2.rank() == 0:
+        model[0].requires_grad_(True)
+        _steps(model, optimizer, range(3, 4 if unfrozen else 5))
+    current().services["co2"].close()
+    standings = co2.allgather_object(optimizer._rounds.standing)
+    assert len(set(standings)) == 1
+    assert standings[0].sent == (2 if unfrozen else 1)
 
 
 def test_a_model_wrapped_again_belongs_to_the_new_optimizer() -> None:
@@ -260,6 +332,17 @@ def test_a_model_wrapped_again_belongs_to_the_new_optimizer() -> None:
     with pytest.raises(RuntimeError, match="went to a DistributedOptimizer that was made later"):
         first.step()
     second.zero_grad()
+
+
+def test_a_model_wrapped_again_one_step_apart_is_not_waited_for() -> None:
+    model, first = _wrapped(outer_frequency=2)
+    _steps(model, first, range(4 if co2.rank() == 0 else 3))
+    second = co2.DistributedOptimizer(_sgd(model.parameters()), model, outer_frequency=2)
+    assert first._rounds.parts == []
+    assert _everywhere(model)
+    _steps(model, second, range(4))
+    second.average_parameters()
+    assert _everywhere(model)
 
 
 def test_a_model_converted_after_its_first_step_is_refused() -> None:

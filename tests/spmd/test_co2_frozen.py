@@ -1,0 +1,175 @@
+"""What a script writes to parameters that nobody trains, and what becomes of it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import co2
+from tests.spmd.co2_training import FULL, _everywhere, _model, _steps, _wrapped
+
+
+@pytest.fixture(autouse=True)
+def _session() -> None:
+    co2.init()
+
+
+def _freeze_and_write(layer: nn.Module, value: float) -> None:
+    layer.requires_grad_(False)
+    for param in layer.parameters():
+        nn.init.constant_(param, value)
+
+
+def _holds(layer: nn.Module, value: float) -> bool:
+    return all(bool((param == value).all()) for param in layer.parameters())
+
+
+@pytest.mark.parametrize("on_its_way", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_what_is_written_to_a_frozen_parameter_stays(on_its_way: bool, dtype: torch.dtype) -> None:
+    model = _model()
+    if dtype is torch.bfloat16:
+        model[0].bfloat16()
+        model.register_forward_pre_hook(lambda _model, inputs: inputs[0].bfloat16())
+        model[1].register_forward_hook(lambda _module, _inputs, output: output.double())
+    optimizer = co2.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model, outer_frequency=2, **FULL)
+    _steps(model, optimizer, range(4))
+    if not on_its_way:
+        optimizer.average_parameters()
+    _freeze_and_write(model[0], 0.75)
+    for step in range(4, 9):
+        _steps(model, optimizer, range(step, step + 1))
+        assert _holds(model[0], 0.75), step
+    _freeze_and_write(model[0], -0.375)  # later, with nothing on its way
+    _steps(model, optimizer, range(9, 12))
+    assert _holds(model[0], -0.375)
+    optimizer.average_parameters()
+    assert _holds(model[0], -0.375)
+    assert _everywhere(model)
+    model[0].requires_grad_(True)
+    _steps(model, optimizer, range(12, 15))
+    assert not _holds(model[0], -0.375)
+    assert all(bool((param + 0.375).abs().lt(0.25).all()) for param in model[0].parameters()), "it goes on from there"
+    optimizer.average_parameters()
+    assert _everywhere(model)
+
+
+def test_a_parameter_frozen_and_left_alone_takes_over_what_is_on_its_way() -> None:
+    model, optimizer = _wrapped(outer_frequency=2, **FULL)
+    _steps(model, optimizer, range(4))
+    optimizer._rounds.arrive()
+    wanted = optimizer.state_dict()["co2"]["parameters"][0]["next"]
+    model[0].requires_grad_(False)
+    _steps(model, optimizer, range(4, 5))
+    assert not torch.equal(model[0].weight, wanted)
+    _steps(model, optimizer, range(5, 6))
+    assert torch.equal(model[0].weight, wanted)
+    assert _everywhere(model[0])
+
+
+def test_the_best_model_is_loaded_while_a_layer_is_frozen() -> None:
+    model, optimizer = _wrapped(outer_frequency=2, **FULL)
+    _steps(model, optimizer, range(4))
+    optimizer.average_parameters()
+    best = copy.deepcopy(model.state_dict())
+    _steps(model, optimizer, range(4, 8))
+    optimizer.average_parameters()
+    model[0].requires_grad_(False)
+    _steps(model, optimizer, range(8, 9))
+    model.load_state_dict(best)
+    optimizer.average_parameters()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, best[name], rtol=1e-14, atol=1e-15)
+
+
+@pytest.mark.parametrize("how", ["copied", "through .data"])
+def test_ranks_that_write_different_values_to_a_frozen_parameter_get_the_mean(how: str) -> None:
+    model, optimizer = _wrapped(outer_frequency=2, **FULL)
+    _steps(model, optimizer, range(4))
+    model[0].requires_grad_(False)
+    _steps(model, optimizer, range(4, 7))
+    mine = float(co2.rank() * 2)
+    for param in model[0].parameters():
+        param.data.fill_(mine) if how == "through .data" else nn.init.constant_(param, mine)
+    _steps(model, optimizer, range(7, 10))
+    assert _holds(model[0], mine), "it is this rank's"
+    optimizer.average_parameters()
+    assert _holds(model[0], co2.size() - 1.0)
+    if co2.rank() == 0:
+        nn.init.constant_(model[0].bias, 50.0)  # one rank alone
+    optimizer.average_parameters()
+    mean = (50 + (co2.size() - 1) * (co2.size() - 1.0)) / co2.size()
+    torch.testing.assert_close(model[0].bias.detach(), torch.full((16,), mean, dtype=torch.float64))
+    assert _everywhere(model)
+
+
+def test_what_is_written_in_warm_up_stays() -> None:
+    model, optimizer = _wrapped(outer_frequency=2, warmup_steps=3, **FULL)
+    _steps(model, optimizer, range(1))
+    _freeze_and_write(model[0], 7.0)
+    _steps(model, optimizer, range(1, 6))
+    assert _holds(model[0], 7.0)
+
+
+@pytest.mark.parametrize("steps", [4, 5, 6, 7])
+def test_resumes_bit_for_bit_where_a_frozen_parameter_was_written_to(steps: int) -> None:
+    model, optimizer = _wrapped(outer_frequency=2, **FULL)
+    _steps(model, optimizer, range(4))
+    _freeze_and_write(model[0], 7.0)
+    _steps(model, optimizer, range(4, steps))
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    _steps(model, optimizer, range(steps, 11))
+    other, resumed = _wrapped(outer_frequency=2, **FULL)
+    other[0].requires_grad_(False)
+    resumed.load_state_dict(saved[1])
+    other.load_state_dict(saved[0])
+    _steps(other, resumed, range(steps, 11))
+    for value, wanted in zip(other.parameters(), model.parameters(), strict=True):
+        assert torch.equal(value, wanted)
+    assert _holds(other[0], 7.0)
+
+
+@pytest.mark.parametrize("steps", [5, 7, 8])
+def test_resumes_bit_for_bit_where_layers_were_trained_at_different_times(steps: int) -> None:
+    """The gap is measured over what travels, whatever was taken in with it and rests."""
+
+    def train(model: nn.Sequential, optimizer: Any, steps: range) -> None:
+        for step in steps:
+            model[2].requires_grad_(step >= 2)
+            model[0].requires_grad_(step < 6)
+            for group in optimizer.param_groups:
+                group["lr"] = 0.5 if step < 4 else 0.01
+            _steps(model, optimizer, range(step, step + 1))
+
+    model, optimizer = _wrapped(outer_frequency=2, **FULL)
+    train(model, optimizer, range(steps))
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    train(model, optimizer, range(steps, 14))
+    other, resumed = _wrapped(outer_frequency=2, **FULL)
+    resumed.load_state_dict(saved[1])
+    other.load_state_dict(saved[0])
+    train(other, resumed, range(steps, 14))
+    for value, wanted in zip(other.parameters(), model.parameters(), strict=True):
+        assert torch.equal(value, wanted)
+
+
+def test_the_gap_is_the_same_however_parameters_were_taken_in() -> None:
+    """Both layers at once, of which one rests later beside the other that travels; or each in a part of its own."""
+    rule = {**FULL, "outer_clip": None}
+    model, optimizer = _wrapped(outer_frequency=1, **rule)
+    _steps(model, optimizer, range(4))
+    weights, state = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    ends = []
+    for batches in ([[0, 1, 2, 3]], [[0, 1], [2, 3]]):
+        other, resumed = _wrapped(outer_frequency=1, **rule)
+        other[0].requires_grad_(False)
+        resumed.load_state_dict(copy.deepcopy({**state, "co2": {**state["co2"], "batches": batches}}))
+        other.load_state_dict(weights)
+        _steps(other, resumed, range(4, 9))
+        ends.append(list(other.parameters()))
+    for value, wanted in zip(*ends, strict=True):
+        torch.testing.assert_close(value, wanted, rtol=1e-12, atol=1e-13)
