@@ -16,6 +16,7 @@ from typing import Any
 from bench.methods.method import family_of, parse_spec
 from bench.methods.registry import METHODS
 from bench.settings import Settings
+from bench.sweep.keys import refuse_strangers
 from bench.sweep.summary import GROUP, Group, titles
 
 __all__ = ["BOUND", "Bar", "Verdict", "judge", "parse"]
@@ -88,10 +89,8 @@ def parse(tables: Iterable[Mapping[str, Any]], families: Collection[str]) -> tup
     known = {each.name for each in fields(Bar)}
     for table in tables:
         where = table.get("where", {})
-        for what, given, names in (("[[bars]]", table, known), ("where of [[bars]]", where, set(GROUP))):
-            unknown = sorted(set(given) - names)
-            if unknown:
-                raise ValueError(f"{what} does not know {', '.join(unknown)}; it knows {', '.join(sorted(names))}")
+        refuse_strangers(table, known, "[[bars]]")
+        refuse_strangers(where, GROUP, "where of [[bars]]")
         lacking = [name for name in ("method", "at_most") if name not in table]
         if lacking:
             raise ValueError(f"[[bars]] needs {' and '.join(lacking)}; it has {', '.join(table) or 'nothing'}")

@@ -32,6 +32,7 @@ from bench.methods.registry import METHODS
 from bench.models.catalog import workload
 from bench.settings import Settings, check
 from bench.sweep import bars
+from bench.sweep.keys import refuse_strangers
 
 __all__ = ["Sweep", "expand", "read", "select"]
 
@@ -62,12 +63,6 @@ def expand(spec: str) -> list[str]:
     return ["".join(chosen) for chosen in itertools.product(*choices)]
 
 
-def _known(table: Mapping[str, Any], names: set[str], where: str) -> None:
-    unknown = sorted(set(table) - names)
-    if unknown:
-        raise ValueError(f"{where} does not know {', '.join(unknown)}; it knows {', '.join(sorted(names))}")
-
-
 def _list(table: Mapping[str, Any], key: str, defaults: Mapping[str, Any], otherwise: Any) -> Sequence[Any]:
     """What a table varies: its list, or the one value of the setting, here or in the defaults."""
     setting = _LISTS[key]
@@ -86,7 +81,7 @@ def _list(table: Mapping[str, Any], key: str, defaults: Mapping[str, Any], other
 
 
 def _runs(table: Mapping[str, Any], defaults: Mapping[str, Any]) -> Iterator[Settings]:
-    _known(table, set(_LISTS) | _SETTINGS, "[[runs]]")
+    refuse_strangers(table, set(_LISTS) | _SETTINGS, "[[runs]]")
     varied_ones = {*_LISTS, *_LISTS.values()}
     fixed = {key: value for key, value in {**defaults, **table}.items() if key not in varied_ones}
     small = fixed.pop("small", False)
@@ -135,9 +130,9 @@ def select(sweep: Sweep, wanted: Sequence[str]) -> Sweep:
 
 def parse(data: Mapping[str, Any]) -> Sweep:
     """Raises ``ValueError`` for keys, methods or models that nobody knows, and for bars that could never be judged."""
-    _known(data, {"title", "defaults", "runs", "bars"}, "a sweep")
+    refuse_strangers(data, {"title", "defaults", "runs", "bars"}, "a sweep")
     defaults = data.get("defaults", {})
-    _known(defaults, _SETTINGS | {"small"}, "[defaults]")
+    refuse_strangers(defaults, _SETTINGS | {"small"}, "[defaults]")
     runs: dict[Settings, None] = {}
     for table in data.get("runs", []):
         small = table.get("small", defaults.get("small", False))

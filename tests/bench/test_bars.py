@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from bench.bars import judge
@@ -40,28 +42,23 @@ def test_bars_speak_of_the_rings_only() -> None:
     assert judge([_row("broadcast", to_wire=9.0, to_gloo=9.0)], 2, "mpi") == []
 
 
-def test_rows_are_medians_of_pairs() -> None:
-    result = {
+def _measured(ours: list[float], gloo: list[float]) -> dict[str, Any]:
+    return {
         "operation": "all_gather",
         "bytes": 1000,
         "ranks": 2,
         "wire_share": 0.5,
-        "seconds": {"ours": [1.0, 2.0, 9.0], "gloo": [2.0, 2.0, 3.0]},
-        "cpu_seconds": {"ours": [1.0, 1.0, 1.0], "gloo": [2.0, 2.0, 2.0]},
+        "seconds": {"ours": ours, "gloo": gloo},
+        "cpu_seconds": {"ours": [1.0] * len(ours), "gloo": [2.0] * len(gloo)},
     }
-    row = row_of(result, goodput_bytes=250.0)
+
+
+def test_rows_are_medians_of_pairs() -> None:
+    row = row_of(_measured([1.0, 2.0, 9.0], [2.0, 2.0, 3.0]), goodput_bytes=250.0)
     assert (row.ms, row.to_gloo, row.to_wire, row.cpu_to_gloo) == (2000.0, 1.0, 1.0, 0.5)
     assert "all_gather" in table([row])
 
 
 def test_quartiles_lie_within_what_was_measured() -> None:
-    result = {
-        "operation": "all_gather",
-        "bytes": 1000,
-        "ranks": 2,
-        "wire_share": 0.5,
-        "seconds": {"ours": [0.1, 0.9]},
-        "cpu_seconds": {"ours": [1.0, 1.0]},
-    }
-    row = row_of(result, goodput_bytes=None)
+    row = row_of(_measured([0.1, 0.9], [1.0, 1.0]), goodput_bytes=None)
     assert (row.low_ms, row.high_ms) == (pytest.approx(300), pytest.approx(700))
