@@ -12,8 +12,7 @@ from tests.harness import ROOT
 SCRIPT = """
 import os, signal
 from bench.endings import end_in_order
-if {ignored}:
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+signal.signal(signal.SIGHUP, signal.SIG_IGN if {ignored} else signal.SIG_DFL)  # nohup may have started the tests
 end_in_order()
 try:
     os.kill(os.getpid(), signal.{number})
