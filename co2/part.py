@@ -15,16 +15,16 @@ from co2.equations import OuterRule, outer_step
 from overlap.broadcast import overwrite
 from overlap.bucket import Slot
 from overlap.communicator import Work
-from overlap.dense import from_flat, view_like
+from overlap.dense import view_like
 from overlap.partition import BucketSpec, TensorSpec, fuse, piece
 
-__all__ = ["Part", "Shares", "Vectors", "as_real", "assemble", "check_shapes", "make_parts", "outer_dtype"]
+__all__ = ["VECTORS", "Part", "Shares", "Vectors", "as_real", "make_parts", "outer_dtype"]
 
 _FUSION_BYTES = 25 * 2**20  # one operation for as much; small enough that owners update while more is on the wire
 # By slot: from where to where in the flattened parameter a rank's share goes, and that share of each vector.
 Shares = dict[int, tuple[int, int, dict[str, torch.Tensor]]]
 Vectors = dict[int, dict[str, torch.Tensor]]  # by slot, whole
-_VECTORS = ("start", "momentum", "next")
+VECTORS = ("start", "momentum", "next")
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -220,7 +220,7 @@ class Part:
         """The inverse of :meth:`share`, from whole tensors by slot."""
         self._loaded = {slot.index: _cloned(vectors[slot.index]) for slot in self.slots}
         shards = {}
-        for name in _VECTORS:  # the last one stays in the buffer
+        for name in VECTORS:  # the last one stays in the buffer
             for slot, place in self._places:
                 place.copy_(vectors[slot.index][name])
             shards[name] = self.whole[self.own].clone()
@@ -230,44 +230,3 @@ class Part:
 
 def _cloned(vectors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: vector.clone() for name, vector in vectors.items()}
-
-
-def assemble(parts: Sequence[Part], shares: Sequence[Shares]) -> Vectors:
-    """Whole vectors by slot, shaped as the parameters (complex ones as pairs), from the shares of all ranks.
-
-    Raises ``RuntimeError`` where they leave a gap.
-    """
-    outer: Vectors = {}
-    for part in parts:
-        complete = part.complete()
-        for slot in part.slots:
-            outer[slot.index] = _joined(part, slot, shares) if complete is None else complete[slot.index]
-    return outer
-
-
-def _joined(part: Part, slot: Slot, shares: Sequence[Shares]) -> dict[str, torch.Tensor]:
-    like = as_real(slot.param)
-    flats = {name: torch.empty(like.numel(), dtype=part.dtype, device=like.device) for name in _VECTORS}
-    found = [share[slot.index] for share in shares if slot.index in share]
-    covered = sum(high - low for low, high, _ in found)  # shards do not overlap
-    if covered != like.numel():
-        raise RuntimeError(
-            f"of the outer state of parameter {slot.name!r}, {covered} of {like.numel()} elements are on the ranks: they "
-            "do not train the same parameters"
-        )
-    for low, high, vectors in found:
-        for name, vector in vectors.items():
-            flats[name][low:high] = vector
-    return {name: from_flat(flat, like) for name, flat in flats.items()}
-
-
-def check_shapes(slots: Sequence[Slot], outer: Vectors) -> None:
-    """Raise ``ValueError`` where saved vectors are not shaped as the parameters."""
-    shapes = {slot.index: tuple(as_real(slot.param).shape) for slot in slots}
-    for index, vectors in outer.items():
-        saved = tuple(vectors["start"].shape)
-        if shapes.get(index) != saved:
-            raise ValueError(
-                f"the outer state of parameter {index} has shape {saved}, and the optimizer's parameter "
-                f"{shapes.get(index, 'does not exist')}"
-            )

@@ -19,12 +19,6 @@ where they were before it.
 load() waits for nobody: Horovod's scripts load on rank 0 alone and broadcast afterwards. A rank that has loaded keeps all
 it loaded until its next event, and asks nobody; and it keeps the share it had before, which is the answer for those who
 have not loaded. They all have once a round that it sent afterwards has come back.
-
-[Note: whose a frozen parameter is]
-For one that was trained in the round before, the average on its way brings something, which it takes over at the end of
-the first round that it is frozen in. From then on, and before where it is written to, it is the script's: at every event
-the buffer takes its value over and never the other way. Which parameters travel depends on what is trained, never on what
-is written, so that ranks agree; but ``average_parameters()`` asks all ranks what was written, and averages that.
 """
 
 from __future__ import annotations
@@ -46,8 +40,9 @@ from co2.equations import OuterRule
 from co2.flight import Flight
 from co2.inquiry import Inquiry
 from co2.lateness import Lateness
-from co2.part import Part, Shares, as_real, assemble, check_shapes, make_parts
-from co2.stamps import Stamps
+from co2.outer_state import assemble, check_shapes
+from co2.part import Part, Shares, as_real, make_parts
+from co2.roster import Batch, Roster
 from overlap.broadcast import overwrite
 from overlap.bucket import Slot
 from overlap.communicator import Communicator
@@ -67,7 +62,7 @@ class Standing:
 
     sent: int  # rounds and averages; loading a state does not change it
     rested: frozenset[int]  # slots that did not travel in the last one
-    batches: tuple[tuple[int, ...], ...]  # slots as they were taken in, on which the parts depend
+    batches: tuple[Batch, ...]
 
 
 class _Phase(Enum):
@@ -102,12 +97,7 @@ class Rounds:
 
     def _forget(self) -> None:
         self.parts: list[Part] = []
-        self._batches: list[tuple[int, ...]] = []  # slots as they were taken in
-        self._known: set[int] = set()
-        self._active: set[int] = set()  # slots that were trained since the last event
-        self.rested: frozenset[int] = frozenset()  # those that were not before it, and so did not travel
-        self._coming: frozenset[int] = frozenset()  # those for which the last round may bring something
-        self._stamps: Stamps | None = None  # of those, since the last event; None once a state was loaded, until a step
+        self._roster = Roster(self._slots)
         self.steps = self.in_round = 0
         self.events = self.absence.events = 0  # averages and rounds so far, the same on all ranks
         self._last = Event.NOTHING
@@ -123,20 +113,17 @@ class Rounds:
             return  # the step is going to raise
         for part in self.parts:
             part.check()
-        trained = [slot for slot in self._slots if slot.param.requires_grad]
-        fresh = [slot for slot in trained if slot.index not in self._known]
+        trained = [slot.index for slot in self._slots if slot.param.requires_grad]
+        fresh = self._roster.fresh(trained)
         if fresh:
             with self._changed:
-                self._take_in(tuple(slot.index for slot in fresh))
-        if self._stamps is None:
-            self._stamp()
-        self._active.update(slot.index for slot in trained)
+                self._take_in(fresh)
+        self._roster.train(trained)
 
-    def _take_in(self, batch: tuple[int, ...]) -> list[Part]:
+    def _take_in(self, batch: Batch) -> list[Part]:
         parts = make_parts([self._slots[index] for index in batch], self._comm.rank, self._comm.size)
         self.parts += parts
-        self._batches.append(batch)
-        self._known.update(batch)
+        self._roster.take_in(batch)
         return parts
 
     def stepped(self) -> None:
@@ -147,14 +134,13 @@ class Rounds:
             self.absence.refuse(self.events)
             self.arrive(in_step=True)
             if event is Event.AVERAGE:
-                self._average(self._idle)
+                self._average(self._roster.idle)
             else:
-                self._turn(self._idle)
+                self._turn(self._roster.idle)
 
     def _close(self, event: Event, idle: frozenset[int]) -> None:
-        self._last, self._active, self.rested = event, set(), idle
-        self._coming = frozenset(self._known - idle) if event is Event.ROUND else frozenset()
-        self._stamp()
+        self._roster.close(event, idle)
+        self._last = event
         self.events, self.in_round, self._sent = self.events + 1, 0, self._sent + 1
         self.absence.events = self.events
         self._since = time.perf_counter()
@@ -162,34 +148,10 @@ class Rounds:
     def _met(self) -> None:
         self._before_load = None  # [Note: who has loaded by when]
 
-    @property
-    def _idle(self) -> frozenset[int]:
-        return frozenset(self._known - self._active)
-
-    # - Frozen parameters: [Note: whose a frozen parameter is]
-
-    def _stamp(self) -> None:
-        self._stamps = Stamps(self._slots[index] for index in self._coming)
-
-    def _overwritten(self) -> frozenset[int]:
-        """Slots for which something is on its way, and to which something was written since the last event."""
-        stamps = self._stamps
-        return frozenset(i for i in self._coming if stamps is not None and stamps.differs(self._slots[i]))
-
-    def _kept(self, idle: frozenset[int]) -> frozenset[int]:
-        """Those of `idle` that are the script's."""
-        return idle - (self._coming - self._overwritten())
-
-    def _written(self) -> frozenset[int]:
-        """Idle slots to which the script has written, as far as they are its. With no round on its way."""
-        theirs = self._idle - self._coming
-        found = {index for part in self.parts for index in part.written(theirs)}
-        return self._idle & self._overwritten() | found
-
     # - A round
 
     def _turn(self, idle: frozenset[int]) -> None:
-        kept = self._kept(idle)
+        kept = self._roster.kept(idle)
         with self._changed:
             for part in self.parts:
                 part.turn(idle, kept)
@@ -223,10 +185,15 @@ class Rounds:
         self.begin()
         self.arrive()
         written = allgather_object(control, self._written())
-        self._average(self._idle - frozenset().union(*written))
+        self._average(self._roster.idle - frozenset().union(*written))
+
+    def _written(self) -> frozenset[int]:
+        """Idle slots to which the script has written, as far as they are its. With no round on its way."""
+        theirs = self._roster.script_owned
+        return self._roster.written_over.union(*(part.written(theirs) for part in self.parts))
 
     def _average(self, idle: frozenset[int]) -> None:
-        kept = self._kept(idle)
+        kept = self._roster.kept(idle)
         sent = [part for part in self.parts if not part.rests(idle)]
         with self._changed:
             for part in self.parts:
@@ -258,7 +225,7 @@ class Rounds:
 
     @property
     def standing(self) -> Standing:
-        return Standing(self._sent, self.rested, tuple(self._batches))
+        return Standing(self._sent, self._roster.rested, tuple(self._roster.batches))
 
     @torch.inference_mode(False)
     def finish(self, last: Standing) -> None:
@@ -269,9 +236,9 @@ class Rounds:
             return
         log.warning("co2: rank %d ends one round before others; it sends that round as it is", self._comm.rank)
         with self._changed:
-            for batch in last.batches[len(self._batches) :]:
+            for batch in last.batches[len(self._roster.batches) :]:
                 self._take_in(batch)
-        params = [as_real(self._slots[index].param) for index in sorted(self._known)]
+        params = [as_real(self._slots[index].param) for index in self._roster.known]
         values = [param.clone() for param in params]
         self._turn(last.rested)
         self.arrive()
@@ -302,12 +269,7 @@ class Rounds:
         with self._changed:
             outer = assemble(self.parts, [self._shares(passed=False), *shares])
         counters = {name: getattr(self, name) for name in ("steps", "in_round", "events")}
-        slots = {
-            "batches": [list(batch) for batch in self._batches],
-            "active": sorted(self._active),
-            "coming": sorted(self._coming - self._overwritten()),
-        }
-        return {"parameters": outer, **counters, "longest": self._courier.longest, **slots}
+        return {"parameters": outer, **counters, "longest": self._courier.longest, **self._roster.state()}
 
     def load(self, section: dict[str, Any] | None) -> None:
         """Go on from what :meth:`collect` gave; without it, from the parameters as they are at the next step."""
@@ -324,8 +286,7 @@ class Rounds:
             for batch in section.get("batches", [sorted(outer)]):  # as they were, for the same sums
                 for part in self._take_in(tuple(batch)):
                     part.load(outer)
-            self._active = set(section["active"])
-            self._coming = frozenset(section.get("coming", outer))
+            self._roster.load(section)
             self.steps, self.in_round, self.events = (section[name] for name in ("steps", "in_round", "events"))
             self.absence.events = self.events
             self._courier.longest = section["longest"]

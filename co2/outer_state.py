@@ -1,0 +1,54 @@
+"""The outer state in one piece, as a checkpoint has it, from the shares of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from co2.part import VECTORS, Part, Shares, Vectors, as_real
+from overlap.bucket import Slot
+from overlap.dense import from_flat
+
+__all__ = ["assemble", "check_shapes"]
+
+
+def assemble(parts: Sequence[Part], shares: Sequence[Shares]) -> Vectors:
+    """Whole vectors by slot, shaped as the parameters (complex ones as pairs), from the shares of all ranks.
+
+    Raises ``RuntimeError`` where they leave a gap.
+    """
+    outer: Vectors = {}
+    for part in parts:
+        complete = part.complete()
+        for slot in part.slots:
+            outer[slot.index] = _joined(part, slot, shares) if complete is None else complete[slot.index]
+    return outer
+
+
+def _joined(part: Part, slot: Slot, shares: Sequence[Shares]) -> dict[str, torch.Tensor]:
+    like = as_real(slot.param)
+    flats = {name: torch.empty(like.numel(), dtype=part.dtype, device=like.device) for name in VECTORS}
+    found = [share[slot.index] for share in shares if slot.index in share]
+    covered = sum(high - low for low, high, _ in found)  # shards do not overlap
+    if covered != like.numel():
+        raise RuntimeError(
+            f"of the outer state of parameter {slot.name!r}, {covered} of {like.numel()} elements are on the ranks: they "
+            "do not train the same parameters"
+        )
+    for low, high, vectors in found:
+        for name, vector in vectors.items():
+            flats[name][low:high] = vector
+    return {name: from_flat(flat, like) for name, flat in flats.items()}
+
+
+def check_shapes(slots: Sequence[Slot], outer: Vectors) -> None:
+    """Raise ``ValueError`` where saved vectors are not shaped as the parameters."""
+    shapes = {slot.index: tuple(as_real(slot.param).shape) for slot in slots}
+    for index, vectors in outer.items():
+        saved = tuple(vectors["start"].shape)
+        if shapes.get(index) != saved:
+            raise ValueError(
+                f"the outer state of parameter {index} has shape {saved}, and the optimizer's parameter "
+                f"{shapes.get(index, 'does not exist')}"
+            )

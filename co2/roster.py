@@ -1,0 +1,104 @@
+"""Which parameters travel in a round, and whose the values of the others are. On every rank alike, but for what is written.
+
+[Note: whose a frozen parameter is]
+For one that was trained in the round before, the average on its way brings something, which it takes over at the end of
+the first round that it is frozen in. From then on, and before where it is written to, it is the script's: at every event
+the buffer takes its value over and never the other way. Which parameters travel depends on what is trained, never on what
+is written, so that ranks agree; but ``average_parameters()`` asks all ranks what was written, and averages that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from co2.calendar import Event
+from co2.stamps import Stamps
+from overlap.bucket import Slot
+
+__all__ = ["Batch", "Roster"]
+
+Batch = tuple[int, ...]  # slots that were taken in together, on which the parts depend
+
+
+class Roster:
+    """Of `slots`, a list that may grow, those that were ever trained; by their indices."""
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        self._slots = slots
+        self.batches: list[Batch] = []
+        self.rested: frozenset[int] = frozenset()  # those that did not travel in the last round or average
+        self._known: set[int] = set()
+        self._active: set[int] = set()  # those that were trained since the last event
+        self._coming: frozenset[int] = frozenset()  # those for which the last round may bring something
+        self._stamps: Stamps | None = None  # of those, since the last event; None once a state was loaded, until a step
+
+    @property
+    def known(self) -> list[int]:
+        """All that were taken in."""
+        return sorted(self._known)
+
+    @property
+    def idle(self) -> frozenset[int]:
+        """Those that were not trained since the last event."""
+        return frozenset(self._known - self._active)
+
+    def fresh(self, trained: Collection[int]) -> Batch:
+        """Those of `trained` that were not taken in yet, in their order."""
+        return tuple(index for index in trained if index not in self._known)
+
+    def take_in(self, batch: Batch) -> None:
+        """`batch` has a place in the parts now."""
+        self.batches.append(batch)
+        self._known.update(batch)
+
+    def train(self, trained: Collection[int]) -> None:
+        """A step begins for `trained`, all of which are taken in."""
+        if self._stamps is None:
+            self._stamp()
+        self._active.update(trained)
+
+    def close(self, event: Event, idle: frozenset[int]) -> None:
+        """A round or an average of all but `idle` ones."""
+        self._active, self.rested = set(), idle
+        self._coming = frozenset(self._known - idle) if event is Event.ROUND else frozenset()
+        self._stamp()
+
+    # - Whose they are
+
+    def _stamp(self) -> None:
+        self._stamps = Stamps(self._slots[index] for index in self._coming)
+
+    def _overwritten(self) -> frozenset[int]:
+        """Those for which something is on its way, and to which something was written since the last event."""
+        stamps = self._stamps
+        return frozenset(i for i in self._coming if stamps is not None and stamps.differs(self._slots[i]))
+
+    def kept(self, idle: frozenset[int]) -> frozenset[int]:
+        """Those of `idle` that are the script's."""
+        return idle - (self._coming - self._overwritten())
+
+    @property
+    def script_owned(self) -> frozenset[int]:
+        """Idle ones for which nothing is on its way."""
+        return self.idle - self._coming
+
+    @property
+    def written_over(self) -> frozenset[int]:
+        """Idle ones whose average on its way came too late: something was written to them."""
+        return self.idle & self._overwritten()
+
+    # - State
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint; see :meth:`load`."""
+        return {
+            "batches": [list(batch) for batch in self.batches],
+            "active": sorted(self._active),
+            "coming": sorted(self._coming - self._overwritten()),
+        }
+
+    def load(self, section: dict[str, Any]) -> None:
+        """The rest of what :meth:`state` gave, when all batches are taken in."""
+        self._active = set(section["active"])
+        self._coming = frozenset(section.get("coming", self._known))
