@@ -17,6 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 _TAG = "DEAR_TEST_JOB"
+_SHOWN = 16_000  # characters of a failed job's output
 _AT_START = Path(__file__).parent / "at_start"
 
 
@@ -44,7 +45,10 @@ class Result:
     def first_failure(self) -> str:
         """From the first line that announces a failing rank, else the end of the output."""
         found = re.search(r"^rank \d+ of \d+ failed.*", self.output, re.MULTILINE | re.DOTALL)
-        return found.group(0)[:8000] if found else self.output[-8000:]
+        text = found.group(0) if found else self.output
+        # Those that are ended with it show all of their stacks, and much of these is pytest.
+        text = re.sub(r"^  File \".*/(_?pytest|pluggy)/.*\n", "", text, flags=re.MULTILINE)
+        return text[:_SHOWN] if found else text[-_SHOWN:]
 
 
 def command_for(launcher: str, nranks: int, argv: Sequence[str]) -> list[str]:

@@ -1,11 +1,19 @@
-"""Runs inside every rank: only rank 0 talks, and the first failing test ends the whole job with its traceback."""
+"""Runs inside every rank: only rank 0 talks, and the first failing test ends the whole job with its traceback.
+
+A test that takes too long ends it with the stacks of this rank's threads; those that the launcher ends then show theirs.
+"""
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import importlib
 import os
+import signal
 import sys
+import threading
+import traceback
+from typing import Any
 
 import pytest
 
@@ -19,6 +27,7 @@ OVER_MPI = "TORCHELASTIC_RUN_ID" not in os.environ  # a process without a launch
 _stderr = os.fdopen(os.dup(2), "w")
 if RANK > 0:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+faulthandler.register(signal.SIGTERM, _stderr, chain=True)
 
 
 @pytest.hookimpl(trylast=True)
@@ -44,6 +53,32 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 def pytest_collectreport(report: pytest.CollectReport) -> None:
     if report.failed:
         _die(f"collection of {report.nodeid}\n{report.longreprtext}")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_timeout_set_timer(item: Any, settings: Any) -> bool:
+    """In place of pytest-timeout's own, which shows one rank, and of it mostly pytest."""
+    timer = item.dear_timer = threading.Timer(settings.timeout, _out_of_time, [item.nodeid, settings.timeout])
+    timer.daemon = True
+    timer.start()
+    return True
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_timeout_cancel_timer(item: Any) -> bool:
+    item.dear_timer.cancel()
+    return True
+
+
+def _out_of_time(test: str, seconds: float) -> None:
+    stacks = []
+    for thread in threading.enumerate():
+        frame = sys._current_frames().get(thread.ident or 0)
+        if thread is not threading.current_thread():
+            frames = traceback.extract_stack(frame)
+            ours = [f for f in frames if not any(f"/{name}/" in f.filename for name in ("_pytest", "pluggy", "pytest"))]
+            stacks.append(f"{thread.name}:\n{''.join(traceback.format_list(ours))}")
+    _die(f"{test} is not over after {seconds:g} s\n{''.join(stacks)}")
 
 
 def _die(what: str) -> None:

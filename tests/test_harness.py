@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import JobFailed, run_ranks
+from tests.harness import ROOT, JobFailed, run_ranks
 
 FAIL_ON_1 = """
 import os, sys, time
@@ -38,6 +38,34 @@ def test_a_hanging_job_ends_in_time_and_shows_where(tmp_path: Path) -> None:
     assert "script.py" in result.output
     with pytest.raises(JobFailed, match="did not end"):
         result.check()
+
+
+SLOW_ON_1 = """
+import time
+import dear
+
+def waits_for_the_other():
+    dear.barrier()
+
+def test_one_rank_is_late():
+    if dear.rank() == 1:
+        time.sleep(600)
+    waits_for_the_other()
+"""
+
+
+@pytest.mark.parametrize("launcher", ["mpi", "torchrun"])
+def test_a_test_that_hangs_shows_where_each_rank_is(tmp_path: Path, launcher: str) -> None:
+    (tmp_path / "conftest.py").write_text("import dear\ndear.init()\n")
+    (tmp_path / "test_late.py").write_text(SLOW_ON_1)
+    argv = ["-m", "pytest", "-q", "-x", "-p", "tests.spmd_plugin", "--timeout", "3", str(tmp_path / "test_late.py")]
+    result = run_ranks(2, argv, launcher, timeout=90, env={"PYTHONPATH": str(ROOT)}, cwd=tmp_path)
+    assert not result.timed_out
+    shown = result.first_failure()
+    assert "test_one_rank_is_late is not over after 3 s" in shown
+    assert "in waits_for_the_other" in shown
+    assert 'line 10 in test_one_rank_is_late' in shown.replace(", in", " in")
+    assert "/pluggy/" not in shown
 
 
 def test_a_rank_that_fails_under_mpirun_ends_its_peers(tmp_path: Path) -> None:
