@@ -105,9 +105,12 @@ def _mpirun() -> Finding:
 
 
 def _thread_level() -> str:
+    # Open MPI leaves the shared memory of a process that no mpirun started behind, 16 MB each time.
+    environ = {"OMPI_MCA_btl": "^sm", **os.environ}
+    command = [sys.executable, "-c", _THREAD_PROBE]
     try:
         probe = subprocess.run(
-            [sys.executable, "-c", _THREAD_PROBE], capture_output=True, text=True, timeout=_PROBE_SECONDS, check=False
+            command, capture_output=True, text=True, timeout=_PROBE_SECONDS, check=False, env=environ
         )
     except subprocess.TimeoutExpired:
         return f"thread level: unknown, MPI did not start within {_PROBE_SECONDS} s"

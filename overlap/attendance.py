@@ -46,6 +46,7 @@ class Attendance:
 
         Whoever waits for one optimizer's reductions may otherwise wait for another's, whose round has not started.
         """
+        self._roll.check()
         if self.shared_order and not self._opened:
             self._opened = True
             self._say("open", keep=True, trainable=self.trainable())

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-__all__ = ["Launch", "LaunchError", "Launcher", "detect"]
+__all__ = ["BACKEND_VARIABLE", "Launch", "LaunchError", "Launcher", "detect"]
 
 BACKEND_VARIABLE = "DEAR_BACKEND"
 
@@ -49,6 +49,7 @@ _MPI_FAMILIES = (
 )
 
 
+_TORCHRUN_JOB = "TORCHELASTIC_RUN_ID"
 _GLOO_SIZE = "HOROVOD_SIZE"  # set by horovodrun for workers that it starts itself
 
 
@@ -82,14 +83,15 @@ def _from_torchrun(environ: Mapping[str, str]) -> Launch | None:
 def detect(environ: Mapping[str, str]) -> Launch:
     """Decide between mpirun, torchrun and a single process.
 
-    Both families can be present (torchrun under ``mpirun -np 1``, or an mpirun that exports RANK): the one that
-    promises more than one process wins, MPI when both do. ``DEAR_BACKEND=mpi|torch|single`` overrides.
+    Both families can be present: torchrun, which names its job in every worker, is the inner one where it was started by
+    ``srun`` or ``mpirun``, one for each host. Else (an mpirun that exports RANK) the one that promises more than one
+    process wins, MPI when both do. ``DEAR_BACKEND=mpi|torch|single`` overrides; empty, it is not set.
 
     Raises :class:`LaunchError` for numbers that are none and for a launcher that cannot be followed.
     """
     mpi, torchrun = _from_mpi(environ), _from_torchrun(environ)
     wanted = environ.get(BACKEND_VARIABLE)
-    if wanted is not None:
+    if wanted:
         choices = {
             Launcher.MPI.value: mpi or Launch(Launcher.MPI, source=f"{BACKEND_VARIABLE}=mpi"),
             Launcher.TORCHRUN.value: torchrun,
@@ -102,7 +104,8 @@ def detect(environ: Mapping[str, str]) -> Launch:
             raise LaunchError(f"{BACKEND_VARIABLE}=torch, but RANK and WORLD_SIZE are not set: start with torchrun")
         return chosen
     if mpi and torchrun:
-        return torchrun if mpi.size == 1 else mpi
+        inner = torchrun.size > 1 and _TORCHRUN_JOB in environ
+        return torchrun if inner or mpi.size == 1 else mpi
     if mpi is None and torchrun is None and (_integer(environ, _GLOO_SIZE) or 1) > 1:
         raise LaunchError(
             f"started by horovodrun over gloo ({_GLOO_SIZE}={environ[_GLOO_SIZE]}), whose rendezvous only Horovod "

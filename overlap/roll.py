@@ -6,6 +6,11 @@ and waits for their receipts. Only then it issues its part of such a round. (Whe
 it did contribute, and is absent from the next round on.) So whoever has seen a reduction done, to which every rank had to
 issue its part, has been told: all ranks know the same, and no message is sent while nobody joins.
 
+[Note: whose join has failed]
+A rank whose join() has raised follows nobody any more, and the others go on counting it as joined until they have called
+join(), too. Until then what it would send belongs to rounds that it has no part in. So nothing goes on: it raises, there
+and, once they have been told, on all ranks.
+
 [Note: who has joined follows words]
 What happens between a round's reductions and the next (a step, clipping, a skipped step, another optimizer's round …) is
 the script's decision, which a joined rank does not run. Ranks that still contribute say each such thing in a letter to
@@ -29,7 +34,7 @@ from overlap.mailroom import Mailroom
 
 __all__ = ["CannotJoin", "News", "Roll", "Word"]
 
-_JOINED, _WORD = "join/joined", "join/word"
+_JOINED, _WORD, _FAILED = "join/joined", "join/word", "join/failed"
 _NOBODYS = ""  # the topic of words about no optimizer
 _RECEIPT_SECONDS = 600.0
 _LOOK_SECONDS = 1.0
@@ -95,8 +100,13 @@ class Roll:
         )  # generation; a word, or a rank that has joined
         self._waiting_for_all: Word | None = None
         self.following = False  # this rank has joined
+        self._out: tuple[str, Callable[[], bool]] | None = (
+            None  # its join() has failed: why, and until when that counts
+        )
+        self._failed: dict[int, dict[int, str]] = defaultdict(dict)  # others', by generation and rank
         mailroom.on(_JOINED, self._hear_joined)
         mailroom.on(_WORD, lambda _sender, letter: self._heard.put(letter))
+        mailroom.on(_FAILED, self._hear_failed)
 
     def enroll(self, optimizer: _Optimizer) -> None:
         """From now on, take part in this optimizer's rounds too, as long as it lives."""
@@ -143,6 +153,36 @@ class Roll:
             yield
         finally:
             self._waiting_for_all = None
+
+    # - [Note: whose join has failed]
+
+    def stay_out(self, error: BaseException, over: Callable[[], bool]) -> None:
+        """This rank's join() has failed. `over` tells whether every rank has called it since."""
+        self._out = str(error), over
+        for rank in range(self._size):
+            if rank != self._rank:
+                self._mailroom.tell(rank, _FAILED, (self._generation - 1, str(error)))
+
+    def _hear_failed(self, sender: int, letter: tuple[int, str]) -> None:
+        generation, text = letter
+        self._failed[generation][sender] = text
+
+    @property
+    def out(self) -> bool:
+        """Whether this rank's join() has failed, and not every rank has called it since."""
+        if self._out is not None and self._out[1]():
+            self._out = None
+        return self._out is not None
+
+    def check(self) -> None:
+        """Raise :class:`CannotJoin` where some rank's join() has failed, and not every rank has called it since."""
+        mine, failed = self._out, dict(self._failed.get(self._generation, {}))
+        if mine is not None and self.out:
+            failed[self._rank] = mine[0]
+        for rank, text in sorted(failed.items()):
+            raise CannotJoin(
+                f"join() has failed on rank {rank}, and nothing goes on until every rank has called it: {text}"
+            )
 
     def closed(self, topic: str, rounds: int) -> None:
         """So many rounds of the optimizer are behind this rank; nobody can have missed one before the last."""
@@ -200,6 +240,7 @@ class Roll:
             self.following = False
             with self._lock:
                 self._joined.pop(self._generation, None)
+                self._failed.pop(self._generation, None)
                 self._generation += 1
                 self._said.clear()  # before all came here, as every rank has: nobody has to catch up with it any more
 

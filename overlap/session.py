@@ -20,7 +20,7 @@ from overlap.channels import Channels
 from overlap.communicator import Communicator
 from overlap.cost_model import CostModel, fit
 from overlap.farewell import close_all, find_uneven, report
-from overlap.launch import Launch, Launcher, LaunchError, detect
+from overlap.launch import BACKEND_VARIABLE, Launch, Launcher, LaunchError, detect
 from overlap.link_probe import measure_all_reduce
 from overlap.mailroom import Mailroom
 from overlap.native import NativeCommunicator
@@ -226,7 +226,8 @@ def init(comm: Any = None) -> Session:
         connected.close()
         raise LaunchError(
             f"{launch.source} promises {launch.size} rank(s), the {connected.backend} communicator has {size}: this "
-            "process was probably started by the mpirun of another MPI than the one comm_core was built with"
+            "process was probably started by the mpirun of another MPI than the one comm_core was built with, or by "
+            f"another launcher inside that job ({BACKEND_VARIABLE}=torch: torchrun)"
         )
     _session, _process = Session(connected, launch, wanted), os.getpid()
     atexit.register(shutdown)

@@ -45,3 +45,86 @@ def test_a_rank_that_never_asks_is_named_and_then_not_waited_for(launcher: str, 
     # Rank 1, whose shutdown ends with rank 0's: handles that are left fail, new operations are refused.
     assert "HorovodInternalError: allreduce 'only rank 1 has this 0': rank 0 has shut down" in output
     assert "NotInitialized: call dear.init() first" in output
+
+
+NO_MEMORY = """
+import time
+import torch
+import dear as hvd
+from overlap.horovod.reducing import Allreduce
+hvd.init()
+if hvd.rank() == 1:
+    start = Allreduce.start
+    def no_memory(self, response, group):
+        if response.request.name == "large":
+            raise MemoryError("no room")
+        return start(self, response, group)
+    Allreduce.start = no_memory
+large = hvd.allreduce_async(torch.ones(3), name="large")
+if hvd.rank() == 0:
+    alone = hvd.allreduce_async(torch.ones(3), name="asked for by one rank")
+calls = [lambda: hvd.synchronize(large), lambda: hvd.allreduce(torch.ones(1), name="later")]
+for call in calls if hvd.rank() == 1 else [lambda: hvd.synchronize(alone), *reversed(calls)]:
+    try:
+        call()
+    except (hvd.HorovodInternalError, MemoryError) as error:
+        print(f"rank {hvd.rank()}: {type(error).__name__}: {error}", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("launcher", ["mpi", "torchrun"])
+def test_a_rank_that_cannot_start_an_operation_takes_part_in_nothing_more(launcher: str, tmp_path: Path) -> None:
+    """What it would start next would meet the others' operation before that."""
+    script = tmp_path / "script.py"
+    script.write_text(NO_MEMORY)
+    result = run_ranks(2, [str(script)], launcher, timeout=50, env={"PYTHONPATH": str(ROOT)})
+    output, failed = result.output, "allreduce 'large' could not be started on rank 1: no room"
+    assert "rank 1: MemoryError: no room" in output
+    assert f"rank 1: HorovodInternalError: allreduce 'later': {failed}" in output
+    for name in ("asked for by one rank", "later"):
+        assert f"rank 0: HorovodInternalError: allreduce '{name}': rank 1 has failed ({failed})" in output
+    assert "rank(s) [1] will not come; aborting the job" in output  # rank 0 waits in what was started there
+    assert not result.timed_out
+    assert result.returncode
+
+
+AGAIN = """
+import torch
+import dear as hvd
+hvd.init()
+old = hvd.allreduce_async(torch.ones(1), op=hvd.Sum)
+hvd.barrier()
+hvd.shutdown()
+hvd.init()
+new = hvd.allreduce_async(torch.full((1,), 7.0), op=hvd.Sum)
+try:
+    hvd.synchronize(old)
+except ValueError as error:
+    print(error)
+assert hvd.synchronize(new).item() == 7.0 * hvd.size()
+"""
+
+
+def test_a_handle_of_an_earlier_session_is_none(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(AGAIN)
+    output = run_ranks(2, [str(script)], "torchrun", timeout=60, env={"PYTHONPATH": str(ROOT)}).check().output
+    assert output.count("was never given out since init()") == 2
+
+
+LATE = """
+import time
+import dear as hvd
+hvd.init()
+if hvd.rank() == 1:
+    time.sleep(5)
+hvd.join()
+"""
+
+
+def test_who_has_joined_is_not_waiting_too_long(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(LATE)
+    env = {"PYTHONPATH": str(ROOT), "DEAR_STALL_WARN_SECONDS": "1"}
+    assert "waited" not in run_ranks(2, [str(script)], "mpi", timeout=60, env=env).check().output

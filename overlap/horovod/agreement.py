@@ -69,10 +69,14 @@ def _differ(values: Mapping[int, Any], specs: Mapping[int, TensorSpec] | None = 
     """Names two ranks with different values and shows both (whole shapes where `specs` are given)."""
     first, *others = values
     for rank in others:
-        if values[rank] != values[first]:
+        if not _alike(values[rank], values[first]):
             shown = {member: specs[member].shape if specs else values[member] for member in (first, rank)}
             return f"{shown[first]} on rank {first} and {shown[rank]} on rank {rank}"
     return None
+
+
+def _alike(one: Any, other: Any) -> bool:
+    return bool(one == other) or (one != one and other != other)  # a factor of NaN is the same on all ranks
 
 
 def _which(index: int, requests: Mapping[int, Request]) -> str:

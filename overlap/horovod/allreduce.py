@@ -87,7 +87,7 @@ def allreduce(
     another allreduce of the same name is under way.
     """
     call = _call(average, name, op, prescale_factor, postscale_factor, process_set)
-    compressed, context = compression.compress(tensor)
+    ((compressed, context),) = call.compress(compression, [tensor])
     (reduced,) = _Differentiable.apply(call, compressed)
     return compression.decompress(reduced, context)
 
@@ -147,7 +147,7 @@ def grouped_allreduce(
 ) -> list[torch.Tensor]:
     """As :func:`allreduce` of each tensor, as one operation under one name; small ones share a collective."""
     call = _call(average, name, op, prescale_factor, postscale_factor, process_set, group=True)
-    pairs = [compression.compress(tensor) for tensor in tensors]
+    pairs = call.compress(compression, tensors)
     reduced = _Differentiable.apply(call, *(compressed for compressed, _ in pairs))
     return [compression.decompress(tensor, context) for tensor, (_, context) in zip(reduced, pairs, strict=True)]
 

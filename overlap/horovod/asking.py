@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
-import comm_core
 from overlap.horovod.errors import NotInitialized
 from overlap.horovod.operation import Group, Operation
 from overlap.horovod.pending import Pending
@@ -13,11 +13,10 @@ from overlap.horovod.request import Kind, Request
 from overlap.horovod.runtime import Runtime
 from overlap.session import Session, current, is_initialized, uninitialized
 
-__all__ = ["ask", "attach", "latest", "operation_name", "refuse", "runtime"]
+__all__ = ["ask", "attach", "latest", "operation_name", "refuse", "runtime", "telling_others"]
 
 _SERVICE = "names"
 _latest: Runtime | None = None
-_REFUSALS = (ValueError, TypeError, NotImplementedError, comm_core.Error)
 
 
 def attach(session: Session) -> Runtime:
@@ -62,12 +61,21 @@ def ask(
     """
     found = runtime()
     group = found.group(process_set)
-    try:
+    with telling_others(kind, name, process_set):
         request, operation = prepare(name, group)
-    except _REFUSALS as error:
-        found.refuse(Request(kind, name, group.number, refusal=str(error)))
-        raise
     return found.submit(request, operation)
+
+
+@contextmanager
+def telling_others(kind: Kind, name: str, process_set: ProcessSet) -> Iterator[None]:
+    """What is raised inside, on this rank perhaps alone, fails the operation on every rank."""
+    try:
+        yield
+    except Exception as error:
+        found = runtime()
+        text = str(error) or type(error).__name__
+        found.refuse(Request(kind, name, found.group(process_set).number, refusal=text))
+        raise
 
 
 def refuse(kind: Kind, name: str, error: Exception) -> Exception:

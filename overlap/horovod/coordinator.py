@@ -40,6 +40,10 @@ class Waiting:
     def title(self) -> str:
         return next(iter(self.requests.values())).title
 
+    @property
+    def kind(self) -> Kind:
+        return next(iter(self.requests.values())).kind
+
 
 class Coordinator:
     """The table of everything asked for and not yet answered; process sets by number, 0 being all ranks."""
@@ -49,7 +53,7 @@ class Coordinator:
         self._next_set = 1
         self._waiting: dict[_Key, Waiting] = {}
         self._joined: dict[int, None] = {}  # in the order of joining
-        self._left: set[int] = set()
+        self._left: dict[int, str] = {}  # and why
         self._clock = clock
 
     def members(self, process_set: int) -> tuple[int, ...]:
@@ -75,9 +79,9 @@ class Coordinator:
         others = [other for other in self._waiting if other[1] is not Kind.JOIN] if request.kind is Kind.JOIN else []
         return self._decide([*others, key])
 
-    def leave(self, rank: int) -> list[Decision]:
+    def leave(self, rank: int, why: str) -> list[Decision]:
         """`rank` will ask for nothing more: whatever waits for it never happens."""
-        self._left.add(rank)
+        self._left[rank] = why
         return self._decide(list(self._waiting))
 
     def give_up(self, text: str) -> list[Decision]:
@@ -110,7 +114,7 @@ class Coordinator:
                 if key[1] is Kind.JOIN:  # it failed: whoever goes on is asked again
                     for rank in waiting.requests:
                         self._joined.pop(rank, None)
-                text = f"{waiting.title}: rank {gone[0]} has shut down and will not take part"
+                text = f"{waiting.title}: rank {gone[0]} {self._left[gone[0]]} and will not take part"
                 response = Response(next(iter(waiting.requests.values())), error=text)
             elif absent:
                 continue

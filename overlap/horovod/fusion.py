@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -24,6 +24,7 @@ class Batch:
         else:
             self.flat = torch.cat([tensor.view(-1) for tensor in tensors]).to(wire_dtype)
 
+    @torch.inference_mode()  # as `scale_`
     def unpack(self) -> None:
         """The tensors get what became of their parts."""
         if self.flat.data_ptr() == self._tensors[0].data_ptr() and len(self._tensors) == 1:
@@ -33,10 +34,10 @@ class Batch:
             tensor.view(-1).copy_(part)
 
 
-def batches(tensors: Sequence[torch.Tensor], *, widen: bool) -> list[Batch]:
+def batches(tensors: Sequence[torch.Tensor], wire_dtype: Callable[[torch.dtype], torch.dtype]) -> list[Batch]:
     """Divide `tensors` (contiguous) the same way on every rank: it depends on their dtypes and sizes alone.
 
-    With `widen`, 16-bit floating-point tensors travel as fp32.
+    `wire_dtype` says as what each dtype travels.
     """
     shared: dict[torch.dtype, list[torch.Tensor]] = {}
     groups: list[list[torch.Tensor]] = []
@@ -49,8 +50,4 @@ def batches(tensors: Sequence[torch.Tensor], *, widen: bool) -> list[Batch]:
                 shared[tensor.dtype] = group = []
                 groups.append(group)
             group.append(tensor)
-    return [Batch(group, _wire_dtype(group[0].dtype, widen)) for group in groups]
-
-
-def _wire_dtype(dtype: torch.dtype, widen: bool) -> torch.dtype:
-    return torch.float32 if widen and dtype in (torch.float16, torch.bfloat16) else dtype
+    return [Batch(group, wire_dtype(group[0].dtype)) for group in groups]

@@ -44,7 +44,7 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
 
     Args:
         comm: an mpi4py communicator to use instead of all processes that the launcher started. Horovod's list of ranks
-            is accepted when it names all of them; to communicate among some, use `process_sets`.
+            is accepted when it names all of them, or none; to communicate among some, use `process_sets`.
         process_sets: sets to register at once, the same on all ranks. Sets can also be added later; Horovod's
             ``"dynamic"``, which asks for that, is accepted.
 
@@ -56,7 +56,7 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
     wanted = None if isinstance(comm, list | tuple | range) else comm
     started = session.init(wanted)
     attach(started)
-    if wanted is not comm and sorted(comm) != list(range(started.comm.size)):
+    if wanted is not comm and len(comm) > 0 and sorted(comm) != list(range(started.comm.size)):
         raise ValueError(
             f"comm={list(comm)} names some of {started.comm.size} ranks; start only those, or pass "
             "process_sets=[ProcessSet(ranks)] and give that set to the collectives"

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from overlap.broadcast import overwrite
 from overlap.communicator import Work
 from overlap.horovod.operation import Group, Operation
 from overlap.horovod.request import Response
-from overlap.horovod.staging import own_copy, plain
+from overlap.horovod.staging import own_copy, plain, put_back
 
 __all__ = ["Allgather", "Alltoall", "Broadcast"]
 
@@ -60,7 +59,7 @@ class Broadcast(Operation):
             return [buffer.to(tensor.device) for buffer, tensor in pairs]
         for buffer, tensor in zip(self._buffers, self._tensors, strict=True):
             if not self._is_root and buffer.data_ptr() != tensor.data_ptr():
-                overwrite(tensor, buffer)
+                put_back(tensor, buffer)
         return self._tensors
 
 

@@ -73,7 +73,7 @@ def reducescatter(
     Horovod, those of a Sum are multiplied by the number of ranks.
     """
     call = _call(name, op, process_set, prescale_factor, postscale_factor)
-    compressed, context = compression.compress(tensor)
+    ((compressed, context),) = call.compress(compression, [tensor])
     (reduced,) = _Differentiable.apply(call, compressed)
     return compression.decompress(reduced, context)
 
@@ -102,7 +102,7 @@ def grouped_reducescatter(
 ) -> list[torch.Tensor]:
     """As :func:`reducescatter` of each tensor, as one operation under one name."""
     call = _call(name, op, process_set, prescale_factor, postscale_factor, group=True)
-    pairs = [compression.compress(tensor) for tensor in tensors]
+    pairs = call.compress(compression, tensors)
     reduced = _Differentiable.apply(call, *(compressed for compressed, _ in pairs))
     return [compression.decompress(tensor, context) for tensor, (_, context) in zip(reduced, pairs, strict=True)]
 

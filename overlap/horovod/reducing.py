@@ -7,13 +7,12 @@ from collections.abc import Sequence
 import torch
 
 from comm_core import ReduceOp
-from overlap.broadcast import overwrite
 from overlap.checks import balanced_split
 from overlap.communicator import Work
 from overlap.horovod.fusion import Batch, batches
 from overlap.horovod.operation import Group, Operation
 from overlap.horovod.request import Response
-from overlap.horovod.staging import own_copy, plain, scale_
+from overlap.horovod.staging import own_copy, plain, put_back, scale_
 
 __all__ = ["Allreduce", "ReduceScatter"]
 
@@ -21,8 +20,8 @@ __all__ = ["Allreduce", "ReduceScatter"]
 class Allreduce(Operation):
     """Reduces tensors, in place or into new ones.
 
-    An average divides by the ranks that still contribute. While some have joined, 16-bit sums travel in fp32, because
-    their division, which would otherwise happen before rounding, comes after it.
+    An average divides by the ranks that still contribute. While some have joined, 16-bit floating-point sums travel in
+    fp32, because their division, which would otherwise happen before rounding, comes after it.
     """
 
     def __init__(
@@ -39,13 +38,18 @@ class Allreduce(Operation):
             self._contributors = group.size - len(response.joined)
         for buffer in self._buffers:
             scale_(buffer, self._prescale)
-        summed = self._op in (ReduceOp.SUM, ReduceOp.AVG)
-        self._batches = batches(self._buffers, widen=summed and self._contributors is not None)
+        self._batches = batches(self._buffers, self._wire_dtype)
         works = []
         for batch in self._batches:
             op, batch.divisor = _on_the_wire(self._op, batch.flat.dtype, group.size, self._contributors)
             works.append(group.members.all_reduce_async(batch.flat, batch.flat, op, label=response.request.name))
         return works
+
+    def _wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        summed = self._op in (ReduceOp.SUM, ReduceOp.AVG)
+        if summed and self._contributors is not None and dtype in (torch.float16, torch.bfloat16):
+            return torch.float32
+        return _with_room(dtype, self._op)
 
     def result(self) -> list[torch.Tensor]:
         for batch in self._batches:
@@ -58,7 +62,7 @@ class Allreduce(Operation):
             return [buffer.to(tensor.device) for buffer, tensor in pairs]
         for buffer, tensor in zip(self._buffers, self._tensors, strict=True):
             if buffer.data_ptr() != tensor.data_ptr():
-                overwrite(tensor, buffer)
+                put_back(tensor, buffer)
         return self._tensors
 
 
@@ -74,8 +78,9 @@ class ReduceScatter(Operation):
 
     def start(self, response: Response, group: Group) -> list[Work]:
         works = []
-        for buffer in self._buffers:
-            scale_(buffer, self._prescale)
+        for staged in self._buffers:
+            scale_(staged, self._prescale)
+            buffer = staged.to(_with_room(staged.dtype, self._op))
             rows = balanced_split(buffer.shape[0], group.size)
             row_numel = buffer.shape[1:].numel()
             output = buffer.new_empty((rows[group.index], *buffer.shape[1:]))
@@ -91,7 +96,9 @@ class ReduceScatter(Operation):
         for output, divisor in zip(self._outputs, self._divisors, strict=True):
             _divide_(output, divisor)
             scale_(output, self._postscale)
-        return [output.to(tensor.device) for output, tensor in zip(self._outputs, self._tensors, strict=True)]
+        return [
+            output.to(tensor.device, tensor.dtype) for output, tensor in zip(self._outputs, self._tensors, strict=True)
+        ]
 
 
 def _on_the_wire(op: ReduceOp, dtype: torch.dtype, size: int, contributors: int | None) -> tuple[ReduceOp, int]:
@@ -102,6 +109,12 @@ def _on_the_wire(op: ReduceOp, dtype: torch.dtype, size: int, contributors: int 
     return ReduceOp.SUM, size if contributors is None else contributors
 
 
+def _with_room(dtype: torch.dtype, op: ReduceOp) -> torch.dtype:
+    """As what `dtype` is reduced: an average of small numbers is one, and their sum need not be."""
+    return torch.int32 if op is ReduceOp.AVG and dtype in (torch.int8, torch.uint8, torch.int16) else dtype
+
+
+@torch.inference_mode()  # as `scale_`
 def _divide_(total: torch.Tensor, divisor: int) -> None:
     if divisor == 1:
         return

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 
 from comm_core import ReduceOp
-from overlap.horovod.asking import ask
+from overlap.horovod.asking import ask, telling_others
+from overlap.horovod.compression import Compressor
 from overlap.horovod.operation import Group, Only, Operation
 from overlap.horovod.pending import Pending
 from overlap.horovod.process_set import ProcessSet
@@ -31,7 +32,7 @@ class ReductionCall(NamedTuple):
     postscale: float
     process_set: ProcessSet
 
-    def start(self, tensors: Sequence[torch.Tensor], *, in_place: bool = False, single: bool = False) -> Pending:
+    def start(self, tensors: Iterable[torch.Tensor], *, in_place: bool = False, single: bool = False) -> Pending:
         """Ask for it. `in_place` is for allreduces; a `single` tensor's result is not a list."""
 
         def prepare(name: str, group: Group) -> tuple[Request, Operation]:
@@ -52,6 +53,17 @@ class ReductionCall(NamedTuple):
             return request, Only(operation) if single else operation
 
         return ask(self.kind, self.name, self.process_set, prepare)
+
+    def compress(
+        self, compression: type[Compressor], tensors: Iterable[torch.Tensor]
+    ) -> list[tuple[torch.Tensor, Any]]:
+        """Each tensor as it travels, and what `compression` needs to undo that."""
+        with telling_others(self.kind, self.name, self.process_set):
+            if not (hasattr(compression, "compress") and hasattr(compression, "decompress")):
+                raise TypeError(
+                    f"compression should be one of hvd.Compression, or a Compressor, and is {compression!r}"
+                )
+            return [compression.compress(tensor) for tensor in tensors]
 
     def differentiable_op(self) -> ReduceOp:
         """The reduction, if it has a gradient; raises ``NotImplementedError`` otherwise."""

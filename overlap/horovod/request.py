@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-__all__ = ["GiveUp", "Kind", "Request", "Response", "TensorSpec"]
+__all__ = ["JOIN_NAME", "GiveUp", "Kind", "Leave", "Request", "Response", "TensorSpec"]
+
+JOIN_NAME = "join"  # there is one at a time
 
 
 class Kind(Enum):
@@ -58,6 +60,13 @@ class Request:
         """How messages call the operation."""
         where = f" in process set {self.process_set}" if self.process_set else ""
         return f"{self.kind.value} {self.name!r}{where}"
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """From a rank that asks for nothing more, because it `why`, as in "has shut down"."""
+
+    why: str
 
 
 @dataclass(frozen=True, slots=True)

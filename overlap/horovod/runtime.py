@@ -30,7 +30,7 @@ from overlap.horovod.handles import Handles
 from overlap.horovod.operation import Group, Nothing, Operation
 from overlap.horovod.pending import Pending
 from overlap.horovod.process_set import ProcessSet, global_process_set
-from overlap.horovod.request import GiveUp, Kind, Request, Response
+from overlap.horovod.request import JOIN_NAME, GiveUp, Kind, Leave, Request, Response
 from overlap.horovod.stalled import Stalled
 from overlap.horovod.stand_in import stand_in
 from overlap.session import Session
@@ -40,7 +40,7 @@ __all__ = ["Runtime"]
 log = logging.getLogger("dear")
 
 _WAIT_SECONDS = 3600.0
-_LEAVE, _END = "leave", "end"
+_SHUT_DOWN, _END = "has shut down", "end"
 _Key = tuple[int, Kind, str]
 
 
@@ -63,7 +63,7 @@ class Runtime:
         self._threads: set[int] = set()
         self._lock = threading.RLock()  # what is open, and the coordinator's table
         self._closed_by: Exception | None = None
-        self._ended = False
+        self._ended = self._gone = False
         session.watchdog.watch_names(self)
         self._thread: threading.Thread | None = None
         if self.size > 1:
@@ -92,6 +92,8 @@ class Runtime:
 
     def submit(self, request: Request, operation: Operation) -> Pending:
         """Ask for an operation. Raises ``ValueError`` while another one of the same kind and name is under way."""
+        if request.kind is not Kind.JOIN:
+            self._session.roll.check()
         pending = Pending(request, operation)
         key = _key(request)
         refused = self._open.get(key)
@@ -117,6 +119,11 @@ class Runtime:
                 return
         self.submit(request, Nothing())
 
+    @property
+    def joining(self) -> Pending | None:
+        """This rank's join(), until every rank has called it."""
+        return self._open.get((0, Kind.JOIN, JOIN_NAME))
+
     def remember(self, number: int, process_set: ProcessSet) -> None:
         """From now on `process_set` is the set with this number, until it is removed or the session ends."""
         self._registered[number] = process_set
@@ -131,14 +138,14 @@ class Runtime:
     # - What the watchdog asks
 
     def pending(self) -> list[Any]:
-        """What this rank has asked for and is not decided.
+        """What this rank has asked for and is not decided, but for join(), in which nobody is late.
 
         What is decided shows as operations of a communicator; those of process sets are listed here.
         """
         with self._lock:
             running = [work for comm in self._set_communicators() for work in comm.pending()]
             if self._coordinator is None:
-                return [*self._open.values(), *running]
+                return [*(open_ for open_ in self._open.values() if open_.request.kind is not Kind.JOIN), *running]
             return [*self._stalled(mine=True), *running]
 
     def asked_by_others(self) -> list[Stalled]:
@@ -148,7 +155,8 @@ class Runtime:
 
     def _stalled(self, mine: bool) -> list[Stalled]:
         missing = [] if self._coordinator is None else self._coordinator.missing()
-        return [Stalled(waiting, absent) for waiting, absent in missing if (self.rank in waiting.requests) is mine]
+        late = [(waiting, absent) for waiting, absent in missing if waiting.kind is not Kind.JOIN]
+        return [Stalled(waiting, absent) for waiting, absent in late if (self.rank in waiting.requests) is mine]
 
     def lines(self) -> dict[str, Line]:
         """How far this rank has come on the communicators of process sets."""
@@ -189,7 +197,7 @@ class Runtime:
             if self._closed_by is None:
                 self._closed_by = HorovodInternalError("the session was shut down")
         if self._thread is not None:
-            self._tell(0, _LEAVE)
+            self._leave(_SHUT_DOWN)
             self._thread.join()
         self._fail_open(HorovodInternalError("the session was shut down before every rank had asked for it"))
         for number in list(self._registered):
@@ -233,9 +241,10 @@ class Runtime:
             if isinstance(message, GiveUp):
                 decided = table.give_up(message.reason)
             else:
-                decided = table.leave(sender) if message == _LEAVE else table.submit(sender, message)
+                leaves = isinstance(message, Leave)
+                decided = table.leave(sender, message.why) if leaves else table.submit(sender, message)
         self._publish(decided)
-        if message == _LEAVE and self._coordinator.everybody_left:
+        if isinstance(message, Leave) and self._coordinator.everybody_left:
             for rank in range(1, self.size):
                 self._tell(rank, _END)
             self._ended = True
@@ -263,10 +272,26 @@ class Runtime:
             works = operation.start(response, self._groups[response.request.process_set])
             if pending is not None:
                 pending.issued(works)
-        except Exception as error:  # of this rank alone, such as no memory; the others are told by the watchdog
-            log.error("rank %d: %s could not be started: %s", self.rank, response.request.title, error)
+        except Exception as error:  # of this rank alone, such as no memory: it is one operation behind the others now
+            text = f"{response.request.title} could not be started on rank {self.rank}: {error}"
+            log.error("%s", text)
             if pending is not None:
                 pending.fail(error)
+            self._fall_out(text)
+
+    def _fall_out(self, text: str) -> None:
+        """Take part in nothing more. Whoever waits in what this rank does not issue is ended by the watchdog."""
+        with self._lock:
+            self._closed_by = HorovodInternalError(text)
+        self._fail_open(self._closed_by)
+        self._leave(f"has failed ({text})")
+        self._session.watchdog.leaving()
+
+    def _leave(self, why: str) -> None:
+        """Once; who fell out has left already."""
+        if not self._gone:
+            self._gone = True
+            self._tell(0, Leave(why))
 
     def _change_groups(self, response: Response) -> None:
         request, number = response.request, response.number

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 
 from comm_core import ReduceOp
 from overlap.horovod.allgather import allgather_async
+from overlap.horovod.asking import telling_others
 from overlap.horovod.process_set import ProcessSet, global_process_set
 from overlap.horovod.reduction import resolve
+from overlap.horovod.request import Kind
 from overlap.horovod.waiting import synchronize
 
 __all__ = ["sparse_allreduce_async"]
@@ -24,19 +27,16 @@ def sparse_allreduce_async(
     Returns, as in Horovod, a function: calling it waits, and gives an uncoalesced sparse tensor of the same shape. On
     every rank of `process_set`. Raises ``ValueError`` for another layout or another `op`.
     """
-    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.sparse_coo:
-        kind = tensor.layout if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-        raise ValueError(
-            f"sparse_allreduce_async takes a sparse COO tensor and was given {kind}; see allreduce_async()"
-        )
-    wanted = resolve(op)
-    if wanted not in (ReduceOp.SUM, ReduceOp.AVG):
-        raise ValueError(f"sparse tensors can be summed or averaged; op is {wanted.name}")
+    names = [f"{name}.{part}" for part in ("indices", "values", "ranks")]
+    with ExitStack() as refused:  # of all three, as the others wait for all: the average's is the last
+        for part in names if op in (None, ReduceOp.AVG) else names[:2]:
+            refused.enter_context(telling_others(Kind.ALLGATHER, part, process_set))
+        wanted = _checked(tensor, op)
     source = tensor.detach()
-    indices = allgather_async(source._indices().t().contiguous(), f"{name}.indices", process_set)
-    values = allgather_async(source._values(), f"{name}.values", process_set)
+    indices = allgather_async(source._indices().t().contiguous(), names[0], process_set)
+    values = allgather_async(source._values(), names[1], process_set)
     # One from every rank that has not joined: an average is over these, and each may have no row at all.
-    ranks = allgather_async(torch.ones(1), f"{name}.ranks", process_set) if wanted is ReduceOp.AVG else None
+    ranks = allgather_async(torch.ones(1, device="cpu"), names[2], process_set) if wanted is ReduceOp.AVG else None
 
     def result() -> torch.Tensor:
         found = synchronize(values)
@@ -45,3 +45,15 @@ def sparse_allreduce_async(
         return torch.sparse_coo_tensor(synchronize(indices).t(), found, source.shape, check_invariants=False)
 
     return result
+
+
+def _checked(tensor: torch.Tensor, op: Any) -> ReduceOp:
+    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.sparse_coo:
+        kind = tensor.layout if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+        raise ValueError(
+            f"sparse_allreduce_async takes a sparse COO tensor and was given {kind}; see allreduce_async()"
+        )
+    wanted = resolve(op)
+    if wanted not in (ReduceOp.SUM, ReduceOp.AVG):
+        raise ValueError(f"sparse tensors can be summed or averaged; op is {wanted.name}")
+    return wanted

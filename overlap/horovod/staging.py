@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import torch
 
 from comm_core import InvalidUsage, ReduceOp, Unsupported
+from overlap.broadcast import overwrite
 from overlap.checks import wire_form
 from overlap.horovod.request import TensorSpec
 
-__all__ = ["check_reducible", "dtype_of", "own_copy", "plain", "scale_", "spec_of", "tensors_of"]
+__all__ = ["check_reducible", "dtype_of", "own_copy", "plain", "put_back", "scale_", "spec_of", "tensors_of"]
 
 
-def tensors_of(what: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors of a group. Raises where one is none, sparse, or without values (on the meta device)."""
-    if isinstance(tensors, torch.Tensor) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
+def tensors_of(what: str, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors of a group. Raises where one is none, sparse, quantized, or without values (on the meta device)."""
+    given = [] if isinstance(tensors, torch.Tensor) else list(tensors)  # once: it may be a generator
+    if isinstance(tensors, torch.Tensor) or not all(isinstance(tensor, torch.Tensor) for tensor in given):
         raise TypeError(f"{what} takes tensors and was given {_types(tensors)}")
-    for tensor in tensors:
+    for tensor in given:
         if tensor.is_nested:
             raise InvalidUsage(
                 f"{what} takes dense tensors and was given a nested one; gather its values and its sizes"
@@ -26,9 +28,14 @@ def tensors_of(what: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]
             raise InvalidUsage(
                 f"{what} takes dense tensors and was given {tensor.layout}; see sparse_allreduce_async()"
             )
+        if tensor.is_quantized:
+            raise InvalidUsage(
+                f"{what} takes dense tensors and was given a quantized one, whose scale may differ between ranks; "
+                "dequantize() it"
+            )
         if tensor.is_meta:
             raise InvalidUsage(f"{what} was given a tensor on the meta device, which has no values")
-    return list(tensors)
+    return given
 
 
 def _types(tensors: object) -> str:
@@ -69,6 +76,14 @@ def check_reducible(what: str, tensor: torch.Tensor, op: ReduceOp, *factors: flo
     wire_form(what, "tensor", torch.empty(0, dtype=tensor.dtype, device="cpu"), op)
 
 
+@torch.inference_mode()  # as `scale_`
+def put_back(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Copy `values` (same shape) into the caller's `tensor`."""
+    overwrite(tensor, values)
+
+
+# In place also where the script made the tensor in inference mode, which another thread is not in, or has left it since.
+@torch.inference_mode()
 def scale_(tensor: torch.Tensor, factor: float) -> None:
     """Multiply in place; whole numbers in fp64, cut off towards zero."""
     if factor == 1.0:

@@ -7,7 +7,7 @@ from typing import Any
 from overlap.horovod.asking import ask, latest, operation_name, runtime
 from overlap.horovod.operation import Group, Nothing, Operation
 from overlap.horovod.process_set import ProcessSet, global_process_set
-from overlap.horovod.request import Kind, Request
+from overlap.horovod.request import JOIN_NAME, Kind, Request
 from overlap.session import current
 
 __all__ = ["barrier", "join", "poll", "synchronize"]
@@ -49,12 +49,20 @@ def join(device: int = -1) -> int:
         device: in Horovod, where the zeros are made; here they live on the CPU wherever others' tensors are, so -1 and
             every GPU's number mean the same.
 
-    Returns the last rank to come here.
+    Returns the last rank to come here. Where it raises (:class:`overlap.roll.CannotJoin`: what another rank does next needs
+    this one), nothing goes on until every rank has called it; called again here, it waits for that.
     """
     if not isinstance(device, int) or device < -1:
         raise ValueError(f"device should be a GPU's number or -1 and is {device!r}")
-    pending = runtime().submit(Request(Kind.JOIN, "join"), Nothing())
-    for participant in list(current().participants):
-        participant.join()
+    found, roll = runtime(), current().roll
+    pending = found.joining if roll.out else None
+    if pending is None:
+        pending = found.submit(Request(Kind.JOIN, JOIN_NAME), Nothing())
+        try:
+            for participant in list(current().participants):
+                participant.join()
+        except BaseException as error:
+            roll.stay_out(error, pending.done)
+            raise
     last: int = pending.wait()
     return last

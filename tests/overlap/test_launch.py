@@ -12,6 +12,7 @@ OMPI = {
     "OMPI_COMM_WORLD_LOCAL_RANK": "0",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
 }
+SRUN = {"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "5"}
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "3"}
 
 
@@ -21,11 +22,15 @@ TORCHRUN = {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE
         ({}, Launcher.SINGLE, 0, 1),
         (OMPI, Launcher.MPI, 2, 4),
         ({"PMI_SIZE": "2", "PMI_RANK": "1"}, Launcher.MPI, 1, 2),
-        ({"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "5"}, Launcher.MPI, 5, 8),
+        (SRUN, Launcher.MPI, 5, 8),
         ({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, Launcher.SINGLE, 0, 1),  # sbatch without srun
         (TORCHRUN, Launcher.TORCHRUN, 1, 3),
         ({**OMPI, **TORCHRUN}, Launcher.MPI, 2, 4),
         ({**OMPI, "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0", **TORCHRUN}, Launcher.TORCHRUN, 1, 3),
+        ({**OMPI, **TORCHRUN, "DEAR_BACKEND": ""}, Launcher.MPI, 2, 4),
+        ({**OMPI, **TORCHRUN, "TORCHELASTIC_RUN_ID": "none"}, Launcher.TORCHRUN, 1, 3),
+        ({**SRUN, **TORCHRUN, "TORCHELASTIC_RUN_ID": "none"}, Launcher.TORCHRUN, 1, 3),  # one torchrun for each host
+        ({**OMPI, "RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "none"}, Launcher.MPI, 2, 4),
         ({**OMPI, **TORCHRUN, "DEAR_BACKEND": "torch"}, Launcher.TORCHRUN, 1, 3),
         ({**OMPI, "DEAR_BACKEND": "single"}, Launcher.SINGLE, 0, 1),
     ],

@@ -73,6 +73,17 @@ def test_averages_of_floats_of_whole_numbers_and_of_halves_that_would_overflow()
     assert torch.equal(hvd.allreduce(torch.full((3,), 60000.0).half()), torch.full((3,), 60000.0).half())
 
 
+@pytest.mark.parametrize(("dtype", "large"), [(torch.uint8, 200), (torch.int8, -100), (torch.int16, 30_000)])
+def test_averages_of_small_numbers_whose_sum_is_none(dtype: torch.dtype, large: int) -> None:
+    rows = torch.full((8, 2), large, dtype=dtype)
+    assert torch.equal(hvd.allreduce(rows), rows)
+    assert torch.equal(hvd.allreduce_(rows.clone()), rows)
+    assert all(torch.equal(one, rows) for one in hvd.grouped_allreduce([rows, rows]))
+    mine = hvd.reducescatter(rows)
+    assert mine.dtype is dtype
+    assert torch.equal(mine, torch.full_like(mine, large))
+
+
 def test_booleans() -> None:
     mine = torch.tensor([hvd.rank() == 0, True, False])
     assert hvd.allreduce(mine, op=hvd.Sum).tolist() == [True, True, False]
@@ -175,6 +186,17 @@ def test_groups() -> None:
     handles = [hvd.grouped_allgather_async(matrices), hvd.grouped_reducescatter_async(matrices, op=hvd.Sum)]
     assert [len(hvd.synchronize(handle)) for handle in handles] == [len(matrices)] * 2
     assert hvd.grouped_allreduce([]) == []
+
+
+def test_groups_from_an_iterator() -> None:
+    for call in (hvd.grouped_allreduce, hvd.grouped_allreduce_):
+        assert [one.tolist() for one in call((torch.ones(2) for _ in range(2)), op=hvd.Sum)] == [[hvd.size()] * 2] * 2
+    for call in (hvd.grouped_allreduce_async, hvd.grouped_allreduce_async_, hvd.grouped_reducescatter_async):
+        found = hvd.synchronize(call(map(torch.ones, (4, 8)), op=hvd.Sum))
+        assert [set(one.tolist()) for one in found] == [{hvd.size()}] * 2
+    assert [one.tolist() for one in hvd.synchronize(hvd.grouped_allgather_async(map(torch.ones, (1, 1))))] == [
+        [1.0] * hvd.size()
+    ] * 2
 
 
 @pytest.mark.parametrize("compression", [hvd.Compression.none, hvd.Compression.fp16, hvd.Compression.bf16])

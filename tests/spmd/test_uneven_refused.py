@@ -25,22 +25,39 @@ def _session() -> None:
     dear.init()
 
 
-def _end_of_a_failed_join(joined: bool) -> None:
-    """A rank whose join() raised counts as joined until the others have called it too."""
+def _end_of_a_failed_join(joined: bool, again: bool = False, meanwhile: Callable[[], Any] = dear.barrier) -> None:
+    """A rank whose join() raised counts as joined until the others have called it too, or all do."""
+    current().control.barrier()  # of what is not asked for by name
+    with contextlib.suppress(CannotJoin):
+        while True:  # news of it may be on their way
+            current().roll.check()
+    with pytest.raises(CannotJoin, match=r"join\(\) has failed on rank \d, and nothing goes on"):
+        meanwhile()
     current().control.barrier()
-    if not joined:
+    if not joined or again:
         dear.join()
     current().control.barrier()
-    while runtime().pending():
+    while runtime().undecided:
         time.sleep(0.001)
+    assert dear.allreduce(torch.tensor([dear.rank() + 1]), op=dear.Sum).item() == sum(range(dear.size() + 1))
 
 
-def _refused(run: Run, joined: bool, message: str, act: Callable[[], Any]) -> None:
-    """On a rank that has joined join() raises; on the others `act` does."""
+def _refused(
+    run: Run,
+    joined: bool,
+    message: str,
+    act: Callable[[], Any],
+    again: bool = False,
+    meanwhile: Callable[[], Any] = dear.barrier,
+) -> None:
+    """On a rank that has joined join() raises; on the others `act` does; and then, on all, whatever is done `meanwhile`.
+
+    `again`: all of them call join() after it, and not only those who have not.
+    """
     if dear.size() > 1:
         with pytest.raises(CannotJoin, match=message):
             dear.join() if joined else act()
-        _end_of_a_failed_join(joined)
+        _end_of_a_failed_join(joined, again, meanwhile)
 
 
 @pytest.mark.parametrize("strategy", ["dear", "wfbp"])
@@ -84,6 +101,33 @@ def test_what_joined_ranks_cannot_follow_is_refused_on_all_ranks(what: str) -> N
     }[what]
     message = rf"{what}\(\) needs every rank, and ranks \[0\] have joined"
     _refused(run, joined, message, lambda: getattr(run.optimizer, what)(argument))
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("strategy", ["dear", "wfbp", "bytescheduler"])
+def test_who_catches_that_a_join_has_failed_cannot_train_before_all_have_joined(strategy: str, again: bool) -> None:
+    run, joined = _two(strategy)[0], dear.rank() == dear.size() - 1
+    _backward(run, run.batch(0))
+    run.optimizer.step()
+    state = run.optimizer.state_dict()
+
+    def load() -> None:
+        while not current().roll.joined_now:
+            time.sleep(0.001)
+        run.optimizer.load_state_dict(state)
+
+    def one_more_step() -> None:
+        _backward(run, run.batch(1))
+        run.optimizer.step()
+
+    _refused(run, joined, r"load_state_dict\(\) needs every rank", load, again, one_more_step)
+    follower, _ = _two(strategy)
+    _backward(follower, follower.batch(0))
+    follower.optimizer.step()
+    follower.optimizer.synchronize()
+    for parameter in follower.model.parameters():
+        everywhere = dear.allgather(parameter.detach().unsqueeze(0))
+        assert all(torch.equal(one, parameter) for one in everywhere)
 
 
 def test_batch_norm_over_all_ranks_cannot_go_on() -> None:

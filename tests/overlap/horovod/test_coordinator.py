@@ -142,17 +142,17 @@ def test_join_is_answered_with_the_last_rank_once_everything_before_it_is_done()
 def test_what_waits_for_a_rank_that_has_shut_down_is_answered_at_once() -> None:
     coordinator = Coordinator(2)
     coordinator.submit(0, _ask("x"))
-    assert "rank 1 has shut down" in _error(coordinator.leave(1))
+    assert "rank 1 has shut down" in _error(coordinator.leave(1, "has shut down"))
     assert "rank 1 has shut down" in _error(coordinator.submit(0, _ask("y")))
     assert not coordinator.everybody_left
-    coordinator.leave(0)
+    coordinator.leave(0, "has shut down")
     assert coordinator.everybody_left
 
 
 def test_a_rank_that_asked_before_it_left_still_takes_part() -> None:
     coordinator = Coordinator(2)
     coordinator.submit(1, _ask("x"))
-    assert coordinator.leave(1) == []
+    assert coordinator.leave(1, "has shut down") == []
     assert _titles(coordinator.submit(0, _ask("x"))) == ["x"]
 
 
@@ -184,6 +184,14 @@ def test_process_sets_come_and_go() -> None:
     assert "removed" in _error(coordinator.submit(0, _ask("x", process_set=1)))
 
 
+def test_a_factor_that_is_no_number_is_the_same_on_all_ranks() -> None:
+    coordinator = Coordinator(2)
+    factors = {"prescale": float("nan"), "postscale": float("nan")}
+    coordinator.submit(0, Request(Kind.ALLREDUCE, "x", **factors))
+    ((_, response),) = coordinator.submit(1, Request(Kind.ALLREDUCE, "x", **{k: float("nan") for k in factors}))
+    assert not response.error
+
+
 def test_who_is_missing_is_known() -> None:
     now = [10.0]
     coordinator = Coordinator(3, clock=lambda: now[0])
@@ -200,7 +208,7 @@ def test_who_goes_on_after_a_join_that_failed_is_waited_for_again() -> None:
     coordinator.submit(1, Request(Kind.ADD_PROCESS_SET, "pair", ranks=(0, 1)))
     coordinator.submit(2, Request(Kind.ADD_PROCESS_SET, "pair", ranks=(0, 1)))
     assert coordinator.submit(0, JOIN) == []
-    assert "rank 2 has shut down" in _error(coordinator.leave(2))
+    assert "rank 2 has failed" in _error(coordinator.leave(2, "has failed"))
     pair = _ask("x", process_set=1)
     assert coordinator.submit(1, pair) == []
     ((_, response),) = coordinator.submit(0, pair)
