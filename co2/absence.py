@@ -30,6 +30,14 @@ class Absence:
     def place(self) -> tuple[int, int]:
         return self.events, 0
 
+    def refuse_to_send(self, event: int) -> None:
+        """As :meth:`refuse`, where all of this rank's group are sure to do it now, too.
+
+        They average gradients, and so know alike of a rank of theirs; of others, when what they have sent does not arrive.
+        """
+        if len(self._group) == 1 or not self._group.isdisjoint(self._roll.joined(self.topic)):
+            self.refuse(event)
+
     def refuse(self, event: int) -> None:
         """Raise :class:`overlap.roll.CannotJoin`, there too, if ranks have joined without a part in event `event`."""
         joined = self._roll.joined(self.topic)
@@ -42,7 +50,7 @@ class Absence:
             for number in sorted(set(joined.values())):  # each of them follows the one at its own place
                 self._roll.say(Word(self.topic, number, 0, "refused", {"text": text}), self.ranks, keep=False)
             self._refused = ""
-            raise CannotJoin(text)
+            raise self._roll.cannot_join(text)
 
     def abandon(self) -> None:
         """No round of gradients is this object's."""

@@ -131,7 +131,7 @@ class Rounds:
         self.steps, self.in_round = self.steps + 1, self.in_round + 1
         event = self.calendar.after(self.steps, self.in_round)
         if event is not Event.NOTHING:
-            self.absence.refuse(self.events)
+            self.absence.refuse_to_send(self.events)
             self.arrive(in_step=True)
             if event is Event.AVERAGE:
                 self._average(self._roster.idle)

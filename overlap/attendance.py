@@ -102,8 +102,12 @@ class Attendance:
         if present == self._comm.size:
             return 1.0
         for rank, obstacle in sorted(self._roll.obstacles(self.topic).items()):
-            raise CannotJoin(f"rank {rank} has called join(), but {obstacle}")
+            raise self.cannot_join(f"rank {rank} has called join(), but {obstacle}")
         return self._comm.size / max(present, 1)
+
+    def cannot_join(self, text: str) -> CannotJoin:
+        """What is to be raised where ranks have joined that cannot."""
+        return self._roll.cannot_join(text)
 
     @property
     def hindered(self) -> bool:
@@ -129,7 +133,7 @@ class Attendance:
         if joined and not self._roll.following:
             text = f"{what} needs every rank, and ranks {joined} have joined; call it after join()"
             self._say("refused", keep=False, text=text)
-            raise CannotJoin(text)
+            raise self.cannot_join(text)
 
     def refuse_together(self, what: str) -> None:
         """As :meth:`refuse`, on every rank that contributes, before something that waits for all ranks."""
@@ -137,4 +141,4 @@ class Attendance:
         self._comm.barrier(label=what)
         joined = sorted(set(self._roll.joined(self.topic)).intersection(self.ranks))
         if joined:
-            raise CannotJoin(f"{what} needs every rank, and ranks {joined} have joined; call it after join()")
+            raise self.cannot_join(f"{what} needs every rank, and ranks {joined} have joined; call it after join()")

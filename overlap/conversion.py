@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from overlap.attendance import Attendance
 from overlap.bucket import Slot
 from overlap.mailroom import Mailroom
-from overlap.roll import CannotJoin
 from overlap.startup import SignatureMismatch
 
 __all__ = ["Change", "Conversion", "changes", "difference"]
@@ -92,7 +91,8 @@ class Conversion:
         told = {rank: mine for rank, (round_, mine) in list(self._told.items()) if round_ == number}
         if not told:
             return
-        present = [self._ranks[index] for index in self._attendance.present(number)]
+        # Who has told of it was there, though it may have dropped the optimizer, and joined, before this rank looks.
+        present = sorted({*told, *(self._ranks[index] for index in self._attendance.present(number))})
         away = sorted(set(self._ranks).difference(present))
         problem = difference(told, present)
         if problem is not None or away:
@@ -100,7 +100,7 @@ class Conversion:
         if problem is not None:
             raise SignatureMismatch(problem)
         if away:
-            raise CannotJoin(
+            raise self._attendance.cannot_join(
                 f"parameters were converted on ranks {sorted(told)}, which every rank has to do, and ranks {away} have "
                 "joined; convert the model before or after join()"
             )

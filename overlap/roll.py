@@ -8,8 +8,8 @@ issue its part, has been told: all ranks know the same, and no message is sent w
 
 [Note: whose join has failed]
 A rank whose join() has raised follows nobody any more, and the others go on counting it as joined until they have called
-join(), too. Until then what it would send belongs to rounds that it has no part in. So nothing goes on: it raises, there
-and, once they have been told, on all ranks.
+join(), too. What it would send until then belongs to rounds that it has no part in. So nothing goes on, there and on those
+that have raised with it: each goes on when it has called join(), the one that failed again.
 
 [Note: who has joined follows words]
 What happens between a round's reductions and the next (a step, clipping, a skipped step, another optimizer's round …) is
@@ -34,7 +34,7 @@ from overlap.mailroom import Mailroom
 
 __all__ = ["CannotJoin", "News", "Roll", "Word"]
 
-_JOINED, _WORD, _FAILED = "join/joined", "join/word", "join/failed"
+_JOINED, _WORD = "join/joined", "join/word"
 _NOBODYS = ""  # the topic of words about no optimizer
 _RECEIPT_SECONDS = 600.0
 _LOOK_SECONDS = 1.0
@@ -99,14 +99,12 @@ class Roll:
             queue.Queue()
         )  # generation; a word, or a rank that has joined
         self._waiting_for_all: Word | None = None
+        self._over: set[str] = set()  # optimizers that cannot go on
         self.following = False  # this rank has joined
-        self._out: tuple[str, Callable[[], bool]] | None = (
-            None  # its join() has failed: why, and until when that counts
-        )
-        self._failed: dict[int, dict[int, str]] = defaultdict(dict)  # others', by generation and rank
+        self.failed_here = ""  # why this rank's join() has raised
+        self._failed: dict[int, str] = {}  # by rank: why others' has, as far as it was this rank that needed them
         mailroom.on(_JOINED, self._hear_joined)
         mailroom.on(_WORD, lambda _sender, letter: self._heard.put(letter))
-        mailroom.on(_FAILED, self._hear_failed)
 
     def enroll(self, optimizer: _Optimizer) -> None:
         """From now on, take part in this optimizer's rounds too, as long as it lives."""
@@ -149,40 +147,27 @@ class Roll:
             if away:
                 for rank in away:
                     self._mailroom.tell(rank, _WORD, (self._generation, word))
-                raise CannotJoin(f"{what} needs every rank, and ranks {away} have joined")
+                raise self.cannot_join(f"{what} needs every rank, and ranks {away} have joined")
             yield
         finally:
             self._waiting_for_all = None
 
     # - [Note: whose join has failed]
 
-    def stay_out(self, error: BaseException, over: Callable[[], bool]) -> None:
-        """This rank's join() has failed. `over` tells whether every rank has called it since."""
-        self._out = str(error), over
-        for rank in range(self._size):
-            if rank != self._rank:
-                self._mailroom.tell(rank, _FAILED, (self._generation - 1, str(error)))
+    def cannot_join(self, text: str) -> CannotJoin:
+        """What is to be raised where ranks have joined that cannot: their join() raises, too."""
+        self._failed |= {rank: text for rank in self.joined_now if rank not in self._failed}
+        return CannotJoin(text)
 
-    def _hear_failed(self, sender: int, letter: tuple[int, str]) -> None:
-        generation, text = letter
-        self._failed[generation][sender] = text
-
-    @property
-    def out(self) -> bool:
-        """Whether this rank's join() has failed, and not every rank has called it since."""
-        if self._out is not None and self._out[1]():
-            self._out = None
-        return self._out is not None
+    def come_back(self) -> None:
+        """This rank has called join() again, and all others have called it."""
+        self.failed_here = ""
 
     def check(self) -> None:
-        """Raise :class:`CannotJoin` where some rank's join() has failed, and not every rank has called it since."""
-        mine, failed = self._out, dict(self._failed.get(self._generation, {}))
-        if mine is not None and self.out:
-            failed[self._rank] = mine[0]
+        """Raise :class:`CannotJoin` where some rank's join() has failed, and this rank has not called it since."""
+        failed = self._failed | ({self._rank: self.failed_here} if self.failed_here else {})
         for rank, text in sorted(failed.items()):
-            raise CannotJoin(
-                f"join() has failed on rank {rank}, and nothing goes on until every rank has called it: {text}"
-            )
+            raise CannotJoin(f"join() has failed on rank {rank}, and nothing goes on until every rank calls it: {text}")
 
     def closed(self, topic: str, rounds: int) -> None:
         """So many rounds of the optimizer are behind this rank; nobody can have missed one before the last."""
@@ -193,6 +178,7 @@ class Roll:
 
     def unsay(self, topic: str) -> None:
         """The optimizer cannot go on, here or on any rank: nobody has to catch up with its round."""
+        self._over.add(topic)
         with self._lock:
             self._said = [word for word in self._said if word.topic != topic]
 
@@ -200,11 +186,14 @@ class Roll:
         """All ranks have dropped the optimizer."""
         self._behind.pop(topic, None)
         self.unsay(topic)
+        self._over.discard(topic)
 
     def _hear_joined(self, sender: int, news: News) -> list[Word]:
         with self._lock:
             self._joined[news.generation][sender] = news
-            said = [word for word in self._said if word.round >= news.rounds.get(word.topic, word.round)]
+            # What was said before this rank, too, joined: who is out of data once more has missed nothing of it.
+            missed = self._said if news.generation == self._generation else []
+            said = [word for word in missed if word.round >= news.rounds.get(word.topic, word.round)]
             if self._waiting_for_all is not None:
                 said.append(self._waiting_for_all)
         self._heard.put((news.generation, sender))
@@ -236,11 +225,14 @@ class Roll:
             for topic, optimizer in dict(self._optimizers.items()).items():
                 optimizer.arrive()  # while it is known who contributed
                 self._catch_up(topic, optimizer)
+        except BaseException as error:
+            self.failed_here = str(error) or type(error).__name__
+            raise
         finally:
             self.following = False
             with self._lock:
                 self._joined.pop(self._generation, None)
-                self._failed.pop(self._generation, None)
+                self._failed.clear()
                 self._generation += 1
                 self._said.clear()  # before all came here, as every rank has: nobody has to catch up with it any more
 
@@ -275,6 +267,8 @@ class Roll:
         if word.topic == _NOBODYS:
             raise CannotJoin(f"rank {self._rank} has joined: {word.details['text']}")
         optimizer = self._optimizers.get(word.topic)
+        if optimizer is None and word.topic in self._over:
+            return  # the others have yet to see that it is
         if optimizer is None:
             raise RuntimeError(
                 f"other ranks go on with the distributed optimizer {word.topic!r}, which is gone on rank {self._rank}, "

@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-__all__ = ["JOIN_NAME", "GiveUp", "Kind", "Leave", "Request", "Response", "TensorSpec"]
-
-JOIN_NAME = "join"  # there is one at a time
+__all__ = ["GiveUp", "Kind", "Leave", "Request", "Response", "TensorSpec"]
 
 
 class Kind(Enum):

@@ -30,7 +30,7 @@ from overlap.horovod.handles import Handles
 from overlap.horovod.operation import Group, Nothing, Operation
 from overlap.horovod.pending import Pending
 from overlap.horovod.process_set import ProcessSet, global_process_set
-from overlap.horovod.request import JOIN_NAME, GiveUp, Kind, Leave, Request, Response
+from overlap.horovod.request import GiveUp, Kind, Leave, Request, Response
 from overlap.horovod.stalled import Stalled
 from overlap.horovod.stand_in import stand_in
 from overlap.session import Session
@@ -58,6 +58,7 @@ class Runtime:
         self._coordinator = Coordinator(self.size) if self.rank == 0 else None
         self._open: dict[_Key, Pending] = {}
         self.handles = Handles()
+        self.failed_join: Pending | None = None  # while this rank should call join() again
         self._names: dict[tuple[int, Kind], Any] = defaultdict(lambda: itertools.count(1))
         self._asked = 0
         self._threads: set[int] = set()
@@ -118,11 +119,6 @@ class Runtime:
             if self._closed_by is not None or _key(request) in self._open:
                 return
         self.submit(request, Nothing())
-
-    @property
-    def joining(self) -> Pending | None:
-        """This rank's join(), until every rank has called it."""
-        return self._open.get((0, Kind.JOIN, JOIN_NAME))
 
     def remember(self, number: int, process_set: ProcessSet) -> None:
         """From now on `process_set` is the set with this number, until it is removed or the session ends."""

@@ -7,7 +7,7 @@ from typing import Any
 from overlap.horovod.asking import ask, latest, operation_name, runtime
 from overlap.horovod.operation import Group, Nothing, Operation
 from overlap.horovod.process_set import ProcessSet, global_process_set
-from overlap.horovod.request import JOIN_NAME, Kind, Request
+from overlap.horovod.request import Kind, Request
 from overlap.session import current
 
 __all__ = ["barrier", "join", "poll", "synchronize"]
@@ -50,19 +50,23 @@ def join(device: int = -1) -> int:
             every GPU's number mean the same.
 
     Returns the last rank to come here. Where it raises (:class:`overlap.roll.CannotJoin`: what another rank does next needs
-    this one), nothing goes on until every rank has called it; called again here, it waits for that.
+    this one), nothing goes on until every rank calls it, this one again.
     """
     if not isinstance(device, int) or device < -1:
         raise ValueError(f"device should be a GPU's number or -1 and is {device!r}")
     found, roll = runtime(), current().roll
-    pending = found.joining if roll.out else None
-    if pending is None:
-        pending = found.submit(Request(Kind.JOIN, JOIN_NAME), Nothing())
+    again = found.failed_join
+    pending = again or found.submit(Request(Kind.JOIN, "join"), Nothing())
+    if again is None:
         try:
             for participant in list(current().participants):
                 participant.join()
-        except BaseException as error:
-            roll.stay_out(error, pending.done)
+        except BaseException:
+            if roll.failed_here:
+                found.failed_join = pending
             raise
     last: int = pending.wait()
+    if again is not None:
+        found.failed_join = None
+        roll.come_back()
     return last

@@ -275,7 +275,7 @@ def test_joining_together_is_fine_and_alone_is_refused_everywhere() -> None:
     go_on = co2.join if co2.rank() == 1 else functools.partial(_steps, model, optimizer, range(5, 12))
     with pytest.raises(CannotJoin, match="an average of parameters needs every rank, and ranks"):
         go_on()
-    _end_of_a_failed_join(joined=co2.rank() == 1)
+    _end_of_a_failed_join()
 
 
 @pytest.mark.parametrize("behind", [0, 1, 2])
@@ -292,7 +292,7 @@ def test_joining_alone_in_a_group_is_refused_everywhere(behind: int) -> None:
     with pytest.raises(CannotJoin, match=r"an average of parameters needs every rank, and ranks \[1\] have joined"):
         go_on()
     assert optimizer._rounds.events == 0 or co2.rank() > 1
-    _end_of_a_failed_join(joined=joined)
+    _end_of_a_failed_join()
 
 
 @pytest.mark.parametrize("steps", [2, 3])
