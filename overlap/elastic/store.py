@@ -41,10 +41,11 @@ def default_directory(environ: Mapping[str, str], argv: Sequence[str]) -> Path:
 
 
 class CommitStore:
-    """Numbered snapshots in one directory, of which the newest two are kept."""
+    """Numbered snapshots in one directory, of which the newest two are kept, not counting any found unreadable."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        self._unreadable: set[int] = set()  # numbers of commits that newest() found damaged
 
     def _numbers(self) -> list[int]:
         """Of the commits that are there, newest first."""
@@ -77,7 +78,8 @@ class CommitStore:
             with contextlib.suppress(OSError):
                 partial.unlink()
             raise CommitError(f"commit {number} could not be written to {self.directory}: {error}") from error
-        for old in numbers[_KEPT - 1 :]:
+        readable = [before for before in numbers if before not in self._unreadable]
+        for old in set(numbers).difference(readable[: _KEPT - 1]):
             self._path(old).unlink(missing_ok=True)
         return number
 
@@ -99,9 +101,11 @@ class CommitStore:
             try:
                 snapshot = torch.load(self._path(number), map_location="cpu", weights_only=False)
             except Exception as error:  # a damaged file fails in many ways
+                self._unreadable.add(number)  # it must not be kept in place of an older one
                 failures.append(f"{self._path(number).name}: {error}")
                 log.warning("commit %d in %s cannot be read: %s", number, self.directory, error)
             else:
+                self._unreadable.discard(number)
                 return number, snapshot
         if failures:
             raise CommitError(f"none of the commits in {self.directory} can be read ({'; '.join(failures)})")

@@ -38,6 +38,19 @@ def test_a_damaged_commit_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptu
     assert store.newest() == (3, "third")
 
 
+def test_a_damaged_commit_is_not_kept_in_place_of_a_good_one(tmp_path: Path) -> None:
+    store = CommitStore(tmp_path)
+    store.write("first")
+    store.write("second")
+    (tmp_path / "commit-00000002.pt").write_bytes(b"half")
+    for again in CommitStore(tmp_path), store:  # as a job that is launched again finds it, and as one that goes back
+        assert again.newest() == (1, "first")
+    store.write("third")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["commit-00000001.pt", "commit-00000003.pt"]
+    (tmp_path / "commit-00000003.pt").write_bytes(b"half")
+    assert store.newest() == (1, "first")
+
+
 def test_what_cannot_be_written_leaves_the_last_commit(tmp_path: Path) -> None:
     store = CommitStore(tmp_path)
     store.write("first")
