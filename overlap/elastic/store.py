@@ -77,7 +77,7 @@ class CommitStore:
         except Exception as error:
             with contextlib.suppress(OSError):
                 partial.unlink()
-            raise CommitError(f"commit {number} could not be written to {self.directory}: {error}") from error
+            raise CommitError(f"commit {number} could not be written to {self.directory}: {_origin(error)}") from error
         readable = [before for before in numbers if before not in self._unreadable]
         for old in set(numbers).difference(readable[: _KEPT - 1]):
             self._path(old).unlink(missing_ok=True)
@@ -119,6 +119,14 @@ class CommitStore:
             partial.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # not ours alone, or not there
             self.directory.rmdir()
+
+
+def _origin(error: BaseException) -> BaseException:
+    """The error of the operating system that led to `error`, if one did: torch fails again while it closes the file."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    return cause or error
 
 
 def store_at(chosen: str | os.PathLike[str] | None) -> CommitStore:

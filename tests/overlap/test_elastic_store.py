@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,18 @@ def test_what_cannot_be_written_leaves_the_last_commit(tmp_path: Path) -> None:
     file.touch()
     with pytest.raises(CommitError, match=str(file)):
         CommitStore(file).write("nowhere")
+
+
+def test_a_disk_that_fills_up_is_what_a_failed_commit_reports(tmp_path: Path) -> None:
+    """Not what torch says when it fails to close the file after that. A limit on files' sizes stands for the disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+    try:
+        with pytest.raises(CommitError, match=r"commit 1 could not be written to .*\[Errno \d+\] File too large"):
+            CommitStore(tmp_path).write(torch.zeros(1 << 20))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_finished_job_leaves_nothing_of_its_own(tmp_path: Path) -> None:
