@@ -89,8 +89,8 @@ class ObjectState(State):
 
     Args:
         elastic_dir: where commits go, on rank 0's host (default: ``DEAR_ELASTIC_DIR``, else
-            ``.dear-elastic/SCRIPT-HASH`` below the working directory, and for a second state of a script ``2`` below
-            that, and so on).
+            ``.dear-elastic/SCRIPT-HASH`` below the working directory, and for the second state that a process makes
+            ``2`` below that, and so on).
         attributes: initial values. What has ``state_dict`` and ``load_state_dict`` (modules, optimizers, schedulers,
             scalers, :class:`ElasticSampler`) is saved and loaded through them, anything else is pickled.
     """

@@ -8,7 +8,7 @@ import logging
 import os
 import re
 import sys
-import weakref
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -132,16 +132,15 @@ def _origin(error: BaseException) -> BaseException:
 def store_at(chosen: str | os.PathLike[str] | None) -> CommitStore:
     """The store in `chosen`, or by default that of this process; wherever the script goes with ``os.chdir()`` later.
 
-    A second one by default, while the first is in use, has a directory below it: both are found again by their order.
+    The second by default has its commits in ``2`` below it, and so on, in the order in which the process makes them: the
+    next process finds each again by that, whatever was dropped, finished or never committed in between.
     """
     if chosen is not None:
         return CommitStore(Path(chosen).absolute())
-    first = default_directory(os.environ, sys.argv).absolute()
-    number = 1
-    while (directory := first if number == 1 else first / str(number)) in _in_use:
-        number += 1
-    store = _in_use[directory] = CommitStore(directory)
-    return store
+    base = default_directory(os.environ, sys.argv).absolute()
+    _made[base] += 1
+    return CommitStore(base if _made[base] == 1 else base / str(_made[base]))
 
 
-_in_use: weakref.WeakValueDictionary[Path, CommitStore] = weakref.WeakValueDictionary()
+# By default, in each directory. Of the process and not of a session: shutdown() and init() begin no other order.
+_made: Counter[Path] = Counter()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import resource
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 
+from overlap.elastic import store as module
 from overlap.elastic.sampler import order_of, part_of
 from overlap.elastic.store import CommitError, CommitStore, default_directory, store_at
 
@@ -100,20 +102,36 @@ def test_a_store_stays_where_it_was_when_the_script_goes_elsewhere(
     store.write("first")
     assert list(Path().iterdir()) == []
     monkeypatch.chdir(tmp_path)
-    del store
+    _launched_again(monkeypatch)
     assert store_at(chosen).newest() == (1, "first")
 
 
-def test_two_states_of_one_script_have_a_directory_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("DEAR_ELASTIC_DIR", raising=False)
-    monkeypatch.chdir(tmp_path)
+def _launched_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a new process: no state was made."""
+    monkeypatch.setattr(module, "_made", Counter())
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_states_of_one_script_are_found_again_by_their_order(
+    kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the script keeps them or drops each before the next, and where one never commits."""
+    monkeypatch.setenv("DEAR_ELASTIC_DIR", str(tmp_path))
+    alive: list[CommitStore] = []
     for run in ("made", "found"):
-        first, second = store_at(None), store_at(None)
-        if run == "made":
-            first.write("one")
-            second.write("two")
-        assert (first.newest(), second.newest()) == ((1, "one"), (1, "two"))
-        del first, second
+        _launched_again(monkeypatch)
+        for name in ("one", None, "three"):
+            store = store_at(None)
+            if run == "made" and name is not None:
+                store.write(name)
+            assert store.newest() == (None if name is None else (1, name))
+            if kept:
+                alive.append(store)
+            del store
+            assert store_at(tmp_path / "own").newest() is None  # one with a directory of its own does not count
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["3", "commit-00000001.pt"]
+    monkeypatch.setenv("DEAR_ELASTIC_DIR", str(tmp_path / "3"))
+    assert store_at(None).newest() == (1, "three")  # each directory has a count of its own
 
 
 def test_default_directory() -> None:
