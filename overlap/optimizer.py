@@ -146,6 +146,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def backward_passes_per_step(self) -> int:
         return self._engine.window.passes
 
+    def wraps(self, optimizer: object) -> bool:
+        """Whether `optimizer` is the one that was given to this one."""
+        return optimizer is self._optimizer
+
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Change the number of backward passes per step. Between steps, on every rank."""
         check_passes(passes)

@@ -15,7 +15,7 @@ import torch
 import dear
 from dear import elastic
 from tests.spmd.models import MODELS
-from tests.spmd.test_parity import STRATEGIES
+from tests.spmd.test_parity import WRAP
 
 
 @pytest.fixture
@@ -37,13 +37,18 @@ def _copies(model: torch.nn.Module) -> list[torch.Tensor]:
     return [value.detach().clone() for value in model.state_dict().values()]
 
 
-@pytest.mark.parametrize("strategy", ["dear", "wfbp"])
-def test_going_back_to_a_commit_repeats_the_same_steps(strategy: str, folder: Path) -> None:
+@pytest.mark.parametrize("wrapped", ["before", "after"])
+@pytest.mark.parametrize("strategy", ["dear", "dear-rb", "oss", "wfbp", "bytescheduler"])
+def test_going_back_to_a_commit_repeats_the_same_steps(strategy: str, wrapped: str, folder: Path) -> None:
+    """Whether the optimizer is wrapped before or after the state is made."""
     torch.manual_seed(1)
     model = MODELS["Mlp"]()
-    optimizer = STRATEGIES[strategy](torch.optim.Adam(model.parameters(), 0.05), model)
+    inner = torch.optim.Adam(model.parameters(), 0.05)
+    optimizer = WRAP[strategy](inner, model) if wrapped == "before" else inner
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     state = elastic.TorchState(model, optimizer, scheduler=scheduler, elastic_dir=folder, epoch=0, notes=["a"])
+    if wrapped == "after":
+        optimizer = WRAP[strategy](inner, model)
     with pytest.raises(elastic.CommitError, match="no commit"):
         state.restore()
     _step(model, optimizer, 0)
