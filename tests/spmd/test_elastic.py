@@ -109,6 +109,27 @@ def test_attributes_keep_their_type(folder: Path) -> None:
     assert state.best.epoch == 3
 
 
+@pytest.mark.parametrize("how", ["sync", "restore"])
+def test_attributes_may_be_parameters_and_tensors_of_any_kind(how: str, folder: Path) -> None:
+    """They stay what they are: what a script trains, what is sparse, a view of another one's imaginary part."""
+    mine = float(dear.rank() + 1)
+    state = elastic.ObjectState(
+        elastic_dir=folder,
+        prompt=torch.nn.Parameter(torch.full((2,), mine)),
+        graph=(torch.eye(3, device="cpu") * mine).to_sparse(),
+        phase=torch.tensor([1 + 1j * mine], device="cpu").conj().imag,
+    )
+    if how == "restore":
+        state.save()
+        state.prompt, state.graph = torch.nn.Parameter(torch.zeros(2)), None
+    getattr(state, how)()
+    assert isinstance(state.prompt, torch.nn.Parameter)
+    assert state.prompt.tolist() == [1.0, 1.0]
+    state.prompt.sum().backward()
+    assert torch.equal(state.graph.to_dense(), torch.eye(3, device="cpu"))
+    assert state.phase.tolist() == [-1.0]
+
+
 def test_samplers_learn_what_all_ranks_processed(folder: Path) -> None:
     dear.init()
     data = list(range(10 * dear.size()))
