@@ -1,4 +1,4 @@
-"""One rank's values on all ranks: tensors, parameters, optimizer state."""
+"""One rank's values on all ranks: tensors, and structures that hold some."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from overlap.communicator import Communicator
 from overlap.dense import is_dense
 from overlap.objects import broadcast_made
 
-__all__ = ["broadcast_optimizer_state", "broadcast_structure", "broadcast_tensors", "overwrite", "plant", "uproot"]
+__all__ = ["broadcast_described", "broadcast_structure", "broadcast_tensors", "overwrite", "plant", "uproot"]
 
 
 def broadcast_tensors(comm: Communicator, tensors: Sequence[torch.Tensor], root: int) -> None:
@@ -142,22 +142,17 @@ def broadcast_structure(comm: Communicator, value: Any, root: int) -> Any:
     """
     if comm.size == 1:
         return value
+    received = broadcast_described(comm, lambda tensors: uproot(value, tensors), root)
+    return value if comm.rank == root else received
+
+
+def broadcast_described(comm: Communicator, describe: Callable[[list[torch.Tensor]], Any], root: int) -> Any:
+    """What `describe` gives on the root, planted on every rank; it appends the tensors for the placeholders in there.
+
+    The root gets its own description back. On every rank of `comm`, more than one.
+    """
     tensors: list[torch.Tensor] = []
-    described = broadcast_made(comm, lambda: uproot(value, tensors), root)
-    received = value if comm.rank == root else plant(described, tensors)
+    described = broadcast_made(comm, lambda: describe(tensors), root)
+    received = described if comm.rank == root else plant(described, tensors)
     broadcast_tensors(comm, tensors, root)
     return received
-
-
-def broadcast_optimizer_state(comm: Communicator, optimizer: torch.optim.Optimizer, root: int) -> None:
-    """Give every rank the root's hyper-parameters and state, whatever it had before. On every rank of `comm`.
-
-    Follows the root's structure; never takes an optimizer step to create state, which would change parameters.
-    """
-    if not 0 <= root < comm.size:
-        raise ValueError(f"root should be a rank from 0 to {comm.size - 1} and is {root}")
-    if comm.size == 1:
-        return
-    state = broadcast_structure(comm, optimizer.state_dict() if comm.rank == root else None, root)
-    if comm.rank != root:
-        optimizer.load_state_dict(state)

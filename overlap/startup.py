@@ -7,10 +7,11 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch.nn.parameter import is_lazy
 
-from overlap.broadcast import broadcast_optimizer_state, broadcast_tensors
+from overlap.broadcast import broadcast_tensors
 from overlap.bucket import Slot
 from overlap.communicator import Communicator
 from overlap.objects import allgather_object
+from overlap.optimizer_state import broadcast_optimizer_state
 
 __all__ = ["SignatureMismatch", "collect_slots", "compare", "line", "synchronize_start"]
 

@@ -1,4 +1,4 @@
-"""What ranks begin with: rank 0's tensors of any kind; and what cannot be sent."""
+"""What ranks begin with: rank 0's buffers of any kind, and its optimizer's state, but for what cannot be sent."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import dear
 from overlap.broadcast import broadcast_structure, broadcast_tensors
 from overlap.objects import NotSent, allgather_object, broadcast_object
 from overlap.session import current
-from tests.spmd.test_contract import _loss
+from tests.spmd.test_contract import _loss, _same_everywhere
 from tests.spmd.test_parity import WRAP, _model
 
 
@@ -115,3 +115,48 @@ def test_a_tensor_that_the_root_cannot_read_fails_on_all() -> None:
     with pytest.raises(NotSent, match="rank 0 could not send an object: NotImplementedError"):
         broadcast_tensors(current().comm, tensors, 0)
     assert allgather_object(current().comm, dear.rank()) == list(range(dear.size()))
+
+
+@pytest.mark.parametrize("strategy", ["dear", "oss", "wfbp", "bytescheduler"])
+def test_what_cannot_be_pickled_stays_with_its_rank(strategy: str) -> None:
+    """A function in a parameter group, and beside a tensor in the state; all else is rank 0's."""
+    model, rank = _model("Mlp"), dear.rank()
+    parameters = list(model.parameters())
+    groups = [
+        {"params": parameters[:1], "chosen_by": lambda: rank, "lr": 0.1 * (rank + 1)},
+        {"params": parameters[1:], "weight_decay": 0.01 * (rank + 1)},
+    ]
+    inner = torch.optim.SGD(groups, 0.2, momentum=0.9)
+    first = parameters[0]
+    inner.state[first] = {
+        "momentum_buffer": torch.full_like(first, float(rank)),
+        "made_by": [lambda: rank, torch.ones(rank)],
+    }
+    optimizer = WRAP[strategy](inner, model)
+    assert inner.param_groups[0]["chosen_by"]() == rank
+    assert inner.state[first]["made_by"][0]() == rank
+    assert not inner.state[first]["momentum_buffer"].any()
+    assert inner.param_groups[0]["lr"] == 0.1
+    assert inner.param_groups[1]["weight_decay"] == 0.01
+    for step in range(3):
+        optimizer.zero_grad()
+        _loss(model, step).backward()
+        optimizer.step()
+    _same_everywhere(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
+
+
+@pytest.mark.parametrize("strategy", ["dear", "oss", "wfbp", "bytescheduler"])
+def test_ranks_out_of_data_keep_what_cannot_be_pickled(strategy: str) -> None:
+    """They take over the others' learning rate, and not the function beside it."""
+    model, rank = _model("Mlp"), dear.rank()
+    group = {"params": list(model.parameters()), "chosen_by": lambda: rank}
+    optimizer = WRAP[strategy](torch.optim.SGD([group], 0.1), model)
+    for step in range(2 + rank):
+        optimizer.zero_grad()
+        _loss(model, step).backward()
+        optimizer.param_groups[0]["lr"] = 0.1 / (1 + step)
+        optimizer.step()
+    assert dear.join() == dear.size() - 1
+    assert optimizer.param_groups[0]["chosen_by"]() == rank
+    assert optimizer.param_groups[0]["lr"] == 0.1 / (1 + dear.size())
+    _same_everywhere(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
