@@ -125,7 +125,7 @@ class Co2Optimizer(Shell):
             raise RuntimeError("gradients wait for step(): call it, or zero_grad(), before average_parameters()")
         self._rounds.average(current().control)
         if self._broadcast_buffers and self._model is not None:
-            broadcast_tensors(self._everyone, [buffer.data for buffer in self._model.buffers()], 0)
+            broadcast_tensors(self._everyone, list(self._model.buffers()), 0)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters: they take rank 0's values, and take part from the next step on. On every rank."""

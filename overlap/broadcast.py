@@ -1,4 +1,4 @@
-"""One rank's values on all ranks: tensors, parameters, optimizer state."""
+"""One rank's values on all ranks: tensors, and structures that hold some."""
 
 from __future__ import annotations
 
@@ -11,25 +11,62 @@ import torch
 
 from overlap.communicator import Communicator
 from overlap.dense import is_dense
-from overlap.objects import broadcast_object
+from overlap.objects import broadcast_made
 
-__all__ = ["broadcast_optimizer_state", "broadcast_structure", "broadcast_tensors", "overwrite", "plant", "uproot"]
+__all__ = ["broadcast_described", "broadcast_structure", "broadcast_tensors", "overwrite", "plant", "uproot"]
 
 
 def broadcast_tensors(comm: Communicator, tensors: Sequence[torch.Tensor], root: int) -> None:
-    """Overwrite `tensors` with the root's, any dtype and layout, all in flight together. On every rank of `comm`."""
+    """Overwrite `tensors` with the root's, any dtype and layout, all in flight together. On every rank of `comm`.
+
+    Sparse and quantized ones travel pickled. Raises :class:`overlap.objects.NotSent` on all ranks where one of the root's
+    cannot be read.
+    """
     if not 0 <= root < comm.size:
         raise ValueError(f"root should be a rank from 0 to {comm.size - 1} and is {root}")
     if comm.size == 1:
         return
-    inflight = []
-    for tensor in tensors:
-        staged = tensor.detach().contiguous().cpu()  # a copy where the layout is not plain
-        inflight.append((comm.broadcast_async(staged, root), staged, tensor))
-    for work, staged, tensor in inflight:
+    mine = list(tensors)
+    staged: dict[int, torch.Tensor] = {}
+
+    def stage() -> dict[int, torch.Tensor]:
+        staged.update((index, _staged(tensor)) for index, tensor in enumerate(mine) if _is_plain(tensor))
+        return {index: tensor.detach().cpu() for index, tensor in enumerate(mine) if index not in staged}
+
+    pickled = broadcast_made(comm, stage, root)  # before the first tensor: what fails in there fails everywhere
+    if comm.rank != root:
+        staged.update((index, _staged(tensor)) for index, tensor in enumerate(mine) if index not in pickled)
+    inflight = [(comm.broadcast_async(values, root), values, mine[index]) for index, values in staged.items()]
+    for work, values, tensor in inflight:
         work.wait()
-        if comm.rank != root and staged.data_ptr() != tensor.data_ptr():
-            overwrite(tensor, staged)
+        if comm.rank != root and values.data_ptr() != tensor.data_ptr():
+            overwrite(tensor.data, values)  # of which no version counter tells, as of what came without a copy
+    if comm.rank != root:
+        for index, values in pickled.items():
+            _replace(mine[index], values)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the elements are all there is to it, but for shape and strides: not so of sparse or quantized ones."""
+    return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
+
+
+def _staged(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements on the CPU, one after the other; a copy where they do not lie like that."""
+    return _resolved(tensor).contiguous().cpu()
+
+
+def _resolved(tensor: torch.Tensor) -> torch.Tensor:
+    """A view, or a copy where conjugation or negation is still to be done."""
+    return tensor.detach().resolve_conj().resolve_neg()
+
+
+@torch.no_grad()
+def _replace(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Make a tensor that is not plain the same as `values`, which may have another number of elements."""
+    if tensor.layout is values.layout and tensor.layout not in (torch.strided, torch.sparse_coo):
+        tensor.resize_as_sparse_(values)
+    tensor.copy_(values.to(tensor.device))
 
 
 @torch.no_grad()
@@ -44,27 +81,39 @@ def overwrite(tensor: torch.Tensor, values: torch.Tensor) -> None:
 
 @dataclass(frozen=True)
 class _Placeholder:
-    """Stands for a tensor in a structure that travels without its tensors."""
+    """Stands for a tensor in a structure that travels without its tensors, but for those that are not plain."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     device_type: str
+    is_parameter: bool
+    requires_grad: bool
+    content: torch.Tensor | None
 
 
 def uproot(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """A copy of `value` with placeholders for its tensors, which are appended to `tensors`."""
+    """A copy of `value` with placeholders for its tensors, which are appended to `tensors`; sparse ones stay inside."""
     if isinstance(value, torch.Tensor):
-        tensors.append(value.detach())
-        return _Placeholder(tuple(value.shape), value.dtype, value.device.type)
+        content = None if _is_plain(value) else value.detach().cpu()
+        if content is None:
+            tensors.append(_resolved(value))
+        is_parameter = isinstance(value, torch.nn.Parameter)
+        shape = () if value.is_nested else tuple(value.shape)
+        return _Placeholder(shape, value.dtype, value.device.type, is_parameter, value.requires_grad, content)
     return _rebuilt(value, lambda item: uproot(item, tensors))
 
 
 def plant(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """A copy of `value` with new tensors for its placeholders; they are appended to `tensors`, to be filled."""
+    """A copy of `value` with new tensors for its placeholders; their memory is appended to `tensors`, to be filled."""
     if isinstance(value, _Placeholder):
-        tensor = torch.empty(value.shape, dtype=value.dtype, device=value.device_type)
-        tensors.append(tensor)
-        return tensor
+        if value.content is None:
+            tensor = torch.empty(value.shape, dtype=value.dtype, device=value.device_type)
+            tensors.append(tensor)
+        else:
+            tensor = value.content.to(value.device_type)
+        if value.is_parameter:
+            return torch.nn.Parameter(tensor, value.requires_grad)
+        return tensor.detach().requires_grad_() if value.requires_grad else tensor
     return _rebuilt(value, lambda item: plant(item, tensors))
 
 
@@ -88,27 +137,22 @@ def _rebuilt(value: Any, replace: Callable[[Any], Any]) -> Any:
 def broadcast_structure(comm: Communicator, value: Any, root: int) -> Any:
     """The root's nested dicts, lists and tuples with the tensors in them, on every rank; new tensors elsewhere.
 
-    What is no tensor travels pickled. The others' `value` does not matter. On every rank of `comm`.
+    What is no tensor travels pickled. The others' `value` does not matter. On every rank of `comm`. Raises
+    :class:`overlap.objects.NotSent` on all of them where something cannot be sent.
     """
     if comm.size == 1:
         return value
+    received = broadcast_described(comm, lambda tensors: uproot(value, tensors), root)
+    return value if comm.rank == root else received
+
+
+def broadcast_described(comm: Communicator, describe: Callable[[list[torch.Tensor]], Any], root: int) -> Any:
+    """What `describe` gives on the root, planted on every rank; it appends the tensors for the placeholders in there.
+
+    The root gets its own description back. On every rank of `comm`, more than one.
+    """
     tensors: list[torch.Tensor] = []
-    structure = uproot(value, tensors) if comm.rank == root else None
-    structure = broadcast_object(comm, structure, root)
-    received = value if comm.rank == root else plant(structure, tensors)
+    described = broadcast_made(comm, lambda: describe(tensors), root)
+    received = described if comm.rank == root else plant(described, tensors)
     broadcast_tensors(comm, tensors, root)
     return received
-
-
-def broadcast_optimizer_state(comm: Communicator, optimizer: torch.optim.Optimizer, root: int) -> None:
-    """Give every rank the root's hyper-parameters and state, whatever it had before. On every rank of `comm`.
-
-    Follows the root's structure; never takes an optimizer step to create state, which would change parameters.
-    """
-    if not 0 <= root < comm.size:
-        raise ValueError(f"root should be a rank from 0 to {comm.size - 1} and is {root}")
-    if comm.size == 1:
-        return
-    state = broadcast_structure(comm, optimizer.state_dict() if comm.rank == root else None, root)
-    if comm.rank != root:
-        optimizer.load_state_dict(state)

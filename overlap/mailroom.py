@@ -6,6 +6,7 @@ what the others are doing. Handlers run on the mailroom's thread and must not is
 
 from __future__ import annotations
 
+import io
 import itertools
 import logging
 import pickle
@@ -55,14 +56,15 @@ class Mailroom:
     def ask(self, rank: int, topic: str, question: Any = None) -> Future[Any]:
         """Post a question; the future holds the answer, or :class:`NoAnswer`."""
         number = next(self._numbers)
+        letter = _letter("ask", number, topic, question)
         future: Future[Any] = Future()
         self._answers[number] = future
-        self._comm.post(rank, pickle.dumps(("ask", number, topic, question)))
+        self._comm.post(rank, letter)
         return future
 
     def tell(self, rank: int, topic: str, news: Any = None) -> None:
         """Post something that needs no answer."""
-        self._comm.post(rank, pickle.dumps(("tell", 0, topic, news)))
+        self._comm.post(rank, _letter("tell", 0, topic, news))
 
     @staticmethod
     def wait(future: Future[Any], rank: int, topic: str, timeout: float | None) -> Any:
@@ -83,31 +85,48 @@ class Mailroom:
                 self._open(*letter)
 
     def _open(self, sender: int, payload: bytes) -> None:
-        kind, number, topic, content = pickle.loads(payload)
+        file = io.BytesIO(payload)
+        kind, number, topic = pickle.load(file)
         if kind == "wake":
             return
         if kind == "answer":
-            future = self._answers.pop(number, None)
-            if future is None:
-                return
-            good, value = content
-            if good:
-                future.set_result(value)
-            else:
-                future.set_exception(NoAnswer(f"rank {sender} could not answer {topic!r}: {value}"))
+            self._take(sender, number, topic, file)
             return
         try:
+            content = pickle.load(file)
             handler = self._handlers.get(topic)
             if handler is None:
                 raise LookupError(f"no handler for {topic!r}")
-            answer = (True, handler(sender, content))
-        except Exception as error:
-            answer = (False, f"{type(error).__name__}: {error}")
+            reply = _letter("answer", number, topic, (True, handler(sender, content)))
+        except Exception as error:  # of the handler, or of pickle: the thread has others to answer
+            log.debug("rank %d: %s %r of rank %d", self._comm.rank, kind, topic, sender, exc_info=True)
+            reply = _letter("answer", number, topic, (False, f"{type(error).__name__}: {error}"))
         if kind == "ask":
-            self._comm.post(sender, pickle.dumps(("answer", number, topic, answer)))
+            self._comm.post(sender, reply)
+
+    def _take(self, sender: int, number: int, topic: str, file: io.BytesIO) -> None:
+        future = self._answers.pop(number, None)
+        if future is None:
+            return
+        try:
+            good, value = pickle.load(file)
+        except Exception as error:
+            good, value = False, f"its answer cannot be read here: {type(error).__name__}: {error}"
+        if good:
+            future.set_result(value)
+        else:
+            future.set_exception(NoAnswer(f"rank {sender} could not answer {topic!r}: {value}"))
 
     def close(self) -> None:
         self._closing.set()
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._comm.post(self._comm.rank, pickle.dumps(("wake", 0, "", None)))
+            self._comm.post(self._comm.rank, _letter("wake", 0, "", None))
             self._thread.join(_JOIN_SECONDS)
+
+
+def _letter(kind: str, number: int, topic: str, content: Any) -> bytes:
+    """What it is about comes first, by itself: that can be read where the content cannot."""
+    file = io.BytesIO()
+    pickle.dump((kind, number, topic), file)
+    pickle.dump(content, file)
+    return file.getvalue()

@@ -38,7 +38,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             alone, and keeps its state per parameter, so that its work may be split; None decides by its exact type.
         per_parameter: the same promise for whole parameters, to strategies that give those to ranks (``oss``); raises
             with others.
-        sync_start: take rank 0's parameters, buffers and optimizer state at construction.
+        sync_start: take rank 0's parameters, buffers and optimizer state at construction, but for what cannot be pickled.
         poison: fill parameters that are not gathered yet with NaN, so that a missed wait shows
             (default: environment variable ``DEAR_POISON=1``).
         groups_of: among which ranks gradients are averaged, where that is not `arguments.process_set`; called once, on
@@ -145,6 +145,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
     @property
     def backward_passes_per_step(self) -> int:
         return self._engine.window.passes
+
+    def wraps(self, optimizer: object) -> bool:
+        """Whether `optimizer` is the one that was given to this one."""
+        return optimizer is self._optimizer
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Change the number of backward passes per step. Between steps, on every rank."""

@@ -45,6 +45,11 @@ class Registry:
         """Those that live on this rank."""
         return [optimizer for reference, _ in self._entries.values() if (optimizer := reference()) is not None]
 
+    def shell_of(self, optimizer: Any) -> Any:
+        """The distributed optimizer made last that wraps `optimizer` on this rank; `optimizer` itself where none does."""
+        shells = [shell for shell in self.optimizers if shell.wraps(optimizer)]
+        return shells[-1] if shells else optimizer
+
     def register(self, optimizer: Any, owner: Owner) -> str:
         """Remember an optimizer, and `owner` until all ranks have dropped it; its topic for the mailroom. On every rank."""
         self._registered += 1

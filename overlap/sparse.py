@@ -28,9 +28,15 @@ def find_sparse(comm: Communicator, slots: Sequence[Slot], model: torch.nn.Modul
     """Indices of slots with sparse gradients: some rank has one, or a module of `model` announces it. On every rank."""
     mine = {s.index for s in slots if s.param.grad is not None and s.param.grad.layout is torch.sparse_coo}
     modules = () if model is None else model.modules()
-    declared = {id(m.weight) for m in modules if getattr(m, "sparse", False) and hasattr(m, "weight")}
+    declared = {id(m.weight) for m in modules if _announces(m) and hasattr(m, "weight")}
     mine |= {slot.index for slot in slots if id(slot.param) in declared}
     return set().union(*allgather_object(comm, mine))
+
+
+def _announces(module: torch.nn.Module) -> bool:
+    """As ``nn.Embedding`` does; what other modules call `sparse` may be anything, a buffer too."""
+    announced = getattr(module, "sparse", False)
+    return isinstance(announced, int) and bool(announced)
 
 
 def refuse_sparse(slot: Slot) -> None:

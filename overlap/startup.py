@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
 
-from overlap.broadcast import broadcast_optimizer_state, broadcast_tensors
+from overlap.broadcast import broadcast_tensors
 from overlap.bucket import Slot
 from overlap.communicator import Communicator
 from overlap.objects import allgather_object
+from overlap.optimizer_state import broadcast_optimizer_state
 
 __all__ = ["SignatureMismatch", "collect_slots", "compare", "line", "synchronize_start"]
 
@@ -109,10 +109,9 @@ def synchronize_start(
     if comm.size == 1:
         return
     compare("model and optimizer", allgather_object(comm, _signature(optimizer, slots)))
-    tensors: dict[int, Any] = {id(slot.param): slot.param.data for slot in slots}
+    tensors: dict[int, torch.Tensor] = {id(slot.param): slot.param for slot in slots}
     if model is not None:
-        for value in (*model.parameters(), *model.buffers()):
-            tensors.setdefault(id(value), value.data)
+        tensors.update((id(value), value) for value in (*model.parameters(), *model.buffers()))
     broadcast_tensors(comm, list(tensors.values()), 0)
     if state:
         broadcast_optimizer_state(comm, optimizer, 0)

@@ -28,6 +28,7 @@ from overlap.communicator import ReduceOp
 from overlap.elementwise import decides_by_loss
 from overlap.engine import Engine
 from overlap.listed import listed
+from overlap.objects import is_picklable
 from overlap.shard_update import unhooked_step
 from overlap.state_share import StateShare
 
@@ -234,10 +235,12 @@ class Stepper:
 
 
 def hyper_parameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Of each group, as they are now."""
+    """Of each group, as they are now, to be sent: a function in a group stays with its rank."""
     return [
-        {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in given.items()}
-        for given in (
-            {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
-        )
+        {
+            key: value.clone() if isinstance(value, torch.Tensor) else value
+            for key, value in group.items()
+            if key != "params" and (isinstance(value, torch.Tensor) or is_picklable(value))
+        }
+        for group in optimizer.param_groups
     ]

@@ -89,8 +89,8 @@ class ObjectState(State):
 
     Args:
         elastic_dir: where commits go, on rank 0's host (default: ``DEAR_ELASTIC_DIR``, else
-            ``.dear-elastic/SCRIPT-HASH`` below the working directory, and for a second state of a script ``2`` below
-            that, and so on).
+            ``.dear-elastic/SCRIPT-HASH`` below the working directory, and for the second state that a process makes
+            ``2`` below that, and so on).
         attributes: initial values. What has ``state_dict`` and ``load_state_dict`` (modules, optimizers, schedulers,
             scalers, :class:`ElasticSampler`) is saved and loaded through them, anything else is pickled.
     """
@@ -108,7 +108,7 @@ class ObjectState(State):
         values = {}
         for name in self._names:
             value = getattr(self, name)
-            values[name] = value.state_dict() if _is_stateful(value) else value
+            values[name] = _live(value).state_dict() if _is_stateful(value) else value
         return {"world_size": current().comm.size, "values": values}
 
     def _apply(self, snapshot: dict[str, Any]) -> None:
@@ -121,7 +121,7 @@ class ObjectState(State):
         for name in self._names:
             mine = getattr(self, name)
             if _is_stateful(mine):
-                mine.load_state_dict(values[name])
+                _live(mine).load_state_dict(values[name])
             else:
                 setattr(self, name, values[name])
 
@@ -192,7 +192,8 @@ class TorchState(ObjectState):
     """State of a training job: ``TorchState(model=model, optimizer=optimizer, epoch=0, batch=0, sampler=sampler)``.
 
     `model` and `optimizer` may be left out; whatever else is given is an attribute of the state, as in
-    :class:`ObjectState`. Wrap the optimizer (``DistributedOptimizer``) before or after, but before training.
+    :class:`ObjectState`. Wrap the optimizer (``DistributedOptimizer``) before or after, but before training; the attribute
+    stays what was given, and saves and loads what the wrapper has.
     """
 
     def __init__(
@@ -205,6 +206,11 @@ class TorchState(ObjectState):
     ) -> None:
         given = {name: value for name, value in (("model", model), ("optimizer", optimizer)) if value is not None}
         super().__init__(elastic_dir=elastic_dir, **given, **attributes)
+
+
+def _live(value: Any) -> Any:
+    """Of an optimizer that was wrapped after the state was made, the wrapper: it knows where the optimizer's state is."""
+    return current().registry.shell_of(value) if isinstance(value, torch.optim.Optimizer) else value
 
 
 def _is_stateful(value: Any) -> bool:

@@ -8,7 +8,7 @@ import logging
 import os
 import re
 import sys
-import weakref
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,10 +41,11 @@ def default_directory(environ: Mapping[str, str], argv: Sequence[str]) -> Path:
 
 
 class CommitStore:
-    """Numbered snapshots in one directory, of which the newest two are kept."""
+    """Numbered snapshots in one directory, of which the newest two are kept, not counting any found unreadable."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        self._unreadable: set[int] = set()  # numbers of commits that newest() found damaged
 
     def _numbers(self) -> list[int]:
         """Of the commits that are there, newest first."""
@@ -76,8 +77,9 @@ class CommitStore:
         except Exception as error:
             with contextlib.suppress(OSError):
                 partial.unlink()
-            raise CommitError(f"commit {number} could not be written to {self.directory}: {error}") from error
-        for old in numbers[_KEPT - 1 :]:
+            raise CommitError(f"commit {number} could not be written to {self.directory}: {_origin(error)}") from error
+        readable = [before for before in numbers if before not in self._unreadable]
+        for old in set(numbers).difference(readable[: _KEPT - 1]):
             self._path(old).unlink(missing_ok=True)
         return number
 
@@ -99,9 +101,11 @@ class CommitStore:
             try:
                 snapshot = torch.load(self._path(number), map_location="cpu", weights_only=False)
             except Exception as error:  # a damaged file fails in many ways
+                self._unreadable.add(number)  # it must not be kept in place of an older one
                 failures.append(f"{self._path(number).name}: {error}")
                 log.warning("commit %d in %s cannot be read: %s", number, self.directory, error)
             else:
+                self._unreadable.discard(number)
                 return number, snapshot
         if failures:
             raise CommitError(f"none of the commits in {self.directory} can be read ({'; '.join(failures)})")
@@ -117,19 +121,26 @@ class CommitStore:
             self.directory.rmdir()
 
 
+def _origin(error: BaseException) -> BaseException:
+    """The error of the operating system that led to `error`, if one did: torch fails again while it closes the file."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    return cause or error
+
+
 def store_at(chosen: str | os.PathLike[str] | None) -> CommitStore:
     """The store in `chosen`, or by default that of this process; wherever the script goes with ``os.chdir()`` later.
 
-    A second one by default, while the first is in use, has a directory below it: both are found again by their order.
+    The second by default has its commits in ``2`` below it, and so on, in the order in which the process makes them: the
+    next process finds each again by that, whatever was dropped, finished or never committed in between.
     """
     if chosen is not None:
         return CommitStore(Path(chosen).absolute())
-    first = default_directory(os.environ, sys.argv).absolute()
-    number = 1
-    while (directory := first if number == 1 else first / str(number)) in _in_use:
-        number += 1
-    store = _in_use[directory] = CommitStore(directory)
-    return store
+    base = default_directory(os.environ, sys.argv).absolute()
+    _made[base] += 1
+    return CommitStore(base if _made[base] == 1 else base / str(_made[base]))
 
 
-_in_use: weakref.WeakValueDictionary[Path, CommitStore] = weakref.WeakValueDictionary()
+# By default, in each directory. Of the process and not of a session: shutdown() and init() begin no other order.
+_made: Counter[Path] = Counter()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import resource
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 
+from overlap.elastic import store as module
 from overlap.elastic.sampler import order_of, part_of
 from overlap.elastic.store import CommitError, CommitStore, default_directory, store_at
 
@@ -38,6 +41,19 @@ def test_a_damaged_commit_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptu
     assert store.newest() == (3, "third")
 
 
+def test_a_damaged_commit_is_not_kept_in_place_of_a_good_one(tmp_path: Path) -> None:
+    store = CommitStore(tmp_path)
+    store.write("first")
+    store.write("second")
+    (tmp_path / "commit-00000002.pt").write_bytes(b"half")
+    for again in CommitStore(tmp_path), store:  # as a job that is launched again finds it, and as one that goes back
+        assert again.newest() == (1, "first")
+    store.write("third")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["commit-00000001.pt", "commit-00000003.pt"]
+    (tmp_path / "commit-00000003.pt").write_bytes(b"half")
+    assert store.newest() == (1, "first")
+
+
 def test_what_cannot_be_written_leaves_the_last_commit(tmp_path: Path) -> None:
     store = CommitStore(tmp_path)
     store.write("first")
@@ -48,6 +64,18 @@ def test_what_cannot_be_written_leaves_the_last_commit(tmp_path: Path) -> None:
     file.touch()
     with pytest.raises(CommitError, match=str(file)):
         CommitStore(file).write("nowhere")
+
+
+def test_a_disk_that_fills_up_is_what_a_failed_commit_reports(tmp_path: Path) -> None:
+    """Not what torch says when it fails to close the file after that. A limit on files' sizes stands for the disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+    try:
+        with pytest.raises(CommitError, match=r"commit 1 could not be written to .*\[Errno \d+\] File too large"):
+            CommitStore(tmp_path).write(torch.zeros(1 << 20))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_finished_job_leaves_nothing_of_its_own(tmp_path: Path) -> None:
@@ -74,20 +102,36 @@ def test_a_store_stays_where_it_was_when_the_script_goes_elsewhere(
     store.write("first")
     assert list(Path().iterdir()) == []
     monkeypatch.chdir(tmp_path)
-    del store
+    _launched_again(monkeypatch)
     assert store_at(chosen).newest() == (1, "first")
 
 
-def test_two_states_of_one_script_have_a_directory_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("DEAR_ELASTIC_DIR", raising=False)
-    monkeypatch.chdir(tmp_path)
+def _launched_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a new process: no state was made."""
+    monkeypatch.setattr(module, "_made", Counter())
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_states_of_one_script_are_found_again_by_their_order(
+    kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the script keeps them or drops each before the next, and where one never commits."""
+    monkeypatch.setenv("DEAR_ELASTIC_DIR", str(tmp_path))
+    alive: list[CommitStore] = []
     for run in ("made", "found"):
-        first, second = store_at(None), store_at(None)
-        if run == "made":
-            first.write("one")
-            second.write("two")
-        assert (first.newest(), second.newest()) == ((1, "one"), (1, "two"))
-        del first, second
+        _launched_again(monkeypatch)
+        for name in ("one", None, "three"):
+            store = store_at(None)
+            if run == "made" and name is not None:
+                store.write(name)
+            assert store.newest() == (None if name is None else (1, name))
+            if kept:
+                alive.append(store)
+            del store
+            assert store_at(tmp_path / "own").newest() is None  # one with a directory of its own does not count
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["3", "commit-00000001.pt"]
+    monkeypatch.setenv("DEAR_ELASTIC_DIR", str(tmp_path / "3"))
+    assert store_at(None).newest() == (1, "three")  # each directory has a count of its own
 
 
 def test_default_directory() -> None:

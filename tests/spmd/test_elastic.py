@@ -15,7 +15,7 @@ import torch
 import dear
 from dear import elastic
 from tests.spmd.models import MODELS
-from tests.spmd.test_parity import STRATEGIES
+from tests.spmd.test_parity import WRAP
 
 
 @pytest.fixture
@@ -37,13 +37,18 @@ def _copies(model: torch.nn.Module) -> list[torch.Tensor]:
     return [value.detach().clone() for value in model.state_dict().values()]
 
 
-@pytest.mark.parametrize("strategy", ["dear", "wfbp"])
-def test_going_back_to_a_commit_repeats_the_same_steps(strategy: str, folder: Path) -> None:
+@pytest.mark.parametrize("wrapped", ["before", "after"])
+@pytest.mark.parametrize("strategy", ["dear", "dear-rb", "oss", "wfbp", "bytescheduler"])
+def test_going_back_to_a_commit_repeats_the_same_steps(strategy: str, wrapped: str, folder: Path) -> None:
+    """Whether the optimizer is wrapped before or after the state is made."""
     torch.manual_seed(1)
     model = MODELS["Mlp"]()
-    optimizer = STRATEGIES[strategy](torch.optim.Adam(model.parameters(), 0.05), model)
+    inner = torch.optim.Adam(model.parameters(), 0.05)
+    optimizer = WRAP[strategy](inner, model) if wrapped == "before" else inner
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     state = elastic.TorchState(model, optimizer, scheduler=scheduler, elastic_dir=folder, epoch=0, notes=["a"])
+    if wrapped == "after":
+        optimizer = WRAP[strategy](inner, model)
     with pytest.raises(elastic.CommitError, match="no commit"):
         state.restore()
     _step(model, optimizer, 0)
@@ -102,6 +107,27 @@ def test_attributes_keep_their_type(folder: Path) -> None:
     assert list(state.order) == ["b", "a"]
     assert state.best == Best(0.5, 3)
     assert state.best.epoch == 3
+
+
+@pytest.mark.parametrize("how", ["sync", "restore"])
+def test_attributes_may_be_parameters_and_tensors_of_any_kind(how: str, folder: Path) -> None:
+    """They stay what they are: what a script trains, what is sparse, a view of another one's imaginary part."""
+    mine = float(dear.rank() + 1)
+    state = elastic.ObjectState(
+        elastic_dir=folder,
+        prompt=torch.nn.Parameter(torch.full((2,), mine)),
+        graph=(torch.eye(3, device="cpu") * mine).to_sparse(),
+        phase=torch.tensor([1 + 1j * mine], device="cpu").conj().imag,
+    )
+    if how == "restore":
+        state.save()
+        state.prompt, state.graph = torch.nn.Parameter(torch.zeros(2)), None
+    getattr(state, how)()
+    assert isinstance(state.prompt, torch.nn.Parameter)
+    assert state.prompt.tolist() == [1.0, 1.0]
+    state.prompt.sum().backward()
+    assert torch.equal(state.graph.to_dense(), torch.eye(3, device="cpu"))
+    assert state.phase.tolist() == [-1.0]
 
 
 def test_samplers_learn_what_all_ranks_processed(folder: Path) -> None:

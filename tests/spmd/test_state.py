@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 
 import dear
+from overlap.mailroom import NoAnswer
 from tests.spmd.test_contract import _loss, _same_everywhere, _trained
 from tests.spmd.test_parity import _model
 
@@ -71,6 +73,30 @@ def test_rank_0_alone_may_save_around_the_loading_of_a_state(strategy: str) -> N
         assert all(torch.equal(mine, old + 1.0) for mine, old in zip(momenta(), after, strict=True))
     dear.broadcast_optimizer_state(optimizer, 0)
     assert all(torch.equal(mine, old + 1.0) for mine, old in zip(momenta(), after, strict=True))
+
+
+class _Remembers(torch.optim.SGD):
+    """Keeps what cannot be pickled in its state, as some optimizers keep hooks."""
+
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter].setdefault("hook", lambda gradient: gradient)
+        return result
+
+
+def test_who_asks_for_state_that_cannot_be_pickled_is_told_at_once() -> None:
+    model = _model("Mlp")
+    optimizer = dear.DistributedOptimizer(_Remembers(model.parameters(), 0.05), model, elementwise=True)
+    for step in range(3):
+        optimizer.zero_grad()
+        _loss(model, step).backward()
+        optimizer.step()
+        if dear.rank() == 0 and dear.size() > 1 and step > 0:  # twice: the others go on answering
+            with pytest.raises(NoAnswer, match=r"rank 1 could not answer 'state/\d+': .*<lambda>"):
+                optimizer.state_dict()
+    _same_everywhere(next(model.parameters()).detach().clone())
 
 
 def test_state_is_sharded_and_loads_into_a_plain_optimizer() -> None:

@@ -1,0 +1,88 @@
+"""Questions that cannot be answered, and letters that cannot be read: the mailroom outlives them."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from overlap.mailroom import Mailroom, NoAnswer
+
+
+class Unreadable:
+    """Can be pickled, and not be read."""
+
+    def __reduce__(self) -> Any:
+        return _refuse, ()
+
+
+def _refuse() -> None:
+    raise ValueError("made elsewhere")
+
+
+class _Post:
+    """Two ranks of a communicator that has nothing but letters."""
+
+    def __init__(self, rank: int, boxes: list[queue.Queue[tuple[int, bytes]]]) -> None:
+        self.rank, self.size, self._boxes = rank, len(boxes), boxes
+
+    def post(self, peer: int, payload: bytes) -> None:
+        self._boxes[peer].put((self.rank, payload))
+
+    def receive_post(self, timeout: float) -> tuple[int, bytes]:
+        return self._boxes[self.rank].get(timeout=timeout)
+
+
+@pytest.fixture
+def rooms() -> Iterator[list[Mailroom]]:
+    boxes: list[queue.Queue[tuple[int, bytes]]] = [queue.Queue(), queue.Queue()]
+    both = [Mailroom(_Post(rank, boxes)) for rank in range(2)]  # type: ignore[arg-type]
+    yield both
+    for room in both:
+        room.close()
+
+
+def _ask(room: Mailroom, topic: str, question: Any = None) -> Any:
+    return Mailroom.wait(room.ask(1, topic, question), 1, topic, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("topic", "question", "reason"),
+    [
+        ("fails", None, "rank 1 could not answer 'fails': ZeroDivisionError: "),
+        ("unpicklable", None, r"rank 1 could not answer 'unpicklable': .*<lambda>"),
+        ("unreadable", None, "rank 1 could not answer 'unreadable': .*cannot be read here: ValueError: made elsewhere"),
+        ("echo", Unreadable(), "rank 1 could not answer 'echo': ValueError: made elsewhere"),
+        ("nothing", None, "rank 1 could not answer 'nothing': LookupError"),
+    ],
+)
+def test_who_asks_learns_why_there_is_no_answer_and_the_next_one_is_given(
+    topic: str, question: Any, reason: str, rooms: list[Mailroom]
+) -> None:
+    asker, other = rooms
+    other.on("fails", lambda _rank, _question: 1 // 0)
+    other.on("unpicklable", lambda _rank, _question: lambda: None)
+    other.on("unreadable", lambda _rank, _question: Unreadable())
+    other.on("echo", lambda rank, question: (rank, question))
+    with pytest.raises(NoAnswer, match=reason):
+        _ask(asker, topic, question)
+    assert _ask(asker, "echo", "still there?") == (0, "still there?")
+
+
+def test_news_that_cannot_be_read_are_passed_over(rooms: list[Mailroom]) -> None:
+    asker, other = rooms
+    heard = []
+    other.on("news", lambda rank, news: heard.append((rank, news)))
+    other.on("echo", lambda _rank, question: question)
+    asker.tell(1, "news", Unreadable())
+    asker.tell(1, "news", "fine")
+    assert _ask(asker, "echo", 1) == 1
+    assert heard == [(0, "fine")]
+
+
+def test_a_question_that_cannot_be_sent_is_not_waited_for(rooms: list[Mailroom]) -> None:
+    with pytest.raises(Exception, match="<lambda>"):
+        rooms[0].ask(1, "echo", lambda: None)
+    assert not rooms[0]._answers
