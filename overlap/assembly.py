@@ -87,7 +87,7 @@ def build(
     slots = collect_slots(optimizer, model, named)
     session.registry.take_over([slot.param for slot in slots])
     groups = parse_groups(arguments.num_groups, arguments.groups, slots)
-    terms = terms_of(strategy, arguments, updates, groups)
+    terms = terms_of(strategy, arguments, updates, groups, sync_start=sync_start)
     everybody = arguments.process_set is global_process_set
     if everybody:  # before channels are leased, whose number depends on them
         agree_on_terms(session.control, terms)

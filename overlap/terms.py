@@ -31,7 +31,9 @@ def agree_on_strategy(name: str, tune: bool | Tuning = False) -> None:
     agree_on_terms(current().control, [f"strategy={name}", f"tune={options!r}"])
 
 
-def terms_of(strategy: Strategy, arguments: HorovodArguments, updates: Updates, groups: Groups) -> list[str]:
+def terms_of(
+    strategy: Strategy, arguments: HorovodArguments, updates: Updates, groups: Groups, *, sync_start: bool
+) -> list[str]:
     """A line for each argument that decides what is communicated (pure). Objects are called by their types' names."""
     values = {
         "strategy": strategy.name,
@@ -43,6 +45,7 @@ def terms_of(strategy: Strategy, arguments: HorovodArguments, updates: Updates, 
         "gradient_predivide_factor": float(arguments.gradient_predivide_factor),
         "groups": groups,
         "sparse_as_dense": bool(arguments.sparse_as_dense),
+        "sync_start": sync_start,
     }
     return [f"{name}={value}" for name, value in values.items()]
 

@@ -47,6 +47,7 @@ DIFFERENT: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"compression": dear.Compression.fp16}, {}, "NoneCompressor» on rank 0 and «compression=FP16Compressor"),
     ({"elementwise": False}, {}, "updates=sharded» on rank 0 and «updates=whole"),
     ({"groups": 2}, {}, "groups=0» on rank 0 and «groups=2"),
+    ({"sync_start": False}, {}, "sync_start=True» on rank 0 and «sync_start=False"),  # who sends nothing is waited for
 ]
 
 
