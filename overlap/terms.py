@@ -32,13 +32,20 @@ def agree_on_strategy(name: str, tune: bool | Tuning = False) -> None:
 
 
 def terms_of(
-    strategy: Strategy, arguments: HorovodArguments, updates: Updates, groups: Groups, *, sync_start: bool
+    strategy: Strategy,
+    arguments: HorovodArguments,
+    updates: Updates,
+    groups: Groups,
+    *,
+    by_loss: bool,
+    sync_start: bool,
 ) -> list[str]:
     """A line for each argument that decides what is communicated (pure). Objects are called by their types' names."""
     values = {
         "strategy": strategy.name,
         **strategy.terms,
         "updates": updates.name.lower(),
+        "closures": "by loss" if by_loss else "once",
         "compression": getattr(arguments.compression, "__qualname__", type(arguments.compression).__qualname__),
         "backward_passes_per_step": arguments.backward_passes_per_step,
         "op": getattr(arguments.op, "name", type(arguments.op).__qualname__),

@@ -63,6 +63,23 @@ def test_ranks_with_different_arguments_are_told_apart(
         dear.DistributedOptimizer(inner, model, **(last if dear.rank() == dear.size() - 1 else others))
 
 
+def test_a_promise_that_one_rank_alone_gives_is_named() -> None:
+    """Where closures are evaluated by the loss, ranks wait for each other's losses."""
+    if dear.size() == 1:
+        pytest.skip("one rank cannot differ from itself")
+
+    class Unknown(torch.optim.SGD):
+        pass
+
+    model = _model("Mlp")
+    with pytest.raises(
+        SignatureMismatch, match=f"closures=by loss» on rank 0 and «closures=once» on rank {dear.size() - 1}"
+    ):
+        wfbp.DistributedOptimizer(
+            Unknown(model.parameters(), 0.1), model, elementwise=True if dear.rank() == dear.size() - 1 else None
+        )
+
+
 def test_an_optimizer_is_wrapped_once() -> None:
     model, optimizer = _trained()
     for wrap in (dear.DistributedOptimizer, wfbp.DistributedOptimizer):
