@@ -47,7 +47,7 @@ class Co2(Strategy):
             "gap_penalty": rule.gap_penalty,
             "warmup_steps": calendar.warmup,
             "nprocs_per_node": nprocs,
-            "broadcast_buffers": broadcast_buffers,
+            "broadcast_buffers": bool(broadcast_buffers),
         }
 
     @property

@@ -74,7 +74,7 @@ class MgWfbp(Strategy):
 
     @property
     def terms(self) -> dict[str, Any]:
-        return {"asc": self.asc, **self.setting}
+        return {"asc": bool(self.asc), **self.setting}
 
     def at(self, setting: Setting) -> MgWfbp:
         other = copy.copy(self)

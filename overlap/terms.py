@@ -52,7 +52,7 @@ def terms_of(
         "gradient_predivide_factor": float(arguments.gradient_predivide_factor),
         "groups": groups,
         "sparse_as_dense": bool(arguments.sparse_as_dense),
-        "sync_start": sync_start,
+        "sync_start": bool(sync_start),
     }
     return [f"{name}={value}" for name, value in values.items()]
 
