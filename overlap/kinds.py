@@ -50,7 +50,7 @@ KINDS: Mapping[str, _Kind] = {
     "eager": _FLAG,
     "elementwise": _or_none(_FLAG),
     "exclude_parts": _TEXT,
-    "gap_penalty": ("True, False or a number", lambda value: _is_flag(value) or _is_number(value)),
+    "gap_penalty": ("True, False or a number", lambda value: isinstance(value, bool) or _is_number(value)),
     "gradient_predivide_factor": _NUMBER,
     "groups": ("a number or a list of lists of parameters", lambda value: not isinstance(value, bool)),
     "layerwise_times": _or_none(("a mapping of names to seconds", lambda value: isinstance(value, Mapping))),
