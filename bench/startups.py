@@ -23,7 +23,7 @@ from bench.models.catalog import workload
 from mgwfbp.merge import merge
 from overlap.cost_model import CostModel
 
-__all__ = ["Layer", "bytescheduler", "dear", "fill", "horovod", "layers_of", "overlapped"]
+__all__ = ["Layer", "bytescheduler", "ddp_buckets", "dear", "fill", "horovod", "layers_of", "overlapped"]
 
 MB = 1024 * 1024
 NETWORKS = {  # 10 Gbit/s Ethernet: workers to what an all-reduce costs
@@ -80,6 +80,21 @@ def fill(sizes: Sequence[int], most: int) -> list[int]:
         else:
             counts.append(1)
             room = most - size
+    return counts
+
+
+def ddp_buckets(sizes: Sequence[int], first: int = MB, most: int = 25 * MB) -> list[int]:
+    """How many gradients each of DDP's buckets takes: one is closed by the gradient with which it has `most` bytes.
+
+    The `first` one is closed sooner. From the second step on, in the order of arrival.
+    """
+    counts: list[int] = []
+    held, enough = 0, first
+    for number, size in enumerate(sizes, 1):
+        held += size
+        if held >= enough or number == len(sizes):
+            counts.append(number - sum(counts))
+            held, enough = 0, most
     return counts
 
 
@@ -181,7 +196,6 @@ def table(workers: int) -> list[str]:
         layers = layers_of(model, "rtx2080ti", batch_size)
         compute = sum(layer.forward + layer.backward for layer in layers)
         tensors = [nbytes for _, nbytes in ready(layers)]
-        buckets = [1, *fill(tensors[1:], 25 * MB)]
         seconds = [moment for moment, _ in ready(layers)]
         gaps = [seconds[0], *(after - before for before, after in pairwise(seconds))]
         merged = [len(group.tensors) for group in merge(tensors, gaps, cost)]
@@ -195,7 +209,7 @@ def table(workers: int) -> list[str]:
         ]
         fused = [
             horovod(layers, cost),
-            overlapped(layers, cost, buckets),
+            overlapped(layers, cost, ddp_buckets(tensors)),
             overlapped(layers, cost, merged),
             dear(layers, cost, 25 * MB),
         ]

@@ -47,7 +47,7 @@ class Co2(Strategy):
             "gap_penalty": rule.gap_penalty,
             "warmup_steps": calendar.warmup,
             "nprocs_per_node": nprocs,
-            "broadcast_buffers": broadcast_buffers,
+            "broadcast_buffers": bool(broadcast_buffers),
         }
 
     @property
@@ -228,7 +228,7 @@ def DistributedOptimizer(
             those of one host, or each rank by itself where all are on one.
         broadcast_buffers: ``average_parameters()`` gives every rank rank 0's buffers. They are local otherwise, and of
             parameters given without a module nobody knows any.
-        shell: ``sync_start=True`` of :class:`overlap.optimizer.DistributedOptimizer`.
+        shell: ``elementwise=None, sync_start=True, poison=None`` of :class:`overlap.optimizer.DistributedOptimizer`.
     """
     arguments = HorovodArguments.of(locals())
     agree_on_strategy("co2")

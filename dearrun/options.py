@@ -21,6 +21,18 @@ __all__ = ["environment", "job", "parser"]
 _PASSED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "OMP_NUM_THREADS")
 _PASSED_PREFIXES = ("DEAR_", "HOROVOD_")
 _VARIABLE = re.compile(r"[A-Za-z_]\w*")
+# Flags of horovodrun that ask for what dearrun does anyway.
+_ALWAYS = {
+    "--mpi": "use MPI",
+    "--disable-cache": "check everything anew",
+    "--no-autotune": "tune only where the script says tune=True",
+    "--no-hierarchical-allreduce": "no hierarchy of all-reduces",
+    "--no-hierarchical-allgather": "no hierarchy of all-gathers",
+    "--no-torus-allreduce": "no torus of all-reduces",
+    "--no-mpi-threads-disable": "MPI with threads",
+    "--log-with-timestamp": "lines of the log begin with the time",
+    "--no-log-hide-timestamp": "lines of the log begin with the time",
+}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -59,17 +71,22 @@ def parser() -> argparse.ArgumentParser:
         "--fusion-threshold-mb", type=_megabytes, metavar="MB", help="how much dear and oss fuse, or auto (25)"
     )
     made.add_argument("--timeline-filename", metavar="FILE", help="record a timeline; {rank} in FILE: one per rank")
-    made.add_argument("--timeline-mark-cycles", action="store_true", help="mark optimizer steps in the timeline")
-    made.add_argument("--no-stall-check", action="store_true", help="neither report nor end stalled operations")
+    _add_switch(made, "timeline-mark-cycles", "mark optimizer steps in the timeline")
+    _add_switch(made, "stall-check", "report and end stalled operations")
     made.add_argument("--stall-check-warning-time-seconds", type=_seconds, metavar="S", help="report after S (60)")
     made.add_argument(
         "--stall-check-shutdown-time-seconds", type=_seconds, metavar="S", help="end the job after S (600)"
     )
-    made.add_argument("--mpi", action="store_true", help="use MPI, which dearrun always does")
-    made.add_argument("--disable-cache", action="store_true", help="check everything anew, which dearrun always does")
+    for flag, what in _ALWAYS.items():
+        made.add_argument(flag, action="store_true", help=f"{what}, which is always so")
     add_refused(made)
     made.add_argument("command", nargs=argparse.REMAINDER, help="what every worker runs: python train.py ...")
     return made
+
+
+def _add_switch(made: argparse.ArgumentParser, name: str, what: str) -> None:
+    """``--name`` and ``--no-name``; None where neither is given: then a variable of the environment counts."""
+    made.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, help=what)
 
 
 def _positive(text: str) -> int:
@@ -114,9 +131,11 @@ def environment(args: argparse.Namespace, environ: Mapping[str, str]) -> dict[st
         made["DEAR_THRESHOLD_MB"] = args.fusion_threshold_mb
     if args.timeline_filename is not None:
         made["DEAR_TIMELINE"] = args.timeline_filename
-    if args.timeline_mark_cycles:
-        made["DEAR_TIMELINE_MARK_CYCLES"] = "1"
-    if args.no_stall_check:
+    if args.timeline_mark_cycles is not None:
+        made["DEAR_TIMELINE_MARK_CYCLES"] = str(int(args.timeline_mark_cycles))
+    if args.stall_check is True:  # as ever, also where the caller's environment says otherwise
+        made["HOROVOD_STALL_CHECK_DISABLE"] = "0"
+    if args.stall_check is False:
         made["DEAR_STALL_WARN_SECONDS"] = made["DEAR_STALL_ABORT_SECONDS"] = "0"
     if args.stall_check_warning_time_seconds is not None:
         made["DEAR_STALL_WARN_SECONDS"] = str(args.stall_check_warning_time_seconds)

@@ -22,11 +22,8 @@ _REASONS = {
     **dict.fromkeys(
         (
             "--hierarchical-allreduce",
-            "--no-hierarchical-allreduce",
             "--hierarchical-allgather",
-            "--no-hierarchical-allgather",
             "--torus-allreduce",
-            "--no-torus-allreduce",
         ),
         _ROUTE,
     ),
@@ -61,7 +58,7 @@ _REASONS = {
     "--num-nccl-streams": "a communicator has one stream; there is nothing to set",
     "--thread-affinity": "tell mpirun where workers run: --mpi-args='--bind-to ...'",
     "--gloo-timeout-seconds": "stalled operations are reported, see --stall-check-warning-time-seconds",
-    "--log-without-timestamp": "configure Python's logging in the script",
+    **dict.fromkeys(("--log-without-timestamp", "--log-hide-timestamp"), "configure Python's logging in the script"),
     **dict.fromkeys(
         ("-prefix-timestamp", "--prefix-output-with-timestamp"),
         "tell mpirun: --mpi-args='--timestamp-output', or '--output timestamp' from Open MPI 5 on",

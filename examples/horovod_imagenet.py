@@ -131,7 +131,7 @@ def validate(model: nn.Module, loader: DataLoader) -> float:
     return metric.average
 
 
-def main(argv: list[str] | None = None) -> tuple[float, dict[str, torch.Tensor]]:
+def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Horovod's kind of ImageNet example, on made-up pictures")
     parser.add_argument("--checkpoint-format", default="checkpoint-{epoch}.pth.tar")
     parser.add_argument("--fp16-allreduce", action="store_true")
@@ -143,12 +143,17 @@ def main(argv: list[str] | None = None) -> tuple[float, dict[str, torch.Tensor]]
     parser.add_argument("--momentum", type=float, default=0.9)
     parser.add_argument("--wd", type=float, default=5e-5)
     parser.add_argument("--seed", type=int, default=42)
-    parser.add_argument("--small", action="store_true", help="a few seconds: smaller pictures, fewer layers")
-    args = parser.parse_args(argv)
+    parser.add_argument("--small", action="store_true", help="seconds: smaller pictures, fewer layers, other defaults")
+    if parser.parse_args(argv).small:
+        parser.set_defaults(batch_size=8, warmup_epochs=1)  # what the command line gives counts
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> tuple[float, dict[str, torch.Tensor]]:
+    args = arguments(argv)
     side, count, depths, width, classes = 32, 4096, (3, 4, 6, 3), 16, 100
     if args.small:
         side, count, depths, width, classes = 8, 96, (1, 1), 4, 4
-        args.batch_size, args.warmup_epochs = 8, 1
 
     hvd.init()
     torch.manual_seed(args.seed)

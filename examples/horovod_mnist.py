@@ -76,7 +76,7 @@ def test(model: nn.Module, loader: DataLoader) -> float:
     return accuracy
 
 
-def main(argv: list[str] | None = None) -> float:
+def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Horovod's kind of digits example")
     parser.add_argument("--batch-size", type=int, default=32, help="samples of one worker in a step")
     parser.add_argument("--epochs", type=int, default=8)
@@ -87,10 +87,14 @@ def main(argv: list[str] | None = None) -> float:
     parser.add_argument("--fp16-allreduce", action="store_true", help="gradients travel in 16 bits")
     parser.add_argument("--use-mixed-precision", action="store_true")
     parser.add_argument("--gradient-predivide-factor", type=float, default=1.0)
-    parser.add_argument("--small", action="store_true", help="three short epochs")
-    args = parser.parse_args(argv)
-    if args.small:
-        args.epochs, args.batch_size, args.lr, args.momentum = 3, 16, 0.02, 0.9
+    parser.add_argument("--small", action="store_true", help="other defaults: three short epochs")
+    if parser.parse_args(argv).small:
+        parser.set_defaults(epochs=3, batch_size=16, momentum=0.9)  # what the command line gives counts
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> float:
+    args = arguments(argv)
 
     hvd.init()
     torch.manual_seed(args.seed)

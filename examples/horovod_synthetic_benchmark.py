@@ -21,19 +21,22 @@ def log(text: str) -> None:
         print(text, flush=True)
 
 
-def main(argv: list[str] | None = None) -> float:
+def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Horovod's kind of synthetic benchmark")
     parser.add_argument("--fp16-allreduce", action="store_true", help="gradients travel in 16 bits")
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--num-warmup-batches", type=int, default=5)
     parser.add_argument("--num-batches-per-iter", type=int, default=5)
     parser.add_argument("--num-iters", type=int, default=5)
-    parser.add_argument("--small", action="store_true", help="a second")
-    args = parser.parse_args(argv)
-    depths, width, side = (3, 4, 6, 3), 32, 64
-    if args.small:
-        depths, width, side, args.batch_size = (1, 1), 4, 16, 2
-        args.num_warmup_batches = args.num_batches_per_iter = args.num_iters = 2
+    parser.add_argument("--small", action="store_true", help="a second: a small network, and other defaults")
+    if parser.parse_args(argv).small:  # what the command line gives counts
+        parser.set_defaults(batch_size=2, num_warmup_batches=2, num_batches_per_iter=2, num_iters=2)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> float:
+    args = arguments(argv)
+    depths, width, side = ((1, 1), 4, 16) if args.small else ((3, 4, 6, 3), 32, 64)
 
     hvd.init()
     torch.manual_seed(42)

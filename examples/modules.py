@@ -100,11 +100,19 @@ def signals(count: int, width: int, seed: int) -> torch.Tensor:
     return torch.randn(count, 4, generator=generator) @ waves
 
 
-def main(argv: list[str] | None = None) -> dict[str, float]:
+def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="A Lightning-style loop over dear")
     parser.add_argument("--epochs", type=int, default=20)
-    parser.add_argument("--small", action="store_true", help="a few seconds")
-    options = parser.parse_args(argv)
+    parser.add_argument(
+        "--small", action="store_true", help="a few seconds: less data, fewer epochs unless they are given"
+    )
+    if parser.parse_args(argv).small:
+        parser.set_defaults(epochs=5)  # what the command line gives counts
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> dict[str, float]:
+    options = arguments(argv)
     dear.init()
     torch.manual_seed(dear.rank())  # the wrapper brings rank 0's values
     count, batch = (560, 16) if options.small else (4096, 32)
@@ -112,7 +120,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     per_rank = count // dear.size()
     train = signals(count, 32, seed=1)[mine][:per_rank].split(batch)  # as many batches on every worker
     val = signals(128, 32, seed=2)[mine].split(batch)
-    runner = Runner(max_epochs=5 if options.small else options.epochs, accumulate_grad_batches=2, gradient_clip_val=1.0)
+    runner = Runner(max_epochs=options.epochs, accumulate_grad_batches=2, gradient_clip_val=1.0)
     return runner.fit(AutoEncoder(), train, val)
 
 

@@ -47,12 +47,18 @@ class Trainer:
         per_batch = args.per_device_train_batch_size * dear.size()
         self.batches = len(train_data) // per_batch
         self.steps_per_epoch = -(-self.batches // args.gradient_accumulation_steps)  # the last one may hold fewer
-        total = args.num_train_epochs * self.steps_per_epoch
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(
-            self.optimizer,
-            lambda step: min((step + 1) / args.warmup_steps, max(0.0, (total - step) / total)),
-        )
+        self.total = args.num_train_epochs * self.steps_per_epoch
         self.epoch = 0
+        self.scheduler = self._schedule()
+
+    def _schedule(self) -> torch.optim.lr_scheduler.LambdaLR:
+        """At the place of the epochs that are done, in this job's steps: another number of workers makes other ones."""
+        warmup, total = self.args.warmup_steps, self.total
+        return torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer,
+            lambda step: min((step + 1) / warmup, max(0.0, (total - step) / total)),
+            last_epoch=self.epoch * self.steps_per_epoch - 1,
+        )
 
     def train(self, resume: bool = False) -> float:
         """Returns the mean loss of the last epoch, over all workers."""
@@ -123,9 +129,10 @@ class Trainer:
         self.epoch = state["epoch"]
         for name, part in self._parts().items():
             part.load_state_dict(state[name])
+        self.scheduler = self._schedule()
 
     def _parts(self) -> dict[str, Any]:
-        return {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
+        return {"model": self.model, "optimizer": self.optimizer}
 
 
 class Classifier(nn.Module):

@@ -74,7 +74,7 @@ class MgWfbp(Strategy):
 
     @property
     def terms(self) -> dict[str, Any]:
-        return {"asc": self.asc, **self.setting}
+        return {"asc": bool(self.asc), **self.setting}
 
     def at(self, setting: Setting) -> MgWfbp:
         other = copy.copy(self)
@@ -146,7 +146,7 @@ def DistributedOptimizer(
             published rule alone. None: measured, once per session.
         tune: True or ``Tuning(...)`` searches the `merge_below_kb` with the shortest steps while training goes on, once
             the backward times are measured. See :class:`overlap.tuning.options.Tuning`.
-        shell: ``sync_start=True`` of :class:`overlap.optimizer.DistributedOptimizer`.
+        shell: ``elementwise=None, sync_start=True, poison=None`` of :class:`overlap.optimizer.DistributedOptimizer`.
 
     Raises ``ValueError`` for arguments that contradict each other, for times of parameters that are not the optimizer's,
     and for times no computer can have.

@@ -12,6 +12,7 @@ import torch
 from overlap.communicator import ReduceOp
 from overlap.horovod.compression import NoneCompressor
 from overlap.horovod.process_set import ProcessSet, global_process_set
+from overlap.kinds import check_kinds
 
 __all__ = ["SHELL", "HorovodArguments", "check_passes"]
 
@@ -53,8 +54,10 @@ class HorovodArguments:
     def of(cls, scope: Mapping[str, Any]) -> HorovodArguments:
         """Those among the arguments of a strategy's function, ``locals()`` in its first line.
 
-        Raises ``TypeError`` for names in its ``shell`` that no wrapper has, unless another strategy takes them.
+        Raises ``TypeError`` for values of the wrong kind, and for names in its ``shell`` that no wrapper has, unless
+        another strategy takes them.
         """
+        check_kinds({**scope, **scope["shell"]})
         if scope.get("strategy", "dear") == "dear":
             _refuse_unknown(scope["shell"], (*(name for name in scope if name != "shell"), *SHELL))
         return cls(**{field.name: scope[field.name] for field in fields(cls)})
@@ -69,6 +72,7 @@ def _refuse_unknown(shell: Mapping[str, Any], known: Sequence[str]) -> None:
 
 
 def check_passes(passes: int) -> None:
-    """Raise ``ValueError`` for a number of backward passes per step that is none."""
+    """Raise ``ValueError``, or ``TypeError``, for a number of backward passes per step that is none."""
+    check_kinds({"backward_passes_per_step": passes})
     if passes < 1:
         raise ValueError(f"backward_passes_per_step should be at least 1 and is {passes}")

@@ -14,7 +14,7 @@ from overlap.averages import Averages
 from overlap.communicator import Communicator
 from overlap.conversion import Conversion
 from overlap.cuda_wiring import fit_out
-from overlap.elementwise import is_elementwise, is_per_parameter
+from overlap.elementwise import decides_by_loss, is_elementwise, is_per_parameter
 from overlap.engine import Engine
 from overlap.exchange import Exchange
 from overlap.full_state import FullState, exporter
@@ -75,6 +75,7 @@ def build(
         )
     if per_parameter is None:
         per_parameter = elementwise or is_per_parameter(optimizer)
+    by_loss = decides_by_loss(optimizer) and not per_parameter
     updates = feasible(strategy.updates, optimizer, elementwise, arguments.compression, per_parameter=per_parameter)
     if strategy.updates is Updates.OWNED and updates is Updates.WHOLE and session.comm.rank == 0:
         log.warning(
@@ -87,7 +88,7 @@ def build(
     slots = collect_slots(optimizer, model, named)
     session.registry.take_over([slot.param for slot in slots])
     groups = parse_groups(arguments.num_groups, arguments.groups, slots)
-    terms = terms_of(strategy, arguments, updates, groups)
+    terms = terms_of(strategy, arguments, updates, groups, by_loss=by_loss, sync_start=sync_start)
     everybody = arguments.process_set is global_process_set
     if everybody:  # before channels are leased, whose number depends on them
         agree_on_terms(session.control, terms)
@@ -131,7 +132,7 @@ def build(
     if engine.eager is not None:
         engine.eager.locked = share.replacing
     averages = Averages(engine)
-    stepper = Stepper(engine, averages, optimizer, share)
+    stepper = Stepper(engine, averages, optimizer, share, by_loss=by_loss)
     return Assembly(comm, members.everyone, model, engine, averages, stepper, FullState(engine, optimizer, share))
 
 

@@ -10,6 +10,7 @@ code passes neither; it waits in its guards (``compiled.py``).
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -94,19 +95,24 @@ class _Hook:
             self._entry.await_module()
         return None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        return _nothing
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Nothing:
+        return _Nothing()
 
     def __reduce__(self) -> Any:
-        return _get_nothing, ()
+        return _Nothing().__reduce__()
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    """What a copied hook does."""
+class _Nothing:
+    """What a copied hook does.
 
+    Its pickle is a function of the standard library that does as little: a model that was saved is loaded without dear.
+    """
 
-def _get_nothing() -> Callable[..., None]:
-    return _nothing
+    def __call__(self, *args: Any) -> None:
+        pass
+
+    def __reduce__(self) -> Any:
+        return getattr, (contextlib.nullcontext(), "__exit__")
 
 
 class Gates:

@@ -35,7 +35,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         strategy: what decides buckets and collectives.
         arguments: those that every strategy takes, as Horovod does.
         elementwise: True promises that the optimizer updates every element from that element's gradient and state
-            alone, and keeps its state per parameter, so that its work may be split; None decides by its exact type.
+            alone, keeps its state per parameter, and never looks at the loss, so that its work may be split and a closure
+            is evaluated once; None decides by its exact type.
         per_parameter: the same promise for whole parameters, to strategies that give those to ranks (``oss``); raises
             with others.
         sync_start: take rank 0's parameters, buffers and optimizer state at construction, but for what cannot be pickled.

@@ -25,7 +25,6 @@ import torch
 from overlap.averages import Averages
 from overlap.bucket import Bucket, Phase
 from overlap.communicator import ReduceOp
-from overlap.elementwise import decides_by_loss
 from overlap.engine import Engine
 from overlap.listed import listed
 from overlap.objects import is_picklable
@@ -38,15 +37,24 @@ __all__ = ["Stepper", "hyper_parameters"]
 class Stepper:
     """Steps the user's `optimizer` over the engine's buckets, shard by shard or in full on every rank."""
 
-    def __init__(self, engine: Engine, averages: Averages, optimizer: torch.optim.Optimizer, share: StateShare) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        averages: Averages,
+        optimizer: torch.optim.Optimizer,
+        share: StateShare,
+        *,
+        by_loss: bool,
+    ) -> None:
+        """`by_loss`: the optimizer may look at what a closure returns, and call it again."""
         self._engine, self._averages, self._optimizer, self._share = engine, averages, optimizer, share
-        self._comm = engine.comm
+        self._comm, self._by_loss = engine.comm, by_loss
 
     def step(self, closure: Callable[[], Any] | None, scale: torch.Tensor | None = None) -> Any:
         """See :meth:`overlap.optimizer.DistributedOptimizer.step`; divide gradients by `scale` first."""
         self._engine.synchronizations.step()
         self._engine.wrapped.follow(in_parts=self._engine.shards is not None or self._engine.deferred is not None)
-        if closure is not None and self._engine.shards is None and decides_by_loss(self._optimizer):
+        if closure is not None and self._engine.shards is None and self._by_loss:
             return self._step_deciding(closure)
         result = None
         if closure is not None:

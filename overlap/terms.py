@@ -31,18 +31,28 @@ def agree_on_strategy(name: str, tune: bool | Tuning = False) -> None:
     agree_on_terms(current().control, [f"strategy={name}", f"tune={options!r}"])
 
 
-def terms_of(strategy: Strategy, arguments: HorovodArguments, updates: Updates, groups: Groups) -> list[str]:
+def terms_of(
+    strategy: Strategy,
+    arguments: HorovodArguments,
+    updates: Updates,
+    groups: Groups,
+    *,
+    by_loss: bool,
+    sync_start: bool,
+) -> list[str]:
     """A line for each argument that decides what is communicated (pure). Objects are called by their types' names."""
     values = {
         "strategy": strategy.name,
         **strategy.terms,
         "updates": updates.name.lower(),
+        "closures": "by loss" if by_loss else "once",
         "compression": getattr(arguments.compression, "__qualname__", type(arguments.compression).__qualname__),
         "backward_passes_per_step": arguments.backward_passes_per_step,
         "op": getattr(arguments.op, "name", type(arguments.op).__qualname__),
         "gradient_predivide_factor": float(arguments.gradient_predivide_factor),
         "groups": groups,
         "sparse_as_dense": bool(arguments.sparse_as_dense),
+        "sync_start": bool(sync_start),
     }
     return [f"{name}={value}" for name, value in values.items()]
 

@@ -54,7 +54,7 @@ def DistributedOptimizer(
         named_parameters: the module, or pairs of name and parameter, or None.
         compression, backward_passes_per_step, op, gradient_predivide_factor, num_groups, groups, sparse_as_dense,
             process_set: as in Horovod; see :class:`overlap.arguments.HorovodArguments`.
-        shell: ``sync_start=True`` of :class:`overlap.optimizer.DistributedOptimizer`.
+        shell: ``elementwise=None, sync_start=True, poison=None`` of :class:`overlap.optimizer.DistributedOptimizer`.
     """
     arguments = HorovodArguments.of(locals())
     agree_on_strategy("wfbp")

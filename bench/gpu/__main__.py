@@ -96,8 +96,6 @@ def _run(check: Check, folder: Path, env: dict[str, str], seconds: float) -> dic
 def _prepare(folder: Path, wheels: Path | None, env: dict[str, str]) -> str | None:
     """Make comm_core importable for the processes that follow; None, or why that failed."""
     carried = sorted(wheels.glob("*.whl")) if wheels is not None else []
-    if wheels is not None and not carried:
-        return f"--wheels should be a folder with wheels and is {wheels}"
     has_comm_core = (
         subprocess.run(
             [sys.executable, "-c", "import comm_core"], cwd=ROOT, env=env, capture_output=True, check=False
@@ -132,7 +130,10 @@ def _arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=8.0, help="what is not begun by then is skipped")
     parser.add_argument("--wheels", type=Path, help="folder of wheels to install first, for machines without a network")
     parser.add_argument("--nccl", type=Path, help="libnccl for the check of NCCL, or a folder with its parts in order")
-    return parser.parse_args(arguments)
+    chosen = parser.parse_args(arguments)
+    if chosen.wheels is not None and not any(chosen.wheels.glob("*.whl")):
+        parser.error(f"--wheels should be a folder with wheels and is {chosen.wheels}")
+    return chosen
 
 
 def main(arguments: list[str] | None = None) -> int:

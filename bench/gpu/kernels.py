@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from bench.counts import at_least
 from overlap.cuda_math import cast_scale, inspect, kernels_on
 
 __all__ = ["main"]
@@ -110,12 +111,10 @@ def _row(kernel: str, good: bool, rate: float, copy_rate: float) -> dict[str, An
 def main(arguments: list[str] | None = None) -> int:
     """0 where every result is right; the bar of 85 % of a copy is reported, not enforced, since it depends on `--numel`."""
     parser = argparse.ArgumentParser(prog="bench.gpu.kernels", description=__doc__)
-    parser.add_argument("--numel", type=int, default=2**27, help="elements of what is timed")
-    parser.add_argument("--repeat", type=int, default=20)
+    parser.add_argument("--numel", type=at_least(64), default=2**27, help="elements of what is timed")
+    parser.add_argument("--repeat", type=at_least(1), default=20)
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args(arguments)
-    if chosen.numel < 64:
-        parser.error(f"--numel should be at least 64 and is {chosen.numel}")
     if not torch.cuda.is_available() or kernels_on(torch.cuda.current_device()) is None:
         print(
             "bench.gpu.kernels: no GPU, or the kernels cannot be used; DEAR_LOG_LEVEL=info tells why", file=sys.stderr

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import torch
 
+from bench.counts import at_least
 from bench.emulation.accelerator import owners
 from bench.emulation.profile import Layer, Profile, to_text
 from bench.models.catalog import MODELS, workload
@@ -125,9 +126,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("model", choices=list(MODELS))
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--batch-size", type=int)
-    parser.add_argument("--size", type=int, help="edge of a picture, or words of a sentence (default: the model's own)")
-    parser.add_argument("--repeat", type=int, default=20)
+    parser.add_argument("--batch-size", type=at_least(1))
+    parser.add_argument(
+        "--size", type=at_least(1), help="edge of a picture, or words of a sentence (default: the model's own)"
+    )
+    parser.add_argument("--repeat", type=at_least(1), default=20)
     parser.add_argument("--json", type=Path, required=True, help="file for the profile")
     chosen = parser.parse_args(arguments)
     device = torch.device(chosen.device)

@@ -1,5 +1,5 @@
 """``python -m bench.surface [--package wfbp]``: real Horovod and ours, call by call. Exit status 1: something differs
-that is not documented; 2: it could not be run."""
+that is not documented; 2: it could not be run, or there was nothing to compare."""
 
 from __future__ import annotations
 
@@ -126,6 +126,14 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{len(new)} in {time.monotonic() - begun:.0f} s{remark}", flush=True)
     except JobFailed as error:
         print(f"\ncompare-horovod: {error}", file=sys.stderr)
+        return 2
+    if not findings:
+        asked = ", ".join(args.only or PARTS)
+        print(
+            f"compare-horovod: nothing was compared: {args.package} has no calls in {asked} at {args.ranks} rank(s); "
+            "remedy: leave out --only or --ranks",
+            file=sys.stderr,
+        )
         return 2
     complete = args.only is None and len(args.ranks) == 3
     told = report(findings, DIFFERENCES, ours.module, complete)

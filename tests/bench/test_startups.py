@@ -3,8 +3,21 @@
 from __future__ import annotations
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from bench.startups import Layer, bytescheduler, dear, fill, horovod, layers_of, overlapped
+from bench.startups import (
+    MODELS,
+    Layer,
+    bytescheduler,
+    ddp_buckets,
+    dear,
+    fill,
+    horovod,
+    layers_of,
+    overlapped,
+    ready,
+)
 from overlap.cost_model import CostModel
 
 MB = 1024 * 1024
@@ -15,6 +28,21 @@ FREE, BYTES, STARTS = CostModel(0.0, 0.0), CostModel(0.0, 0.02 / MB), CostModel(
 def test_buckets_take_what_fits_and_at_least_one() -> None:
     assert fill([3, 3, 3, 9, 1], 6) == [2, 1, 1, 1]
     assert fill([3, 3], 0) == [1, 1]
+
+
+def test_a_bucket_of_ddp_is_closed_by_the_gradient_with_which_it_is_full() -> None:
+    assert ddp_buckets([3, 3, 3, 9, 1], 1, 6) == [1, 2, 1, 1]
+    assert ddp_buckets([], 1, 6) == []
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_buckets_of_ddp_are_those_that_torch_makes(model: str) -> None:
+    sizes = [nbytes for _, nbytes in ready(layers_of(model, "rtx2080ti", MODELS[model]))]
+    tensors = [torch.empty(nbytes // 4, device="meta") for nbytes in sizes]
+    limits = [dist._DEFAULT_FIRST_BUCKET_BYTES, 25 * MB]
+    made, _ = dist._compute_bucket_assignment_by_size(tensors, limits, [False] * len(tensors))
+    assert sorted(made) == made
+    assert [len(bucket) for bucket in made] == ddp_buckets(sizes)
 
 
 def test_without_a_price_only_computation_is_left() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import re
 from collections.abc import Callable, Iterator
 
@@ -9,6 +11,7 @@ import pytest
 import torch
 
 from bench.surface import scripts
+from bench.surface.__main__ import main
 from bench.surface.calls import GROUPS
 from bench.surface.difference import Difference, Sighting, explain
 from bench.surface.documented import DIFFERENCES, documented
@@ -280,3 +283,15 @@ def test_every_sighting_is_of_a_call_that_is_made() -> None:
             if not sighting.subject.startswith("signatures/"):
                 made = any(Sighting(sighting.subject).fits(each, "", "", 1) for each in subjects)
                 assert made, f"{difference.name}: no call is called {sighting.subject}"
+
+
+@pytest.mark.parametrize(
+    "asked", [["--package", "co2", "--only", "optimizer"], ["--only", "process sets", "--ranks", "1"]]
+)
+def test_a_comparison_of_nothing_did_not_succeed(
+    asked: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.28.1")
+    assert main(asked) == 2
+    assert "nothing was compared" in capsys.readouterr().err

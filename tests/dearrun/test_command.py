@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,8 @@ from dearrun.command import Job, build
 from dearrun.errors import LaunchError
 from dearrun.hosts import Host, parse_hostfile, parse_hosts, require_addresses, require_shell, require_slots
 from dearrun.mpirun import Flavor, defaults, find, flavor_of, has_remote_shell, version_of, with_defaults
+from overlap.settings import read
+from tests.harness import ROOT
 
 TRAIN = ("python", "train.py", "--lr", "1")
 HOSTS = (Host("a", 2), Host("b.example.org", 2))
@@ -237,6 +242,65 @@ def test_flags_of_horovodrun_without_a_counterpart_say_why(
     said = capsys.readouterr().err
     assert flag.partition("=")[0] in said
     assert reason in said
+
+
+# Of horovodrun 0.28.1, in its order; those with a value as they are written with one.
+_FLAGS = """
+-v --version -np=2 --num-proc=2 -cb --check-build --disable-cache --start-timeout=9 --network-interfaces=eth0
+--network-interface=eth0 --output-filename=out --verbose --config-file=f --ssh-port=22 -p=22 --ssh-identity-file=k -i=k
+--fusion-threshold-mb=8 --cycle-time-ms=1 --cache-capacity=9 --hierarchical-allreduce --no-hierarchical-allreduce
+--hierarchical-allgather --no-hierarchical-allgather --torus-allreduce --no-torus-allreduce --autotune --no-autotune
+--autotune-log-file=f --autotune-warmup-samples=3 --autotune-steps-per-sample=3 --autotune-bayes-opt-max-samples=3
+--autotune-gaussian-process-noise=0.8 --min-np=1 --min-num-proc=1 --max-np=4 --max-num-proc=4 --slots-per-host=2
+--elastic-timeout=9 --reset-limit=3 --blacklist-cooldown-range=1 --timeline-filename=t.json --timeline-mark-cycles
+--no-timeline-mark-cycles --no-stall-check --stall-check --stall-check-warning-time-seconds=9
+--stall-check-shutdown-time-seconds=9 --mpi-threads-disable --no-mpi-threads-disable --mpi-args=--foo --tcp
+--binding-args=--foo --num-nccl-streams=1 --thread-affinity=0 --gloo-timeout-seconds=9 --log-level=INFO
+--log-with-timestamp --log-without-timestamp -prefix-timestamp --prefix-output-with-timestamp --log-hide-timestamp
+--no-log-hide-timestamp -H=a:2 --hosts=a:2 -hostfile=f --hostfile=f --host-discovery-script=f --gloo --mpi --jsrun
+"""
+HOROVODRUN = _FLAGS.split()
+DOCUMENT = (ROOT / "docs" / "dearrun.md").read_text()
+
+
+@pytest.mark.parametrize("given", HOROVODRUN)
+def test_every_flag_of_horovodrun_is_taken_or_refused_with_a_reason(
+    given: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flag = given.partition("=")[0]
+    try:
+        options.parser().parse_args(
+            [*(given.split("=") if flag[1] != "-" else [given]), *TRAIN]
+        )  # -p 22, --ssh-port=22
+    except SystemExit:
+        assert f"dearrun has no {flag}: " in capsys.readouterr().err
+    else:
+        assert re.search(rf"(?<![\w-]){flag}(?![\w-])", DOCUMENT), f"{flag} is not in docs/dearrun.md"
+
+
+@pytest.mark.needs_horovod
+def test_those_are_the_flags_of_horovodrun() -> None:
+    launch = importlib.import_module("horovod.runner.launch")
+    known: set[str] = set()
+    with pytest.MonkeyPatch.context() as patch:
+
+        def remember(parser: argparse.ArgumentParser, *_: object) -> None:
+            known.update(flag for action in parser._actions for flag in action.option_strings)
+            raise SystemExit
+
+        patch.setattr(argparse.ArgumentParser, "parse_args", remember)
+        patch.setattr(sys, "argv", ["horovodrun"])
+        with pytest.raises(SystemExit):
+            launch.parse_args()
+    assert known - {"-h", "--help"} == {given.partition("=")[0] for given in HOROVODRUN}
+
+
+def test_switches_win_over_the_environment() -> None:
+    before = {"DEAR_TIMELINE_MARK_CYCLES": "1", "HOROVOD_STALL_CHECK_DISABLE": "1"}
+    assert _parsed("-np", "2", *TRAIN, environ=before)[1] == before
+    off = ["--no-timeline-mark-cycles", "--stall-check"]
+    assert _parsed("-np", "2", *off, *TRAIN, environ=before)[1] == dict.fromkeys(before, "0")
+    assert read({"HOROVOD_STALL_CHECK_DISABLE": "0"}) == read({})
 
 
 def test_defaults_yield_to_the_caller(tmp_path: Path) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -97,3 +100,33 @@ def test_compiled_code_waits_on_entry_whoever_came_first() -> None:
     log.events.clear()
     before(torch.ones(1, 2))
     assert log.events == []
+
+
+# A process in which nothing of ours can be imported.
+ELSEWHERE = """
+import sys
+
+class Refusing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("overlap", "comm_core", "dear"):
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Refusing())
+import copy, io, pickle, torch
+
+for name in sys.argv[1:]:
+    model = torch.load(name, weights_only=False)
+    for again in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert again(torch.ones(1, 2)).shape == (1, 2)
+        assert list(again.state_dict()) == ["0.weight", "0.bias"]
+"""
+
+
+def test_a_saved_model_is_loaded_without_dear(tmp_path: Path) -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    _Log(module)
+    for name, saved in (("itself", module), ("a copy", copy.deepcopy(module))):
+        torch.save(saved, tmp_path / name)
+    command = [sys.executable, "-c", ELSEWHERE, "itself", "a copy"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 0, ended.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import warnings
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -54,6 +55,31 @@ def test_the_trainer_learns_and_resumes_bit_for_bit(example: Any, tmp_path: Path
     dear.barrier()  # rank 0 has written
     _, resumed = main(["--small", "--output-dir", str(folder), "--resume"])
     _same(resumed, whole)
+
+
+def test_the_trainer_resumes_with_other_steps_in_an_epoch(example: Any, tmp_path: Path) -> None:
+    """As with another number of workers: the learning rate goes on from the place that the epochs done mean now."""
+    module = example("trainer")
+    folder = Path(dear.broadcast_object(str(tmp_path)))
+
+    def trainer(batch: int) -> Any:
+        args = module.TrainingArguments(folder, num_train_epochs=4, per_device_train_batch_size=batch)
+        return module.Trainer(module.Classifier(words=64, width=16, classes=2), args, *module.sentences(296, seed=1))
+
+    first = trainer(8)
+    first.args.num_train_epochs = 2
+    first.train()
+    dear.barrier()  # rank 0 has written
+    second = trainer(16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        second.load()
+        assert second.steps_per_epoch != first.steps_per_epoch
+        assert second.scheduler.last_epoch == 2 * second.steps_per_epoch
+        assert second.scheduler.get_last_lr() == [second.args.learning_rate / 2]
+        assert second.optimizer.param_groups[0]["lr"] == second.args.learning_rate / 2
+        second.train()
+    assert second.scheduler.get_last_lr() == [0]
 
 
 def test_modules_are_fitted(example: Any) -> None:

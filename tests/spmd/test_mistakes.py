@@ -47,6 +47,7 @@ DIFFERENT: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"compression": dear.Compression.fp16}, {}, "NoneCompressor» on rank 0 and «compression=FP16Compressor"),
     ({"elementwise": False}, {}, "updates=sharded» on rank 0 and «updates=whole"),
     ({"groups": 2}, {}, "groups=0» on rank 0 and «groups=2"),
+    ({"sync_start": False}, {}, "sync_start=True» on rank 0 and «sync_start=False"),  # who sends nothing is waited for
 ]
 
 
@@ -60,6 +61,23 @@ def test_ranks_with_different_arguments_are_told_apart(
     inner = torch.optim.SGD(model.parameters(), 0.1)
     with pytest.raises(SignatureMismatch, match=f"{message}» on rank {dear.size() - 1}"):
         dear.DistributedOptimizer(inner, model, **(last if dear.rank() == dear.size() - 1 else others))
+
+
+def test_a_promise_that_one_rank_alone_gives_is_named() -> None:
+    """Where closures are evaluated by the loss, ranks wait for each other's losses."""
+    if dear.size() == 1:
+        pytest.skip("one rank cannot differ from itself")
+
+    class Unknown(torch.optim.SGD):
+        pass
+
+    model = _model("Mlp")
+    with pytest.raises(
+        SignatureMismatch, match=f"closures=by loss» on rank 0 and «closures=once» on rank {dear.size() - 1}"
+    ):
+        wfbp.DistributedOptimizer(
+            Unknown(model.parameters(), 0.1), model, elementwise=True if dear.rank() == dear.size() - 1 else None
+        )
 
 
 def test_an_optimizer_is_wrapped_once() -> None:

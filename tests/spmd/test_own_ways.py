@@ -71,6 +71,10 @@ def test_the_wrapped_optimizers_own_step_is_refused(strategy: str) -> None:
         optimizer.zero_grad()
 
 
+class Unknown(SGD):
+    """SGD, of a type that nobody knows."""
+
+
 class SamByClosure(SGD):
     """The other common form: ``step(closure)`` perturbs by the gradients that were there, and evaluates again."""
 
@@ -104,6 +108,29 @@ def test_gradients_from_before_a_closure_are_averaged(way: str) -> None:
             optimizer.zero_grad()
 
     as_in_one_process(way, script, SamByClosure)
+
+
+@pytest.mark.parametrize("strategy", WRAP)
+@pytest.mark.parametrize("promised", [False, True])
+def test_who_promises_elementwise_gets_its_own_loss_from_closures(promised: bool, strategy: str) -> None:
+    """As with SGD itself; a type that we do not know may decide by the loss, which is the same on all ranks then."""
+    if strategy == "dear-eager" and not promised:
+        pytest.skip("eager=True refuses unknown types")
+    model = small_model()
+    optimizer = WRAP[strategy](Unknown(model.parameters(), 0.1), model, elementwise=promised)
+    for step in range(2):
+        losses = []
+
+        def closure(step: int = step, losses: Any = losses) -> torch.Tensor:
+            optimizer.zero_grad()
+            losses.append(loss_of(model, step, False))
+            losses[-1].backward()
+            return losses[-1]
+
+        returned = optimizer.step(closure)
+        assert len(losses) == 1
+        expected = losses[0] if promised else dear.allreduce(losses[0].detach())
+        torch.testing.assert_close(returned, expected)
 
 
 @pytest.mark.parametrize("when", [0, 2])
