@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from typing import Any
 
@@ -21,6 +22,7 @@ from overlap import owners
 
 RANK = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", os.environ.get("RANK", "0"))))
 SIZE = int(os.environ.get("OMPI_COMM_WORLD_SIZE", os.environ.get("PMI_SIZE", os.environ.get("WORLD_SIZE", "1"))))
+_OTHERS_SECONDS = 2.0
 OVER_MPI = "TORCHELASTIC_RUN_ID" not in os.environ  # a process without a launcher counts as such
 
 # At import, which `-p` does before pytest keeps a copy of stdout for itself.
@@ -78,11 +80,19 @@ def _out_of_time(test: str, seconds: float) -> None:
             frames = traceback.extract_stack(frame)
             ours = [f for f in frames if not any(f"/{name}/" in f.filename for name in ("_pytest", "pluggy", "pytest"))]
             stacks.append(f"{thread.name}:\n{''.join(traceback.format_list(ours))}")
-    _die(f"{test} is not over after {seconds:g} s\n{''.join(stacks)}")
+    _say(f"{test} is not over after {seconds:g} s\n{''.join(stacks)}")
+    time.sleep(
+        _OTHERS_SECONDS
+    )  # who began it with this rank shows its own: what it writes when it is ended may be lost
+    os._exit(1)
 
 
-def _die(what: str) -> None:
+def _say(what: str) -> None:
     _stderr.write(f"rank {RANK} of {SIZE} failed: {what}\n")
     _stderr.flush()
     sys.stdout.flush()
+
+
+def _die(what: str) -> None:
+    _say(what)
     os._exit(1)  # the launcher ends the other ranks, which may wait for this one
