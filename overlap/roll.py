@@ -101,8 +101,7 @@ class Roll:
         self._waiting_for_all: Word | None = None
         self._over: set[str] = set()  # optimizers that cannot go on
         self.following = False  # this rank has joined
-        self.failed_here = ""  # why this rank's join() has raised
-        self._failed: dict[int, str] = {}  # by rank: why others' has, as far as it was this rank that needed them
+        self._failed: dict[int, str] = {}  # by rank: why its join() has raised; others', where this rank needed them
         mailroom.on(_JOINED, self._hear_joined)
         mailroom.on(_WORD, lambda _sender, letter: self._heard.put(letter))
 
@@ -159,14 +158,18 @@ class Roll:
         self._failed |= {rank: text for rank in self.joined_now if rank not in self._failed}
         return CannotJoin(text)
 
+    @property
+    def failed_here(self) -> bool:
+        """Whether this rank's join() has raised, and it has not called it since."""
+        return self._rank in self._failed
+
     def come_back(self) -> None:
         """This rank has called join() again, and all others have called it."""
-        self.failed_here = ""
+        self._failed.clear()
 
     def check(self) -> None:
         """Raise :class:`CannotJoin` where some rank's join() has failed, and this rank has not called it since."""
-        failed = self._failed | ({self._rank: self.failed_here} if self.failed_here else {})
-        for rank, text in sorted(failed.items()):
+        for rank, text in self._failed.items():
             raise CannotJoin(f"join() has failed on rank {rank}, and nothing goes on until every rank calls it: {text}")
 
     def closed(self, topic: str, rounds: int) -> None:
@@ -225,14 +228,14 @@ class Roll:
             for topic, optimizer in dict(self._optimizers.items()).items():
                 optimizer.arrive()  # while it is known who contributed
                 self._catch_up(topic, optimizer)
+            self._failed.clear()
         except BaseException as error:
-            self.failed_here = str(error) or type(error).__name__
+            self._failed = {self._rank: str(error) or type(error).__name__}
             raise
         finally:
             self.following = False
             with self._lock:
                 self._joined.pop(self._generation, None)
-                self._failed.clear()
                 self._generation += 1
                 self._said.clear()  # before all came here, as every rank has: nobody has to catch up with it any more
 
