@@ -124,7 +124,7 @@ class Trainer:
         """Rank 0 alone reads, and everybody gets what it read."""
         if self._path is None:
             raise ValueError("there is nothing to resume from without an output_dir")
-        state = dear.broadcast_object(torch.load(self._path) if dear.rank() == 0 else None)
+        state = dear.broadcast_object(torch.load(self._path, weights_only=True) if dear.rank() == 0 else None)
         assert state is not None
         self.epoch = state["epoch"]
         for name, part in self._parts().items():

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from overlap.aliases import check_memory
 from overlap.arguments import HorovodArguments, check_passes
 from overlap.attendance import Attendance
 from overlap.averages import Averages
@@ -86,6 +87,7 @@ def build(
     model = named_parameters if isinstance(named_parameters, torch.nn.Module) else None
     named = None if isinstance(named_parameters, torch.nn.Module) else named_parameters
     slots = collect_slots(optimizer, model, named)
+    check_memory(slots, updates, session.comm.rank)
     session.registry.take_over([slot.param for slot in slots])
     groups = parse_groups(arguments.num_groups, arguments.groups, slots)
     terms = terms_of(strategy, arguments, updates, groups, by_loss=by_loss, sync_start=sync_start)

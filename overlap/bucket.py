@@ -12,6 +12,7 @@ from overlap.communicator import ReduceOp, Wide, Work
 from overlap.dense import copy_used, unused_mark, unused_positions, view_like
 from overlap.master import Master
 from overlap.partition import BucketSpec
+from overlap.seal import Seal
 
 __all__ = ["Bucket", "Phase", "Slot"]
 
@@ -202,6 +203,8 @@ class Bucket:
         offsets = [min(offset, spec.padded_numel - 1) for offset in spec.offsets]
         starts = torch.tensor(offsets, dtype=torch.int64, device=first.device)
         self._extents = (starts, [o + slot.param.numel() for o, slot in zip(offsets, slots, strict=True)])
+        stays = holds_parameters and first.device.type == "cpu"
+        self.seal = Seal(self.gradients, offsets, [slot.param.numel() for slot in slots]) if stays else None
 
     def __repr__(self) -> str:
         return f"Bucket {self.index} ({len(self.slots)} tensors, {self.nbytes / 2**20:.2f} MB, {self.phase.name})"

@@ -256,7 +256,7 @@ class Engine:
         window.flush()
         if self.arrangement.extend():  # after the flush: how many buckets were issued before it differs between ranks
             window.flush()
-        self.attendance.meet(not (self.order and self.order[-1].meets) and not any(slot.sparse for slot in self.slots))
+        self.attendance.meet(not self.window.meets and not any(slot.sparse for slot in self.slots))
         average_sparse(self.comm, self.slots, self._exchange, lambda: self._correction(self.attendance.round))
 
     def _arrive_left(self) -> None:
@@ -280,7 +280,7 @@ class Engine:
             self.ended = f"this optimizer cannot go on: {error}"
             if bucket.round == self.attendance.round:  # not all is issued where this came in the middle of backward
                 self.window.flush()
-                self.attendance.meet(not self.order[-1].meets)
+                self.attendance.meet(not self.window.meets)
             self.attendance.end()
             raise
         self._exchange.unload(bucket)

@@ -14,6 +14,9 @@ from overlap.bucket import Bucket, Phase, Slot
 __all__ = ["GradientChanged", "GradientWindow", "StepSkipped", "TooManyGradients"]
 
 
+_ISSUED = "its reduction had been issued; the change would be lost"
+
+
 class TooManyGradients(RuntimeError):
     """More backward passes than announced ran before ``step()``."""
 
@@ -72,6 +75,11 @@ class GradientWindow:
         return bool(self.order) and all(bucket.phase in (Phase.REDUCING, Phase.REDUCED) for bucket in self.order)
 
     @property
+    def meets(self) -> bool:
+        """Whether nobody's last reduction is done before every rank has issued all of them."""
+        return bool(self.order) and self.order[-1].meets
+
+    @property
     def quiet(self) -> bool:
         """Whether at most one reduction is under way: the second would wait for the wire, one may wait for a late rank."""
         before_last = self.order[self._next - 2] if self._next > 1 else None
@@ -100,6 +108,8 @@ class GradientWindow:
                 "parameters that you hold outside their modules"
             )
         slot.fill()
+        if slot.bucket.seal is not None and slot.bucket.full:
+            slot.bucket.seal.close()
         if self._ordered:
             self._launch_full(held_back=1 if self._hold_last else 0)
         else:
@@ -151,14 +161,15 @@ class GradientWindow:
             if slot.changed and not (sharded_only and slot.bucket is not None and not slot.bucket.holds_parameters):
                 what = "removed" if slot.param.grad is None else "changed"
                 when = (
-                    "its reduction had been issued; the change would be lost"
+                    _ISSUED
                     if slot.filled
                     else "backward(); other ranks' gradients would be averaged with the changed one"
                 )
-                raise GradientChanged(
-                    f"the gradient of {slot.name!r} was {what} after {when}. Call optimizer.synchronize() after backward() "
-                    "and before changing gradients, or use optimizer.clip_grad_norm_()"
-                )
+                raise _changed(slot, what, when)
+        for bucket in () if self.reduced else self.order:
+            broken = None if bucket.seal is None else bucket.seal.broken()
+            if broken is not None:
+                raise _changed(bucket.slots[broken], "changed", _ISSUED)
 
     def flush(self) -> None:
         """Issue all that is left. Parameters without a gradient on this rank take part with the unused mark."""
@@ -193,7 +204,7 @@ class GradientWindow:
             self.check_skippable()
             self._attendance.start("discard")
             self.flush()
-            self._attendance.meet(not self.order[-1].meets)
+            self._attendance.meet(not self.meets)
             self.settle()
             self._attendance.announce("discard")
         for bucket in self.order:
@@ -217,7 +228,7 @@ class GradientWindow:
             for slot in bucket.slots:
                 slot.leave_out()
         self.flush()
-        self._attendance.meet(not self.order[-1].meets)
+        self._attendance.meet(not self.meets)
         self.settle()
         self._attendance.announce("discard")
         for bucket in self.order:
@@ -228,7 +239,17 @@ class GradientWindow:
         """After a step: the next gradient opens a new window."""
         for slot in self.slots:
             slot.clear()
+        for bucket in self.order:
+            if bucket.seal is not None:
+                bucket.seal.open()
         self._next = 0
         self.reduced = self.synchronized = self.infinities_shown = False
         self.begun = False
         self._attendance.close()
+
+
+def _changed(slot: Slot, what: str, when: str) -> GradientChanged:
+    return GradientChanged(
+        f"the gradient of {slot.name!r} was {what} after {when}. Call optimizer.synchronize() after backward() "
+        "and before changing gradients, or use optimizer.clip_grad_norm_()"
+    )

@@ -173,6 +173,54 @@ if c.rank == 0:
     assert "COMM_CORE_EXIT_SECONDS" in result.output
 
 
+@pytest.mark.parametrize(("ranks", "make"), [(1, "local"), (2, "mpi")])
+def test_threads_that_wait_do_not_crash_the_end(ranks: int, make: str, tmp_path: Path) -> None:
+    """Daemon threads want the GIL back while the interpreter goes away: what they wait for comes to its end then."""
+    text = f"""
+import sys, threading, time
+import numpy as np
+import comm_core
+c = comm_core.{make}()
+def wait():
+    try:
+        c.recv_async(np.ones(1), c.rank).wait()
+    except comm_core.Error:
+        pass
+def read():
+    try:
+        c.receive_post(0.6)
+    except comm_core.Error:
+        pass
+for target in (wait, read) * 3:
+    threading.Thread(target=target, daemon=True).start()
+time.sleep(0.2)
+class Slow:
+    def __del__(self):
+        time.sleep(0.5)
+sys.slow = Slow()
+c.barrier()
+print("reached the end", flush=True)
+"""
+    result = _run(tmp_path, text, ranks, COMM_CORE_EXIT_SECONDS="2")
+    assert result.output.count("reached the end") == ranks
+    assert "terminate called" not in result.output, result.output
+    assert make == "mpi" or result.returncode == 0
+
+
+def test_numbers_are_the_same_where_subnormal_ones_are_flushed(tmp_path: Path) -> None:
+    """What is subnormal in 16 bits is no such number in fp32; the thread that sums inherits how it counts."""
+    text = """
+import numpy as np, torch
+import comm_core
+torch.set_flush_denormal(True)
+c = comm_core.mpi()
+numbers = np.full(13, 2.0**-20, np.float16)
+c.all_reduce(numbers, numbers)
+assert (numbers.view(np.int16) == 32).all(), numbers.view(np.int16)
+"""
+    _run(tmp_path, text).check()
+
+
 def test_abort_ends_all_ranks(tmp_path: Path) -> None:
     text = """
 import comm_core

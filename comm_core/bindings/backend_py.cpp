@@ -4,6 +4,7 @@
 #include "comm_core/communicator.hpp"
 #include "memory.hpp"
 #include "register.hpp"
+#include "waiting.hpp"
 
 namespace comm_core::bindings {
 
@@ -12,14 +13,16 @@ void register_backend(py::module_& m) {
   m.def(
       "connect",
       [](const std::string& provider, std::optional<std::intptr_t> handle) {
-        return connect(provider, handle, raise_signals);
+        return unlocked([&] { return connect(provider, handle, raise_signals); });
       },
-      py::arg("provider"), py::arg("handle") = py::none(), py::call_guard<py::gil_scoped_release>(),
+      py::arg("provider"), py::arg("handle") = py::none(),
       "The group of all processes of a provider, or the one its handle names.");
-  m.def("finalize", &finalize_providers, py::call_guard<py::gil_scoped_release>(),
-        "Drain and stop every provider; a runtime that was initialised by somebody else is left alone.");
-  m.def("abort", &abort_process, py::arg("code"), py::call_guard<py::gil_scoped_release>(),
-        "End the whole job at once with this exit code.");
+  m.def(
+      "finalize", [] { unlocked(finalize_providers); },
+      "Drain and stop every provider; a runtime that was initialised by somebody else is left alone.");
+  m.def(
+      "abort", [](int code) { unlocked([&] { abort_process(code); }); }, py::arg("code"),
+      "End the whole job at once with this exit code.");
   m.def(
       "describe",
       [](const std::string& provider) {

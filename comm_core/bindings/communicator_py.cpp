@@ -99,11 +99,7 @@ void def_operation(CommunicatorClass& type, const std::string& name, WorkPtr (*s
 }
 
 std::optional<std::pair<int, py::bytes>> receive_post(Communicator& c, double timeout) {
-  std::optional<Letter> letter;
-  {
-    const py::gil_scoped_release release;
-    letter = c.receive_post(std::chrono::duration<double>(timeout), raise_signals);
-  }
+  const auto letter = unlocked([&] { return c.receive_post(std::chrono::duration<double>(timeout), raise_signals); });
   if (!letter) return std::nullopt;
   return std::pair{letter->source, py::bytes(letter->payload)};
 }
@@ -141,20 +137,23 @@ void register_communicator(py::module_& m) {
   def_operation(type, "barrier", barrier, py::kw_only(), label);
   type.def(
           "all_gather_counts",
-          [](Communicator& c, std::int64_t send_count) { return c.all_gather_counts(send_count, raise_signals); },
-          py::arg("send_count"), py::call_guard<py::gil_scoped_release>())
+          [](Communicator& c, std::int64_t send_count) {
+            return unlocked([&] { return c.all_gather_counts(send_count, raise_signals); });
+          },
+          py::arg("send_count"))
       .def(
           "split",
-          [](Communicator& c, std::optional<int> color, int key) { return c.split(color, key, raise_signals); },
-          py::arg("color"), py::arg("key") = 0, py::call_guard<py::gil_scoped_release>())
+          [](Communicator& c, std::optional<int> color, int key) {
+            return unlocked([&] { return c.split(color, key, raise_signals); });
+          },
+          py::arg("color"), py::arg("key") = 0)
       .def(
           "post", [](Communicator& c, int peer, const py::bytes& payload) { return c.post(peer, payload); },
           py::arg("peer"), py::arg("payload"))
       .def("receive_post", &receive_post, py::arg("timeout"))
-      .def("pending", &Communicator::pending, py::call_guard<py::gil_scoped_release>())
-      .def(
-          "abandon", [](Communicator& c) { c.abandon(raise_signals); }, py::call_guard<py::gil_scoped_release>())
-      .def("close", [](Communicator& c) { c.close(raise_signals); }, py::call_guard<py::gil_scoped_release>());
+      .def("pending", [](Communicator& c) { return unlocked([&] { return c.pending(); }); })
+      .def("abandon", [](Communicator& c) { unlocked([&] { c.abandon(raise_signals); }); })
+      .def("close", [](Communicator& c) { unlocked([&] { c.close(raise_signals); }); });
 }
 
 }  // namespace comm_core::bindings

@@ -24,7 +24,5 @@ void register_threads(py::module_& m);
 
 /// The Python exception for an error of this library.
 py::object to_python(const std::exception_ptr& error);
-/// Raises what Python's signal handlers raise; called from waits that have released the GIL.
-void raise_signals();
 
 }  // namespace comm_core::bindings

@@ -1,14 +1,39 @@
 #include <pybind11/chrono.h>
 #include <pybind11/stl.h>
 
+#include <atomic>
+#include <chrono>
+#include <thread>
+
 #include "comm_core/work.hpp"
 #include "memory.hpp"
 #include "register.hpp"
 #include "waiting.hpp"
 
 namespace comm_core::bindings {
+namespace {
+
+std::atomic<unsigned long> main_thread{0};  // which also ends the interpreter
+
+bool interpreter_is_gone() noexcept {
+#if PY_VERSION_HEX >= 0x030d0000
+  return Py_IsFinalizing() != 0;
+#else
+  return _Py_IsFinalizing() != 0;
+#endif
+}
+
+}  // namespace
+
+void lock_again(PyThreadState* state) {
+  while (interpreter_is_gone() && PyThread_get_thread_ident() != main_thread) {
+    std::this_thread::sleep_for(std::chrono::hours(1));
+  }
+  PyEval_RestoreThread(state);
+}
 
 void raise_signals() {
+  if (PyThread_get_thread_ident() != main_thread) return;
   const py::gil_scoped_acquire gil;
   if (PyErr_CheckSignals() != 0) throw py::error_already_set();
 }
@@ -16,14 +41,12 @@ void raise_signals() {
 void wait_for(const Work& work, std::optional<double> timeout) {
   std::optional<Work::Seconds> patience;
   if (timeout) patience = Work::Seconds(*timeout);
-  {
-    const py::gil_scoped_release release;
-    work.wait(patience, raise_signals);
-  }
+  unlocked([&] { work.wait(patience, raise_signals); });
   release_finished();
 }
 
 void register_work(py::module_& m) {
+  main_thread = py::module_::import("threading").attr("main_thread")().attr("ident").cast<unsigned long>();
   py::class_<Work, std::shared_ptr<Work>>(m, "Work", "One operation under way. Dropping it unfinished is allowed.")
       .def("wait", &wait_for, py::arg("timeout") = py::none(),
            "Block until done; raise the operation's error, or TimeoutError after `timeout` seconds.")
@@ -37,10 +60,7 @@ void register_work(py::module_& m) {
           "The error of a failed operation; None while it runs and when it succeeded.")
       .def(
           "order_before",
-          [](const Work& w, std::uintptr_t stream) {
-            const py::gil_scoped_release release;
-            w.order_before(stream, raise_signals);
-          },
+          [](const Work& w, std::uintptr_t stream) { unlocked([&] { w.order_before(stream, raise_signals); }); },
           py::arg("stream"), "Make later work on `stream` run after this operation. On the CPU the same as wait().")
       .def_property_readonly("op", &Work::op)
       .def_property_readonly(

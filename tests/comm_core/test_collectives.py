@@ -250,3 +250,19 @@ def test_more_than_two_to_the_31_elements(comm: Communicator) -> None:
     comm.all_reduce(data, data)
     assert data[0] == data[2**31] == sum(range(1, comm.size + 1))
     assert data[-1] == np.int8(7 * comm.size)
+
+
+@pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64])
+def test_averages_are_rounded_once(comm: Communicator, kind: Any) -> None:
+    """Over three ranks: a sum times a rounded third would be rounded twice."""
+    part = comm.split(0 if comm.rank < 3 else None)
+    if part is None:
+        return
+    numbers = np.random.default_rng(0).standard_normal(100_000).astype(kind)
+    exact = np.float32 if kind is np.float16 else kind
+    total = sum((numbers.astype(exact) for _ in range(part.size - 1)), numbers.astype(exact))
+    for count in (100, 100_000):
+        mine = numbers[:count].copy()
+        part.all_reduce(mine, mine, ReduceOp.AVG)
+        assert (mine == (total[:count] / exact(part.size)).astype(kind)).all()
+    part.close()

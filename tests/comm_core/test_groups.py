@@ -61,6 +61,31 @@ def test_a_split_waits_for_what_was_issued_before(comm: Communicator) -> None:
     part.close()
 
 
+def test_two_communicators_are_split_at_once(comm: Communicator) -> None:
+    """Each on a thread of its own, so that ranks may come to the two in different orders."""
+    parts = [comm.split(0), comm.split(comm.rank // 2, key=-comm.rank)]
+    done = [0, 0]
+
+    def split_often(which: int) -> None:
+        part = parts[which]
+        assert part is not None
+        for _ in range(150):
+            again = part.split(0)
+            assert again is not None
+            again.close()
+            done[which] += 1
+
+    threads = [threading.Thread(target=split_often, args=(which,), daemon=True) for which in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert done == [150, 150]
+    for part in parts:
+        assert part is not None
+        part.close()
+
+
 def test_letters_reach_idle_peers(comm: Communicator) -> None:
     everybody = range(comm.size)
     sizes = (0, 1, 4000, 4088, 4089, 70_000, 3_000_000)
@@ -100,6 +125,38 @@ def test_receive_post_waits_and_gives_up(comm: Communicator) -> None:
     comm.post(comm.rank, b"to myself")
     thread.join(20)
     assert got == [(comm.rank, b"to myself")]
+
+
+def test_whoever_waits_for_letters_hears_of_the_end(comm: Communicator) -> None:
+    part = comm.split(0)
+    assert part is not None
+    errors: list[Exception] = []
+
+    def wait() -> None:
+        try:
+            part.receive_post(60)
+        except comm_core.InvalidUsage as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    time.sleep(0.1)
+    part.close()
+    thread.join(20)
+    assert "closed" in str(errors)
+
+
+def test_a_letter_that_nobody_takes_fails(comm: Communicator) -> None:
+    part = comm.split(0)
+    assert part is not None
+    if part.rank == part.size - 1:
+        part.close()
+    comm.barrier()
+    if part.rank < part.size - 1:
+        work = part.post(part.size - 1, bytes(3_000_000))
+        part.close()
+        with pytest.raises(comm_core.TransportError, match="closed before rank"):
+            work.wait(20)
 
 
 def test_a_message_of_the_wrong_size_fails_both_truthfully(comm: Communicator) -> None:

@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "comm_core/backend.hpp"
+#include "comm_core/errors.hpp"
 
 namespace comm_core {
 
@@ -25,6 +26,16 @@ class Letterbox {
     arrived_.notify_one();
   }
 
+  /// No more letters: whoever waits for one is told.
+  void close() {
+    {
+      const std::lock_guard lock(mutex_);
+      closed_ = true;
+    }
+    arrived_.notify_all();
+  }
+
+  /// Throws InvalidUsage when the box is closed and empty.
   std::optional<Letter> take(std::chrono::duration<double> timeout, const std::function<void()>& interrupted) {
     using Clock = std::chrono::steady_clock;
     constexpr std::chrono::duration<double> kAttention{0.05}, kYear{365 * 86400.0};
@@ -33,6 +44,7 @@ class Letterbox {
     const Reader reader(*this);
     std::unique_lock lock(mutex_);
     while (letters_.empty()) {
+      if (closed_) throw InvalidUsage("receive_post: the communicator was closed");
       const auto now = Clock::now();
       if (now >= deadline) return std::nullopt;
       arrived_.wait_until(lock, std::min(deadline, now + std::chrono::duration_cast<Clock::duration>(kAttention)));
@@ -65,6 +77,7 @@ class Letterbox {
   std::mutex mutex_;
   std::condition_variable arrived_;
   std::deque<Letter> letters_;
+  bool closed_ = false;
 };
 
 }  // namespace comm_core

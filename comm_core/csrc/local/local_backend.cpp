@@ -48,9 +48,12 @@ class LocalBackend final : public Backend {
     return letters_.take(timeout, interrupted);
   }
 
-  void abandon(std::shared_ptr<Work> work) override { close(std::move(work)); }
-
   void close(std::shared_ptr<Work> work) override {
+    letters_.close();
+    abandon(std::move(work));
+  }
+
+  void abandon(std::shared_ptr<Work> work) override {
     const std::lock_guard lock(mutex_);
     for (auto& [tag, waiting] : waiting_) {
       for (auto& message : waiting) {

@@ -2,10 +2,13 @@
 
 #include <algorithm>
 #include <atomic>
+#include <tuple>
 #include <utility>
 #include <vector>
 
 #include "../schedule/planner.hpp"
+#include "../schedule/sequence.hpp"
+#include "../schedule/turn.hpp"
 #include "check.hpp"
 #include "comm_core/settings.hpp"
 
@@ -17,9 +20,33 @@ constexpr std::chrono::seconds kMailPatience{1};
 
 std::atomic<bool> keeps_communicators{false};
 
+/// Of the one engine's thread, which MPI_Comm_split blocks.
+TurnLock& turn_lock() {
+  static TurnLock lock;
+  return lock;
+}
+
 MPI_Comm returning_errors(MPI_Comm comm) {
   check(MPI_Comm_set_errhandler(comm, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
   return comm;
+}
+
+/// The ranks before and after this one in the order of the whole job; -1: none.
+std::pair<int, int> neighbours(MPI_Comm comm, int rank, int size) {
+  MPI_Group group = MPI_GROUP_NULL, world = MPI_GROUP_NULL;
+  check(MPI_Comm_group(comm, &group), "MPI_Comm_group");
+  check(MPI_Comm_group(MPI_COMM_WORLD, &world), "MPI_Comm_group");
+  std::vector<int> ranks(static_cast<std::size_t>(size)), places(ranks.size());
+  std::ranges::generate(ranks, [next = 0]() mutable { return next++; });
+  const int code = MPI_Group_translate_ranks(group, size, ranks.data(), world, places.data());
+  MPI_Group_free(&group);
+  MPI_Group_free(&world);
+  check(code, "MPI_Group_translate_ranks");
+  const auto place_of = [&](int of) { return std::pair{places[static_cast<std::size_t>(of)], of}; };
+  std::ranges::sort(ranks, {}, place_of);
+  const auto at = std::ranges::find(ranks, rank) - ranks.begin();
+  return {at > 0 ? ranks[static_cast<std::size_t>(at - 1)] : -1,
+          at + 1 < size ? ranks[static_cast<std::size_t>(at + 1)] : -1};
 }
 
 }  // namespace
@@ -42,6 +69,7 @@ MpiGroup::MpiGroup(RequestTable& requests, MPI_Comm comm, MPI_Comm mail)
     : requests_(requests), comm_(returning_errors(comm)), mail_(returning_errors(mail)) {
   check(MPI_Comm_rank(comm_, &rank_), "MPI_Comm_rank");
   check(MPI_Comm_size(comm_, &size_), "MPI_Comm_size");
+  std::tie(before_, after_) = neighbours(comm_, rank_, size_);
   const auto on_failure = [this](std::exception_ptr error) { fail(std::move(error)); };
   collectives_ = std::make_unique<Strand>(requests_, comm_, kCollectiveTag, rank_, on_failure);
   mailbox_ = std::make_unique<Mailbox>(requests_, mail_, rank_, letters_, on_failure);
@@ -71,13 +99,24 @@ void MpiGroup::submit(Operation operation, std::shared_ptr<Work> work, KeepAlive
 
 void MpiGroup::split(std::optional<int> color, int key, std::shared_ptr<Work> work,
                      std::function<void(std::shared_ptr<MpiGroup>)> hand_over) {
-  const auto divide = [this, color, key, hand_over = std::move(hand_over)] {
+  const auto turn = std::make_shared<TurnLock::Holder>(turn_lock());
+  const auto divide = [this, color, key, turn, hand_over = std::move(hand_over)] {
+    const TurnLock::Return at_the_end(*turn);
     MPI_Comm part = MPI_COMM_NULL;
     check(MPI_Comm_split(comm_, color.value_or(MPI_UNDEFINED), key, &part), "MPI_Comm_split");
     hand_over(part == MPI_COMM_NULL ? nullptr : make(requests_, part));
   };
-  const auto barrier = [rank = rank_, size = size_] { return plan(Operation{}, rank, size, settings()); };
-  collectives_->add({barrier, std::move(work), nullptr, divide});
+  // [Note: one split at a time] An engine inside MPI_Comm_split answers nobody else, so where ranks are let into those
+  // of two groups, one here, one there, they stay in them for ever. Hence: all have come to this one; all have kept the
+  // others out; all go in.
+  const auto go_in = [this, turn]() -> std::unique_ptr<Schedule> {
+    Sequence::Parts parts;
+    parts.push_back(plan(Operation{}, rank_, size_, settings()));
+    parts.push_back(std::make_unique<Turn>(turn, before_, after_));
+    parts.push_back(plan(Operation{}, rank_, size_, settings()));
+    return std::make_unique<Sequence>(std::move(parts));
+  };
+  collectives_->add({go_in, std::move(work), nullptr, divide});
 }
 
 void MpiGroup::post(int peer, std::string payload, std::shared_ptr<Work> work) {
@@ -100,6 +139,7 @@ void MpiGroup::abandon(std::shared_ptr<Work> work) {
 
 void MpiGroup::close(std::shared_ptr<Work> work) {
   if (closed_) return work->finish();
+  letters_->close();
   closing_ = std::move(work);
   closing_since_ = std::chrono::steady_clock::now();
 }
@@ -146,6 +186,7 @@ void MpiGroup::try_to_close() {
   // messages of a failed group. Their memory, and the communicator, then live as long as the process.
   if (!failure_ && !drained()) return;
   if (patient && !(drained() && mailbox_->drained())) return;
+  mailbox_->give_up();
   mailbox_->close();
   if (!mailbox_->closed()) return;
   closed_ = true;

@@ -34,7 +34,8 @@ class MpiGroup {
   const std::shared_ptr<Letterbox>& letters() const noexcept { return letters_; }
 
   void submit(Operation operation, std::shared_ptr<Work> work, KeepAlive memory);
-  /// Collective: after a barrier, so that nobody blocks long in MPI_Comm_split. Hands over the new group, or null.
+  /// Collective: nobody blocks long in MPI_Comm_split, see [Note: one split at a time]. Hands over the new group, or
+  /// null.
   void split(std::optional<int> color, int key, std::shared_ptr<Work> work,
              std::function<void(std::shared_ptr<MpiGroup>)> hand_over);
   void post(int peer, std::string payload, std::shared_ptr<Work> work);
@@ -68,7 +69,7 @@ class MpiGroup {
 
   RequestTable& requests_;
   MPI_Comm comm_, mail_;
-  int rank_ = 0, size_ = 1;
+  int rank_ = 0, size_ = 1, before_ = -1, after_ = -1;  // the last two: see Turn
   std::shared_ptr<Letterbox> letters_ = std::make_shared<Letterbox>();
   std::exception_ptr failure_;
   std::unique_ptr<Strand> collectives_;

@@ -34,11 +34,15 @@ inline std::uint16_t float_to_bfloat16(float f) noexcept {
 inline float float16_to_float(std::uint16_t h) noexcept {
   const std::uint32_t sign = (static_cast<std::uint32_t>(h) & 0x8000U) << 16;
   const std::uint32_t magnitude = h & 0x7fffU;
-  // Exponent and mantissa moved into fp32's place; the product moves the bias from 15 to 127 and normalises subnormals.
-  // Infinity and NaN keep an exponent of all ones by the second rebias.
-  const float scaled = std::bit_cast<float>(magnitude << 13) * 0x1.0p+112f;
-  const std::uint32_t finite = std::bit_cast<std::uint32_t>(scaled);
-  const std::uint32_t special = (magnitude << 13) | 0x7f800000U;
+  // Exponent and mantissa moved into fp32's place. A normal number's bias goes from 15 to 127; a subnormal one's
+  // mantissa is put below a leading one, which is then taken away. No operand is subnormal in fp32, as threads that
+  // flush those to zero (torch.set_flush_denormal) get the same numbers. Infinity and NaN have an exponent of all ones.
+  const std::uint32_t moved = magnitude << 13;
+  const std::uint32_t normal = moved + 0x38000000U;
+  const std::uint32_t tiny =
+      std::bit_cast<std::uint32_t>(std::bit_cast<float>(moved + 0x38800000U) - std::bit_cast<float>(0x38800000U));
+  const std::uint32_t special = moved | 0x7f800000U;
+  const std::uint32_t finite = magnitude < 0x0400U ? tiny : normal;
   return std::bit_cast<float>(sign | (magnitude >= 0x7c00U ? special : finite));
 }
 

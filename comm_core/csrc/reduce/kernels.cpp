@@ -53,8 +53,8 @@ struct And {
 
 /// sum / ranks, such that only a sum of -0.0 gives -0.0: a negative sum that underflows gives +0.0.
 template <std::floating_point T>
-T average(T sum, T inverse) {
-  const T mean = sum * inverse;
+T average(T sum, T ranks) {
+  const T mean = sum / ranks;  // times a rounded 1 / ranks would be rounded twice
   return mean == T(0) && sum != T(0) ? T(0) : mean;
 }
 
@@ -83,9 +83,9 @@ void pairwise_mean(std::byte* out, const std::byte* a, const std::byte* b, std::
   T* const o = as<T>(out);
   const T* const x = as<T>(a);
   const T* const y = as<T>(b);
-  const T inverse = T(1) / static_cast<T>(ranks);
+  const T divisor = static_cast<T>(ranks);
 #pragma GCC ivdep
-  for (std::int64_t i = 0; i < n; ++i) o[i] = average(x[i] + y[i], inverse);
+  for (std::int64_t i = 0; i < n; ++i) o[i] = average(x[i] + y[i], divisor);
 }
 
 /// Calls visit(T{}, Op{}) for the element type and operator meant; AVG is visited as Sum.
@@ -148,9 +148,9 @@ constexpr std::int64_t kBlock = 2048;
 template <class T>
 using Block = std::array<T, kBlock>;
 
-void narrow_mean(DType dtype, const float* sums, std::byte* to, std::int64_t n, float inverse) {
+void narrow_mean(DType dtype, const float* sums, std::byte* to, std::int64_t n, float ranks) {
   Block<float> means;
-  for (std::int64_t i = 0; i < n; ++i) means[static_cast<std::size_t>(i)] = sums[i] * inverse;
+  for (std::int64_t i = 0; i < n; ++i) means[static_cast<std::size_t>(i)] = sums[i] / ranks;
   narrow_half(dtype, means.data(), to, n);
   auto* const h = as<std::uint16_t>(to);
   constexpr std::uint16_t kNegativeZero = 0x8000;
@@ -170,7 +170,7 @@ void combine_half_block(DType dtype, bool mean, std::byte* out, const std::vecto
     for (std::size_t i = 0; i < static_cast<std::size_t>(n); ++i) sum[i] = Op::apply(sum[i], next[i]);
   }
   if (mean) {
-    narrow_mean(dtype, sum.data(), out + 2 * first, n, 1.0F / static_cast<float>(sources.size()));
+    narrow_mean(dtype, sum.data(), out + 2 * first, n, static_cast<float>(sources.size()));
   } else {
     narrow_half(dtype, sum.data(), out + 2 * first, n);
   }
@@ -190,10 +190,10 @@ void combine_block(bool mean, std::byte* out, const std::vector<const std::byte*
   }
   if constexpr (std::floating_point<T>) {
     if (mean) {
-      const T inverse = T(1) / static_cast<T>(sources.size());
+      const T ranks = static_cast<T>(sources.size());
       for (std::int64_t i = 0; i < n; ++i) {
         auto& element = sum[static_cast<std::size_t>(i)];
-        element = average(element, inverse);
+        element = average(element, ranks);
       }
     }
   }

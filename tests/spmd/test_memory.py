@@ -1,0 +1,114 @@
+"""What is done to memory that the wrapper does not know of: gradients behind autograd's back, parameters with aliases."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import dear
+from overlap.window import GradientChanged
+from tests.spmd.listening import heard
+from tests.spmd.test_parity import PACKAGES, WRAP
+
+SHARDED = ("dear-layerwise", "oss")
+
+
+@pytest.fixture(autouse=True)
+def _session() -> None:
+    dear.init()
+
+
+def _by_data(gradient: torch.Tensor) -> None:
+    gradient.data.mul_(0.1)
+
+
+def _by_numpy(gradient: torch.Tensor) -> None:
+    gradient.numpy()[...] *= 0.1
+
+
+def _loss(model: torch.nn.Module, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(10 * step + dear.rank())
+    return model(torch.randn(4, 9, generator=generator, dtype=torch.float64)).square().mean()
+
+
+@pytest.mark.parametrize("change", [_by_data, _by_numpy])
+@pytest.mark.parametrize("strategy", SHARDED)
+def test_gradients_written_to_behind_autograds_back_are_noticed(
+    strategy: str, change: Callable[[torch.Tensor], None]
+) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(9, 20), torch.nn.Tanh(), torch.nn.Linear(20, 1)).double()
+    optimizer = WRAP[strategy](torch.optim.SGD(model.parameters(), 0.1), model)
+    for step in range(2):
+        optimizer.zero_grad()
+        _loss(model, step).backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    _loss(model, 2).backward()
+    assert model[0].weight.grad is not None
+    change(model[0].weight.grad)
+    with pytest.raises(GradientChanged, match=r"'0\.weight' was changed"):
+        optimizer.step()
+    optimizer.zero_grad()
+    model(torch.full((1, 9), float("nan"), dtype=torch.float64)).sum().backward()  # which is never equal to itself
+    optimizer.step()
+
+
+class _Tied(torch.nn.Module):
+    """Two parameters over one memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (torch.nn.Linear(9, 9, dtype=torch.float64) for _ in range(2))
+        self.second.weight = torch.nn.Parameter(self.first.weight.data)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.second(torch.tanh(self.first(x)))
+        return hidden
+
+
+@pytest.mark.parametrize("strategy", PACKAGES)
+def test_two_parameters_over_one_memory(strategy: str) -> None:
+    """Refused where they would be taken apart, or updated at different times; else as in one process."""
+    torch.manual_seed(0)
+    model = _Tied()
+    inner = torch.optim.SGD(model.parameters(), 0.1)
+    if strategy in (*SHARDED, "bytescheduler"):
+        with pytest.raises(ValueError, match=r"'first\.weight' and 'second\.weight' are two tensors over one memory"):
+            WRAP[strategy](inner, model)
+        return
+    optimizer = WRAP[strategy](inner, model)
+    for step in range(3):
+        optimizer.zero_grad()
+        _loss(model, step).backward()
+        optimizer.step()
+    assert torch.equal(model.first.weight, model.second.weight)
+
+
+@pytest.mark.parametrize("strategy", SHARDED)
+def test_parameters_in_shared_memory_are_told_of(strategy: str) -> None:
+    model = torch.nn.Linear(9, 1).share_memory()
+    with heard(logging.WARNING) as logged:
+        WRAP[strategy](torch.optim.SGD(model.parameters(), 0.1), model)
+    told = [text for text in logged if "share_memory" in text]
+    assert len(told) == (1 if dear.rank() == 0 else 0)
+
+
+@pytest.mark.parametrize("strategy", PACKAGES)
+def test_a_step_skipped_after_synchronize_where_all_gradients_are_sparse(strategy: str) -> None:
+    model = torch.nn.Embedding(10, 4, sparse=True)
+    optimizer: Any = WRAP[strategy](torch.optim.SparseAdam(model.parameters()), model)
+    for step in range(4):
+        optimizer.zero_grad()
+        model(torch.tensor([dear.rank(), 2, 3])).sum().backward()
+        if step == 2:
+            optimizer.synchronize()
+            optimizer.zero_grad()
+        else:
+            optimizer.step()
+    values = dear.allgather_object(model.weight.detach())
+    assert all(torch.equal(value, values[0]) for value in values)
