@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -76,6 +76,7 @@ class Arrangement:
         """Buckets for parameters that were unfrozen or added; whether there are new ones. On every rank, inside a step."""
         late = self._planner.late
         if late:
+            self._check_gather_dtype(late)
             self._mark_sparse(late)
             self._planner.extend()
             self._follow_plan()
@@ -129,13 +130,16 @@ class Arrangement:
                 f"parameter {first.name!r} was {first.before} when the optimizer was wrapped and is {first.now} now; "
                 "what carries gradients was chosen for that device; move the model before wrapping"
             )
-        strategy, shards = self._planner.strategy, self._planner.shards
-        named = ((slot.name, slot.param) for slot in self._slots)
-        check_gather_dtype(strategy.gather_dtype, named, self._optimizer, sharding=shards is not None)
+        self._check_gather_dtype(slot for slot in self._slots if slot.bucket is not None)
         for slot in self._slots:
             if slot.converted:
                 slot.keep_layout()
-        self._rebuild(strategy)
+        self._rebuild(self._planner.strategy)
+
+    def _check_gather_dtype(self, slots: Iterable[Slot]) -> None:
+        named = ((slot.name, slot.param) for slot in slots)
+        dtype, sharding = self._planner.strategy.gather_dtype, self._planner.shards is not None
+        check_gather_dtype(dtype, named, self._optimizer, sharding=sharding)
 
     def _mark_sparse(self, slots: Sequence[Slot]) -> None:
         for index in find_sparse(self._comm, slots, self._sparse_in):

@@ -105,7 +105,7 @@ def build(
     exchange = Exchange(arguments.compression, arguments.op, arguments.gradient_predivide_factor, comm.size)
     if sync_start:
         synchronize_start(members.everyone, optimizer, model, slots)
-    pairs = ((slot.name, slot.param) for slot in slots)
+    pairs = ((slot.name, slot.param) for slot in slots if slot.param.requires_grad)
     check_gather_dtype(strategy.gather_dtype, pairs, optimizer, sharding=updates.in_shards)
     attendance = Attendance(comm, members.ranks, session.roll)
     engine = Engine(

@@ -66,6 +66,10 @@ def wire_form(
     check_tensor(what, name, tensor, device)
     flat = tensor.data if tensor.dim() == 1 else tensor.data.reshape(-1)  # buckets are flat: a view less for each
     if flat.dtype in WIRE_DTYPES:
+        if op is ReduceOp.AVG and not flat.is_floating_point():
+            raise Unsupported(
+                f"{what}: AVG of {tensor.dtype} is not defined; reduce with SUM and divide as you see fit"
+            )
         return flat
     if flat.is_complex():
         if op is not None and op not in _COMPLEX_OPS:

@@ -33,14 +33,26 @@ class LiveState(dict[torch.Tensor, _State]):
             return
         super().__setitem__(param, state)
 
+    def __missing__(self, param: torch.Tensor) -> _State:
+        """As torch's own: empty, on every rank. Scripts ask whether there is something, to begin with it."""
+        state: _State = {}
+        if not self._shards.cuts(param):
+            self._whole[param] = state
+        elif not self._shards.begin_state(param, state):
+            return state
+        super().__setitem__(param, state)
+        return state
+
     def __delitem__(self, param: torch.Tensor) -> None:
         super().__delitem__(param)
         self._whole.pop(param, None)
         self._shards.set_state(param, {})
 
     def pop(self, param: torch.Tensor, *default: Any) -> Any:
-        if default and param not in self:
-            return default[0]
+        if param not in self:
+            if default:
+                return default[0]
+            raise KeyError(param)
         value = self[param]
         del self[param]
         return value

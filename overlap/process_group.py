@@ -10,9 +10,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
+import comm_core
 from comm_core import ReduceOp
+from overlap.checks import check_rank
 from overlap.communicator import Communicator, Wide, Work
 from overlap.dense import narrow_summands
+from overlap.forks import Origin
 from overlap.link import Link
 from overlap.loose_messages import LooseMessages
 from overlap.rendezvous import Rendezvous, join_world
@@ -29,7 +32,7 @@ from overlap.requests import (
 )
 from overlap.routes import Routes
 from overlap.stages import Local, Stage, StagedTask
-from overlap.store_mail import StoreMailbox
+from overlap.store_mail import OwnMailbox, StoreMailbox
 from overlap.strand import PendingWork, Strand
 
 __all__ = ["ProcessGroupCommunicator", "connect"]
@@ -57,12 +60,12 @@ class ProcessGroupCommunicator(Communicator):
         self._rank, self._size, self._name = rank, size, name
         self._meeting = meeting
         self._store = meeting.connect(name)  # others may be set up meanwhile, on other threads, which block theirs
-        self._owns_world = owns_world
+        self._owns_world, self._origin = owns_world, Origin()
         self._routes = Routes(rank, size)
         self._link = self._new_link("collectives")
         self._messages = LooseMessages(self._new_link("messages"))
         self._strand = Strand(f"dear-{name}")
-        self._mailbox = StoreMailbox(meeting, f"{name}/mail", rank) if size > 1 else None
+        self._mailbox = StoreMailbox(meeting, f"{name}/mail", rank) if size > 1 else OwnMailbox()
         self._numbers, self._splits = itertools.count(), itertools.count()
         self._closed = False
 
@@ -85,9 +88,15 @@ class ProcessGroupCommunicator(Communicator):
     def name(self) -> str:
         return self._name
 
+    def _check_usable(self) -> None:
+        self._origin.require()
+        if self._closed:
+            raise comm_core.InvalidUsage(f"communicator {self._name} is closed")
+
     # - Collectives: stages, run one after the other by the strand
 
     def _issue(self, kind: str, label: str, nbytes: int, stages: Callable[[], Sequence[Stage]]) -> Work:
+        self._check_usable()
         tag = _COLLECTIVE_TAGS + next(self._numbers) % _COLLECTIVE_TAGS
         work = PendingWork(kind, label, self._rank, self._size, nbytes)
         return self._issued(self._strand.submit(work, StagedTask(self._link, tag, stages)))
@@ -166,10 +175,12 @@ class ProcessGroupCommunicator(Communicator):
     # - Messages
 
     def send_async(self, tensor: torch.Tensor, peer: int, tag: int = 0, *, label: str = "") -> Work:
+        self._check_usable()
         flat = message_request("send", self._rank, self._size, tensor, peer, tag)
         return self._issued(self._messages.send(flat, peer, tag, label))
 
     def recv_async(self, tensor: torch.Tensor, peer: int, tag: int = 0, *, label: str = "") -> Work:
+        self._check_usable()
         flat = message_request("recv", self._rank, self._size, tensor, peer, tag)
         return self._issued(self._messages.recv(flat, peer, tag, label))
 
@@ -189,14 +200,16 @@ class ProcessGroupCommunicator(Communicator):
         return ProcessGroupCommunicator(self._meeting, ranks.index(self._rank), len(ranks), name=name)
 
     def post(self, peer: int, payload: bytes) -> Work:
+        check_rank("post", "peer", peer, self._size)
+        self._check_usable()
         work = PendingWork("post", "", self._rank, self._size, len(payload))
-        if self._mailbox is not None:
-            self._mailbox.post(peer, payload)
+        self._mailbox.post(peer, payload)
         work.finish()
         return work
 
     def receive_post(self, timeout: float) -> tuple[int, bytes] | None:
-        return None if self._mailbox is None else self._mailbox.receive(timeout)
+        self._check_usable()
+        return self._mailbox.receive(timeout)
 
     def pending(self) -> list[Work]:
         return [*self._strand.pending(), *self._messages.pending()]
@@ -205,10 +218,12 @@ class ProcessGroupCommunicator(Communicator):
         os._exit(code)  # torchrun ends the other ranks
 
     def abandon(self) -> None:
+        if self._origin.elsewhere:
+            return
         self._link.tear_down()
 
     def close(self) -> None:
-        if self._closed:
+        if self._closed or self._origin.elsewhere:
             return
         self._closed = True
         self._strand.close()

@@ -1,6 +1,6 @@
 """Element-wise reductions on CPU tensors with comm_core's rules, for the adapter over torch.distributed.
 
-16-bit floats are summed in fp32 and rounded once. An average is the sum times 1/size in the accumulation type, rounded
+16-bit floats are summed in fp32 and rounded once. An average is the sum over the size in the accumulation type, rounded
 once; a sum other than zero never averages to -0.0, and a sum of -0.0 stays -0.0: that is how strategies tell a
 parameter that nobody used from one whose gradient is zero.
 """
@@ -28,7 +28,7 @@ def is_half(dtype: torch.dtype) -> bool:
 
 
 def combine(op: ReduceOp, first: torch.Tensor, second: torch.Tensor, out: torch.Tensor) -> None:
-    """`out = first (op) second`; an average is summed here and scaled at the end."""
+    """`out = first (op) second`; an average is summed here and divided at the end."""
     for part in _serial_parts(out.numel()):
         _combine(op, first[part], second[part], out[part])
 
@@ -66,10 +66,7 @@ def _combine(op: ReduceOp, first: torch.Tensor, second: torch.Tensor, out: torch
 
 
 def _average(total: torch.Tensor, out: torch.Tensor, size: int) -> None:
-    if not total.is_floating_point():
-        out.copy_(torch.div(total, size, rounding_mode="trunc") if total.dtype is not torch.bool else total)
-        return
-    out.copy_(total * (1.0 / size))
+    out.copy_(total / size)
     # Two counts cost less than a mask, and only underflow makes them differ.
     if torch.count_nonzero(out) != torch.count_nonzero(total):
         out.masked_fill_((out == 0) & (total != 0), 0.0)

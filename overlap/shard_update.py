@@ -105,6 +105,13 @@ class ShardUpdate:
             self._written.note(proxy)
         return bool(mine)
 
+    def begin_state(self, param: torch.Tensor, state: dict[str, Any]) -> bool:
+        """Let `state`, which is empty still, be that of this rank's piece of `param`; whether there is a piece."""
+        mine = [one.proxy for one in self.pieces if one.slot.param is param]
+        for proxy in mine:
+            self._shadow.state[proxy] = state
+        return bool(mine)
+
     def add(self, bucket: Bucket, rank: int) -> None:
         """Take on the pieces of a new bucket."""
         pieces = []

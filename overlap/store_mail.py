@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import queue
 import threading
 from typing import Any
 
@@ -10,9 +11,25 @@ import torch.distributed as dist
 
 from overlap.rendezvous import Rendezvous
 
-__all__ = ["StoreMailbox"]
+__all__ = ["OwnMailbox", "StoreMailbox"]
 
 _CHUNK_BYTES = 1 << 20
+
+
+class OwnMailbox:
+    """Letters of a rank alone to itself."""
+
+    def __init__(self) -> None:
+        self._letters: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+
+    def post(self, peer: int, payload: bytes) -> None:
+        self._letters.put(payload)
+
+    def receive(self, timeout: float) -> tuple[int, bytes] | None:
+        try:
+            return 0, self._letters.get(timeout=max(timeout, 0))
+        except queue.Empty:
+            return None
 
 
 class StoreMailbox:

@@ -21,6 +21,7 @@ import torch
 
 import comm_core
 from comm_core import TransportError
+from overlap.forks import Origin
 
 __all__ = ["PendingWork", "Strand", "Task"]
 
@@ -51,6 +52,7 @@ class PendingWork:
         self._issued = time.monotonic()
         self._ended: float | None = None
         self._error: BaseException | None = None
+        self._origin = Origin()
         # A bare lock, held until the end: waking its waiter takes a third of what threading.Event needs for it.
         self._unfinished = threading.Lock()
         self._unfinished.acquire()
@@ -61,6 +63,7 @@ class PendingWork:
 
     def wait(self, timeout: float | None = None) -> None:
         if self._ended is None:
+            self._origin.require()  # nobody would ever finish it
             if not self._unfinished.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
                 raise comm_core.TimeoutError(f"{self.describe()} was not done within {timeout:g} s")
             self._unfinished.release()  # for whoever else waits

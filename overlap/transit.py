@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
 
@@ -10,6 +9,7 @@ import torch
 
 from overlap.bucket import Bucket, Phase
 from overlap.communicator import Communicator
+from overlap.forks import Origin
 from overlap.lanes import Lanes
 from overlap.work import arrive
 
@@ -26,6 +26,7 @@ class Transit:
         self._lanes, self._gather, self._poison = lanes, gather, poison
         self._buckets: dict[Bucket, Callable[[Bucket], None] | None] = {}  # by what is left to do on arrival
         self._arriving: set[Bucket] = set()  # their updates may look at parameters themselves
+        self._origin = Origin()
         self._lock = threading.RLock()  # two threads may look at one parameter; both see its final value
         self.entry: list[Bucket] = []  # hold parameters no gate hands out: awaited when any forward starts
 
@@ -54,7 +55,7 @@ class Transit:
 
     def arrive(self, bucket: Bucket) -> None:
         """Wait until the parameters of `bucket` are final. From any thread."""
-        if bucket not in self._buckets or _in_forked_child:
+        if bucket not in self._buckets or self._origin.elsewhere:  # in a child nobody awaits its values
             return
         with self._lock:
             if bucket not in self._buckets or bucket in self._arriving:
@@ -86,14 +87,3 @@ class Transit:
     def arrive_all(self) -> None:
         for bucket in list(self._buckets):
             self.arrive(bucket)
-
-
-_in_forked_child = False  # there is no engine thread to wait for in a child, and nobody awaits its values
-
-
-def _forget_transit() -> None:
-    global _in_forked_child
-    _in_forked_child = True
-
-
-os.register_at_fork(after_in_child=_forget_transit)

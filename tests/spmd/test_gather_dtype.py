@@ -254,3 +254,20 @@ def test_what_cannot_be_honoured_is_refused() -> None:
     saved["master"] = {0: torch.zeros(3)}
     with pytest.raises(ValueError, match=r"master of parameter 0 has shape \(3,\)"):
         optimizer.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("strategy", ["dear", "oss"])
+def test_what_is_frozen_may_have_any_type(strategy: str) -> None:
+    """It is never gathered; once it would be, all ranks are told."""
+    model = _model()
+    model.frozen = torch.nn.Parameter(torch.ones(3, dtype=BF16), requires_grad=False)
+    optimizer = WRAP[strategy](torch.optim.SGD(model.parameters(), 0.1), model, gather_dtype=BF16)
+    for step in range(2):
+        optimizer.zero_grad()
+        _loss(model, step, dear.rank()).backward()
+        optimizer.step()
+    model.frozen.requires_grad_(True)
+    optimizer.zero_grad()
+    _loss(model, 2, dear.rank()).backward()
+    with pytest.raises(TypeError, match=r"'frozen' is torch\.bfloat16"):
+        optimizer.step()

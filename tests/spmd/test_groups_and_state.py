@@ -104,6 +104,32 @@ def test_state_may_be_dropped_while_training(way: str, edit: str) -> None:
     as_in_one_process(way, script)
 
 
+@pytest.mark.parametrize("way", ["dear-layerwise", "bytescheduler", "oss"])
+def test_state_that_is_not_there_is_empty(way: str) -> None:
+    """As torch's: scripts look whether there is some, also for parameters whose state another rank has."""
+
+    def script(model: torch.nn.Module, optimizer: Any, alone: bool) -> None:
+        for param in model.parameters():
+            assert len(optimizer.state[param]) == 0
+        train(model, optimizer, alone)
+        for param in model.parameters():
+            optimizer.state[param].setdefault("seen", 1)
+            assert optimizer.state.get(param, {}).get("seen", 1) == 1
+        train(model, optimizer, alone, first=2)
+
+    as_in_one_process(way, script)
+
+
+def test_what_is_put_into_empty_state_stays() -> None:
+    model = small_model()
+    optimizer = dear.DistributedOptimizer(SGD(model.parameters(), 0.1), model, threshold_mb=0)
+    train(model, optimizer, False)
+    for param in model.parameters():
+        optimizer.state[param]["mine"] = 1
+    kept = sum("mine" in optimizer.state.get(param, {}) for param in model.parameters())
+    assert sum(dear.allgather_object(kept)) >= len(list(model.parameters()))
+
+
 def test_state_of_a_sharded_optimizer_is_a_dictionary() -> None:
     model = small_model()
     optimizer = dear.DistributedOptimizer(SGD(model.parameters(), 0.1, momentum=0.9), model, threshold_mb=0)
