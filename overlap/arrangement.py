@@ -62,9 +62,14 @@ class Arrangement:
         """End the first iteration: plan from what rank 0 saw. On every rank, inside the first step."""
         if self.observer is None:
             return
-        learned = allgather_object(self._comm, (self.observer.finish(), [line(slot) for slot in self._slots]))
-        compare("parameters", [lines for _, lines in learned])  # they may have been converted since the start
-        found = [facts for facts, _ in learned]
+        given = any(slot.param.grad is not None for slot in self._slots)  # by hooks, or by hand
+        mine = (self.observer.finish(), [line(slot) for slot in self._slots], given)
+        learned = allgather_object(self._comm, mine)
+        compare("parameters", [lines for _, lines, _ in learned])  # they may have been converted since the start
+        found = [facts for facts, _, _ in learned]
+        if not any(given or any(facts.fires) for facts, _, given in learned):
+            self.observer = Observer(self._slots)  # a step before any backward, which does nothing, teaches nothing
+            return
         facts = next((facts for facts in found if any(facts.fires)), found[0])  # rank 0 may have joined at once
         fires = [max(counts) for counts in zip(*(facts.fires for facts in found), strict=True)]
         self.observer = None
@@ -74,7 +79,7 @@ class Arrangement:
 
     def extend(self) -> bool:
         """Buckets for parameters that were unfrozen or added; whether there are new ones. On every rank, inside a step."""
-        late = self._planner.late
+        late = [] if self.learning else self._planner.late
         if late:
             self._check_gather_dtype(late)
             self._mark_sparse(late)

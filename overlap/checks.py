@@ -66,10 +66,6 @@ def wire_form(
     check_tensor(what, name, tensor, device)
     flat = tensor.data if tensor.dim() == 1 else tensor.data.reshape(-1)  # buckets are flat: a view less for each
     if flat.dtype in WIRE_DTYPES:
-        if op is ReduceOp.AVG and not flat.is_floating_point():
-            raise Unsupported(
-                f"{what}: AVG of {tensor.dtype} is not defined; reduce with SUM and divide as you see fit"
-            )
         return flat
     if flat.is_complex():
         if op is not None and op not in _COMPLEX_OPS:
@@ -86,6 +82,12 @@ def check_op(what: str, op: ReduceOp) -> None:
     """Refuse anything that is not a `comm_core.ReduceOp`."""
     if not isinstance(op, ReduceOp):
         raise InvalidUsage(f"{what}: op must be a comm_core.ReduceOp, got {op!r}")
+
+
+def check_average(what: str, op: ReduceOp, tensor: torch.Tensor) -> None:
+    """Refuse averages of whole numbers and booleans, as comm_core does."""
+    if op is ReduceOp.AVG and not (tensor.is_floating_point() or tensor.is_complex()):
+        raise Unsupported(f"{what}: AVG of {tensor.dtype} is not defined; reduce with SUM and divide as you see fit")
 
 
 def check_same_dtype(what: str, send: torch.Tensor, recv: torch.Tensor) -> None:

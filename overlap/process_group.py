@@ -12,7 +12,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 import comm_core
 from comm_core import ReduceOp
-from overlap.checks import check_rank
+from overlap.checks import check_average, check_rank
 from overlap.communicator import Communicator, Wide, Work
 from overlap.dense import narrow_summands
 from overlap.forks import Origin
@@ -111,6 +111,7 @@ class ProcessGroupCommunicator(Communicator):
         wide: Wide | None = None,
         label: str = "",
     ) -> Work:
+        check_average("reduce_scatter", op, send)
         request = reduce_scatter_request(self._rank, self._size, send, recv, op, counts)
         stage = self._routes.reduce_scatter(request.send, request.recv, request.send_counts, op)
         last = _narrow("reduce_scatter", wide, request, narrow_summands)
@@ -133,6 +134,7 @@ class ProcessGroupCommunicator(Communicator):
     def all_reduce_async(
         self, send: torch.Tensor, recv: torch.Tensor, op: ReduceOp = ReduceOp.SUM, *, label: str = ""
     ) -> Work:
+        check_average("all_reduce", op, send)
         request = all_reduce_request(send, recv, op)
         return self._issue(
             "all_reduce", label, request.recv.nbytes, lambda: self._routes.all_reduce(request.send, request.recv, op)
@@ -152,6 +154,7 @@ class ProcessGroupCommunicator(Communicator):
         *,
         label: str = "",
     ) -> Work:
+        check_average("reduce", op, send)
         source, target = reduce_request(self._rank, self._size, send, recv, op, root)
         return self._issue("reduce", label, source.nbytes, lambda: self._routes.reduce(source, target, op, root))
 

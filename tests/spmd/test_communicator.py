@@ -287,3 +287,25 @@ def test_objects_of_every_length_come_as_they_went(comm: Communicator) -> None:
         for root in range(comm.size):
             mine = bytes([7]) * length if comm.rank == root else None
             assert objects.broadcast_object(comm, mine, root) == bytes([7]) * length
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool])
+def test_averages_of_whole_numbers_are_refused(comm: Communicator, dtype: torch.dtype) -> None:
+    mine = torch.ones(2 * comm.size, dtype=dtype)
+    with pytest.raises(Unsupported, match=r"(?i)avg"):
+        comm.all_reduce(mine, mine.clone(), ReduceOp.AVG)
+    with pytest.raises(Unsupported, match=r"(?i)avg"):
+        comm.reduce_scatter(mine, mine[:2].clone(), ReduceOp.AVG)
+
+
+def test_letters_to_nobody_and_after_the_end_are_refused(comm: Communicator) -> None:
+    with pytest.raises(InvalidUsage, match="peer"):
+        comm.post(comm.size, b"x")
+    part = comm.split(0)
+    assert part is not None
+    part.post(part.rank, b"to myself")
+    assert part.receive_post(20) == (part.rank, b"to myself")
+    part.close()
+    for use in (lambda: part.post(0, b"x"), lambda: part.barrier(), lambda: part.receive_post(0)):
+        with pytest.raises(InvalidUsage, match="closed"):
+            use()

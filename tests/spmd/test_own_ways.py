@@ -13,6 +13,7 @@ import bytescheduler_adapter
 import dear
 import mgwfbp
 from overlap.window import GradientChanged
+from tests.spmd.models import MODELS
 from tests.spmd.one_process import SGD, WAYS, as_in_one_process, loss_of, small_model, train
 from tests.spmd.test_parity import PACKAGES, WRAP
 
@@ -300,3 +301,26 @@ def test_an_optimizer_that_was_wrapped_while_it_was_tuned_may_be_wrapped_again()
     train(model, optimizer, False, steps=8)
     optimizer.synchronize()
     inner.step()
+
+
+@pytest.mark.parametrize("strategy", PACKAGES)
+def test_a_step_before_the_first_backward_teaches_nothing(strategy: str) -> None:
+    """It silences a scheduler that wants it first. Then gradients arrive several times in a backward pass."""
+    models = [MODELS["CheckpointedReentrant"]().double() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    plain = torch.optim.SGD(models[0].parameters(), 0.1, momentum=0.9)
+    optimizer = WRAP[strategy](torch.optim.SGD(models[1].parameters(), 0.1, momentum=0.9), models[1])
+    models[0].load_state_dict(models[1].state_dict())  # rank 0's
+    for one in (plain, optimizer):
+        one.zero_grad()
+        one.step()
+        one.step()
+    x = torch.randn(4, 9, generator=torch.Generator().manual_seed(0)).double()
+    for _ in range(3):
+        for model, one in zip(models, (plain, optimizer), strict=True):
+            one.zero_grad()
+            model(x).square().mean().backward()
+            one.step()
+    optimizer.synchronize()
+    for expected, found in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.allclose(expected, found, rtol=1e-12, atol=1e-14)
