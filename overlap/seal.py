@@ -40,8 +40,12 @@ class Seal:
         now = self._look()
         if torch.equal(now, self._kept):
             return None
-        return (now == self._kept).all(dim=1).tolist().index(False)
+        same = (_bytes(now, self._count) == _bytes(self._kept, self._count)).all(dim=1)  # a NaN is what it was
+        return None if bool(same.all()) else same.tolist().index(False)
 
     def _look(self) -> torch.Tensor:
-        # As bytes: a NaN is what it was, and the zeros' signs mean something.
-        return self._flat.index_select(0, self._places).view(torch.uint8).view(self._count, -1)
+        return self._flat.index_select(0, self._places)
+
+
+def _bytes(samples: torch.Tensor, count: int) -> torch.Tensor:
+    return samples.view(torch.uint8).view(count, -1)
