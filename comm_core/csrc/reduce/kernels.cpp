@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <concepts>
 #include <type_traits>
 
@@ -51,11 +52,18 @@ struct And {
   }
 };
 
-/// sum / ranks, such that only a sum of -0.0 gives -0.0: a negative sum that underflows gives +0.0.
-template <std::floating_point T>
-T average(T sum, T ranks) {
-  const T mean = sum / ranks;  // times a rounded 1 / ranks would be rounded twice
-  return mean == T(0) && sum != T(0) ? T(0) : mean;
+/// Calls `act` with what makes an average of a sum over `ranks`, rounded once. Only a sum of -0.0 gives -0.0: a
+/// negative sum that underflows gives +0.0. Powers of two have an exact inverse, and a product takes a fraction of a
+/// quotient's time.
+template <std::floating_point T, class Act>
+void with_average(std::size_t ranks, const Act& act) {
+  const auto keep_mark = [](T mean, T sum) { return mean == T(0) && sum != T(0) ? T(0) : mean; };
+  const T divisor = static_cast<T>(ranks);
+  if (std::has_single_bit(ranks)) {
+    act([=, inverse = T(1) / divisor](T sum) { return keep_mark(sum * inverse, sum); });
+  } else {
+    act([=](T sum) { return keep_mark(sum / divisor, sum); });
+  }
 }
 
 // - Loops
@@ -83,9 +91,10 @@ void pairwise_mean(std::byte* out, const std::byte* a, const std::byte* b, std::
   T* const o = as<T>(out);
   const T* const x = as<T>(a);
   const T* const y = as<T>(b);
-  const T divisor = static_cast<T>(ranks);
+  with_average<T>(static_cast<std::size_t>(ranks), [&](const auto& average) {
 #pragma GCC ivdep
-  for (std::int64_t i = 0; i < n; ++i) o[i] = average(x[i] + y[i], divisor);
+    for (std::int64_t i = 0; i < n; ++i) o[i] = average(x[i] + y[i]);
+  });
 }
 
 /// Calls visit(T{}, Op{}) for the element type and operator meant; AVG is visited as Sum.
@@ -148,10 +157,12 @@ constexpr std::int64_t kBlock = 2048;
 template <class T>
 using Block = std::array<T, kBlock>;
 
-void narrow_mean(DType dtype, const float* sums, std::byte* to, std::int64_t n, float ranks) {
-  Block<float> means;
-  for (std::int64_t i = 0; i < n; ++i) means[static_cast<std::size_t>(i)] = sums[i] / ranks;
-  narrow_half(dtype, means.data(), to, n);
+void narrow_mean(DType dtype, const float* sums, std::byte* to, std::int64_t n, std::size_t ranks) {
+  with_average<float>(ranks, [&](const auto& average) {
+    Block<float> means;
+    for (std::int64_t i = 0; i < n; ++i) means[static_cast<std::size_t>(i)] = average(sums[i]);
+    narrow_half(dtype, means.data(), to, n);
+  });
   auto* const h = as<std::uint16_t>(to);
   constexpr std::uint16_t kNegativeZero = 0x8000;
   for (std::int64_t i = 0; i < n; ++i) {
@@ -170,7 +181,7 @@ void combine_half_block(DType dtype, bool mean, std::byte* out, const std::vecto
     for (std::size_t i = 0; i < static_cast<std::size_t>(n); ++i) sum[i] = Op::apply(sum[i], next[i]);
   }
   if (mean) {
-    narrow_mean(dtype, sum.data(), out + 2 * first, n, static_cast<float>(sources.size()));
+    narrow_mean(dtype, sum.data(), out + 2 * first, n, sources.size());
   } else {
     narrow_half(dtype, sum.data(), out + 2 * first, n);
   }
@@ -190,11 +201,12 @@ void combine_block(bool mean, std::byte* out, const std::vector<const std::byte*
   }
   if constexpr (std::floating_point<T>) {
     if (mean) {
-      const T ranks = static_cast<T>(sources.size());
-      for (std::int64_t i = 0; i < n; ++i) {
-        auto& element = sum[static_cast<std::size_t>(i)];
-        element = average(element, ranks);
-      }
+      with_average<T>(sources.size(), [&](const auto& average) {
+        for (std::int64_t i = 0; i < n; ++i) {
+          auto& element = sum[static_cast<std::size_t>(i)];
+          element = average(element);
+        }
+      });
     }
   }
   std::copy_n(sum.begin(), n, as<T>(out) + first);
