@@ -186,7 +186,6 @@ void MpiGroup::try_to_close() {
   // messages of a failed group. Their memory, and the communicator, then live as long as the process.
   if (!failure_ && !drained()) return;
   if (patient && !(drained() && mailbox_->drained())) return;
-  mailbox_->give_up();
   mailbox_->close();
   if (!mailbox_->closed()) return;
   closed_ = true;

@@ -134,14 +134,6 @@ void Mailbox::fail(std::exception_ptr error) {
   close();
 }
 
-void Mailbox::give_up() {
-  for (auto& [peer, strand] : outgoing_) {
-    if (strand->idle()) continue;
-    strand->fail(std::make_exception_ptr(
-        TransportError("the communicator was closed before rank " + std::to_string(peer) + " took this letter")));
-  }
-}
-
 void Mailbox::close() {
   if (closing_) return;
   closing_ = true;

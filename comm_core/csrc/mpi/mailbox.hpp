@@ -29,8 +29,6 @@ class Mailbox final : public RequestOwner {
   std::int64_t bytes_left() const;
   bool idle() const;
   void fail(std::exception_ptr error);
-  /// Fails the letters that no peer has taken.
-  void give_up();
   /// No letters from here on; done once closed() holds.
   void close();
   bool closed() const { return !receiving_; }
