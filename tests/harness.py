@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -34,13 +35,14 @@ class Result:
     output: str  # stdout and stderr of all ranks, as they came
     seconds: float
     timed_out: bool
+    inside: str = ""  # of a job that did not end: where every thread of its ranks was, below Python too; needs gdb
 
     def check(self) -> Result:
         """Raise :class:`JobFailed` with the first failing rank's traceback unless the job succeeded."""
         if self.returncode == 0 and not self.timed_out:
             return self
         what = f"did not end within {self.seconds:.0f} s" if self.timed_out else f"exited with {self.returncode}"
-        raise JobFailed(f"{self.command}\n{what}\n{self.first_failure()}")
+        raise JobFailed(f"{self.command}\n{what}\n{self.first_failure()}\n{self.inside}")
 
     def first_failure(self) -> str:
         """From the first line that announces a failing rank, else the end of the output."""
@@ -92,11 +94,12 @@ def run_ranks(
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, env=environ, cwd=cwd, start_new_session=True
         )
-        timed_out = False
+        timed_out, inside = False, ""
         try:
             process.wait(timeout)
         except subprocess.TimeoutExpired:
             timed_out = True
+            inside = "\n".join(_native_stacks(pid) for pid in _job_pids(tag))
             for pid in _job_pids(tag):
                 _signal(pid, signal.SIGABRT)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -108,7 +111,7 @@ def run_ranks(
         sink.seek(0)
         output = sink.read().decode(errors="replace")
     seconds = time.monotonic() - started
-    return Result(" ".join(command), process.returncode, output, seconds, timed_out)
+    return Result(" ".join(command), process.returncode, output, seconds, timed_out, inside)
 
 
 def _job_pids(tag: str) -> Iterator[int]:
@@ -118,6 +121,18 @@ def _job_pids(tag: str) -> Iterator[int]:
             with contextlib.suppress(OSError):
                 if needle in (entry / "environ").read_bytes():
                     yield int(entry.name)
+
+
+def _native_stacks(pid: int) -> str:
+    """What Python's own stacks do not show: the engine's thread, and what a call into comm_core waits for."""
+    gdb = shutil.which("gdb")
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        if gdb is not None and b"python" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0]:
+            asked = [gdb, "-q", "-batch", "-ex", "thread apply all bt 16", "-p", str(pid)]
+            said = subprocess.run(asked, capture_output=True, text=True, timeout=30).stdout
+            lines = [line[:200] for line in said.splitlines() if line.startswith(("#", "Thread"))]
+            return "\n".join([f"process {pid}:", *lines])
+    return ""
 
 
 def _signal(pid: int, number: int) -> None:

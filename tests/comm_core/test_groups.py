@@ -173,6 +173,36 @@ def test_mismatched_collectives_raise_on_the_receiver(comm: Communicator) -> Non
     part.close()
 
 
+@pytest.mark.parametrize("sent", [1500, 7000, 300_000])
+def test_nothing_is_written_beyond_what_was_given_where_ranks_disagree(comm: Communicator, sent: int) -> None:
+    """Open MPI writes all of a message that is too long for its receive, wherever that ends."""
+    part = comm.split(comm.rank)
+    assert part is not None
+    memory = np.zeros(2 * sent)
+    receive = part.recv_async(memory[:1000], 0)
+    part.send_async(np.ones(sent), 0)
+    with pytest.raises(comm_core.TransportError):
+        receive.wait(10)
+    part.close()
+    assert not memory[1000:].any()
+
+
+def test_nothing_is_written_beyond_what_a_collective_was_given(comm: Communicator) -> None:
+    part = comm.split(0)
+    assert part is not None
+    last = part.size - 1
+    counts = [300_000] * last + [300_000 if part.rank == last else 299_000]
+    memory = np.zeros(sum(counts) + 10_000)
+    work = part.all_gather_async(np.ones(counts[part.rank]), memory[: sum(counts)], counts=counts)
+    if part.rank == 0 < last:
+        with pytest.raises(comm_core.TransportError, match="the ranks disagree about the order or the sizes"):
+            work.wait(10)
+    comm.barrier()
+    part.abandon()
+    part.close()
+    assert not memory[sum(counts) :].any()
+
+
 def test_what_other_ranks_never_issue_can_be_given_up(comm: Communicator) -> None:
     """Messages that nobody waits for are taken, whatever their sizes: else neither a send nor MPI itself would end."""
     part = comm.split(0)

@@ -32,7 +32,7 @@ bool Abandonment::settle(bool sent) {
       Pending pending;
       pending.owner = this;
       pending.is_send = true;
-      requests_.add(request, pending);
+      requests_.add(request, std::move(pending));
       moved = true;
     }
   } catch (...) {
@@ -66,7 +66,7 @@ bool Abandonment::take() {
     memory.resize(static_cast<std::size_t>(bytes));
     MPI_Request request = MPI_REQUEST_NULL;
     check(MPI_Imrecv(memory.data(), bytes, MPI_BYTE, &message, &request), "MPI_Imrecv");
-    requests_.add(request, pending);
+    requests_.add(request, std::move(pending));
   }
 }
 

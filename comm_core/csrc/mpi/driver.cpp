@@ -25,7 +25,7 @@ class MpiDriver::Connector final : public RequestOwner {
     Pending pending;
     pending.owner = this;
     pending.is_send = true;
-    driver_.requests().add(request, pending);
+    driver_.requests().add(request, std::move(pending));
   }
 
   void complete(const Pending&, int error, int, std::int64_t) override {

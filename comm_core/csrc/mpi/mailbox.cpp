@@ -32,7 +32,7 @@ void Mailbox::listen() {
   check(MPI_Irecv(first_.data(), kFirst, MPI_BYTE, MPI_ANY_SOURCE, kFirstTag, comm_, &request), "receiving letters");
   Pending pending;
   pending.owner = this;
-  requests_.add(request, pending);
+  requests_.add(request, std::move(pending));
   receiving_ = true;
 }
 
@@ -58,7 +58,7 @@ void Mailbox::post(int peer, std::string payload, std::shared_ptr<Work> work) {
   pending.is_send = true;
   pending.ticket = next_ticket_++;
   sending_.emplace(pending.ticket, std::move(first));
-  requests_.add(request, pending);
+  requests_.add(request, std::move(pending));
   Lane rest;
   rest.peer = peer;
   rest.out = reinterpret_cast<const std::byte*>(letter->data()) + inside;

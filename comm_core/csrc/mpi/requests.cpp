@@ -1,23 +1,41 @@
 #include "requests.hpp"
 
 #include <algorithm>
+#include <cstring>
 #include <functional>
+#include <utility>
 
 #include "check.hpp"
+#include "comm_core/settings.hpp"
 
 namespace comm_core {
 
-void RequestTable::add(MPI_Request request, const Pending& pending) {
+void RequestTable::add(MPI_Request request, Pending pending) {
   requests_.push_back(request);
-  pending_.push_back(pending);
+  pending_.push_back(std::move(pending));
+}
+
+std::unique_ptr<std::byte[]> RequestTable::landing() {
+  if (landings_.empty()) {
+    return std::make_unique_for_overwrite<std::byte[]>(static_cast<std::size_t>(settings().segment_bytes));
+  }
+  auto last = std::move(landings_.back());
+  landings_.pop_back();
+  return last;
 }
 
 bool RequestTable::progress() {
   // MPI_Testsome progresses the library only when it finds nothing complete, and reports what that brought the next
   // time it is asked.
   if (!test() && !test()) return false;
-  for (const auto& done : done_) {
+  for (auto& done : done_) {
     if (!done.pending.is_send) bytes_received_ += done.bytes;
+    if (done.pending.landing) {
+      if (done.error == MPI_SUCCESS && done.bytes == done.pending.bytes) {
+        std::memcpy(done.pending.target, done.pending.landing.get(), static_cast<std::size_t>(done.bytes));
+      }
+      landings_.push_back(std::move(done.pending.landing));
+    }
     done.pending.owner->complete(done.pending, done.error, done.source, done.bytes);
   }
   return true;
@@ -43,14 +61,14 @@ bool RequestTable::test() {
       MPI_Test_cancelled(&status, &cancelled);
       if (cancelled == 0) MPI_Get_count(&status, MPI_BYTE, &bytes);
     }
-    done_.push_back({pending_[index], error, status.MPI_SOURCE, bytes});
+    done_.push_back({std::move(pending_[index]), error, status.MPI_SOURCE, bytes});
   }
   // From the back, so that the last entry moves into the gap and no index shifts.
   std::sort(indices_.begin(), indices_.begin() + found, std::greater<>());
   for (int i = 0; i < found; ++i) {
     const auto index = static_cast<std::size_t>(indices_[static_cast<std::size_t>(i)]);
     requests_[index] = requests_.back();
-    pending_[index] = pending_.back();
+    pending_[index] = std::move(pending_.back());
     requests_.pop_back();
     pending_.pop_back();
   }

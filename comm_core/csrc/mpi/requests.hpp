@@ -3,7 +3,9 @@
 
 #include <mpi.h>
 
+#include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 namespace comm_core {
@@ -28,11 +30,20 @@ struct Pending {
   int peer = 0;
   std::int64_t bytes = 0;
   bool is_send = false;
+  std::byte* target = nullptr;           ///< where a message of just `bytes` is copied to from `landing`
+  std::unique_ptr<std::byte[]> landing;  ///< see RequestTable::landing(); none: it goes to its memory directly
 };
 
 class RequestTable {
  public:
-  void add(MPI_Request request, const Pending& pending);
+  void add(MPI_Request request, Pending pending);
+  /// Memory for any message of a schedule, to receive a short one.
+  ///
+  /// [Note: room for the longest] Where a message is longer than its receive, because ranks disagree about an
+  /// operation, MPI_ERR_TRUNCATE is all that should come of it. Open MPI 5.0 writes all of the message nevertheless
+  /// where its ob1 copies from process to process (CMA) or puts over TCP: into whatever lies behind. So a receive is
+  /// never shorter than a segment, which no message of a schedule is longer than, and the error is ours.
+  std::unique_ptr<std::byte[]> landing();
   /// Reports what completed since the last look; true if something did.
   bool progress();
   /// Asks MPI to give up the owner's receives; they are reported like any other.
@@ -54,6 +65,7 @@ class RequestTable {
   std::vector<int> indices_;
   std::vector<MPI_Status> statuses_;
   std::vector<Done> done_;
+  std::vector<std::unique_ptr<std::byte[]>> landings_;  // free ones
   std::int64_t bytes_received_ = 0;
 };
 

@@ -1,8 +1,10 @@
 #include "strand.hpp"
 
+#include <algorithm>
 #include <utility>
 
 #include "check.hpp"
+#include "comm_core/settings.hpp"
 
 namespace comm_core {
 
@@ -90,14 +92,17 @@ void Strand::send(int peer, const std::byte* data, std::int64_t bytes, SendMode 
   MPI_Request request = MPI_REQUEST_NULL;
   check(post(data, static_cast<int>(bytes), MPI_BYTE, peer, tag_, comm_, &request),
         [&] { return title(*running_, "sending to", peer, bytes); });
-  requests_.add(request, {this, running_.get(), &from, ticket, peer, bytes, true});
+  requests_.add(request, {this, running_.get(), &from, ticket, peer, bytes, true, nullptr, nullptr});
 }
 
 void Strand::receive(int peer, std::byte* data, std::int64_t bytes, Schedule& to, std::int64_t ticket) {
+  // See [Note: room for the longest].
+  const auto room = std::max(bytes, settings().segment_bytes);
+  auto landing = bytes < room ? requests_.landing() : nullptr;
   MPI_Request request = MPI_REQUEST_NULL;
-  check(MPI_Irecv(data, static_cast<int>(bytes), MPI_BYTE, peer, tag_, comm_, &request),
+  check(MPI_Irecv(landing ? landing.get() : data, static_cast<int>(room), MPI_BYTE, peer, tag_, comm_, &request),
         [&] { return title(*running_, "receiving from", peer, bytes); });
-  requests_.add(request, {this, running_.get(), &to, ticket, peer, bytes, false});
+  requests_.add(request, {this, running_.get(), &to, ticket, peer, bytes, false, data, std::move(landing)});
 }
 
 void Strand::complete(const Pending& request, int error, int, std::int64_t bytes) {
