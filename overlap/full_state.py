@@ -10,7 +10,7 @@ import torch
 
 from overlap.engine import Engine
 from overlap.master import MASTER, numbered, taken, unnumbered
-from overlap.shard_update import PieceState, assemble
+from overlap.piece_state import PieceState, assemble
 from overlap.state_share import StateShare
 
 __all__ = ["FullState", "exporter"]
@@ -30,6 +30,12 @@ class FullState:
         full: dict[torch.Tensor, dict[str, Any]] = {}
         loaded = self._share.loaded
         if loaded is not None:  # [Note: who has loaded by when]
+            if not engine.shards.agrees_with(loaded):
+                raise RuntimeError(
+                    "optimizer.state was changed after load_state_dict(), and what other ranks have changed in their parts "
+                    "of it is not known before the next update: change the state dict before you load it, or call "
+                    "state_dict() after the next step()"
+                )
             full = {engine.slots[index].param: _cloned(state) for index, state in loaded.items()}
         elif not engine.learning:
             full = assemble(engine.slots, self._share.collect(), whole=engine.shards.whole)

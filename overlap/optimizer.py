@@ -98,6 +98,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._averages.synchronize()  # [Note: one verdict on infinities]
         return self._optimizer.param_groups
 
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self._engine.transit.arrive_all()
+        self._optimizer.param_groups = groups
+        self._engine.wrapped.guard()
+
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
         return self._optimizer.defaults

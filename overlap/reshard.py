@@ -11,7 +11,8 @@ import torch
 from overlap.bucket import Bucket
 from overlap.communicator import Communicator
 from overlap.objects import allgather_object
-from overlap.shard_update import Piece, ShardUpdate, is_sliced
+from overlap.piece_state import is_sliced
+from overlap.shard_update import Piece, ShardUpdate
 
 __all__ = ["move_state"]
 

@@ -7,7 +7,6 @@ pieces only (ZeRO stage 1: Rajbhandari et al., 2020, section 5.1).
 
 from __future__ import annotations
 
-import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
@@ -17,16 +16,13 @@ import torch
 
 from overlap.bucket import Bucket, Slot
 from overlap.cuda_streams import LastUpdate
-from overlap.dense import from_flat, to_flat, unused_positions, view_like
-from overlap.elementwise import SCALAR_STATE
+from overlap.dense import to_flat, unused_positions, view_like
 from overlap.master import MASTER
 from overlap.partition import piece
+from overlap.piece_state import PieceState, part_of, same_state, to_cpu
 from overlap.shadow import shadow_of
 
-__all__ = ["Piece", "PieceState", "ShardUpdate", "assemble", "is_sliced", "unhooked_step"]
-
-# slot index -> (start, stop within the flattened parameter, state by key)
-PieceState = dict[int, tuple[int, int, dict[str, Any]]]
+__all__ = ["Piece", "ShardUpdate", "unhooked_step"]
 
 
 def unhooked_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
@@ -177,8 +173,7 @@ class ShardUpdate:
             self._shadow.state.pop(one.proxy, None)
             if one.slot.param in full:
                 state = full[one.slot.param]
-                part = _copied if self.whole else _slice
-                self._shadow.state[one.proxy] = {key: part(key, value, one) for key, value in state.items()}
+                self._shadow.state[one.proxy] = part_of(state, one.slot.param, one.start, one.stop, whole=self.whole)
         for slot in bucket.slots:
             full.pop(slot.param, None)
         if bucket.master is not None:
@@ -202,6 +197,17 @@ class ShardUpdate:
         for slot in bucket.slots:
             self.loaded.pop(slot.param, None)
 
+    def agrees_with(self, full: Mapping[int, Mapping[str, Any]]) -> bool:
+        """Whether this rank's pieces have the state that `full`, by slot, says; masters do not count."""
+        with self._written.seen():
+            for bucket in self._pieces:
+                for one, state in self.held(bucket):
+                    said = part_of(full.get(one.slot.index, {}), one.slot.param, one.start, one.stop, whole=self.whole)
+                    said.pop(MASTER, None)
+                    if not same_state({key: value for key, value in state.items() if key != MASTER}, said):
+                        return False
+        return True
+
     def export(self) -> PieceState:
         """This rank's pieces and their state, tensors copied to the CPU; what another rank needs to build full state."""
         parts: PieceState = {}
@@ -209,34 +215,9 @@ class ShardUpdate:
             for bucket in self._pieces:
                 for one, state in self.held(bucket):
                     if state:
-                        copied = {key: _to_cpu(value) for key, value in state.items()}
+                        copied = {key: to_cpu(value) for key, value in state.items()}
                         parts[one.slot.index] = (one.start, one.stop, copied)
         return parts
-
-
-def assemble(slots: list[Slot], parts: Iterable[PieceState], *, whole: bool) -> dict[torch.Tensor, dict[str, Any]]:
-    """Full state, by parameter, from every rank's exported pieces, which are `whole` parameters or slices."""
-    full: dict[torch.Tensor, dict[str, Any]] = {}
-    flats: dict[tuple[int, str], torch.Tensor] = {}
-    for part in parts:
-        for index, (start, stop, state) in part.items():
-            param = slots[index].param
-            target = full.setdefault(param, {})
-            for key, value in state.items():
-                if whole or not is_sliced(key, value, stop - start):
-                    target.setdefault(key, _placed(value, param))
-                    continue
-                flat = flats.get((index, key))
-                if flat is None:
-                    flat = flats[index, key] = torch.zeros(param.numel(), dtype=value.dtype, device=param.device)
-                    target[key] = from_flat(flat, param)
-                flat[start:stop].copy_(value)
-    return full
-
-
-def is_sliced(key: str, value: Any, numel: int) -> bool:
-    """Whether a piece of `numel` elements keeps, under `key`, one value for each of them."""
-    return isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() == numel and key not in SCALAR_STATE
 
 
 def _put_master(one: Piece, values: torch.Tensor) -> None:
@@ -244,25 +225,3 @@ def _put_master(one: Piece, values: torch.Tensor) -> None:
     assert bucket is not None, "pieces are of buckets"
     assert bucket.master is not None, "only rounded parameters have masters"
     bucket.master.put(one.proxy.data, values)
-
-
-def _slice(key: str, value: Any, one: Piece) -> Any:
-    param = one.slot.param
-    if not isinstance(value, torch.Tensor) or key in SCALAR_STATE or value.shape != param.shape:
-        return copy.deepcopy(value)
-    return to_flat(value, param)[one.start : one.stop].clone()
-
-
-def _copied(_key: str, value: Any, _one: Piece) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
-
-
-def _placed(value: Any, param: torch.Tensor) -> Any:
-    """A copy where torch keeps it: numbers on the CPU, what has dimensions beside the parameter."""
-    if not isinstance(value, torch.Tensor):
-        return copy.deepcopy(value)
-    return value.to(param.device if value.dim() else value.device, copy=True)
-
-
-def _to_cpu(value: Any) -> Any:
-    return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)

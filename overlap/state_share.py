@@ -6,7 +6,9 @@ train on. [Note: nobody overtakes a step] in `overlap.stepper` is why the answer
 [Note: who has loaded by when]
 load_state_dict() waits for nobody: Horovod's scripts load on rank 0 alone and broadcast afterwards. So between two steps
 some ranks have loaded a state and others have not, or not yet. Until its next update, a rank that has loaded keeps all it
-loaded, and asks nobody; and it keeps the share it had before, which is the answer for those who still have to ask.
+loaded, and asks nobody; and it keeps the share it had before, which is the answer for those who still have to ask. What
+a script changes in the state meanwhile it changes on every rank in that rank's part, so nobody has all of it: who asks for
+the whole then is refused.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from overlap.mailroom import Mailroom
-from overlap.shard_update import PieceState
+from overlap.piece_state import PieceState
 
 __all__ = ["StateShare"]
 

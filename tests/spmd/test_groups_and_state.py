@@ -60,6 +60,19 @@ def test_a_parameter_goes_by_the_group_it_was_moved_to(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", PACKAGES)
+def test_groups_may_be_replaced_by_others(way: str) -> None:
+    def script(model: torch.nn.Module, optimizer: Any, alone: bool) -> None:
+        train(model, optimizer, alone)
+        params = list(optimizer.param_groups[0]["params"])
+        rest = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+        optimizer.param_groups = [{**rest, "params": params[:1], "lr": 0.01}, {**rest, "params": params[1:]}]
+        train(model, optimizer, alone, first=2)
+        assert [group["lr"] for group in optimizer.param_groups] == [0.01, 0.1]
+
+    as_in_one_process(way, script)
+
+
+@pytest.mark.parametrize("way", PACKAGES)
 def test_parameters_behind_the_wrapper_are_refused(way: str) -> None:
     model = small_model()
     optimizer = WRAP[way](SGD(model.parameters(), 0.1), model)
@@ -148,3 +161,28 @@ def test_state_of_a_sharded_optimizer_is_a_dictionary() -> None:
     optimizer.state.setdefault(param, {"momentum_buffer": state["momentum_buffer"]})
     assert len(optimizer.state) == before + 1
     assert optimizer.state[param]["momentum_buffer"] is state["momentum_buffer"]
+
+
+@pytest.mark.parametrize("way", ["dear-layerwise", "oss"])
+def test_state_that_was_changed_after_loading_is_not_saved_without_it(way: str) -> None:
+    """What other ranks changed in their parts cannot be known before the next update."""
+    model = small_model()
+    optimizer = WRAP[way](SGD(model.parameters(), 0.1, momentum=0.9), model)
+    train(model, optimizer, False)
+    saved = optimizer.state_dict()
+    dear.barrier()
+    optimizer.load_state_dict(saved)
+    for state in optimizer.state.values():
+        state["momentum_buffer"] = state["momentum_buffer"].clone()  # as scripts do that move what they loaded
+    again = optimizer.state_dict()["state"]
+    for number, state in saved["state"].items():
+        assert torch.equal(again[number]["momentum_buffer"], state["momentum_buffer"])
+    for state in optimizer.state.values():
+        state["momentum_buffer"].mul_(0.5)
+    if dear.size() > 1 and optimizer.state:
+        with pytest.raises(RuntimeError, match=r"optimizer\.state was changed after load_state_dict\(\)"):
+            optimizer.state_dict()
+    dear.barrier()
+    train(model, optimizer, False, steps=1, first=2)
+    assert len(optimizer.state_dict()["state"]) == 4
+    dear.barrier()
