@@ -28,6 +28,7 @@ import comm_core
 from bytescheduler_adapter.credit import CreditQueue
 from comm_core import ReduceOp
 from overlap.communicator import Communicator, Work
+from overlap.forks import Origin
 
 __all__ = ["Dispatcher", "Part", "PartsWork"]
 
@@ -92,7 +93,7 @@ class Dispatcher:
     """The order of one optimizer at a time, on `channel`; ended by :meth:`close`."""
 
     def __init__(self, channel: Communicator) -> None:
-        self._channel = channel
+        self._channel, self._origin = channel, Origin()
         self._changed = threading.Condition()
         self._ready: dict[Key, Part] = {}
         self._queue: CreditQueue[Key] = CreditQueue()
@@ -115,6 +116,7 @@ class Dispatcher:
 
         `credit`: how many bytes may be under way when one of them is issued.
         """
+        self._origin.require()
         work = PartsWork(label, parts, self)
         with self._changed:
             if self._closing:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 
 from overlap.attendance import Attendance
 from overlap.bucket import Bucket, Phase, Slot
+from overlap.forks import Origin
 
 __all__ = ["GradientChanged", "GradientWindow", "StepSkipped", "TooManyGradients"]
 
@@ -58,7 +59,7 @@ class GradientWindow:
         self._attendance = attendance
         self._hold_last, self._skippable, self._ordered = hold_last, skippable, ordered
         self._launch, self._settle, self._arrive, self._drop = launch, settle, arrive, drop
-        self._next = 0
+        self._next, self._origin = 0, Origin()
         self.reduced = False  # all reductions of this window were awaited, by clipping or synchronize()
         self.synchronized = False  # .grad holds averages: step() uses them as they are
         self.infinities_shown = False  # a GradScaler wrote to .grad, which no longer counts
@@ -102,6 +103,7 @@ class GradientWindow:
             return
         assert slot.bucket is not None
         if slot.bucket.phase in (Phase.GATHERING, Phase.DUE):
+            self._origin.require()
             raise RuntimeError(
                 f"a gradient for parameter {slot.name!r} arrived although no module handed the parameter out since "
                 "step(), so an old value may have been used; call optimizer.synchronize() after step() before using "

@@ -181,8 +181,9 @@ print("the end", bool(torch.isfinite(model[0].weight).all()), flush=True)
     assert "rank 0: at shutdown" in result.output
 
 
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 @pytest.mark.parametrize("whose", ["optimizer", "model"])
-def test_a_step_that_only_one_rank_skipped_ends_the_job(tmp_path: Path, whose: str) -> None:
+def test_a_step_that_only_one_rank_skipped_ends_the_job(tmp_path: Path, launcher: str, whose: str) -> None:
     """From then on parameters differ, and what is gathered for one step meets what is gathered for another.
 
     Whether the model's zero_grad() was called, a rank sees in its next backward.
@@ -196,7 +197,7 @@ for step in range(1000):
     optimizer.step()
     optimizer.zero_grad()
 """
-    result = _run(tmp_path, text, "mpi")
+    result = _run(tmp_path, text, launcher)
     assert not result.timed_out
     assert result.returncode != 0
     # Raised, or where rank 0 waits inside an operation already, reported as the job is ended.
