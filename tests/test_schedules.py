@@ -15,17 +15,28 @@ LIBRARY = Path(_C.__file__).parent
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """tests/cpp/schedule_test.cpp, built against the library as it is installed."""
-    path = tmp_path_factory.mktemp("cpp") / "schedule_test"
-    include = [f"-I{ROOT / 'comm_core' / folder}" for folder in ("include", "csrc")]
-    source = ROOT / "tests" / "cpp" / "schedule_test.cpp"
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the programs of tests/cpp lie, built against the library as it is installed."""
+    folder = tmp_path_factory.mktemp("cpp")
+    include = [f"-I{ROOT / 'comm_core' / part}" for part in ("include", "csrc")]
     link = [f"-L{LIBRARY}", "-lcomm_core", f"-Wl,-rpath,{LIBRARY}"]
-    subprocess.run([compiler(), "-std=c++20", "-O1", *include, str(source), *link, "-o", str(path)], check=True)
-    return path
+    for name in ("schedule_test", "turn_test"):
+        source = ROOT / "tests" / "cpp" / f"{name}.cpp"
+        command = [compiler(), "-std=c++20", "-O1", *include, str(source), *link, "-o", str(folder / name)]
+        subprocess.run(command, check=True)
+    return folder
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_every_delivery_order_ends_with_the_right_result(program: Path, seed: int) -> None:
+def test_every_delivery_order_ends_with_the_right_result(programs: Path, seed: int) -> None:
+    _run(programs / "schedule_test", seed)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_groups_that_share_ranks_all_get_their_turn(programs: Path, seed: int) -> None:
+    _run(programs / "turn_test", seed)
+
+
+def _run(program: Path, seed: int) -> None:
     done = subprocess.run([str(program), str(seed), "10000"], capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
