@@ -121,6 +121,8 @@ class Dispatcher:
         with self._changed:
             if self._closing:
                 raise comm_core.InvalidUsage(f"{label}: {_OVER}")
+            # Who ends the session must know of them before this thread comes to issue them.
+            self._channel.promised = self._channel.committed + len(parts)
             times = self._submitted[optimizer, bucket]
             self._submitted[optimizer, bucket] += 1
             step = self._steps[optimizer] = max(self._steps[optimizer], times)  # every bucket is submitted once a step

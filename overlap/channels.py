@@ -22,10 +22,10 @@ __all__ = ["Channels", "even"]
 _MANY = 16  # channels, from which on it pays to look for dead owners in cycles
 
 
-def even(colors: Sequence[int], issued: Sequence[int]) -> bool:
-    """Whether ranks of the same colour have issued as much as one another; both by rank, no colours for one (pure)."""
-    colors = colors or (0,) * len(issued)
-    return len(set(zip(colors, issued, strict=True))) == len(set(colors))
+def even(colors: Sequence[int], committed: Sequence[int]) -> bool:
+    """Whether ranks of the same colour issue as much as one another; both by rank, no colours for one (pure)."""
+    colors = colors or (0,) * len(committed)
+    return len(set(zip(colors, committed, strict=True))) == len(set(colors))
 
 
 @dataclass(eq=False)
@@ -83,10 +83,10 @@ class Channels:
         if len(self._leased) >= _MANY and self._count_free(self._abandoned(), wanted) < count:
             gc.collect()  # optimizers die in cycles: schedulers replace their step()
         answers = allgather_object(
-            self._control, (self._abandoned(), [leased.channel.issued for leased in self._leased])
+            self._control, (self._abandoned(), [leased.channel.committed for leased in self._leased])
         )
-        counts = zip(*(issued for _, issued in answers), strict=True)
-        fit = {leased for leased, issued in zip(self._leased, counts, strict=True) if even(leased.colors, issued)}
+        counts = zip(*(committed for _, committed in answers), strict=True)
+        fit = {leased for leased, committed in zip(self._leased, counts, strict=True) if even(leased.colors, committed)}
         for topic in sorted(set.intersection(*(topics for topics, _ in answers))):
             mine = [leased for leased in self._leased if leased.owner == topic]
             if mine and fit.issuperset(mine):

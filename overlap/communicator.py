@@ -52,10 +52,18 @@ class Communicator(ABC):
     #: How many operations this rank has issued.
     issued: int = 0
 
+    #: How many it has promised to issue, all told, where a thread issues them later than they were asked for.
+    promised: int = 0
+
     def _issued(self, work: Work) -> Work:
         """Every implementation passes here what it issued."""
         self.issued += 1
         return work if Communicator.listener is None else Communicator.listener(self, work)
+
+    @property
+    def committed(self) -> int:
+        """How many operations this rank will have issued if nobody asks for more."""
+        return max(self.issued, self.promised)
 
     @property
     @abstractmethod

@@ -16,19 +16,19 @@ _SHOWN = 3
 
 
 def uneven(issued: Sequence[Mapping[str, int]]) -> frozenset[str]:
-    """Names of communicators on which some rank has issued more than another, from how much each rank issued by name."""
+    """Names of communicators on which some rank has issued more than another, from how much each rank issues by name."""
     names = {name for mine in issued for name in mine}
     return frozenset(name for name in names if len({mine[name] for mine in issued if name in mine}) > 1)
 
 
 def find_uneven(control: Communicator, communicators: Sequence[Communicator]) -> frozenset[str]:
-    """:func:`uneven` of `communicators`, once no script issues anything there any more. On every rank of `control`.
+    """:func:`uneven` of `communicators`, once no script asks for anything there any more. On every rank of `control`.
 
     A rank that ran a backward pass whose step() never came, because it had one batch more or caught an exception, would
     wait for ever for the others' part of the reductions.
     """
-    lines = {name: line.issued for communicator in communicators for name, line in communicator.lines().items()}
-    return uneven(allgather_object(control, lines))
+    committed = {communicator.name: communicator.committed for communicator in communicators if communicator.size > 1}
+    return uneven(allgather_object(control, committed))
 
 
 def report(rank: int, communicators: Sequence[Communicator], given_up: Collection[str]) -> None:
