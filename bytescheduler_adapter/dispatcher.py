@@ -90,7 +90,7 @@ _OVER = "the session that this optimizer belongs to was shut down"
 
 
 class Dispatcher:
-    """The order of one optimizer at a time, on `channel`; ended by :meth:`close`."""
+    """The order of one optimizer at a time, on `channel`; ended by :meth:`close`, then :meth:`join`."""
 
     def __init__(self, channel: Communicator) -> None:
         self._channel, self._origin = channel, Origin()
@@ -200,11 +200,14 @@ class Dispatcher:
                 return
 
     def close(self) -> None:
-        """End the thread; what was not issued never will be, and whoever waits for it is told."""
+        """Tell the thread to end; what was not issued never will be, and whoever waits for it is told."""
         with self._changed:
             self._closing = True
             self._failure = self._failure or comm_core.InvalidUsage(_OVER)
             self._changed.notify_all()
         if self._channel.rank > 0:
             self._channel.post(self._channel.rank, pickle.dumps([]))
+
+    def join(self) -> None:
+        """Wait for the thread to end after :meth:`close`. On rank 0 it may wait for what is under way on the channel."""
         self._thread.join(_JOIN_SECONDS)

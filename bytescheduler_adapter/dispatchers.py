@@ -8,6 +8,8 @@ channel of its own.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from bytescheduler_adapter.dispatcher import Dispatcher, Part, PartsWork
 from overlap.channels import Channels
 from overlap.communicator import Communicator
@@ -29,7 +31,7 @@ class Lease:
 class Dispatchers:
     """As many as there are optimizers at a time; those of optimizers that are gone everywhere are used again.
 
-    A service of the session, ended by :meth:`close`.
+    An issuer of the session, which ends it.
     """
 
     def __init__(self, channels: Channels) -> None:
@@ -45,6 +47,14 @@ class Dispatchers:
         self._channels.hold((channel,), topic)
         return Lease(dispatcher)
 
-    def close(self) -> None:
-        for dispatcher in self._by_channel.values():
+    def close(self, given_up: Collection[str]) -> None:
+        """See :meth:`overlap.services.Issuer.close`."""
+        for channel, dispatcher in self._by_channel.items():
             dispatcher.close()
+            if channel.name not in given_up:
+                dispatcher.join()
+
+    def join(self) -> None:
+        """See :meth:`overlap.services.Issuer.join`."""
+        for dispatcher in self._by_channel.values():
+            dispatcher.join()

@@ -84,9 +84,9 @@ class ByteScheduler(Strategy):
 
 def _dispatchers() -> Dispatchers:
     session = current()
-    service = session.dispatchers.get(_SERVICE)
+    service = session.issuers.get(_SERVICE)
     if not isinstance(service, Dispatchers):
-        service = session.dispatchers[_SERVICE] = Dispatchers(session.channels)
+        service = session.issuers[_SERVICE] = Dispatchers(session.channels)
     return service
 
 

@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -27,14 +27,13 @@ from overlap.native import NativeCommunicator
 from overlap.objects import allgather_object
 from overlap.registry import Registry
 from overlap.roll import Roll
+from overlap.services import Issuer, Participant, Service
 from overlap.settings import Settings
 from overlap.watchdog import Watchdog
 from overlap.whereabouts import is_front_door
 
 __all__ = [
     "NotInitialized",
-    "Participant",
-    "Service",
     "Session",
     "current",
     "init",
@@ -50,20 +49,6 @@ if torch.distributed.is_available():
     import torch.distributed.nn.functional
 
 log = logging.getLogger("dear")
-
-
-class Service(Protocol):
-    """Something that runs beside training."""
-
-    def close(self) -> None:
-        """End it. On every rank, in the same order among services."""
-
-
-class Participant(Protocol):
-    """Something that other ranks wait for in every step, and would wait for in vain on a rank out of data."""
-
-    def join(self) -> None:
-        """Take part, contributing nothing, until no rank needs it any more."""
 
 
 class Session:
@@ -88,8 +73,7 @@ class Session:
         self.mailroom = Mailroom(comm)
         self.watchdog = Watchdog(comm, self.control, self.mailroom, mine, self.settings)
         self.services: dict[str, Service] = {}  # closed on shutdown while all ranks still answer
-        # They issue what optimizers hand them, and are closed once these have finished.
-        self.dispatchers: dict[str, Service] = {}
+        self.issuers: dict[str, Issuer] = {}  # closed once optimizers have finished
         self.participants: list[Participant] = []  # what join() of the facade drives; see overlap.horovod.runtime
         self._adopted: list[Communicator] = []
         self.registry = Registry(self.control, self.mailroom)
@@ -143,8 +127,8 @@ class Session:
         given_up = find_uneven(self.control, communicators)
         for optimizer in self.registry.optimizers:
             optimizer.finish(given_up)
-        for dispatcher in self.dispatchers.values():
-            dispatcher.close()
+        for issuer in self.issuers.values():
+            issuer.close(given_up)
         report(self.comm.rank, communicators, given_up)
         self.control.barrier(label="shutdown")
         self.watchdog.close()
@@ -152,6 +136,8 @@ class Session:
         timeline.stop()
         failures.remove()
         close_all(communicators, given_up)
+        for issuer in self.issuers.values():
+            issuer.join()
         self.control.close()
         self.comm.close()
         if self.launch.launcher is not Launcher.TORCHRUN:

@@ -41,6 +41,7 @@ def test_what_a_closed_dispatcher_has_not_issued_is_an_error_and_no_wait() -> No
     dispatcher._closing = True  # as its thread sees it that has just been waiting for the first
     channel.last.finish()
     dispatcher.close()
+    dispatcher.join()
     issued.work.wait()  # type: ignore[union-attr]
     with pytest.raises(comm_core.TransportError, match=f"'b0'.*{OVER}"):
         work.wait()

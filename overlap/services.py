@@ -1,0 +1,32 @@
+"""What a session keeps running beside training, and asks to end with it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Protocol
+
+__all__ = ["Issuer", "Participant", "Service"]
+
+
+class Service(Protocol):
+    """Something that runs beside training."""
+
+    def close(self) -> None:
+        """End it. On every rank, in the same order among services."""
+
+
+class Issuer(Protocol):
+    """Something whose threads issue what optimizers hand it."""
+
+    def close(self, given_up: Collection[str]) -> None:
+        """Issue nothing more. Does not wait for what is under way on communicators that are `given_up`, by name."""
+
+    def join(self) -> None:
+        """Wait for its threads, now that nothing is under way any more."""
+
+
+class Participant(Protocol):
+    """Something that other ranks wait for in every step, and would wait for in vain on a rank out of data."""
+
+    def join(self) -> None:
+        """Take part, contributing nothing, until no rank needs it any more."""
