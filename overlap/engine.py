@@ -22,7 +22,7 @@ from overlap.gates import Gates
 from overlap.grouping import Groups
 from overlap.hooks import GradientHooks
 from overlap.lanes import Lanes
-from overlap.owners import holders
+from overlap.owners import hands_out, holders
 from overlap.planner import Planner
 from overlap.roll import CannotJoin
 from overlap.shard_update import ShardUpdate
@@ -155,7 +155,7 @@ class Engine:
 
     def _guard(self) -> None:
         """Set gates on the model's modules, and on others that hold what the model does not."""
-        modules = [] if self._model is None else list(self._model.modules())
+        modules = [] if self._model is None else [module for module in self._model.modules() if hands_out(module)]
         theirs = {id(parameter) for module in modules for parameter in dict.values(module._parameters)}
         strangers = [slot.param for slot in self.slots if id(slot.param) not in theirs]
         others = holders(strangers) if strangers else ()

@@ -1,12 +1,18 @@
-"""Forked children: they have their parent's objects, and its connections, but none of its threads."""
+"""Forked children: they have their parent's objects, and its connections, but none of its threads.
+
+[Note: before a fork] What is on its way to a process never comes to its children. So whoever has something on its way waits
+for it first, and children have final values.
+"""
 
 from __future__ import annotations
 
 import os
+import weakref
+from typing import Protocol
 
 import comm_core
 
-__all__ = ["Origin"]
+__all__ = ["Origin", "Settles", "settle_before_forks"]
 
 
 class Origin:
@@ -28,3 +34,26 @@ class Origin:
             raise comm_core.Error(
                 "dear cannot be used in a forked child: the threads and the connections to other ranks are its parent's"
             )
+
+
+class Settles(Protocol):
+    """Something that may have values on their way."""
+
+    def settle(self) -> None:
+        """Wait for them. In the process that it was made in; on whatever thread forks."""
+
+
+_settling: weakref.WeakSet[Settles] = weakref.WeakSet()
+
+
+def settle_before_forks(one: Settles) -> None:
+    """See [Note: before a fork]. As long as `one` lives."""
+    _settling.add(one)
+
+
+def _settle_all() -> None:
+    for one in list(_settling):
+        one.settle()
+
+
+os.register_at_fork(before=_settle_all)

@@ -17,6 +17,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
 from overlap.communicator import Communicator
+from overlap.unpickling import Unpickler
 
 __all__ = ["Mailroom", "NoAnswer"]
 
@@ -86,14 +87,14 @@ class Mailroom:
 
     def _open(self, sender: int, payload: bytes) -> None:
         file = io.BytesIO(payload)
-        kind, number, topic = pickle.load(file)
+        kind, number, topic = Unpickler(file).load()
         if kind == "wake":
             return
         if kind == "answer":
             self._take(sender, number, topic, file)
             return
         try:
-            content = pickle.load(file)
+            content = Unpickler(file).load()
             handler = self._handlers.get(topic)
             if handler is None:
                 raise LookupError(f"no handler for {topic!r}")
@@ -109,7 +110,7 @@ class Mailroom:
         if future is None:
             return
         try:
-            good, value = pickle.load(file)
+            good, value = Unpickler(file).load()
         except Exception as error:
             good, value = False, f"its answer cannot be read here: {type(error).__name__}: {error}"
         if good:

@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from overlap.communicator import Communicator
+from overlap.unpickling import loads
 
 __all__ = ["NotSent", "agree", "allgather_object", "broadcast_made", "broadcast_object", "is_picklable"]
 
@@ -65,7 +66,7 @@ def _parsed(frame: bytes, rest: bytes, sender: int, failure: Exception | None) -
     content = (frame[_LENGTH.size :] + rest)[: abs(length)]
     if length < 0:
         raise NotSent(f"rank {sender} could not send an object: {content.decode(errors='replace')}") from failure
-    return pickle.loads(content)
+    return loads(content)
 
 
 def _as_tensor(data: bytes) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["holders"]
+__all__ = ["hands_out", "holders"]
 
 log = logging.getLogger("dear")
 
@@ -34,12 +34,17 @@ def holders(parameters: Iterable[torch.Tensor]) -> list[torch.nn.Module]:
     return list(found.values())
 
 
+def hands_out(module: torch.nn.Module) -> bool:
+    """Whether parameters are had from `module` in Python: not from TorchScript's, which takes no hooks either."""
+    return isinstance(module.__dict__.get("_parameters"), dict)
+
+
 def _modules() -> list[torch.nn.Module]:
     # There are millions of objects: nothing runs for each of them but a look at its type, without Python's own loop.
     # Its exact type: isinstance() would ask proxies of all kinds for their class.
     things = _tracked()
     modules = itertools.compress(things, map(_kinds().__contains__, map(type, things)))
-    return [module for module in modules if isinstance(module.__dict__.get("_parameters"), dict)]
+    return [module for module in modules if hands_out(module)]
 
 
 def _kinds() -> set[type]:

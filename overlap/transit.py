@@ -9,7 +9,7 @@ import torch
 
 from overlap.bucket import Bucket, Phase
 from overlap.communicator import Communicator
-from overlap.forks import Origin
+from overlap.forks import Origin, settle_before_forks
 from overlap.lanes import Lanes
 from overlap.work import arrive
 
@@ -27,6 +27,7 @@ class Transit:
         self._buckets: dict[Bucket, Callable[[Bucket], None] | None] = {}  # by what is left to do on arrival
         self._arriving: set[Bucket] = set()  # their updates may look at parameters themselves
         self._origin = Origin()
+        settle_before_forks(self)
         self._lock = threading.RLock()  # two threads may look at one parameter; both see its final value
         self.entry: list[Bucket] = []  # hold parameters no gate hands out: awaited when any forward starts
 
@@ -55,8 +56,9 @@ class Transit:
 
     def arrive(self, bucket: Bucket) -> None:
         """Wait until the parameters of `bucket` are final. From any thread."""
-        if bucket not in self._buckets or self._origin.elsewhere:  # in a child nobody awaits its values
+        if bucket not in self._buckets:
             return
+        self._origin.require()  # where it could not be awaited before the fork
         with self._lock:
             if bucket not in self._buckets or bucket in self._arriving:
                 return
@@ -83,6 +85,11 @@ class Transit:
         if self._buckets:
             for bucket in self.entry:
                 self.arrive(bucket)
+
+    def settle(self) -> None:
+        """See :class:`overlap.forks.Settles`."""
+        if not self._origin.elsewhere:
+            self.arrive_all()
 
     def arrive_all(self) -> None:
         for bucket in list(self._buckets):

@@ -15,6 +15,7 @@ from overlap.horovod.operation import Group, Operation
 from overlap.horovod.process_set import ProcessSet, global_process_set
 from overlap.horovod.request import Kind, Request, Response
 from overlap.horovod.staging import spec_of
+from overlap.unpickling import loads
 
 __all__ = ["allgather_object", "broadcast_object"]
 
@@ -42,7 +43,7 @@ class _BroadcastObject(Operation):
 
     def result(self) -> Any:
         assert self._payload is not None, "started"
-        return pickle.loads(self._payload.numpy().tobytes())
+        return loads(self._payload.numpy().tobytes())
 
 
 def broadcast_object(
@@ -77,7 +78,7 @@ class _AllgatherObject(Operation):
     def result(self) -> list[Any]:
         (gathered,) = self._gather.result()
         (rows,) = self._gather.rows
-        return [pickle.loads(part.numpy().tobytes()) for part in gathered.split(list(rows)) if part.numel()]
+        return [loads(part.numpy().tobytes()) for part in gathered.split(list(rows)) if part.numel()]
 
 
 def allgather_object(obj: T, name: str | None = None) -> list[T]:

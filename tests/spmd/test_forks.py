@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import struct
 from collections.abc import Callable
 from typing import Any
 
@@ -81,7 +82,7 @@ def test_a_child_cannot_train_on(strategy: str) -> None:
     for _ in range(2):
         train()
     if dear.size() > 1 and dear.rank() == 0:
-        assert "forked child" in _in_child(train)  # while values are on their way to its parent
+        assert "forked child" in _in_child(train)
     with torch.no_grad():
         model(torch.ones(3, 4))
     before = model.weight.detach().clone()
@@ -93,3 +94,29 @@ def test_a_child_cannot_train_on(strategy: str) -> None:
     train()
     weights = dear.allgather_object(model.weight.detach())
     assert all(torch.equal(weight, weights[0]) for weight in weights)
+
+
+@pytest.mark.parametrize("strategy", PACKAGES)
+def test_a_child_has_final_values(strategy: str) -> None:
+    """Right after step(), when the parent's are still on their way."""
+    model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.Linear(300, 300))
+    optimizer = WRAP[strategy](torch.optim.SGD(model.parameters(), 0.01), model)
+    reading, writing = os.pipe()
+    for step in range(4):
+        optimizer.zero_grad()
+        model(torch.full((3, 300), float(dear.rank() + step))).square().mean().backward()
+        optimizer.step()
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)
+            os.write(writing, struct.pack("d", _fingerprint(model)))
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0, "the child hung or crashed"
+        assert struct.unpack("d", os.read(reading, 8))[0] == _fingerprint(model)
+    os.close(reading)
+    os.close(writing)
+
+
+@torch.no_grad()
+def _fingerprint(model: torch.nn.Module) -> float:
+    return float(model(torch.ones(1, 300)).double().sum())

@@ -324,3 +324,17 @@ def test_a_step_before_the_first_backward_teaches_nothing(strategy: str) -> None
     optimizer.synchronize()
     for expected, found in zip(models[0].parameters(), models[1].parameters(), strict=True):
         assert torch.allclose(expected, found, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("way", PACKAGES)
+def test_what_is_left_in_grad_after_a_step(way: str) -> None:
+    """Where only shards are averaged, this rank's own gradient."""
+    model = small_model()
+    optimizer = WRAP[way](SGD(model.parameters(), 0.1), model)
+    train(model, optimizer, False)
+    averaged = way not in ("dear-layerwise", "oss")
+    expected = torch.autograd.grad(loss_of(model, 2, averaged), list(model.parameters()))
+    train(model, optimizer, False, steps=1, first=2)
+    for param, gradient in zip(model.parameters(), expected, strict=True):
+        assert param.grad is not None
+        torch.testing.assert_close(param.grad, gradient, rtol=1e-9, atol=1e-12)
