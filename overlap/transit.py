@@ -29,10 +29,11 @@ class Transit:
         self._origin = Origin()
         settle_before_forks(self)
         self._lock = threading.RLock()  # two threads may look at one parameter; both see its final value
+        self._unraised: Exception | None = None  # what went wrong before a fork
         self.entry: list[Bucket] = []  # hold parameters no gate hands out: awaited when any forward starts
 
     def __bool__(self) -> bool:
-        return bool(self._buckets)
+        return bool(self._buckets) or self._unraised is not None
 
     def send(self, bucket: Bucket) -> None:
         """Issue the all-gather of a bucket whose shard was updated."""
@@ -56,6 +57,7 @@ class Transit:
 
     def arrive(self, bucket: Bucket) -> None:
         """Wait until the parameters of `bucket` are final. From any thread."""
+        self._raise_late()
         if bucket not in self._buckets:
             return
         self._origin.require()  # where it could not be awaited before the fork
@@ -82,15 +84,26 @@ class Transit:
 
     def arrive_entry(self) -> None:
         """A forward starts: wait for the parameters that it may use without asking."""
+        self._raise_late()
         if self._buckets:
             for bucket in self.entry:
                 self.arrive(bucket)
 
     def settle(self) -> None:
-        """See :class:`overlap.forks.Settles`."""
-        if not self._origin.elsewhere:
+        """See :class:`overlap.forks.Settles`. What goes wrong is for the next look: nobody hears what a fork raises."""
+        if self._origin.elsewhere:
+            return
+        try:
             self.arrive_all()
+        except Exception as error:
+            self._unraised = error
+
+    def _raise_late(self) -> None:
+        if self._unraised is not None:
+            error, self._unraised = self._unraised, None
+            raise error
 
     def arrive_all(self) -> None:
+        self._raise_late()
         for bucket in list(self._buckets):
             self.arrive(bucket)

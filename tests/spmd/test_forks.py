@@ -14,6 +14,7 @@ import torch
 import comm_core
 import dear
 from overlap.session import current
+from overlap.window import GradientChanged
 from tests.spmd.test_parity import PACKAGES, WRAP
 
 
@@ -115,6 +116,22 @@ def test_a_child_has_final_values(strategy: str) -> None:
         assert struct.unpack("d", os.read(reading, 8))[0] == _fingerprint(model)
     os.close(reading)
     os.close(writing)
+
+
+def test_what_goes_wrong_before_a_fork_is_raised_by_the_next_look() -> None:
+    """A fork has nobody to raise it to."""
+    model = torch.nn.Linear(4, 2)
+    optimizer = WRAP["bytescheduler"](torch.optim.SGD(model.parameters(), 0.1), model)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(3, 4)).sum().backward()
+        gradient = model.weight.grad
+        optimizer.step()
+    assert gradient is not None
+    gradient.mul_(2)  # while its update is still to come
+    assert _in_child(lambda: None) == ""
+    with pytest.raises(GradientChanged, match="after step"):
+        model(torch.ones(3, 4))
 
 
 @torch.no_grad()
