@@ -29,14 +29,15 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_every_delivery_order_ends_with_the_right_result(programs: Path, seed: int) -> None:
-    _run(programs / "schedule_test", seed)
+    _run(programs / "schedule_test", seed, rounds=4000)
 
 
 @pytest.mark.parametrize("seed", range(2))
 def test_groups_that_share_ranks_all_get_their_turn(programs: Path, seed: int) -> None:
-    _run(programs / "turn_test", seed)
+    _run(programs / "turn_test", seed, rounds=10_000)
 
 
-def _run(program: Path, seed: int) -> None:
-    done = subprocess.run([str(program), str(seed), "10000"], capture_output=True, text=True, check=False, timeout=120)
+def _run(program: Path, seed: int, rounds: int) -> None:
+    command = [str(program), str(seed), str(rounds)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
