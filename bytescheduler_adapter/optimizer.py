@@ -31,6 +31,7 @@ from overlap.updates import Updates
 __all__ = ["ByteScheduler", "DistributedOptimizer"]
 
 _SERVICE = "bytescheduler"
+_NO_LIMIT = 2**62  # bytes
 
 
 class ByteScheduler(Strategy):
@@ -66,7 +67,7 @@ class ByteScheduler(Strategy):
 
     @property
     def conduct(self) -> Hashable:
-        return int(self.partition_mb * 2**20), int(self.credit_mb * 2**20)
+        return _bytes(self.partition_mb), _bytes(self.credit_mb)
 
     def plan(self, facts: Facts, specs: Sequence[TensorSpec], shardable: Sequence[bool], world_size: int) -> Plan:
         return plan_buckets(facts, specs, world_size)
@@ -75,11 +76,15 @@ class ByteScheduler(Strategy):
         send, recv, size = bucket.outgoing, bucket.incoming, bucket.outgoing.element_size()
         parts = [
             Part(send[span], recv[span], bucket.op, f"{bucket.label}.{part}")
-            for part, span in enumerate(partitions(send.numel(), size, int(self.partition_mb * 2**20)))
+            for part, span in enumerate(partitions(send.numel(), size, _bytes(self.partition_mb)))
         ]
-        credit = max(1, int(self.credit_mb * 2**20))
+        credit = max(1, _bytes(self.credit_mb))
         assert self.lease is not None, "an optimizer has a dispatcher before it is used"
         bucket.work = self.lease.submit(bucket.index, parts, bucket.label, credit)
+
+
+def _bytes(mb: float) -> int:
+    return int(min(mb * 2**20, _NO_LIMIT))
 
 
 def _dispatchers() -> Dispatchers:

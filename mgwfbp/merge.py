@@ -33,7 +33,7 @@ def merge(
     cost: CostModel,
     *,
     asc: bool = False,
-    merge_below: int = 0,
+    merge_below: float = 0,
     kinds: Sequence[Hashable] | None = None,
 ) -> tuple[Group, ...]:
     """Decide which neighbours are reduced together; groups in order of issue.

@@ -54,7 +54,7 @@ class MgWfbp(Strategy):
         moments: Mapping[int, float] | None = None,
         report: bool = False,
     ) -> None:
-        if merge_below_kb < 0:
+        if not merge_below_kb >= 0:
             raise ValueError(f"merge_below_kb should be at least 0 and is {merge_below_kb}")
         if asc and merge_below_kb:
             raise ValueError(
@@ -95,7 +95,7 @@ class MgWfbp(Strategy):
             self.cost,
             seconds=self.seconds,
             asc=self.asc,
-            merge_below=round(self.merge_below_kb * 1024),
+            merge_below=self.merge_below_kb * 1024,
         )
         if self.report:
             since = "the first gradient" if self.seconds is None else "backward began"

@@ -70,7 +70,7 @@ def plan_buckets(
     *,
     seconds: Mapping[int, float] | None = None,
     asc: bool = False,
-    merge_below: int = 0,
+    merge_below: float = 0,
 ) -> tuple[Plan, tuple[Group, ...]]:
     """Buckets in order of issue, and what the model expects of those with gradients in every iteration.
 
@@ -102,7 +102,7 @@ def _groups(
     specs: Sequence[TensorSpec],
     cost: CostModel,
     asc: bool,
-    merge_below: int,
+    merge_below: float,
 ) -> tuple[Group, ...]:
     nbytes, kinds = [specs[index].wire_nbytes for index in order], [specs[index].kind for index in order]
     return merge(nbytes, seconds, cost, asc=asc, merge_below=merge_below, kinds=kinds)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+import bytescheduler_adapter
 import dear
 import mgwfbp
 import oss
@@ -98,6 +100,20 @@ def test_options_equal_one_process(option: str, strategy: str) -> None:
     distributed = WRAP[strategy](OPTIMIZERS["sgd"](list(model.parameters())), model, **arguments(model))
     actual = _three_steps(Run(model, distributed, dear.rank(), dear.size()), 1.0)
     _assert_close(actual, _alone(factor(dear.size())), option)
+
+
+SIZES = [(dear, "threshold_mb"), (oss, "threshold_mb"), (mgwfbp, "merge_below_kb")]
+SIZES += [(bytescheduler_adapter, name) for name in ("partition_mb", "credit_mb")]
+
+
+@pytest.mark.parametrize(("package", "size"), SIZES)
+def test_a_size_may_be_infinite_and_is_a_number(package: Any, size: str) -> None:
+    model = _model("Sometimes")
+    inner = OPTIMIZERS["sgd"](list(model.parameters()))
+    with pytest.raises(ValueError, match=f"{size} should be .* and is nan"):
+        package.DistributedOptimizer(inner, model, **{size: math.nan})
+    distributed = package.DistributedOptimizer(inner, model, **{size: math.inf})
+    _assert_close(_three_steps(Run(model, distributed, dear.rank(), dear.size()), 1.0), _alone(1.0), size)
 
 
 @pytest.mark.parametrize("strategy", WRAP)
