@@ -145,9 +145,17 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """As ``torch.nn.utils.clip_grad_norm_``, of gradients averaged over ranks, whole or sharded. On every rank.
 
-    Raises ``ValueError`` if the parameters do not all belong to one distributed optimizer.
+    Raises ``ValueError`` if the parameters do not all belong to one distributed optimizer, and ``TypeError`` for what is
+    no tensor.
     """
-    chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    several = isinstance(parameters, Iterable) and not isinstance(parameters, torch.Tensor)
+    chosen = list(parameters) if several else [parameters]
+    strangers = [type(one).__name__ for one in chosen if not isinstance(one, torch.Tensor)]
+    if strangers:
+        raise TypeError(
+            f"parameters should be tensors, such as model.parameters(), and a {strangers[0]} is none; all that an "
+            "optimizer holds are clipped by optimizer.clip_grad_norm_(max_norm)"
+        )
     wanted = {id(parameter) for parameter in chosen}
     for optimizer in current().registry.optimizers:
         held = {id(param) for group in optimizer.param_groups for param in group["params"]}

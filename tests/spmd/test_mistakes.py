@@ -87,6 +87,23 @@ def test_an_optimizer_is_wrapped_once() -> None:
             wrap(optimizer, model)
 
 
+def test_what_is_clipped_are_parameters_of_one_distributed_optimizer() -> None:
+    (model, optimizer), (other, _other_optimizer), alone = _trained(), _trained(), _model("Mlp")
+    for wrong, name in (
+        (optimizer, type(optimizer).__name__),
+        (model, type(model).__name__),
+        (model.named_parameters(), "tuple"),
+        (optimizer.param_groups, "dict"),
+    ):
+        with pytest.raises(TypeError, match=f"such as model.parameters.., and a {name} is none"):
+            dear.clip_grad_norm_(wrong, 1.0)
+    with pytest.raises(ValueError, match="wrap their optimizer first"):
+        dear.clip_grad_norm_(alone.parameters(), 1.0)
+    both = [*model.parameters(), *other.parameters()]
+    with pytest.raises(ValueError, match=f"{len(both) // 2} of {len(both)} parameters do not belong"):
+        dear.clip_grad_norm_(both, 1.0)
+
+
 @pytest.mark.parametrize("strategy", WRAP)
 def test_a_step_without_a_backward_changes_nothing(strategy: str) -> None:
     """As in one process: also before the first iteration, and where only some ranks have gradients later."""
