@@ -31,7 +31,7 @@ from overlap.updates import Updates
 __all__ = ["ByteScheduler", "DistributedOptimizer"]
 
 _SERVICE = "bytescheduler"
-_NO_LIMIT = 2**62  # bytes
+_NO_LIMIT = 2**62  # in place of an infinity: partitions and credit are counted in whole bytes
 
 
 class ByteScheduler(Strategy):

@@ -35,7 +35,7 @@ class _Deferred(ModuleType):
     """
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
+        if name.startswith("__"):  # Python and torch ask every module for such names, and want nothing of the compiler
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         self.load()
         return getattr(self, name)
