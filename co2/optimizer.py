@@ -24,6 +24,7 @@ from overlap.horovod.process_set import ProcessSet, global_process_set
 from overlap.observer import Facts
 from overlap.optimizer import DistributedOptimizer as Shell
 from overlap.partition import TensorSpec, fuse
+from overlap.persistent import all_reduce
 from overlap.session import Session, current
 from overlap.strategy import Plan, Strategy
 from overlap.terms import agree_on_strategy
@@ -63,7 +64,7 @@ class Co2(Strategy):
         return Plan(tuple(buckets), (False,) * len(buckets))
 
     def reduce(self, comm: Communicator, bucket: Bucket) -> None:
-        bucket.work = comm.all_reduce_async(bucket.outgoing, bucket.incoming, bucket.op, label=bucket.label)
+        bucket.work = all_reduce(comm, bucket)
 
 
 class Co2Optimizer(Shell):

@@ -20,6 +20,7 @@ from overlap.horovod.process_set import ProcessSet, global_process_set
 from overlap.observer import Facts
 from overlap.optimizer import DistributedOptimizer as Shell
 from overlap.partition import TensorSpec
+from overlap.persistent import all_gather, all_reduce, reduce_scatter
 from overlap.session import current
 from overlap.strategy import Plan, Strategy
 from overlap.terms import agree_on_strategy
@@ -108,25 +109,26 @@ class Dear(Strategy):
         )
 
     def reduce(self, comm: Communicator, bucket: Bucket) -> None:
-        whole, into, owner, op, label = bucket.outgoing, bucket.incoming, bucket.spec.owner, bucket.op, bucket.label
+        whole, into, owner, op = bucket.outgoing, bucket.incoming, bucket.spec.owner, bucket.op
         if _PARTS[self.policy][0] in self.excluded:
             if bucket.holds_parameters:
                 into.copy_(whole[bucket.own])
         elif not bucket.holds_parameters:
-            bucket.work = comm.all_reduce_async(whole, into, op, label=label)
+            bucket.work = all_reduce(comm, bucket)
         elif owner is None:
-            bucket.work = comm.reduce_scatter_async(whole, into, op, wide=bucket.wide_gradients, label=label)
+            bucket.work = reduce_scatter(comm, bucket)
         else:
-            bucket.work = comm.reduce_async(whole, into if owner == comm.rank else None, op, owner, label=label)
+            target = into if owner == comm.rank else None
+            bucket.work = comm.reduce_async(whole, target, op, owner, label=bucket.label)
 
     def gather(self, comm: Communicator, bucket: Bucket) -> None:
         if _PARTS[self.policy][1] in self.excluded:
             return
-        whole, owner, label = bucket.travelling, bucket.spec.owner, bucket.label
+        owner = bucket.spec.owner
         if owner is None:
-            bucket.work = comm.all_gather_async(whole[bucket.own], whole, wide=bucket.wide_parameters, label=label)
+            bucket.work = all_gather(comm, bucket)
         else:
-            bucket.work = comm.broadcast_async(whole, owner, label=label)
+            bucket.work = comm.broadcast_async(bucket.travelling, owner, label=bucket.label)
 
 
 def DistributedOptimizer(

@@ -22,6 +22,7 @@ from overlap.objects import agree, allgather_object
 from overlap.observer import Facts
 from overlap.optimizer import DistributedOptimizer as Shell
 from overlap.partition import TensorSpec
+from overlap.persistent import all_reduce
 from overlap.session import current
 from overlap.startup import collect_slots
 from overlap.strategy import Plan, Strategy
@@ -104,7 +105,7 @@ class MgWfbp(Strategy):
         return plan
 
     def reduce(self, comm: Communicator, bucket: Bucket) -> None:
-        bucket.work = comm.all_reduce_async(bucket.outgoing, bucket.incoming, bucket.op, label=bucket.label)
+        bucket.work = all_reduce(comm, bucket)
 
 
 def DistributedOptimizer(

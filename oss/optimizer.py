@@ -26,6 +26,7 @@ from overlap.horovod.process_set import ProcessSet, global_process_set
 from overlap.observer import Facts
 from overlap.optimizer import DistributedOptimizer as Shell
 from overlap.partition import TensorSpec
+from overlap.persistent import all_gather, all_reduce, reduce_scatter
 from overlap.session import current
 from overlap.strategy import Plan, Strategy
 from overlap.terms import agree_on_strategy
@@ -86,19 +87,13 @@ class Oss(Strategy):
         return Plan(buckets, tuple(shardable[bucket.tensors[0]] for bucket in buckets))
 
     def reduce(self, comm: Communicator, bucket: Bucket) -> None:
-        whole, into, op, label = bucket.outgoing, bucket.incoming, bucket.op, bucket.label
         if bucket.holds_parameters:
-            bucket.work = comm.reduce_scatter_async(
-                whole, into, op, counts=bucket.shares, wide=bucket.wide_gradients, label=label
-            )
+            bucket.work = reduce_scatter(comm, bucket, bucket.shares)
         else:
-            bucket.work = comm.all_reduce_async(whole, into, op, label=label)
+            bucket.work = all_reduce(comm, bucket)
 
     def gather(self, comm: Communicator, bucket: Bucket) -> None:
-        whole, wide = bucket.travelling, bucket.wide_parameters
-        bucket.work = comm.all_gather_async(
-            whole[bucket.own], whole, counts=bucket.shares, wide=wide, label=bucket.label
-        )
+        bucket.work = all_gather(comm, bucket, bucket.shares)
 
 
 def DistributedOptimizer(

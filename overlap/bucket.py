@@ -8,7 +8,7 @@ from enum import Enum, auto
 
 import torch
 
-from overlap.communicator import ReduceOp, Wide, Work
+from overlap.communicator import ReduceOp, Start, Wide, Work
 from overlap.dense import copy_used, unused_mark, unused_positions, view_like
 from overlap.master import Master
 from overlap.partition import BucketSpec
@@ -66,8 +66,7 @@ class Slot:
             unused_mark(self.place)
             self._given = None
         else:
-            with torch.no_grad():
-                copy_used(self.place, gradient.detach())
+            copy_used(self.place, gradient)
             if not gradient.requires_grad:  # backward(create_graph=True): the graph hangs on the user's own tensor
                 self.param.grad = gradient = view
             self._given, self._version = gradient, gradient._version
@@ -173,6 +172,7 @@ class Bucket:
         self._rank, self._warned = rank, False
         self.phase = Phase.FILLING
         self.work: Work | None = None
+        self.starts: dict[str, tuple[tuple[object, ...], Start]] = {}  # see `overlap.persistent`
         self.round = 0  # of its last reduction; see `overlap.attendance`
         first = slots[0].param
         self.shares = spec.shares(world_size)  # elements of each rank's shard

@@ -22,6 +22,9 @@ from comm_core import ReduceOp
 from overlap.deadlock import Line
 from overlap.work import Work
 
+#: Issues one more operation with the arguments it was made for.
+Start = Callable[[], Work]
+
 #: What is pending now and then and is no operation among the ranks.
 UNCOUNTED = ("post", "close")
 
@@ -212,6 +215,40 @@ class Communicator(ABC):
     def close(self) -> None:
         """Wait for what was issued and let go of the connections. Calling it again does nothing."""
 
+    # - Persistent forms (MPI 4.0, persistent collective operations): arguments are checked now, each call issues one more
+    #   operation. The tensors' memory has to stay where it is.
+
+    def reduce_scatter_init(
+        self,
+        send: torch.Tensor,
+        recv: torch.Tensor,
+        op: ReduceOp = ReduceOp.SUM,
+        *,
+        counts: Sequence[int] | None = None,
+        wide: Wide | None = None,
+        label: str = "",
+    ) -> Start:
+        """See :meth:`reduce_scatter_async`."""
+        return lambda: self.reduce_scatter_async(send, recv, op, counts=counts, wide=wide, label=label)
+
+    def all_gather_init(
+        self,
+        send: torch.Tensor,
+        recv: torch.Tensor,
+        *,
+        counts: Sequence[int] | None = None,
+        wide: Wide | None = None,
+        label: str = "",
+    ) -> Start:
+        """See :meth:`all_gather_async`."""
+        return lambda: self.all_gather_async(send, recv, counts=counts, wide=wide, label=label)
+
+    def all_reduce_init(
+        self, send: torch.Tensor, recv: torch.Tensor, op: ReduceOp = ReduceOp.SUM, *, label: str = ""
+    ) -> Start:
+        """See :meth:`all_reduce_async`."""
+        return lambda: self.all_reduce_async(send, recv, op, label=label)
+
     # - Synchronous forms
 
     def reduce_scatter(
@@ -279,4 +316,4 @@ class Communicator(ABC):
         self.barrier_async(label=label).wait()
 
 
-__all__ = ["UNCOUNTED", "Communicator", "ReduceOp", "Wide", "Work"]
+__all__ = ["UNCOUNTED", "Communicator", "ReduceOp", "Start", "Wide", "Work"]

@@ -64,8 +64,12 @@ def from_flat(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def copy_used(target: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Copy a gradient into its place in one pass, -0.0 turned into +0.0."""
-    torch.add(gradient, 0.0, out=target)
+    """Copy a gradient into its place in one pass, -0.0 turned into +0.0. Autograd does not hear of it."""
+    if torch.is_grad_enabled():  # not inside backward, where this happens for every gradient
+        with torch.no_grad():
+            torch.add(gradient, 0.0, out=target)
+    else:
+        torch.add(gradient, 0.0, out=target)
 
 
 def narrow_summands(target: torch.Tensor, gradients: torch.Tensor) -> None:

@@ -71,7 +71,7 @@ class Exchange:
 
         Of a carried bucket it becomes that on its way: ``bucket.wide_gradients``.
         """
-        bucket.op, bucket.wide_gradients = self.op, None
+        bucket.op = self.op
         if self._compressor is not None:
             self._compress(bucket)
             return
@@ -85,7 +85,8 @@ class Exchange:
             if dtype is not gradients.dtype:
                 bucket.incoming = bucket.outgoing if not bucket.holds_parameters else bucket.reduced.to(dtype)
         if bucket.carried and dtype is not gradients.dtype and self._before == 1:
-            bucket.wide_gradients = Wide(gradients, bucket.reduced)
+            if bucket.wide_gradients is None:
+                bucket.wide_gradients = Wide(gradients, bucket.reduced)
             return
         if gradients.is_cuda and can_inspect(gradients) and gradients.dtype in (torch.float32, dtype):
             cast_scale([bucket.outgoing], [gradients], self._before)  # keeps marks and makes no new ones, in one pass
@@ -137,7 +138,7 @@ class Exchange:
             if slot.absent:
                 unused_mark(place)
             else:
-                copy_used(place, packed.detach().reshape(-1))
+                copy_used(place, packed.reshape(-1))
             contexts.append((packed.shape, context))
         self._contexts[bucket] = contexts
 

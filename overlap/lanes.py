@@ -31,4 +31,6 @@ class Lanes:
 
     def of(self, bucket: Bucket) -> Communicator:
         """By the rank that owns the most of it."""
+        if len(self._comms) == 1:
+            return self._comms[0]
         return self._comms[bucket.shares.index(max(bucket.shares)) % len(self._comms)]

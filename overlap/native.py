@@ -13,7 +13,7 @@ import torch
 
 import comm_core
 from comm_core import Buffer, DType, ReduceOp
-from overlap.communicator import Communicator, Wide, Work
+from overlap.communicator import Communicator, Start, Wide, Work
 from overlap.requests import (
     Exchange,
     all_gather_request,
@@ -78,14 +78,7 @@ class NativeCommunicator(Communicator):
         wide: Wide | None = None,
         label: str = "",
     ) -> Work:
-        request = reduce_scatter_request(self.rank, self.size, send, recv, op, counts)
-        source = _readable(request.send) if wide is None else _writable(request.send)
-        beside = _beside("reduce_scatter", wide, request)
-        return self._issued(
-            self._core.reduce_scatter_async(
-                source, _writable(request.recv), op, counts=request.send_counts, label=label, **beside
-            )
-        )
+        return self.reduce_scatter_init(send, recv, op, counts=counts, wide=wide, label=label)()
 
     def all_gather_async(
         self,
@@ -96,22 +89,50 @@ class NativeCommunicator(Communicator):
         wide: Wide | None = None,
         label: str = "",
     ) -> Work:
-        request = all_gather_request(self.rank, self.size, send, recv, counts)
-        source = _readable(request.send) if wide is None else _writable(request.send)
-        beside = _beside("all_gather", wide, request)
-        return self._issued(
-            self._core.all_gather_async(
-                source, _writable(request.recv), counts=request.recv_counts, label=label, **beside
-            )
-        )
+        return self.all_gather_init(send, recv, counts=counts, wide=wide, label=label)()
 
     def all_reduce_async(
         self, send: torch.Tensor, recv: torch.Tensor, op: ReduceOp = ReduceOp.SUM, *, label: str = ""
     ) -> Work:
+        return self.all_reduce_init(send, recv, op, label=label)()
+
+    def reduce_scatter_init(
+        self,
+        send: torch.Tensor,
+        recv: torch.Tensor,
+        op: ReduceOp = ReduceOp.SUM,
+        *,
+        counts: Sequence[int] | None = None,
+        wide: Wide | None = None,
+        label: str = "",
+    ) -> Start:
+        request = reduce_scatter_request(self.rank, self.size, send, recv, op, counts)
+        source = _readable(request.send) if wide is None else _writable(request.send)
+        rest = {"counts": request.send_counts, "label": label, **_beside("reduce_scatter", wide, request)}
+        issue, target = self._core.reduce_scatter_async, _writable(request.recv)
+        return lambda: self._issued(issue(source, target, op, **rest))
+
+    def all_gather_init(
+        self,
+        send: torch.Tensor,
+        recv: torch.Tensor,
+        *,
+        counts: Sequence[int] | None = None,
+        wide: Wide | None = None,
+        label: str = "",
+    ) -> Start:
+        request = all_gather_request(self.rank, self.size, send, recv, counts)
+        source = _readable(request.send) if wide is None else _writable(request.send)
+        rest = {"counts": request.recv_counts, "label": label, **_beside("all_gather", wide, request)}
+        issue, target = self._core.all_gather_async, _writable(request.recv)
+        return lambda: self._issued(issue(source, target, **rest))
+
+    def all_reduce_init(
+        self, send: torch.Tensor, recv: torch.Tensor, op: ReduceOp = ReduceOp.SUM, *, label: str = ""
+    ) -> Start:
         request = all_reduce_request(send, recv, op)
-        return self._issued(
-            self._core.all_reduce_async(_readable(request.send), _writable(request.recv), op, label=label)
-        )
+        issue, source, target = self._core.all_reduce_async, _readable(request.send), _writable(request.recv)
+        return lambda: self._issued(issue(source, target, op, label=label))
 
     def broadcast_async(self, tensor: torch.Tensor, root: int = 0, *, label: str = "") -> Work:
         return self._issued(

@@ -13,7 +13,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 import comm_core
 from comm_core import ReduceOp
 from overlap.checks import check_average, check_rank
-from overlap.communicator import Communicator, Wide, Work
+from overlap.communicator import Communicator, Start, Wide, Work
 from overlap.dense import narrow_summands
 from overlap.forks import Origin
 from overlap.link import Link
@@ -101,6 +101,23 @@ class ProcessGroupCommunicator(Communicator):
         work = PendingWork(kind, label, self._rank, self._size, nbytes)
         return self._issued(self._strand.submit(work, StagedTask(self._link, tag, stages)))
 
+    def _init(
+        self,
+        kind: str,
+        label: str,
+        nbytes: int,
+        stages: Callable[[], Sequence[Stage]],
+        first: Callable[[], object] | None = None,
+    ) -> Start:
+        """`first` is done by whoever issues the operation."""
+
+        def start() -> Work:
+            if first is not None:
+                first()
+            return self._issue(kind, label, nbytes, stages)
+
+        return start
+
     def reduce_scatter_async(
         self,
         send: torch.Tensor,
@@ -111,11 +128,7 @@ class ProcessGroupCommunicator(Communicator):
         wide: Wide | None = None,
         label: str = "",
     ) -> Work:
-        check_average("reduce_scatter", op, send)
-        request = reduce_scatter_request(self._rank, self._size, send, recv, op, counts)
-        stage = self._routes.reduce_scatter(request.send, request.recv, request.send_counts, op)
-        last = _narrow("reduce_scatter", wide, request, narrow_summands)
-        return self._issue("reduce_scatter", label, request.send.nbytes, lambda: [stage(), *last])
+        return self.reduce_scatter_init(send, recv, op, counts=counts, wide=wide, label=label)()
 
     def all_gather_async(
         self,
@@ -126,17 +139,49 @@ class ProcessGroupCommunicator(Communicator):
         wide: Wide | None = None,
         label: str = "",
     ) -> Work:
-        request = all_gather_request(self._rank, self._size, send, recv, counts)
-        stage = self._routes.all_gather(request.send, request.recv, request.recv_counts)
-        last = _narrow("all_gather", wide, request, torch.Tensor.copy_)
-        return self._issue("all_gather", label, request.recv.nbytes, lambda: [stage(), *last])
+        return self.all_gather_init(send, recv, counts=counts, wide=wide, label=label)()
 
     def all_reduce_async(
         self, send: torch.Tensor, recv: torch.Tensor, op: ReduceOp = ReduceOp.SUM, *, label: str = ""
     ) -> Work:
+        return self.all_reduce_init(send, recv, op, label=label)()
+
+    def reduce_scatter_init(
+        self,
+        send: torch.Tensor,
+        recv: torch.Tensor,
+        op: ReduceOp = ReduceOp.SUM,
+        *,
+        counts: Sequence[int] | None = None,
+        wide: Wide | None = None,
+        label: str = "",
+    ) -> Start:
+        check_average("reduce_scatter", op, send)
+        request = reduce_scatter_request(self._rank, self._size, send, recv, op, counts)
+        stage = self._routes.reduce_scatter(request.send, request.recv, request.send_counts, op)
+        first, last = _narrow("reduce_scatter", wide, request, narrow_summands)
+        return self._init("reduce_scatter", label, request.send.nbytes, lambda: [stage(), *last], first)
+
+    def all_gather_init(
+        self,
+        send: torch.Tensor,
+        recv: torch.Tensor,
+        *,
+        counts: Sequence[int] | None = None,
+        wide: Wide | None = None,
+        label: str = "",
+    ) -> Start:
+        request = all_gather_request(self._rank, self._size, send, recv, counts)
+        stage = self._routes.all_gather(request.send, request.recv, request.recv_counts)
+        first, last = _narrow("all_gather", wide, request, torch.Tensor.copy_)
+        return self._init("all_gather", label, request.recv.nbytes, lambda: [stage(), *last], first)
+
+    def all_reduce_init(
+        self, send: torch.Tensor, recv: torch.Tensor, op: ReduceOp = ReduceOp.SUM, *, label: str = ""
+    ) -> Start:
         check_average("all_reduce", op, send)
         request = all_reduce_request(send, recv, op)
-        return self._issue(
+        return self._init(
             "all_reduce", label, request.recv.nbytes, lambda: self._routes.all_reduce(request.send, request.recv, op)
         )
 
@@ -238,10 +283,9 @@ class ProcessGroupCommunicator(Communicator):
 
 def _narrow(
     what: str, wide: Wide | None, request: Exchange, narrow: Callable[[torch.Tensor, torch.Tensor], object]
-) -> list[Stage]:
-    """Round into what is sent, here and now; returns what is to be done in the end."""
+) -> tuple[Callable[[], object] | None, list[Stage]]:
+    """What rounds into what is sent, and what is to be done in the end."""
     if wide is None:
-        return []
+        return None, []
     check_wide(what, wide.send, wide.recv, request.send, request.recv)
-    narrow(request.send, wide.send)
-    return [Local(lambda: wide.recv.copy_(request.recv))]
+    return lambda: narrow(request.send, wide.send), [Local(lambda: wide.recv.copy_(request.recv))]

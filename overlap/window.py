@@ -110,7 +110,9 @@ class GradientWindow:
                 "parameters that you hold outside their modules"
             )
         slot.fill()
-        if slot.bucket.seal is not None and slot.bucket.full:
+        if not slot.bucket.full:
+            return
+        if slot.bucket.seal is not None:
             slot.bucket.seal.close()
         if self._ordered:
             self._launch_full(held_back=1 if self._hold_last else 0)

@@ -15,6 +15,7 @@ from overlap.horovod.process_set import ProcessSet, global_process_set
 from overlap.observer import Facts
 from overlap.optimizer import DistributedOptimizer as Shell
 from overlap.partition import TensorSpec, per_tensor
+from overlap.persistent import all_reduce
 from overlap.strategy import Plan, Strategy
 from overlap.terms import agree_on_strategy
 
@@ -31,7 +32,7 @@ class Wfbp(Strategy):
         return Plan(buckets, (False,) * len(buckets))
 
     def reduce(self, comm: Communicator, bucket: Bucket) -> None:
-        bucket.work = comm.all_reduce_async(bucket.outgoing, bucket.incoming, bucket.op, label=bucket.label)
+        bucket.work = all_reduce(comm, bucket)
 
 
 def DistributedOptimizer(

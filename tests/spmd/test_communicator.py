@@ -64,6 +64,57 @@ def test_reductions(comm: Communicator, dtype: torch.dtype, op: ReduceOp) -> Non
         assert torch.equal(mine, expected)
 
 
+def test_persistent_operations(comm: Communicator) -> None:
+    count = 70_001
+    shares = [0] * (comm.size - 1) + [count]
+    mine, whole = torch.empty(count), torch.empty(count)
+    shard, gathered = torch.empty(_balanced(count, comm.size)[comm.rank]), torch.empty(count)
+    last = torch.empty(shares[comm.rank])
+    reduce = comm.reduce_scatter_init(mine, shard, label="shard")
+    reduce_to_last = comm.reduce_scatter_init(mine, last, ReduceOp.AVG, counts=shares)
+    gather = comm.all_gather_init(shard, gathered)
+    reduce_whole = comm.all_reduce_init(mine, whole, ReduceOp.MAX)
+    issued = comm.issued
+    for step in range(3):
+        rows = _rows(comm, count, torch.float32) + step
+        mine.copy_(rows[comm.rank])
+        works = [reduce(), gather(), reduce_to_last(), reduce_whole()]  # in this order, like any operations
+        for work in works:
+            work.wait()
+        assert works[0].label == "shard"
+        assert torch.equal(gathered, rows.sum(0))
+        assert torch.allclose(last, rows.mean(0)[: len(last)])
+        assert torch.equal(whole, rows.amax(0))
+    assert comm.issued == issued + 12
+    with pytest.raises(InvalidUsage, match=r"recv of rank \d+ has 1 elements"):
+        comm.reduce_scatter_init(mine, torch.empty(1))
+    with pytest.raises(InvalidUsage, match=r"send of rank \d+ has 0 elements"):
+        comm.all_gather_init(torch.empty(0), gathered)
+    with pytest.raises(InvalidUsage, match="recv has 1 elements"):
+        comm.all_reduce_init(mine, torch.empty(1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_persistent_operations_round_each_time(comm: Communicator, dtype: torch.dtype) -> None:
+    if not comm.rounds:
+        pytest.skip("this communicator does not round")
+    count = 1000 * comm.size
+    wide_send, wide_recv = torch.empty(count), torch.empty(1000)
+    narrow_send, narrow_recv = torch.empty(count, dtype=dtype), torch.empty(1000, dtype=dtype)
+    reduce = comm.reduce_scatter_init(narrow_send, narrow_recv, wide=Wide(wide_send, wide_recv))
+    whole, own = torch.empty(count), torch.empty(1000)
+    narrow_whole = torch.empty(count, dtype=dtype)
+    narrow_own = narrow_whole[1000 * comm.rank :][:1000]
+    gather = comm.all_gather_init(narrow_own, narrow_whole, wide=Wide(own, whole))
+    for step in (1.0, 2.0):
+        wide_send.fill_(step)
+        reduce().wait()
+        assert wide_recv.eq(step * comm.size).all()
+        own.fill_(step + comm.rank)
+        gather().wait()
+        assert all(part.eq(step + rank).all() for rank, part in enumerate(whole.split(1000)))
+
+
 def test_more_segments_than_a_ring_keeps_room_for(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
     """A ring over torch.distributed once waited twice for one message, and hung where it used a slot again."""
     monkeypatch.setattr(pipeline, "RING_SEGMENT_BYTES", 16 * 1024)

@@ -1,0 +1,59 @@
+"""What a bucket issues again: the same operation as long as its arguments are the same objects, and no longer."""
+
+from __future__ import annotations
+
+import torch
+
+from overlap.bucket import Bucket, Slot
+from overlap.communicator import Communicator, ReduceOp
+from overlap.partition import BucketSpec
+from overlap.persistent import all_gather, all_reduce, reduce_scatter
+from overlap.session import init
+
+
+def _bucket() -> Bucket:
+    slot = Slot(0, "weight", torch.nn.Parameter(torch.ones(6)), 0)
+    return Bucket(0, BucketSpec((0,), (0,), 6, 6), [slot], rank=0, world_size=1, holds_parameters=True)
+
+
+class _Counted:
+    """A communicator that counts how often arguments are looked at."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm, self.looks = comm, 0
+
+    def __getattr__(self, name: str) -> object:
+        self.looks += name.endswith("_init")
+        return getattr(self._comm, name)
+
+
+def test_arguments_are_looked_at_when_they_change() -> None:
+    comm = _Counted(init().comm)
+    bucket = _bucket()
+    for value in (1.0, 2.0, 3.0):
+        bucket.gradients.fill_(value)
+        reduce_scatter(comm, bucket).wait()  # type: ignore[arg-type]
+        assert bucket.reduced.eq(value).all()
+    assert comm.looks == 1
+    bucket.outgoing = torch.full((6,), 7.0)
+    reduce_scatter(comm, bucket).wait()  # type: ignore[arg-type]
+    assert bucket.reduced.eq(7.0).all()
+    bucket.op = ReduceOp.SUM
+    reduce_scatter(comm, bucket).wait()  # type: ignore[arg-type]
+    assert comm.looks == 3
+    other = _Counted(init().comm)
+    reduce_scatter(other, bucket).wait()  # type: ignore[arg-type]
+    assert (comm.looks, other.looks) == (3, 1)
+
+
+def test_reductions_and_gathers_are_remembered_side_by_side() -> None:
+    comm = _Counted(init().comm)
+    bucket = _bucket()
+    for _ in range(2):
+        reduce_scatter(comm, bucket, bucket.shares).wait()  # type: ignore[arg-type]
+        all_gather(comm, bucket, bucket.shares).wait()  # type: ignore[arg-type]
+    assert comm.looks == 2
+    bucket.incoming = bucket.outgoing = torch.full((6,), 5.0)
+    all_reduce(comm, bucket).wait()  # type: ignore[arg-type]
+    assert comm.looks == 3
+    assert bucket.outgoing.eq(5.0).all()
