@@ -88,6 +88,15 @@ class Work:
     def order_before(self, stream: int) -> None: ...
     def describe(self) -> str: ...
 
+class Persistent:
+    """An operation of a communicator whose arguments were checked (MPI 4.0, persistent collective operations).
+
+    It keeps the memory alive, which has to stay where it is.
+    """
+
+    def start(self) -> Work:
+        """Issue it once more: an operation like any other, in the order of the calls, which is the same on all ranks."""
+
 class Communicator:
     @property
     def rank(self) -> int: ...
@@ -110,6 +119,17 @@ class Communicator:
         wide_recv: _Memory | None = None,
         label: str = "",
     ) -> Work: ...
+    def reduce_scatter_init(
+        self,
+        send: _Memory,
+        recv: _Memory,
+        op: ReduceOp = ReduceOp.SUM,
+        *,
+        counts: Sequence[int] | None = None,
+        wide_send: _Memory | None = None,
+        wide_recv: _Memory | None = None,
+        label: str = "",
+    ) -> Persistent: ...
     def reduce_scatter(
         self,
         send: _Memory,
@@ -131,6 +151,16 @@ class Communicator:
         wide_recv: _Memory | None = None,
         label: str = "",
     ) -> Work: ...
+    def all_gather_init(
+        self,
+        send: _Memory,
+        recv: _Memory,
+        *,
+        counts: Sequence[int] | None = None,
+        wide_send: _Memory | None = None,
+        wide_recv: _Memory | None = None,
+        label: str = "",
+    ) -> Persistent: ...
     def all_gather(
         self,
         send: _Memory,
@@ -145,6 +175,9 @@ class Communicator:
     def all_reduce_async(
         self, send: _Memory, recv: _Memory, op: ReduceOp = ReduceOp.SUM, *, label: str = ""
     ) -> Work: ...
+    def all_reduce_init(
+        self, send: _Memory, recv: _Memory, op: ReduceOp = ReduceOp.SUM, *, label: str = ""
+    ) -> Persistent: ...
     def all_reduce(self, send: _Memory, recv: _Memory, op: ReduceOp = ReduceOp.SUM, *, label: str = "") -> None: ...
     def broadcast_async(self, buffer: _Memory, root: int = 0, *, label: str = "") -> Work: ...
     def broadcast(self, buffer: _Memory, root: int = 0, *, label: str = "") -> None: ...

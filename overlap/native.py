@@ -109,8 +109,7 @@ class NativeCommunicator(Communicator):
         request = reduce_scatter_request(self.rank, self.size, send, recv, op, counts)
         source = _readable(request.send) if wide is None else _writable(request.send)
         rest = {"counts": request.send_counts, "label": label, **_beside("reduce_scatter", wide, request)}
-        issue, target = self._core.reduce_scatter_async, _writable(request.recv)
-        return lambda: self._issued(issue(source, target, op, **rest))
+        return self._persistent(self._core.reduce_scatter_init(source, _writable(request.recv), op, **rest))
 
     def all_gather_init(
         self,
@@ -124,15 +123,18 @@ class NativeCommunicator(Communicator):
         request = all_gather_request(self.rank, self.size, send, recv, counts)
         source = _readable(request.send) if wide is None else _writable(request.send)
         rest = {"counts": request.recv_counts, "label": label, **_beside("all_gather", wide, request)}
-        issue, target = self._core.all_gather_async, _writable(request.recv)
-        return lambda: self._issued(issue(source, target, **rest))
+        return self._persistent(self._core.all_gather_init(source, _writable(request.recv), **rest))
 
     def all_reduce_init(
         self, send: torch.Tensor, recv: torch.Tensor, op: ReduceOp = ReduceOp.SUM, *, label: str = ""
     ) -> Start:
         request = all_reduce_request(send, recv, op)
-        issue, source, target = self._core.all_reduce_async, _readable(request.send), _writable(request.recv)
-        return lambda: self._issued(issue(source, target, op, label=label))
+        source, target = _readable(request.send), _writable(request.recv)
+        return self._persistent(self._core.all_reduce_init(source, target, op, label=label))
+
+    def _persistent(self, operation: comm_core.Persistent) -> Start:
+        start = operation.start
+        return lambda: self._issued(start())
 
     def broadcast_async(self, tensor: torch.Tensor, root: int = 0, *, label: str = "") -> Work:
         return self._issued(

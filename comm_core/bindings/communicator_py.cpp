@@ -29,26 +29,35 @@ WideBuffers wide(Arguments& a, const py::object& send, const py::object& recv) {
   return buffers;
 }
 
-WorkPtr reduce_scatter(Communicator& c, const py::object& send, const py::object& recv, ReduceOp op,
-                       const Counts& counts, const py::object& wide_send, const py::object& wide_recv, Label label) {
+Persistent reduce_scatter_init(Communicator& c, const py::object& send, const py::object& recv, ReduceOp op,
+                               const Counts& counts, const py::object& wide_send, const py::object& wide_recv,
+                               Label label) {
   Arguments a;
   const auto from = a.view(send, "send"), to = a.view(recv, "recv");
-  const auto beside = wide(a, wide_send, wide_recv);
-  return issue(c, [&] { return c.reduce_scatter(from, to, op, counts, beside, std::move(label), a.keep_alive()); });
+  return c.reduce_scatter_init(from, to, op, counts, wide(a, wide_send, wide_recv), std::move(label), a.keep_alive());
 }
 
-WorkPtr all_gather(Communicator& c, const py::object& send, const py::object& recv, const Counts& counts,
-                   const py::object& wide_send, const py::object& wide_recv, Label label) {
+Persistent all_gather_init(Communicator& c, const py::object& send, const py::object& recv, const Counts& counts,
+                           const py::object& wide_send, const py::object& wide_recv, Label label) {
   Arguments a;
   const auto from = a.view(send, "send"), to = a.view(recv, "recv");
-  const auto beside = wide(a, wide_send, wide_recv);
-  return issue(c, [&] { return c.all_gather(from, to, counts, beside, std::move(label), a.keep_alive()); });
+  return c.all_gather_init(from, to, counts, wide(a, wide_send, wide_recv), std::move(label), a.keep_alive());
 }
 
-WorkPtr all_reduce(Communicator& c, const py::object& send, const py::object& recv, ReduceOp op, Label label) {
+Persistent all_reduce_init(Communicator& c, const py::object& send, const py::object& recv, ReduceOp op, Label label) {
   Arguments a;
   const auto from = a.view(send, "send"), to = a.view(recv, "recv");
-  return issue(c, [&] { return c.all_reduce(from, to, op, std::move(label), a.keep_alive()); });
+  return c.all_reduce_init(from, to, op, std::move(label), a.keep_alive());
+}
+
+WorkPtr start(const Persistent& p) {
+  return issue(p.communicator(), [&] { return p.start(); });
+}
+
+/// The form of an operation that is issued at once.
+template <auto init, class... Args>
+WorkPtr at_once(Communicator& c, Args... args) {
+  return start(init(c, std::forward<Args>(args)...));
 }
 
 WorkPtr broadcast(Communicator& c, const py::object& buffer, int root, Label label) {
@@ -98,6 +107,14 @@ void def_operation(CommunicatorClass& type, const std::string& name, WorkPtr (*s
       extra...);
 }
 
+/// Defines `name`_init, and the two forms of :cpp:func:`def_operation`.
+template <auto init, class... Args, class... Extra>
+void def_persistent(CommunicatorClass& type, const std::string& name, Persistent (*)(Communicator&, Args...),
+                    const Extra&... extra) {
+  type.def((name + "_init").c_str(), init, extra...);
+  def_operation(type, name, at_once<init, Args...>, extra...);
+}
+
 std::optional<std::pair<int, py::bytes>> receive_post(Communicator& c, double timeout) {
   const auto letter = unlocked([&] { return c.receive_post(std::chrono::duration<double>(timeout), raise_signals); });
   if (!letter) return std::nullopt;
@@ -111,6 +128,8 @@ void register_communicator(py::module_& m) {
   const auto label = py::arg("label") = "";
   const auto counts = py::arg("counts") = py::none();
   const auto wide_send = py::arg("wide_send") = py::none(), wide_recv = py::arg("wide_recv") = py::none();
+  py::class_<Persistent>(m, "Persistent", "An operation whose arguments were checked, to be issued again and again.")
+      .def("start", &start);
   CommunicatorClass type(m, "Communicator",
                          "A group of ranks. Every operation has a form that returns a Work at once.");
   type.def_property_readonly("rank", &Communicator::rank)
@@ -122,11 +141,12 @@ void register_communicator(py::module_& m) {
         return "<comm_core.Communicator " + c.name() + ", rank " + std::to_string(c.rank()) + " of " +
                std::to_string(c.size()) + ">";
       });
-  def_operation(type, "reduce_scatter", reduce_scatter, py::arg("send"), py::arg("recv"), op, py::kw_only(), counts,
-                wide_send, wide_recv, label);
-  def_operation(type, "all_gather", all_gather, py::arg("send"), py::arg("recv"), py::kw_only(), counts, wide_send,
-                wide_recv, label);
-  def_operation(type, "all_reduce", all_reduce, py::arg("send"), py::arg("recv"), op, py::kw_only(), label);
+  def_persistent<reduce_scatter_init>(type, "reduce_scatter", reduce_scatter_init, py::arg("send"), py::arg("recv"), op,
+                                      py::kw_only(), counts, wide_send, wide_recv, label);
+  def_persistent<all_gather_init>(type, "all_gather", all_gather_init, py::arg("send"), py::arg("recv"), py::kw_only(),
+                                  counts, wide_send, wide_recv, label);
+  def_persistent<all_reduce_init>(type, "all_reduce", all_reduce_init, py::arg("send"), py::arg("recv"), op,
+                                  py::kw_only(), label);
   def_operation(type, "broadcast", broadcast, py::arg("buffer"), py::arg("root") = 0, py::kw_only(), label);
   def_operation(type, "reduce", reduce, py::arg("send"), py::arg("recv"), op, py::arg("root") = 0, py::kw_only(),
                 label);

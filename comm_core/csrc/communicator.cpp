@@ -34,8 +34,32 @@ Communicator::Communicator(std::unique_ptr<Backend> backend, std::string name)
   watch_forks();
 }
 
+Persistent::Persistent(std::shared_ptr<Communicator> communicator, Operation operation, std::vector<Buffer> buffers,
+                       KeepAlive memory, std::int64_t bytes)
+    : communicator_(std::move(communicator)),
+      operation_(std::move(operation)),
+      buffers_(std::move(buffers)),
+      memory_(std::move(memory)),
+      bytes_(bytes) {}
+
+WorkPtr Persistent::start() const { return communicator_->submit(operation_, buffers_, memory_, bytes_); }
+
 WorkPtr Communicator::reduce_scatter(Buffer send, Buffer recv, ReduceOp op, const Counts& counts,
                                      const WideBuffers& wide, std::string label, KeepAlive memory) {
+  return reduce_scatter_init(send, recv, op, counts, wide, std::move(label), std::move(memory)).start();
+}
+
+WorkPtr Communicator::all_gather(Buffer send, Buffer recv, const Counts& counts, const WideBuffers& wide,
+                                 std::string label, KeepAlive memory) {
+  return all_gather_init(send, recv, counts, wide, std::move(label), std::move(memory)).start();
+}
+
+WorkPtr Communicator::all_reduce(Buffer send, Buffer recv, ReduceOp op, std::string label, KeepAlive memory) {
+  return all_reduce_init(send, recv, op, std::move(label), std::move(memory)).start();
+}
+
+Persistent Communicator::reduce_scatter_init(Buffer send, Buffer recv, ReduceOp op, const Counts& counts,
+                                             const WideBuffers& wide, std::string label, KeepAlive memory) {
   const Checks check{"reduce_scatter", rank_, size_, device_};
   check.placed(send, "send");
   check.placed(recv, "recv");
@@ -47,11 +71,11 @@ WorkPtr Communicator::reduce_scatter(Buffer send, Buffer recv, ReduceOp op, cons
   check.chunk_fits(recv, o.recv_counts, "recv");
   check.disjoint(send, recv);
   o.wide = check.wide(wide, send, recv);
-  return submit(std::move(o), {send, recv}, std::move(memory), send.bytes());
+  return {shared_from_this(), std::move(o), {send, recv}, std::move(memory), send.bytes()};
 }
 
-WorkPtr Communicator::all_gather(Buffer send, Buffer recv, const Counts& counts, const WideBuffers& wide,
-                                 std::string label, KeepAlive memory) {
+Persistent Communicator::all_gather_init(Buffer send, Buffer recv, const Counts& counts, const WideBuffers& wide,
+                                         std::string label, KeepAlive memory) {
   const Checks check{"all_gather", rank_, size_, device_};
   check.placed(send, "send");
   check.placed(recv, "recv");
@@ -63,10 +87,10 @@ WorkPtr Communicator::all_gather(Buffer send, Buffer recv, const Counts& counts,
   check.chunk_fits(send, o.recv_counts, "send");
   check.own_chunk_or_disjoint(send, recv, o.recv_counts);
   o.wide = check.wide(wide, send, recv);
-  return submit(std::move(o), {send, recv}, std::move(memory), recv.bytes());
+  return {shared_from_this(), std::move(o), {send, recv}, std::move(memory), recv.bytes()};
 }
 
-WorkPtr Communicator::all_reduce(Buffer send, Buffer recv, ReduceOp op, std::string label, KeepAlive memory) {
+Persistent Communicator::all_reduce_init(Buffer send, Buffer recv, ReduceOp op, std::string label, KeepAlive memory) {
   const Checks check{"all_reduce", rank_, size_, device_};
   check.placed(send, "send");
   check.placed(recv, "recv");
@@ -77,7 +101,7 @@ WorkPtr Communicator::all_reduce(Buffer send, Buffer recv, ReduceOp op, std::str
   check.same_or_disjoint(send, recv);
   Operation o{OpKind::kAllReduce, send.dtype, op, send.data, recv.data, send.count, {}, {}, 0, 0, std::move(label)};
   o.recv_counts = balanced_counts(send.count, size_);
-  return submit(std::move(o), {send, recv}, std::move(memory), send.bytes());
+  return {shared_from_this(), std::move(o), {send, recv}, std::move(memory), send.bytes()};
 }
 
 WorkPtr Communicator::broadcast(Buffer buffer, int root, std::string label, KeepAlive memory) {
@@ -156,7 +180,7 @@ WorkPtr Communicator::receive(Buffer buffer, int peer, int tag, std::string labe
 WorkPtr Communicator::barrier(std::string label) {
   Operation o;
   o.label = std::move(label);
-  return submit(std::move(o), {}, nullptr, 0);
+  return submit(std::move(o), std::span<const Buffer>(), nullptr, 0);
 }
 
 WorkPtr Communicator::new_work(const Operation& o, std::int64_t bytes) const {
@@ -177,7 +201,7 @@ void Communicator::require_open() const {
   if (closed_) throw InvalidUsage("communicator " + name_ + " is closed");
 }
 
-WorkPtr Communicator::submit(Operation operation, std::initializer_list<Buffer> buffers, KeepAlive memory,
+WorkPtr Communicator::submit(Operation operation, std::span<const Buffer> buffers, KeepAlive memory,
                              std::int64_t bytes) {
   require_parent_process();
   if (device_) {

@@ -52,6 +52,41 @@ def test_arrays_are_let_go_when_wait_returns(comm: Communicator) -> None:
     data += b"x"  # a bytearray whose memory somebody holds refuses to grow
 
 
+def test_a_persistent_operation_keeps_memory_and_may_be_under_way_many_times(comm: Communicator) -> None:
+    owner, result = Owner(50_000, 1.0), np.zeros(50_000, np.float32)
+    ref = weakref.ref(owner)
+    operation = comm.all_reduce_init(owner.buffer(), result, label="again")
+    works = [operation.start() for _ in range(10)]
+    assert [work.label for work in works] == ["again"] * 10
+    works[-1].wait()
+    assert all(work.done() for work in works)
+    assert result[0] == result[-1] == comm.size
+    owner.data[:] = 2.0
+    operation.start().wait()
+    assert result[0] == 2 * comm.size
+    del owner
+    assert not _gone(ref, 0.1)
+    operation.start().wait()
+    del operation
+    assert _gone(ref), "a buffer is kept although the operation cannot be started any more"
+
+
+def test_a_persistent_operation_outlives_its_communicators_name_and_not_its_close(comm: Communicator) -> None:
+    part = comm.split(0)
+    assert part is not None
+    operation = part.all_gather_init(np.full(3, comm.rank, np.int32), np.zeros(3 * comm.size, np.int32))
+    again = part.reduce_scatter_init(np.ones(comm.size, np.int32), np.zeros(1, np.int32))
+    operation.start().wait()
+    last = again.start()
+    part.close()
+    assert last.done()
+    with pytest.raises(comm_core.InvalidUsage, match="is closed"):
+        operation.start()
+    del part
+    with pytest.raises(comm_core.InvalidUsage, match="is closed"):
+        again.start()
+
+
 def test_a_work_keeps_no_memory_once_done(comm: Communicator) -> None:
     owner = Owner(10, 1.0)
     work = comm.all_reduce_async(owner.buffer(), np.zeros(10, np.float32))

@@ -9,7 +9,9 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "comm_core/backend.hpp"
@@ -23,6 +25,27 @@ using Interrupted = std::function<void()>;
 /// fp32 memory beside what travels in 16 bits.
 struct WideBuffers {
   std::optional<Buffer> send, recv;
+};
+
+class Communicator;
+
+/// An operation whose arguments were checked, for any number of submissions (MPI 4.0, persistent collective
+/// operations). Keeps its memory and its communicator alive.
+class Persistent {
+ public:
+  Persistent(std::shared_ptr<Communicator> communicator, Operation operation, std::vector<Buffer> buffers,
+             KeepAlive memory, std::int64_t bytes);
+
+  const Communicator& communicator() const noexcept { return *communicator_; }
+  /// One more operation, in the order of the calls like any other.
+  WorkPtr start() const;
+
+ private:
+  std::shared_ptr<Communicator> communicator_;
+  Operation operation_;
+  std::vector<Buffer> buffers_;
+  KeepAlive memory_;
+  std::int64_t bytes_;
 };
 
 /// A group of ranks. Every operation returns at once with its Work; operations of one communicator run in the order of
@@ -56,6 +79,13 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   WorkPtr receive(Buffer buffer, int peer, int tag, std::string label, KeepAlive memory);
   WorkPtr barrier(std::string label);
 
+  /// The operation of that name, to be issued later and as often as one likes.
+  Persistent reduce_scatter_init(Buffer send, Buffer recv, ReduceOp op, const Counts& counts, const WideBuffers& wide,
+                                 std::string label, KeepAlive memory);
+  Persistent all_gather_init(Buffer send, Buffer recv, const Counts& counts, const WideBuffers& wide, std::string label,
+                             KeepAlive memory);
+  Persistent all_reduce_init(Buffer send, Buffer recv, ReduceOp op, std::string label, KeepAlive memory);
+
   /// Every rank's `send_count`, in rank order. Collective and blocking.
   std::vector<std::int64_t> all_gather_counts(std::int64_t send_count, const Interrupted& interrupted);
   /// Collective and blocking. Null on ranks without a color.
@@ -71,7 +101,11 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   void close(const Interrupted& interrupted);
 
  private:
-  WorkPtr submit(Operation operation, std::initializer_list<Buffer> buffers, KeepAlive memory, std::int64_t bytes);
+  friend class Persistent;
+  WorkPtr submit(Operation operation, std::span<const Buffer> buffers, KeepAlive memory, std::int64_t bytes);
+  WorkPtr submit(Operation operation, std::initializer_list<Buffer> buffers, KeepAlive memory, std::int64_t bytes) {
+    return submit(std::move(operation), std::span(buffers.begin(), buffers.size()), std::move(memory), bytes);
+  }
   WorkPtr track(WorkPtr work);
   WorkPtr new_work(const Operation& operation, std::int64_t bytes) const;
   void require_open() const;
