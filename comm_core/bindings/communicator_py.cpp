@@ -107,7 +107,7 @@ void def_operation(CommunicatorClass& type, const std::string& name, WorkPtr (*s
       extra...);
 }
 
-/// Defines `name`_init, and the two forms of :cpp:func:`def_operation`.
+/// Defines `name`_init, and the two forms of def_operation.
 template <auto init, class... Args, class... Extra>
 void def_persistent(CommunicatorClass& type, const std::string& name, Persistent (*)(Communicator&, Args...),
                     const Extra&... extra) {
