@@ -64,3 +64,17 @@ def test_each_piece_is_judged_by_itself() -> None:
     flat = torch.tensor([1.0, -0.0, -0.0, -0.0, 2.0, 0.0])
     assert unused_positions(flat, torch.tensor([0, 1, 3, 5]), [1, 3, 5, 6]) == [False, True, False, False]
     assert unused_positions(flat, torch.tensor([], dtype=torch.int64), []) == []
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("pieces", [1, 16, 17, 100])
+def test_few_and_many_pieces_are_judged_alike(pieces: int, dtype: torch.dtype) -> None:
+    flat = torch.tensor([[0.0, -0.0], [-0.0, -0.0], [-0.0, 1.0], [torch.nan, 1.0]]).repeat(pieces, 1)[:pieces].to(dtype)
+    unused = [index % 4 == 1 for index in range(pieces)]
+    for mark, piece in zip(unused, flat, strict=True):
+        if mark:
+            unused_mark(piece)
+    starts = torch.arange(0, 2 * pieces, 2)
+    assert unused_positions(flat.flatten(), starts, (starts + 2).tolist()) == unused
+    flat[:] = 1
+    assert unused_positions(flat.flatten(), starts, (starts + 2).tolist()) == [False] * pieces
