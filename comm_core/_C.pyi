@@ -91,7 +91,7 @@ class Work:
 class Persistent:
     """An operation of a communicator whose arguments were checked (MPI 4.0, persistent collective operations).
 
-    It keeps the memory alive, which has to stay where it is.
+    It keeps the memory alive, which has to stay where it is; of a device, it follows the streams that its Buffers name.
     """
 
     def start(self) -> Work:

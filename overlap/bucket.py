@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import NamedTuple
 
 import torch
 
@@ -14,7 +15,7 @@ from overlap.master import Master
 from overlap.partition import BucketSpec
 from overlap.seal import Seal
 
-__all__ = ["Bucket", "Phase", "Slot"]
+__all__ = ["Bucket", "Known", "Phase", "Slot"]
 
 log = logging.getLogger("dear")
 
@@ -146,6 +147,14 @@ class Slot:
         self.filled, self.noted, self.fires, self.unused, self._given = False, False, 0, False, None
 
 
+class Known(NamedTuple):
+    """An operation that was issued, to be issued again."""
+
+    arguments: tuple[object, ...]
+    places: tuple[int, ...]  # addresses of what it reads and writes
+    start: Start
+
+
 class Bucket:
     """Slots with one flat gradient buffer, and one flat parameter buffer if `holds_parameters`.
 
@@ -172,7 +181,7 @@ class Bucket:
         self._rank, self._warned = rank, False
         self.phase = Phase.FILLING
         self.work: Work | None = None
-        self.starts: dict[str, tuple[tuple[object, ...], Start]] = {}  # see `overlap.persistent`
+        self.starts: dict[str, Known] = {}  # see `overlap.persistent`
         self.round = 0  # of its last reduction; see `overlap.attendance`
         first = slots[0].param
         self.shares = spec.shares(world_size)  # elements of each rank's shard

@@ -215,8 +215,9 @@ class Communicator(ABC):
     def close(self) -> None:
         """Wait for what was issued and let go of the connections. Calling it again does nothing."""
 
-    # - Persistent forms (MPI 4.0, persistent collective operations): arguments are checked now, each call issues one more
-    #   operation. The tensors' memory has to stay where it is.
+    # - Persistent forms (MPI 4.0, persistent collective operations): what they return issues one more operation with each
+    #   call. Arguments are checked now, or else, where an implementation gains nothing by that, by each call. The tensors'
+    #   memory has to stay where it is.
 
     def reduce_scatter_init(
         self,

@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from operator import is_
 
-from overlap.bucket import Bucket
-from overlap.communicator import Communicator, Start, Work
+import torch
+
+from overlap.bucket import Bucket, Known
+from overlap.communicator import Communicator, Start, Wide, Work
 
 __all__ = ["all_gather", "all_reduce", "reduce_scatter"]
 
@@ -23,6 +25,7 @@ def reduce_scatter(comm: Communicator, bucket: Bucket, counts: Sequence[int] | N
         bucket,
         "reduce",
         (comm, whole, shard, op, wide, counts),
+        _places(whole, shard, wide),
         lambda: comm.reduce_scatter_init(whole, shard, op, counts=counts, wide=wide, label=bucket.label),
     )
 
@@ -31,7 +34,11 @@ def all_reduce(comm: Communicator, bucket: Bucket) -> Work:
     """Issue the reduction of ``bucket.outgoing`` into all of ``bucket.incoming``."""
     mine, whole, op = bucket.outgoing, bucket.incoming, bucket.op
     return _again(
-        bucket, "reduce", (comm, mine, whole, op), lambda: comm.all_reduce_init(mine, whole, op, label=bucket.label)
+        bucket,
+        "reduce",
+        (comm, mine, whole, op),
+        _places(mine, whole, None),
+        lambda: comm.all_reduce_init(mine, whole, op, label=bucket.label),
     )
 
 
@@ -42,13 +49,25 @@ def all_gather(comm: Communicator, bucket: Bucket, counts: Sequence[int] | None 
         bucket,
         "gather",
         (comm, whole, wide, counts),
+        _places(whole, whole, wide),
         lambda: comm.all_gather_init(whole[bucket.own], whole, counts=counts, wide=wide, label=bucket.label),
     )
 
 
-def _again(bucket: Bucket, what: str, arguments: tuple[object, ...], init: Callable[[], Start]) -> Work:
-    """What was issued last time, if all `arguments` are the very same objects."""
+def _places(send: torch.Tensor, recv: torch.Tensor, wide: Wide | None) -> tuple[int, ...]:
+    """Where the memory is: ``model.share_memory()``, or a queue between processes, moves it under the same tensors."""
+    if wide is None:
+        return send.data_ptr(), recv.data_ptr()
+    return send.data_ptr(), recv.data_ptr(), wide.send.data_ptr(), wide.recv.data_ptr()
+
+
+def _again(
+    bucket: Bucket, what: str, arguments: tuple[object, ...], places: tuple[int, ...], init: Callable[[], Start]
+) -> Work:
+    """What was issued last time, if all `arguments` are the very same objects, and their memory is where it was."""
     known = bucket.starts.get(what)
-    if known is None or len(known[0]) != len(arguments) or not all(map(is_, known[0], arguments)):
-        known = bucket.starts[what] = (arguments, init())
-    return known[1]()
+    if known is None or known.places != places or len(known.arguments) != len(arguments):
+        known = None
+    if known is None or not all(map(is_, known.arguments, arguments)):
+        known = bucket.starts[what] = Known(arguments, places, init())
+    return known.start()

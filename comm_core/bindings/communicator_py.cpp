@@ -54,10 +54,17 @@ WorkPtr start(const Persistent& p) {
   return issue(p.communicator(), [&] { return p.start(); });
 }
 
-/// The form of an operation that is issued at once.
+/// The form of an operation that is issued at once. It may be over, or refused, when this returns.
 template <auto init, class... Args>
 WorkPtr at_once(Communicator& c, Args... args) {
-  return start(init(c, std::forward<Args>(args)...));
+  struct Releasing {
+    Releasing() = default;
+    Releasing(const Releasing&) = delete;
+    Releasing& operator=(const Releasing&) = delete;
+    ~Releasing() { release_finished(); }
+  } const at_the_end;
+  auto operation = init(c, std::forward<Args>(args)...);
+  return issue(c, [&] { return std::move(operation).start(); });
 }
 
 WorkPtr broadcast(Communicator& c, const py::object& buffer, int root, Label label) {

@@ -42,7 +42,11 @@ Persistent::Persistent(std::shared_ptr<Communicator> communicator, Operation ope
       memory_(std::move(memory)),
       bytes_(bytes) {}
 
-WorkPtr Persistent::start() const { return communicator_->submit(operation_, buffers_, memory_, bytes_); }
+WorkPtr Persistent::start() const& { return communicator_->submit(operation_, buffers_, memory_, bytes_); }
+
+WorkPtr Persistent::start() && {
+  return communicator_->submit(std::move(operation_), buffers_, std::move(memory_), bytes_);
+}
 
 WorkPtr Communicator::reduce_scatter(Buffer send, Buffer recv, ReduceOp op, const Counts& counts,
                                      const WideBuffers& wide, std::string label, KeepAlive memory) {

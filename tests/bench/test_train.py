@@ -191,14 +191,12 @@ def test_no_run_pays_for_gradients_memory_by_chance(monkeypatch: pytest.MonkeyPa
         "    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
         "    made = [torch.ones(500, 500) for _ in range(100)]\n"
         "    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before\n"
-        "first, *later = [faults() for _ in range(4)]\n"
-        "print(first, sum(later))\n"
+        "print(faults(), sum(faults() for _ in range(3)))\n"
     )
     env = launcher.environment(Settings(workers=2), method("none"))
     done = subprocess.run([sys.executable, "-c", script], env={**os.environ, **env}, capture_output=True, text=True)
     first, later = map(int, done.stdout.split())
-    assert first > 20_000
-    assert later < 5_000  # 50,000 without
+    assert later < first / 4, done.stdout  # without, it is twice the first
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "1000")
     assert launcher.environment(Settings(workers=2), method("dear"))["MALLOC_TRIM_THRESHOLD_"] == "1000"
 

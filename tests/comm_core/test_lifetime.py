@@ -87,6 +87,25 @@ def test_a_persistent_operation_outlives_its_communicators_name_and_not_its_clos
         again.start()
 
 
+def test_memory_of_an_operation_that_is_over_is_let_go_on_any_thread() -> None:
+    alone, errors = comm_core.local(), []
+
+    def use() -> None:
+        data, result = bytearray(4), bytearray(4)
+        alone.all_reduce_async(data, result)
+        with pytest.raises(comm_core.InvalidUsage):
+            alone.all_gather_async(data, bytearray(1))
+        try:
+            data += b"x"  # a bytearray whose memory somebody holds refuses to grow
+        except BufferError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    thread.join()
+    assert not errors
+
+
 def test_a_work_keeps_no_memory_once_done(comm: Communicator) -> None:
     owner = Owner(10, 1.0)
     work = comm.all_reduce_async(owner.buffer(), np.zeros(10, np.float32))

@@ -46,6 +46,22 @@ def test_arguments_are_looked_at_when_they_change() -> None:
     assert (comm.looks, other.looks) == (3, 1)
 
 
+def test_memory_that_moves_is_found_again() -> None:
+    """``share_memory_()`` leaves the tensors as they are, and their memory is another."""
+    comm = _Counted(init().comm)
+    bucket = _bucket()
+    for step in range(3):
+        bucket.gradients.fill_(step)
+        reduce_scatter(comm, bucket).wait()  # type: ignore[arg-type]
+        bucket.parameters.fill_(step)
+        all_gather(comm, bucket).wait()  # type: ignore[arg-type]
+        assert bucket.reduced.eq(step).all()
+        assert bucket.parameters.eq(step).all()
+        moving = (bucket.gradients, bucket.parameters, bucket.reduced)[step]
+        moving.share_memory_()
+    assert comm.looks == 4  # after the last one nothing is issued
+
+
 def test_reductions_and_gathers_are_remembered_side_by_side() -> None:
     comm = _Counted(init().comm)
     bucket = _bucket()

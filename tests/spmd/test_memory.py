@@ -98,6 +98,33 @@ def test_parameters_in_shared_memory_are_told_of(strategy: str) -> None:
     assert len(told) == (1 if dear.rank() == 0 else 0)
 
 
+@pytest.mark.parametrize("what", ["parameters", "gradients"])
+@pytest.mark.parametrize("strategy", [*PACKAGES, "oss"])
+def test_memory_that_moves_while_training(strategy: str, what: str) -> None:
+    """``share_memory()``, or a queue between processes, moves all of a bucket, which its tensors follow."""
+
+    def train(move: bool) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.Linear(300, 7))
+        optimizer: Any = WRAP[strategy](torch.optim.SGD(model.parameters(), 0.1), model)
+        for step in range(6):
+            optimizer.zero_grad()
+            generator = torch.Generator().manual_seed(10 * step + dear.rank())
+            model(torch.randn(4, 300, generator=generator)).square().mean().backward()
+            if move and step in (1, 3) and what == "gradients":
+                optimizer.synchronize()
+                for param in model.parameters():
+                    assert param.grad is not None
+                    param.grad.share_memory_()
+            optimizer.step()
+            if move and step in (1, 3) and what == "parameters":
+                model.share_memory()
+        return [param.detach().clone() for param in model.parameters()]
+
+    moved, stayed = train(True), train(False)
+    assert all(torch.equal(one, other) for one, other in zip(moved, stayed, strict=True))
+
+
 @pytest.mark.parametrize("strategy", PACKAGES)
 def test_a_step_skipped_after_synchronize_where_all_gradients_are_sparse(strategy: str) -> None:
     model = torch.nn.Embedding(10, 4, sparse=True)

@@ -38,7 +38,9 @@ class Persistent {
 
   const Communicator& communicator() const noexcept { return *communicator_; }
   /// One more operation, in the order of the calls like any other.
-  WorkPtr start() const;
+  WorkPtr start() const&;
+  /// The only one: nothing is kept.
+  WorkPtr start() &&;
 
  private:
   std::shared_ptr<Communicator> communicator_;
