@@ -90,7 +90,6 @@ class Communicator(ABC):
 
     # - Collectives
 
-    @abstractmethod
     def reduce_scatter_async(
         self,
         send: torch.Tensor,
@@ -107,8 +106,8 @@ class Communicator(ABC):
         `send` is written after all: see :class:`Wide`. A value that only rounding makes zero becomes +0.0 there, and a
         zero keeps its sign: -0.0 marks what nobody used (see `overlap.dense`).
         """
+        return self.reduce_scatter_init(send, recv, op, counts=counts, wide=wide, label=label)()
 
-    @abstractmethod
     def all_gather_async(
         self,
         send: torch.Tensor,
@@ -123,12 +122,13 @@ class Communicator(ABC):
         `send` may be this rank's own part of `recv`, which then is not copied. Without `counts` the parts are the
         balanced split of `recv.numel()`. With `wide`, `send` is written, too: see :class:`Wide`.
         """
+        return self.all_gather_init(send, recv, counts=counts, wide=wide, label=label)()
 
-    @abstractmethod
     def all_reduce_async(
         self, send: torch.Tensor, recv: torch.Tensor, op: ReduceOp = ReduceOp.SUM, *, label: str = ""
     ) -> Work:
         """Reduce `send` over all ranks into every rank's `recv`, which may be `send` itself."""
+        return self.all_reduce_init(send, recv, op, label=label)()
 
     @abstractmethod
     def broadcast_async(self, tensor: torch.Tensor, root: int = 0, *, label: str = "") -> Work:
@@ -215,10 +215,10 @@ class Communicator(ABC):
     def close(self) -> None:
         """Wait for what was issued and let go of the connections. Calling it again does nothing."""
 
-    # - Persistent forms (MPI 4.0, persistent collective operations): what they return issues one more operation with each
-    #   call. Arguments are checked now, or else, where an implementation gains nothing by that, by each call. The tensors'
-    #   memory has to stay where it is.
+    # - Persistent forms (MPI 4.0, persistent collective operations): arguments are checked now, and each call of what they
+    #   return issues one operation more. The tensors' memory has to stay where it is.
 
+    @abstractmethod
     def reduce_scatter_init(
         self,
         send: torch.Tensor,
@@ -230,8 +230,8 @@ class Communicator(ABC):
         label: str = "",
     ) -> Start:
         """See :meth:`reduce_scatter_async`."""
-        return lambda: self.reduce_scatter_async(send, recv, op, counts=counts, wide=wide, label=label)
 
+    @abstractmethod
     def all_gather_init(
         self,
         send: torch.Tensor,
@@ -242,13 +242,12 @@ class Communicator(ABC):
         label: str = "",
     ) -> Start:
         """See :meth:`all_gather_async`."""
-        return lambda: self.all_gather_async(send, recv, counts=counts, wide=wide, label=label)
 
+    @abstractmethod
     def all_reduce_init(
         self, send: torch.Tensor, recv: torch.Tensor, op: ReduceOp = ReduceOp.SUM, *, label: str = ""
     ) -> Start:
         """See :meth:`all_reduce_async`."""
-        return lambda: self.all_reduce_async(send, recv, op, label=label)
 
     # - Synchronous forms
 

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 from comm_core import ReduceOp, Unsupported
-from overlap.communicator import Communicator, Wide, Work
+from overlap.communicator import Communicator, Start, Wide, Work
 from overlap.cuda_route import refuse_capture
 from overlap.cuda_streams import Streams
 from overlap.requests import (
@@ -100,7 +100,7 @@ class DeviceCommunicator(Communicator):
 
     # - Collectives
 
-    def reduce_scatter_async(
+    def reduce_scatter_init(
         self,
         send: torch.Tensor,
         recv: torch.Tensor,
@@ -109,15 +109,16 @@ class DeviceCommunicator(Communicator):
         counts: Sequence[int] | None = None,
         wide: Wide | None = None,
         label: str = "",
-    ) -> Work:
+    ) -> Start:
         if not self.belongs(send):
-            return self._host.reduce_scatter_async(send, recv, op, counts=counts, wide=wide, label=label)
+            return self._host.reduce_scatter_init(send, recv, op, counts=counts, wide=wide, label=label)
         _refuse_wide("reduce_scatter", wide)
         made = reduce_scatter_request(self.rank, self.size, send, recv, op, counts, self._kind)
-        carrier = self._ready("reduce_scatter")
-        return self._through(carrier.reduce_scatter(made.send, made.recv, made.send_counts, op, label))
+        return lambda: self._through(
+            self._ready("reduce_scatter").reduce_scatter(made.send, made.recv, made.send_counts, op, label)
+        )
 
-    def all_gather_async(
+    def all_gather_init(
         self,
         send: torch.Tensor,
         recv: torch.Tensor,
@@ -125,20 +126,22 @@ class DeviceCommunicator(Communicator):
         counts: Sequence[int] | None = None,
         wide: Wide | None = None,
         label: str = "",
-    ) -> Work:
+    ) -> Start:
         if not self.belongs(recv):
-            return self._host.all_gather_async(send, recv, counts=counts, wide=wide, label=label)
+            return self._host.all_gather_init(send, recv, counts=counts, wide=wide, label=label)
         _refuse_wide("all_gather", wide)
         made = all_gather_request(self.rank, self.size, send, recv, counts, self._kind)
-        return self._through(self._ready("all_gather").all_gather(made.send, made.recv, made.recv_counts, label))
+        return lambda: self._through(
+            self._ready("all_gather").all_gather(made.send, made.recv, made.recv_counts, label)
+        )
 
-    def all_reduce_async(
+    def all_reduce_init(
         self, send: torch.Tensor, recv: torch.Tensor, op: ReduceOp = ReduceOp.SUM, *, label: str = ""
-    ) -> Work:
+    ) -> Start:
         if not self.belongs(send):
-            return self._host.all_reduce_async(send, recv, op, label=label)
+            return self._host.all_reduce_init(send, recv, op, label=label)
         made = all_reduce_request(send, recv, op, device=self._kind)
-        return self._through(self._ready("all_reduce").all_reduce(made.send, made.recv, op, label))
+        return lambda: self._through(self._ready("all_reduce").all_reduce(made.send, made.recv, op, label))
 
     def broadcast_async(self, tensor: torch.Tensor, root: int = 0, *, label: str = "") -> Work:
         if not self.belongs(tensor):

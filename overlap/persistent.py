@@ -66,8 +66,10 @@ def _again(
 ) -> Work:
     """What was issued last time, if all `arguments` are the very same objects, and their memory is where it was."""
     known = bucket.starts.get(what)
-    if known is None or known.places != places or len(known.arguments) != len(arguments):
-        known = None
-    if known is None or not all(map(is_, known.arguments, arguments)):
+    if known is None or known.places != places or not _same(known.arguments, arguments):
         known = bucket.starts[what] = Known(arguments, places, init())
     return known.start()
+
+
+def _same(ones: tuple[object, ...], others: tuple[object, ...]) -> bool:
+    return len(ones) == len(others) and all(map(is_, ones, others))

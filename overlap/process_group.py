@@ -118,34 +118,6 @@ class ProcessGroupCommunicator(Communicator):
 
         return start
 
-    def reduce_scatter_async(
-        self,
-        send: torch.Tensor,
-        recv: torch.Tensor,
-        op: ReduceOp = ReduceOp.SUM,
-        *,
-        counts: Sequence[int] | None = None,
-        wide: Wide | None = None,
-        label: str = "",
-    ) -> Work:
-        return self.reduce_scatter_init(send, recv, op, counts=counts, wide=wide, label=label)()
-
-    def all_gather_async(
-        self,
-        send: torch.Tensor,
-        recv: torch.Tensor,
-        *,
-        counts: Sequence[int] | None = None,
-        wide: Wide | None = None,
-        label: str = "",
-    ) -> Work:
-        return self.all_gather_init(send, recv, counts=counts, wide=wide, label=label)()
-
-    def all_reduce_async(
-        self, send: torch.Tensor, recv: torch.Tensor, op: ReduceOp = ReduceOp.SUM, *, label: str = ""
-    ) -> Work:
-        return self.all_reduce_init(send, recv, op, label=label)()
-
     def reduce_scatter_init(
         self,
         send: torch.Tensor,
