@@ -29,6 +29,8 @@ class Phase(Enum):
     DUE = auto()  # entered when step() left the update to whoever needs it first; nobody may read the parameters
     GATHERING = auto()  # entered when the all-gather of updated parameters is issued; nobody may read the parameters
 
+    __hash__ = object.__hash__  # Enum's own is Python code; buckets look up their next phase in backward
+
 
 _NEXT = {
     Phase.FILLING: {Phase.REDUCING},
@@ -243,7 +245,7 @@ class Bucket:
 
     @property
     def full(self) -> bool:
-        return all(slot.filled for slot in self.slots)
+        return all(slot.filled for slot in reversed(self.slots))  # the last one is the last to be, and asked most often
 
     @property
     def extents(self) -> tuple[torch.Tensor, list[int]]:

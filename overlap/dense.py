@@ -6,6 +6,8 @@ import math
 
 import torch
 
+from overlap.native import copy_plus_zero
+
 __all__ = [
     "copy_used",
     "from_flat",
@@ -17,6 +19,7 @@ __all__ = [
     "view_like",
 ]
 
+_COPIED = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16))
 _FEW = 16  # pieces whose first elements Python looks at faster than four more operations would
 
 
@@ -69,11 +72,28 @@ def from_flat(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 def copy_used(target: torch.Tensor, gradient: torch.Tensor) -> None:
     """Copy a gradient into its place in one pass, -0.0 turned into +0.0. Autograd does not hear of it."""
-    if torch.is_grad_enabled():  # not inside backward, where this happens for every gradient
+    if _alike(target, gradient):
+        copy_plus_zero(target, gradient)
+    elif torch.is_grad_enabled():  # not inside backward, where this happens for every gradient
         with torch.no_grad():
             torch.add(gradient, 0.0, out=target)
     else:
         torch.add(gradient, 0.0, out=target)
+
+
+def _alike(target: torch.Tensor, gradient: torch.Tensor) -> bool:
+    """Whether both are plain memory of one type and layout on the CPU, so that copying takes no torch."""
+    return (
+        type(gradient) is torch.Tensor
+        and gradient.is_cpu
+        and gradient.layout is torch.strided
+        and gradient.dtype is target.dtype
+        and gradient.dtype in _COPIED
+        and gradient.stride() == target.stride()
+        and gradient.shape == target.shape
+        and not gradient.is_neg()
+        and not gradient._is_zerotensor()
+    )
 
 
 def narrow_summands(target: torch.Tensor, gradients: torch.Tensor) -> None:

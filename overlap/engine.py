@@ -108,7 +108,7 @@ class Engine:
             self.deferred = DeferredUpdates(optimizer, self.transit, self._settle, poison=poison)
         myself, awaited = weakref.ref(self), None if updates is Updates.WHOLE else self.transit
         self.wrapped = Wrapped(optimizer, slots, awaited, lambda: (me := myself()) is not None and me.local)
-        self._hooks = GradientHooks(self._gradient_ready)
+        self._hooks = GradientHooks(self, Engine._gradient_ready)
         self._gates = Gates(self._touch, self._enter, self._leave)
         self._guard()
         self._hooks.attach(slots)
@@ -163,8 +163,9 @@ class Engine:
 
     def _gradient_ready(self, index: int, param: torch.Tensor) -> None:
         slot = self.slots[index]
-        if self._sparse_as_dense and param.grad is not None and param.grad.layout is not torch.strided:
-            param.grad = param.grad.to_dense()
+        gradient = param.grad
+        if self._sparse_as_dense and gradient is not None and gradient.layout is not torch.strided:
+            param.grad = gradient = gradient.to_dense()
         self.accumulating = self.suspended
         if self.suspended:
             self.window.accumulate(slot)
@@ -175,7 +176,8 @@ class Engine:
             slot.note()
             observer.gradient(slot)
         elif slot.bucket is not None:
-            refuse_sparse(slot)
+            if gradient is not None and gradient.layout is not torch.strided:
+                refuse_sparse(slot)
             if not self.window.begun:
                 self.window.begun = True
                 self._converted = any(other.converted for other in self.slots)
@@ -190,12 +192,10 @@ class Engine:
             slot.note()
 
     def _touch(self, parameter: torch.nn.Parameter) -> None:
-        observer = self.arrangement.observer
-        if not self.transit and observer is None:
-            return
         slot = self._by_param.get(id(parameter))
         if slot is None:
             return
+        observer = self.arrangement.observer
         if observer is not None:
             observer.touch(slot)
         elif slot.bucket is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from typing import Generic, TypeVar
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -12,15 +13,17 @@ from overlap.bucket import Slot
 
 __all__ = ["GradientHooks"]
 
+Owner = TypeVar("Owner")
 
-class GradientHooks:
-    """One hook for each parameter, which calls the method `ready(index, param)` as long as its object lives.
 
-    What a parameter holds does not hold that object: the garbage collector cannot see through a parameter's hooks.
+class GradientHooks(Generic[Owner]):
+    """One hook for each parameter, which calls `ready(owner, index, param)` as long as `owner` lives.
+
+    What a parameter holds does not hold the owner: the garbage collector cannot see through a parameter's hooks.
     """
 
-    def __init__(self, ready: Callable[[int, torch.Tensor], None]) -> None:
-        self._ready = weakref.WeakMethod(ready)
+    def __init__(self, owner: Owner, ready: Callable[[Owner, int, torch.Tensor], None]) -> None:
+        self._owner, self._ready = weakref.ref(owner), ready
         self._handles: dict[int, RemovableHandle] = {}
 
     def attach(self, slots: Iterable[Slot]) -> None:
@@ -35,11 +38,11 @@ class GradientHooks:
         self._handles.clear()
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
-        reference = self._ready
+        reference, ready = self._owner, self._ready
 
         def hook(param: torch.Tensor) -> None:
-            ready = reference()
-            if ready is not None:
-                ready(index, param)
+            owner = reference()
+            if owner is not None:
+                ready(owner, index, param)
 
         return hook

@@ -117,6 +117,7 @@ class Stepper:
         if engine.eager is not None:
             engine.eager.check()
         averages.prepare()
+        window.settle_done()  # while the last one is on its way
         window.settle(engine.order[-1:])  # before anything is updated: [Note: nobody overtakes a step]
         self._announce(scale)
         if window.reduced:

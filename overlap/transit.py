@@ -57,7 +57,8 @@ class Transit:
 
     def arrive(self, bucket: Bucket) -> None:
         """Wait until the parameters of `bucket` are final. From any thread."""
-        self._raise_late()
+        if self._unraised is not None:
+            self._raise_late()
         if bucket not in self._buckets:
             return
         self._origin.require()  # where it could not be awaited before the fork
@@ -84,7 +85,8 @@ class Transit:
 
     def arrive_entry(self) -> None:
         """A forward starts: wait for the parameters that it may use without asking."""
-        self._raise_late()
+        if self._unraised is not None:
+            self._raise_late()
         if self._buckets:
             for bucket in self.entry:
                 self.arrive(bucket)

@@ -15,6 +15,7 @@ from overlap.forks import Origin
 __all__ = ["GradientChanged", "GradientWindow", "StepSkipped", "TooManyGradients"]
 
 
+_UNREADABLE = (Phase.GATHERING, Phase.DUE)
 _ISSUED = "its reduction had been issued; the change would be lost"
 
 
@@ -101,8 +102,9 @@ class GradientWindow:
         if slot.fires < slot.expected * self.passes:
             slot.note()
             return
-        assert slot.bucket is not None
-        if slot.bucket.phase in (Phase.GATHERING, Phase.DUE):
+        bucket = slot.bucket
+        assert bucket is not None
+        if bucket.phase in _UNREADABLE:
             self._origin.require()
             raise RuntimeError(
                 f"a gradient for parameter {slot.name!r} arrived although no module handed the parameter out since "
@@ -110,14 +112,14 @@ class GradientWindow:
                 "parameters that you hold outside their modules"
             )
         slot.fill()
-        if not slot.bucket.full:
+        if not bucket.full:
             return
-        if slot.bucket.seal is not None:
-            slot.bucket.seal.close()
+        if bucket.seal is not None:
+            bucket.seal.close()
         if self._ordered:
             self._launch_full(held_back=1 if self._hold_last else 0)
         else:
-            self._launch_filled([slot.bucket])
+            self._launch_filled([bucket])
 
     def await_step(self, slot: Slot) -> None:
         """A gradient was accumulated which is reduced in ``step()``, and not before."""
@@ -193,6 +195,14 @@ class GradientWindow:
             if bucket.phase is Phase.REDUCING:
                 self._settle(bucket)
                 bucket.advance(Phase.REDUCED)
+
+    def settle_done(self) -> None:
+        """Settle, in order of issue, what is reduced already; waits for nothing."""
+        for bucket in self.order:
+            if bucket.phase is Phase.REDUCING:
+                if bucket.work is None or not bucket.work.done():
+                    return
+                self.settle([bucket])
 
     def check_skippable(self) -> None:
         """Raise :class:`StepSkipped` where gradients of this window must not be dropped."""

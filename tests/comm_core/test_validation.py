@@ -170,3 +170,10 @@ def test_the_stub_names_what_the_module_has() -> None:
             members = {n.name for n in node.body if isinstance(n, ast.FunctionDef) and not n.name.startswith("__")}
             assert members == {m for m in vars(getattr(_C, name)) if not m.startswith("_")}, name
     assert {e.name for e in ReduceOp} == {"SUM", "AVG", "MIN", "MAX", "PROD"}
+
+
+def test_plus_zero_is_of_floating_point_numbers() -> None:
+    numbers = np.zeros(3, np.int32)
+    address = numbers.ctypes.data
+    with pytest.raises(InvalidUsage, match="floating-point type, got int32"):
+        comm_core.copy_plus_zero(address, address, 3, DType.INT32)

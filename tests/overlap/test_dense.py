@@ -78,3 +78,47 @@ def test_few_and_many_pieces_are_judged_alike(pieces: int, dtype: torch.dtype) -
     assert unused_positions(flat.flatten(), starts, (starts + 2).tolist()) == unused
     flat[:] = 1
     assert unused_positions(flat.flatten(), starts, (starts + 2).tolist()) == [False] * pieces
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("numel", [0, 1, 5, 1000, 16_385, 32_768, 65_536, 70_001, 200_003])
+@pytest.mark.parametrize("offset", [0, 1, 3])
+def test_a_gradient_is_copied_as_torch_adds_zero(dtype: torch.dtype, numel: int, offset: int) -> None:
+    torch.manual_seed(1)
+    gradient = torch.randn(numel + offset).to(dtype)[offset:]  # neither starts where a line of the cache does
+    gradient[::7], gradient[1::7], gradient[2::7] = -0.0, 0.0, float("inf")
+    gradient[3::7] = torch.finfo(dtype).smallest_normal / 4  # subnormal
+    flat = torch.full((numel + 2 * offset + 9,), 3.0, dtype=dtype)
+    copy_used(flat[offset : offset + numel], gradient)
+    assert torch.equal(_bits(flat[offset : offset + numel]), _bits(gradient + 0.0))
+    assert bool((flat[:offset] == 3).all())
+    assert bool((flat[offset + numel :] == 3).all())
+
+
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    return values.contiguous().view(torch.int16 if values.itemsize == 2 else torch.int32)
+
+
+@pytest.mark.parametrize("numel", [12, 120_000])  # the second would be written past the caches
+def test_gradients_of_other_layouts_and_kinds_are_copied_too(numel: int) -> None:
+    torch.manual_seed(1)
+    plain = torch.randn(2, 3, numel // 6)
+    kinds = {
+        "plain": plain,
+        "nan": plain.clone().fill_(float("nan")),
+        "permuted": plain.transpose(0, 2).contiguous().transpose(0, 2),
+        "expanded": torch.randn(2, 3, 1).expand_as(plain),
+        "every other": torch.randn(2, 3, numel // 3)[..., ::2],
+        "negated on reading": torch._neg_view(torch.randn(2, 3, numel // 6)),
+        "zero without memory": torch._efficientzerotensor(plain.shape),
+        "of a graph": plain.clone().requires_grad_() * 1,
+        "of another type": plain.double(),
+    }
+    assert kinds["negated on reading"].is_neg()
+    for kind, gradient in kinds.items():
+        for like in (plain, kinds["permuted"]):
+            target = view_like(torch.empty(numel), 0, like)
+            copy_used(target, gradient)
+            assert torch.equal(target.isnan(), gradient.isnan()), kind
+            assert torch.equal(target.nan_to_num(), gradient.float().nan_to_num()), kind
+            assert not target.requires_grad, kind
