@@ -21,10 +21,12 @@ from comm_core._C import (
     Unsupported,
     Work,
     abort,
+    changed_sample,
     copy_plus_zero,
     differ,
     local,
     modules_of_thread,
+    take_samples,
 )
 from comm_core.launch import build_info, finalize, mpi, mpi_available
 from comm_core.nccl_connect import exchange_over, nccl
@@ -47,6 +49,7 @@ __all__ = [
     "Work",
     "abort",
     "build_info",
+    "changed_sample",
     "copy_plus_zero",
     "differ",
     "exchange_over",
@@ -57,4 +60,5 @@ __all__ = [
     "mpi",
     "mpi_available",
     "nccl",
+    "take_samples",
 ]

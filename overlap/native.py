@@ -197,6 +197,21 @@ def copy_plus_zero(target: torch.Tensor, source: torch.Tensor) -> None:
     comm_core.copy_plus_zero(target.data_ptr(), source.data_ptr(), target.numel(), DTYPES[target.dtype])
 
 
+def take_samples(kept: torch.Tensor, source: torch.Tensor, places: torch.Tensor) -> None:
+    """``kept[i] = source[places[i]]``: flat tensors on the CPU, two of one type and int64."""
+    comm_core.take_samples(*_sampled(kept, source, places))
+
+
+def changed_sample(kept: torch.Tensor, source: torch.Tensor, places: torch.Tensor) -> int | None:
+    """The first i where ``source[places[i]]`` is not ``kept[i]`` bit for bit; see :func:`take_samples`."""
+    found = comm_core.changed_sample(*_sampled(kept, source, places))
+    return None if found < 0 else found
+
+
+def _sampled(kept: torch.Tensor, source: torch.Tensor, places: torch.Tensor) -> tuple[int, int, int, int, int]:
+    return kept.data_ptr(), source.data_ptr(), places.data_ptr(), places.numel(), source.element_size()
+
+
 def _beside(what: str, wide: Wide | None, request: Exchange) -> dict[str, Buffer]:
     if wide is None:
         return {}

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from overlap.native import changed_sample, take_samples
+
 __all__ = ["Seal"]
 
 _SAMPLES = 8  # of each gradient
@@ -19,33 +21,24 @@ class Seal:
     """
 
     def __init__(self, flat: torch.Tensor, starts: Sequence[int], numels: Sequence[int]) -> None:
-        self._flat, self._count = flat, len(starts)
+        self._flat, self._closed = flat, False
         spread = torch.arange(_SAMPLES, device="cpu")
         last = torch.tensor([max(numel - 1, 0) for numel in numels], device="cpu")[:, None]
         self._places = (torch.tensor(starts, device="cpu")[:, None] + last * spread // (_SAMPLES - 1)).flatten()
-        self._kept: torch.Tensor | None = None
+        self._kept = flat.new_empty(len(self._places))
 
     def close(self) -> None:
         """The gradients are all there, and sent as they are now."""
-        self._kept = self._look()
+        take_samples(self._kept, self._flat, self._places)
+        self._closed = True
 
     def open(self) -> None:
         """They may change."""
-        self._kept = None
+        self._closed = False
 
     def broken(self) -> int | None:
         """Which gradient was changed since :meth:`close`, by its samples."""
-        if self._kept is None:
+        if not self._closed:
             return None
-        now = self._look()
-        if torch.equal(now, self._kept):
-            return None
-        same = (_bytes(now, self._count) == _bytes(self._kept, self._count)).all(dim=1)  # a NaN is what it was
-        return None if bool(same.all()) else same.tolist().index(False)
-
-    def _look(self) -> torch.Tensor:
-        return self._flat.index_select(0, self._places)
-
-
-def _bytes(samples: torch.Tensor, count: int) -> torch.Tensor:
-    return samples.view(torch.uint8).view(count, -1)
+        changed = changed_sample(self._kept, self._flat, self._places)  # by its bits: a NaN is what it was
+        return None if changed is None else changed // _SAMPLES

@@ -11,5 +11,6 @@ PYBIND11_MODULE(_C, m) {
   register_backend(m);
   register_copies(m);
   register_halves(m);
+  register_samples(m);
   register_threads(m);
 }

@@ -21,6 +21,7 @@ void register_communicator(py::module_& m);
 void register_backend(py::module_& m);
 void register_copies(py::module_& m);
 void register_halves(py::module_& m);
+void register_samples(py::module_& m);
 void register_threads(py::module_& m);
 
 /// The Python exception for an error of this library.

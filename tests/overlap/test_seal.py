@@ -1,0 +1,50 @@
+"""Samples that tell whether a gradient is still what was sent."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from overlap.seal import Seal
+
+NUMELS, STARTS = [5, 1, 0, 100], [0, 5, 6, 6]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex128])
+def test_a_changed_gradient_is_named(dtype: torch.dtype) -> None:
+    flat = torch.randn(106).to(dtype)
+    seal = Seal(flat, STARTS, NUMELS)
+    assert seal.broken() is None  # nothing is sent yet
+    seal.close()
+    assert seal.broken() is None
+    for place, piece in ((0, 0), (4, 0), (5, 1), (105, 3)):  # ends of the pieces are among the samples
+        before = flat[place].clone()
+        flat[place] += 1
+        assert seal.broken() == piece
+        flat[place] = before
+        assert seal.broken() is None
+    flat += 1
+    assert seal.broken() == 0
+    seal.open()
+    assert seal.broken() is None
+    seal.close()
+    assert seal.broken() is None
+
+
+def test_values_are_compared_bit_for_bit() -> None:
+    flat = torch.tensor([float("nan"), 0.0, 1.0])
+    seal = Seal(flat, [0, 1, 2], [1, 1, 1])
+    seal.close()
+    assert seal.broken() is None  # a NaN is what it was
+    flat[1] = -0.0  # which ranks take for the mark of an unused parameter
+    assert seal.broken() == 1
+
+
+def test_memory_that_moves_is_followed() -> None:
+    flat = torch.arange(8.0)
+    seal = Seal(flat, [0], [8])
+    seal.close()
+    flat.share_memory_()
+    assert seal.broken() is None
+    flat[0] = 5
+    assert seal.broken() == 0
