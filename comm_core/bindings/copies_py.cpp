@@ -16,7 +16,7 @@ void register_copies(py::module_& m) {
       },
       py::arg("target"), py::arg("source"), py::arg("count"), py::arg("dtype"),
       "target = source + 0.0, `count` elements of a floating-point type from one address to another: -0.0 becomes "
-      "+0.0. Both stay valid meanwhile, and do not overlap.");
+      "+0.0. Both stay valid meanwhile; they are the same, or do not overlap.");
 }
 
 }  // namespace comm_core::bindings

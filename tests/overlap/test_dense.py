@@ -91,6 +91,10 @@ def test_a_gradient_is_copied_as_torch_adds_zero(dtype: torch.dtype, numel: int,
     flat = torch.full((numel + 2 * offset + 9,), 3.0, dtype=dtype)
     copy_used(flat[offset : offset + numel], gradient)
     assert torch.equal(_bits(flat[offset : offset + numel]), _bits(gradient + 0.0))
+    place = flat[offset : offset + numel]
+    place.copy_(gradient)
+    copy_used(place, place)  # after zero_grad(set_to_none=False) backward adds to what is in the bucket
+    assert torch.equal(_bits(place), _bits(gradient + 0.0))
     assert bool((flat[:offset] == 3).all())
     assert bool((flat[offset + numel :] == 3).all())
 
