@@ -20,6 +20,8 @@ __all__ = [
 ]
 
 _COPIED = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16))
+_SPLIT = 2**15  # elements from which on torch gives each of its threads a part …
+_BEATEN = 2  # … and so many copy no faster than one that writes past the caches
 _FEW = 16  # pieces whose first elements Python looks at faster than four more operations would
 
 
@@ -72,7 +74,7 @@ def from_flat(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 def copy_used(target: torch.Tensor, gradient: torch.Tensor) -> None:
     """Copy a gradient into its place in one pass, -0.0 turned into +0.0. Autograd does not hear of it."""
-    if _alike(target, gradient):
+    if _alike(target, gradient) and (gradient.numel() < _SPLIT or torch.get_num_threads() <= _BEATEN):
         copy_plus_zero(target, gradient)
     elif torch.is_grad_enabled():  # not inside backward, where this happens for every gradient
         with torch.no_grad():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from overlap import dense
 from overlap.dense import copy_used, from_flat, is_dense, to_flat, unused_mark, unused_positions, view_like
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128]
@@ -97,6 +98,26 @@ def test_a_gradient_is_copied_as_torch_adds_zero(dtype: torch.dtype, numel: int,
     assert torch.equal(_bits(place), _bits(gradient + 0.0))
     assert bool((flat[:offset] == 3).all())
     assert bool((flat[offset + numel :] == 3).all())
+
+
+@pytest.mark.parametrize(
+    ("threads", "numel", "ours"), [(1, 100_000, True), (2, 100_000, True), (3, 100_000, False), (3, 1000, True)]
+)
+def test_large_copies_are_left_to_many_threads(
+    threads: int, numel: int, ours: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied: list[int] = []
+
+    def copy(target: torch.Tensor, source: torch.Tensor) -> None:
+        copied.append(source.numel())
+        target.copy_(source)
+
+    monkeypatch.setattr(dense, "copy_plus_zero", copy)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    gradient, target = torch.randn(numel), torch.empty(numel)
+    copy_used(target, gradient)
+    assert torch.equal(target, gradient)
+    assert bool(copied) == ours
 
 
 def _bits(values: torch.Tensor) -> torch.Tensor:
