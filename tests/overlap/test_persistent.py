@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 
+import comm_core
 from overlap.bucket import Bucket, Slot
 from overlap.communicator import Communicator, ReduceOp
+from overlap.native import NativeCommunicator
 from overlap.partition import BucketSpec
 from overlap.persistent import all_gather, all_reduce, reduce_scatter
-from overlap.session import init
 
 
 def _bucket() -> Bucket:
@@ -28,7 +29,7 @@ class _Counted:
 
 
 def test_arguments_are_looked_at_when_they_change() -> None:
-    comm = _Counted(init().comm)
+    comm = _Counted(NativeCommunicator(comm_core.local()))
     bucket = _bucket()
     for value in (1.0, 2.0, 3.0):
         bucket.gradients.fill_(value)
@@ -41,14 +42,14 @@ def test_arguments_are_looked_at_when_they_change() -> None:
     bucket.op = ReduceOp.SUM
     reduce_scatter(comm, bucket).wait()  # type: ignore[arg-type]
     assert comm.looks == 3
-    other = _Counted(init().comm)
+    other = _Counted(NativeCommunicator(comm_core.local()))
     reduce_scatter(other, bucket).wait()  # type: ignore[arg-type]
     assert (comm.looks, other.looks) == (3, 1)
 
 
 def test_memory_that_moves_is_found_again() -> None:
     """``share_memory_()`` leaves the tensors as they are, and their memory is another."""
-    comm = _Counted(init().comm)
+    comm = _Counted(NativeCommunicator(comm_core.local()))
     bucket = _bucket()
     for step in range(3):
         bucket.gradients.fill_(step)
@@ -63,7 +64,7 @@ def test_memory_that_moves_is_found_again() -> None:
 
 
 def test_reductions_and_gathers_are_remembered_side_by_side() -> None:
-    comm = _Counted(init().comm)
+    comm = _Counted(NativeCommunicator(comm_core.local()))
     bucket = _bucket()
     for _ in range(2):
         reduce_scatter(comm, bucket, bucket.shares).wait()  # type: ignore[arg-type]
