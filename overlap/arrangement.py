@@ -11,6 +11,7 @@ from overlap.attendance import Attendance
 from overlap.bucket import Bucket, Slot
 from overlap.communicator import Communicator
 from overlap.conversion import Conversion, changes
+from overlap.heap import give_back
 from overlap.master import check_gather_dtype
 from overlap.objects import allgather_object
 from overlap.observer import Observer
@@ -52,6 +53,7 @@ class Arrangement:
         self.conversion: Conversion  # set by whoever gives this optimizer a name between ranks
         self.changing: Callable[[], AbstractContextManager[None]] = nullcontext  # around changes of who holds what
         self.follow: Callable[[list[Bucket], ShardUpdate | None, list[Slot]], None] = lambda *_: None
+        self._replaced = False  # since the last step; until zero_grad() `.grad` shows the buckets from before
 
     @property
     def learning(self) -> bool:
@@ -86,6 +88,12 @@ class Arrangement:
             self._planner.extend()
             self._follow_plan()
         return bool(late)
+
+    def release(self) -> None:
+        """Give back, once, what replaced buckets had. Inside a step, when no `.grad` shows them any more."""
+        if self._replaced:
+            self._replaced = False
+            give_back()
 
     def preview(self, strategy: Strategy) -> Plan:
         """The buckets that :meth:`replan` would make. After the first step; communicates nothing."""
@@ -159,6 +167,7 @@ class Arrangement:
         with self.changing():  # until now questions were answered from the old pieces
             planner.install(strategy, order, shards)
         self._follow_plan()
+        self._replaced = True
 
     def _follow_plan(self) -> None:
         self._transit.entry = self._planner.unguarded

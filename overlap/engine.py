@@ -249,6 +249,7 @@ class Engine:
         if self.learning:
             self.window.verify()  # before gradients move to their buckets
         self.arrangement.learn()
+        self.arrangement.release()
         self._hooks.attach(self.slots)  # those that were frozen and are not any more
         self._arrive_left()
         window = self.window

@@ -11,8 +11,9 @@ from overlap.bucket import Bucket, Slot
 from overlap.communicator import Communicator
 from overlap.dense import is_dense
 from overlap.grouping import Groups, members_of, plan_groups
+from overlap.heap import Freed
 from overlap.observer import Facts
-from overlap.partition import TensorSpec
+from overlap.partition import BucketSpec, TensorSpec
 from overlap.shard_update import ShardUpdate
 from overlap.strategy import Plan, Strategy
 
@@ -156,29 +157,33 @@ class Planner:
         """The buckets of `plan`. With `fill`, each takes its gradients before the next is made, so that the memory in
         which backward left them is free for that: a step needs it once, the first step as well.
         """
-        rank, size = self._comm.rank, self._comm.size
         order = []
-        for number, (spec, sharded) in enumerate(zip(plan.buckets, plan.sharded, strict=True), first):
-            members = [self._slots[index] for index in spec.tensors]
-            bucket = Bucket(
-                number,
-                spec,
-                members,
-                rank=rank,
-                world_size=size,
-                holds_parameters=sharded,
-                gather_dtype=self.strategy.gather_dtype,
-                carried=self.strategy.carries and self._comm.rounds,
-            )
-            order.append(bucket)
-            if sharded:
-                assert shards is not None, "a strategy shards only what is shardable"
-                shards.add(bucket, rank)
-                shards.shard_state(bucket, self._optimizer.state)
-            if fill:
-                for slot in members:
-                    slot.fill()
+        with Freed() as freed:
+            for number, (spec, sharded) in enumerate(zip(plan.buckets, plan.sharded, strict=True), first):
+                bucket = self._bucket(number, spec, sharded=sharded)
+                order.append(bucket)
+                if sharded:
+                    assert shards is not None, "a strategy shards only what is shardable"
+                    shards.add(bucket, self._comm.rank)
+                    shards.shard_state(bucket, self._optimizer.state)
+                if fill:
+                    for slot in bucket.slots:
+                        slot.fill()
+                    if bucket.gradients.device.type == "cpu":
+                        freed.more(bucket.nbytes)
         return order
+
+    def _bucket(self, number: int, spec: BucketSpec, *, sharded: bool) -> Bucket:
+        return Bucket(
+            number,
+            spec,
+            [self._slots[index] for index in spec.tensors],
+            rank=self._comm.rank,
+            world_size=self._comm.size,
+            holds_parameters=sharded,
+            gather_dtype=self.strategy.gather_dtype,
+            carried=self.strategy.carries and self._comm.rounds,
+        )
 
 
 def _without(facts: Facts, frozen: set[int]) -> Facts:

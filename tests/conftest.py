@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -34,6 +36,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     for name, (holds, reason) in CONDITIONS.items():
         if item.get_closest_marker(name) is not None and not holds():
             pytest.skip(reason)
+
+
+@pytest.fixture(autouse=True)
+def _no_session_is_left() -> Iterator[None]:
+    """A test in this process that leaves a session open makes others fail that happen to run after it."""
+    yield
+    session = sys.modules.get("overlap.session")
+    if session is not None and session.is_initialized() and "DEAR_SPMD_SUITE" not in os.environ:
+        session.shutdown()
+        pytest.fail("the test left its session open")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,0 +1,56 @@
+"""What a process needs at most: the first step, and a change of buckets, must not leave freed memory behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.harness import ROOT, run_ranks
+
+SCRIPT = """
+import importlib, sys, torch
+import dear
+
+def resident(field):
+    lines = open("/proc/self/status").read().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(field))
+
+dear.init()
+strategy = importlib.import_module(sys.argv[1])
+model = torch.nn.Sequential(*[torch.nn.Linear(500, 500) for _ in range(60)])
+model_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+optimizer = strategy.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.01), model, threshold_mb=4.0)
+
+def steps():
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(8, 500)).sum().backward()
+        optimizer.step()
+
+before = resident("VmRSS")
+steps()
+first = (resident("VmHWM") - before) / model_bytes
+optimizer.replan(optimizer.strategy.at({"threshold_mb": 1.0}))
+steps()
+after = (resident("VmRSS") - before) / model_bytes
+print(f"in the first steps {first:.2f} models, after a change of buckets {after:.2f}")
+assert first < 2.9, first
+assert after < 2.5, after
+"""
+# glibc that keeps all it can, as docs/environment.md advises for training on CPUs.
+KEPT = {"MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_MMAP_THRESHOLD_": str(2**25)}
+
+
+@pytest.mark.parametrize("env", [{}, KEPT], ids=["as-ever", "kept"])
+@pytest.mark.parametrize("strategy", ["dear", "oss"])
+def test_freed_gradients_and_parameters_are_given_back(strategy: str, env: dict[str, str], tmp_path: Path) -> None:
+    """New are the gradients' buckets and the averaged shard, which on one rank is as large as the model: two models.
+
+    Where freed memory stayed, it took 3.4 in the first steps and 6.2 after the change.
+    """
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    env = {**env, "PYTHONPATH": str(ROOT)}
+    result = run_ranks(1, [str(script), strategy], env=env).check()
+    print(result.output)
