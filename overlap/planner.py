@@ -155,7 +155,8 @@ class Planner:
 
     def _build(self, plan: Plan, shards: ShardUpdate | None, *, first: int = 0, fill: bool = False) -> list[Bucket]:
         """The buckets of `plan`. With `fill`, each takes its gradients before the next is made, so that the memory in
-        which backward left them is free for that: a step needs it once, the first step as well.
+        which backward left them is free for that: a step needs it once, the first step as well. Free is not enough where
+        buckets are larger than the holes: see `overlap.heap`.
         """
         order = []
         with Freed() as freed:
