@@ -44,6 +44,15 @@ class Result:
         what = f"did not end within {self.seconds:.0f} s" if self.timed_out else f"exited with {self.returncode}"
         raise JobFailed(f"{self.command}\n{what}\n{self.first_failure()}\n{self.inside}")
 
+    def failed_test(self) -> str | None:
+        """The test that the first failing rank names."""
+        found = re.search(
+            r"^rank \d+ of \d+ failed: (\S+\.py::.+) (?:\((?:setup|call|teardown)\)|is not over after .* s)$",
+            self.output,
+            re.MULTILINE,
+        )
+        return found.group(1) if found else None
+
     def first_failure(self) -> str:
         """From the first line that announces a failing rank, else the end of the output."""
         found = re.search(r"^rank \d+ of \d+ failed.*", self.output, re.MULTILINE | re.DOTALL)
@@ -112,6 +121,25 @@ def run_ranks(
         output = sink.read().decode(errors="replace")
     seconds = time.monotonic() - started
     return Result(" ".join(command), process.returncode, output, seconds, timed_out, inside)
+
+
+def run_suite(
+    nranks: int, argv: Sequence[str], launcher: str, *, timeout: float, env: Mapping[str, str], cwd: Path = ROOT
+) -> list[Result]:
+    """Run pytest under `tests.spmd_plugin` in every rank; a red test costs that test, not those behind it.
+
+    A failing test ends its job, since ranks are not at the same place any more; the next job begins behind it. All jobs
+    together take no longer than `timeout` seconds. Only the last one may have succeeded.
+    """
+    results: list[Result] = []
+    until, behind = time.monotonic() + timeout, ""
+    while True:
+        environ = {**env, "DEAR_SPMD_AFTER": behind}
+        results.append(run_ranks(nranks, argv, launcher, timeout=until - time.monotonic(), env=environ, cwd=cwd))
+        failed = results[-1].failed_test()
+        if failed is None or failed == behind or time.monotonic() >= until:
+            return results
+        behind = failed
 
 
 def _job_pids(tag: str) -> Iterator[int]:

@@ -1,6 +1,7 @@
 """Runs inside every rank: only rank 0 talks, and the first failing test ends the whole job with its traceback.
 
 A test that takes too long ends it with the stacks of this rank's threads; those that the launcher ends then show theirs.
+Ranks would not be at the same place after a failed test; so another job goes on behind it (`tests.harness.run_suite`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from overlap import owners
 RANK = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", os.environ.get("RANK", "0"))))
 SIZE = int(os.environ.get("OMPI_COMM_WORLD_SIZE", os.environ.get("PMI_SIZE", os.environ.get("WORLD_SIZE", "1"))))
 _OTHERS_SECONDS = 2.0
+_AFTER = os.environ.get("DEAR_SPMD_AFTER", "")
 OVER_MPI = "TORCHELASTIC_RUN_ID" not in os.environ  # a process without a launcher counts as such
 
 # At import, which `-p` does before pytest keeps a copy of stdout for itself.
@@ -30,6 +32,22 @@ _stderr = os.fdopen(os.dup(2), "w")
 if RANK > 0:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 faulthandler.register(signal.SIGTERM, _stderr, chain=True)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Only what comes behind the test named in ``DEAR_SPMD_AFTER``."""
+    if _AFTER:
+        names = [item.nodeid for item in items]
+        behind = names.index(_AFTER) + 1
+        config.hook.pytest_deselected(items=items[:behind])
+        del items[:behind]
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Nothing is left behind the last test: that is no failure."""
+    if _AFTER and exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
+        session.exitstatus = pytest.ExitCode.OK
 
 
 @pytest.hookimpl(trylast=True)

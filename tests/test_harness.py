@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import ROOT, JobFailed, run_ranks
+from tests.harness import ROOT, JobFailed, run_ranks, run_suite
 
 FAIL_ON_1 = """
 import os, sys, time
@@ -66,6 +66,35 @@ def test_a_test_that_hangs_shows_where_each_rank_is(tmp_path: Path, launcher: st
     assert "in waits_for_the_other" in shown
     assert "line 10, in test_one_rank_is_late" in shown
     assert "/pluggy/" not in shown
+
+
+TWO_RED = """
+import dear
+import pytest
+
+@pytest.mark.parametrize("case", ["a", "b c", "d", "e", "f"])
+def test_cases(case):
+    dear.barrier()
+    assert not (case == "b c" and dear.rank() == 1), "on one rank alone"
+    assert case != LAST_RED, "on all ranks"
+"""
+
+
+@pytest.mark.parametrize("last_red", ["d", "f"], ids=["in-the-middle", "at-the-end"])
+def test_a_red_test_costs_that_test_and_none_behind_it(tmp_path: Path, last_red: str) -> None:
+    (tmp_path / "conftest.py").write_text("import dear\ndear.init()\n")
+    (tmp_path / "test_cases.py").write_text(TWO_RED.replace("LAST_RED", repr(last_red)))
+    argv = ["-m", "pytest", "-v", "-p", "tests.spmd_plugin", "-p", "no:cacheprovider", "--color", "no", "test_cases.py"]
+    results = run_suite(2, argv, "mpi", timeout=90, env={"PYTHONPATH": str(ROOT)}, cwd=tmp_path)
+    assert [result.failed_test() for result in results] == [
+        f"test_cases.py::test_cases[{c}]" for c in ("b c", last_red)
+    ] + [None]
+    results[-1].check()
+    passed = re.findall(r"test_cases\[(.+)\] PASSED", "".join(result.output for result in results))
+    assert [case for case in passed if case != "b c"] == [case for case in ("a", "d", "e", "f") if case != last_red]
+    for result in results[:-1]:
+        with pytest.raises(JobFailed, match=r"on one rank alone|on all ranks"):
+            result.check()
 
 
 def test_the_compiler_comes_when_it_is_asked_for(tmp_path: Path) -> None:

@@ -50,9 +50,14 @@ def _steps(model: nn.Module, optimizer: Any, steps: range) -> None:
         optimizer.step()
 
 
-def _same(model: nn.Module, expected: nn.Module) -> None:
+def _same(model: nn.Module, expected: nn.Module, *, measured_gap: bool = True) -> None:
+    """Equal bit for bit at up to two ranks, where no measured gap has been at work.
+
+    That gap is a norm. It is summed over pieces here and over whole tensors in the simulation, and how a processor's
+    vectors add up depends on where a piece begins: see docs/architecture.md, "Numerical contract".
+    """
     for (name, value), wanted in zip(model.state_dict().items(), expected.state_dict().values(), strict=True):
-        if co2.size() <= 2:
+        if co2.size() <= 2 and not measured_gap:
             assert torch.equal(value, wanted), name
         else:
             torch.testing.assert_close(value, wanted, rtol=1e-12, atol=1e-12, msg=lambda m, name=name: f"{name}: {m}")
