@@ -31,7 +31,6 @@ from overlap.updates import Updates
 
 __all__ = ["Dear", "DistributedOptimizer"]
 
-_THRESHOLD_MB = 25.0  # the paper's; known by its identity, since a 25 that the user wrote wins over the environment
 _PARTS = {"rsag": ("reducescatter", "allgather"), "rb": ("reduce", "bcast")}  # the two halves, by policy
 
 
@@ -143,7 +142,7 @@ def DistributedOptimizer(
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
     *,
-    threshold_mb: float | Literal["auto"] | None = _THRESHOLD_MB,
+    threshold_mb: float | Literal["auto"] | None = "auto",
     num_nearby_layers: int | None = None,
     exclude_parts: str = "",
     policy: str = "rsag",
@@ -161,9 +160,9 @@ def DistributedOptimizer(
         compression, backward_passes_per_step, op, gradient_predivide_factor, num_groups, groups, sparse_as_dense,
             process_set: as in Horovod; see :class:`overlap.arguments.HorovodArguments`.
         threshold_mb: layers are fused, in the order of their use, while a bucket stays below this many MB (2^20 bytes); 0:
-            no fusion. ``"auto"``: a 32nd of the parameters that are trained, at least 1 and at most 25. Left out: the
-            environment variable ``DEAR_THRESHOLD_MB`` (MB, or ``auto``), or ``HOROVOD_FUSION_THRESHOLD`` in bytes,
-            else 25.
+            no fusion. ``"auto"``: what the environment variable ``DEAR_THRESHOLD_MB`` (MB), or
+            ``HOROVOD_FUSION_THRESHOLD`` (bytes), says; else a 32nd of the parameters that are trained, at least 1 and at
+            most 25, see [Note: how much to fuse] in `overlap.fusion`. 25 is the paper's.
         num_nearby_layers: at most this many layers per bucket; with both limits, the first one reached closes a bucket.
             ``threshold_mb=None, num_nearby_layers=1`` is DeAR without tensor fusion.
         exclude_parts: ``"reducescatter"``, ``"allgather"`` or both (``"reduce"``, ``"bcast"`` under the policy "rb")
@@ -200,7 +199,7 @@ def DistributedOptimizer(
         theirs = {**vars(arguments), **shell, **({} if tune is False else {"tune": tune})}
         return _sibling(strategy, optimizer, named_parameters, own, theirs)
     agree_on_strategy("dear", tune)
-    wished_mb = current().settings.threshold_mb if threshold_mb is _THRESHOLD_MB else None
+    wished_mb = current().settings.threshold_mb if threshold_mb == "auto" else None
     own["threshold_mb"], own["num_nearby_layers"] = limits(
         threshold_mb if wished_mb is None else wished_mb, num_nearby_layers, trained_bytes(optimizer)
     )

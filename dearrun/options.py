@@ -68,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--no-tag-output", action="store_true", help="do not put the rank in front of every line")
     made.add_argument("--log-level", type=str.lower, choices=sorted(LOG_LEVELS, key=LOG_LEVELS.__getitem__))
     made.add_argument(
-        "--fusion-threshold-mb", type=_megabytes, metavar="MB", help="how much dear and oss fuse, or auto (25)"
+        "--fusion-threshold-mb", type=_megabytes, metavar="MB", help="how much dear and oss fuse, or auto (auto)"
     )
     made.add_argument("--timeline-filename", metavar="FILE", help="record a timeline; {rank} in FILE: one per rank")
     _add_switch(made, "timeline-mark-cycles", "mark optimizer steps in the timeline")

@@ -65,5 +65,5 @@ def test_limits(
     assert limits(threshold_mb, layers, model_mb * 2**20) == expected
 
 
-def test_the_default_is_the_papers() -> None:
-    assert inspect.signature(dear.DistributedOptimizer).parameters["threshold_mb"].default == 25
+def test_the_default_fits_the_model() -> None:
+    assert inspect.signature(dear.DistributedOptimizer).parameters["threshold_mb"].default == "auto"

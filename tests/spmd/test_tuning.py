@@ -195,12 +195,12 @@ def test_what_cannot_be_tuned_is_refused(arguments: dict[str, Any], message: str
 @pytest.mark.parametrize(
     ("arguments", "wished_mb", "threshold_mb"),
     [
-        ({}, None, 25),
+        ({}, None, 40 / 32),
         ({}, 8.0, 8),
         ({}, "auto", 40 / 32),
         ({"threshold_mb": "auto"}, None, 40 / 32),
-        ({"threshold_mb": "auto"}, 8.0, 40 / 32),
-        ({"threshold_mb": 25}, 8.0, 25),  # said in so many words, the default is a choice
+        ({"threshold_mb": "auto"}, 8.0, 8),
+        ({"threshold_mb": 25}, 8.0, 25),
     ],
 )
 def test_what_decides_the_threshold(
