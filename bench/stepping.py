@@ -13,7 +13,7 @@ from torch import nn
 
 from bench.methods.method import MakeOptimizer
 
-__all__ = ["Breakdown", "Clock", "alone", "breakdown", "step"]
+__all__ = ["Breakdown", "Clock", "alone", "breakdown", "step", "warm_up"]
 
 LossOf = Callable[[nn.Module], torch.Tensor]
 _STEPS_ALONE = 3
@@ -52,6 +52,20 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, loss_of: LossOf, cl
     for phase, seconds in zip(clock.phases, (forward - begun, backward - forward, stepped - backward), strict=True):
         clock.phases[phase].append(seconds)
     return loss.detach()
+
+
+def warm_up(count: int, tuning: Callable[[], bool], once: Callable[[], object]) -> int:
+    """At least `count` steps, the last one with what the method has settled on; how many they were.
+
+    A method that searches while it trains would be timed in the middle of its search otherwise. `tuning` gives the same
+    on every rank, so all take the same steps.
+    """
+    steps, settled = 0, False
+    while steps < count or not settled:
+        settled = not tuning()  # before the step, which is the first one with a new plan
+        once()
+        steps += 1
+    return steps
 
 
 def alone(model: nn.Module, make: MakeOptimizer, loss_of: LossOf, device: torch.device) -> dict[str, float]:

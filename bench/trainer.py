@@ -23,7 +23,7 @@ from bench.launcher import GOODPUT
 from bench.methods.method import MakeOptimizer, Method
 from bench.models.catalog import Batch, Workload, workload
 from bench.settings import Settings
-from bench.stepping import Clock, alone, breakdown, step
+from bench.stepping import Clock, alone, breakdown, step, warm_up
 from overlap.launch import detect
 
 __all__ = ["Result", "train"]
@@ -47,6 +47,7 @@ class Result:
     peak_bytes: int  # resident memory of rank 0 at its peak
     cpu_seconds: float  # of rank 0 during the measured steps
     loss: float
+    warmup_steps: int  # before the clock ran: as many as were asked for, and those of a method's own search
     versions: dict[str, str] = field(default_factory=dict)
     breakdown: dict[str, float] | None = None  # seconds of computation alone, and what communication adds
     goodput: float | None = None  # bytes per second of plain TCP through a link, measured in the same run
@@ -136,8 +137,9 @@ def train(settings: Settings, method: Method, say: Say, *, breakdown_wanted: boo
     say(f"Number of {kind}s: {place.size}")
     say("Running warmup...")
     clock = Clock(device)
-    for _ in range(settings.warmup):
-        step(model, optimizer, loss_of, clock)
+    warmed = warm_up(settings.warmup, lambda: method.tuning(optimizer), lambda: step(model, optimizer, loss_of, clock))
+    if warmed > settings.warmup:
+        say(f"Warmed up for {warmed} steps instead of {settings.warmup}: {settings.method} was searching its buckets")
 
     say("Running benchmark...")
     begun = clock.settled()
@@ -168,6 +170,7 @@ def train(settings: Settings, method: Method, say: Say, *, breakdown_wanted: boo
         peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         cpu_seconds=cpu,
         loss=float(loss),
+        warmup_steps=warmed,
         versions=_versions(),
         goodput=None if goodput is None else float(goodput),
     )

@@ -37,7 +37,11 @@ class Rehearsal:
     def attach(self, optimizer: DistributedOptimizer) -> None:
         """Begin with `optimizer`'s next step, before which no step was made."""
         self._mine = weakref.ref(optimizer)
-        optimizer.register_step_post_hook(self)  # type: ignore[arg-type]
+        optimizer.study(self)
+
+    @property
+    def under_way(self) -> bool:
+        return self._done == 0 or self._clock is not None
 
     def __call__(self, optimizer: DistributedOptimizer, _args: Any, _kwargs: Any) -> None:
         if self._mine is None or self._mine() is not optimizer:

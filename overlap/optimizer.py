@@ -6,7 +6,7 @@ import contextlib
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -22,7 +22,16 @@ from overlap.session import Session, current
 from overlap.startup import collect_slots, synchronize_start
 from overlap.strategy import Plan, Strategy
 
-__all__ = ["DistributedOptimizer"]
+__all__ = ["DistributedOptimizer", "Study"]
+
+
+class Study(Protocol):
+    """Measures steps, after each of which it is called, and changes the buckets when it has measured enough."""
+
+    @property
+    def under_way(self) -> bool: ...
+
+    def __call__(self, optimizer: DistributedOptimizer, args: Any, kwargs: Any, /) -> None: ...
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -85,6 +94,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if name.startswith("_optimizer_"):  # step and state_dict hooks, registered on either, run once
                 setattr(self, name, value)
         self._patch_step_function()
+        self._studies: list[Study] = []
         self._inside_skip_synchronize = False
         step = weakref.WeakMethod(self._step_as_told)
         self._follower = Follower(self._engine, self._averages, self._stepper, optimizer, step)
@@ -148,6 +158,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def buckets(self) -> tuple[Bucket, ...]:
         """In order of issue; empty before the first step."""
         return tuple(self._engine.order)
+
+    @property
+    def tuning(self) -> bool:
+        """Whether steps are still measured for other buckets, by ``tune`` or for mgwfbp's plan. The same on every rank."""
+        return any(study.under_way for study in self._studies)
+
+    def study(self, study: Study) -> None:
+        """Call `study` after each step from the next one on."""
+        self._studies.append(study)
+        self.register_step_post_hook(study)  # type: ignore[arg-type]
 
     @property
     def backward_passes_per_step(self) -> int:

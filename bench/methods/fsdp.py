@@ -18,7 +18,7 @@ try:
 except ImportError:  # its place before torch 2.6
     from torch.distributed._composable.fsdp import fully_shard  # type: ignore[attr-defined]
 
-__all__ = ["Fsdp2", "units"]
+__all__ = ["Fsdp2", "layers", "units"]
 
 
 def _shared(model: nn.Module) -> set[int]:
@@ -47,12 +47,28 @@ def units(model: nn.Module, limit_bytes: float) -> list[nn.Module]:
     return inside(model)
 
 
+def layers(model: nn.Module, count: int) -> list[list[nn.Module]]:
+    """Units of `count` neighbouring leaves with parameters; the last unit takes what is left."""
+    leaves = units(model, 0)
+    return [leaves[first : first + count] for first in range(0, len(leaves), count)]
+
+
 class Fsdp2(Method):
-    """``reshard``: parameters are freed after forward and gathered again for backward (``reshard_after_forward``)."""
+    """``reshard``: parameters are freed after forward and gathered again for backward (``reshard_after_forward``).
+
+    A unit's parameters are gathered, and its gradients reduced, in one operation. ``unit_layers``: it is so many
+    neighbouring layers (torch 2.5 or newer); None: a module of at most ``unit_mb``.
+    """
 
     name = "fsdp2"
     launchers = ("torchrun", "mpi")
-    defaults: ClassVar[Mapping[str, Any]] = {"reshard": True, "unit_mb": 25}
+    defaults: ClassVar[Mapping[str, Any]] = {"reshard": True, "unit_mb": 25, "unit_layers": None}
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        super().__init__(options)
+        count = self.options["unit_layers"]
+        if count is not None and (count != int(count) or count < 1):
+            raise ValueError(f"unit_layers of fsdp2 should be a whole number of at least 1, or None, and is {count}")
 
     def join(self, device: torch.device) -> Place:
         self._device = device.type
@@ -61,9 +77,14 @@ class Fsdp2(Method):
     def distribute(self, model: nn.Module, make: MakeOptimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
         mesh = init_device_mesh(self._device, (torch.distributed.get_world_size(),))
         reshard = bool(self.options["reshard"])
-        for unit in units(model, self.options["unit_mb"] * 2**20):
-            if unit is not model:
-                fully_shard(unit, mesh=mesh, reshard_after_forward=reshard)
+        count = self.options["unit_layers"]
+        if count is not None:
+            for several in layers(model, int(count)):
+                fully_shard(several, mesh=mesh, reshard_after_forward=reshard)
+        else:
+            for unit in units(model, self.options["unit_mb"] * 2**20):
+                if unit is not model:
+                    fully_shard(unit, mesh=mesh, reshard_after_forward=reshard)
         fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
         build, arguments = make
         return model, build(model.parameters(), **arguments)

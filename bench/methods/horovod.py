@@ -16,12 +16,16 @@ __all__ = ["Horovod"]
 
 
 class Horovod(Method):
-    """``fusion_mb`` sets HOROVOD_FUSION_THRESHOLD (its default: 128), ``cycle_ms`` HOROVOD_CYCLE_TIME (1)."""
+    """``fusion_mb`` sets HOROVOD_FUSION_THRESHOLD (its default: 128), ``cycle_ms`` HOROVOD_CYCLE_TIME (1).
+
+    ``yield_when_idle``: Open MPI's ``mpi_yield_when_idle``, with which ranks that wait give up their cores instead of
+    spinning. False: where there are more workers than cores; see :func:`bench.launcher.environment`.
+    """
 
     name = "horovod"
     launchers = ("mpi",)
     timeline_variable = "HOROVOD_TIMELINE"
-    defaults: ClassVar[Mapping[str, Any]] = {"fusion_mb": None, "cycle_ms": None}
+    defaults: ClassVar[Mapping[str, Any]] = {"fusion_mb": None, "cycle_ms": None, "yield_when_idle": False}
 
     @property
     def environment(self) -> dict[str, str]:
@@ -30,6 +34,8 @@ class Horovod(Method):
             environment["HOROVOD_FUSION_THRESHOLD"] = str(int(self.options["fusion_mb"] * 2**20))
         if self.options["cycle_ms"] is not None:
             environment["HOROVOD_CYCLE_TIME"] = str(self.options["cycle_ms"])
+        if self.options["yield_when_idle"]:
+            environment["OMPI_MCA_mpi_yield_when_idle"] = "1"
         return environment
 
     def look(self) -> None:

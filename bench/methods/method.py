@@ -30,7 +30,8 @@ _SEARCHED = frozenset(
     {
         *("threshold_mb", "num_nearby_layers", "num_groups", "tune"),
         *("merge_below_kb", "profile_steps", "partition_mb", "credit_mb"),
-        *("bucket_mb", "view", "reshard", "unit_mb", "fusion_mb", "cycle_ms"),
+        *("bucket_mb", "view", "broadcast_buffers", "reshard", "unit_mb", "unit_layers"),
+        *("fusion_mb", "cycle_ms", "yield_when_idle"),
     }
 )
 # Values that say what is so anyway.
@@ -88,6 +89,10 @@ class Method(ABC):
     @abstractmethod
     def distribute(self, model: nn.Module, make: MakeOptimizer) -> tuple[nn.Module, Optimizer]:
         """The model to call and the optimizer to step. On every rank."""
+
+    def tuning(self, optimizer: Optimizer) -> bool:
+        """Whether the method still changes itself by what it measures: such steps are not timed. The same on every rank."""
+        return False
 
     def settle(self, optimizer: Optimizer) -> None:  # noqa: B027  most methods leave nothing in flight
         """Wait for what the last step left in flight."""

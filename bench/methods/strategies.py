@@ -64,6 +64,9 @@ class _Strategy(Method):
         optimizer = build(model.parameters(), **arguments)
         return model, self._package.DistributedOptimizer(optimizer, model, **self.options)
 
+    def tuning(self, optimizer: torch.optim.Optimizer) -> bool:
+        return bool(optimizer.tuning)  # type: ignore[attr-defined]
+
     def settle(self, optimizer: torch.optim.Optimizer) -> None:
         optimizer.synchronize()  # type: ignore[attr-defined]
 

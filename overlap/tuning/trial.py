@@ -55,7 +55,11 @@ class Trial:
     def attach(self, optimizer: DistributedOptimizer) -> None:
         """Begin with `optimizer`'s next step."""
         self._mine = weakref.ref(optimizer)
-        optimizer.register_step_post_hook(self)  # type: ignore[arg-type]
+        optimizer.study(self)
+
+    @property
+    def under_way(self) -> bool:
+        return self.result is None
 
     def __call__(self, optimizer: DistributedOptimizer, _args: Any, _kwargs: Any) -> None:
         """A step of `optimizer` ended. On every rank."""

@@ -15,11 +15,11 @@ from torch import nn
 
 from bench import launcher
 from bench.launcher import LauncherError, first_host, local_command, narrowed, needed_bytes, pick
-from bench.methods.fsdp import units
+from bench.methods.fsdp import layers, units
 from bench.methods.method import parse_spec, tensor_bytes
 from bench.methods.registry import METHODS, method
 from bench.settings import Settings, parse
-from bench.stepping import alone, breakdown
+from bench.stepping import alone, breakdown, warm_up
 from tests.harness import ROOT, run_ranks
 
 
@@ -85,13 +85,15 @@ def test_a_method_is_written_with_its_options() -> None:
     assert parse_spec("dear:exclude_parts=reducescatter allgather")[1] == {"exclude_parts": "reducescatter allgather"}
     with pytest.raises(ValueError, match="holds 'fast'"):
         parse_spec("dear:fast")
-    assert method("ddp:bucket_mb=4").options == {"bucket_mb": 4, "view": False}
+    assert method("ddp:bucket_mb=4").options == {"bucket_mb": 4, "view": False, "broadcast_buffers": True}
 
 
 def test_unknown_methods_and_options_are_named() -> None:
     with pytest.raises(ValueError, match=r"one of dear, .* and is 'deer'"):
         method("deer")
-    with pytest.raises(ValueError, match="ddp has the options bucket_mb, view; it does not know bucket"):
+    with pytest.raises(
+        ValueError, match="ddp has the options bucket_mb, view, broadcast_buffers; it does not know bucket"
+    ):
         method("ddp:bucket=4")
     with pytest.raises(
         ValueError, match=r"dear has the options .*; it does not know treshold_mb; is threshold_mb meant\?"
@@ -107,6 +109,10 @@ def test_unknown_methods_and_options_are_named() -> None:
         ("fsdp2:reshard=7", "reshard of fsdp2 should be True or False and is 7"),
         ("ddp:view=maybe", "view of ddp should be True or False and is 'maybe'"),
         ("ddp:bucket_mb=big", "bucket_mb of ddp should be a number of at least 0 and is 'big'"),
+        ("ddp:broadcast_buffers=0.5", "broadcast_buffers of ddp should be True or False and is 0.5"),
+        ("fsdp2:unit_layers=0", "unit_layers of fsdp2 should be a whole number of at least 1, or None, and is 0"),
+        ("fsdp2:unit_layers=2.5", "unit_layers of fsdp2 should be a whole number of at least 1, or None, and is 2.5"),
+        ("horovod:yield_when_idle=2", "yield_when_idle of horovod should be True or False and is 2"),
         ("horovod:cycle_ms=-1", "cycle_ms of horovod should be a number of at least 0 and is -1"),
     ],
 )
@@ -119,6 +125,7 @@ def test_horovods_settings_travel_through_its_environment() -> None:
     tuned = method("horovod:fusion_mb=4,cycle_ms=2.5")
     assert tuned.environment == {"HOROVOD_FUSION_THRESHOLD": str(4 * 2**20), "HOROVOD_CYCLE_TIME": "2.5"}
     assert method("horovod").environment == {}
+    assert method("horovod:yield_when_idle=True").environment == {"OMPI_MCA_mpi_yield_when_idle": "1"}
 
 
 def test_links_are_narrowed_as_compute_is_stretched() -> None:
@@ -164,6 +171,38 @@ def test_fsdp_units_are_large_enough_and_leave_tied_parameters_to_the_root() -> 
     tied = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False), nn.Linear(8, 8))
     tied[1].weight = tied[0].weight
     assert units(tied, 300) == [tied[2]]
+
+
+def test_fsdp_units_may_be_so_many_layers() -> None:
+    block = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    model = nn.Sequential(block, nn.Linear(8, 8))
+    assert layers(model, 2) == [[block[0], block[2]], [model[1]]]
+    assert layers(model, 1) == [[block[0]], [block[2]], [model[1]]]
+
+
+def test_ddp_is_told_whether_buffers_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[dict[str, object]] = []
+    monkeypatch.setattr("bench.methods.ddp.DistributedDataParallel", lambda _model, **options: given.append(options))
+    for spec in ("ddp", "ddp-zero:broadcast_buffers=False"):
+        method(spec)._wrap(nn.Linear(1, 1))  # type: ignore[attr-defined]
+    assert [options["broadcast_buffers"] for options in given] == [True, False]
+
+
+@pytest.mark.parametrize(("count", "search", "steps"), [(5, 0, 5), (5, 3, 5), (5, 4, 5), (5, 5, 6), (2, 338, 339)])
+def test_warming_up_ends_with_a_step_after_the_search(count: int, search: int, steps: int) -> None:
+    taken: list[bool] = []
+    assert warm_up(count, lambda: len(taken) < search, lambda: taken.append(True)) == len(taken) == steps
+
+
+def test_a_method_is_timed_after_it_has_settled_on_its_buckets(tmp_path: Path) -> None:
+    """mgwfbp plans anew after one step, one that warms up, and five that it times: the eighth has the final buckets."""
+    output = tmp_path / "result.json"
+    counts = ["--num-iters", "1", "--num-batches-per-iter", "1", "--num-warmup-batches", "2", "--json", str(output)]
+    argv = ["-m", "bench.train", "--method", "mgwfbp"]
+    argv += ["--model", "narrow_mlp", "--emulate-compute", "narrow_mlp@even:5"]
+    done = run_ranks(2, [*argv, *counts], env={"PYTHONPATH": str(ROOT)}, cwd=ROOT).check()
+    assert "Warmed up for 8 steps instead of 2: mgwfbp was searching its buckets" in done.output
+    assert json.loads(output.read_text())["warmup_steps"] == 8
 
 
 def test_only_methods_that_record_a_timeline_are_asked_for_one() -> None:

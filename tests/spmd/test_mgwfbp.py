@@ -154,6 +154,7 @@ def test_times_are_measured_while_training_and_hooks_are_gone_afterwards() -> No
             layers.append([len({name.split(".")[1] for name in group}) for group in _groups(optimizer)])
             hooks = {len(param._post_accumulate_grad_hooks or ()) for param in model.parameters()}
             assert hooks == ({2} if len(layers) < 4 else {1})
+            assert optimizer.tuning == (len(layers) < 4)
     assert layers == [[3, 1]] * 3 + [[1, 3]]  # a pause longer than a start separates
     tables = [text for text in said if "8 tensors in 2 buckets" in text]
     assert len(tables) == (dear.rank() == 0)

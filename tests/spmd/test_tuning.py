@@ -63,7 +63,7 @@ def _plan(optimizer: Any) -> list[list[str]]:
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
 def test_parity_while_every_step_has_other_buckets(strategy: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bayes, "BayesianSearch", Scripted)
-    plans = []
+    plans, searching = [], []
 
     def train(distributed: bool) -> Any:
         model = _model("Mlp")
@@ -77,6 +77,7 @@ def test_parity_while_every_step_has_other_buckets(strategy: str, kind: str, mon
             optimizer.step()
             if distributed:
                 plans.append(_plan(optimizer))
+                searching.append(optimizer.tuning)
         if distributed:
             optimizer.synchronize()
         return model.state_dict(), optimizer.state_dict()
@@ -87,6 +88,10 @@ def test_parity_while_every_step_has_other_buckets(strategy: str, kind: str, mon
     first = 1 + (strategy == "mgwfbp") * 2  # the buckets of the first step, and those after the backward was timed
     assert len({str(plan) for plan in plans[first - 1 : first + 3]}) == 4
     assert plans[-1] == plans[-2]
+    over = searching.index(False)
+    assert over > first + 2
+    assert not any(searching[over:])
+    assert all(plan == plans[-1] for plan in plans[over:])
     assert all(other == plans for other in dear.allgather_object(plans))
 
 
