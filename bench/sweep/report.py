@@ -13,7 +13,7 @@ from bench.sweep.failures import Failure
 from bench.sweep.origin import origin_of
 from bench.sweep.summary import Group
 
-__all__ = ["markdown", "write"]
+__all__ = ["bound_of", "markdown", "provenance", "write"]
 
 _HEAD = (
     "| method | {unit}/sec | ± | step, median s | quartiles | n | × L | optimizer state MB | peak MB |\n"
@@ -37,7 +37,8 @@ def _table(group: Group, code: bool) -> list[str]:
     return lines
 
 
-def _bound(group: Group) -> str:
+def bound_of(group: Group) -> str:
+    """The lower bound of a group and what it is made of, as a sentence."""
     if group.bound is None or group.compute is None:
         return "No lower bound: the method `none` was not run."
     if group.wire is None:
@@ -58,6 +59,13 @@ def _unique(results: Sequence[dict[str, Any]], name: str) -> str:
     return ", ".join(sorted({str(result["versions"].get(name, "unknown")) for result in results}))
 
 
+def provenance(results: Sequence[dict[str, Any]]) -> str:
+    """How many runs of which code on which machine, as a sentence."""
+    origins = sorted({str(origin_of(result)) for result in results})
+    machine = [f"{name} {_unique(results, name)}" for name in ("python", "system", "cores")]
+    return f"{len(results)} runs; commit {' / '.join(origins)}; {'; '.join(machine)}."
+
+
 def markdown(
     title: str,
     results: Sequence[dict[str, Any]],
@@ -70,8 +78,7 @@ def markdown(
     lines = [f"# {title or 'Benchmarks'}", ""]
     origins = sorted({str(origin_of(result)) for result in results})
     if results:
-        machine = [f"{name} {_unique(results, name)}" for name in ("python", "system", "cores")]
-        lines += [f"{len(results)} runs; commit {' / '.join(origins)}; {'; '.join(machine)}.", ""]
+        lines += [provenance(results), ""]
         lines += ["Steps are wall time on rank 0; rates are of all workers, undilated; L = max(compute, wire).", ""]
     for picture in pictures:
         lines += [f"![{picture.stem}]({picture.name})", ""]
@@ -81,7 +88,7 @@ def markdown(
         lines += [f"| {mark} | {verdict.text} |" for mark, verdict in zip(marks, verdicts, strict=True)]
         lines.append("")
     for group in groups:
-        lines += [f"## {group.title}", "", *_table(group, len(origins) > 1), "", _bound(group), ""]
+        lines += [f"## {group.title}", "", *_table(group, len(origins) > 1), "", bound_of(group), ""]
     if failures:
         lines += ["## Without a result", ""]
         lines += [_failed(failure) for failure in failures]

@@ -1,0 +1,166 @@
+"""Numbers in the pages are those of the results; a digit that differs, or a number without a source, is found."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.claims import MEASURED, pages, problems, unsourced, written
+from bench.cluster import ROOT
+from bench.results import RESULTS, VIEWS, render
+from bench.settings import Settings
+from tests.bench.test_sweep import result_of
+
+SENTENCE = "dear takes <!-- results: ratio a -->0.81<!-- end --> of it.\n"
+TABLE = "<!-- results: table a -->\n| a | b |\n| 0.5 | 2 |\n<!-- end -->\n"
+
+
+def _view(source: str) -> str:
+    return "0.81" if source.startswith("ratio") else "| a | b |\n| 0.5 | 2 |"
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
+def test_pages_say_what_the_results_say(page: Path) -> None:
+    text = page.read_text()
+    found = list(problems(text))
+    name = str(page.relative_to(ROOT))
+    if name in MEASURED:
+        found += [(line, f"{number!r} names no source") for line, number in unsourced(text, MEASURED[name])]
+    assert found == [], "python -m bench.claims --write corrects numbers that have a source"
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/performance.md"])
+def test_any_changed_digit_of_a_page_is_found(page: str) -> None:
+    text = (ROOT / page).read_text()
+    given = {found[1]: found[2] for found in re.finditer(r"<!-- results: (.*?) -->(.*?)<!-- end -->", text, re.DOTALL)}
+    assert len(given) > 5
+
+    def view(source: str) -> str:
+        return given[source].strip("\n")
+
+    assert list(problems(text, view)) == []
+    for source, said in given.items():
+        places = [place for place, letter in enumerate(said) if letter.isdigit()]
+        for place in {places[0], places[-1]}:
+            other = f"{said[:place]}{(int(said[place]) + 1) % 10}{said[place + 1 :]}"
+            changed = text.replace(f"<!-- results: {source} -->{said}", f"<!-- results: {source} -->{other}", 1)
+            assert len(list(problems(changed, view))) == 1
+
+
+def test_a_page_is_written_once_and_for_all() -> None:
+    stale = SENTENCE.replace("0.81", "0.9") + "\n" + TABLE.replace("| 0.5 | 2 |", "| 0.4 | 2 |\n| 1 | 1 |")
+    assert [line for line, _ in problems(stale, _view)] == [1, 3]
+    assert written(stale, _view) == SENTENCE + "\n" + TABLE
+    empty = "dear takes <!-- results: ratio a --><!-- end --> of it.\n\n<!-- results: table a -->\n<!-- end -->\n"
+    assert written(empty, _view) == written(written(empty, _view), _view) == SENTENCE + "\n" + TABLE
+    assert list(problems(SENTENCE + "\n" + TABLE, _view)) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("A <!-- results: ratio a -->0.82<!-- end --> of it.", "says\n    <!-- results: ratio a -->0.82<!-- end -->\n"),
+        ("A <!-- results: ratio a -->0.81 of it.", "1 times <!-- results: and 0 times <!-- end -->"),
+        ("<!-- results: ratio a -->0.81<!-- end --> of it.", "take the line for HTML: begin it with a word"),
+        ("* <!-- results: ratio a -->0.81<!-- end --> of it.", "begins with a source"),
+        ("A <!-- results: table a -->| a | b |<!-- end -->", "gives a table: put <!-- end --> on a line of its own"),
+    ],
+)
+def test_what_is_wrong_with_a_source_is_told(text: str, told: str) -> None:
+    assert any(told in problem for _, problem in problems(text, _view))
+
+
+@pytest.mark.parametrize(
+    ("text", "numbers"),
+    [
+        ("It takes 0.81 of it, 1.28 × L and 3 % more; 12 ms, 600 MB, 3 times.",
+         ["0.81", "1.28 ×", "3 %", "12 ms", "600 MB", "3 times"]),
+        ("| a | 497 | 12 hosts |", ["497", "12"]),
+        ("× 3 of it", ["× 3"]),
+        (SENTENCE + TABLE, []),
+        ("Two hosts with 1 Gbit/s and 25 M parameters, torch 2.13.0, 8 GPUs, ResNet-50, `threshold_mb=4.5`.", []),
+        ("At most ≤ 1.08; [0.5](a-0.5.md)\n\n    python -m x 0.5\n\n```\n0.5 s\n```\n", ["0.5"]),
+    ],
+)  # fmt: skip
+def test_numbers_that_look_measured_need_a_source(text: str, numbers: list[str]) -> None:
+    assert [number for _, number in unsourced(text, None)] == numbers
+
+
+def test_only_the_section_that_measures_needs_sources() -> None:
+    page = "# A\n\n0.1 s\n\n## What was measured\n\n0.2 s\n\n### More\n\n0.3 s\n\n## Other\n\n0.4 s\n"
+    assert list(unsourced(page, "What was measured")) == [(7, "0.2 s"), (11, "0.3 s")]
+    with pytest.raises(ValueError, match="no section 'What was found'"):
+        list(unsourced(page, "What was found"))
+
+
+def _results(folder: Path) -> Path:
+    base: dict[str, Any] = {"model": "mlp", "size": 500, "network": "1gbit", "emulate_compute": "mlp@even:800"}
+    runs = []
+    for workers in (2, 4):
+        for method, seconds in {
+            "none": 0.8,
+            "dear:threshold_mb=1": 1.2,
+            "dear:threshold_mb=2": 1.1,
+            "ddp": 1.5,
+        }.items():
+            result = result_of(Settings(method=method, workers=workers, **base), seconds * workers / 2, goodput=1e8)
+            if (workers, method) == (4, "ddp"):
+                result["versions"] = {"commit": "abc-dirty", "torch": "2"}
+            runs.append(result)
+    (folder / "a").mkdir()
+    verdicts = [{"met": met, "text": ""} for met in (True, True, False, None)]
+    (folder / "a" / "reports.json").write_text(json.dumps({"runs": runs, "bars": verdicts}))
+    (folder / "collectives").mkdir()
+    row = {"operation": "all_gather", "bytes": 2**20, "n": 9, "ms": 4.0, "low_ms": 3.9, "high_ms": 4.2}
+    row |= {"to_wire": 0.9, "to_gloo": None, "cpu_to_gloo": 0.5}
+    about = {"hosts": 2, "network": "1gbit", "backend": "mpi", "goodput": 1.2e8}
+    small = {**row, "bytes": 2**10}
+    (folder / "collectives" / "two.json").write_text(json.dumps({**about, "rows": [small, row]}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("source", "given"),
+    [
+        ("ratio a dear ddp workers=2", "0.73"),
+        ("ratio a dear L", "1.10 – 1.38"),
+        ("peak a dear", "1024"),
+        ("bars a", "2 met, 1 missed, 1 not judged"),
+        ("uncommitted a", "1 of 8"),
+        ("methods a workers=2", "| `dear:threshold_mb=2` | 1.100 | 1.045 – 1.155 | 3 | 1.10 |\n| `ddp` | 1.500 |"),
+        ("methods a all workers=2", "| `dear:threshold_mb=1` | 1.200 |"),
+        ("against a dear ddp", "| mlp@even:800 | 4 | 0.94 | `dear:threshold_mb=2` | 2.200 | 1.38 | `ddp`\\* | 3.000 |"),
+        ("pivot a show=ms columns=none;dear;ddp", "| mlp@even:800 | 2 | 1.25 | 800 | 1100 | 1500 | `dear` |\n"),
+        ("pivot a show=ms columns=ddp", "| 3000\\* | `ddp` |\n\n\\* with changes that were not committed."),
+        ("collectives two", "| all_gather | 1 MB | 9 | 4.00 | 3.90 – 4.20 | 0.90 |  | 0.50 |"),
+    ],
+)
+def test_views(source: str, given: str, tmp_path: Path) -> None:
+    assert given in render(source, _results(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ("ratio a dear ddp", "does not speak of runs whose code was not committed"),
+        ("ratio a dear horovod", "there are no such runs"),
+        ("methods a", "2 groups of runs are meant, not one: mlp@even:800"),
+        ("methods a workers=8", r"a has no runs with {'workers': '8'}"),
+        ("methods a hosts=8", "names hosts; runs are told apart by model, "),
+        ("methods b", "No such file"),
+        ("pivot a show=ms", "columns= is missing"),
+        ("methodes a", "should begin with one of about, methods"),
+    ],
+)
+def test_a_source_that_gives_nothing_says_why(source: str, told: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=told):
+        render(source, _results(tmp_path))
+
+
+def test_every_view_says_how_it_is_asked() -> None:
+    assert all((view.__doc__ or "").startswith(f"{name} ") for name, view in VIEWS.items())
+    assert (RESULTS / "default-sweep" / "reports.json").exists()
