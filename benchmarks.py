@@ -22,7 +22,7 @@ from bench.sweep.bars import judge
 from bench.sweep.failures import Failures
 from bench.sweep.journal import Journal
 from bench.sweep.lock import Occupied, alone
-from bench.sweep.origin import today
+from bench.sweep.origin import UNCOMMITTED, today
 from bench.sweep.plots import draw
 from bench.sweep.report import write
 from bench.sweep.runner import run_all
@@ -62,6 +62,8 @@ def run(sweep: Sweep, folder: Path, arguments: argparse.Namespace) -> int:
         say(f"{others} results are of other code or another environment, and are measured again (--keep reuses them)")
     if os.geteuid() != 0 and any(run.network != "local" for run in sweep.runs):
         say("runs with emulated links need root and will be reported as failed")
+    if UNCOMMITTED in today().commit:
+        say("the code has changes that are not committed: docs may not quote these results (python -m bench.claims)")
     end_in_order()
     try:
         run_all(sweep.runs, journal, folder, arguments.tries, known=failures)

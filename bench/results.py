@@ -19,13 +19,13 @@ from typing import Any
 
 from bench.cluster import ROOT
 from bench.methods.method import family_of
+from bench.sweep.origin import UNCOMMITTED
 from bench.sweep.report import bound_of, provenance
 from bench.sweep.summary import GROUP, Group, Row, group
 
 __all__ = ["RESULTS", "VIEWS", "render"]
 
 RESULTS = ROOT / "docs" / "results"
-_UNCOMMITTED = "-dirty"
 _NAMED = re.compile(r"\w+=")
 _NOTE = "\\* with changes that were not committed."
 
@@ -79,7 +79,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _mark(row: Row) -> str:
-    return "\\*" if _UNCOMMITTED in row.origin else ""
+    return "\\*" if UNCOMMITTED in row.origin else ""
 
 
 def _place(one: Group) -> list[str]:
@@ -216,7 +216,7 @@ def bars(source: Source) -> str:
 def uncommitted(source: Source) -> str:
     """uncommitted SWEEP: how many of its runs are of code that was not committed."""
     origins = [row.origin for one in source.groups() for row in one.rows]
-    return f"{sum(_UNCOMMITTED in origin for origin in origins)} of {len(origins)}"
+    return f"{sum(UNCOMMITTED in origin for origin in origins)} of {len(origins)}"
 
 
 def curves(source: Source) -> str:

@@ -37,7 +37,7 @@ class Rehearsal:
     def attach(self, optimizer: DistributedOptimizer) -> None:
         """Begin with `optimizer`'s next step, before which no step was made."""
         self._mine = weakref.ref(optimizer)
-        optimizer.study(self)
+        optimizer._study(self)
 
     @property
     def under_way(self) -> bool:

@@ -164,7 +164,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Whether steps are still measured for other buckets, by ``tune`` or for mgwfbp's plan. The same on every rank."""
         return any(study.under_way for study in self._studies)
 
-    def study(self, study: Study) -> None:
+    def _study(self, study: Study) -> None:
         """Call `study` after each step from the next one on."""
         self._studies.append(study)
         self.register_step_post_hook(study)  # type: ignore[arg-type]

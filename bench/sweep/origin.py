@@ -15,7 +15,9 @@ import torch
 
 from bench.cluster import ROOT
 
-__all__ = ["Origin", "commit_of", "origin_of", "today"]
+__all__ = ["UNCOMMITTED", "Origin", "commit_of", "origin_of", "today"]
+
+UNCOMMITTED = "-dirty"  # in the commit of a result whose code nobody can get again
 
 # Read by our strategies, by Horovod, and by what they communicate with. OMP_NUM_THREADS is not: the launcher sets it.
 _PREFIXES = ("DEAR_", "HOROVOD_", "COMM_CORE_", "OMPI_MCA_", "GLOO_", "NCCL_")
@@ -61,7 +63,7 @@ def commit_of(root: Path) -> str:
         except importlib.metadata.PackageNotFoundError:
             return "unknown"
     commit = head.decode().strip()
-    return f"{commit}-dirty.{hashlib.sha256(changes).hexdigest()[:8]}" if changes else commit
+    return f"{commit}{UNCOMMITTED}.{hashlib.sha256(changes).hexdigest()[:8]}" if changes else commit
 
 
 def today(environ: Mapping[str, str] = os.environ) -> Origin:

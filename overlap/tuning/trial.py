@@ -55,7 +55,7 @@ class Trial:
     def attach(self, optimizer: DistributedOptimizer) -> None:
         """Begin with `optimizer`'s next step."""
         self._mine = weakref.ref(optimizer)
-        optimizer.study(self)
+        optimizer._study(self)
 
     @property
     def under_way(self) -> bool:

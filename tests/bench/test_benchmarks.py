@@ -18,7 +18,7 @@ from bench.settings import Settings
 from bench.sweep.failures import Failure, Failures, reason_in
 from bench.sweep.journal import Journal
 from bench.sweep.lock import Occupied, alone
-from bench.sweep.origin import today
+from bench.sweep.origin import Origin, today
 from bench.sweep.runner import run_all
 from tests.bench.test_sweep import result_of
 
@@ -66,6 +66,15 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     yield Bench(tmp_path, monkeypatch)
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("commit", ["0123456789", "0123456789-dirty.89abcdef"])
+def test_results_of_code_that_is_not_committed_are_announced(
+    commit: str, bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(benchmarks, "today", lambda: Origin(commit, "2", {}))
+    assert bench("--only", "workers=2") == 0
+    assert ("docs may not quote these results" in capsys.readouterr().err) == ("dirty" in commit)
 
 
 def test_reports_go_on_telling_why_a_run_failed(bench: Bench) -> None:
