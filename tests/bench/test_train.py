@@ -180,6 +180,23 @@ def test_fsdp_units_may_be_so_many_layers() -> None:
     assert layers(model, 1) == [[block[0]], [block[2]], [model[1]]]
 
 
+@pytest.mark.parametrize(("spec", "sizes"), [("fsdp2:unit_layers=3", [3, 1]), ("fsdp2:unit_mb=0.001", [1, 1])])
+def test_fsdp_shards_the_units_that_were_asked_for(
+    spec: str, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[object] = []
+    monkeypatch.setattr("bench.methods.fsdp.fully_shard", lambda unit, **_options: given.append(unit))
+    monkeypatch.setattr("bench.methods.fsdp.init_device_mesh", lambda *_arguments: None)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    monkeypatch.setattr("bench.methods.process_group.join", lambda _device: None)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(2)))
+    fsdp = method(spec)
+    fsdp.join(torch.device("cpu"))
+    fsdp.distribute(model, (torch.optim.SGD, {"lr": 0.1}))
+    assert given[-1] is model
+    assert [len(unit) if isinstance(unit, list) else 1 for unit in given[:-1]] == sizes
+
+
 def test_ddp_is_told_whether_buffers_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[dict[str, object]] = []
     monkeypatch.setattr("bench.methods.ddp.DistributedDataParallel", lambda _model, **options: given.append(options))
