@@ -30,6 +30,7 @@ DEVICE = os.environ.get("DEAR_TEST_DEVICE", "")
 _HOST_ONLY = {
     "test_communicator.py": "communicators of the host move its tensors",
     "test_device_carriers.py": "pretends a device itself",
+    "test_event_order.py": "operations on tensors of a device are issued by carriers",
     "test_examples.py": "the examples choose their device themselves",
     "bytescheduler": "refuses models on a GPU",
     "co2": "refuses models on a GPU",
