@@ -20,17 +20,45 @@ class _Mailroom:
     def __init__(self) -> None:
         self.handlers: dict[str, Callable[[int, Any], Any]] = {}
         self.told: list[tuple[int, str, Any]] = []
+        self.busy: bool | None = None  # whether the other rank has gradients to drop; None: it never answers
 
     def on(self, topic: str, handler: Callable[[int, Any], Any]) -> None:
         self.handlers[topic] = handler
 
     def tell(self, rank: int, topic: str, payload: Any) -> None:
         self.told.append((rank, topic, payload))
+        if topic == "state/1/skips" and self.busy is not None:  # the other rank has come to the same call
+            self.handlers["state/1/skips/answer"](rank, (payload, self.busy))
 
 
 def _skips(abort: Callable[[int], None] = lambda _status: None) -> tuple[Skips, _Mailroom, Any]:
-    mailroom, attendance = _Mailroom(), SimpleNamespace(topic="state/1", round=3, ranks=(0, 1))
+    attendance = SimpleNamespace(topic="state/1", round=3, ranks=(0, 1), present=lambda _round: (0, 1))
+    mailroom = _Mailroom()
     return Skips(0, attendance, mailroom, abort), mailroom, attendance  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("busy", [True, False])
+def test_a_rank_without_gradients_asks_the_others_before_it_goes_on(busy: bool) -> None:
+    mine, mailroom, _ = _skips()
+    mailroom.busy = busy
+    mine.passed = True  # a forward ran, and its backward before a step
+    assert not mine.meet(dropping=False)
+    assert mailroom.told == []
+    mine.passed = True  # another one, and no step
+    assert mine.meet(dropping=False) is busy
+    dropped = [(1, "state/1/skips/dropped", 3)] if busy else []
+    assert not mine.meet(dropping=False)  # no forward since
+    assert mailroom.told == [(1, "state/1/skips", (3, 2)), *dropped]
+
+
+def test_without_a_forward_nobody_is_asked() -> None:
+    mine, mailroom, _ = _skips()
+    mailroom.busy = True
+    for _ in range(3):
+        assert not mine.meet(dropping=False)
+    mine.passed = True
+    assert mine.meet(dropping=True)  # this one knows
+    assert mailroom.told == [(1, "state/1/skips/dropped", 3)]
 
 
 def test_a_step_that_another_rank_is_known_to_have_dropped_raises() -> None:

@@ -203,6 +203,7 @@ class Recorder:
     def __init__(self, model: nn.Module) -> None:
         self._model, self._events = model, list[tuple[Communicator | None, str, str]]()
         self._hold, self._held, self._released = "", threading.Event(), threading.Event()
+        self.passes = 1
         for name, layer in model.named_children():
             for parameter in layer.parameters():
                 parameter.register_post_accumulate_grad_hook(
@@ -242,7 +243,8 @@ class Recorder:
     def backward(self, optimizer: Any) -> None:
         optimizer.zero_grad()
         x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(dear.rank()), dtype=torch.float64)
-        self._model(x).square().mean().backward()
+        for _ in range(self.passes):
+            self._model(x).square().mean().backward()
 
     def step(self, optimizer: Any) -> list[str]:
         """All events of a training step."""
@@ -302,6 +304,15 @@ def test_a_parameter_added_later_is_reduced_under_backward() -> None:
     optimizer.add_param_group({"params": list(model.inp.parameters())})
     recorder.step(optimizer)
     assert recorder.step(optimizer) == EXPECTED["wfbp"][1]
+
+
+def test_what_was_unused_at_first_is_awaited_as_often_as_what_was_used_most() -> None:
+    model, optimizer, recorder = _made("wfbp")
+    recorder.passes = 2
+    model.used = ("mid", "end")
+    recorder.step(optimizer)
+    model.used = ("inp", "mid", "end")
+    assert recorder.step(optimizer) == [*BACKWARD, *EXPECTED["wfbp"][1]]
 
 
 def _operations(recorder: Recorder, optimizer: Any) -> list[str]:
