@@ -11,11 +11,14 @@ import pytest
 from comm_core import Communicator, DType, ReduceOp, Unsupported
 from tests.comm_core.reference import (
     FLOATING,
+    NUMPY,
     Array,
     assert_equal,
     balanced,
+    narrow,
     random_array,
     reduced,
+    widen,
     zeros,
 )
 
@@ -220,6 +223,36 @@ def test_special_values_travel(comm: Communicator) -> None:
             comm.all_reduce(one_nan, result, op)
             assert np.isnan(result[1])
             assert not np.isnan(result[0])
+
+
+@pytest.mark.parametrize("op", [ReduceOp.MIN, ReduceOp.MAX], ids=lambda x: x.name)
+@pytest.mark.parametrize("dtype", FLOATING, ids=lambda x: x.name)
+def test_a_nan_of_any_rank_is_the_least_and_the_greatest(comm: Communicator, dtype: DType, op: ReduceOp) -> None:
+    """Every rank has its own at some places, beside infinities and other numbers; at the rest nobody has one."""
+    count = 40_003
+    inputs = [random_array(dtype, count, seed=rank) for rank in range(comm.size)]
+    infinity, nan = (np.array([value], np.float32) for value in (np.inf, np.nan))
+    to_raw = narrow if dtype is DType.BFLOAT16 else lambda values: values.astype(NUMPY[dtype])
+    for rank, array in enumerate(inputs):
+        array.raw[::3], array.raw[1::3] = to_raw(infinity), to_raw(-infinity)
+        array.raw[rank :: comm.size + 1] = to_raw(nan)
+    expected = np.arange(count) % (comm.size + 1) < comm.size
+    counts = balanced(count, comm.size)
+    first, last = sum(counts[: comm.rank]), sum(counts[: comm.rank + 1])
+    mine, chunk, whole = inputs[comm.rank], zeros(dtype, last - first), zeros(dtype, count)
+    comm.reduce_scatter(mine.buffer(), chunk.buffer(), op)
+    np.testing.assert_array_equal(_is_nan(chunk), expected[first:last])
+    comm.all_reduce(mine.buffer(), whole.buffer(), op)
+    np.testing.assert_array_equal(_is_nan(whole), expected)
+    for root in range(comm.size):
+        result = zeros(dtype, 5)
+        few = Array(mine.raw[:5].copy(), dtype)
+        comm.reduce(few.buffer(), result.buffer() if comm.rank == root else None, op, root)
+        assert comm.rank != root or _is_nan(result).tolist() == expected[:5].tolist()
+
+
+def _is_nan(array: Array) -> np.ndarray:
+    return np.isnan(widen(array.raw) if array.dtype is DType.BFLOAT16 else array.raw)
 
 
 def test_float16_rounds_as_numpy_does(comm: Communicator) -> None:

@@ -64,6 +64,28 @@ def test_reductions(comm: Communicator, dtype: torch.dtype, op: ReduceOp) -> Non
         assert torch.equal(mine, expected)
 
 
+@pytest.mark.parametrize("op", [ReduceOp.MIN, ReduceOp.MAX])
+@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype.is_floating_point])
+def test_a_nan_of_any_rank_is_the_least_and_the_greatest(comm: Communicator, dtype: torch.dtype, op: ReduceOp) -> None:
+    """Every rank has its own at some places, beside infinities and other numbers; at the rest nobody has one."""
+    for count in (5, 70_001):
+        rows = _rows(comm, count, dtype)
+        rows[:, ::3], rows[:, 1::3] = float("inf"), float("-inf")
+        for rank, row in enumerate(rows):
+            row[rank :: comm.size + 1] = float("nan")
+        mine, expected = rows[comm.rank].clone(), torch.arange(count) % (comm.size + 1) < comm.size
+        shares = _balanced(count, comm.size)
+        shard, whole = torch.empty(shares[comm.rank], dtype=dtype), torch.empty(count, dtype=dtype)
+        comm.reduce_scatter(mine, shard, op)
+        assert torch.equal(shard.isnan(), expected.split(shares)[comm.rank])
+        comm.all_reduce(mine, whole, op)
+        assert torch.equal(whole.isnan(), expected)
+        for root in range(comm.size):
+            at_root = torch.zeros(count, dtype=dtype)
+            comm.reduce(mine, at_root if comm.rank == root else None, op, root)
+            assert comm.rank != root or torch.equal(at_root.isnan(), expected)
+
+
 def test_persistent_operations(comm: Communicator) -> None:
     count = 70_001
     shares = [0] * (comm.size - 1) + [count]
