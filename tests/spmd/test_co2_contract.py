@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import threading
 import time
 from typing import Any
 
@@ -210,6 +211,19 @@ def test_a_group_averages_gradients_in_every_step() -> None:
     assert len(set(mates)) == 1
 
 
+def test_the_gap_is_that_of_whole_parameters() -> None:
+    """Each rank knows of its own shards only how far they moved; in some rounds not as far as in the longest one."""
+    rule = {**FULL, "outer_clip": None}
+    model, optimizer = _wrapped(_sgd, outer_frequency=2, **rule)
+    simulation = Simulation(_model(), _sgd, co2.size(), frequency=2, lr=0.8, momentum=0.5, clip=None, penalty=True)
+    for step in range(20):
+        _steps(model, optimizer, range(step, step + 1))
+        simulation.step(lambda m, worker, step=step: _loss(m, worker, step))
+    for value, wanted in zip(model.parameters(), simulation.workers[co2.rank()][0].parameters(), strict=True):
+        torch.testing.assert_close(value, wanted, rtol=1e-12, atol=1e-12)
+    assert sum(1.01 < gap < 1.99 for gap in simulation.gaps) > 2, simulation.gaps
+
+
 @pytest.mark.parametrize("group", [None, 1, 2])
 def test_optimizers_in_groups_that_were_dropped_leave_their_channels_to_others(group: int | None) -> None:
     if co2.size() % (group or 1):
@@ -276,6 +290,36 @@ def test_joining_together_is_fine_and_alone_is_refused_everywhere() -> None:
     with pytest.raises(CannotJoin, match="an average of parameters needs every rank, and ranks"):
         go_on()
     _end_of_a_failed_join()
+
+
+@pytest.mark.timeout(30)
+def test_joining_while_others_wait_for_the_rank_is_refused_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    if co2.size() == 1:
+        return
+    monkeypatch.setattr("co2.rounds._LOOK_SECONDS", 0.02)
+    model, optimizer = _wrapped(outer_frequency=2)
+    rounds, waiting = optimizer._rounds, threading.Semaphore(0)
+    current().mailroom.on("test/waiting", lambda _sender, _news: waiting.release())
+    _steps(model, optimizer, range(2))
+    arrive = rounds.arrive
+
+    def arrive_telling(**options: Any) -> None:
+        if rounds.events == 2:  # for what rank 1 never sends
+            current().mailroom.tell(1, "test/waiting")
+        arrive(**options)
+
+    def join_late() -> None:
+        for _ in range(co2.size() - 1):
+            assert waiting.acquire(timeout=20), "the others wait in the round's end"
+        co2.join()
+
+    rounds.arrive = arrive_telling
+    co2.barrier()
+    go_on = join_late if co2.rank() == 1 else functools.partial(_steps, model, optimizer, range(2, 6))
+    with pytest.raises(CannotJoin, match=r"an average of parameters needs every rank, and ranks \[1\] have joined"):
+        go_on()
+    _end_of_a_failed_join()
+    current().services["co2"].close()  # which sends the round that is missing
 
 
 @pytest.mark.parametrize("behind", [0, 1, 2])

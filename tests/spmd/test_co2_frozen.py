@@ -115,6 +115,40 @@ def test_what_is_written_in_warm_up_stays() -> None:
     assert _holds(model[0], 7.0)
 
 
+@pytest.mark.parametrize("apart", [False, True])
+def test_the_outer_momentum_of_a_frozen_parameter_is_forgotten(apart: bool) -> None:
+    """Beside others that travel, or in a part of its own, which rests."""
+
+    def moving() -> list[bool]:
+        outer = optimizer.state_dict()["co2"]["parameters"]
+        return [bool(outer[index]["momentum"].any()) for index in range(4)]
+
+    model, optimizer = _wrapped(outer_frequency=1, **FULL)
+    if apart:
+        model[0].requires_grad_(False)
+        _steps(model, optimizer, range(2))
+        model[0].requires_grad_(True)
+    _steps(model, optimizer, range(2, 6))
+    assert len(optimizer._rounds.parts) == 1 + apart
+    assert moving() == [True] * 4
+    model[0].requires_grad_(False)
+    _steps(model, optimizer, range(6, 9))
+    assert moving() == [False, False, True, True]
+    model[0].requires_grad_(True)
+    before = copy.deepcopy(model[0].state_dict())
+    for step in range(9, 12):  # it travels again, and has no gradient
+        optimizer.zero_grad()
+        model[2](torch.tanh(_inputs(step))).square().mean().backward()
+        optimizer.step()
+    for name, value in model[0].state_dict().items():
+        torch.testing.assert_close(value, before[name], rtol=1e-14, atol=1e-15)
+
+
+def _inputs(step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + co2.rank())
+    return torch.randn(4, 16, generator=generator, dtype=torch.float64)
+
+
 @pytest.mark.parametrize("steps", [4, 5, 6, 7])
 def test_resumes_bit_for_bit_where_a_frozen_parameter_was_written_to(steps: int) -> None:
     model, optimizer = _wrapped(outer_frequency=2, **FULL)
