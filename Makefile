@@ -3,7 +3,7 @@ PYTHON_PACKAGES = comm_core overlap dearrun dear wfbp mgwfbp bytescheduler_adapt
 CPP = $(shell find comm_core -name '*.hpp' -o -name '*.cpp')
 BIN = .venv/bin
 
-.PHONY: help setup build test test-1 test-2 test-4 lint format ci bench horovod compare-horovod clean
+.PHONY: help setup build test test-1 test-2 test-4 test-slow lint format ci bench horovod compare-horovod clean
 help: ## show the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
 
@@ -17,6 +17,9 @@ test: setup ## run all tests
 
 test-1 test-2 test-4: setup ## only the suites that run inside every rank, at that many ranks over MPI
 	@$(BIN)/python -m pytest tests/test_spmd.py -k "mpi-$(@:test-%=%)"
+
+test-slow: setup ## only the tests that are too slow for every run, at all numbers of ranks (needs several GB)
+	@DEAR_SLOW_TESTS=only $(BIN)/python -m pytest tests -k "not communicator-torchrun"
 
 lint: setup ## ruff, mypy, clang-format
 	$(BIN)/ruff check .

@@ -1,14 +1,20 @@
-"""What all tests share: conditions for markers, poisoned parameters, and the table of multi-rank suites at the end."""
+"""What all tests share: conditions for markers, poisoned parameters, and what the end of a run tells.
+
+That is the table of multi-rank suites, and which tests did not run.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+
+from tests.skipped import table
 
 # A missed wait then shows as NaN instead of as an old value.
 os.environ.setdefault("DEAR_POISON", "1")
@@ -28,7 +34,7 @@ CONDITIONS = {
     "needs_root": (lambda: os.geteuid() == 0, "needs root"),
     "needs_gpu": (_has_gpu, "needs a CUDA device"),
     "needs_horovod": (lambda: importlib.util.find_spec("horovod") is not None, "needs Horovod"),
-    "slow": (lambda: os.environ.get("DEAR_SLOW_TESTS") == "1", "slow; set DEAR_SLOW_TESTS=1"),
+    "slow": (lambda: os.environ.get("DEAR_SLOW_TESTS") in ("1", "only"), "slow; make test-slow runs it"),
 }
 
 
@@ -48,18 +54,38 @@ def _no_session_is_left() -> Iterator[None]:
         pytest.fail("the test left its session open")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest first: several processes then end at about the same time."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The longest first: several processes then end at about the same time.
+
+    With ``DEAR_SLOW_TESTS=only``, nothing but what is slow: here and, since they inherit the variable, in the suites' jobs.
+    """
     items.sort(key=lambda item: item.path.name != "test_spmd.py")
+    if os.environ.get("DEAR_SLOW_TESTS") == "only":
+        quick = [i for i in items if i.get_closest_marker("slow") is None and i.path.name != "test_spmd.py"]
+        config.hook.pytest_deselected(items=quick)
+        items[:] = [item for item in items if item not in quick]
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    lines = [str(value) for report in terminalreporter.getreports("passed") for value in _suite_results(report)]
+    lines = sorted(str(value) for value in _told(terminalreporter, "suite"))
     if lines:
         terminalreporter.section("suites that ran inside every rank")
-        for line in sorted(lines):
+        for line in lines:
+            terminalreporter.write_line(line)
+    alone = Counter(_reason(report) for report in terminalreporter.getreports("skipped"))
+    lines = table(alone, dict(_told(terminalreporter, "skipped")))
+    if lines and "DEAR_SPMD_SUITE" not in os.environ:
+        terminalreporter.section("tests that did not run, by reason")
+        for line in lines:
             terminalreporter.write_line(line)
 
 
-def _suite_results(report: pytest.TestReport) -> list[object]:
-    return [value for name, value in report.user_properties if name == "suite"]
+def _told(terminalreporter: Any, what: str) -> list[Any]:
+    """What tests that passed have recorded under this name."""
+    reports = terminalreporter.getreports("passed")
+    return [value for report in reports for name, value in report.user_properties if name == what]
+
+
+def _reason(report: pytest.TestReport) -> str:
+    place = report.longrepr
+    return str(place[2] if isinstance(place, (tuple, list)) else place).removeprefix("Skipped: ")

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness import JobFailed, run_suite
+from tests.skipped import reasons
 
 BEST = ""  # what torch chooses by itself
 JOBS = [
@@ -60,3 +61,5 @@ def test_suite(
     record_property(
         "suite", f"{what:<10} {launcher:<9} {size} rank(s): {counts[0]}, {last.seconds:.0f} s {where}".rstrip()
     )
+    if not part:
+        record_property("skipped", (f"{suite} {launcher} {size}", reasons(last.output)))

@@ -11,14 +11,16 @@ from typing import Any
 import pytest
 import torch
 
+import dear
 from bench.emulation.profile import Layer, Profile, to_text
 from bench.gpu import __main__ as program
-from bench.gpu import layers
+from bench.gpu import kernels, layers, parity
 from bench.gpu.facts import Facts, missing_gpu
 from bench.gpu.plan import Check, checks
 from bench.gpu.prepare import commands, whole_library
 from bench.gpu.streams import Stream, streams_of
 from bench.models.mlp import NARROW
+from overlap.cuda_math import kernels_on
 
 CARD = Facts((2, 30, 1), "2.30.1 at /lib", None, None, "2.11.0", "13.0")
 
@@ -80,6 +82,23 @@ def test_without_a_gpu_it_says_so(
     assert all(line.endswith("no CUDA device: none here") for line in lines)
     assert layers.main(["resnet50", "--json", str(tmp_path / "p.json")]) == 2
     assert "no GPU" in capsys.readouterr().err
+
+
+@pytest.mark.needs_gpu
+def test_kernels_on_the_card_give_what_torch_gives() -> None:
+    if kernels_on(torch.cuda.current_device()) is None:
+        pytest.skip("no kernels for this card: comm_core was built without nvcc")
+    assert kernels.main(["--numel", "100003", "--repeat", "2"]) == 0
+
+
+@pytest.mark.needs_gpu
+@pytest.mark.parametrize("strategy", parity.STRATEGIES)
+def test_training_on_the_card_gives_what_one_process_gives(strategy: str) -> None:
+    dear.init()
+    try:
+        assert parity.largest_difference(strategy, torch.device("cuda"), torch.float64) < 1e-11
+    finally:
+        dear.shutdown()
 
 
 def test_checks_are_listed_and_named(bare: None, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
