@@ -82,8 +82,18 @@ class Mailroom:
                 if not self._closing.is_set():
                     log.warning("rank %d: mailroom stopped: %s", self._comm.rank, error)
                 return
-            if letter is not None:
+            if letter is None:
+                continue
+            try:
                 self._open(*letter)
+            except Exception as error:  # of this letter: the next ones can be read
+                log.warning(
+                    "rank %d: mailroom passed over a letter of rank %d: %s: %s",
+                    self._comm.rank,
+                    letter[0],
+                    type(error).__name__,
+                    error,
+                )
 
     def _open(self, sender: int, payload: bytes) -> None:
         file = io.BytesIO(payload)

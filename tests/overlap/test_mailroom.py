@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import queue
 from collections.abc import Iterator
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from overlap.mailroom import Mailroom, NoAnswer
+from tests.gpu_double import eventually
 
 
 class Unreadable:
@@ -86,3 +88,32 @@ def test_a_question_that_cannot_be_sent_is_not_waited_for(rooms: list[Mailroom])
     with pytest.raises(Exception, match="<lambda>"):
         rooms[0].ask(1, "echo", lambda: None)
     assert not rooms[0]._answers
+
+
+def _no_room_for(_rank: int, payload: bytes) -> None:
+    raise OSError(f"{len(payload)} bytes do not fit")
+
+
+def test_a_letter_that_cannot_be_opened_is_passed_over(rooms: list[Mailroom], caplog: pytest.LogCaptureFixture) -> None:
+    asker, other = rooms
+    other.on("echo", lambda _rank, question: question)
+    asker._comm.post(1, b"not a pickle at all")
+    asker._comm.post(1, b"")
+    asker._comm.post(1, pickle.dumps(("ask", 0)))  # a field is missing
+    assert _ask(asker, "echo", 1) == 1
+    assert len(caplog.messages) == 3
+    assert all("rank 1: mailroom passed over a letter of rank 0: " in message for message in caplog.messages)
+
+
+def test_an_answer_that_cannot_be_sent_leaves_the_next_question_answered(
+    rooms: list[Mailroom], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asker, other = rooms
+    other.on("echo", lambda _rank, question: question)
+    with monkeypatch.context() as patch:
+        patch.setattr(other._comm, "post", _no_room_for)
+        lost = asker.ask(1, "echo", 1)
+        eventually(lambda: bool(caplog.messages))
+    assert "OSError" in caplog.messages[0]
+    assert _ask(asker, "echo", 2) == 2
+    assert not lost.done()
