@@ -86,6 +86,15 @@ DType dtype_of(const Py_buffer& view, const char* name) {
                     " bytes) cannot be transferred; pass a comm_core.Buffer that says how to read them");
 }
 
+/// Reductions read whole elements. Operations that only copy need no alignment, but one rule serves all.
+void require_aligned(std::uintptr_t address, std::int64_t count, DType dtype, const char* name) {
+  const auto size = item_size(dtype);
+  const auto beyond = address % size;
+  if (beyond == 0 || count == 0) return;
+  throw InvalidUsage(std::string(name) + ": the address is " + std::to_string(beyond) +
+                     " bytes beyond a multiple of the element size " + std::to_string(size) + "; pass an aligned copy");
+}
+
 }  // namespace
 
 struct Arguments::Held {
@@ -126,7 +135,9 @@ Buffer Arguments::view(const py::object& object, const char* name) {
   held_->objects->views.push_back(view);
   if (PyBuffer_IsContiguous(&view, 'C') == 0) throw InvalidUsage(std::string(name) + " is not C-contiguous");
   const DType dtype = dtype_of(view, name);
-  return {static_cast<std::byte*>(view.buf), view.len / view.itemsize, dtype, view.readonly != 0};
+  const auto count = view.len / view.itemsize;
+  require_aligned(reinterpret_cast<std::uintptr_t>(view.buf), count, dtype, name);
+  return {static_cast<std::byte*>(view.buf), count, dtype, view.readonly != 0};
 }
 
 PyBuffer make_buffer(std::uintptr_t address, std::int64_t count, DType dtype, bool readonly, py::object owner,
@@ -134,10 +145,7 @@ PyBuffer make_buffer(std::uintptr_t address, std::int64_t count, DType dtype, bo
   if (count < 0) throw InvalidUsage("Buffer: count is " + std::to_string(count));
   if (count > std::numeric_limits<std::int64_t>::max() / 16) throw InvalidUsage("Buffer: count is too large");
   if (address == 0 && count > 0) throw InvalidUsage("Buffer: address 0 with " + std::to_string(count) + " elements");
-  // What is copied byte by byte need not be aligned, but reductions read whole elements.
-  if (address % item_size(dtype) != 0 && count > 0) {
-    throw InvalidUsage("Buffer: address is not a multiple of the element size " + std::to_string(item_size(dtype)));
-  }
+  require_aligned(address, count, dtype, "Buffer");
   if (device && *device < 0) throw InvalidUsage("Buffer: device is " + std::to_string(*device));
   if (!device && stream != 0) throw InvalidUsage("Buffer: a stream belongs to a device; pass device too");
   return {{reinterpret_cast<std::byte*>(address), count, dtype, readonly, device, stream}, std::move(owner)};

@@ -21,6 +21,11 @@ def _frozen(count: int) -> np.ndarray:
     return data
 
 
+def _shifted(count: int) -> np.ndarray:
+    """Elements that begin one byte behind an address that is aligned."""
+    return np.zeros(F4().itemsize * count + 1, np.uint8)[1:].view(F4)
+
+
 WRONG: dict[str, tuple[Call, str]] = {
     "recv of another type": (lambda c: c.all_reduce(np.zeros(3, F4), np.zeros(3)), "float32 .* float64"),
     "recv of another size": (lambda c: c.all_reduce(np.zeros(3, F4), np.zeros(4, F4)), "3 .* 4"),
@@ -32,6 +37,8 @@ WRONG: dict[str, tuple[Call, str]] = {
     "bytes are read-only": (lambda c: c.recv(b"abc", 0), "read-only"),
     "strided": (lambda c: c.all_reduce(np.zeros(6, F4)[::2], np.zeros(3, F4)), "not C-contiguous"),
     "fortran order": (lambda c: c.send(np.zeros((2, 3), F4, order="F"), 0), "not C-contiguous"),
+    "not aligned": (lambda c: c.all_reduce(_shifted(3), np.zeros(3, F4)), "send: .* 1 bytes beyond .* element size 4"),
+    "moved and not aligned": (lambda c: c.broadcast(_shifted(3)), "buffer: .* 1 bytes beyond .* element size 4"),
     "no buffer at all": (lambda c: c.all_reduce([1.0], np.zeros(1)), "buffer protocol, got list"),
     "chunk of another size": (
         lambda c: c.reduce_scatter(np.zeros(4 * c.size, F4), np.zeros(5, F4)),
@@ -131,6 +138,8 @@ def test_buffer_describes_memory() -> None:
     for arguments in ((0, 1), (data.ctypes.data, -1), (data.ctypes.data + 1, 1), (data.ctypes.data, 2**62)):
         with pytest.raises(InvalidUsage):
             Buffer(*arguments, DType.INT16)
+    with pytest.raises(InvalidUsage, match=r"Buffer: .* 1 bytes beyond a multiple of the element size 2"):
+        Buffer(data.ctypes.data + 1, 1, DType.INT16)
     assert Buffer(0, 0, DType.FLOAT32).count == 0
 
 
