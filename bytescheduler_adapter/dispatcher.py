@@ -27,6 +27,7 @@ import torch
 import comm_core
 from bytescheduler_adapter.credit import CreditQueue
 from comm_core import ReduceOp
+from overlap.checks import check_timeout
 from overlap.communicator import Communicator, Work
 from overlap.forks import Origin
 
@@ -66,7 +67,8 @@ class PartsWork:
         return time.monotonic() - self._started
 
     def wait(self, timeout: float | None = None) -> None:
-        until = None if timeout is None else time.monotonic() + timeout
+        limit = check_timeout("wait", timeout)
+        until = None if limit is None else time.monotonic() + limit
         for part in self._parts:
             work = self._dispatcher.await_issue(part, self, until)
             work.wait(None if until is None else max(0.0, until - time.monotonic()))

@@ -7,6 +7,7 @@ autograd history nor its version counter: writing it is, for autograd, a write f
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 import torch
@@ -100,6 +101,15 @@ def check_rank(what: str, name: str, rank: int, size: int) -> None:
     """Refuse a rank outside the group."""
     if not 0 <= rank < size:
         raise InvalidUsage(f"{what}: {name} {rank} is not a rank of a group of {size}")
+
+
+def check_timeout(what: str, timeout: float | None) -> float | None:
+    """How many seconds to wait; None: for ever. ValueError where `timeout` is negative or not a number."""
+    if timeout is None:
+        return None
+    if not timeout >= 0:
+        raise InvalidUsage(f"{what}: timeout is {timeout}; pass seconds, 0 or more, or None to wait for ever")
+    return None if timeout > threading.TIMEOUT_MAX else float(timeout)
 
 
 def check_tag(what: str, tag: int) -> None:

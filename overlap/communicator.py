@@ -184,8 +184,11 @@ class Communicator(ABC):
         """Send `payload` to `peer`'s mailbox (which may be one's own)."""
 
     @abstractmethod
-    def receive_post(self, timeout: float) -> tuple[int, bytes] | None:
-        """The next message and the rank that posted it; None when none came within `timeout` seconds."""
+    def receive_post(self, timeout: float | None) -> tuple[int, bytes] | None:
+        """The next message and the rank that posted it; None when none came within `timeout` seconds.
+
+        `timeout` is as in :meth:`overlap.work.Work.wait`.
+        """
 
     # - Life
 

@@ -199,7 +199,7 @@ class DeviceCommunicator(Communicator):
     def post(self, peer: int, payload: bytes) -> Work:
         return self._host.post(peer, payload)
 
-    def receive_post(self, timeout: float) -> tuple[int, bytes] | None:
+    def receive_post(self, timeout: float | None) -> tuple[int, bytes] | None:
         return self._host.receive_post(timeout)
 
     def pending(self) -> list[Work]:

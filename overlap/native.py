@@ -165,7 +165,7 @@ class NativeCommunicator(Communicator):
     def post(self, peer: int, payload: bytes) -> Work:
         return self._core.post(peer, payload)
 
-    def receive_post(self, timeout: float) -> tuple[int, bytes] | None:
+    def receive_post(self, timeout: float | None) -> tuple[int, bytes] | None:
         return self._core.receive_post(timeout)
 
     def pending(self) -> list[Work]:

@@ -12,7 +12,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 import comm_core
 from comm_core import ReduceOp
-from overlap.checks import check_average, check_rank
+from overlap.checks import check_average, check_rank, check_timeout
 from overlap.communicator import Communicator, Start, Wide, Work
 from overlap.dense import narrow_summands
 from overlap.forks import Origin
@@ -227,9 +227,10 @@ class ProcessGroupCommunicator(Communicator):
         work.finish()
         return work
 
-    def receive_post(self, timeout: float) -> tuple[int, bytes] | None:
+    def receive_post(self, timeout: float | None) -> tuple[int, bytes] | None:
+        limit = check_timeout("receive_post", timeout)
         self._check_usable()
-        return self._mailbox.receive(timeout)
+        return self._mailbox.receive(limit)
 
     def pending(self) -> list[Work]:
         return [*self._strand.pending(), *self._messages.pending()]

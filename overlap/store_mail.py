@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import datetime
+import math
 import queue
 import threading
+import time
 from typing import Any
 
 import torch.distributed as dist
@@ -14,6 +16,7 @@ from overlap.rendezvous import Rendezvous
 __all__ = ["OwnMailbox", "StoreMailbox"]
 
 _CHUNK_BYTES = 1 << 20
+_LONGEST_WAIT_SECONDS = 86400.0  # in one call: the store counts milliseconds, in 32 bits where it polls
 
 
 class OwnMailbox:
@@ -25,9 +28,9 @@ class OwnMailbox:
     def post(self, peer: int, payload: bytes) -> None:
         self._letters.put(payload)
 
-    def receive(self, timeout: float) -> tuple[int, bytes] | None:
+    def receive(self, limit: float | None) -> tuple[int, bytes] | None:
         try:
-            return 0, self._letters.get(timeout=max(timeout, 0))
+            return 0, self._letters.get(timeout=limit)
         except queue.Empty:
             return None
 
@@ -57,16 +60,15 @@ class StoreMailbox:
             # The head comes last: who sees it may read all the rest.
             self._out.set(f"{peer}/{number}", f"{self._rank} {len(chunks)}")
 
-    def receive(self, timeout: float) -> tuple[int, bytes] | None:
+    def receive(self, limit: float | None) -> tuple[int, bytes] | None:
+        """The next letter; None after `limit` seconds without one."""
         if self._in is None:
             self._in = self._meeting.connect(self._prefix)
         head = f"{self._rank}/{self._read + 1}"
-        try:
-            self._in.wait([head], datetime.timedelta(seconds=timeout))
-        except (dist.DistStoreError, RuntimeError) as error:
-            if "timeout" in str(error).lower():
+        until = math.inf if limit is None else time.monotonic() + limit
+        while not self._arrives(head, min(max(0.0, until - time.monotonic()), _LONGEST_WAIT_SECONDS)):
+            if time.monotonic() >= until:
                 return None
-            raise
         self._read += 1
         sender, num_chunks = (int(word) for word in self._in.get(head).split())
         keys = [f"{head}/{index}" for index in range(num_chunks)]
@@ -74,3 +76,12 @@ class StoreMailbox:
         for key in (head, *keys):
             self._in.delete_key(key)
         return sender, payload
+
+    def _arrives(self, head: str, seconds: float) -> bool:
+        try:
+            self._in.wait([head], datetime.timedelta(seconds=seconds))
+        except (dist.DistStoreError, RuntimeError) as error:
+            if "timeout" in str(error).lower():
+                return False
+            raise
+        return True

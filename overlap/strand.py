@@ -21,6 +21,7 @@ import torch
 
 import comm_core
 from comm_core import TransportError
+from overlap.checks import check_timeout
 from overlap.forks import Origin
 
 __all__ = ["PendingWork", "Strand", "Task"]
@@ -62,10 +63,11 @@ class PendingWork:
         return (time.monotonic() if self._ended is None else self._ended) - self._issued
 
     def wait(self, timeout: float | None = None) -> None:
+        limit = check_timeout("wait", timeout)
         if self._ended is None:
             self._origin.require()  # nobody would ever finish it
-            if not self._unfinished.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
-                raise comm_core.TimeoutError(f"{self.describe()} was not done within {timeout:g} s")
+            if not self._unfinished.acquire(timeout=-1 if limit is None else limit):
+                raise comm_core.TimeoutError(f"{self.describe()} was not done within {limit:g} s")
             self._unfinished.release()  # for whoever else waits
         if self._error is not None:
             raise self._error

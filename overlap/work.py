@@ -29,7 +29,10 @@ class Work(Protocol):
         """Time since it was issued, or the whole time it took once it is done."""
 
     def wait(self, timeout: float | None = None) -> None:
-        """Block until done and raise what went wrong; `comm_core.TimeoutError` when `timeout` seconds pass first."""
+        """Block until done and raise what went wrong; `comm_core.TimeoutError` when `timeout` seconds pass first.
+
+        None and infinity wait for ever; a negative number or NaN raises ValueError at once, also when it is done.
+        """
 
     def done(self) -> bool:
         """Whether `wait()` would return at once. Never blocks."""

@@ -1,5 +1,6 @@
 #include <pybind11/stl.h>
 
+#include <limits>
 #include <string>
 
 #include "comm_core/communicator.hpp"
@@ -122,8 +123,9 @@ void def_persistent(CommunicatorClass& type, const std::string& name, Persistent
   def_operation(type, name, at_once<init, Args...>, extra...);
 }
 
-std::optional<std::pair<int, py::bytes>> receive_post(Communicator& c, double timeout) {
-  const auto letter = unlocked([&] { return c.receive_post(std::chrono::duration<double>(timeout), raise_signals); });
+std::optional<std::pair<int, py::bytes>> receive_post(Communicator& c, std::optional<double> timeout) {
+  const std::chrono::duration<double> patience{timeout.value_or(std::numeric_limits<double>::infinity())};
+  const auto letter = unlocked([&] { return c.receive_post(patience, raise_signals); });
   if (!letter) return std::nullopt;
   return std::pair{letter->source, py::bytes(letter->payload)};
 }

@@ -49,7 +49,8 @@ void register_work(py::module_& m) {
   main_thread = py::module_::import("threading").attr("main_thread")().attr("ident").cast<unsigned long>();
   py::class_<Work, std::shared_ptr<Work>>(m, "Work", "One operation under way. Dropping it unfinished is allowed.")
       .def("wait", &wait_for, py::arg("timeout") = py::none(),
-           "Block until done; raise the operation's error, or TimeoutError after `timeout` seconds.")
+           "Block until done; raise the operation's error, or TimeoutError after `timeout` seconds. None and infinity "
+           "wait for ever; a negative number or NaN is InvalidUsage.")
       .def("done", &Work::done, "Whether wait() would return at once.")
       .def(
           "exception",

@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <utility>
 
+#include "comm_core/deadline.hpp"
 #include "comm_core/errors.hpp"
 #include "comm_core/process.hpp"
 
@@ -17,11 +18,9 @@ void Work::wait(std::optional<Seconds> timeout, const std::function<void()>& int
   constexpr auto kAttention = std::chrono::milliseconds(50);  // between two looks for Ctrl-C
   // Nobody announces the end of what a device does: it is asked, soon at first and then once a millisecond.
   constexpr std::chrono::microseconds kFirstNap{20}, kLongestNap{1000};
+  const auto deadline = deadline_after(timeout, "wait");
   if (!done()) {
     require_parent_process();
-    // Centuries do not fit the clock's nanoseconds; nobody notices a limit of one year.
-    const Seconds patience = std::min(timeout.value_or(Seconds::max()), Seconds(365 * 86400.0));
-    const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::max(patience, Seconds(0)));
     auto nap = kFirstNap;
     auto attention = Clock::now() + kAttention;
     std::unique_lock lock(mutex_);
@@ -30,7 +29,7 @@ void Work::wait(std::optional<Seconds> timeout, const std::function<void()>& int
       if (now >= deadline) {
         lock.unlock();
         char seconds[32];
-        std::snprintf(seconds, sizeof seconds, "%.3g s", patience.count());
+        std::snprintf(seconds, sizeof seconds, "%.3g s", timeout->count());
         throw TimeoutError("not done after waiting " + std::string(seconds) + ": " + describe());
       }
       auto wake = std::min(deadline, attention);

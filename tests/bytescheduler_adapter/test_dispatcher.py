@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -43,7 +44,11 @@ def test_what_a_closed_dispatcher_has_not_issued_is_an_error_and_no_wait() -> No
     dispatcher.close()
     dispatcher.join()
     issued.work.wait()  # type: ignore[union-attr]
-    with pytest.raises(comm_core.TransportError, match=f"'b0'.*{OVER}"):
-        work.wait()
+    for timeout in (None, math.inf, 1e300):
+        with pytest.raises(comm_core.TransportError, match=f"'b0'.*{OVER}"):
+            work.wait(timeout)
+    for timeout in (-1.0, math.nan):
+        with pytest.raises(ValueError, match="wait: timeout is"):
+            work.wait(timeout)
     with pytest.raises(comm_core.InvalidUsage, match=f"b1: {OVER}"):
         dispatcher.submit(number, 1, [_part()], "b1", credit=1)

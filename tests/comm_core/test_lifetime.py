@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import signal
 import threading
 import time
@@ -145,6 +146,30 @@ def test_timeout(comm: Communicator) -> None:
     total = work.seconds
     time.sleep(0.01)
     assert work.seconds == total
+
+
+@pytest.mark.parametrize("timeout", [-1, -math.inf, math.nan])
+def test_a_timeout_that_is_no_duration_is_refused_at_once(comm: Communicator, timeout: float) -> None:
+    work = _never(comm)
+    for wait in (work.wait, comm.receive_post):
+        with pytest.raises(comm_core.InvalidUsage, match=r"timeout is -?(1\.0|inf|nan).*None to wait for ever"):
+            wait(timeout)
+    _release(comm, work)
+    with pytest.raises(ValueError, match="timeout is"):
+        work.wait(timeout)  # though it is done
+
+
+@pytest.mark.parametrize("timeout", [None, math.inf, 1e300, 1e10])
+def test_a_timeout_may_be_longer_than_clocks_count(comm: Communicator, timeout: float | None) -> None:
+    work = _never(comm)
+    later = threading.Timer(0.01, lambda: comm.send(np.zeros(4, np.float32), comm.rank, 77))
+    later.start()
+    work.wait(timeout)
+    later.join()
+    later = threading.Timer(0.01, lambda: comm.post(comm.rank, b"late"))
+    later.start()
+    assert comm.receive_post(timeout) == (comm.rank, b"late")
+    later.join()
 
 
 def test_ctrl_c_leaves_a_wait(comm: Communicator) -> None:

@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "comm_core/backend.hpp"
+#include "comm_core/deadline.hpp"
 #include "comm_core/errors.hpp"
 
 namespace comm_core {
@@ -38,16 +39,15 @@ class Letterbox {
   /// Throws InvalidUsage when the box is closed and empty.
   std::optional<Letter> take(std::chrono::duration<double> timeout, const std::function<void()>& interrupted) {
     using Clock = std::chrono::steady_clock;
-    constexpr std::chrono::duration<double> kAttention{0.05}, kYear{365 * 86400.0};
-    const auto patience = std::clamp(timeout, std::chrono::duration<double>(0), kYear);
-    const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(patience);
+    constexpr auto kAttention = std::chrono::milliseconds(50);
+    const auto deadline = deadline_after(timeout, "receive_post");
     const Reader reader(*this);
     std::unique_lock lock(mutex_);
     while (letters_.empty()) {
       if (closed_) throw InvalidUsage("receive_post: the communicator was closed");
       const auto now = Clock::now();
       if (now >= deadline) return std::nullopt;
-      arrived_.wait_until(lock, std::min(deadline, now + std::chrono::duration_cast<Clock::duration>(kAttention)));
+      arrived_.wait_until(lock, std::min<Clock::time_point>(deadline, now + kAttention));
       if (!letters_.empty() || !interrupted) continue;
       lock.unlock();
       interrupted();

@@ -44,7 +44,7 @@ class Backend {
   virtual Birth split(std::optional<int> color, int key, std::shared_ptr<Work> work) = 0;
   /// Sends a letter that no matching call waits for.
   virtual void post(int peer, std::string payload, std::shared_ptr<Work> work) = 0;
-  /// The next letter; nullopt when `timeout` passes or `interrupted` asks to return.
+  /// The next letter; nullopt when `timeout` (see deadline_after()) passes or `interrupted` asks to return.
   virtual std::optional<Letter> receive_post(std::chrono::duration<double> timeout,
                                              const std::function<void()>& interrupted) = 0;
   /// Collective. Ends what is unfinished with a TransportError; only close() may follow. Finishes `work` once nothing

@@ -35,7 +35,8 @@ class Work {
   Work& operator=(const Work&) = delete;
 
   /// Blocks until the operation is done and rethrows its error. `interrupted` is called about ten times a second and
-  /// may throw to give up (Ctrl-C). Throws TimeoutError when `timeout` passes first.
+  /// may throw to give up (Ctrl-C). Throws TimeoutError when `timeout` passes first; how long that is, deadline_after()
+  /// says.
   void wait(std::optional<Seconds> timeout, const std::function<void()>& interrupted) const;
   /// Never blocks.
   bool done() const noexcept;
