@@ -16,7 +16,6 @@ credit and nothing ready, for a gradient. The others wait for a letter, then for
 
 from __future__ import annotations
 
-import pickle
 import threading
 import time
 from collections import Counter, deque
@@ -29,6 +28,7 @@ from bytescheduler_adapter.credit import CreditQueue
 from comm_core import ReduceOp
 from overlap.checks import check_timeout
 from overlap.communicator import Communicator, Work
+from overlap.encoding import decode, encode
 from overlap.forks import Origin
 
 __all__ = ["Dispatcher", "Part", "PartsWork"]
@@ -176,7 +176,7 @@ class Dispatcher:
                 keys = self._queue.admit()
                 parts = [self._ready.pop(key) for key in keys]
             if parts:
-                letter = pickle.dumps(keys)
+                letter = encode(keys)
                 for rank in others:
                     self._channel.post(rank, letter)
                 under_way.extend((key, self._issue(part)) for key, part in zip(keys, parts, strict=True))
@@ -191,7 +191,7 @@ class Dispatcher:
             letter = self._channel.receive_post(_WAIT_SECONDS)
             if letter is None:
                 continue
-            for key in pickle.loads(letter[1]):
+            for key in decode(letter[1]):
                 with self._changed:
                     self._changed.wait_for(lambda key=key: key in self._ready or self._closing)  # type: ignore[misc]
                     if self._closing:
@@ -208,7 +208,7 @@ class Dispatcher:
             self._failure = self._failure or comm_core.InvalidUsage(_OVER)
             self._changed.notify_all()
         if self._channel.rank > 0:
-            self._channel.post(self._channel.rank, pickle.dumps([]))
+            self._channel.post(self._channel.rank, encode([]))
 
     def join(self) -> None:
         """Wait for the thread to end after :meth:`close`. On rank 0 it may wait for what is under way on the channel."""

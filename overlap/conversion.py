@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from overlap.attendance import Attendance
 from overlap.bucket import Slot
+from overlap.encoding import travels
 from overlap.mailroom import Mailroom
 from overlap.startup import SignatureMismatch
 
@@ -24,6 +25,7 @@ __all__ = ["Change", "Conversion", "changes", "difference"]
 _RECEIPT_SECONDS = 600.0
 
 
+@travels
 @dataclass(frozen=True, slots=True)
 class Change:
     """One parameter's dtype and kind of device, as text, in its bucket and now."""

@@ -6,12 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from overlap.encoding import travels
+
 __all__ = ["Line", "Standing", "Verdict", "behind", "verdict"]
 
 #: Messages between two ranks, whose others have no part in them: who waits for whom cannot be told by counting.
 _BETWEEN_TWO = frozenset({"send", "recv"})
 
 
+@travels
 @dataclass(frozen=True, slots=True)
 class Line:
     """One communicator as one of its ranks sees it: how many operations it issued there, and the kinds of those that are
@@ -26,6 +29,7 @@ class Line:
         return self.issued - len(self.unfinished)
 
 
+@travels
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
     """What a rank is doing. `lines` are by the communicators' names, which all of their ranks share."""

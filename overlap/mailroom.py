@@ -1,15 +1,15 @@
 """Questions between ranks that need no matching call: one thread answers them whatever the main thread does.
 
 It is how rank 0 alone can ask the others for their share of the optimizer state, and how a rank that waits can learn
-what the others are doing. Handlers run on the mailroom's thread and must not issue collectives.
+what the others are doing. Letters are plain data (`overlap.encoding`). Handlers run on the mailroom's thread and must not
+issue collectives.
 """
 
 from __future__ import annotations
 
-import io
 import itertools
 import logging
-import pickle
+import struct
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -17,12 +17,13 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
 from overlap.communicator import Communicator
-from overlap.unpickling import Unpickler
+from overlap.encoding import decode, encode
 
 __all__ = ["Mailroom", "NoAnswer"]
 
 log = logging.getLogger("dear")
 
+_LENGTH = struct.Struct("<Q")
 _WAIT_SECONDS = 3600.0  # in one receive; close() wakes the thread with a letter to itself
 _JOIN_SECONDS = 5.0
 
@@ -96,31 +97,32 @@ class Mailroom:
                 )
 
     def _open(self, sender: int, payload: bytes) -> None:
-        file = io.BytesIO(payload)
-        kind, number, topic = Unpickler(file).load()
+        (length,) = _LENGTH.unpack_from(payload)
+        kind, number, topic = decode(payload[_LENGTH.size : _LENGTH.size + length])
+        content = payload[_LENGTH.size + length :]
         if kind == "wake":
             return
         if kind == "answer":
-            self._take(sender, number, topic, file)
+            self._take(sender, number, topic, content)
             return
         try:
-            content = Unpickler(file).load()
+            asked = decode(content)
             handler = self._handlers.get(topic)
             if handler is None:
                 raise LookupError(f"no handler for {topic!r}")
-            reply = _letter("answer", number, topic, (True, handler(sender, content)))
-        except Exception as error:  # of the handler, or of pickle: the thread has others to answer
+            reply = _letter("answer", number, topic, (True, handler(sender, asked)))
+        except Exception as error:  # of the handler, or of what it was to read or send: the thread has others to answer
             log.debug("rank %d: %s %r of rank %d", self._comm.rank, kind, topic, sender, exc_info=True)
             reply = _letter("answer", number, topic, (False, f"{type(error).__name__}: {error}"))
         if kind == "ask":
             self._comm.post(sender, reply)
 
-    def _take(self, sender: int, number: int, topic: str, file: io.BytesIO) -> None:
+    def _take(self, sender: int, number: int, topic: str, content: bytes) -> None:
         future = self._answers.pop(number, None)
         if future is None:
             return
         try:
-            good, value = Unpickler(file).load()
+            good, value = decode(content)
         except Exception as error:
             good, value = False, f"its answer cannot be read here: {type(error).__name__}: {error}"
         if good:
@@ -137,7 +139,5 @@ class Mailroom:
 
 def _letter(kind: str, number: int, topic: str, content: Any) -> bytes:
     """What it is about comes first, by itself: that can be read where the content cannot."""
-    file = io.BytesIO()
-    pickle.dump((kind, number, topic), file)
-    pickle.dump(content, file)
-    return file.getvalue()
+    envelope = encode((kind, number, topic))
+    return b"".join([_LENGTH.pack(len(envelope)), envelope, encode(content)])

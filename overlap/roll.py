@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from overlap.communicator import Communicator
+from overlap.encoding import travels
 from overlap.mailroom import Mailroom
 
 __all__ = ["CannotJoin", "News", "Roll", "Word"]
@@ -44,6 +45,7 @@ class CannotJoin(RuntimeError):
     """A rank has joined, and what other ranks do needs that rank."""
 
 
+@travels
 @dataclass(frozen=True)
 class Word:
     """What scripts do with one optimizer: number `number` of its round `round`."""
@@ -55,6 +57,7 @@ class Word:
     details: dict[str, Any]
 
 
+@travels
 @dataclass(frozen=True)
 class News:
     """A rank has joined: by topic, the first round without it, and why it cannot take part where it cannot."""

@@ -25,9 +25,9 @@ import torch
 from overlap.averages import Averages
 from overlap.bucket import Bucket, Phase
 from overlap.communicator import ReduceOp
+from overlap.encoding import can_travel
 from overlap.engine import Engine
 from overlap.listed import listed
-from overlap.objects import is_picklable
 from overlap.shard_update import unhooked_step
 from overlap.state_share import StateShare
 
@@ -249,7 +249,7 @@ def hyper_parameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
         {
             key: value.clone() if isinstance(value, torch.Tensor) else value
             for key, value in group.items()
-            if key != "params" and (isinstance(value, torch.Tensor) or is_picklable(value))
+            if key != "params" and (isinstance(value, torch.Tensor) or can_travel(value))
         }
         for group in optimizer.param_groups
     ]

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from overlap.encoding import travels
+
 __all__ = ["GiveUp", "Kind", "Leave", "Request", "Response", "TensorSpec"]
 
 
+@travels
 class Kind(Enum):
     """The operations that ranks agree on by name; the value is how messages call them."""
 
@@ -23,6 +26,7 @@ class Kind(Enum):
     REMOVE_PROCESS_SET = "remove_process_set"
 
 
+@travels
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """One tensor of a request."""
@@ -33,6 +37,7 @@ class TensorSpec:
     """What the tensor is called within a group (a parameter's name); compared between ranks where it is given."""
 
 
+@travels
 @dataclass(frozen=True, slots=True)
 class Request:
     """What one rank asks for. Ranks that use the same kind and name in the same process set mean the same operation."""
@@ -60,6 +65,7 @@ class Request:
         return f"{self.kind.value} {self.name!r}{where}"
 
 
+@travels
 @dataclass(frozen=True, slots=True)
 class Leave:
     """From a rank that asks for nothing more, because it `why`, as in "has shut down"."""
@@ -67,6 +73,7 @@ class Leave:
     why: str
 
 
+@travels
 @dataclass(frozen=True, slots=True)
 class GiveUp:
     """From the watchdog of rank 0: what is undecided will stay so."""
@@ -74,6 +81,7 @@ class GiveUp:
     reason: str
 
 
+@travels
 @dataclass(frozen=True, slots=True)
 class Response:
     """What every rank of the process set is told, in the one order in which all of them carry it out."""

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import pickle
 import threading
 from collections import defaultdict
 from collections.abc import Collection, Iterable
@@ -24,6 +23,7 @@ from typing import Any
 
 from overlap.communicator import Communicator
 from overlap.deadlock import Line
+from overlap.encoding import NotData, decode, encode
 from overlap.horovod.coordinator import Coordinator, Decision
 from overlap.horovod.errors import HorovodInternalError, Mismatch
 from overlap.horovod.handles import Handles
@@ -207,15 +207,21 @@ class Runtime:
         if self.size == 1:
             self._take(0, message)
         else:
-            self._comm.post(rank, pickle.dumps(message))
+            self._comm.post(rank, encode(message))
 
     def _run(self) -> None:
         try:
             while not self._ended:
                 letter = self._comm.receive_post(_WAIT_SECONDS)
-                if letter is not None:
-                    sender, payload = letter
-                    self._take(sender, pickle.loads(payload))
+                if letter is None:
+                    continue
+                sender, payload = letter
+                try:
+                    message = decode(payload)
+                except NotData as error:  # of none of the ranks
+                    log.warning("rank %d: a letter about collectives by name is passed over: %s", self.rank, error)
+                    continue
+                self._take(sender, message)
         except Exception as error:  # no letters any more: whoever waits for an answer is told
             log.warning("rank %d: collectives by name stopped: %s", self.rank, error)
             with self._lock:

@@ -1,0 +1,62 @@
+"""Who reaches the port of torchrun's store cannot run code in a rank. See docs/security.md."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.harness import ROOT, run_ranks
+
+ATTACKER = """
+import os, pickle, sys
+from torch.distributed import TCPStore
+
+class Command:
+    def __reduce__(self):
+        return os.system, (f"touch {sys.argv[1]}",)
+
+letters = [pickle.dumps(Command()), pickle.dumps(("ask", 0, "watchdog")) + pickle.dumps(Command()), b"", b"{}"]
+store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), wait_for_workers=False)
+boxes = [key.removesuffix("/count/0") for key in store.list_keys() if key.endswith("/count/0")]
+for box in boxes:
+    for letter in letters:
+        number = store.add(f"{box}/count/0", 1)
+        store.set(f"{box}/0/{number}/0", letter)
+        store.set(f"{box}/0/{number}", "1 1")
+print("attacked", len(boxes), flush=True)
+"""
+
+JOB = """
+import subprocess, sys, time
+import torch
+import dear
+from overlap.session import current
+
+dear.init()
+dear.allreduce(torch.ones(1), name="first")  # rank 0 has letters about names, and from its mailroom
+if dear.rank() == 1:
+    current().mailroom.tell(0, "nothing")
+dear.barrier()
+if dear.rank() == 0:
+    subprocess.run([sys.executable, *sys.argv[1:]], check=True)
+    time.sleep(0.5)
+model = torch.nn.Linear(4, 4)
+optimizer = dear.DistributedOptimizer(torch.optim.Adam(model.parameters()), model)
+for _ in range(3):
+    optimizer.zero_grad()
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+total = dear.allreduce(torch.ones(1), op=dear.Sum, name="last")
+if dear.rank() == 0:
+    print("saved", len(optimizer.state_dict()["state"]), "total", total.item(), flush=True)
+"""
+
+
+def test_letters_of_a_third_process_run_nothing_and_stop_nothing(tmp_path: Path) -> None:
+    (tmp_path / "attacker.py").write_text(ATTACKER)
+    (tmp_path / "job.py").write_text(JOB)
+    ran = tmp_path / "ran"
+    argv = [str(tmp_path / "job.py"), str(tmp_path / "attacker.py"), str(ran)]
+    result = run_ranks(2, argv, "torchrun", timeout=60, env={"PYTHONPATH": str(ROOT)}).check()
+    assert "attacked 2" in result.output
+    assert not ran.exists(), "a letter was executed"
+    assert "saved 2 total 2.0" in result.output
