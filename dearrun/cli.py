@@ -1,8 +1,10 @@
-"""The program: decide, say what is wrong in one line, and become mpirun, so that signals and exit status are its own."""
+"""The program: decide, say what is wrong in one line, and run mpirun, whose signals and exit status are its own."""
 
 from __future__ import annotations
 
+import functools
 import os
+import secrets
 import shlex
 import shutil
 import socket
@@ -11,11 +13,12 @@ from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
-from dearrun import check_build, mpirun, options
+from dearrun import check_build, mpirun, options, reports
 from dearrun.addresses import has_address
 from dearrun.command import build
 from dearrun.errors import LaunchError
 from dearrun.hosts import require_addresses, require_shell
+from dearrun.supervision import supervise
 
 __all__ = ["main"]
 
@@ -48,7 +51,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.verbose:
         sys.stderr.write(f"dearrun: {shlex.join(command)}\n")
         sys.stderr.flush()
-    mpirun.become(program, command, environ)
+    if not reports.are_possible(flavor, job):
+        mpirun.become(program, command, environ)
+    token = secrets.token_hex(8)
+    command = build(program, flavor, job, functools.partial(reports.reporting, token=token))
+    supervise(program, command, environ, reports.Reports(token, job.workers, tagged=job.tagged))
 
 
 def _require_program(name: str, environ: dict[str, str]) -> None:

@@ -31,12 +31,15 @@ class Job:
     mpi_arguments: tuple[str, ...] = ()
 
 
-def build(mpirun: str, flavor: Flavor, job: Job) -> list[str]:
-    """The whole command line. Raises :class:`LaunchError` for what this kind of mpirun cannot do."""
+def build(mpirun: str, flavor: Flavor, job: Job, around: Callable[[Sequence[str]], Sequence[str]] = tuple) -> list[str]:
+    """The whole command line. Raises :class:`LaunchError` for what this kind of mpirun cannot do.
+
+    `around` makes of the workers' command what mpirun is to start in its stead.
+    """
     command = list(job.command)
     if job.output_folder is not None:
         command = ["sh", "-c", _INTO_FILES, job.output_folder, *command]
-    return [mpirun, "-np", str(job.workers), *_OPTIONS[flavor](job), *job.mpi_arguments, *command]
+    return [mpirun, "-np", str(job.workers), *_OPTIONS[flavor](job), *job.mpi_arguments, *around(command)]
 
 
 def _ssh_arguments(job: Job) -> str:

@@ -27,6 +27,7 @@ PURE = (
     "dearrun/hosts.py",
     "dearrun/command.py",
     "dearrun/options.py",
+    "dearrun/reports.py",
     "overlap/cost_model.py",
     *(f"overlap/horovod/{name}.py" for name in ("agreement", "coordinator", "request")),
     *(f"overlap/tuning/{name}.py" for name in TUNING),

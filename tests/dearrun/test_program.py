@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -53,16 +54,93 @@ def test_scripts_run_if_they_are_executable(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_mpirun_of_the_same_number_left_is_no_obstacle(tmp_path: Path) -> None:
-    """Process numbers come again; a shell makes the leftovers of its own before it becomes dearrun."""
-    left = 'mkdir -p "$TMPDIR/ompi.$$" && touch "$TMPDIR/ompi.$$/pmix.$(uname -n).tool.$$" && exec "$@"'
-    other = tmp_path / "ompi.1"
-    other.mkdir()
-    for command in (_command("-np", "1", "true"), [str(ROOT / "scripts" / "mpirun"), "-np", "1", "true"]):
-        started = ["sh", "-c", left, "sh", *command]
-        environ = _environ() | {"TMPDIR": str(tmp_path)}
+    """Process numbers come again; a program makes leftovers of its own or of the next, then becomes mpirun."""
+    left = (
+        "import os, pathlib, sys; folder, count, *command = sys.argv[1:]\n"
+        "for number in range(os.getpid(), os.getpid() + int(count)):\n"
+        "    made = pathlib.Path(folder, f'ompi.{number}'); made.mkdir()\n"
+        "    (made / f'pmix.{os.uname().nodename}.tool.{number}').touch()\n"
+        "os.execv(command[0], command)\n"
+    )
+    for count, command in (
+        (1, [str(ROOT / "scripts" / "mpirun"), "-np", "1", "true"]),
+        (100, _command("-np", "1", "true")),  # mpirun is one of the next processes, also while others are started
+    ):
+        folder = tmp_path / str(count)
+        folder.mkdir()
+        started = [sys.executable, "-S", "-c", left, str(folder), str(count), *command]
+        environ = _environ() | {"TMPDIR": str(folder)}
         result = subprocess.run(started, capture_output=True, text=True, timeout=60, env=environ, check=False)
         assert result.returncode == 0, result.stdout + result.stderr
-    assert list(tmp_path.iterdir()) == [other]
+        assert len(list(folder.iterdir())) == count - 1
+
+
+def _fake_mpirun(folder: Path, body: str) -> dict[str, str]:
+    """The environment in which dearrun takes a shell script for Open MPI's mpirun."""
+    program = folder / "bin" / "mpirun"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nif [ "$1" = --version ]; then echo "mpirun (Open MPI) 5.0.11"; exit; fi\n{body}\n')
+    program.chmod(0o755)
+    return {"MPIPATH": str(folder)}
+
+
+_RUN_RANK = 'run() { (while [ "$1" != sh ]; do shift; done; OMPI_COMM_WORLD_RANK=$rank "$@"); }\n'
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "written", "said"),
+    [
+        ("exit 0", 1, 0, "the end of 2 of 2 workers was not reported (ranks 0, 1)"),
+        (
+            'rank=0; run "$@"; exit 0',
+            1,
+            1,
+            "the end of 1 of 2 workers was not reported (ranks 1): the connection to their",
+        ),
+        ('for rank in 1 0; do run "$@"; done; exit 0', 0, 2, ""),
+        ('rank=0; run "$@"; exit 4', 4, 1, ""),
+    ],
+)
+def test_a_job_of_which_not_all_workers_ended_is_no_success(
+    body: str, status: int, written: int, said: str, tmp_path: Path
+) -> None:
+    """Whatever mpirun says. What workers write to stderr comes as it is."""
+    environ = _environ() | _fake_mpirun(tmp_path, _RUN_RANK + body)
+    command = _command("-np", "2", "--no-tag-output", "sh", "-c", "printf 'of mine' >&2")
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environ, check=False)
+    assert (result.returncode, said in result.stderr) == (status, True), result.stderr
+    assert result.stderr.startswith("of mine" * written)
+    assert len(result.stderr.splitlines()) <= 1
+
+
+def test_a_status_that_mpirun_forgets_counts(tmp_path: Path) -> None:
+    environ = _environ() | _fake_mpirun(tmp_path, _RUN_RANK + 'for rank in 0 1; do run "$@"; done; exit 0')
+    result = subprocess.run(_command("-np", "2", "sh", "-c", "exit 5"), timeout=60, env=environ, check=False)
+    assert result.returncode == 5
+
+
+def test_where_mpirun_puts_the_output_elsewhere_its_status_counts(tmp_path: Path) -> None:
+    environ = _environ() | _fake_mpirun(tmp_path, "exit 0")
+    command = _command("-np", "2", "--mpi-args", f"--output dir={tmp_path}", "true")
+    assert subprocess.run(command, timeout=60, env=environ, check=False).returncode == 0
+
+
+@pytest.mark.needs_root
+def test_a_job_that_loses_its_connection_to_a_host_is_no_success() -> None:
+    """Open MPI 5's mpirun then ends with 0."""
+    with Cluster(2) as cluster:
+        agents = dict.fromkeys(("PRTE_MCA_plm_ssh_agent", "OMPI_MCA_plm_rsh_agent"), cluster.agent)
+        hosts = ",".join(f"{cluster.address(host)}:1" for host in range(2))
+        job = _command("-np", "2", "-H", hosts, "sh", "-c", "echo up; sleep 30")
+        with subprocess.Popen(
+            cluster.enter(0, job), env=_environ() | agents, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as process:
+            assert process.stdout is not None
+            assert all("up" in process.stdout.readline() for _ in range(2))
+            subprocess.run(cluster.enter(0, ["ss", "--kill", "--tcp"]), check=True, stdout=subprocess.DEVNULL)
+            _, said = process.communicate(timeout=30)
+        assert process.returncode != 0
+        assert "not reported (ranks 0, 1): the connection to their hosts was probably lost" in said
 
 
 @pytest.mark.needs_root
@@ -98,20 +176,40 @@ def test_lines_carry_their_rank() -> None:
     assert all(str(rank) in line.replace("here", "") for rank, line in enumerate(lines))
 
 
-def test_signals_reach_the_workers(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "succeeds"), [(signal.SIGTERM, False), (signal.SIGINT, False), (signal.SIGUSR1, True)]
+)
+def test_signals_reach_the_workers(number: signal.Signals, succeeds: bool, tmp_path: Path) -> None:
+    """SIGTERM where mpirun is to end the job, and what it hands on. A worker that ends well then has ended well."""
     # mpirun kills what has not ended half a second later: the worker has nothing to finish first.
-    script = (
-        f"trap 'echo > {tmp_path}/stopped; exit 0' TERM; touch {tmp_path}/ready; while :; do sleep 1 & wait $!; done"
-    )
-    with subprocess.Popen(
-        _command("-np", "1", "sh", "-c", script), env=_environ(), stderr=subprocess.DEVNULL
-    ) as process:
-        deadline = time.monotonic() + 30
-        while not (tmp_path / "ready").exists() and time.monotonic() < deadline:
-            time.sleep(0.02)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(30) != 0
+    trap = f"trap 'echo > {tmp_path}/stopped; exit 0' TERM USR1; touch {tmp_path}/ready"
+    with _started(tmp_path, f"{trap}; while :; do sleep 1 & wait $!; done") as process:
+        process.send_signal(number)
+        assert (process.wait(30) == 0) is succeeds
     assert (tmp_path / "stopped").exists()
+
+
+def test_a_dearrun_that_is_killed_takes_its_job_with_it(tmp_path: Path) -> None:
+    with _started(tmp_path, f"echo $$ > {tmp_path}/number; touch {tmp_path}/ready; exec sleep 60") as process:
+        worker = Path("/proc") / (tmp_path / "number").read_text().strip()
+        assert worker.exists()
+        process.kill()
+    _wait_for(lambda: not worker.exists())
+
+
+def _started(folder: Path, script: str) -> subprocess.Popen[bytes]:
+    """A job of one worker, which has made a file named ready."""
+    command = _command("-np", "1", "sh", "-c", script)
+    process = subprocess.Popen(command, env=_environ(), stderr=subprocess.DEVNULL)
+    _wait_for((folder / "ready").exists)
+    return process
+
+
+def _wait_for(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,101 @@
+"""How each worker's end is reported to dearrun, and what dearrun's status becomes of it (pure).
+
+An mpirun that loses its connection to another host may end with status 0, whatever became of the job. So a small shell
+stays beside every worker and, once that has ended, reports its status in a line of stderr. It travels as all output does,
+over the connection in question. dearrun takes these lines out, and without one from every worker it does not end with 0.
+Whether a worker uses MPI or `dear` makes no difference.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from dearrun.command import Job
+from dearrun.mpirun import Flavor
+
+__all__ = ["Reports", "are_possible", "reporting"]
+
+_BEGIN = "\x1e"  # "record separator": held back until its line is whole, and nearly no program writes it
+_LONGEST = 120  # bytes of a report
+_TAG = rb"\[[^\]\n]*\](?:<stderr>)?:? ?"  # that mpirun puts in front of a line
+_TAG_BEGINS = re.compile(rb"(?:^|\n)(\[[^\]\n]{0,99}(?:\](?:<[stder]{0,6}>?)?:? ?)?)$")
+
+# What the shell says itself, such as "Terminated", goes nowhere; the worker keeps stderr. Which number is free for it is
+# tried, since some MPIs hand open files to their workers. Signals are sent to the shell as well: it waits for the worker.
+# The report comes twice: where mpirun cuts what it forwards into blocks, one of the two is whole. A worker that a signal
+# ended looks to mpirun as if it had no shell.
+_SHELL = (
+    "for fd in 9 8 7 6 5 4 3; do { true >&$fd; } 2>/dev/null || break; done; "
+    'eval "exec $fd>&2 2>/dev/null"; '
+    "trap : HUP INT QUIT TERM USR1 USR2; "
+    'eval "(exec \\"\\$@\\" 2>&$fd $fd>&-)"; '
+    "status=$?; "
+    'report="$(printf "\\036")$0 ${OMPI_COMM_WORLD_RANK:-$PMI_RANK} $status"; '
+    'eval "printf \'%s\\n%s\\n\' \\"\\$report\\" \\"\\$report\\" >&$fd"; '
+    "if [ $status -gt 128 ]; then "
+    "ulimit -c 0; trap - HUP INT QUIT TERM USR1 USR2; kill -$((status - 128)) $$; "
+    "fi; "
+    "exit $status"
+)
+# mpirun's options with which stderr may not be where dearrun reads it.
+_ELSEWHERE = re.compile(r"output|outfile|errfile|merge|xml|xterm|stderr")
+
+
+def are_possible(flavor: Flavor, job: Job) -> bool:
+    """Whether this mpirun is known to bring every worker's stderr to dearrun, and all workers run one command."""
+    redirected = any(_ELSEWHERE.search(word) for word in job.mpi_arguments)
+    return flavor is not Flavor.OTHER and ":" not in job.command and not redirected
+
+
+def reporting(command: Sequence[str], token: str) -> list[str]:
+    """`command`, whose end is reported by lines that hold `token`."""
+    return ["sh", "-c", _SHELL, token, *command]
+
+
+class Reports:
+    """What has been reported by a job of so many workers."""
+
+    def __init__(self, token: str, workers: int, *, tagged: bool) -> None:
+        self._workers, self._tagged = workers, tagged
+        self._statuses: dict[int, int] = {}  # by rank
+        begin = _BEGIN.encode()
+        self._report = re.compile(rb"(" + _TAG + rb")?" + begin + token.encode() + rb" (\d+) (\d+)\r?\n")
+        self._begin, self._held = begin, b""
+
+    def without(self, chunk: bytes) -> bytes:
+        """What has come, without reports, which are noted. What may become a report is held back."""
+        text = self._report.sub(self._note, self._held + chunk)
+        start = self._where_one_begins(text)
+        self._held = text[start:]
+        return text[:start]
+
+    def _where_one_begins(self, text: bytes) -> int:
+        """Where what may become a report begins, with the tag in front of it; behind `text` if nothing may."""
+        start = text.rfind(self._begin)
+        if start >= 0 and b"\n" not in text[start:] and len(text) - start <= _LONGEST:
+            return text.rfind(b"\n", 0, start) + 1
+        tag = _TAG_BEGINS.search(text) if self._tagged else None
+        return tag.start(1) if tag else len(text)
+
+    def rest(self) -> bytes:
+        """What was held back, when nothing more comes."""
+        rest, self._held = self._held, b""
+        return rest
+
+    def _note(self, found: re.Match[bytes]) -> bytes:
+        tag, rank, status = found.groups()
+        self._statuses[int(rank)] = int(status)
+        return b"" if tag or not self._tagged else b"\n"  # behind a last line without an end
+
+    def verdict(self) -> tuple[int, str]:
+        """The job's status, and what to say of it, where mpirun's is 0."""
+        missing = [rank for rank in range(self._workers) if rank not in self._statuses]
+        if not missing:
+            return max(self._statuses.values()), ""
+        named = ", ".join(map(str, missing[:16])) + (", ..." if len(missing) > 16 else "")
+        return 1, (
+            f"mpirun ended with status 0, but the end of {len(missing)} of {self._workers} workers was not reported (ranks "
+            f"{named}): the connection to their hosts was probably lost; see what still runs there, and start "
+            "the job again"
+        )

@@ -1,0 +1,70 @@
+"""What is read of workers' ends in mpirun's stderr, and what is left of it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from dearrun.command import Job
+from dearrun.mpirun import Flavor
+from dearrun.reports import Reports, are_possible
+
+
+@pytest.mark.parametrize(
+    ("tagged", "stream", "shown"),
+    [
+        (False, "a\n\x1eT 0 0\nb\n\x1eT 1 0\n", "a\nb\n"),
+        (False, "50%\r60%\x1eT 0 0\n\x1eT 1 0\nrest", "50%\r60%rest"),
+        (True, "[1,0]<stderr>: a\n[1,0]<stderr>: \x1eT 0 0\n[1,1]<stderr>: \x1eT 1 0\n", "[1,0]<stderr>: a\n"),
+        (True, "[0] a\n[0] \x1eT 0 0\n[1] \x1eT 1 0\n", "[0] a\n"),  # MPICH's
+        (True, "[1,0]<stderr>: a\x1eT 0 0\n[1,1]<stderr>: \x1eT 1 0\n", "[1,0]<stderr>: a\n"),
+        (False, "\x1e\x1eT 0 0\n\x1eT 0 0\n\x1eT 1 0\n\x1e", "\x1e\x1e"),
+        (False, "\x1eT 0 0\n\x1eT 1 0\n\x1e" + 200 * "-", "\x1e" + 200 * "-"),
+    ],
+)
+def test_reports_are_taken_out_wherever_the_stream_is_cut(tagged: bool, stream: str, shown: str) -> None:
+    cuts = random.Random(0)
+    for trial in range(50):
+        reports = Reports("T", 2, tagged=tagged)
+        sizes = [len(stream)] if trial == 0 else [cuts.randrange(1, 9) for _ in stream]
+        left, found = stream.encode(), b""
+        for size in sizes:
+            found += reports.without(left[:size])
+            left = left[size:]
+        assert (found + reports.rest()).decode() == shown
+        assert reports.verdict() == (0, "")
+
+
+def test_what_cannot_become_a_report_is_shown_at_once() -> None:
+    reports = Reports("T", 1, tagged=False)
+    assert reports.without(b"50%\r") == b"50%\r"
+    assert reports.without(b"go on? [y/n] ") == b"go on? [y/n] "
+    assert reports.without(b"a\n60%\x1eT 0") == b"a\n"
+    assert reports.rest() == b"60%\x1eT 0"
+
+
+def test_the_verdict_names_who_is_missing() -> None:
+    reports = Reports("T", 40, tagged=False)
+    for rank in range(20):
+        reports.without(f"\x1eT {rank} 0\n\x1eother {rank + 20} 0\n".encode())
+    status, said = reports.verdict()
+    assert status == 1
+    assert "20 of 40 workers was not reported (ranks 20, 21, 22" in said
+    assert "35, ...): the connection" in said
+
+
+@pytest.mark.parametrize(
+    ("flavor", "command", "options", "possible"),
+    [
+        (Flavor.OPEN_MPI_4, "a", "", True),
+        (Flavor.MPICH, "a", "-bind-to none", True),
+        (Flavor.OPEN_MPI_5, "a", "--output dir=x", False),
+        (Flavor.MPICH, "a", "-outfile-pattern x", False),
+        (Flavor.OPEN_MPI_5, "a : -np 1 b", "", False),
+        (Flavor.OTHER, "a", "", False),
+    ],
+)
+def test_where_reports_come_through(flavor: Flavor, command: str, options: str, possible: bool) -> None:
+    job = Job(workers=2, command=tuple(command.split()), mpi_arguments=tuple(options.split()))
+    assert are_possible(flavor, job) is possible
