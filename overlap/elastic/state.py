@@ -169,7 +169,11 @@ class ObjectState(State):
         return True
 
     def resume(self) -> bool:
-        """Continue from the newest complete commit in the directory, if there is one; then call the reset callbacks."""
+        """Continue from the newest complete commit in the directory, if there is one; then call the reset callbacks.
+
+        Raises :class:`CommitError` where another job is at work in the directory.
+        """
+        self._on_rank_0(self._store.claim)
         if not self._load():
             return False
         self.on_reset()

@@ -8,12 +8,15 @@ import logging
 import os
 import re
 import sys
+import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
+
+from overlap.elastic import lock
 
 __all__ = ["DIRECTORY_VARIABLE", "CommitError", "CommitStore", "default_directory", "store_at"]
 
@@ -22,6 +25,9 @@ log = logging.getLogger("dear")
 DIRECTORY_VARIABLE = "DEAR_ELASTIC_DIR"
 _KEPT = 2  # the newest, and the one before it should the newest be unreadable
 _NAME = re.compile(r"commit-(\d{8})\.pt")
+_CHECKSUM = "dear-crc32 {:08x}"  # behind what torch.save() writes, where torch.load() does not look
+_CHECKSUM_BYTES = len(_CHECKSUM.format(0))
+_CHUNK = 1 << 20
 
 
 class CommitError(RuntimeError):
@@ -57,19 +63,29 @@ class CommitStore:
     def _path(self, number: int) -> Path:
         return self.directory / f"commit-{number:08d}.pt"
 
+    def claim(self) -> None:
+        """Keep other jobs away, which would remove this one's commits. Raises :class:`CommitError` if one is here."""
+        try:
+            lock.take(self.directory)
+        except (lock.Occupied, OSError) as error:
+            raise CommitError(f"no commit can be made: {error}") from error
+
     def write(self, snapshot: Any) -> int:
         """Make a commit (nested dicts, lists, tensors and picklable objects); its number. Raises :class:`CommitError`.
 
-        The name appears once the contents are on the disk, so a commit that has a name is complete.
+        The name appears once the contents are on the disk, so a commit that has a name is complete. What becomes of it
+        there is told by a checksum.
         """
+        self.claim()
         numbers = self._numbers()
         number = numbers[0] + 1 if numbers else 1
         path = self._path(number)
         partial = path.with_suffix(".partial")
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
             with partial.open("wb") as file:
-                torch.save(snapshot, file)
+                summed = _Summed(file)
+                torch.save(snapshot, summed)
+                file.write(_CHECKSUM.format(summed.checksum).encode())
                 file.flush()
                 os.fsync(file.fileno())
             partial.replace(path)
@@ -99,6 +115,7 @@ class CommitStore:
         failures = []
         for number in self._numbers():
             try:
+                _verify(self._path(number))
                 snapshot = torch.load(self._path(number), map_location="cpu", weights_only=False)
             except Exception as error:  # a damaged file fails in many ways
                 self._unreadable.add(number)  # it must not be kept in place of an older one
@@ -117,8 +134,37 @@ class CommitStore:
             self._path(number).unlink(missing_ok=True)
         for partial in self.directory.glob("commit-*.partial"):
             partial.unlink(missing_ok=True)
+        lock.release(self.directory)
         with contextlib.suppress(OSError):  # not ours alone, or not there
             self.directory.rmdir()
+
+
+class _Summed:
+    """A file, for torch.save(), that knows the checksum of what was written to it."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self.checksum = file, 0
+
+    def write(self, data: bytes) -> int:
+        self.checksum = zlib.crc32(data, self.checksum)
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def _verify(path: Path) -> None:
+    """Raises ``ValueError`` for a file that is no commit, or has changed since it was written."""
+    with path.open("rb") as file:
+        left, found = os.fstat(file.fileno()).st_size - _CHECKSUM_BYTES, 0
+        while left > 0 and (chunk := file.read(min(left, _CHUNK))):
+            found = zlib.crc32(chunk, found)
+            left -= len(chunk)
+        written = file.read().decode(errors="replace")
+    if not re.fullmatch(_CHECKSUM.format(0)[:-8] + "[0-9a-f]{8}", written):
+        raise ValueError("it is no commit: it does not end with a commit's checksum")
+    if written != _CHECKSUM.format(found):
+        raise ValueError(f"its contents have changed: it ends with {written}, and they have {found:08x}")
 
 
 def _origin(error: BaseException) -> BaseException:

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import random
 import resource
+import shutil
+import signal
+import socket
+import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from overlap.elastic import lock
 from overlap.elastic import store as module
 from overlap.elastic.sampler import order_of, part_of
 from overlap.elastic.store import CommitError, CommitStore, default_directory, store_at
+
+
+def _commits(folder: Path) -> list[str]:
+    """What lies there beside the lock."""
+    return sorted(path.name for path in folder.iterdir() if path.name != "lock")
 
 
 def test_the_newest_two_are_kept(tmp_path: Path) -> None:
@@ -19,7 +33,7 @@ def test_the_newest_two_are_kept(tmp_path: Path) -> None:
     assert store.newest() is None
     for step in range(4):
         assert store.write({"step": step, "tensor": torch.full((3,), float(step))}) == step + 1
-    assert sorted(path.name for path in store.directory.iterdir()) == ["commit-00000003.pt", "commit-00000004.pt"]
+    assert _commits(store.directory) == ["commit-00000003.pt", "commit-00000004.pt"]
     found = CommitStore(tmp_path / "a" / "b").newest()
     assert found is not None
     assert (found[0], found[1]["step"], found[1]["tensor"].tolist()) == (4, 3, [3.0] * 3)
@@ -49,9 +63,113 @@ def test_a_damaged_commit_is_not_kept_in_place_of_a_good_one(tmp_path: Path) -> 
     for again in CommitStore(tmp_path), store:  # as a job that is launched again finds it, and as one that goes back
         assert again.newest() == (1, "first")
     store.write("third")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["commit-00000001.pt", "commit-00000003.pt"]
+    assert _commits(tmp_path) == ["commit-00000001.pt", "commit-00000003.pt"]
     (tmp_path / "commit-00000003.pt").write_bytes(b"half")
     assert store.newest() == (1, "first")
+
+
+def test_a_commit_with_one_bit_changed_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Wherever the bit is; torch.load() notices few of them."""
+    store = CommitStore(tmp_path)
+    store.write("first")
+    store.write({"weights": torch.ones(100)})
+    newest = tmp_path / "commit-00000002.pt"
+    good = newest.read_bytes()
+    places = random.Random(0)
+    for place in (*(places.randrange(len(good)) for _ in range(100)), *range(len(good) - 20, len(good))):
+        changed = bytearray(good)
+        changed[place] ^= 1 << places.randrange(8)
+        newest.write_bytes(changed)
+        caplog.clear()
+        assert store.newest() == (1, "first")
+        assert f"commit 2 in {tmp_path} cannot be read: it" in caplog.text
+    newest.write_bytes(good)
+    assert store.newest() is not None
+    assert torch.load(newest)["weights"].tolist() == [1.0] * 100  # by torch alone as well
+
+
+def test_a_file_of_torchs_that_is_no_commit_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = CommitStore(tmp_path)
+    store.write("first")
+    torch.save({"model": 1}, tmp_path / "commit-00000002.pt")
+    assert store.newest() == (1, "first")
+    assert "commit 2" in caplog.text
+    assert "it is no commit: it does not end with a commit's checksum" in caplog.text
+
+
+def _in_a_child(action: Callable[[], str]) -> str:
+    """What `action` returns in a forked process, which then is killed."""
+    incoming, outgoing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(outgoing, action().encode())
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    said = os.read(incoming, 10000).decode()
+    os.close(incoming)
+    os.close(outgoing)
+    return said
+
+
+def _claimed(folder: Path) -> str:
+    try:
+        CommitStore(folder).claim()
+    except CommitError as error:
+        return str(error)
+    return "claimed"
+
+
+def test_two_jobs_do_not_commit_into_one_directory(tmp_path: Path) -> None:
+    store = CommitStore(tmp_path)
+    store.write("first")
+    said = _in_a_child(lambda: _claimed(tmp_path))
+    assert f"{tmp_path} is in use by process {os.getpid()} on {socket.gethostname()}" in said
+    assert "give this one a directory of its own (DEAR_ELASTIC_DIR)" in said
+    assert store.write("second") == 2  # also after the other was here
+    assert "is in use by" in _in_a_child(lambda: _claimed(tmp_path))
+    CommitStore(tmp_path).claim()  # two stores of one process are one job
+    store.clear()
+    assert _in_a_child(lambda: _claimed(tmp_path)) == "claimed"
+
+
+def test_a_job_that_was_killed_keeps_no_directory(tmp_path: Path) -> None:
+    """Also while processes live on that it forked, as loaders of data do."""
+
+    def claim() -> str:
+        said = _claimed(tmp_path)
+        child = os.fork()
+        if child == 0:
+            time.sleep(5)
+            os._exit(0)
+        return f"{said} {child}"
+
+    said, child = _in_a_child(claim).split()
+    try:
+        assert said == "claimed"
+        assert (tmp_path / "lock").exists()
+        os.kill(int(child), 0)
+        assert CommitStore(tmp_path).write("first") == 1
+    finally:
+        os.kill(int(child), signal.SIGKILL)
+
+
+def test_a_directory_that_is_removed_meanwhile_is_made_and_locked_again(tmp_path: Path) -> None:
+    store = CommitStore(tmp_path / "commits")
+    store.write("first")
+    shutil.rmtree(store.directory)
+    assert store.write("second") == 1
+    assert "is in use by" in _in_a_child(lambda: _claimed(store.directory))
+
+
+def test_where_there_are_no_locks_a_warning_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def unsupported(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(lock.fcntl, "lockf", unsupported)
+    assert CommitStore(tmp_path).write("first") == 1
+    assert f"{tmp_path} cannot be locked" in caplog.text
 
 
 def test_what_cannot_be_written_leaves_the_last_commit(tmp_path: Path) -> None:
@@ -59,7 +177,7 @@ def test_what_cannot_be_written_leaves_the_last_commit(tmp_path: Path) -> None:
     store.write("first")
     with pytest.raises(CommitError, match="commit 2 could not be written"):
         store.write(lambda: None)
-    assert [path.name for path in tmp_path.iterdir()] == ["commit-00000001.pt"]
+    assert _commits(tmp_path) == ["commit-00000001.pt"]
     file = tmp_path / "file"
     file.touch()
     with pytest.raises(CommitError, match=str(file)):
@@ -75,7 +193,7 @@ def test_a_disk_that_fills_up_is_what_a_failed_commit_reports(tmp_path: Path) ->
             CommitStore(tmp_path).write(torch.zeros(1 << 20))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert list(tmp_path.iterdir()) == []
+    assert _commits(tmp_path) == []
 
 
 def test_a_finished_job_leaves_nothing_of_its_own(tmp_path: Path) -> None:
@@ -129,7 +247,7 @@ def test_states_of_one_script_are_found_again_by_their_order(
                 alive.append(store)
             del store
             assert store_at(tmp_path / "own").newest() is None  # one with a directory of its own does not count
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["3", "commit-00000001.pt"]
+    assert _commits(tmp_path) == ["3", "commit-00000001.pt"]
     monkeypatch.setenv("DEAR_ELASTIC_DIR", str(tmp_path / "3"))
     assert store_at(None).newest() == (1, "three")  # each directory has a count of its own
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 from collections import Counter, OrderedDict, defaultdict, namedtuple
 from pathlib import Path
@@ -214,3 +216,34 @@ def test_mistakes_raise_on_all_ranks(folder: Path) -> None:
     for name in ("commit", "_store"):
         with pytest.raises(ValueError, match=f"named '{name}'"):
             elastic.ObjectState(elastic_dir=folder, **{name: 1})
+
+
+_OTHER = """
+import fcntl, sys
+file = open(sys.argv[1], "w")
+fcntl.lockf(file, fcntl.LOCK_EX)
+file.write("process 7 on another.example")
+file.flush()
+print("locked", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_no_job_begins_where_another_one_commits(folder: Path) -> None:
+    @elastic.run
+    def train(state: Any) -> None:
+        raise AssertionError("another job commits there")
+
+    state = elastic.ObjectState(elastic_dir=folder, a=1)
+    other = None
+    if dear.rank() == 0:
+        folder.mkdir()
+        command = [sys.executable, "-S", "-c", _OTHER, str(folder / "lock")]
+        other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"locked\n"
+    with pytest.raises(elastic.CommitError, match=r"commits is in use by process 7 on another\.example, a job that"):
+        train(state)
+    if other is not None:
+        other.communicate()
+    state.save()
