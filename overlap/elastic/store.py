@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import logging
 import os
 import re
@@ -12,7 +13,7 @@ import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
@@ -82,10 +83,9 @@ class CommitStore:
         path = self._path(number)
         partial = path.with_suffix(".partial")
         try:
-            with partial.open("wb") as file:
-                summed = _Summed(file)
-                torch.save(snapshot, summed)
-                file.write(_CHECKSUM.format(summed.checksum).encode())
+            with _Summed(io.FileIO(partial, "w")) as file:
+                torch.save(snapshot, file)
+                file.write(_CHECKSUM.format(file.checksum).encode())
                 file.flush()
                 os.fsync(file.fileno())
             partial.replace(path)
@@ -139,18 +139,14 @@ class CommitStore:
             self.directory.rmdir()
 
 
-class _Summed:
-    """A file, for torch.save(), that knows the checksum of what was written to it."""
+class _Summed(io.BufferedWriter):
+    """A file that knows the checksum of what was written to it."""
 
-    def __init__(self, file: BinaryIO) -> None:
-        self._file, self.checksum = file, 0
+    checksum = 0
 
-    def write(self, data: bytes) -> int:
+    def write(self, data: Any) -> int:
         self.checksum = zlib.crc32(data, self.checksum)
-        return self._file.write(data)
-
-    def flush(self) -> None:
-        self._file.flush()
+        return super().write(data)
 
 
 def _verify(path: Path) -> None:
