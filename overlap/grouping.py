@@ -27,7 +27,7 @@ def parse_groups(num_groups: Any, groups: Any, slots: Sequence[Slot]) -> Groups:
     if isinstance(chosen, int):
         if chosen < 0:
             raise ValueError(f"groups should be at least 0 and is {chosen}")
-        return chosen
+        return min(chosen, len(slots))  # more groups than parameters would be empty
     index_of = {id(slot.param): slot.index for slot in slots}
     seen: set[int] = set()
     parsed = []

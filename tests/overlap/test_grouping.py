@@ -1,0 +1,23 @@
+"""Buckets that the user asked for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from overlap.bucket import Slot
+from overlap.grouping import members_of, parse_groups
+from overlap.observer import Facts
+
+
+@pytest.mark.parametrize(
+    ("asked", "members"),
+    [(1, [[2, 0, 1]]), (2, [[2, 0], [1]]), (3, [[2], [0], [1]]), (10**9, [[2], [0], [1]])],
+)
+def test_a_number_of_groups_divides_the_order_of_arrival(asked: int, members: list[list[int]]) -> None:
+    """Where there are fewer parameters than groups, each is alone; nothing is made for the groups without any."""
+    slots = [Slot(index, str(index), torch.nn.Parameter(torch.ones(1)), 0) for index in range(3)]
+    facts = Facts(units=(), arrivals=(2, 0, 1), fires=(1, 1, 1), unseen=frozenset(), idle=frozenset())
+    for groups in (parse_groups(asked, None, slots), parse_groups(0, asked, slots)):
+        assert groups == min(asked, len(slots))
+        assert members_of(groups, facts) == members
