@@ -10,7 +10,9 @@ from __future__ import annotations
 import argparse
 import math
 import os
+from pathlib import Path
 
+import checkpoint_file
 import torch
 from torch import nn
 from torch.nn import functional
@@ -194,7 +196,7 @@ def main(argv: list[str] | None = None) -> tuple[float, dict[str, torch.Tensor]]
         score = validate(model, val_loader)
         if hvd.rank() == 0:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-            torch.save(state, args.checkpoint_format.format(epoch=epoch + 1))
+            checkpoint_file.save(Path(args.checkpoint_format.format(epoch=epoch + 1)), state)
     return score, model.state_dict()
 
 

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+import checkpoint_file
 import mnist_checkpoint as checkpoint
 import mnist_data
 import torch
@@ -229,7 +230,7 @@ def main() -> None:
                     "settings": settings,
                     "workers": dear.size(),
                 }
-                checkpoint.save(args.checkpoint, state)
+                checkpoint_file.save(args.checkpoint, state)
 
     if talks:
         if args.plot is not None:

@@ -1,8 +1,7 @@
-"""A checkpoint that a killed run leaves whole, and that says what it belongs to."""
+"""A checkpoint that says what it belongs to."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +15,8 @@ class CheckpointError(ValueError):
     """The file is missing, is none of ours, or belongs to a run with other settings."""
 
 
-def save(path: Path, state: dict[str, Any]) -> None:
-    """Replace `path` at once: who reads it finds the old file or the new one, never half of one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        with partial.open("wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
 def load(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """The state that :func:`save` wrote, after a look at whether it continues a run with these `settings`."""
+    """The state that was saved, after a look at whether it continues a run with these `settings`."""
     if not path.is_file():
         raise CheckpointError(f"--resume: there is no checkpoint {path}")
     try:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import checkpoint_file
 import torch
 from torch import nn
 from torch.nn import functional
@@ -116,9 +117,8 @@ class Trainer:
         """Rank 0 alone writes; the others go on."""
         if self._path is None or dear.rank() != 0:
             return
-        self._path.parent.mkdir(parents=True, exist_ok=True)
         state = {"epoch": self.epoch} | {name: part.state_dict() for name, part in self._parts().items()}
-        torch.save(state, self._path)
+        checkpoint_file.save(self._path, state)
 
     def load(self) -> None:
         """Rank 0 alone reads, and everybody gets what it read."""

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import io
+import os
+import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.harness import ROOT
 
@@ -32,3 +37,29 @@ def test_small_changes_only_what_was_not_asked_for(name: str, monkeypatch: pytes
     for option in SMALL[name]:
         asked = ["--small", f"--{option.replace('_', '-')}", "11"]
         assert vars(arguments(asked)) == small | {option: 11}
+
+
+def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    save = importlib.import_module("checkpoint_file").save
+    save(tmp_path / "a" / "checkpoint.pt", {"epoch": 1})
+
+    def half(state: Any, file: Any) -> None:
+        whole = io.BytesIO()
+        really(state, whole)
+        with open(file, "wb") if isinstance(file, str | Path) else file as opened:
+            opened.write(whole.getvalue()[: whole.tell() // 2])
+            opened.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    really = torch.save
+    child = os.fork()
+    if child == 0:
+        torch.save = half
+        save(tmp_path / "a" / "checkpoint.pt", {"epoch": 2})
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert torch.load(tmp_path / "a" / "checkpoint.pt") == {"epoch": 1}
+    save(tmp_path / "a" / "checkpoint.pt", {"epoch": 3})
+    assert torch.load(tmp_path / "a" / "checkpoint.pt") == {"epoch": 3}

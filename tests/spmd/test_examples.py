@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import warnings
 from pathlib import Path
@@ -32,6 +33,22 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Any:
         return importlib.import_module(name)
 
     return load
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_written_in_place(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A kill while a checkpoint is written would leave half of it under its name."""
+    written: list[str] = []
+    save = torch.save
+
+    def recorded(state: Any, file: Any, **options: Any) -> None:
+        if not isinstance(file, io.BytesIO):  # which messages between ranks are made in
+            written.append(str(getattr(file, "name", file)))
+        save(state, file, **options)
+
+    monkeypatch.setattr(torch, "save", recorded)
+    yield
+    assert all(name.endswith(".part") for name in written), written
 
 
 def _agreed(value: float) -> float:
