@@ -19,6 +19,8 @@ from dearrun.command import build
 from dearrun.errors import LaunchError
 from dearrun.hosts import require_addresses, require_shell
 from dearrun.supervision import supervise
+from overlap import settings
+from overlap.settings import SettingError
 
 __all__ = ["main"]
 
@@ -34,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     try:
         environ = options.environment(args, os.environ)
+        settings.read(environ)  # else every worker says it, once all have started
         program = mpirun.find(environ, Path(sys.prefix))
         flavor = mpirun.flavor_of(mpirun.version_of(program))
         can_reach_others = mpirun.has_remote_shell(environ)
@@ -45,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 require_addresses(job.hosts, socket.gethostname(), has_address)
         _require_program(job.command[0], environ)
         command = build(program, flavor, job)
-    except LaunchError as error:
+    except (LaunchError, SettingError) as error:
         sys.stderr.write(f"dearrun: {error}\n")
         sys.exit(1)
     if args.verbose:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from types import TracebackType
 
 from comm_core import TransportError
 
-__all__ = ["explain", "install", "remove"]
+__all__ = ["explain", "install", "remove", "say_in_one_line"]
 
+_PATIENCE_SECONDS = 20.0  # of a rank that waits for rank 0 to come as far, which may take that long to import torch
 _previous: Callable[..., object] | None = None
 
 
@@ -54,3 +56,22 @@ def remove() -> None:
     if _previous is not None:
         sys.excepthook = _previous
         _previous = None
+
+
+def say_in_one_line(error: BaseException, rank: int) -> None:
+    """Where nobody catches `error`, which is the user's to correct, this process ends without a traceback.
+
+    Other ranks have most likely met the same. Rank 0 says it. The launcher then ends the others, which wait for that: one
+    that ended by itself might take rank 0 with it before that has said anything. Who is still there after a while says it too.
+    """
+    previous, kind = sys.excepthook, type(error)
+
+    def report(raised: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not issubclass(raised, kind):
+            previous(raised, error, trace)
+            return
+        if rank > 0:
+            time.sleep(_PATIENCE_SECONDS)
+        sys.stderr.write(f"{error}\n")
+
+    sys.excepthook = report

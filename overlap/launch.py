@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-__all__ = ["BACKEND_VARIABLE", "Launch", "LaunchError", "Launcher", "detect"]
+__all__ = ["BACKEND_VARIABLE", "Launch", "LaunchError", "Launcher", "detect", "rank_in"]
 
 BACKEND_VARIABLE = "DEAR_BACKEND"
 
@@ -112,3 +112,11 @@ def detect(environ: Mapping[str, str]) -> Launch:
             "understands: start with dearrun, mpirun, horovodrun --mpi or torchrun"
         )
     return mpi or torchrun or Launch(Launcher.SINGLE)
+
+
+def rank_in(environ: Mapping[str, str]) -> int:
+    """This process's rank by what its launcher says, also where ``DEAR_BACKEND`` makes no sense; in doubt 0 (pure)."""
+    try:
+        return detect({name: value for name, value in environ.items() if name != BACKEND_VARIABLE}).rank
+    except LaunchError:
+        return 0

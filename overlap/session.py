@@ -9,6 +9,7 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +21,7 @@ from overlap.channels import Channels
 from overlap.communicator import Communicator
 from overlap.cost_model import CostModel, fit
 from overlap.farewell import close_all, find_uneven, report
-from overlap.launch import BACKEND_VARIABLE, Launch, Launcher, LaunchError, detect
+from overlap.launch import BACKEND_VARIABLE, Launch, Launcher, LaunchError, detect, rank_in
 from overlap.link_probe import measure_all_reduce
 from overlap.mailroom import Mailroom
 from overlap.native import NativeCommunicator
@@ -191,6 +192,15 @@ def _connect(launch: Launch, comm: Any) -> Communicator:
     return NativeCommunicator(comm_core.local())
 
 
+def _told(environ: Mapping[str, str]) -> tuple[Settings, Launch]:
+    """What the environment says. What is wrong with it ends a script that does not catch it with one line."""
+    try:
+        return settings.read(environ), detect(environ)
+    except (settings.SettingError, LaunchError) as error:
+        failures.say_in_one_line(error, rank_in(environ))
+        raise
+
+
 def init(comm: Any = None) -> Session:
     """Join the job that started this process. On every rank; calling it again changes nothing.
 
@@ -200,12 +210,13 @@ def init(comm: Any = None) -> Session:
 
     Raises :class:`overlap.launch.LaunchError` when launcher and communicator disagree about the size of the job: a job
     never silently trains N copies of rank 0. Raises :class:`overlap.settings.SettingError` for an environment variable
-    that does not hold what it should.
+    that does not hold what it should. Where the script does not catch it, rank 0 says it in one line, and the others end
+    without a word.
     """
     global _session, _process
     if _session is not None:
         return _session
-    launch, wanted = detect(os.environ), settings.read(os.environ)
+    wanted, launch = _told(os.environ)
     connected = _connect(launch, comm)
     if comm is None and connected.size != launch.size and launch.launcher is not Launcher.SINGLE:
         size = connected.size

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from overlap.launch import BACKEND_VARIABLE, Launcher
+
 __all__ = ["CUDA_TRANSPORTS", "LOG_LEVELS", "SettingError", "Settings", "read"]
 
 T = TypeVar("T")
@@ -79,12 +81,17 @@ def _transport(text: str) -> str:
     return {name: name for name in CUDA_TRANSPORTS}[text.lower()]
 
 
+def _backend(text: str) -> str:
+    return Launcher(text).value
+
+
 _ACCEPTED: dict[Callable[[str], Any], str] = {
     _number: "a number of at least 0",
     _number_or_auto: "a number of at least 0, or auto,",
     _switch: "0 or 1",
     _level: f"one of {', '.join(LOG_LEVELS)}",
     _transport: f"one of {', '.join(CUDA_TRANSPORTS)}",
+    _backend: f"one of {', '.join(launcher.value for launcher in Launcher)}",
 }
 
 
@@ -95,7 +102,9 @@ def _parsed(environ: Mapping[str, str], name: str, parse: Callable[[str], T]) ->
     try:
         return parse(text)
     except (KeyError, ValueError):
-        raise SettingError(f"environment variable {name} should hold {_ACCEPTED[parse]} and holds {text!r}") from None
+        raise SettingError(
+            f"environment variable {name} should hold {_ACCEPTED[parse]} and holds {text!r}: correct or unset it"
+        ) from None
 
 
 # Field: how to read it, from which variables; the first that is set wins.
@@ -112,13 +121,14 @@ _VARIABLES: dict[str, tuple[Callable[[str], Any], tuple[str, ...]]] = {
 }
 _CHECK_OFF = "HOROVOD_STALL_CHECK_DISABLE"
 _FUSION_BYTES = "HOROVOD_FUSION_THRESHOLD"
-_READ_ELSEWHERE = ("DEAR_BACKEND", "DEAR_ELASTIC_DIR")
+_READ_ELSEWHERE = (BACKEND_VARIABLE, "DEAR_ELASTIC_DIR")
 _PREFIXES = ("DEAR_", "HOROVOD_")
 _ALIKE = 0.85  # from 0 to 1: variables of scripts and of Horovod that mean something else are less like ours
 
 
 def read(environ: Mapping[str, str]) -> Settings:
     """The settings in `environ`. Raises :class:`SettingError` with the variable and what it holds."""
+    _parsed(environ, BACKEND_VARIABLE, _backend)  # used by `overlap.launch`
     found: dict[str, Any] = {}
     known = {_CHECK_OFF, _FUSION_BYTES, *_READ_ELSEWHERE}
     for field, (parse, names) in _VARIABLES.items():

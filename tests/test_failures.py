@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
+from overlap import failures
+from overlap.settings import SettingError
 from tests.harness import ROOT, Result, run_ranks
 
 PRELUDE = """
@@ -219,6 +222,45 @@ def test_a_launcher_of_another_mpi_is_noticed(tmp_path: Path) -> None:
     result = run_ranks(1, [str(script)], "single", env=promised)
     assert result.returncode != 0
     assert "promises 3 rank(s)" in result.output
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_wrong_variable_is_said_once_without_a_traceback(launcher: str, tmp_path: Path) -> None:
+    """By rank 0, also where another rank is there first."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, time\n"
+        "if '0' in (os.environ.get('OMPI_COMM_WORLD_RANK'), os.environ.get('RANK')):\n    time.sleep(1)\n"
+        "import dear\ndear.init()\n"
+    )
+    result = run_ranks(2, [str(script)], launcher, env={"DEAR_POISON": "maybe", "PYTHONPATH": str(ROOT)})
+    assert result.returncode != 0
+    said = "environment variable DEAR_POISON should hold 0 or 1 and holds 'maybe': correct or unset it"
+    assert result.output.count(said) == 1
+    assert str(script) not in result.output.split(said)[0]  # no traceback of ours; torchrun has one of its own
+    assert "overlap" not in result.output
+
+
+def test_a_wrong_variable_can_be_caught(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    text = "import dear\ntry:\n    dear.init()\nexcept ValueError as error:\n    print('caught', error)\n"
+    script.write_text(text + "raise RuntimeError('another')\n")
+    env = {"DEAR_LOG_LEVEL": "loud", "PYTHONPATH": str(ROOT)}
+    result = run_ranks(1, [str(script)], "single", env=env)
+    assert result.returncode == 1
+    assert result.output.count("DEAR_LOG_LEVEL should hold") == 1
+    assert re.search("Traceback.*RuntimeError: another", result.output, re.DOTALL)
+
+
+def test_a_rank_whose_variable_alone_is_wrong_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(failures, "_PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    error = SettingError("what is wrong")
+    failures.say_in_one_line(error, rank=1)
+    sys.excepthook(SettingError, error, None)
+    assert capsys.readouterr().err == "what is wrong\n"
 
 
 def test_a_forked_child_ends_by_itself(tmp_path: Path) -> None:

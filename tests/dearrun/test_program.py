@@ -217,6 +217,14 @@ def _wait_for(true: Callable[[], bool]) -> None:
     [
         (["-np", "3", "-H", "localhost:2", "true"], "dearrun: -np 3 needs 3 slots, and localhost:2 has 2"),
         (["-np", "1", "no-such-program"], "dearrun: 'no-such-program' was not found"),
+        (
+            ["-np", "1", "-x", "DEAR_POISON=maybe", "true"],
+            "dearrun: environment variable DEAR_POISON should hold 0 or 1 and holds 'maybe': correct or unset it",
+        ),
+        (
+            ["-np", "1", "-x", "DEAR_BACKEND=gloo", "true"],
+            "dearrun: environment variable DEAR_BACKEND should hold one of mpi, torch, single and holds 'gloo': correct or",
+        ),
     ],
 )
 def test_mistakes_are_one_line(argv: list[str], message: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from overlap.launch import Launcher, LaunchError, detect
+from overlap.launch import Launcher, LaunchError, detect, rank_in
 
 OMPI = {
     "OMPI_COMM_WORLD_SIZE": "4",
@@ -52,3 +52,16 @@ def test_detect(environ: dict[str, str], launcher: Launcher, rank: int, size: in
 def test_nonsense_is_named(environ: dict[str, str], message: str) -> None:
     with pytest.raises(LaunchError, match=message):
         detect(environ)
+
+
+@pytest.mark.parametrize(
+    ("environ", "rank"),
+    [
+        ({}, 0),
+        ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3", "DEAR_BACKEND": "nonsense"}, 3),
+        ({"WORLD_SIZE": "4", "RANK": "2"}, 2),
+        ({"WORLD_SIZE": "4", "RANK": "second"}, 0),
+    ],
+)
+def test_the_rank_is_known_also_where_the_rest_makes_no_sense(environ: dict[str, str], rank: int) -> None:
+    assert rank_in(environ) == rank

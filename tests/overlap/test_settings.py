@@ -63,11 +63,12 @@ def test_read(environ: dict[str, str], expected: dict[str, Any]) -> None:
         ("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "-1", "a number of at least 0"),
         ("DEAR_STALL_ABORT_SECONDS", "nan", "a number of at least 0"),
         ("DEAR_CUDA_TRANSPORT", "gloo", "one of auto, nccl, staged"),
+        ("DEAR_BACKEND", "gloo", "one of mpi, torch, single"),
         ("DEAR_LOG_LEVEL", "loud", "one of trace, debug, info, warning, error, fatal"),
     ],
 )
 def test_nonsense_is_named(name: str, text: str, accepted: str) -> None:
-    with pytest.raises(SettingError, match=f"{name} should hold {accepted} and holds '{text}'"):
+    with pytest.raises(SettingError, match=f"{name} should hold {accepted} and holds '{text}': correct or unset it"):
         read({name: text})
 
 
