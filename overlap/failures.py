@@ -62,7 +62,7 @@ def say_in_one_line(error: BaseException, rank: int) -> None:
     """Where nobody catches `error`, which is the user's to correct, this process ends without a traceback.
 
     Other ranks have most likely met the same. Rank 0 says it. The launcher then ends the others, which wait for that: one
-    that ended by itself might take rank 0 with it before that has said anything. Who is still there after a while says it too.
+    that ended by itself might take rank 0 with it before that has spoken. Who is still there after a while says it as well.
     """
     previous, kind = sys.excepthook, type(error)
 

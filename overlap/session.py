@@ -29,7 +29,7 @@ from overlap.objects import allgather_object
 from overlap.registry import Registry
 from overlap.roll import Roll
 from overlap.services import Issuer, Participant, Service
-from overlap.settings import Settings
+from overlap.settings import SettingError, Settings
 from overlap.watchdog import Watchdog
 from overlap.whereabouts import is_front_door
 
@@ -196,9 +196,21 @@ def _told(environ: Mapping[str, str]) -> tuple[Settings, Launch]:
     """What the environment says. What is wrong with it ends a script that does not catch it with one line."""
     try:
         return settings.read(environ), detect(environ)
-    except (settings.SettingError, LaunchError) as error:
+    except (SettingError, LaunchError) as error:
         failures.say_in_one_line(error, rank_in(environ))
         raise
+
+
+def _connected(launch: Launch, comm: Any) -> Communicator:
+    """As :func:`_connect`; what is wrong with comm_core's own variables, which it reads then, ends a script likewise."""
+    try:
+        return _connect(launch, comm)
+    except comm_core.InvalidUsage as error:
+        if not str(error).startswith("COMM_CORE_"):
+            raise
+        wrong = SettingError(f"environment variable {error}; correct or unset it")
+        failures.say_in_one_line(wrong, launch.rank)
+        raise wrong from error
 
 
 def init(comm: Any = None) -> Session:
@@ -217,7 +229,7 @@ def init(comm: Any = None) -> Session:
     if _session is not None:
         return _session
     wanted, launch = _told(os.environ)
-    connected = _connect(launch, comm)
+    connected = _connected(launch, comm)
     if comm is None and connected.size != launch.size and launch.launcher is not Launcher.SINGLE:
         size = connected.size
         connected.close()

@@ -224,8 +224,14 @@ def test_a_launcher_of_another_mpi_is_noticed(tmp_path: Path) -> None:
     assert "promises 3 rank(s)" in result.output
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_wrong_variable_is_said_once_without_a_traceback(launcher: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("launcher", "name", "said"),
+    [
+        *((launcher, "DEAR_POISON", "DEAR_POISON should hold 0 or 1 and holds 'maybe': ") for launcher in LAUNCHERS),
+        ("mpi", "COMM_CORE_WINDOW", "COMM_CORE_WINDOW=maybe: expected an integer from 1 to 1024; "),
+    ],
+)
+def test_a_wrong_variable_is_said_once_without_a_traceback(launcher: str, name: str, said: str, tmp_path: Path) -> None:
     """By rank 0, also where another rank is there first."""
     script = tmp_path / "script.py"
     script.write_text(
@@ -233,10 +239,9 @@ def test_a_wrong_variable_is_said_once_without_a_traceback(launcher: str, tmp_pa
         "if '0' in (os.environ.get('OMPI_COMM_WORLD_RANK'), os.environ.get('RANK')):\n    time.sleep(1)\n"
         "import dear\ndear.init()\n"
     )
-    result = run_ranks(2, [str(script)], launcher, env={"DEAR_POISON": "maybe", "PYTHONPATH": str(ROOT)})
+    result = run_ranks(2, [str(script)], launcher, env={name: "maybe", "PYTHONPATH": str(ROOT)})
     assert result.returncode != 0
-    said = "environment variable DEAR_POISON should hold 0 or 1 and holds 'maybe': correct or unset it"
-    assert result.output.count(said) == 1
+    assert result.output.count(f"environment variable {said}correct or unset it") == 1
     assert str(script) not in result.output.split(said)[0]  # no traceback of ours; torchrun has one of its own
     assert "overlap" not in result.output
 
