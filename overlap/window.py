@@ -172,7 +172,7 @@ class GradientWindow:
                     else "backward(); other ranks' gradients would be averaged with the changed one"
                 )
                 raise _changed(slot, what, when)
-        for bucket in () if self.reduced else self.order:
+        for bucket in self.order:
             broken = None if bucket.seal is None else bucket.seal.broken()
             if broken is not None:
                 raise _changed(bucket.slots[broken], "changed", _ISSUED)

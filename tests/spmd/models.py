@@ -122,13 +122,15 @@ class Convolution(nn.Module):
 
 
 class OddParameters(nn.Module):
-    """Zero elements, no dimensions, gaps between elements, complex numbers, a parameter of the root itself."""
+    """Zero elements, no dimensions, gaps between elements (which a conversion would close), complex numbers, a parameter
+    of the root itself.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.tensor(1.5))
         self.empty = nn.Parameter(torch.zeros(0, 3))
-        self.gappy = nn.Parameter(torch.linspace(-1, 1, 2 * WIDTH).view(WIDTH, 2)[:, 0])
+        self.gappy = nn.Parameter(torch.linspace(-1, 1, 2 * WIDTH, dtype=torch.float64).view(WIDTH, 2)[:, 0])
         self.phase = nn.Parameter(torch.linspace(-1, 1, WIDTH).to(torch.complex128))
         self.linear = nn.Linear(WIDTH, WIDTH)
 

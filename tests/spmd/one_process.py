@@ -34,16 +34,27 @@ def loss_of(model: torch.nn.Module, number: int, alone: bool) -> torch.Tensor:
 Script = Callable[[torch.nn.Module, Any, bool], None]
 
 
-def as_in_one_process(way: str, script: Script, make: Callable[..., Any] = SGD, **options: Any) -> torch.nn.Module:
-    """Run `script` with a plain optimizer on everything, and with a distributed one; parameters have to be the same."""
+def as_in_one_process(
+    way: str,
+    script: Script,
+    make: Callable[..., Any] = SGD,
+    build: Callable[[], torch.nn.Module] = small_model,
+    **options: Any,
+) -> torch.nn.Module:
+    """Run `script` with a plain optimizer on everything, and with a distributed one; parameters have to be the same.
+
+    They are NaN in the same places, too.
+    """
     settings = {"lr": 0.1, "momentum": 0.9}
-    reference, model = small_model(), small_model()
+    reference, model = build(), build()
     script(reference, make(reference.parameters(), **settings), True)
     optimizer = WRAP[way](make(model.parameters(), **settings), model, **options)
     script(model, optimizer, False)
     optimizer.synchronize()
     for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            ours, theirs, rtol=1e-9, atol=1e-12, equal_nan=True, msg=lambda text, name=name: f"{name}: {text}"
+        )
     return model
 
 

@@ -22,6 +22,10 @@ def _session() -> None:
     dear.init()
 
 
+def _in_place(gradient: torch.Tensor) -> None:
+    gradient.mul_(0.1)
+
+
 def _by_data(gradient: torch.Tensor) -> None:
     gradient.data.mul_(0.1)
 
@@ -35,11 +39,13 @@ def _loss(model: torch.nn.Module, step: int) -> torch.Tensor:
     return model(torch.randn(4, 9, generator=generator, dtype=torch.float64)).square().mean()
 
 
-@pytest.mark.parametrize("change", [_by_data, _by_numpy])
+@pytest.mark.parametrize("clipped", [False, True])
+@pytest.mark.parametrize("change", [_in_place, _by_data, _by_numpy])
 @pytest.mark.parametrize("strategy", SHARDED)
-def test_gradients_written_to_behind_autograds_back_are_noticed(
-    strategy: str, change: Callable[[torch.Tensor], None]
+def test_gradients_written_to_after_backward_are_noticed(
+    strategy: str, change: Callable[[torch.Tensor], None], clipped: bool
 ) -> None:
+    """Where they are clipped, too: it is their averages that were, which lie elsewhere."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(9, 20), torch.nn.Tanh(), torch.nn.Linear(20, 1)).double()
     optimizer = WRAP[strategy](torch.optim.SGD(model.parameters(), 0.1), model)
@@ -49,6 +55,8 @@ def test_gradients_written_to_behind_autograds_back_are_noticed(
         optimizer.step()
     optimizer.zero_grad()
     _loss(model, 2).backward()
+    if clipped:
+        optimizer.clip_grad_norm_(1e-3)
     assert model[0].weight.grad is not None
     change(model[0].weight.grad)
     with pytest.raises(GradientChanged, match=r"'0\.weight' was changed"):

@@ -103,7 +103,6 @@ def test_a_parameter_that_can_be_owned_only_later_is_owned_from_the_next_plan_on
 
     def train(distributed: bool) -> Any:
         model = _model("OddParameters")
-        model.gappy.data = model.gappy.data.unsqueeze(1).repeat(1, 2)[:, 0]  # doubling has closed its gaps
         optimizer: Any = OPTIMIZERS["adam"](list(model.parameters()))
         if distributed:
             optimizer = WRAP["oss"](optimizer, model)

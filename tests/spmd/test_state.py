@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,12 +13,16 @@ import torch
 import dear
 from overlap.mailroom import NoAnswer
 from tests.spmd.test_contract import _loss, _same_everywhere, _trained
-from tests.spmd.test_parity import _model
+from tests.spmd.test_parity import PACKAGES, _model
 
 
 @pytest.fixture(autouse=True)
 def _session() -> None:
     dear.init()
+
+
+def _momenta(optimizer: Any) -> list[torch.Tensor]:
+    return [entry["momentum_buffer"].clone() for _, entry in sorted(optimizer.state_dict()["state"].items())]
 
 
 @pytest.mark.parametrize("strategy", ["dear", "dear-rb", "oss", "wfbp"])
@@ -42,15 +48,61 @@ def test_rank_0_alone_may_save_in_the_middle_of_training(strategy: str) -> None:
         assert torch.equal(last, everywhere["state"][0]["momentum_buffer"])
 
 
+def _clip(optimizer: Any) -> None:
+    optimizer.clip_grad_norm_(0.05)
+
+
+def _synchronize(optimizer: Any) -> None:
+    optimizer.synchronize()
+
+
+@pytest.mark.parametrize("settle", [_clip, _synchronize])
+@pytest.mark.parametrize("strategy", ["dear", "dear-rb", *PACKAGES])
+def test_rank_0_alone_may_save_once_all_gradients_are_reduced(strategy: str, settle: Callable[[Any], None]) -> None:
+    """No rank then waits for a reduction in its step, and yet none is ahead of rank 0, which takes its time."""
+    model, optimizer = _trained(strategy)
+    before = _momenta(optimizer)
+    for step in range(2):
+        optimizer.zero_grad()
+        _loss(model, 10 + step).backward()
+        settle(optimizer)
+        if dear.rank() == 0:
+            time.sleep(0.02)
+            assert all(map(torch.equal, _momenta(optimizer), before))
+        optimizer.step()
+        if dear.rank() == 0:
+            after = _momenta(optimizer)
+            assert not any(map(torch.equal, after, before))
+            before = after
+
+
+@pytest.mark.parametrize("strategy", ["dear", "dear-rb", "oss"])
+def test_who_saves_right_after_its_step_waits_for_that_step_of_the_others(
+    strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = _trained(strategy)
+    window = optimizer._engine.window
+    settle_done = window.settle_done
+
+    def settle_late() -> None:
+        """All is issued, so rank 0 goes on; nothing is updated here yet."""
+        if dear.rank() > 0:
+            time.sleep(0.02)
+        settle_done()
+
+    monkeypatch.setattr(window, "settle_done", settle_late)
+    optimizer.zero_grad()
+    _loss(model, 10).backward()
+    optimizer.step()
+    for momentum in _momenta(optimizer):
+        _same_everywhere(momentum)
+
+
 @pytest.mark.parametrize("strategy", ["dear", "dear-rb", "oss"])
 def test_rank_0_alone_may_save_around_the_loading_of_a_state(strategy: str) -> None:
     """Ranks load one after the other: whoever asks meanwhile gets all of the old state or all of the new one."""
-
-    def momenta() -> list[torch.Tensor]:
-        return [entry["momentum_buffer"].clone() for _, entry in sorted(optimizer.state_dict()["state"].items())]
-
     _, optimizer = _trained(strategy)
-    before = momenta()
+    before = _momenta(optimizer)
     saved = copy.deepcopy(optimizer.state_dict())
     for entry in saved["state"].values():
         entry["momentum_buffer"] += 1.0
@@ -59,20 +111,20 @@ def test_rank_0_alone_may_save_around_the_loading_of_a_state(strategy: str) -> N
         optimizer.load_state_dict(saved)
     dear.barrier()
     if dear.rank() == 0:
-        assert all(map(torch.equal, momenta(), before)), "the others have loaded"
+        assert all(map(torch.equal, _momenta(optimizer), before)), "the others have loaded"
     dear.barrier()
     if dear.rank() == 0:
         optimizer.load_state_dict(saved)
-    after = momenta()
+    after = _momenta(optimizer)
     assert all(torch.equal(mine, old + 1.0) for mine, old in zip(after, before, strict=True))
 
     for entry in saved["state"].values():  # as Horovod's script resumes: on rank 0 alone, then from there
         entry["momentum_buffer"] += 1.0
     if dear.rank() == 0:
         optimizer.load_state_dict(saved)
-        assert all(torch.equal(mine, old + 1.0) for mine, old in zip(momenta(), after, strict=True))
+        assert all(torch.equal(mine, old + 1.0) for mine, old in zip(_momenta(optimizer), after, strict=True))
     dear.broadcast_optimizer_state(optimizer, 0)
-    assert all(torch.equal(mine, old + 1.0) for mine, old in zip(momenta(), after, strict=True))
+    assert all(torch.equal(mine, old + 1.0) for mine, old in zip(_momenta(optimizer), after, strict=True))
 
 
 class _Remembers(torch.optim.SGD):

@@ -126,6 +126,19 @@ def changed_after_synchronize(run: Run) -> None:
     _join(run)
 
 
+def replaced_after_synchronize(run: Run) -> None:
+    for batch in _batches(run, 0, 5, _fewer_on_lower):
+        run.optimizer.zero_grad()
+        _backward(run, batch)
+        if run.distributed:
+            run.optimizer.synchronize()
+        for param in run.model.parameters():
+            assert param.grad is not None
+            param.grad = param.grad * 2.0 + 0.1
+        run.optimizer.step()
+    _join(run)
+
+
 def scaled(run: Run) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
     for step, batch in enumerate(_batches(run, 0, 7, _fewer_on_higher)):
@@ -195,6 +208,7 @@ LOOPS = {
         clipped_and_skipped,
         skipped_behind_our_back,
         changed_after_synchronize,
+        replaced_after_synchronize,
         scaled,
         accumulated,
         closures,
@@ -212,7 +226,7 @@ ROWS = [
     ),
     *(
         (loop, strategy, "sgd")
-        for loop in ("changed_after_synchronize", "accumulated", "closures", "unfrozen")
+        for loop in ("changed_after_synchronize", "replaced_after_synchronize", "accumulated", "closures", "unfrozen")
         for strategy in ("dear", "wfbp", "bytescheduler")
     ),
     *(("stepped", strategy, "adafactor") for strategy in ("dear", "oss", "bytescheduler")),

@@ -1,0 +1,95 @@
+"""A question for the state is answered from the step that it asks for, and from no other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Any
+
+import pytest
+
+from overlap.piece_state import PieceState
+from overlap.state_share import StateShare
+
+
+class _Room:
+    """The mailroom of a rank, without one: it is asked by the test."""
+
+    def __init__(self) -> None:
+        self.answer: Callable[[int, int], PieceState]
+
+    def on(self, _topic: str, handler: Callable[[int, int], PieceState]) -> None:
+        self.answer = handler
+
+
+class _Rank:
+    """Its state is the number of its steps."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.room = _Room()
+        self.share = StateShare([], self.room, "state", self._export)  # type: ignore[arg-type]
+
+    def _export(self) -> PieceState:
+        return _state(self.steps)
+
+    def step(self) -> None:
+        with self.share.updating():
+            self.steps += 1
+
+
+def _state(steps: int) -> PieceState:
+    return {0: (0, 1, {"step": steps})}
+
+
+def _waits(answer: Future[Any]) -> bool:
+    try:
+        answer.result(timeout=0.01)
+    except FutureTimeout:
+        return True
+    return False
+
+
+def test_who_is_asked_before_its_step_answers_after_it() -> None:
+    rank = _Rank()
+    rank.step()
+    with ThreadPoolExecutor(1) as mailroom:
+        answer = mailroom.submit(rank.room.answer, 0, 3)
+        try:
+            assert _waits(answer)
+            rank.step()
+            assert _waits(answer)
+        finally:
+            while rank.steps < 3:  # or its thread would not end
+                rank.step()
+        assert answer.result(timeout=5) == _state(3)
+
+
+def test_who_is_asked_within_its_step_answers_after_it() -> None:
+    rank = _Rank()
+    with ThreadPoolExecutor(1) as mailroom:
+        with rank.share.updating():
+            answer = mailroom.submit(rank.room.answer, 0, 1)
+            assert _waits(answer)
+            rank.steps = 1
+        assert answer.result(timeout=5) == _state(1)
+
+
+def test_who_is_ahead_of_the_question_refuses_it() -> None:
+    rank = _Rank()
+    rank.step()
+    assert rank.room.answer(0, 1) == _state(1)
+    rank.step()
+    with pytest.raises(RuntimeError, match="asked for the state after step 1, this rank is at step 2"):
+        rank.room.answer(0, 1)
+
+
+def test_a_state_that_others_have_not_loaded_yet_is_not_given_to_them() -> None:
+    rank = _Rank()
+    rank.step()
+    with rank.share.loading():
+        rank.steps = 100
+    assert rank.room.answer(0, 1) == _state(1)
+    rank.step()
+    assert rank.room.answer(0, 2) == _state(101)
