@@ -105,11 +105,11 @@ class Averages:
     ) -> torch.Tensor:
         """Clip the averaged gradients of the `wanted` parameters by their total norm."""
         engine = self._engine
+        params = [slot.param for slot in engine.slots if wanted(slot.param)]
         self.refuse("clipping by a norm over all gradients")
         if engine.shards is None or self.synchronized:  # whole averages on every rank: torch's own clipping
             self.synchronize()
             self._refuse_sparse(wanted)
-            params = [slot.param for slot in engine.slots if wanted(slot.param)]
             return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
         self._settle()
         self._refuse_sparse(wanted)
@@ -122,7 +122,7 @@ class Averages:
         )
         alike = [param.grad for param in self._whole_params() if param.grad is not None and wanted(param)]
         pieces = engine.shards.gradients(wanted)
-        return clip_sharded(self._comm, pieces, alike, max_norm, norm_type, error_if_nonfinite)
+        return clip_sharded(self._comm, pieces, alike, params, max_norm, norm_type, error_if_nonfinite)
 
     def _refuse_sparse(self, wanted: Callable[[torch.Tensor], bool]) -> None:
         sparse = [slot.name for slot in self._engine.slots if slot.sparse and wanted(slot.param)]

@@ -17,6 +17,7 @@ def clip_sharded(
     comm: Communicator,
     pieces: Sequence[torch.Tensor],
     alike: Sequence[torch.Tensor],
+    params: Sequence[torch.Tensor],
     max_norm: float,
     norm_type: float,
     error_if_nonfinite: bool,
@@ -25,7 +26,8 @@ def clip_sharded(
 
     `pieces` are this rank's share, disjoint from every other rank's; `alike` are gradients that all ranks hold alike.
     Norms are accumulated in fp64; on a GPU squares are added up in one pass over all pieces, the host waits for it once.
-    The norm lies where this rank's first gradient does. On every rank of `comm`.
+    Of which type the norm is, and where it lies, `params` say, whose gradients these are: a rank may have none of them.
+    On every rank of `comm`.
     """
     infinite = math.isinf(norm_type)
     if not (infinite or norm_type > 0):
@@ -47,7 +49,7 @@ def clip_sharded(
     if not factor >= 1.0:  # also for a NaN, which must reach the gradients as it does in one process
         for gradient in (*pieces, *alike):
             gradient.detach().mul_(factor)
-    return total.to(torch.float32) if not counted else total.to(counted[0].device, _norm_dtype(counted))
+    return total.to(params[0].device if params else total.device, _norm_dtype(params))
 
 
 def _share(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
@@ -64,5 +66,5 @@ def _share(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
     return torch.stack(powers).sum()
 
 
-def _norm_dtype(gradients: Sequence[torch.Tensor]) -> torch.dtype:
-    return torch.float64 if any(g.dtype in (torch.float64, torch.complex128) for g in gradients) else torch.float32
+def _norm_dtype(params: Sequence[torch.Tensor]) -> torch.dtype:
+    return torch.float64 if any(p.dtype in (torch.float64, torch.complex128) for p in params) else torch.float32

@@ -240,11 +240,15 @@ def test_a_second_backward_says_what_to_do(strategy: str) -> None:
     optimizer.zero_grad()
 
 
-def test_clip_returns_the_global_norm_everywhere() -> None:
-    model, optimizer = _trained()
+@pytest.mark.parametrize("strategy", PACKAGES)
+def test_clip_returns_the_global_norm_everywhere(strategy: str) -> None:
+    """Also where a rank has no part of any gradient in it."""
+    model, optimizer = _trained(strategy)
     optimizer.zero_grad()
     _loss(model).backward()
-    norm = dear.clip_grad_norm_(model.parameters(), 1e9)
+    dear.clip_grad_norm_(model.parameters(), 1e9)
+    norm = dear.clip_grad_norm_([model.head.bias], 1e9)
+    assert norm.dtype is torch.float64
     _same_everywhere(norm)
     optimizer.step()
     strangers = torch.nn.Linear(2, 2)
