@@ -34,8 +34,9 @@ format: setup ## format Python and C++
 
 ci: lint test ## what must be green
 
-bench: setup ## time every collective, at 2 ranks on this machine
+bench: setup ## time every collective, at 2 ranks on this machine, and what ranks compute in them
 	$(BIN)/python -m bench.collectives
+	$(BIN)/python -m bench.kernels
 
 horovod: setup ## build Horovod 0.28.1, a baseline of the benchmarks (minutes; optional)
 	@bash scripts/horovod.sh

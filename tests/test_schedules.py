@@ -1,4 +1,6 @@
-"""The schedules of comm_core, all ranks in one thread, over a network that delivers in any order it likes."""
+"""What comm_core does without MPI: schedules, all ranks in one thread, over a network that delivers in any order it
+likes; and what it computes.
+"""
 
 from __future__ import annotations
 
@@ -7,23 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from comm_core import _C
-from tests.cpp.build import compiler
+from tests.cpp.build import program
 from tests.harness import ROOT
-
-LIBRARY = Path(_C.__file__).parent
 
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the programs of tests/cpp lie, built against the library as it is installed."""
+    """Where the programs of tests/cpp lie."""
     folder = tmp_path_factory.mktemp("cpp")
-    include = [f"-I{ROOT / 'comm_core' / part}" for part in ("include", "csrc")]
-    link = [f"-L{LIBRARY}", "-lcomm_core", f"-Wl,-rpath,{LIBRARY}"]
-    for name in ("schedule_test", "turn_test"):
-        source = ROOT / "tests" / "cpp" / f"{name}.cpp"
-        command = [compiler(), "-std=c++20", "-O1", *include, str(source), *link, "-o", str(folder / name)]
-        subprocess.run(command, check=True)
+    for name in ("schedule_test", "turn_test", "kernels_test"):
+        program(folder, ROOT / "tests" / "cpp" / f"{name}.cpp")
     return folder
 
 
@@ -37,7 +32,12 @@ def test_groups_that_share_ranks_all_get_their_turn(programs: Path, seed: int) -
     _run(programs / "turn_test", seed, rounds=10_000)
 
 
-def _run(program: Path, seed: int, rounds: int) -> None:
-    command = [str(program), str(seed), str(rounds)]
+@pytest.mark.parametrize("seed", range(2))
+def test_sums_and_averages_of_any_bits_are_those_of_one_element_at_a_time(programs: Path, seed: int) -> None:
+    _run(programs / "kernels_test", seed, rounds=50)
+
+
+def _run(test: Path, seed: int, rounds: int) -> None:
+    command = [str(test), str(seed), str(rounds)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr

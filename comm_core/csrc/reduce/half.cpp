@@ -3,20 +3,21 @@
 #include <algorithm>
 #include <array>
 
+#include "vectorised.hpp"
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 
-// Loops over elements are compiled for several processors, and the loader takes the one that fits. g++ 11 does not know
-// these names of processors.
-#if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && __GNUC__ >= 12 && !defined(__clang__)
-#define COMM_CORE_VECTORISED __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define COMM_CORE_VECTORISED
-#endif
-
 namespace comm_core {
 namespace {
+
+constexpr std::uint16_t kNegativeZero = 0x8000;
+
+/// `rounded`, but +0.0 where only rounding made it -0.0.
+std::uint16_t keep_mark(std::uint16_t rounded, float from) {
+  return rounded == kNegativeZero && from != 0.0F ? std::uint16_t{0} : rounded;
+}
 
 #if defined(__x86_64__)
 
@@ -36,11 +37,19 @@ __attribute__((target("avx,f16c"))) std::int64_t widen_eights(const std::uint16_
   return i;
 }
 
+template <bool kSummand>
 __attribute__((target("avx,f16c"))) std::int64_t narrow_eights(const float* from, std::uint16_t* to,
                                                                std::int64_t count) {
   std::int64_t i = 0;
   for (; i + 8 <= count; i += 8) {
-    const __m128i halves = _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT);
+    const __m256 wide = _mm256_loadu_ps(from + i);
+    __m128i halves = _mm256_cvtps_ph(wide, _MM_FROUND_TO_NEAREST_INT);
+    if constexpr (kSummand) {
+      const __m256i nonzero = _mm256_castps_si256(_mm256_cmp_ps(wide, _mm256_setzero_ps(), _CMP_NEQ_UQ));
+      const __m128i was_number = _mm_packs_epi32(_mm256_castsi256_si128(nonzero), _mm256_extractf128_si256(nonzero, 1));
+      const __m128i marks = _mm_cmpeq_epi16(halves, _mm_set1_epi16(static_cast<short>(kNegativeZero)));
+      halves = _mm_andnot_si128(_mm_and_si128(marks, was_number), halves);
+    }
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), halves);
   }
   return i;
@@ -50,11 +59,12 @@ __attribute__((target("avx,f16c"))) std::int64_t narrow_eights(const float* from
 
 bool converts() { return false; }
 std::int64_t widen_eights(const std::uint16_t*, float*, std::int64_t) { return 0; }
-std::int64_t narrow_eights(const float*, std::uint16_t*, std::int64_t) { return 0; }
+template <bool kSummand>
+std::int64_t narrow_eights(const float*, std::uint16_t*, std::int64_t) {
+  return 0;
+}
 
 #endif
-
-constexpr std::uint16_t kNegativeZero = 0x8000;
 
 COMM_CORE_VECTORISED void widen_brain(const std::uint16_t* from, float* to, std::int64_t count) {
   for (std::int64_t i = 0; i < count; ++i) to[i] = bfloat16_to_float(from[i]);
@@ -65,16 +75,7 @@ COMM_CORE_VECTORISED void narrow_brain(const float* from, std::uint16_t* to, std
 }
 
 COMM_CORE_VECTORISED void narrow_brain_summand(const float* from, std::uint16_t* to, std::int64_t count) {
-  for (std::int64_t i = 0; i < count; ++i) {
-    const std::uint16_t rounded = float_to_bfloat16(from[i]);
-    to[i] = rounded == kNegativeZero && from[i] != 0.0F ? std::uint16_t{0} : rounded;
-  }
-}
-
-COMM_CORE_VECTORISED void keep_marks(const float* from, std::uint16_t* halves, std::int64_t count) {
-  for (std::int64_t i = 0; i < count; ++i) {
-    halves[i] = halves[i] == kNegativeZero && from[i] != 0.0F ? std::uint16_t{0} : halves[i];
-  }
+  for (std::int64_t i = 0; i < count; ++i) to[i] = keep_mark(float_to_bfloat16(from[i]), from[i]);
 }
 
 COMM_CORE_VECTORISED bool brain_differs(const std::uint16_t* halves, const float* wide, std::int64_t count) {
@@ -104,7 +105,7 @@ void widen_half(DType dtype, const std::byte* from, float* to, std::int64_t coun
 void narrow_half(DType dtype, const float* from, std::byte* to, std::int64_t count) {
   auto* const halves = reinterpret_cast<std::uint16_t*>(to);
   if (dtype == DType::kBFloat16) return narrow_brain(from, halves, count);
-  for (std::int64_t i = converts() ? narrow_eights(from, halves, count) : 0; i < count; ++i) {
+  for (std::int64_t i = converts() ? narrow_eights<false>(from, halves, count) : 0; i < count; ++i) {
     halves[i] = float_to_float16(from[i]);
   }
 }
@@ -112,10 +113,8 @@ void narrow_half(DType dtype, const float* from, std::byte* to, std::int64_t cou
 void narrow_summand(DType dtype, const float* from, std::byte* to, std::int64_t count) {
   auto* const halves = reinterpret_cast<std::uint16_t*>(to);
   if (dtype == DType::kBFloat16) return narrow_brain_summand(from, halves, count);
-  for (std::int64_t first = 0; first < count; first += kBlock) {
-    const auto n = std::min(kBlock, count - first);
-    narrow_half(dtype, from + first, to + 2 * first, n);
-    keep_marks(from + first, halves + first, n);
+  for (std::int64_t i = converts() ? narrow_eights<true>(from, halves, count) : 0; i < count; ++i) {
+    halves[i] = keep_mark(float_to_float16(from[i]), from[i]);
   }
 }
 

@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "half.hpp"
+#include "vectorised.hpp"
 
 namespace comm_core {
 namespace {
@@ -52,19 +53,22 @@ struct And {
   }
 };
 
-/// Calls `act` with what makes an average of a sum over `ranks`, rounded once. Only a sum of -0.0 gives -0.0: a
-/// negative sum that underflows gives +0.0. Powers of two have an exact inverse, and a product takes a fraction of a
-/// quotient's time.
-template <std::floating_point T, class Act>
-void with_average(std::size_t ranks, const Act& act) {
-  const auto keep_mark = [](T mean, T sum) { return mean == T(0) && sum != T(0) ? T(0) : mean; };
-  const T divisor = static_cast<T>(ranks);
-  if (std::has_single_bit(ranks)) {
-    act([=, inverse = T(1) / divisor](T sum) { return keep_mark(sum * inverse, sum); });
-  } else {
-    act([=](T sum) { return keep_mark(sum / divisor, sum); });
-  }
+// An average is rounded once. Only a sum of -0.0 gives -0.0: a negative sum that underflows gives +0.0. Powers of two
+// have an exact inverse, and a product takes a fraction of a quotient's time.
+template <std::floating_point T>
+T keep_mark(T mean, T sum) {
+  return mean == T(0) && sum != T(0) ? T(0) : mean;
 }
+template <std::floating_point T>
+struct Quotient {
+  T divisor;
+  T operator()(T sum) const { return keep_mark(sum / divisor, sum); }
+};
+template <std::floating_point T>
+struct Product {
+  T inverse;
+  T operator()(T sum) const { return keep_mark(sum * inverse, sum); }
+};
 
 // - Loops
 
@@ -78,23 +82,23 @@ const T* as(const std::byte* p) {
 }
 
 template <class T, class Op>
-void pairwise(std::byte* out, const std::byte* a, const std::byte* b, std::int64_t n) {
-  T* const o = as<T>(out);
-  const T* const x = as<T>(a);
-  const T* const y = as<T>(b);
+COMM_CORE_VECTORISED void pairwise(T* out, const T* a, const T* b, std::int64_t n) {
 #pragma GCC ivdep
-  for (std::int64_t i = 0; i < n; ++i) o[i] = Op::apply(x[i], y[i]);
+  for (std::int64_t i = 0; i < n; ++i) out[i] = Op::apply(a[i], b[i]);
 }
 
-template <std::floating_point T>
-void pairwise_mean(std::byte* out, const std::byte* a, const std::byte* b, std::int64_t n, int ranks) {
-  T* const o = as<T>(out);
-  const T* const x = as<T>(a);
-  const T* const y = as<T>(b);
-  with_average<T>(static_cast<std::size_t>(ranks), [&](const auto& average) {
+template <std::floating_point T, class Average>
+COMM_CORE_VECTORISED void pairwise_average(T* out, const T* a, const T* b, std::int64_t n, Average average) {
 #pragma GCC ivdep
-    for (std::int64_t i = 0; i < n; ++i) o[i] = average(x[i] + y[i]);
-  });
+  for (std::int64_t i = 0; i < n; ++i) out[i] = average(a[i] + b[i]);
+}
+
+/// out = (a + b) / ranks: the last sum of an average.
+template <std::floating_point T>
+void pairwise_mean(T* out, const T* a, const T* b, std::int64_t n, std::size_t ranks) {
+  const T divisor = static_cast<T>(ranks);
+  if (std::has_single_bit(ranks)) return pairwise_average(out, a, b, n, Product<T>{T(1) / divisor});
+  pairwise_average(out, a, b, n, Quotient<T>{divisor});
 }
 
 /// Calls visit(T{}, Op{}) for the element type and operator meant; AVG is visited as Sum.
@@ -157,17 +161,13 @@ constexpr std::int64_t kBlock = 2048;
 template <class T>
 using Block = std::array<T, kBlock>;
 
-void narrow_mean(DType dtype, const float* sums, std::byte* to, std::int64_t n, std::size_t ranks) {
-  with_average<float>(ranks, [&](const auto& average) {
-    Block<float> means;
-    for (std::int64_t i = 0; i < n; ++i) means[static_cast<std::size_t>(i)] = average(sums[i]);
-    narrow_half(dtype, means.data(), to, n);
-  });
-  auto* const h = as<std::uint16_t>(to);
-  constexpr std::uint16_t kNegativeZero = 0x8000;
-  for (std::int64_t i = 0; i < n; ++i) {
-    h[i] = h[i] == kNegativeZero && sums[i] != 0.0F ? std::uint16_t{0} : h[i];
+/// sums = sums op next, where `num_done` contributions are combined already; the last of an average also divides.
+template <class T, class Op>
+void accumulate(bool mean, T* sums, const T* next, std::int64_t n, std::size_t num_done, std::size_t num_sources) {
+  if constexpr (std::floating_point<T> && std::is_same_v<Op, Sum>) {
+    if (mean && num_done + 1 == num_sources) return pairwise_mean(sums, sums, next, n, num_sources);
   }
+  pairwise<T, Op>(sums, sums, next, n);
 }
 
 template <class Op>
@@ -178,10 +178,10 @@ void combine_half_block(DType dtype, bool mean, std::byte* out, const std::vecto
   widen_half(dtype, sources[0] + 2 * first, sum.data(), n);
   for (std::size_t s = 1; s < sources.size(); ++s) {
     widen_half(dtype, sources[s] + 2 * first, next.data(), n);
-    for (std::size_t i = 0; i < static_cast<std::size_t>(n); ++i) sum[i] = Op::apply(sum[i], next[i]);
+    accumulate<float, Op>(mean, sum.data(), next.data(), n, s, sources.size());
   }
   if (mean) {
-    narrow_mean(dtype, sum.data(), out + 2 * first, n, sources.size());
+    narrow_summand(dtype, sum.data(), out + 2 * first, n);
   } else {
     narrow_half(dtype, sum.data(), out + 2 * first, n);
   }
@@ -193,21 +193,7 @@ void combine_block(bool mean, std::byte* out, const std::vector<const std::byte*
   Block<T> sum;
   std::copy_n(as<T>(sources[0]) + first, n, sum.begin());
   for (std::size_t s = 1; s < sources.size(); ++s) {
-    const T* const next = as<T>(sources[s]) + first;
-    for (std::int64_t i = 0; i < n; ++i) {
-      auto& element = sum[static_cast<std::size_t>(i)];
-      element = Op::apply(element, next[i]);
-    }
-  }
-  if constexpr (std::floating_point<T>) {
-    if (mean) {
-      with_average<T>(sources.size(), [&](const auto& average) {
-        for (std::int64_t i = 0; i < n; ++i) {
-          auto& element = sum[static_cast<std::size_t>(i)];
-          element = average(element);
-        }
-      });
-    }
+    accumulate<T, Op>(mean, sum.data(), as<T>(sources[s]) + first, n, s, sources.size());
   }
   std::copy_n(sum.begin(), n, as<T>(out) + first);
 }
@@ -215,14 +201,16 @@ void combine_block(bool mean, std::byte* out, const std::vector<const std::byte*
 }  // namespace
 
 void combine(DType dtype, ReduceOp op, std::byte* out, const std::byte* a, const std::byte* b, std::int64_t count) {
-  visit(dtype, op, [&]<class T, class Op>(T, Op) { pairwise<T, Op>(out, a, b, count); });
+  visit(dtype, op, [&]<class T, class Op>(T, Op) { pairwise<T, Op>(as<T>(out), as<T>(a), as<T>(b), count); });
 }
 
 void combine_last(DType dtype, ReduceOp op, std::byte* out, const std::byte* a, const std::byte* b, std::int64_t count,
                   int ranks) {
   if (op != ReduceOp::kAvg) return combine(dtype, op, out, a, b, count);
-  if (dtype == DType::kFloat64) return pairwise_mean<double>(out, a, b, count, ranks);
-  pairwise_mean<float>(out, a, b, count, ranks);
+  const auto mean_as = [&]<class T>(T) {
+    pairwise_mean(as<T>(out), as<T>(a), as<T>(b), count, static_cast<std::size_t>(ranks));
+  };
+  dtype == DType::kFloat64 ? mean_as(double{}) : mean_as(float{});
 }
 
 void combine_all(DType dtype, ReduceOp op, std::byte* out, const std::vector<const std::byte*>& sources,
