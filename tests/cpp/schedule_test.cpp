@@ -4,6 +4,7 @@
 //
 //     schedule_test SEED ROUNDS
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -16,31 +17,62 @@
 
 #include "layout.hpp"
 #include "network.hpp"
+#include "reduce/half.hpp"
 #include "schedule/planner.hpp"
 
 using namespace comm_core;
 
 namespace {
 
-using Numbers = std::vector<std::int32_t>;
+/// What ranks contribute, and its sum over all of them. Whole numbers, whose sums have no order; ...
+struct Int32 {
+  using Number = std::int32_t;
+  static constexpr DType kDType = DType::kInt32;
+  static Number value(int rank, std::size_t i) { return static_cast<Number>(1000 * (rank + 1) + 7 * i); }
+  static Number sum(int size, std::size_t i) {
+    Number total = 0;
+    for (int r = 0; r < size; ++r) total += value(r, i);
+    return total;
+  }
+};
+/// ... and those whose sums are made in fp32, in the order of the ranks, and rounded once: any other way shows.
+struct BFloat16 {
+  using Number = std::uint16_t;
+  static constexpr DType kDType = DType::kBFloat16;
+  static Number value(int rank, std::size_t i) {
+    const float sign = (static_cast<std::size_t>(rank) + i) % 3 == 0 ? -1.0F : 1.0F;
+    return float_to_bfloat16(sign * std::ldexp(1.0F + 0.37F * static_cast<float>(i % 11), 9 * (rank % 4)));
+  }
+  static Number sum(int size, std::size_t i) {
+    float total = bfloat16_to_float(value(0, i));
+    for (int r = 1; r < size; ++r) total += bfloat16_to_float(value(r, i));
+    return float_to_bfloat16(total);
+  }
+};
 
+template <class E>
 struct Rank {
-  Numbers send, recv;
+  std::vector<typename E::Number> send, recv;
   Operation operation;
 };
 
-std::byte* bytes_of(Numbers& numbers) { return reinterpret_cast<std::byte*>(numbers.data()); }
+template <class Numbers>
+std::byte* bytes_of(Numbers& numbers) {
+  return reinterpret_cast<std::byte*>(numbers.data());
+}
 
 /// A random operation for all ranks, and what each should have in recv afterwards.
+template <class E>
 struct Case {
-  std::vector<Rank> ranks;
-  std::vector<Numbers> expected;
+  std::vector<Rank<E>> ranks;
+  std::vector<std::vector<typename E::Number>> expected;
 };
 
-std::int32_t value(int rank, std::size_t i) { return static_cast<std::int32_t>(1000 * (rank + 1) + 7 * i); }
-
-Case make_case(Random& random, int size, OpKind kind) {
-  Case made;
+template <class E>
+Case<E> make_case(Random& random, int size, OpKind kind) {
+  using Numbers = std::vector<typename E::Number>;
+  const auto value = [](int rank, std::size_t i) { return E::value(rank, i); };
+  Case<E> made;
   CountList counts;
   const int scale = pick(random, 0, 1) == 0 ? 40 : 3;
   for (int r = 0; r < size; ++r) counts.push_back(pick(random, 0, 2) == 0 ? 0 : pick(random, 0, scale));
@@ -51,9 +83,9 @@ Case make_case(Random& random, int size, OpKind kind) {
   const auto offsets = offsets_of(counts);
   const int root = pick(random, 0, size - 1);
   const bool in_place = pick(random, 0, 1) == 0;
-  Numbers sum(total, 0), joined;
+  Numbers sum, joined;
+  for (std::size_t i = 0; i < total; ++i) sum.push_back(E::sum(size, i));
   for (int r = 0; r < size; ++r) {
-    for (std::size_t i = 0; i < total; ++i) sum[i] += value(r, i);
     for (std::int64_t i = 0; i < counts[static_cast<std::size_t>(r)]; ++i) {
       joined.push_back(value(r, static_cast<std::size_t>(i)));
     }
@@ -68,7 +100,7 @@ Case make_case(Random& random, int size, OpKind kind) {
     };
     Operation& o = rank.operation;
     o.kind = kind;
-    o.dtype = DType::kInt32;
+    o.dtype = E::kDType;
     o.recv_counts = counts;
     o.peer = root;
     o.count = static_cast<std::int64_t>(total);
@@ -124,22 +156,25 @@ Case make_case(Random& random, int size, OpKind kind) {
     o.recv = bytes_of(rank.recv);
     o.send = bytes_of(rank.send);
     if (kind == OpKind::kAllReduce && in_place) o.send = o.recv;
-    if (kind == OpKind::kAllGather && in_place) o.send = o.recv + 4 * before;
+    if (kind == OpKind::kAllGather && in_place) o.send = o.recv + sizeof(typename E::Number) * before;
   }
   return made;
 }
 
-/// How many messages may wait for a rank that does not come, if nothing is small: three blocks of a ring, or a window.
-std::int64_t patience(OpKind kind, int size, std::int64_t window) {
+/// How many messages may wait for a rank that does not come, if nothing is small: three blocks of a ring, or a window;
+/// a reduce of 16-bit numbers is two exchanges, and has one of each.
+std::int64_t patience(OpKind kind, DType dtype, int size, std::int64_t window) {
+  if (kind == OpKind::kReduce && is_half(dtype)) return 2 * std::max<std::int64_t>(2, window);
   const int steps = kind == OpKind::kAllReduce ? 2 * (size - 1) : size - 1;
   return kind == OpKind::kReduceScatter || kind == OpKind::kAllGather || kind == OpKind::kAllReduce
              ? 3 * steps * window
              : std::max<std::int64_t>(2, window);
 }
 
+template <class E>
 void run(Random& random, OpKind kind) {
   const int size = pick(random, 2, 6);
-  Case test = make_case(random, size, kind);
+  Case<E> test = make_case<E>(random, size, kind);
   Settings settings;
   settings.segment_bytes = 8 * pick(random, 1, 4);
   settings.window = pick(random, 1, 5);
@@ -169,7 +204,7 @@ void run(Random& random, OpKind kind) {
     }
     if (!moved) moved = network.step();  // the next part of a sequence
   }
-  if (settings.small_bytes == 0 && network.most_waiting() > patience(kind, size, settings.window)) {
+  if (settings.small_bytes == 0 && network.most_waiting() > patience(kind, E::kDType, size, settings.window)) {
     throw std::runtime_error(std::to_string(network.most_waiting()) + " messages wait for one rank, at a window of " +
                              std::to_string(settings.window));
   }
@@ -192,7 +227,7 @@ int main(int argc, char** argv) {
     for (const auto kind : kinds) {
       Random random(seed * 1'000'003 + static_cast<std::uint64_t>(round));
       try {
-        run(random, kind);
+        round % 2 == 0 ? run<Int32>(random, kind) : run<BFloat16>(random, kind);
       } catch (const std::exception& e) {
         std::printf("%s, seed %llu, round %d: %s\n", std::string(name_of(kind)).c_str(),
                     static_cast<unsigned long long>(seed), round, e.what());
