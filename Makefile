@@ -3,7 +3,7 @@ PYTHON_PACKAGES = comm_core overlap dearrun dear wfbp mgwfbp bytescheduler_adapt
 CPP = $(shell find comm_core -name '*.hpp' -o -name '*.cpp')
 BIN = .venv/bin
 
-.PHONY: help setup build test test-1 test-2 test-4 test-slow lint format ci bench horovod compare-horovod clean
+.PHONY: help setup build test test-1 test-2 test-4 test-slow sanitize lint format ci bench horovod compare-horovod clean
 help: ## show the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
 
@@ -20,6 +20,9 @@ test-1 test-2 test-4: setup ## only the suites that run inside every rank, at th
 
 test-slow: setup ## only the tests that are too slow for every run, at all numbers of ranks (needs several GB)
 	@DEAR_SLOW_TESTS=only $(BIN)/python -m pytest tests -k "not communicator-torchrun"
+
+sanitize: setup ## build comm_core with kind=address or undefined, and run its tests so (minutes)
+	@bash scripts/sanitize.sh $(or $(kind),address)
 
 lint: setup ## ruff, mypy, clang-format
 	$(BIN)/ruff check .

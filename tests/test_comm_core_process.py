@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
 
-import comm_core
-from tests.cpp.build import compiler
 from tests.harness import ROOT, Result, run_ranks
 
 
@@ -385,42 +381,3 @@ print("went on", flush=True)
 """
     result = run_ranks(1, ["-c", text], "single", cwd=tmp_path, timeout=20).check()
     assert result.output.split("\n")[:3] == ["released", "released", "went on"]
-
-
-@pytest.fixture(scope="module")
-def mpi_error(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """tests/cpp/mpi_error.cpp as a library, which stands before MPI."""
-    if not comm_core.mpi_available():
-        pytest.skip("the MPI backend was not built")
-    library = tmp_path_factory.mktemp("mpi") / "libmpi_error.so"
-    source = ROOT / "tests" / "cpp" / "mpi_error.cpp"
-    command = [
-        comm_core.build_info()["mpi_compiler"],
-        "-std=c++20",
-        "-shared",
-        "-fPIC",
-        str(source),
-        "-o",
-        str(library),
-    ]
-    subprocess.run(command, check=True, env={**os.environ, "OMPI_CXX": compiler(), "MPICH_CXX": compiler()})
-    return library
-
-
-@pytest.mark.parametrize("after", [1, 50])
-def test_an_mpi_error_on_one_rank_leaves_no_rank_waiting(after: int, mpi_error: Path, tmp_path: Path) -> None:
-    text = """
-import numpy as np
-import comm_core
-c = comm_core.mpi()
-data = np.ones(100_000, np.float32)
-for _ in range(200):
-    c.all_reduce(data, data, comm_core.ReduceOp.MAX)
-    c.broadcast(data)
-"""
-    environ = {"LD_PRELOAD": str(mpi_error), "FAILING_RANK": "1", "FAILING_AFTER": str(after)}
-    result = _run(tmp_path, text, ranks=3, **environ)
-    assert not result.timed_out, result.output
-    assert result.returncode != 0
-    assert "comm_core.MpiError: " in result.output
-    assert "rank 1 receiving from rank 0" in result.output
