@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -84,6 +85,31 @@ def test_two_communicators_are_split_at_once(comm: Communicator) -> None:
     for part in parts:
         assert part is not None
         part.close()
+
+
+def test_communicators_are_connected_and_split_at_once(comm: Communicator) -> None:
+    """As above: nor do ranks wait for each other where one is about to connect and another to split."""
+    if comm.backend != "mpi":
+        return
+    part = comm.split(0)
+    assert part is not None
+    done = [0, 0]
+
+    def often(which: int, make: Callable[[], Communicator | None]) -> None:
+        for _ in range(150):
+            made = make()
+            assert made is not None
+            made.close()
+            done[which] += 1
+
+    calls = ((0, lambda: part.split(0)), (1, comm_core.mpi))
+    threads = [threading.Thread(target=often, args=call, daemon=True) for call in calls[:: 1 - 2 * (comm.rank % 2)]]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert done == [150, 150]
+    part.close()
 
 
 def test_letters_reach_idle_peers(comm: Communicator) -> None:

@@ -7,6 +7,7 @@
 #include <condition_variable>
 #include <deque>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <utility>
@@ -19,6 +20,11 @@ namespace comm_core {
 
 class Letterbox {
  public:
+  using Readers = std::shared_ptr<std::atomic<int>>;
+
+  /// Counts the threads that wait for a letter here in `readers`, which other boxes may share.
+  explicit Letterbox(Readers readers = std::make_shared<std::atomic<int>>(0)) : readers_(std::move(readers)) {}
+
   void put(Letter letter) {
     {
       const std::lock_guard lock(mutex_);
@@ -41,7 +47,7 @@ class Letterbox {
     using Clock = std::chrono::steady_clock;
     constexpr auto kAttention = std::chrono::milliseconds(50);
     const auto deadline = deadline_after(timeout, "receive_post");
-    const Reader reader(*this);
+    const Reader reader(*readers_);
     std::unique_lock lock(mutex_);
     while (letters_.empty()) {
       if (closed_) throw InvalidUsage("receive_post: the communicator was closed");
@@ -58,22 +64,19 @@ class Letterbox {
     return letter;
   }
 
-  /// Somebody waits for a letter right now.
-  bool awaited() const noexcept { return num_readers_ > 0; }
-
  private:
   class Reader {
    public:
-    explicit Reader(Letterbox& box) : box_(box) { ++box_.num_readers_; }
+    explicit Reader(std::atomic<int>& readers) : readers_(readers) { ++readers_; }
     Reader(const Reader&) = delete;
     Reader& operator=(const Reader&) = delete;
-    ~Reader() { --box_.num_readers_; }
+    ~Reader() { --readers_; }
 
    private:
-    Letterbox& box_;
+    std::atomic<int>& readers_;
   };
 
-  std::atomic<int> num_readers_{0};
+  const Readers readers_;
   std::mutex mutex_;
   std::condition_variable arrived_;
   std::deque<Letter> letters_;

@@ -70,7 +70,7 @@ bool Abandonment::take() {
   }
 }
 
-void Abandonment::complete(const Pending& request, int, int, std::int64_t) {
+void Abandonment::complete(const Pending& request, const Outcome&) {
   last_change_ = std::chrono::steady_clock::now();
   if (request.is_send) {
     barrier_done_ = true;

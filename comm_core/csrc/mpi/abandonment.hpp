@@ -33,7 +33,7 @@ class Abandonment final : public RequestOwner {
   /// Everything came to its end: the communicators may be freed.
   bool quiet() const { return barrier_done_ && messages_.empty(); }
 
-  void complete(const Pending& request, int error, int source, std::int64_t bytes) override;
+  void complete(const Pending& request, const Outcome& outcome) override;
 
  private:
   bool take();

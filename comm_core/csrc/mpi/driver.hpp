@@ -11,8 +11,8 @@
 
 #include "../engine/engine.hpp"
 #include "../engine/pace.hpp"
-#include "group.hpp"
-#include "requests.hpp"
+#include "connector.hpp"
+#include "context.hpp"
 #include "session.hpp"
 
 namespace comm_core {
@@ -30,22 +30,19 @@ class MpiDriver final : public Driver {
   void close() override;
 
   /// Collective over `handle` (a Fortran handle), or all processes: duplicates it and hands over the new group.
-  void connect(std::optional<std::intptr_t> handle, std::shared_ptr<Work> work,
-               std::function<void(std::shared_ptr<MpiGroup>)> hand_over);
-  /// Drives the group from here on, until it is closed and nothing of it is under way.
-  void adopt(std::shared_ptr<MpiGroup> group);
-  RequestTable& requests() { return requests_; }
+  void connect(std::optional<std::intptr_t> handle, std::shared_ptr<Work> work, Connector::HandOver hand_over);
   /// Closes every group.
   void close_groups();
 
  private:
-  class Connector;
+  bool settle_connectors();
+  bool settle_groups();
 
   std::function<void()> on_foreign_finalize_;
   std::unique_ptr<MpiSession> session_;
-  RequestTable requests_;
-  std::list<std::shared_ptr<MpiGroup>> groups_;
+  MpiContext context_;
   std::list<std::unique_ptr<Connector>> connectors_;
+  std::chrono::steady_clock::time_point closing_since_;
   Pace pace_;
 };
 

@@ -1,16 +1,16 @@
 #include "group.hpp"
 
 #include <algorithm>
-#include <atomic>
 #include <tuple>
 #include <utility>
-#include <vector>
 
 #include "../schedule/planner.hpp"
 #include "../schedule/sequence.hpp"
 #include "../schedule/turn.hpp"
+#include "blocking.hpp"
 #include "check.hpp"
 #include "comm_core/settings.hpp"
+#include "job_order.hpp"
 
 namespace comm_core {
 namespace {
@@ -18,69 +18,59 @@ namespace {
 constexpr int kCollectiveTag = 0, kFirstUserTag = 1;
 constexpr std::chrono::seconds kMailPatience{1};
 
-std::atomic<bool> keeps_communicators{false};
-
-/// Of the one engine's thread, which MPI_Comm_split blocks.
-TurnLock& turn_lock() {
-  static TurnLock lock;
-  return lock;
-}
-
 MPI_Comm returning_errors(MPI_Comm comm) {
   check(MPI_Comm_set_errhandler(comm, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
   return comm;
 }
 
 /// The ranks before and after this one in the order of the whole job; -1: none.
-std::pair<int, int> neighbours(MPI_Comm comm, int rank, int size) {
-  MPI_Group group = MPI_GROUP_NULL, world = MPI_GROUP_NULL;
-  check(MPI_Comm_group(comm, &group), "MPI_Comm_group");
-  check(MPI_Comm_group(MPI_COMM_WORLD, &world), "MPI_Comm_group");
-  std::vector<int> ranks(static_cast<std::size_t>(size)), places(ranks.size());
-  std::ranges::generate(ranks, [next = 0]() mutable { return next++; });
-  const int code = MPI_Group_translate_ranks(group, size, ranks.data(), world, places.data());
-  MPI_Group_free(&group);
-  MPI_Group_free(&world);
-  check(code, "MPI_Group_translate_ranks");
-  const auto place_of = [&](int of) { return std::pair{places[static_cast<std::size_t>(of)], of}; };
-  std::ranges::sort(ranks, {}, place_of);
-  const auto at = std::ranges::find(ranks, rank) - ranks.begin();
-  return {at > 0 ? ranks[static_cast<std::size_t>(at - 1)] : -1,
-          at + 1 < size ? ranks[static_cast<std::size_t>(at + 1)] : -1};
+std::pair<int, int> neighbours(MPI_Comm comm, int rank) {
+  const auto order = in_job_order(comm);
+  const auto at = std::ranges::find(order, rank);
+  return {at != order.begin() ? *(at - 1) : -1, at + 1 != order.end() ? *(at + 1) : -1};
 }
 
 }  // namespace
 
-void MpiGroup::keep_communicators() noexcept { keeps_communicators = true; }
-
-std::shared_ptr<MpiGroup> MpiGroup::make(RequestTable& requests, MPI_Comm comm) {
-  MPI_Comm mail = MPI_COMM_NULL;
+std::shared_ptr<MpiGroup> MpiGroup::make(MpiContext& context, MPI_Comm comm, const TurnLock::Holder& turn) {
+  MPI_Comm beside = MPI_COMM_NULL;
   try {
-    check(MPI_Comm_dup(comm, &mail), "MPI_Comm_dup");
-    return std::make_shared<MpiGroup>(requests, comm, mail);
+    beside = duplicate(comm, turn);
+    auto group = std::make_shared<MpiGroup>(context, comm, beside);
+    context.groups.emplace(group.get(), group);
+    if (context.closing) group->close(std::make_shared<Work>("close", "", "", 0));
+    return group;
   } catch (...) {
-    if (mail != MPI_COMM_NULL) MPI_Comm_free(&mail);
+    if (beside != MPI_COMM_NULL) MPI_Comm_free(&beside);
     MPI_Comm_free(&comm);
     throw;
   }
 }
 
-MpiGroup::MpiGroup(RequestTable& requests, MPI_Comm comm, MPI_Comm mail)
-    : requests_(requests), comm_(returning_errors(comm)), mail_(returning_errors(mail)) {
+MpiGroup::MpiGroup(MpiContext& context, MPI_Comm comm, MPI_Comm beside)
+    : context_(context),
+      comm_(returning_errors(comm)),
+      beside_(returning_errors(beside)),
+      letters_(std::make_shared<Letterbox>(context.readers)) {
   check(MPI_Comm_rank(comm_, &rank_), "MPI_Comm_rank");
   check(MPI_Comm_size(comm_, &size_), "MPI_Comm_size");
-  std::tie(before_, after_) = neighbours(comm_, rank_, size_);
+  std::tie(before_, after_) = neighbours(comm_, rank_);
   const auto on_failure = [this](std::exception_ptr error) { fail(std::move(error)); };
-  collectives_ = std::make_unique<Strand>(requests_, comm_, kCollectiveTag, rank_, on_failure);
-  mailbox_ = std::make_unique<Mailbox>(requests_, mail_, rank_, letters_, on_failure);
+  collectives_ = std::make_unique<Strand>(context_.requests, comm_, kCollectiveTag, rank_, on_failure);
+  mailbox_ =
+      std::make_unique<Mailbox>(context_.requests, beside_, rank_, letters_, on_failure, [this] { wake(); });
   mailbox_->open();
+}
+
+void MpiGroup::wake() {
+  if (!std::exchange(awake_, true)) context_.awake.push_back(this);
 }
 
 Strand& MpiGroup::message_strand(const Operation& operation) {
   const bool sends = operation.kind == OpKind::kSend;
   auto& found = messages_[{operation.tag, {operation.peer, sends}}];
   if (!found) {
-    found = std::make_unique<Strand>(requests_, comm_, kFirstUserTag + operation.tag, rank_,
+    found = std::make_unique<Strand>(context_.requests, comm_, kFirstUserTag + operation.tag, rank_,
                                      [this](std::exception_ptr error) { fail(std::move(error)); });
     if (failure_) found->fail(failure_);
   }
@@ -88,6 +78,7 @@ Strand& MpiGroup::message_strand(const Operation& operation) {
 }
 
 void MpiGroup::submit(Operation operation, std::shared_ptr<Work> work, KeepAlive memory) {
+  wake();
   const bool is_message = operation.kind == OpKind::kSend || operation.kind == OpKind::kReceive;
   Strand& strand = is_message ? message_strand(operation) : *collectives_;
   // Here and not when its turn comes: the operation ahead has the wire meanwhile.
@@ -99,16 +90,14 @@ void MpiGroup::submit(Operation operation, std::shared_ptr<Work> work, KeepAlive
 
 void MpiGroup::split(std::optional<int> color, int key, std::shared_ptr<Work> work,
                      std::function<void(std::shared_ptr<MpiGroup>)> hand_over) {
-  const auto turn = std::make_shared<TurnLock::Holder>(turn_lock());
-  const auto divide = [this, color, key, turn, hand_over = std::move(hand_over)] {
+  wake();
+  const auto turn = std::make_shared<TurnLock::Holder>(context_.turn_lock);
+  const auto go_through = [this, color, key, turn, hand_over = std::move(hand_over)] {
     const TurnLock::Return at_the_end(*turn);
-    MPI_Comm part = MPI_COMM_NULL;
-    check(MPI_Comm_split(comm_, color.value_or(MPI_UNDEFINED), key, &part), "MPI_Comm_split");
-    hand_over(part == MPI_COMM_NULL ? nullptr : make(requests_, part));
+    const MPI_Comm part = divide(comm_, color.value_or(MPI_UNDEFINED), key, *turn);
+    hand_over(part == MPI_COMM_NULL ? nullptr : make(context_, part, *turn));
   };
-  // [Note: one split at a time] An engine inside MPI_Comm_split answers nobody else, so where ranks are let into those
-  // of two groups, one here, one there, they stay in them for ever. Hence: all have come to this one; all have kept the
-  // others out; all go in.
+  // See [Note: nothing blocks alone]: all have come to this one; all have kept the others out; all go in.
   const auto go_in = [this, turn]() -> std::unique_ptr<Schedule> {
     Sequence::Parts parts;
     parts.push_back(plan(Operation{}, rank_, size_, settings()));
@@ -116,11 +105,12 @@ void MpiGroup::split(std::optional<int> color, int key, std::shared_ptr<Work> wo
     parts.push_back(plan(Operation{}, rank_, size_, settings()));
     return std::make_unique<Sequence>(std::move(parts));
   };
-  collectives_->add({go_in, std::move(work), nullptr, divide});
+  collectives_->add({go_in, std::move(work), nullptr, go_through});
 }
 
 void MpiGroup::post(int peer, std::string payload, std::shared_ptr<Work> work) {
   if (failure_) return work->finish(failure_);
+  wake();
   try {
     mailbox_->post(peer, std::move(payload), work);
   } catch (...) {
@@ -130,15 +120,17 @@ void MpiGroup::post(int peer, std::string payload, std::shared_ptr<Work> work) {
 }
 
 void MpiGroup::abandon(std::shared_ptr<Work> work) {
+  wake();
   // The first one's requests are under way, and other ranks may ask once only.
   if (abandonment_) return abandonment_->also(std::move(work));
   fail(
       std::make_exception_ptr(TransportError("given up: other ranks never issued it, and all close the communicator")));
-  abandonment_ = std::make_unique<Abandonment>(requests_, comm_, mail_, std::move(work));
+  abandonment_ = std::make_unique<Abandonment>(context_.requests, comm_, beside_, std::move(work));
 }
 
 void MpiGroup::close(std::shared_ptr<Work> work) {
   if (closed_) return work->finish();
+  wake();
   letters_->close();
   closing_ = std::move(work);
   closing_since_ = std::chrono::steady_clock::now();
@@ -146,6 +138,7 @@ void MpiGroup::close(std::shared_ptr<Work> work) {
 
 void MpiGroup::fail(std::exception_ptr error) {
   if (failure_) return;
+  wake();
   failure_ = error;
   collectives_->fail(error);
   for (auto& [key, strand] : messages_) strand->fail(error);
@@ -161,6 +154,7 @@ bool MpiGroup::settle() {
   moved |= mailbox_->settle();
   if (abandonment_) moved |= abandonment_->settle(drained());
   if (closing_) try_to_close();
+  if (over() && !std::exchange(retired_, true)) context_.retired.add(comm_, beside_);
   return moved;
 }
 
@@ -189,10 +183,6 @@ void MpiGroup::try_to_close() {
   mailbox_->close();
   if (!mailbox_->closed()) return;
   closed_ = true;
-  if (quiet() && !keeps_communicators) {
-    MPI_Comm_free(&mail_);
-    MPI_Comm_free(&comm_);
-  }
   std::exchange(closing_, nullptr)->finish();
 }
 

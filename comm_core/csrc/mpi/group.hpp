@@ -13,6 +13,7 @@
 
 #include "abandonment.hpp"
 #include "comm_core/operation.hpp"
+#include "context.hpp"
 #include "mailbox.hpp"
 #include "strand.hpp"
 
@@ -22,10 +23,11 @@ namespace comm_core {
 /// direction, so that a send may wait for its receive without holding up anything else.
 class MpiGroup {
  public:
-  /// Takes `comm` over and duplicates it for the mailbox. Collective.
-  static std::shared_ptr<MpiGroup> make(RequestTable& requests, MPI_Comm comm);
+  /// Takes `comm` over and duplicates it for what is not a collective, and drives the group until nothing of it is left.
+  /// Collective.
+  static std::shared_ptr<MpiGroup> make(MpiContext& context, MPI_Comm comm, const TurnLock::Holder& turn);
   /// Takes both communicators over.
-  MpiGroup(RequestTable& requests, MPI_Comm comm, MPI_Comm mail);
+  MpiGroup(MpiContext& context, MPI_Comm comm, MPI_Comm beside);
   MpiGroup(const MpiGroup&) = delete;
   MpiGroup& operator=(const MpiGroup&) = delete;
 
@@ -42,6 +44,7 @@ class MpiGroup {
   /// Collective: fails what is unfinished here, and takes what others had sent for it. Once is enough: a later call
   /// waits for the first to come to its end.
   void abandon(std::shared_ptr<Work> work);
+  /// Finishes `work` once everything submitted before is complete. Not collective.
   void close(std::shared_ptr<Work> work);
   void fail(std::exception_ptr error);
 
@@ -54,23 +57,26 @@ class MpiGroup {
   bool idle() const;
   /// Nor is any message of finished ones still on its way to a peer.
   bool delivered() const { return drained() && mailbox_->drained(); }
+  /// Nothing to look at until something is submitted or a letter arrives.
+  bool at_rest() const { return delivered() && !leaving(); }
+  /// From here on wake() is needed again.
+  void rest() noexcept { awake_ = false; }
   /// Closed, and no request names anything of it any more: it may be forgotten.
   bool over() const { return closed_ && quiet(); }
   std::int64_t bytes_left() const;
-
-  /// Gives the communicators back at close(). Switched off when MPI is being finalized or aborted.
-  static void keep_communicators() noexcept;
 
  private:
   Strand& message_strand(const Operation& operation);
   bool drained() const;
   bool quiet() const { return delivered() && (!abandonment_ || abandonment_->quiet()); }
   void try_to_close();
+  /// Has it looked at. Whatever gives a group something to do calls it.
+  void wake();
 
-  RequestTable& requests_;
-  MPI_Comm comm_, mail_;
+  MpiContext& context_;
+  MPI_Comm comm_, beside_;  // of collectives; of letters and messages
   int rank_ = 0, size_ = 1, before_ = -1, after_ = -1;  // the last two: see Turn
-  std::shared_ptr<Letterbox> letters_ = std::make_shared<Letterbox>();
+  std::shared_ptr<Letterbox> letters_;
   std::exception_ptr failure_;
   std::unique_ptr<Strand> collectives_;
   std::map<std::pair<int, std::pair<int, bool>>, std::unique_ptr<Strand>> messages_;  // by tag, peer, sends
@@ -78,7 +84,7 @@ class MpiGroup {
   std::unique_ptr<Abandonment> abandonment_;
   std::shared_ptr<Work> closing_;
   std::chrono::steady_clock::time_point closing_since_;
-  bool closed_ = false;
+  bool closed_ = false, retired_ = false, awake_ = false;
 };
 
 }  // namespace comm_core

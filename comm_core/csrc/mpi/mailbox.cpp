@@ -22,8 +22,13 @@ Item rest_of_letter(Lane lane) {
 }  // namespace
 
 Mailbox::Mailbox(RequestTable& requests, MPI_Comm comm, int rank, std::shared_ptr<Letterbox> letters,
-                 Strand::OnFailure on_failure)
-    : requests_(requests), comm_(comm), rank_(rank), letters_(std::move(letters)), on_failure_(std::move(on_failure)) {}
+                 Strand::OnFailure on_failure, std::function<void()> on_letter)
+    : requests_(requests),
+      comm_(comm),
+      rank_(rank),
+      letters_(std::move(letters)),
+      on_failure_(std::move(on_failure)),
+      on_letter_(std::move(on_letter)) {}
 
 void Mailbox::open() { listen(); }
 
@@ -84,9 +89,11 @@ void Mailbox::accept(int source, std::int64_t bytes) {
   item.memory = letter;
   item.done = [letter, letters = letters_] { letters->put(std::move(*letter)); };
   strand(incoming_, source).add(std::move(item));
+  on_letter_();
 }
 
-void Mailbox::complete(const Pending& request, int error, int source, std::int64_t bytes) {
+void Mailbox::complete(const Pending& request, const Outcome& outcome) {
+  const int error = outcome.error;
   if (request.is_send) {
     sending_.erase(request.ticket);
     if (error != MPI_SUCCESS) on_failure_(std::make_exception_ptr(MpiError("letter: " + mpi_error_text(error), error)));
@@ -96,7 +103,7 @@ void Mailbox::complete(const Pending& request, int error, int source, std::int64
   try {
     check(error, "receiving letters");
     // A cancelled receive brings nothing.
-    if (bytes > 0) accept(source, bytes);
+    if (outcome.bytes > 0) accept(outcome.source, outcome.bytes);
     if (!closing_) listen();
   } catch (...) {
     on_failure_(std::current_exception());

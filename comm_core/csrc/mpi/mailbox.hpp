@@ -5,6 +5,7 @@
 
 #include <array>
 #include <cstring>
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -20,7 +21,7 @@ namespace comm_core {
 class Mailbox final : public RequestOwner {
  public:
   Mailbox(RequestTable& requests, MPI_Comm comm, int rank, std::shared_ptr<Letterbox> letters,
-          Strand::OnFailure on_failure);
+          Strand::OnFailure on_failure, std::function<void()> on_letter);
 
   void open();
   void post(int peer, std::string payload, std::shared_ptr<Work> work);
@@ -33,7 +34,7 @@ class Mailbox final : public RequestOwner {
   void close();
   bool closed() const { return !receiving_; }
 
-  void complete(const Pending& request, int error, int source, std::int64_t bytes) override;
+  void complete(const Pending& request, const Outcome& outcome) override;
 
  private:
   static constexpr std::size_t kFirst = 4096;
@@ -48,6 +49,7 @@ class Mailbox final : public RequestOwner {
   int rank_;
   std::shared_ptr<Letterbox> letters_;
   Strand::OnFailure on_failure_;
+  std::function<void()> on_letter_;  // called when one begins to arrive
   First first_{};
   bool receiving_ = false, closing_ = false;
   std::map<std::int64_t, std::unique_ptr<First>> sending_;  // by ticket

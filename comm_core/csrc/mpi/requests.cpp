@@ -29,14 +29,15 @@ bool RequestTable::progress() {
   // time it is asked.
   if (!test() && !test()) return false;
   for (auto& done : done_) {
-    if (!done.pending.is_send) bytes_received_ += done.bytes;
+    const auto bytes = done.outcome.bytes;
+    if (!done.pending.is_send) bytes_received_ += bytes;
     if (done.pending.landing) {
-      if (done.error == MPI_SUCCESS && done.bytes == done.pending.bytes) {
-        std::memcpy(done.pending.target, done.pending.landing.get(), static_cast<std::size_t>(done.bytes));
+      if (done.outcome.error == MPI_SUCCESS && bytes == done.pending.bytes) {
+        std::memcpy(done.pending.target, done.pending.landing.get(), static_cast<std::size_t>(bytes));
       }
       landings_.push_back(std::move(done.pending.landing));
     }
-    done.pending.owner->complete(done.pending, done.error, done.source, done.bytes);
+    done.pending.owner->complete(done.pending, done.outcome);
   }
   return true;
 }
@@ -61,7 +62,7 @@ bool RequestTable::test() {
       MPI_Test_cancelled(&status, &cancelled);
       if (cancelled == 0) MPI_Get_count(&status, MPI_BYTE, &bytes);
     }
-    done_.push_back({std::move(pending_[index]), error, status.MPI_SOURCE, bytes});
+    done_.push_back({std::move(pending_[index]), {error, status.MPI_SOURCE, status.MPI_TAG, bytes}});
   }
   // From the back, so that the last entry moves into the gap and no index shifts.
   std::sort(indices_.begin(), indices_.begin() + found, std::greater<>());

@@ -14,12 +14,18 @@ class Schedule;
 struct Running;
 struct Pending;
 
+/// How a request ended.
+struct Outcome {
+  int error = MPI_SUCCESS;  ///< or the request's own code
+  int source = 0, tag = 0;  ///< of what was received
+  std::int64_t bytes = 0;
+};
+
 /// Whoever posted a request.
 class RequestOwner {
  public:
   virtual ~RequestOwner() = default;
-  /// `error` is MPI_SUCCESS or the request's own code; for receives `source` and `bytes` say what came.
-  virtual void complete(const Pending& request, int error, int source, std::int64_t bytes) = 0;
+  virtual void complete(const Pending& request, const Outcome& outcome) = 0;
 };
 
 struct Pending {
@@ -54,9 +60,7 @@ class RequestTable {
  private:
   struct Done {
     Pending pending;
-    int error;
-    int source;
-    std::int64_t bytes;
+    Outcome outcome;
   };
   bool test();
 

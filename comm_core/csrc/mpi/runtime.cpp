@@ -10,6 +10,7 @@
 #include "comm_core/errors.hpp"
 #include "comm_core/process.hpp"
 #include "comm_core/settings.hpp"
+#include "group.hpp"
 
 namespace comm_core {
 namespace {
@@ -23,6 +24,17 @@ class MpiBackend final : public Backend {
         rank_(group_->rank()),
         size_(group_->size()),
         letters_(group_->letters()) {}
+  MpiBackend(const MpiBackend&) = delete;
+  MpiBackend& operator=(const MpiBackend&) = delete;
+  /// Whoever dropped it cannot close it any more: what was submitted goes on, and then the group is over.
+  ~MpiBackend() override {
+    if (closed_ || in_forked_child()) return;
+    try {
+      runtime_.post([group = group_] { group->close(std::make_shared<Work>("close", "", "", 0)); });
+    } catch (...) {
+      // finalize() closes everything.
+    }
+  }
 
   int rank() const noexcept override { return rank_; }
   int size() const noexcept override { return size_; }
@@ -39,7 +51,6 @@ class MpiBackend final : public Backend {
     Birth birth{work};
     const auto hand_over = [&runtime = runtime_, slot = birth.backend](std::shared_ptr<MpiGroup> group) {
       if (!group) return;
-      runtime.driver().adopt(group);
       *slot = std::make_unique<MpiBackend>(runtime, std::move(group));
     };
     runtime_.post([=, group = group_] { group->split(color, key, work, hand_over); });
@@ -63,6 +74,7 @@ class MpiBackend final : public Backend {
   }
 
   void close(std::shared_ptr<Work> work) override {
+    closed_ = true;
     try {
       runtime_.post([group = group_, work] { group->close(work); });
     } catch (const Error&) {
@@ -75,6 +87,7 @@ class MpiBackend final : public Backend {
   const std::shared_ptr<MpiGroup> group_;
   const int rank_, size_;
   std::shared_ptr<Letterbox> letters_;
+  bool closed_ = false;
 };
 
 }  // namespace
@@ -120,7 +133,7 @@ void MpiRuntime::finalize() {
 }
 
 void MpiRuntime::foreign_finalize() noexcept {
-  MpiGroup::keep_communicators();  // MPI holds its attributes locked while it calls us
+  RetiredComms::keep();  // MPI holds its attributes locked while it calls us
   try {
     if (stop()) return;
   } catch (const std::exception& e) {
@@ -133,7 +146,7 @@ void MpiRuntime::foreign_finalize() noexcept {
 
 bool MpiRuntime::abort(int code) noexcept {
   if (!engine_ || in_forked_child()) return false;
-  MpiGroup::keep_communicators();
+  RetiredComms::keep();
   const bool running = !stopped_;
   try {
     if (running && !engine_->on_engine_thread()) {

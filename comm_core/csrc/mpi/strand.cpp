@@ -105,7 +105,8 @@ void Strand::receive(int peer, std::byte* data, std::int64_t bytes, Schedule& to
   requests_.add(request, {this, running_.get(), &to, ticket, peer, bytes, false, data, std::move(landing)});
 }
 
-void Strand::complete(const Pending& request, int error, int, std::int64_t bytes) {
+void Strand::complete(const Pending& request, const Outcome& outcome) {
+  const auto [error, source, tag, bytes] = outcome;
   if (failure_) {
     request.schedule->dropped();
     std::erase_if(draining_, [](const auto& running) { return running->schedule->drained(); });

@@ -50,7 +50,7 @@ class Strand final : public Transport, public RequestOwner {
   void send(int peer, const std::byte* data, std::int64_t bytes, SendMode mode, Schedule& from,
             std::int64_t ticket) override;
   void receive(int peer, std::byte* data, std::int64_t bytes, Schedule& to, std::int64_t ticket) override;
-  void complete(const Pending& request, int error, int source, std::int64_t bytes) override;
+  void complete(const Pending& request, const Outcome& outcome) override;
 
  private:
   void start_next();

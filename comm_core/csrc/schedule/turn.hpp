@@ -21,6 +21,7 @@ class TurnLock {
 
     /// False while another one holds it.
     bool take() { return holds_ = holds_ || !std::exchange(lock_.taken_, true); }
+    bool holds() const { return holds_; }
     void give_back() {
       if (std::exchange(holds_, false)) lock_.taken_ = false;
     }

@@ -1,0 +1,13 @@
+// The one order in which groups go through their ranks.
+#pragma once
+
+#include <mpi.h>
+
+#include <vector>
+
+namespace comm_core {
+
+/// The ranks of `comm`, in the order that their processes have in the whole job.
+std::vector<int> in_job_order(MPI_Comm comm);
+
+}  // namespace comm_core
