@@ -142,6 +142,14 @@ def run_suite(
         behind = failed
 
 
+def run_script(folder: Path, text: str, ranks: int = 2, timeout: float = 60, **env: str) -> Result:
+    """Run `text` as a script of `ranks` MPI processes that end as they would without tests."""
+    script = folder / "script.py"
+    script.write_text(text)
+    environ = {"PYTHONPATH": str(ROOT), **env}
+    return run_ranks(ranks, [str(script)], timeout=timeout, env=environ, cwd=folder, end_as_ever=True)
+
+
 def _job_pids(tag: str) -> Iterator[int]:
     needle = f"{_TAG}={tag}".encode()
     for entry in Path("/proc").iterdir():

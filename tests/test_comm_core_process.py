@@ -6,15 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import ROOT, Result, run_ranks
-
-
-def _run(folder: Path, text: str, ranks: int = 2, timeout: float = 60, **env: str) -> Result:
-    script = folder / "script.py"
-    script.write_text(text)
-    environ = {"PYTHONPATH": str(ROOT), **env}
-    return run_ranks(ranks, [str(script)], timeout=timeout, env=environ, cwd=folder, end_as_ever=True)
-
+from tests.harness import ROOT, run_ranks
+from tests.harness import run_script as _run
 
 WORK = """
 import numpy as np

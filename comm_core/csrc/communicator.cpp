@@ -195,7 +195,11 @@ WorkPtr Communicator::new_work(const Operation& o, std::int64_t bytes) const {
 
 WorkPtr Communicator::track(WorkPtr work) {
   const std::lock_guard lock(unfinished_mutex_);
-  std::erase_if(unfinished_, [](const WorkPtr& w) { return w->known_done(); });
+  // Looked through when it is twice as long as after the last time: however many there are, each costs the same.
+  if (unfinished_.size() >= tidy_at_) {
+    std::erase_if(unfinished_, [](const WorkPtr& w) { return w->known_done(); });
+    tidy_at_ = std::max(kTidyAt, 2 * unfinished_.size());
+  }
   unfinished_.push_back(work);
   return work;
 }
@@ -267,6 +271,7 @@ WorkPtr Communicator::post(int peer, std::string payload) {
 
 std::optional<Letter> Communicator::receive_post(std::chrono::duration<double> timeout,
                                                  const Interrupted& interrupted) {
+  require_parent_process();  // before the lock, which a forked child may find taken for ever
   {
     const std::lock_guard lock(mutex_);
     require_open();

@@ -213,6 +213,24 @@ def test_order_before_waits_on_the_cpu(comm: Communicator) -> None:
     assert data[0] == comm.size
 
 
+def test_the_twenty_thousandth_unfinished_operation_costs_what_the_first_does() -> None:
+    alone = comm_core.local()
+    data = np.zeros(1, np.int8)
+
+    def seconds_of_a_thousand() -> float:
+        began = time.thread_time()
+        for _ in range(1000):
+            alone.recv_async(data, 0, 9)
+        return time.thread_time() - began
+
+    times = [seconds_of_a_thousand() for _ in range(20)]
+    assert min(times[-4:]) < 4 * min(times[:4])
+    assert len(alone.pending()) == 20_000
+    for _ in range(20_000):
+        alone.send_async(data, 0, 9)
+    assert alone.pending() == []
+
+
 def test_many_operations_without_waiting(comm: Communicator) -> None:
     data = [np.ones(50, np.float32) for _ in range(500)]
     works = [comm.all_reduce_async(d, d) for d in data]

@@ -28,7 +28,7 @@ def program(folder: Path, source: Path, *more: Path, using: str | None = None) -
     """
     path, library = folder / source.stem, Path(_C.__file__).parent
     include = [f"-I{ROOT / 'comm_core' / part}" for part in ("include", "csrc")]
-    link = [f"-L{library}", "-lcomm_core", f"-Wl,-rpath,{library}"]
+    link = [f"-L{library}", "-lcomm_core", f"-Wl,-rpath,{library}", "-pthread"]
     flags = ["-std=c++20", "-O0" if using else "-O1", *shlex.split(os.environ.get("CXXFLAGS", ""))]
     command = [using or compiler(), *flags, *include, *map(str, (source, *more)), *link, "-o", str(path)]
     subprocess.run(command, check=True, env={**os.environ, "OMPI_CXX": compiler(), "MPICH_CXX": compiler()})

@@ -10,6 +10,8 @@
 #include <mutex>
 #include <thread>
 
+#include "comm_core/work.hpp"
+
 namespace [[gnu::visibility("default")]] comm_core {
 
 /// What the engine's thread drives. Every member is called on that thread.
@@ -29,7 +31,8 @@ class Driver {
   virtual void close() = 0;
 };
 
-/// Runs tasks and the driver on one thread, which blocks all signals: they belong to Python's main thread.
+/// Runs tasks and the driver on one thread, which counts as IEEE 754 says, whatever its creator has set, and blocks all
+/// signals but those of a crash: they belong to Python's main thread.
 class Engine {
  public:
   using Task = std::function<void()>;
@@ -40,8 +43,9 @@ class Engine {
   Engine& operator=(const Engine&) = delete;
   ~Engine();
 
-  /// Runs `task` on the engine's thread, in order.
-  void post(Task task);
+  /// Runs `task` on the engine's thread, in order. One that throws fails the driver, and `work`, which it was to
+  /// finish.
+  void post(Task task, std::shared_ptr<Work> work = nullptr);
   bool on_engine_thread() const noexcept { return std::this_thread::get_id() == thread_.get_id(); }
   /// Drains, closes the driver and joins. False when the driver was not drained within `patience`: the thread then
   /// still runs, and the process should end without waiting for it.
@@ -49,13 +53,17 @@ class Engine {
   bool stopped() const noexcept { return !thread_.joinable(); }
 
  private:
+  struct Job {
+    Task task;
+    std::shared_ptr<Work> work;
+  };
   void run();
   bool run_tasks();
 
   std::unique_ptr<Driver> driver_;
   std::mutex mutex_;
   std::condition_variable wake_, settled_;
-  std::deque<Task> tasks_;
+  std::deque<Job> tasks_;
   bool opened_ = false, stopping_ = false, closing_ = false, left_ = false;
   std::exception_ptr failure_;
   std::thread thread_;

@@ -41,10 +41,11 @@ class MpiBackend final : public Backend {
   std::string name() const override { return "mpi"; }
 
   void submit(Operation operation, std::shared_ptr<Work> work, KeepAlive memory) override {
-    runtime_.post([group = group_, operation = std::move(operation), work = std::move(work),
-                   memory = std::move(memory)]() mutable {
-      group->submit(std::move(operation), std::move(work), std::move(memory));
-    });
+    runtime_.post(
+        [group = group_, operation = std::move(operation), work, memory = std::move(memory)]() mutable {
+          group->submit(std::move(operation), std::move(work), std::move(memory));
+        },
+        work);
   }
 
   Birth split(std::optional<int> color, int key, std::shared_ptr<Work> work) override {
@@ -53,13 +54,14 @@ class MpiBackend final : public Backend {
       if (!group) return;
       *slot = std::make_unique<MpiBackend>(runtime, std::move(group));
     };
-    runtime_.post([=, group = group_] { group->split(color, key, work, hand_over); });
+    runtime_.post([=, group = group_] { group->split(color, key, work, hand_over); }, work);
     return birth;
   }
 
   void post(int peer, std::string payload, std::shared_ptr<Work> work) override {
     runtime_.post(
-        [=, group = group_, payload = std::move(payload)]() mutable { group->post(peer, std::move(payload), work); });
+        [=, group = group_, payload = std::move(payload)]() mutable { group->post(peer, std::move(payload), work); },
+        work);
   }
 
   std::optional<Letter> receive_post(std::chrono::duration<double> timeout,
@@ -70,13 +72,13 @@ class MpiBackend final : public Backend {
   }
 
   void abandon(std::shared_ptr<Work> work) override {
-    runtime_.post([group = group_, work] { group->abandon(work); });
+    runtime_.post([group = group_, work] { group->abandon(work); }, work);
   }
 
   void close(std::shared_ptr<Work> work) override {
     closed_ = true;
     try {
-      runtime_.post([group = group_, work] { group->close(work); });
+      runtime_.post([group = group_, work] { group->close(work); }, work);
     } catch (const Error&) {
       work->finish();  // finalize() closed everything
     }
@@ -99,30 +101,35 @@ void MpiRuntime::start() {
   if (engine_) return;
   auto driver = std::make_unique<MpiDriver>([this] { foreign_finalize(); });
   driver_ = driver.get();
-  engine_ = std::make_unique<Engine>(std::move(driver));
+  owned_ = std::make_unique<Engine>(std::move(driver));
+  engine_ = owned_.get();
 }
 
 Birth MpiRuntime::connect(std::optional<std::intptr_t> handle, std::shared_ptr<Work> work) {
   start();
   Birth birth{work};
-  post([this, handle, work, slot = birth.backend] {
-    driver_->connect(handle, work, [this, slot](std::shared_ptr<MpiGroup> group) {
-      *slot = std::make_unique<MpiBackend>(*this, std::move(group));
-    });
-  });
+  post(
+      [this, handle, work, slot = birth.backend] {
+        driver_->connect(handle, work, [this, slot](std::shared_ptr<MpiGroup> group) {
+          *slot = std::make_unique<MpiBackend>(*this, std::move(group));
+        });
+      },
+      work);
   return birth;
 }
 
-void MpiRuntime::post(Engine::Task task) {
-  if (!engine_ || stopped_) throw Error("comm_core was finalized");
-  engine_->post(std::move(task));
+void MpiRuntime::post(Engine::Task task, std::shared_ptr<Work> work) {
+  Engine* const engine = engine_;
+  if (!engine || stopped_) throw Error("comm_core was finalized");
+  engine->post(std::move(task), std::move(work));
 }
 
 bool MpiRuntime::stop() {
   const std::lock_guard lock(mutex_);
-  if (!engine_ || engine_->on_engine_thread() || in_forked_child()) return true;
-  if (!stopped_.exchange(true)) engine_->post([this] { driver_->close_groups(); });
-  return engine_->stop(settings().exit_patience);
+  Engine* const engine = engine_;
+  if (!engine || engine->on_engine_thread() || in_forked_child()) return true;
+  if (!stopped_.exchange(true)) engine->post([this] { driver_->close_groups(); });
+  return engine->stop(settings().exit_patience);
 }
 
 void MpiRuntime::finalize() {
@@ -145,12 +152,13 @@ void MpiRuntime::foreign_finalize() noexcept {
 }
 
 bool MpiRuntime::abort(int code) noexcept {
-  if (!engine_ || in_forked_child()) return false;
+  Engine* const engine = engine_;
+  if (!engine || in_forked_child()) return false;
   RetiredComms::keep();
   const bool running = !stopped_;
   try {
-    if (running && !engine_->on_engine_thread()) {
-      engine_->post([code] { MPI_Abort(MPI_COMM_WORLD, code); });
+    if (running && !engine->on_engine_thread()) {
+      engine->post([code] { MPI_Abort(MPI_COMM_WORLD, code); });
       // MPI_Abort does not return; an engine that is stuck inside MPI never gets to it.
       std::this_thread::sleep_for(std::chrono::seconds(2));
     }

@@ -20,8 +20,8 @@ class MpiRuntime final : public Provider {
   bool abort(int code) noexcept override;
   std::map<std::string, std::string> describe() const override;
 
-  /// Runs `task` on the engine's thread. Throws Error after finalize().
-  void post(Engine::Task task);
+  /// Runs `task` on the engine's thread; one that throws fails `work`. Throws Error after finalize().
+  void post(Engine::Task task, std::shared_ptr<Work> work = nullptr);
   MpiDriver& driver() { return *driver_; }
 
  private:
@@ -31,7 +31,8 @@ class MpiRuntime final : public Provider {
 
   std::mutex mutex_;  // guards starting and stopping
   MpiDriver* driver_ = nullptr;
-  std::unique_ptr<Engine> engine_;
+  std::unique_ptr<Engine> owned_;
+  std::atomic<Engine*> engine_{nullptr};  // null before start(); abort() must not wait for the mutex
   std::atomic<bool> stopped_{false};
 };
 

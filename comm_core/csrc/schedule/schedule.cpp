@@ -20,8 +20,8 @@ void Schedule::received(std::int64_t ticket) {
 }
 
 void Schedule::send(int peer, const std::byte* data, std::int64_t bytes, SendMode mode, std::int64_t ticket) {
-  ++outstanding_;
   transport_->send(peer, data, bytes, mode, *this, ticket);
+  ++outstanding_;
 }
 
 void Schedule::send_copy(int peer, const std::byte* data, std::int64_t bytes, SendMode mode) {
@@ -31,8 +31,8 @@ void Schedule::send_copy(int peer, const std::byte* data, std::int64_t bytes, Se
 }
 
 void Schedule::receive(int peer, std::byte* data, std::int64_t bytes, std::int64_t ticket) {
-  ++outstanding_;
   transport_->receive(peer, data, bytes, *this, ticket);
+  ++outstanding_;
 }
 
 }  // namespace comm_core

@@ -19,7 +19,8 @@ enum class SendMode {
 };
 
 /// Point-to-point messages within one group, matched by posting order. Completion is reported to the schedule that
-/// posted, by ticket. Whoever implements it checks that a received message has exactly the expected size.
+/// posted, by ticket, never before the call that posted it returns; what throws is not posted. Whoever implements it
+/// checks that a received message has exactly the expected size.
 class Transport {
  public:
   virtual ~Transport() = default;

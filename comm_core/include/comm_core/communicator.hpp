@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <initializer_list>
@@ -52,7 +53,8 @@ class Persistent {
 
 /// A group of ranks. Every operation returns at once with its Work; operations of one communicator run in the order of
 /// their calls, which must be the same on all ranks. `memory` keeps the buffers alive until the engine is done.
-/// Arguments that do not fit raise InvalidUsage or Unsupported before anything is sent.
+/// Arguments that do not fit raise InvalidUsage or Unsupported before anything is sent. One that is dropped without
+/// close() is closed all the same, without waiting.
 ///
 /// 16-bit elements may have fp32 ones beside them: `wide.send` is rounded into `send` first, and `wide.recv` gets what
 /// `recv` has in the end, both on the thread that moves the bytes. What is to be summed keeps its zeros' signs, and
@@ -117,7 +119,9 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   const int rank_, size_;
   const std::optional<int> device_;
   std::mutex unfinished_mutex_;  // never held while a backend is called: a watchdog looks while others submit
-  std::vector<WorkPtr> unfinished_;
+  static constexpr std::size_t kTidyAt = 32;
+  std::vector<WorkPtr> unfinished_;  // and some that are finished
+  std::size_t tidy_at_ = kTidyAt;
   std::mutex mutex_;  // guards the order of submission and the fields below
   int num_splits_ = 0;
   std::atomic<bool> closed_{false};  // read without the lock, too
