@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import comm_core
-from comm_core import Communicator
+from comm_core import Communicator, ReduceOp
 
 
 def test_split_by_color_and_key(comm: Communicator) -> None:
@@ -196,6 +196,86 @@ def test_mismatched_collectives_raise_on_the_receiver(comm: Communicator) -> Non
         work.wait(10)
     with pytest.raises(comm_core.TransportError):
         part.barrier_async().wait(10)
+    part.close()
+
+
+DISAGREEMENTS: dict[str, tuple[Callable[[Communicator, bool], object], str, str]] = {
+    "dtype": (
+        lambda c, odd: c.all_reduce(*(np.ones(4, "i4" if odd else "f4") for _ in range(2))),
+        "all_reduce of float32, op sum",
+        "all_reduce of int32, op sum",
+    ),
+    "dtype of a large one": (
+        lambda c, odd: c.all_gather(np.ones(300_000, kind := "i8" if odd else "f8"), np.ones(300_000 * c.size, kind)),
+        "all_gather of float64",
+        "all_gather of int64",
+    ),
+    "reduction": (
+        lambda c, odd: c.all_reduce(np.ones(4), np.ones(4), ReduceOp.MAX if odd else ReduceOp.SUM),
+        "all_reduce of float64, op sum",
+        "all_reduce of float64, op max",
+    ),
+    "reduction of a large one": (
+        lambda c, odd: c.reduce_scatter(
+            np.ones(300_000 * c.size), np.ones(300_000), ReduceOp.MIN if odd else ReduceOp.AVG
+        ),
+        "reduce_scatter of float64, op avg",
+        "reduce_scatter of float64, op min",
+    ),
+    "root": (lambda c, odd: c.broadcast(np.ones(4), int(odd)), "broadcast of float64, root 0", "broadcast .*, root 1"),
+    "the other is the root": (
+        lambda c, odd: c.broadcast(np.ones(300_000), 1 - odd),
+        "broadcast of float64, root 1",
+        "broadcast of float64, root 0",
+    ),
+    "root of a sum": (
+        lambda c, odd: c.reduce(np.ones(4), np.ones(4), root=int(odd)),
+        "reduce of float64, op sum, root 0",
+        "reduce of float64, op sum, root 1",
+    ),
+    "nobody is the root of a sum": (
+        lambda c, odd: c.reduce(np.ones(300_000), np.ones(300_000), root=1 - odd),
+        "reduce of float64, op sum, root 1",
+        "reduce of float64, op sum, root 0",
+    ),
+    "operation": (
+        lambda c, odd: c.barrier() if odd else c.all_reduce(np.ones(1, "u1"), np.ones(1, "u1")),
+        "all_reduce of uint8, op sum",
+        "barrier",
+    ),
+    "a split": (lambda c, odd: c.barrier() if odd else c.split(0), "split", "barrier"),
+}
+
+
+@pytest.mark.parametrize("what", DISAGREEMENTS)
+def test_what_ranks_mean_differently_raises_on_each(comm: Communicator, what: str) -> None:
+    """Where sizes are the same, the result would be wrong without a word. Who only sends hears of it by the next one."""
+    if comm.size == 1:
+        return
+    part = comm.split(0)
+    assert part is not None
+    call, even, odd = DISAGREEMENTS[what]
+    here, there = (odd, even) if comm.rank % 2 else (even, odd)
+
+    def two_in_a_row() -> None:
+        call(part, comm.rank % 2 == 1)
+        part.barrier()
+
+    message = f"expected {here}, received {there}; all ranks of a communicator"
+    with pytest.raises(comm_core.TransportError, match=message):
+        two_in_a_row()
+    comm.barrier()
+    part.abandon()
+    part.close()
+
+
+def test_a_message_of_another_type_raises(comm: Communicator) -> None:
+    part = comm.split(comm.rank)
+    assert part is not None
+    receive = part.recv_async(np.zeros(4, "i4"), 0, label="other")
+    part.send_async(np.ones(4, "f4"), 0)
+    with pytest.raises(comm_core.TransportError, match=r"'other'.*the peer's is a send of float32 but a send of int32"):
+        receive.wait(10)
     part.close()
 
 

@@ -12,7 +12,9 @@
 #include <string>
 
 #include "comm_core/errors.hpp"
+#include "mpi/blocking.hpp"
 #include "mpi/driver.hpp"
+#include "mpi/group.hpp"
 
 using namespace comm_core;
 
@@ -100,13 +102,14 @@ void a_step_that_fails_leaves_the_schedule_to_its_messages() {
   Rig rig;
   RequestTable requests;
   Strand* itself = nullptr;
-  Strand strand(requests, MPI_COMM_WORLD, kTag, 0, [&](std::exception_ptr error) { itself->fail(error); });
+  Strand strand(requests, MPI_COMM_WORLD, Strand::Tags::kStrand, 0,
+                [&](std::exception_ptr error) { itself->fail(error); });
   itself = &strand;
   bool is_gone = false;
   const auto work = new_work();
   auto memory = std::make_shared<int>(1);
   const std::weak_ptr<int> held = memory;
-  strand.add({[&] { return std::make_unique<Sender>(is_gone); }, work, std::move(memory),
+  strand.add({kTag, [&] { return std::make_unique<Sender>(is_gone); }, work, std::move(memory),
               [] { throw MpiError("no more communicators", MPI_ERR_INTERN); }});
   strand.settle();
   expect(work->done() && work->error(), "the operation should have failed");
@@ -136,10 +139,29 @@ void a_closed_group_is_forgotten() {
   const auto work = new_work();
   rig.group->close(work);
   rig.until([&] { return work->done(); });
-  expect(num_comms == 0, "a communicator was left behind");
+  rig.until([] { return num_comms == 0; });
   const std::weak_ptr<MpiGroup> forgotten = rig.group;
   rig.group.reset();
   expect(forgotten.expired(), "every look at what is under way still visits it");
+}
+
+void what_blocks_needs_the_turn() {
+  Rig rig;
+  TurnLock lock;
+  TurnLock::Holder turn(lock);
+  const auto refused = [](const std::function<void()>& call) {
+    try {
+      call();
+    } catch (const std::logic_error&) {
+      return true;
+    }
+    return false;
+  };
+  expect(refused([&] { duplicate(MPI_COMM_WORLD, turn); }), "MPI_Comm_dup would block the engine");
+  expect(refused([&] { divide(MPI_COMM_WORLD, 0, 0, turn); }), "MPI_Comm_split would block the engine");
+  expect(turn.take(), "nobody has the turn");
+  MPI_Comm comm = duplicate(MPI_COMM_WORLD, turn);
+  MPI_Comm_free(&comm);
 }
 
 }  // namespace
@@ -149,6 +171,7 @@ int main(int argc, char** argv) {
       {"failed step", a_step_that_fails_leaves_the_schedule_to_its_messages},
       {"failed split", a_split_that_fails_gives_its_communicator_back},
       {"closed group", a_closed_group_is_forgotten},
+      {"no turn", what_blocks_needs_the_turn},
   };
   try {
     cases.at(argc > 1 ? argv[1] : "")();

@@ -164,11 +164,12 @@ Case<E> make_case(Random& random, int size, OpKind kind) {
 /// How many messages may wait for a rank that does not come, if nothing is small: three blocks of a ring, or a window;
 /// a reduce of 16-bit numbers is two exchanges, and has one of each.
 std::int64_t patience(OpKind kind, DType dtype, int size, std::int64_t window) {
-  if (kind == OpKind::kReduce && is_half(dtype)) return 2 * std::max<std::int64_t>(2, window);
+  constexpr int kToken = 1;  // of Announced, before the data
+  if (kind == OpKind::kReduce && is_half(dtype)) return 2 * std::max<std::int64_t>(2, window) + kToken;
   const int steps = kind == OpKind::kAllReduce ? 2 * (size - 1) : size - 1;
   return kind == OpKind::kReduceScatter || kind == OpKind::kAllGather || kind == OpKind::kAllReduce
              ? 3 * steps * window
-             : std::max<std::int64_t>(2, window);
+             : std::max<std::int64_t>(2, window) + (kind == OpKind::kAllToAll ? 0 : kToken);
 }
 
 template <class E>

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -12,7 +13,8 @@ import comm_core
 from tests.cpp.build import compiler, program
 from tests.harness import ROOT, run_ranks
 
-PARTS = ("abandonment", "driver", "group", "mailbox", "requests", "session", "strand")
+SOURCES = ROOT / "comm_core" / "csrc" / "mpi"
+ELSEWHERE = ("module", "runtime")  # what belongs to the extension module alone
 
 
 @pytest.fixture(scope="module")
@@ -20,15 +22,25 @@ def mpi_test(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """tests/cpp/mpi_test.cpp with the sources it is about."""
     if not comm_core.mpi_available():
         pytest.skip("the MPI backend was not built")
-    parts = (ROOT / "comm_core" / "csrc" / "mpi" / f"{part}.cpp" for part in PARTS)
+    parts = [part for part in sorted(SOURCES.glob("*.cpp")) if part.stem not in ELSEWHERE]
     wrapper = comm_core.build_info()["mpi_compiler"]
     return program(tmp_path_factory.mktemp("cpp"), ROOT / "tests" / "cpp" / "mpi_test.cpp", *parts, using=wrapper)
 
 
-@pytest.mark.parametrize("case", ["failed step", "failed split", "closed group"])
+@pytest.mark.parametrize("case", ["failed step", "failed split", "closed group", "no turn"])
 def test_case(mpi_test: Path, case: str) -> None:
     done = subprocess.run([str(mpi_test), case], capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_what_blocks_the_engine_is_called_in_one_file() -> None:
+    """That file asks for the turn. What begins and ends MPI blocks too, before and after everything else."""
+    makes = r"Comm_(?:dup|split|create(?!_keyval)|spawn)"
+    calls = rf"\bMPI_(?:{makes}|Wait|Barrier|Bcast|All|Reduce|Gather|Scatter|S?Send|Recv|Probe)\w*\("
+    named = {path.name: re.findall(calls, path.read_text()) for path in SOURCES.glob("*.cpp")}
+    assert {name: found for name, found in named.items() if found} == {
+        "blocking.cpp": ["MPI_Comm_dup(", "MPI_Comm_split("]
+    }
 
 
 @pytest.fixture(scope="module")

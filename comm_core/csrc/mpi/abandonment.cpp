@@ -25,7 +25,8 @@ bool Abandonment::settle(bool sent) {
   if (over()) return false;
   bool moved = false;
   try {
-    moved = take();
+    moved = take(comm_);
+    moved |= take(beside_);
     if (sent && !std::exchange(barrier_posted_, true)) {
       MPI_Request request = MPI_REQUEST_NULL;
       check(MPI_Ibarrier(beside_, &request), "MPI_Ibarrier");
@@ -48,13 +49,13 @@ bool Abandonment::settle(bool sent) {
   return moved;
 }
 
-bool Abandonment::take() {
+bool Abandonment::take(MPI_Comm comm) {
   bool found = false;
   for (;;) {
     int is_there = 0;
     MPI_Message message = MPI_MESSAGE_NULL;
     MPI_Status status;
-    check(MPI_Improbe(MPI_ANY_SOURCE, MPI_ANY_TAG, comm_, &is_there, &message, &status), "MPI_Improbe");
+    check(MPI_Improbe(MPI_ANY_SOURCE, MPI_ANY_TAG, comm, &is_there, &message, &status), "MPI_Improbe");
     if (is_there == 0) return found;
     found = true;
     int bytes = 0;

@@ -21,7 +21,7 @@ namespace comm_core {
 /// Protocols for Dynamic Sparse Data Exchange", PPoPP 2010).
 class Abandonment final : public RequestOwner {
  public:
-  /// On every rank of `comm`, whose own receives it has cancelled. The barrier is on `beside`, of the same ranks.
+  /// On every rank of `comm` and `beside`, which has cancelled its own receives there. The barrier is on `beside`.
   /// Finishes `work` at the end, and in any case when nothing has come of it for settings().exit_patience.
   Abandonment(RequestTable& requests, MPI_Comm comm, MPI_Comm beside, std::shared_ptr<Work> work);
   /// Finishes `work` together with the first.
@@ -36,7 +36,7 @@ class Abandonment final : public RequestOwner {
   void complete(const Pending& request, const Outcome& outcome) override;
 
  private:
-  bool take();
+  bool take(MPI_Comm comm);
   void finish(std::exception_ptr error = nullptr);
 
   RequestTable& requests_;

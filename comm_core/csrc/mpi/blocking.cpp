@@ -9,7 +9,8 @@ namespace comm_core {
 namespace {
 
 void require(const TurnLock::Holder& turn, const char* call) {
-  if (!turn.holds()) throw std::logic_error(std::string(call) + " would block the engine, which does not have the turn");
+  if (!turn.holds())
+    throw std::logic_error(std::string(call) + " would block the engine, which does not have the turn");
 }
 
 }  // namespace

@@ -7,6 +7,7 @@
 #include "../schedule/planner.hpp"
 #include "../schedule/sequence.hpp"
 #include "../schedule/turn.hpp"
+#include "../signature.hpp"
 #include "blocking.hpp"
 #include "check.hpp"
 #include "comm_core/settings.hpp"
@@ -15,12 +16,19 @@
 namespace comm_core {
 namespace {
 
-constexpr int kCollectiveTag = 0, kFirstUserTag = 1;
 constexpr std::chrono::seconds kMailPatience{1};
 
 MPI_Comm returning_errors(MPI_Comm comm) {
   check(MPI_Comm_set_errhandler(comm, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
   return comm;
+}
+
+int largest_tag() {
+  int* largest = nullptr;
+  int is_set = 0;
+  check(MPI_Comm_get_attr(MPI_COMM_WORLD, MPI_TAG_UB, &largest, &is_set), "MPI_Comm_get_attr");
+  constexpr int kLeast = 32767;  // of any MPI
+  return is_set != 0 ? *largest : kLeast;
 }
 
 /// The ranks before and after this one in the order of the whole job; -1: none.
@@ -51,14 +59,14 @@ MpiGroup::MpiGroup(MpiContext& context, MPI_Comm comm, MPI_Comm beside)
     : context_(context),
       comm_(returning_errors(comm)),
       beside_(returning_errors(beside)),
+      largest_tag_(largest_tag()),
       letters_(std::make_shared<Letterbox>(context.readers)) {
   check(MPI_Comm_rank(comm_, &rank_), "MPI_Comm_rank");
   check(MPI_Comm_size(comm_, &size_), "MPI_Comm_size");
   std::tie(before_, after_) = neighbours(comm_, rank_);
   const auto on_failure = [this](std::exception_ptr error) { fail(std::move(error)); };
-  collectives_ = std::make_unique<Strand>(context_.requests, comm_, kCollectiveTag, rank_, on_failure);
-  mailbox_ =
-      std::make_unique<Mailbox>(context_.requests, beside_, rank_, letters_, on_failure, [this] { wake(); });
+  collectives_ = std::make_unique<Strand>(context_.requests, comm_, Strand::Tags::kSignature, rank_, on_failure);
+  mailbox_ = std::make_unique<Mailbox>(context_.requests, beside_, rank_, letters_, on_failure, [this] { wake(); });
   mailbox_->open();
 }
 
@@ -70,7 +78,7 @@ Strand& MpiGroup::message_strand(const Operation& operation) {
   const bool sends = operation.kind == OpKind::kSend;
   auto& found = messages_[{operation.tag, {operation.peer, sends}}];
   if (!found) {
-    found = std::make_unique<Strand>(context_.requests, comm_, kFirstUserTag + operation.tag, rank_,
+    found = std::make_unique<Strand>(context_.requests, beside_, Strand::Tags::kStrand, rank_,
                                      [this](std::exception_ptr error) { fail(std::move(error)); });
     if (failure_) found->fail(failure_);
   }
@@ -84,8 +92,9 @@ void MpiGroup::submit(Operation operation, std::shared_ptr<Work> work, KeepAlive
   // Here and not when its turn comes: the operation ahead has the wire meanwhile.
   operation.narrow();
   const auto shared = std::make_shared<Operation>(std::move(operation));
-  strand.add({[shared, rank = rank_, size = size_] { return plan(*shared, rank, size, settings()); }, std::move(work),
-              std::move(memory), [shared] { shared->widen(); }});
+  const int tag = is_message ? Mailbox::kNumTags + shared->tag : signature_of(*shared, largest_tag_);
+  strand.add({tag, [shared, rank = rank_, size = size_] { return plan(*shared, rank, size, settings()); },
+              std::move(work), std::move(memory), [shared] { shared->widen(); }});
 }
 
 void MpiGroup::split(std::optional<int> color, int key, std::shared_ptr<Work> work,
@@ -105,7 +114,7 @@ void MpiGroup::split(std::optional<int> color, int key, std::shared_ptr<Work> wo
     parts.push_back(plan(Operation{}, rank_, size_, settings()));
     return std::make_unique<Sequence>(std::move(parts));
   };
-  collectives_->add({go_in, std::move(work), nullptr, go_through});
+  collectives_->add({split_signature(), go_in, std::move(work), nullptr, go_through});
 }
 
 void MpiGroup::post(int peer, std::string payload, std::shared_ptr<Work> work) {

@@ -23,8 +23,8 @@ namespace comm_core {
 /// direction, so that a send may wait for its receive without holding up anything else.
 class MpiGroup {
  public:
-  /// Takes `comm` over and duplicates it for what is not a collective, and drives the group until nothing of it is left.
-  /// Collective.
+  /// Takes `comm` over and duplicates it for what is not a collective, and drives the group until nothing of it is
+  /// left. Collective.
   static std::shared_ptr<MpiGroup> make(MpiContext& context, MPI_Comm comm, const TurnLock::Holder& turn);
   /// Takes both communicators over.
   MpiGroup(MpiContext& context, MPI_Comm comm, MPI_Comm beside);
@@ -74,8 +74,9 @@ class MpiGroup {
   void wake();
 
   MpiContext& context_;
-  MPI_Comm comm_, beside_;  // of collectives; of letters and messages
+  MPI_Comm comm_, beside_;                              // of collectives; of letters and messages
   int rank_ = 0, size_ = 1, before_ = -1, after_ = -1;  // the last two: see Turn
+  const int largest_tag_;
   std::shared_ptr<Letterbox> letters_;
   std::exception_ptr failure_;
   std::unique_ptr<Strand> collectives_;

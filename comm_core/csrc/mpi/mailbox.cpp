@@ -12,7 +12,8 @@ namespace {
 constexpr int kFirstTag = 0, kRestTag = 1;
 
 Item rest_of_letter(Lane lane) {
-  return {[lane]() -> std::unique_ptr<Schedule> {
+  return {kRestTag,
+          [lane]() -> std::unique_ptr<Schedule> {
             return std::make_unique<Exchange>(std::vector<Lane>{lane},
                                               Pieces{settings().segment_bytes, settings().window});
           },
@@ -43,7 +44,7 @@ void Mailbox::listen() {
 
 Strand& Mailbox::strand(std::map<int, std::unique_ptr<Strand>>& strands, int peer) {
   auto& found = strands[peer];
-  if (!found) found = std::make_unique<Strand>(requests_, comm_, kRestTag, rank_, on_failure_);
+  if (!found) found = std::make_unique<Strand>(requests_, comm_, Strand::Tags::kStrand, rank_, on_failure_);
   return *found;
 }
 

@@ -16,10 +16,12 @@
 
 namespace comm_core {
 
-/// On a communicator of its own: one receive from anybody is always posted for a letter's first kilobytes (tag 0); the
-/// rest of a long letter follows in segments (tag 1). Letters of one sender keep their order.
+/// One receive from anybody is always posted for a letter's first kilobytes (tag 0); the rest of a long letter follows
+/// in segments (tag 1). Letters of one sender keep their order. Other tags of the communicator are free: kNumTags.
 class Mailbox final : public RequestOwner {
  public:
+  static constexpr int kNumTags = 2;
+
   Mailbox(RequestTable& requests, MPI_Comm comm, int rank, std::shared_ptr<Letterbox> letters,
           Strand::OnFailure on_failure, std::function<void()> on_letter);
 

@@ -3,13 +3,14 @@
 #include <algorithm>
 #include <utility>
 
+#include "../signature.hpp"
 #include "check.hpp"
 #include "comm_core/settings.hpp"
 
 namespace comm_core {
 
-Strand::Strand(RequestTable& requests, MPI_Comm comm, int tag, int rank, OnFailure on_failure)
-    : requests_(requests), comm_(comm), tag_(tag), rank_(rank), on_failure_(std::move(on_failure)) {}
+Strand::Strand(RequestTable& requests, MPI_Comm comm, Tags tags, int rank, OnFailure on_failure)
+    : requests_(requests), comm_(comm), tags_(tags), rank_(rank), on_failure_(std::move(on_failure)) {}
 
 void Strand::add(Item item) {
   if (!failure_) {
@@ -90,7 +91,7 @@ void Strand::send(int peer, const std::byte* data, std::int64_t bytes, SendMode 
                   std::int64_t ticket) {
   const auto post = mode == SendMode::kMatched ? MPI_Issend : MPI_Isend;
   MPI_Request request = MPI_REQUEST_NULL;
-  check(post(data, static_cast<int>(bytes), MPI_BYTE, peer, tag_, comm_, &request),
+  check(post(data, static_cast<int>(bytes), MPI_BYTE, peer, running_->item.tag, comm_, &request),
         [&] { return title(*running_, "sending to", peer, bytes); });
   requests_.add(request, {this, running_.get(), &from, ticket, peer, bytes, true, nullptr, nullptr});
 }
@@ -99,14 +100,16 @@ void Strand::receive(int peer, std::byte* data, std::int64_t bytes, Schedule& to
   // See [Note: room for the longest].
   const auto room = std::max(bytes, settings().segment_bytes);
   auto landing = bytes < room ? requests_.landing() : nullptr;
+  const int tag = tags_ == Tags::kSignature ? MPI_ANY_TAG : running_->item.tag;
   MPI_Request request = MPI_REQUEST_NULL;
-  check(MPI_Irecv(landing ? landing.get() : data, static_cast<int>(room), MPI_BYTE, peer, tag_, comm_, &request),
+  check(MPI_Irecv(landing ? landing.get() : data, static_cast<int>(room), MPI_BYTE, peer, tag, comm_, &request),
         [&] { return title(*running_, "receiving from", peer, bytes); });
   requests_.add(request, {this, running_.get(), &to, ticket, peer, bytes, false, data, std::move(landing)});
 }
 
 void Strand::complete(const Pending& request, const Outcome& outcome) {
-  const auto [error, source, tag, bytes] = outcome;
+  const int error = outcome.error;
+  const auto bytes = outcome.bytes;
   if (failure_) {
     request.schedule->dropped();
     std::erase_if(draining_, [](const auto& running) { return running->schedule->drained(); });
@@ -117,6 +120,12 @@ void Strand::complete(const Pending& request, const Outcome& outcome) {
   };
   bool reported = false;
   try {
+    const bool came = !request.is_send && (error == MPI_SUCCESS || error == MPI_ERR_TRUNCATE);
+    if (came && outcome.tag != request.running->item.tag) {
+      throw TransportError(doing() + ": expected " + describe_signature(request.running->item.tag) + ", received " +
+                           describe_signature(outcome.tag) +
+                           "; all ranks of a communicator have to issue the same operations in the same order");
+    }
     if (error == MPI_ERR_TRUNCATE || (error == MPI_SUCCESS && !request.is_send && bytes != request.bytes)) {
       throw TransportError(doing() + " expected, " + std::to_string(bytes) +
                            " received; the ranks disagree about the order or the sizes of operations");

@@ -19,6 +19,7 @@ namespace comm_core {
 
 /// One operation of a strand.
 struct Item {
+  int tag;                                          ///< of its messages: see Strand::Tags
   std::function<std::unique_ptr<Schedule>()> make;  ///< called when its turn comes; none: nothing to send
   std::shared_ptr<Work> work;                       ///< may be null
   KeepAlive memory;
@@ -36,7 +37,11 @@ struct Running {
 class Strand final : public Transport, public RequestOwner {
  public:
   using OnFailure = std::function<void(std::exception_ptr)>;
-  Strand(RequestTable& requests, MPI_Comm comm, int tag, int rank, OnFailure on_failure);
+  /// What tags tell: one strand from others on its communicator; or, of a strand that has a communicator to itself,
+  /// what an operation is, so that whoever receives its messages notices at no cost where another rank means another
+  /// one.
+  enum class Tags { kStrand, kSignature };
+  Strand(RequestTable& requests, MPI_Comm comm, Tags tags, int rank, OnFailure on_failure);
 
   void add(Item item);
   /// Finishes and starts what can be; true if something changed.
@@ -59,7 +64,8 @@ class Strand final : public Transport, public RequestOwner {
 
   RequestTable& requests_;
   MPI_Comm comm_;
-  int tag_, rank_;
+  const Tags tags_;
+  const int rank_;
   OnFailure on_failure_;
   std::exception_ptr failure_;
   std::deque<Item> waiting_;

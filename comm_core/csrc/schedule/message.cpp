@@ -2,16 +2,18 @@
 
 #include <string>
 
+#include "../signature.hpp"
 #include "comm_core/errors.hpp"
 
 namespace comm_core {
 
-Message::Message(Direction direction, Lane lane, Pieces pieces)
+Message::Message(Direction direction, Lane lane, Pieces pieces, int signature)
     : direction_(direction),
       lane_(lane),
       window_(pieces.window),
       bytes_(direction == Direction::kSend ? lane.out_bytes : lane.in_bytes),
-      flow_(bytes_, pieces) {
+      flow_(bytes_, pieces),
+      own_{bytes_, signature} {
   if (direction == Direction::kSend) {
     num_unsent_ = flow_.num_segments();
   } else {
@@ -26,7 +28,7 @@ bool Message::finished() {
 void Message::on_start() {
   if (direction_ == Direction::kSend) {
     const auto mode = flow_.num_segments() == 0 ? SendMode::kMatched : SendMode::kEager;
-    send_copy(lane_.peer, reinterpret_cast<const std::byte*>(&bytes_), sizeof bytes_, mode);
+    send_copy(lane_.peer, reinterpret_cast<const std::byte*>(&own_), sizeof own_, mode);
     send_segments();
   } else {
     receive(lane_.peer, reinterpret_cast<std::byte*>(&header_), sizeof header_, kHeaderTicket);
@@ -68,9 +70,13 @@ void Message::on_received(std::int64_t ticket) {
     return post_segments();
   }
   header_arrived_ = true;
-  if (header_ != bytes_) {
-    throw TransportError("the peer sends " + std::to_string(header_) + " bytes but " + std::to_string(bytes_) +
-                         " were expected");
+  if (header_.bytes != own_.bytes) {
+    throw TransportError("the peer sends " + std::to_string(header_.bytes) + " bytes but " +
+                         std::to_string(own_.bytes) + " were expected");
+  }
+  if (header_.signature != own_.signature) {
+    throw TransportError("the peer's is a " + describe_signature(static_cast<int>(header_.signature)) + " but a " +
+                         describe_signature(static_cast<int>(own_.signature)) + " was expected");
   }
 }
 

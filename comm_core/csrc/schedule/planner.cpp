@@ -1,9 +1,12 @@
 #include "planner.hpp"
 
 #include <algorithm>
+#include <limits>
 #include <utility>
 #include <vector>
 
+#include "../signature.hpp"
+#include "announced.hpp"
 #include "broadcast.hpp"
 #include "chain_reduce.hpp"
 #include "exchange.hpp"
@@ -187,8 +190,13 @@ SchedulePtr barrier(const Job& job) {
 SchedulePtr message(const Job& job) {
   const bool sends = job.op.kind == OpKind::kSend;
   const Lane lane{job.op.peer, job.op.send, sends ? job.bytes() : 0, job.op.recv, sends ? 0 : job.bytes()};
-  return std::make_unique<Message>(sends ? Message::Direction::kSend : Message::Direction::kReceive, lane,
-                                   job.pieces());
+  return std::make_unique<Message>(sends ? Message::Direction::kSend : Message::Direction::kReceive, lane, job.pieces(),
+                                   signature_of(job.op, std::numeric_limits<int>::max()));
+}
+
+SchedulePtr announced(const Job& job, SchedulePtr operation) {
+  const int left = (job.rank + job.size - 1) % job.size, right = (job.rank + 1) % job.size;
+  return std::make_unique<Announced>(std::move(operation), left, right);
 }
 
 /// A group of one: what there is to move stays in this rank's memory.
@@ -212,9 +220,9 @@ SchedulePtr plan(const Operation& operation, int rank, int size, const Settings&
     case OpKind::kAllReduce:
       return all_reduce(job);
     case OpKind::kBroadcast:
-      return broadcast(job);
+      return announced(job, broadcast(job));
     case OpKind::kReduce:
-      return reduce(job);
+      return announced(job, reduce(job));
     case OpKind::kAllToAll:
       return all_to_all(job);
     case OpKind::kBarrier:
