@@ -28,7 +28,7 @@ DEVICE = os.environ.get("DEAR_TEST_DEVICE", "")
 
 #: Tests by what is in their name, and why they are none for tensors of a device.
 _HOST_ONLY = {
-    "test_communicator.py": "communicators of the host move its tensors",
+    "test_communicator": "communicators of the host move its tensors",
     "test_device_carriers.py": "pretends a device itself",
     "test_event_order.py": "operations on tensors of a device are issued by carriers",
     "test_examples.py": "the examples choose their device themselves",

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 
 import pytest
 import torch
 
-import comm_core
 from comm_core import InvalidUsage, ReduceOp, Unsupported
 from overlap import objects, pipeline
 from overlap.communicator import Communicator, Wide
@@ -335,23 +333,6 @@ def test_inference_mode_changes_nothing(comm: Communicator, dtype: torch.dtype) 
                 assert objects.broadcast_object(comm, comm.rank) == 0
 
 
-def test_waiting_with_a_limit(comm: Communicator) -> None:
-    if comm.size == 1:
-        pytest.skip("nobody to wait for")
-    if comm.rank == 0:
-        late = torch.empty(1)
-        work = comm.recv_async(late, 1, tag=9)
-        with pytest.raises(comm_core.TimeoutError):
-            work.wait(0.05)
-        assert work in comm.pending() or not work.done()
-        comm.barrier()
-        work.wait()
-    else:
-        comm.barrier()
-        if comm.rank == 1:
-            comm.send(torch.ones(1), 0, tag=9)
-
-
 def test_objects_of_every_length_come_as_they_went(comm: Communicator) -> None:
     """One message holds the shorter ones; a longer one comes in two, also where only some ranks have one."""
     room = objects._FRAME - objects._LENGTH.size
@@ -370,46 +351,3 @@ def test_averages_of_whole_numbers_are_refused(comm: Communicator, dtype: torch.
         comm.all_reduce(mine, mine.clone(), ReduceOp.AVG)
     with pytest.raises(Unsupported, match=r"(?i)avg"):
         comm.reduce_scatter(mine, mine[:2].clone(), ReduceOp.AVG)
-
-
-def test_letters_to_nobody_and_after_the_end_are_refused(comm: Communicator) -> None:
-    with pytest.raises(InvalidUsage, match="peer"):
-        comm.post(comm.size, b"x")
-    part = comm.split(0)
-    assert part is not None
-    part.post(part.rank, b"to myself")
-    assert part.receive_post(20) == (part.rank, b"to myself")
-    part.close()
-    for use in (lambda: part.post(0, b"x"), lambda: part.barrier(), lambda: part.receive_post(0)):
-        with pytest.raises(InvalidUsage, match="closed"):
-            use()
-
-
-@pytest.mark.parametrize("timeout", [-1, float("-inf"), float("nan")])
-def test_a_timeout_that_is_no_duration_is_refused_at_once(comm: Communicator, timeout: float) -> None:
-    work = comm.barrier_async()
-    with pytest.raises(ValueError, match=r"timeout is .*None to wait for ever"):
-        work.wait(timeout)
-    with pytest.raises(ValueError, match=r"timeout is .*None to wait for ever"):
-        comm.receive_post(timeout)
-    work.wait()
-    with pytest.raises(ValueError, match="timeout is"):
-        work.wait(timeout)  # though it is done
-
-
-@pytest.mark.parametrize("timeout", [None, float("inf"), 1e300, 1e10])
-def test_a_timeout_may_be_longer_than_clocks_count(comm: Communicator, timeout: float | None) -> None:
-    if comm.size > 1:
-        before, behind = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
-        received = comm.recv_async(torch.zeros(4), before)
-        sending = threading.Timer(0.01, lambda: comm.send(torch.ones(4), behind))
-        sending.start()
-        received.wait(timeout)
-        sending.join()
-    part = comm.split(0)  # whose letters no thread of the session's reads
-    assert part is not None
-    posting = threading.Timer(0.01, lambda: part.post(part.rank, b"late"))
-    posting.start()
-    assert part.receive_post(timeout) == (part.rank, b"late")
-    posting.join()
-    part.close()
