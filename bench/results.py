@@ -219,9 +219,18 @@ def uncommitted(source: Source) -> str:
     return f"{sum(UNCOMMITTED in origin for origin in origins)} of {len(origins)}"
 
 
+def _curves(source: Source) -> dict[str, Any]:
+    """The methods of ``docs/results/accuracy/TASK.json``. Raises ``ValueError`` unless one commit made them all."""
+    found: dict[str, Any] = json.loads((source.folder / "accuracy" / f"{source.words[0]}.json").read_text())
+    commits = {one.get("origin", {}).get("commit", "unknown") for one in found.values()}
+    if len(commits) > 1 or any(commit == "unknown" or UNCOMMITTED in commit for commit in commits):
+        raise ValueError(f"its curves are of {', '.join(sorted(commits))}, not of one commit")
+    return found
+
+
 def curves(source: Source) -> str:
     """curves TASK: seconds of every method of ``docs/results/accuracy/TASK.json``, and how far losses are apart."""
-    found = json.loads((source.folder / "accuracy" / f"{source.words[0]}.json").read_text())
+    found = _curves(source)
     ends = {name: curve["seconds"][-1] for name, curve in found.items()}
     steps = zip(*(curve["loss"] for curve in found.values()), strict=True)
     apart = max(max(losses) - min(losses) for losses in steps)
@@ -237,11 +246,10 @@ def curves(source: Source) -> str:
 
 
 def curve(source: Source) -> str:
-    """curve TASK MINE OTHER: the seconds of one method over those of the other, for the same steps."""
-    found = json.loads((source.folder / "accuracy" / f"{source.words[0]}.json").read_text())
-    ends = {family_of(name): one["seconds"][-1] for name, one in found.items()}
-    mine, other = source.methods()
-    return f"{ends[mine] / ends[other]:.2f}"
+    """curve TASK MINE OTHER: the seconds of one method over those of the other, each with its fastest setting."""
+    ends = [(family_of(name), one["seconds"][-1]) for name, one in _curves(source).items()]
+    mine, other = (min(seconds for name, seconds in ends if name == wanted) for wanted in source.methods())
+    return f"{mine / other:.2f}"
 
 
 def collectives(source: Source) -> str:

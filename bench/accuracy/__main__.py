@@ -1,6 +1,6 @@
 """``python -m bench.accuracy``: the loss over wall time, method by method, on the same batches in the same order.
 
-python -m bench.accuracy --task gpt2 --methods dear:threshold_mb=1 ddp horovod --workers 2 --network 1gbit
+python -m bench.accuracy --task gpt2 --methods dear ddp horovod --workers 2 --network 1gbit
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from bench.endings import end_in_order
 from bench.methods.method import Method, MethodUnavailable
 from bench.methods.registry import method
 from bench.settings import Settings, check
+from bench.sweep.origin import today
 
 
 def prepare(spec: str, arguments: argparse.Namespace) -> tuple[Settings, Method]:
@@ -32,13 +33,13 @@ def prepare(spec: str, arguments: argparse.Namespace) -> tuple[Settings, Method]
 
 
 def run(spec: str, settings: Settings, chosen: Method, arguments: argparse.Namespace) -> dict[str, Any]:
-    """One method's losses and times."""
+    """One method's losses and times, and the code they are of."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "curve.json"
         task = {"method": spec, "task": arguments.task, "steps": arguments.steps, "threads": 1, "output": str(output)}
         launcher.launch(settings, chosen, ["-m", "bench.accuracy.worker", json.dumps(task)])
         curve: dict[str, Any] = json.loads(output.read_text())
-    return curve
+    return {**curve, "origin": today().to_dict()}
 
 
 def leave(curves: dict[str, dict[str, Any]], arguments: argparse.Namespace) -> None:
@@ -50,7 +51,7 @@ def leave(curves: dict[str, dict[str, Any]], arguments: argparse.Namespace) -> N
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", choices=list(TASKS), default="digits")
-    parser.add_argument("--methods", nargs="+", default=["dear:threshold_mb=1", "ddp"], metavar="METHOD")
+    parser.add_argument("--methods", nargs="+", default=["dear", "ddp"], metavar="METHOD")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--network", default="local", help="local, or the rate of emulated links: 1gbit, 100mbit, …")
     parser.add_argument("--steps", type=int, default=100)

@@ -118,6 +118,15 @@ def _results(folder: Path) -> Path:
     row = {"operation": "all_gather", "bytes": 2**20, "n": 9, "ms": 4.0, "low_ms": 3.9, "high_ms": 4.2}
     row |= {"to_wire": 0.9, "to_gloo": None, "cpu_to_gloo": 0.5}
     about = {"hosts": 2, "network": "1gbit", "backend": "mpi", "goodput": 1.2e8}
+    (folder / "accuracy").mkdir()
+    ends = {"dear": ("abc", 2.0), "ddp": ("abc", 4.0), "ddp:bucket_mb=1": ("abc", 3.0)}
+    tasks = {"good": ends, "unnamed": {**ends, "ddp": (None, 4.0)}, "dirty": {"dear": ("abc-dirty.1f", 2.0)}}
+    for task, methods in tasks.items():
+        curves = {
+            name: {"loss": [1.0, 0.5], "seconds": [1.0, end]} | ({"origin": {"commit": commit}} if commit else {})
+            for name, (commit, end) in methods.items()
+        }
+        (folder / "accuracy" / f"{task}.json").write_text(json.dumps(curves))
     small = {**row, "bytes": 2**10}
     (folder / "collectives" / "two.json").write_text(json.dumps({**about, "rows": [small, row]}))
     return folder
@@ -136,6 +145,8 @@ def _results(folder: Path) -> Path:
         ("against a dear ddp", "| mlp@even:800 | 4 | 0.94 | `dear:threshold_mb=2` | 2.200 | 1.38 | `ddp`\\* | 3.000 |"),
         ("pivot a show=ms columns=none;dear;ddp", "| mlp@even:800 | 2 | 1.25 | 800 | 1100 | 1500 | `dear` |\n"),
         ("pivot a show=ms columns=ddp", "| 3000\\* | `ddp` |\n\n\\* with changes that were not committed."),
+        ("curve good dear ddp", "0.67"),
+        ("curves good", "| `dear` | 2.0 | 1.00 |\n| `ddp:bucket_mb=1` | 3.0 | 0.67 |\n| `ddp` | 4.0 | 0.50 |"),
         ("collectives two", "| all_gather | 1 MB | 9 | 4.00 | 3.90 – 4.20 | 0.90 |  | 0.50 |"),
     ],
 )
@@ -152,6 +163,8 @@ def test_views(source: str, given: str, tmp_path: Path) -> None:
         ("methods a workers=8", r"a has no runs with {'workers': '8'}"),
         ("methods a hosts=8", "names hosts; runs are told apart by model, "),
         ("methods b", "No such file"),
+        ("curve unnamed dear ddp", "its curves are of abc, unknown, not of one commit"),
+        ("curves dirty", "its curves are of abc-dirty.1f, not of one commit"),
         ("pivot a show=ms", "columns= is missing"),
         ("methodes a", "should begin with one of about, methods"),
     ],
