@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from bench.operations import OPERATIONS, Call
-from overlap import session
-from overlap.communicator import Communicator, ReduceOp
+from overlap.job import session
+from overlap.transport.communicator import Communicator, ReduceOp
 
 SECONDS_PER_CASE = 3.0
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from overlap.communicator import Communicator
+from overlap.transport.communicator import Communicator
 
 __all__ = ["OPERATIONS", "Operation"]
 

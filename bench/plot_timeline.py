@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from bench.counts import at_least
-from overlap.timeline_picture import draw
+from overlap.trace.picture import draw
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from overlap.eager import next_count, spread
+from overlap.features.early import next_count, spread
 
 __all__ = ["Job", "bytescheduler", "dear", "equal_buckets"]
 
@@ -105,7 +105,7 @@ def _period(program: _Program, wire: _Wire) -> float:
 def dear(job: Job, buckets: Sequence[int], *, eager: bool = False) -> float:
     """Seconds of a step of DeAR; `buckets` is how many layers each has, nearest the input first.
 
-    `eager`: with early updates, by the rules of `overlap.eager`.
+    `eager`: with early updates, by the rules of `overlap.features.early`.
     """
     wire = _Wire()
     return _period(_dear(job, buckets, wire, eager), wire)

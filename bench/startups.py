@@ -21,7 +21,7 @@ from bench.emulation.accelerator import owners
 from bench.emulation.profile import load
 from bench.models.catalog import workload
 from mgwfbp.merge import merge
-from overlap.cost_model import CostModel
+from overlap.plan.cost_model import CostModel
 
 __all__ = ["Layer", "bytescheduler", "ddp_buckets", "dear", "fill", "horovod", "layers_of", "overlapped"]
 

@@ -19,7 +19,7 @@ from bench.endings import end_in_order
 from bench.methods.method import MethodUnavailable
 from bench.methods.registry import method
 from bench.settings import parse
-from overlap.launch import LaunchError, detect
+from overlap.job.launch import LaunchError, detect
 
 __all__ = ["UNAVAILABLE", "main"]
 

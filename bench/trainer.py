@@ -24,7 +24,7 @@ from bench.methods.method import MakeOptimizer, Method
 from bench.models.catalog import Batch, Workload, workload
 from bench.settings import Settings
 from bench.stepping import Clock, alone, breakdown, step, warm_up
-from overlap.launch import detect
+from overlap.job.launch import detect
 
 __all__ = ["Result", "train"]
 

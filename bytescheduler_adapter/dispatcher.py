@@ -26,10 +26,10 @@ import torch
 import comm_core
 from bytescheduler_adapter.credit import CreditQueue
 from comm_core import ReduceOp
-from overlap.checks import check_timeout
-from overlap.communicator import Communicator, Work
-from overlap.encoding import decode, encode
-from overlap.forks import Origin
+from overlap.transport.checks import check_timeout
+from overlap.transport.communicator import Communicator, Work
+from overlap.transport.encoding import decode, encode
+from overlap.transport.forks import Origin
 
 __all__ = ["Dispatcher", "Part", "PartsWork"]
 
@@ -55,7 +55,7 @@ class Part:
 
 
 class PartsWork:
-    """All partitions of a bucket as one operation: what `overlap.communicator.Work` promises."""
+    """All partitions of a bucket as one operation: what `overlap.transport.communicator.Work` promises."""
 
     def __init__(self, label: str, parts: list[Part], dispatcher: Dispatcher) -> None:
         self.op, self.nbytes = "all_reduce", sum(part.nbytes for part in parts)

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from bytescheduler_adapter.dispatcher import Dispatcher, Part, PartsWork
-from overlap.channels import Channels
-from overlap.communicator import Communicator
+from overlap.job.channels import Channels
+from overlap.transport.communicator import Communicator
 
 __all__ = ["Dispatchers", "Lease"]
 
@@ -48,13 +48,13 @@ class Dispatchers:
         return Lease(dispatcher)
 
     def close(self, given_up: Collection[str]) -> None:
-        """See :meth:`overlap.services.Issuer.close`."""
+        """See :meth:`overlap.job.services.Issuer.close`."""
         for channel, dispatcher in self._by_channel.items():
             dispatcher.close()
             if channel.name not in given_up:
                 dispatcher.join()
 
     def join(self) -> None:
-        """See :meth:`overlap.services.Issuer.join`."""
+        """See :meth:`overlap.job.services.Issuer.join`."""
         for dispatcher in self._by_channel.values():
             dispatcher.join()

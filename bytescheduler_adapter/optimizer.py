@@ -11,22 +11,22 @@ import torch
 from bytescheduler_adapter.dispatcher import Part
 from bytescheduler_adapter.dispatchers import Dispatchers, Lease
 from bytescheduler_adapter.schedule import partitions, plan_buckets
-from overlap.arguments import HorovodArguments
-from overlap.bucket import Bucket
-from overlap.communicator import Communicator, ReduceOp
+from overlap.core.bucket import Bucket
+from overlap.core.observer import Facts
+from overlap.core.strategy import Plan, Strategy
+from overlap.core.updates import Updates
+from overlap.features.tuning import tune as start_tuning
 from overlap.horovod.compression import NoneCompressor
 from overlap.horovod.process_set import ProcessSet, global_process_set
-from overlap.objects import agree
-from overlap.observer import Facts
-from overlap.optimizer import DistributedOptimizer as Shell
-from overlap.partition import TensorSpec
-from overlap.session import current
-from overlap.strategy import Plan, Strategy
-from overlap.terms import agree_on_strategy
-from overlap.tuning.options import Tuning
-from overlap.tuning.space import Dimension, Setting
-from overlap.tuning.trial import tune as start_tuning
-from overlap.updates import Updates
+from overlap.job.session import current
+from overlap.optimizer.arguments import HorovodArguments
+from overlap.optimizer.distributed import DistributedOptimizer as Shell
+from overlap.optimizer.start import agree_on_strategy
+from overlap.plan.partition import TensorSpec
+from overlap.plan.tuning.options import Tuning
+from overlap.plan.tuning.space import Dimension, Setting
+from overlap.transport.communicator import Communicator, ReduceOp
+from overlap.transport.objects import agree
 
 __all__ = ["ByteScheduler", "DistributedOptimizer"]
 
@@ -119,14 +119,14 @@ def DistributedOptimizer(
             full, inside ``step()``.
         named_parameters: the module, or pairs of name and parameter, or None.
         compression, backward_passes_per_step, op, gradient_predivide_factor, num_groups, groups, sparse_as_dense: as in
-            Horovod; see :class:`overlap.arguments.HorovodArguments`.
+            Horovod; see :class:`overlap.optimizer.arguments.HorovodArguments`.
         process_set: all ranks; rank 0 decides the order for all of them. Raises ``ValueError`` for any other.
         partition_mb: layers travel in partitions of at most this many MB (2^20 bytes), between which a more urgent layer
             goes first. Rank 0's counts.
         credit_mb: a partition is issued while fewer MB than this are under way; less credit preempts sooner, more keeps
             the wire busier. Two partitions by default: one on the wire, one behind it. Rank 0's counts.
-        tune: True or ``Tuning(...)`` searches both while training goes on; see :class:`overlap.tuning.options.Tuning`.
-        shell: ``elementwise=None, sync_start=True, poison=None`` of :class:`overlap.optimizer.DistributedOptimizer`.
+        tune: True or ``Tuning(...)`` searches both while training goes on; see :class:`overlap.plan.tuning.options.Tuning`.
+        shell: ``elementwise=None, sync_start=True, poison=None`` of :class:`overlap.optimizer.distributed.DistributedOptimizer`.
     """
     arguments = HorovodArguments.of(locals())
     if process_set is not global_process_set:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from overlap.observer import Facts
-from overlap.partition import ALIGNMENT_BYTES, TensorSpec, fuse, round_up
-from overlap.strategy import Plan
+from overlap.core.observer import Facts
+from overlap.core.strategy import Plan
+from overlap.plan.partition import ALIGNMENT_BYTES, TensorSpec, fuse, round_up
 
 __all__ = ["partitions", "plan_buckets"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from overlap.roll import CannotJoin, Roll, Word
+from overlap.features.join import CannotJoin, Roll, Word
 
 __all__ = ["Absence"]
 
@@ -39,7 +39,7 @@ class Absence:
             self.refuse(event)
 
     def refuse(self, event: int) -> None:
-        """Raise :class:`overlap.roll.CannotJoin`, there too, if ranks have joined without a part in event `event`."""
+        """Raise :class:`overlap.features.join.CannotJoin`, there too, if ranks have joined without a part in event `event`."""
         joined = self._roll.joined(self.topic)
         missing = sorted(rank for rank, since in joined.items() if since <= event)
         if missing:

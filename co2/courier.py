@@ -9,7 +9,7 @@ import torch
 
 from co2.equations import OuterRule
 from co2.part import Part
-from overlap.communicator import Communicator, ReduceOp
+from overlap.transport.communicator import Communicator, ReduceOp
 
 __all__ = ["Courier"]
 

@@ -6,8 +6,8 @@ import weakref
 from collections.abc import Mapping
 
 from co2.rounds import Rounds
-from overlap.communicator import Communicator
-from overlap.objects import allgather_object
+from overlap.transport.communicator import Communicator
+from overlap.transport.objects import allgather_object
 
 __all__ = ["Departure", "finish_together"]
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from overlap.lanes import Lanes
-from overlap.membership import Membership
-from overlap.objects import allgather_object
-from overlap.session import Session
+from overlap.core.lanes import Lanes
+from overlap.job.groups import Membership
+from overlap.job.session import Session
+from overlap.transport.objects import allgather_object
 
 __all__ = ["check_nprocs", "node_groups"]
 

@@ -15,19 +15,19 @@ from co2.equations import OuterRule
 from co2.groups import check_nprocs, node_groups
 from co2.rounds import Rounds
 from co2.tenure import Tenure
-from overlap.arguments import HorovodArguments
-from overlap.broadcast import broadcast_tensors
-from overlap.bucket import Bucket
-from overlap.communicator import Communicator, ReduceOp
+from overlap.core.bucket import Bucket
+from overlap.core.observer import Facts
+from overlap.core.persistent import all_reduce
+from overlap.core.strategy import Plan, Strategy
 from overlap.horovod.compression import NoneCompressor
 from overlap.horovod.process_set import ProcessSet, global_process_set
-from overlap.observer import Facts
-from overlap.optimizer import DistributedOptimizer as Shell
-from overlap.partition import TensorSpec, fuse
-from overlap.persistent import all_reduce
-from overlap.session import Session, current
-from overlap.strategy import Plan, Strategy
-from overlap.terms import agree_on_strategy
+from overlap.job.session import Session, current
+from overlap.optimizer.arguments import HorovodArguments
+from overlap.optimizer.distributed import DistributedOptimizer as Shell
+from overlap.optimizer.start import agree_on_strategy
+from overlap.plan.partition import TensorSpec, fuse
+from overlap.transport.broadcast import broadcast_tensors
+from overlap.transport.communicator import Communicator, ReduceOp
 
 __all__ = ["Co2", "Co2Optimizer", "DistributedOptimizer"]
 
@@ -216,7 +216,7 @@ def DistributedOptimizer(
         named_parameters: the module, or pairs of name and parameter, or None.
         compression, backward_passes_per_step, op, gradient_predivide_factor, num_groups, groups, sparse_as_dense: as in
             Horovod, for gradients, which are averaged within `nprocs_per_node` only; see
-            :class:`overlap.arguments.HorovodArguments`. Parameters travel in their own type, 16 bits as float32.
+            :class:`overlap.optimizer.arguments.HorovodArguments`. Parameters travel in their own type, 16 bits as float32.
         process_set: only the global one, as averages are over all ranks. Raises ``ValueError`` for others.
         outer_frequency: local steps in a round (the paper's tau). As many as hide one reduce-scatter and one all-gather
             of all parameters; the paper tries 1 to 48.
@@ -229,7 +229,7 @@ def DistributedOptimizer(
             those of one host, or each rank by itself where all are on one.
         broadcast_buffers: ``average_parameters()`` gives every rank rank 0's buffers. They are local otherwise, and of
             parameters given without a module nobody knows any.
-        shell: ``elementwise=None, sync_start=True, poison=None`` of :class:`overlap.optimizer.DistributedOptimizer`.
+        shell: ``elementwise=None, sync_start=True, poison=None`` of :class:`overlap.optimizer.distributed.DistributedOptimizer`.
     """
     arguments = HorovodArguments.of(locals())
     agree_on_strategy("co2")

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from co2.part import VECTORS, Part, Shares, Vectors, as_real
-from overlap.bucket import Slot
-from overlap.dense import from_flat
+from overlap.core.bucket import Slot
+from overlap.transport.memory import from_flat
 
 __all__ = ["assemble", "check_shapes"]
 

@@ -12,11 +12,11 @@ from collections.abc import Collection, Sequence
 import torch
 
 from co2.equations import OuterRule, outer_step
-from overlap.broadcast import overwrite
-from overlap.bucket import Slot
-from overlap.communicator import Work
-from overlap.dense import view_like
-from overlap.partition import BucketSpec, TensorSpec, fuse, piece
+from overlap.core.bucket import Slot
+from overlap.plan.partition import BucketSpec, TensorSpec, fuse, piece
+from overlap.transport.broadcast import overwrite
+from overlap.transport.communicator import Work
+from overlap.transport.memory import view_like
 
 __all__ = ["VECTORS", "Part", "Shares", "Vectors", "as_real", "make_parts", "outer_dtype"]
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from co2.calendar import Event
 from co2.stamps import Stamps
-from overlap.bucket import Slot
+from overlap.core.bucket import Slot
 
 __all__ = ["Batch", "Roster"]
 

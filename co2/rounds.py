@@ -43,11 +43,11 @@ from co2.lateness import Lateness
 from co2.outer_state import assemble, check_shapes
 from co2.part import Part, Shares, as_real, make_parts
 from co2.roster import Batch, Roster
-from overlap.broadcast import overwrite
-from overlap.bucket import Slot
-from overlap.communicator import Communicator
-from overlap.mailroom import Mailroom
-from overlap.objects import allgather_object
+from overlap.core.bucket import Slot
+from overlap.transport.broadcast import overwrite
+from overlap.transport.communicator import Communicator
+from overlap.transport.objects import allgather_object
+from overlap.transport.peer_queries import Mailroom
 
 __all__ = ["Rounds", "Standing"]
 
@@ -161,7 +161,7 @@ class Rounds:
         self._flight = Flight(lambda: self._courier.carry(parts, sent, idle))
 
     def arrive(self, *, in_step: bool = False) -> None:
-        """Wait for the round on its way. Raises :class:`overlap.roll.CannotJoin` if a rank has joined meanwhile."""
+        """Wait for the round on its way. Raises :class:`overlap.features.join.CannotJoin` if a rank has joined meanwhile."""
         flight = self._flight
         if flight is None:
             return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from overlap.bucket import Slot
+from overlap.core.bucket import Slot
 
 __all__ = ["Stamps"]
 

@@ -8,13 +8,13 @@ import torch
 
 from co2.departure import finish_together
 from co2.rounds import Rounds
-from overlap.communicator import Communicator
+from overlap.transport.communicator import Communicator
 
 __all__ = ["Tenure"]
 
 
 class Tenure:
-    """The hold of `rounds` on their parameters; see :class:`overlap.registry.Owner`, which this is."""
+    """The hold of `rounds` on their parameters; see :class:`overlap.job.registry.Owner`, which this is."""
 
     def __init__(self, rounds: Rounds, control: Communicator) -> None:
         self._rounds, self._control = rounds, control

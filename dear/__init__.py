@@ -8,7 +8,7 @@ optimizer = dear.DistributedOptimizer(optimizer, model)
 from dear.optimizer import DistributedOptimizer
 from overlap import api
 from overlap.api import *  # noqa: F403  (the facade is the same for every strategy)
-from overlap.tuning.options import Tuning
+from overlap.plan.tuning.options import Tuning
 
 __all__ = ["DistributedOptimizer", "Tuning"]
 __all__ += api.__all__

@@ -11,23 +11,23 @@ from typing import Any, Literal
 import torch
 
 from dear.schedule import plan_buckets
-from overlap.arguments import HorovodArguments
-from overlap.bucket import Bucket
-from overlap.communicator import Communicator, ReduceOp
-from overlap.fusion import limits, trained_bytes
+from overlap.core.bucket import Bucket
+from overlap.core.observer import Facts
+from overlap.core.persistent import all_gather, all_reduce, reduce_scatter
+from overlap.core.strategy import Plan, Strategy
+from overlap.core.updates import Updates
+from overlap.features.tuning import tune as start_tuning
 from overlap.horovod.compression import NoneCompressor
 from overlap.horovod.process_set import ProcessSet, global_process_set
-from overlap.observer import Facts
-from overlap.optimizer import DistributedOptimizer as Shell
-from overlap.partition import TensorSpec
-from overlap.persistent import all_gather, all_reduce, reduce_scatter
-from overlap.session import current
-from overlap.strategy import Plan, Strategy
-from overlap.terms import agree_on_strategy
-from overlap.tuning.options import Tuning
-from overlap.tuning.space import Dimension, Setting
-from overlap.tuning.trial import tune as start_tuning
-from overlap.updates import Updates
+from overlap.job.session import current
+from overlap.optimizer.arguments import HorovodArguments
+from overlap.optimizer.distributed import DistributedOptimizer as Shell
+from overlap.optimizer.start import agree_on_strategy
+from overlap.plan.fusion import limits, trained_bytes
+from overlap.plan.partition import TensorSpec
+from overlap.plan.tuning.options import Tuning
+from overlap.plan.tuning.space import Dimension, Setting
+from overlap.transport.communicator import Communicator, ReduceOp
 
 __all__ = ["Dear", "DistributedOptimizer"]
 
@@ -158,11 +158,11 @@ def DistributedOptimizer(
         optimizer: any ``torch.optim.Optimizer``.
         named_parameters: the module, or pairs of name and parameter, or None.
         compression, backward_passes_per_step, op, gradient_predivide_factor, num_groups, groups, sparse_as_dense,
-            process_set: as in Horovod; see :class:`overlap.arguments.HorovodArguments`.
+            process_set: as in Horovod; see :class:`overlap.optimizer.arguments.HorovodArguments`.
         threshold_mb: layers are fused, in the order of their use, while a bucket stays below this many MB (2^20 bytes); 0:
             no fusion. ``"auto"``: what the environment variable ``DEAR_THRESHOLD_MB`` (MB), or
             ``HOROVOD_FUSION_THRESHOLD`` (bytes), says; else a 32nd of the parameters that are trained, at least 1 and at
-            most 25, see [Note: how much to fuse] in `overlap.fusion`. 25 is the paper's.
+            most 25, see [Note: how much to fuse] in `overlap.plan.fusion`. 25 is the paper's.
         num_nearby_layers: at most this many layers per bucket; with both limits, the first one reached closes a bucket.
             ``threshold_mb=None, num_nearby_layers=1`` is DeAR without tensor fusion.
         exclude_parts: ``"reducescatter"``, ``"allgather"`` or both (``"reduce"``, ``"bcast"`` under the policy "rb")
@@ -180,11 +180,11 @@ def DistributedOptimizer(
             `compression` narrows, FSDP's word is ``reduce_dtype``; this is its counterpart. Raises ``ValueError`` for
             optimizers that need whole parameters, ``TypeError`` for parameters of other types.
         tune: True or ``Tuning(...)`` searches the `threshold_mb` with the shortest steps, 1 to 256 unless told otherwise,
-            while training goes on; the results of training stay the same. See :class:`overlap.tuning.options.Tuning`.
+            while training goes on; the results of training stay the same. See :class:`overlap.plan.tuning.options.Tuning`.
         strategy: ``"dear"``, or the name of another strategy's package (``"wfbp"``, ``"mgwfbp"``,
             ``"bytescheduler_adapter"``, ``"oss"``, or ``"co2"``, which is not synchronous), which then takes the
             other arguments.
-        shell: ``elementwise=None, sync_start=True, poison=None`` of :class:`overlap.optimizer.DistributedOptimizer`.
+        shell: ``elementwise=None, sync_start=True, poison=None`` of :class:`overlap.optimizer.distributed.DistributedOptimizer`.
     """
     arguments = HorovodArguments.of(locals())
     own: dict[str, Any] = {

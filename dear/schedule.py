@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from overlap.fusion import fused_in_order_of_use
-from overlap.observer import Facts
-from overlap.partition import TensorSpec, owned
-from overlap.strategy import Plan
+from overlap.core.observer import Facts
+from overlap.core.strategy import Plan
+from overlap.plan.fusion import fused_in_order_of_use
+from overlap.plan.partition import TensorSpec, owned
 
 __all__ = ["plan_buckets"]
 

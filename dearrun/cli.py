@@ -19,8 +19,8 @@ from dearrun.command import build
 from dearrun.errors import LaunchError
 from dearrun.hosts import require_addresses, require_shell
 from dearrun.supervision import supervise
-from overlap import settings
-from overlap.settings import SettingError
+from overlap.job import settings
+from overlap.job.settings import SettingError
 
 __all__ = ["main"]
 

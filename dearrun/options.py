@@ -13,7 +13,7 @@ from dearrun.command import Job
 from dearrun.errors import LaunchError
 from dearrun.hosts import Host, parse_hostfile, parse_hosts, require_slots
 from dearrun.refused import add_refused
-from overlap.settings import LOG_LEVELS
+from overlap.job.settings import LOG_LEVELS
 
 __all__ = ["environment", "job", "parser"]
 

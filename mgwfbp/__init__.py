@@ -3,8 +3,8 @@
 from mgwfbp.optimizer import DistributedOptimizer
 from overlap import api
 from overlap.api import *  # noqa: F403  (the facade is the same for every strategy)
+from overlap.plan.tuning.options import Tuning
 from overlap.profiler import profile_backward
-from overlap.tuning.options import Tuning
 
 __all__ = ["DistributedOptimizer", "Tuning", "profile_backward"]
 __all__ += api.__all__

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from overlap.cost_model import CostModel
+from overlap.plan.cost_model import CostModel
 
 __all__ = ["Group", "least_bytes", "merge", "predict"]
 

@@ -11,25 +11,24 @@ import torch
 
 from mgwfbp.rehearsal import Rehearsal
 from mgwfbp.schedule import plan_buckets, reordered, table
-from overlap.arguments import HorovodArguments
-from overlap.bucket import Bucket
-from overlap.communicator import Communicator, ReduceOp
-from overlap.cost_model import CostModel
+from overlap.core.bucket import Bucket
+from overlap.core.observer import Facts
+from overlap.core.persistent import all_reduce
+from overlap.core.strategy import Plan, Strategy
+from overlap.features.tuning import tune as start_tuning
 from overlap.horovod.compression import NoneCompressor
 from overlap.horovod.process_set import ProcessSet, global_process_set
-from overlap.membership import beside, leader
-from overlap.objects import agree, allgather_object
-from overlap.observer import Facts
-from overlap.optimizer import DistributedOptimizer as Shell
-from overlap.partition import TensorSpec
-from overlap.persistent import all_reduce
-from overlap.session import current
-from overlap.startup import collect_slots
-from overlap.strategy import Plan, Strategy
-from overlap.terms import agree_on_strategy
-from overlap.tuning.options import Tuning
-from overlap.tuning.space import Dimension, Setting
-from overlap.tuning.trial import tune as start_tuning
+from overlap.job.groups import beside, leader
+from overlap.job.session import current
+from overlap.optimizer.arguments import HorovodArguments
+from overlap.optimizer.distributed import DistributedOptimizer as Shell
+from overlap.optimizer.start import agree_on_strategy, collect_slots
+from overlap.plan.cost_model import CostModel
+from overlap.plan.partition import TensorSpec
+from overlap.plan.tuning.options import Tuning
+from overlap.plan.tuning.space import Dimension, Setting
+from overlap.transport.communicator import Communicator, ReduceOp
+from overlap.transport.objects import agree, allgather_object
 
 __all__ = ["DistributedOptimizer", "MgWfbp"]
 
@@ -134,7 +133,7 @@ def DistributedOptimizer(
         optimizer: any ``torch.optim.Optimizer``.
         named_parameters: the module, or pairs of name and parameter, or None.
         compression, backward_passes_per_step, op, gradient_predivide_factor, num_groups, groups, sparse_as_dense,
-            process_set: as in Horovod; see :class:`overlap.arguments.HorovodArguments`.
+            process_set: as in Horovod; see :class:`overlap.optimizer.arguments.HorovodArguments`.
         asc: merge only where merging delays nothing (ASC-WFBP).
         merge_below_kb: groups of fewer KB (2^10 bytes) on the wire are merged with the next tensor in any case; not with
             `asc`. 0: where the time
@@ -146,8 +145,8 @@ def DistributedOptimizer(
         alpha_beta: seconds to start an all-reduce, and seconds per byte; rank 0's count, and issuing takes no time: the
             published rule alone. None: measured, once per session.
         tune: True or ``Tuning(...)`` searches the `merge_below_kb` with the shortest steps while training goes on, once
-            the backward times are measured. See :class:`overlap.tuning.options.Tuning`.
-        shell: ``elementwise=None, sync_start=True, poison=None`` of :class:`overlap.optimizer.DistributedOptimizer`.
+            the backward times are measured. See :class:`overlap.plan.tuning.options.Tuning`.
+        shell: ``elementwise=None, sync_start=True, poison=None`` of :class:`overlap.optimizer.distributed.DistributedOptimizer`.
 
     Raises ``ValueError`` for arguments that contradict each other, for times of parameters that are not the optimizer's,
     and for times no computer can have.

@@ -5,11 +5,11 @@ from __future__ import annotations
 import weakref
 from typing import Any, Protocol, cast
 
-from overlap.communicator import Communicator
-from overlap.objects import allgather_object
-from overlap.optimizer import DistributedOptimizer
+from overlap.core.strategy import Strategy
+from overlap.optimizer.distributed import DistributedOptimizer
 from overlap.profiler import BackwardClock, arrival_moments
-from overlap.strategy import Strategy
+from overlap.transport.communicator import Communicator
+from overlap.transport.objects import allgather_object
 
 __all__ = ["Rehearsal"]
 

@@ -17,23 +17,23 @@ import torch
 
 from oss.assignment import assign_owners
 from oss.fairscale import refuse_fairscales_names
-from overlap.arguments import HorovodArguments
-from overlap.bucket import Bucket
-from overlap.communicator import Communicator, ReduceOp
-from overlap.fusion import fused_in_order_of_use, limits, trained_bytes
+from overlap.core.bucket import Bucket
+from overlap.core.observer import Facts
+from overlap.core.persistent import all_gather, all_reduce, reduce_scatter
+from overlap.core.strategy import Plan, Strategy
+from overlap.core.updates import Updates
+from overlap.features.tuning import tune as start_tuning
 from overlap.horovod.compression import NoneCompressor
 from overlap.horovod.process_set import ProcessSet, global_process_set
-from overlap.observer import Facts
-from overlap.optimizer import DistributedOptimizer as Shell
-from overlap.partition import TensorSpec
-from overlap.persistent import all_gather, all_reduce, reduce_scatter
-from overlap.session import current
-from overlap.strategy import Plan, Strategy
-from overlap.terms import agree_on_strategy
-from overlap.tuning.options import Tuning
-from overlap.tuning.space import Dimension, Setting
-from overlap.tuning.trial import tune as start_tuning
-from overlap.updates import Updates
+from overlap.job.session import current
+from overlap.optimizer.arguments import HorovodArguments
+from overlap.optimizer.distributed import DistributedOptimizer as Shell
+from overlap.optimizer.start import agree_on_strategy
+from overlap.plan.fusion import fused_in_order_of_use, limits, trained_bytes
+from overlap.plan.partition import TensorSpec
+from overlap.plan.tuning.options import Tuning
+from overlap.plan.tuning.space import Dimension, Setting
+from overlap.transport.communicator import Communicator, ReduceOp
 
 __all__ = ["DistributedOptimizer", "Oss"]
 
@@ -121,7 +121,7 @@ def DistributedOptimizer(
             in full on every rank.
         named_parameters: the module, or pairs of name and parameter, or None.
         compression, backward_passes_per_step, op, gradient_predivide_factor, num_groups, groups, sparse_as_dense,
-            process_set: as in Horovod; see :class:`overlap.arguments.HorovodArguments`. A compression of one's own needs
+            process_set: as in Horovod; see :class:`overlap.optimizer.arguments.HorovodArguments`. A compression of one's own needs
             whole gradients: every rank updates everything then.
         threshold_mb: layers are fused, in the order of their use, while a bucket stays below this many MB (2^20 bytes); 0:
             a bucket for each layer. ``"auto"``: a 32nd of the parameters that are trained, at least 1 and at most 25.
@@ -132,9 +132,9 @@ def DistributedOptimizer(
             ``ValueError`` where every rank updates everything, ``TypeError`` for parameters of other types than float32
             and float64.
         tune: True or ``Tuning(...)`` searches `threshold_mb` while training goes on; who owns what stays the same. See
-            :class:`overlap.tuning.options.Tuning`.
+            :class:`overlap.plan.tuning.options.Tuning`.
         shell: ``per_parameter=None, elementwise=None, sync_start=True, poison=None`` of
-            :class:`overlap.optimizer.DistributedOptimizer`. fairscale's names raise ``TypeError`` with the counterpart.
+            :class:`overlap.optimizer.distributed.DistributedOptimizer`. fairscale's names raise ``TypeError`` with the counterpart.
     """
     refuse_fairscales_names(shell)
     arguments = HorovodArguments.of(locals())

@@ -57,10 +57,10 @@ from overlap.horovod.reducescatter import (
 from overlap.horovod.reduction import Adasum, Average, Max, Min, Product, Sum
 from overlap.horovod.sparse import sparse_allreduce_async
 from overlap.horovod.state import broadcast_optimizer_state, broadcast_parameters
+from overlap.horovod.sync_batch_norm import SyncBatchNorm
 from overlap.horovod.waiting import barrier, join, poll, synchronize
+from overlap.job.session import current
 from overlap.recording import draw_timeline, start_timeline, stop_timeline
-from overlap.session import current
-from overlap.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
     "Adasum",

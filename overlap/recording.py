@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from os import PathLike, fspath
 
-from overlap import timeline, timeline_picture
-from overlap.session import current
+from overlap.job.session import current
+from overlap.trace import picture as timeline_picture
+from overlap.trace import timeline
 
 __all__ = ["draw_timeline", "start_timeline", "stop_timeline"]
 

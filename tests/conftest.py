@@ -48,7 +48,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def _no_session_is_left() -> Iterator[None]:
     """A test in this process that leaves a session open makes others fail that happen to run after it."""
     yield
-    session = sys.modules.get("overlap.session")
+    session = sys.modules.get("overlap.job.session")
     if session is not None and session.is_initialized() and "DEAR_SPMD_SUITE" not in os.environ:
         session.shutdown()
         pytest.fail("the test left its session open")

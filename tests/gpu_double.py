@@ -41,7 +41,7 @@ def build(folder: Path) -> Path:
 
 
 class DoubleMoment:
-    """`overlap.cuda_work.Moment` in the double."""
+    """`overlap.transport.cuda.work.Moment` in the double."""
 
     def __init__(self, library: ctypes.CDLL, stream: int) -> None:
         self._library, self._event = library, ctypes.c_void_p()

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from overlap import failures
-from overlap.settings import SettingError
+from overlap.health import failures
+from overlap.job.settings import SettingError
 from tests.harness import ROOT, Result, run_ranks
 
 PRELUDE = """

@@ -20,15 +20,15 @@ ALLOWED = {
 }
 TUNING = ("bayes", "campaign", "options", "space", "window")
 PURE = (
-    "overlap/partition.py",
-    "overlap/launch.py",
-    "overlap/settings.py",
-    "overlap/deadlock.py",
+    "overlap/plan/partition.py",
+    "overlap/job/launch.py",
+    "overlap/job/settings.py",
+    "overlap/health/deadlock.py",
     "dearrun/hosts.py",
     "dearrun/command.py",
     "dearrun/options.py",
     "dearrun/reports.py",
-    "overlap/cost_model.py",
+    "overlap/plan/cost_model.py",
     *(f"overlap/horovod/{name}.py" for name in ("agreement", "coordinator", "request")),
     *(f"overlap/tuning/{name}.py" for name in TUNING),
     "co2/calendar.py",

@@ -16,11 +16,11 @@ from bytescheduler_adapter.optimizer import ByteScheduler
 from dear.optimizer import Dear
 from mgwfbp.optimizer import MgWfbp
 from oss.optimizer import Oss
-from overlap.arguments import SHELL, HorovodArguments
-from overlap.cost_model import CostModel
-from overlap.optimizer import DistributedOptimizer
-from overlap.strategy import Strategy
-from overlap.tuning.options import Tuning
+from overlap.core.strategy import Strategy
+from overlap.optimizer.arguments import SHELL, HorovodArguments
+from overlap.optimizer.distributed import DistributedOptimizer
+from overlap.plan.cost_model import CostModel
+from overlap.plan.tuning.options import Tuning
 from tests.harness import ROOT
 
 PACKAGES = ("dear", "wfbp", "mgwfbp", "bytescheduler_adapter", "oss", "co2")

@@ -29,7 +29,7 @@ JOB = """
 import subprocess, sys, time
 import torch
 import dear
-from overlap.session import current
+from overlap.job.session import current
 
 dear.init()
 dear.allreduce(torch.ones(1), name="first")  # rank 0 has letters about names, and from its mailroom

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from bench.counts import at_least
-from overlap.cuda_math import cast_scale, inspect, kernels_on
+from overlap.transport.cuda.math import cast_scale, inspect, kernels_on
 
 __all__ = ["main"]
 

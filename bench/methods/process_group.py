@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from bench.methods.method import Place
-from overlap.launch import Launcher, detect
+from overlap.job.launch import Launcher, detect
 
 __all__ = ["join", "leave"]
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from bench.methods.method import MakeOptimizer, Method, Place
-from overlap.launch import detect
+from overlap.job.launch import detect
 
 __all__ = ["Single"]
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from bench.methods.method import MakeOptimizer, Method, MethodUnavailable, Place, refuse_unknown
-from overlap.arguments import SHELL
+from overlap.optimizer.arguments import SHELL
 
 __all__ = ["PACKAGES", "strategy"]
 

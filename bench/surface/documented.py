@@ -249,7 +249,7 @@ DIFFERENCES = (
     Difference(
         "init",
         "init() returns the session; Horovod's returns None",
-        (Sighting("state/init again", "None", "<overlap.session.Session object"),),
+        (Sighting("state/init again", "None", "<overlap.job.session.Session object"),),
     ),
     Difference(
         "is_homogeneous",

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch.utils.data import Sampler
 
-from overlap.objects import allgather_object
-from overlap.session import current
+from overlap.job.session import current
+from overlap.transport.objects import allgather_object
 
 __all__ = ["ElasticSampler", "order_of", "part_of"]
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from overlap.broadcast import broadcast_structure
-from overlap.communicator import ReduceOp
 from overlap.elastic import stop_request
 from overlap.elastic.sampler import ElasticSampler
 from overlap.elastic.store import CommitError, store_at
-from overlap.objects import broadcast_object
-from overlap.session import current
+from overlap.job.session import current
+from overlap.transport.broadcast import broadcast_structure
+from overlap.transport.communicator import ReduceOp
+from overlap.transport.objects import broadcast_object
 
 __all__ = ["HostsUpdatedInterrupt", "ObjectState", "State", "TorchState"]
 

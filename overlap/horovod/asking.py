@@ -11,7 +11,7 @@ from overlap.horovod.pending import Pending
 from overlap.horovod.process_set import ProcessSet
 from overlap.horovod.request import Kind, Request
 from overlap.horovod.runtime import Runtime
-from overlap.session import Session, current, is_initialized, uninitialized
+from overlap.job.session import Session, current, is_initialized, uninitialized
 
 __all__ = ["ask", "attach", "latest", "operation_name", "refuse", "runtime", "telling_others"]
 

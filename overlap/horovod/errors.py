@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import comm_core
-from overlap import session
+from overlap.job import session
 
 __all__ = ["HorovodInternalError", "Mismatch", "NotInitialized"]
 

@@ -8,12 +8,12 @@ from typing import Any
 import torch.distributed
 
 import comm_core
-from overlap import session
 from overlap.horovod.asking import attach
 from overlap.horovod.errors import NotInitialized
 from overlap.horovod.process_set import ProcessSet
 from overlap.horovod.process_sets import add_process_set
-from overlap.session import Session, is_initialized, shutdown
+from overlap.job import session
+from overlap.job.session import Session, is_initialized, shutdown
 
 __all__ = [
     "ccl_built",
@@ -48,7 +48,7 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
         process_sets: sets to register at once, the same on all ranks. Sets can also be added later; Horovod's
             ``"dynamic"``, which asks for that, is accepted.
 
-    Raises :class:`overlap.launch.LaunchError` when launcher and communicator disagree about the size of the job, and
+    Raises :class:`overlap.job.launch.LaunchError` when launcher and communicator disagree about the size of the job, and
     ``ValueError`` for arguments that cannot be honoured.
     """
     if isinstance(process_sets, str) and process_sets.lower() != "dynamic":

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from overlap.communicator import Work
 from overlap.horovod.operation import Group, Operation
 from overlap.horovod.request import Response
 from overlap.horovod.staging import own_copy, plain, put_back
+from overlap.transport.communicator import Work
 
 __all__ = ["Allgather", "Alltoall", "Broadcast"]
 

@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from overlap.communicator import Work
 from overlap.horovod.asking import ask, operation_name
 from overlap.horovod.broadcast import check_root
 from overlap.horovod.moving import Allgather
@@ -15,7 +14,8 @@ from overlap.horovod.operation import Group, Operation
 from overlap.horovod.process_set import ProcessSet, global_process_set
 from overlap.horovod.request import Kind, Request, Response
 from overlap.horovod.staging import spec_of
-from overlap.unpickling import loads
+from overlap.transport.communicator import Work
+from overlap.transport.unpickling import loads
 
 __all__ = ["allgather_object", "broadcast_object"]
 

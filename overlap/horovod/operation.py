@@ -10,8 +10,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
-from overlap.communicator import Communicator, Work
 from overlap.horovod.request import Response
+from overlap.transport.communicator import Communicator, Work
 
 __all__ = ["Group", "Nothing", "Only", "Operation"]
 

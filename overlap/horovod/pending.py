@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import comm_core
-from overlap.communicator import Work
 from overlap.horovod.errors import HorovodInternalError
 from overlap.horovod.operation import Operation
 from overlap.horovod.request import Request
+from overlap.transport.communicator import Work
 
 __all__ = ["Pending"]
 

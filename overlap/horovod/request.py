@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from overlap.encoding import travels
+from overlap.transport.encoding import travels
 
 __all__ = ["GiveUp", "Kind", "Leave", "Request", "Response", "TensorSpec"]
 

@@ -21,9 +21,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable
 from typing import Any
 
-from overlap.communicator import Communicator
-from overlap.deadlock import Line
-from overlap.encoding import NotData, decode, encode
+from overlap.health.deadlock import Line
 from overlap.horovod.coordinator import Coordinator, Decision
 from overlap.horovod.errors import HorovodInternalError, Mismatch
 from overlap.horovod.handles import Handles
@@ -33,7 +31,9 @@ from overlap.horovod.process_set import ProcessSet, global_process_set
 from overlap.horovod.request import GiveUp, Kind, Leave, Request, Response
 from overlap.horovod.stalled import Stalled
 from overlap.horovod.stand_in import stand_in
-from overlap.session import Session
+from overlap.job.session import Session
+from overlap.transport.communicator import Communicator
+from overlap.transport.encoding import NotData, decode, encode
 
 __all__ = ["Runtime"]
 

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 import torch
 
 from comm_core import InvalidUsage, ReduceOp, Unsupported
-from overlap.broadcast import overwrite
-from overlap.checks import wire_form
 from overlap.horovod.request import TensorSpec
+from overlap.transport.broadcast import overwrite
+from overlap.transport.checks import wire_form
 
 __all__ = ["check_reducible", "dtype_of", "own_copy", "plain", "put_back", "scale_", "spec_of", "tensors_of"]
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from overlap.broadcast import overwrite, plant, uproot
-from overlap.gates import original
+from overlap.core.gates import original
 from overlap.horovod.asking import operation_name, refuse
 from overlap.horovod.broadcast import broadcast_group
 from overlap.horovod.errors import Mismatch
@@ -16,6 +15,7 @@ from overlap.horovod.job import rank
 from overlap.horovod.objects import allgather_object, broadcast_object
 from overlap.horovod.process_set import global_process_set
 from overlap.horovod.request import Kind
+from overlap.transport.broadcast import overwrite, plant, uproot
 
 __all__ = ["broadcast_optimizer_state", "broadcast_parameters"]
 

@@ -8,7 +8,7 @@ from overlap.horovod.asking import ask, latest, operation_name, runtime
 from overlap.horovod.operation import Group, Nothing, Operation
 from overlap.horovod.process_set import ProcessSet, global_process_set
 from overlap.horovod.request import Kind, Request
-from overlap.session import current
+from overlap.job.session import current
 
 __all__ = ["barrier", "join", "poll", "synchronize"]
 
@@ -49,7 +49,7 @@ def join(device: int = -1) -> int:
         device: in Horovod, where the zeros are made; here they live on the CPU wherever others' tensors are, so -1 and
             every GPU's number mean the same.
 
-    Returns the last rank to come here. Where it raises (:class:`overlap.roll.CannotJoin`: what another rank does next needs
+    Returns the last rank to come here. Where it raises (:class:`overlap.features.join.CannotJoin`: what another rank does next needs
     this one), nothing goes on until every rank calls it, this one again.
     """
     if not isinstance(device, int) or device < -1:

@@ -20,7 +20,7 @@ from bench.gpu.plan import Check, checks
 from bench.gpu.prepare import commands, whole_library
 from bench.gpu.streams import Stream, streams_of
 from bench.models.mlp import NARROW
-from overlap.cuda_math import kernels_on
+from overlap.transport.cuda.math import kernels_on
 
 CARD = Facts((2, 30, 1), "2.30.1 at /lib", None, None, "2.11.0", "13.0")
 

@@ -18,7 +18,7 @@ from bench.startups import (
     overlapped,
     ready,
 )
-from overlap.cost_model import CostModel
+from overlap.plan.cost_model import CostModel
 
 MB = 1024 * 1024
 LAYERS = [Layer(0.01, 0.02, (MB,)) for _ in range(10)]

@@ -10,9 +10,9 @@ import torch
 
 import comm_core
 from bytescheduler_adapter.dispatcher import Dispatcher, Part
-from overlap.communicator import ReduceOp
-from overlap.native import NativeCommunicator
-from overlap.strand import PendingWork
+from overlap.transport.communicator import ReduceOp
+from overlap.transport.native import NativeCommunicator
+from overlap.transport.torch.worker_thread import PendingWork
 
 OVER = "the session that this optimizer belongs to was shut down"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from bytescheduler_adapter.schedule import partitions, plan_buckets
-from overlap.observer import Facts
-from overlap.partition import TensorSpec
+from overlap.core.observer import Facts
+from overlap.plan.partition import TensorSpec
 
 
 def test_buckets_are_layers_in_the_order_of_use_idle_ones_last() -> None:

@@ -18,7 +18,7 @@ from dearrun.command import Job, build
 from dearrun.errors import LaunchError
 from dearrun.hosts import Host, parse_hostfile, parse_hosts, require_addresses, require_shell, require_slots
 from dearrun.mpirun import Flavor, defaults, find, flavor_of, has_remote_shell, version_of, with_defaults
-from overlap.settings import read
+from overlap.job.settings import read
 from tests.harness import ROOT
 
 TRAIN = ("python", "train.py", "--lr", "1")

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import dear
-from overlap.session import current
+from overlap.job.session import current
 from tests.local_decisions.scenario import (
     assert_equal,
     assert_replicas_equal,

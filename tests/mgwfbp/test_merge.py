@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mgwfbp.merge import least_bytes, merge, predict
-from overlap.cost_model import CostModel
+from overlap.plan.cost_model import CostModel
 
 COST = CostModel(9.080981e-4, 7.395651e-10)  # 16 hosts, 10 Gbit/s, as the authors fitted it
 

@@ -10,18 +10,18 @@ import torch
 
 import comm_core
 from comm_core import ReduceOp, Unsupported
-from overlap.communicator import Communicator
-from overlap.cuda_communicator import DeviceCommunicator
-from overlap.cuda_nccl_carrier import NcclCarrier
-from overlap.native import NativeCommunicator
-from overlap.work import arrive
+from overlap.transport.communicator import Communicator
+from overlap.transport.cuda.communicator import DeviceCommunicator
+from overlap.transport.cuda.nccl import NcclCarrier
+from overlap.transport.native import NativeCommunicator
+from overlap.transport.work import arrive
 from tests.gpu_double import Double, DoubleMoment, eventually
 
 SIZE = 3
 
 
 class DoubleStreams:
-    """`overlap.cuda_streams.Streams` of one rank."""
+    """`overlap.transport.cuda.streams.Streams` of one rank."""
 
     kind = "cpu"
 

@@ -14,7 +14,7 @@ import torch
 
 from comm_core import DType, cuda_kernels
 from comm_core.cuda_kernels import CudaKernels, cast_name
-from overlap.cuda_math import cast_scale
+from overlap.transport.cuda.math import cast_scale
 from tests.cpp.build import compiler
 from tests.harness import ROOT
 

@@ -24,7 +24,7 @@ from comm_core.cuda_kernels import (
     inspect_geometry,
     notes,
 )
-from overlap.cuda_math import kernels_on
+from overlap.transport.cuda.math import kernels_on
 from tests.gpu_double import Double
 from tests.harness import ROOT
 

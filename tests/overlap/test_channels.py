@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 import comm_core
-from overlap import channels as module
-from overlap.channels import Channels, even
-from overlap.communicator import Communicator
-from overlap.native import NativeCommunicator
+from overlap.job import channels as module
+from overlap.job.channels import Channels, even
+from overlap.transport.communicator import Communicator
+from overlap.transport.native import NativeCommunicator
 
 
 class Ranks:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from overlap.cost_model import CostModel, fit
+from overlap.plan.cost_model import CostModel, fit
 
 SIZES = [4096 * 4**power for power in range(6)]
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import comm_core
-from overlap.cuda_math import cast_scale, inspect
+from overlap.transport.cuda.math import cast_scale, inspect
 
 HALVES = (torch.bfloat16, torch.float16)
 

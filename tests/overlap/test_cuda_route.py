@@ -7,7 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from overlap.cuda_route import Facts, Route, RouteError, Wish, choose, common_device, refuse_capture, shares_cards
+from overlap.transport.cuda.route import (
+    Facts,
+    Route,
+    RouteError,
+    Wish,
+    choose,
+    common_device,
+    refuse_capture,
+    shares_cards,
+)
 
 NCCL = (2, 29, 7)
 A, B = (Facts("cuda", f"host, GPU-{name}", NCCL) for name in "ab")

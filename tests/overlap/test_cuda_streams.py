@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from overlap.cuda_streams import LastUpdate, TorchStreams
+from overlap.transport.cuda.streams import LastUpdate, TorchStreams
 
 PLACE = torch.device("cuda", 0)
 

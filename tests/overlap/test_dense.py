@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from overlap import dense
-from overlap.dense import copy_used, from_flat, is_dense, to_flat, unused_mark, unused_positions, view_like
+from overlap.transport import memory as dense
+from overlap.transport.memory import copy_used, from_flat, is_dense, to_flat, unused_mark, unused_positions, view_like
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128]
 

@@ -17,8 +17,8 @@ import numpy
 import pytest
 import torch
 
-from overlap.encoding import NotData, can_travel, decode, encode, travels
 from overlap.horovod.request import Kind, Request, Response, TensorSpec
+from overlap.transport.encoding import NotData, can_travel, decode, encode, travels
 
 
 @travels

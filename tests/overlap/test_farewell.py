@@ -8,8 +8,8 @@ from typing import Any, cast
 
 import pytest
 
-from overlap.communicator import Communicator
-from overlap.farewell import close_all, report, uneven
+from overlap.health.shutdown import close_all, report, uneven
+from overlap.transport.communicator import Communicator
 
 
 def test_communicators_are_uneven_where_two_of_their_ranks_differ() -> None:

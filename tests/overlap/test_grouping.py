@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from overlap.bucket import Slot
-from overlap.grouping import members_of, parse_groups
-from overlap.observer import Facts
+from overlap.core.bucket import Slot
+from overlap.core.observer import Facts
+from overlap.plan.groups import members_of, parse_groups
 
 
 @pytest.mark.parametrize(

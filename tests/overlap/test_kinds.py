@@ -10,8 +10,7 @@ import numpy
 import pytest
 import torch
 
-from overlap.arguments import SHELL, HorovodArguments, check_passes
-from overlap.kinds import KINDS, check_kinds
+from overlap.optimizer.arguments import KINDS, SHELL, HorovodArguments, check_kinds, check_passes
 
 PACKAGES = ("dear", "wfbp", "mgwfbp", "bytescheduler_adapter", "oss", "co2")
 # Checked, with messages that say more, where they are used.

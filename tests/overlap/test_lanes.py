@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from overlap.lanes import Lanes
+from overlap.core.lanes import Lanes
 
 
 @pytest.mark.parametrize(

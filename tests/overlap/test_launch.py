@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from overlap.launch import Launcher, LaunchError, detect, rank_in
+from overlap.job.launch import Launcher, LaunchError, detect, rank_in
 
 OMPI = {
     "OMPI_COMM_WORLD_SIZE": "4",

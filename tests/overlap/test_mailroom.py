@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from overlap.mailroom import Mailroom, NoAnswer, _letter
+from overlap.transport.peer_queries import Mailroom, NoAnswer, _letter
 from tests.gpu_double import eventually
 
 

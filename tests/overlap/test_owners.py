@@ -8,7 +8,7 @@ import weakref
 
 import torch
 
-from overlap.owners import holders
+from overlap.core.owners import holders
 
 
 def _model() -> torch.nn.Module:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from overlap.partition import ALIGNMENT_BYTES, TensorSpec, fuse, layout, per_tensor, piece
+from overlap.plan.partition import ALIGNMENT_BYTES, TensorSpec, fuse, layout, per_tensor, piece
 
 
 def _random_case(seed: int) -> tuple[list[list[int]], list[TensorSpec], int]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 import comm_core
-from overlap.bucket import Bucket, Slot
-from overlap.communicator import Communicator, ReduceOp
-from overlap.native import NativeCommunicator
-from overlap.partition import BucketSpec
-from overlap.persistent import all_gather, all_reduce, reduce_scatter
+from overlap.core.bucket import Bucket, Slot
+from overlap.core.persistent import all_gather, all_reduce, reduce_scatter
+from overlap.plan.partition import BucketSpec
+from overlap.transport.communicator import Communicator, ReduceOp
+from overlap.transport.native import NativeCommunicator
 
 
 def _bucket() -> Bucket:

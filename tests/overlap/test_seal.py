@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from overlap.seal import Seal
+from overlap.features.gradient_check import Seal
 
 NUMELS, STARTS = [5, 1, 0, 100], [0, 5, 6, 6]
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from overlap import logs
-from overlap.settings import SettingError, Settings, read
+from overlap.job import logs
+from overlap.job.settings import SettingError, Settings, read
 
 
 @pytest.mark.parametrize(

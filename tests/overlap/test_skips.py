@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from overlap import skips
-from overlap.skips import Skips
-from overlap.whereabouts import Place
+from overlap.features import skips
+from overlap.features.skips import Skips
+from overlap.health.stacks import Place
 
 CONFLICT = r"rank 1 has dropped the gradients of step 3 \(zero_grad\(\) before step\(\)\), and rank 0 has stepped"
 

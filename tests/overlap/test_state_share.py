@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from overlap.piece_state import PieceState
-from overlap.state_share import StateShare
+from overlap.state.pieces import PieceState
+from overlap.state.share import StateShare
 
 
 class _Room:

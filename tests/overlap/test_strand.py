@@ -7,7 +7,7 @@ import threading
 import pytest
 
 import comm_core
-from overlap.strand import PendingWork, Strand, Task
+from overlap.transport.torch.worker_thread import PendingWork, Strand, Task
 
 MAIN = threading.main_thread()
 

@@ -14,11 +14,12 @@ import pytest
 import torch
 
 import comm_core
-from overlap import timeline, timeline_picture
-from overlap.communicator import Communicator, ReduceOp
-from overlap.native import NativeCommunicator
-from overlap.timeline_file import TraceFile
-from overlap.timeline_picture import Bar, Row, rows_of
+from overlap.trace import picture as timeline_picture
+from overlap.trace import timeline
+from overlap.trace.file import TraceFile
+from overlap.trace.picture import Bar, Row, rows_of
+from overlap.transport.communicator import Communicator, ReduceOp
+from overlap.transport.native import NativeCommunicator
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from overlap.core.updates import Updates, feasible
 from overlap.horovod.compression import Compression, Compressor
-from overlap.updates import Updates, feasible
 
 OPTIMIZER = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
 

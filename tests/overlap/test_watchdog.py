@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from overlap.settings import Settings
-from overlap.watchdog import Watchdog
+from overlap.health.watchdog import Watchdog
+from overlap.job.settings import Settings
 
 
 class _Operation:
@@ -72,7 +72,7 @@ def test_an_operation_goes_on_being_reported_after_the_time_at_which_dead_ranks_
     with caplog.at_level(logging.WARNING, "dear"):
         for second in range(1, 21):
             operation.seconds = float(second)
-            monkeypatch.setattr("overlap.watchdog.time.monotonic", lambda now=100.0 + second: now)
+            monkeypatch.setattr("overlap.health.watchdog.time.monotonic", lambda now=100.0 + second: now)
             watchdog._judge(operation)
     waited = [int(record.getMessage().split(" has waited ")[1].split()[0]) for record in caplog.records]
     assert waited == [4, 7, 10, 13, 16, 19]

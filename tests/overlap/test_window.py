@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from overlap.bucket import Phase
-from overlap.window import GradientWindow
+from overlap.core.bucket import Phase
+from overlap.core.window import GradientWindow
 
 
 def _bucket(phase: Phase, done: bool | None) -> Any:

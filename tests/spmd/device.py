@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 import torch
 
-from overlap import cuda_wiring
-from overlap.bucket import Slot
-from overlap.cuda_route import Facts
-from overlap.strategy import Strategy
+from overlap.core.bucket import Slot
+from overlap.core.strategy import Strategy
+from overlap.job import devices as cuda_wiring
+from overlap.transport.cuda.route import Facts
 
 __all__ = ["DEVICE", "PlainStreams", "host_only", "pretend", "use_cuda"]
 
@@ -43,7 +43,7 @@ def host_only(test: str) -> str | None:
 
 
 class PlainStreams:
-    """`overlap.cuda_streams.Streams` of a device that is the host; counts what is copied."""
+    """`overlap.transport.cuda.streams.Streams` of a device that is the host; counts what is copied."""
 
     kind = "cpu"
     side = 0

@@ -12,10 +12,10 @@ from torch import nn
 
 import bytescheduler_adapter as hvd
 import dear
-from overlap.bucket import Phase
-from overlap.tuning import trial
-from overlap.tuning.options import Tuning
-from overlap.window import GradientChanged
+from overlap.core.bucket import Phase
+from overlap.core.window import GradientChanged
+from overlap.features import tuning as trial
+from overlap.plan.tuning.options import Tuning
 from tests.spmd.loops import Run
 from tests.spmd.models import WIDTH, adafactor
 from tests.spmd.test_parity import _assert_close

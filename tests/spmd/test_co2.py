@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import co2
-from overlap.session import current
+from overlap.job.session import current
 from tests.spmd.co2_simulation import Simulation
 from tests.spmd.co2_training import (
     FULL,

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import co2
-from overlap.session import current
+from overlap.job.session import current
 from tests.spmd.co2_training import DOUBLE, FULL, _everywhere, _loss, _model, _steps, _wrapped
 
 

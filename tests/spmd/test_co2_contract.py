@@ -14,8 +14,8 @@ from torch import nn
 
 import co2
 import dear
-from overlap.roll import CannotJoin
-from overlap.session import current
+from overlap.features.join import CannotJoin
+from overlap.job.session import current
 from tests.spmd.co2_simulation import Simulation
 from tests.spmd.co2_training import (
     DOUBLE,

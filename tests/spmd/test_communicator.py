@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from comm_core import InvalidUsage, ReduceOp, Unsupported
-from overlap import objects, pipeline
-from overlap.communicator import Communicator, Wide
-from overlap.session import init
+from overlap.job.session import init
+from overlap.transport import objects
+from overlap.transport.communicator import Communicator, Wide
+from overlap.transport.torch import pipeline
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.int64, torch.uint8]
 COUNTS = [0, 1, 7, 1000, 70_001]
@@ -239,7 +240,7 @@ def _bits(values: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_who_moves_16_bits_may_round_and_widen(comm: Communicator, dtype: torch.dtype) -> None:
-    """The same bits as rounding before and widening after, -0.0 of summands as `overlap.dense` wants it."""
+    """The same bits as rounding before and widening after, -0.0 of summands as `overlap.transport.memory` wants it."""
     generator = torch.Generator().manual_seed(comm.rank)
     for count in (9, 120_007):
         counts = [count - (comm.size - 1), *[1] * (comm.size - 1)] if count > 9 else _balanced(count, comm.size)

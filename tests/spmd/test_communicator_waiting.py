@@ -9,8 +9,8 @@ import torch
 
 import comm_core
 from comm_core import InvalidUsage
-from overlap.communicator import Communicator
-from overlap.session import init
+from overlap.job.session import init
+from overlap.transport.communicator import Communicator
 
 
 @pytest.fixture

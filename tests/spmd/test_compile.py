@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import dear
-from overlap.bucket import Phase
-from overlap.compiled import GUARDS
+from overlap.core.bucket import Phase
+from overlap.core.compiled import GUARDS
 from tests.spmd.loops import Run
 from tests.spmd.models import WIDTH
 from tests.spmd.test_parity import NAMELESS, OPTIMIZERS, WRAP, _assert_close

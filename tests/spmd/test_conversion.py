@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import dear
-from overlap.conversion import Change, difference
-from overlap.startup import SignatureMismatch
+from overlap.features.conversion import Change, difference
+from overlap.optimizer.start import SignatureMismatch
 from tests.spmd.listening import heard
 from tests.spmd.models import MODELS
 from tests.spmd.test_contract import _trained

@@ -17,14 +17,16 @@ import oss
 import wfbp
 from bench.gpu import parity
 from comm_core import ReduceOp
-from overlap import clipping, cuda_wiring, session
-from overlap.communicator import Communicator
-from overlap.cuda_communicator import DeviceCommunicator
-from overlap.cuda_math import can_inspect, inspect
-from overlap.cuda_route import Facts, RouteError
-from overlap.cuda_staged_carrier import StagedCarrier
-from overlap.cuda_wiring import CudaCarriers
-from overlap.work import arrive
+from overlap.features import clipping
+from overlap.job import devices as cuda_wiring
+from overlap.job import session
+from overlap.job.devices import CudaCarriers
+from overlap.transport.communicator import Communicator
+from overlap.transport.cuda.communicator import DeviceCommunicator
+from overlap.transport.cuda.math import can_inspect, inspect
+from overlap.transport.cuda.route import Facts, RouteError
+from overlap.transport.cuda.staged import StagedCarrier
+from overlap.transport.work import arrive
 from tests.spmd.device import PlainStreams, pretend
 from tests.spmd_plugin import RANK, SIZE
 

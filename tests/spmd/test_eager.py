@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import dear
-from overlap.bucket import Phase
-from overlap.eager import UpdatedEarly
-from overlap.window import StepSkipped
+from overlap.core.bucket import Phase
+from overlap.core.window import StepSkipped
+from overlap.features.early import UpdatedEarly
 from tests.spmd.loops import Run
 from tests.spmd.models import WIDTH, Mlp, adafactor
 from tests.spmd.test_parity import _assert_close, as_early_as_possible

@@ -16,7 +16,7 @@ import dear
 import mgwfbp
 import oss
 import wfbp
-from overlap.communicator import Communicator, Work
+from overlap.transport.communicator import Communicator, Work
 from tests.spmd.models import WIDTH
 from tests.spmd.test_parity import as_early_as_possible
 from tests.spmd_plugin import SIZE

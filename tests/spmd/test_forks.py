@@ -13,8 +13,8 @@ import torch
 
 import comm_core
 import dear
-from overlap.session import current
-from overlap.window import GradientChanged
+from overlap.core.window import GradientChanged
+from overlap.job.session import current
 from tests.spmd.test_parity import PACKAGES, WRAP
 
 

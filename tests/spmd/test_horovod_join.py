@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import dear as hvd
-from overlap.session import current
+from overlap.job.session import current
 
 
 @pytest.fixture(autouse=True)

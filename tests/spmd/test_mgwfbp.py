@@ -12,7 +12,7 @@ from torch import nn
 import dear
 import mgwfbp
 import oss
-from overlap.session import current
+from overlap.job.session import current
 from tests.spmd.listening import heard
 from tests.spmd.loops import Run
 from tests.spmd.models import MODELS, WIDTH, Pause

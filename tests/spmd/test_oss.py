@@ -12,7 +12,7 @@ from torch import nn
 import dear
 import oss
 from oss.assignment import assign_owners
-from overlap.updates import Updates
+from overlap.core.updates import Updates
 from tests.spmd.listening import heard
 from tests.spmd.loops import LOOPS, MakeOptimizer, Run
 from tests.spmd.models import WIDTH

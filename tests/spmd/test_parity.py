@@ -14,7 +14,7 @@ import dear
 import mgwfbp
 import oss
 import wfbp
-from overlap.bucket import Phase
+from overlap.core.bucket import Phase
 from tests.spmd.device import DEVICE
 from tests.spmd.loops import LOOPS, MakeOptimizer, Run
 from tests.spmd.models import MODELS, adafactor

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import dear
-from overlap.broadcast import broadcast_structure, broadcast_tensors
-from overlap.objects import NotSent, allgather_object, broadcast_object
-from overlap.session import current
+from overlap.job.session import current
+from overlap.transport.broadcast import broadcast_structure, broadcast_tensors
+from overlap.transport.objects import NotSent, allgather_object, broadcast_object
 from tests.spmd.test_contract import _loss, _same_everywhere
 from tests.spmd.test_parity import WRAP, _model
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import dear
-from overlap.mailroom import NoAnswer
+from overlap.transport.peer_queries import NoAnswer
 from tests.spmd.test_contract import _loss, _same_everywhere, _trained
 from tests.spmd.test_parity import PACKAGES, _model
 

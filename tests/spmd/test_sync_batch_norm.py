@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import dear
-from overlap.sync_batch_norm import BatchMismatch
+from overlap.horovod.sync_batch_norm import BatchMismatch
 
 FEATURES = 3
 PLAIN = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}

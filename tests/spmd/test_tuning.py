@@ -14,9 +14,10 @@ import torch
 import dear
 import mgwfbp
 import oss
-from overlap.session import current
-from overlap.tuning import bayes, trial
-from overlap.tuning.options import Tuning
+from overlap.features import tuning as trial
+from overlap.job.session import current
+from overlap.plan.tuning import bayes
+from overlap.plan.tuning.options import Tuning
 from tests.spmd.listening import heard
 from tests.spmd.loops import LOOPS, Run
 from tests.spmd.test_parity import OPTIMIZERS, _assert_close, _model

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import dear
-from overlap.roll import CannotJoin
-from overlap.session import current
-from overlap.startup import SignatureMismatch
+from overlap.features.join import CannotJoin
+from overlap.job.session import current
+from overlap.optimizer.start import SignatureMismatch
 from tests.spmd.loops import Run
 from tests.spmd.test_parity import _assert_close
 from tests.spmd.test_uneven import _backward, _two

@@ -8,9 +8,9 @@ import random
 import numpy
 import pytest
 
-from overlap.tuning import bayes
-from overlap.tuning.bayes import BayesianSearch
-from overlap.tuning.space import Dimension
+from overlap.plan.tuning import bayes
+from overlap.plan.tuning.bayes import BayesianSearch
+from overlap.plan.tuning.space import Dimension
 
 MB = Dimension("mb", 1, 256)
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from overlap.tuning.campaign import Campaign, Decision, table
-from overlap.tuning.space import Setting
+from overlap.plan.tuning.campaign import Campaign, Decision, table
+from overlap.plan.tuning.space import Setting
 
 
 class Listed:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from overlap.tuning.options import Tuning
-from overlap.tuning.space import Dimension, bounded, describe, from_unit, to_unit
+from overlap.plan.tuning.options import Tuning
+from overlap.plan.tuning.space import Dimension, bounded, describe, from_unit, to_unit
 
 MB = Dimension("threshold_mb", 1, 256)
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from overlap.cost_model import CostModel
-from overlap.tuning.campaign import Result
-from overlap.tuning.store import Place, load, save, signature
+from overlap.plan.cost_model import CostModel
+from overlap.plan.tuning.campaign import Result
+from overlap.plan.tuning.store import Place, load, save, signature
 
 HERE = Place("dear", signature(["weight (3, 4) float32"]), 48, 2, 2, "mpi", CostModel(1e-4, 8e-9))
 FOUND = Result({"threshold_mb": 7.5}, 0.9, {"threshold_mb": 25.0}, 1.0, 0.9, False)

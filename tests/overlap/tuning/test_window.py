@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import accumulate
 
-from overlap.tuning.window import StepWindow
+from overlap.plan.tuning.window import StepWindow
 
 
 def _measure(warmup: int, length: int, durations: list[float]) -> list[float | None]:

@@ -1,0 +1,174 @@
+"""Which buckets an optimizer has: learned in its first iteration, extended, and made anew while it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from overlap.core.attendance import Attendance
+from overlap.core.bucket import Bucket, Slot
+from overlap.core.gathering import Transit
+from overlap.core.heap import give_back
+from overlap.core.observer import Observer
+from overlap.core.planner import Planner
+from overlap.core.shards import ShardUpdate
+from overlap.core.strategy import Plan, Strategy
+from overlap.core.window import GradientWindow
+from overlap.features.conversion import Conversion, changes
+from overlap.features.rounded_parameters import check_gather_dtype
+from overlap.features.sparse import find_sparse
+from overlap.optimizer.start import compare, line
+from overlap.state.reshard import move_state
+from overlap.transport.communicator import Communicator
+from overlap.transport.objects import allgather_object
+
+__all__ = ["Arrangement"]
+
+
+class Arrangement:
+    """Asks the planner for buckets when all ranks are there to agree, and moves values and state into them.
+
+    `sparse_in` has the modules that are looked through for parameters with sparse gradients. Whoever needs to know of
+    new buckets sets :attr:`follow`.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        optimizer: torch.optim.Optimizer,
+        slots: list[Slot],
+        planner: Planner,
+        window: GradientWindow,
+        transit: Transit,
+        attendance: Attendance,
+        *,
+        sparse_in: torch.nn.Module | None,
+    ) -> None:
+        self._comm, self._optimizer, self._slots = comm, optimizer, slots
+        self._planner, self._window, self._transit = planner, window, transit
+        self._attendance, self._sparse_in = attendance, sparse_in
+        self.observer: Observer | None = Observer(slots)  # until the first step
+        self.conversion: Conversion  # set by whoever gives this optimizer a name between ranks
+        self.changing: Callable[[], AbstractContextManager[None]] = nullcontext  # around changes of who holds what
+        self.follow: Callable[[list[Bucket], ShardUpdate | None, list[Slot]], None] = lambda *_: None
+        self._replaced = False  # since the last step; until zero_grad() `.grad` shows the buckets from before
+
+    @property
+    def learning(self) -> bool:
+        """Until the first step: nothing is in buckets, nothing is sharded, gradients are the user's own tensors."""
+        return self.observer is not None
+
+    def learn(self) -> None:
+        """End the first iteration: plan from what rank 0 saw. On every rank, inside the first step."""
+        if self.observer is None:
+            return
+        given = any(slot.param.grad is not None for slot in self._slots)  # by hooks, or by hand
+        mine = (self.observer.finish(), [line(slot) for slot in self._slots], given)
+        learned = allgather_object(self._comm, mine)
+        compare("parameters", [lines for _, lines, _ in learned])  # they may have been converted since the start
+        found = [facts for facts, _, _ in learned]
+        if not any(given or any(facts.fires) for facts, _, given in learned):
+            self.observer = Observer(self._slots)  # a step before any backward, which does nothing, teaches nothing
+            return
+        facts = next((facts for facts in found if any(facts.fires)), found[0])  # rank 0 may have joined at once
+        fires = [max(counts) for counts in zip(*(facts.fires for facts in found), strict=True)]
+        self.observer = None
+        self._mark_sparse(self._slots)
+        self._planner.begin(facts, fires, self._window.passes)
+        self._follow_plan()
+
+    def extend(self) -> bool:
+        """Buckets for parameters that were unfrozen or added; whether there are new ones. On every rank, inside a step."""
+        late = [] if self.learning else self._planner.late
+        if late:
+            self._check_gather_dtype(late)
+            self._mark_sparse(late)
+            self._planner.extend()
+            self._follow_plan()
+        return bool(late)
+
+    def release(self) -> None:
+        """Give back, once, what replaced buckets had. Inside a step, when no `.grad` shows them any more."""
+        if self._replaced:
+            self._replaced = False
+            give_back()
+
+    def preview(self, strategy: Strategy) -> Plan:
+        """The buckets that :meth:`replan` would make. After the first step; communicates nothing."""
+        return self._planner.preview(strategy)
+
+    def replan(self, strategy: Strategy) -> None:
+        """Go on with `strategy`'s buckets; parameters and the optimizer's state move over, bit for bit.
+
+        On every rank, between ``step()`` and the next backward. Raises ``RuntimeError`` when gradients are there, and
+        ``ValueError`` for a strategy that updates or gathers in another way.
+        """
+        self._planner.strategy.refuse_successor(strategy)
+        if self._window.touched:
+            raise RuntimeError("gradients arrived since the last step(); replan after step() or zero_grad()")
+        if self.learning:
+            self._planner.strategy = strategy
+            return
+        mine = changes(self._slots)
+        if mine:
+            raise RuntimeError(
+                f"parameter {mine[0].name!r} was converted from {mine[0].before} to {mine[0].now} since the last step(); "
+                "replan after the next one"
+            )
+        self._transit.arrive_all()
+        self._rebuild(strategy)
+
+    def follow_conversion(self) -> None:
+        """New buckets where all ranks have converted parameters since the last step, for gradients that wait for them.
+
+        On every rank, inside a step. Raises ``SignatureMismatch`` on every rank where some have not, or to another type:
+        [Note: who has converted by when] in `overlap.features.conversion`.
+        """
+        mine = changes(self._slots)
+        if not mine:
+            return
+        first = mine[0]
+        if any(slot.filled for slot in self._slots):
+            raise RuntimeError(
+                f"parameter {first.name!r} was converted from {first.before} to {first.now} between backward() and "
+                "step(), while gradients were on their way; convert after step() or zero_grad()"
+            )
+        self.conversion.tell(self._attendance.round, mine)
+        self._window.leave_out()  # raises where ranks differ
+        self.conversion.settled()
+        if any(slot.place is not None and slot.param.device.type != slot.place.device.type for slot in self._slots):
+            raise RuntimeError(
+                f"parameter {first.name!r} was {first.before} when the optimizer was wrapped and is {first.now} now; "
+                "what carries gradients was chosen for that device; move the model before wrapping"
+            )
+        self._check_gather_dtype(slot for slot in self._slots if slot.bucket is not None)
+        for slot in self._slots:
+            if slot.converted:
+                slot.keep_layout()
+        self._rebuild(self._planner.strategy)
+
+    def _check_gather_dtype(self, slots: Iterable[Slot]) -> None:
+        named = ((slot.name, slot.param) for slot in slots)
+        dtype, sharding = self._planner.strategy.gather_dtype, self._planner.shards is not None
+        check_gather_dtype(dtype, named, self._optimizer, sharding=sharding)
+
+    def _mark_sparse(self, slots: Sequence[Slot]) -> None:
+        for index in find_sparse(self._comm, slots, self._sparse_in):
+            self._slots[index].sparse = True
+
+    def _rebuild(self, strategy: Strategy) -> None:
+        """Other buckets for the same parameters, whose values and state move over."""
+        planner = self._planner
+        order, shards = planner.draft(strategy)
+        if planner.shards is not None and shards is not None:
+            move_state(self._comm, planner.order, planner.shards, shards)
+        with self.changing():  # until now questions were answered from the old pieces
+            planner.install(strategy, order, shards)
+        self._follow_plan()
+        self._replaced = True
+
+    def _follow_plan(self) -> None:
+        self._transit.entry = self._planner.unguarded
+        self.follow(self._planner.order, self._planner.shards, self._planner.reread)

@@ -1,0 +1,144 @@
+"""Which ranks contribute to the rounds of one optimizer, and what those that do not are told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from overlap.features.join import CannotJoin, Roll, Word
+from overlap.transport.communicator import Communicator
+
+__all__ = ["Attendance"]
+
+_LAST = ("step", "infinite", "discard", "closure")
+
+
+class Attendance:
+    """Counts rounds, and the words about each; a round is one set of reductions, of a step or of a skipped one.
+
+    `ranks` are the members' ranks in the job. All ranks count alike, joined ones too: they run the same code.
+    """
+
+    def __init__(self, comm: Communicator, ranks: Sequence[int], roll: Roll) -> None:
+        self._comm, self.ranks, self._roll = comm, tuple(ranks), roll
+        self.topic = ""  # what the optimizer is called between ranks, once it is registered
+        self.round = 0
+        self._number = 0  # of the next word
+        self._opened = self._started = self._met = self._said_last = self._over = False
+        self.trainable: Callable[[], list[int]] = list  # which parameters may get gradients
+        self.shared_order = False  # reductions may have to wait for those of another optimizer
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """The round, and the number of the next word about it."""
+        return self.round, self._number
+
+    def _say(self, what: str, keep: bool, **details: Any) -> None:
+        if self._over:
+            return
+        number, self._number = self._number, self._number + 1
+        self._roll.say(Word(self.topic, self.round, number, what, details), self.ranks, keep=keep)
+
+    # - A round
+
+    def open(self) -> None:
+        """At the first reduction of a round: where several optimizers share one order, joined ranks take part at once.
+
+        Whoever waits for one optimizer's reductions may otherwise wait for another's, whose round has not started.
+        """
+        self._roll.check()
+        if self.shared_order and not self._opened:
+            self._opened = True
+            self._say("open", keep=True, trainable=self.trainable())
+
+    def start(self, how: str) -> None:
+        """At the end of a round's backward, before anything waits for joined ranks: they are called."""
+        if not self._started:
+            self.open()
+            self._started = True
+            self._say("start", keep=True, how=how, trainable=self.trainable())
+
+    def meet(self, needed: bool) -> None:
+        """Once a round, when all of its reductions are issued: a barrier where `needed`, as no reduction tells as much."""
+        if needed and not self._met:
+            self._comm.barrier(label="step")
+        self._met = True
+
+    def close(self) -> None:
+        """The round is over on this rank (others may still wait for its reductions)."""
+        if self._started:
+            self.round, self._number = self.round + 1, 0
+            self._opened = self._started = self._met = self._said_last = False
+            self._roll.closed(self.topic, self.round)
+
+    def end(self) -> None:
+        """No round follows, on any rank. Whoever joins later does not need this optimizer."""
+        self._over = True
+        self._roll.unsay(self.topic)
+
+    # - Who is there. Certain, and the same on all ranks, once a reduction of the round is done
+
+    def present(self, number: int) -> list[int]:
+        """Ranks (of the communicator) that contribute to round `number`."""
+        since = self._roll.joined(self.topic)
+        return [index for index, rank in enumerate(self.ranks) if since.get(rank, number + 1) > number]
+
+    @property
+    def absent(self) -> bool:
+        """Whether some ranks do not contribute to this round."""
+        return len(self.present(self.round)) < self._comm.size
+
+    @property
+    def leader(self) -> int:
+        """The first rank (of the communicator) that contributes to this round."""
+        return self.present(self.round)[0]
+
+    def factor(self, number: int) -> float:
+        """What an average over all ranks in round `number` is multiplied by to be one over those that contributed.
+
+        Raises :class:`CannotJoin` where a rank has joined that could not.
+        """
+        present = len(self.present(number))
+        if present == self._comm.size:
+            return 1.0
+        for rank, obstacle in sorted(self._roll.obstacles(self.topic).items()):
+            raise self.cannot_join(f"rank {rank} has called join(), but {obstacle}")
+        return self._comm.size / max(present, 1)
+
+    def cannot_join(self, text: str) -> CannotJoin:
+        """What is to be raised where ranks have joined that cannot."""
+        return self._roll.cannot_join(text)
+
+    @property
+    def hindered(self) -> bool:
+        """Whether this rank has joined and could not."""
+        return self.ranks[self._comm.rank] in self._roll.obstacles(self.topic)
+
+    # - Words
+
+    def announce(self, what: str, **details: Any) -> None:
+        """Tell joined ranks what comes, if there are any; where that is certain. The end of a round is told once."""
+        if self.absent and not self._said_last:
+            self._said_last = what in _LAST
+            self._say(what, keep=False, **details)
+
+    def leave(self, **details: Any) -> None:
+        """Tell ranks that have joined, or will have joined in this round, that it ends in a step; wait for nothing."""
+        self._said_last = True
+        self._say("step", keep=True, **details)
+
+    def refuse(self, what: str) -> None:
+        """Raise :class:`CannotJoin` if ranks are known to have joined, there too."""
+        joined = sorted(set(self._roll.joined(self.topic)).intersection(self.ranks))
+        if joined and not self._roll.following:
+            text = f"{what} needs every rank, and ranks {joined} have joined; call it after join()"
+            self._say("refused", keep=False, text=text)
+            raise self.cannot_join(text)
+
+    def refuse_together(self, what: str) -> None:
+        """As :meth:`refuse`, on every rank that contributes, before something that waits for all ranks."""
+        self._say("meeting", keep=True, text=what)
+        self._comm.barrier(label=what)
+        joined = sorted(set(self._roll.joined(self.topic)).intersection(self.ranks))
+        if joined:
+            raise self.cannot_join(f"{what} needs every rank, and ranks {joined} have joined; call it after join()")

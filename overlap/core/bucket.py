@@ -1,0 +1,312 @@
+"""A bucket: gradients (and, where updates are sharded, parameters) that travel together in one flat buffer."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import NamedTuple
+
+import torch
+
+from overlap.features.gradient_check import Seal
+from overlap.features.rounded_parameters import Master
+from overlap.plan.partition import BucketSpec
+from overlap.transport.communicator import ReduceOp, Start, Wide, Work
+from overlap.transport.memory import copy_used, unused_mark, unused_positions, view_like
+
+__all__ = ["Bucket", "Known", "Phase", "Slot"]
+
+log = logging.getLogger("dear")
+
+
+class Phase(Enum):
+    """Where a bucket stands in its iteration."""
+
+    FILLING = auto()  # backward writes gradients into the buffer; nothing is in flight
+    REDUCING = auto()  # entered when its reduction is issued; nobody may write the gradient buffer
+    REDUCED = auto()  # entered when the reduction was awaited; the reduced values may be scaled, clipped, consumed
+    DUE = auto()  # entered when step() left the update to whoever needs it first; nobody may read the parameters
+    GATHERING = auto()  # entered when the all-gather of updated parameters is issued; nobody may read the parameters
+
+    __hash__ = object.__hash__  # Enum's own is Python code; buckets look up their next phase in backward
+
+
+_NEXT = {
+    Phase.FILLING: {Phase.REDUCING},
+    Phase.REDUCING: {Phase.REDUCED, Phase.DUE},
+    Phase.DUE: {Phase.FILLING},
+    Phase.REDUCED: {Phase.GATHERING, Phase.FILLING},  # FILLING: consumed at once, or the step was skipped
+    Phase.GATHERING: {Phase.FILLING},
+}
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """One parameter as the engine sees it. ``fires`` counts gradient accumulations since the last step."""
+
+    index: int
+    name: str
+    param: torch.nn.Parameter
+    group: int  # index of its parameter group
+    bucket: Bucket | None = None
+    place: torch.Tensor | None = None  # in the bucket's gradient buffer
+    view: torch.Tensor | None = None  # the same memory, as the user gets it: `.grad`
+    expected: int = 1  # accumulations in one backward pass, learned in the first iteration
+    fires: int = 0
+    filled: bool = False
+    noted: bool = False  # a gradient arrived that is in no bucket yet
+    unused: bool = False  # after the reduction: no rank used it in this step
+    sparse: bool = False  # its gradients are, so it is in no bucket; `filled` means averaged
+    _given: torch.Tensor | None = field(default=None, repr=False)  # `.grad` when the slot was filled or noted …
+    _version: int = 0  # … and its version then
+
+    def fill(self) -> None:
+        """Move the gradient into the bucket, where ``.grad`` becomes a view, or mark the parameter as unused here."""
+        assert self.place is not None
+        view, gradient = self._mended(), self.param.grad
+        if gradient is None or self.converted:
+            unused_mark(self.place)
+            self._given = None
+        else:
+            copy_used(self.place, gradient)
+            if not gradient.requires_grad:  # backward(create_graph=True): the graph hangs on the user's own tensor
+                self.param.grad = gradient = view
+            self._given, self._version = gradient, gradient._version
+        self.filled = True
+
+    def leave_out(self) -> None:
+        """Mark the parameter as unused here, and keep its gradient for other buckets."""
+        assert self.place is not None
+        unused_mark(self.place)
+        self._given, self.filled = None, True
+
+    @property
+    def converted(self) -> bool:
+        """Whether the parameter has become another type, or moved to another device, since it is in its bucket."""
+        place = self.place
+        return place is not None and (self.param.dtype is not place.dtype or self.param.device != place.device)
+
+    def _mended(self) -> torch.Tensor:
+        """The view: a new one where ``model.half().double()`` has given the old one other memory."""
+        place, view = self.place, self.view
+        assert place is not None
+        assert view is not None
+        if view.data_ptr() != place.data_ptr() or view.dtype is not place.dtype:
+            self.view = view = place.data
+        return view
+
+    def keep_layout(self) -> None:
+        """Lay the parameter out as its place was, if a conversion changed that: shards of the state are in this order."""
+        place, param = self.place, self.param
+        assert place is not None
+        if self.relaid and param.shape == place.shape:
+            param.data = torch.empty_strided(place.shape, place.stride(), dtype=param.dtype, device=param.device).copy_(
+                param.detach()
+            )
+
+    @property
+    def relaid(self) -> bool:
+        """Whether the parameter's elements lie in another order than in its bucket (``.to(memory_format=…)``)."""
+        assert self.place is not None
+        strides = zip(self.param.shape, self.param.stride(), self.place.stride(), strict=True)
+        return any(size > 1 and mine != theirs for size, mine, theirs in strides)
+
+    def note(self) -> None:
+        """Remember the gradient that backward left, of a slot whose gradient is not in a bucket yet, or never will be."""
+        self._given, self.noted = self.param.grad, True
+        self._version = 0 if self._given is None else self._given._version
+
+    @property
+    def replaced(self) -> bool:
+        """Whether the gradient is another one than :meth:`note` saw, or was written to."""
+        return self.param.grad is not self._given or (self._given is not None and self._given._version != self._version)
+
+    @property
+    def absent(self) -> bool:
+        """Filled with the unused mark: this rank has no gradient for it."""
+        return self.filled and self._given is None
+
+    @property
+    def dropped(self) -> bool:
+        """Filled, and then the gradient was taken away (``model.zero_grad()``) or replaced."""
+        return self.filled and self.param.grad is not self._given
+
+    @property
+    def changed(self) -> bool:
+        """Filled, and then the gradient was replaced or written to; or noted, and then other values came there.
+
+        Who drops a gradient that is this rank's own still (``model.zero_grad()``) keeps nothing from anybody.
+        """
+        if self.filled or not self.noted:
+            return self.filled and self.replaced
+        gradient = self.param.grad
+        if gradient is None or not self.replaced:
+            return False
+        return gradient.layout is not torch.strided or bool(gradient.detach().any())
+
+    def clear(self) -> None:
+        self.filled, self.noted, self.fires, self.unused, self._given = False, False, 0, False, None
+
+
+class Known(NamedTuple):
+    """An operation that was issued, to be issued again."""
+
+    arguments: tuple[object, ...]
+    places: tuple[int, ...]  # addresses of what it reads and writes
+    start: Start
+
+
+class Bucket:
+    """Slots with one flat gradient buffer, and one flat parameter buffer if `holds_parameters`.
+
+    Buffers have ``spec.padded_numel`` elements: a shard for each rank, equal ones or all of it for one owner. With
+    `gather_dtype`, parameters travel as that type, and `master` has the exact values of this rank's shard.
+
+    Where the bucket is `carried`, who moves it also rounds what is sent and widens what arrives, as
+    :attr:`wide_gradients` and :attr:`wide_parameters` say.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        spec: BucketSpec,
+        slots: list[Slot],
+        *,
+        rank: int,
+        world_size: int,
+        holds_parameters: bool,
+        gather_dtype: torch.dtype | None = None,
+        carried: bool = False,
+    ) -> None:
+        self.index, self.spec, self.slots = index, spec, slots
+        self._rank, self._warned = rank, False
+        self.phase = Phase.FILLING
+        self.work: Work | None = None
+        self.starts: dict[str, Known] = {}  # see `overlap.core.persistent`
+        self.round = 0  # of its last reduction; see `overlap.core.attendance`
+        first = slots[0].param
+        self.shares = spec.shares(world_size)  # elements of each rank's shard
+        self.own = spec.own(rank, world_size)
+        self.gradients = torch.zeros(spec.padded_numel, dtype=first.dtype, device=first.device)
+        for slot, offset in zip(slots, spec.offsets, strict=True):
+            slot.bucket = self
+            slot.place = view_like(self.gradients, offset, slot.param)
+            slot.view = slot.place.data
+        self.holds_parameters = holds_parameters
+        self.master: Master | None = None
+        if holds_parameters:
+            self.parameters = torch.zeros_like(self.gradients)
+            self.reduced = torch.zeros(self.shares[rank], dtype=first.dtype, device=first.device)
+            self.adopt()
+            if gather_dtype is not None:
+                self.master = Master(self.parameters, self.own, gather_dtype)
+        else:
+            self.reduced = self.gradients  # reduced in place
+        # What a strategy reduces: `outgoing` of all ranks into `incoming` with `op`. Set before each reduction.
+        self.outgoing, self.incoming, self.op = self.gradients, self.reduced, ReduceOp.AVG
+        self.carried = carried and holds_parameters and first.dtype is torch.float32 and first.device.type == "cpu"
+        self.wide_gradients: Wide | None = None  # as the last reduction was loaded
+        self.wide_parameters: Wide | None = None
+        if self.carried and self.master is not None:
+            self.wide_parameters = Wide(self.master.values, self.parameters)
+        # A tensor without elements may start behind the last one; looking one earlier is harmless, it has no extent.
+        offsets = [min(offset, spec.padded_numel - 1) for offset in spec.offsets]
+        starts = torch.tensor(offsets, dtype=torch.int64, device=first.device)
+        self._extents = (starts, [o + slot.param.numel() for o, slot in zip(offsets, slots, strict=True)])
+        stays = holds_parameters and first.device.type == "cpu"
+        self.seal = Seal(self.gradients, offsets, [slot.param.numel() for slot in slots]) if stays else None
+
+    def __repr__(self) -> str:
+        return f"Bucket {self.index} ({len(self.slots)} tensors, {self.nbytes / 2**20:.2f} MB, {self.phase.name})"
+
+    @property
+    def label(self) -> str:
+        return f"b{self.index}"
+
+    @property
+    def nbytes(self) -> int:
+        return self.gradients.numel() * self.gradients.element_size()
+
+    @property
+    def shard(self) -> torch.Tensor:
+        """This rank's part of the parameters, exact: what an update writes to."""
+        return self.parameters[self.own] if self.master is None else self.master.values
+
+    @property
+    def travelling(self) -> torch.Tensor:
+        """What an all-gather of the parameters fills in place, this rank's shard being there."""
+        return self.parameters if self.master is None else self.master.wire
+
+    @property
+    def meets(self) -> bool:
+        """Whether nobody's part of the reduction is done before every rank has issued it."""
+        return all(self.shares if self.holds_parameters else (self.gradients.numel(),))
+
+    @property
+    def full(self) -> bool:
+        return all(slot.filled for slot in reversed(self.slots))  # the last one is the last to be, and asked most often
+
+    @property
+    def extents(self) -> tuple[torch.Tensor, list[int]]:
+        """Starts (a tensor) and stops of the slots in the flat buffer, in elements."""
+        return self._extents
+
+    def advance(self, to: Phase) -> None:
+        if to not in _NEXT[self.phase]:
+            raise RuntimeError(f"{self!r}: {self.phase.name} -> {to.name} is not a legal step")
+        self.phase = to
+
+    def adopt(self) -> list[Slot]:
+        """Make the parameters views of the flat buffer again, values kept; returns those that had left it.
+
+        ``p.data = …``, ``vector_to_parameters`` and ``load_state_dict(assign=True)`` take a parameter out of its bucket.
+        """
+        left = []
+        element_size = self.parameters.element_size()
+        base = self.parameters.data_ptr()
+        for slot, offset in zip(self.slots, self.spec.offsets, strict=True):
+            param = slot.param
+            if param.numel() == 0 or param.data_ptr() == base + offset * element_size:
+                continue
+            assert slot.place is not None
+            if param.dtype != self.parameters.dtype or param.device != self.parameters.device:
+                raise RuntimeError(
+                    f"parameter {slot.name!r} was {self.parameters.dtype} on {self.parameters.device} when the optimizer "
+                    f"was wrapped and is {param.dtype} on {param.device} now; convert the model before wrapping"
+                )
+            if param.shape != slot.place.shape:
+                raise RuntimeError(
+                    f"parameter {slot.name!r} had shape {tuple(slot.place.shape)} when the optimizer was wrapped and has "
+                    f"{tuple(param.shape)} now"
+                )
+            if slot.relaid:
+                self._warn_of_layout(slot)
+            home = self.parameters.data.as_strided(slot.place.shape, slot.place.stride(), offset)
+            home.copy_(param.detach())
+            param.data = home
+            left.append(slot)
+        return left
+
+    def _warn_of_layout(self, slot: Slot) -> None:
+        assert slot.place is not None
+        if self._rank == 0 and not self._warned:
+            log.warning(
+                "parameter %r (and maybe others) has strides %s, and had %s when the optimizer was wrapped; its shards are "
+                "in that order, so step() puts it back, with its values. Results do not change; to have another "
+                "memory_format, convert the model before wrapping",
+                slot.name,
+                tuple(slot.param.stride()),
+                tuple(slot.place.stride()),
+            )
+        self._warned = True
+
+    def find_unused(self) -> None:
+        """Read from whole reduced gradients which parameters no rank used."""
+        for slot, unused in zip(self.slots, unused_positions(self.gradients, *self._extents), strict=True):
+            slot.unused = unused if slot.param.numel() else slot.param.grad is None
+
+    def expose(self) -> None:
+        """Make ``.grad`` the averaged gradient, None where no rank used the parameter."""
+        for slot in self.slots:
+            slot.param.grad = None if slot.unused else slot.view

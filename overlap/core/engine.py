@@ -1,0 +1,297 @@
+"""The machinery between hooks and collectives: tells who needs to know, and moves buckets.
+
+first iteration:  observe ─▶ agree on rank 0's facts ─▶ plan ─▶ buckets          (`overlap.core.arrangement`)
+afterwards:       gradient hooks ─▶ window ─▶ strategy.reduce     gates ─▶ wait for strategy.gather
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Sequence
+
+import torch
+
+from overlap.core.arrangement import Arrangement
+from overlap.core.attendance import Attendance
+from overlap.core.bucket import Bucket, Slot
+from overlap.core.gates import Gates
+from overlap.core.gathering import Transit
+from overlap.core.hooks import GradientHooks
+from overlap.core.lanes import Lanes
+from overlap.core.owners import hands_out, holders
+from overlap.core.planner import Planner
+from overlap.core.shards import ShardUpdate
+from overlap.core.strategy import Strategy
+from overlap.core.updates import Updates
+from overlap.core.window import GradientWindow
+from overlap.core.wire import Exchange
+from overlap.features.conversion import changes
+from overlap.features.deferred import DeferredUpdates
+from overlap.features.early import EagerUpdates
+from overlap.features.join import CannotJoin
+from overlap.features.skips import Skips
+from overlap.features.sparse import average_sparse, refuse_sparse
+from overlap.features.synchronizations import Synchronizations
+from overlap.optimizer.param_groups import Wrapped
+from overlap.optimizer.start import SignatureMismatch
+from overlap.plan.groups import Groups
+from overlap.transport.work import arrive
+
+__all__ = ["Engine"]
+
+
+class Engine:
+    """Slots, buckets, hooks and gates of one optimizer. It decides nothing that only this rank knows."""
+
+    def __init__(
+        self,
+        reductions: Lanes,
+        gathers: Lanes,
+        optimizer: torch.optim.Optimizer,
+        model: torch.nn.Module | None,
+        slots: list[Slot],
+        strategy: Strategy,
+        exchange: Exchange,
+        attendance: Attendance,
+        *,
+        groups: Groups,
+        sparse_as_dense: bool,
+        passes: int,
+        updates: Updates,
+        poison: bool,
+    ) -> None:
+        self.comm = comm = reductions.first
+        self._reductions, self.slots = reductions, slots
+        self._exchange, self._sparse_as_dense, self.attendance = exchange, sparse_as_dense, attendance
+        attendance.trainable = lambda: [slot.index for slot in slots if slot.param.requires_grad]
+        attendance.shared_order = not strategy.ordered
+        self.suspended = False  # inside no_sync()
+        self.accumulating = False  # since the last step, gradients arrived that no reduction has seen
+        self._converted = False  # parameters are not of their buckets' type any more: gradients wait for new ones
+        self.ended = ""  # why this optimizer cannot step any more
+        self.skips: Skips  # both set by whoever gives this optimizer a name between ranks
+        self.synchronizations: Synchronizations
+        shards = ShardUpdate(optimizer, whole=updates is Updates.OWNED) if updates.in_shards else None
+        self._planner = Planner(comm, optimizer, slots, strategy, groups, shards, exchange.wire_itemsize)
+        self.order = self._planner.order  # in order of issue
+        self.transit = Transit(gathers, lambda comm, bucket: self.strategy.gather(comm, bucket), poison=poison)
+        self._model = model
+        self._by_param = {id(slot.param): slot for slot in slots}
+        self.window = GradientWindow(
+            slots,
+            self.order,
+            attendance,
+            passes=passes,
+            hold_last=updates.in_shards,  # [Note: nobody overtakes a step]
+            skippable=updates is not Updates.EAGER,
+            ordered=strategy.ordered,
+            launch=self._launch,
+            settle=self._settle,
+            arrive=self._arrive_left,
+            drop=lambda: self.skips.drop(),
+        )
+        self.arrangement = Arrangement(
+            comm,
+            optimizer,
+            slots,
+            self._planner,
+            self.window,
+            self.transit,
+            attendance,
+            sparse_in=None if sparse_as_dense else model,
+        )
+        self.eager = self.deferred = None
+        if updates is Updates.EAGER:
+            self.eager = EagerUpdates(comm, optimizer, self.window, self.transit)
+            self.arrangement.follow = self.eager.follow
+        if updates is Updates.DEFERRED:
+            self.deferred = DeferredUpdates(optimizer, self.transit, self._settle, poison=poison)
+        myself, awaited = weakref.ref(self), None if updates is Updates.WHOLE else self.transit
+        self.wrapped = Wrapped(optimizer, slots, awaited, lambda: (me := myself()) is not None and me.local)
+        self._hooks = GradientHooks(self, Engine._gradient_ready)
+        self._gates = Gates(self._touch, self._enter, self._leave)
+        self._guard()
+        self._hooks.attach(slots)
+
+    @property
+    def learning(self) -> bool:
+        """Until the first step; see :attr:`overlap.core.arrangement.Arrangement.learning`."""
+        return self.arrangement.learning
+
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether gradients arrived since the last step, also those of ``no_sync()``."""
+        return self.window.touched or self.accumulating
+
+    @property
+    def local(self) -> bool:
+        """Whether gradients arrived since the last step that ``synchronize()`` has not averaged."""
+        return self.holds_gradients and not self.window.synchronized
+
+    @property
+    def open_step(self) -> bool:
+        """Whether gradients wait for a step that all ranks can still take."""
+        return self.window.touched and not self.ended and not changes(self.slots)
+
+    def travels_on(self, names: Collection[str]) -> bool:
+        """Whether a communicator of the reductions has one of `names`."""
+        return any(comm.name in names for comm in self._reductions)
+
+    @property
+    def shards(self) -> ShardUpdate | None:
+        """None where every rank updates whole parameters."""
+        return self._planner.shards
+
+    @property
+    def sharded(self) -> ShardUpdate:
+        assert self.shards is not None, "only buckets that hold parameters are updated in shards"
+        return self.shards
+
+    @property
+    def strategy(self) -> Strategy:
+        return self._planner.strategy
+
+    # - Hooks: they only dispatch
+
+    def _guard(self) -> None:
+        """Set gates on the model's modules, and on others that hold what the model does not."""
+        modules = [] if self._model is None else [module for module in self._model.modules() if hands_out(module)]
+        theirs = {id(parameter) for module in modules for parameter in dict.values(module._parameters)}
+        strangers = [slot.param for slot in self.slots if id(slot.param) not in theirs]
+        others = holders(strangers) if strangers else ()
+        self._gates.guard([*modules, *others], lambda parameter: id(parameter) in self._by_param)
+
+    def _gradient_ready(self, index: int, param: torch.Tensor) -> None:
+        slot = self.slots[index]
+        gradient = param.grad
+        if self._sparse_as_dense and gradient is not None and gradient.layout is not torch.strided:
+            param.grad = gradient = gradient.to_dense()
+        self.accumulating = self.suspended
+        if self.suspended:
+            self.window.accumulate(slot)
+            return
+        observer = self.arrangement.observer
+        if observer is not None:
+            slot.fires += 1
+            slot.note()
+            observer.gradient(slot)
+        elif slot.bucket is not None:
+            if gradient is not None and gradient.layout is not torch.strided:
+                refuse_sparse(slot)
+            if not self.window.begun:
+                self.window.begun = True
+                self._converted = any(other.converted for other in self.slots)
+            if self._converted:
+                self.window.await_step(slot)
+                return
+            if self.eager is not None:
+                self.eager.poll(slot.bucket)  # before what is ready now is issued: it is now that the wire may be idle
+            self.window.grad_ready(slot)
+        elif slot.sparse:
+            slot.fires += 1
+            slot.note()
+
+    def _touch(self, parameter: torch.nn.Parameter) -> None:
+        slot = self._by_param.get(id(parameter))
+        if slot is None:
+            return
+        observer = self.arrangement.observer
+        if observer is not None:
+            observer.touch(slot)
+        elif slot.bucket is not None:
+            if self.eager is not None:
+                self.eager.refuse_read(slot)
+            self.transit.arrive(slot.bucket)
+
+    def _enter(self, module: torch.nn.Module) -> None:
+        observer = self.arrangement.observer
+        if observer is not None:
+            observer.enter(module)
+        self.transit.arrive_entry()
+        if torch.is_grad_enabled():
+            self.skips.passed = self.synchronizations.expecting = True
+        if self.transit or observer is not None:
+            for parameter in dict.values(module._parameters):
+                if parameter is not None:
+                    self._touch(parameter)
+
+    def _leave(self, module: torch.nn.Module) -> None:
+        observer = self.arrangement.observer
+        if observer is not None:
+            observer.leave(module)
+
+    # - Following the model
+
+    def detach(self) -> None:
+        """Leave the model and the optimizer alone."""
+        self._gates.remove()
+        self.wrapped.remove()
+        self._hooks.remove()
+
+    def add_slots(self, slots: Sequence[Slot]) -> None:
+        """Take on new parameters; they get buckets in the next step."""
+        self.slots += slots
+        self._by_param.update({id(slot.param): slot for slot in slots})
+        self._gates.remove()
+        self._guard()
+        self.wrapped.guard()
+        self._hooks.attach(self.slots)
+
+    # - Moving buckets
+
+    def prepare(self) -> None:
+        """All gradients of this step reduced or on their way. On every rank, before anything uses them."""
+        if self.ended:
+            raise RuntimeError(self.ended)
+        self.arrangement.follow_conversion()
+        self.attendance.start("prepare")
+        self.skips.step()
+        if self.learning:
+            self.window.verify()  # before gradients move to their buckets
+        self.arrangement.learn()
+        self.arrangement.release()
+        self._hooks.attach(self.slots)  # those that were frozen and are not any more
+        self._arrive_left()
+        window = self.window
+        window.verify(sharded_only=window.reduced)
+        window.flush()
+        if self.arrangement.extend():  # after the flush: how many buckets were issued before it differs between ranks
+            window.flush()
+        self.attendance.meet(not self.window.meets and not any(slot.sparse for slot in self.slots))
+        average_sparse(self.comm, self.slots, self._exchange, lambda: self._correction(self.attendance.round))
+
+    def _arrive_left(self) -> None:
+        if self.deferred is not None:
+            self.transit.arrive_all()  # nobody used these since the last step; their buffers are free then
+
+    def _launch(self, bucket: Bucket) -> None:
+        self.transit.arrive(bucket)  # nobody used these parameters since the last step
+        self._exchange.load(bucket)
+        self.attendance.open()
+        bucket.round = self.attendance.round
+        self.strategy.reduce(self._reductions.of(bucket), bucket)
+
+    def _settle(self, bucket: Bucket) -> None:
+        if bucket.work is not None:
+            arrive(bucket.work)
+            bucket.work = None
+        try:
+            self.arrangement.conversion.check(bucket.round)
+        except (SignatureMismatch, CannotJoin) as error:
+            self.ended = f"this optimizer cannot go on: {error}"
+            if bucket.round == self.attendance.round:  # not all is issued where this came in the middle of backward
+                self.window.flush()
+                self.attendance.meet(not self.window.meets)
+            self.attendance.end()
+            raise
+        self._exchange.unload(bucket)
+        if bucket.holds_parameters:
+            self.sharded.take(bucket)
+        else:
+            bucket.find_unused()
+        self._exchange.rescale(bucket, self.shards, self._correction(bucket.round))
+
+    def _correction(self, number: int) -> float:
+        """By what averages of round `number` are multiplied where ranks had joined."""
+        factor = self.attendance.factor(number)
+        return factor if self._exchange.averages else 1.0

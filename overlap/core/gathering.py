@@ -1,0 +1,111 @@
+"""Parameters on their way to their new values: sent or left by step(), awaited by whoever looks at them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import torch
+
+from overlap.core.bucket import Bucket, Phase
+from overlap.core.lanes import Lanes
+from overlap.transport.communicator import Communicator
+from overlap.transport.forks import Origin, settle_before_forks
+from overlap.transport.work import arrive
+
+__all__ = ["Transit"]
+
+
+class Transit:
+    """Buckets whose all-gather was issued by `gather(comm, bucket)`, or whose update was left for later.
+
+    With `poison`, parameters of other ranks' shards are NaN until they come, so that a missed wait shows.
+    """
+
+    def __init__(self, lanes: Lanes, gather: Callable[[Communicator, Bucket], None], *, poison: bool) -> None:
+        self._lanes, self._gather, self._poison = lanes, gather, poison
+        self._buckets: dict[Bucket, Callable[[Bucket], None] | None] = {}  # by what is left to do on arrival
+        self._arriving: set[Bucket] = set()  # their updates may look at parameters themselves
+        self._origin = Origin()
+        settle_before_forks(self)
+        self._lock = threading.RLock()  # two threads may look at one parameter; both see its final value
+        self._unraised: Exception | None = None  # what went wrong before a fork
+        self.entry: list[Bucket] = []  # hold parameters no gate hands out: awaited when any forward starts
+
+    def __bool__(self) -> bool:
+        return bool(self._buckets) or self._unraised is not None
+
+    def send(self, bucket: Bucket) -> None:
+        """Issue the all-gather of a bucket whose shard was updated."""
+        for slot in bucket.slots:  # one by one: torch 2.4 takes no list
+            torch.autograd.graph.increment_version(slot.param)  # written behind autograd's back: old graphs must notice
+        if bucket.master is not None and bucket.wide_parameters is None:
+            bucket.master.pack()
+        if self._poison and self._lanes.first.size > 1:
+            mine = bucket.parameters[bucket.own].clone()
+            bucket.parameters.fill_(float("nan"))
+            if bucket.master is None:
+                bucket.parameters[bucket.own] = mine
+        self._gather(self._lanes.of(bucket), bucket)
+        bucket.advance(Phase.GATHERING)
+        self._buckets[bucket] = None
+
+    def leave(self, bucket: Bucket, update: Callable[[Bucket], None]) -> None:
+        """Let the parameters of `bucket` become final through `update`, when they are needed."""
+        bucket.advance(Phase.DUE)
+        self._buckets[bucket] = update
+
+    def arrive(self, bucket: Bucket) -> None:
+        """Wait until the parameters of `bucket` are final. From any thread."""
+        if self._unraised is not None:
+            self._raise_late()
+        if bucket not in self._buckets:
+            return
+        self._origin.require()  # where it could not be awaited before the fork
+        with self._lock:
+            if bucket not in self._buckets or bucket in self._arriving:
+                return
+            self._arriving.add(bucket)
+            try:
+                self._complete(bucket, self._buckets[bucket])
+            finally:
+                self._arriving.discard(bucket)
+                del self._buckets[bucket]  # last: from now on nobody waits
+
+    def _complete(self, bucket: Bucket, update: Callable[[Bucket], None] | None) -> None:
+        if update is not None:
+            update(bucket)
+        else:
+            if bucket.work is not None:
+                arrive(bucket.work)
+                bucket.work = None
+            if bucket.master is not None and bucket.wide_parameters is None:
+                bucket.master.land()
+        bucket.advance(Phase.FILLING)
+
+    def arrive_entry(self) -> None:
+        """A forward starts: wait for the parameters that it may use without asking."""
+        if self._unraised is not None:
+            self._raise_late()
+        if self._buckets:
+            for bucket in self.entry:
+                self.arrive(bucket)
+
+    def settle(self) -> None:
+        """See :class:`overlap.transport.forks.Settles`. What goes wrong is for the next look: nobody hears what a fork raises."""
+        if self._origin.elsewhere:
+            return
+        try:
+            self.arrive_all()
+        except Exception as error:
+            self._unraised = error
+
+    def _raise_late(self) -> None:
+        if self._unraised is not None:
+            error, self._unraised = self._unraised, None
+            raise error
+
+    def arrive_all(self) -> None:
+        self._raise_late()
+        for bucket in list(self._buckets):
+            self.arrive(bucket)

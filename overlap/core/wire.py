@@ -1,0 +1,187 @@
+"""How gradients travel: the operation on the wire, the factors before and after it, and the type of the wire.
+
+load():    gradients ─ × before ─▶ narrowed or compressed ─▶ bucket.outgoing          (when the bucket is launched)
+unload():  bucket.incoming ─▶ widened or decompressed ─▶ bucket.reduced               (when its reduction was awaited)
+           of a carried bucket, who moves it narrows and widens (`overlap.transport.communicator.Wide`)
+rescale(): × after                                                                    (where somebody used the parameter)
+
+[Note: the mark survives the wire] A narrowed or scaled gradient may become -0.0, which is the mark of an unused
+parameter; so used gradients have +0.0 added after every such operation (see `overlap.transport.memory`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from overlap.core.bucket import Bucket
+from overlap.core.shards import ShardUpdate
+from overlap.horovod.compression import BF16Compressor, FP16Compressor, NoneCompressor
+from overlap.transport.communicator import ReduceOp, Wide
+from overlap.transport.cuda.math import can_inspect, cast_scale
+from overlap.transport.memory import copy_used, unused_mark, unused_positions
+
+__all__ = ["Exchange", "returns_slices"]
+
+_WIRE_DTYPES = {NoneCompressor: None, FP16Compressor: torch.float16, BF16Compressor: torch.bfloat16}
+
+
+def returns_slices(compression: Any) -> bool:
+    """Whether what comes back may be cut into shards; a compression of the user's own takes and gives whole tensors."""
+    return any(compression is ours for ours in _WIRE_DTYPES)
+
+
+class Exchange:
+    """One optimizer's choice among Horovod's ``compression``, ``op`` and ``gradient_predivide_factor``.
+
+    Raises ``ValueError`` or ``TypeError`` for what gradients cannot be reduced with.
+    """
+
+    def __init__(self, compression: Any, op: Any, predivide: float, world_size: int) -> None:
+        _check_op(op)
+        if not predivide > 0:
+            raise ValueError(f"gradient_predivide_factor should be above 0 and is {predivide}")
+        if predivide != 1 and op is not ReduceOp.AVG:
+            raise ValueError(
+                f"gradient_predivide_factor splits the division of an average and is {predivide}, while op is {op.name}; "
+                "use op=Average"
+            )
+        if not (
+            callable(getattr(compression, "compress", None)) and callable(getattr(compression, "decompress", None))
+        ):
+            raise TypeError(
+                "compression should be Compression.none, .fp16, .bf16 or a class with the static methods compress(tensor) "
+                f"and decompress(tensor, ctx), and is {compression!r}"
+            )
+        self.averages = op is ReduceOp.AVG  # by whatever factors
+        self._compressor: Any = None if returns_slices(compression) else compression
+        self._wire_dtype = _WIRE_DTYPES[compression] if self._compressor is None else None
+        self._before, self._after, self.op = 1.0, 1.0, op
+        if predivide != 1:
+            self._before, self._after, self.op = 1.0 / predivide, predivide / world_size, ReduceOp.SUM
+        self._contexts: dict[Bucket, list[Any]] = {}
+
+    def wire_itemsize(self, dtype: torch.dtype) -> int | None:
+        """Bytes of an element on its way; None where it travels as it is, or a compression of the user's own decides."""
+        return None if self._wire_dtype is None or not dtype.is_floating_point else self._wire_dtype.itemsize
+
+    def load(self, bucket: Bucket) -> None:
+        """Make ``bucket.outgoing`` what is to be reduced into ``bucket.incoming`` with ``bucket.op``.
+
+        Of a carried bucket it becomes that on its way: ``bucket.wide_gradients``.
+        """
+        bucket.op = self.op
+        if self._compressor is not None:
+            self._compress(bucket)
+            return
+        gradients = bucket.gradients
+        narrow = self._wire_dtype if gradients.dtype.is_floating_point else None
+        dtype = gradients.dtype if narrow is None else narrow
+        if dtype is gradients.dtype and self._before == 1:
+            return
+        if bucket.outgoing.dtype is not dtype or bucket.outgoing is gradients:
+            bucket.outgoing = torch.empty_like(gradients, dtype=dtype)
+            if dtype is not gradients.dtype:
+                bucket.incoming = bucket.outgoing if not bucket.holds_parameters else bucket.reduced.to(dtype)
+        if bucket.carried and dtype is not gradients.dtype and self._before == 1:
+            if bucket.wide_gradients is None:
+                bucket.wide_gradients = Wide(gradients, bucket.reduced)
+            return
+        if gradients.is_cuda and can_inspect(gradients) and gradients.dtype in (torch.float32, dtype):
+            cast_scale([bucket.outgoing], [gradients], self._before)  # keeps marks and makes no new ones, in one pass
+            return
+        if self._before == 1:
+            bucket.outgoing.copy_(gradients)  # a product into another type takes ten times as long
+        else:
+            torch.mul(gradients, self._before, out=bucket.outgoing)
+        bucket.outgoing.add_(0.0)  # [Note: the mark survives the wire]
+        for slot, offset in zip(bucket.slots, bucket.spec.offsets, strict=True):
+            if slot.absent:
+                unused_mark(bucket.outgoing[offset : offset + slot.param.numel()])
+
+    # - Sparse gradients, which are gathered and added up by every rank
+
+    def narrowed(self, values: torch.Tensor) -> torch.Tensor:
+        """Values of a sparse gradient as they travel. Raises ``TypeError`` for a compression of the user's own."""
+        if self._compressor is not None:
+            raise TypeError(
+                f"{self._compressor!r} cannot be applied to a sparse gradient, whose values from all ranks are gathered: "
+                "wrap the optimizer with sparse_as_dense=True or another compression"
+            )
+        narrow = self._wire_dtype if values.dtype.is_floating_point else None
+        return (values * self._before).to(values.dtype if narrow is None else narrow)
+
+    def share(self, world_size: int) -> float:
+        """What the sum of all ranks' values is multiplied by."""
+        return 1.0 / world_size if self.op is ReduceOp.AVG else self._after
+
+    def _compress(self, bucket: Bucket) -> None:
+        contexts: list[Any] = []
+        dtype: torch.dtype | None = None
+        for slot, offset in zip(bucket.slots, bucket.spec.offsets, strict=True):
+            assert slot.view is not None
+            numel = slot.param.numel()
+            packed, context = self._compressor.compress(slot.view * self._before)
+            if packed.numel() != numel or not (packed.is_floating_point() or packed.is_complex()):
+                raise TypeError(
+                    f"{self._compressor!r} made {packed.numel()} elements of {packed.dtype} of the {numel} of "
+                    f"{slot.name!r}; a reduction adds element to element, so their number has to stay, as floating point"
+                )
+            if dtype is None:
+                dtype = packed.dtype
+                if bucket.outgoing.dtype is not dtype or bucket.outgoing is bucket.gradients:
+                    bucket.incoming = bucket.outgoing = torch.zeros_like(bucket.gradients, dtype=dtype)
+            if packed.dtype is not dtype:
+                raise TypeError(f"{self._compressor!r} made {packed.dtype} of {slot.name!r} and {dtype} of others")
+            place = bucket.outgoing[offset : offset + numel]
+            if slot.absent:
+                unused_mark(place)
+            else:
+                copy_used(place, packed.reshape(-1))
+            contexts.append((packed.shape, context))
+        self._contexts[bucket] = contexts
+
+    def unload(self, bucket: Bucket) -> None:
+        """Bring what came back into ``bucket.reduced``, unused marks included."""
+        if self._compressor is not None:
+            self._decompress(bucket)
+        elif bucket.incoming is not bucket.reduced and bucket.wide_gradients is None:
+            bucket.reduced.copy_(bucket.incoming)
+
+    def _decompress(self, bucket: Bucket) -> None:
+        starts, stops = bucket.extents
+        unused = unused_positions(bucket.incoming, starts, stops)
+        slots = zip(bucket.slots, bucket.spec.offsets, unused, self._contexts.pop(bucket), strict=True)
+        for slot, offset, nobody, (shape, context) in slots:
+            assert slot.view is not None
+            if nobody:
+                unused_mark(slot.view)
+                continue
+            packed = bucket.incoming[offset : offset + slot.param.numel()].view(shape)
+            copy_used(slot.view, self._compressor.decompress(packed, context).view(slot.view.shape))
+
+    def rescale(self, bucket: Bucket, shards: ShardUpdate | None, factor: float = 1.0) -> None:
+        """Multiply the reduced gradients of used parameters by what is left of the division, and by `factor`."""
+        factor *= self._after
+        if factor == 1:
+            return
+        if bucket.holds_parameters:
+            assert shards is not None
+            gradients = shards.gradients_of(bucket)
+        else:
+            gradients = [slot.view for slot in bucket.slots if slot.view is not None and not slot.unused]
+        for gradient in gradients:
+            gradient.mul_(factor).add_(0.0)
+
+
+def _check_op(op: Any) -> None:
+    if op in (ReduceOp.AVG, ReduceOp.SUM):
+        return
+    if isinstance(op, ReduceOp):
+        raise ValueError(
+            f"op should be Average or Sum and is {op.name}: the {op.name.lower()} of the ranks' gradients is no gradient"
+        )
+    if "adasum" in repr(op).lower():
+        raise ValueError("op=Adasum is not supported: it is another update rule, not a sum; use Average or Sum")
+    raise TypeError(f"op should be Average or Sum and is {op!r}")

@@ -1,0 +1,70 @@
+"""The norm of a gradient that lies in pieces on many ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from overlap.transport.communicator import Communicator, ReduceOp
+from overlap.transport.cuda.math import inspect, prefers_inspect
+
+__all__ = ["clip_sharded"]
+
+
+def clip_sharded(
+    comm: Communicator,
+    pieces: Sequence[torch.Tensor],
+    alike: Sequence[torch.Tensor],
+    params: Sequence[torch.Tensor],
+    max_norm: float,
+    norm_type: float,
+    error_if_nonfinite: bool,
+) -> torch.Tensor:
+    """Scale gradients so that their total norm is at most `max_norm`; returns the norm before.
+
+    `pieces` are this rank's share, disjoint from every other rank's; `alike` are gradients that all ranks hold alike.
+    Norms are accumulated in fp64; on a GPU squares are added up in one pass over all pieces, the host waits for it once.
+    Of which type the norm is, and where it lies, `params` say, whose gradients these are: a rank may have none of them.
+    On every rank of `comm`.
+    """
+    infinite = math.isinf(norm_type)
+    if not (infinite or norm_type > 0):
+        raise ValueError(f"norm_type should be above 0 or inf and is {norm_type}")
+    counted = [*pieces, *(alike if comm.rank == 0 else ())]
+    devices = dict.fromkeys(g.device for g in counted if g.numel())
+    shares = [
+        _share([g.detach() for g in counted if g.numel() and g.device == device], norm_type).cpu() for device in devices
+    ]
+    share = torch.zeros(1, dtype=torch.float64, device="cpu")
+    if shares:
+        together = torch.stack(shares)
+        share[0] = together.amax() if infinite else together.sum()
+    comm.all_reduce(share, share, ReduceOp.MAX if infinite else ReduceOp.SUM, label="gradient norm")
+    total = share[0] if infinite else share[0] ** (1.0 / norm_type)
+    if error_if_nonfinite and not bool(torch.isfinite(total)):
+        raise RuntimeError(f"the total norm of order {norm_type} of the gradients is {float(total)}, not finite")
+    factor = float(max_norm) / (float(total) + 1e-6)
+    if not factor >= 1.0:  # also for a NaN, which must reach the gradients as it does in one process
+        for gradient in (*pieces, *alike):
+            gradient.detach().mul_(factor)
+    return total.to(params[0].device if params else total.device, _norm_dtype(params))
+
+
+def _share(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+    """Of gradients on one device: the sum of all sizes to the power of `norm_type`, the greatest size if that is inf."""
+    ours = [g for g in gradients if norm_type == 2 and prefers_inspect(g)]
+    norms = [
+        torch.linalg.vector_norm(g, norm_type).double() for g in gradients if norm_type != 2 or not prefers_inspect(g)
+    ]
+    if math.isinf(norm_type):
+        return torch.stack(norms).amax()
+    powers = [norm**norm_type for norm in norms]
+    if ours:
+        powers.append(inspect(ours)[0])
+    return torch.stack(powers).sum()
+
+
+def _norm_dtype(params: Sequence[torch.Tensor]) -> torch.dtype:
+    return torch.float64 if any(p.dtype in (torch.float64, torch.complex128) for p in params) else torch.float32

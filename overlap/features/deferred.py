@@ -1,0 +1,95 @@
+"""Updates after ``step()``: reductions go on into the next forward, where each layer is updated when it is needed.
+
+    step()   │ hyper-parameters are noted; nothing is awaited
+    forward  │ each layer waits, at its gate, for its own bucket's reduction, and updates it
+
+Only for optimizers that work element by element: they may update one bucket now and another later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from overlap.core.bucket import Bucket, Slot
+from overlap.core.compiled import outside_compilation
+from overlap.core.gathering import Transit
+from overlap.core.shards import shadow_of, unhooked_step
+from overlap.core.window import GradientChanged
+
+__all__ = ["DeferredUpdates"]
+
+
+class DeferredUpdates:
+    """The user's optimizer, applied bucket by bucket with the hyper-parameters of ``step()``.
+
+    `settle(bucket)` awaits a reduction. With `poison`, parameters are NaN until they are updated, so that a missed wait
+    shows.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, transit: Transit, settle: Callable[[Bucket], None], *, poison: bool
+    ) -> None:
+        self._optimizer, self._transit, self._settle, self._poison = optimizer, transit, settle, poison
+        self._step = unhooked_step(optimizer)
+
+    def leave(self, buckets: Iterable[Bucket]) -> None:
+        """In ``step()``: the update of each bucket is left to whoever needs it first."""
+        groups = [{key: _noted(value) for key, value in group.items()} for group in self._optimizer.param_groups]
+        shadow = shadow_of(self._optimizer)  # as it is now; the state it writes to is the optimizer's own
+        for bucket in buckets:
+            self._leave(bucket, groups, shadow)
+
+    def _leave(self, bucket: Bucket, groups: list[dict[str, Any]], shadow: torch.optim.Optimizer) -> None:
+        versions = {slot.index: slot.view._version for slot in bucket.slots if slot.view is not None}
+        empty = {slot.index for slot in bucket.slots if slot.param.numel() == 0 and slot.param.grad is None}
+        values: list[torch.Tensor] = []
+        if self._poison:
+            values = [slot.param.detach().clone() for slot in bucket.slots]
+            for slot in bucket.slots:
+                slot.param.data.fill_(float("nan"))
+
+        def update(bucket: Bucket) -> None:
+            for slot, value in zip(bucket.slots, values, strict=False):
+                slot.param.data.copy_(value)
+            for slot in bucket.slots:
+                _refuse_change(slot, versions[slot.index])
+            with torch.inference_mode(False), torch.no_grad():
+                self._settle(bucket)
+            for slot in bucket.slots:
+                if slot.param.numel() == 0:
+                    slot.unused = slot.index in empty
+            self._update(bucket, groups, shadow)
+
+        self._transit.leave(bucket, update)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _update(self, bucket: Bucket, groups: list[dict[str, Any]], shadow: torch.optim.Optimizer) -> None:
+        kept = [slot.param.grad for slot in bucket.slots]
+        chosen: dict[int, list[torch.nn.Parameter]] = {}
+        for slot in bucket.slots:
+            slot.param.grad = None if slot.unused else slot.view
+            if not slot.unused:
+                chosen.setdefault(slot.group, []).append(slot.param)
+        if chosen:
+            shadow.param_groups = [{**groups[number], "params": params} for number, params in chosen.items()]
+            with outside_compilation():
+                self._step(shadow)
+        for slot, gradient in zip(bucket.slots, kept, strict=True):
+            if gradient is not slot.view:  # dropped after step(), or the user's own
+                slot.param.grad = gradient
+
+
+def _noted(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _refuse_change(slot: Slot, version: int) -> None:
+    if slot.param.grad is slot.view and slot.view is not None and slot.view._version != version:
+        raise GradientChanged(
+            f"the gradient of {slot.name!r} was changed after step(), while its reduction was still under way; call "
+            "optimizer.synchronize() after step() and before changing gradients, or optimizer.zero_grad()"
+        )

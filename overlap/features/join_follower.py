@@ -1,0 +1,151 @@
+"""What scripts on other ranks do with an optimizer, done on a rank that is out of data: see `overlap.features.join`."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from overlap.core.engine import Engine
+from overlap.core.step import Stepper, hyper_parameters
+from overlap.features.averages import Averages
+from overlap.features.join import CannotJoin, Word
+
+__all__ = ["Follower"]
+
+_Step = Callable[[torch.Tensor | None, bool, Callable[[], Any] | None], None]
+
+
+class Follower:
+    """Contributes nothing to the rounds of one optimizer, and does with their results what the others do.
+
+    `step` is the optimizer's whole step, hooks included, with what a GradScaler would leave and a closure: every rank
+    counts the same steps. Shards that this rank owns are updated with the others' hyper-parameters, which become this
+    rank's.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        averages: Averages,
+        stepper: Stepper,
+        optimizer: torch.optim.Optimizer,
+        step: weakref.WeakMethod[Any],
+    ) -> None:
+        self._engine, self._averages, self._stepper = engine, averages, stepper
+        self._optimizer, self._step_of = optimizer, step
+        self.topic, self.ranks = engine.attendance.topic, engine.attendance.ranks
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """How many rounds are behind this rank, and what was said about the current one."""
+        return self._engine.attendance.place
+
+    @property
+    def hyper_parameters(self) -> list[dict[str, Any]]:
+        """Of each group."""
+        return hyper_parameters(self._optimizer)
+
+    def arrive(self) -> None:
+        """Wait for parameters in transit."""
+        self._engine.transit.arrive_all()
+
+    @property
+    def obstacle(self) -> str:
+        """Why nothing can be contributed now, or an empty string."""
+        engine = self._engine
+        if engine.window.touched:
+            return "gradients arrived there since its last step(): call step() or zero_grad() before join()"
+        if engine.accumulating and any(slot.param.grad is not None for slot in engine.slots):
+            return "gradients accumulated there under no_sync(): call step() or zero_grad() before join()"
+        if not engine.strategy.complete:
+            return f"strategy {engine.strategy.name!r} leaves parts of the communication out (exclude_parts)"
+        return ""
+
+    def take_over(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Make these hyper-parameters this rank's."""
+        for group, values in zip(self._optimizer.param_groups, groups, strict=True):
+            for key, value in values.items():
+                mine = group.get(key)
+                if isinstance(mine, torch.Tensor) and isinstance(value, torch.Tensor):
+                    mine.copy_(value)  # a scheduler may hold it
+                else:
+                    group[key] = value
+
+    @property
+    def issued(self) -> bool:
+        """Whether backward has issued all of this rank's part of the current round."""
+        return self._engine.window.issued
+
+    def abandon(self) -> None:
+        """The current round is over for the others."""
+        self._stepper.forget(everywhere=True)
+
+    def follow(self, word: Word) -> None:
+        """Do what the others do. Raises :class:`overlap.features.join.CannotJoin` where that cannot be done."""
+        details = word.details
+        if word.what == "open":
+            self._open(**details)
+        elif word.what == "start":
+            self._start(**details)
+        elif word.what == "discard":
+            self._stepper.forget(everywhere=True)
+        elif word.what == "clip":
+            wanted = {id(self._engine.slots[index].param) for index in details["indices"]}
+            limits = (details[key] for key in ("max_norm", "norm_type", "error_if_nonfinite"))
+            self._averages.clip(lambda param: id(param) in wanted, *limits)
+        elif word.what == "synchronize":
+            self._averages.synchronize()
+        elif word.what == "reveal":
+            self._averages.reveal_infinities()
+        elif word.what == "infinite":  # a step in which a GradScaler found infinities: it is called, and skips
+            self._step(None, True, None)
+        elif word.what == "step":
+            self.take_over(details["groups"])
+            self._step(details["scale"], False, None)
+        elif word.what == "closure":
+            self.take_over(details["groups"])
+            self._step(None, False, lambda: self._no_loss(details["loss"]))
+        elif word.what == "meeting":
+            self._engine.attendance.refuse_together(details["text"])
+        else:
+            raise CannotJoin(details["text"])
+
+    def _step(self, scale: torch.Tensor | None, infinite: bool, closure: Callable[[], Any] | None) -> None:
+        step: _Step | None = self._step_of()
+        assert step is not None, "the optimizer lives as long as this does"
+        step(scale, infinite, closure)
+
+    def _open(self, trainable: Sequence[int]) -> None:
+        engine = self._engine
+        if not engine.attendance.hindered:
+            self._forget_gradients()
+            for slot in engine.slots:
+                if slot.param.requires_grad is not (slot.index in trainable):
+                    slot.param.requires_grad_(slot.index in trainable)  # unfrozen meanwhile, where training goes on
+        if engine.attendance.shared_order:
+            engine.attendance.open()
+            engine.window.flush()
+
+    def _start(self, how: str, trainable: Sequence[int]) -> None:
+        engine = self._engine
+        if not engine.attendance.shared_order:
+            self._open(trainable)
+        if how == "prepare":
+            engine.prepare()
+        else:
+            engine.window.flush()
+            self._stepper.forget(everywhere=True)
+        if engine.attendance.hindered:
+            engine.window.settle()  # raises, on every rank
+
+    def _forget_gradients(self) -> None:
+        """Of an earlier round: they would count."""
+        for slot in self._engine.slots:
+            slot.param.grad = None
+
+    def _no_loss(self, like: Any) -> Any:
+        self._forget_gradients()
+        return torch.zeros_like(like) if isinstance(like, torch.Tensor) else 0.0

@@ -1,0 +1,76 @@
+"""torch.amp.GradScaler, unmodified, over gradients that are still local when it reads them.
+
+[Note: one verdict on infinities]
+scaler.step(optimizer) asks for `_step_supports_amp_scaling`, then reads `.grad` on every rank by itself, then calls
+step() with `grad_scale` and `found_inf` set. So when it asks, reductions are settled, all ranks agree whether any
+average is infinite or NaN, and each shows an infinity in `.grad` if so: all scalers skip, or none. The averages are
+unscaled inside step(), shards where they lie.
+
+scaler.unscale_(optimizer), called by the script, asks for nothing but `param_groups`: who reads it from there finds the
+averages in `.grad`, as after synchronize(), to be unscaled, clipped and looked at as in one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from types import FrameType
+
+import torch
+
+from overlap.core.bucket import Slot
+from overlap.features.sparse import values_of
+from overlap.transport.communicator import Communicator, ReduceOp
+from overlap.transport.cuda.math import inspect, prefers_inspect
+
+__all__ = ["any_nonfinite", "is_scaler_step", "is_unscaling", "show_infinity", "unscale"]
+
+
+def is_unscaling(caller: FrameType) -> bool:
+    """Whether a GradScaler (or one derived from it) reads gradients to unscale or check them."""
+    return caller.f_code.co_name == "_unscale_grads_"
+
+
+def is_scaler_step(caller: FrameType) -> bool:
+    """Whether ``GradScaler.step()`` asks; others only want to know what the optimizer can do."""
+    return caller.f_code.co_name == "step" and caller.f_globals.get("__name__") == "torch.amp.grad_scaler"
+
+
+def any_nonfinite(comm: Communicator, gradients: Iterable[torch.Tensor]) -> bool:
+    """Whether any rank holds an infinity or a NaN. On every rank of `comm`."""
+    given = [gradient for gradient in gradients if gradient.numel()]
+    on_device = [gradient for gradient in given if prefers_inspect(gradient)]
+    found = bool(on_device) and bool(inspect(on_device)[1])  # the host waits for the device once
+    found = found or any(
+        not bool(torch.isfinite(torch.linalg.vector_norm(gradient, float("inf"))))
+        for gradient in given
+        if not prefers_inspect(gradient)
+    )
+    flag = torch.tensor([float(found)], device="cpu")
+    comm.all_reduce(flag, flag, ReduceOp.MAX, label="infinities")
+    return bool(flag)
+
+
+def show_infinity(bad: bool, slots: Sequence[Slot]) -> None:
+    """Write an infinity into some ``.grad`` if `bad`; have a ``.grad`` in any case, since a scaler insists on one.
+
+    Sparse gradients show theirs by themselves: they are averages already, the same on every rank.
+    """
+    in_buckets = [
+        slot for slot in slots if slot.view is not None and slot.param.numel() and not slot.param.is_complex()
+    ]
+    if not in_buckets:
+        return
+    chosen = next((slot for slot in in_buckets if slot.param.grad is not None), in_buckets[0])
+    if chosen.param.grad is None:
+        chosen.param.grad = chosen.view
+    if bad:
+        assert chosen.param.grad is not None
+        chosen.param.grad[(0,) * chosen.param.dim()] = float("inf")
+
+
+def unscale(gradients: Iterable[torch.Tensor | None], scale: torch.Tensor) -> None:
+    """Divide by `scale` as GradScaler does: times its reciprocal in fp32, computed in fp64."""
+    inverse = scale.double().reciprocal().float()
+    for gradient in gradients:
+        if gradient is not None:
+            values_of(gradient).mul_(inverse.to(gradient.device))

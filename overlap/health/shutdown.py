@@ -1,0 +1,55 @@
+"""How a session lets go of its communicators: some ranks may have issued operations there that others never will."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+
+from overlap.transport.communicator import UNCOUNTED, Communicator
+from overlap.transport.objects import allgather_object
+
+__all__ = ["close_all", "find_uneven", "report", "uneven"]
+
+log = logging.getLogger("dear")
+
+_SHOWN = 3
+
+
+def uneven(issued: Sequence[Mapping[str, int]]) -> frozenset[str]:
+    """Names of communicators on which some rank has issued more than another, from how much each rank issues by name."""
+    names = {name for mine in issued for name in mine}
+    return frozenset(name for name in names if len({mine[name] for mine in issued if name in mine}) > 1)
+
+
+def find_uneven(control: Communicator, communicators: Sequence[Communicator]) -> frozenset[str]:
+    """:func:`uneven` of `communicators`, once no script asks for anything there any more. On every rank of `control`.
+
+    A rank that ran a backward pass whose step() never came, because it had one batch more or caught an exception, would
+    wait for ever for the others' part of the reductions.
+    """
+    committed = {communicator.name: communicator.committed for communicator in communicators if communicator.size > 1}
+    return uneven(allgather_object(control, committed))
+
+
+def report(rank: int, communicators: Sequence[Communicator], given_up: Collection[str]) -> None:
+    """Warn of what this rank has unfinished on those `given_up`, by name, before any rank gives it up."""
+    stranded = [communicator for communicator in communicators if communicator.name in given_up]
+    pending = [work for communicator in stranded for work in communicator.pending() if work.op not in UNCOUNTED]
+    lost = [f"{work.op} {work.label!r}" for work in pending]
+    if lost:
+        shown = ", ".join(lost[:_SHOWN]) + (", …" if len(lost) > _SHOWN else "")
+        log.warning(
+            "rank %d: at shutdown, %d operation(s) are given up that other ranks never issued: %s. Did this rank run a "
+            "backward pass that others did not?",
+            rank,
+            len(lost),
+            shown,
+        )
+
+
+def close_all(communicators: Sequence[Communicator], given_up: Collection[str]) -> None:
+    """Close `communicators`, in this order, on every rank of each; those `given_up` without waiting for anything."""
+    for communicator in communicators:
+        if communicator.name in given_up:
+            communicator.abandon()
+        communicator.close()

@@ -1,0 +1,259 @@
+"""Nothing hangs in silence: who waits, for what, since when, and what the others are doing meanwhile.
+
+What the watchdog looks at: whatever ranks wait in.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+from overlap.health.deadlock import Line, Standing, Verdict, behind, verdict
+from overlap.health.stacks import Place, places
+from overlap.job.settings import Settings
+from overlap.transport.communicator import Communicator
+from overlap.transport.peer_queries import Mailroom, NoAnswer
+
+__all__ = ["Awaited", "Names", "Watchdog", "Watched"]
+
+
+log = logging.getLogger("dear")
+
+_TOPIC = "status"
+_LEAVING = "leaving"
+_ANSWER_SECONDS = 5.0
+_GRACE_SECONDS = 5.0  # for what a rank that leaves had handed to its own threads, and for news on their way
+
+
+class Watchdog:
+    """Looks at the oldest unfinished operation once a second.
+
+    After ``DEAR_STALL_WARN_SECONDS`` (60) it asks every rank what it is doing and logs one message. After
+    ``DEAR_STALL_ABORT_SECONDS`` (600) the job is ended with that message where it can be known that nobody goes on. 0
+    switches either off. It is known
+
+    * of a rank that does not answer, or that has already left, for so long,
+    * within seconds, of a rank that has left before it came to an operation in which this one waits, or
+    * if all ranks answer, and for so long each has been inside an operation that some other has not come to, while nothing
+      changed anywhere (`overlap.health.deadlock`). Where all wait for operations by name, these raise; else the job is aborted.
+
+    A rank that computes, loads data, or is stopped in a debugger is not inside an operation, and is waited for. Of its
+    threads those count that have asked for operations by name, and the main one.
+    """
+
+    def __init__(
+        self, comm: Communicator, control: Communicator, mailroom: Mailroom, host: str, settings: Settings
+    ) -> None:
+        self._comm, self._mailroom = comm, mailroom
+        self._watched: list[Watched] = [comm, control]
+        self._names: Names | None = None
+        self._lock = threading.Lock()  # the next two
+        self._picture: Any = None  # what this rank waits in, as long as it does nothing else
+        self._still_since = 0.0
+        self._where = f"{host}, pid {os.getpid()}"
+        self._warn_after = settings.stall_warn_seconds
+        self._abort_after = settings.stall_abort_seconds
+        self._left: dict[int, float] = {}  # and when
+        self._here = "training"
+        self._last_warning = -math.inf
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+        if comm.size > 1:
+            mailroom.on(_TOPIC, lambda _sender, _question: self._standing())
+            mailroom.on(_LEAVING, lambda sender, _news: self._left.setdefault(sender, time.monotonic()))
+            self._thread = threading.Thread(target=self._run, name="dear-watchdog", daemon=True)
+            self._thread.start()
+
+    def _describe(self) -> str:
+        waiting = ", ".join(work.describe() for work in self._pending()[:3])
+        return f"({self._where}) {self._here}; {'waiting in ' + waiting if waiting else 'no operation in flight'}"
+
+    def _standing(self) -> Standing:
+        names = self._names
+        lines = self._look()
+        with self._lock:
+            still = 0.0 if self._picture is None else time.monotonic() - self._still_since
+        unfinished = any(line.unfinished for line in lines.values())
+        waits = [names.waits_for_a_decision(thread) for thread in self._threads()] if names is not None else [False]
+        return Standing(
+            text=self._describe(),
+            still_seconds=still,
+            lines=lines,
+            undecided=0 if names is None else names.undecided,
+            can_be_told=all(waits) and not unfinished,
+        )
+
+    def _threads(self) -> set[int]:
+        main = threading.main_thread().ident
+        assert main is not None, "it runs"
+        alive = {thread.ident for thread in threading.enumerate()}
+        return {main, *(thread for thread in (self._names.threads if self._names else ()) if thread in alive)}
+
+    def _look(self) -> dict[str, Line]:
+        """Notice whether this rank goes on. Returns how far it has come on each communicator."""
+        lines: dict[str, Line] = {}
+        for source in list(self._watched):
+            for name, line in source.lines().items():
+                # One of a device is watched beside that of the host, which counts for both.
+                other = lines.get(name, line)
+                lines[name] = Line(max(line.issued, other.issued), max(line.unfinished, other.unfinished, key=len))
+        asked, undecided = (0, 0) if self._names is None else (self._names.asked, self._names.undecided)
+        found = places(self._threads())
+        # Who has nothing under way waits for another thread, or reads and writes files.
+        under_way = undecided or any(line.unfinished for line in lines.values())
+        inside = found == {Place.AT_A_LOCK} or (Place.OUTSIDE not in found and under_way)
+        picture = (lines, asked, undecided) if inside and self._here == "training" else None
+        with self._lock:
+            if picture is None or picture != self._picture:
+                self._picture, self._still_since = picture, time.monotonic()
+        return lines
+
+    def _pending(self) -> list[Awaited]:
+        """What this rank waits for, or may yet; letters that go by themselves are no part of it."""
+        return [work for source in self._watched for work in source.pending() if getattr(work, "op", "") != "post"]
+
+    def watch(self, source: Watched) -> None:
+        """Look at what is pending there too."""
+        self._watched.append(source)
+
+    def watch_names(self, names: Names) -> None:
+        """Look at what is asked for by name."""
+        self._names = names
+        self.watch(names)
+
+    @property
+    def left(self) -> frozenset[int]:
+        """Ranks that have said that they leave."""
+        return frozenset(self._left)
+
+    def leaving(self) -> None:
+        """Tell the others that this rank will issue nothing more."""
+        self._here = "in shutdown"
+        for rank in range(self._comm.size):
+            if rank != self._comm.rank:
+                self._mailroom.tell(rank, _LEAVING)
+
+    def _run(self) -> None:
+        while not self._closing.wait(1.0):
+            try:
+                pending = [(work.seconds, True, work) for work in self._pending()]
+                pending += [
+                    (work.seconds, False, work) for work in (self._names.asked_by_others() if self._names else ())
+                ]
+                if self._abort_after:
+                    self._look()
+            except Exception:  # the communicator is gone, and whoever waits on it was told
+                return
+            if pending:
+                _, mine, work = max(pending, key=lambda one: one[0])
+                self._judge(work, mine)
+
+    def _judge(self, work: Awaited, mine: bool = True) -> None:
+        """Of the oldest unfinished operation; `mine`: this rank waits in it, and not only others."""
+        now = time.monotonic()
+        quiet = now - self._last_warning < self._warn_after
+        late = self._warn_after and work.seconds > self._warn_after and not quiet
+        dead = self._abort_after and work.seconds > self._abort_after
+        here = self._standing()
+        left = [rank for rank, since in list(self._left.items()) if now - since > _GRACE_SECONDS]
+        forsaken = self._abort_after and left and here.still_seconds > _GRACE_SECONDS
+        if not (late or dead or forsaken):
+            return
+        if late:  # an operation that is overdue is judged once a second, and goes on being reported
+            self._last_warning = now
+        answers = self._ask_all()
+        silent = [rank for rank, answer in answers.items() if answer is None or rank in self._left]
+        missing = behind(here.lines, {rank: answer.lines for rank, answer in answers.items() if answer})
+        lost = [rank for rank in missing if forsaken and rank in left]
+        report = "\n".join(
+            f"  rank {rank}: {answer.text if answer else 'no answer'}{' (has left)' if rank in self._left else ''}"
+            for rank, answer in answers.items()
+        )
+        waited = f"has waited {work.seconds:.0f} s"
+        text = f"rank {self._comm.rank} {waited} for {work.describe()}" if mine else f"{work.describe()} {waited}"
+        text += f". All ranks:\n{report}"
+        if missing:
+            text += (
+                f"\nrank(s) {missing} have not come to what rank {self._comm.rank} waits in: fewer steps there "
+                "(join() is for uneven data), or a branch that not all ranks take?"
+            )
+        if self._here == "training" and (lost or (dead and silent)):
+            log.error("%s\nrank(s) %s will not come; aborting the job", text, lost or silent)
+            self._comm.abort(1)
+        elif not (dead and not silent and self._end(answers, report)) and late:
+            log.warning("%s", text)
+
+    def _end(self, answers: Mapping[int, Standing | None], report: str) -> bool:
+        """End a job in which nobody goes on: by an exception, which rank 0 sends to all, or at once. False: not yet."""
+        found = verdict([answer for answer in answers.values() if answer is not None], self._abort_after)
+        if found is Verdict.WAIT:
+            return False
+        text = (
+            f"every rank has waited for {self._abort_after:g} s (DEAR_STALL_ABORT_SECONDS) in an operation that some other "
+            f"rank never comes to:\n{report}"
+        )
+        if found is Verdict.RAISE and self._names is not None:
+            if self._comm.rank == 0:  # which knows of every operation by name, and so judges it, too
+                self._names.give_up(text)
+        elif self._comm.rank == min(rank for rank, answer in answers.items() if answer and answer.waits):
+            log.error("%s\naborting the job", text)
+            self._comm.abort(1)
+        return True
+
+    def _ask_all(self) -> dict[int, Standing | None]:
+        questions: dict[int, Future[Any]] = {
+            rank: self._mailroom.ask(rank, _TOPIC) for rank in range(self._comm.size) if rank != self._comm.rank
+        }
+        answers: dict[int, Standing | None] = {self._comm.rank: self._standing()}
+        for rank, question in questions.items():
+            try:
+                answers[rank] = Mailroom.wait(question, rank, _TOPIC, _ANSWER_SECONDS)
+            except NoAnswer:
+                answers[rank] = None
+        return dict(sorted(answers.items()))
+
+    def close(self) -> None:
+        self._closing.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+
+class Watched(Protocol):
+    """A communicator, or whatever else ranks wait in."""
+
+    def pending(self) -> Sequence[Awaited]:
+        """What is not finished."""
+
+    def lines(self) -> Mapping[str, Line]:
+        """How far this rank has come on its communicators."""
+
+
+class Names(Watched, Protocol):
+    """Where ranks ask for operations by name: see `overlap.horovod.runtime.Runtime`."""
+
+    def asked_by_others(self) -> Sequence[Awaited]: ...
+    @property
+    def asked(self) -> int: ...
+    @property
+    def undecided(self) -> int: ...
+    @property
+    def threads(self) -> Collection[int]: ...
+    def waits_for_a_decision(self, thread: int) -> bool: ...
+    def give_up(self, reason: str) -> None: ...
+
+
+class Awaited(Protocol):
+    """One thing that is not finished; a `Work` is one."""
+
+    @property
+    def seconds(self) -> float:
+        """For how long it has not been."""
+
+    def describe(self) -> str:
+        """What it is, in one line."""

@@ -1,0 +1,1 @@
+"""How this process was launched, who is in the job, and what runs beside training."""

@@ -1,0 +1,119 @@
+"""Gives an optimizer's communicators a carrier for the device that its model is on; the only place that looks at CUDA."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import weakref
+from collections.abc import Sequence
+
+import torch
+
+import comm_core
+from overlap.core.bucket import Slot
+from overlap.core.lanes import Lanes
+from overlap.core.strategy import Strategy
+from overlap.job.groups import Membership
+from overlap.job.session import Session
+from overlap.transport.communicator import Communicator
+from overlap.transport.cuda.alone import AloneCarrier
+from overlap.transport.cuda.communicator import Carrier, DeviceCommunicator
+from overlap.transport.cuda.nccl import NcclCarrier
+from overlap.transport.cuda.route import Facts, Route, RouteError, Wish, choose, common_device, shares_cards
+from overlap.transport.cuda.staged import StagedCarrier
+from overlap.transport.cuda.streams import Streams, TorchStreams
+from overlap.transport.objects import allgather_object
+
+__all__ = ["CudaCarriers", "fit_out"]
+
+log = logging.getLogger("dear")
+
+
+class CudaCarriers:
+    """Every carrier of `session`, which lets go of them. A channel that is leased again keeps the carrier it has."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = weakref.proxy(session)
+        self._made: dict[tuple[Communicator, Route, torch.device], DeviceCommunicator] = {}
+
+    def over(self, host: Communicator, route: Route, device: torch.device) -> DeviceCommunicator:
+        """`host` with a carrier. On every rank of `host`."""
+        found = self._made.get((host, route, device))
+        if found is None:
+            streams = TorchStreams(device)
+            found = DeviceCommunicator(host, _carrier(host, route, streams), streams)
+            self._made[host, route, device] = found
+            self._session.adopt(found)
+            if route is Route.NCCL:
+                self._session.watchdog.watch(found)
+        return found
+
+
+_carriers: weakref.WeakKeyDictionary[Session, CudaCarriers] = weakref.WeakKeyDictionary()
+
+
+def fit_out(session: Session, members: Membership, slots: Sequence[Slot], strategy: Strategy) -> Membership:
+    """`members` as they are where parameters are on the CPU, with carriers where they are on a GPU. On every rank of them.
+
+    Raises on every rank, with the rank and the reason, :class:`RouteError` for devices that do not fit together, for a
+    strategy that sends from a thread of its own, and where ``DEAR_CUDA_TRANSPORT`` cannot be honoured.
+    """
+    facts = allgather_object(members.comm, _facts(slots, strategy))
+    route, reason = choose(facts, Wish(session.settings.cuda_transport))
+    if route is Route.HOST:
+        return members
+    device = common_device((slot.name, slot.param) for slot in slots)
+    if members.comm.rank == 0:
+        level = logging.WARNING if reason else logging.INFO
+        log.log(level, "gradients on %s travel by route %s%s", device, route.value, f": {reason}" if reason else "")
+    carriers = _carriers.setdefault(session, CudaCarriers(session))
+
+    def over(hosts: Lanes) -> Lanes:
+        return Lanes([carriers.over(host, route, device) for host in hosts])
+
+    reductions = over(members.reductions)
+    gathers = reductions if members.gathers is members.reductions else over(members.gathers)
+    everyone = reductions.first if members.everyone is members.comm else members.everyone
+    return Membership(reductions, gathers, members.ranks, everyone)
+
+
+def _carrier(host: Communicator, route: Route, streams: Streams) -> Carrier:
+    if route is Route.ALONE:
+        return AloneCarrier(host)
+    if route is Route.STAGED:
+        return StagedCarrier(host, streams)
+    core = comm_core.nccl(host.rank, host.size, streams.device, lambda mine: allgather_object(host, mine))
+    return NcclCarrier(core, streams)
+
+
+def _facts(slots: Sequence[Slot], strategy: Strategy) -> Facts:
+    """What this rank found. Nothing raises here: the other ranks are told."""
+    try:
+        device = common_device((slot.name, slot.param) for slot in slots)
+    except RouteError as error:
+        return Facts(refusal=str(error))
+    if device.type == "cpu":
+        return Facts()
+    if not strategy.ordered:
+        return Facts(
+            device.type,
+            refusal=f"strategy {strategy.name!r} sends from a thread of its own, which knows nothing of the streams that "
+            f"parameters on {device} are computed on; use dear, wfbp, mgwfbp or oss there",
+        )
+    try:
+        library = comm_core.find_nccl()
+    except comm_core.Unsupported as error:
+        return Facts(device.type, _card(device), trouble=str(error))
+    if torch.version.hip is not None:
+        return Facts(device.type, _card(device), trouble="this PyTorch is one for ROCm, and only NCCL is supported")
+    return Facts(device.type, _card(device), library.version, shares_cards(os.environ))
+
+
+def _card(device: torch.device) -> str:
+    """The same for all ranks that use this GPU; a number alone says little where each rank sees GPUs of its own."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    properties = torch.cuda.get_device_properties(index)
+    identity = getattr(properties, "uuid", None)
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
+    return f"{socket.gethostname()}, {identity or f'device {index} of {seen}'}"

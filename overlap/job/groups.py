@@ -1,0 +1,65 @@
+"""Among which ranks an optimizer reduces: all of the job, or a process set."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from overlap.core.lanes import Lanes
+from overlap.horovod.process_set import ProcessSet, global_process_set
+from overlap.job.session import Session
+from overlap.transport.communicator import Communicator
+
+__all__ = ["Membership", "beside", "leader", "membership"]
+
+
+@dataclass(frozen=True)
+class Membership:
+    """`reductions` carry those, `gathers` all-gathers of sharded updates; `ranks` are its members' ranks in the job.
+
+    `everyone` connects all ranks whose parameters start alike: the members, or several such groups.
+    """
+
+    reductions: Lanes
+    gathers: Lanes
+    ranks: tuple[int, ...]
+    everyone: Communicator
+
+    @property
+    def comm(self) -> Communicator:
+        """Carries whatever else the members tell each other, too."""
+        return self.reductions.first
+
+
+def membership(session: Session, process_set: ProcessSet, *, sharding: bool, lanes: int = 1) -> Membership:
+    """The communicators for an optimizer over `process_set`. On every rank of the job, with its own set or the same.
+
+    `lanes` of each kind. A rank outside of the set it gives trains alone. Raises ``ValueError`` for a set that is not
+    registered.
+    """
+    number = process_set.process_set_id
+    if process_set is global_process_set or number == 0:
+        # All-gathers have a channel of their own: whoever waits for a reduction is not behind them.
+        leased = session.channels.lease(2 * lanes if sharding else 1)
+        halves = (leased[:lanes], leased[lanes:]) if sharding else (leased, leased)
+        return Membership(Lanes(halves[0]), Lanes(halves[1]), tuple(range(session.comm.size)), leased[0])
+    if number is None:
+        raise ValueError(f"{process_set} is not registered: pass it to init(process_sets=…) or to add_process_set()")
+    mine = process_set.ranks if process_set.included() and process_set.ranks is not None else [session.comm.rank]
+    color = number if process_set.included() else None
+    if not sharding:
+        alone = Lanes([session.subset(color)])
+        return Membership(alone, alone, tuple(mine), alone.first)
+    reductions, gathers = (Lanes([session.subset(color) for _ in range(lanes)]) for _ in range(2))
+    return Membership(reductions, gathers, tuple(mine), reductions.first)
+
+
+def beside(session: Session, process_set: ProcessSet) -> Communicator:
+    """For what the members tell each other beside training, in an order of its own. On every rank of the job, as above."""
+    if process_set is global_process_set or process_set.process_set_id == 0:
+        return session.comm
+    return session.subset(process_set.process_set_id if process_set.included() else None)
+
+
+def leader(process_set: ProcessSet, rank: int) -> int:
+    """The first of the members of which `rank` of the job is one: whoever decides for them."""
+    return process_set.ranks[0] if process_set.included() and process_set.ranks else rank

@@ -1,0 +1,29 @@
+"""The logger of all packages, set up only where the environment asks for it."""
+
+from __future__ import annotations
+
+import logging
+
+from overlap.job.settings import Settings
+
+__all__ = ["configure"]
+
+log = logging.getLogger("dear")
+
+
+def configure(settings: Settings, rank: int) -> None:
+    """Take the level from the environment, and name what was set in vain. Local."""
+    if settings.log_level is not None:
+        log.setLevel(settings.log_level)
+        if not log.hasHandlers():  # a script that configures logging keeps its own form
+            handler = logging.StreamHandler()
+            handler.setFormatter(logging.Formatter(f"[%(asctime)s, rank {rank}, %(levelname)s] %(message)s"))
+            log.addHandler(handler)
+    if rank > 0:
+        return
+    if settings.ignored:
+        log.warning(
+            "environment variables without a counterpart here, so without effect: %s", ", ".join(settings.ignored)
+        )
+    for name, meant in settings.misspelt:
+        log.warning("the environment variable %s has no effect: is %s meant?", name, meant)

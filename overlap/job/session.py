@@ -1,0 +1,278 @@
+"""Who we are in this job: the only process-wide object, made by :func:`init`, ended by :func:`shutdown`."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import logging
+import os
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+import comm_core
+from overlap.features.join import Roll
+from overlap.health import failures
+from overlap.health.shutdown import close_all, find_uneven, report
+from overlap.health.stacks import is_front_door
+from overlap.health.watchdog import Watchdog
+from overlap.job import logs, settings
+from overlap.job.channels import Channels
+from overlap.job.launch import BACKEND_VARIABLE, Launch, Launcher, LaunchError, detect, rank_in
+from overlap.job.registry import Registry
+from overlap.job.services import Issuer, Participant, Service
+from overlap.job.settings import SettingError, Settings
+from overlap.plan.cost_model import CostModel, fit
+from overlap.plan.link_probe import measure_all_reduce
+from overlap.trace import timeline
+from overlap.transport.communicator import Communicator
+from overlap.transport.native import NativeCommunicator
+from overlap.transport.objects import allgather_object
+from overlap.transport.peer_queries import Mailroom
+
+__all__ = [
+    "NotInitialized",
+    "Session",
+    "current",
+    "init",
+    "is_initialized",
+    "shutdown",
+    "uninitialized",
+]
+
+if torch.distributed.is_available():
+    # Its functions keep the default process group that they find when they are imported, as a default argument, and the
+    # first torch.optim constructor imports them. A group would outlive destroy_process_group(), its gloo threads with
+    # it, and such a thread that lets go of a tensor while Python ends aborts the process. So before there is a group:
+    import torch.distributed.nn.functional
+
+log = logging.getLogger("dear")
+
+
+class Session:
+    """The communicator of all ranks, this rank's place among them, and the services that run beside training."""
+
+    def __init__(self, comm: Communicator, launch: Launch, wanted: Settings) -> None:
+        self.comm, self.launch = comm, launch
+        introductions = allgather_object(comm, (socket.gethostname(), wanted, time.time()))
+        hosts = [host for host, _, _ in introductions]
+        # Rank 0's, on all ranks: settings decide what is communicated, and timelines are laid side by side.
+        _, self.settings, self._epoch = introductions[0]
+        mine = hosts[comm.rank]
+        local = [rank for rank, host in enumerate(hosts) if host == mine]
+        self.local_rank = local.index(comm.rank) if launch.local_rank is None else launch.local_rank
+        self.local_size = len(local) if launch.local_size is None else launch.local_size
+        self.homogeneous = len({hosts.count(host) for host in hosts}) == 1
+        leaders = list(dict.fromkeys(hosts))
+        self.cross_rank, self.cross_size = leaders.index(mine), len(leaders)
+        self.poison = self.settings.poison
+        # Ranks meet here at the end, wherever each of them stands in the order of the collectives.
+        self.control = _duplicate(comm)
+        self.mailroom = Mailroom(comm)
+        self.watchdog = Watchdog(comm, self.control, self.mailroom, mine, self.settings)
+        self.services: dict[str, Service] = {}  # closed on shutdown while all ranks still answer
+        self.issuers: dict[str, Issuer] = {}  # closed once optimizers have finished
+        self.participants: list[Participant] = []  # what join() of the facade drives; see overlap.horovod.runtime
+        self._adopted: list[Communicator] = []
+        self.registry = Registry(self.control, self.mailroom)
+        self.roll = Roll(comm, self.mailroom, lambda: self.watchdog.left)
+        self.channels = Channels(self.control, self.watchdog.watch, self.registry.abandoned, self._forget)
+        self.participants.append(self.roll)
+        failures.install(comm.rank, comm.size, comm.abort)
+        logs.configure(self.settings, comm.rank)
+        _share_cores(self.local_size)
+        if self.settings.timeline:
+            self.start_timeline(
+                self.settings.timeline, self.settings.timeline_mark_cycles, self.settings.timeline_max_mb
+            )
+
+    def start_timeline(self, file_path: str, mark_cycles: bool, max_mb: float) -> None:
+        """See :func:`overlap.api.start_timeline`."""
+        max_bytes = int(max_mb * 2**20)
+        timeline.start(file_path, self.comm.rank, self._epoch, mark_cycles=mark_cycles, max_bytes=max_bytes)
+
+    def _forget(self, topic: str) -> None:
+        """All ranks have dropped the optimizer."""
+        self.registry.forget(topic)
+        self.roll.forget(topic)
+
+    def subset(self, number: int | None) -> Communicator:
+        """A new communicator of the ranks that give the same number; of this rank alone where that is None.
+
+        On every rank of the job. It lives as long as the session.
+        """
+        part = self.control.split(number, self.comm.rank) or NativeCommunicator(comm_core.local())
+        self.watchdog.watch(part)
+        self.adopt(part)
+        return part
+
+    def adopt(self, communicator: Communicator) -> None:
+        """Let go of `communicator` with the session, before those adopted earlier. On every rank of it."""
+        self._adopted.append(communicator)
+
+    @functools.cached_property
+    def link_cost(self) -> CostModel:
+        """What an all-reduce among all ranks costs, the same on every rank; the first use measures it, on every rank."""
+        measured = measure_all_reduce(self.comm)
+        return replace(fit(measured.samples), handling=measured.handling)
+
+    def close(self) -> None:
+        """Wait for the other ranks, finish what is in flight, let go. Questions are answered until all are here."""
+        self.watchdog.leaving()
+        for service in self.services.values():
+            service.close()
+        communicators = [*reversed(self._adopted), *self.channels.all]
+        given_up = find_uneven(self.control, communicators)
+        for optimizer in self.registry.optimizers:
+            optimizer.finish(given_up)
+        for issuer in self.issuers.values():
+            issuer.close(given_up)
+        report(self.comm.rank, communicators, given_up)
+        self.control.barrier(label="shutdown")
+        self.watchdog.close()
+        self.mailroom.close()
+        timeline.stop()
+        failures.remove()
+        close_all(communicators, given_up)
+        for issuer in self.issuers.values():
+            issuer.join()
+        self.control.close()
+        self.comm.close()
+        if self.launch.launcher is not Launcher.TORCHRUN:
+            comm_core.finalize()
+
+
+def _duplicate(comm: Communicator) -> Communicator:
+    twin = comm.split(0, comm.rank)
+    assert twin is not None, "every rank has the same colour"
+    return twin
+
+
+_session: Session | None = None
+_process = 0  # that made it
+
+
+def _share_cores(local_size: int) -> None:
+    """Ranks of one host share its cores: with one thread pool each as large as the host they would fight over them."""
+    if local_size == 1 or "OMP_NUM_THREADS" in os.environ:
+        return
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    threads = max(1, cores // local_size)
+    if threads < torch.get_num_threads():
+        torch.set_num_threads(threads)
+        log.info(
+            "%d ranks share %d cores: %d thread(s) each (set OMP_NUM_THREADS to choose)", local_size, cores, threads
+        )
+
+
+def _connect(launch: Launch, comm: Any) -> Communicator:
+    if isinstance(comm, Communicator):
+        return comm
+    if comm is not None and hasattr(comm, "py2f"):
+        return NativeCommunicator(comm_core.mpi(comm))
+    if comm is not None:
+        raise TypeError(
+            f"comm should be an mpi4py communicator or an overlap Communicator and is {type(comm).__name__}"
+        )
+    if launch.launcher is Launcher.MPI:
+        if launch.size > 1 and not comm_core.mpi_available():
+            raise LaunchError(
+                f"started by {launch.source}, but comm_core was built without MPI: every process would train alone. "
+                "Build it where mpicc is found, or start with torchrun"
+            )
+        native = comm_core.mpi() if comm_core.mpi_available() else comm_core.local()
+        return NativeCommunicator(native)
+    if launch.launcher is Launcher.TORCHRUN:
+        from overlap.transport.torch.communicator import connect
+
+        return connect()
+    return NativeCommunicator(comm_core.local())
+
+
+def _told(environ: Mapping[str, str]) -> tuple[Settings, Launch]:
+    """What the environment says. What is wrong with it ends a script that does not catch it with one line."""
+    try:
+        return settings.read(environ), detect(environ)
+    except (SettingError, LaunchError) as error:
+        failures.say_in_one_line(error, rank_in(environ))
+        raise
+
+
+def _connected(launch: Launch, comm: Any) -> Communicator:
+    """As :func:`_connect`; what is wrong with comm_core's own variables, which it reads then, ends a script likewise."""
+    try:
+        return _connect(launch, comm)
+    except comm_core.InvalidUsage as error:
+        if not str(error).startswith("COMM_CORE_"):
+            raise
+        wrong = SettingError(f"environment variable {error}; correct or unset it")
+        failures.say_in_one_line(wrong, launch.rank)
+        raise wrong from error
+
+
+def init(comm: Any = None) -> Session:
+    """Join the job that started this process. On every rank; calling it again changes nothing.
+
+    Args:
+        comm: an mpi4py communicator or an ``overlap.transport.communicator.Communicator`` to use instead of what the launcher
+            says.
+
+    Raises :class:`overlap.job.launch.LaunchError` when launcher and communicator disagree about the size of the job: a job
+    never silently trains N copies of rank 0. Raises :class:`overlap.job.settings.SettingError` for an environment variable
+    that does not hold what it should. Where the script does not catch it, rank 0 says it in one line, and the others end
+    without a word.
+    """
+    global _session, _process
+    if _session is not None:
+        return _session
+    wanted, launch = _told(os.environ)
+    connected = _connected(launch, comm)
+    if comm is None and connected.size != launch.size and launch.launcher is not Launcher.SINGLE:
+        size = connected.size
+        connected.close()
+        raise LaunchError(
+            f"{launch.source} promises {launch.size} rank(s), the {connected.backend} communicator has {size}: this "
+            "process was probably started by the mpirun of another MPI than the one comm_core was built with, or by "
+            f"another launcher inside that job ({BACKEND_VARIABLE}=torch: torchrun)"
+        )
+    _session, _process = Session(connected, launch, wanted), os.getpid()
+    atexit.register(shutdown)
+    return _session
+
+
+def is_initialized() -> bool:
+    """Whether :func:`init` was called and :func:`shutdown` was not."""
+    return _session is not None
+
+
+class NotInitialized(ValueError, RuntimeError):
+    """:func:`init` was not called, or :func:`shutdown` was."""
+
+
+def current() -> Session:
+    """The session. Raises :class:`NotInitialized` before :func:`init`."""
+    if _session is None:
+        raise NotInitialized(uninitialized())
+    return _session
+
+
+def uninitialized() -> str:
+    """What to tell a script that has not called :func:`init`, by the name of the package that it imports."""
+    packages = (name for name, module in sys.modules.items() if is_front_door(vars(module)))
+    return f"call {next(packages, 'overlap.job.session')}.init() first"
+
+
+def shutdown() -> None:
+    """Leave the job; on every rank (at exit it is called by itself). Waits until all ranks do, still answering them."""
+    global _session
+    if _session is None:
+        return
+    atexit.unregister(shutdown)
+    session, _session = _session, None
+    if _process == os.getpid():  # a forked child has no part in what its parent does with the other ranks
+        session.close()

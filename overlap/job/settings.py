@@ -1,0 +1,154 @@
+"""What a job is told through environment variables, read once and in one place (pure: a mapping in, a value out).
+
+Every ``DEAR_*`` variable wins over the ``HOROVOD_*`` variable that means the same. Rank 0's settings hold on all ranks.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from overlap.job.launch import BACKEND_VARIABLE, Launcher
+
+__all__ = ["CUDA_TRANSPORTS", "LOG_LEVELS", "SettingError", "Settings", "read"]
+
+T = TypeVar("T")
+
+#: Names of levels as Horovod spells them, and Python's numbers for them.
+LOG_LEVELS = {"trace": 5, "debug": 10, "info": 20, "warning": 30, "error": 40, "fatal": 50}
+
+CUDA_TRANSPORTS = ("auto", "nccl", "staged")
+
+
+class SettingError(ValueError):
+    """An environment variable holds what it should not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """One field per setting; each names its variables."""
+
+    poison: bool = False
+    """``DEAR_POISON``: parameters in transit are NaN, so that a missed wait shows."""
+    stall_warn_seconds: float = 60.0
+    """``DEAR_STALL_WARN_SECONDS``, ``HOROVOD_STALL_CHECK_TIME_SECONDS``; 0: never (``HOROVOD_STALL_CHECK_DISABLE=1``)."""
+    stall_abort_seconds: float = 600.0
+    """``DEAR_STALL_ABORT_SECONDS``, ``HOROVOD_STALL_SHUTDOWN_TIME_SECONDS``; 0: never."""
+    log_level: int | None = None
+    """``DEAR_LOG_LEVEL``, ``HOROVOD_LOG_LEVEL``: one of :data:`LOG_LEVELS`; None: as the script configures logging."""
+    timeline: str = ""
+    """``DEAR_TIMELINE``, ``HOROVOD_TIMELINE``: file to record a timeline into from the start; empty: none."""
+    timeline_mark_cycles: bool = False
+    """``DEAR_TIMELINE_MARK_CYCLES``, ``HOROVOD_TIMELINE_MARK_CYCLES``."""
+    timeline_max_mb: float = 64.0
+    """``DEAR_TIMELINE_MAX_MB``: no timeline gets larger, in MB of 2^20 bytes."""
+    threshold_mb: float | str | None = None
+    """``DEAR_THRESHOLD_MB`` (or "auto"), ``HOROVOD_FUSION_THRESHOLD`` in bytes; 0: no fusion; None: the strategy's."""
+    cuda_transport: str = "auto"
+    """``DEAR_CUDA_TRANSPORT``: one of :data:`CUDA_TRANSPORTS`, how tensors on a GPU travel; see `overlap.transport.cuda.route`."""
+    ignored: tuple[str, ...] = ()
+    """Variables of Horovod that are set and have no counterpart."""
+    misspelt: tuple[tuple[str, str], ...] = ()
+    """Variables that are set and almost spelt like one that is read: each with that one."""
+
+
+def _number(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise ValueError
+    return value
+
+
+def _number_or_auto(text: str) -> float | str:
+    return "auto" if text.lower() == "auto" else _number(text)
+
+
+def _switch(text: str) -> bool:
+    return {"0": False, "1": True, "false": False, "true": True}[text.lower()]
+
+
+def _file(text: str) -> str:
+    return "" if text == "DYNAMIC" else text  # Horovod's word for "may be started later", which it always may here
+
+
+def _level(text: str) -> int:
+    return LOG_LEVELS[text.lower()]
+
+
+def _transport(text: str) -> str:
+    return {name: name for name in CUDA_TRANSPORTS}[text.lower()]
+
+
+def _backend(text: str) -> str:
+    return Launcher(text).value
+
+
+_ACCEPTED: dict[Callable[[str], Any], str] = {
+    _number: "a number of at least 0",
+    _number_or_auto: "a number of at least 0, or auto,",
+    _switch: "0 or 1",
+    _level: f"one of {', '.join(LOG_LEVELS)}",
+    _transport: f"one of {', '.join(CUDA_TRANSPORTS)}",
+    _backend: f"one of {', '.join(launcher.value for launcher in Launcher)}",
+}
+
+
+def _parsed(environ: Mapping[str, str], name: str, parse: Callable[[str], T]) -> T | None:
+    text = environ.get(name, "")
+    if not text:
+        return None
+    try:
+        return parse(text)
+    except (KeyError, ValueError):
+        raise SettingError(
+            f"environment variable {name} should hold {_ACCEPTED[parse]} and holds {text!r}: correct or unset it"
+        ) from None
+
+
+# Field: how to read it, from which variables; the first that is set wins.
+_VARIABLES: dict[str, tuple[Callable[[str], Any], tuple[str, ...]]] = {
+    "poison": (_switch, ("DEAR_POISON",)),
+    "stall_warn_seconds": (_number, ("DEAR_STALL_WARN_SECONDS", "HOROVOD_STALL_CHECK_TIME_SECONDS")),
+    "stall_abort_seconds": (_number, ("DEAR_STALL_ABORT_SECONDS", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS")),
+    "log_level": (_level, ("DEAR_LOG_LEVEL", "HOROVOD_LOG_LEVEL")),
+    "timeline": (_file, ("DEAR_TIMELINE", "HOROVOD_TIMELINE")),
+    "timeline_mark_cycles": (_switch, ("DEAR_TIMELINE_MARK_CYCLES", "HOROVOD_TIMELINE_MARK_CYCLES")),
+    "timeline_max_mb": (_number, ("DEAR_TIMELINE_MAX_MB",)),
+    "cuda_transport": (_transport, ("DEAR_CUDA_TRANSPORT",)),
+    "threshold_mb": (_number_or_auto, ("DEAR_THRESHOLD_MB",)),
+}
+_CHECK_OFF = "HOROVOD_STALL_CHECK_DISABLE"
+_FUSION_BYTES = "HOROVOD_FUSION_THRESHOLD"
+_READ_ELSEWHERE = (BACKEND_VARIABLE, "DEAR_ELASTIC_DIR")
+_PREFIXES = ("DEAR_", "HOROVOD_")
+_ALIKE = 0.85  # from 0 to 1: variables of scripts and of Horovod that mean something else are less like ours
+
+
+def read(environ: Mapping[str, str]) -> Settings:
+    """The settings in `environ`. Raises :class:`SettingError` with the variable and what it holds."""
+    _parsed(environ, BACKEND_VARIABLE, _backend)  # used by `overlap.job.launch`
+    found: dict[str, Any] = {}
+    known = {_CHECK_OFF, _FUSION_BYTES, *_READ_ELSEWHERE}
+    for field, (parse, names) in _VARIABLES.items():
+        known.update(names)
+        values = [value for name in names if (value := _parsed(environ, name, parse)) is not None]
+        if values:
+            found[field] = values[0]
+    if _parsed(environ, _CHECK_OFF, _switch):
+        for field in ("stall_warn_seconds", "stall_abort_seconds"):
+            if not environ.get(_VARIABLES[field][1][0]):
+                found[field] = 0.0
+    fusion_bytes = _parsed(environ, _FUSION_BYTES, _number)
+    if fusion_bytes is not None:
+        found.setdefault("threshold_mb", fusion_bytes / 2**20)
+    strangers = sorted(
+        name for name, text in environ.items() if name.startswith(_PREFIXES) and text and name not in known
+    )
+    near = {name: difflib.get_close_matches(name, known, n=1, cutoff=_ALIKE) for name in strangers}
+    return Settings(
+        **found,
+        ignored=tuple(name for name in strangers if name.startswith("HOROVOD_") and not near[name]),
+        misspelt=tuple((name, meant[0]) for name, meant in near.items() if meant),
+    )

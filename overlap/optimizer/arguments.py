@@ -1,0 +1,150 @@
+"""The arguments that every strategy's ``DistributedOptimizer`` has in common with Horovod's.
+
+What kind of value each argument of a wrapper takes, checked in one place before anything is done with them.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from numbers import Integral, Real
+from typing import Any
+
+import torch
+
+from overlap.horovod.compression import NoneCompressor
+from overlap.horovod.process_set import ProcessSet, global_process_set
+from overlap.transport.communicator import ReduceOp
+
+__all__ = ["KINDS", "SHELL", "HorovodArguments", "check_kinds", "check_passes"]
+
+
+#: Arguments of the wrapper itself, which every strategy's function hands on: see `overlap.optimizer.distributed`.
+SHELL = ("elementwise", "per_parameter", "sync_start", "poison")
+
+
+@dataclass(frozen=True)
+class HorovodArguments:
+    """Horovod's, but for the first two, in Horovod's order.
+
+    Args:
+        compression: what gradients become on the wire: ``Compression.none``, ``.fp16``, ``.bf16`` (summed in fp32,
+            rounded once) or a class with ``compress`` and ``decompress``, whose gradients are reduced whole.
+            Parameters travel in their own type, unless the strategy has a `gather_dtype`.
+        backward_passes_per_step: backward passes whose gradients are summed before one reduction.
+        op: ``Average`` or ``Sum`` over the ranks.
+        gradient_predivide_factor: f divides by f before the sum and by size / f after it.
+        num_groups: as a number in `groups`.
+        groups: how many buckets, of neighbours in the order of arrival, or a list of lists of parameters that share a
+            bucket; the strategy decides about parameters that are in none. Tensors of several types need several.
+        sparse_as_dense: turn sparse gradients into dense ones; otherwise their rows are gathered, and every rank updates
+            those parameters in full.
+        process_set: the ranks among which gradients are reduced. Other sets than the global one: on every rank of the
+            job, each with its own; a rank outside of the set it gives trains alone.
+    """
+
+    compression: Any = NoneCompressor
+    backward_passes_per_step: int = 1
+    op: ReduceOp = ReduceOp.AVG
+    gradient_predivide_factor: float = 1.0
+    num_groups: int = 0
+    groups: int | Sequence[Sequence[torch.Tensor]] | None = None
+    sparse_as_dense: bool = False
+    process_set: ProcessSet = global_process_set
+
+    @classmethod
+    def of(cls, scope: Mapping[str, Any]) -> HorovodArguments:
+        """Those among the arguments of a strategy's function, ``locals()`` in its first line.
+
+        Raises ``TypeError`` for values of the wrong kind, and for names in its ``shell`` that no wrapper has, unless
+        another strategy takes them.
+        """
+        check_kinds({**scope, **scope["shell"]})
+        if scope.get("strategy", "dear") == "dear":
+            _refuse_unknown(scope["shell"], (*(name for name in scope if name != "shell"), *SHELL))
+        return cls(**{field.name: scope[field.name] for field in fields(cls)})
+
+
+def _refuse_unknown(shell: Mapping[str, Any], known: Sequence[str]) -> None:
+    for name in shell:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            advice = f"is {near[0]!r} meant?" if near else f"there are {', '.join(known)}"
+            raise TypeError(f"DistributedOptimizer() has no argument {name!r}; {advice}")
+
+
+def check_passes(passes: int) -> None:
+    """Raise ``ValueError``, or ``TypeError``, for a number of backward passes per step that is none."""
+    check_kinds({"backward_passes_per_step": passes})
+    if passes < 1:
+        raise ValueError(f"backward_passes_per_step should be at least 1 and is {passes}")
+
+
+def _is_flag(value: Any) -> bool:
+    # numpy's kind has that name, too, or had it before numpy 2; 0 and 1 are what scripts read from a command line.
+    return type(value).__name__ in ("bool", "bool_") or (isinstance(value, Integral) and value in (0, 1))
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, tuple | list) and len(value) == 2 and all(_is_number(part) for part in value)
+
+
+_Kind = tuple[str, Callable[[Any], bool]]
+_FLAG: _Kind = "True or False", _is_flag
+_WHOLE: _Kind = "a whole number", _is_whole
+_NUMBER: _Kind = "a number", _is_number
+_TEXT: _Kind = "a text", lambda value: isinstance(value, str)
+
+
+def _or_none(kind: _Kind) -> _Kind:
+    words, fits = kind
+    return f"{words.replace(' or ', ', ')} or None", lambda value: value is None or fits(value)
+
+
+#: What an argument should be, in words and as a predicate. Those that are not here are checked where they are used.
+KINDS: Mapping[str, _Kind] = {
+    "alpha_beta": _or_none(("a pair of numbers, seconds to start and seconds per byte,", _is_pair)),
+    "asc": _FLAG,
+    "backward_passes_per_step": _WHOLE,
+    "broadcast_buffers": _FLAG,
+    "credit_mb": _NUMBER,
+    "eager": _FLAG,
+    "elementwise": _or_none(_FLAG),
+    "exclude_parts": _TEXT,
+    "gap_penalty": ("True, False or a number", lambda value: isinstance(value, bool) or _is_number(value)),
+    "gradient_predivide_factor": _NUMBER,
+    "groups": ("a number or a list of lists of parameters", lambda value: not isinstance(value, bool)),
+    "layerwise_times": _or_none(("a mapping of names to seconds", lambda value: isinstance(value, Mapping))),
+    "merge_below_kb": _NUMBER,
+    "nprocs_per_node": _or_none(_WHOLE),
+    "num_groups": _WHOLE,
+    "num_nearby_layers": _or_none(_WHOLE),
+    "outer_clip": _or_none(_NUMBER),
+    "outer_lr": _NUMBER,
+    "outer_momentum": _NUMBER,
+    "partition_mb": _NUMBER,
+    "per_parameter": _or_none(_FLAG),
+    "poison": _or_none(_FLAG),
+    "policy": _TEXT,
+    "process_set": ("a ProcessSet", lambda value: isinstance(value, ProcessSet)),
+    "profile_steps": _WHOLE,
+    "sparse_as_dense": _FLAG,
+    "sync_start": _FLAG,
+    "threshold_mb": _or_none(("a number of MB, 'auto'", lambda value: _is_number(value) or isinstance(value, str))),
+}
+
+
+def check_kinds(arguments: Mapping[str, Any]) -> None:
+    """Raise ``TypeError`` for the first of `arguments` that is of the wrong kind (pure)."""
+    for name, value in arguments.items():
+        if name in KINDS and not KINDS[name][1](value):
+            raise TypeError(f"{name} should be {KINDS[name][0]} and is {value!r}")

@@ -1,0 +1,184 @@
+"""What works behind one distributed optimizer, put together from the user's arguments.
+
+How long an optimizer has its parameters: until another one takes them, or all ranks have dropped it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from overlap.core.attendance import Attendance
+from overlap.core.engine import Engine
+from overlap.core.step import Stepper
+from overlap.core.strategy import Strategy
+from overlap.core.updates import Updates, feasible
+from overlap.core.wire import Exchange
+from overlap.features.averages import Averages
+from overlap.features.conversion import Conversion
+from overlap.features.rounded_parameters import check_gather_dtype
+from overlap.features.skips import Skips
+from overlap.features.synchronizations import Synchronizations
+from overlap.horovod.process_set import global_process_set
+from overlap.job.devices import fit_out
+from overlap.job.groups import Membership, membership
+from overlap.job.session import Session
+from overlap.optimizer.arguments import HorovodArguments, check_passes
+from overlap.optimizer.start import agree_on_terms, check_memory, collect_slots, synchronize_start, terms_of
+from overlap.plan.groups import parse_groups
+from overlap.state.elementwise import decides_by_loss, is_elementwise, is_per_parameter
+from overlap.state.full_state import FullState, exporter
+from overlap.state.share import StateShare
+from overlap.transport.communicator import Communicator
+from overlap.transport.work import arrive
+
+__all__ = ["Assembly", "Tenure", "build"]
+
+
+log = logging.getLogger("dear")
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """The parts. `model` is None where the user gave parameters."""
+
+    comm: Communicator
+    everyone: Communicator
+    model: torch.nn.Module | None
+    engine: Engine
+    averages: Averages
+    stepper: Stepper
+    full_state: FullState
+
+
+def build(
+    session: Session,
+    shell: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer,
+    named_parameters: torch.nn.Module | Iterable[tuple[str, torch.nn.Parameter]] | None,
+    strategy: Strategy,
+    arguments: HorovodArguments,
+    *,
+    elementwise: bool | None,
+    per_parameter: bool | None,
+    sync_start: bool,
+    poison: bool | None,
+    groups_of: Callable[[Session], Membership] | None = None,
+) -> Assembly:
+    """What `shell` consists of; see :class:`overlap.optimizer.distributed.DistributedOptimizer` for the arguments. On every rank."""
+    check_passes(arguments.backward_passes_per_step)
+    elementwise = is_elementwise(optimizer) if elementwise is None else elementwise
+    if per_parameter is not None and strategy.updates is not Updates.OWNED:
+        raise ValueError(
+            f"per_parameter={per_parameter} is about strategies that give whole parameters to ranks (oss), and strategy "
+            f"{strategy.name!r} does not; elementwise=True promises that an optimizer may be applied to slices"
+        )
+    if per_parameter is None:
+        per_parameter = elementwise or is_per_parameter(optimizer)
+    by_loss = decides_by_loss(optimizer) and not per_parameter
+    updates = feasible(strategy.updates, optimizer, elementwise, arguments.compression, per_parameter=per_parameter)
+    if strategy.updates is Updates.OWNED and updates is Updates.WHOLE and session.comm.rank == 0:
+        log.warning(
+            "strategy %r keeps all optimizer state on every rank: %s",
+            strategy.name,
+            _why_whole(optimizer, per_parameter),
+        )
+    model = named_parameters if isinstance(named_parameters, torch.nn.Module) else None
+    named = None if isinstance(named_parameters, torch.nn.Module) else named_parameters
+    slots = collect_slots(optimizer, model, named)
+    check_memory(slots, updates, session.comm.rank)
+    session.registry.take_over([slot.param for slot in slots])
+    groups = parse_groups(arguments.num_groups, arguments.groups, slots)
+    terms = terms_of(strategy, arguments, updates, groups, by_loss=by_loss, sync_start=sync_start)
+    everybody = arguments.process_set is global_process_set
+    if everybody:  # before channels are leased, whose number depends on them
+        agree_on_terms(session.control, terms)
+    if groups_of is not None:
+        hosts = groups_of(session)
+    else:
+        hosts = membership(session, arguments.process_set, sharding=updates.in_shards, lanes=strategy.lanes)
+    if not everybody:
+        agree_on_terms(hosts.comm, terms)
+    members = fit_out(session, hosts, slots, strategy)
+    comm = members.comm
+    exchange = Exchange(arguments.compression, arguments.op, arguments.gradient_predivide_factor, comm.size)
+    if sync_start:
+        synchronize_start(members.everyone, optimizer, model, slots)
+    pairs = ((slot.name, slot.param) for slot in slots if slot.param.requires_grad)
+    check_gather_dtype(strategy.gather_dtype, pairs, optimizer, sharding=updates.in_shards)
+    attendance = Attendance(comm, members.ranks, session.roll)
+    engine = Engine(
+        members.reductions,
+        members.gathers,
+        optimizer,
+        model,
+        slots,
+        strategy,
+        exchange,
+        attendance,
+        groups=groups,
+        sparse_as_dense=arguments.sparse_as_dense,
+        passes=arguments.backward_passes_per_step,
+        updates=updates,
+        poison=session.poison if poison is None else poison,
+    )
+    topic = attendance.topic = session.registry.register(shell, Tenure(engine))
+    session.channels.hold((*hosts.reductions, *hosts.gathers, hosts.everyone), topic)
+    engine.arrangement.conversion = Conversion(session.comm.rank, attendance, session.mailroom)
+    engine.skips = Skips(session.comm.rank, attendance, session.mailroom, session.comm.abort)
+    engine.synchronizations = Synchronizations(session.comm.rank, attendance, session.mailroom)
+    others = [rank for rank in members.ranks if rank != session.comm.rank]
+    share = StateShare(others, session.mailroom, topic, exporter(engine))
+    engine.arrangement.changing = share.updating
+    if engine.eager is not None:
+        engine.eager.locked = share.replacing
+    averages = Averages(engine)
+    stepper = Stepper(engine, averages, optimizer, share, by_loss=by_loss)
+    return Assembly(comm, members.everyone, model, engine, averages, stepper, FullState(engine, optimizer, share))
+
+
+def _why_whole(optimizer: torch.optim.Optimizer, per_parameter: bool) -> str:
+    if per_parameter:
+        return "a compression of your own needs whole gradients; Compression.fp16 and .bf16 do not"
+    return (
+        f"{type(optimizer).__name__} is not known to update each parameter from its own gradient and state alone "
+        "(per_parameter=True promises that it does)"
+    )
+
+
+class Tenure:
+    """The engine's hold on its parameters; see :class:`overlap.job.registry.Owner`, which this is."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._gone = False
+
+    @property
+    def unfinished(self) -> bool:
+        return self._engine.window.touched
+
+    def has(self, parameters: Sequence[torch.Tensor]) -> bool:
+        engine = self._engine
+        mine = {id(slot.param) for slot in engine.slots}
+        return not self._gone and any(id(parameter) in mine for parameter in parameters)
+
+    def hand_over(self, unfinished: bool) -> None:
+        self._gone = True
+        self._engine.ended = (
+            f"parameters of this optimizer, {self._engine.slots[0].name!r} or others, went to a DistributedOptimizer that "
+            "was made later, here or on another rank; step that one, and give every parameter to one optimizer"
+        )
+        if unfinished:
+            self._engine.window.flush()
+        self.retire()
+
+    def retire(self) -> None:
+        self._engine.transit.arrive_all()
+        for bucket in self._engine.order:  # of a backward pass that no step followed
+            if bucket.work is not None:
+                arrive(bucket.work)
+                bucket.work = None
+        self._engine.detach()

@@ -1,0 +1,95 @@
+"""The user's optimizer while it is wrapped: it stays in the script's hands, so what is done to it there is watched.
+
+Which parameter belongs to which group of the user's optimizer, where a script edits ``param_groups`` while it trains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from overlap.core.bucket import Slot
+from overlap.core.gates import GroupGates, listed
+from overlap.core.gathering import Transit
+from overlap.optimizer.own_methods import refuse_direct_steps
+
+__all__ = ["Roster", "Wrapped"]
+
+
+class Wrapped:
+    """Watches `optimizer`, whose parameters `slots` are; its groups hand them out when they have come through `transit`.
+
+    Its own ``step()`` is refused while gradients are `local`.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        slots: Sequence[Slot],
+        transit: Transit | None,
+        local: Callable[[], bool],
+    ) -> None:
+        self._roster = Roster(optimizer, slots)
+        self._gates = None if transit is None else GroupGates(optimizer, transit)
+        self._direct = refuse_direct_steps(optimizer, local)
+
+    def follow(self, *, in_parts: bool) -> None:
+        """In a step: see :meth:`overlap.optimizer.param_groups.Roster.follow`."""
+        self._roster.follow(in_parts=in_parts)
+
+    def guard(self) -> None:
+        """Also the groups that were added since."""
+        if self._gates is not None:
+            self._gates.guard()
+
+    def unwatched(self) -> AbstractContextManager[None]:
+        """Inside, this thread goes through the groups without looking at values."""
+        return nullcontext() if self._gates is None else self._gates.open()
+
+    def remove(self) -> None:
+        """Leave the optimizer as it was."""
+        self._direct.remove()
+        if self._gates is not None:
+            self._gates.remove()
+
+
+class Roster:
+    """Compares `optimizer`'s groups with the slots that were made from them."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, slots: Sequence[Slot]) -> None:
+        self._optimizer, self._slots = optimizer, slots
+        self._known = self._members()
+
+    def _members(self) -> list[list[int]]:
+        return [[id(param) for param in listed(group["params"])] for group in self._optimizer.param_groups]
+
+    def follow(self, *, in_parts: bool) -> None:
+        """In a step: a parameter that was moved goes by its new group from now on. Communicates nothing.
+
+        Raises ``RuntimeError`` for a parameter that came into a group otherwise than by ``add_param_group()``, and for one
+        that was taken out where it is updated `in_parts` by us, not by the optimizer that goes through its groups.
+        """
+        members = self._members()
+        if members == self._known:
+            return
+        slots = {id(slot.param): slot for slot in self._slots}
+        groups = {number: index for index, numbers in enumerate(members) for number in numbers}
+        for group in self._optimizer.param_groups:
+            for param in listed(group["params"]):
+                if id(param) not in slots:
+                    raise RuntimeError(
+                        f"a parameter of shape {tuple(param.shape)} was put into param_groups, where it would be trained "
+                        "by this rank's gradients alone: use the DistributedOptimizer's add_param_group(), or wrap the "
+                        "optimizer again"
+                    )
+        gone = [slot for number, slot in slots.items() if number not in groups]
+        if gone and in_parts:
+            raise RuntimeError(
+                f"parameter {gone[0].name!r} was taken out of param_groups: use requires_grad_(False) to stop its updates, "
+                "or wrap the optimizer again"
+            )
+        for number, slot in slots.items():
+            slot.group = groups.get(number, slot.group)
+        self._known = members

@@ -1,0 +1,232 @@
+"""Before the first step: which parameters there are, and that all ranks hold the same ones with the same values.
+
+What the ranks of one optimizer agree on before they communicate anything else: the arguments of the wrapper.
+
+Parameters whose memory others use, too.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from overlap.core.bucket import Slot
+from overlap.core.strategy import Strategy
+from overlap.core.updates import Updates
+from overlap.job.session import current
+from overlap.optimizer.arguments import HorovodArguments
+from overlap.plan.groups import Groups
+from overlap.plan.tuning.options import Tuning
+from overlap.state.optimizer_state import broadcast_optimizer_state
+from overlap.transport.broadcast import broadcast_tensors
+from overlap.transport.communicator import Communicator
+from overlap.transport.memory import is_dense
+from overlap.transport.objects import allgather_object
+
+__all__ = [
+    "SignatureMismatch",
+    "agree_on_strategy",
+    "agree_on_terms",
+    "check_memory",
+    "collect_slots",
+    "compare",
+    "line",
+    "synchronize_start",
+    "terms_of",
+]
+
+
+class SignatureMismatch(ValueError):
+    """Model, optimizer or arguments differ between ranks."""
+
+
+def collect_slots(
+    optimizer: torch.optim.Optimizer,
+    model: torch.nn.Module | None,
+    named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None,
+    known: Sequence[Slot] = (),
+) -> list[Slot]:
+    """One slot per distinct parameter of the optimizer, in the order of its groups; `known` ones are kept.
+
+    Raises ``ValueError`` for duplicate names, for pairs that are none, and when names are given but not for all.
+    """
+    names: dict[int, str] = {}
+    if model is not None:
+        names = {id(param): name for name, param in model.named_parameters()}
+    elif named_parameters is not None:
+        pairs = list(named_parameters)
+        if any(not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], str) for pair in pairs):
+            raise ValueError("named_parameters should hold pairs (name, parameter), as model.named_parameters() does")
+        seen: set[str] = set()
+        for name, _ in pairs:
+            if name in seen:
+                raise ValueError(f"parameter name {name!r} appears twice in named_parameters; names should be unique")
+            seen.add(name)
+        names = {id(param): name for name, param in pairs}
+    by_param = {id(slot.param): slot for slot in known}
+    slots: list[Slot] = list(known)
+    for group_index, group in enumerate(optimizer.param_groups):
+        for position, param in enumerate(group["params"]):
+            if id(param) in by_param:
+                continue
+            given = names.get(id(param))
+            if given is None and named_parameters is not None:
+                raise ValueError(
+                    f"parameter {position} of group {group_index}, shape {tuple(param.shape)}, has no name: "
+                    f"named_parameters holds {len(names)} parameters and should hold all of the optimizer's"
+                )
+            _refuse_lazy(given or f"{position} of group {group_index}", param)
+            slot = Slot(len(slots), given or f"group{group_index}.{position}", param, group_index)
+            by_param[id(param)] = slot
+            slots.append(slot)
+    for name, buffer in () if model is None else model.named_buffers():
+        _refuse_lazy(name, buffer)
+    if not slots:
+        raise ValueError("the optimizer has no parameters")
+    return slots
+
+
+def _signature(optimizer: torch.optim.Optimizer, slots: Sequence[Slot]) -> list[str]:
+    first = f"optimizer {type(optimizer).__name__} with {len(optimizer.param_groups)} parameter group(s)"
+    return [first, *(f"{line(slot)}, group {slot.group}" for slot in slots)]
+
+
+def line(slot: Slot) -> str:
+    """What has to be the same of a parameter on all ranks; they may use several devices of a kind."""
+    param = slot.param
+    return f"{slot.name}: shape {tuple(param.shape)}, {param.dtype} on {param.device.type}"
+
+
+def compare(what: str, signatures: Sequence[Sequence[str]]) -> None:
+    """Raise where a rank's lines differ from rank 0's; `signatures` hold every rank's, in rank order (pure)."""
+    reference = signatures[0]
+    for rank, signature in enumerate(signatures):
+        if list(signature) == list(reference):
+            continue
+        for index in range(max(len(reference), len(signature))):
+            mine = signature[index] if index < len(signature) else "nothing more"
+            expected = reference[index] if index < len(reference) else "nothing more"
+            if mine != expected:
+                raise SignatureMismatch(
+                    f"{what} differ between ranks: entry {index} is «{expected}» on rank 0 and «{mine}» on rank {rank}"
+                )
+
+
+def _refuse_lazy(name: str, tensor: torch.Tensor) -> None:
+    if is_lazy(tensor):
+        raise ValueError(f"{name!r} belongs to a lazy module and has no shape yet; run one forward before wrapping")
+
+
+def synchronize_start(
+    comm: Communicator,
+    optimizer: torch.optim.Optimizer,
+    model: torch.nn.Module | None,
+    slots: Sequence[Slot],
+    *,
+    state: bool = True,
+) -> None:
+    """Compare signatures, then take rank 0's parameters, buffers and optimizer state. On every rank of `comm`."""
+    if comm.size == 1:
+        return
+    compare("model and optimizer", allgather_object(comm, _signature(optimizer, slots)))
+    tensors: dict[int, torch.Tensor] = {id(slot.param): slot.param for slot in slots}
+    if model is not None:
+        tensors.update((id(value), value) for value in (*model.parameters(), *model.buffers()))
+    broadcast_tensors(comm, list(tensors.values()), 0)
+    if state:
+        broadcast_optimizer_state(comm, optimizer, 0)
+
+
+def agree_on_strategy(name: str, tune: bool | Tuning = False) -> None:
+    """What a strategy's package calls first, before it measures, or asks rank 0 for, anything of its own.
+
+    Args:
+        name: the strategy's.
+        tune: whether and how it is tuned; a path in it is rank 0's own.
+
+    On every rank of the job, whatever its process set. Raises ``SignatureMismatch`` on every rank where two differ, and
+    ``RuntimeError`` before ``init()``.
+    """
+    options = replace(tune, path=None) if isinstance(tune, Tuning) else tune
+    agree_on_terms(current().control, [f"strategy={name}", f"tune={options!r}"])
+
+
+def terms_of(
+    strategy: Strategy,
+    arguments: HorovodArguments,
+    updates: Updates,
+    groups: Groups,
+    *,
+    by_loss: bool,
+    sync_start: bool,
+) -> list[str]:
+    """A line for each argument that decides what is communicated (pure). Objects are called by their types' names."""
+    values = {
+        "strategy": strategy.name,
+        **strategy.terms,
+        "updates": updates.name.lower(),
+        "closures": "by loss" if by_loss else "once",
+        "compression": getattr(arguments.compression, "__qualname__", type(arguments.compression).__qualname__),
+        "backward_passes_per_step": arguments.backward_passes_per_step,
+        "op": getattr(arguments.op, "name", type(arguments.op).__qualname__),
+        "gradient_predivide_factor": float(arguments.gradient_predivide_factor),
+        "groups": groups,
+        "sparse_as_dense": bool(arguments.sparse_as_dense),
+        "sync_start": bool(sync_start),
+    }
+    return [f"{name}={value}" for name, value in values.items()]
+
+
+def agree_on_terms(comm: Communicator, lines: list[str]) -> None:
+    """Raise ``SignatureMismatch`` on every rank unless all bring the same lines. On every rank of `comm`."""
+    if comm.size > 1:
+        compare("arguments of DistributedOptimizer", allgather_object(comm, lines))
+
+
+log = logging.getLogger("dear")
+
+
+def check_memory(slots: Sequence[Slot], updates: Updates, rank: int) -> None:
+    """Raise ``ValueError`` for two parameters over one memory where each is moved, or updated at a time of its own.
+
+    Whole updates in ``step()`` leave parameters where they are, one after the other: as in one process.
+    """
+    if not (updates.in_shards or updates is Updates.DEFERRED):
+        return
+    pair = _overlapping(slots)
+    if pair is not None:
+        first, second = pair
+        what = "has a place of its own" if updates.in_shards else "is updated when it is needed"
+        raise ValueError(
+            f"parameters {first.name!r} and {second.name!r} are two tensors over one memory, and here each of them {what}; "
+            "tie them by using one Parameter in both places (b.weight = a.weight), or take the strategy wfbp"
+        )
+    shared = [slot.name for slot in slots if slot.param.device.type == "cpu" and slot.param.is_shared()]
+    if updates.in_shards and shared and rank == 0:
+        log.warning(
+            "parameter %r%s in memory that is shared with other processes (share_memory()), and moves to a bucket in the "
+            "first step: what others see does not change any more. Copy the parameters there after a step, or take the "
+            "strategy wfbp, which leaves them where they are",
+            shared[0],
+            f" and {len(shared) - 1} more are" if len(shared) > 1 else " is",
+        )
+
+
+def _overlapping(slots: Sequence[Slot]) -> tuple[Slot, Slot] | None:
+    """Two slots whose elements share memory. Tensors with gaps may lie between each other's elements; they do not count."""
+    extents = []
+    for slot in slots:
+        param = slot.param
+        if param.device.type != "meta" and param.numel() and is_dense(param):
+            start = param.data_ptr()
+            extents.append((str(param.device), start, start + param.numel() * param.element_size(), slot))
+    extents.sort(key=lambda extent: extent[:3])
+    for (device, _, stop, slot), (other_device, start, _, other) in itertools.pairwise(extents):
+        if device == other_device and start < stop:
+            return slot, other
+    return None

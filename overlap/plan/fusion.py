@@ -1,0 +1,75 @@
+"""How much to fuse: the limits of a bucket, and layers fused within them in the order of their use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from overlap.core.observer import Facts
+from overlap.plan.partition import BucketSpec, TensorSpec, fuse
+
+__all__ = ["fused_in_order_of_use", "limits", "trained_bytes"]
+
+_AUTO_MB = (1.0, 25.0)  # no less than DDP's first bucket has, no more than DeAR's paper takes
+_AUTO_BUCKETS = 32
+
+# [Note: how much to fuse]
+# What no computation can hide lies at the ends of the model. Backward has to pass the last bucket's layers before the
+# first reduce-scatter may begin, and the first bucket's is left over when backward ends; forward starts after the first
+# bucket's all-gather, and still has the last bucket's layers before it when the last one ends. Each end costs a bucket's
+# share of the step, and each bucket two starts: with 32 of them, which "auto" makes, a few percent each on 1 to 10 Gbit/s.
+# On networks where a start costs more than a MB does, `tune=True` finds larger ones.
+
+
+def limits(
+    threshold_mb: float | str | None, num_nearby_layers: int | None, nbytes: int
+) -> tuple[float | None, int | None]:
+    """Threshold (MB) and layers per bucket for a model of `nbytes` (pure). A threshold of 0 means no fusion.
+
+    Raises ``ValueError`` for a text that is not "auto".
+    """
+    if isinstance(threshold_mb, str):
+        if threshold_mb != "auto":
+            raise ValueError(f"threshold_mb should be a number of MB, 'auto' or None and is {threshold_mb!r}")
+        smallest, largest = _AUTO_MB
+        return min(max(nbytes / _AUTO_BUCKETS / 2**20, smallest), largest), num_nearby_layers
+    if threshold_mb == 0:
+        return None, num_nearby_layers or 1
+    return threshold_mb, num_nearby_layers
+
+
+def trained_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Of all parameters that are trained; 0 for what the shell is going to refuse."""
+    groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
+    params = [param for group in groups for param in group["params"] if param.requires_grad and not is_lazy(param)]
+    return sum(param.numel() * param.element_size() for param in params)
+
+
+def fused_in_order_of_use(
+    facts: Facts,
+    specs: Sequence[TensorSpec],
+    world_size: int,
+    *,
+    threshold_bytes: float | None,
+    num_nearby_layers: int | None,
+) -> tuple[BucketSpec, ...]:
+    """Fuse layers in the order of their use in forward; buckets in the order of issue, which is the reverse (pure).
+
+    Parameters without a gradient in the first iteration would keep their neighbours' buckets from filling, so they get
+    buckets of their own, issued last.
+    """
+    used = [tuple(index for index in unit if index not in facts.idle) for unit in facts.units]
+    idle = [tuple(index for index in unit if index in facts.idle) for unit in facts.units]
+    buckets: list[BucketSpec] = []
+    for units in (idle, used):
+        buckets += fuse(
+            [unit for unit in units if unit],
+            specs,
+            world_size,
+            threshold_bytes=threshold_bytes,
+            num_nearby_units=num_nearby_layers,
+        )
+    buckets.reverse()
+    return tuple(buckets)

@@ -1,0 +1,91 @@
+"""State of pieces, which lie on all ranks, and of whole parameters, as torch keeps it: the one from the other."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from overlap.core.bucket import Slot
+from overlap.state.elementwise import SCALAR_STATE
+from overlap.transport.memory import from_flat, to_flat
+
+__all__ = ["PieceState", "assemble", "is_sliced", "part_of", "same_state", "to_cpu"]
+
+# slot index -> (start, stop within the flattened parameter, state by key)
+PieceState = dict[int, tuple[int, int, dict[str, Any]]]
+
+
+def assemble(slots: list[Slot], parts: Iterable[PieceState], *, whole: bool) -> dict[torch.Tensor, dict[str, Any]]:
+    """Full state, by parameter, from every rank's exported pieces, which are `whole` parameters or slices."""
+    full: dict[torch.Tensor, dict[str, Any]] = {}
+    flats: dict[tuple[int, str], torch.Tensor] = {}
+    for part in parts:
+        for index, (start, stop, state) in part.items():
+            param = slots[index].param
+            target = full.setdefault(param, {})
+            for key, value in state.items():
+                if whole or not is_sliced(key, value, stop - start):
+                    target.setdefault(key, _placed(value, param))
+                    continue
+                flat = flats.get((index, key))
+                if flat is None:
+                    flat = flats[index, key] = torch.zeros(param.numel(), dtype=value.dtype, device=param.device)
+                    target[key] = from_flat(flat, param)
+                flat[start:stop].copy_(value)
+    return full
+
+
+def is_sliced(key: str, value: Any, numel: int) -> bool:
+    """Whether a piece of `numel` elements keeps, under `key`, one value for each of them."""
+    return isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() == numel and key not in SCALAR_STATE
+
+
+def part_of(state: Mapping[str, Any], param: torch.Tensor, start: int, stop: int, *, whole: bool) -> dict[str, Any]:
+    """Copies of what a piece [start, stop) of `param`, or all of it where pieces are `whole`, has of its full `state`."""
+
+    def part(key: str, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return copy.deepcopy(value)
+        if whole:
+            return value.clone()
+        if key in SCALAR_STATE or value.shape != param.shape:
+            return copy.deepcopy(value)
+        return to_flat(value, param)[start:stop].clone()
+
+    return {key: part(key, value) for key, value in state.items()}
+
+
+def same_state(state: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether both have the same keys and values; a NaN is the same as a NaN, and objects that nobody knows are."""
+    return state.keys() == other.keys() and all(_same(value, other[key]) for key, value in state.items())
+
+
+def _same(value: Any, other: Any) -> bool:
+    if type(value) is not type(other):
+        return False
+    if isinstance(value, torch.Tensor):
+        if value.shape != other.shape or value.dtype is not other.dtype:
+            return False
+        other = other.to(value.device)
+        return bool(((value == other) | ((value != value) & (other != other))).all())
+    if isinstance(value, Mapping):
+        return same_state(value, other)
+    if isinstance(value, list | tuple):
+        return len(value) == len(other) and all(map(_same, value, other))
+    if isinstance(value, bool | int | float | complex | str | bytes):
+        return bool(value == other or (value != value and other != other))
+    return True
+
+
+def _placed(value: Any, param: torch.Tensor) -> Any:
+    """A copy where torch keeps it: numbers on the CPU, what has dimensions beside the parameter."""
+    if not isinstance(value, torch.Tensor):
+        return copy.deepcopy(value)
+    return value.to(param.device if value.dim() else value.device, copy=True)
+
+
+def to_cpu(value: Any) -> Any:
+    return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)

@@ -1,0 +1,89 @@
+"""The optimizer's state moves from the pieces of one plan to those of another, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from overlap.core.bucket import Bucket
+from overlap.core.shards import Piece, ShardUpdate
+from overlap.state.pieces import is_sliced
+from overlap.transport.communicator import Communicator
+from overlap.transport.objects import allgather_object
+
+__all__ = ["move_state"]
+
+# slot index -> key -> dtype where every element has a value of its own, else the value itself
+_Outline = dict[int, dict[str, Any]]
+
+
+def move_state(comm: Communicator, order: Iterable[Bucket], old: ShardUpdate, new: ShardUpdate) -> None:
+    """Give the pieces of `new` the state that those of `old`, in the buckets `order`, have on all ranks.
+
+    One bucket's state is whole in memory at a time. On every rank of `comm`, with the same `order`. Whole parameters keep
+    their owners: nothing is sent.
+    """
+    if old.whole:
+        kept = {one.slot.index: state for bucket in order for one, state in old.held(bucket) if state}
+        for one in new.pieces:
+            if one.slot.index in kept:
+                new.put(one, dict(kept[one.slot.index]))
+        return
+    outline = _merged(allgather_object(comm, _outline(old, order)))
+    takers: dict[int, list[Piece]] = {}
+    for one in new.pieces:
+        takers.setdefault(one.slot.index, []).append(one)
+    for bucket in order:
+        states = {slot.index: dict(outline[slot.index]) for slot in bucket.slots if slot.index in outline}
+        kinds = {(key, what): None for state in states.values() for key, what in state.items() if _is_dtype(what)}
+        for key, dtype in kinds:
+            flat = _gathered(comm, bucket, old, key, dtype)
+            for slot, offset in zip(bucket.slots, bucket.spec.offsets, strict=True):
+                if states.get(slot.index, {}).get(key) is dtype:
+                    states[slot.index][key] = flat[offset : offset + slot.param.numel()]
+        for index, state in states.items():
+            for one in takers.get(index, ()):
+                new.put(one, {key: _part(value, one, outline[index][key]) for key, value in state.items()})
+
+
+def _outline(shards: ShardUpdate, order: Iterable[Bucket]) -> _Outline:
+    return {
+        one.slot.index: {
+            key: value.dtype if is_sliced(key, value, one.stop - one.start) else value for key, value in state.items()
+        }
+        for bucket in order
+        for one, state in shards.held(bucket)
+        if state
+    }
+
+
+def _merged(outlines: Iterable[_Outline]) -> _Outline:
+    merged: _Outline = {}
+    for outline in outlines:
+        for index, state in outline.items():
+            merged.setdefault(index, state)
+    return merged
+
+
+def _gathered(comm: Communicator, bucket: Bucket, shards: ShardUpdate, key: str, dtype: torch.dtype) -> torch.Tensor:
+    """One value for every element of the bucket, from all ranks' pieces."""
+    flat = torch.zeros(bucket.spec.padded_numel, dtype=dtype, device=bucket.gradients.device)
+    offsets = dict(zip((slot.index for slot in bucket.slots), bucket.spec.offsets, strict=True))
+    for one, state in shards.held(bucket):
+        value = state.get(key)
+        if isinstance(value, torch.Tensor) and is_sliced(key, value, one.stop - one.start) and value.dtype is dtype:
+            offset = offsets[one.slot.index]
+            flat[offset + one.start : offset + one.stop].copy_(value)
+    comm.all_gather(flat[bucket.own], flat, counts=bucket.shares, label=f"{bucket.label} {key}")
+    return flat
+
+
+def _part(value: Any, one: Piece, what: Any) -> Any:
+    return value[one.start : one.stop].clone() if _is_dtype(what) else copy.deepcopy(value)
+
+
+def _is_dtype(what: Any) -> bool:
+    return isinstance(what, torch.dtype)

@@ -1,0 +1,140 @@
+"""The part of a timeline that hears what communicators are asked to do."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+import comm_core
+from overlap.trace.events import Event, EventMaker
+from overlap.transport.communicator import Communicator, Work
+from overlap.transport.work import arrive
+
+__all__ = ["Operations", "WaitSpan"]
+
+_FIRST_LANE = 1000  # communicator k has the tracks from 1000 (k + 1) on
+
+#: Takes (name, started, ended) of a wait on the calling thread.
+WaitSpan = Callable[[str, float, float], None]
+
+
+class _RecordedWork:
+    """A work whose waits are seen. Its caller cannot tell it from the work itself."""
+
+    __slots__ = ("_on_wait", "_work", "issued")
+
+    def __init__(self, work: Work, on_wait: WaitSpan) -> None:
+        self._work, self._on_wait = work, on_wait
+        self.issued = time.monotonic() - work.seconds
+
+    @property
+    def op(self) -> str:
+        return self._work.op
+
+    @property
+    def nbytes(self) -> int:
+        return self._work.nbytes
+
+    @property
+    def label(self) -> str:
+        return self._work.label
+
+    @property
+    def seconds(self) -> float:
+        return self._work.seconds
+
+    @property
+    def title(self) -> str:
+        return self.op if self.label == self.op else f"{self.op} {self.label}"
+
+    def wait(self, timeout: float | None = None) -> None:
+        self._watched(lambda: self._work.wait(timeout))
+
+    def arrive(self) -> None:
+        self._watched(lambda: arrive(self._work))
+
+    def _watched(self, wait: Callable[[], None]) -> None:
+        if self._work.done():
+            wait()
+            return
+        started = time.monotonic()
+        try:
+            wait()
+        finally:
+            self._on_wait(f"wait {self.title}", started, time.monotonic())
+
+    def done(self) -> bool:
+        return self._work.done()
+
+    def exception(self) -> comm_core.Error | None:
+        return self._work.exception()
+
+    def order_before(self, stream: int) -> None:
+        self._work.order_before(stream)
+
+    def describe(self) -> str:
+        return self._work.describe()
+
+
+class _Channel:
+    """The operations of one communicator. Those in flight together get tracks of their own, as low as possible."""
+
+    def __init__(self, name: str, first_lane: int) -> None:
+        self._name, self._first_lane = name, first_lane
+        self._busy_until: list[float] = []
+        self.queue: deque[_RecordedWork] = deque()  # in order of issue
+
+    def _lane(self, started: float, ended: float) -> int:
+        for lane, until in enumerate(self._busy_until):
+            if until <= started:
+                self._busy_until[lane] = ended
+                return lane
+        self._busy_until.append(ended)
+        return len(self._busy_until) - 1
+
+    def finished(self, make: EventMaker, closing: bool) -> list[Event]:
+        events: list[Event] = []
+        while self.queue and (closing or self.queue[0].done()):
+            work = self.queue.popleft()
+            args: dict[str, object] = {"bytes": work.nbytes, "communicator": self._name}
+            if not work.done():
+                args["unfinished"] = True
+            elif work.exception() is not None:
+                args["failed"] = str(work.exception())
+            ended = work.issued + work.seconds
+            known = len(self._busy_until)
+            lane = self._lane(work.issued, ended)
+            track = self._first_lane + lane
+            if lane == known:
+                events.append(make.track_name(track, f"{self._name}, {lane + 1}"))
+            events.append(make.span(work.title, work.op, track, work.issued, ended, **args))
+        return events
+
+
+class Operations:
+    """Listens to all communicators of this process from construction to :meth:`stop_listening`."""
+
+    def __init__(self, on_wait: WaitSpan) -> None:
+        self._on_wait = on_wait
+        self._channels: dict[str, _Channel] = {}
+        Communicator.listener = self._heard
+
+    def _heard(self, comm: Communicator, work: Work) -> Work:
+        recorded = _RecordedWork(work, self._on_wait)
+        channel = self._channels.get(comm.name)
+        if channel is None:
+            channel = _Channel(comm.name, _FIRST_LANE * (len(self._channels) + 1))
+            self._channels[comm.name] = channel
+        channel.queue.append(recorded)
+        return recorded
+
+    def stop_listening(self) -> None:
+        Communicator.listener = None
+
+    def finished(self, make: EventMaker, *, closing: bool = False) -> list[Event]:
+        """Events of what is done since the last call, each communicator's up to the first that still runs.
+
+        When `closing`, of everything: what still runs is marked as unfinished.
+        """
+        return [event for channel in list(self._channels.values()) for event in channel.finished(make, closing)]

@@ -1,0 +1,148 @@
+"""What carriers ask of CUDA through torch: streams, events, pinned memory. A seam: tests put something else behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+
+from overlap.transport.cuda.work import Moment
+
+__all__ = ["LastUpdate", "Streams", "TorchStreams"]
+
+
+class Streams(Protocol):
+    """The streams of one device. Handles are CUDA's, as integers."""
+
+    #: Type of the tensors that lie there.
+    kind: str
+    #: The device's number.
+    device: int
+    #: The carrier's own stream.
+    side: int
+
+    def current(self) -> int:
+        """The stream of the calling thread's computation."""
+
+    def capturing(self) -> bool:
+        """Whether that stream is being captured into a CUDA graph."""
+
+    def beside(self, compute: Callable[[], None], touched: Sequence[torch.Tensor]) -> None:
+        """Have `compute` enqueue its work on the side stream; `touched` are not reused before that is done."""
+
+    def scratch(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Memory of the side stream's."""
+
+    def mark(self) -> Moment:
+        """After what the side stream was given so far."""
+
+    def pinned(self, like: torch.Tensor) -> torch.Tensor:
+        """Memory of the host that the device can copy to and from, as many elements as `like` has."""
+
+    def fetch(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Copy (host, device) pairs to the host, after what the current stream was given. Blocks until they are there."""
+
+    def bring(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: int | None) -> None:
+        """Copy (device, host) pairs to the device on `stream` (None: the current one). Does not block."""
+
+
+def _stream(handle: int, device: torch.device) -> torch.cuda.Stream:
+    """The stream of that handle. 0 is the default stream, of which ExternalStream would make a new one."""
+    return torch.cuda.ExternalStream(handle, device=device) if handle else torch.cuda.default_stream(device)
+
+
+class _Event:
+    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
+        self._event, self._device = event, device
+
+    def done(self) -> bool:
+        return bool(self._event.query())
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+    def order_before(self, stream: int) -> None:
+        _stream(stream, self._device).wait_event(self._event)
+
+
+class TorchStreams:
+    """Those of a real device."""
+
+    kind = "cuda"
+
+    def __init__(self, device: torch.device) -> None:
+        self._place = device
+        self.device = torch.cuda.current_device() if device.index is None else device.index
+        self._side = torch.cuda.Stream(device, priority=-1)
+        self.side = int(self._side.cuda_stream)
+
+    def current(self) -> int:
+        return int(torch.cuda.current_stream(self._place).cuda_stream)
+
+    def capturing(self) -> bool:
+        return bool(torch.cuda.is_current_stream_capturing())
+
+    def beside(self, compute: Callable[[], None], touched: Sequence[torch.Tensor]) -> None:
+        with torch.cuda.stream(self._side):
+            compute()
+        for tensor in touched:
+            tensor.record_stream(self._side)
+
+    def scratch(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        with torch.cuda.stream(self._side):
+            return torch.empty(numel, dtype=dtype, device=self._place)
+
+    def mark(self) -> Moment:
+        event = torch.cuda.Event()
+        event.record(self._side)
+        return _Event(event, self._place)
+
+    def pinned(self, like: torch.Tensor) -> torch.Tensor:
+        return torch.empty(like.numel(), dtype=like.dtype, pin_memory=True, device="cpu")
+
+    def fetch(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        for host, there in pairs:
+            host.copy_(there, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._place))
+        event.synchronize()
+
+    def bring(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: int | None) -> None:
+        chosen = torch.cuda.current_stream(self._place) if stream is None else _stream(stream, self._place)
+        with torch.cuda.stream(chosen):
+            for there, host in pairs:
+                there.copy_(host, non_blocking=True)
+                there.record_stream(chosen)  # who lets go of it meanwhile may use another stream
+
+
+class LastUpdate:
+    """When values on a device were last written, for a thread that reads them beside the computation.
+
+    [Note: questions pass a blocked stream] A rank that answers for its share of the state may have its stream waiting for a
+    reduction, which the asking rank issues only after the answer. So the answer is read on a stream that follows the last
+    update and nothing behind it.
+    """
+
+    def __init__(self) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._place: torch.device | None = None
+
+    def note(self, written: torch.Tensor) -> None:
+        """`written` was, on the current stream. Nothing to do for memory of the host."""
+        if written.is_cuda:
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(written.device))
+            self._event, self._place = event, written.device
+
+    @contextmanager
+    def seen(self) -> Iterator[None]:
+        """Copies to the host, which have to be awaited inside, see what was written."""
+        if self._event is None:
+            yield
+            return
+        stream = torch.cuda.Stream(self._place)
+        stream.wait_event(self._event)
+        with torch.cuda.stream(stream):
+            yield

@@ -1,0 +1,101 @@
+"""Operations on tensors of a device: what their caller waits with, and for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import comm_core
+from overlap.transport.work import Work
+
+__all__ = ["Moment", "NcclWork", "StagedWork"]
+
+
+class Moment(Protocol):
+    """A place in a stream."""
+
+    def done(self) -> bool:
+        """Whether the device has passed it."""
+
+    def wait(self) -> None:
+        """Block until it has."""
+
+    def order_before(self, stream: int) -> None:
+        """Make what is enqueued on `stream` from now on run after it."""
+
+
+class NcclWork:
+    """An operation over NCCL, and what the device makes of its result afterwards, which ends at `moment`."""
+
+    def __init__(
+        self, work: Work, moment: Moment | None, current: Callable[[], int], title: tuple[str, str, int]
+    ) -> None:
+        self.op, self.label, self.nbytes = title
+        self._work, self._moment, self._current = work, moment, current
+
+    @property
+    def seconds(self) -> float:
+        return self._work.seconds
+
+    def arrive(self) -> None:
+        """Let what this thread's stream is given next see the result; the host goes on."""
+        self.order_before(self._current())
+
+    def wait(self, timeout: float | None = None) -> None:
+        self._work.wait(timeout)
+        if self._moment is not None:
+            self._moment.wait()
+
+    def done(self) -> bool:
+        return self._work.done() and (self._moment is None or self._moment.done())
+
+    def exception(self) -> comm_core.Error | None:
+        return self._work.exception()
+
+    def order_before(self, stream: int) -> None:
+        (self._work if self._moment is None else self._moment).order_before(stream)
+
+    def describe(self) -> str:
+        return self._work.describe()
+
+
+class StagedWork:
+    """An operation of the host's on copies, whose results are carried to the device by `land`, called once.
+
+    Whoever arrives, waits or orders first carries them; so somebody has to.
+    """
+
+    def __init__(self, work: Work, land: Callable[[int | None], None]) -> None:
+        self.op, self.label, self.nbytes = work.op, work.label, work.nbytes
+        self._work, self._land = work, land
+        self._landed = False
+
+    @property
+    def seconds(self) -> float:
+        return self._work.seconds
+
+    def _carry(self, stream: int | None) -> None:
+        if not self._landed:
+            self._landed = True
+            self._land(stream)
+
+    def arrive(self) -> None:
+        """Wait for the host's part, and let what this thread's stream is given next see the result."""
+        self.wait()
+
+    def wait(self, timeout: float | None = None) -> None:
+        self._work.wait(timeout)
+        self._carry(None)
+
+    def done(self) -> bool:
+        return self._work.done()
+
+    def exception(self) -> comm_core.Error | None:
+        return self._work.exception()
+
+    def order_before(self, stream: int) -> None:
+        self._work.wait()
+        self._carry(stream)
+
+    def describe(self) -> str:
+        return self._work.describe()

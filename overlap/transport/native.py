@@ -1,0 +1,227 @@
+"""Tensors over comm_core: the communicator of a job started by mpirun, and of a process alone.
+
+The only place that takes a tensor's address. comm_core keeps the tensor alive, as the owner of its buffer, until the
+operation is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+import comm_core
+from comm_core import Buffer, DType, ReduceOp
+from overlap.transport.communicator import Communicator, Start, Wide, Work
+from overlap.transport.requests import (
+    Exchange,
+    all_gather_request,
+    all_reduce_request,
+    all_to_all_request,
+    broadcast_request,
+    check_wide,
+    message_request,
+    reduce_request,
+    reduce_scatter_request,
+)
+
+#: What comm_core calls torch's types.
+DTYPES = {
+    torch.float16: DType.FLOAT16,
+    torch.bfloat16: DType.BFLOAT16,
+    torch.float32: DType.FLOAT32,
+    torch.float64: DType.FLOAT64,
+    torch.int8: DType.INT8,
+    torch.int16: DType.INT16,
+    torch.int32: DType.INT32,
+    torch.int64: DType.INT64,
+    torch.uint8: DType.UINT8,
+    torch.bool: DType.BOOL,
+}
+
+
+class NativeCommunicator(Communicator):
+    """A `comm_core.Communicator` that takes tensors."""
+
+    def __init__(self, core: Any) -> None:
+        self._core = core
+
+    @property
+    def core(self) -> Any:
+        """The comm_core communicator below."""
+        return self._core
+
+    @property
+    def rank(self) -> int:
+        return int(self._core.rank)
+
+    @property
+    def size(self) -> int:
+        return int(self._core.size)
+
+    @property
+    def backend(self) -> str:
+        return str(self._core.backend)
+
+    @property
+    def name(self) -> str:
+        return str(self._core.name)
+
+    def reduce_scatter_init(
+        self,
+        send: torch.Tensor,
+        recv: torch.Tensor,
+        op: ReduceOp = ReduceOp.SUM,
+        *,
+        counts: Sequence[int] | None = None,
+        wide: Wide | None = None,
+        label: str = "",
+    ) -> Start:
+        request = reduce_scatter_request(self.rank, self.size, send, recv, op, counts)
+        source = _readable(request.send) if wide is None else _writable(request.send)
+        rest = {"counts": request.send_counts, "label": label, **_beside("reduce_scatter", wide, request)}
+        return self._persistent(self._core.reduce_scatter_init(source, _writable(request.recv), op, **rest))
+
+    def all_gather_init(
+        self,
+        send: torch.Tensor,
+        recv: torch.Tensor,
+        *,
+        counts: Sequence[int] | None = None,
+        wide: Wide | None = None,
+        label: str = "",
+    ) -> Start:
+        request = all_gather_request(self.rank, self.size, send, recv, counts)
+        source = _readable(request.send) if wide is None else _writable(request.send)
+        rest = {"counts": request.recv_counts, "label": label, **_beside("all_gather", wide, request)}
+        return self._persistent(self._core.all_gather_init(source, _writable(request.recv), **rest))
+
+    def all_reduce_init(
+        self, send: torch.Tensor, recv: torch.Tensor, op: ReduceOp = ReduceOp.SUM, *, label: str = ""
+    ) -> Start:
+        request = all_reduce_request(send, recv, op)
+        source, target = _readable(request.send), _writable(request.recv)
+        return self._persistent(self._core.all_reduce_init(source, target, op, label=label))
+
+    def _persistent(self, operation: comm_core.Persistent) -> Start:
+        start = operation.start
+        return lambda: self._issued(start())
+
+    def broadcast_async(self, tensor: torch.Tensor, root: int = 0, *, label: str = "") -> Work:
+        return self._issued(
+            self._core.broadcast_async(_writable(broadcast_request(self.size, tensor, root)), root, label=label)
+        )
+
+    def reduce_async(
+        self,
+        send: torch.Tensor,
+        recv: torch.Tensor | None,
+        op: ReduceOp = ReduceOp.SUM,
+        root: int = 0,
+        *,
+        label: str = "",
+    ) -> Work:
+        source, target = reduce_request(self.rank, self.size, send, recv, op, root)
+        into = None if target is None else _writable(target)
+        return self._issued(self._core.reduce_async(_readable(source), into, op, root, label=label))
+
+    def all_to_all_async(
+        self,
+        send: torch.Tensor,
+        recv: torch.Tensor,
+        *,
+        send_counts: Sequence[int] | None = None,
+        recv_counts: Sequence[int] | None = None,
+        label: str = "",
+    ) -> Work:
+        request = all_to_all_request(self.rank, self.size, send, recv, send_counts, recv_counts)
+        return self._issued(
+            self._core.all_to_all_async(
+                _readable(request.send),
+                _writable(request.recv),
+                send_counts=request.send_counts,
+                recv_counts=request.recv_counts,
+                label=label,
+            )
+        )
+
+    def send_async(self, tensor: torch.Tensor, peer: int, tag: int = 0, *, label: str = "") -> Work:
+        flat = message_request("send", self.rank, self.size, tensor, peer, tag)
+        return self._issued(self._core.send_async(_readable(flat), peer, tag, label=label))
+
+    def recv_async(self, tensor: torch.Tensor, peer: int, tag: int = 0, *, label: str = "") -> Work:
+        flat = message_request("recv", self.rank, self.size, tensor, peer, tag)
+        return self._issued(self._core.recv_async(_writable(flat), peer, tag, label=label))
+
+    def barrier_async(self, *, label: str = "") -> Work:
+        return self._issued(self._core.barrier_async(label=label))
+
+    def split(self, color: int | None, key: int = 0) -> NativeCommunicator | None:
+        self.issued += 1
+        part = self._core.split(color, key)
+        return None if part is None else NativeCommunicator(part)
+
+    def post(self, peer: int, payload: bytes) -> Work:
+        return self._core.post(peer, payload)
+
+    def receive_post(self, timeout: float | None) -> tuple[int, bytes] | None:
+        return self._core.receive_post(timeout)
+
+    def pending(self) -> list[Work]:
+        return list(self._core.pending())
+
+    def abort(self, code: int) -> None:
+        comm_core.abort(code)
+
+    def abandon(self) -> None:
+        self._core.abandon()
+
+    def close(self) -> None:
+        self._core.close()
+
+
+def differ(rounded: torch.Tensor, exact: torch.Tensor) -> bool:
+    """Whether some element of `rounded`, fp16 or bf16, is another number than that of `exact`, fp32. A NaN always is.
+
+    Flat tensors of one size on the CPU.
+    """
+    return comm_core.differ(_readable(rounded), _readable(exact))
+
+
+def copy_plus_zero(target: torch.Tensor, source: torch.Tensor) -> None:
+    """``target = source + 0.0``, which turns -0.0 into +0.0. Autograd does not hear of it, nor `target`'s version.
+
+    Real floating-point tensors of one type, shape and strides on the CPU, without gaps between their elements.
+    """
+    comm_core.copy_plus_zero(target.data_ptr(), source.data_ptr(), target.numel(), DTYPES[target.dtype])
+
+
+def take_samples(kept: torch.Tensor, source: torch.Tensor, places: torch.Tensor) -> None:
+    """``kept[i] = source[places[i]]``: flat tensors on the CPU, two of one type and int64."""
+    comm_core.take_samples(*_sampled(kept, source, places))
+
+
+def changed_sample(kept: torch.Tensor, source: torch.Tensor, places: torch.Tensor) -> int | None:
+    """The first i where ``source[places[i]]`` is not ``kept[i]`` bit for bit; see :func:`take_samples`."""
+    found = comm_core.changed_sample(*_sampled(kept, source, places))
+    return None if found < 0 else found
+
+
+def _sampled(kept: torch.Tensor, source: torch.Tensor, places: torch.Tensor) -> tuple[int, int, int, int, int]:
+    return kept.data_ptr(), source.data_ptr(), places.data_ptr(), places.numel(), source.element_size()
+
+
+def _beside(what: str, wide: Wide | None, request: Exchange) -> dict[str, Buffer]:
+    if wide is None:
+        return {}
+    check_wide(what, wide.send, wide.recv, request.send, request.recv)
+    return {"wide_send": _readable(wide.send), "wide_recv": _writable(wide.recv)}
+
+
+def _readable(flat: torch.Tensor) -> Buffer:
+    return Buffer(flat.data_ptr(), flat.numel(), DTYPES[flat.dtype], readonly=True, owner=flat)
+
+
+def _writable(flat: torch.Tensor) -> Buffer:
+    return Buffer(flat.data_ptr(), flat.numel(), DTYPES[flat.dtype], owner=flat)

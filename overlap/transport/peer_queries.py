@@ -1,0 +1,143 @@
+"""Questions between ranks that need no matching call: one thread answers them whatever the main thread does.
+
+It is how rank 0 alone can ask the others for their share of the optimizer state, and how a rank that waits can learn
+what the others are doing. Letters are plain data (`overlap.transport.encoding`). Handlers run on the mailroom's thread and must not
+issue collectives.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import struct
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Any
+
+from overlap.transport.communicator import Communicator
+from overlap.transport.encoding import decode, encode
+
+__all__ = ["Mailroom", "NoAnswer"]
+
+log = logging.getLogger("dear")
+
+_LENGTH = struct.Struct("<Q")
+_WAIT_SECONDS = 3600.0  # in one receive; close() wakes the thread with a letter to itself
+_JOIN_SECONDS = 5.0
+
+
+class NoAnswer(RuntimeError):
+    """A rank did not answer in time, or answered that it could not."""
+
+
+class Mailroom:
+    """Ask any rank a named question; answer the questions of others. World of one: nobody to ask."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self._handlers: dict[str, Callable[[int, Any], Any]] = {}
+        self._answers: dict[int, Future[Any]] = {}
+        self._numbers = itertools.count()
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+        if comm.size > 1:
+            self._thread = threading.Thread(target=self._run, name="dear-mailroom", daemon=True)
+            self._thread.start()
+
+    def on(self, topic: str, handler: Callable[[int, Any], Any]) -> None:
+        """Answer questions on `topic` with ``handler(asking rank, question)``; an exception travels back as text."""
+        self._handlers[topic] = handler
+
+    def off(self, topic: str) -> None:
+        """Nobody will ask about `topic`, or anything below it (``topic/…``), any more."""
+        for name in [name for name in self._handlers if name == topic or name.startswith(f"{topic}/")]:
+            self._handlers.pop(name, None)
+
+    def ask(self, rank: int, topic: str, question: Any = None) -> Future[Any]:
+        """Post a question; the future holds the answer, or :class:`NoAnswer`."""
+        number = next(self._numbers)
+        letter = _letter("ask", number, topic, question)
+        future: Future[Any] = Future()
+        self._answers[number] = future
+        self._comm.post(rank, letter)
+        return future
+
+    def tell(self, rank: int, topic: str, news: Any = None) -> None:
+        """Post something that needs no answer."""
+        self._comm.post(rank, _letter("tell", 0, topic, news))
+
+    @staticmethod
+    def wait(future: Future[Any], rank: int, topic: str, timeout: float | None) -> Any:
+        try:
+            return future.result(timeout)
+        except FutureTimeout:
+            raise NoAnswer(f"rank {rank} did not answer {topic!r} within {timeout:g} s") from None
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            try:
+                letter = self._comm.receive_post(_WAIT_SECONDS)
+            except Exception as error:  # the communicator was closed or failed: nobody can write to us any more
+                if not self._closing.is_set():
+                    log.warning("rank %d: mailroom stopped: %s", self._comm.rank, error)
+                return
+            if letter is None:
+                continue
+            try:
+                self._open(*letter)
+            except Exception as error:  # of this letter: the next ones can be read
+                log.warning(
+                    "rank %d: mailroom passed over a letter of rank %d: %s: %s",
+                    self._comm.rank,
+                    letter[0],
+                    type(error).__name__,
+                    error,
+                )
+
+    def _open(self, sender: int, payload: bytes) -> None:
+        (length,) = _LENGTH.unpack_from(payload)
+        kind, number, topic = decode(payload[_LENGTH.size : _LENGTH.size + length])
+        content = payload[_LENGTH.size + length :]
+        if kind == "wake":
+            return
+        if kind == "answer":
+            self._take(sender, number, topic, content)
+            return
+        try:
+            asked = decode(content)
+            handler = self._handlers.get(topic)
+            if handler is None:
+                raise LookupError(f"no handler for {topic!r}")
+            reply = _letter("answer", number, topic, (True, handler(sender, asked)))
+        except Exception as error:  # of the handler, or of what it was to read or send: the thread has others to answer
+            log.debug("rank %d: %s %r of rank %d", self._comm.rank, kind, topic, sender, exc_info=True)
+            reply = _letter("answer", number, topic, (False, f"{type(error).__name__}: {error}"))
+        if kind == "ask":
+            self._comm.post(sender, reply)
+
+    def _take(self, sender: int, number: int, topic: str, content: bytes) -> None:
+        future = self._answers.pop(number, None)
+        if future is None:
+            return
+        try:
+            good, value = decode(content)
+        except Exception as error:
+            good, value = False, f"its answer cannot be read here: {type(error).__name__}: {error}"
+        if good:
+            future.set_result(value)
+        else:
+            future.set_exception(NoAnswer(f"rank {sender} could not answer {topic!r}: {value}"))
+
+    def close(self) -> None:
+        self._closing.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._comm.post(self._comm.rank, _letter("wake", 0, "", None))
+            self._thread.join(_JOIN_SECONDS)
+
+
+def _letter(kind: str, number: int, topic: str, content: Any) -> bytes:
+    """What it is about comes first, by itself: that can be read where the content cannot."""
+    envelope = encode((kind, number, topic))
+    return b"".join([_LENGTH.pack(len(envelope)), envelope, encode(content)])

@@ -1,0 +1,1 @@
+"""Rings over torch.distributed's messages, for jobs that torchrun starts."""

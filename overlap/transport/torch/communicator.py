@@ -1,0 +1,264 @@
+"""The communicator of a job started by torchrun: our rings over torch.distributed's messages, no MPI needed."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+
+import comm_core
+from comm_core import ReduceOp
+from overlap.transport.checks import check_average, check_rank, check_timeout
+from overlap.transport.communicator import Communicator, Start, Wide, Work
+from overlap.transport.forks import Origin
+from overlap.transport.memory import narrow_summands
+from overlap.transport.requests import (
+    Exchange,
+    all_gather_request,
+    all_reduce_request,
+    all_to_all_request,
+    broadcast_request,
+    check_wide,
+    message_request,
+    reduce_request,
+    reduce_scatter_request,
+)
+from overlap.transport.torch.gloo import Link
+from overlap.transport.torch.mailbox import OwnMailbox, StoreMailbox
+from overlap.transport.torch.messages import LooseMessages
+from overlap.transport.torch.rendezvous import Rendezvous, join_world
+from overlap.transport.torch.routes import Routes
+from overlap.transport.torch.stages import Local, Stage, StagedTask
+from overlap.transport.torch.worker_thread import PendingWork, Strand
+
+__all__ = ["ProcessGroupCommunicator", "connect"]
+
+_sessions = itertools.count()
+_COLLECTIVE_TAGS = 1024  # user tags lie below, in a context of their own
+
+
+def connect() -> ProcessGroupCommunicator:
+    """The communicator of all ranks of torchrun's job; joins torch.distributed first where the script did not."""
+    session = next(_sessions)
+    created = not dist.is_initialized()
+    if created:
+        join_world(session)
+    meeting = Rendezvous(dist.distributed_c10d._get_default_store(), session)
+    return ProcessGroupCommunicator(meeting, dist.get_rank(), dist.get_world_size(), owns_world=created)
+
+
+class ProcessGroupCommunicator(Communicator):
+    """Collectives over gloo contexts of our own; their ranks find each other at `meeting`."""
+
+    def __init__(
+        self, meeting: Rendezvous, rank: int, size: int, *, name: str = "world", owns_world: bool = False
+    ) -> None:
+        self._rank, self._size, self._name = rank, size, name
+        self._meeting = meeting
+        self._store = meeting.connect(name)  # others may be set up meanwhile, on other threads, which block theirs
+        self._owns_world, self._origin = owns_world, Origin()
+        self._routes = Routes(rank, size)
+        self._link = self._new_link("collectives")
+        self._messages = LooseMessages(self._new_link("messages"))
+        self._strand = Strand(f"dear-{name}")
+        self._mailbox = StoreMailbox(meeting, f"{name}/mail", rank) if size > 1 else OwnMailbox()
+        self._numbers, self._splits = itertools.count(), itertools.count()
+        self._closed = False
+
+    def _new_link(self, purpose: str) -> Link:
+        return Link(PrefixStore(purpose, self._store), self._rank, self._size)
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    @property
+    def backend(self) -> str:
+        return "gloo"
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def _check_usable(self) -> None:
+        self._origin.require()
+        if self._closed:
+            raise comm_core.InvalidUsage(f"communicator {self._name} is closed")
+
+    # - Collectives: stages, run one after the other by the strand
+
+    def _issue(self, kind: str, label: str, nbytes: int, stages: Callable[[], Sequence[Stage]]) -> Work:
+        self._check_usable()
+        tag = _COLLECTIVE_TAGS + next(self._numbers) % _COLLECTIVE_TAGS
+        work = PendingWork(kind, label, self._rank, self._size, nbytes)
+        return self._issued(self._strand.submit(work, StagedTask(self._link, tag, stages)))
+
+    def _init(
+        self,
+        kind: str,
+        label: str,
+        nbytes: int,
+        stages: Callable[[], Sequence[Stage]],
+        first: Callable[[], object] | None = None,
+    ) -> Start:
+        """`first` is done by whoever issues the operation."""
+
+        def start() -> Work:
+            if first is not None:
+                first()
+            return self._issue(kind, label, nbytes, stages)
+
+        return start
+
+    def reduce_scatter_init(
+        self,
+        send: torch.Tensor,
+        recv: torch.Tensor,
+        op: ReduceOp = ReduceOp.SUM,
+        *,
+        counts: Sequence[int] | None = None,
+        wide: Wide | None = None,
+        label: str = "",
+    ) -> Start:
+        check_average("reduce_scatter", op, send)
+        request = reduce_scatter_request(self._rank, self._size, send, recv, op, counts)
+        stage = self._routes.reduce_scatter(request.send, request.recv, request.send_counts, op)
+        first, last = _narrow("reduce_scatter", wide, request, narrow_summands)
+        return self._init("reduce_scatter", label, request.send.nbytes, lambda: [stage(), *last], first)
+
+    def all_gather_init(
+        self,
+        send: torch.Tensor,
+        recv: torch.Tensor,
+        *,
+        counts: Sequence[int] | None = None,
+        wide: Wide | None = None,
+        label: str = "",
+    ) -> Start:
+        request = all_gather_request(self._rank, self._size, send, recv, counts)
+        stage = self._routes.all_gather(request.send, request.recv, request.recv_counts)
+        first, last = _narrow("all_gather", wide, request, torch.Tensor.copy_)
+        return self._init("all_gather", label, request.recv.nbytes, lambda: [stage(), *last], first)
+
+    def all_reduce_init(
+        self, send: torch.Tensor, recv: torch.Tensor, op: ReduceOp = ReduceOp.SUM, *, label: str = ""
+    ) -> Start:
+        check_average("all_reduce", op, send)
+        request = all_reduce_request(send, recv, op)
+        return self._init(
+            "all_reduce", label, request.recv.nbytes, lambda: self._routes.all_reduce(request.send, request.recv, op)
+        )
+
+    def broadcast_async(self, tensor: torch.Tensor, root: int = 0, *, label: str = "") -> Work:
+        flat = broadcast_request(self._size, tensor, root)
+        stage = self._routes.broadcast(flat, root)
+        return self._issue("broadcast", label, flat.nbytes, lambda: [stage()])
+
+    def reduce_async(
+        self,
+        send: torch.Tensor,
+        recv: torch.Tensor | None,
+        op: ReduceOp = ReduceOp.SUM,
+        root: int = 0,
+        *,
+        label: str = "",
+    ) -> Work:
+        check_average("reduce", op, send)
+        source, target = reduce_request(self._rank, self._size, send, recv, op, root)
+        return self._issue("reduce", label, source.nbytes, lambda: self._routes.reduce(source, target, op, root))
+
+    def all_to_all_async(
+        self,
+        send: torch.Tensor,
+        recv: torch.Tensor,
+        *,
+        send_counts: Sequence[int] | None = None,
+        recv_counts: Sequence[int] | None = None,
+        label: str = "",
+    ) -> Work:
+        request = all_to_all_request(self._rank, self._size, send, recv, send_counts, recv_counts)
+        stage = self._routes.all_to_all(request.send, request.recv, request.send_counts, request.recv_counts)
+        return self._issue("all_to_all", label, request.send.nbytes, lambda: [stage])
+
+    def barrier_async(self, *, label: str = "") -> Work:
+        token = torch.zeros(1, dtype=torch.uint8, device="cpu")
+        return self._issue("barrier", label, 0, lambda: self._routes.all_reduce(token, token, ReduceOp.MAX))
+
+    # - Messages
+
+    def send_async(self, tensor: torch.Tensor, peer: int, tag: int = 0, *, label: str = "") -> Work:
+        self._check_usable()
+        flat = message_request("send", self._rank, self._size, tensor, peer, tag)
+        return self._issued(self._messages.send(flat, peer, tag, label))
+
+    def recv_async(self, tensor: torch.Tensor, peer: int, tag: int = 0, *, label: str = "") -> Work:
+        self._check_usable()
+        flat = message_request("recv", self._rank, self._size, tensor, peer, tag)
+        return self._issued(self._messages.recv(flat, peer, tag, label))
+
+    # - The rest
+
+    def split(self, color: int | None, key: int = 0) -> ProcessGroupCommunicator | None:
+        wish = torch.tensor([color is not None, color or 0, key], dtype=torch.int64, device="cpu")
+        wishes = torch.empty(3 * self._size, dtype=torch.int64, device="cpu")
+        self.all_gather(wish, wishes)
+        number = next(self._splits)
+        if color is None:
+            return None
+        rows = wishes.view(-1, 3).tolist()
+        members = sorted((row[2], rank) for rank, row in enumerate(rows) if row[0] and row[1] == color)
+        ranks = [rank for _, rank in members]
+        name = f"{self._name}/{number}.{color}"
+        return ProcessGroupCommunicator(self._meeting, ranks.index(self._rank), len(ranks), name=name)
+
+    def post(self, peer: int, payload: bytes) -> Work:
+        check_rank("post", "peer", peer, self._size)
+        self._check_usable()
+        work = PendingWork("post", "", self._rank, self._size, len(payload))
+        self._mailbox.post(peer, payload)
+        work.finish()
+        return work
+
+    def receive_post(self, timeout: float | None) -> tuple[int, bytes] | None:
+        limit = check_timeout("receive_post", timeout)
+        self._check_usable()
+        return self._mailbox.receive(limit)
+
+    def pending(self) -> list[Work]:
+        return [*self._strand.pending(), *self._messages.pending()]
+
+    def abort(self, code: int) -> None:
+        os._exit(code)  # torchrun ends the other ranks
+
+    def abandon(self) -> None:
+        if self._origin.elsewhere:
+            return
+        self._link.tear_down()
+
+    def close(self) -> None:
+        if self._closed or self._origin.elsewhere:
+            return
+        self._closed = True
+        self._strand.close()
+        self._link.close()
+        self._messages.close()
+        if self._owns_world and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _narrow(
+    what: str, wide: Wide | None, request: Exchange, narrow: Callable[[torch.Tensor, torch.Tensor], object]
+) -> tuple[Callable[[], object] | None, list[Stage]]:
+    """What rounds into what is sent, and what is to be done in the end."""
+    if wide is None:
+        return None, []
+    check_wide(what, wide.send, wide.recv, request.send, request.recv)
+    return lambda: narrow(request.send, wide.send), [Local(lambda: wide.recv.copy_(request.recv))]
