@@ -12,20 +12,19 @@ from bytescheduler_adapter.dispatcher import Part
 from bytescheduler_adapter.dispatchers import Dispatchers, Lease
 from bytescheduler_adapter.schedule import partitions, plan_buckets
 from overlap.core.bucket import Bucket
-from overlap.core.observer import Facts
-from overlap.core.strategy import Plan, Strategy
-from overlap.core.updates import Updates
-from overlap.features.tuning import tune as start_tuning
-from overlap.horovod.compression import NoneCompressor
-from overlap.horovod.process_set import ProcessSet, global_process_set
+from overlap.core.strategy import Strategy
+from overlap.job.process_set import ProcessSet, global_process_set
 from overlap.job.session import current
 from overlap.optimizer.arguments import HorovodArguments
 from overlap.optimizer.distributed import DistributedOptimizer as Shell
 from overlap.optimizer.start import agree_on_strategy
+from overlap.optimizer.tuning import tune as start_tuning
 from overlap.plan.partition import TensorSpec
+from overlap.plan.plan import Facts, Plan, Updates
 from overlap.plan.tuning.options import Tuning
 from overlap.plan.tuning.space import Dimension, Setting
 from overlap.transport.communicator import Communicator, ReduceOp
+from overlap.transport.compression import NoneCompressor
 from overlap.transport.objects import agree
 
 __all__ = ["ByteScheduler", "DistributedOptimizer"]
@@ -126,7 +125,8 @@ def DistributedOptimizer(
         credit_mb: a partition is issued while fewer MB than this are under way; less credit preempts sooner, more keeps
             the wire busier. Two partitions by default: one on the wire, one behind it. Rank 0's counts.
         tune: True or ``Tuning(...)`` searches both while training goes on; see :class:`overlap.plan.tuning.options.Tuning`.
-        shell: ``elementwise=None, sync_start=True, poison=None`` of :class:`overlap.optimizer.distributed.DistributedOptimizer`.
+        shell: ``elementwise=None, sync_start=True, poison=None`` of
+            :class:`overlap.optimizer.distributed.DistributedOptimizer`.
     """
     arguments = HorovodArguments.of(locals())
     if process_set is not global_process_set:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from overlap.core.observer import Facts
-from overlap.core.strategy import Plan
 from overlap.plan.partition import ALIGNMENT_BYTES, TensorSpec, fuse, round_up
+from overlap.plan.plan import Facts, Plan
 
 __all__ = ["partitions", "plan_buckets"]
 

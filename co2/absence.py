@@ -39,7 +39,7 @@ class Absence:
             self.refuse(event)
 
     def refuse(self, event: int) -> None:
-        """Raise :class:`overlap.features.join.CannotJoin`, there too, if ranks have joined without a part in event `event`."""
+        """Raise :class:`CannotJoin`, there too, if ranks have joined without a part in event `event`."""
         joined = self._roll.joined(self.topic)
         missing = sorted(rank for rank, since in joined.items() if since <= event)
         if missing:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from overlap.core.lanes import Lanes
 from overlap.job.groups import Membership
 from overlap.job.session import Session
 from overlap.transport.objects import allgather_object
@@ -30,5 +29,5 @@ def node_groups(session: Session, nprocs: int | None) -> Membership:
         everyone, comm = session.channels.lease(2)
     else:
         everyone, comm = *session.channels.lease(1), *session.channels.lease(1, colors)
-    lane = Lanes([comm])
+    lane = (comm,)
     return Membership(lane, lane, members, everyone)

@@ -21,7 +21,7 @@ class Inquiry:
         self._mailroom, self._topic, self._others = mailroom, topic, list(others)
 
     def ask(self, events: int) -> list[Shares]:
-        """Their shares after so many events. Raises :class:`overlap.transport.peer_queries.NoAnswer` if one does not come."""
+        """Their shares after so many events. Raises :class:`NoAnswer` if one does not come."""
         deadline = time.monotonic() + _ANSWER_SECONDS
         found: list[Shares] = []
         missing = self._others

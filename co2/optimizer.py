@@ -16,18 +16,19 @@ from co2.groups import check_nprocs, node_groups
 from co2.rounds import Rounds
 from co2.tenure import Tenure
 from overlap.core.bucket import Bucket
-from overlap.core.observer import Facts
 from overlap.core.persistent import all_reduce
-from overlap.core.strategy import Plan, Strategy
-from overlap.horovod.compression import NoneCompressor
-from overlap.horovod.process_set import ProcessSet, global_process_set
+from overlap.core.strategy import Strategy
+from overlap.features.join import roll_of
+from overlap.job.process_set import ProcessSet, global_process_set
 from overlap.job.session import Session, current
 from overlap.optimizer.arguments import HorovodArguments
 from overlap.optimizer.distributed import DistributedOptimizer as Shell
 from overlap.optimizer.start import agree_on_strategy
 from overlap.plan.partition import TensorSpec, fuse
+from overlap.plan.plan import Facts, Plan
 from overlap.transport.broadcast import broadcast_tensors
 from overlap.transport.communicator import Communicator, ReduceOp
+from overlap.transport.compression import NoneCompressor
 
 __all__ = ["Co2", "Co2Optimizer", "DistributedOptimizer"]
 
@@ -94,7 +95,7 @@ class Co2Optimizer(Shell):
         super().__init__(optimizer, named_parameters, strategy, arguments, groups_of=groups, **shell)
         self._broadcast_buffers = broadcast_buffers
         topic = session.registry.topic_of(self)
-        absence = Absence(session.roll, f"{topic}/outer", range(session.comm.size), self._engine.attendance.ranks)
+        absence = Absence(roll_of(session), f"{topic}/outer", range(session.comm.size), self._engine.attendance.ranks)
         self._rounds = _make_rounds(session, self._everyone, self._engine.slots, calendar, rule, absence, topic)
 
     @property
@@ -175,7 +176,7 @@ def _make_rounds(
     topic: str,
 ) -> Rounds:
     rounds = Rounds(comm, slots, calendar, rule, absence, session.mailroom)
-    session.roll.enroll(absence)
+    roll_of(session).enroll(absence)
     session.registry.add_owner(topic, Tenure(rounds, session.control))
     departure = session.services.setdefault("co2", Departure(session.control))
     assert isinstance(departure, Departure), "nobody else has that name"
@@ -229,7 +230,8 @@ def DistributedOptimizer(
             those of one host, or each rank by itself where all are on one.
         broadcast_buffers: ``average_parameters()`` gives every rank rank 0's buffers. They are local otherwise, and of
             parameters given without a module nobody knows any.
-        shell: ``elementwise=None, sync_start=True, poison=None`` of :class:`overlap.optimizer.distributed.DistributedOptimizer`.
+        shell: ``elementwise=None, sync_start=True, poison=None`` of
+            :class:`overlap.optimizer.distributed.DistributedOptimizer`.
     """
     arguments = HorovodArguments.of(locals())
     agree_on_strategy("co2")

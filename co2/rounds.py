@@ -161,7 +161,7 @@ class Rounds:
         self._flight = Flight(lambda: self._courier.carry(parts, sent, idle))
 
     def arrive(self, *, in_step: bool = False) -> None:
-        """Wait for the round on its way. Raises :class:`overlap.features.join.CannotJoin` if a rank has joined meanwhile."""
+        """Wait for the round on its way. Raises :class:`CannotJoin` if a rank has joined meanwhile."""
         flight = self._flight
         if flight is None:
             return

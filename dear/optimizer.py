@@ -12,22 +12,21 @@ import torch
 
 from dear.schedule import plan_buckets
 from overlap.core.bucket import Bucket
-from overlap.core.observer import Facts
 from overlap.core.persistent import all_gather, all_reduce, reduce_scatter
-from overlap.core.strategy import Plan, Strategy
-from overlap.core.updates import Updates
-from overlap.features.tuning import tune as start_tuning
-from overlap.horovod.compression import NoneCompressor
-from overlap.horovod.process_set import ProcessSet, global_process_set
+from overlap.core.strategy import Strategy
+from overlap.job.process_set import ProcessSet, global_process_set
 from overlap.job.session import current
 from overlap.optimizer.arguments import HorovodArguments
 from overlap.optimizer.distributed import DistributedOptimizer as Shell
 from overlap.optimizer.start import agree_on_strategy
+from overlap.optimizer.tuning import tune as start_tuning
 from overlap.plan.fusion import limits, trained_bytes
 from overlap.plan.partition import TensorSpec
+from overlap.plan.plan import Facts, Plan, Updates
 from overlap.plan.tuning.options import Tuning
 from overlap.plan.tuning.space import Dimension, Setting
 from overlap.transport.communicator import Communicator, ReduceOp
+from overlap.transport.compression import NoneCompressor
 
 __all__ = ["Dear", "DistributedOptimizer"]
 
@@ -184,7 +183,8 @@ def DistributedOptimizer(
         strategy: ``"dear"``, or the name of another strategy's package (``"wfbp"``, ``"mgwfbp"``,
             ``"bytescheduler_adapter"``, ``"oss"``, or ``"co2"``, which is not synchronous), which then takes the
             other arguments.
-        shell: ``elementwise=None, sync_start=True, poison=None`` of :class:`overlap.optimizer.distributed.DistributedOptimizer`.
+        shell: ``elementwise=None, sync_start=True, poison=None`` of
+            :class:`overlap.optimizer.distributed.DistributedOptimizer`.
     """
     arguments = HorovodArguments.of(locals())
     own: dict[str, Any] = {

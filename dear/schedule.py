@@ -11,10 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from overlap.core.observer import Facts
-from overlap.core.strategy import Plan
 from overlap.plan.fusion import fused_in_order_of_use
 from overlap.plan.partition import TensorSpec, owned
+from overlap.plan.plan import Facts, Plan
 
 __all__ = ["plan_buckets"]
 

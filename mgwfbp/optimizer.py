@@ -12,22 +12,23 @@ import torch
 from mgwfbp.rehearsal import Rehearsal
 from mgwfbp.schedule import plan_buckets, reordered, table
 from overlap.core.bucket import Bucket
-from overlap.core.observer import Facts
 from overlap.core.persistent import all_reduce
-from overlap.core.strategy import Plan, Strategy
-from overlap.features.tuning import tune as start_tuning
-from overlap.horovod.compression import NoneCompressor
-from overlap.horovod.process_set import ProcessSet, global_process_set
+from overlap.core.strategy import Strategy
 from overlap.job.groups import beside, leader
+from overlap.job.process_set import ProcessSet, global_process_set
 from overlap.job.session import current
 from overlap.optimizer.arguments import HorovodArguments
 from overlap.optimizer.distributed import DistributedOptimizer as Shell
 from overlap.optimizer.start import agree_on_strategy, collect_slots
+from overlap.optimizer.tuning import tune as start_tuning
 from overlap.plan.cost_model import CostModel
+from overlap.plan.link_probe import link_cost
 from overlap.plan.partition import TensorSpec
+from overlap.plan.plan import Facts, Plan
 from overlap.plan.tuning.options import Tuning
 from overlap.plan.tuning.space import Dimension, Setting
 from overlap.transport.communicator import Communicator, ReduceOp
+from overlap.transport.compression import NoneCompressor
 from overlap.transport.objects import agree, allgather_object
 
 __all__ = ["DistributedOptimizer", "MgWfbp"]
@@ -138,7 +139,7 @@ def DistributedOptimizer(
         merge_below_kb: groups of fewer KB (2^10 bytes) on the wire are merged with the next tensor in any case; not with
             `asc`. 0: where the time
             that issuing an all-reduce takes from backward makes that worth while.
-        layerwise_times: backward seconds by parameter name, as :func:`overlap.profiler.profile_backward` returns them;
+        layerwise_times: backward seconds by parameter name, as :func:`mgwfbp.backward_times.profile_backward` returns them;
             those of the first rank of the process set count. None: measured while training goes on.
         profile_steps: without `layerwise_times`, the first plan follows the times of the first iteration; after as many
             more steps as this, and one that is not counted, the final one follows their median. 0: the first plan stays.
@@ -146,7 +147,8 @@ def DistributedOptimizer(
             published rule alone. None: measured, once per session.
         tune: True or ``Tuning(...)`` searches the `merge_below_kb` with the shortest steps while training goes on, once
             the backward times are measured. See :class:`overlap.plan.tuning.options.Tuning`.
-        shell: ``elementwise=None, sync_start=True, poison=None`` of :class:`overlap.optimizer.distributed.DistributedOptimizer`.
+        shell: ``elementwise=None, sync_start=True, poison=None`` of
+            :class:`overlap.optimizer.distributed.DistributedOptimizer`.
 
     Raises ``ValueError`` for arguments that contradict each other, for times of parameters that are not the optimizer's,
     and for times no computer can have.
@@ -174,7 +176,7 @@ def DistributedOptimizer(
         if told:
             raise ValueError(told)
     strategy = MgWfbp(
-        session.link_cost if alpha_beta is None else CostModel(*alpha_beta),
+        link_cost(session.comm) if alpha_beta is None else CostModel(*alpha_beta),
         asc=asc,
         merge_below_kb=merge_below_kb,
         seconds=seconds,

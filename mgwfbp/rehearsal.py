@@ -5,9 +5,9 @@ from __future__ import annotations
 import weakref
 from typing import Any, Protocol, cast
 
+from mgwfbp.backward_times import BackwardClock, arrival_moments
 from overlap.core.strategy import Strategy
 from overlap.optimizer.distributed import DistributedOptimizer
-from overlap.profiler import BackwardClock, arrival_moments
 from overlap.transport.communicator import Communicator
 from overlap.transport.objects import allgather_object
 

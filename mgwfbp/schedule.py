@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from mgwfbp.merge import Group, least_bytes, merge
-from overlap.core.observer import Facts
-from overlap.core.strategy import Plan
 from overlap.plan.cost_model import CostModel
 from overlap.plan.partition import BucketSpec, TensorSpec, layout
+from overlap.plan.plan import Facts, Plan
 
 __all__ = ["completed", "durations", "plan_buckets", "reordered", "table"]
 

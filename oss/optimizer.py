@@ -18,22 +18,21 @@ import torch
 from oss.assignment import assign_owners
 from oss.fairscale import refuse_fairscales_names
 from overlap.core.bucket import Bucket
-from overlap.core.observer import Facts
 from overlap.core.persistent import all_gather, all_reduce, reduce_scatter
-from overlap.core.strategy import Plan, Strategy
-from overlap.core.updates import Updates
-from overlap.features.tuning import tune as start_tuning
-from overlap.horovod.compression import NoneCompressor
-from overlap.horovod.process_set import ProcessSet, global_process_set
+from overlap.core.strategy import Strategy
+from overlap.job.process_set import ProcessSet, global_process_set
 from overlap.job.session import current
 from overlap.optimizer.arguments import HorovodArguments
 from overlap.optimizer.distributed import DistributedOptimizer as Shell
 from overlap.optimizer.start import agree_on_strategy
+from overlap.optimizer.tuning import tune as start_tuning
 from overlap.plan.fusion import fused_in_order_of_use, limits, trained_bytes
 from overlap.plan.partition import TensorSpec
+from overlap.plan.plan import Facts, Plan, Updates
 from overlap.plan.tuning.options import Tuning
 from overlap.plan.tuning.space import Dimension, Setting
 from overlap.transport.communicator import Communicator, ReduceOp
+from overlap.transport.compression import NoneCompressor
 
 __all__ = ["DistributedOptimizer", "Oss"]
 
@@ -121,8 +120,8 @@ def DistributedOptimizer(
             in full on every rank.
         named_parameters: the module, or pairs of name and parameter, or None.
         compression, backward_passes_per_step, op, gradient_predivide_factor, num_groups, groups, sparse_as_dense,
-            process_set: as in Horovod; see :class:`overlap.optimizer.arguments.HorovodArguments`. A compression of one's own needs
-            whole gradients: every rank updates everything then.
+            process_set: as in Horovod; see :class:`overlap.optimizer.arguments.HorovodArguments`. A compression of one's
+            own needs whole gradients: every rank updates everything then.
         threshold_mb: layers are fused, in the order of their use, while a bucket stays below this many MB (2^20 bytes); 0:
             a bucket for each layer. ``"auto"``: a 32nd of the parameters that are trained, at least 1 and at most 25.
             None: the environment variable ``DEAR_THRESHOLD_MB`` (MB, or ``auto``), or ``HOROVOD_FUSION_THRESHOLD`` in
@@ -134,7 +133,8 @@ def DistributedOptimizer(
         tune: True or ``Tuning(...)`` searches `threshold_mb` while training goes on; who owns what stays the same. See
             :class:`overlap.plan.tuning.options.Tuning`.
         shell: ``per_parameter=None, elementwise=None, sync_start=True, poison=None`` of
-            :class:`overlap.optimizer.distributed.DistributedOptimizer`. fairscale's names raise ``TypeError`` with the counterpart.
+            :class:`overlap.optimizer.distributed.DistributedOptimizer`. fairscale's names raise ``TypeError`` with
+            the counterpart.
     """
     refuse_fairscales_names(shell)
     arguments = HorovodArguments.of(locals())

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 import torch
 
 from overlap import elastic
-from overlap.horovod import compression
 from overlap.horovod.allgather import allgather, allgather_async, grouped_allgather, grouped_allgather_async
 from overlap.horovod.allreduce import (
     allreduce,
@@ -21,7 +20,6 @@ from overlap.horovod.allreduce import (
 )
 from overlap.horovod.alltoall import alltoall, alltoall_async
 from overlap.horovod.broadcast import broadcast, broadcast_, broadcast_async, broadcast_async_
-from overlap.horovod.compression import Compression, Compressor
 from overlap.horovod.errors import HorovodInternalError
 from overlap.horovod.job import (
     ccl_built,
@@ -46,7 +44,6 @@ from overlap.horovod.job import (
     size,
 )
 from overlap.horovod.objects import allgather_object, broadcast_object
-from overlap.horovod.process_set import ProcessSet, global_process_set
 from overlap.horovod.process_sets import add_process_set, remove_process_set
 from overlap.horovod.reducescatter import (
     grouped_reducescatter,
@@ -58,9 +55,12 @@ from overlap.horovod.reduction import Adasum, Average, Max, Min, Product, Sum
 from overlap.horovod.sparse import sparse_allreduce_async
 from overlap.horovod.state import broadcast_optimizer_state, broadcast_parameters
 from overlap.horovod.sync_batch_norm import SyncBatchNorm
+from overlap.horovod.timeline import draw_timeline, start_timeline, stop_timeline
 from overlap.horovod.waiting import barrier, join, poll, synchronize
+from overlap.job.process_set import ProcessSet, global_process_set
 from overlap.job.session import current
-from overlap.recording import draw_timeline, start_timeline, stop_timeline
+from overlap.transport import compression
+from overlap.transport.compression import Compression, Compressor
 
 __all__ = [
     "Adasum",

@@ -8,16 +8,16 @@ from typing import Any
 import torch
 
 from overlap.core.bucket import Bucket
-from overlap.core.observer import Facts
 from overlap.core.persistent import all_reduce
-from overlap.core.strategy import Plan, Strategy
-from overlap.horovod.compression import NoneCompressor
-from overlap.horovod.process_set import ProcessSet, global_process_set
+from overlap.core.strategy import Strategy
+from overlap.job.process_set import ProcessSet, global_process_set
 from overlap.optimizer.arguments import HorovodArguments
 from overlap.optimizer.distributed import DistributedOptimizer as Shell
 from overlap.optimizer.start import agree_on_strategy
 from overlap.plan.partition import TensorSpec, per_tensor
+from overlap.plan.plan import Facts, Plan
 from overlap.transport.communicator import Communicator, ReduceOp
+from overlap.transport.compression import NoneCompressor
 
 __all__ = ["DistributedOptimizer", "Wfbp"]
 
@@ -55,7 +55,8 @@ def DistributedOptimizer(
         named_parameters: the module, or pairs of name and parameter, or None.
         compression, backward_passes_per_step, op, gradient_predivide_factor, num_groups, groups, sparse_as_dense,
             process_set: as in Horovod; see :class:`overlap.optimizer.arguments.HorovodArguments`.
-        shell: ``elementwise=None, sync_start=True, poison=None`` of :class:`overlap.optimizer.distributed.DistributedOptimizer`.
+        shell: ``elementwise=None, sync_start=True, poison=None`` of
+            :class:`overlap.optimizer.distributed.DistributedOptimizer`.
     """
     arguments = HorovodArguments.of(locals())
     agree_on_strategy("wfbp")

@@ -8,21 +8,21 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from overlap.core.attendance import Attendance
-from overlap.core.bucket import Bucket, Slot
+from overlap.core.bucket import Bucket, Slot, line
 from overlap.core.gathering import Transit
 from overlap.core.heap import give_back
 from overlap.core.observer import Observer
 from overlap.core.planner import Planner
 from overlap.core.shards import ShardUpdate
-from overlap.core.strategy import Plan, Strategy
+from overlap.core.strategy import Strategy
 from overlap.core.window import GradientWindow
 from overlap.features.conversion import Conversion, changes
 from overlap.features.rounded_parameters import check_gather_dtype
 from overlap.features.sparse import find_sparse
-from overlap.optimizer.start import compare, line
+from overlap.plan.plan import Plan
 from overlap.state.reshard import move_state
 from overlap.transport.communicator import Communicator
-from overlap.transport.objects import allgather_object
+from overlap.transport.objects import allgather_object, compare
 
 __all__ = ["Arrangement"]
 

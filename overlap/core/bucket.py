@@ -15,7 +15,7 @@ from overlap.plan.partition import BucketSpec
 from overlap.transport.communicator import ReduceOp, Start, Wide, Work
 from overlap.transport.memory import copy_used, unused_mark, unused_positions, view_like
 
-__all__ = ["Bucket", "Known", "Phase", "Slot"]
+__all__ = ["Bucket", "Known", "Phase", "Slot", "line"]
 
 log = logging.getLogger("dear")
 
@@ -310,3 +310,9 @@ class Bucket:
         """Make ``.grad`` the averaged gradient, None where no rank used the parameter."""
         for slot in self.slots:
             slot.param.grad = None if slot.unused else slot.view
+
+
+def line(slot: Slot) -> str:
+    """What has to be the same of a parameter on all ranks; they may use several devices of a kind."""
+    param = slot.param
+    return f"{slot.name}: shape {tuple(param.shape)}, {param.dtype} on {param.device.type}"

@@ -17,12 +17,10 @@ from overlap.core.bucket import Bucket, Slot
 from overlap.core.gates import Gates
 from overlap.core.gathering import Transit
 from overlap.core.hooks import GradientHooks
-from overlap.core.lanes import Lanes
 from overlap.core.owners import hands_out, holders
 from overlap.core.planner import Planner
 from overlap.core.shards import ShardUpdate
 from overlap.core.strategy import Strategy
-from overlap.core.updates import Updates
 from overlap.core.window import GradientWindow
 from overlap.core.wire import Exchange
 from overlap.features.conversion import changes
@@ -33,8 +31,11 @@ from overlap.features.skips import Skips
 from overlap.features.sparse import average_sparse, refuse_sparse
 from overlap.features.synchronizations import Synchronizations
 from overlap.optimizer.param_groups import Wrapped
-from overlap.optimizer.start import SignatureMismatch
 from overlap.plan.groups import Groups
+from overlap.plan.partition import lane_of
+from overlap.plan.plan import Updates
+from overlap.transport.communicator import Communicator
+from overlap.transport.objects import SignatureMismatch
 from overlap.transport.work import arrive
 
 __all__ = ["Engine"]
@@ -45,8 +46,8 @@ class Engine:
 
     def __init__(
         self,
-        reductions: Lanes,
-        gathers: Lanes,
+        reductions: Sequence[Communicator],
+        gathers: Sequence[Communicator],
         optimizer: torch.optim.Optimizer,
         model: torch.nn.Module | None,
         slots: list[Slot],
@@ -60,8 +61,8 @@ class Engine:
         updates: Updates,
         poison: bool,
     ) -> None:
-        self.comm = comm = reductions.first
-        self._reductions, self.slots = reductions, slots
+        self.comm = comm = reductions[0]
+        self._reductions, self.slots = tuple(reductions), slots
         self._exchange, self._sparse_as_dense, self.attendance = exchange, sparse_as_dense, attendance
         attendance.trainable = lambda: [slot.index for slot in slots if slot.param.requires_grad]
         attendance.shared_order = not strategy.ordered
@@ -269,7 +270,8 @@ class Engine:
         self._exchange.load(bucket)
         self.attendance.open()
         bucket.round = self.attendance.round
-        self.strategy.reduce(self._reductions.of(bucket), bucket)
+        lane = lane_of(bucket.shares, len(self._reductions))
+        self.strategy.reduce(self._reductions[lane], bucket)
 
     def _settle(self, bucket: Bucket) -> None:
         if bucket.work is not None:

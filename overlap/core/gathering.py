@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from overlap.core.bucket import Bucket, Phase
-from overlap.core.lanes import Lanes
+from overlap.plan.partition import lane_of
 from overlap.transport.communicator import Communicator
 from overlap.transport.forks import Origin, settle_before_forks
 from overlap.transport.work import arrive
@@ -22,8 +22,10 @@ class Transit:
     With `poison`, parameters of other ranks' shards are NaN until they come, so that a missed wait shows.
     """
 
-    def __init__(self, lanes: Lanes, gather: Callable[[Communicator, Bucket], None], *, poison: bool) -> None:
-        self._lanes, self._gather, self._poison = lanes, gather, poison
+    def __init__(
+        self, lanes: Sequence[Communicator], gather: Callable[[Communicator, Bucket], None], *, poison: bool
+    ) -> None:
+        self._lanes, self._gather, self._poison = tuple(lanes), gather, poison
         self._buckets: dict[Bucket, Callable[[Bucket], None] | None] = {}  # by what is left to do on arrival
         self._arriving: set[Bucket] = set()  # their updates may look at parameters themselves
         self._origin = Origin()
@@ -41,12 +43,12 @@ class Transit:
             torch.autograd.graph.increment_version(slot.param)  # written behind autograd's back: old graphs must notice
         if bucket.master is not None and bucket.wide_parameters is None:
             bucket.master.pack()
-        if self._poison and self._lanes.first.size > 1:
+        if self._poison and self._lanes[0].size > 1:
             mine = bucket.parameters[bucket.own].clone()
             bucket.parameters.fill_(float("nan"))
             if bucket.master is None:
                 bucket.parameters[bucket.own] = mine
-        self._gather(self._lanes.of(bucket), bucket)
+        self._gather(self._lanes[lane_of(bucket.shares, len(self._lanes))], bucket)
         bucket.advance(Phase.GATHERING)
         self._buckets[bucket] = None
 
@@ -92,7 +94,7 @@ class Transit:
                 self.arrive(bucket)
 
     def settle(self) -> None:
-        """See :class:`overlap.transport.forks.Settles`. What goes wrong is for the next look: nobody hears what a fork raises."""
+        """See :class:`overlap.transport.forks.Settles`; what goes wrong is for the next look: nobody hears a fork."""
         if self._origin.elsewhere:
             return
         try:

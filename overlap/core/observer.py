@@ -12,21 +12,9 @@ import torch
 
 from overlap.core.bucket import Slot
 from overlap.core.compiled import only_looked_at
+from overlap.plan.plan import Facts
 
-__all__ = ["Facts", "Observer"]
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """Slot indices, and how often each gradient was accumulated during the window."""
-
-    units: tuple[tuple[int, ...], ...]  # in the order of first use in forward, grouped by layer
-    arrivals: tuple[int, ...]  # in the order in which gradients were complete
-    fires: tuple[int, ...]  # by slot
-    unseen: frozenset[int]  # got a gradient though no module handed them out: awaited when any forward starts
-    idle: frozenset[int]  # got no gradient
-    reread: frozenset[int] = frozenset()  # read in backward after their gradient was complete
-    moments: tuple[float, ...] = ()  # by slot: when its gradient was complete, in seconds after the first one's
+__all__ = ["Observer"]
 
 
 @dataclass

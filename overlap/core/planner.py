@@ -9,11 +9,11 @@ import torch
 
 from overlap.core.bucket import Bucket, Slot
 from overlap.core.heap import Freed
-from overlap.core.observer import Facts
 from overlap.core.shards import ShardUpdate
-from overlap.core.strategy import Plan, Strategy
+from overlap.core.strategy import Strategy
 from overlap.plan.groups import Groups, members_of, plan_groups
 from overlap.plan.partition import BucketSpec, TensorSpec
+from overlap.plan.plan import Facts, Plan
 from overlap.transport.communicator import Communicator
 from overlap.transport.memory import is_dense
 

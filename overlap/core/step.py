@@ -10,9 +10,9 @@ The last bucket in order of issue, whose gradients come at the very end of backw
 As no update starts before that reduction is done, no rank can update anything before every rank has called step(). A rank
 that calls state_dict() between two steps therefore finds the others' shares of the state at that same step. Where the
 reductions were awaited earlier (clipping, synchronize()), or where some ranks only send in the last one, step() begins
-with a barrier instead. With early updates (`overlap.features.early`) a rank that calls state_dict() has no gradient since its last
-step, or it raises: so none of its reductions is issued, no other rank's can be done, and nobody has updated anything
-beyond that step.
+with a barrier instead. With early updates (`overlap.features.early`) a rank that calls state_dict() has no gradient since
+its last step, or it raises: so none of its reductions is issued, no other rank's can be done, and nobody has updated
+anything beyond that step.
 """
 
 from __future__ import annotations

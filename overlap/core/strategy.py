@@ -4,27 +4,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from overlap.core.bucket import Bucket
-from overlap.core.observer import Facts
-from overlap.core.updates import Updates
-from overlap.plan.partition import BucketSpec, TensorSpec
+from overlap.plan.partition import TensorSpec
+from overlap.plan.plan import Facts, Plan, Updates
 from overlap.plan.tuning.space import Dimension, Setting
 from overlap.transport.communicator import Communicator
 
-__all__ = ["Plan", "Strategy"]
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """Buckets in order of issue, and which of them hold parameters and are updated shard by shard."""
-
-    buckets: tuple[BucketSpec, ...]
-    sharded: tuple[bool, ...]
+__all__ = ["Strategy"]
 
 
 class Strategy(ABC):
@@ -33,15 +23,17 @@ class Strategy(ABC):
     `updates` is what the strategy wishes for; optimizers that need whole parameters get whole updates. Without
     `ordered`, buckets are handed to `reduce` as they fill, and the strategy sees to one order on all ranks; not with
     updates in shards, whose last bucket waits for ``step()``. With a `gather_dtype`, updated parameters travel and are
-    used rounded to it, and exact ones are kept in shards (`overlap.features.rounded_parameters`). Nothing here may depend on anything
-    measured or seen on this rank alone.
+    used rounded to it, and exact ones are kept in shards (`overlap.features.rounded_parameters`). Nothing here may
+    depend on anything measured or seen on this rank alone.
     """
 
     name: str
     updates: Updates = Updates.WHOLE
     ordered: bool = True
     gather_dtype: torch.dtype | None = None
-    lanes: int = 1  # of updates in shards: how many buckets travel at the same time, see `overlap.core.lanes`
+    lanes: int = (
+        1  # of updates in shards: how many buckets travel at the same time, see :func:`overlap.plan.partition.lane_of`
+    )
     carries: bool = False  # hands `wide_gradients` and `wide_parameters` of buckets on to the communicator
     complete: bool = True  # False: parts of the communication are left out, for time breakdowns
 

@@ -17,8 +17,8 @@ import torch
 
 from overlap.core.bucket import Bucket
 from overlap.core.shards import ShardUpdate
-from overlap.horovod.compression import BF16Compressor, FP16Compressor, NoneCompressor
 from overlap.transport.communicator import ReduceOp, Wide
+from overlap.transport.compression import BF16Compressor, FP16Compressor, NoneCompressor
 from overlap.transport.cuda.math import can_inspect, cast_scale
 from overlap.transport.memory import copy_used, unused_mark, unused_positions
 

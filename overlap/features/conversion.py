@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 from overlap.core.attendance import Attendance
 from overlap.core.bucket import Slot
-from overlap.optimizer.start import SignatureMismatch
 from overlap.transport.encoding import travels
+from overlap.transport.objects import SignatureMismatch
 from overlap.transport.peer_queries import Mailroom
 
 __all__ = ["Change", "Conversion", "changes", "difference"]

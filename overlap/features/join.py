@@ -29,11 +29,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from overlap.job.session import Session
 from overlap.transport.communicator import Communicator
 from overlap.transport.encoding import travels
 from overlap.transport.peer_queries import Mailroom
 
-__all__ = ["CannotJoin", "News", "Roll", "Word"]
+__all__ = ["CannotJoin", "News", "Roll", "Word", "roll_of"]
 
 _JOINED, _WORD = "join/joined", "join/word"
 _NOBODYS = ""  # the topic of words about no optimizer
@@ -287,3 +288,14 @@ class Roll:
             raise RuntimeError(f"after join(), rank {self._rank} is at {optimizer.place} and is told {word}")
         if place == optimizer.place:  # else another rank has said it before
             optimizer.follow(word)
+
+
+def roll_of(session: Session) -> Roll:
+    """The one of `session`, which takes part in every ``join()`` from the first call on: ``init()`` makes it."""
+    for participant in session.participants:
+        if isinstance(participant, Roll):
+            return participant
+    watchdog = session.watchdog
+    roll = Roll(session.comm, session.mailroom, lambda: watchdog.left)
+    session.participants.append(roll)
+    return roll

@@ -7,26 +7,12 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from overlap.transport.encoding import travels
+from overlap.transport.work import Line
 
-__all__ = ["Line", "Standing", "Verdict", "behind", "verdict"]
+__all__ = ["Standing", "Verdict", "behind", "verdict"]
 
 #: Messages between two ranks, whose others have no part in them: who waits for whom cannot be told by counting.
 _BETWEEN_TWO = frozenset({"send", "recv"})
-
-
-@travels
-@dataclass(frozen=True, slots=True)
-class Line:
-    """One communicator as one of its ranks sees it: how many operations it issued there, and the kinds of those that are
-    not finished, oldest first."""
-
-    issued: int
-    unfinished: tuple[str, ...]
-
-    @property
-    def oldest(self) -> int:
-        """The number of the oldest unfinished operation, from 0; of the next one where there is none."""
-        return self.issued - len(self.unfinished)
 
 
 @travels

@@ -14,11 +14,11 @@ from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-from overlap.health.deadlock import Line, Standing, Verdict, behind, verdict
+from overlap.health.deadlock import Standing, Verdict, behind, verdict
 from overlap.health.stacks import Place, places
-from overlap.job.settings import Settings
 from overlap.transport.communicator import Communicator
 from overlap.transport.peer_queries import Mailroom, NoAnswer
+from overlap.transport.work import Line
 
 __all__ = ["Awaited", "Names", "Watchdog", "Watched"]
 
@@ -41,15 +41,24 @@ class Watchdog:
     * of a rank that does not answer, or that has already left, for so long,
     * within seconds, of a rank that has left before it came to an operation in which this one waits, or
     * if all ranks answer, and for so long each has been inside an operation that some other has not come to, while nothing
-      changed anywhere (`overlap.health.deadlock`). Where all wait for operations by name, these raise; else the job is aborted.
+      changed anywhere (`overlap.health.deadlock`). Where all wait for operations by name, these raise; else the job is
+      aborted.
 
     A rank that computes, loads data, or is stopped in a debugger is not inside an operation, and is waited for. Of its
     threads those count that have asked for operations by name, and the main one.
     """
 
     def __init__(
-        self, comm: Communicator, control: Communicator, mailroom: Mailroom, host: str, settings: Settings
+        self,
+        comm: Communicator,
+        control: Communicator,
+        mailroom: Mailroom,
+        host: str,
+        *,
+        warn_after: float,
+        abort_after: float,
     ) -> None:
+        """`warn_after` and `abort_after` are those two, in seconds."""
         self._comm, self._mailroom = comm, mailroom
         self._watched: list[Watched] = [comm, control]
         self._names: Names | None = None
@@ -57,8 +66,7 @@ class Watchdog:
         self._picture: Any = None  # what this rank waits in, as long as it does nothing else
         self._still_since = 0.0
         self._where = f"{host}, pid {os.getpid()}"
-        self._warn_after = settings.stall_warn_seconds
-        self._abort_after = settings.stall_abort_seconds
+        self._warn_after, self._abort_after = warn_after, abort_after
         self._left: dict[int, float] = {}  # and when
         self._here = "training"
         self._last_warning = -math.inf

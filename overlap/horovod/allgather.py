@@ -12,10 +12,10 @@ from overlap.horovod.asking import ask, operation_name, runtime
 from overlap.horovod.moving import Allgather
 from overlap.horovod.operation import Group, Only, Operation
 from overlap.horovod.pending import Pending
-from overlap.horovod.process_set import ProcessSet, global_process_set
 from overlap.horovod.reduction import Average
 from overlap.horovod.request import Kind, Request
 from overlap.horovod.staging import spec_of, tensors_of
+from overlap.job.process_set import ProcessSet, global_process_set
 
 __all__ = ["allgather", "allgather_async", "grouped_allgather", "grouped_allgather_async"]
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from overlap.horovod.asking import operation_name, runtime
-from overlap.horovod.compression import Compression, Compressor
-from overlap.horovod.process_set import ProcessSet, global_process_set
 from overlap.horovod.reduction_call import ReductionCall
 from overlap.horovod.request import Kind
+from overlap.job.process_set import ProcessSet, global_process_set
+from overlap.transport.compression import Compression, Compressor
 
 __all__ = [
     "allreduce",

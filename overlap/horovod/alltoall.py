@@ -11,9 +11,9 @@ from overlap.horovod.asking import ask, operation_name, runtime
 from overlap.horovod.moving import Alltoall
 from overlap.horovod.operation import Group, Operation
 from overlap.horovod.pending import Pending
-from overlap.horovod.process_set import ProcessSet, global_process_set
 from overlap.horovod.request import Kind, Request, Response
 from overlap.horovod.staging import spec_of, tensors_of
+from overlap.job.process_set import ProcessSet, global_process_set
 from overlap.transport.communicator import Work
 
 __all__ = ["alltoall", "alltoall_async"]

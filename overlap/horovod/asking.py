@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from overlap.horovod.errors import NotInitialized
 from overlap.horovod.operation import Group, Operation
 from overlap.horovod.pending import Pending
-from overlap.horovod.process_set import ProcessSet
 from overlap.horovod.request import Kind, Request
 from overlap.horovod.runtime import Runtime
+from overlap.job.process_set import ProcessSet
 from overlap.job.session import Session, current, is_initialized, uninitialized
 
 __all__ = ["ask", "attach", "latest", "operation_name", "refuse", "runtime", "telling_others"]

@@ -13,10 +13,10 @@ from overlap.horovod.asking import ask, operation_name, runtime
 from overlap.horovod.moving import Broadcast
 from overlap.horovod.operation import Group, Only, Operation
 from overlap.horovod.pending import Pending
-from overlap.horovod.process_set import ProcessSet, global_process_set
 from overlap.horovod.reduction import Average
 from overlap.horovod.request import Kind, Request
 from overlap.horovod.staging import spec_of, tensors_of
+from overlap.job.process_set import ProcessSet, global_process_set
 
 __all__ = ["broadcast", "broadcast_", "broadcast_async", "broadcast_async_", "broadcast_group", "check_root"]
 

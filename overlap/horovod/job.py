@@ -10,9 +10,9 @@ import torch.distributed
 import comm_core
 from overlap.horovod.asking import attach
 from overlap.horovod.errors import NotInitialized
-from overlap.horovod.process_set import ProcessSet
 from overlap.horovod.process_sets import add_process_set
 from overlap.job import session
+from overlap.job.process_set import ProcessSet
 from overlap.job.session import Session, is_initialized, shutdown
 
 __all__ = [

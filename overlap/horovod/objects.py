@@ -11,9 +11,9 @@ from overlap.horovod.asking import ask, operation_name
 from overlap.horovod.broadcast import check_root
 from overlap.horovod.moving import Allgather
 from overlap.horovod.operation import Group, Operation
-from overlap.horovod.process_set import ProcessSet, global_process_set
 from overlap.horovod.request import Kind, Request, Response
 from overlap.horovod.staging import spec_of
+from overlap.job.process_set import ProcessSet, global_process_set
 from overlap.transport.communicator import Work
 from overlap.transport.unpickling import loads
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 from overlap.horovod.asking import runtime, telling_others
 from overlap.horovod.operation import Nothing
-from overlap.horovod.process_set import ProcessSet, global_process_set
 from overlap.horovod.request import Kind, Request
+from overlap.job.process_set import ProcessSet, global_process_set
 
 __all__ = ["add_process_set", "remove_process_set"]
 

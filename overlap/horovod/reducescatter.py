@@ -9,11 +9,11 @@ import torch
 
 from overlap.horovod.allgather import grouped_allgather
 from overlap.horovod.asking import operation_name, runtime
-from overlap.horovod.compression import Compression, Compressor
-from overlap.horovod.process_set import ProcessSet, global_process_set
 from overlap.horovod.reduction import Average, Sum
 from overlap.horovod.reduction_call import ReductionCall
 from overlap.horovod.request import Kind
+from overlap.job.process_set import ProcessSet, global_process_set
+from overlap.transport.compression import Compression, Compressor
 
 __all__ = ["grouped_reducescatter", "grouped_reducescatter_async", "reducescatter", "reducescatter_async"]
 

@@ -9,14 +9,14 @@ import torch
 
 from comm_core import ReduceOp
 from overlap.horovod.asking import ask, telling_others
-from overlap.horovod.compression import Compressor
 from overlap.horovod.operation import Group, Only, Operation
 from overlap.horovod.pending import Pending
-from overlap.horovod.process_set import ProcessSet
 from overlap.horovod.reducing import Allreduce, ReduceScatter
 from overlap.horovod.reduction import resolve
 from overlap.horovod.request import Kind, Request
 from overlap.horovod.staging import check_reducible, spec_of, tensors_of
+from overlap.job.process_set import ProcessSet
+from overlap.transport.compression import Compressor
 
 __all__ = ["ReductionCall"]
 

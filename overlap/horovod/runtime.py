@@ -21,19 +21,20 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable
 from typing import Any
 
-from overlap.health.deadlock import Line
+from overlap.features.join import roll_of
 from overlap.horovod.coordinator import Coordinator, Decision
 from overlap.horovod.errors import HorovodInternalError, Mismatch
 from overlap.horovod.handles import Handles
 from overlap.horovod.operation import Group, Nothing, Operation
 from overlap.horovod.pending import Pending
-from overlap.horovod.process_set import ProcessSet, global_process_set
 from overlap.horovod.request import GiveUp, Kind, Leave, Request, Response
 from overlap.horovod.stalled import Stalled
 from overlap.horovod.stand_in import stand_in
+from overlap.job.process_set import ProcessSet, global_process_set
 from overlap.job.session import Session
 from overlap.transport.communicator import Communicator
 from overlap.transport.encoding import NotData, decode, encode
+from overlap.transport.work import Line
 
 __all__ = ["Runtime"]
 
@@ -94,7 +95,7 @@ class Runtime:
     def submit(self, request: Request, operation: Operation) -> Pending:
         """Ask for an operation. Raises ``ValueError`` while another one of the same kind and name is under way."""
         if request.kind is not Kind.JOIN:
-            self._session.roll.check()
+            roll_of(self._session).check()
         pending = Pending(request, operation)
         key = _key(request)
         refused = self._open.get(key)

@@ -13,8 +13,8 @@ from overlap.horovod.broadcast import broadcast_group
 from overlap.horovod.errors import Mismatch
 from overlap.horovod.job import rank
 from overlap.horovod.objects import allgather_object, broadcast_object
-from overlap.horovod.process_set import global_process_set
 from overlap.horovod.request import Kind
+from overlap.job.process_set import global_process_set
 from overlap.transport.broadcast import overwrite, plant, uproot
 
 __all__ = ["broadcast_optimizer_state", "broadcast_parameters"]

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from overlap.features.join import roll_of
 from overlap.job.session import current
 from overlap.transport.communicator import Communicator, ReduceOp, Work
 
@@ -169,7 +170,8 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
     none, so that evaluation normalises by the batch of all ranks too (as in Horovod, not as in torch, which uses the
     rank's own). Gradients of gradients are not supported.
 
-    After ``join()`` of another rank, a forward pass while training raises :class:`overlap.features.join.CannotJoin` here and there.
+    After ``join()`` of another rank, a forward pass while training raises :class:`overlap.features.join.CannotJoin` on
+    all ranks.
 
     Raises :class:`BatchMismatch` on all ranks when they meet in different layers, ``ValueError`` for an input of other
     than two or more dimensions or when all ranks together have one value per channel.
@@ -189,7 +191,7 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
         of_batch = self.training or self.running_mean is None
         if not of_batch or current().comm.size == 1:
             return super().forward(input)
-        with current().roll.needing_everybody("SyncBatchNorm while training"):
+        with roll_of(current()).needing_everybody("SyncBatchNorm while training"):
             comm = current().channels.named(_PURPOSE)
             out, total, mean, var = _Normalise.apply(input, self.weight, self.bias, self.eps, comm)
         if self.training and self.track_running_stats:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from overlap.features.join import roll_of
 from overlap.horovod.asking import ask, latest, operation_name, runtime
 from overlap.horovod.operation import Group, Nothing, Operation
-from overlap.horovod.process_set import ProcessSet, global_process_set
 from overlap.horovod.request import Kind, Request
+from overlap.job.process_set import ProcessSet, global_process_set
 from overlap.job.session import current
 
 __all__ = ["barrier", "join", "poll", "synchronize"]
@@ -49,12 +50,12 @@ def join(device: int = -1) -> int:
         device: in Horovod, where the zeros are made; here they live on the CPU wherever others' tensors are, so -1 and
             every GPU's number mean the same.
 
-    Returns the last rank to come here. Where it raises (:class:`overlap.features.join.CannotJoin`: what another rank does next needs
-    this one), nothing goes on until every rank calls it, this one again.
+    Returns the last rank to come here. Where it raises (:class:`overlap.features.join.CannotJoin`: what another rank does
+    next needs this one), nothing goes on until every rank calls it, this one again.
     """
     if not isinstance(device, int) or device < -1:
         raise ValueError(f"device should be a GPU's number or -1 and is {device!r}")
-    found, roll = runtime(), current().roll
+    found, roll = runtime(), roll_of(current())
     again = found.failed_join
     pending = again or found.submit(Request(Kind.JOIN, "join"), Nothing())
     if again is None:

@@ -11,9 +11,6 @@ from collections.abc import Sequence
 import torch
 
 import comm_core
-from overlap.core.bucket import Slot
-from overlap.core.lanes import Lanes
-from overlap.core.strategy import Strategy
 from overlap.job.groups import Membership
 from overlap.job.session import Session
 from overlap.transport.communicator import Communicator
@@ -53,28 +50,31 @@ class CudaCarriers:
 _carriers: weakref.WeakKeyDictionary[Session, CudaCarriers] = weakref.WeakKeyDictionary()
 
 
-def fit_out(session: Session, members: Membership, slots: Sequence[Slot], strategy: Strategy) -> Membership:
+def fit_out(
+    session: Session, members: Membership, parameters: Sequence[tuple[str, torch.Tensor]], refusal: str = ""
+) -> Membership:
     """`members` as they are where parameters are on the CPU, with carriers where they are on a GPU. On every rank of them.
 
+    `parameters` are pairs of name and tensor; `refusal` says why their optimizer may not be on a GPU, where that is so.
     Raises on every rank, with the rank and the reason, :class:`RouteError` for devices that do not fit together, for a
-    strategy that sends from a thread of its own, and where ``DEAR_CUDA_TRANSPORT`` cannot be honoured.
+    `refusal` where there is a GPU, and where ``DEAR_CUDA_TRANSPORT`` cannot be honoured.
     """
-    facts = allgather_object(members.comm, _facts(slots, strategy))
+    facts = allgather_object(members.comm, _facts(parameters, refusal))
     route, reason = choose(facts, Wish(session.settings.cuda_transport))
     if route is Route.HOST:
         return members
-    device = common_device((slot.name, slot.param) for slot in slots)
+    device = common_device(parameters)
     if members.comm.rank == 0:
         level = logging.WARNING if reason else logging.INFO
         log.log(level, "gradients on %s travel by route %s%s", device, route.value, f": {reason}" if reason else "")
     carriers = _carriers.setdefault(session, CudaCarriers(session))
 
-    def over(hosts: Lanes) -> Lanes:
-        return Lanes([carriers.over(host, route, device) for host in hosts])
+    def over(hosts: Sequence[Communicator]) -> tuple[Communicator, ...]:
+        return tuple(carriers.over(host, route, device) for host in hosts)
 
     reductions = over(members.reductions)
     gathers = reductions if members.gathers is members.reductions else over(members.gathers)
-    everyone = reductions.first if members.everyone is members.comm else members.everyone
+    everyone = reductions[0] if members.everyone is members.comm else members.everyone
     return Membership(reductions, gathers, members.ranks, everyone)
 
 
@@ -87,20 +87,16 @@ def _carrier(host: Communicator, route: Route, streams: Streams) -> Carrier:
     return NcclCarrier(core, streams)
 
 
-def _facts(slots: Sequence[Slot], strategy: Strategy) -> Facts:
+def _facts(parameters: Sequence[tuple[str, torch.Tensor]], refusal: str) -> Facts:
     """What this rank found. Nothing raises here: the other ranks are told."""
     try:
-        device = common_device((slot.name, slot.param) for slot in slots)
+        device = common_device(parameters)
     except RouteError as error:
         return Facts(refusal=str(error))
     if device.type == "cpu":
         return Facts()
-    if not strategy.ordered:
-        return Facts(
-            device.type,
-            refusal=f"strategy {strategy.name!r} sends from a thread of its own, which knows nothing of the streams that "
-            f"parameters on {device} are computed on; use dear, wfbp, mgwfbp or oss there",
-        )
+    if refusal:
+        return Facts(device.type, refusal=f"{refusal}; they are on {device}")
     try:
         library = comm_core.find_nccl()
     except comm_core.Unsupported as error:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from overlap.core.lanes import Lanes
-from overlap.horovod.process_set import ProcessSet, global_process_set
+from overlap.job.process_set import ProcessSet, global_process_set
 from overlap.job.session import Session
 from overlap.transport.communicator import Communicator
 
@@ -19,15 +18,15 @@ class Membership:
     `everyone` connects all ranks whose parameters start alike: the members, or several such groups.
     """
 
-    reductions: Lanes
-    gathers: Lanes
+    reductions: tuple[Communicator, ...]
+    gathers: tuple[Communicator, ...]
     ranks: tuple[int, ...]
     everyone: Communicator
 
     @property
     def comm(self) -> Communicator:
         """Carries whatever else the members tell each other, too."""
-        return self.reductions.first
+        return self.reductions[0]
 
 
 def membership(session: Session, process_set: ProcessSet, *, sharding: bool, lanes: int = 1) -> Membership:
@@ -41,16 +40,16 @@ def membership(session: Session, process_set: ProcessSet, *, sharding: bool, lan
         # All-gathers have a channel of their own: whoever waits for a reduction is not behind them.
         leased = session.channels.lease(2 * lanes if sharding else 1)
         halves = (leased[:lanes], leased[lanes:]) if sharding else (leased, leased)
-        return Membership(Lanes(halves[0]), Lanes(halves[1]), tuple(range(session.comm.size)), leased[0])
+        return Membership(tuple(halves[0]), tuple(halves[1]), tuple(range(session.comm.size)), leased[0])
     if number is None:
         raise ValueError(f"{process_set} is not registered: pass it to init(process_sets=…) or to add_process_set()")
     mine = process_set.ranks if process_set.included() and process_set.ranks is not None else [session.comm.rank]
     color = number if process_set.included() else None
     if not sharding:
-        alone = Lanes([session.subset(color)])
-        return Membership(alone, alone, tuple(mine), alone.first)
-    reductions, gathers = (Lanes([session.subset(color) for _ in range(lanes)]) for _ in range(2))
-    return Membership(reductions, gathers, tuple(mine), reductions.first)
+        alone = (session.subset(color),)
+        return Membership(alone, alone, tuple(mine), alone[0])
+    reductions, gathers = (tuple(session.subset(color) for _ in range(lanes)) for _ in range(2))
+    return Membership(reductions, gathers, tuple(mine), reductions[0])
 
 
 def beside(session: Session, process_set: ProcessSet) -> Communicator:

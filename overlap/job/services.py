@@ -30,3 +30,6 @@ class Participant(Protocol):
 
     def join(self) -> None:
         """Take part, contributing nothing, until no rank needs it any more."""
+
+    def forget(self, topic: str) -> None:
+        """All ranks have dropped the optimizer of this name."""

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import atexit
-import functools
 import logging
 import os
 import socket
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 import comm_core
-from overlap.features.join import Roll
 from overlap.health import failures
 from overlap.health.shutdown import close_all, find_uneven, report
 from overlap.health.stacks import is_front_door
@@ -27,8 +24,6 @@ from overlap.job.launch import BACKEND_VARIABLE, Launch, Launcher, LaunchError, 
 from overlap.job.registry import Registry
 from overlap.job.services import Issuer, Participant, Service
 from overlap.job.settings import SettingError, Settings
-from overlap.plan.cost_model import CostModel, fit
-from overlap.plan.link_probe import measure_all_reduce
 from overlap.trace import timeline
 from overlap.transport.communicator import Communicator
 from overlap.transport.native import NativeCommunicator
@@ -74,15 +69,20 @@ class Session:
         # Ranks meet here at the end, wherever each of them stands in the order of the collectives.
         self.control = _duplicate(comm)
         self.mailroom = Mailroom(comm)
-        self.watchdog = Watchdog(comm, self.control, self.mailroom, mine, self.settings)
+        self.watchdog = Watchdog(
+            comm,
+            self.control,
+            self.mailroom,
+            mine,
+            warn_after=self.settings.stall_warn_seconds,
+            abort_after=self.settings.stall_abort_seconds,
+        )
         self.services: dict[str, Service] = {}  # closed on shutdown while all ranks still answer
         self.issuers: dict[str, Issuer] = {}  # closed once optimizers have finished
         self.participants: list[Participant] = []  # what join() of the facade drives; see overlap.horovod.runtime
         self._adopted: list[Communicator] = []
         self.registry = Registry(self.control, self.mailroom)
-        self.roll = Roll(comm, self.mailroom, lambda: self.watchdog.left)
         self.channels = Channels(self.control, self.watchdog.watch, self.registry.abandoned, self._forget)
-        self.participants.append(self.roll)
         failures.install(comm.rank, comm.size, comm.abort)
         logs.configure(self.settings, comm.rank)
         _share_cores(self.local_size)
@@ -99,7 +99,8 @@ class Session:
     def _forget(self, topic: str) -> None:
         """All ranks have dropped the optimizer."""
         self.registry.forget(topic)
-        self.roll.forget(topic)
+        for participant in self.participants:
+            participant.forget(topic)
 
     def subset(self, number: int | None) -> Communicator:
         """A new communicator of the ranks that give the same number; of this rank alone where that is None.
@@ -114,12 +115,6 @@ class Session:
     def adopt(self, communicator: Communicator) -> None:
         """Let go of `communicator` with the session, before those adopted earlier. On every rank of it."""
         self._adopted.append(communicator)
-
-    @functools.cached_property
-    def link_cost(self) -> CostModel:
-        """What an all-reduce among all ranks costs, the same on every rank; the first use measures it, on every rank."""
-        measured = measure_all_reduce(self.comm)
-        return replace(fit(measured.samples), handling=measured.handling)
 
     def close(self) -> None:
         """Wait for the other ranks, finish what is in flight, let go. Questions are answered until all are here."""
@@ -219,8 +214,8 @@ def init(comm: Any = None) -> Session:
     """Join the job that started this process. On every rank; calling it again changes nothing.
 
     Args:
-        comm: an mpi4py communicator or an ``overlap.transport.communicator.Communicator`` to use instead of what the launcher
-            says.
+        comm: an mpi4py communicator or an ``overlap.transport.communicator.Communicator`` to use instead of what the
+            launcher says.
 
     Raises :class:`overlap.job.launch.LaunchError` when launcher and communicator disagree about the size of the job: a job
     never silently trains N copies of rank 0. Raises :class:`overlap.job.settings.SettingError` for an environment variable

@@ -47,7 +47,7 @@ class Settings:
     threshold_mb: float | str | None = None
     """``DEAR_THRESHOLD_MB`` (or "auto"), ``HOROVOD_FUSION_THRESHOLD`` in bytes; 0: no fusion; None: the strategy's."""
     cuda_transport: str = "auto"
-    """``DEAR_CUDA_TRANSPORT``: one of :data:`CUDA_TRANSPORTS`, how tensors on a GPU travel; see `overlap.transport.cuda.route`."""
+    """``DEAR_CUDA_TRANSPORT``: one of :data:`CUDA_TRANSPORTS`; see `overlap.transport.cuda.route`."""
     ignored: tuple[str, ...] = ()
     """Variables of Horovod that are set and have no counterpart."""
     misspelt: tuple[tuple[str, str], ...] = ()

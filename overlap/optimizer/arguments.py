@@ -13,11 +13,15 @@ from typing import Any
 
 import torch
 
-from overlap.horovod.compression import NoneCompressor
-from overlap.horovod.process_set import ProcessSet, global_process_set
+from overlap.core.bucket import Slot
+from overlap.core.wire import returns_slices
+from overlap.job.process_set import ProcessSet, global_process_set
+from overlap.plan.groups import Groups
+from overlap.plan.plan import Updates
 from overlap.transport.communicator import ReduceOp
+from overlap.transport.compression import NoneCompressor
 
-__all__ = ["KINDS", "SHELL", "HorovodArguments", "check_kinds", "check_passes"]
+__all__ = ["KINDS", "SHELL", "HorovodArguments", "check_kinds", "check_passes", "feasible", "parse_groups"]
 
 
 #: Arguments of the wrapper itself, which every strategy's function hands on: see `overlap.optimizer.distributed`.
@@ -148,3 +152,56 @@ def check_kinds(arguments: Mapping[str, Any]) -> None:
     for name, value in arguments.items():
         if name in KINDS and not KINDS[name][1](value):
             raise TypeError(f"{name} should be {KINDS[name][0]} and is {value!r}")
+
+
+def feasible(
+    wished: Updates,
+    optimizer: torch.optim.Optimizer,
+    elementwise: bool,
+    compression: Any,
+    *,
+    per_parameter: bool = False,
+) -> Updates:
+    """`wished`, or whole updates where the optimizer needs more than its shard or the wire whole tensors (pure).
+
+    Raises ``ValueError`` instead for ``EAGER``, which the user asked for.
+    """
+    if wished is Updates.EAGER and not elementwise:
+        raise ValueError(
+            f"eager=True needs an optimizer that works element by element; {type(optimizer).__name__} is not known to "
+            "(elementwise=True promises that it does)"
+        )
+    if wished is Updates.EAGER and not returns_slices(compression):
+        raise ValueError(f"eager=True updates shards, and {compression!r} gives whole tensors; use Compression.fp16")
+    divisible = per_parameter if wished is Updates.OWNED else elementwise
+    possible = divisible and (returns_slices(compression) or not wished.in_shards)
+    return wished if possible else Updates.WHOLE
+
+
+def parse_groups(num_groups: Any, groups: Any, slots: Sequence[Slot]) -> Groups:
+    """Check the two arguments; 0 where the strategy decides alone. Raises ``ValueError``."""
+    if num_groups and groups is not None:
+        raise ValueError(f"num_groups is {num_groups} and groups is given too: use groups alone")
+    chosen = num_groups if groups is None else groups
+    if isinstance(chosen, int):
+        if chosen < 0:
+            raise ValueError(f"groups should be at least 0 and is {chosen}")
+        return min(chosen, len(slots))  # more groups than parameters would be empty
+    index_of = {id(slot.param): slot.index for slot in slots}
+    seen: set[int] = set()
+    parsed = []
+    if not isinstance(chosen, list | tuple):
+        raise ValueError(f"groups should be a number or a list of lists of parameters and is {type(chosen).__name__}")
+    for number, group in enumerate(chosen):
+        if not isinstance(group, list | tuple) or not all(isinstance(item, torch.Tensor) for item in group):
+            raise ValueError(f"groups should be a number or a list of lists of parameters; entry {number} is {group!r}")
+        for item in group:
+            if id(item) not in index_of:
+                raise ValueError(
+                    f"groups[{number}] holds a tensor of shape {tuple(item.shape)} that is no parameter of the optimizer"
+                )
+            if index_of[id(item)] in seen:
+                raise ValueError(f"parameter {slots[index_of[id(item)]].name!r} is in groups twice; once is allowed")
+            seen.add(index_of[id(item)])
+        parsed.append(tuple(index_of[id(item)] for item in group))
+    return tuple(group for group in parsed if group)

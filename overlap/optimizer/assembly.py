@@ -15,20 +15,20 @@ from overlap.core.attendance import Attendance
 from overlap.core.engine import Engine
 from overlap.core.step import Stepper
 from overlap.core.strategy import Strategy
-from overlap.core.updates import Updates, feasible
 from overlap.core.wire import Exchange
 from overlap.features.averages import Averages
 from overlap.features.conversion import Conversion
+from overlap.features.join import roll_of
 from overlap.features.rounded_parameters import check_gather_dtype
 from overlap.features.skips import Skips
 from overlap.features.synchronizations import Synchronizations
-from overlap.horovod.process_set import global_process_set
 from overlap.job.devices import fit_out
 from overlap.job.groups import Membership, membership
+from overlap.job.process_set import global_process_set
 from overlap.job.session import Session
-from overlap.optimizer.arguments import HorovodArguments, check_passes
+from overlap.optimizer.arguments import HorovodArguments, check_passes, feasible, parse_groups
 from overlap.optimizer.start import agree_on_terms, check_memory, collect_slots, synchronize_start, terms_of
-from overlap.plan.groups import parse_groups
+from overlap.plan.plan import Updates
 from overlap.state.elementwise import decides_by_loss, is_elementwise, is_per_parameter
 from overlap.state.full_state import FullState, exporter
 from overlap.state.share import StateShare
@@ -68,7 +68,7 @@ def build(
     poison: bool | None,
     groups_of: Callable[[Session], Membership] | None = None,
 ) -> Assembly:
-    """What `shell` consists of; see :class:`overlap.optimizer.distributed.DistributedOptimizer` for the arguments. On every rank."""
+    """What `shell` consists of; see :class:`.DistributedOptimizer` for the arguments. On every rank."""
     check_passes(arguments.backward_passes_per_step)
     elementwise = is_elementwise(optimizer) if elementwise is None else elementwise
     if per_parameter is not None and strategy.updates is not Updates.OWNED:
@@ -102,14 +102,14 @@ def build(
         hosts = membership(session, arguments.process_set, sharding=updates.in_shards, lanes=strategy.lanes)
     if not everybody:
         agree_on_terms(hosts.comm, terms)
-    members = fit_out(session, hosts, slots, strategy)
+    members = fit_out(session, hosts, [(slot.name, slot.param) for slot in slots], _why_not_on_a_gpu(strategy))
     comm = members.comm
     exchange = Exchange(arguments.compression, arguments.op, arguments.gradient_predivide_factor, comm.size)
     if sync_start:
         synchronize_start(members.everyone, optimizer, model, slots)
     pairs = ((slot.name, slot.param) for slot in slots if slot.param.requires_grad)
     check_gather_dtype(strategy.gather_dtype, pairs, optimizer, sharding=updates.in_shards)
-    attendance = Attendance(comm, members.ranks, session.roll)
+    attendance = Attendance(comm, members.ranks, roll_of(session))
     engine = Engine(
         members.reductions,
         members.gathers,
@@ -138,6 +138,15 @@ def build(
     averages = Averages(engine)
     stepper = Stepper(engine, averages, optimizer, share, by_loss=by_loss)
     return Assembly(comm, members.everyone, model, engine, averages, stepper, FullState(engine, optimizer, share))
+
+
+def _why_not_on_a_gpu(strategy: Strategy) -> str:
+    if strategy.ordered:
+        return ""
+    return (
+        f"strategy {strategy.name!r} sends from a thread of its own, which knows nothing of the streams that "
+        "parameters on a GPU are computed on; use dear, wfbp, mgwfbp or oss there"
+    )
 
 
 def _why_whole(optimizer: torch.optim.Optimizer, per_parameter: bool) -> str:

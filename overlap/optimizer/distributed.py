@@ -11,7 +11,8 @@ from typing import Any, Protocol
 import torch
 
 from overlap.core.bucket import Bucket
-from overlap.core.strategy import Plan, Strategy
+from overlap.core.strategy import Strategy
+from overlap.features.join import roll_of
 from overlap.features.join_follower import Follower
 from overlap.features.loss_scale import is_scaler_step, is_unscaling
 from overlap.job.groups import Membership
@@ -20,6 +21,7 @@ from overlap.optimizer.arguments import HorovodArguments, check_passes
 from overlap.optimizer.assembly import build
 from overlap.optimizer.own_methods import guarded
 from overlap.optimizer.start import collect_slots, synchronize_start
+from overlap.plan.plan import Plan
 from overlap.state.live_state import replace_state, state_of
 
 __all__ = ["DistributedOptimizer", "Study"]
@@ -98,7 +100,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._inside_skip_synchronize = False
         step = weakref.WeakMethod(self._step_as_told)
         self._follower = Follower(self._engine, self._averages, self._stepper, optimizer, step)
-        current().roll.enroll(self._follower)
+        roll_of(current()).enroll(self._follower)
 
     # - Looks like the user's optimizer
 

@@ -15,34 +15,20 @@ from dataclasses import replace
 import torch
 from torch.nn.parameter import is_lazy
 
-from overlap.core.bucket import Slot
+from overlap.core.bucket import Slot, line
 from overlap.core.strategy import Strategy
-from overlap.core.updates import Updates
 from overlap.job.session import current
 from overlap.optimizer.arguments import HorovodArguments
 from overlap.plan.groups import Groups
+from overlap.plan.plan import Updates
 from overlap.plan.tuning.options import Tuning
 from overlap.state.optimizer_state import broadcast_optimizer_state
 from overlap.transport.broadcast import broadcast_tensors
 from overlap.transport.communicator import Communicator
 from overlap.transport.memory import is_dense
-from overlap.transport.objects import allgather_object
+from overlap.transport.objects import allgather_object, compare
 
-__all__ = [
-    "SignatureMismatch",
-    "agree_on_strategy",
-    "agree_on_terms",
-    "check_memory",
-    "collect_slots",
-    "compare",
-    "line",
-    "synchronize_start",
-    "terms_of",
-]
-
-
-class SignatureMismatch(ValueError):
-    """Model, optimizer or arguments differ between ranks."""
+__all__ = ["agree_on_strategy", "agree_on_terms", "check_memory", "collect_slots", "synchronize_start", "terms_of"]
 
 
 def collect_slots(
@@ -94,27 +80,6 @@ def collect_slots(
 def _signature(optimizer: torch.optim.Optimizer, slots: Sequence[Slot]) -> list[str]:
     first = f"optimizer {type(optimizer).__name__} with {len(optimizer.param_groups)} parameter group(s)"
     return [first, *(f"{line(slot)}, group {slot.group}" for slot in slots)]
-
-
-def line(slot: Slot) -> str:
-    """What has to be the same of a parameter on all ranks; they may use several devices of a kind."""
-    param = slot.param
-    return f"{slot.name}: shape {tuple(param.shape)}, {param.dtype} on {param.device.type}"
-
-
-def compare(what: str, signatures: Sequence[Sequence[str]]) -> None:
-    """Raise where a rank's lines differ from rank 0's; `signatures` hold every rank's, in rank order (pure)."""
-    reference = signatures[0]
-    for rank, signature in enumerate(signatures):
-        if list(signature) == list(reference):
-            continue
-        for index in range(max(len(reference), len(signature))):
-            mine = signature[index] if index < len(signature) else "nothing more"
-            expected = reference[index] if index < len(reference) else "nothing more"
-            if mine != expected:
-                raise SignatureMismatch(
-                    f"{what} differ between ranks: entry {index} is «{expected}» on rank 0 and «{mine}» on rank {rank}"
-                )
 
 
 def _refuse_lazy(name: str, tensor: torch.Tensor) -> None:

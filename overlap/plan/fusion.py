@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch.nn.parameter import is_lazy
 
-from overlap.core.observer import Facts
 from overlap.plan.partition import BucketSpec, TensorSpec, fuse
+from overlap.plan.plan import Facts
 
 __all__ = ["fused_in_order_of_use", "limits", "trained_bytes"]
 

@@ -6,46 +6,13 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
-from overlap.core.bucket import Slot
-from overlap.core.observer import Facts
-from overlap.core.strategy import Plan
 from overlap.plan.partition import BucketSpec, TensorSpec, layout
+from overlap.plan.plan import Facts, Plan
 
-__all__ = ["Groups", "members_of", "parse_groups", "plan_groups"]
+__all__ = ["Groups", "members_of", "plan_groups"]
 
 # How many groups of neighbours in the order of arrival, or the members (slot indices) of each.
 Groups = int | tuple[tuple[int, ...], ...]
-
-
-def parse_groups(num_groups: Any, groups: Any, slots: Sequence[Slot]) -> Groups:
-    """Check the two arguments; 0 where the strategy decides alone. Raises ``ValueError``."""
-    if num_groups and groups is not None:
-        raise ValueError(f"num_groups is {num_groups} and groups is given too: use groups alone")
-    chosen = num_groups if groups is None else groups
-    if isinstance(chosen, int):
-        if chosen < 0:
-            raise ValueError(f"groups should be at least 0 and is {chosen}")
-        return min(chosen, len(slots))  # more groups than parameters would be empty
-    index_of = {id(slot.param): slot.index for slot in slots}
-    seen: set[int] = set()
-    parsed = []
-    if not isinstance(chosen, list | tuple):
-        raise ValueError(f"groups should be a number or a list of lists of parameters and is {type(chosen).__name__}")
-    for number, group in enumerate(chosen):
-        if not isinstance(group, list | tuple) or not all(isinstance(item, torch.Tensor) for item in group):
-            raise ValueError(f"groups should be a number or a list of lists of parameters; entry {number} is {group!r}")
-        for item in group:
-            if id(item) not in index_of:
-                raise ValueError(
-                    f"groups[{number}] holds a tensor of shape {tuple(item.shape)} that is no parameter of the optimizer"
-                )
-            if index_of[id(item)] in seen:
-                raise ValueError(f"parameter {slots[index_of[id(item)]].name!r} is in groups twice; once is allowed")
-            seen.add(index_of[id(item)])
-        parsed.append(tuple(index_of[id(item)] for item in group))
-    return tuple(group for group in parsed if group)
 
 
 def members_of(groups: Groups, facts: Facts) -> list[list[int]]:

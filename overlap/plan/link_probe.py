@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import statistics
 import time
-from dataclasses import dataclass
+import weakref
+from dataclasses import dataclass, replace
 
 import torch
 
+from overlap.plan.cost_model import CostModel, fit
 from overlap.transport.communicator import Communicator
 from overlap.transport.objects import agree
 
-__all__ = ["Measured", "measure_all_reduce"]
+__all__ = ["Measured", "link_cost", "measure_all_reduce"]
 
 _SIZES = tuple(4096 * 4**power for power in range(6))  # 4 KB to 4 MB
 _STREAM = (
@@ -60,3 +62,14 @@ def measure_all_reduce(
         if agree(comm, number + 1 >= _FEWEST and spent > budget_seconds):
             break
     return agree(comm, Measured(samples, handling))
+
+
+_costs: weakref.WeakKeyDictionary[Communicator, CostModel] = weakref.WeakKeyDictionary()
+
+
+def link_cost(comm: Communicator) -> CostModel:
+    """What an all-reduce costs, the same on every rank of `comm`; the first use measures it, on every rank."""
+    if comm not in _costs:
+        measured = measure_all_reduce(comm)
+        _costs[comm] = replace(fit(measured.samples), handling=measured.handling)
+    return _costs[comm]

@@ -5,7 +5,18 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
-__all__ = ["ALIGNMENT_BYTES", "BucketSpec", "TensorSpec", "fuse", "layout", "owned", "per_tensor", "piece", "round_up"]
+__all__ = [
+    "ALIGNMENT_BYTES",
+    "BucketSpec",
+    "TensorSpec",
+    "fuse",
+    "lane_of",
+    "layout",
+    "owned",
+    "per_tensor",
+    "piece",
+    "round_up",
+]
 
 # Kernels may take another path, and round differently, on operands that are not aligned as an allocation of their own
 # would be. Every tensor in a bucket starts on such a boundary, so that training in buckets stays bit-identical.
@@ -56,6 +67,16 @@ class BucketSpec:
         shares = self.shares(world_size)
         start = sum(shares[:rank])
         return slice(start, start + shares[rank])
+
+
+def lane_of(shares: Sequence[int], lanes: int) -> int:
+    """Which of so many communicators carries a bucket of such shards, so that the two directions of links are both used.
+
+    Operations on one communicator follow one another. Where shards are equal, each keeps all links busy. Where one rank
+    owns most of a bucket, the way from it idles in the reduction, and the ways to it in the gathering: buckets of different
+    owners take different lanes. The order in each lane is the same on all ranks, since this follows the plan.
+    """
+    return shares.index(max(shares)) % lanes if lanes > 1 else 0
 
 
 def round_up(value: int, multiple: int) -> int:

@@ -66,7 +66,7 @@ class StateShare:
             yield
 
     def collect(self) -> list[PieceState]:
-        """Every rank's share, this rank's first. Raises :class:`overlap.transport.peer_queries.NoAnswer` if one does not come."""
+        """Every rank's share, this rank's first. Raises :class:`NoAnswer` if one does not come."""
         asked = [(rank, self._mailroom.ask(rank, self._topic, self._steps)) for rank in self._others]
         with self._changed:
             shares = [self._export()]

@@ -119,7 +119,7 @@ def _label(event: Event) -> str:
 
 
 def draw(files: Sequence[str], picture: str, steps: int, skip: int) -> None:
-    """See :func:`overlap.recording.draw_timeline`."""
+    """See :func:`overlap.horovod.timeline.draw_timeline`."""
     rows = rows_of(_ranks(files), steps, skip)
     try:
         import matplotlib as mpl

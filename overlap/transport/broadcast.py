@@ -19,8 +19,8 @@ __all__ = ["broadcast_described", "broadcast_structure", "broadcast_tensors", "o
 def broadcast_tensors(comm: Communicator, tensors: Sequence[torch.Tensor], root: int) -> None:
     """Overwrite `tensors` with the root's, any dtype and layout, all in flight together. On every rank of `comm`.
 
-    Sparse and quantized ones travel pickled. Raises :class:`overlap.transport.objects.NotSent` on all ranks where one of the root's
-    cannot be read.
+    Sparse and quantized ones travel pickled. Raises :class:`overlap.transport.objects.NotSent` on all ranks where one of
+    the root's cannot be read.
     """
     if not 0 <= root < comm.size:
         raise ValueError(f"root should be a rank from 0 to {comm.size - 1} and is {root}")

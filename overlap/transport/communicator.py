@@ -1,8 +1,8 @@
 """The one interface through which strategies move tensors between ranks.
 
 Two implementations: `overlap.transport.native.NativeCommunicator` over comm_core (MPI, or one rank alone) and
-`overlap.transport.torch.communicator.ProcessGroupCommunicator` over torch.distributed. Every operation has an asynchronous form that
-returns a `Work`, and a synchronous form that is the same call followed by `wait()`.
+`overlap.transport.torch.communicator.ProcessGroupCommunicator` over torch.distributed. Every operation has an
+asynchronous form that returns a `Work`, and a synchronous form that is the same call followed by `wait()`.
 
 Operations of one communicator happen in the order in which they were issued, which therefore has to be the same on all
 of its ranks. Tensors are contiguous and on the CPU; a tensor handed to an operation stays untouched by the caller, and
@@ -19,8 +19,7 @@ from typing import ClassVar
 import torch
 
 from comm_core import ReduceOp
-from overlap.health.deadlock import Line
-from overlap.transport.work import Work
+from overlap.transport.work import Line, Work
 
 #: Issues one more operation with the arguments it was made for.
 Start = Callable[[], Work]

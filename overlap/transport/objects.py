@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -12,7 +12,16 @@ import torch
 from overlap.transport.communicator import Communicator
 from overlap.transport.unpickling import loads
 
-__all__ = ["NotSent", "agree", "allgather_object", "broadcast_made", "broadcast_object", "is_picklable"]
+__all__ = [
+    "NotSent",
+    "SignatureMismatch",
+    "agree",
+    "allgather_object",
+    "broadcast_made",
+    "broadcast_object",
+    "compare",
+    "is_picklable",
+]
 
 T = TypeVar("T")
 
@@ -133,3 +142,22 @@ def agree(comm: Communicator, value: T) -> T:
     Call it on all ranks or on none.
     """
     return broadcast_object(comm, value, 0)
+
+
+class SignatureMismatch(ValueError):
+    """Model, optimizer or arguments differ between ranks."""
+
+
+def compare(what: str, signatures: Sequence[Sequence[str]]) -> None:
+    """Raise where a rank's lines differ from rank 0's; `signatures` hold every rank's, in rank order (pure)."""
+    reference = signatures[0]
+    for rank, signature in enumerate(signatures):
+        if list(signature) == list(reference):
+            continue
+        for index in range(max(len(reference), len(signature))):
+            mine = signature[index] if index < len(signature) else "nothing more"
+            expected = reference[index] if index < len(reference) else "nothing more"
+            if mine != expected:
+                raise SignatureMismatch(
+                    f"{what} differ between ranks: entry {index} is «{expected}» on rank 0 and «{mine}» on rank {rank}"
+                )

@@ -1,8 +1,8 @@
 """Questions between ranks that need no matching call: one thread answers them whatever the main thread does.
 
 It is how rank 0 alone can ask the others for their share of the optimizer state, and how a rank that waits can learn
-what the others are doing. Letters are plain data (`overlap.transport.encoding`). Handlers run on the mailroom's thread and must not
-issue collectives.
+what the others are doing. Letters are plain data (`overlap.transport.encoding`). Handlers run on the mailroom's thread and
+must not issue collectives.
 """
 
 from __future__ import annotations
@@ -38,6 +38,9 @@ class Mailroom:
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
         self._handlers: dict[str, Callable[[int, Any], Any]] = {}
+        self._early: dict[str, list[tuple[int, bytes]]] = {}  # letters whose handler is not there yet
+        self._over: set[str] = set()  # topics that had one
+        self._lock = threading.Lock()  # these three
         self._answers: dict[int, Future[Any]] = {}
         self._numbers = itertools.count()
         self._closing = threading.Event()
@@ -47,13 +50,23 @@ class Mailroom:
             self._thread.start()
 
     def on(self, topic: str, handler: Callable[[int, Any], Any]) -> None:
-        """Answer questions on `topic` with ``handler(asking rank, question)``; an exception travels back as text."""
-        self._handlers[topic] = handler
+        """Answer questions on `topic` with ``handler(asking rank, question)``; an exception travels back as text.
+
+        What came earlier is answered now: a rank that is ahead may ask before this one can answer.
+        """
+        with self._lock:
+            self._handlers[topic] = handler
+            early = topic in self._early
+        if early:
+            self._wake(topic)
 
     def off(self, topic: str) -> None:
         """Nobody will ask about `topic`, or anything below it (``topic/…``), any more."""
-        for name in [name for name in self._handlers if name == topic or name.startswith(f"{topic}/")]:
-            self._handlers.pop(name, None)
+        with self._lock:
+            self._over.add(topic)
+            for table in (self._handlers, self._early):
+                for name in [name for name in table if _below(name, topic)]:
+                    table.pop(name)
 
     def ask(self, rank: int, topic: str, question: Any = None) -> Future[Any]:
         """Post a question; the future holds the answer, or :class:`NoAnswer`."""
@@ -100,22 +113,34 @@ class Mailroom:
         (length,) = _LENGTH.unpack_from(payload)
         kind, number, topic = decode(payload[_LENGTH.size : _LENGTH.size + length])
         content = payload[_LENGTH.size + length :]
-        if kind == "wake":
-            return
         if kind == "answer":
             self._take(sender, number, topic, content)
             return
+        with self._lock:
+            handler = self._handlers.get(topic)
+            ended = any(_below(topic, over) for over in self._over) if handler is None else False
+            if handler is None and not ended and kind != "wake":
+                self._early.setdefault(topic, []).append((sender, payload))
+                return
+            early = self._early.pop(topic, [])
+        for letter in early:
+            self._open(*letter)
+        if kind == "wake":
+            return
         try:
             asked = decode(content)
-            handler = self._handlers.get(topic)
             if handler is None:
-                raise LookupError(f"no handler for {topic!r}")
+                raise LookupError(f"{topic!r} has ended")
             reply = _letter("answer", number, topic, (True, handler(sender, asked)))
         except Exception as error:  # of the handler, or of what it was to read or send: the thread has others to answer
             log.debug("rank %d: %s %r of rank %d", self._comm.rank, kind, topic, sender, exc_info=True)
             reply = _letter("answer", number, topic, (False, f"{type(error).__name__}: {error}"))
         if kind == "ask":
             self._comm.post(sender, reply)
+
+    def _wake(self, topic: str) -> None:
+        """Let the thread look at what is kept of `topic`, and at whether it should end."""
+        self._comm.post(self._comm.rank, _letter("wake", 0, topic, None))
 
     def _take(self, sender: int, number: int, topic: str, content: bytes) -> None:
         future = self._answers.pop(number, None)
@@ -133,8 +158,12 @@ class Mailroom:
     def close(self) -> None:
         self._closing.set()
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._comm.post(self._comm.rank, _letter("wake", 0, "", None))
+            self._wake("")
             self._thread.join(_JOIN_SECONDS)
+
+
+def _below(name: str, topic: str) -> bool:
+    return name == topic or name.startswith(f"{topic}/")
 
 
 def _letter(kind: str, number: int, topic: str, content: Any) -> bytes:

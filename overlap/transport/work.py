@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import comm_core
+from overlap.transport.encoding import travels
 
-__all__ = ["Work", "arrive"]
+__all__ = ["Line", "Work", "arrive"]
 
 
 class Work(Protocol):
@@ -54,3 +56,18 @@ def arrive(work: Work) -> None:
     this happens for every bucket of every step, and ``isinstance()`` of a protocol takes 10 µs.
     """
     getattr(work, "arrive", work.wait)()
+
+
+@travels
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One communicator as one of its ranks sees it: how many operations it issued there, and the kinds of those that are
+    not finished, oldest first."""
+
+    issued: int
+    unfinished: tuple[str, ...]
+
+    @property
+    def oldest(self) -> int:
+        """The number of the oldest unfinished operation, from 0; of the next one where there is none."""
+        return self.issued - len(self.unfinished)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from bytescheduler_adapter.schedule import partitions, plan_buckets
-from overlap.core.observer import Facts
 from overlap.plan.partition import TensorSpec
+from overlap.plan.plan import Facts
 
 
 def test_buckets_are_layers_in_the_order_of_use_idle_ones_last() -> None:

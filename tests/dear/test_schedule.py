@@ -8,9 +8,9 @@ import pytest
 
 import dear
 from dear.schedule import plan_buckets
-from overlap.core.observer import Facts
 from overlap.plan.fusion import limits
 from overlap.plan.partition import TensorSpec
+from overlap.plan.plan import Facts
 
 SPECS = [TensorSpec(256, 4, "fp32")] * 5
 NOTHING: frozenset[int] = frozenset()

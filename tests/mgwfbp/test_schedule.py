@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mgwfbp.schedule import completed, durations, plan_buckets, reordered, table
-from overlap.core.observer import Facts
 from overlap.plan.cost_model import CostModel
 from overlap.plan.partition import TensorSpec
+from overlap.plan.plan import Facts
 
 NOTHING: frozenset[int] = frozenset()
 COST = CostModel(1.5e-3, 0.0)

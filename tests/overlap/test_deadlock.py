@@ -12,8 +12,9 @@ from types import SimpleNamespace
 import pytest
 
 import dear
-from overlap.health.deadlock import Line, Standing, Verdict, behind, verdict
+from overlap.health.deadlock import Standing, Verdict, behind, verdict
 from overlap.health.stacks import Place, place, places
+from overlap.transport.work import Line
 
 assert dear  # a front door: its modules are ours
 

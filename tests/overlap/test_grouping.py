@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from overlap.core.bucket import Slot
-from overlap.core.observer import Facts
-from overlap.plan.groups import members_of, parse_groups
+from overlap.optimizer.arguments import parse_groups
+from overlap.plan.groups import members_of
+from overlap.plan.plan import Facts
 
 
 @pytest.mark.parametrize(

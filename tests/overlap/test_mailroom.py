@@ -44,7 +44,7 @@ def _ask(room: Mailroom, topic: str, question: Any = None) -> Any:
     [
         ("fails", None, "rank 1 could not answer 'fails': ZeroDivisionError: "),
         ("no data", None, r"rank 1 could not answer 'no data': NotData: .*<lambda>"),
-        ("nothing", None, "rank 1 could not answer 'nothing': LookupError"),
+        ("over", None, "rank 1 could not answer 'over/there': LookupError: 'over/there' has ended"),
     ],
 )
 def test_who_asks_learns_why_there_is_no_answer_and_the_next_one_is_given(
@@ -53,6 +53,7 @@ def test_who_asks_learns_why_there_is_no_answer_and_the_next_one_is_given(
     asker, other = rooms
     other.on("fails", lambda _rank, _question: 1 // 0)
     other.on("no data", lambda _rank, _question: lambda: None)
+    other.off("over")
     other.on("echo", lambda rank, question: (rank, question))
     with pytest.raises(NoAnswer, match=reason):
         _ask(asker, topic, question)
@@ -69,6 +70,31 @@ def test_news_that_cannot_be_read_are_passed_over(rooms: list[Mailroom]) -> None
     asker.tell(1, "news", "fine")
     assert _ask(asker, "echo", 1) == 1
     assert heard == [(0, "fine")]
+
+
+def test_what_comes_before_its_reader_waits_and_keeps_its_order(rooms: list[Mailroom]) -> None:
+    """A rank that is ahead asks before the other can answer."""
+    asker, other = rooms
+    heard: list[Any] = []
+    early = [asker.ask(1, "late", number) for number in range(3)]
+    other.on("echo", lambda _rank, question: question)
+    assert _ask(asker, "echo", 1) == 1  # so all three are there
+    assert not any(answer.done() for answer in early)
+
+    def answer(_rank: int, number: int) -> int:
+        heard.append(number)
+        return -number
+
+    other.on("late", answer)
+    early.append(asker.ask(1, "late", 3))
+    assert [Mailroom.wait(one, 1, "late", 5.0) for one in early] == [0, -1, -2, -3]
+    assert heard == [0, 1, 2, 3]
+    asker.tell(1, "dropped/below", "lost")
+    assert _ask(asker, "echo", 2) == 2
+    other.off("dropped")
+    other.on("dropped/below", lambda _rank, news: heard.append(news))
+    assert _ask(asker, "echo", 3) == 3
+    assert heard == [0, 1, 2, 3]
 
 
 def test_a_question_that_cannot_be_sent_is_not_waited_for(rooms: list[Mailroom]) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from overlap.core.updates import Updates, feasible
-from overlap.horovod.compression import Compression, Compressor
+from overlap.optimizer.arguments import feasible
+from overlap.plan.plan import Updates
+from overlap.transport.compression import Compression, Compressor
 
 OPTIMIZER = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
 

@@ -17,9 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from overlap.core.bucket import Slot
-from overlap.core.strategy import Strategy
-from overlap.job import devices as cuda_wiring
+from overlap.job import devices
 from overlap.transport.cuda.route import Facts
 
 __all__ = ["DEVICE", "PlainStreams", "host_only", "pretend", "use_cuda"]
@@ -83,11 +81,11 @@ class PlainStreams:
 def pretend(patch: pytest.MonkeyPatch) -> None:
     """Take the host's memory for a device's, until `patch` is undone."""
 
-    def facts(slots: Sequence[Slot], strategy: Strategy) -> Facts:
-        return Facts("cuda", "a card", trouble="pretended") if strategy.ordered else Facts()
+    def facts(_parameters: Sequence[tuple[str, torch.Tensor]], refusal: str) -> Facts:
+        return Facts() if refusal else Facts("cuda", "a card", trouble="pretended")
 
-    patch.setattr(cuda_wiring, "TorchStreams", PlainStreams)
-    patch.setattr(cuda_wiring, "_facts", facts)
+    patch.setattr(devices, "TorchStreams", PlainStreams)
+    patch.setattr(devices, "_facts", facts)
     backward = torch.autograd.backward
 
     def backward_on_a_thread(*arguments: Any, **named: Any) -> None:

@@ -11,7 +11,7 @@ import torch
 
 import dear
 from overlap.features.conversion import Change, difference
-from overlap.optimizer.start import SignatureMismatch
+from overlap.transport.objects import SignatureMismatch
 from tests.spmd.listening import heard
 from tests.spmd.models import MODELS
 from tests.spmd.test_contract import _trained

@@ -18,8 +18,7 @@ import wfbp
 from bench.gpu import parity
 from comm_core import ReduceOp
 from overlap.features import clipping
-from overlap.job import devices as cuda_wiring
-from overlap.job import session
+from overlap.job import devices, session
 from overlap.job.devices import CudaCarriers
 from overlap.transport.communicator import Communicator
 from overlap.transport.cuda.communicator import DeviceCommunicator
@@ -127,7 +126,7 @@ def test_a_result_is_carried_once() -> None:
 
 def test_a_leased_channel_keeps_its_carrier(pretended: None, monkeypatch: pytest.MonkeyPatch) -> None:
     carriers, host = CudaCarriers(session.current()), session.current().comm
-    route, place = cuda_wiring.Route.STAGED, torch.device("cpu")
+    route, place = devices.Route.STAGED, torch.device("cpu")
     watched: list[Communicator] = []
     monkeypatch.setattr(session.current().watchdog, "watch", watched.append)
     made = carriers.over(host, route, place)
@@ -136,14 +135,14 @@ def test_a_leased_channel_keeps_its_carrier(pretended: None, monkeypatch: pytest
 
 
 def test_refusals_reach_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_wiring, "_facts", lambda slots, strategy: Facts("cuda" if RANK else "cpu", "a card"))
+    monkeypatch.setattr(devices, "_facts", lambda parameters, refusal: Facts("cuda" if RANK else "cpu", "a card"))
     model = torch.nn.Linear(2, 2)
     if SIZE > 1:
         with pytest.raises(RouteError, match="the model is on cpu on rank 0 and on cuda on rank 1"):
             dear.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
     monkeypatch.undo()
     cuda = torch.device("cuda", 0)
-    monkeypatch.setattr(cuda_wiring, "common_device", lambda named: cuda)
+    monkeypatch.setattr(devices, "common_device", lambda named: cuda)
     with pytest.raises(RouteError, match=r"rank 0: strategy 'bytescheduler_adapter' sends from a thread.*cuda:0"):
         bytescheduler_adapter.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
 

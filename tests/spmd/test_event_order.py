@@ -258,7 +258,7 @@ class Recorder:
         """Buckets are called by their layers."""
         layers = {b.label: "+".join(slot.name.split(".")[0] for slot in b.slots) for b in optimizer.buckets}
         engine = optimizer._engine
-        lanes = [list(one) for one in (engine._reductions, engine.transit._lanes)]
+        lanes = (engine._reductions, engine.transit._lanes)
 
         def told(comm: Communicator | None, what: str, label: str) -> str:
             bucket, dot, part = label.partition(".")

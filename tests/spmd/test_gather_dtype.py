@@ -11,7 +11,7 @@ import torch
 
 import dear
 import oss
-from overlap.horovod.compression import BF16Compressor, NoneCompressor
+from overlap.transport.compression import BF16Compressor, NoneCompressor
 from tests.spmd.models import MODELS
 from tests.spmd.test_parity import OPTIMIZERS, as_early_as_possible
 

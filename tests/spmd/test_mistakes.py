@@ -10,7 +10,7 @@ import torch
 
 import dear
 import wfbp
-from overlap.optimizer.start import SignatureMismatch
+from overlap.transport.objects import SignatureMismatch
 from tests.spmd.test_contract import _loss, _same_everywhere, _trained
 from tests.spmd.test_parity import WRAP, _model
 

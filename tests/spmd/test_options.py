@@ -17,8 +17,8 @@ import mgwfbp
 import oss
 import wfbp
 from overlap.core.window import GradientChanged
-from overlap.horovod.compression import BF16Compressor, Compressor, FP16Compressor, NoneCompressor
-from overlap.horovod.process_set import ProcessSet, global_process_set
+from overlap.job.process_set import ProcessSet, global_process_set
+from overlap.transport.compression import BF16Compressor, Compressor, FP16Compressor, NoneCompressor
 from tests.spmd.loops import Run
 from tests.spmd.models import MODELS, SPARSE_MODELS
 from tests.spmd.test_parity import OPTIMIZERS, PACKAGES, WRAP, _assert_close, _model

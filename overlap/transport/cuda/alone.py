@@ -14,7 +14,7 @@ __all__ = ["AloneCarrier"]
 
 
 class AloneCarrier:
-    """A `overlap.transport.cuda.communicator.Carrier` for `host` of one rank. Results are there when an operation was issued.
+    """A `Carrier` for `host` of one rank. Results are there when an operation was issued.
 
     What the host's communicator is given is the empty operation of that kind, so that it is counted and recorded.
     """

@@ -13,10 +13,11 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-from overlap.horovod.process_set import ProcessSet
 from overlap.job.groups import beside
+from overlap.job.process_set import ProcessSet
 from overlap.job.session import Session, current
 from overlap.optimizer.distributed import DistributedOptimizer
+from overlap.plan.link_probe import link_cost
 from overlap.plan.tuning import bayes, store
 from overlap.plan.tuning.campaign import Campaign, Decision, Result, table
 from overlap.plan.tuning.options import Tuning
@@ -173,5 +174,5 @@ def _place(session: Session, optimizer: DistributedOptimizer, ranks: int) -> sto
         ranks=ranks,
         hosts=session.cross_size,
         backend=session.comm.backend,
-        link=session.link_cost,
+        link=link_cost(session.comm),
     )

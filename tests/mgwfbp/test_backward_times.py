@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from overlap.profiler import BackwardClock, arrival_moments, backward_seconds, profile_backward
+from mgwfbp.backward_times import BackwardClock, arrival_moments, backward_seconds, profile_backward
 from tests.spmd.models import Pause
 
 
