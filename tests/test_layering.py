@@ -153,7 +153,8 @@ def _rooms() -> list[str]:
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.name)
 def test_files_that_pages_name_are_there(page: Path) -> None:
-    ours = {path.name for path in SOURCES} | {path.name for folder in (".", "scripts") for path in (ROOT / folder).glob("*.py")}
+    scripts = {path.name for folder in (".", "scripts") for path in (ROOT / folder).glob("*.py")}
+    ours = {path.name for path in SOURCES} | scripts
     names = re.findall(r"`(?:[\w./-]*/)?(\w+\.(?:py|cpp|hpp))`", page.read_text())
     assert sorted(set(names) - ours - YOURS) == []
 

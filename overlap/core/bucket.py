@@ -13,6 +13,7 @@ from overlap.features.gradient_check import Seal
 from overlap.features.rounded_parameters import Master
 from overlap.plan.partition import BucketSpec
 from overlap.transport.communicator import ReduceOp, Start, Wide, Work
+from overlap.transport.cut_pickles import cut_when_pickled
 from overlap.transport.memory import copy_used, unused_mark, unused_positions, view_like
 
 __all__ = ["Bucket", "Known", "Phase", "Slot", "line"]
@@ -189,6 +190,7 @@ class Bucket:
         self.shares = spec.shares(world_size)  # elements of each rank's shard
         self.own = spec.own(rank, world_size)
         self.gradients = torch.zeros(spec.padded_numel, dtype=first.dtype, device=first.device)
+        cut_when_pickled(self.gradients)
         for slot, offset in zip(slots, spec.offsets, strict=True):
             slot.bucket = self
             slot.place = view_like(self.gradients, offset, slot.param)
@@ -197,6 +199,7 @@ class Bucket:
         self.master: Master | None = None
         if holds_parameters:
             self.parameters = torch.zeros_like(self.gradients)
+            cut_when_pickled(self.parameters)
             self.reduced = torch.zeros(self.shares[rank], dtype=first.dtype, device=first.device)
             self.adopt()
             if gather_dtype is not None:
@@ -315,4 +318,8 @@ class Bucket:
 def line(slot: Slot) -> str:
     """What has to be the same of a parameter on all ranks; they may use several devices of a kind."""
     param = slot.param
-    return f"{slot.name}: shape {tuple(param.shape)}, {param.dtype} on {param.device.type}"
+    text = f"{slot.name}: shape {tuple(param.shape)}, {param.dtype} on {param.device.type}"
+    if not param.is_contiguous():  # elements travel in the order in which they lie
+        strides = zip(param.shape, param.stride(), strict=True)
+        text += f", strides {tuple(stride for size, stride in strides if size > 1)}"
+    return text if param.requires_grad else f"{text}, frozen"

@@ -188,7 +188,7 @@ class Engine:
             if self.eager is not None:
                 self.eager.poll(slot.bucket)  # before what is ready now is issued: it is now that the wire may be idle
             self.window.grad_ready(slot)
-        elif slot.sparse:
+        else:  # sparse, or not in a bucket yet
             slot.fires += 1
             slot.note()
 

@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from overlap.core.compiled import GUARDS, Entry, untraced
 from overlap.core.gathering import Transit
@@ -151,7 +150,6 @@ class Gates:
                     gated = module.__dict__["_parameters"] = GatedParameters(gated)
                 gated.touches += (self._touch,)
                 gated.entries += (entry,)
-                self._handles.append(module._register_state_dict_hook(_Hook(_clone_values)))
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -165,31 +163,6 @@ class Gates:
                     module.__dict__["_parameters"] = dict(parameters)
         self._handles.clear()
         self._modules.clear()
-
-
-def _clone_values(module: torch.nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
-    """state_dict hands out clones of what lies in a bucket, which would be saved with the whole bucket behind it.
-
-    Until then it hands out the parameters' own memory, as ever: scripts broadcast into it, or load through it. Where a
-    clone came from is remembered, for those who broadcast into it later.
-    """
-    for name in module._parameters:
-        value = state.get(prefix + name)
-        if value is None or isinstance(value, torch.nn.Parameter):  # keep_vars=True asks for the real ones
-            continue
-        if value.untyped_storage().nbytes() > value.numel() * value.element_size():
-            state[prefix + name] = clone = value.clone()
-            _originals[clone] = module._parameters[name]
-
-
-# Beside the clones and not on them: what hangs on a tensor would be saved with it.
-_originals: Any = WeakTensorKeyDictionary()
-
-
-def original(tensor: torch.Tensor) -> torch.Tensor:
-    """The parameter that a tensor from ``state_dict()`` is a clone of; any other tensor itself."""
-    found = _originals.get(tensor)
-    return tensor if found is None else found
 
 
 class ListedParameters(list[torch.nn.Parameter]):

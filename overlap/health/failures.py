@@ -11,7 +11,7 @@ from types import TracebackType
 
 from comm_core import TransportError
 
-__all__ = ["explain", "install", "remove", "say_in_one_line"]
+__all__ = ["explain", "install", "remove", "say_in_one_line", "say_what_is_under_way"]
 
 _PATIENCE_SECONDS = 20.0  # of a rank that waits for rank 0 to come as far, which may take that long to import torch
 _previous: Callable[..., object] | None = None
@@ -56,6 +56,18 @@ def remove() -> None:
     if _previous is not None:
         sys.excepthook = _previous
         _previous = None
+
+
+def say_what_is_under_way(rank: int, size: int) -> None:
+    """Show the exception that is being handled, or that passes through a ``finally:``, if there is one.
+
+    Whoever waits for other ranks then may be ended by them, and would take it along.
+    """
+    error = sys.exc_info()[1]
+    if size > 1 and isinstance(error, Exception):
+        text = "".join(traceback.format_exception(error))
+        sys.stderr.write(f"rank {rank} of {size} calls shutdown() during an exception:\n{text}{explain(error, rank, size)}")
+        sys.stderr.flush()
 
 
 def say_in_one_line(error: BaseException, rank: int) -> None:

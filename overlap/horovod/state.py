@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from overlap.core.gates import original
 from overlap.horovod.asking import operation_name, refuse
 from overlap.horovod.broadcast import broadcast_group
 from overlap.horovod.errors import Mismatch
@@ -15,7 +14,7 @@ from overlap.horovod.job import rank
 from overlap.horovod.objects import allgather_object, broadcast_object
 from overlap.horovod.request import Kind
 from overlap.job.process_set import global_process_set
-from overlap.transport.broadcast import overwrite, plant, uproot
+from overlap.transport.broadcast import plant, uproot
 
 __all__ = ["broadcast_optimizer_state", "broadcast_parameters"]
 
@@ -25,7 +24,7 @@ def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: i
 
     Args:
         params: ``model.state_dict()``, ``model.named_parameters()`` or ``model.parameters()``. Entries that are no tensors
-            are left alone. A wrapped model hands out copies in its ``state_dict()``: copies and model are overwritten.
+            are left alone.
 
     Raises :class:`Mismatch` on every rank, with the parameter's name, where names, shapes or dtypes differ between ranks,
     and ``ValueError`` for anything else than these.
@@ -34,10 +33,7 @@ def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: i
         tensors = _named_tensors(params)
     except ValueError as error:
         raise refuse(Kind.BROADCAST, operation_name(Kind.BROADCAST, None, global_process_set), error) from None
-    broadcast_group([original(value).data for _, value in tensors], [name for name, _ in tensors], root_rank)
-    for _, value in tensors:
-        if original(value) is not value:
-            overwrite(value, original(value).detach())
+    broadcast_group([value.data for _, value in tensors], [name for name, _ in tensors], root_rank)
 
 
 def _named_tensors(params: Any) -> list[tuple[str, torch.Tensor]]:

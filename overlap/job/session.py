@@ -263,11 +263,16 @@ def uninitialized() -> str:
 
 
 def shutdown() -> None:
-    """Leave the job; on every rank (at exit it is called by itself). Waits until all ranks do, still answering them."""
+    """Leave the job; on every rank (at exit it is called by itself). Waits until all ranks do, still answering them.
+
+    Inside an exception, as in ``finally:``, it is shown first: where other ranks wait for what this one will not do any
+    more, they end the job.
+    """
     global _session
     if _session is None:
         return
     atexit.unregister(shutdown)
     session, _session = _session, None
     if _process == os.getpid():  # a forked child has no part in what its parent does with the other ranks
+        failures.say_what_is_under_way(session.comm.rank, session.comm.size)
         session.close()

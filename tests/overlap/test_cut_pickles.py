@@ -1,0 +1,82 @@
+"""Views of a flat buffer are saved by themselves; everything else is saved as ever."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+from typing import Any
+
+import torch
+
+from overlap.transport import cut_pickles
+from overlap.transport.cut_pickles import cut_when_pickled
+
+
+def _saved(value: Any) -> tuple[int, Any]:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return len(file.getvalue()), torch.load(file, weights_only=True)
+
+
+def _buffer() -> torch.Tensor:
+    flat = torch.arange(100_000, dtype=torch.float32)
+    cut_when_pickled(flat)
+    return flat
+
+
+def test_a_view_is_saved_by_itself_with_its_layout() -> None:
+    flat = _buffer()
+    plain, turned = flat[10:110].view(10, 10), flat[200:300].view(4, 5, 5).permute(2, 0, 1)
+    size, (one, two) = _saved((plain, turned))
+    assert size < 4000
+    assert torch.equal(one, plain)
+    assert torch.equal(two, turned)
+    assert two.stride() == turned.stride()
+    assert torch.equal(pickle.loads(pickle.dumps(plain)), plain)
+    assert len(pickle.dumps(plain)) < 4000
+    parameter = torch.nn.Parameter(torch.zeros(10))
+    parameter.data = flat[:10]
+    size, loaded = _saved(parameter)
+    assert size < 4000
+    assert isinstance(loaded, torch.nn.Parameter)
+    assert torch.equal(loaded, parameter)
+
+
+def test_tied_views_stay_tied_in_one_file_and_every_file_has_the_values_of_its_moment() -> None:
+    flat = _buffer()
+    alone, _ = _saved({"a": flat[:2500]})
+    both, loaded = _saved({"a": flat[:2500], "b": flat[:2500], "part": flat[5:9]})
+    assert both < alone + 1000
+    assert loaded["a"].data_ptr() == loaded["b"].data_ptr()
+    flat.add_(1)
+    _, later = _saved(flat[:2500])
+    assert torch.equal(later, loaded["a"] + 1)
+    with torch.inference_mode():
+        _, unversioned = _saved(flat[:2500].detach())
+    assert torch.equal(unversioned, later)
+
+
+def test_other_tensors_are_saved_as_ever() -> None:
+    _buffer()
+    other = torch.zeros(100_000)
+    size, loaded = _saved(other[:10])
+    assert size > 400_000
+    assert loaded.untyped_storage().nbytes() == 400_000
+    for value in (torch.zeros(3).to_sparse(), torch.zeros(3, device="meta"), torch.tensor(1 + 2j), torch.zeros(0)):
+        assert _saved(value)[1].shape == value.shape
+    tensor = torch.zeros(2)
+    assert copy.copy(tensor).data_ptr() == tensor.data_ptr()
+
+
+def test_nothing_is_kept_of_a_buffer_that_is_gone() -> None:
+    flat = _buffer()
+    address = flat.untyped_storage()._cdata
+    _saved(flat[:10])
+    del flat
+    gc.collect()
+    _buffer()
+    assert address not in cut_pickles._buffers or not cut_pickles._buffers[address].expired()
+    assert all(place[0] != address or reference.expired() for place, reference in cut_pickles._copies.items())
