@@ -50,7 +50,6 @@ UPWARD = {
     "core.arrangement -> features.conversion",
     "core.arrangement -> features.rounded_parameters",
     "core.arrangement -> features.sparse",
-    "core.arrangement -> state.reshard",
     "core.attendance -> features.join",
     "core.bucket -> features.gradient_check",
     "core.bucket -> features.rounded_parameters",
@@ -62,11 +61,8 @@ UPWARD = {
     "core.engine -> features.sparse",
     "core.engine -> features.synchronizations",
     "core.engine -> optimizer.param_groups",
-    "core.shards -> features.rounded_parameters",
-    "core.shards -> state.pieces",
     "core.step -> features.averages",
     "core.step -> state.share",
-    "state.full_state -> features.rounded_parameters",
 }
 
 LIBRARY_FILES = sorted(path for package in ALLOWED for path in (ROOT / package).rglob("*.py"))

@@ -13,14 +13,13 @@ from overlap.core.gathering import Transit
 from overlap.core.heap import give_back
 from overlap.core.observer import Observer
 from overlap.core.planner import Planner
-from overlap.core.shards import ShardUpdate
+from overlap.core.shards import ShardUpdate, StatePlacement
 from overlap.core.strategy import Strategy
 from overlap.core.window import GradientWindow
 from overlap.features.conversion import Conversion, changes
 from overlap.features.rounded_parameters import check_gather_dtype
 from overlap.features.sparse import find_sparse
 from overlap.plan.plan import Plan
-from overlap.state.reshard import move_state
 from overlap.transport.communicator import Communicator
 from overlap.transport.objects import allgather_object, compare
 
@@ -43,12 +42,13 @@ class Arrangement:
         window: GradientWindow,
         transit: Transit,
         attendance: Attendance,
+        states: StatePlacement,
         *,
         sparse_in: torch.nn.Module | None,
     ) -> None:
         self._comm, self._optimizer, self._slots = comm, optimizer, slots
         self._planner, self._window, self._transit = planner, window, transit
-        self._attendance, self._sparse_in = attendance, sparse_in
+        self._attendance, self._states, self._sparse_in = attendance, states, sparse_in
         self.observer: Observer | None = Observer(slots)  # until the first step
         self.conversion: Conversion  # set by whoever gives this optimizer a name between ranks
         self.changing: Callable[[], AbstractContextManager[None]] = nullcontext  # around changes of who holds what
@@ -163,7 +163,7 @@ class Arrangement:
         planner = self._planner
         order, shards = planner.draft(strategy)
         if planner.shards is not None and shards is not None:
-            move_state(self._comm, planner.order, planner.shards, shards)
+            self._states.moved(planner.order, planner.shards, shards)
         with self.changing():  # until now questions were answered from the old pieces
             planner.install(strategy, order, shards)
         self._follow_plan()

@@ -19,7 +19,7 @@ from overlap.core.gathering import Transit
 from overlap.core.hooks import GradientHooks
 from overlap.core.owners import hands_out, holders
 from overlap.core.planner import Planner
-from overlap.core.shards import ShardUpdate
+from overlap.core.shards import ShardUpdate, StatePlacement
 from overlap.core.strategy import Strategy
 from overlap.core.window import GradientWindow
 from overlap.core.wire import Exchange
@@ -54,6 +54,7 @@ class Engine:
         strategy: Strategy,
         exchange: Exchange,
         attendance: Attendance,
+        states: StatePlacement,
         *,
         groups: Groups,
         sparse_as_dense: bool,
@@ -73,7 +74,7 @@ class Engine:
         self.skips: Skips  # both set by whoever gives this optimizer a name between ranks
         self.synchronizations: Synchronizations
         shards = ShardUpdate(optimizer, whole=updates is Updates.OWNED) if updates.in_shards else None
-        self._planner = Planner(comm, optimizer, slots, strategy, groups, shards, exchange.wire_itemsize)
+        self._planner = Planner(comm, optimizer, slots, strategy, groups, shards, states, exchange.wire_itemsize)
         self.order = self._planner.order  # in order of issue
         self.transit = Transit(gathers, lambda comm, bucket: self.strategy.gather(comm, bucket), poison=poison)
         self._model = model
@@ -99,6 +100,7 @@ class Engine:
             self.window,
             self.transit,
             attendance,
+            states,
             sparse_in=None if sparse_as_dense else model,
         )
         self.eager = self.deferred = None

@@ -9,7 +9,7 @@ import torch
 
 from overlap.core.bucket import Bucket, Slot
 from overlap.core.heap import Freed
-from overlap.core.shards import ShardUpdate
+from overlap.core.shards import ShardUpdate, StatePlacement
 from overlap.core.strategy import Strategy
 from overlap.plan.groups import Groups, members_of, plan_groups
 from overlap.plan.partition import BucketSpec, TensorSpec
@@ -34,11 +34,12 @@ class Planner:
         strategy: Strategy,
         groups: Groups,
         shards: ShardUpdate | None,
+        states: StatePlacement,
         wire_itemsize: Callable[[torch.dtype], int | None],
     ) -> None:
         self._comm, self._optimizer, self._slots = comm, optimizer, slots
         self._wire_itemsize = wire_itemsize
-        self.strategy, self.shards, self._groups = strategy, shards, groups
+        self.strategy, self.shards, self._groups, self._states = strategy, shards, groups, states
         self.order: list[Bucket] = []
         self._facts: Facts | None = None  # about the parameters in buckets
         self._most = 1  # accumulations into one parameter in one backward pass
@@ -88,9 +89,7 @@ class Planner:
     def draft(self, strategy: Strategy) -> tuple[list[Bucket], ShardUpdate | None]:
         """`strategy`'s buckets for the same parameters, whose values move in, and their pieces, without state yet."""
         plan = self.preview(strategy)
-        shards = (
-            None if self.shards is None else ShardUpdate(self._optimizer, self.shards.loaded, whole=self.shards.whole)
-        )
+        shards = None if self.shards is None else ShardUpdate(self._optimizer, whole=self.shards.whole)
         return self._build(plan, shards), shards
 
     def install(self, strategy: Strategy, order: list[Bucket], shards: ShardUpdate | None) -> None:
@@ -166,7 +165,7 @@ class Planner:
                 if sharded:
                     assert shards is not None, "a strategy shards only what is shardable"
                     shards.add(bucket, self._comm.rank)
-                    shards.shard_state(bucket, self._optimizer.state)
+                    self._states.placed(shards, bucket)
                 if fill:
                     for slot in bucket.slots:
                         slot.fill()

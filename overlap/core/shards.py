@@ -10,20 +10,18 @@ A second optimizer of the user's class, with the same attributes: it updates wha
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from overlap.core.bucket import Bucket, Slot
-from overlap.features.rounded_parameters import MASTER
 from overlap.plan.partition import piece
-from overlap.state.pieces import PieceState, part_of, same_state, to_cpu
 from overlap.transport.cuda.streams import LastUpdate
-from overlap.transport.memory import to_flat, unused_positions, view_like
+from overlap.transport.memory import unused_positions, view_like
 
-__all__ = ["Piece", "ShardUpdate", "shadow_of", "unhooked_step"]
+__all__ = ["Piece", "ShardUpdate", "StatePlacement", "shadow_of", "unhooked_step"]
 
 
 def unhooked_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
@@ -46,68 +44,32 @@ class Piece:
 class ShardUpdate:
     """Pieces of all sharded buckets, and the shadow optimizer that updates them. `whole`: no shard cuts a parameter."""
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        loaded: dict[torch.Tensor, torch.Tensor] | None = None,
-        *,
-        whole: bool = False,
-    ) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, *, whole: bool = False) -> None:
         self._optimizer, self.whole = optimizer, whole
         self._shadow = shadow_of(optimizer)
         self._shadow.state = defaultdict(dict)
         self._step = unhooked_step(optimizer)
-        self._written = LastUpdate()
+        self.written = LastUpdate()
         self._pieces: dict[Bucket, list[Piece]] = {}
         self._extents: dict[Bucket, tuple[torch.Tensor, list[int]]] = {}
-        # Masters of parameters that are in no bucket yet.
-        self.loaded: dict[torch.Tensor, torch.Tensor] = {} if loaded is None else loaded
 
     @property
     def pieces(self) -> Iterable[Piece]:
         return (one for pieces in self._pieces.values() for one in pieces)
 
-    def held(self, bucket: Bucket) -> list[tuple[Piece, dict[str, Any]]]:
-        """The bucket's pieces on this rank, each with its state (empty before its first update). None of a whole bucket."""
-        return [(one, self._state_of(one, bucket)) for one in self._pieces.get(bucket, ())]
-
-    def _state_of(self, one: Piece, bucket: Bucket) -> dict[str, Any]:
-        state: dict[str, Any] = self._shadow.state.get(one.proxy, {})
-        return state if bucket.master is None else {**state, MASTER: one.proxy.data}
-
-    def put(self, one: Piece, state: dict[str, Any]) -> None:
-        """Replace the state of a piece."""
-        if MASTER in state:
-            _put_master(one, state.pop(MASTER))
-        if state:
-            self._shadow.state[one.proxy] = state
-        self._written.note(one.proxy)
+    @property
+    def state(self) -> MutableMapping[torch.Tensor, dict[str, Any]]:
+        """Of each piece that was updated, by its proxy."""
+        return self._shadow.state
 
     @property
-    def state(self) -> dict[torch.nn.Parameter, dict[str, Any]]:
-        """State by parameter, the part this rank holds: 1-D tensors as long as the piece, unless pieces are whole."""
-        return {one.slot.param: self._shadow.state[one.proxy] for one in self.pieces if one.proxy in self._shadow.state}
+    def buckets(self) -> Iterable[Bucket]:
+        """Those that this one updates, in the order in which they came."""
+        return self._pieces
 
-    def cuts(self, param: torch.Tensor) -> bool:
-        """Whether `param` is in a bucket whose shards are updated here and on other ranks."""
-        return any(slot.param is param for bucket in self._pieces for slot in bucket.slots)
-
-    def set_state(self, param: torch.Tensor, state: dict[str, Any]) -> bool:
-        """Replace the state of this rank's piece of `param`, nothing of it for an empty one; whether there is a piece."""
-        mine = [one.proxy for one in self.pieces if one.slot.param is param]
-        for proxy in mine:
-            self._shadow.state.pop(proxy, None)
-            if state:
-                self._shadow.state[proxy] = state
-            self._written.note(proxy)
-        return bool(mine)
-
-    def begin_state(self, param: torch.Tensor, state: dict[str, Any]) -> bool:
-        """Let `state`, which is empty still, be that of this rank's piece of `param`; whether there is a piece."""
-        mine = [one.proxy for one in self.pieces if one.slot.param is param]
-        for proxy in mine:
-            self._shadow.state[proxy] = state
-        return bool(mine)
+    def pieces_of(self, bucket: Bucket) -> list[Piece]:
+        """The bucket's pieces on this rank; none of a bucket that is not updated in shards."""
+        return self._pieces.get(bucket, [])
 
     def add(self, bucket: Bucket, rank: int) -> None:
         """Take on the pieces of a new bucket."""
@@ -154,7 +116,7 @@ class ShardUpdate:
             groups = self._optimizer.param_groups
             self._shadow.param_groups = [{**groups[index], "params": proxies} for index, proxies in by_group.items()]
             self._step(self._shadow)
-        self._written.note(bucket.reduced)
+        self.written.note(bucket.reduced)
         for one in self._pieces[bucket]:
             one.proxy.grad = None
 
@@ -166,66 +128,15 @@ class ShardUpdate:
         """Reduced gradients of the bucket's used pieces on this rank."""
         return [one.gradient for one in self._pieces[bucket] if one.proxy.grad is not None]
 
-    # - State: full (as torch keeps it, by parameter) <-> pieces
 
-    def shard_state(self, bucket: Bucket, full: MutableMapping[torch.Tensor, Any]) -> None:
-        """Keep this rank's slices of the full state, and drop the rest of it from `full`."""
-        for one in self._pieces[bucket]:
-            self._shadow.state.pop(one.proxy, None)
-            if one.slot.param in full:
-                state = full[one.slot.param]
-                self._shadow.state[one.proxy] = part_of(state, one.slot.param, one.start, one.stop, whole=self.whole)
-        for slot in bucket.slots:
-            full.pop(slot.param, None)
-        if bucket.master is not None:
-            self._take_loaded(bucket)
-        self._written.note(bucket.reduced)
+class StatePlacement(Protocol):
+    """What becomes of the optimizer's state where buckets come and go; core itself does not look into it."""
 
-    def load_masters(self, masters: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        """Replace all masters: by this rank's slices of `masters`, and where there is none, by the parameters."""
-        self.loaded.clear()
-        self.loaded.update(masters)
-        for bucket in self._pieces:
-            if bucket.master is not None:
-                bucket.master.forget()
-                self._take_loaded(bucket)
+    def placed(self, shards: ShardUpdate, bucket: Bucket) -> None:
+        """`shards` have taken on the pieces of a new `bucket`: they get their parts of the state. On every rank."""
 
-    def _take_loaded(self, bucket: Bucket) -> None:
-        for one in self._pieces[bucket]:
-            value = self.loaded.get(one.slot.param)
-            if value is not None:
-                _put_master(one, value if self.whole else to_flat(value, one.slot.param)[one.start : one.stop])
-        for slot in bucket.slots:
-            self.loaded.pop(slot.param, None)
-
-    def agrees_with(self, full: Mapping[int, Mapping[str, Any]]) -> bool:
-        """Whether this rank's pieces have the state that `full`, by slot, says; masters do not count."""
-        with self._written.seen():
-            for bucket in self._pieces:
-                for one, state in self.held(bucket):
-                    said = part_of(full.get(one.slot.index, {}), one.slot.param, one.start, one.stop, whole=self.whole)
-                    said.pop(MASTER, None)
-                    if not same_state({key: value for key, value in state.items() if key != MASTER}, said):
-                        return False
-        return True
-
-    def export(self) -> PieceState:
-        """This rank's pieces and their state, tensors copied to the CPU; what another rank needs to build full state."""
-        parts: PieceState = {}
-        with self._written.seen():
-            for bucket in self._pieces:
-                for one, state in self.held(bucket):
-                    if state:
-                        copied = {key: to_cpu(value) for key, value in state.items()}
-                        parts[one.slot.index] = (one.start, one.stop, copied)
-        return parts
-
-
-def _put_master(one: Piece, values: torch.Tensor) -> None:
-    bucket = one.slot.bucket
-    assert bucket is not None, "pieces are of buckets"
-    assert bucket.master is not None, "only rounded parameters have masters"
-    bucket.master.put(one.proxy.data, values)
+    def moved(self, order: Iterable[Bucket], old: ShardUpdate, new: ShardUpdate) -> None:
+        """`new` takes over from `old`, whose buckets are those of `order`. On every rank, which it may wait for."""
 
 
 def shadow_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

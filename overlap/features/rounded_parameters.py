@@ -11,16 +11,15 @@ update, takes the parameter's value for it. A master that is not known is NaN, w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from overlap.transport.native import differ
 
-__all__ = ["MASTER", "Master", "check_gather_dtype", "numbered", "taken", "unnumbered"]
+__all__ = ["Master", "check_gather_dtype"]
 
-MASTER = "dear::master"  # beside the optimizer's own state, where that is taken apart and put together
 _WIRES = (torch.bfloat16, torch.float16)
 _EXACT = (torch.float32, torch.float64)
 _SEGMENT = 2**17  # elements that are compared while they are in the cache
@@ -100,44 +99,3 @@ def check_gather_dtype(
                 f"gather_dtype={dtype} keeps exact values beside parameters of float32 or float64, and {name!r} is "
                 f"{param.dtype}; convert the model to float32, or leave gather_dtype=None"
             )
-
-
-# - In a state dict: under "master", by the number of the parameter
-
-
-def taken(full: MutableMapping[torch.Tensor, dict[str, Any]]) -> dict[torch.Tensor, torch.Tensor]:
-    """Take the masters out of full state; those that are not known count as their parameter, and are left out."""
-    masters = {param: state.pop(MASTER) for param, state in full.items() if MASTER in state}
-    for param in [param for param, state in full.items() if not state]:
-        del full[param]
-    return {param: value for param, value in masters.items() if not bool(torch.isnan(value).any())}
-
-
-def numbered(optimizer: torch.optim.Optimizer, masters: Mapping[torch.Tensor, torch.Tensor]) -> dict[int, torch.Tensor]:
-    """By number, as torch numbers parameters in a state dict."""
-    return {number: masters[param] for number, param in _numbers(optimizer).items() if param in masters}
-
-
-def unnumbered(optimizer: torch.optim.Optimizer, saved: Mapping[int, torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
-    """By parameter. Raises ``ValueError`` where a shape is not the parameter's."""
-    masters = {}
-    for number, param in _numbers(optimizer).items():
-        if number not in saved:
-            continue
-        if saved[number].shape != param.shape:
-            raise ValueError(
-                f"the master of parameter {number} has shape {tuple(saved[number].shape)} in the state dict, and the "
-                f"parameter has {tuple(param.shape)}"
-            )
-        masters[param] = saved[number]
-    return masters
-
-
-def _numbers(optimizer: torch.optim.Optimizer) -> dict[int, torch.Tensor]:
-    found: dict[int, torch.Tensor] = {}
-    seen: set[int] = set()
-    for number, param in enumerate(param for group in optimizer.param_groups for param in group["params"]):
-        if id(param) not in seen:
-            seen.add(id(param))
-            found[number] = param
-    return found

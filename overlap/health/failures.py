@@ -66,7 +66,9 @@ def say_what_is_under_way(rank: int, size: int) -> None:
     error = sys.exc_info()[1]
     if size > 1 and isinstance(error, Exception):
         text = "".join(traceback.format_exception(error))
-        sys.stderr.write(f"rank {rank} of {size} calls shutdown() during an exception:\n{text}{explain(error, rank, size)}")
+        sys.stderr.write(
+            f"rank {rank} of {size} calls shutdown() during an exception:\n{text}{explain(error, rank, size)}"
+        )
         sys.stderr.flush()
 
 

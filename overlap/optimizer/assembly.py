@@ -31,6 +31,7 @@ from overlap.optimizer.start import agree_on_terms, check_memory, collect_slots,
 from overlap.plan.plan import Updates
 from overlap.state.elementwise import decides_by_loss, is_elementwise, is_per_parameter
 from overlap.state.full_state import FullState, exporter
+from overlap.state.shard_state import ShardState
 from overlap.state.share import StateShare
 from overlap.transport.communicator import Communicator
 from overlap.transport.work import arrive
@@ -110,6 +111,7 @@ def build(
     pairs = ((slot.name, slot.param) for slot in slots if slot.param.requires_grad)
     check_gather_dtype(strategy.gather_dtype, pairs, optimizer, sharding=updates.in_shards)
     attendance = Attendance(comm, members.ranks, roll_of(session))
+    states = ShardState(comm, optimizer)
     engine = Engine(
         members.reductions,
         members.gathers,
@@ -119,6 +121,7 @@ def build(
         strategy,
         exchange,
         attendance,
+        states,
         groups=groups,
         sparse_as_dense=arguments.sparse_as_dense,
         passes=arguments.backward_passes_per_step,
@@ -137,7 +140,9 @@ def build(
         engine.eager.locked = share.replacing
     averages = Averages(engine)
     stepper = Stepper(engine, averages, optimizer, share, by_loss=by_loss)
-    return Assembly(comm, members.everyone, model, engine, averages, stepper, FullState(engine, optimizer, share))
+    return Assembly(
+        comm, members.everyone, model, engine, averages, stepper, FullState(engine, optimizer, share, states)
+    )
 
 
 def _why_not_on_a_gpu(strategy: Strategy) -> str:

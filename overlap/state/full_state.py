@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from overlap.core.engine import Engine
-from overlap.features.rounded_parameters import MASTER, numbered, taken, unnumbered
+from overlap.state.masters import MASTER, numbered, taken, unnumbered
 from overlap.state.pieces import PieceState, assemble
+from overlap.state.shard_state import ShardState, agrees, export
 from overlap.state.share import StateShare
 
 __all__ = ["FullState", "exporter"]
@@ -19,8 +20,10 @@ __all__ = ["FullState", "exporter"]
 class FullState:
     """The state of the user's `optimizer` in torch's own format."""
 
-    def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, share: StateShare) -> None:
-        self._engine, self._optimizer, self._share = engine, optimizer, share
+    def __init__(
+        self, engine: Engine, optimizer: torch.optim.Optimizer, share: StateShare, placement: ShardState
+    ) -> None:
+        self._engine, self._optimizer, self._share, self._placement = engine, optimizer, share, placement
 
     def collect(self) -> dict[str, Any]:
         """See :meth:`overlap.optimizer.distributed.DistributedOptimizer.state_dict`."""
@@ -30,7 +33,7 @@ class FullState:
         full: dict[torch.Tensor, dict[str, Any]] = {}
         loaded = self._share.loaded
         if loaded is not None:  # [Note: who has loaded by when]
-            if not engine.shards.agrees_with(loaded):
+            if not agrees(engine.shards, loaded):
                 raise RuntimeError(
                     "optimizer.state was changed after load_state_dict(), and what other ranks have changed in their parts "
                     "of it is not known before the next update: change the state dict before you load it, or call "
@@ -39,7 +42,7 @@ class FullState:
             full = {engine.slots[index].param: _cloned(state) for index, state in loaded.items()}
         elif not engine.learning:
             full = assemble(engine.slots, self._share.collect(), whole=engine.shards.whole)
-        masters = {**engine.shards.loaded, **taken(full)}
+        masters = {**self._placement.loaded, **taken(full)}
         state = optimizer.state
         whole = dict(state)
         state.update(full)
@@ -63,9 +66,9 @@ class FullState:
                 self._share.loaded = self._keep(masters)
             for bucket in engine.order:
                 if bucket.holds_parameters:
-                    engine.sharded.shard_state(bucket, optimizer.state)
+                    self._placement.cut(engine.sharded, bucket, optimizer.state)
             if rounding:
-                engine.sharded.load_masters(masters)
+                self._placement.load_masters(engine.sharded, masters)
 
     def _keep(self, masters: Mapping[torch.Tensor, torch.Tensor]) -> dict[int, dict[str, Any]]:
         """Copies of what was loaded for sharded parameters, by slot, before the shards take their parts of it."""
@@ -90,4 +93,4 @@ def exporter(engine: Engine) -> Callable[[], PieceState]:
 
 
 def _export(engine: Engine) -> PieceState:
-    return {} if engine.shards is None else engine.shards.export()
+    return {} if engine.shards is None else export(engine.shards)

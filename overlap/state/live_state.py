@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from overlap.core.shards import ShardUpdate
+from overlap.state.held import begin_state, by_parameter, cuts, set_state
 
 __all__ = ["LiveState", "replace_state", "state_of"]
 
@@ -21,24 +22,24 @@ class LiveState(dict[torch.Tensor, _State]):
 
     def __init__(self, optimizer: torch.optim.Optimizer, shards: ShardUpdate) -> None:
         super().__init__(optimizer.state)
-        for param, state in shards.state.items():
+        for param, state in by_parameter(shards).items():
             super().__setitem__(param, state)
         self._whole: dict[torch.Tensor, _State] = optimizer.state
         self._shards = shards
 
     def __setitem__(self, param: torch.Tensor, state: _State) -> None:
-        if not self._shards.cuts(param):
+        if not cuts(self._shards, param):
             self._whole[param] = state
-        elif not self._shards.set_state(param, state):
+        elif not set_state(self._shards, param, state):
             return
         super().__setitem__(param, state)
 
     def __missing__(self, param: torch.Tensor) -> _State:
         """As torch's own: empty, on every rank. Scripts ask whether there is something, to begin with it."""
         state: _State = {}
-        if not self._shards.cuts(param):
+        if not cuts(self._shards, param):
             self._whole[param] = state
-        elif not self._shards.begin_state(param, state):
+        elif not begin_state(self._shards, param, state):
             return state
         super().__setitem__(param, state)
         return state
@@ -46,7 +47,7 @@ class LiveState(dict[torch.Tensor, _State]):
     def __delitem__(self, param: torch.Tensor) -> None:
         super().__delitem__(param)
         self._whole.pop(param, None)
-        self._shards.set_state(param, {})
+        set_state(self._shards, param, {})
 
     def pop(self, param: torch.Tensor, *default: Any) -> Any:
         if param not in self:

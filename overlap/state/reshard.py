@@ -10,6 +10,7 @@ import torch
 
 from overlap.core.bucket import Bucket
 from overlap.core.shards import Piece, ShardUpdate
+from overlap.state.held import held, put
 from overlap.state.pieces import is_sliced
 from overlap.transport.communicator import Communicator
 from overlap.transport.objects import allgather_object
@@ -27,10 +28,10 @@ def move_state(comm: Communicator, order: Iterable[Bucket], old: ShardUpdate, ne
     their owners: nothing is sent.
     """
     if old.whole:
-        kept = {one.slot.index: state for bucket in order for one, state in old.held(bucket) if state}
+        kept = {one.slot.index: state for bucket in order for one, state in held(old, bucket) if state}
         for one in new.pieces:
             if one.slot.index in kept:
-                new.put(one, dict(kept[one.slot.index]))
+                put(new, one, dict(kept[one.slot.index]))
         return
     outline = _merged(allgather_object(comm, _outline(old, order)))
     takers: dict[int, list[Piece]] = {}
@@ -46,7 +47,7 @@ def move_state(comm: Communicator, order: Iterable[Bucket], old: ShardUpdate, ne
                     states[slot.index][key] = flat[offset : offset + slot.param.numel()]
         for index, state in states.items():
             for one in takers.get(index, ()):
-                new.put(one, {key: _part(value, one, outline[index][key]) for key, value in state.items()})
+                put(new, one, {key: _part(value, one, outline[index][key]) for key, value in state.items()})
 
 
 def _outline(shards: ShardUpdate, order: Iterable[Bucket]) -> _Outline:
@@ -55,7 +56,7 @@ def _outline(shards: ShardUpdate, order: Iterable[Bucket]) -> _Outline:
             key: value.dtype if is_sliced(key, value, one.stop - one.start) else value for key, value in state.items()
         }
         for bucket in order
-        for one, state in shards.held(bucket)
+        for one, state in held(shards, bucket)
         if state
     }
 
@@ -72,7 +73,7 @@ def _gathered(comm: Communicator, bucket: Bucket, shards: ShardUpdate, key: str,
     """One value for every element of the bucket, from all ranks' pieces."""
     flat = torch.zeros(bucket.spec.padded_numel, dtype=dtype, device=bucket.gradients.device)
     offsets = dict(zip((slot.index for slot in bucket.slots), bucket.spec.offsets, strict=True))
-    for one, state in shards.held(bucket):
+    for one, state in held(shards, bucket):
         value = state.get(key)
         if isinstance(value, torch.Tensor) and is_sliced(key, value, one.stop - one.start) and value.dtype is dtype:
             offset = offsets[one.slot.index]

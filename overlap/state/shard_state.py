@@ -1,0 +1,87 @@
+"""The part of the optimizer's state that this rank holds: cut from the whole, moved to new buckets, compared, exported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, MutableMapping
+from typing import Any
+
+import torch
+
+from overlap.core.bucket import Bucket
+from overlap.core.shards import ShardUpdate
+from overlap.state.held import held, put_master
+from overlap.state.masters import MASTER
+from overlap.state.pieces import PieceState, part_of, same_state, to_cpu
+from overlap.state.reshard import move_state
+from overlap.transport.communicator import Communicator
+from overlap.transport.memory import to_flat
+
+__all__ = ["ShardState", "agrees", "export"]
+
+
+class ShardState:
+    """What becomes of an optimizer's state where buckets come and go: :class:`overlap.core.shards.StatePlacement`."""
+
+    def __init__(self, comm: Communicator, optimizer: torch.optim.Optimizer) -> None:
+        self._comm, self._optimizer = comm, optimizer
+        self.loaded: dict[torch.Tensor, torch.Tensor] = {}  # masters of parameters that are in no bucket yet
+
+    def placed(self, shards: ShardUpdate, bucket: Bucket) -> None:
+        self.cut(shards, bucket, self._optimizer.state)
+
+    def moved(self, order: Iterable[Bucket], old: ShardUpdate, new: ShardUpdate) -> None:
+        move_state(self._comm, order, old, new)
+
+    def cut(self, shards: ShardUpdate, bucket: Bucket, full: MutableMapping[torch.Tensor, Any]) -> None:
+        """Keep this rank's slices of the full state, and drop the rest of it from `full`."""
+        for one in shards.pieces_of(bucket):
+            shards.state.pop(one.proxy, None)
+            if one.slot.param in full:
+                state = full[one.slot.param]
+                shards.state[one.proxy] = part_of(state, one.slot.param, one.start, one.stop, whole=shards.whole)
+        for slot in bucket.slots:
+            full.pop(slot.param, None)
+        if bucket.master is not None:
+            self._take_loaded(shards, bucket)
+        shards.written.note(bucket.reduced)
+
+    def load_masters(self, shards: ShardUpdate, masters: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        """Replace all masters: by this rank's slices of `masters`, and where there is none, by the parameters."""
+        self.loaded.clear()
+        self.loaded.update(masters)
+        for bucket in shards.buckets:
+            if bucket.master is not None:
+                bucket.master.forget()
+                self._take_loaded(shards, bucket)
+
+    def _take_loaded(self, shards: ShardUpdate, bucket: Bucket) -> None:
+        for one in shards.pieces_of(bucket):
+            value = self.loaded.get(one.slot.param)
+            if value is not None:
+                put_master(one, value if shards.whole else to_flat(value, one.slot.param)[one.start : one.stop])
+        for slot in bucket.slots:
+            self.loaded.pop(slot.param, None)
+
+
+def agrees(shards: ShardUpdate, full: Mapping[int, Mapping[str, Any]]) -> bool:
+    """Whether this rank's pieces have the state that `full`, by slot, says; masters do not count."""
+    with shards.written.seen():
+        for bucket in shards.buckets:
+            for one, state in held(shards, bucket):
+                said = part_of(full.get(one.slot.index, {}), one.slot.param, one.start, one.stop, whole=shards.whole)
+                said.pop(MASTER, None)
+                if not same_state({key: value for key, value in state.items() if key != MASTER}, said):
+                    return False
+    return True
+
+
+def export(shards: ShardUpdate) -> PieceState:
+    """This rank's pieces and their state, tensors copied to the CPU; what another rank needs to build full state."""
+    parts: PieceState = {}
+    with shards.written.seen():
+        for bucket in shards.buckets:
+            for one, state in held(shards, bucket):
+                if state:
+                    copied = {key: to_cpu(value) for key, value in state.items()}
+                    parts[one.slot.index] = (one.start, one.stop, copied)
+    return parts
