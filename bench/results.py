@@ -213,12 +213,6 @@ def bars(source: Source) -> str:
     return f"{met.count(True)} met, {met.count(False)} missed, {met.count(None)} not judged"
 
 
-def uncommitted(source: Source) -> str:
-    """uncommitted SWEEP: how many of its runs are of code that was not committed."""
-    origins = [row.origin for one in source.groups() for row in one.rows]
-    return f"{sum(UNCOMMITTED in origin for origin in origins)} of {len(origins)}"
-
-
 def _curves(source: Source) -> dict[str, Any]:
     """The methods of ``docs/results/accuracy/TASK.json``. Raises ``ValueError`` unless one commit made them all."""
     found: dict[str, Any] = json.loads((source.folder / "accuracy" / f"{source.words[0]}.json").read_text())
@@ -269,7 +263,7 @@ def collectives(source: Source) -> str:
     return f"{where}{goodput}:\n\n{_table(head, cells)}"
 
 
-_ALL = (about, methods, against, pivot, ratio, peak, bars, uncommitted, curve, curves, collectives)
+_ALL = (about, methods, against, pivot, ratio, peak, bars, curve, curves, collectives)
 VIEWS: Mapping[str, Callable[[Source], str]] = {view.__name__: view for view in _ALL}
 
 

@@ -44,7 +44,6 @@ PURE = (
     "bench/surface/documented.py",
 )
 HARD_LIMIT = 400
-YOURS = {"train.py", "main.py"}  # scripts of the reader's, in pages
 # Imports from a room into one above it. Each is an ability that `core` calls by its name.
 UPWARD = {
     "core.arrangement -> features.conversion",
@@ -145,14 +144,6 @@ def _rooms() -> list[str]:
     folders = {path.parent.name for path in (ROOT / "overlap").glob("*/__init__.py")}
     assert folders == set(rooms) - {"api"}
     return [*rooms, "__init__"]
-
-
-@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.name)
-def test_files_that_pages_name_are_there(page: Path) -> None:
-    scripts = {path.name for folder in (".", "scripts") for path in (ROOT / folder).glob("*.py")}
-    ours = {path.name for path in SOURCES} | scripts
-    names = re.findall(r"`(?:[\w./-]*/)?(\w+\.(?:py|cpp|hpp))`", page.read_text())
-    assert sorted(set(names) - ours - YOURS) == []
 
 
 def test_modules_do_not_go_in_circles() -> None:

@@ -1,4 +1,4 @@
-"""docs/options.md, README and docs/environment.md against what the code takes."""
+"""docs/options.md, strategies.md and environment.md against what the code takes."""
 
 from __future__ import annotations
 
@@ -88,9 +88,9 @@ def test_what_is_tuned_is_told_with_its_bounds() -> None:
         for row in SEARCHED
     ]
     assert told == bounds
-    readme = " ".join((ROOT / "README.md").read_text().split())
+    page = " ".join((ROOT / "docs" / "strategies.md").read_text().split())
     for _, name, low, high in bounds:
-        assert re.search(f"`{name}` between {low:g} and {high:.0f} ", readme), name
+        assert re.search(f"`{name}` between {low:g} and {high:.0f} ", page), name
 
 
 def test_how_to_tune_is_told_with_its_defaults() -> None:

@@ -30,7 +30,7 @@ class Sighting:
 
 @dataclass(frozen=True)
 class Difference:
-    """What README's table calls `name`: the `reason`, in a sentence for users, and every place where it shows."""
+    """What docs/horovod.md calls `name`: the `reason`, in a sentence for users, and every place where it shows."""
 
     name: str
     reason: str

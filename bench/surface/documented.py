@@ -1,4 +1,4 @@
-"""Every difference from ``horovod.torch`` that is meant, with its reason: the last column of README's table, by name.
+"""Every difference from ``horovod.torch`` that is meant, with its reason: what differs in docs/horovod.md, by name.
 
 A difference shows in the calls that its sightings name, and only with answers that begin as they say. Calls where Horovod
 crashes or hangs need no entry: the report names them.

@@ -11,8 +11,10 @@ import pytest
 
 from bench.claims import MEASURED, pages, problems, unsourced, written
 from bench.cluster import ROOT
+from bench.headline import compared, draw
 from bench.results import RESULTS, VIEWS, render
 from bench.settings import Settings
+from bench.sweep.summary import group
 from tests.bench.test_sweep import result_of
 
 SENTENCE = "dear takes <!-- results: ratio a -->0.81<!-- end --> of it.\n"
@@ -139,7 +141,6 @@ def _results(folder: Path) -> Path:
         ("ratio a dear L", "1.10 – 1.38"),
         ("peak a dear", "1024"),
         ("bars a", "2 met, 1 missed, 1 not judged"),
-        ("uncommitted a", "1 of 8"),
         ("methods a workers=2", "| `dear:threshold_mb=2` | 1.100 | 1.045 – 1.155 | 3 | 1.10 |\n| `ddp` | 1.500 |"),
         ("methods a all workers=2", "| `dear:threshold_mb=1` | 1.200 |"),
         ("against a dear ddp", "| mlp@even:800 | 4 | 0.94 | `dear:threshold_mb=2` | 2.200 | 1.38 | `ddp`\\* | 3.000 |"),
@@ -172,6 +173,17 @@ def test_views(source: str, given: str, tmp_path: Path) -> None:
 def test_a_source_that_gives_nothing_says_why(source: str, told: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=told):
         render(source, _results(tmp_path))
+
+
+def test_the_headline_has_a_line_for_all_that_dear_and_ddp_trained(tmp_path: Path) -> None:
+    runs = json.loads((RESULTS / "default-sweep" / "reports.json").read_text())["runs"]
+    lines = compared(group(runs))
+    assert len(lines) == len(
+        [one for one in group(runs) if {"dear", "ddp"} <= one.best.keys() and one.bound and one.wire]
+    )
+    assert [one.wire / one.compute for one in lines] == sorted(one.wire / one.compute for one in lines)  # type: ignore[operator,type-var]
+    draw(lines, tmp_path / "headline.png")
+    assert (tmp_path / "headline.png").stat().st_size > 10_000
 
 
 def test_every_view_says_how_it_is_asked() -> None:

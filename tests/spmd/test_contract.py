@@ -154,38 +154,6 @@ def test_a_copied_or_pickled_model_carries_no_gates() -> None:
     optimizer.step()
 
 
-@pytest.mark.parametrize("strategy", PACKAGES)
-def test_state_dict_is_the_parameters_own_memory(strategy: str) -> None:
-    """What is written through it counts, as in torch; what is kept of it before a step is what it was only in a copy."""
-    model, optimizer = _trained(strategy)
-    entry, copied = model.state_dict()["head.weight"], copy.deepcopy(model.state_dict())
-    with torch.no_grad():
-        entry.fill_(0.25)
-    assert bool((model.head.weight == 0.25).all())
-    assert not bool((copied["head.weight"] == 0.25).any())
-    optimizer.zero_grad()
-    _loss(model).backward()
-    optimizer.step()
-    assert 0 < float((model.head.weight - 0.25).abs().max()) < 0.2
-    _same_everywhere(model.head.weight.detach())
-
-
-def test_tensors_of_a_bucket_are_saved_without_the_bucket() -> None:
-    model, optimizer = _trained(steps=1)
-    _loss(model).backward()
-    head = model.head
-    size = head.bias.numel() * head.bias.element_size()
-    whole = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    for tensor in (model.state_dict()["head.bias"], head.bias, head.bias.grad):
-        assert tensor is not None
-        buffer = io.BytesIO()
-        torch.save(tensor, buffer)
-        assert buffer.tell() < size + 2000 < whole
-        buffer.seek(0)
-        assert torch.equal(torch.load(buffer, weights_only=True), tensor)
-    optimizer.step()
-
-
 def test_the_first_step_keeps_gradients_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each bucket has freed what backward left before the next one takes memory."""
     made: list[Bucket] = []
