@@ -26,8 +26,8 @@ def node_groups(session: Session, nprocs: int | None) -> Membership:
         colors = list(range(size))
     members = tuple(other for other, color in enumerate(colors) if color == colors[rank])
     if len(members) == size:
-        everyone, comm = session.channels.lease(2)
+        everyone, comm, calls = session.channels.lease(3)
     else:
-        everyone, comm = *session.channels.lease(1), *session.channels.lease(1, colors)
+        everyone, comm, calls = *session.channels.lease(1), *session.channels.lease(2, colors)
     lane = (comm,)
-    return Membership(lane, lane, members, everyone)
+    return Membership(lane, lane, calls, members, everyone)

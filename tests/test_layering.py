@@ -58,7 +58,6 @@ UPWARD = {
     "core.engine -> features.join",
     "core.engine -> features.skips",
     "core.engine -> features.sparse",
-    "core.engine -> features.synchronizations",
     "core.engine -> optimizer.param_groups",
     "core.step -> features.averages",
     "core.step -> state.share",

@@ -13,10 +13,6 @@ from tests.local_decisions import SCENARIOS
 LAUNCHERS = ["mpi", "torchrun"]
 ENV = {"PYTHONPATH": str(ROOT), "DEAR_STALL_WARN_SECONDS": "2", "DEAR_STALL_ABORT_SECONDS": "4"}
 KNOWN = {
-    "synchronize_without_a_batch": "whether a rank takes part hangs on whether it happened to see a forward",
-    "frozen_differently_later": "each rank makes buckets for what it has thawed itself",
-    "gradients_that_no_hook_saw": "synchronize() looks at who fired, not at .grad",
-    "thawed_and_frozen_again": "strategies differ in who takes part in a step",
     "parameters_that_change_places": "a bucket writes to whatever its memory has become",
     "unused_gradients_that_are_never_zeroed": ".grad is left None where this rank did not use a parameter",
     "clipped_gradients_that_are_never_zeroed": ".grad is left as it was before clipping",

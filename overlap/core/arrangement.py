@@ -65,29 +65,40 @@ class Arrangement:
         if self.observer is None:
             return
         given = any(slot.param.grad is not None for slot in self._slots)  # by hooks, or by hand
-        mine = (self.observer.finish(), [line(slot) for slot in self._slots], given)
+        # torch steps what is frozen and has a gradient.
+        kept = {slot.index for slot in self._slots if not slot.param.requires_grad and slot.param.grad is not None}
+        mine = (self.observer.finish(), [line(slot) for slot in self._slots], given, kept)
         learned = allgather_object(self._comm, mine)
-        compare("parameters", [lines for _, lines, _ in learned])  # they may have been converted since the start
-        found = [facts for facts, _, _ in learned]
-        if not any(given or any(facts.fires) for facts, _, given in learned):
+        compare("parameters", [lines for _, lines, _, _ in learned])  # they may have been converted since the start
+        found = [facts for facts, _, _, _ in learned]
+        if not any(given or any(facts.fires) for facts, _, given, _ in learned):
             self.observer = Observer(self._slots)  # a step before any backward, which does nothing, teaches nothing
             return
         facts = next((facts for facts in found if any(facts.fires)), found[0])  # rank 0 may have joined at once
         fires = [max(counts) for counts in zip(*(facts.fires for facts in found), strict=True)]
         self.observer = None
         self._mark_sparse(self._slots)
-        self._planner.begin(facts, fires, self._window.passes)
+        self._planner.begin(facts, fires, self._window.passes, set().union(*(kept for *_, kept in learned)))
         self._follow_plan()
 
-    def extend(self) -> bool:
-        """Buckets for parameters that were unfrozen or added; whether there are new ones. On every rank, inside a step."""
-        late = [] if self.learning else self._planner.late
-        if late:
-            self._check_gather_dtype(late)
-            self._mark_sparse(late)
-            self._planner.extend()
-            self._follow_plan()
-        return bool(late)
+    @property
+    def homeless(self) -> bool:
+        """Whether there are parameters in no bucket, which may come to take part. The same on every rank."""
+        return not self.learning and self._planner.homeless
+
+    @property
+    def late(self) -> list[Slot]:
+        """Those of them that take part on this rank: trained now, or with a gradient that was left there."""
+        return self._planner.late if self.homeless else []
+
+    def extend(self, late: Sequence[Slot]) -> None:
+        """Buckets for what takes part on any rank; `late` are those that do on this one. On every rank, inside a step."""
+        found = allgather_object(self._comm, [slot.index for slot in late])
+        joining = [self._slots[index] for index in sorted(set().union(*found))]
+        self._check_gather_dtype(joining)
+        self._mark_sparse(joining)
+        self._planner.extend([slot for slot in joining if not slot.sparse])
+        self._follow_plan()
 
     def release(self) -> None:
         """Give back, once, what replaced buckets had. Inside a step, when no `.grad` shows them any more."""

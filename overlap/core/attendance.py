@@ -58,6 +58,11 @@ class Attendance:
             self._started = True
             self._say("start", keep=True, how=how, trainable=self.trainable())
 
+    def ask(self) -> None:
+        """Before ranks say what each of them knows, outside of a round's reductions: joined ranks are called, too."""
+        self._roll.check()
+        self._say("ask", keep=True)
+
     def meet(self, needed: bool) -> None:
         """Once a round, when all of its reductions are issued: a barrier where `needed`, as no reduction tells as much."""
         if needed and not self._met:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple
@@ -59,6 +60,9 @@ class Slot:
     noted: bool = False  # a gradient arrived that is in no bucket yet
     unused: bool = False  # after the reduction: no rank used it in this step
     sparse: bool = False  # its gradients are, so it is in no bucket; `filled` means averaged
+    _spent: weakref.ref[torch.Tensor] | None = field(
+        default=None, repr=False
+    )  # a `.grad` that was used, and is no view
     _given: torch.Tensor | None = field(default=None, repr=False)  # `.grad` when the slot was filled or noted …
     _version: int = 0  # … and its version then
 
@@ -146,7 +150,17 @@ class Slot:
             return False
         return gradient.layout is not torch.strided or bool(gradient.detach().any())
 
+    @property
+    def given_by_hand(self) -> bool:
+        """Whether ``.grad`` is one that no step has used and no hook has seen: ``p.grad = torch.autograd.grad(…)``."""
+        gradient = self.param.grad
+        if gradient is None or gradient is self.view:
+            return False
+        return self._spent is None or self._spent() is not gradient
+
     def clear(self) -> None:
+        gradient = self.param.grad
+        self._spent = None if gradient is None or gradient is self.view else weakref.ref(gradient)
         self.filled, self.noted, self.fires, self.unused, self._given = False, False, 0, False, None
 
 

@@ -21,6 +21,7 @@ from overlap.core.owners import hands_out, holders
 from overlap.core.planner import Planner
 from overlap.core.shards import ShardUpdate, StatePlacement
 from overlap.core.strategy import Strategy
+from overlap.core.tally import Said, Tally
 from overlap.core.window import GradientWindow
 from overlap.core.wire import Exchange
 from overlap.features.conversion import changes
@@ -29,7 +30,6 @@ from overlap.features.early import EagerUpdates
 from overlap.features.join import CannotJoin
 from overlap.features.skips import Skips
 from overlap.features.sparse import average_sparse, refuse_sparse
-from overlap.features.synchronizations import Synchronizations
 from overlap.optimizer.param_groups import Wrapped
 from overlap.plan.groups import Groups
 from overlap.plan.partition import lane_of
@@ -48,6 +48,7 @@ class Engine:
         self,
         reductions: Sequence[Communicator],
         gathers: Sequence[Communicator],
+        calls: Communicator,
         optimizer: torch.optim.Optimizer,
         model: torch.nn.Module | None,
         slots: list[Slot],
@@ -71,8 +72,8 @@ class Engine:
         self.accumulating = False  # since the last step, gradients arrived that no reduction has seen
         self._converted = False  # parameters are not of their buckets' type any more: gradients wait for new ones
         self.ended = ""  # why this optimizer cannot step any more
-        self.skips: Skips  # both set by whoever gives this optimizer a name between ranks
-        self.synchronizations: Synchronizations
+        self.skips: Skips  # set by whoever gives this optimizer a name between ranks
+        self._tally = Tally(calls)
         shards = ShardUpdate(optimizer, whole=updates is Updates.OWNED) if updates.in_shards else None
         self._planner = Planner(comm, optimizer, slots, strategy, groups, shards, states, exchange.wire_itemsize)
         self.order = self._planner.order  # in order of issue
@@ -123,8 +124,8 @@ class Engine:
 
     @property
     def holds_gradients(self) -> bool:
-        """Whether gradients arrived since the last step, also those of ``no_sync()``."""
-        return self.window.touched or self.accumulating
+        """Whether gradients arrived since the last step, also those of ``no_sync()``, or that no hook saw."""
+        return self.window.touched or self.accumulating or any(slot.given_by_hand for slot in self.slots)
 
     @property
     def local(self) -> bool:
@@ -212,7 +213,7 @@ class Engine:
             observer.enter(module)
         self.transit.arrive_entry()
         if torch.is_grad_enabled():
-            self.skips.passed = self.synchronizations.expecting = True
+            self.skips.passed = True
         if self.transit or observer is not None:
             for parameter in dict.values(module._parameters):
                 if parameter is not None:
@@ -257,11 +258,22 @@ class Engine:
         self._arrive_left()
         window = self.window
         window.verify(sharded_only=window.reduced)
+        late, homeless = self.arrangement.late, self.arrangement.homeless
+        if homeless:
+            self._tally.post(Said(late=bool(late)))
         window.flush()
-        if self.arrangement.extend():  # after the flush: how many buckets were issued before it differs between ranks
+        if homeless and self._tally.read().late:
+            # After the flush: how many buckets were issued before it differs between ranks.
+            self.arrangement.extend(late)
             window.flush()
         self.attendance.meet(not self.window.meets and not any(slot.sparse for slot in self.slots))
         average_sparse(self.comm, self.slots, self._exchange, lambda: self._correction(self.attendance.round))
+
+    def ask_for_gradients(self, mine: bool) -> bool:
+        """Whether any rank has gradients that no step has used; `mine` if this one has. On every rank."""
+        self.attendance.ask()
+        self._tally.post(Said(gradients=mine))
+        return self._tally.read().gradients
 
     def _arrive_left(self) -> None:
         if self.deferred is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -46,8 +46,8 @@ class Planner:
         self._unguarded: set[int] = set()  # slots that no gate is known to guard
         self._owners: dict[int, int] = {}  # by slot, of parameters that shards do not cut
 
-    def begin(self, facts: Facts, fires: Sequence[int], passes: int) -> None:
-        """The first buckets, from what the first iteration taught.
+    def begin(self, facts: Facts, fires: Sequence[int], passes: int, kept: Collection[int]) -> None:
+        """The first buckets, from what the first iteration taught. Of frozen slots, those that are `kept` take part.
 
         `fires` are the most accumulations into each slot that any rank saw in `passes` backward passes. What none used may
         be used as often as the most used one: a gradient that is complete earlier waits for ``step()``, no more.
@@ -55,7 +55,7 @@ class Planner:
         absent = {
             slot.index
             for slot in self._slots
-            if slot.sparse or (not slot.param.requires_grad and slot.param.grad is None)
+            if slot.sparse or (not slot.param.requires_grad and slot.index not in kept)
         }
         self._facts = _without(facts, absent)
         self._unguarded = {*facts.unseen, *facts.idle}
@@ -66,13 +66,19 @@ class Planner:
             slot.expected = count or self._most
 
     @property
-    def late(self) -> list[Slot]:
-        """Parameters that were unfrozen or added since the buckets were planned."""
-        return [s for s in self._slots if s.bucket is None and s.param.requires_grad and not s.sparse]
+    def homeless(self) -> bool:
+        """Whether there are parameters in no bucket whose gradients would be dense: frozen, or added, since the plan."""
+        return any(slot.bucket is None and not slot.sparse for slot in self._slots)
 
-    def extend(self) -> None:
-        """Buckets for the :attr:`late` parameters, issued last."""
-        late = tuple(slot.index for slot in self.late)
+    @property
+    def late(self) -> list[Slot]:
+        """Those of them that are trained now, or have a gradient, by which torch steps whatever is frozen."""
+        homeless = (slot for slot in self._slots if slot.bucket is None and not slot.sparse)
+        return [slot for slot in homeless if slot.param.requires_grad or slot.param.grad is not None]
+
+    def extend(self, slots: Sequence[Slot]) -> None:
+        """Buckets for `slots`, which were :attr:`late` on some rank, issued last."""
+        late = tuple(slot.index for slot in slots)
         if not late:
             return
         assert self._facts is not None, "learning comes first"

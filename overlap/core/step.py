@@ -52,7 +52,6 @@ class Stepper:
 
     def step(self, closure: Callable[[], Any] | None, scale: torch.Tensor | None = None) -> Any:
         """See :meth:`overlap.optimizer.distributed.DistributedOptimizer.step`; divide gradients by `scale` first."""
-        self._engine.synchronizations.step()
         self._engine.wrapped.follow(in_parts=self._engine.shards is not None or self._engine.deferred is not None)
         if closure is not None and self._engine.shards is None and self._by_loss:
             return self._step_deciding(closure)

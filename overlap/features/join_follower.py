@@ -90,6 +90,8 @@ class Follower:
             self._open(**details)
         elif word.what == "start":
             self._start(**details)
+        elif word.what == "ask":
+            self._engine.ask_for_gradients(False)
         elif word.what == "discard":
             self._stepper.forget(everywhere=True)
         elif word.what == "clip":

@@ -13,13 +13,15 @@ __all__ = ["Membership", "beside", "leader", "membership"]
 
 @dataclass(frozen=True)
 class Membership:
-    """`reductions` carry those, `gathers` all-gathers of sharded updates; `ranks` are its members' ranks in the job.
+    """`reductions` carry those, `gathers` all-gathers of sharded updates; `calls` what follows the script's calls and not
+    the plan; `ranks` are its members' ranks in the job.
 
     `everyone` connects all ranks whose parameters start alike: the members, or several such groups.
     """
 
     reductions: tuple[Communicator, ...]
     gathers: tuple[Communicator, ...]
+    calls: Communicator
     ranks: tuple[int, ...]
     everyone: Communicator
 
@@ -38,18 +40,19 @@ def membership(session: Session, process_set: ProcessSet, *, sharding: bool, lan
     number = process_set.process_set_id
     if process_set is global_process_set or number == 0:
         # All-gathers have a channel of their own: whoever waits for a reduction is not behind them.
-        leased = session.channels.lease(2 * lanes if sharding else 1)
-        halves = (leased[:lanes], leased[lanes:]) if sharding else (leased, leased)
-        return Membership(tuple(halves[0]), tuple(halves[1]), tuple(range(session.comm.size)), leased[0])
+        *data, calls = session.channels.lease((2 * lanes if sharding else 1) + 1)
+        reductions, gathers = (data[:lanes], data[lanes:]) if sharding else (data, data)
+        return Membership(tuple(reductions), tuple(gathers), calls, tuple(range(session.comm.size)), data[0])
     if number is None:
         raise ValueError(f"{process_set} is not registered: pass it to init(process_sets=…) or to add_process_set()")
     mine = process_set.ranks if process_set.included() and process_set.ranks is not None else [session.comm.rank]
     color = number if process_set.included() else None
+    calls = session.subset(color)
     if not sharding:
-        alone = (session.subset(color),)
-        return Membership(alone, alone, tuple(mine), alone[0])
-    reductions, gathers = (tuple(session.subset(color) for _ in range(lanes)) for _ in range(2))
-    return Membership(reductions, gathers, tuple(mine), reductions[0])
+        one = (session.subset(color),)
+        return Membership(one, one, calls, tuple(mine), one[0])
+    halves = [tuple(session.subset(color) for _ in range(lanes)) for _ in range(2)]
+    return Membership(halves[0], halves[1], calls, tuple(mine), halves[0][0])
 
 
 def beside(session: Session, process_set: ProcessSet) -> Communicator:

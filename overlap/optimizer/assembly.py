@@ -21,7 +21,6 @@ from overlap.features.conversion import Conversion
 from overlap.features.join import roll_of
 from overlap.features.rounded_parameters import check_gather_dtype
 from overlap.features.skips import Skips
-from overlap.features.synchronizations import Synchronizations
 from overlap.job.devices import fit_out
 from overlap.job.groups import Membership, membership
 from overlap.job.process_set import global_process_set
@@ -115,6 +114,7 @@ def build(
     engine = Engine(
         members.reductions,
         members.gathers,
+        members.calls,
         optimizer,
         model,
         slots,
@@ -129,10 +129,9 @@ def build(
         poison=session.poison if poison is None else poison,
     )
     topic = attendance.topic = session.registry.register(shell, Tenure(engine))
-    session.channels.hold((*hosts.reductions, *hosts.gathers, hosts.everyone), topic)
+    session.channels.hold((*hosts.reductions, *hosts.gathers, hosts.calls, hosts.everyone), topic)
     engine.arrangement.conversion = Conversion(session.comm.rank, attendance, session.mailroom)
     engine.skips = Skips(session.comm.rank, attendance, session.mailroom, session.comm.abort)
-    engine.synchronizations = Synchronizations(session.comm.rank, attendance, session.mailroom)
     others = [rank for rank in members.ranks if rank != session.comm.rank]
     share = StateShare(others, session.mailroom, topic, exporter(engine))
     engine.arrangement.changing = share.updating

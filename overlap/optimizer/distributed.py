@@ -214,7 +214,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch. After a backward whose step was skipped, it completes what is in flight and forgets it."""
         self._stepper.skip()
-        self._engine.accumulating, self._engine.synchronizations.expecting = False, True
+        self._engine.accumulating = False
         if self._engine.deferred is not None and not set_to_none:
             self._engine.transit.arrive_all()  # zeros would be written into what is still being reduced
         with self._engine.wrapped.unwatched():
@@ -259,11 +259,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def synchronize(self) -> None:
         """After backward: ``.grad`` becomes the average over ranks and may be changed; ``step()`` uses it as it is.
 
-        After ``step()``: parameters become final, also for those who hold them outside their modules. On every rank.
+        After ``step()``: parameters become final, also for those who hold them outside their modules. On every rank, those
+        too that had no batch: which of the two it is, they find out together.
         """
         self._averages.refuse("synchronize()")  # before any wait: others may issue their all-gathers in step() only
         self._engine.transit.arrive_all()
-        if self._engine.synchronizations.meet(self._engine.holds_gradients):
+        if not self._averages.synchronized and self._engine.ask_for_gradients(self._engine.holds_gradients):
             self._averages.synchronize()
 
     @contextlib.contextmanager
