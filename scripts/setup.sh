@@ -28,8 +28,12 @@ fingerprint() { # fingerprint FILE...: of the contents, and of the interpreter, 
     { echo "$interpreter $PWD"; command -v mpicc mpirun nvcc || true; cat "$@"; } | cksum
 }
 packages="$(fingerprint requirements.txt requirements-dev.txt scripts/setup.sh)${INSTEAD:+ $INSTEAD}"
+# An editable install remembers which Python packages there were.
 # shellcheck disable=SC2046
-sources=$(fingerprint pyproject.toml $(find comm_core -name '*.[ch]pp' -o -name '*.cu' -o -name CMakeLists.txt -o -name '*.cmake' | sort))
+sources=$({
+    fingerprint pyproject.toml $(find comm_core -name '*.[ch]pp' -o -name '*.cu' -o -name CMakeLists.txt -o -name '*.cmake' | sort)
+    find . -maxdepth 5 -name __init__.py -not -path './.venv/*' -not -path './build/*' -not -path './tests/*' | sort
+} | cksum)
 stamp() { cat "$venv/$1.stamp" 2>/dev/null || true; }
 ready() { [ "$(stamp packages)" = "$packages" ] && [ "$(stamp sources)" = "$sources" ]; }
 ready && exit 0

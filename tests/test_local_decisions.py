@@ -17,7 +17,6 @@ KNOWN = {
     "unused_gradients_that_are_never_zeroed": ".grad is left None where this rank did not use a parameter",
     "clipped_gradients_that_are_never_zeroed": ".grad is left as it was before clipping",
     "a_skip_that_sets_to_zero": "only None counts as dropped",
-    "a_closure_with_earlier_gradients_on_one_rank": "each rank decides by its own gradients what it reduces",
 }
 
 

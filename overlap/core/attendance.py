@@ -110,6 +110,11 @@ class Attendance:
             raise self.cannot_join(f"rank {rank} has called join(), but {obstacle}")
         return self._comm.size / max(present, 1)
 
+    @property
+    def following(self) -> bool:
+        """Whether this rank has joined, and does what the others say."""
+        return self._roll.following
+
     def cannot_join(self, text: str) -> CannotJoin:
         """What is to be raised where ranks have joined that cannot."""
         return self._roll.cannot_join(text)

@@ -26,6 +26,7 @@ from overlap.core.bucket import Bucket, Phase
 from overlap.core.engine import Engine
 from overlap.core.gates import listed
 from overlap.core.shards import unhooked_step
+from overlap.core.window import TooManyGradients
 from overlap.features.averages import Averages
 from overlap.state.share import StateShare
 from overlap.transport.communicator import ReduceOp
@@ -57,6 +58,7 @@ class Stepper:
             return self._step_deciding(closure)
         result = None
         if closure is not None:
+            self._refuse_earlier_gradients()
             with torch.enable_grad():
                 result = closure()
         if self._engine.shards is not None:
@@ -176,9 +178,8 @@ class Stepper:
         """The optimizer evaluates as often as it likes, and is given the averaged loss: all ranks decide alike."""
         engine, step = self._engine, unhooked_step(self._optimizer)
         first = True
-        # The optimizer may use gradients from before it calls the closure. Not `holds_gradients`: a rank that has joined
-        # filled its slots without any, and whoever contributes has told it already whether to synchronize.
-        if engine.accumulating or any(slot.fires for slot in engine.slots):
+        # The optimizer may use gradients from before it calls the closure.
+        if self._any_rank(engine.accumulating or any(slot.fires for slot in engine.slots)):
             self._averages.synchronize()
 
         def evaluate() -> Any:
@@ -199,6 +200,18 @@ class Stepper:
 
         with self._share.updating():
             return step(self._optimizer, evaluate)
+
+    def _any_rank(self, mine: bool) -> bool:
+        """Whether any rank says so before it evaluates a closure. Who has joined is called for that by those who do."""
+        return not self._engine.attendance.following and self._engine.ask_for_gradients(mine)
+
+    def _refuse_earlier_gradients(self) -> None:
+        """On every rank, where one has a gradient on its way that the closure's would be added to."""
+        if self._any_rank(self._engine.window.filled):
+            raise TooManyGradients(
+                "step(closure) computes gradients, and on some rank there were some already since the last step(): call "
+                "zero_grad() before it, on every rank, or step() without a closure"
+            )
 
     def _leave(self) -> bool:
         """Leave the updates to the next forward, if the strategy does that and nothing was done to the gradients yet."""
