@@ -262,7 +262,7 @@ class Engine:
         if homeless:
             self._tally.post(Said(late=bool(late)))
         window.flush()
-        if homeless and self._tally.read().late:
+        if homeless and self._tally.read(lambda: self._check_conversion(self.attendance.round)).late:
             # After the flush: how many buckets were issued before it differs between ranks.
             self.arrangement.extend(late)
             window.flush()
@@ -291,21 +291,25 @@ class Engine:
         if bucket.work is not None:
             arrive(bucket.work)
             bucket.work = None
-        try:
-            self.arrangement.conversion.check(bucket.round)
-        except (SignatureMismatch, CannotJoin) as error:
-            self.ended = f"this optimizer cannot go on: {error}"
-            if bucket.round == self.attendance.round:  # not all is issued where this came in the middle of backward
-                self.window.flush()
-                self.attendance.meet(not self.window.meets)
-            self.attendance.end()
-            raise
+        self._check_conversion(bucket.round)
         self._exchange.unload(bucket)
         if bucket.holds_parameters:
             self.sharded.take(bucket)
         else:
             bucket.find_unused()
         self._exchange.rescale(bucket, self.shards, self._correction(bucket.round))
+
+    def _check_conversion(self, number: int) -> None:
+        """End this optimizer where ranks have converted parameters differently in round `number`, on all of them."""
+        try:
+            self.arrangement.conversion.check(number)
+        except (SignatureMismatch, CannotJoin) as error:
+            self.ended = f"this optimizer cannot go on: {error}"
+            if number == self.attendance.round:  # not all is issued where this came in the middle of backward
+                self.window.flush()
+                self.attendance.meet(not self.window.meets)
+            self.attendance.end()
+            raise
 
     def _correction(self, number: int) -> float:
         """By what averages of round `number` are multiplied where ranks had joined."""

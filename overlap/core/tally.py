@@ -8,13 +8,17 @@ There operations follow the script's calls; on those that carry buckets they fol
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import astuple, dataclass
 
 import torch
 
+import comm_core
 from overlap.transport.communicator import Communicator, ReduceOp, Work
 
 __all__ = ["Said", "Tally"]
+
+_LOOK_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +42,17 @@ class Tally:
         found = torch.empty_like(numbers)
         self._under_way = found, self._comm.all_reduce_async(numbers, found, ReduceOp.MAX, label="tally")
 
-    def read(self) -> Said:
-        """Wait for every rank, and return what any of them said."""
+    def read(self, look: Callable[[], None] = lambda: None) -> Said:
+        """Wait for every rank, and return what any of them said.
+
+        `look()` is called now and then meanwhile. It raises where another rank will not come, and has told so.
+        """
         assert self._under_way is not None, "it was posted"
         found, work = self._under_way
+        while not work.done():
+            try:
+                work.wait(_LOOK_SECONDS)
+            except comm_core.TimeoutError:
+                look()
         work.wait()
         return Said(*map(bool, found.tolist()))
