@@ -8,17 +8,16 @@ from typing import Any
 
 import torch
 
-from co2.absence import Absence
-from co2.calendar import Calendar
-from co2.departure import Departure
 from co2.equations import OuterRule
 from co2.groups import check_nprocs, node_groups
+from co2.join import JoinRefusal
+from co2.lifetime import Ownership, Shutdown
 from co2.rounds import Rounds
-from co2.tenure import Tenure
+from co2.schedule import Schedule
 from overlap.core.bucket import Bucket
 from overlap.core.persistent import all_reduce
 from overlap.core.strategy import Strategy
-from overlap.features.join import roll_of
+from overlap.features.join import joined_ranks_of
 from overlap.job.process_set import ProcessSet, global_process_set
 from overlap.job.session import Session, current
 from overlap.optimizer.arguments import HorovodArguments
@@ -40,14 +39,14 @@ class Co2(Strategy):
 
     name = "co2"
 
-    def __init__(self, calendar: Calendar, rule: OuterRule, nprocs: int | None, broadcast_buffers: bool) -> None:
+    def __init__(self, schedule: Schedule, rule: OuterRule, nprocs: int | None, broadcast_buffers: bool) -> None:
         self._terms = {
-            "outer_frequency": calendar.frequency,
+            "outer_frequency": schedule.frequency,
             "outer_lr": rule.lr,
             "outer_momentum": rule.momentum,
             "outer_clip": rule.clip,
             "gap_penalty": rule.gap_penalty,
-            "warmup_steps": calendar.warmup,
+            "warmup_steps": schedule.warmup,
             "nprocs_per_node": nprocs,
             "broadcast_buffers": bool(broadcast_buffers),
         }
@@ -76,7 +75,7 @@ class Co2Optimizer(Shell):
         optimizer: torch.optim.Optimizer,
         named_parameters: torch.nn.Module | Iterable[tuple[str, torch.nn.Parameter]] | None,
         arguments: HorovodArguments,
-        calendar: Calendar,
+        schedule: Schedule,
         rule: OuterRule,
         nprocs: int | None,
         broadcast_buffers: bool,
@@ -90,13 +89,15 @@ class Co2Optimizer(Shell):
                 "supported"
             )
         _refuse_devices(optimizer)
-        strategy = Co2(calendar, rule, nprocs, broadcast_buffers)
+        strategy = Co2(schedule, rule, nprocs, broadcast_buffers)
         groups = partial(node_groups, nprocs=nprocs)
         super().__init__(optimizer, named_parameters, strategy, arguments, groups_of=groups, **shell)
         self._broadcast_buffers = broadcast_buffers
         topic = session.registry.topic_of(self)
-        absence = Absence(roll_of(session), f"{topic}/outer", range(session.comm.size), self._engine.attendance.ranks)
-        self._rounds = _make_rounds(session, self._everyone, self._engine.slots, calendar, rule, absence, topic)
+        refusal = JoinRefusal(
+            joined_ranks_of(session), f"{topic}/outer", range(session.comm.size), self._engine.attendance.ranks
+        )
+        self._rounds = _make_rounds(session, self._everyone, self._engine.slots, schedule, rule, refusal, topic)
 
     @property
     def local_steps(self) -> int:
@@ -170,17 +171,17 @@ def _make_rounds(
     session: Session,
     comm: Communicator,
     slots: list[Any],
-    calendar: Calendar,
+    schedule: Schedule,
     rule: OuterRule,
-    absence: Absence,
+    refusal: JoinRefusal,
     topic: str,
 ) -> Rounds:
-    rounds = Rounds(comm, slots, calendar, rule, absence, session.mailroom)
-    roll_of(session).enroll(absence)
-    session.registry.add_owner(topic, Tenure(rounds, session.control))
-    departure = session.services.setdefault("co2", Departure(session.control))
-    assert isinstance(departure, Departure), "nobody else has that name"
-    departure.add(topic, rounds)
+    rounds = Rounds(comm, slots, schedule, rule, refusal, session.peer_queries)
+    joined_ranks_of(session).enroll(refusal)
+    session.registry.add_owner(topic, Ownership(rounds, session.control))
+    shutdown = session.services.setdefault("co2", Shutdown(session.control))
+    assert isinstance(shutdown, Shutdown), "nobody else has that name"
+    shutdown.add(topic, rounds)
     return rounds
 
 
@@ -239,7 +240,7 @@ def DistributedOptimizer(
         optimizer,
         named_parameters,
         arguments,
-        Calendar(outer_frequency, warmup_steps),
+        Schedule(outer_frequency, warmup_steps),
         OuterRule(outer_lr, outer_momentum, outer_clip, gap_penalty),
         nprocs_per_node,
         broadcast_buffers,

@@ -1,7 +1,11 @@
-"""The outer state in one piece, as a checkpoint has it, from the shares of all ranks."""
+"""The outer state in one piece, as a checkpoint has it, from the shares of all ranks.
+
+How one rank learns the others' shares of the outer state, though they may not have come to its event yet.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import torch
@@ -9,8 +13,9 @@ import torch
 from co2.part import VECTORS, Part, Shares, Vectors, as_real
 from overlap.core.bucket import Slot
 from overlap.transport.memory import from_flat
+from overlap.transport.peer_queries import NoAnswer, PeerQueries
 
-__all__ = ["assemble", "check_shapes"]
+__all__ = ["ShareQuery", "assemble", "check_shapes"]
 
 
 def assemble(parts: Sequence[Part], shares: Sequence[Shares]) -> Vectors:
@@ -52,3 +57,31 @@ def check_shapes(slots: Sequence[Slot], outer: Vectors) -> None:
                 f"the outer state of parameter {index} has shape {saved}, and the optimizer's parameter "
                 f"{shapes.get(index, 'does not exist')}"
             )
+
+
+_ANSWER_SECONDS = 600.0
+_AGAIN_SECONDS = 0.01
+
+
+class ShareQuery:
+    """Asks `others` on `topic`. Who answers None is asked again: no query waits for its rank's main thread."""
+
+    def __init__(self, peer_queries: PeerQueries, topic: str, others: Sequence[int]) -> None:
+        self._peer_queries, self._topic, self._others = peer_queries, topic, list(others)
+
+    def ask(self, events: int) -> list[Shares]:
+        """Their shares after so many events. Raises :class:`NoAnswer` if one does not come."""
+        deadline = time.monotonic() + _ANSWER_SECONDS
+        found: list[Shares] = []
+        missing = self._others
+        while missing:
+            asked = [(rank, self._peer_queries.ask(rank, self._topic, events)) for rank in missing]
+            left = max(deadline - time.monotonic(), 0.0)
+            answers = {rank: PeerQueries.wait(answer, rank, self._topic, left) for rank, answer in asked}
+            found += [share for share in answers.values() if share is not None]
+            missing = [rank for rank, share in answers.items() if share is None]
+            if missing:
+                if left == 0:
+                    raise NoAnswer(f"ranks {missing} did not come to event {events} within {_ANSWER_SECONDS:g} s")
+                time.sleep(_AGAIN_SECONDS)
+        return found

@@ -19,6 +19,8 @@ where they were before it.
 load() waits for nobody: Horovod's scripts load on rank 0 alone and broadcast afterwards. A rank that has loaded keeps all
 it loaded until its next event, and asks nobody; and it keeps the share it had before, which is the answer for those who
 have not loaded. They all have once a round that it sent afterwards has come back.
+
+Whether rounds are hidden behind the steps they belong to; said once where they are not.
 """
 
 from __future__ import annotations
@@ -33,23 +35,21 @@ from typing import Any
 
 import torch
 
-from co2.absence import Absence
-from co2.calendar import Calendar, Event
-from co2.courier import Courier
+from co2.averaged_parameters import AveragedParameters, Batch
+from co2.communication import RoundCommunication, RoundThread
 from co2.equations import OuterRule
-from co2.flight import Flight
-from co2.inquiry import Inquiry
-from co2.lateness import Lateness
-from co2.outer_state import assemble, check_shapes
+from co2.join import JoinRefusal
+from co2.outer_state import ShareQuery, assemble, check_shapes
 from co2.part import Part, Shares, as_real, make_parts
-from co2.roster import Batch, Roster
+from co2.schedule import Event, Schedule
 from overlap.core.bucket import Slot
 from overlap.transport.broadcast import overwrite
 from overlap.transport.communicator import Communicator
 from overlap.transport.objects import allgather_object
-from overlap.transport.peer_queries import Mailroom
+from overlap.transport.peer_queries import PeerQueries
 
-__all__ = ["Rounds", "Standing"]
+__all__ = ["Lateness", "Rounds", "Standing"]
+
 
 log = logging.getLogger("dear")
 
@@ -77,29 +77,31 @@ class Rounds:
         self,
         comm: Communicator,
         slots: list[Slot],
-        calendar: Calendar,
+        schedule: Schedule,
         rule: OuterRule,
-        absence: Absence,
-        mailroom: Mailroom,
+        refusal: JoinRefusal,
+        peer_queries: PeerQueries,
     ) -> None:
-        self._comm, self._slots, self.calendar, self.rule = comm, slots, calendar, rule
-        self.absence, self._mailroom = absence, mailroom
+        self._comm, self._slots, self.schedule, self.rule = comm, slots, schedule, rule
+        self.refusal, self._peer_queries = refusal, peer_queries
         self._changed = threading.Lock()  # around changes of what the others may ask for
-        self._courier = Courier(comm, rule, self._changed, self._met)
-        self._inquiry = Inquiry(mailroom, absence.topic, [rank for rank in range(comm.size) if rank != comm.rank])
+        self._courier = RoundCommunication(comm, rule, self._changed, self._met)
+        self._inquiry = ShareQuery(
+            peer_queries, refusal.topic, [rank for rank in range(comm.size) if rank != comm.rank]
+        )
         self._before_load: tuple[int, Shares] | None = None  # [Note: who has loaded by when], after so many events
-        self._lateness = Lateness(comm.rank, calendar.frequency)
-        self._flight: Flight | None = None
+        self._lateness = Lateness(comm.rank, schedule.frequency)
+        self._flight: RoundThread | None = None
         self._phase = _Phase.TRAINING
         self._sent = 0  # in all, whatever is loaded meanwhile
         self._forget()
-        mailroom.on(absence.topic, self._answer)
+        peer_queries.on(refusal.topic, self._answer)
 
     def _forget(self) -> None:
         self.parts: list[Part] = []
-        self._roster = Roster(self._slots)
+        self._averaged = AveragedParameters(self._slots)
         self.steps = self.in_round = 0
-        self.events = self.absence.events = 0  # averages and rounds so far, the same on all ranks
+        self.events = self.refusal.events = 0  # averages and rounds so far, the same on all ranks
         self._last = Event.NOTHING
         self._courier.longest = 0.0
         self._since = time.perf_counter()
@@ -114,35 +116,35 @@ class Rounds:
         for part in self.parts:
             part.check()
         trained = [slot.index for slot in self._slots if slot.param.requires_grad]
-        fresh = self._roster.fresh(trained)
+        fresh = self._averaged.fresh(trained)
         if fresh:
             with self._changed:
                 self._take_in(fresh)
-        self._roster.train(trained)
+        self._averaged.train(trained)
 
     def _take_in(self, batch: Batch) -> list[Part]:
         parts = make_parts([self._slots[index] for index in batch], self._comm.rank, self._comm.size)
         self.parts += parts
-        self._roster.take_in(batch)
+        self._averaged.take_in(batch)
         return parts
 
     def stepped(self) -> None:
-        """After every step, also one that was skipped for its infinities: what the calendar says."""
+        """After every step, also one that was skipped for its infinities: what the schedule says."""
         self.steps, self.in_round = self.steps + 1, self.in_round + 1
-        event = self.calendar.after(self.steps, self.in_round)
+        event = self.schedule.after(self.steps, self.in_round)
         if event is not Event.NOTHING:
-            self.absence.refuse_to_send(self.events)
+            self.refusal.refuse_to_send(self.events)
             self.arrive(in_step=True)
             if event is Event.AVERAGE:
-                self._average(self._roster.idle)
+                self._average(self._averaged.idle)
             else:
-                self._turn(self._roster.idle)
+                self._turn(self._averaged.idle)
 
     def _close(self, event: Event, idle: frozenset[int]) -> None:
-        self._roster.close(event, idle)
+        self._averaged.close(event, idle)
         self._last = event
         self.events, self.in_round, self._sent = self.events + 1, 0, self._sent + 1
-        self.absence.events = self.events
+        self.refusal.events = self.events
         self._since = time.perf_counter()
 
     def _met(self) -> None:
@@ -151,14 +153,14 @@ class Rounds:
     # - A round
 
     def _turn(self, idle: frozenset[int]) -> None:
-        kept = self._roster.kept(idle)
+        kept = self._averaged.kept(idle)
         with self._changed:
             for part in self.parts:
                 part.turn(idle, kept)
             self._close(Event.ROUND, idle)
         parts, sent = list(self.parts), [part for part in self.parts if not part.rests(idle)]
         self._courier.send(sent)
-        self._flight = Flight(lambda: self._courier.carry(parts, sent, idle))
+        self._flight = RoundThread(lambda: self._courier.carry(parts, sent, idle))
 
     def arrive(self, *, in_step: bool = False) -> None:
         """Wait for the round on its way. Raises :class:`CannotJoin` if a rank has joined meanwhile."""
@@ -168,7 +170,7 @@ class Rounds:
         now = time.perf_counter()
         late = not flight.done
         while not flight.wait(_LOOK_SECONDS):
-            self.absence.refuse(self.events - 1)
+            self.refusal.refuse(self.events - 1)
         self._flight = None
         flight.land()
         if in_step and late:
@@ -185,15 +187,15 @@ class Rounds:
         self.begin()
         self.arrive()
         written = allgather_object(control, self._written())
-        self._average(self._roster.idle - frozenset().union(*written))
+        self._average(self._averaged.idle - frozenset().union(*written))
 
     def _written(self) -> frozenset[int]:
         """Idle slots to which the script has written, as far as they are its. With no round on its way."""
-        theirs = self._roster.script_owned
-        return self._roster.written_over.union(*(part.written(theirs) for part in self.parts))
+        theirs = self._averaged.script_owned
+        return self._averaged.written_over.union(*(part.written(theirs) for part in self.parts))
 
     def _average(self, idle: frozenset[int]) -> None:
-        kept = self._roster.kept(idle)
+        kept = self._averaged.kept(idle)
         sent = [part for part in self.parts if not part.rests(idle)]
         with self._changed:
             for part in self.parts:
@@ -203,7 +205,7 @@ class Rounds:
             part.mean = torch.empty_like(part.start)
         shards: dict[Part, torch.Tensor] = {}
         self._courier.send(sent)
-        self._flight = Flight(lambda: self._courier.carry_average(sent, idle, shards))
+        self._flight = RoundThread(lambda: self._courier.carry_average(sent, idle, shards))
         self.arrive()
         with self._changed:
             for part in self.parts:
@@ -225,7 +227,7 @@ class Rounds:
 
     @property
     def standing(self) -> Standing:
-        return Standing(self._sent, self._roster.rested, tuple(self._roster.batches))
+        return Standing(self._sent, self._averaged.rested, tuple(self._averaged.batches))
 
     @torch.inference_mode(False)
     def finish(self, last: Standing) -> None:
@@ -236,9 +238,9 @@ class Rounds:
             return
         log.warning("co2: rank %d ends one round before others; it sends that round as it is", self._comm.rank)
         with self._changed:
-            for batch in last.batches[len(self._roster.batches) :]:
+            for batch in last.batches[len(self._averaged.batches) :]:
                 self._take_in(batch)
-        params = [as_real(self._slots[index].param) for index in self._roster.known]
+        params = [as_real(self._slots[index].param) for index in self._averaged.known]
         values = [param.clone() for param in params]
         self._turn(last.rested)
         self.arrive()
@@ -269,7 +271,7 @@ class Rounds:
         with self._changed:
             outer = assemble(self.parts, [self._shares(passed=False), *shares])
         counters = {name: getattr(self, name) for name in ("steps", "in_round", "events")}
-        return {"parameters": outer, **counters, "longest": self._courier.longest, **self._roster.state()}
+        return {"parameters": outer, **counters, "longest": self._courier.longest, **self._averaged.state()}
 
     def load(self, section: dict[str, Any] | None) -> None:
         """Go on from what :meth:`collect` gave; without it, from the parameters as they are at the next step."""
@@ -286,12 +288,12 @@ class Rounds:
             for batch in section.get("batches", [sorted(outer)]):  # as they were, for the same sums
                 for part in self._take_in(tuple(batch)):
                     part.load(outer)
-            self._roster.load(section)
+            self._averaged.load(section)
             self.steps, self.in_round, self.events = (section[name] for name in ("steps", "in_round", "events"))
-            self.absence.events = self.events
+            self.refusal.events = self.events
             self._courier.longest = section["longest"]
 
-    # - Whose parameters they are: see `co2.tenure`
+    # - Whose parameters they are: see `co2.lifetime`
 
     def has(self, parameters: Sequence[torch.Tensor]) -> bool:
         held = {id(slot.param) for slot in self._slots}
@@ -303,4 +305,31 @@ class Rounds:
         if self._flight is not None:
             self._flight.land()
         self._flight, self.parts = None, []
-        self._mailroom.off(self.absence.topic)
+        self._peer_queries.off(self.refusal.topic)
+
+
+log = logging.getLogger("dear")
+
+_WORTH_SAYING = 0.05  # of a round's time
+
+
+class Lateness:
+    """Of the rounds of `frequency` steps that one rank sends."""
+
+    def __init__(self, rank: int, frequency: int) -> None:
+        self._rank, self._frequency = rank, frequency
+        self._said = False
+
+    def note(self, waited: float, took: float) -> None:
+        """A step waited so many seconds for the average of a round whose own steps took `took`."""
+        if self._said or waited <= _WORTH_SAYING * took:
+            return
+        self._said = True
+        log.warning(
+            "co2: rank %d waited %.3g s for the average of a round whose %d step(s) took %.3g s: the network, or "
+            "another rank, is slower than that; a larger outer_frequency hides it (this is said once)",
+            self._rank,
+            waited,
+            self._frequency,
+            took,
+        )

@@ -33,7 +33,7 @@ PURE = (
     *(f"overlap/horovod/{name}.py" for name in ("agreement", "coordinator", "request")),
     "overlap/plan/plan.py",
     *(f"overlap/plan/tuning/{name}.py" for name in TUNING),
-    "co2/calendar.py",
+    "co2/schedule.py",
     "dear/schedule.py",
     "oss/assignment.py",
     "oss/fairscale.py",

@@ -32,9 +32,9 @@ import dear
 from overlap.job.session import current
 
 dear.init()
-dear.allreduce(torch.ones(1), name="first")  # rank 0 has letters about names, and from its mailroom
+dear.allreduce(torch.ones(1), name="first")  # rank 0 has letters about names, and from its peer_queries
 if dear.rank() == 1:
-    current().mailroom.tell(0, "nothing")
+    current().peer_queries.tell(0, "nothing")
 dear.barrier()
 if dear.rank() == 0:
     subprocess.run([sys.executable, *sys.argv[1:]], check=True)

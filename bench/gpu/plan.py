@@ -95,7 +95,7 @@ def checks(
             seconds=240,
         ),
         Check("tests", "tests of the GPU part, over doubles",
-              (*pytest, *beside, "tests/nccl", "tests/overlap/test_cuda_math.py", "tests/overlap/test_cuda_streams.py")),
+              (*pytest, *beside, "tests/nccl", *(f"tests/overlap/transport/test_cuda_{part}.py" for part in ("math", "streams")))),
     ]  # fmt: skip
     if found.no_gpu is None:
         return made

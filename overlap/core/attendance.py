@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from overlap.features.join import CannotJoin, Roll, Word
+from overlap.features.join import CannotJoin, JoinedRanks, Word
 from overlap.transport.communicator import Communicator
 
 __all__ = ["Attendance"]
@@ -19,8 +19,8 @@ class Attendance:
     `ranks` are the members' ranks in the job. All ranks count alike, joined ones too: they run the same code.
     """
 
-    def __init__(self, comm: Communicator, ranks: Sequence[int], roll: Roll) -> None:
-        self._comm, self.ranks, self._roll = comm, tuple(ranks), roll
+    def __init__(self, comm: Communicator, ranks: Sequence[int], joined_ranks: JoinedRanks) -> None:
+        self._comm, self.ranks, self._joined_ranks = comm, tuple(ranks), joined_ranks
         self.topic = ""  # what the optimizer is called between ranks, once it is registered
         self.round = 0
         self._number = 0  # of the next word
@@ -37,7 +37,7 @@ class Attendance:
         if self._over:
             return
         number, self._number = self._number, self._number + 1
-        self._roll.say(Word(self.topic, self.round, number, what, details), self.ranks, keep=keep)
+        self._joined_ranks.say(Word(self.topic, self.round, number, what, details), self.ranks, keep=keep)
 
     # - A round
 
@@ -46,7 +46,7 @@ class Attendance:
 
         Whoever waits for one optimizer's reductions may otherwise wait for another's, whose round has not started.
         """
-        self._roll.check()
+        self._joined_ranks.check()
         if self.shared_order and not self._opened:
             self._opened = True
             self._say("open", keep=True, trainable=self.trainable())
@@ -60,7 +60,7 @@ class Attendance:
 
     def ask(self) -> None:
         """Before ranks say what each of them knows, outside of a round's reductions: joined ranks are called, too."""
-        self._roll.check()
+        self._joined_ranks.check()
         self._say("ask", keep=True)
 
     def meet(self, needed: bool) -> None:
@@ -74,18 +74,18 @@ class Attendance:
         if self._started:
             self.round, self._number = self.round + 1, 0
             self._opened = self._started = self._met = self._said_last = False
-            self._roll.closed(self.topic, self.round)
+            self._joined_ranks.closed(self.topic, self.round)
 
     def end(self) -> None:
         """No round follows, on any rank. Whoever joins later does not need this optimizer."""
         self._over = True
-        self._roll.unsay(self.topic)
+        self._joined_ranks.unsay(self.topic)
 
     # - Who is there. Certain, and the same on all ranks, once a reduction of the round is done
 
     def present(self, number: int) -> list[int]:
         """Ranks (of the communicator) that contribute to round `number`."""
-        since = self._roll.joined(self.topic)
+        since = self._joined_ranks.joined(self.topic)
         return [index for index, rank in enumerate(self.ranks) if since.get(rank, number + 1) > number]
 
     @property
@@ -106,23 +106,23 @@ class Attendance:
         present = len(self.present(number))
         if present == self._comm.size:
             return 1.0
-        for rank, obstacle in sorted(self._roll.obstacles(self.topic).items()):
+        for rank, obstacle in sorted(self._joined_ranks.obstacles(self.topic).items()):
             raise self.cannot_join(f"rank {rank} has called join(), but {obstacle}")
         return self._comm.size / max(present, 1)
 
     @property
     def following(self) -> bool:
         """Whether this rank has joined, and does what the others say."""
-        return self._roll.following
+        return self._joined_ranks.following
 
     def cannot_join(self, text: str) -> CannotJoin:
         """What is to be raised where ranks have joined that cannot."""
-        return self._roll.cannot_join(text)
+        return self._joined_ranks.cannot_join(text)
 
     @property
     def hindered(self) -> bool:
         """Whether this rank has joined and could not."""
-        return self.ranks[self._comm.rank] in self._roll.obstacles(self.topic)
+        return self.ranks[self._comm.rank] in self._joined_ranks.obstacles(self.topic)
 
     # - Words
 
@@ -139,8 +139,8 @@ class Attendance:
 
     def refuse(self, what: str) -> None:
         """Raise :class:`CannotJoin` if ranks are known to have joined, there too."""
-        joined = sorted(set(self._roll.joined(self.topic)).intersection(self.ranks))
-        if joined and not self._roll.following:
+        joined = sorted(set(self._joined_ranks.joined(self.topic)).intersection(self.ranks))
+        if joined and not self._joined_ranks.following:
             text = f"{what} needs every rank, and ranks {joined} have joined; call it after join()"
             self._say("refused", keep=False, text=text)
             raise self.cannot_join(text)
@@ -149,6 +149,6 @@ class Attendance:
         """As :meth:`refuse`, on every rank that contributes, before something that waits for all ranks."""
         self._say("meeting", keep=True, text=what)
         self._comm.barrier(label=what)
-        joined = sorted(set(self._roll.joined(self.topic)).intersection(self.ranks))
+        joined = sorted(set(self._joined_ranks.joined(self.topic)).intersection(self.ranks))
         if joined:
             raise self.cannot_join(f"{what} needs every rank, and ranks {joined} have joined; call it after join()")

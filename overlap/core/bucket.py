@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from overlap.features.gradient_check import Seal
+from overlap.features.gradient_check import GradientCheck
 from overlap.features.rounded_parameters import Master
 from overlap.plan.partition import BucketSpec
 from overlap.transport.communicator import ReduceOp, Start, Wide, Work
@@ -232,7 +232,9 @@ class Bucket:
         starts = torch.tensor(offsets, dtype=torch.int64, device=first.device)
         self._extents = (starts, [o + slot.param.numel() for o, slot in zip(offsets, slots, strict=True)])
         stays = holds_parameters and first.device.type == "cpu"
-        self.seal = Seal(self.gradients, offsets, [slot.param.numel() for slot in slots]) if stays else None
+        self.gradient_check = (
+            GradientCheck(self.gradients, offsets, [slot.param.numel() for slot in slots]) if stays else None
+        )
 
     def __repr__(self) -> str:
         return f"Bucket {self.index} ({len(self.slots)} tensors, {self.nbytes / 2**20:.2f} MB, {self.phase.name})"

@@ -114,8 +114,8 @@ class GradientWindow:
         slot.fill()
         if not bucket.full:
             return
-        if bucket.seal is not None:
-            bucket.seal.close()
+        if bucket.gradient_check is not None:
+            bucket.gradient_check.close()
         if self._ordered:
             self._launch_full(held_back=1 if self._hold_last else 0)
         else:
@@ -173,7 +173,7 @@ class GradientWindow:
                 )
                 raise _changed(slot, what, when)
         for bucket in self.order:
-            broken = None if bucket.seal is None else bucket.seal.broken()
+            broken = None if bucket.gradient_check is None else bucket.gradient_check.broken()
             if broken is not None:
                 raise _changed(bucket.slots[broken], "changed", _ISSUED)
 
@@ -254,8 +254,8 @@ class GradientWindow:
         for slot in self.slots:
             slot.clear()
         for bucket in self.order:
-            if bucket.seal is not None:
-                bucket.seal.open()
+            if bucket.gradient_check is not None:
+                bucket.gradient_check.open()
         self._next = 0
         self.reduced = self.synchronized = self.infinities_shown = False
         self.begun = False

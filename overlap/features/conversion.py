@@ -3,7 +3,7 @@
 Every rank sees that by itself, at its first gradient or in ``step()``, and buckets can only follow if all ranks saw it.
 
 [Note: who has converted by when]
-A rank that finds parameters converted tells the others' mailroom threads, and waits for their receipts. Only then it
+A rank that finds parameters converted tells the others' query threads, and waits for their receipts. Only then it
 issues its part of the round's reductions, in the old buckets and with nothing in them. So whoever has seen a reduction of
 that round done knows of every rank whether it has converted: either all have, and all make new buckets for the gradients
 that are waiting, or all raise. It costs nothing while nobody converts.
@@ -18,7 +18,7 @@ from overlap.core.attendance import Attendance
 from overlap.core.bucket import Slot
 from overlap.transport.encoding import travels
 from overlap.transport.objects import SignatureMismatch
-from overlap.transport.peer_queries import Mailroom
+from overlap.transport.peer_queries import PeerQueries
 
 __all__ = ["Change", "Conversion", "changes", "difference"]
 
@@ -68,11 +68,11 @@ def difference(told: Mapping[int, Sequence[Change]], ranks: Sequence[int]) -> st
 class Conversion:
     """What the members of one optimizer said about their parameters. `rank` is this one's in the job."""
 
-    def __init__(self, rank: int, attendance: Attendance, mailroom: Mailroom) -> None:
-        self._rank, self._ranks, self._mailroom = rank, attendance.ranks, mailroom
+    def __init__(self, rank: int, attendance: Attendance, peer_queries: PeerQueries) -> None:
+        self._rank, self._ranks, self._peer_queries = rank, attendance.ranks, peer_queries
         self._attendance, self._topic = attendance, f"{attendance.topic}/conversion"
         self._told: dict[int, tuple[int, Sequence[Change]]] = {}  # by rank: the round, and what changed before it
-        mailroom.on(self._topic, self._hear)
+        peer_queries.on(self._topic, self._hear)
 
     def _hear(self, sender: int, letter: tuple[int, Sequence[Change]]) -> None:
         self._told[sender] = letter
@@ -81,9 +81,9 @@ class Conversion:
         """Every member knows, when this returns, what this rank has converted before round `number`."""
         self._told[self._rank] = number, mine
         others = [rank for rank in self._ranks if rank != self._rank]
-        asked = [(rank, self._mailroom.ask(rank, self._topic, (number, mine))) for rank in others]
+        asked = [(rank, self._peer_queries.ask(rank, self._topic, (number, mine))) for rank in others]
         for rank, receipt in asked:
-            Mailroom.wait(receipt, rank, self._topic, _RECEIPT_SECONDS)
+            PeerQueries.wait(receipt, rank, self._topic, _RECEIPT_SECONDS)
 
     def check(self, number: int) -> None:
         """Once a reduction of round `number` is done. Raises ``SignatureMismatch`` on every member, or on none.

@@ -8,12 +8,12 @@ import torch
 
 from overlap.transport.native import changed_sample, take_samples
 
-__all__ = ["Seal"]
+__all__ = ["GradientCheck"]
 
 _SAMPLES = 8  # of each gradient
 
 
-class Seal:
+class GradientCheck:
     """Samples of gradients that lie in one flat buffer, on the CPU, and stay there while others are told of them.
 
     Autograd's versions tell of changes, but not of those through ``p.grad.data`` or ``p.grad.numpy()``. What these change

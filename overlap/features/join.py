@@ -1,7 +1,7 @@
 """Who is out of data: the participant of ``join()`` that stands for all distributed optimizers of a process.
 
 [Note: who has joined by when]
-A rank that joins tells the others' mailroom threads the round of each optimizer from which on it contributes nothing,
+A rank that joins tells the others' query threads the round of each optimizer from which on it contributes nothing,
 and waits for their receipts. Only then it issues its part of such a round. (Where backward had issued all of it already,
 it did contribute, and is absent from the next round on.) So whoever has seen a reduction done, to which every rank had to
 issue its part, has been told: all ranks know the same, and no message is sent while nobody joins.
@@ -32,9 +32,9 @@ from typing import Any, Protocol
 from overlap.job.session import Session
 from overlap.transport.communicator import Communicator
 from overlap.transport.encoding import travels
-from overlap.transport.peer_queries import Mailroom
+from overlap.transport.peer_queries import PeerQueries
 
-__all__ = ["CannotJoin", "News", "Roll", "Word", "roll_of"]
+__all__ = ["CannotJoin", "JoinedRanks", "News", "Word", "joined_ranks_of"]
 
 _JOINED, _WORD = "join/joined", "join/word"
 _NOBODYS = ""  # the topic of words about no optimizer
@@ -88,11 +88,11 @@ class _Optimizer(Protocol):
     def follow(self, word: Word) -> None: ...
 
 
-class Roll:
+class JoinedRanks:
     """Joined ranks of the job, and this rank's part once it is one of them. A generation ends when all have joined."""
 
-    def __init__(self, comm: Communicator, mailroom: Mailroom, left: Callable[[], Collection[int]]) -> None:
-        self._rank, self._size, self._mailroom, self._left = comm.rank, comm.size, mailroom, left
+    def __init__(self, comm: Communicator, peer_queries: PeerQueries, left: Callable[[], Collection[int]]) -> None:
+        self._rank, self._size, self._peer_queries, self._left = comm.rank, comm.size, peer_queries, left
         self._lock = threading.Lock()
         self._generation = 0
         self._joined: dict[int, dict[int, News]] = defaultdict(dict)  # by generation and rank
@@ -106,8 +106,8 @@ class Roll:
         self._over: set[str] = set()  # optimizers that cannot go on
         self.following = False  # this rank has joined
         self._failed: dict[int, str] = {}  # by rank: why its join() has raised; others', where this rank needed them
-        mailroom.on(_JOINED, self._hear_joined)
-        mailroom.on(_WORD, lambda _sender, letter: self._heard.put(letter))
+        peer_queries.on(_JOINED, self._hear_joined)
+        peer_queries.on(_WORD, lambda _sender, letter: self._heard.put(letter))
 
     def enroll(self, optimizer: _Optimizer) -> None:
         """From now on, take part in this optimizer's rounds too, as long as it lives."""
@@ -137,7 +137,7 @@ class Roll:
                 self._said.append(word)
             away = [rank for rank in self._joined.get(self._generation, {}) if rank in ranks]
         for rank in away:
-            self._mailroom.tell(rank, _WORD, (self._generation, word))
+            self._peer_queries.tell(rank, _WORD, (self._generation, word))
 
     @contextmanager
     def needing_everybody(self, what: str) -> Iterator[None]:
@@ -149,7 +149,7 @@ class Roll:
         try:
             if away:
                 for rank in away:
-                    self._mailroom.tell(rank, _WORD, (self._generation, word))
+                    self._peer_queries.tell(rank, _WORD, (self._generation, word))
                 raise self.cannot_join(f"{what} needs every rank, and ranks {away} have joined")
             yield
         finally:
@@ -223,8 +223,8 @@ class Roll:
         self.following = True
         try:
             others = [rank for rank in range(self._size) if rank != self._rank]
-            asked = [(rank, self._mailroom.ask(rank, _JOINED, news)) for rank in others]
-            receipts = [Mailroom.wait(receipt, rank, _JOINED, _RECEIPT_SECONDS) for rank, receipt in asked]
+            asked = [(rank, self._peer_queries.ask(rank, _JOINED, news)) for rank in others]
+            receipts = [PeerQueries.wait(receipt, rank, _JOINED, _RECEIPT_SECONDS) for rank, receipt in asked]
             for receipt in sorted(receipts, key=len, reverse=True):  # each holds the first ones of the same words
                 for word in receipt:
                     self._follow(word)
@@ -290,12 +290,12 @@ class Roll:
             optimizer.follow(word)
 
 
-def roll_of(session: Session) -> Roll:
+def joined_ranks_of(session: Session) -> JoinedRanks:
     """The one of `session`, which takes part in every ``join()`` from the first call on: ``init()`` makes it."""
     for participant in session.participants:
-        if isinstance(participant, Roll):
+        if isinstance(participant, JoinedRanks):
             return participant
     watchdog = session.watchdog
-    roll = Roll(session.comm, session.mailroom, lambda: watchdog.left)
-    session.participants.append(roll)
-    return roll
+    joined_ranks = JoinedRanks(session.comm, session.peer_queries, lambda: watchdog.left)
+    session.participants.append(joined_ranks)
+    return joined_ranks

@@ -9,7 +9,7 @@ import threading
 import time
 
 from overlap.core.attendance import Attendance
-from overlap.transport.peer_queries import Mailroom, NoAnswer
+from overlap.transport.peer_queries import NoAnswer, PeerQueries
 
 __all__ = ["Call", "Meeting"]
 
@@ -22,15 +22,15 @@ Call = tuple[int, float]  # a round, and the number of a call in it
 class Meeting:
     """The calls of one kind on one optimizer, here on rank `rank` of the job; `topic` names them between ranks."""
 
-    def __init__(self, rank: int, attendance: Attendance, mailroom: Mailroom, topic: str) -> None:
-        self._rank, self._attendance, self._mailroom, self._topic = rank, attendance, mailroom, topic
+    def __init__(self, rank: int, attendance: Attendance, peer_queries: PeerQueries, topic: str) -> None:
+        self._rank, self._attendance, self._peer_queries, self._topic = rank, attendance, peer_queries, topic
         self._changed = threading.Condition()
         self.call: Call = (0, 0)  # how far this rank has come
         self._busy: Call | None = None  # where it last had something to do
         self._waiting: list[tuple[int, Call]] = []  # ranks that asked about a call to which this one had not come
         self._told: dict[Call, dict[int, bool]] = {}  # by call and rank: whether there was something to do
-        mailroom.on(topic, self._hear)
-        mailroom.on(f"{topic}/answer", self._hear_answer)
+        peer_queries.on(topic, self._hear)
+        peer_queries.on(f"{topic}/answer", self._hear_answer)
 
     def come_to(self, call: Call, busy: bool) -> None:
         """This rank is at `call` now, and has something to do there if `busy`."""
@@ -47,7 +47,7 @@ class Meeting:
         """Whether any rank has something to do at `call`. Raises ``NoAnswer`` (about `what`) if that stays unknown."""
         others = [rank for rank in self._attendance.ranks if rank != self._rank]
         for rank in others:
-            self._mailroom.tell(rank, self._topic, call)
+            self._peer_queries.tell(rank, self._topic, call)
         deadline = time.monotonic() + _ANSWER_SECONDS
         with self._changed:
             while True:
@@ -72,7 +72,7 @@ class Meeting:
         self._answer(sender, asked)
 
     def _answer(self, sender: int, asked: Call) -> None:
-        self._mailroom.tell(sender, f"{self._topic}/answer", (asked, self._busy == asked))
+        self._peer_queries.tell(sender, f"{self._topic}/answer", (asked, self._busy == asked))
 
     def _hear_answer(self, sender: int, answer: tuple[Call, bool]) -> None:
         call, busy = answer

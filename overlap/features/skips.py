@@ -24,7 +24,7 @@ from collections.abc import Callable
 from overlap.core.attendance import Attendance
 from overlap.features.meeting import Meeting
 from overlap.health.stacks import Place, places
-from overlap.transport.peer_queries import Mailroom
+from overlap.transport.peer_queries import PeerQueries
 
 __all__ = ["Skips"]
 
@@ -37,17 +37,19 @@ _REMEMBERED = 16  # rounds, looked through in every step; ranks are never that f
 class Skips:
     """Counts one optimizer's zero_grad() calls; `rank` is this one's in the job, which `abort` ends."""
 
-    def __init__(self, rank: int, attendance: Attendance, mailroom: Mailroom, abort: Callable[[int], None]) -> None:
-        self._rank, self._attendance, self._mailroom, self._abort = rank, attendance, mailroom, abort
+    def __init__(
+        self, rank: int, attendance: Attendance, peer_queries: PeerQueries, abort: Callable[[int], None]
+    ) -> None:
+        self._rank, self._attendance, self._peer_queries, self._abort = rank, attendance, peer_queries, abort
         self._topic = f"{attendance.topic}/skips"
-        self._meeting = Meeting(rank, attendance, mailroom, self._topic)
+        self._meeting = Meeting(rank, attendance, peer_queries, self._topic)
         self.passed = False  # a forward with gradients ran since the last call
         self._stepped: deque[int] = deque(maxlen=_REMEMBERED)  # rounds that ended in a step here
         self._dropped_by: deque[tuple[int, int]] = deque(maxlen=_REMEMBERED)  # rounds, and who dropped them
         self._apart = ""  # what this rank was told of a round that it dropped alone
         self._raised = False
-        mailroom.on(f"{self._topic}/dropped", self._hear_drop)
-        mailroom.on(f"{self._topic}/apart", self._hear_apart)
+        peer_queries.on(f"{self._topic}/dropped", self._hear_drop)
+        peer_queries.on(f"{self._topic}/apart", self._hear_apart)
 
     def meet(self, dropping: bool) -> bool:
         """In zero_grad(): whether any rank drops gradients of this round there; `dropping` if this one does.
@@ -90,7 +92,7 @@ class Skips:
         for number, rank in list(self._dropped_by):
             if number in self._stepped:
                 text = self._conflict(number, rank)
-                self._mailroom.tell(rank, f"{self._topic}/apart", text)
+                self._peer_queries.tell(rank, f"{self._topic}/apart", text)
         if text:
             self._raised = True
             raise RuntimeError(text)
@@ -105,7 +107,7 @@ class Skips:
         """Before this rank's part of the round is complete, for which a rank that steps waits."""
         for rank in self._attendance.ranks:
             if rank != self._rank:
-                self._mailroom.tell(rank, f"{self._topic}/dropped", number)
+                self._peer_queries.tell(rank, f"{self._topic}/dropped", number)
 
     def _hear_drop(self, sender: int, number: int) -> None:
         self._dropped_by.append((number, sender))

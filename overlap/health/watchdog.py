@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from overlap.health.deadlock import Standing, Verdict, behind, verdict
 from overlap.health.stacks import Place, places
 from overlap.transport.communicator import Communicator
-from overlap.transport.peer_queries import Mailroom, NoAnswer
+from overlap.transport.peer_queries import NoAnswer, PeerQueries
 from overlap.transport.work import Line
 
 __all__ = ["Awaited", "Names", "Watchdog", "Watched"]
@@ -52,14 +52,14 @@ class Watchdog:
         self,
         comm: Communicator,
         control: Communicator,
-        mailroom: Mailroom,
+        peer_queries: PeerQueries,
         host: str,
         *,
         warn_after: float,
         abort_after: float,
     ) -> None:
         """`warn_after` and `abort_after` are those two, in seconds."""
-        self._comm, self._mailroom = comm, mailroom
+        self._comm, self._peer_queries = comm, peer_queries
         self._watched: list[Watched] = [comm, control]
         self._names: Names | None = None
         self._lock = threading.Lock()  # the next two
@@ -73,8 +73,8 @@ class Watchdog:
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         if comm.size > 1:
-            mailroom.on(_TOPIC, lambda _sender, _question: self._standing())
-            mailroom.on(_LEAVING, lambda sender, _news: self._left.setdefault(sender, time.monotonic()))
+            peer_queries.on(_TOPIC, lambda _sender, _question: self._standing())
+            peer_queries.on(_LEAVING, lambda sender, _news: self._left.setdefault(sender, time.monotonic()))
             self._thread = threading.Thread(target=self._run, name="dear-watchdog", daemon=True)
             self._thread.start()
 
@@ -145,7 +145,7 @@ class Watchdog:
         self._here = "in shutdown"
         for rank in range(self._comm.size):
             if rank != self._comm.rank:
-                self._mailroom.tell(rank, _LEAVING)
+                self._peer_queries.tell(rank, _LEAVING)
 
     def _run(self) -> None:
         while not self._closing.wait(1.0):
@@ -216,12 +216,12 @@ class Watchdog:
 
     def _ask_all(self) -> dict[int, Standing | None]:
         questions: dict[int, Future[Any]] = {
-            rank: self._mailroom.ask(rank, _TOPIC) for rank in range(self._comm.size) if rank != self._comm.rank
+            rank: self._peer_queries.ask(rank, _TOPIC) for rank in range(self._comm.size) if rank != self._comm.rank
         }
         answers: dict[int, Standing | None] = {self._comm.rank: self._standing()}
         for rank, question in questions.items():
             try:
-                answers[rank] = Mailroom.wait(question, rank, _TOPIC, _ANSWER_SECONDS)
+                answers[rank] = PeerQueries.wait(question, rank, _TOPIC, _ANSWER_SECONDS)
             except NoAnswer:
                 answers[rank] = None
         return dict(sorted(answers.items()))

@@ -21,7 +21,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable
 from typing import Any
 
-from overlap.features.join import roll_of
+from overlap.features.join import joined_ranks_of
 from overlap.horovod.coordinator import Coordinator, Decision
 from overlap.horovod.errors import HorovodInternalError, Mismatch
 from overlap.horovod.handles import Handles
@@ -95,7 +95,7 @@ class Runtime:
     def submit(self, request: Request, operation: Operation) -> Pending:
         """Ask for an operation. Raises ``ValueError`` while another one of the same kind and name is under way."""
         if request.kind is not Kind.JOIN:
-            roll_of(self._session).check()
+            joined_ranks_of(self._session).check()
         pending = Pending(request, operation)
         key = _key(request)
         refused = self._open.get(key)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from overlap.features.join import roll_of
+from overlap.features.join import joined_ranks_of
 from overlap.job.session import current
 from overlap.transport.communicator import Communicator, ReduceOp, Work
 
@@ -191,7 +191,7 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
         of_batch = self.training or self.running_mean is None
         if not of_batch or current().comm.size == 1:
             return super().forward(input)
-        with roll_of(current()).needing_everybody("SyncBatchNorm while training"):
+        with joined_ranks_of(current()).needing_everybody("SyncBatchNorm while training"):
             comm = current().channels.named(_PURPOSE)
             out, total, mean, var = _Normalise.apply(input, self.weight, self.bias, self.eps, comm)
         if self.training and self.track_running_stats:

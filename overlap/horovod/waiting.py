@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from overlap.features.join import roll_of
+from overlap.features.join import joined_ranks_of
 from overlap.horovod.asking import ask, latest, operation_name, runtime
 from overlap.horovod.operation import Group, Nothing, Operation
 from overlap.horovod.request import Kind, Request
@@ -55,7 +55,7 @@ def join(device: int = -1) -> int:
     """
     if not isinstance(device, int) or device < -1:
         raise ValueError(f"device should be a GPU's number or -1 and is {device!r}")
-    found, roll = runtime(), roll_of(current())
+    found, joined_ranks = runtime(), joined_ranks_of(current())
     again = found.failed_join
     pending = again or found.submit(Request(Kind.JOIN, "join"), Nothing())
     if again is None:
@@ -63,11 +63,11 @@ def join(device: int = -1) -> int:
             for participant in list(current().participants):
                 participant.join()
         except BaseException:
-            if roll.failed_here:
+            if joined_ranks.failed_here:
                 found.failed_join = pending
             raise
     last: int = pending.wait()
     if again is not None:
         found.failed_join = None
-        roll.come_back()
+        joined_ranks.come_back()
     return last

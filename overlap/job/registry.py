@@ -10,7 +10,7 @@ import torch
 
 from overlap.transport.communicator import Communicator
 from overlap.transport.objects import allgather_object
-from overlap.transport.peer_queries import Mailroom
+from overlap.transport.peer_queries import PeerQueries
 
 __all__ = ["Owner", "Registry"]
 
@@ -35,8 +35,8 @@ class Owner(Protocol):
 class Registry:
     """Optimizers by topic, a name that is the same on all ranks. The script alone decides how long one lives."""
 
-    def __init__(self, control: Communicator, mailroom: Mailroom) -> None:
-        self._control, self._mailroom = control, mailroom
+    def __init__(self, control: Communicator, peer_queries: PeerQueries) -> None:
+        self._control, self._peer_queries = control, peer_queries
         self._entries: dict[str, tuple[weakref.ref[Any], list[Owner]]] = {}
         self._registered = 0
 
@@ -51,7 +51,7 @@ class Registry:
         return shells[-1] if shells else optimizer
 
     def register(self, optimizer: Any, owner: Owner) -> str:
-        """Remember an optimizer, and `owner` until all ranks have dropped it; its topic for the mailroom. On every rank."""
+        """Remember an optimizer, and `owner` until all ranks have dropped it; its topic between ranks. On every rank."""
         self._registered += 1
         topic = f"state/{self._registered}"
         self._entries[topic] = weakref.ref(optimizer), [owner]
@@ -89,6 +89,6 @@ class Registry:
     def forget(self, topic: str) -> None:
         """Let go of an optimizer that all ranks have dropped, with the same operations issued."""
         _, owners = self._entries.pop(topic)
-        self._mailroom.off(topic)
+        self._peer_queries.off(topic)
         for owner in owners:
             owner.retire()

@@ -28,7 +28,7 @@ from overlap.trace import timeline
 from overlap.transport.communicator import Communicator
 from overlap.transport.native import NativeCommunicator
 from overlap.transport.objects import allgather_object
-from overlap.transport.peer_queries import Mailroom
+from overlap.transport.peer_queries import PeerQueries
 
 __all__ = [
     "NotInitialized",
@@ -68,11 +68,11 @@ class Session:
         self.poison = self.settings.poison
         # Ranks meet here at the end, wherever each of them stands in the order of the collectives.
         self.control = _duplicate(comm)
-        self.mailroom = Mailroom(comm)
+        self.peer_queries = PeerQueries(comm)
         self.watchdog = Watchdog(
             comm,
             self.control,
-            self.mailroom,
+            self.peer_queries,
             mine,
             warn_after=self.settings.stall_warn_seconds,
             abort_after=self.settings.stall_abort_seconds,
@@ -81,7 +81,7 @@ class Session:
         self.issuers: dict[str, Issuer] = {}  # closed once optimizers have finished
         self.participants: list[Participant] = []  # what join() of the facade drives; see overlap.horovod.runtime
         self._adopted: list[Communicator] = []
-        self.registry = Registry(self.control, self.mailroom)
+        self.registry = Registry(self.control, self.peer_queries)
         self.channels = Channels(self.control, self.watchdog.watch, self.registry.abandoned, self._forget)
         failures.install(comm.rank, comm.size, comm.abort)
         logs.configure(self.settings, comm.rank)
@@ -130,7 +130,7 @@ class Session:
         report(self.comm.rank, communicators, given_up)
         self.control.barrier(label="shutdown")
         self.watchdog.close()
-        self.mailroom.close()
+        self.peer_queries.close()
         timeline.stop()
         failures.remove()
         close_all(communicators, given_up)

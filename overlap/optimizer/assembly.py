@@ -18,7 +18,7 @@ from overlap.core.strategy import Strategy
 from overlap.core.wire import Exchange
 from overlap.features.averages import Averages
 from overlap.features.conversion import Conversion
-from overlap.features.join import roll_of
+from overlap.features.join import joined_ranks_of
 from overlap.features.rounded_parameters import check_gather_dtype
 from overlap.features.skips import Skips
 from overlap.job.devices import fit_out
@@ -35,7 +35,7 @@ from overlap.state.share import StateShare
 from overlap.transport.communicator import Communicator
 from overlap.transport.work import arrive
 
-__all__ = ["Assembly", "Tenure", "build"]
+__all__ = ["Assembly", "Ownership", "build"]
 
 
 log = logging.getLogger("dear")
@@ -109,7 +109,7 @@ def build(
         synchronize_start(members.everyone, optimizer, model, slots)
     pairs = ((slot.name, slot.param) for slot in slots if slot.param.requires_grad)
     check_gather_dtype(strategy.gather_dtype, pairs, optimizer, sharding=updates.in_shards)
-    attendance = Attendance(comm, members.ranks, roll_of(session))
+    attendance = Attendance(comm, members.ranks, joined_ranks_of(session))
     states = ShardState(comm, optimizer)
     engine = Engine(
         members.reductions,
@@ -128,12 +128,12 @@ def build(
         updates=updates,
         poison=session.poison if poison is None else poison,
     )
-    topic = attendance.topic = session.registry.register(shell, Tenure(engine))
+    topic = attendance.topic = session.registry.register(shell, Ownership(engine))
     session.channels.hold((*hosts.reductions, *hosts.gathers, hosts.calls, hosts.everyone), topic)
-    engine.arrangement.conversion = Conversion(session.comm.rank, attendance, session.mailroom)
-    engine.skips = Skips(session.comm.rank, attendance, session.mailroom, session.comm.abort)
+    engine.arrangement.conversion = Conversion(session.comm.rank, attendance, session.peer_queries)
+    engine.skips = Skips(session.comm.rank, attendance, session.peer_queries, session.comm.abort)
     others = [rank for rank in members.ranks if rank != session.comm.rank]
-    share = StateShare(others, session.mailroom, topic, exporter(engine))
+    share = StateShare(others, session.peer_queries, topic, exporter(engine))
     engine.arrangement.changing = share.updating
     if engine.eager is not None:
         engine.eager.locked = share.replacing
@@ -162,7 +162,7 @@ def _why_whole(optimizer: torch.optim.Optimizer, per_parameter: bool) -> str:
     )
 
 
-class Tenure:
+class Ownership:
     """The engine's hold on its parameters; see :class:`overlap.job.registry.Owner`, which this is."""
 
     def __init__(self, engine: Engine) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from overlap.core.bucket import Bucket
 from overlap.core.strategy import Strategy
-from overlap.features.join import roll_of
+from overlap.features.join import joined_ranks_of
 from overlap.features.join_follower import Follower
 from overlap.features.loss_scale import is_scaler_step, is_unscaling
 from overlap.job.groups import Membership
@@ -100,7 +100,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._inside_skip_synchronize = False
         step = weakref.WeakMethod(self._step_as_told)
         self._follower = Follower(self._engine, self._averages, self._stepper, optimizer, step)
-        roll_of(current()).enroll(self._follower)
+        joined_ranks_of(current()).enroll(self._follower)
 
     # - Looks like the user's optimizer
 

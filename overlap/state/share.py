@@ -1,6 +1,6 @@
 """Full optimizer state from shares that lie on all ranks, for whoever asks and without anybody's help.
 
-A rank that calls ``state_dict()`` asks the others through the mailroom, whose threads answer while their main threads
+A rank that calls ``state_dict()`` asks the others by peer queries, whose threads answer while their main threads
 train on. [Note: nobody overtakes a step] in `overlap.core.step` is why the answers belong to the same step.
 
 [Note: who has loaded by when]
@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from overlap.state.pieces import PieceState
-from overlap.transport.peer_queries import Mailroom
+from overlap.transport.peer_queries import PeerQueries
 
 __all__ = ["StateShare"]
 
@@ -29,15 +29,17 @@ _ANSWER_SECONDS = 600.0
 class StateShare:
     """Counts steps; exports this rank's share between updates; collects everybody's."""
 
-    def __init__(self, others: Sequence[int], mailroom: Mailroom, topic: str, export: Callable[[], PieceState]) -> None:
+    def __init__(
+        self, others: Sequence[int], peer_queries: PeerQueries, topic: str, export: Callable[[], PieceState]
+    ) -> None:
         self._others = list(others)  # ranks in the job
-        self._mailroom, self._topic, self._export = mailroom, topic, export
+        self._peer_queries, self._topic, self._export = peer_queries, topic, export
         self._changed = threading.Condition()
         self._steps = 0
         # From load_state_dict() to the next update: [Note: who has loaded by when].
         self._before: PieceState | None = None
         self.loaded: dict[int, dict[str, Any]] | None = None  # by slot: parameters must not be kept alive here
-        mailroom.on(topic, self._answer)
+        peer_queries.on(topic, self._answer)
 
     @contextmanager
     def updating(self) -> Iterator[None]:
@@ -67,10 +69,10 @@ class StateShare:
 
     def collect(self) -> list[PieceState]:
         """Every rank's share, this rank's first. Raises :class:`NoAnswer` if one does not come."""
-        asked = [(rank, self._mailroom.ask(rank, self._topic, self._steps)) for rank in self._others]
+        asked = [(rank, self._peer_queries.ask(rank, self._topic, self._steps)) for rank in self._others]
         with self._changed:
             shares = [self._export()]
-        return shares + [Mailroom.wait(answer, rank, self._topic, _ANSWER_SECONDS) for rank, answer in asked]
+        return shares + [PeerQueries.wait(answer, rank, self._topic, _ANSWER_SECONDS) for rank, answer in asked]
 
     def _answer(self, _sender: int, steps: int) -> PieceState:
         with self._changed:

@@ -1,7 +1,7 @@
 """Questions between ranks that need no matching call: one thread answers them whatever the main thread does.
 
 It is how rank 0 alone can ask the others for their share of the optimizer state, and how a rank that waits can learn
-what the others are doing. Letters are plain data (`overlap.transport.encoding`). Handlers run on the mailroom's thread and
+what the others are doing. Letters are plain data (`overlap.transport.encoding`). Handlers run on that thread and
 must not issue collectives.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 from overlap.transport.communicator import Communicator
 from overlap.transport.encoding import decode, encode
 
-__all__ = ["Mailroom", "NoAnswer"]
+__all__ = ["NoAnswer", "PeerQueries"]
 
 log = logging.getLogger("dear")
 
@@ -32,7 +32,7 @@ class NoAnswer(RuntimeError):
     """A rank did not answer in time, or answered that it could not."""
 
 
-class Mailroom:
+class PeerQueries:
     """Ask any rank a named question; answer the questions of others. World of one: nobody to ask."""
 
     def __init__(self, comm: Communicator) -> None:
@@ -46,7 +46,7 @@ class Mailroom:
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         if comm.size > 1:
-            self._thread = threading.Thread(target=self._run, name="dear-mailroom", daemon=True)
+            self._thread = threading.Thread(target=self._run, name="dear-queries", daemon=True)
             self._thread.start()
 
     def on(self, topic: str, handler: Callable[[int, Any], Any]) -> None:
@@ -94,7 +94,7 @@ class Mailroom:
                 letter = self._comm.receive_post(_WAIT_SECONDS)
             except Exception as error:  # the communicator was closed or failed: nobody can write to us any more
                 if not self._closing.is_set():
-                    log.warning("rank %d: mailroom stopped: %s", self._comm.rank, error)
+                    log.warning("rank %d: query thread stopped: %s", self._comm.rank, error)
                 return
             if letter is None:
                 continue
@@ -102,7 +102,7 @@ class Mailroom:
                 self._open(*letter)
             except Exception as error:  # of this letter: the next ones can be read
                 log.warning(
-                    "rank %d: mailroom passed over a letter of rank %d: %s: %s",
+                    "rank %d: passed over a letter of rank %d: %s: %s",
                     self._comm.rank,
                     letter[0],
                     type(error).__name__,

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from co2.calendar import Calendar, Event
 from co2.equations import OuterRule, outer_step
+from co2.schedule import Event, Schedule
 
 PLAIN = OuterRule(lr=1.0, momentum=0.0, clip=None, gap_penalty=False)
 
@@ -84,7 +84,7 @@ def test_what_is_no_rule_is_refused(arguments: dict[str, float], message: str) -
 
 
 def test_calendar() -> None:
-    calendar = Calendar(frequency=3, warmup=2)
+    calendar = Schedule(frequency=3, warmup=2)
     events, in_round = [], 0
     for step in range(1, 9):
         in_round += 1
@@ -95,6 +95,6 @@ def test_calendar() -> None:
     assert events == [average, average, nothing, nothing, turn, nothing, nothing, turn]
     for wrong in (0, -1, 2.5, True):
         with pytest.raises(ValueError, match="outer_frequency should be a number of steps, at least 1"):
-            Calendar(wrong)  # type: ignore[arg-type]
+            Schedule(wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="warmup_steps should be a number of steps, at least 0, and is -1"):
-        Calendar(1, -1)
+        Schedule(1, -1)

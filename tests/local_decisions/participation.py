@@ -109,7 +109,7 @@ def gradients_that_no_hook_saw(strategy: str) -> None:
 @scenario("dear")
 def a_question_before_its_reader_is_there(strategy: str) -> None:
     """A rank wraps faster than the other and asks at once: the letter waits for whoever is going to read it."""
-    room = current().mailroom
+    room = current().peer_queries
     dear.barrier()
     if dear.rank() == 0:
         answer = room.ask(1, "test/late", 7)

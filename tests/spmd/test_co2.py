@@ -109,13 +109,13 @@ def test_no_rank_waits_for_a_round_before_the_next_has_ended() -> None:
     _steps(model, optimizer, range(3))
     gate = threading.Event()
     if co2.size() > 1:  # a letter opens the gate of the rank that has not moved
-        current().mailroom.on("test/gate", lambda _sender, _news: gate.set())
+        current().peer_queries.on("test/gate", lambda _sender, _news: gate.set())
         co2.barrier()
         if co2.rank() == 0:
             assert gate.wait(30), "another rank waits for this one though its round goes on"
     _steps(model, optimizer, range(3, 5))
     if co2.size() > 1 and co2.rank() == 1:
-        current().mailroom.tell(0, "test/gate")
+        current().peer_queries.tell(0, "test/gate")
     _steps(model, optimizer, range(5, 6))
 
 
@@ -132,7 +132,7 @@ def test_whoever_has_to_wait_says_so_once(monkeypatch: pytest.MonkeyPatch) -> No
         threading.Timer(0.02, awaited.release).start()
         arrive(**options)
 
-    monkeypatch.setattr("co2.lateness._WORTH_SAYING", 0.0)
+    monkeypatch.setattr("co2.rounds._WORTH_SAYING", 0.0)
     rounds._courier.carry, rounds.arrive = carry_when_awaited, arrive_late
     with heard(logging.WARNING) as said:
         _steps(model, optimizer, range(4))

@@ -23,14 +23,14 @@ def _session() -> None:
 
 def _on_rank_0_first(act: Callable[[], Any]) -> Any:
     """What `act` returns on rank 0; the others wait, their main threads doing nothing, and do not call it."""
-    gate, mailroom = threading.Event(), current().mailroom
-    mailroom.on("test/gate", lambda _sender, _news: gate.set())
+    gate, peer_queries = threading.Event(), current().peer_queries
+    peer_queries.on("test/gate", lambda _sender, _news: gate.set())
     co2.barrier()
     result = None
     if co2.rank() == 0:
         result = act()
         for rank in range(1, co2.size()):
-            mailroom.tell(rank, "test/gate")
+            peer_queries.tell(rank, "test/gate")
     elif not gate.wait(30):
         raise AssertionError("rank 0 waits for this one")
     return result
@@ -148,11 +148,11 @@ def test_whoever_saves_while_others_have_not_loaded_gets_what_it_has_itself(load
 
 def test_a_question_that_cannot_be_answered_yet_holds_up_no_other() -> None:
     _, optimizer = _wrapped(outer_frequency=2, **FULL)
-    rounds, mailroom = optimizer._rounds, current().mailroom
-    mailroom.on("test/other", lambda _sender, question: question + 1)
+    rounds, peer_queries = optimizer._rounds, current().peer_queries
+    peer_queries.on("test/other", lambda _sender, question: question + 1)
     co2.barrier()
     if co2.rank() == 0 and co2.size() > 1:
-        early = mailroom.ask(1, rounds.absence.topic, 7)
-        assert mailroom.ask(1, "test/other", 1).result(30) == 2
+        early = peer_queries.ask(1, rounds.absence.topic, 7)
+        assert peer_queries.ask(1, "test/other", 1).result(30) == 2
         assert early.result(30) is None
     co2.barrier()

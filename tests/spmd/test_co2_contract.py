@@ -299,13 +299,13 @@ def test_joining_while_others_wait_for_the_rank_is_refused_everywhere(monkeypatc
     monkeypatch.setattr("co2.rounds._LOOK_SECONDS", 0.02)
     model, optimizer = _wrapped(outer_frequency=2)
     rounds, waiting = optimizer._rounds, threading.Semaphore(0)
-    current().mailroom.on("test/waiting", lambda _sender, _news: waiting.release())
+    current().peer_queries.on("test/waiting", lambda _sender, _news: waiting.release())
     _steps(model, optimizer, range(2))
     arrive = rounds.arrive
 
     def arrive_telling(**options: Any) -> None:
         if rounds.events == 2:  # for what rank 1 never sends
-            current().mailroom.tell(1, "test/waiting")
+            current().peer_queries.tell(1, "test/waiting")
         arrive(**options)
 
     def join_late() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import dear
-from overlap.features.join import CannotJoin, roll_of
+from overlap.features.join import CannotJoin, joined_ranks_of
 from overlap.job.session import current
 from overlap.transport.objects import SignatureMismatch
 from tests.spmd.loops import Run
@@ -30,7 +30,7 @@ def _end_of_a_failed_join(meanwhile: Callable[[], Any] = dear.barrier) -> None:
     current().control.barrier()  # of what is not asked for by name
     with contextlib.suppress(CannotJoin):
         while True:  # news of it may be on their way
-            roll_of(current()).check()
+            joined_ranks_of(current()).check()
     with pytest.raises(CannotJoin, match=r"join\(\) has failed on rank \d, and nothing goes on"):
         meanwhile()
     current().control.barrier()
@@ -101,7 +101,7 @@ def test_who_catches_that_a_join_has_failed_cannot_train_before_all_have_joined(
     state = run.optimizer.state_dict()
 
     def load() -> None:
-        while not roll_of(current()).joined_now:
+        while not joined_ranks_of(current()).joined_now:
             time.sleep(0.001)
         run.optimizer.load_state_dict(state)
 
@@ -123,7 +123,7 @@ def test_batch_norm_over_all_ranks_cannot_go_on() -> None:
     layer = dear.SyncBatchNorm(3)
     joined = dear.rank() == 0 and dear.size() > 1
     if dear.size() > 1 and not joined:
-        while not roll_of(current()).joined_now:
+        while not joined_ranks_of(current()).joined_now:
             time.sleep(0.001)
     run = Run(layer, None, None, dear.size())
     _refused(run, joined, "SyncBatchNorm while training needs every rank", lambda: layer(torch.ones(4, 3)))

@@ -33,7 +33,7 @@ from overlap.transport.torch.messages import LooseMessages
 from overlap.transport.torch.rendezvous import Rendezvous, join_world
 from overlap.transport.torch.routes import Routes
 from overlap.transport.torch.stages import Local, Stage, StagedTask
-from overlap.transport.torch.worker_thread import PendingWork, Strand
+from overlap.transport.torch.worker_thread import PendingWork, WorkerThread
 
 __all__ = ["ProcessGroupCommunicator", "connect"]
 
@@ -64,7 +64,7 @@ class ProcessGroupCommunicator(Communicator):
         self._routes = Routes(rank, size)
         self._link = self._new_link("collectives")
         self._messages = LooseMessages(self._new_link("messages"))
-        self._strand = Strand(f"dear-{name}")
+        self._strand = WorkerThread(f"dear-{name}")
         self._mailbox = StoreMailbox(meeting, f"{name}/mail", rank) if size > 1 else OwnMailbox()
         self._numbers, self._splits = itertools.count(), itertools.count()
         self._closed = False
@@ -93,7 +93,7 @@ class ProcessGroupCommunicator(Communicator):
         if self._closed:
             raise comm_core.InvalidUsage(f"communicator {self._name} is closed")
 
-    # - Collectives: stages, run one after the other by the strand
+    # - Collectives: stages, run one after the other by the worker thread
 
     def _issue(self, kind: str, label: str, nbytes: int, stages: Callable[[], Sequence[Stage]]) -> Work:
         self._check_usable()

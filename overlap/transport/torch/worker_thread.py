@@ -24,7 +24,7 @@ from comm_core import TransportError
 from overlap.transport.checks import check_timeout
 from overlap.transport.forks import Origin
 
-__all__ = ["PendingWork", "Strand", "Task"]
+__all__ = ["PendingWork", "Task", "WorkerThread"]
 
 
 class Task(ABC):
@@ -104,7 +104,7 @@ class _Entry:
         self.error: BaseException | None = None
 
 
-class Strand:
+class WorkerThread:
     """Finishes tasks one after the other on a daemon thread, started with the first one. See [Note: who posts].
 
     After a task failed the peers are out of step, so every later one fails at once with the first error.

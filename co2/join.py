@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from overlap.features.join import CannotJoin, Roll, Word
+from overlap.features.join import CannotJoin, JoinedRanks, Word
 
-__all__ = ["Absence"]
+__all__ = ["JoinRefusal"]
 
 
-class Absence:
-    """Takes part in the roll, which knows after how many `events` a rank has joined; its owner counts them here.
+class JoinRefusal:
+    """What `JoinedRanks` asks of an optimizer: after how many `events` a rank has joined. Its owner counts them here.
 
     All ranks may join together. Who goes on to an average without a rank that has joined raises, and so does that rank:
     at once, or, while others of its `group` make steps that need it, when they have come to that average, too.
     """
 
-    def __init__(self, roll: Roll, topic: str, ranks: Sequence[int], group: Sequence[int]) -> None:
-        self._roll = roll
+    def __init__(self, joined_ranks: JoinedRanks, topic: str, ranks: Sequence[int], group: Sequence[int]) -> None:
+        self._joined_ranks = joined_ranks
         self.topic, self.ranks, self._group = topic, tuple(ranks), frozenset(group)
         self._refused = ""  # what other ranks said that have come to an average, where this one has not
         self.events = 0
@@ -35,12 +35,12 @@ class Absence:
 
         They average gradients, and so know alike of a rank of theirs; of others, when what they have sent does not arrive.
         """
-        if len(self._group) == 1 or not self._group.isdisjoint(self._roll.joined(self.topic)):
+        if len(self._group) == 1 or not self._group.isdisjoint(self._joined_ranks.joined(self.topic)):
             self.refuse(event)
 
     def refuse(self, event: int) -> None:
         """Raise :class:`CannotJoin`, there too, if ranks have joined without a part in event `event`."""
-        joined = self._roll.joined(self.topic)
+        joined = self._joined_ranks.joined(self.topic)
         missing = sorted(rank for rank, since in joined.items() if since <= event)
         if missing:
             text = (
@@ -48,9 +48,9 @@ class Absence:
                 "number of steps between averages"
             )
             for number in sorted(set(joined.values())):  # each of them follows the one at its own place
-                self._roll.say(Word(self.topic, number, 0, "refused", {"text": text}), self.ranks, keep=False)
+                self._joined_ranks.say(Word(self.topic, number, 0, "refused", {"text": text}), self.ranks, keep=False)
             self._refused = ""
-            raise self._roll.cannot_join(text)
+            raise self._joined_ranks.cannot_join(text)
 
     def abandon(self) -> None:
         """No round of gradients is this object's."""
@@ -66,7 +66,7 @@ class Absence:
 
     def follow(self, word: Word) -> None:
         text: str = word.details["text"]
-        if not self._group.issubset(self._roll.joined(self.topic)):
+        if not self._group.issubset(self._joined_ranks.joined(self.topic)):
             self._refused = text  # the others of the group wait for this rank's gradients until they are refused, too
             return
         raise CannotJoin(text)

@@ -1,4 +1,7 @@
-"""What a round does between its two ends, on its own thread: from the reductions to the gathers."""
+"""What a round does between its two ends, on its own thread: from the reductions to the gathers.
+
+A round on its way: a thread that sees it through while the main thread makes local steps.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,10 @@ from co2.equations import OuterRule
 from co2.part import Part
 from overlap.transport.communicator import Communicator, ReduceOp
 
-__all__ = ["Courier"]
+__all__ = ["RoundCommunication", "RoundThread"]
 
 
-class Courier:
+class RoundCommunication:
     """Sees the parts of one optimizer through, a round at a time. `changed` is held where others may look at a part.
 
     `met` is called, with `changed` held, once every rank has sent its part of a round, and before any rank can see it done.
@@ -76,3 +79,35 @@ class Courier:
         for part, work in zip(parts, issued, strict=True):
             work.wait()
             part.work = None
+
+
+class RoundThread:
+    """Runs `work` at once, on a thread that ends with it. What it raises, :meth:`land` raises."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work = work
+        self._error: BaseException | None = None
+        self._done = threading.Event()
+        threading.Thread(target=self._run, name="dear-co2-round", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._done.set()
+
+    @property
+    def done(self) -> bool:
+        return self._done.is_set()
+
+    def wait(self, seconds: float) -> bool:
+        """Whether it is done, at the latest after so many seconds."""
+        return self._done.wait(seconds)
+
+    def land(self) -> None:
+        """Wait until it is done."""
+        self._done.wait()
+        if self._error is not None:
+            raise self._error

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 import comm_core
-from overlap.transport.torch.worker_thread import PendingWork, Strand, Task
+from overlap.transport.torch.worker_thread import PendingWork, Task, WorkerThread
 
 MAIN = threading.main_thread()
 
@@ -43,8 +43,8 @@ def work(label: str = "") -> PendingWork:
 
 
 def test_the_caller_posts_what_is_alone(log: list[str]) -> None:
-    strand, task = Strand("test"), Recorded("A", log)
-    pending = strand.submit(work(), task)
+    worker, task = WorkerThread("test"), Recorded("A", log)
+    pending = worker.submit(work(), task)
     assert log == ["post A in caller"]
     assert not pending.done()
     with pytest.raises(comm_core.TimeoutError, match=r"all_reduce.*running"):
@@ -52,52 +52,52 @@ def test_the_caller_posts_what_is_alone(log: list[str]) -> None:
     task.go_on.set()
     pending.wait(10)
     pending.wait(10)  # as often as you like
-    strand.close()
+    worker.close()
     assert log == ["post A in caller", "finish A"]
     assert pending.done()
-    assert strand.pending() == []
+    assert worker.pending() == []
 
 
 def test_nothing_is_posted_before_the_operation_ahead_has_finished(log: list[str]) -> None:
-    strand = Strand("test")
+    worker = WorkerThread("test")
     a, b = Recorded("A", log), Recorded("B", log)
-    works = [strand.submit(work(), task) for task in (a, b)]
-    assert strand.pending() == works
+    works = [worker.submit(work(), task) for task in (a, b)]
+    assert worker.pending() == works
     assert a.started.wait(10)
     assert log == ["post A in caller"]
     b.go_on.set()
     a.go_on.set()
     for pending in works:
         pending.wait(10)
-    strand.close()
+    worker.close()
     assert log == ["post A in caller", "finish A", "post B in thread", "finish B"]
 
 
 def test_after_a_failure_everything_later_fails_with_it_and_nothing_is_posted(log: list[str]) -> None:
-    strand = Strand("test")
-    first = strand.submit(work("one"), Recorded("A", log, ValueError("no wire")))
-    second = strand.submit(work("two"), Recorded("B", log))
+    worker = WorkerThread("test")
+    first = worker.submit(work("one"), Recorded("A", log, ValueError("no wire")))
+    second = worker.submit(work("two"), Recorded("B", log))
     for pending, label in ((first, "one"), (second, "two")):
         with pytest.raises(comm_core.TransportError, match=f"all_reduce '{label}' .*no wire"):
             pending.wait(10)
-    strand.close()
+    worker.close()
     assert log == ["post A in caller", "fail A"]
     with pytest.raises(comm_core.InvalidUsage, match="closed"):
-        strand.submit(work(), Recorded("C", log))
+        worker.submit(work(), Recorded("C", log))
 
 
 def test_an_interrupt_while_posting_reaches_the_caller(log: list[str]) -> None:
-    strand = Strand("test")
+    worker = WorkerThread("test")
     with pytest.raises(KeyboardInterrupt):
-        strand.submit(work(), Recorded("A", log, KeyboardInterrupt()))
-    strand.close()
+        worker.submit(work(), Recorded("A", log, KeyboardInterrupt()))
+    worker.close()
     assert log == ["post A in caller", "fail A"]
 
 
 def test_closing_carries_out_what_was_issued(log: list[str]) -> None:
-    strand, task = Strand("test"), Recorded("A", log)
-    pending = strand.submit(work(), task)
+    worker, task = WorkerThread("test"), Recorded("A", log)
+    pending = worker.submit(work(), task)
     threading.Timer(0.05, task.go_on.set).start()
-    strand.close()
+    worker.close()
     assert pending.done()
     assert log[-1] == "finish A"

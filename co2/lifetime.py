@@ -1,15 +1,20 @@
-"""The end of rounds that may be on their way: every rank waits for them, and nobody for a round nobody sends."""
+"""The end of rounds that may be on their way: every rank waits for them, and nobody for a round nobody sends.
+
+How long rounds have their parameters: until another optimizer takes them, or all ranks have dropped this one.
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+
+import torch
 
 from co2.rounds import Rounds
 from overlap.transport.communicator import Communicator
 from overlap.transport.objects import allgather_object
 
-__all__ = ["Departure", "finish_together"]
+__all__ = ["Ownership", "Shutdown", "finish_together"]
 
 
 def finish_together(control: Communicator, mine: Mapping[str, Rounds]) -> None:
@@ -19,7 +24,7 @@ def finish_together(control: Communicator, mine: Mapping[str, Rounds]) -> None:
         mine[topic].finish(max((each[topic] for each in everybodys if topic in each), key=lambda last: last.sent))
 
 
-class Departure:
+class Shutdown:
     """A service of the session. It knows the rounds of all optimizers by topic, of those too that a script has dropped."""
 
     def __init__(self, control: Communicator) -> None:
@@ -32,3 +37,26 @@ class Departure:
     def close(self) -> None:
         """On every rank."""
         finish_together(self._control, dict(self._rounds.items()))
+
+
+class Ownership:
+    """The hold of `rounds` on their parameters; see :class:`overlap.job.registry.Owner`, which this is."""
+
+    def __init__(self, rounds: Rounds, control: Communicator) -> None:
+        self._rounds, self._control = rounds, control
+
+    @property
+    def unfinished(self) -> bool:
+        """Rounds are complete as soon as every rank has sent them."""
+        return False
+
+    def has(self, parameters: Sequence[torch.Tensor]) -> bool:
+        return self._rounds.has(parameters)
+
+    def hand_over(self, unfinished: bool) -> None:
+        """What is on its way arrives, also from ranks that are a round behind, and is dropped."""
+        finish_together(self._control, {"": self._rounds})
+        self._rounds.retire()
+
+    def retire(self) -> None:
+        self._rounds.retire()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, auto
 
-__all__ = ["Calendar", "Event"]
+__all__ = ["Event", "Schedule"]
 
 
 class Event(Enum):
@@ -17,7 +17,7 @@ class Event(Enum):
 
 
 @dataclass(frozen=True)
-class Calendar:
+class Schedule:
     """Rounds of `frequency` steps, after `warmup` steps that are averaged one by one.
 
     Raises ``ValueError`` for counts that are none.

@@ -14,7 +14,7 @@ from overlap.state.share import StateShare
 
 
 class _Room:
-    """The mailroom of a rank, without one: it is asked by the test."""
+    """Peer queries of a rank, without one: it is asked by the test."""
 
     def __init__(self) -> None:
         self.answer: Callable[[int, int], PieceState]
@@ -54,8 +54,8 @@ def _waits(answer: Future[Any]) -> bool:
 def test_who_is_asked_before_its_step_answers_after_it() -> None:
     rank = _Rank()
     rank.step()
-    with ThreadPoolExecutor(1) as mailroom:
-        answer = mailroom.submit(rank.room.answer, 0, 3)
+    with ThreadPoolExecutor(1) as peer_queries:
+        answer = peer_queries.submit(rank.room.answer, 0, 3)
         try:
             assert _waits(answer)
             rank.step()
@@ -68,9 +68,9 @@ def test_who_is_asked_before_its_step_answers_after_it() -> None:
 
 def test_who_is_asked_within_its_step_answers_after_it() -> None:
     rank = _Rank()
-    with ThreadPoolExecutor(1) as mailroom:
+    with ThreadPoolExecutor(1) as peer_queries:
         with rank.share.updating():
-            answer = mailroom.submit(rank.room.answer, 0, 1)
+            answer = peer_queries.submit(rank.room.answer, 0, 1)
             assert _waits(answer)
             rank.steps = 1
         assert answer.result(timeout=5) == _state(1)

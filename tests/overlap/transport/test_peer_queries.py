@@ -1,4 +1,4 @@
-"""Questions that cannot be answered, and letters that cannot be read: the mailroom outlives them."""
+"""Questions that cannot be answered, and letters that cannot be read: the thread outlives them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from overlap.transport.peer_queries import Mailroom, NoAnswer, _letter
+from overlap.transport.peer_queries import NoAnswer, PeerQueries, _letter
 from tests.gpu_double import eventually
 
 
@@ -27,16 +27,16 @@ class _Post:
 
 
 @pytest.fixture
-def rooms() -> Iterator[list[Mailroom]]:
+def rooms() -> Iterator[list[PeerQueries]]:
     boxes: list[queue.Queue[tuple[int, bytes]]] = [queue.Queue(), queue.Queue()]
-    both = [Mailroom(_Post(rank, boxes)) for rank in range(2)]  # type: ignore[arg-type]
+    both = [PeerQueries(_Post(rank, boxes)) for rank in range(2)]  # type: ignore[arg-type]
     yield both
     for room in both:
         room.close()
 
 
-def _ask(room: Mailroom, topic: str, question: Any = None) -> Any:
-    return Mailroom.wait(room.ask(1, topic, question), 1, topic, 5.0)
+def _ask(room: PeerQueries, topic: str, question: Any = None) -> Any:
+    return PeerQueries.wait(room.ask(1, topic, question), 1, topic, 5.0)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def _ask(room: Mailroom, topic: str, question: Any = None) -> Any:
     ],
 )
 def test_who_asks_learns_why_there_is_no_answer_and_the_next_one_is_given(
-    topic: str, question: Any, reason: str, rooms: list[Mailroom]
+    topic: str, question: Any, reason: str, rooms: list[PeerQueries]
 ) -> None:
     asker, other = rooms
     other.on("fails", lambda _rank, _question: 1 // 0)
@@ -60,7 +60,7 @@ def test_who_asks_learns_why_there_is_no_answer_and_the_next_one_is_given(
     assert _ask(asker, "echo", "still there?") == (0, "still there?")
 
 
-def test_news_that_cannot_be_read_are_passed_over(rooms: list[Mailroom]) -> None:
+def test_news_that_cannot_be_read_are_passed_over(rooms: list[PeerQueries]) -> None:
     asker, other = rooms
     heard = []
     other.on("news", lambda rank, news: heard.append((rank, news)))
@@ -72,7 +72,7 @@ def test_news_that_cannot_be_read_are_passed_over(rooms: list[Mailroom]) -> None
     assert heard == [(0, "fine")]
 
 
-def test_what_comes_before_its_reader_waits_and_keeps_its_order(rooms: list[Mailroom]) -> None:
+def test_what_comes_before_its_reader_waits_and_keeps_its_order(rooms: list[PeerQueries]) -> None:
     """A rank that is ahead asks before the other can answer."""
     asker, other = rooms
     heard: list[Any] = []
@@ -87,7 +87,7 @@ def test_what_comes_before_its_reader_waits_and_keeps_its_order(rooms: list[Mail
 
     other.on("late", answer)
     early.append(asker.ask(1, "late", 3))
-    assert [Mailroom.wait(one, 1, "late", 5.0) for one in early] == [0, -1, -2, -3]
+    assert [PeerQueries.wait(one, 1, "late", 5.0) for one in early] == [0, -1, -2, -3]
     assert heard == [0, 1, 2, 3]
     asker.tell(1, "dropped/below", "lost")
     assert _ask(asker, "echo", 2) == 2
@@ -97,7 +97,7 @@ def test_what_comes_before_its_reader_waits_and_keeps_its_order(rooms: list[Mail
     assert heard == [0, 1, 2, 3]
 
 
-def test_a_question_that_cannot_be_sent_is_not_waited_for(rooms: list[Mailroom]) -> None:
+def test_a_question_that_cannot_be_sent_is_not_waited_for(rooms: list[PeerQueries]) -> None:
     with pytest.raises(Exception, match="<lambda>"):
         rooms[0].ask(1, "echo", lambda: None)
     assert not rooms[0]._answers
@@ -107,7 +107,9 @@ def _no_room_for(_rank: int, payload: bytes) -> None:
     raise OSError(f"{len(payload)} bytes do not fit")
 
 
-def test_a_letter_that_cannot_be_opened_is_passed_over(rooms: list[Mailroom], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_letter_that_cannot_be_opened_is_passed_over(
+    rooms: list[PeerQueries], caplog: pytest.LogCaptureFixture
+) -> None:
     asker, other = rooms
     other.on("echo", lambda _rank, question: question)
     asker._comm.post(1, b"not a letter at all")
@@ -115,11 +117,11 @@ def test_a_letter_that_cannot_be_opened_is_passed_over(rooms: list[Mailroom], ca
     asker._comm.post(1, pickle.dumps(("ask", 0, "echo")))
     assert _ask(asker, "echo", 1) == 1
     assert len(caplog.messages) == 3
-    assert all("rank 1: mailroom passed over a letter of rank 0: " in message for message in caplog.messages)
+    assert all("rank 1: passed over a letter of rank 0: " in message for message in caplog.messages)
 
 
 def test_an_answer_that_cannot_be_sent_leaves_the_next_question_answered(
-    rooms: list[Mailroom], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    rooms: list[PeerQueries], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     asker, other = rooms
     other.on("echo", lambda _rank, question: question)

@@ -5,23 +5,25 @@ For one that was trained in the round before, the average on its way brings some
 the first round that it is frozen in. From then on, and before where it is written to, it is the script's: at every event
 the buffer takes its value over and never the other way. Which parameters travel depends on what is trained, never on what
 is written, so that ranks agree; but ``average_parameters()`` asks all ranks what was written, and averages that.
+
+Whether anything was written to parameters meanwhile, where nobody keeps the values that they had.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-from co2.calendar import Event
-from co2.stamps import Stamps
+from co2.schedule import Event
 from overlap.core.bucket import Slot
 
-__all__ = ["Batch", "Roster"]
+__all__ = ["AveragedParameters", "Batch", "Versions"]
+
 
 Batch = tuple[int, ...]  # slots that were taken in together, on which the parts depend
 
 
-class Roster:
+class AveragedParameters:
     """Of `slots`, a list that may grow, those that were ever trained; by their indices."""
 
     def __init__(self, slots: Sequence[Slot]) -> None:
@@ -31,7 +33,9 @@ class Roster:
         self._known: set[int] = set()
         self._active: set[int] = set()  # those that were trained since the last event
         self._coming: frozenset[int] = frozenset()  # those for which the last round may bring something
-        self._stamps: Stamps | None = None  # of those, since the last event; None once a state was loaded, until a step
+        self._versions: Versions | None = (
+            None  # of those, since the last event; None once a state was loaded, until a step
+        )
 
     @property
     def known(self) -> list[int]:
@@ -54,7 +58,7 @@ class Roster:
 
     def train(self, trained: Collection[int]) -> None:
         """A step begins for `trained`, all of which are taken in."""
-        if self._stamps is None:
+        if self._versions is None:
             self._stamp()
         self._active.update(trained)
 
@@ -67,12 +71,12 @@ class Roster:
     # - Whose they are
 
     def _stamp(self) -> None:
-        self._stamps = Stamps(self._slots[index] for index in self._coming)
+        self._versions = Versions(self._slots[index] for index in self._coming)
 
     def _overwritten(self) -> frozenset[int]:
         """Those for which something is on its way, and to which something was written since the last event."""
-        stamps = self._stamps
-        return frozenset(i for i in self._coming if stamps is not None and stamps.differs(self._slots[i]))
+        versions = self._versions
+        return frozenset(i for i in self._coming if versions is not None and versions.differs(self._slots[i]))
 
     def kept(self, idle: frozenset[int]) -> frozenset[int]:
         """Those of `idle` that are the script's."""
@@ -102,3 +106,19 @@ class Roster:
         """The rest of what :meth:`state` gave, when all batches are taken in."""
         self._active = set(section["active"])
         self._coming = frozenset(section.get("coming", self._known))
+
+
+class Versions:
+    """Of `slots`, as they are now. What is written through ``.data`` leaves none, unless it is put in place of the old."""
+
+    def __init__(self, slots: Iterable[Slot] = ()) -> None:
+        self._seen = {slot.index: _stamp(slot) for slot in slots}
+
+    def differs(self, slot: Slot) -> bool:
+        """Whether it was written to. Never so of a slot that was not stamped."""
+        seen = self._seen.get(slot.index)
+        return seen is not None and seen != _stamp(slot)
+
+
+def _stamp(slot: Slot) -> tuple[int, int]:
+    return slot.param.data_ptr(), slot.param._version

@@ -33,7 +33,7 @@ def test_a_rank_that_does_not_answer_ends_the_job_when_its_time_is_over(
 ) -> None:
     comm: Any = SimpleNamespace(rank=0, size=1, abort=_end, pending=list, lines=dict)
     limits = {"warn_after": 0.0, "abort_after": 6.0}
-    watchdog = Watchdog(comm, comm, mailroom=SimpleNamespace(), host="here", **limits)  # type: ignore[arg-type]
+    watchdog = Watchdog(comm, comm, peer_queries=SimpleNamespace(), host="here", **limits)  # type: ignore[arg-type]
     monkeypatch.setattr(watchdog, "_ask_all", lambda: {0: watchdog._standing(), 1: None})
     operation = _Operation()
     operation.seconds = 6.0
@@ -51,7 +51,7 @@ def test_who_waits_is_told_apart_from_who_is_waited_for(caplog: pytest.LogCaptur
     operation = _Operation()
     operation.seconds = 4.0
     for mine in (True, False):
-        watchdog = Watchdog(comm, comm, mailroom=SimpleNamespace(), host="here", **limits)  # type: ignore[arg-type]
+        watchdog = Watchdog(comm, comm, peer_queries=SimpleNamespace(), host="here", **limits)  # type: ignore[arg-type]
         with caplog.at_level(logging.WARNING, "dear"):
             watchdog._judge(operation, mine)
     said = [record.getMessage().split(". All ranks")[0] for record in caplog.records]
@@ -66,7 +66,7 @@ def test_an_operation_goes_on_being_reported_after_the_time_at_which_dead_ranks_
 
     comm: Any = SimpleNamespace(rank=0, size=1, abort=abort, pending=list, lines=dict)
     limits = {"warn_after": 3.0, "abort_after": 6.0}
-    watchdog = Watchdog(comm, comm, mailroom=SimpleNamespace(), host="here", **limits)  # type: ignore[arg-type]
+    watchdog = Watchdog(comm, comm, peer_queries=SimpleNamespace(), host="here", **limits)  # type: ignore[arg-type]
     operation = _Operation()
     with caplog.at_level(logging.WARNING, "dear"):
         for second in range(1, 21):
