@@ -95,7 +95,8 @@ def checks(
             seconds=240,
         ),
         Check("tests", "tests of the GPU part, over doubles",
-              (*pytest, *beside, "tests/nccl", *(f"tests/overlap/transport/test_cuda_{part}.py" for part in ("math", "streams")))),
+              (*pytest, *beside, "tests/nccl",
+               "tests/overlap/transport/test_cuda_math.py", "tests/overlap/transport/test_cuda_streams.py")),
     ]  # fmt: skip
     if found.no_gpu is None:
         return made
