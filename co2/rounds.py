@@ -85,13 +85,11 @@ class Rounds:
         self._comm, self._slots, self.schedule, self.rule = comm, slots, schedule, rule
         self.refusal, self._peer_queries = refusal, peer_queries
         self._changed = threading.Lock()  # around changes of what the others may ask for
-        self._courier = RoundCommunication(comm, rule, self._changed, self._met)
-        self._inquiry = ShareQuery(
-            peer_queries, refusal.topic, [rank for rank in range(comm.size) if rank != comm.rank]
-        )
+        self._communication = RoundCommunication(comm, rule, self._changed, self._met)
+        self._query = ShareQuery(peer_queries, refusal.topic, [rank for rank in range(comm.size) if rank != comm.rank])
         self._before_load: tuple[int, Shares] | None = None  # [Note: who has loaded by when], after so many events
         self._lateness = Lateness(comm.rank, schedule.frequency)
-        self._flight: RoundThread | None = None
+        self._thread: RoundThread | None = None
         self._phase = _Phase.TRAINING
         self._sent = 0  # in all, whatever is loaded meanwhile
         self._forget()
@@ -103,7 +101,7 @@ class Rounds:
         self.steps = self.in_round = 0
         self.events = self.refusal.events = 0  # averages and rounds so far, the same on all ranks
         self._last = Event.NOTHING
-        self._courier.longest = 0.0
+        self._communication.longest = 0.0
         self._since = time.perf_counter()
 
     # - A step
@@ -159,20 +157,20 @@ class Rounds:
                 part.turn(idle, kept)
             self._close(Event.ROUND, idle)
         parts, sent = list(self.parts), [part for part in self.parts if not part.rests(idle)]
-        self._courier.send(sent)
-        self._flight = RoundThread(lambda: self._courier.carry(parts, sent, idle))
+        self._communication.send(sent)
+        self._thread = RoundThread(lambda: self._communication.carry(parts, sent, idle))
 
     def arrive(self, *, in_step: bool = False) -> None:
         """Wait for the round on its way. Raises :class:`CannotJoin` if a rank has joined meanwhile."""
-        flight = self._flight
-        if flight is None:
+        thread = self._thread
+        if thread is None:
             return
         now = time.perf_counter()
-        late = not flight.done
-        while not flight.wait(_LOOK_SECONDS):
+        late = not thread.done
+        while not thread.wait(_LOOK_SECONDS):
             self.refusal.refuse(self.events - 1)
-        self._flight = None
-        flight.land()
+        self._thread = None
+        thread.land()
         if in_step and late:
             self._lateness.note(time.perf_counter() - now, now - self._since)
 
@@ -204,8 +202,8 @@ class Rounds:
             part.pack()
             part.mean = torch.empty_like(part.start)
         shards: dict[Part, torch.Tensor] = {}
-        self._courier.send(sent)
-        self._flight = RoundThread(lambda: self._courier.carry_average(sent, idle, shards))
+        self._communication.send(sent)
+        self._thread = RoundThread(lambda: self._communication.carry_average(sent, idle, shards))
         self.arrive()
         with self._changed:
             for part in self.parts:
@@ -267,11 +265,11 @@ class Rounds:
     def collect(self) -> dict[str, Any]:
         """The outer state of all ranks, as a checkpoint has it. On any subset of ranks."""
         self.arrive()
-        shares = self._inquiry.ask(self.events) if any(part.moved_on for part in self.parts) else []
+        shares = self._query.ask(self.events) if any(part.moved_on for part in self.parts) else []
         with self._changed:
             outer = assemble(self.parts, [self._shares(passed=False), *shares])
         counters = {name: getattr(self, name) for name in ("steps", "in_round", "events")}
-        return {"parameters": outer, **counters, "longest": self._courier.longest, **self._averaged.state()}
+        return {"parameters": outer, **counters, "longest": self._communication.longest, **self._averaged.state()}
 
     def load(self, section: dict[str, Any] | None) -> None:
         """Go on from what :meth:`collect` gave; without it, from the parameters as they are at the next step."""
@@ -291,7 +289,7 @@ class Rounds:
             self._averaged.load(section)
             self.steps, self.in_round, self.events = (section[name] for name in ("steps", "in_round", "events"))
             self.refusal.events = self.events
-            self._courier.longest = section["longest"]
+            self._communication.longest = section["longest"]
 
     # - Whose parameters they are: see `co2.lifetime`
 
@@ -302,9 +300,9 @@ class Rounds:
     def retire(self) -> None:
         """Nobody steps any more. What is on its way arrives, which every rank has sent, and is dropped."""
         self._phase = _Phase.RETIRED
-        if self._flight is not None:
-            self._flight.land()
-        self._flight, self.parts = None, []
+        if self._thread is not None:
+            self._thread.land()
+        self._thread, self.parts = None, []
         self._peer_queries.off(self.refusal.topic)
 
 

@@ -44,7 +44,7 @@ def _reduced(tensor: torch.Tensor) -> Any:
 
 def _cut(view: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
     version = -1 if view.is_inference() else view._version
-    place = storage._cdata, view.storage_offset(), view.shape, view.stride(), version
+    place = storage._cdata, int(view.storage_offset()), view.shape, view.stride(), version
     found = _copies.get(place)
     known = None if found is None or version < 0 else torch.UntypedStorage._new_with_weak_ptr(found.cdata)
     if known is None:

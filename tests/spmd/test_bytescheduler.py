@@ -14,7 +14,7 @@ import bytescheduler_adapter as hvd
 import dear
 from overlap.core.bucket import Phase
 from overlap.core.window import GradientChanged
-from overlap.features import tuning as trial
+from overlap.optimizer import tuning as trial
 from overlap.plan.tuning.options import Tuning
 from tests.spmd.loops import Run
 from tests.spmd.models import WIDTH, adafactor

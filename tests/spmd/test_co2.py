@@ -122,7 +122,7 @@ def test_no_rank_waits_for_a_round_before_the_next_has_ended() -> None:
 def test_whoever_has_to_wait_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = _wrapped(outer_frequency=1, **FULL)
     rounds, awaited = optimizer._rounds, threading.Semaphore(0)
-    carry, arrive = rounds._courier.carry, rounds.arrive
+    carry, arrive = rounds._communication.carry, rounds.arrive
 
     def carry_when_awaited(*arguments: Any) -> None:
         assert awaited.acquire(timeout=30)
@@ -133,7 +133,7 @@ def test_whoever_has_to_wait_says_so_once(monkeypatch: pytest.MonkeyPatch) -> No
         arrive(**options)
 
     monkeypatch.setattr("co2.rounds._WORTH_SAYING", 0.0)
-    rounds._courier.carry, rounds.arrive = carry_when_awaited, arrive_late
+    rounds._communication.carry, rounds.arrive = carry_when_awaited, arrive_late
     with heard(logging.WARNING) as said:
         _steps(model, optimizer, range(4))
     assert ["a larger outer_frequency hides it" in text for text in said].count(True) == 1

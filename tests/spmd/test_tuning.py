@@ -14,8 +14,8 @@ import torch
 import dear
 import mgwfbp
 import oss
-from overlap.features import tuning as trial
 from overlap.job.session import current
+from overlap.optimizer import tuning as trial
 from overlap.plan.tuning import bayes
 from overlap.plan.tuning.options import Tuning
 from tests.spmd.listening import heard

@@ -44,7 +44,7 @@ def _ask(room: PeerQueries, topic: str, question: Any = None) -> Any:
     [
         ("fails", None, "rank 1 could not answer 'fails': ZeroDivisionError: "),
         ("no data", None, r"rank 1 could not answer 'no data': NotData: .*<lambda>"),
-        ("over", None, "rank 1 could not answer 'over/there': LookupError: 'over/there' has ended"),
+        ("over/there", None, "rank 1 could not answer 'over/there': LookupError: 'over/there' has ended"),
     ],
 )
 def test_who_asks_learns_why_there_is_no_answer_and_the_next_one_is_given(
