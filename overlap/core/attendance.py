@@ -10,6 +10,7 @@ from overlap.transport.communicator import Communicator
 
 __all__ = ["Attendance"]
 
+_ASK = "ask"
 _LAST = ("step", "infinite", "discard", "closure")
 
 
@@ -61,7 +62,11 @@ class Attendance:
     def ask(self) -> None:
         """Before ranks say what each of them knows, outside of a round's reductions: joined ranks are called, too."""
         self._joined_ranks.check()
-        self._say("ask", keep=True)
+        self._say(_ASK, keep=True)
+
+    def answered(self) -> None:
+        """Every rank has said what it knows, joined ones too: nobody has to catch up with the call."""
+        self._joined_ranks.let_go(self.topic, _ASK)
 
     def meet(self, needed: bool) -> None:
         """Once a round, when all of its reductions are issued: a barrier where `needed`, as no reduction tells as much."""

@@ -273,7 +273,9 @@ class Engine:
         """Whether any rank has gradients that no step has used; `mine` if this one has. On every rank."""
         self.attendance.ask()
         self._tally.post(Said(gradients=mine))
-        return self._tally.read().gradients
+        found = self._tally.read()
+        self.attendance.answered()
+        return found.gradients
 
     def _arrive_left(self) -> None:
         if self.deferred is not None:

@@ -183,6 +183,11 @@ class JoinedRanks:
             with self._lock:
                 self._said = [word for word in self._said if word.topic != topic or word.round >= rounds - 1]
 
+    def let_go(self, topic: str, what: str) -> None:
+        """Every rank has heard such words, or has done by itself what they say."""
+        with self._lock:
+            self._said = [word for word in self._said if word.topic != topic or word.what != what]
+
     def unsay(self, topic: str) -> None:
         """The optimizer cannot go on, here or on any rank: nobody has to catch up with its round."""
         self._over.add(topic)
