@@ -222,6 +222,10 @@ def _wait_for(true: Callable[[], bool]) -> None:
             "dearrun: environment variable DEAR_POISON should hold 0 or 1 and holds 'maybe': correct or unset it",
         ),
         (
+            ["-np", "1", "-x", "COMM_CORE_WINDOW=maybe", "true"],
+            "dearrun: environment variable COMM_CORE_WINDOW=maybe: expected an integer from 1 to 1024; correct or unset",
+        ),
+        (
             ["-np", "1", "-x", "DEAR_BACKEND=gloo", "true"],
             "dearrun: environment variable DEAR_BACKEND should hold one of mpi, torch, single and holds 'gloo': correct or",
         ),
