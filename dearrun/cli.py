@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
-from dearrun import check_build, mpirun, options, reports
+from dearrun import check_build, mpirun, options, reports, transport
 from dearrun.addresses import has_address
 from dearrun.command import build
 from dearrun.errors import LaunchError
@@ -37,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         environ = options.environment(args, os.environ)
         settings.read(environ)  # else every worker says it, once all have started
+        transport.check(environ)
         program = mpirun.find(environ, Path(sys.prefix))
         flavor = mpirun.flavor_of(mpirun.version_of(program))
         can_reach_others = mpirun.has_remote_shell(environ)
@@ -54,7 +55,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.verbose:
         sys.stderr.write(f"dearrun: {shlex.join(command)}\n")
         sys.stderr.flush()
-    if not reports.are_possible(flavor, job):
+    obstacle = reports.obstacle(flavor, job)
+    if obstacle:
+        sys.stderr.write(f"dearrun: mpirun's status alone counts, since workers cannot report their ends: {obstacle}\n")
+        sys.stderr.flush()
         mpirun.become(program, command, environ)
     token = secrets.token_hex(8)
     command = build(program, flavor, job, functools.partial(reports.reporting, token=token))

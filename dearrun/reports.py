@@ -9,12 +9,12 @@ Whether a worker uses MPI or `dear` makes no difference.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from dearrun.command import Job
 from dearrun.mpirun import Flavor
 
-__all__ = ["Reports", "are_possible", "reporting"]
+__all__ = ["Reports", "obstacle", "reporting"]
 
 _BEGIN = "\x1e"  # "record separator": held back until its line is whole, and nearly no program writes it
 _LONGEST = 120  # bytes of a report
@@ -38,14 +38,33 @@ _SHELL = (
     "fi; "
     "exit $status"
 )
-# mpirun's options with which stderr may not be where dearrun reads it.
+# Names of mpirun's options, and of MCA parameters, with which stderr may not be where dearrun reads it.
 _ELSEWHERE = re.compile(r"output|outfile|errfile|merge|xml|xterm|stderr")
+_MCA = re.compile(r"--?[a-z]*mca")  # an option with two words behind it, the first of which is a name
 
 
-def are_possible(flavor: Flavor, job: Job) -> bool:
-    """Whether this mpirun is known to bring every worker's stderr to dearrun, and all workers run one command."""
-    redirected = any(_ELSEWHERE.search(word) for word in job.mpi_arguments)
-    return flavor is not Flavor.OTHER and ":" not in job.command and not redirected
+def obstacle(flavor: Flavor, job: Job) -> str:
+    """Why this job's workers cannot report their ends; nothing where they can.
+
+    That is where this mpirun is known to bring every worker's stderr to dearrun, and all workers run one command.
+    """
+    if flavor is Flavor.OTHER:
+        return "this mpirun is neither Open MPI nor MPICH"
+    if ":" in job.command:
+        return "the command starts several programs"
+    redirecting = next((name for name in _names(job.mpi_arguments) if _ELSEWHERE.search(name)), None)
+    return f"with {redirecting} of --mpi-args their stderr may go elsewhere" if redirecting else ""
+
+
+def _names(words: Sequence[str]) -> Iterator[str]:
+    """The options among an mpirun's arguments, without their values; of MCA parameters, their names."""
+    left = iter(words)
+    for word in left:
+        if _MCA.fullmatch(word):
+            yield next(left, "")
+            next(left, None)
+        elif word.startswith("-"):
+            yield word.partition("=")[0]
 
 
 def reporting(command: Sequence[str], token: str) -> list[str]:

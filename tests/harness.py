@@ -12,13 +12,17 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+from tests import notes
 
 ROOT = Path(__file__).resolve().parent.parent
 _TAG = "DEAR_TEST_JOB"
 _SHOWN = 16_000  # characters of a failed job's output
+_LOOK_SECONDS = 1.0
+_PATIENCE_SECONDS = 30.0  # with a rank that should have ended its job, since its test took too long
 _AT_START = Path(__file__).parent / "at_start"
 
 
@@ -36,16 +40,22 @@ class Result:
     seconds: float
     timed_out: bool
     inside: str = ""  # of a job that did not end: where every thread of its ranks was, below Python too; needs gdb
+    killed_in: str = ""  # the test in which a rank died by a signal, as far as the launcher says so
+    ended_in: str = ""  # the first test in which a rank was when the job ended, unless all ranks had come to the end
 
     def check(self) -> Result:
         """Raise :class:`JobFailed` with the first failing rank's traceback unless the job succeeded."""
         if self.returncode == 0 and not self.timed_out:
             return self
         what = f"did not end within {self.seconds:.0f} s" if self.timed_out else f"exited with {self.returncode}"
-        raise JobFailed(f"{self.command}\n{what}\n{self.first_failure()}\n{self.inside}")
+        where = f" in {self.failed_test()}" if self.failed_test() not in (None, self._named()) else ""
+        raise JobFailed(f"{self.command}\n{what}{where}\n{self.first_failure()}\n{self.inside}")
 
     def failed_test(self) -> str | None:
-        """The test that the first failing rank names."""
+        """The test that the first failing rank names, or in which it died; else the one in which the job ended."""
+        return self.killed_in or self._named() or self.ended_in or None
+
+    def _named(self) -> str | None:
         found = re.search(
             r"^rank \d+ of \d+ failed: (\S+\.py::.+) (?:\((?:setup|call|teardown)\)|is not over after .* s)$",
             self.output,
@@ -83,11 +93,12 @@ def run_ranks(
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
     end_as_ever: bool = False,
+    stuck: Callable[[], bool] = lambda: False,
 ) -> Result:
     """Run ``python argv`` on `nranks` ranks; never longer than `timeout` seconds, and nothing is left behind.
 
-    A job that does not end is aborted rank by rank, so that every rank prints the stacks of its threads first. A process
-    ends as described in ``at_start/sitecustomize.py``, or with `end_as_ever` as a user's does.
+    A job that does not end, or is `stuck`, is aborted rank by rank, so that every rank prints the stacks of its threads
+    first. A process ends as described in ``at_start/sitecustomize.py``, or with `end_as_ever` as a user's does.
     """
     tag = uuid.uuid4().hex
     # Jobs of a test may themselves run under a launcher of the test's caller; they are no part of that job.
@@ -105,7 +116,7 @@ def run_ranks(
         )
         timed_out, inside = False, ""
         try:
-            process.wait(timeout)
+            _await(process, started + timeout, stuck)
         except subprocess.TimeoutExpired:
             timed_out = True
             inside = "\n".join(_native_stacks(pid) for pid in _job_pids(tag))
@@ -123,23 +134,53 @@ def run_ranks(
     return Result(" ".join(command), process.returncode, output, seconds, timed_out, inside)
 
 
+def _await(process: subprocess.Popen[bytes], until: float, stuck: Callable[[], bool]) -> None:
+    """Raises ``subprocess.TimeoutExpired`` where it has not ended `until` then (``time.monotonic()``), or is stuck."""
+    while True:
+        left = until - time.monotonic()
+        try:
+            process.wait(max(0.0, min(left, _LOOK_SECONDS)))
+            return
+        except subprocess.TimeoutExpired:
+            if left <= _LOOK_SECONDS or stuck():
+                raise
+
+
 def run_suite(
     nranks: int, argv: Sequence[str], launcher: str, *, timeout: float, env: Mapping[str, str], cwd: Path = ROOT
 ) -> list[Result]:
     """Run pytest under `tests.spmd_plugin` in every rank; a red test costs that test, not those behind it.
 
-    A failing test ends its job, since ranks are not at the same place any more; the next job begins behind it. All jobs
+    A failing test ends its job, since ranks are not at the same place any more; the next job begins behind it. So does a
+    test in which a rank dies, or takes too long and cannot even say so: ranks note which test they are in. All jobs
     together take no longer than `timeout` seconds. Only the last one may have succeeded.
     """
     results: list[Result] = []
     until, behind = time.monotonic() + timeout, ""
     while True:
-        environ = {**env, "DEAR_SPMD_AFTER": behind}
-        results.append(run_ranks(nranks, argv, launcher, timeout=until - time.monotonic(), env=environ, cwd=cwd))
+        results.append(_run_behind(behind, nranks, argv, launcher, until=until, env=env, cwd=cwd))
         failed = results[-1].failed_test()
         if failed is None or failed == behind or time.monotonic() >= until:
             return results
         behind = failed
+
+
+def _run_behind(
+    test: str, nranks: int, argv: Sequence[str], launcher: str, *, until: float, env: Mapping[str, str], cwd: Path
+) -> Result:
+    """A job of the tests behind that one."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        environ = {**env, "DEAR_SPMD_AFTER": test, "DEAR_SPMD_NOTES": name}
+
+        def stuck() -> bool:
+            return notes.overdue(notes.read(folder), time.time(), _PATIENCE_SECONDS)
+
+        left = until - time.monotonic()
+        result = run_ranks(nranks, argv, launcher, timeout=left, env=environ, cwd=cwd, stuck=stuck)
+        left_behind = notes.read(folder)
+        killed_in = "" if result.timed_out else notes.killed(left_behind, result.output)  # else it was done here
+        return replace(result, killed_in=killed_in, ended_in=notes.first(left_behind))
 
 
 def run_script(folder: Path, text: str, ranks: int = 2, timeout: float = 60, **env: str) -> Result:

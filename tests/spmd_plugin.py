@@ -2,6 +2,7 @@
 
 A test that takes too long ends it with the stacks of this rank's threads; those that the launcher ends then show theirs.
 Ranks would not be at the same place after a failed test; so another job goes on behind it (`tests.harness.run_suite`).
+A rank that ends without a word has noted in which test it was.
 """
 
 from __future__ import annotations
@@ -20,11 +21,15 @@ from typing import Any
 import pytest
 
 from overlap.core import owners
+from tests.notes import erase, write
 
 RANK = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", os.environ.get("RANK", "0"))))
 SIZE = int(os.environ.get("OMPI_COMM_WORLD_SIZE", os.environ.get("PMI_SIZE", os.environ.get("WORLD_SIZE", "1"))))
 _OTHERS_SECONDS = 2.0
 _AFTER = os.environ.get("DEAR_SPMD_AFTER", "")
+_NOTES = os.environ.get("DEAR_SPMD_NOTES", "")  # the folder of `tests.notes`
+_order: dict[str, int] = {}  # tests, also those that come not behind the one in which the last job failed
+_limit = 0.0  # of the test that runs, in seconds; 0: none
 OVER_MPI = "TORCHELASTIC_RUN_ID" not in os.environ  # a process without a launcher counts as such
 
 # At import, which `-p` does before pytest keeps a copy of stdout for itself.
@@ -37,15 +42,23 @@ faulthandler.register(signal.SIGTERM, _stderr, chain=True)
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Only what comes behind the test named in ``DEAR_SPMD_AFTER``."""
+    names = [item.nodeid for item in items]
+    _order.update((name, number) for number, name in enumerate(names))
     if _AFTER:
-        names = [item.nodeid for item in items]
         behind = names.index(_AFTER) + 1
         config.hook.pytest_deselected(items=items[:behind])
         del items[:behind]
 
 
+def pytest_runtest_logstart(nodeid: str) -> None:
+    if _NOTES:
+        write(_NOTES, RANK, _order[nodeid], _limit, nodeid)
+
+
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """Nothing is left behind the last test: that is no failure."""
+    if _NOTES:
+        erase(_NOTES, RANK)
     if _AFTER and exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
         session.exitstatus = pytest.ExitCode.OK
 
@@ -78,6 +91,8 @@ def pytest_collectreport(report: pytest.CollectReport) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_timeout_set_timer(item: Any, settings: Any) -> bool:
     """In place of pytest-timeout's own, which shows one rank, and of it mostly pytest."""
+    global _limit
+    _limit = settings.timeout
     timer = item.dear_timer = threading.Timer(settings.timeout, _out_of_time, [item.nodeid, settings.timeout])
     timer.daemon = True
     timer.start()
@@ -86,6 +101,8 @@ def pytest_timeout_set_timer(item: Any, settings: Any) -> bool:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_timeout_cancel_timer(item: Any) -> bool:
+    global _limit
+    _limit = 0.0
     item.dear_timer.cancel()
     return True
 

@@ -232,11 +232,12 @@ def test_a_launcher_of_another_mpi_is_noticed(tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_variable_is_said_once_without_a_traceback(launcher: str, name: str, said: str, tmp_path: Path) -> None:
-    """By rank 0, also where another rank is there first."""
-    script = tmp_path / "script.py"
+    """By rank 0, also where another rank is there first: what that one says goes elsewhere."""
+    script, of_rank_1 = tmp_path / "script.py", tmp_path / "rank 1"
     script.write_text(
         "import os, time\n"
         "if '0' in (os.environ.get('OMPI_COMM_WORLD_RANK'), os.environ.get('RANK')):\n    time.sleep(1)\n"
+        f"else:\n    os.dup2(os.open({str(of_rank_1)!r}, os.O_WRONLY | os.O_CREAT), 2)\n"
         "import dear\ndear.init()\n"
     )
     result = run_ranks(2, [str(script)], launcher, env={name: "maybe", "PYTHONPATH": str(ROOT)})
@@ -244,6 +245,7 @@ def test_a_wrong_variable_is_said_once_without_a_traceback(launcher: str, name: 
     assert result.output.count(f"environment variable {said}correct or unset it") == 1
     assert str(script) not in result.output.split(said)[0]  # no traceback of ours; torchrun has one of its own
     assert "overlap" not in result.output
+    assert said not in of_rank_1.read_text()
 
 
 def test_a_wrong_variable_can_be_caught(tmp_path: Path) -> None:

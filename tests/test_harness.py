@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.harness import ROOT, JobFailed, run_ranks, run_suite
+from tests import harness, notes
+from tests.harness import ROOT, JobFailed, Result, run_ranks, run_suite
 
 FAIL_ON_1 = """
 import os, sys, time
@@ -82,10 +84,7 @@ def test_cases(case):
 
 @pytest.mark.parametrize("last_red", ["d", "f"], ids=["in-the-middle", "at-the-end"])
 def test_a_red_test_costs_that_test_and_none_behind_it(tmp_path: Path, last_red: str) -> None:
-    (tmp_path / "conftest.py").write_text("import dear\ndear.init()\n")
-    (tmp_path / "test_cases.py").write_text(TWO_RED.replace("LAST_RED", repr(last_red)))
-    argv = ["-m", "pytest", "-v", "-p", "tests.spmd_plugin", "-p", "no:cacheprovider", "--color", "no", "test_cases.py"]
-    results = run_suite(2, argv, "mpi", timeout=90, env={"PYTHONPATH": str(ROOT)}, cwd=tmp_path)
+    results = _suite(tmp_path, TWO_RED.replace("LAST_RED", repr(last_red)))
     assert [result.failed_test() for result in results] == [
         f"test_cases.py::test_cases[{c}]" for c in ("b c", last_red)
     ] + [None]
@@ -95,6 +94,91 @@ def test_a_red_test_costs_that_test_and_none_behind_it(tmp_path: Path, last_red:
     for result in results[:-1]:
         with pytest.raises(JobFailed, match=r"on one rank alone|on all ranks"):
             result.check()
+
+
+def _suite(folder: Path, text: str, *options: str, launcher: str = "mpi") -> list[Result]:
+    (folder / "conftest.py").write_text("import dear\ndear.init()\n")
+    (folder / "test_cases.py").write_text(text)
+    argv = ["-m", "pytest", "-v", "-p", "tests.spmd_plugin", "-p", "no:cacheprovider", "--color", "no", *options]
+    return run_suite(2, [*argv, "test_cases.py"], launcher, timeout=90, env={"PYTHONPATH": str(ROOT)}, cwd=folder)
+
+
+WITHOUT_A_WORD = """
+import ctypes, os, signal
+import dear
+import pytest
+
+@pytest.mark.parametrize("case", ["a", "b", "c"])
+def test_cases(case):
+    dear.barrier()
+    if case == "b" and dear.rank() in RANKS:
+        END
+"""
+KILLED = "os.kill(os.getpid(), signal.SIGKILL)"
+
+
+@pytest.mark.parametrize(
+    ("launcher", "ranks", "end"),
+    [
+        ("mpi", [1], KILLED),
+        ("mpi", [0, 1], KILLED),
+        ("mpi", [1], "os.abort()"),
+        ("mpi", [1], "os._exit(0)"),
+        ("torchrun", [1], KILLED),
+    ],
+)
+def test_a_test_in_which_a_rank_dies_costs_that_test_and_none_behind_it(
+    tmp_path: Path, launcher: str, ranks: list[int], end: str
+) -> None:
+    results = _suite(tmp_path, WITHOUT_A_WORD.replace("RANKS", str(ranks)).replace("END", end), launcher=launcher)
+    _only_b_is_red(results)
+
+
+def test_a_test_that_keeps_python_from_telling_the_time_costs_that_test_and_none_behind_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rank's timer is a thread, and waits for a call that does not give up the interpreter."""
+    monkeypatch.setattr(harness, "_PATIENCE_SECONDS", 2.0)
+    text = WITHOUT_A_WORD.replace("RANKS", "[0, 1]").replace("END", "ctypes.PyDLL(None).sleep(600)")
+    _only_b_is_red(_suite(tmp_path, text, "--timeout", "5"))
+
+
+def _only_b_is_red(results: list[Result]) -> None:
+    assert [result.failed_test() for result in results] == ["test_cases.py::test_cases[b]", None]
+    with pytest.raises(JobFailed, match=r"(exited with|did not end within) .* in test_cases\.py::test_cases\[b\]\n"):
+        results[0].check()
+    results[1].check()
+    assert "test_cases[a] PASSED" in results[0].output
+    assert "test_cases[c] PASSED" in results[1].output
+
+
+def test_the_test_in_which_a_rank_died_is_the_red_one_whatever_others_say_who_missed_it() -> None:
+    said = Result("", 1, "rank 0 of 2 failed: test.py::c (call)\nConnection lost\n", 1.0, False, ended_in="test.py::a")
+    assert said.failed_test() == "test.py::c"
+    died = replace(said, killed_in="test.py::b")
+    assert died.failed_test() == "test.py::b"
+    with pytest.raises(JobFailed, match=r"exited with 1 in test.py::b\nrank 0 of 2 failed: test.py::c"):
+        died.check()
+
+
+def test_what_notes_of_ranks_say(tmp_path: Path) -> None:
+    assert (notes.read(tmp_path), notes.first([]), notes.killed([], "")) == ([], "", "")
+    for rank, number in enumerate((3, 1, 2)):
+        notes.write(str(tmp_path), rank, 0, 0.0, "before")
+        notes.write(str(tmp_path), rank, number, 60.0, f"test.py::of[{number} or so]")
+    found = sorted(notes.read(tmp_path), key=lambda note: note.number)
+    assert [note.test for note in found] == [f"test.py::of[{number} or so]" for number in (1, 2, 3)]
+    assert notes.first(found) == "test.py::of[1 or so]"
+    _, two, three = (notes.Note(note.number, 100 + note.number, 60.0, 1000.0, note.test) for note in found)
+    said = "noticed that process rank 0 with PID 103 on node here exited on signal 9"
+    assert notes.killed([two, three], said) == three.test
+    assert notes.killed([two, three], "exitcode: -9 (pid: 102) of binary; exitcode: 1 (pid: 103)") == two.test
+    assert notes.killed([two, three], "with PID 17") == ""
+    assert [notes.overdue([two, three], now, patience=30.0) for now in (1089.0, 1091.0)] == [False, True]
+    assert not notes.overdue([notes.Note(1, 1, 0.0, 0.0, "without a limit")], 1e9, patience=30.0)
+    for rank in range(4):
+        notes.erase(str(tmp_path), rank)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_compiler_comes_when_it_is_asked_for(tmp_path: Path) -> None:

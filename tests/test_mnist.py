@@ -44,6 +44,30 @@ def test_a_resumed_run_ends_bit_for_bit_where_an_uninterrupted_one_does(tmp_path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["parts.pt", "whole.pt"]
 
 
+RECORDED = """
+import runpy, sys
+import torch
+save = torch.save
+def recorded(state, file, *others, **options):
+    print("written to", getattr(file, "name", file), flush=True)
+    save(state, file, *others, **options)
+torch.save = recorded
+sys.path.insert(0, sys.argv[1].rpartition("/")[0])
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_a_checkpoint_is_not_written_in_place(tmp_path: Path) -> None:
+    """A kill while it is written would leave half of it under its name."""
+    argv = ["-c", RECORDED, str(ROOT / "examples" / "mnist.py"), "--epochs", "2", "--checkpoint"]
+    result = run_ranks(1, [*argv, str(tmp_path / "run.pt")], "single", timeout=120, env={"TQDM_DISABLE": "1"}).check()
+    written = re.findall("^written to (.*)$", result.output, re.MULTILINE)
+    assert len(written) == 2
+    assert all(name.endswith(".part") for name in written), written
+    assert [path.name for path in tmp_path.iterdir()] == ["run.pt"]
+
+
 def _same(left: object, right: object, where: str) -> None:
     assert type(left) is type(right), where
     if isinstance(left, dict) and isinstance(right, dict):

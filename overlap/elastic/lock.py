@@ -16,7 +16,9 @@ log = logging.getLogger("dear")
 
 _NAME = "lock"
 _UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
-_held: dict[tuple[int, Path], int] = {}  # open files, by process and directory: a forked child holds none of them
+# Open files, by process (a forked child holds none of them) and directory, by whatever name: to close any file of a lock
+# gives that lock up, also where another one is open.
+_held: dict[tuple[int, Path], int] = {}
 
 
 class Occupied(RuntimeError):
@@ -30,7 +32,7 @@ def take(directory: Path) -> None:
     :class:`Occupied` where another process has it. Where the file system has no locks, a warning says so.
     """
     path = directory / _NAME
-    mine = _held.get((os.getpid(), directory))
+    mine = _held.get(_key(directory))
     if mine is not None and _is_still(mine, path):
         return
     release(directory)
@@ -57,8 +59,12 @@ def take(directory: Path) -> None:
                 raise
             log.warning("%s cannot be locked (%s): see to it that no other job commits into it", directory, error)
             return
-        _held[os.getpid(), directory] = file
+        _held[_key(directory)] = file
         return
+
+
+def _key(directory: Path) -> tuple[int, Path]:
+    return os.getpid(), directory.resolve()
 
 
 def _is_still(file: int, path: Path) -> bool:
@@ -70,7 +76,7 @@ def _is_still(file: int, path: Path) -> bool:
 
 def release(directory: Path) -> None:
     """Give the lock back, and remove its file, if this process has it."""
-    file = _held.pop((os.getpid(), directory), None)
+    file = _held.pop(_key(directory), None)
     if file is None:
         return
     if _is_still(file, directory / _NAME):

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dearrun import options
+from dearrun import options, transport
 from dearrun.addresses import has_address, resolved_elsewhere
 from dearrun.check_build import Finding, render
 from dearrun.command import Job, build
@@ -301,6 +301,20 @@ def test_switches_win_over_the_environment() -> None:
     off = ["--no-timeline-mark-cycles", "--stall-check"]
     assert _parsed("-np", "2", *off, *TRAIN, environ=before)[1] == dict.fromkeys(before, "0")
     assert read({"HOROVOD_STALL_CHECK_DISABLE": "0"}) == read({})
+
+
+def test_comm_cores_variables_hold_whole_numbers_within_its_limits() -> None:
+    told = (ROOT / "comm_core" / "csrc" / "settings.cpp").read_text()
+    found = re.findall(r'read\("(COMM_CORE_\w+)", .*, (\d+), (\d+|1 << 30)\)', told)
+    assert {name: (int(low), 1 << 30 if "<<" in high else int(high)) for name, low, high in found} == transport.RANGES
+    for name, (low, high) in transport.RANGES.items():
+        for text in ("", str(low), str(high), f"0{low}"):
+            transport.check({name: text})
+        for text in (str(low - 1), str(high + 1), "maybe", "+64", " 64", "64 ", "6_4", "٦٤"):
+            with pytest.raises(
+                LaunchError, match=re.escape(f"{name}={text}: expected an integer from {low} to {high}; ")
+            ):
+                transport.check({name: text})
 
 
 def test_defaults_yield_to_the_caller(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -119,10 +120,16 @@ def test_a_status_that_mpirun_forgets_counts(tmp_path: Path) -> None:
     assert result.returncode == 5
 
 
-def test_where_mpirun_puts_the_output_elsewhere_its_status_counts(tmp_path: Path) -> None:
+def test_where_mpirun_puts_the_output_elsewhere_its_status_counts_and_a_line_says_so(tmp_path: Path) -> None:
     environ = _environ() | _fake_mpirun(tmp_path, "exit 0")
-    command = _command("-np", "2", "--mpi-args", f"--output dir={tmp_path}", "true")
-    assert subprocess.run(command, timeout=60, env=environ, check=False).returncode == 0
+    for options, status, said in (
+        (f"--output dir={tmp_path}", 0, "dearrun: mpirun's status alone counts, .*: with --output of --mpi-args .*\n"),
+        (f"--wdir {tmp_path}/output", 1, "dearrun: .* the end of 2 of 2 workers was not reported .*\n"),
+    ):
+        command = _command("-np", "2", "--mpi-args", options, "true")
+        result = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environ, check=False)
+        assert result.returncode == status
+        assert re.fullmatch(said, result.stderr), result.stderr
 
 
 @pytest.mark.needs_root
@@ -220,6 +227,10 @@ def _wait_for(true: Callable[[], bool]) -> None:
         (
             ["-np", "1", "-x", "DEAR_POISON=maybe", "true"],
             "dearrun: environment variable DEAR_POISON should hold 0 or 1 and holds 'maybe': correct or unset it",
+        ),
+        (
+            ["-np", "1", "-x", "COMM_CORE_WINDOW=maybe", "true"],
+            "dearrun: environment variable COMM_CORE_WINDOW=maybe: expected an integer from 1 to 1024; correct or unset",
         ),
         (
             ["-np", "1", "-x", "DEAR_BACKEND=gloo", "true"],

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import bytescheduler_adapter
+import co2
 import dear
 import mgwfbp
 import oss
 import wfbp
-from overlap.transport.communicator import Communicator, Work
 from tests.spmd.models import WIDTH
+from tests.spmd.recorder import Recorder, Three
 from tests.spmd.test_parity import as_early_as_possible
 from tests.spmd_plugin import SIZE
 
@@ -32,16 +30,20 @@ WRAP: dict[str, Callable[..., Any]] = {
     "bytescheduler": lambda o, m: bytescheduler_adapter.DistributedOptimizer(
         o, m, partition_mb=0.0004, credit_mb=0.0001
     ),
+    "co2": lambda o, m: co2.DistributedOptimizer(o, m, outer_frequency=2, nprocs_per_node=min(2, SIZE)),
 }
 ODD = 1 if SIZE > 1 else 0  # the lane of parameters that rank 1 owns
 MEETING = ["barrier step"] if SIZE > 1 else []  # where a rank may have nothing to receive in the last reduction
 BACKWARD = ["gradient end", "gradient mid", "gradient inp"]
+#: What the ranks of a job tell each other once: what the first iteration taught, and whether gradients are sparse.
+LEARNED = ["all_gather", "all_gather"] if SIZE > 1 else []
 #: Of the first step, which learns, and of the second.
 EXPECTED: dict[str, tuple[list[str], list[str]]] = {
     "dear": (
         [
             *BACKWARD,
             "step",
+            *LEARNED,
             "reduce_scatter end",
             "reduce_scatter mid",
             "reduce_scatter inp",
@@ -66,6 +68,7 @@ EXPECTED: dict[str, tuple[list[str], list[str]]] = {
         [
             *BACKWARD,
             "step",
+            *LEARNED,
             "reduce_scatter end",
             "reduce_scatter mid",
             "reduce_scatter inp",
@@ -92,6 +95,7 @@ EXPECTED: dict[str, tuple[list[str], list[str]]] = {
         [
             *BACKWARD,
             "step",
+            *LEARNED,
             "reduce end",
             "reduce mid",
             "reduce inp",
@@ -118,6 +122,7 @@ EXPECTED: dict[str, tuple[list[str], list[str]]] = {
         [
             *BACKWARD,
             "step",
+            *LEARNED,
             "all_reduce end",
             "all_reduce mid",
             "all_reduce inp",
@@ -136,6 +141,7 @@ EXPECTED: dict[str, tuple[list[str], list[str]]] = {
         [
             *BACKWARD,
             "step",
+            *LEARNED,
             "all_reduce end+mid",
             "all_reduce inp",
         ],
@@ -152,6 +158,7 @@ EXPECTED: dict[str, tuple[list[str], list[str]]] = {
         [
             *BACKWARD,
             "step",
+            *(f"{each} on lane 0" for each in LEARNED),
             f"reduce_scatter end on lane {ODD}",
             "reduce_scatter mid on lane 0",
             "reduce_scatter inp on lane 0",
@@ -182,95 +189,11 @@ def _session() -> None:
     dear.init()
 
 
-class Three(nn.Module):
-    """Three layers of one size, used from `inp` to `end`, and defined in another order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for name in ("mid", "end", "inp"):
-            self.add_module(name, nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.float64))
-        self.used = ("inp", "mid", "end")
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for name in self.used:
-            x = torch.tanh(self.get_submodule(name)(x))
-        return x
-
-
-class Recorder:
-    """Gradients as they are complete, calls of step(), and operations on all communicators as they are issued."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model, self._events = model, list[tuple[Communicator | None, str, str]]()
-        self._hold, self._held, self._released = "", threading.Event(), threading.Event()
-        self.passes = 1
-        for name, layer in model.named_children():
-            for parameter in layer.parameters():
-                parameter.register_post_accumulate_grad_hook(
-                    lambda _, name=name: self._events.append((None, "gradient", name))
-                )
-
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        self._events.clear()
-        Communicator.listener = self._heard
-        try:
-            yield
-        finally:
-            Communicator.listener = None
-
-    def _heard(self, comm: Communicator, work: Work) -> Work:
-        if work.label != work.op:  # else what ranks tell each other once, such as what the first iteration taught
-            self._events.append((comm, work.op, work.label))
-        if work.label == self._hold and comm.rank == 0:
-            self._held.set()
-            assert self._released.wait(30), "the test has failed"
-        return work
-
-    def hold(self, label: str) -> None:
-        """Rank 0's thread that issues the operation of this name does not go on before :meth:`release`."""
-        self._held.clear()
-        self._released.clear()
-        self._hold = label
-
-    def await_hold(self) -> None:
-        assert dear.rank() > 0 or self._held.wait(30), f"{self._hold} is not issued"
-
-    def release(self) -> None:
-        self._hold = ""
-        self._released.set()
-
-    def backward(self, optimizer: Any) -> None:
-        optimizer.zero_grad()
-        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(dear.rank()), dtype=torch.float64)
-        for _ in range(self.passes):
-            self._model(x).square().mean().backward()
-
-    def step(self, optimizer: Any) -> list[str]:
-        """All events of a training step."""
-        with self.listening():
-            self.backward(optimizer)
-            self._events.append((None, "step", ""))
-            optimizer.step()
-        return self.events(optimizer)
-
-    def events(self, optimizer: Any) -> list[str]:
-        """Buckets are called by their layers."""
-        layers = {b.label: "+".join(slot.name.split(".")[0] for slot in b.slots) for b in optimizer.buckets}
-        engine = optimizer._engine
-        lanes = (engine._reductions, engine.transit._lanes)
-
-        def told(comm: Communicator | None, what: str, label: str) -> str:
-            bucket, dot, part = label.partition(".")
-            lane = next((f"on lane {one.index(comm)}" for one in lanes if comm in one and len(one) > 1), "")
-            return " ".join(filter(None, (what, layers.get(bucket, bucket) + dot + part, lane)))
-
-        return [told(*event) for event in self._events]
-
-
-def _made(strategy: str, frozen: Sequence[str] = ()) -> tuple[Three, Any, Recorder]:
+def _made(
+    strategy: str, frozen: Sequence[str] = (), inner: tuple[int, int] = (WIDTH, WIDTH)
+) -> tuple[Three, Any, Recorder]:
     torch.manual_seed(3)
-    model = Three()
+    model = Three(inner)
     recorder = Recorder(model)
     for layer in frozen:
         model.get_submodule(layer).requires_grad_(False)
@@ -307,17 +230,61 @@ def test_a_parameter_added_later_is_reduced_under_backward() -> None:
 
 
 def test_what_was_unused_at_first_is_awaited_as_often_as_what_was_used_most() -> None:
-    model, optimizer, recorder = _made("wfbp")
-    recorder.passes = 2
-    model.used = ("mid", "end")
+    _, optimizer, recorder = _made("wfbp")
+    recorder.passes = [("mid", "end")] * 2
     recorder.step(optimizer)
-    model.used = ("inp", "mid", "end")
+    recorder.passes = [("inp", "mid", "end")] * 2
     assert recorder.step(optimizer) == [*BACKWARD, *EXPECTED["wfbp"][1]]
+
+
+def test_each_parameter_is_awaited_as_often_as_it_was_used() -> None:
+    """Neither less often, nor as often as another one."""
+    _, optimizer, recorder = _made("wfbp")
+    recorder.passes = [("inp", "mid", "end"), ("mid", "end")]
+    recorder.step(optimizer)
+    assert recorder.step(optimizer) == [
+        "gradient end",
+        "gradient mid",
+        "gradient inp",
+        "all_reduce inp",
+        "gradient end",
+        "all_reduce end",
+        "gradient mid",
+        "all_reduce mid",
+        "step",
+    ]
+
+
+def test_two_rounds_of_co2(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two steps each; a bucket, and a part, for every layer."""
+    monkeypatch.setattr("co2.optimizer._FUSION_BYTES", 1)
+    monkeypatch.setattr("co2.part._FUSION_BYTES", 1)
+    _, optimizer, recorder = _made("co2", inner=(8 * SIZE, 5))
+    assert recorder.step(optimizer) == [
+        *BACKWARD,
+        "step",
+        *LEARNED,
+        "all_reduce end",
+        "all_reduce mid",
+        "all_reduce inp",
+    ]
+    local = EXPECTED["wfbp"][1]
+    whole = [
+        *local,
+        "reduce_scatter co2 average of mid",
+        "reduce_scatter co2 average of end",
+        "reduce_scatter co2 average of inp",
+        "all_reduce co2 gap",
+        "all_gather co2 gather of mid",
+        "all_gather co2 gather of end",
+        "all_gather co2 gather of inp",
+    ]
+    assert [recorder.step(optimizer) for _ in range(3)] == [whole, local, whole]
 
 
 def _operations(recorder: Recorder, optimizer: Any) -> list[str]:
     """Another thread issues them, at any time between gradients."""
-    return [event for event in recorder.events(optimizer) if event.startswith("all_reduce")]
+    return [event for event in recorder.events(optimizer) if not event.startswith("gradient")]
 
 
 def test_two_steps_of_bytescheduler() -> None:
@@ -330,12 +297,14 @@ def test_two_steps_of_bytescheduler() -> None:
         recorder.release()
         optimizer.synchronize()
     assert _operations(recorder, optimizer) == [
+        *LEARNED,
         "all_reduce inp.0",
         "all_reduce inp.1",
         "all_reduce mid.0",
         "all_reduce mid.1",
         "all_reduce end.0",
         "all_reduce end.1",
+        "all_reduce tally",
     ]
     model.mid.weight.register_hook(lambda _: recorder.await_hold())
     with recorder.listening():
@@ -351,23 +320,25 @@ def test_two_steps_of_bytescheduler() -> None:
         "all_reduce mid.0",
         "all_reduce mid.1",
         "all_reduce end.1",
+        "all_reduce tally",
     ]
 
 
 def test_no_step_of_bytescheduler_overtakes_another() -> None:
     """The last layer's partitions still wait for their turn when gradients of the next step, more urgent, are there."""
-    model, optimizer, recorder = _made("bytescheduler")
+    _, optimizer, recorder = _made("bytescheduler")
     with recorder.listening():
         recorder.hold("b2.0")
         recorder.backward(optimizer)
         optimizer.step()
         recorder.await_hold()
-        model.used = ("inp", "mid")  # so that nobody waits for the last layer
+        recorder.passes = [("inp", "mid")]  # so that nobody waits for the last layer
         recorder.backward(optimizer)
         recorder.release()
         optimizer.step()
         optimizer.synchronize()
     assert _operations(recorder, optimizer) == [
+        *LEARNED,
         "all_reduce inp.0",
         "all_reduce inp.1",
         "all_reduce mid.0",
@@ -380,4 +351,5 @@ def test_no_step_of_bytescheduler_overtakes_another() -> None:
         "all_reduce mid.1",
         "all_reduce end.0",
         "all_reduce end.1",
+        "all_reduce tally",
     ]

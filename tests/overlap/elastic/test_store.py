@@ -132,6 +132,29 @@ def test_two_jobs_do_not_commit_into_one_directory(tmp_path: Path) -> None:
     assert _in_a_child(lambda: _claimed(tmp_path)) == "claimed"
 
 
+def test_a_directory_of_two_names_is_locked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a name that means another directory now is another one's."""
+    folder, elsewhere, link = tmp_path / "commits", tmp_path / "elsewhere", tmp_path / "link"
+    elsewhere.mkdir()
+    held = len(lock._held)
+    lock.take(folder)
+    link.symlink_to(folder)
+    lock.take(link)
+    assert len(lock._held) == held + 1
+    lock.release(link)
+    assert not (folder / "lock").exists()
+    assert _in_a_child(lambda: _claimed(folder)) == "claimed"
+
+    monkeypatch.chdir(tmp_path)
+    lock.take(Path("commits"))
+    monkeypatch.chdir(elsewhere)
+    lock.take(Path("commits"))
+    for taken in (folder, elsewhere / "commits"):
+        assert "is in use by" in _in_a_child(lambda taken=taken: _claimed(taken))
+        lock.release(taken)
+        assert _in_a_child(lambda taken=taken: _claimed(taken)) == "claimed"
+
+
 def test_a_job_that_was_killed_keeps_no_directory(tmp_path: Path) -> None:
     """Also while processes live on that it forked, as loaders of data do."""
 
