@@ -213,6 +213,15 @@ def bars(source: Source) -> str:
     return f"{met.count(True)} met, {met.count(False)} missed, {met.count(None)} not judged"
 
 
+def search(source: Source) -> str:
+    """search SWEEP: how many steps each run of a method that searches for its setting took before it was timed."""
+    told = {run["settings"]["method"]: run["warmup_steps"] for run in source.sweep()["runs"]}
+    found = [f"`{method}` {steps}" for method, steps in told.items() if "tune=True" in method]
+    if not found:
+        raise ValueError(f"{source.words[0]} has no runs with tune=True")
+    return ", ".join(found)
+
+
 def _curves(source: Source) -> dict[str, Any]:
     """The methods of ``docs/results/accuracy/TASK.json``. Raises ``ValueError`` unless one commit made them all."""
     found: dict[str, Any] = json.loads((source.folder / "accuracy" / f"{source.words[0]}.json").read_text())
@@ -263,7 +272,7 @@ def collectives(source: Source) -> str:
     return f"{where}{goodput}:\n\n{_table(head, cells)}"
 
 
-_ALL = (about, methods, against, pivot, ratio, peak, bars, curve, curves, collectives)
+_ALL = (about, methods, against, pivot, ratio, peak, bars, search, curve, curves, collectives)
 VIEWS: Mapping[str, Callable[[Source], str]] = {view.__name__: view for view in _ALL}
 
 

@@ -110,10 +110,13 @@ def _results(folder: Path) -> Path:
             "ddp": 1.5,
         }.items():
             result = result_of(Settings(method=method, workers=workers, **base), seconds * workers / 2, goodput=1e8)
+            result["warmup_steps"] = 2
             if (workers, method) == (4, "ddp"):
                 result["versions"] = {"commit": "abc-dirty", "torch": "2"}
             runs.append(result)
     (folder / "a").mkdir()
+    found = result_of(Settings(method="dear:tune=True", workers=8, **base), 1.0, goodput=1e8)
+    runs.append({**found, "warmup_steps": 40})
     verdicts = [{"met": met, "text": ""} for met in (True, True, False, None)]
     (folder / "a" / "reports.json").write_text(json.dumps({"runs": runs, "bars": verdicts}))
     (folder / "collectives").mkdir()
@@ -146,6 +149,7 @@ def _results(folder: Path) -> Path:
         ("against a dear ddp", "| mlp@even:800 | 4 | 0.94 | `dear:threshold_mb=2` | 2.200 | 1.38 | `ddp`\\* | 3.000 |"),
         ("pivot a show=ms columns=none;dear;ddp", "| mlp@even:800 | 2 | 1.25 | 800 | 1100 | 1500 | `dear` |\n"),
         ("pivot a show=ms columns=ddp", "| 3000\\* | `ddp` |\n\n\\* with changes that were not committed."),
+        ("search a", "`dear:tune=True` 40"),
         ("curve good dear ddp", "0.67"),
         ("curves good", "| `dear` | 2.0 | 1.00 |\n| `ddp:bucket_mb=1` | 3.0 | 0.67 |\n| `ddp` | 4.0 | 0.50 |"),
         ("collectives two", "| all_gather | 1 MB | 9 | 4.00 | 3.90 – 4.20 | 0.90 |  | 0.50 |"),
@@ -160,8 +164,8 @@ def test_views(source: str, given: str, tmp_path: Path) -> None:
     [
         ("ratio a dear ddp", "does not speak of runs whose code was not committed"),
         ("ratio a dear horovod", "there are no such runs"),
-        ("methods a", "2 groups of runs are meant, not one: mlp@even:800"),
-        ("methods a workers=8", r"a has no runs with {'workers': '8'}"),
+        ("methods a", "3 groups of runs are meant, not one: mlp@even:800"),
+        ("methods a workers=16", r"a has no runs with {'workers': '16'}"),
         ("methods a hosts=8", "names hosts; runs are told apart by model, "),
         ("methods b", "No such file"),
         ("curve unnamed dear ddp", "its curves are of abc, unknown, not of one commit"),
