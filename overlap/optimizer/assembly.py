@@ -26,7 +26,8 @@ from overlap.job.groups import Membership, membership
 from overlap.job.process_set import global_process_set
 from overlap.job.session import Session
 from overlap.optimizer.arguments import HorovodArguments, check_passes, feasible, parse_groups
-from overlap.optimizer.start import agree_on_terms, check_memory, collect_slots, synchronize_start, terms_of
+from overlap.optimizer.memory_check import check_memory
+from overlap.optimizer.start import agree_on_terms, collect_slots, synchronize_start, terms_of
 from overlap.plan.plan import Updates
 from overlap.state.elementwise import decides_by_loss, is_elementwise, is_per_parameter
 from overlap.state.full_state import FullState, exporter

@@ -1,14 +1,10 @@
 """Before the first step: which parameters there are, and that all ranks hold the same ones with the same values.
 
-What the ranks of one optimizer agree on before they communicate anything else: the arguments of the wrapper.
-
-Parameters whose memory others use, too.
+Arguments of the wrapper are compared first, before anything else is communicated.
 """
 
 from __future__ import annotations
 
-import itertools
-import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -25,10 +21,9 @@ from overlap.plan.tuning.options import Tuning
 from overlap.state.optimizer_state import broadcast_optimizer_state
 from overlap.transport.broadcast import broadcast_tensors
 from overlap.transport.communicator import Communicator
-from overlap.transport.memory import is_dense
 from overlap.transport.objects import allgather_object, compare
 
-__all__ = ["agree_on_strategy", "agree_on_terms", "check_memory", "collect_slots", "synchronize_start", "terms_of"]
+__all__ = ["agree_on_strategy", "agree_on_terms", "collect_slots", "synchronize_start", "terms_of"]
 
 
 def collect_slots(
@@ -151,47 +146,3 @@ def agree_on_terms(comm: Communicator, lines: list[str]) -> None:
     """Raise ``SignatureMismatch`` on every rank unless all bring the same lines. On every rank of `comm`."""
     if comm.size > 1:
         compare("arguments of DistributedOptimizer", allgather_object(comm, lines))
-
-
-log = logging.getLogger("dear")
-
-
-def check_memory(slots: Sequence[Slot], updates: Updates, rank: int) -> None:
-    """Raise ``ValueError`` for two parameters over one memory where each is moved, or updated at a time of its own.
-
-    Whole updates in ``step()`` leave parameters where they are, one after the other: as in one process.
-    """
-    if not (updates.in_shards or updates is Updates.DEFERRED):
-        return
-    pair = _overlapping(slots)
-    if pair is not None:
-        first, second = pair
-        what = "has a place of its own" if updates.in_shards else "is updated when it is needed"
-        raise ValueError(
-            f"parameters {first.name!r} and {second.name!r} are two tensors over one memory, and here each of them {what}; "
-            "tie them by using one Parameter in both places (b.weight = a.weight), or take the strategy wfbp"
-        )
-    shared = [slot.name for slot in slots if slot.param.device.type == "cpu" and slot.param.is_shared()]
-    if updates.in_shards and shared and rank == 0:
-        log.warning(
-            "parameter %r%s in memory that is shared with other processes (share_memory()), and moves to a bucket in the "
-            "first step: what others see does not change any more. Copy the parameters there after a step, or take the "
-            "strategy wfbp, which leaves them where they are",
-            shared[0],
-            f" and {len(shared) - 1} more are" if len(shared) > 1 else " is",
-        )
-
-
-def _overlapping(slots: Sequence[Slot]) -> tuple[Slot, Slot] | None:
-    """Two slots whose elements share memory. Tensors with gaps may lie between each other's elements; they do not count."""
-    extents = []
-    for slot in slots:
-        param = slot.param
-        if param.device.type != "meta" and param.numel() and is_dense(param):
-            start = param.data_ptr()
-            extents.append((str(param.device), start, start + param.numel() * param.element_size(), slot))
-    extents.sort(key=lambda extent: extent[:3])
-    for (device, _, stop, slot), (other_device, start, _, other) in itertools.pairwise(extents):
-        if device == other_device and start < stop:
-            return slot, other
-    return None
