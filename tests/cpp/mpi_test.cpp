@@ -1,20 +1,28 @@
 // What the engine does with MPI, step by step in one process, over an MPI that counts communicators and can be told to
-// make no more of them.
+// make no more of them, and what other ranks do.
 //
 //     mpi_test CASE
 #include <mpi.h>
 
+#include <algorithm>
+#include <chrono>
 #include <cstdio>
+#include <cstdlib>
 #include <functional>
 #include <map>
 #include <memory>
+#include <new>
+#include <set>
 #include <stdexcept>
 #include <string>
+#include <thread>
+#include <vector>
 
 #include "comm_core/errors.hpp"
 #include "mpi/blocking.hpp"
 #include "mpi/driver.hpp"
 #include "mpi/group.hpp"
+#include "mpi/job_order.hpp"
 
 using namespace comm_core;
 
@@ -22,8 +30,29 @@ namespace {
 
 int num_comms = 0;
 bool refuses_to_dup = false;
+bool peers_are_late = false;  // to the collectives that begin now; held ones are theirs
+MPI_Request held = MPI_REQUEST_NULL;
+std::vector<int> places;  // where the ranks of a communicator are in MPI_COMM_WORLD; none: as it is
+
+/// Memory of a segment's size. What comes before main(), and after it, asks too.
+std::set<void*>& segments() {
+  static auto* const all = new std::set<void*>;
+  return *all;
+}
 
 }  // namespace
+
+void* operator new[](std::size_t size) {
+  void* const memory = std::malloc(size);
+  if (memory == nullptr) throw std::bad_alloc();
+  if (size == static_cast<std::size_t>(Settings{}.segment_bytes)) segments().insert(memory);
+  return memory;
+}
+void operator delete[](void* memory) noexcept {
+  segments().erase(memory);
+  std::free(memory);
+}
+void operator delete[](void* memory, std::size_t) noexcept { operator delete[](memory); }
 
 extern "C" {
 
@@ -39,6 +68,25 @@ int MPI_Comm_split(MPI_Comm comm, int color, int key, MPI_Comm* part) {
 int MPI_Comm_free(MPI_Comm* comm) {
   --num_comms;
   return PMPI_Comm_free(comm);
+}
+int MPI_Iallreduce(const void* send, void* recv, int count, MPI_Datatype type, MPI_Op op, MPI_Comm comm,
+                   MPI_Request* request) {
+  if (!peers_are_late) return PMPI_Iallreduce(send, recv, count, type, op, comm, request);
+  const auto nothing = [](void*) { return MPI_SUCCESS; };
+  const int code = MPI_Grequest_start([](void*, MPI_Status*) { return MPI_SUCCESS; }, nothing,
+                                      [](void*, int) { return MPI_SUCCESS; }, nullptr, request);
+  held = *request;
+  return code;
+}
+int MPI_Comm_size(MPI_Comm comm, int* size) {
+  if (places.empty()) return PMPI_Comm_size(comm, size);
+  *size = static_cast<int>(places.size());
+  return MPI_SUCCESS;
+}
+int MPI_Group_translate_ranks(MPI_Group from, int count, const int* ranks, MPI_Group to, int* translated) {
+  if (places.empty()) return PMPI_Group_translate_ranks(from, count, ranks, to, translated);
+  std::ranges::copy(places, translated);
+  return MPI_SUCCESS;
 }
 
 }  // extern "C"
@@ -72,6 +120,11 @@ class Rig {
     for (int i = 0; i < 1'000'000 && !holds(); ++i) driver_.progress();
     expect(holds(), "it did not come about");
   }
+
+  void look_often() {
+    for (int i = 0; i < 10'000; ++i) driver_.progress();
+  }
+  MpiDriver& driver() { return driver_; }
 
   std::shared_ptr<MpiGroup> group;
 
@@ -145,6 +198,20 @@ void a_closed_group_is_forgotten() {
   expect(forgotten.expired(), "every look at what is under way still visits it");
 }
 
+void ranks_of_two_worlds_have_one_order() {
+  Rig rig;
+  const auto order = [](std::vector<int> where) {
+    places = std::move(where);
+    const auto found = in_job_order(MPI_COMM_WORLD);
+    places.clear();
+    return found;
+  };
+  using Ranks = std::vector<int>;
+  expect(order({2, 0, 1}) == Ranks({1, 2, 0}), "that of the job");
+  constexpr int kOther = MPI_UNDEFINED;
+  expect(order({1, 0, kOther, kOther}) == order({kOther, kOther, 0, 1}), "whichever world sees it");
+}
+
 void what_blocks_needs_the_turn() {
   Rig rig;
   TurnLock lock;
@@ -172,6 +239,7 @@ int main(int argc, char** argv) {
       {"failed split", a_split_that_fails_gives_its_communicator_back},
       {"closed group", a_closed_group_is_forgotten},
       {"no turn", what_blocks_needs_the_turn},
+      {"two worlds", ranks_of_two_worlds_have_one_order},
   };
   try {
     cases.at(argc > 1 ? argv[1] : "")();

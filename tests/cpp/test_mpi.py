@@ -27,7 +27,16 @@ def mpi_test(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return program(tmp_path_factory.mktemp("cpp"), ROOT / "tests" / "cpp" / "mpi_test.cpp", *parts, using=wrapper)
 
 
-@pytest.mark.parametrize("case", ["failed step", "failed split", "closed group", "no turn"])
+CASES = [
+    "failed step",
+    "failed split",
+    "closed group",
+    "no turn",
+    "two worlds",
+]
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_case(mpi_test: Path, case: str) -> None:
     done = subprocess.run([str(mpi_test), case], capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
