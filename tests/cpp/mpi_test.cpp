@@ -198,6 +198,53 @@ void a_closed_group_is_forgotten() {
   expect(forgotten.expired(), "every look at what is under way still visits it");
 }
 
+/// Finished at once, as a root is, while a byte has still to come.
+class Token final : public Schedule {
+ public:
+  explicit Token(int& num_begun) : num_begun_(num_begun) {}
+  bool finished() override { return true; }
+  std::int64_t bytes_left() const override { return 0; }
+
+ protected:
+  void on_start() override {
+    ++num_begun_;
+    receive(0, &heard_, 1, 0);
+  }
+  void on_sent(std::int64_t) override {}
+  void on_received(std::int64_t) override {}
+
+ private:
+  int& num_begun_;
+  std::byte heard_{};
+};
+
+void a_rank_that_is_far_ahead_waits() {
+  constexpr int kTag = 5, kMany = 1000;
+  Rig rig;
+  RequestTable requests;
+  Strand strand(requests, MPI_COMM_WORLD, Strand::Tags::kSignature, 0, [](std::exception_ptr) {});
+  int num_begun = 0;
+  const auto last = new_work();
+  for (int i = 0; i < kMany; ++i) {
+    strand.add({kTag, [&] { return std::make_unique<Token>(num_begun); }, i + 1 < kMany ? new_work() : last, nullptr,
+                nullptr});
+  }
+  while (strand.settle()) {
+  }
+  expect(0 < num_begun && num_begun < 100, "it holds memory for all that it is ahead");
+  const std::byte token{1};
+  for (int sent = 0; !last->done() || !strand.drained();) {
+    if (sent < num_begun) {
+      MPI_Send(&token, 1, MPI_BYTE, 0, kTag, MPI_COMM_WORLD);
+      ++sent;
+    }
+    requests.progress();
+    strand.settle();
+  }
+  expect(num_begun == kMany, "it should have caught up");
+  expect(segments().size() < 50, "memory that was needed once is kept for ever");
+}
+
 void ranks_of_two_worlds_have_one_order() {
   Rig rig;
   const auto order = [](std::vector<int> where) {
@@ -239,6 +286,7 @@ int main(int argc, char** argv) {
       {"failed split", a_split_that_fails_gives_its_communicator_back},
       {"closed group", a_closed_group_is_forgotten},
       {"no turn", what_blocks_needs_the_turn},
+      {"far ahead", a_rank_that_is_far_ahead_waits},
       {"two worlds", ranks_of_two_worlds_have_one_order},
   };
   try {

@@ -32,6 +32,7 @@ CASES = [
     "failed split",
     "closed group",
     "no turn",
+    "far ahead",
     "two worlds",
 ]
 
@@ -90,3 +91,40 @@ for _ in range(200):
     assert result.returncode != 0
     assert "comm_core.MpiError: " in result.output
     assert "rank 1 receiving from rank 0" in result.output
+
+
+def test_a_split_that_fails_does_not_keep_the_turn(mpi_error: Path, tmp_path: Path) -> None:
+    """Rank 0 has the turn while rank 1 fails, and cannot take back what it has sent to it."""
+    text = """
+import threading, time
+import comm_core
+c = comm_core.mpi()
+part = c.split(0)
+def split():
+    try:
+        part.split(0)
+    except comm_core.TransportError:
+        print("failed", flush=True)
+splitting = threading.Thread(target=split)
+splitting.start()
+if c.rank == 1:
+    splitting.join()
+c.barrier()
+if c.rank == 0:
+    time.sleep(0.1)
+    giving_up = threading.Thread(target=part.abandon)
+    giving_up.start()
+    splitting.join()
+c.split(0).barrier()
+if c.rank == 0:
+    giving_up.join()
+else:
+    part.abandon()
+print("went on", flush=True)
+"""
+    # A receive for letters, and three of a split, twice; the last is that of the second split, when all have the turn.
+    environ = {"FAILING_RANK": "1", "FAILING_AFTER": "7", "FAILING_TIMES": "1"}
+    preload = ":".join(filter(None, [os.environ.get("LD_PRELOAD"), str(mpi_error)]))
+    environ |= {"PYTHONPATH": str(ROOT), "LD_PRELOAD": preload}
+    result = run_ranks(2, ["-c", text], timeout=30, env=environ, cwd=tmp_path, end_as_ever=True).check()
+    assert [result.output.count(line) for line in ("failed", "went on")] == [2, 2]

@@ -114,7 +114,9 @@ void MpiGroup::split(std::optional<int> color, int key, std::shared_ptr<Work> wo
     parts.push_back(plan(Operation{}, rank_, size_, settings()));
     return std::make_unique<Sequence>(std::move(parts));
   };
-  collectives_->add({split_signature(), go_in, std::move(work), nullptr, go_through});
+  // Peers may never take what it has sent, so it is not to keep the turn until then.
+  const auto failed = [turn] { turn->give_back(); };
+  collectives_->add({split_signature(), go_in, std::move(work), nullptr, go_through, failed});
 }
 
 void MpiGroup::post(int peer, std::string payload, std::shared_ptr<Work> work) {
