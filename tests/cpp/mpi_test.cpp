@@ -198,6 +198,42 @@ void a_closed_group_is_forgotten() {
   expect(forgotten.expired(), "every look at what is under way still visits it");
 }
 
+void a_failed_group_keeps_its_number() {
+  Rig rig;
+  const auto work = new_work();
+  rig.group->fail(std::make_exception_ptr(TransportError("a test")));
+  rig.group->close(work);
+  rig.until([&] { return work->done(); });
+  rig.look_often();
+  expect(num_comms == 2, "peers may still send to it, and the next communicator would get that");
+  const std::weak_ptr<MpiGroup> forgotten = rig.group;
+  rig.group.reset();
+  expect(forgotten.expired(), "every look at what is under way still visits it");
+}
+
+void letters_that_were_taken_keep_no_number() {
+  Rig rig;
+  for (const std::size_t size : {1, 100'000}) rig.group->post(0, std::string(size, 'x'), new_work());
+  rig.group->close(new_work());
+  rig.until([] { return num_comms == 0; });
+}
+
+void the_end_waits_for_ranks_that_are_late() {
+  Rig rig;
+  peers_are_late = true;
+  rig.driver().close_groups();
+  const auto later = std::chrono::steady_clock::now() + std::chrono::milliseconds(1500);
+  while (std::chrono::steady_clock::now() < later) {
+    rig.driver().progress();
+    expect(!rig.driver().drained(), "MPI would be finalized while a collective is under way");
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  peers_are_late = false;
+  MPI_Grequest_complete(held);
+  rig.until([&] { return rig.driver().drained(); });
+  expect(num_comms == 0, "a communicator was left behind");
+}
+
 /// Finished at once, as a root is, while a byte has still to come.
 class Token final : public Schedule {
  public:
@@ -286,6 +322,9 @@ int main(int argc, char** argv) {
       {"failed split", a_split_that_fails_gives_its_communicator_back},
       {"closed group", a_closed_group_is_forgotten},
       {"no turn", what_blocks_needs_the_turn},
+      {"failed group", a_failed_group_keeps_its_number},
+      {"letters", letters_that_were_taken_keep_no_number},
+      {"late ranks", the_end_waits_for_ranks_that_are_late},
       {"far ahead", a_rank_that_is_far_ahead_waits},
       {"two worlds", ranks_of_two_worlds_have_one_order},
   };

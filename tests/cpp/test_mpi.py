@@ -32,6 +32,9 @@ CASES = [
     "failed split",
     "closed group",
     "no turn",
+    "failed group",
+    "letters",
+    "late ranks",
     "far ahead",
     "two worlds",
 ]

@@ -165,7 +165,6 @@ bool MpiGroup::settle() {
   moved |= mailbox_->settle();
   if (abandonment_) moved |= abandonment_->settle(drained());
   if (closing_) try_to_close();
-  if (over() && !std::exchange(retired_, true)) context_.retired.add(comm_, beside_);
   return moved;
 }
 
@@ -195,6 +194,7 @@ void MpiGroup::try_to_close() {
   if (!mailbox_->closed()) return;
   closed_ = true;
   std::exchange(closing_, nullptr)->finish();
+  context_.retired.add(comm_, beside_, {failure_ || !delivered(), mailbox_->letters_under_way()});
 }
 
 }  // namespace comm_core

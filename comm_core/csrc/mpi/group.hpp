@@ -85,7 +85,7 @@ class MpiGroup {
   std::unique_ptr<Abandonment> abandonment_;
   std::shared_ptr<Work> closing_;
   std::chrono::steady_clock::time_point closing_since_;
-  bool closed_ = false, retired_ = false, awake_ = false;
+  bool closed_ = false, awake_ = false;
 };
 
 }  // namespace comm_core
