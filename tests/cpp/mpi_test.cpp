@@ -234,6 +234,24 @@ void the_end_waits_for_ranks_that_are_late() {
   expect(num_comms == 0, "a communicator was left behind");
 }
 
+void what_comes_after_the_end_is_refused() {
+  Rig rig;
+  rig.driver().close_groups();
+  rig.until([] { return num_comms == 0; });
+  std::vector<std::shared_ptr<Work>> works;
+  for (int i = 0; i < 4; ++i) works.push_back(new_work());
+  auto memory = std::make_shared<int>(1);
+  const std::weak_ptr<int> held_memory = memory;
+  rig.group->submit(Operation{}, works[0], std::move(memory));
+  rig.group->split(0, 0, works[1], [](std::shared_ptr<MpiGroup>) {});
+  rig.group->post(0, "letter", works[2]);
+  rig.group->abandon(works[3]);
+  for (const auto& work : works) expect(work->done() && work->error(), "it was neither carried out nor refused");
+  expect(held_memory.expired(), "the caller's memory is kept");
+  rig.group.reset();
+  rig.look_often();  // at nothing that is gone
+}
+
 /// Finished at once, as a root is, while a byte has still to come.
 class Token final : public Schedule {
  public:
@@ -325,6 +343,7 @@ int main(int argc, char** argv) {
       {"failed group", a_failed_group_keeps_its_number},
       {"letters", letters_that_were_taken_keep_no_number},
       {"late ranks", the_end_waits_for_ranks_that_are_late},
+      {"after the end", what_comes_after_the_end_is_refused},
       {"far ahead", a_rank_that_is_far_ahead_waits},
       {"two worlds", ranks_of_two_worlds_have_one_order},
   };

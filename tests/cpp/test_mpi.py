@@ -35,6 +35,7 @@ CASES = [
     "failed group",
     "letters",
     "late ranks",
+    "after the end",
     "far ahead",
     "two worlds",
 ]

@@ -66,6 +66,8 @@ class MpiGroup {
   std::int64_t bytes_left() const;
 
  private:
+  /// What comes from here on, as it may while the process ends, is refused: a closed group may be forgotten any time.
+  bool shut() const noexcept { return closed() || closing(); }
   Strand& message_strand(const Operation& operation);
   bool drained() const;
   bool quiet() const { return delivered() && (!abandonment_ || abandonment_->quiet()); }
