@@ -21,7 +21,7 @@ test-1 test-2 test-4: setup ## only the suites that run inside every rank, at th
 test-slow: setup ## only the tests that are too slow for every run, at all numbers of ranks (needs several GB)
 	@DEAR_SLOW_TESTS=only $(BIN)/python -m pytest tests -k "not communicator-torchrun"
 
-sanitize: setup ## build comm_core with kind=address or undefined, and run its tests so (minutes)
+sanitize: setup ## build comm_core with kind=address, undefined or thread, and run its tests so (minutes)
 	@bash scripts/sanitize.sh $(or $(kind),address)
 
 lint: setup ## ruff, mypy, clang-format

@@ -2,6 +2,7 @@
 // MPI.
 #pragma once
 
+#include <cstdint>
 #include <string>
 
 #include "comm_core/operation.hpp"
@@ -13,7 +14,7 @@ namespace comm_core {
 int signature_of(const Operation& operation, int largest);
 /// That of a split, which is no Operation.
 int split_signature() noexcept;
-/// What a peer meant: "all_reduce of float32, op sum".
-std::string describe_signature(int signature);
+/// What a peer meant: "all_reduce of float32, op sum"; "something else" where no operation has that number.
+std::string describe_signature(std::int64_t signature);
 
 }  // namespace comm_core

@@ -1,4 +1,5 @@
-// What the engine, its schedules and a communicator owe to whoever waits when something throws, or forks.
+// What the engine, its schedules and a communicator owe to whoever waits when something throws, forks or ends, and when
+// a peer means what nobody knows.
 //
 //     engine_test CASE
 #include "engine/engine.hpp"
@@ -6,8 +7,13 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <atomic>
+#include <cfenv>
 #include <cstdio>
+#include <cstring>
+#include <functional>
 #include <future>
+#include <limits>
 #include <map>
 #include <memory>
 #include <stdexcept>
@@ -16,7 +22,8 @@
 
 #include "comm_core/communicator.hpp"
 #include "comm_core/errors.hpp"
-#include "schedule/schedule.hpp"
+#include "schedule/message.hpp"
+#include "signature.hpp"
 
 using namespace comm_core;
 
@@ -26,7 +33,7 @@ void expect(bool holds, const char* what) {
   if (!holds) throw std::runtime_error(what);
 }
 
-class Idle final : public Driver {
+class Idle : public Driver {
  public:
   void open() override {}
   bool progress() override { return false; }
@@ -47,6 +54,92 @@ void a_task_that_throws_fails_its_work() {
     expect(std::string(error.what()) == "no memory", "the error should be the task's");
   }
   expect(engine.stop(std::chrono::seconds(5)), "the engine should have stopped");
+}
+
+/// Loads a library that makes its thread count in another way.
+class Careless final : public Idle {
+ public:
+  void open() override { std::fesetround(FE_UPWARD); }
+};
+
+void what_opens_does_not_change_how_sums_are_rounded() {
+  Engine engine(std::make_unique<Careless>());
+  std::promise<int> mode;
+  engine.post([&] { mode.set_value(std::fegetround()); });
+  expect(mode.get_future().get() == FE_TONEAREST, "sums would differ between ranks");
+  expect(engine.stop(std::chrono::seconds(5)), "the engine should have stopped");
+}
+
+/// abort() asks for it while another thread may be inside finalize().
+void whose_thread_it_is_can_be_asked_while_it_ends() {
+  for (int round = 0; round < 100; ++round) {
+    Engine engine(std::make_unique<Idle>());
+    std::promise<bool> inside;
+    engine.post([&] { inside.set_value(engine.on_engine_thread()); });
+    expect(inside.get_future().get(), "a task runs on the engine's thread");
+    std::atomic<bool> asks{false}, stopped{false}, found{false};
+    std::thread other([&] {
+      while (!stopped) {
+        if (engine.on_engine_thread()) found = true;
+        asks = true;
+      }
+    });
+    while (!asks) std::this_thread::yield();
+    engine.stop(std::chrono::seconds(5));
+    stopped = true;
+    other.join();
+    expect(!found, "this is another thread");
+  }
+}
+
+/// A peer whose messages begin with a header that no operation has.
+class Foreign final : public Transport {
+ public:
+  void send(int, const std::byte*, std::int64_t, SendMode, Schedule&, std::int64_t) override {}
+  void receive(int, std::byte* data, std::int64_t bytes, Schedule&, std::int64_t ticket) override {
+    constexpr std::int64_t kHeader[] = {8, 0x1234'5678'9abc'def9};
+    if (bytes != sizeof kHeader) return;
+    std::memcpy(data, kHeader, sizeof kHeader);
+    header = ticket;
+  }
+  std::int64_t header = 0;
+};
+
+void a_peer_that_means_nothing_known_is_described() {
+  std::byte data[8];
+  Message message(Message::Direction::kReceive, {0, nullptr, 0, data, sizeof data}, {1024, 4}, 6);
+  Foreign transport;
+  message.start(transport);
+  try {
+    message.received(transport.header);
+    expect(false, "the header is another one");
+  } catch (const TransportError& error) {
+    expect(std::string(error.what()).find("the peer's is a something else but a") != std::string::npos, error.what());
+  }
+  for (std::int64_t signature = -5; signature < 1 << 16; ++signature) {
+    expect(!describe_signature(signature).empty(), "every number is something");
+  }
+  for (const auto signature : {std::int64_t{9}, std::int64_t{10 << 4}, std::int64_t{5 << 8 | 2}, std::int64_t{-1},
+                               std::numeric_limits<std::int64_t>::min()}) {
+    expect(describe_signature(signature) == "something else", "no operation has it");
+  }
+}
+
+void sixteen_roots_are_told_apart() {
+  constexpr int kLeast = 32767;  // of any MPI's tags
+  Operation operation;
+  operation.kind = OpKind::kReduce;
+  operation.dtype = DType::kBool;
+  operation.reduce = ReduceOp::kProd;
+  std::map<int, int> roots;
+  for (operation.peer = 0; operation.peer < 16; ++operation.peer) {
+    const int signature = signature_of(operation, kLeast);
+    expect(0 <= signature && signature <= kLeast, "it is too large for a tag");
+    expect(roots.emplace(signature, operation.peer).second, "two roots look the same");
+    const std::string root = ", root " + std::to_string(operation.peer);
+    expect(describe_signature(signature) == "reduce of bool, op prod" + root, "it is called something else");
+  }
+  expect(signature_of(operation, std::numeric_limits<int>::max()) > kLeast, "more are where there is room");
 }
 
 class Refusing final : public Transport {
@@ -137,6 +230,10 @@ void a_forked_child_does_not_wait_for_a_lock_of_its_parents() {
 int main(int argc, char** argv) {
   const std::map<std::string, void (*)()> cases = {
       {"task throws", a_task_that_throws_fails_its_work},
+      {"rounding", what_opens_does_not_change_how_sums_are_rounded},
+      {"end", whose_thread_it_is_can_be_asked_while_it_ends},
+      {"unknown", a_peer_that_means_nothing_known_is_described},
+      {"roots", sixteen_roots_are_told_apart},
       {"message refused", a_message_that_was_refused_is_not_waited_for},
       {"fork", a_forked_child_does_not_wait_for_a_lock_of_its_parents},
   };

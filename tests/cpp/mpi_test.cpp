@@ -1,20 +1,28 @@
 // What the engine does with MPI, step by step in one process, over an MPI that counts communicators and can be told to
-// make no more of them.
+// make no more of them, and what other ranks do.
 //
 //     mpi_test CASE
 #include <mpi.h>
 
+#include <algorithm>
+#include <chrono>
 #include <cstdio>
+#include <cstdlib>
 #include <functional>
 #include <map>
 #include <memory>
+#include <new>
+#include <set>
 #include <stdexcept>
 #include <string>
+#include <thread>
+#include <vector>
 
 #include "comm_core/errors.hpp"
 #include "mpi/blocking.hpp"
 #include "mpi/driver.hpp"
 #include "mpi/group.hpp"
+#include "mpi/job_order.hpp"
 
 using namespace comm_core;
 
@@ -22,8 +30,29 @@ namespace {
 
 int num_comms = 0;
 bool refuses_to_dup = false;
+bool peers_are_late = false;  // to the collectives that begin now; held ones are theirs
+MPI_Request held = MPI_REQUEST_NULL;
+std::vector<int> places;  // where the ranks of a communicator are in MPI_COMM_WORLD; none: as it is
+
+/// Memory of a segment's size. What comes before main(), and after it, asks too.
+std::set<void*>& segments() {
+  static auto* const all = new std::set<void*>;
+  return *all;
+}
 
 }  // namespace
+
+void* operator new[](std::size_t size) {
+  void* const memory = std::malloc(size);
+  if (memory == nullptr) throw std::bad_alloc();
+  if (size == static_cast<std::size_t>(Settings{}.segment_bytes)) segments().insert(memory);
+  return memory;
+}
+void operator delete[](void* memory) noexcept {
+  segments().erase(memory);
+  std::free(memory);
+}
+void operator delete[](void* memory, std::size_t) noexcept { operator delete[](memory); }
 
 extern "C" {
 
@@ -39,6 +68,25 @@ int MPI_Comm_split(MPI_Comm comm, int color, int key, MPI_Comm* part) {
 int MPI_Comm_free(MPI_Comm* comm) {
   --num_comms;
   return PMPI_Comm_free(comm);
+}
+int MPI_Iallreduce(const void* send, void* recv, int count, MPI_Datatype type, MPI_Op op, MPI_Comm comm,
+                   MPI_Request* request) {
+  if (!peers_are_late) return PMPI_Iallreduce(send, recv, count, type, op, comm, request);
+  const auto nothing = [](void*) { return MPI_SUCCESS; };
+  const int code = MPI_Grequest_start([](void*, MPI_Status*) { return MPI_SUCCESS; }, nothing,
+                                      [](void*, int) { return MPI_SUCCESS; }, nullptr, request);
+  held = *request;
+  return code;
+}
+int MPI_Comm_size(MPI_Comm comm, int* size) {
+  if (places.empty()) return PMPI_Comm_size(comm, size);
+  *size = static_cast<int>(places.size());
+  return MPI_SUCCESS;
+}
+int MPI_Group_translate_ranks(MPI_Group from, int count, const int* ranks, MPI_Group to, int* translated) {
+  if (places.empty()) return PMPI_Group_translate_ranks(from, count, ranks, to, translated);
+  std::ranges::copy(places, translated);
+  return MPI_SUCCESS;
 }
 
 }  // extern "C"
@@ -72,6 +120,11 @@ class Rig {
     for (int i = 0; i < 1'000'000 && !holds(); ++i) driver_.progress();
     expect(holds(), "it did not come about");
   }
+
+  void look_often() {
+    for (int i = 0; i < 10'000; ++i) driver_.progress();
+  }
+  MpiDriver& driver() { return driver_; }
 
   std::shared_ptr<MpiGroup> group;
 
@@ -145,6 +198,121 @@ void a_closed_group_is_forgotten() {
   expect(forgotten.expired(), "every look at what is under way still visits it");
 }
 
+void a_failed_group_keeps_its_number() {
+  Rig rig;
+  const auto work = new_work();
+  rig.group->fail(std::make_exception_ptr(TransportError("a test")));
+  rig.group->close(work);
+  rig.until([&] { return work->done(); });
+  rig.look_often();
+  expect(num_comms == 2, "peers may still send to it, and the next communicator would get that");
+  const std::weak_ptr<MpiGroup> forgotten = rig.group;
+  rig.group.reset();
+  expect(forgotten.expired(), "every look at what is under way still visits it");
+}
+
+void letters_that_were_taken_keep_no_number() {
+  Rig rig;
+  for (const std::size_t size : {1, 100'000}) rig.group->post(0, std::string(size, 'x'), new_work());
+  rig.group->close(new_work());
+  rig.until([] { return num_comms == 0; });
+}
+
+void the_end_waits_for_ranks_that_are_late() {
+  Rig rig;
+  peers_are_late = true;
+  rig.driver().close_groups();
+  const auto later = std::chrono::steady_clock::now() + std::chrono::milliseconds(1500);
+  while (std::chrono::steady_clock::now() < later) {
+    rig.driver().progress();
+    expect(!rig.driver().drained(), "MPI would be finalized while a collective is under way");
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  peers_are_late = false;
+  MPI_Grequest_complete(held);
+  rig.until([&] { return rig.driver().drained(); });
+  expect(num_comms == 0, "a communicator was left behind");
+}
+
+void what_comes_after_the_end_is_refused() {
+  Rig rig;
+  rig.driver().close_groups();
+  rig.until([] { return num_comms == 0; });
+  std::vector<std::shared_ptr<Work>> works;
+  for (int i = 0; i < 4; ++i) works.push_back(new_work());
+  auto memory = std::make_shared<int>(1);
+  const std::weak_ptr<int> held_memory = memory;
+  rig.group->submit(Operation{}, works[0], std::move(memory));
+  rig.group->split(0, 0, works[1], [](std::shared_ptr<MpiGroup>) {});
+  rig.group->post(0, "letter", works[2]);
+  rig.group->abandon(works[3]);
+  for (const auto& work : works) expect(work->done() && work->error(), "it was neither carried out nor refused");
+  expect(held_memory.expired(), "the caller's memory is kept");
+  rig.group.reset();
+  rig.look_often();  // at nothing that is gone
+}
+
+/// Finished at once, as a root is, while a byte has still to come.
+class Token final : public Schedule {
+ public:
+  explicit Token(int& num_begun) : num_begun_(num_begun) {}
+  bool finished() override { return true; }
+  std::int64_t bytes_left() const override { return 0; }
+
+ protected:
+  void on_start() override {
+    ++num_begun_;
+    receive(0, &heard_, 1, 0);
+  }
+  void on_sent(std::int64_t) override {}
+  void on_received(std::int64_t) override {}
+
+ private:
+  int& num_begun_;
+  std::byte heard_{};
+};
+
+void a_rank_that_is_far_ahead_waits() {
+  constexpr int kTag = 5, kMany = 1000;
+  Rig rig;
+  RequestTable requests;
+  Strand strand(requests, MPI_COMM_WORLD, Strand::Tags::kSignature, 0, [](std::exception_ptr) {});
+  int num_begun = 0;
+  const auto last = new_work();
+  for (int i = 0; i < kMany; ++i) {
+    strand.add({kTag, [&] { return std::make_unique<Token>(num_begun); }, i + 1 < kMany ? new_work() : last, nullptr,
+                nullptr});
+  }
+  while (strand.settle()) {
+  }
+  expect(0 < num_begun && num_begun < 100, "it holds memory for all that it is ahead");
+  const std::byte token{1};
+  for (int sent = 0; !last->done() || !strand.drained();) {
+    if (sent < num_begun) {
+      MPI_Send(&token, 1, MPI_BYTE, 0, kTag, MPI_COMM_WORLD);
+      ++sent;
+    }
+    requests.progress();
+    strand.settle();
+  }
+  expect(num_begun == kMany, "it should have caught up");
+  expect(segments().size() < 50, "memory that was needed once is kept for ever");
+}
+
+void ranks_of_two_worlds_have_one_order() {
+  Rig rig;
+  const auto order = [](std::vector<int> where) {
+    places = std::move(where);
+    const auto found = in_job_order(MPI_COMM_WORLD);
+    places.clear();
+    return found;
+  };
+  using Ranks = std::vector<int>;
+  expect(order({2, 0, 1}) == Ranks({1, 2, 0}), "that of the job");
+  constexpr int kOther = MPI_UNDEFINED;
+  expect(order({1, 0, kOther, kOther}) == order({kOther, kOther, 0, 1}), "whichever world sees it");
+}
+
 void what_blocks_needs_the_turn() {
   Rig rig;
   TurnLock lock;
@@ -172,6 +340,12 @@ int main(int argc, char** argv) {
       {"failed split", a_split_that_fails_gives_its_communicator_back},
       {"closed group", a_closed_group_is_forgotten},
       {"no turn", what_blocks_needs_the_turn},
+      {"failed group", a_failed_group_keeps_its_number},
+      {"letters", letters_that_were_taken_keep_no_number},
+      {"late ranks", the_end_waits_for_ranks_that_are_late},
+      {"after the end", what_comes_after_the_end_is_refused},
+      {"far ahead", a_rank_that_is_far_ahead_waits},
+      {"two worlds", ranks_of_two_worlds_have_one_order},
   };
   try {
     cases.at(argc > 1 ? argv[1] : "")();

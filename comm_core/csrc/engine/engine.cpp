@@ -92,12 +92,14 @@ bool Engine::run_tasks() {
 }
 
 void Engine::run() {
+  id_ = std::this_thread::get_id();
   pthread_setname_np(pthread_self(), "comm_core");
   // Inherited, too: where subnormal numbers are flushed on some ranks only, sums would differ between ranks.
   std::fesetenv(FE_DFL_ENV);
   prctl(PR_SET_TIMERSLACK, 1000UL);  // naps are a few tens of microseconds; the default slack is 50
   try {
     driver_->open();
+    std::fesetenv(FE_DFL_ENV);  // again: libraries that it has loaded may have set something else, as -ffast-math does
     {
       const std::lock_guard lock(mutex_);
       opened_ = true;
@@ -121,6 +123,7 @@ void Engine::run() {
     const std::lock_guard lock(mutex_);
     failure_ = std::current_exception();
   }
+  id_ = std::thread::id();
   {
     const std::lock_guard lock(mutex_);
     left_ = true;

@@ -1,6 +1,7 @@
 // The process's one thread that makes operations progress.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <deque>
@@ -46,7 +47,8 @@ class Engine {
   /// Runs `task` on the engine's thread, in order. One that throws fails the driver, and `work`, which it was to
   /// finish.
   void post(Task task, std::shared_ptr<Work> work = nullptr);
-  bool on_engine_thread() const noexcept { return std::this_thread::get_id() == thread_.get_id(); }
+  /// On any thread, also beside stop().
+  bool on_engine_thread() const noexcept { return std::this_thread::get_id() == id_; }
   /// Drains, closes the driver and joins. False when the driver was not drained within `patience`: the thread then
   /// still runs, and the process should end without waiting for it.
   bool stop(std::chrono::milliseconds patience);
@@ -66,6 +68,7 @@ class Engine {
   std::deque<Job> tasks_;
   bool opened_ = false, stopping_ = false, closing_ = false, left_ = false;
   std::exception_ptr failure_;
+  std::atomic<std::thread::id> id_{};  // none before its first and after its last step
   std::thread thread_;
 };
 

@@ -30,7 +30,7 @@ class Abandonment final : public RequestOwner {
   /// Goes on; `sent`: nothing that this rank has sent, or was receiving, is under way. True if something changed.
   bool settle(bool sent);
   bool over() const { return works_.front()->done(); }
-  /// Everything came to its end: the communicators may be freed.
+  /// Everything came to its end.
   bool quiet() const { return barrier_done_ && messages_.empty(); }
 
   void complete(const Pending& request, const Outcome& outcome) override;

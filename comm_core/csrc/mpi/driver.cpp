@@ -12,8 +12,9 @@ namespace comm_core {
 
 namespace {
 
-/// How long what peers have not taken, or not given up, is waited for at the end.
-constexpr std::chrono::seconds kPatience{1};
+/// How long ranks that have not come to the end are waited for there, and then in MPI_Finalize: they are no error, so
+/// this is over before the patience of whoever stops the engine.
+std::chrono::milliseconds patience() { return std::chrono::milliseconds(settings().exit_patience) * 3 / 4; }
 
 }  // namespace
 
@@ -81,7 +82,7 @@ bool MpiDriver::progress() {
 std::chrono::microseconds MpiDriver::nap() {
   const auto now = Pace::Clock::now();
   std::int64_t bytes_left = 0;
-  bool busy = !connectors_.empty() || (context_.closing && !context_.retired.empty());
+  bool busy = !connectors_.empty() || (context_.closing && context_.retired.waiting());
   bool delivering = false;
   for (const MpiGroup* group : context_.awake) {
     // Nobody waits for what a closed group could not deliver.
@@ -103,8 +104,8 @@ void MpiDriver::fail(std::exception_ptr error) {
 bool MpiDriver::drained() {
   if (!connectors_.empty()) return false;
   if (!std::ranges::all_of(context_.groups, [](const auto& entry) { return entry.second->closed(); })) return false;
-  return context_.retired.empty() || RetiredComms::kept() ||
-         std::chrono::steady_clock::now() - closing_since_ > kPatience;
+  // MPI may not be finalized while a nonblocking collective is under way.
+  return !context_.retired.waiting() || std::chrono::steady_clock::now() - closing_since_ > patience();
 }
 
 void MpiDriver::close_groups() {

@@ -31,6 +31,11 @@ int largest_tag() {
   return is_set != 0 ? *largest : kLeast;
 }
 
+void refuse(const std::shared_ptr<Work>& work, KeepAlive memory = nullptr) {
+  memory.reset();
+  work->finish(std::make_exception_ptr(InvalidUsage(work->title() + ": the communicator is closed")));
+}
+
 /// The ranks before and after this one in the order of the whole job; -1: none.
 std::pair<int, int> neighbours(MPI_Comm comm, int rank) {
   const auto order = in_job_order(comm);
@@ -86,6 +91,7 @@ Strand& MpiGroup::message_strand(const Operation& operation) {
 }
 
 void MpiGroup::submit(Operation operation, std::shared_ptr<Work> work, KeepAlive memory) {
+  if (shut()) return refuse(work, std::move(memory));
   wake();
   const bool is_message = operation.kind == OpKind::kSend || operation.kind == OpKind::kReceive;
   Strand& strand = is_message ? message_strand(operation) : *collectives_;
@@ -99,6 +105,7 @@ void MpiGroup::submit(Operation operation, std::shared_ptr<Work> work, KeepAlive
 
 void MpiGroup::split(std::optional<int> color, int key, std::shared_ptr<Work> work,
                      std::function<void(std::shared_ptr<MpiGroup>)> hand_over) {
+  if (shut()) return refuse(work);
   wake();
   const auto turn = std::make_shared<TurnLock::Holder>(context_.turn_lock);
   const auto go_through = [this, color, key, turn, hand_over = std::move(hand_over)] {
@@ -114,10 +121,13 @@ void MpiGroup::split(std::optional<int> color, int key, std::shared_ptr<Work> wo
     parts.push_back(plan(Operation{}, rank_, size_, settings()));
     return std::make_unique<Sequence>(std::move(parts));
   };
-  collectives_->add({split_signature(), go_in, std::move(work), nullptr, go_through});
+  // Peers may never take what it has sent, so it is not to keep the turn until then.
+  const auto failed = [turn] { turn->give_back(); };
+  collectives_->add({split_signature(), go_in, std::move(work), nullptr, go_through, failed});
 }
 
 void MpiGroup::post(int peer, std::string payload, std::shared_ptr<Work> work) {
+  if (shut()) return refuse(work);
   if (failure_) return work->finish(failure_);
   wake();
   try {
@@ -129,6 +139,7 @@ void MpiGroup::post(int peer, std::string payload, std::shared_ptr<Work> work) {
 }
 
 void MpiGroup::abandon(std::shared_ptr<Work> work) {
+  if (shut()) return refuse(work);
   wake();
   // The first one's requests are under way, and other ranks may ask once only.
   if (abandonment_) return abandonment_->also(std::move(work));
@@ -163,7 +174,6 @@ bool MpiGroup::settle() {
   moved |= mailbox_->settle();
   if (abandonment_) moved |= abandonment_->settle(drained());
   if (closing_) try_to_close();
-  if (over() && !std::exchange(retired_, true)) context_.retired.add(comm_, beside_);
   return moved;
 }
 
@@ -193,6 +203,7 @@ void MpiGroup::try_to_close() {
   if (!mailbox_->closed()) return;
   closed_ = true;
   std::exchange(closing_, nullptr)->finish();
+  context_.retired.add(comm_, beside_, {failure_ || !delivered(), mailbox_->letters_under_way()});
 }
 
 }  // namespace comm_core

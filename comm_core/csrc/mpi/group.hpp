@@ -66,6 +66,8 @@ class MpiGroup {
   std::int64_t bytes_left() const;
 
  private:
+  /// What comes from here on, as it may while the process ends, is refused: a closed group may be forgotten any time.
+  bool shut() const noexcept { return closed() || closing(); }
   Strand& message_strand(const Operation& operation);
   bool drained() const;
   bool quiet() const { return delivered() && (!abandonment_ || abandonment_->quiet()); }
@@ -85,7 +87,7 @@ class MpiGroup {
   std::unique_ptr<Abandonment> abandonment_;
   std::shared_ptr<Work> closing_;
   std::chrono::steady_clock::time_point closing_since_;
-  bool closed_ = false, retired_ = false, awake_ = false;
+  bool closed_ = false, awake_ = false;
 };
 
 }  // namespace comm_core

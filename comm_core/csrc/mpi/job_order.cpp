@@ -20,6 +20,7 @@ std::vector<int> in_job_order(MPI_Comm comm) {
   MPI_Group_free(&group);
   MPI_Group_free(&world);
   check(code, "MPI_Group_translate_ranks");
+  if (std::ranges::find(places, MPI_UNDEFINED) != places.end()) return ranks;
   std::ranges::sort(ranks, {}, [&](int rank) { return std::pair{places[static_cast<std::size_t>(rank)], rank}; });
   return ranks;
 }

@@ -59,6 +59,7 @@ void Mailbox::post(int peer, std::string payload, std::shared_ptr<Work> work) {
   MPI_Request request = MPI_REQUEST_NULL;
   check(MPI_Isend(first->data(), bytes, MPI_BYTE, peer, kFirstTag, comm_, &request),
         [&] { return work->describe() + ": " + std::to_string(bytes) + " bytes"; });
+  ++letters_under_way_;
   Pending pending;
   pending.owner = this;
   pending.is_send = true;
@@ -76,6 +77,7 @@ void Mailbox::post(int peer, std::string payload, std::shared_ptr<Work> work) {
 }
 
 void Mailbox::accept(int source, std::int64_t bytes) {
+  --letters_under_way_;
   std::int64_t total = 0;
   if (bytes < static_cast<std::int64_t>(sizeof total)) throw TransportError("a letter without a head arrived");
   std::memcpy(&total, first_.data(), sizeof total);

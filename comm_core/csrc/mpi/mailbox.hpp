@@ -35,6 +35,8 @@ class Mailbox final : public RequestOwner {
   /// No letters from here on; done once closed() holds.
   void close();
   bool closed() const { return !receiving_; }
+  /// Posted here, less those that began to arrive here: over all ranks, what is on its way.
+  std::int64_t letters_under_way() const { return letters_under_way_; }
 
   void complete(const Pending& request, const Outcome& outcome) override;
 
@@ -55,7 +57,7 @@ class Mailbox final : public RequestOwner {
   First first_{};
   bool receiving_ = false, closing_ = false;
   std::map<std::int64_t, std::unique_ptr<First>> sending_;  // by ticket
-  std::int64_t next_ticket_ = 0;
+  std::int64_t next_ticket_ = 0, letters_under_way_ = 0;
   std::map<int, std::unique_ptr<Strand>> outgoing_, incoming_;  // by peer
 };
 

@@ -9,6 +9,11 @@
 #include "comm_core/settings.hpp"
 
 namespace comm_core {
+namespace {
+
+constexpr std::size_t kMostLandings = 32;
+
+}  // namespace
 
 void RequestTable::add(MPI_Request request, Pending pending) {
   requests_.push_back(request);
@@ -35,7 +40,7 @@ bool RequestTable::progress() {
       if (done.outcome.error == MPI_SUCCESS && bytes == done.pending.bytes) {
         std::memcpy(done.pending.target, done.pending.landing.get(), static_cast<std::size_t>(bytes));
       }
-      landings_.push_back(std::move(done.pending.landing));
+      if (landings_.size() < kMostLandings) landings_.push_back(std::move(done.pending.landing));
     }
     done.pending.owner->complete(done.pending, done.outcome);
   }

@@ -8,6 +8,11 @@
 #include "comm_core/settings.hpp"
 
 namespace comm_core {
+namespace {
+
+constexpr std::size_t kMostDraining = 64;
+
+}  // namespace
 
 Strand::Strand(RequestTable& requests, MPI_Comm comm, Tags tags, int rank, OnFailure on_failure)
     : requests_(requests), comm_(comm), tags_(tags), rank_(rank), on_failure_(std::move(on_failure)) {}
@@ -23,13 +28,12 @@ void Strand::add(Item item) {
 
 bool Strand::settle() {
   bool moved = false;
-  std::erase_if(draining_, [](const auto& running) { return running->schedule->drained(); });
   try {
     while (!failure_) {
       if (running_) {
         if (!running_->schedule->finished()) break;
         finish(std::exchange(running_, nullptr));
-      } else if (!waiting_.empty()) {
+      } else if (may_start()) {
         start_next();
       } else {
         break;
@@ -41,6 +45,11 @@ bool Strand::settle() {
     return true;
   }
   return moved;
+}
+
+bool Strand::may_start() const {
+  // A send may well be far ahead of its receive: MPI keeps what is small.
+  return !waiting_.empty() && (tags_ == Tags::kStrand || draining_.size() < kMostDraining);
 }
 
 void Strand::start_next() {
@@ -61,24 +70,34 @@ void Strand::finish(std::unique_ptr<Running> running) {
   }
   running->item.memory.reset();
   if (running->item.work) running->item.work->finish(error);
-  // Peers may not have taken its last messages yet, which MPI will report to it also after an error.
-  if (running->schedule && !running->schedule->drained()) draining_.push_back(std::move(running));
+  let_drain(std::move(running));
   if (error) std::rethrow_exception(error);
+}
+
+void Strand::let_drain(std::unique_ptr<Running> running) {
+  // Peers may not have taken its last messages yet, which MPI will report to it also after an error.
+  if (!running->schedule || running->schedule->drained()) return;
+  auto& place = running->draining;
+  place = draining_.insert(draining_.end(), std::move(running));
 }
 
 void Strand::fail(std::exception_ptr error) {
   if (failure_) return;
   failure_ = error;
   if (running_) {
+    if (running_->item.failed) running_->item.failed();
     if (running_->item.work) running_->item.work->finish(error);
-    if (running_->schedule) draining_.push_back(std::move(running_));
-    running_.reset();
+    let_drain(std::exchange(running_, nullptr));
   }
   for (auto& item : std::exchange(waiting_, {})) {
     item.memory.reset();
     if (item.work) item.work->finish(error);
   }
   requests_.cancel_receives(*this);
+}
+
+void Strand::forget_if_drained(const Running& running) {
+  if (running.draining && running.schedule->drained()) draining_.erase(*running.draining);
 }
 
 std::string Strand::title(const Running& running, const char* verb, int peer, std::int64_t bytes) const {
@@ -112,8 +131,7 @@ void Strand::complete(const Pending& request, const Outcome& outcome) {
   const auto bytes = outcome.bytes;
   if (failure_) {
     request.schedule->dropped();
-    std::erase_if(draining_, [](const auto& running) { return running->schedule->drained(); });
-    return;
+    return forget_if_drained(*request.running);
   }
   const auto doing = [&] {
     return title(*request.running, request.is_send ? "sending to" : "receiving from", request.peer, request.bytes);
@@ -132,7 +150,10 @@ void Strand::complete(const Pending& request, const Outcome& outcome) {
     }
     check(error, doing);
     reported = true;
-    if (request.is_send) return request.schedule->sent(request.ticket);
+    if (request.is_send) {
+      request.schedule->sent(request.ticket);
+      return forget_if_drained(*request.running);
+    }
     if (request.running->item.work) request.running->item.work->advance(bytes);
     try {
       request.schedule->received(request.ticket);
@@ -141,8 +162,10 @@ void Strand::complete(const Pending& request, const Outcome& outcome) {
     } catch (const TransportError& e) {
       throw TransportError(doing() + ": " + e.what());
     }
+    forget_if_drained(*request.running);
   } catch (...) {
     if (!reported) request.schedule->dropped();
+    forget_if_drained(*request.running);
     on_failure_(std::current_exception());
   }
 }

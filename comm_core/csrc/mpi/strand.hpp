@@ -8,6 +8,7 @@
 #include <functional>
 #include <list>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "../schedule/schedule.hpp"
@@ -24,16 +25,22 @@ struct Item {
   std::shared_ptr<Work> work;                       ///< may be null
   KeepAlive memory;
   std::function<void()> done;  ///< called in its turn, after the schedule finished and before `work` does
+  std::function<void()> failed =
+      nullptr;  ///< called where the strand fails after it started, before `work` does; may be null
 };
 
 /// An operation whose schedule started.
 struct Running {
   Item item;
   std::unique_ptr<Schedule> schedule;
+  std::optional<std::list<std::unique_ptr<Running>>::iterator> draining = std::nullopt;  ///< its place there
 };
 
 /// Starts an item when the one before it is finished. What a finished item still has under way drains beside the items
 /// after it; all its messages are posted by then, so the matching order stays right.
+///
+/// A root is finished with an operation that other ranks have not begun. Only so many collectives drain at a time: a
+/// rank that is further ahead waits until others have caught up, who need nothing of it but what it has begun.
 class Strand final : public Transport, public RequestOwner {
  public:
   using OnFailure = std::function<void(std::exception_ptr)>;
@@ -58,7 +65,10 @@ class Strand final : public Transport, public RequestOwner {
   void complete(const Pending& request, const Outcome& outcome) override;
 
  private:
+  bool may_start() const;
   void start_next();
+  void let_drain(std::unique_ptr<Running> running);
+  void forget_if_drained(const Running& running);
   void finish(std::unique_ptr<Running> running);
   std::string title(const Running& running, const char* verb, int peer, std::int64_t bytes) const;
 

@@ -75,8 +75,8 @@ void Message::on_received(std::int64_t ticket) {
                          std::to_string(own_.bytes) + " were expected");
   }
   if (header_.signature != own_.signature) {
-    throw TransportError("the peer's is a " + describe_signature(static_cast<int>(header_.signature)) + " but a " +
-                         describe_signature(static_cast<int>(own_.signature)) + " was expected");
+    throw TransportError("the peer's is a " + describe_signature(header_.signature) + " but a " +
+                         describe_signature(own_.signature) + " was expected");
   }
 }
 
