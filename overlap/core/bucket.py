@@ -66,6 +66,12 @@ class Slot:
     _given: torch.Tensor | None = field(default=None, repr=False)  # `.grad` when the slot was filled or noted …
     _version: int = 0  # … and its version then
 
+    def move_in(self, bucket: Bucket, place: torch.Tensor) -> None:
+        """From now on, gradients go to `place` in `bucket`. A ``.grad`` that shows the place before was used already."""
+        if self.param.grad is not None and self.param.grad is self.view:
+            self._spent = weakref.ref(self.param.grad)
+        self.bucket, self.place, self.view = bucket, place, place.data
+
     def fill(self) -> None:
         """Move the gradient into the bucket, where ``.grad`` becomes a view, or mark the parameter as unused here."""
         assert self.place is not None
@@ -206,9 +212,7 @@ class Bucket:
         self.gradients = torch.zeros(spec.padded_numel, dtype=first.dtype, device=first.device)
         cut_when_pickled(self.gradients)
         for slot, offset in zip(slots, spec.offsets, strict=True):
-            slot.bucket = self
-            slot.place = view_like(self.gradients, offset, slot.param)
-            slot.view = slot.place.data
+            slot.move_in(self, view_like(self.gradients, offset, slot.param))
         self.holds_parameters = holds_parameters
         self.master: Master | None = None
         if holds_parameters:

@@ -74,6 +74,7 @@ class Engine:
         self.ended = ""  # why this optimizer cannot step any more
         self.skips: Skips  # set by whoever gives this optimizer a name between ranks
         self._tally = Tally(calls)
+        self._asked = -1  # the last round in which ranks told of parameters that come late
         shards = ShardUpdate(optimizer, whole=updates is Updates.OWNED) if updates.in_shards else None
         self._planner = Planner(comm, optimizer, slots, strategy, groups, shards, states, exchange.wire_itemsize)
         self.order = self._planner.order  # in order of issue
@@ -258,11 +259,13 @@ class Engine:
         self._arrive_left()
         window = self.window
         window.verify(sharded_only=window.reduced)
-        late, homeless = self.arrangement.late, self.arrangement.homeless
-        if homeless:
+        # Once a round, however many calls prepare it: clip_grad_norm_(), step(), what a joined rank is told.
+        late, asks = self.arrangement.late, self.arrangement.homeless and self._asked != self.attendance.round
+        if asks:
+            self._asked = self.attendance.round
             self._tally.post(Said(late=bool(late)))
         window.flush()
-        if homeless and self._tally.read(lambda: self._check_conversion(self.attendance.round)).late:
+        if asks and self._tally.read(lambda: self._check_conversion(self.attendance.round)).late:
             # After the flush: how many buckets were issued before it differs between ranks.
             self.arrangement.extend(late)
             window.flush()

@@ -48,6 +48,20 @@ def test_synchronize_waits_for_nobody_s_gradients_after_a_step(strategy: str) ->
         _same_everywhere(parameter.detach())
 
 
+def test_gradients_of_replaced_buckets_are_not_averaged_again() -> None:
+    model = _model("Mlp")
+    optimizer = WRAP["dear"](torch.optim.SGD(model.parameters(), 0.05), model)
+    for step in range(3):
+        optimizer.zero_grad()
+        _loss(model, step).backward()
+        optimizer.step()
+        optimizer.replan(optimizer.strategy.at({"threshold_mb": 1.0 + step}))
+        rounds = optimizer._engine.attendance.round
+        optimizer.synchronize()
+        assert optimizer._engine.attendance.round == rounds
+        assert not optimizer._engine.local
+
+
 @pytest.mark.parametrize("strategy", PACKAGES)
 def test_what_some_rank_trains_later_is_trained_on_all(strategy: str) -> None:
     """Layers that one rank alone has thawed, one after the other: each takes part from then on, everywhere."""
