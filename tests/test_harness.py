@@ -100,7 +100,7 @@ def _suite(folder: Path, text: str, *options: str, launcher: str = "mpi") -> lis
     (folder / "conftest.py").write_text("import dear\ndear.init()\n")
     (folder / "test_cases.py").write_text(text)
     argv = ["-m", "pytest", "-v", "-p", "tests.spmd_plugin", "-p", "no:cacheprovider", "--color", "no", *options]
-    return run_suite(2, [*argv, "test_cases.py"], launcher, timeout=90, env={"PYTHONPATH": str(ROOT)}, cwd=folder)
+    return run_suite(2, [*argv, "test_cases.py"], launcher, timeout=180, env={"PYTHONPATH": str(ROOT)}, cwd=folder)
 
 
 WITHOUT_A_WORD = """
@@ -140,7 +140,7 @@ def test_a_test_that_keeps_python_from_telling_the_time_costs_that_test_and_none
     """Its rank's timer is a thread, and waits for a call that does not give up the interpreter."""
     monkeypatch.setattr(harness, "_PATIENCE_SECONDS", 2.0)
     text = WITHOUT_A_WORD.replace("RANKS", "[0, 1]").replace("END", "ctypes.PyDLL(None).sleep(600)")
-    _only_b_is_red(_suite(tmp_path, text, "--timeout", "5"))
+    _only_b_is_red(_suite(tmp_path, text, "--timeout", "10"))
 
 
 def _only_b_is_red(results: list[Result]) -> None:
