@@ -29,6 +29,7 @@ PURE = (
     "dearrun/command.py",
     "dearrun/options.py",
     "dearrun/reports.py",
+    "dearrun/transport.py",
     "overlap/plan/cost_model.py",
     *(f"overlap/horovod/{name}.py" for name in ("agreement", "coordinator", "request")),
     "overlap/plan/plan.py",

@@ -59,10 +59,10 @@ class Attendance:
             self._started = True
             self._say("start", keep=True, how=how, trainable=self.trainable())
 
-    def ask(self) -> None:
-        """Before ranks say what each of them knows, outside of a round's reductions: joined ranks are called, too."""
+    def ask(self, call: str) -> None:
+        """Before ranks say what each of them knows, in a `call` of the script's: joined ranks are called, too."""
         self._joined_ranks.check()
-        self._say(_ASK, keep=True)
+        self._say(_ASK, keep=True, call=call)
 
     def answered(self) -> None:
         """Every rank has said what it knows, joined ones too: nobody has to catch up with the call."""

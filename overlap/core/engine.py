@@ -263,7 +263,7 @@ class Engine:
         late, asks = self.arrangement.late, self.arrangement.homeless and self._asked != self.attendance.round
         if asks:
             self._asked = self.attendance.round
-            self._tally.post(Said(late=bool(late)))
+            self._tally.post(Said(late=bool(late)), "step()")
         window.flush()
         if asks and self._tally.read(lambda: self._check_conversion(self.attendance.round)).late:
             # After the flush: how many buckets were issued before it differs between ranks.
@@ -272,10 +272,13 @@ class Engine:
         self.attendance.meet(not self.window.meets and not any(slot.sparse for slot in self.slots))
         average_sparse(self.comm, self.slots, self._exchange, lambda: self._correction(self.attendance.round))
 
-    def ask_for_gradients(self, mine: bool) -> bool:
-        """Whether any rank has gradients that no step has used; `mine` if this one has. On every rank."""
-        self.attendance.ask()
-        self._tally.post(Said(gradients=mine))
+    def ask_for_gradients(self, mine: bool, call: str) -> bool:
+        """In a `call` of the script's: whether any rank has gradients that no step has used, `mine` if this one has.
+
+        On every rank.
+        """
+        self.attendance.ask(call)
+        self._tally.post(Said(gradients=mine), call)
         found = self._tally.read()
         self.attendance.answered()
         return found.gradients

@@ -203,7 +203,7 @@ class Stepper:
 
     def _any_rank(self, mine: bool) -> bool:
         """Whether any rank says so before it evaluates a closure. Who has joined is called for that by those who do."""
-        return not self._engine.attendance.following and self._engine.ask_for_gradients(mine)
+        return not self._engine.attendance.following and self._engine.ask_for_gradients(mine, "step(closure)")
 
     def _refuse_earlier_gradients(self) -> None:
         """On every rank, where one has a gradient on its way that the closure's would be added to."""

@@ -36,11 +36,11 @@ class Tally:
         self._comm = comm
         self._under_way: tuple[torch.Tensor, Work] | None = None
 
-    def post(self, mine: Said) -> None:
-        """Say it, and wait for nothing."""
+    def post(self, mine: Said, label: str) -> None:
+        """Say it, and wait for nothing. `label` is what a report calls the operation: what the script has called."""
         numbers = torch.tensor(astuple(mine), dtype=torch.int64, device="cpu")
         found = torch.empty_like(numbers)
-        self._under_way = found, self._comm.all_reduce_async(numbers, found, ReduceOp.MAX, label="tally")
+        self._under_way = found, self._comm.all_reduce_async(numbers, found, ReduceOp.MAX, label=label)
 
     def read(self, look: Callable[[], None] = lambda: None) -> Said:
         """Wait for every rank, and return what any of them said.

@@ -91,7 +91,7 @@ class Follower:
         elif word.what == "start":
             self._start(**details)
         elif word.what == "ask":
-            self._engine.ask_for_gradients(False)
+            self._engine.ask_for_gradients(False, details["call"])
         elif word.what == "discard":
             self._stepper.forget(everywhere=True)
         elif word.what == "clip":

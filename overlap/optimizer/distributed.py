@@ -264,7 +264,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         self._averages.refuse("synchronize()")  # before any wait: others may issue their all-gathers in step() only
         self._engine.transit.arrive_all()
-        if not self._averages.synchronized and self._engine.ask_for_gradients(self._engine.holds_gradients):
+        if self._averages.synchronized:
+            return
+        if self._engine.ask_for_gradients(self._engine.holds_gradients, "synchronize()"):
             self._averages.synchronize()
 
     @contextlib.contextmanager

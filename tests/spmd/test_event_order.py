@@ -304,7 +304,7 @@ def test_two_steps_of_bytescheduler() -> None:
         "all_reduce mid.1",
         "all_reduce end.0",
         "all_reduce end.1",
-        "all_reduce tally",
+        "all_reduce synchronize()",
     ]
     model.mid.weight.register_hook(lambda _: recorder.await_hold())
     with recorder.listening():
@@ -320,7 +320,7 @@ def test_two_steps_of_bytescheduler() -> None:
         "all_reduce mid.0",
         "all_reduce mid.1",
         "all_reduce end.1",
-        "all_reduce tally",
+        "all_reduce synchronize()",
     ]
 
 
@@ -351,5 +351,5 @@ def test_no_step_of_bytescheduler_overtakes_another() -> None:
         "all_reduce mid.1",
         "all_reduce end.0",
         "all_reduce end.1",
-        "all_reduce tally",
+        "all_reduce synchronize()",
     ]

@@ -26,7 +26,7 @@ def test_all_read_what_any_rank_said() -> None:
         (Said(late=not last), Said(late=dear.size() > 1)),
         (Said(gradients=last, late=not last), Said(gradients=True, late=dear.size() > 1)),
     ]:
-        tally.post(mine)
+        tally.post(mine, "test")
         assert tally.read() == all_of_them
 
 
