@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness import run_script
+from tests.test_comm_core_thread import NEXT_NUMBER
 
 
 @pytest.mark.parametrize("ranks", [3, 5])
@@ -65,22 +66,7 @@ print("ends", flush=True)
     assert "rror" not in result.output, result.output
 
 
-NUMBERS = """
-import time
-import numpy as np
-from mpi4py import MPI
-import comm_core
-c = comm_core.mpi()
-def next_number():
-    c.barrier()
-    time.sleep(0.1)
-    made = MPI.COMM_WORLD.Dup()
-    number = made.py2f()
-    made.Free()
-    return number
-before = next_number()
-part = c.split(0)
-"""
+NUMBERS = "import numpy as np" + NEXT_NUMBER + "part = c.split(0)\n"
 LEFT_BEHIND = {
     "a letter": """
 if c.rank == 1:

@@ -6,6 +6,22 @@ from pathlib import Path
 
 from tests.harness import run_ranks, run_script
 
+#: MPI gives the next communicator the lowest number that is free, so `next_number()` tells whether all were given back.
+NEXT_NUMBER = """
+import time
+from mpi4py import MPI
+import comm_core
+c = comm_core.mpi()
+def next_number():
+    c.barrier()
+    time.sleep(0.1)
+    made = MPI.COMM_WORLD.Dup()
+    number = made.py2f()
+    made.Free()
+    return number
+before = next_number()
+"""
+
 
 def test_sums_are_the_same_where_one_rank_flushes_subnormal_numbers(tmp_path: Path) -> None:
     """The thread that sums would inherit that from the one that starts it."""
@@ -57,21 +73,13 @@ c.all_reduce(comm_core.Buffer(64, 1, comm_core.DType.FLOAT32), np.zeros(1, np.fl
 
 
 def test_communicators_that_are_dropped_are_given_back(tmp_path: Path) -> None:
-    """Also those of a split that Ctrl-C has left. MPI gives the next communicator the lowest number that is free."""
-    text = """
-import signal, threading, time
-from mpi4py import MPI
-import comm_core
-c = comm_core.mpi()
-def next_number():
-    c.barrier()
-    time.sleep(0.1)
-    made = MPI.COMM_WORLD.Dup()
-    number = made.py2f()
-    made.Free()
-    return number
-before = next_number()
-for _ in range(20):
+    """Also those of a split that Ctrl-C has left."""
+    text = (
+        """
+import signal, threading
+"""
+        + NEXT_NUMBER
+        + """for _ in range(20):
     c.split(0).barrier_async()
     c.split(c.rank)
     comm_core.mpi().all_gather_counts(1)
@@ -93,5 +101,6 @@ assert next_number() == while_some_are_kept, "left"
 kept.clear()
 assert next_number() == before, "closed here, dropped there"
 """
+    )
     result = run_script(tmp_path, text).check()
     assert "left" in result.output

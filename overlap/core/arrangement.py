@@ -82,14 +82,9 @@ class Arrangement:
         self._follow_plan()
 
     @property
-    def homeless(self) -> bool:
-        """Whether there are parameters in no bucket, which may come to take part. The same on every rank."""
-        return not self.learning and self._planner.homeless
-
-    @property
-    def late(self) -> list[Slot]:
-        """Those of them that take part on this rank: trained now, or with a gradient that was left there."""
-        return self._planner.late if self.homeless else []
+    def unplanned(self) -> list[Slot]:
+        """Parameters in no bucket that may come to take part: frozen or added since the plan. The same on every rank."""
+        return [] if self.learning else [slot for slot in self._slots if slot.bucket is None and not slot.sparse]
 
     def extend(self, late: Sequence[Slot]) -> None:
         """Buckets for what takes part on any rank; `late` are those that do on this one. On every rank, inside a step."""

@@ -260,12 +260,14 @@ class Engine:
         window = self.window
         window.verify(sharded_only=window.reduced)
         # Once a round, however many calls prepare it: clip_grad_norm_(), step(), what a joined rank is told.
-        late, asks = self.arrangement.late, self.arrangement.homeless and self._asked != self.attendance.round
-        if asks:
+        unplanned = self.arrangement.unplanned if self._asked != self.attendance.round else []
+        # What is frozen and has a gradient is stepped, as by torch.
+        late = [slot for slot in unplanned if slot.param.requires_grad or slot.param.grad is not None]
+        if unplanned:
             self._asked = self.attendance.round
             self._tally.post(Said(late=bool(late)), "step()")
         window.flush()
-        if asks and self._tally.read(lambda: self._check_conversion(self.attendance.round)).late:
+        if unplanned and self._tally.read(lambda: self._check_conversion(self.attendance.round)).late:
             # After the flush: how many buckets were issued before it differs between ranks.
             self.arrangement.extend(late)
             window.flush()

@@ -65,19 +65,8 @@ class Planner:
         for slot, count in zip(self._slots, counts, strict=True):
             slot.expected = count or self._most
 
-    @property
-    def homeless(self) -> bool:
-        """Whether there are parameters in no bucket whose gradients would be dense: frozen, or added, since the plan."""
-        return any(slot.bucket is None and not slot.sparse for slot in self._slots)
-
-    @property
-    def late(self) -> list[Slot]:
-        """Those of them that are trained now, or have a gradient, by which torch steps whatever is frozen."""
-        homeless = (slot for slot in self._slots if slot.bucket is None and not slot.sparse)
-        return [slot for slot in homeless if slot.param.requires_grad or slot.param.grad is not None]
-
     def extend(self, slots: Sequence[Slot]) -> None:
-        """Buckets for `slots`, which were :attr:`late` on some rank, issued last."""
+        """Buckets for `slots`, which were in none, issued last."""
         late = tuple(slot.index for slot in slots)
         if not late:
             return
