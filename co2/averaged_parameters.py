@@ -42,6 +42,11 @@ class AveragedParameters:
         """All that were taken in."""
         return sorted(self._known)
 
+    def travelling(self, idle: frozenset[int]) -> list[str]:
+        """Names of all that were taken in, in the order in which they travel; of those that do: all but `idle` ones."""
+        taken_in = [self._slots[index].name for batch in self.batches for index in batch]
+        return [*taken_in, *(f"{self._slots[index].name}, trained" for index in sorted(self._known - idle))]
+
     @property
     def idle(self) -> frozenset[int]:
         """Those that were not trained since the last event."""

@@ -6,6 +6,7 @@ A round on its way: a thread that sees it through while the main thread makes lo
 from __future__ import annotations
 
 import threading
+import zlib
 from collections.abc import Callable, Collection, Sequence
 
 import torch
@@ -13,6 +14,7 @@ import torch
 from co2.equations import OuterRule
 from co2.part import Part
 from overlap.transport.communicator import Communicator, ReduceOp
+from overlap.transport.objects import allgather_object, compare
 
 __all__ = ["RoundCommunication", "RoundThread"]
 
@@ -27,15 +29,13 @@ class RoundCommunication:
         self._comm, self._rule, self._changed, self._met = comm, rule, changed, met
         self.longest = 0.0  # step of an average so far, where the rule measures it
 
-    def send(self, parts: Sequence[Part]) -> None:
-        """On the main thread, so that the order of issue is the program's."""
-        for part in parts:
-            part.work = self._comm.reduce_scatter_async(part.whole, part.mean, ReduceOp.AVG, label="co2 average")
-
     @torch.no_grad()
-    def carry(self, parts: Sequence[Part], sent: Sequence[Part], idle: Collection[int]) -> None:
-        """A round of `parts`, of which those in `sent` travel: this rank's shards make their outer step."""
-        self._reduced(sent)
+    def carry(self, parts: Sequence[Part], sent: Sequence[Part], idle: Collection[int], trained: Sequence[str]) -> None:
+        """A round of `parts`, of which those in `sent` travel: this rank's shards make their outer step.
+
+        Raises ``RuntimeError`` on every rank, before anything travels, where the names in `trained` differ.
+        """
+        self._reduced(sent, trained)
         moved = self._moved(sent, idle) if self._rule.measures_gap and sent else 0.0
         with self._changed:
             self._met()
@@ -49,9 +49,11 @@ class RoundCommunication:
         self._gather(sent)
 
     @torch.no_grad()
-    def carry_average(self, sent: Sequence[Part], idle: Collection[int], shards: dict[Part, torch.Tensor]) -> None:
-        """An average without an outer step. What this rank's shards become is left in `shards`."""
-        self._reduced(sent)
+    def carry_average(
+        self, sent: Sequence[Part], idle: Collection[int], trained: Sequence[str], shards: dict[Part, torch.Tensor]
+    ) -> None:
+        """An average without an outer step. What this rank's shards become is left in `shards`. Raises as :meth:`carry`."""
+        self._reduced(sent, trained)
         with self._changed:
             self._met()
         for part in sent:
@@ -59,12 +61,18 @@ class RoundCommunication:
             part.whole[part.own] = shards[part]
         self._gather(sent)
 
-    def _reduced(self, parts: Sequence[Part]) -> None:
-        if not parts:  # where nothing travels, ranks meet all the same: none is further than one round ahead
-            self._comm.barrier(label="co2 round")
-        for part in parts:
-            assert part.work is not None, "it was issued"
-            part.work.wait()
+    def _reduced(self, parts: Sequence[Part], trained: Sequence[str]) -> None:
+        # Where nothing travels, ranks meet all the same: none is further than one round ahead.
+        digest = zlib.crc32("\n".join(trained).encode())
+        ends = torch.tensor([digest, -digest], dtype=torch.int64, device="cpu")
+        self._comm.all_reduce(ends, ends, ReduceOp.MAX, label="co2 round")
+        if int(ends[0]) != -int(ends[1]):
+            compare("parameters trained in this round", allgather_object(self._comm, list(trained)))
+        works = [
+            self._comm.reduce_scatter_async(part.whole, part.mean, ReduceOp.AVG, label="co2 average") for part in parts
+        ]
+        for work in works:
+            work.wait()
 
     def _moved(self, parts: Sequence[Part], idle: Collection[int]) -> float:
         """How far parameters that travel moved. What rests beside some of them makes no difference."""
@@ -76,9 +84,8 @@ class RoundCommunication:
 
     def _gather(self, parts: Sequence[Part]) -> None:
         issued = [self._comm.all_gather_async(p.whole[p.own], p.whole, label="co2 gather") for p in parts]
-        for part, work in zip(parts, issued, strict=True):
+        for work in issued:
             work.wait()
-            part.work = None
 
 
 class RoundThread:

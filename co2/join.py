@@ -23,7 +23,6 @@ class JoinRefusal:
         self._refused = ""  # what other ranks said that have come to an average, where this one has not
         self.events = 0
         self.obstacle = ""  # there is nothing to be contributed before the next average
-        self.issued = False
         self.hyper_parameters: list[dict[str, Any]] = []
 
     @property
@@ -52,7 +51,7 @@ class JoinRefusal:
             self._refused = ""
             raise self._joined_ranks.cannot_join(text)
 
-    def abandon(self) -> None:
+    def catch_up(self) -> None:
         """No round of gradients is this object's."""
 
     def take_over(self, groups: list[dict[str, Any]]) -> None:

@@ -15,7 +15,6 @@ from co2.equations import OuterRule, outer_step
 from overlap.core.bucket import Slot
 from overlap.plan.partition import BucketSpec, TensorSpec, fuse, piece
 from overlap.transport.broadcast import overwrite
-from overlap.transport.communicator import Work
 from overlap.transport.memory import view_like
 
 __all__ = ["VECTORS", "Part", "Shares", "Vectors", "as_real", "make_parts", "outer_dtype"]
@@ -78,7 +77,6 @@ class Part:
         self.start = self.next = self.before = self.whole[self.own].clone()
         self.momentum = torch.zeros_like(self.start)
         self.mean = torch.empty(0, device="cpu")  # what the reduction gives, while it is needed
-        self.work: Work | None = None
         # Until the first event, what all ranks begin with is known here: from what was loaded, or from the buffer.
         self._fresh = True
         self._loaded: Vectors | None = None

@@ -151,14 +151,13 @@ class Rounds:
     # - A round
 
     def _turn(self, idle: frozenset[int]) -> None:
-        kept = self._averaged.kept(idle)
+        kept, trained = self._averaged.kept(idle), self._averaged.travelling(idle)
         with self._changed:
             for part in self.parts:
                 part.turn(idle, kept)
             self._close(Event.ROUND, idle)
         parts, sent = list(self.parts), [part for part in self.parts if not part.rests(idle)]
-        self._communication.send(sent)
-        self._thread = RoundThread(lambda: self._communication.carry(parts, sent, idle))
+        self._thread = RoundThread(lambda: self._communication.carry(parts, sent, idle, trained))
 
     def arrive(self, *, in_step: bool = False) -> None:
         """Wait for the round on its way. Raises :class:`CannotJoin` if a rank has joined meanwhile."""
@@ -202,8 +201,8 @@ class Rounds:
             part.pack()
             part.mean = torch.empty_like(part.start)
         shards: dict[Part, torch.Tensor] = {}
-        self._communication.send(sent)
-        self._thread = RoundThread(lambda: self._communication.carry_average(sent, idle, shards))
+        trained = self._averaged.travelling(idle)
+        self._thread = RoundThread(lambda: self._communication.carry_average(sent, idle, trained, shards))
         self.arrive()
         with self._changed:
             for part in self.parts:

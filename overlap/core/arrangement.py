@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from overlap.core.attendance import Attendance
 from overlap.core.bucket import Bucket, Slot, line
+from overlap.core.conversion import changes
 from overlap.core.gathering import Transit
 from overlap.core.heap import give_back
 from overlap.core.observer import Observer
@@ -16,7 +16,6 @@ from overlap.core.planner import Planner
 from overlap.core.shards import ShardUpdate, StatePlacement
 from overlap.core.strategy import Strategy
 from overlap.core.window import GradientWindow
-from overlap.features.conversion import Conversion, changes
 from overlap.features.rounded_parameters import check_gather_dtype
 from overlap.features.sparse import find_sparse
 from overlap.plan.plan import Plan
@@ -41,16 +40,14 @@ class Arrangement:
         planner: Planner,
         window: GradientWindow,
         transit: Transit,
-        attendance: Attendance,
         states: StatePlacement,
         *,
         sparse_in: torch.nn.Module | None,
     ) -> None:
         self._comm, self._optimizer, self._slots = comm, optimizer, slots
         self._planner, self._window, self._transit = planner, window, transit
-        self._attendance, self._states, self._sparse_in = attendance, states, sparse_in
+        self._states, self._sparse_in = states, sparse_in
         self.observer: Observer | None = Observer(slots)  # until the first step
-        self.conversion: Conversion  # set by whoever gives this optimizer a name between ranks
         self.changing: Callable[[], AbstractContextManager[None]] = nullcontext  # around changes of who holds what
         self.follow: Callable[[list[Bucket], ShardUpdate | None, list[Slot]], None] = lambda *_: None
         self._replaced = False  # since the last step; until zero_grad() `.grad` shows the buckets from before
@@ -127,23 +124,8 @@ class Arrangement:
         self._rebuild(strategy)
 
     def follow_conversion(self) -> None:
-        """New buckets where all ranks have converted parameters since the last step, for gradients that wait for them.
-
-        On every rank, inside a step. Raises ``SignatureMismatch`` on every rank where some have not, or to another type:
-        [Note: who has converted by when] in `overlap.features.conversion`.
-        """
-        mine = changes(self._slots)
-        if not mine:
-            return
-        first = mine[0]
-        if any(slot.filled for slot in self._slots):
-            raise RuntimeError(
-                f"parameter {first.name!r} was converted from {first.before} to {first.now} between backward() and "
-                "step(), while gradients were on their way; convert after step() or zero_grad()"
-            )
-        self.conversion.tell(self._attendance.round, mine)
-        self._window.leave_out()  # raises where ranks differ
-        self.conversion.settled()
+        """New buckets for parameters that all ranks have converted alike. On every rank, inside a step."""
+        first = changes(self._slots)[0]
         if any(slot.place is not None and slot.param.device.type != slot.place.device.type for slot in self._slots):
             raise RuntimeError(
                 f"parameter {first.name!r} was {first.before} when the optimizer was wrapped and is {first.now} now; "

@@ -10,8 +10,8 @@ from overlap.transport.communicator import Communicator
 
 __all__ = ["Attendance"]
 
-_ASK = "ask"
-_LAST = ("step", "infinite", "discard", "closure")
+_CALLS = ("start", "again", "ask")
+_LAST = ("step", "infinite", "closure")
 
 
 class Attendance:
@@ -25,9 +25,14 @@ class Attendance:
         self.topic = ""  # what the optimizer is called between ranks, once it is registered
         self.round = 0
         self._number = 0  # of the next word
-        self._opened = self._started = self._met = self._said_last = self._over = False
+        self._opened = self._started = self._said_last = self._over = False
         self.trainable: Callable[[], list[int]] = list  # which parameters may get gradients
         self.shared_order = False  # reductions may have to wait for those of another optimizer
+
+    @property
+    def rank(self) -> int:
+        """This one's in the job."""
+        return self.ranks[self._comm.rank]
 
     @property
     def place(self) -> tuple[int, int]:
@@ -52,34 +57,33 @@ class Attendance:
             self._opened = True
             self._say("open", keep=True, trainable=self.trainable())
 
-    def start(self, how: str) -> None:
-        """At the end of a round's backward, before anything waits for joined ranks: they are called."""
+    def start(self, call: str) -> None:
+        """Before the round is closed in a `call` of the script's, and anything waits for joined ranks: they are called."""
         if not self._started:
             self.open()
             self._started = True
-            self._say("start", keep=True, how=how, trainable=self.trainable())
+            self._say("start", keep=True, call=call, trainable=self.trainable())
+
+    def again(self, call: str) -> None:
+        """Before ranks agree once more in a round that is closed: joined ranks are called, too."""
+        self._joined_ranks.check()
+        self._say("again", keep=True, call=call)
 
     def ask(self, call: str) -> None:
         """Before ranks say what each of them knows, in a `call` of the script's: joined ranks are called, too."""
         self._joined_ranks.check()
-        self._say(_ASK, keep=True, call=call)
+        self._say("ask", keep=True, call=call)
 
-    def answered(self) -> None:
-        """Every rank has said what it knows, joined ones too: nobody has to catch up with the call."""
-        self._joined_ranks.let_go(self.topic, _ASK)
-
-    def meet(self, needed: bool) -> None:
-        """Once a round, when all of its reductions are issued: a barrier where `needed`, as no reduction tells as much."""
-        if needed and not self._met:
-            self._comm.barrier(label="step")
-        self._met = True
+    def answered(self, *, repeated: bool = False) -> None:
+        """Every rank has said what it knows, joined ones too: nobody has to catch up with the call; it may be repeated."""
+        self._joined_ranks.let_go(self.topic, _CALLS)
+        self._started = self._started and not repeated
 
     def close(self) -> None:
         """The round is over on this rank (others may still wait for its reductions)."""
-        if self._started:
-            self.round, self._number = self.round + 1, 0
-            self._opened = self._started = self._met = self._said_last = False
-            self._joined_ranks.closed(self.topic, self.round)
+        self.round, self._number = self.round + 1, 0
+        self._opened = self._started = self._said_last = False
+        self._joined_ranks.closed(self.topic, self.round)
 
     def end(self) -> None:
         """No round follows, on any rank. Whoever joins later does not need this optimizer."""
@@ -150,10 +154,12 @@ class Attendance:
             self._say("refused", keep=False, text=text)
             raise self.cannot_join(text)
 
-    def refuse_together(self, what: str) -> None:
-        """As :meth:`refuse`, on every rank that contributes, before something that waits for all ranks."""
+    def call_together(self, what: str) -> None:
+        """Before something that waits for all ranks: joined ones are called, to raise as all do."""
         self._say("meeting", keep=True, text=what)
-        self._comm.barrier(label=what)
+
+    def refuse_together(self, what: str) -> None:
+        """As :meth:`refuse`, on every rank, once all have come to `what`."""
         joined = sorted(set(self._joined_ranks.joined(self.topic)).intersection(self.ranks))
         if joined:
             raise self.cannot_join(f"{what} needs every rank, and ranks {joined} have joined; call it after join()")

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from overlap.core.owners import Strangers
 from overlap.features.gradient_check import GradientCheck
 from overlap.features.rounded_parameters import Master
 from overlap.plan.partition import BucketSpec
@@ -87,10 +88,17 @@ class Slot:
         self.filled = True
 
     def leave_out(self) -> None:
-        """Mark the parameter as unused here, and keep its gradient for other buckets."""
+        """Mark the parameter as unused here, and keep its gradient for another round, or for other buckets."""
         assert self.place is not None
+        self.take_out()
         unused_mark(self.place)
         self._given, self.filled = None, True
+
+    def take_out(self) -> None:
+        """Give the gradient memory of its own, where it shows the bucket."""
+        gradient = self.param.grad
+        if gradient is not None and gradient is self.view:
+            self.param.grad = gradient.clone()
 
     @property
     def converted(self) -> bool:
@@ -280,10 +288,12 @@ class Bucket:
             raise RuntimeError(f"{self!r}: {self.phase.name} -> {to.name} is not a legal step")
         self.phase = to
 
-    def adopt(self) -> list[Slot]:
+    def adopt(self, strangers: Strangers | None = None) -> list[Slot]:
         """Make the parameters views of the flat buffer again, values kept; returns those that had left it.
 
         ``p.data = …``, ``vector_to_parameters`` and ``load_state_dict(assign=True)`` take a parameter out of its bucket.
+        Another model's parameter may have its place since (``p.data, q.data = q.data, p.data``): `strangers` get memory of
+        their own. None: nobody can be there yet.
         """
         left = []
         element_size = self.parameters.element_size()
@@ -305,6 +315,8 @@ class Bucket:
                 )
             if slot.relaid:
                 self._warn_of_layout(slot)
+            for stranger in () if strangers is None else strangers.at(base + offset * element_size):
+                stranger.data = stranger.data.clone()
             home = self.parameters.data.as_strided(slot.place.shape, slot.place.stride(), offset)
             home.copy_(param.detach())
             param.data = home

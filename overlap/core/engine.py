@@ -6,14 +6,17 @@ afterwards:       gradient hooks ─▶ window ─▶ strategy.reduce     gates 
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
 from overlap.core.arrangement import Arrangement
 from overlap.core.attendance import Attendance
 from overlap.core.bucket import Bucket, Slot
+from overlap.core.closing import Closing, zeroing
+from overlap.core.conversion import changes
 from overlap.core.gates import Gates
 from overlap.core.gathering import Transit
 from overlap.core.hooks import GradientHooks
@@ -21,21 +24,16 @@ from overlap.core.owners import hands_out, holders
 from overlap.core.planner import Planner
 from overlap.core.shards import ShardUpdate, StatePlacement
 from overlap.core.strategy import Strategy
-from overlap.core.tally import Said, Tally
 from overlap.core.window import GradientWindow
 from overlap.core.wire import Exchange
-from overlap.features.conversion import changes
 from overlap.features.deferred import DeferredUpdates
 from overlap.features.early import EagerUpdates
-from overlap.features.join import CannotJoin
-from overlap.features.skips import Skips
 from overlap.features.sparse import average_sparse, refuse_sparse
 from overlap.optimizer.param_groups import Wrapped
 from overlap.plan.groups import Groups
 from overlap.plan.partition import lane_of
 from overlap.plan.plan import Updates
 from overlap.transport.communicator import Communicator
-from overlap.transport.objects import SignatureMismatch
 from overlap.transport.work import arrive
 
 __all__ = ["Engine"]
@@ -70,11 +68,6 @@ class Engine:
         attendance.shared_order = not strategy.ordered
         self.suspended = False  # inside no_sync()
         self.accumulating = False  # since the last step, gradients arrived that no reduction has seen
-        self._converted = False  # parameters are not of their buckets' type any more: gradients wait for new ones
-        self.ended = ""  # why this optimizer cannot step any more
-        self.skips: Skips  # set by whoever gives this optimizer a name between ranks
-        self._tally = Tally(calls)
-        self._asked = -1  # the last round in which ranks told of parameters that come late
         shards = ShardUpdate(optimizer, whole=updates is Updates.OWNED) if updates.in_shards else None
         self._planner = Planner(comm, optimizer, slots, strategy, groups, shards, states, exchange.wire_itemsize)
         self.order = self._planner.order  # in order of issue
@@ -84,7 +77,6 @@ class Engine:
         self.window = GradientWindow(
             slots,
             self.order,
-            attendance,
             passes=passes,
             hold_last=updates.in_shards,  # [Note: nobody overtakes a step]
             skippable=updates is not Updates.EAGER,
@@ -92,7 +84,6 @@ class Engine:
             launch=self._launch,
             settle=self._settle,
             arrive=self._arrive_left,
-            drop=lambda: self.skips.drop(),
         )
         self.arrangement = Arrangement(
             comm,
@@ -101,7 +92,6 @@ class Engine:
             self._planner,
             self.window,
             self.transit,
-            attendance,
             states,
             sparse_in=None if sparse_as_dense else model,
         )
@@ -113,6 +103,9 @@ class Engine:
             self.deferred = DeferredUpdates(optimizer, self.transit, self._settle, poison=poison)
         myself, awaited = weakref.ref(self), None if updates is Updates.WHOLE else self.transit
         self.wrapped = Wrapped(optimizer, slots, awaited, lambda: (me := myself()) is not None and me.local)
+        self.closing = Closing(calls, slots, self.window, self.arrangement, attendance, self._average_sparse)
+        self.window.hold = self.closing.hold
+        self.window.drop_unseen = self._drop_unseen
         self._hooks = GradientHooks(self, Engine._gradient_ready)
         self._gates = Gates(self._touch, self._enter, self._leave)
         self._guard()
@@ -136,7 +129,7 @@ class Engine:
     @property
     def open_step(self) -> bool:
         """Whether gradients wait for a step that all ranks can still take."""
-        return self.window.touched and not self.ended and not changes(self.slots)
+        return self.window.touched and not self.closing.ended and not changes(self.slots)
 
     def travels_on(self, names: Collection[str]) -> bool:
         """Whether a communicator of the reductions has one of `names`."""
@@ -177,29 +170,23 @@ class Engine:
             return
         observer = self.arrangement.observer
         if observer is not None:
-            slot.fires += 1
-            slot.note()
+            self.window.note(slot)
             observer.gradient(slot)
         elif slot.bucket is not None:
             if gradient is not None and gradient.layout is not torch.strided:
                 refuse_sparse(slot)
-            if not self.window.begun:
-                self.window.begun = True
-                self._converted = any(other.converted for other in self.slots)
-            if self._converted:
-                self.window.await_step(slot)
-                return
-            if self.eager is not None:
+            if self.eager is not None and not self.window.held:
                 self.eager.poll(slot.bucket)  # before what is ready now is issued: it is now that the wire may be idle
             self.window.grad_ready(slot)
         else:  # sparse, or not in a bucket yet
-            slot.fires += 1
-            slot.note()
+            self.window.note(slot)
 
     def _touch(self, parameter: torch.nn.Parameter) -> None:
         slot = self._by_param.get(id(parameter))
         if slot is None:
             return
+        if self.window.begun:
+            self._see_zero_grad()
         observer = self.arrangement.observer
         if observer is not None:
             observer.touch(slot)
@@ -214,7 +201,7 @@ class Engine:
             observer.enter(module)
         self.transit.arrive_entry()
         if torch.is_grad_enabled():
-            self.skips.passed = True
+            self.window.scale_kept()
         if self.transit or observer is not None:
             for parameter in dict.values(module._parameters):
                 if parameter is not None:
@@ -244,46 +231,41 @@ class Engine:
 
     # - Moving buckets
 
-    def prepare(self) -> None:
-        """All gradients of this step reduced or on their way. On every rank, before anything uses them."""
-        if self.ended:
-            raise RuntimeError(self.ended)
-        self.arrangement.follow_conversion()
-        self.attendance.start("prepare")
-        self.skips.step()
-        if self.learning:
-            self.window.verify()  # before gradients move to their buckets
-        self.arrangement.learn()
-        self.arrangement.release()
-        self._hooks.attach(self.slots)  # those that were frozen and are not any more
-        self._arrive_left()
-        window = self.window
-        window.verify(sharded_only=window.reduced)
-        # Once a round, however many calls prepare it: clip_grad_norm_(), step(), what a joined rank is told.
-        unplanned = self.arrangement.unplanned if self._asked != self.attendance.round else []
-        # What is frozen and has a gradient is stepped, as by torch.
-        late = [slot for slot in unplanned if slot.param.requires_grad or slot.param.grad is not None]
-        if unplanned:
-            self._asked = self.attendance.round
-            self._tally.post(Said(late=bool(late)), "step()")
-        window.flush()
-        if unplanned and self._tally.read(lambda: self._check_conversion(self.attendance.round)).late:
-            # After the flush: how many buckets were issued before it differs between ranks.
-            self.arrangement.extend(late)
-            window.flush()
-        self.attendance.meet(not self.window.meets and not any(slot.sparse for slot in self.slots))
+    def close(self, call: str, check: Callable[[], None] | None = None, *, again: bool = False) -> bool:
+        """See :meth:`.Closing.close`; hooks those parameters that were frozen and are not any more."""
+        if not self.closing.ended:
+            self._hooks.attach(self.slots)
+        return self.closing.close(call, check, again=again)
+
+    def zero_grad(self, *, zeros: bool) -> None:
+        """The script drops the gradients it has, if it has any."""
+        self.closing.count()
+        self._drop(zeros=zeros)
+
+    def _drop(self, *, zeros: bool) -> None:
+        if self.window.touched or self.accumulating or self.closing.closed:
+            self._arrive_left()  # the buffers of what was not used since are free then
+            self.closing.drop(zeros=zeros)
+        self.accumulating = False
+
+    def _drop_unseen(self) -> None:
+        """``p.grad = None`` by hand, which backward finds."""
+        self.closing.count()
+        self.closing.drop()
+
+    def _see_zero_grad(self) -> None:
+        """``model.zero_grad()`` reads the parameters, and is about to drop all gradients there are."""
+        call = zeroing(sys._getframe(2))
+        if call is None:
+            return
+        modules = call.f_locals["self"].modules()
+        members = {id(parameter) for module in modules for parameter in dict.values(module._parameters)}
+        if all(id(slot.param) in members for slot in self.slots if slot.fires or slot.filled):
+            self.closing.count()
+            self._drop(zeros=not call.f_locals["set_to_none"])
+
+    def _average_sparse(self) -> None:
         average_sparse(self.comm, self.slots, self._exchange, lambda: self._correction(self.attendance.round))
-
-    def ask_for_gradients(self, mine: bool, call: str) -> bool:
-        """In a `call` of the script's: whether any rank has gradients that no step has used, `mine` if this one has.
-
-        On every rank.
-        """
-        self.attendance.ask(call)
-        self._tally.post(Said(gradients=mine), call)
-        found = self._tally.read()
-        self.attendance.answered()
-        return found.gradients
 
     def _arrive_left(self) -> None:
         if self.deferred is not None:
@@ -301,25 +283,12 @@ class Engine:
         if bucket.work is not None:
             arrive(bucket.work)
             bucket.work = None
-        self._check_conversion(bucket.round)
         self._exchange.unload(bucket)
         if bucket.holds_parameters:
             self.sharded.take(bucket)
         else:
             bucket.find_unused()
         self._exchange.rescale(bucket, self.shards, self._correction(bucket.round))
-
-    def _check_conversion(self, number: int) -> None:
-        """End this optimizer where ranks have converted parameters differently in round `number`, on all of them."""
-        try:
-            self.arrangement.conversion.check(number)
-        except (SignatureMismatch, CannotJoin) as error:
-            self.ended = f"this optimizer cannot go on: {error}"
-            if number == self.attendance.round:  # not all is issued where this came in the middle of backward
-                self.window.flush()
-                self.attendance.meet(not self.window.meets)
-            self.attendance.end()
-            raise
 
     def _correction(self, number: int) -> float:
         """By what averages of round `number` are multiplied where ranks had joined."""

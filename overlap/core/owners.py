@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["hands_out", "holders"]
+__all__ = ["Strangers", "hands_out", "holders"]
 
 log = logging.getLogger("dear")
 
@@ -32,6 +32,22 @@ def holders(parameters: Iterable[torch.Tensor]) -> list[torch.nn.Module]:
                 found[id(parent)] = parent
                 pending.append(id(parent))
     return list(found.values())
+
+
+class Strangers:
+    """Parameters of any module in this process by where they lie; looked for once, when somebody asks."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, list[torch.nn.Parameter]] | None = None
+
+    def at(self, address: int) -> list[torch.nn.Parameter]:
+        if self._found is None:
+            self._found = {}
+            for module in _modules():
+                for parameter in dict.values(module._parameters):
+                    if parameter is not None and parameter.layout is torch.strided and parameter.numel():
+                        self._found.setdefault(parameter.data_ptr(), []).append(parameter)
+        return self._found.get(address, [])
 
 
 def hands_out(module: torch.nn.Module) -> bool:

@@ -6,13 +6,10 @@
     forward  │ each layer waits, at its gate, for its own bucket
 
 [Note: nobody overtakes a step]
-The last bucket in order of issue, whose gradients come at the very end of backward, is reduced by step() and not before.
-As no update starts before that reduction is done, no rank can update anything before every rank has called step(). A rank
-that calls state_dict() between two steps therefore finds the others' shares of the state at that same step. Where the
-reductions were awaited earlier (clipping, synchronize()), or where some ranks only send in the last one, step() begins
-with a barrier instead. With early updates (`overlap.features.early`) a rank that calls state_dict() has no gradient since
-its last step, or it raises: so none of its reductions is issued, no other rank's can be done, and nobody has updated
-anything beyond that step.
+step() begins with a tally (`overlap.core.closing`), to which every rank has come before anything is updated. A rank that
+calls state_dict() between two steps therefore finds the others' shares of the state at that same step. With early updates
+(`overlap.features.early`) a rank that calls state_dict() has no gradient since its last step, or it raises: so none of its
+reductions is issued, no other rank's can be done, and nobody has updated anything beyond that step.
 """
 
 from __future__ import annotations
@@ -25,6 +22,7 @@ import torch
 from overlap.core.bucket import Bucket, Phase
 from overlap.core.engine import Engine
 from overlap.core.gates import listed
+from overlap.core.owners import Strangers
 from overlap.core.shards import unhooked_step
 from overlap.core.window import TooManyGradients
 from overlap.features.averages import Averages
@@ -51,8 +49,17 @@ class Stepper:
         self._engine, self._averages, self._optimizer, self._share = engine, averages, optimizer, share
         self._comm, self._by_loss = engine.comm, by_loss
 
-    def step(self, closure: Callable[[], Any] | None, scale: torch.Tensor | None = None) -> Any:
-        """See :meth:`overlap.optimizer.distributed.DistributedOptimizer.step`; divide gradients by `scale` first."""
+    def step(
+        self,
+        closure: Callable[[], Any] | None,
+        scale: torch.Tensor | None = None,
+        check: Callable[[], None] = lambda: None,
+    ) -> Any:
+        """See :meth:`overlap.optimizer.distributed.DistributedOptimizer.step`; divide gradients by `scale` first.
+
+        What `check()` raises on one rank, before gradients are used, makes all ranks raise.
+        """
+        self._check = check
         self._engine.wrapped.follow(in_parts=self._engine.shards is not None or self._engine.deferred is not None)
         if closure is not None and self._engine.shards is None and self._by_loss:
             return self._step_deciding(closure)
@@ -67,27 +74,6 @@ class Stepper:
         updated = self._step_whole(scale)
         return updated if closure is None else result
 
-    def forget(self, everywhere: bool = False) -> None:
-        """The gradients since the last step are dropped: complete what is in flight.
-
-        `everywhere`: all ranks do this now, those too that have no gradient.
-        """
-        if everywhere or self._engine.window.touched:
-            if self._engine.deferred is not None:
-                self._engine.transit.arrive_all()  # the buffers of what was not used since are free then
-            self._engine.window.discard()
-            self._engine.accumulating = False
-
-    def skip(self) -> None:
-        """In zero_grad(): :meth:`forget`, also where others have gradients and this rank has none."""
-        engine = self._engine
-        dropping = engine.window.filled
-        engine.window.check_skippable()
-        if engine.learning or not engine.skips.meet(dropping) or dropping:
-            self.forget()
-            return
-        engine.window.leave_out()
-
     @torch.no_grad()
     def finish(self, given_up: Collection[str]) -> None:
         """Training ends: what is in flight arrives. After a backward without a step, early updates end alike everywhere.
@@ -98,13 +84,23 @@ class Stepper:
         if engine.eager is not None and engine.open_step:
             if engine.travels_on(given_up):
                 return
-            engine.prepare()
+            engine.close("shutdown()")
             engine.eager.finish()
         engine.transit.arrive_all()
 
-    def _close_window(self) -> None:
-        self._engine.skips.stepped()
-        self._engine.window.reset()
+    def _close(self) -> None:
+        """Before anything is updated. Ranks agree here also where they did so earlier, for clipping, say: some may have
+        dropped the gradients since. Joined ranks are called for that by those who step."""
+        engine = self._engine
+        engine.close("step()", self._may_step, again=not engine.attendance.following)
+
+    def _may_step(self) -> None:
+        if self._engine.eager is not None:
+            self._engine.eager.check()
+        self._check()
+
+    def _end_round(self) -> None:
+        self._engine.closing.end_step()
         self._engine.accumulating = False
 
     def _announce(self, scale: torch.Tensor | None) -> None:
@@ -115,35 +111,29 @@ class Stepper:
     @torch.no_grad()
     def _step_shards(self, scale: torch.Tensor | None) -> None:
         engine, window, averages = self._engine, self._engine.window, self._averages
-        if engine.eager is not None:
-            engine.eager.check()
-        averages.prepare()
-        window.settle_done()  # while the last one is on its way
-        window.settle(engine.order[-1:])  # before anything is updated: [Note: nobody overtakes a step]
+        self._close()  # before anything is updated: [Note: nobody overtakes a step]
         self._announce(scale)
-        if window.reduced:
-            self._comm.barrier(label="step")  # [Note: nobody overtakes a step]
         if scale is not None:
             averages.unscale(scale)
         if averages.synchronized:
             averages.share()
             averages.take_synchronized()
         with self._share.updating():
-            whole = []
+            whole, strangers = [], Strangers()
             early = set() if engine.eager is None else engine.eager.finish()
             for bucket in reversed(engine.order):
                 if bucket in early:
                     continue
                 window.settle([bucket])
                 if bucket.holds_parameters:
-                    bucket.adopt()
+                    bucket.adopt(strangers)
                     engine.sharded.step(bucket)
                     engine.transit.send(bucket)
                 else:
                     whole.append(bucket)
             if whole or any(slot.sparse for slot in engine.slots):
                 self._update_whole(whole)
-            self._close_window()
+            self._end_round()
 
     def _update_whole(self, buckets: list[Bucket]) -> None:
         """Update the parameters that cannot be sliced, on every rank alike, beside sharded ones."""
@@ -165,7 +155,7 @@ class Stepper:
             bucket.advance(Phase.FILLING)
 
     def _step_whole(self, scale: torch.Tensor | None) -> Any:
-        self._averages.prepare()
+        self._close()
         if scale is None and self._leave():
             return None
         self._settle_whole()
@@ -186,7 +176,7 @@ class Stepper:
             nonlocal first
             with torch.enable_grad():
                 loss = closure()
-            self._averages.prepare()
+            self._averages.close("step(closure)")
             self._settle_whole()
             attendance = engine.attendance
             if first and attendance.absent:  # whose steps will evaluate as often as this one
@@ -203,7 +193,7 @@ class Stepper:
 
     def _any_rank(self, mine: bool) -> bool:
         """Whether any rank says so before it evaluates a closure. Who has joined is called for that by those who do."""
-        return not self._engine.attendance.following and self._engine.ask_for_gradients(mine, "step(closure)")
+        return not self._engine.attendance.following and self._engine.closing.ask(mine, "step(closure)")
 
     def _refuse_earlier_gradients(self) -> None:
         """On every rank, where one has a gradient on its way that the closure's would be added to."""
@@ -222,7 +212,7 @@ class Stepper:
             return False
         engine.attendance.leave(groups=hyper_parameters(self._optimizer), scale=None)
         engine.deferred.leave(engine.order)
-        self._close_window()
+        self._end_round()
         return True
 
     def _settle_whole(self) -> None:
@@ -240,7 +230,7 @@ class Stepper:
             self._averages.unscale(scale)
         for bucket in engine.order:
             bucket.advance(Phase.FILLING)
-        self._close_window()
+        self._end_round()
 
     def _average(self, loss: Any, factor: float) -> Any:
         plain = (

@@ -1,32 +1,205 @@
 """What the ranks of one optimizer agree on in a call that all of them make: one small all-reduce of numbers.
 
-Whether a rank takes part in a round must not hang on what that rank alone knows: it may have had no batch, or have thawed
-another layer than the others. So in a call in which such a thing can make a difference, every rank says what it knows, and
-all go on by the largest of what was said, which is the same everywhere. These all-reduces have a communicator of their own.
-There operations follow the script's calls; on those that carry buckets they follow the plan.
+Whether a rank takes part in a round must not hang on what that rank alone knows: it may have had no batch, have thawed
+another layer than the others, or have failed. So in every call that ends a round, each rank says what it knows, and all go
+on by the largest of what was said, which is the same everywhere. These all-reduces have a communicator of their own. There
+operations follow the script's calls; on those that carry buckets they follow the plan.
+
+[Note: who drops a round]
+A script skips a step with ``zero_grad()``. A rank whose gradients are on their way drops them there: it says so, issues
+the rest of its part, and waits for nothing. A rank that had no gradient sees nothing to drop. It learns of the drop in its
+next call, where its tally is the one that the others' drop belongs to; it completes its part of that round, and asks again.
+
+Which call that was, they tell by counting: all ranks run the same script, so they make the same calls. Who has passed the
+call with nothing on its way goes on; who has sent something for that round, or is not past it, means another round than
+those that dropped it, and all raise.
+
+[Note: doubt]
+So a rank must send nothing while an earlier call may have dropped the round. One ``zero_grad()`` after a step says
+nothing; a second one may have been a skip. Then gradients wait for the tally of ``step()``. How many calls say nothing is
+learned from the last steps, since some scripts always make two.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import astuple, dataclass
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
 
 import torch
 
-import comm_core
 from overlap.transport.communicator import Communicator, ReduceOp, Work
 
-__all__ = ["Said", "Tally"]
+__all__ = ["Call", "Calls", "Heard", "Said", "Tally", "Verdict", "verdict"]
 
-_LOOK_SECONDS = 0.1
+_NOBODY = -(2**62)  # in place of a number that no rank has given
+_REMEMBERED = 8  # steps
+
+
+class Call(Enum):
+    """What a rank says something in."""
+
+    ASK = auto()  # synchronize(), or a closure: does any rank have gradients?
+    CLOSE = auto()  # reductions of the round are needed
+    DROP = auto()  # they are not
 
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """By one rank; or, as a tally ends, by any of them."""
+    """By `rank`, in its call number `number` of round `round`. One that has joined follows the others and gives none."""
 
+    call: Call
+    round: int
+    rank: int
+    number: int | None
+    sent: bool = False  # reductions of this round are on their way from here, or will be without waiting
     gradients: bool = False  # there are some that no step has used
     late: bool = False  # a parameter that is in no bucket takes part
+    converted: bool = False  # parameters have become another type
+    failed: bool = False  # this rank raises
+
+    def numbers(self) -> list[int]:
+        """To be reduced by their maximum; :meth:`Heard.of` reads them."""
+        call, number, rank = self.call, self.number, self.rank
+        dropping = call is Call.DROP
+        return [
+            self.gradients,
+            self.late,
+            self.converted,
+            not self.converted,
+            self.failed,
+            self.round,
+            -self.round,
+            rank if call is Call.ASK and number is not None else _NOBODY,
+            rank if call is Call.CLOSE and number is not None else _NOBODY,
+            rank if dropping else _NOBODY,
+            _NOBODY if number is None or not dropping else -number,
+            _NOBODY if number is None or dropping else -number,
+            _NOBODY if number is None else number,
+            _NOBODY if number is None or not self.sent else number,
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """What any rank said. A number that nobody gave is None."""
+
+    gradients: bool
+    late: bool
+    converted: bool  # on some rank …
+    unconverted: bool  # … and not on some
+    failed: bool
+    last_round: int
+    first_round: int
+    asking: int | None  # one of the ranks that ask …
+    closing: int | None
+    dropping: int | None
+    drop: int | None  # the first call in which a rank drops the round
+    others: int | None  # the first call of those that do not
+    last: int | None  # the last call of any
+    sent: int | None  # the last call of those that have sent something
+
+    @classmethod
+    def of(cls, numbers: Sequence[int]) -> Heard:
+        """From the maxima of what :meth:`Said.numbers` gave."""
+        gradients, late, converted, unconverted, failed = map(bool, numbers[:5])
+        last_round, minus_first, *given = numbers[5:]
+        asking, closing, dropping, minus_drop, minus_others, last, sent = (None if n == _NOBODY else n for n in given)
+        return cls(
+            gradients,
+            late,
+            converted,
+            unconverted,
+            failed,
+            last_round=last_round,
+            first_round=-minus_first,
+            asking=asking,
+            closing=closing,
+            dropping=dropping,
+            drop=None if minus_drop is None else -minus_drop,
+            others=None if minus_others is None else -minus_others,
+            last=last,
+            sent=sent,
+        )
+
+    @property
+    def going_on(self) -> int | None:
+        """One of the ranks that do not drop the round."""
+        return self.closing if self.closing is not None else self.asking
+
+    @property
+    def alike(self) -> bool:
+        """Whether all ranks came here after as many calls."""
+        return self.others is not None and self.others == self.last
+
+
+class Verdict(Enum):
+    """What all ranks do next."""
+
+    AGREED = auto()
+    DROPPED = auto()  # the round is void: who did not drop it completes it, and calls again
+    FAILED = auto()  # some rank raises, so all do
+    APART = auto()  # some drop the round, and others mean it
+    DIFFERENT_CALLS = auto()
+
+
+def verdict(heard: Heard) -> Verdict:
+    """The same on all ranks. Pure."""
+    if heard.first_round != heard.last_round:
+        return Verdict.DIFFERENT_CALLS
+    if heard.drop is not None:
+        passed = heard.others is None or heard.others > heard.drop
+        return Verdict.DROPPED if passed and heard.sent == heard.drop else Verdict.APART
+    if heard.asking is not None and heard.closing is not None:
+        return Verdict.DIFFERENT_CALLS
+    return Verdict.FAILED if heard.failed else Verdict.AGREED
+
+
+class Calls:
+    """Which calls this rank has made since its round began. Pure."""
+
+    def __init__(self) -> None:
+        self.made = 0  # in which a round can be dropped
+        self._free = 1  # that say nothing about an earlier drop
+        self._alone = False  # this rank has dropped gradients of which nobody can know
+        self._usual: deque[int] = deque(maxlen=_REMEMBERED)
+
+    @property
+    def doubt(self) -> bool:
+        """Whether a call that this rank has passed may have ended the round for others: [Note: doubt]."""
+        return self._alone or self.made > self._free
+
+    @property
+    def next(self) -> int:
+        """The number of a call that is not counted here, such as ``step()``."""
+        return self.made + 1
+
+    def drop(self) -> None:
+        """This rank drops the round in the call that it has just made, which begins the next one."""
+        self.made, self._alone = 0, False
+        self._free = self._free - 1 if self._free else 0
+
+    def drop_alone(self) -> None:
+        """This rank drops gradients of which nothing was sent."""
+        self._alone = True
+
+    def passed(self, drop: int) -> None:
+        """Others have dropped the round in their call `drop`."""
+        self.made -= drop
+        self._alone = False
+        self._free = max(0, self._least - 1)
+
+    def step(self, alike: bool) -> None:
+        """The round ends in a step; `alike`, if all ranks came to it after as many calls."""
+        if alike:
+            self._usual.append(self.made)
+        self.made, self._alone, self._free = 0, False, self._least
+
+    @property
+    def _least(self) -> int:
+        """Of the last steps; fewer may all have been unusual."""
+        return max(1, min(self._usual)) if len(self._usual) == _REMEMBERED else 1
 
 
 class Tally:
@@ -34,25 +207,34 @@ class Tally:
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
-        self._under_way: tuple[torch.Tensor, Work] | None = None
+        self._said: Said | None = None
+        self._under_way: tuple[torch.Tensor, Work | None] | None = None  # without an operation on a rank alone
+
+    @property
+    def dropping(self) -> bool:
+        """Whether what was said last is that this rank drops its round, and the others' part of it is not read yet."""
+        return self._said is not None and self._said.call is Call.DROP
+
+    @property
+    def done(self) -> bool:
+        """Whether every rank has said its part of what was posted last."""
+        return self._under_way is not None and (self._under_way[1] is None or self._under_way[1].done())
 
     def post(self, mine: Said, label: str) -> None:
         """Say it, and wait for nothing. `label` is what a report calls the operation: what the script has called."""
-        numbers = torch.tensor(astuple(mine), dtype=torch.int64, device="cpu")
+        assert self._said is None, "what was posted last is read first"
+        numbers = torch.tensor(mine.numbers(), dtype=torch.int64, device="cpu")
+        self._said, self._under_way = mine, (numbers, None)
+        if self._comm.size == 1:
+            return
         found = torch.empty_like(numbers)
         self._under_way = found, self._comm.all_reduce_async(numbers, found, ReduceOp.MAX, label=label)
 
-    def read(self, look: Callable[[], None] = lambda: None) -> Said:
-        """Wait for every rank, and return what any of them said.
-
-        `look()` is called now and then meanwhile. It raises where another rank will not come, and has told so.
-        """
+    def read(self) -> Heard:
+        """Wait for every rank, and return what any of them said."""
         assert self._under_way is not None, "it was posted"
         found, work = self._under_way
-        while not work.done():
-            try:
-                work.wait(_LOOK_SECONDS)
-            except comm_core.TimeoutError:
-                look()
-        work.wait()
-        return Said(*map(bool, found.tolist()))
+        if work is not None:
+            work.wait()
+        self._said = self._under_way = None
+        return Heard.of(found.tolist())

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from overlap.core.attendance import Attendance
+import torch
+
 from overlap.core.bucket import Bucket, Phase, Slot
 from overlap.transport.forks import Origin
+from overlap.transport.work import arrive
 
 __all__ = ["GradientChanged", "GradientWindow", "StepSkipped", "TooManyGradients"]
 
 
 _UNREADABLE = (Phase.GATHERING, Phase.DUE)
+_ISSUED_PHASES = (Phase.REDUCING, Phase.REDUCED)
 _ISSUED = "its reduction had been issued; the change would be lost"
 
 
@@ -34,18 +37,18 @@ class StepSkipped(RuntimeError):
 class GradientWindow:
     """Readiness of every slot and bucket. `launch(bucket)` issues its reduction; `settle(bucket)` awaits the work.
 
-    `arrive()` frees the buffers of updates that were left for after ``step()``. `drop()` hears of gradients that were
-    dropped without a word, before their reductions are completed. `order` is the agreed order of issue. With
+    `arrive()` frees the buffers of updates that were left for after ``step()``. `order` is the agreed order of issue. With
     `hold_last` its last bucket is issued by :meth:`flush` only. Where buckets are updated before ``step()``, a step cannot
     be skipped: not `skippable`. Where the strategy sees to one order on all ranks, buckets are launched as they fill: not
-    `ordered`. `attendance` counts the windows whose reductions were all issued as rounds.
+    `ordered`. Whoever agrees with other ranks on what becomes of the gradients sets :attr:`hold`, which says at the first
+    gradient whether all of this backward waits for the call that closes the round, and :attr:`drop_unseen`, which drops
+    what was dropped without a word.
     """
 
     def __init__(
         self,
         slots: list[Slot],
         order: list[Bucket],
-        attendance: Attendance,
         *,
         passes: int,
         hold_last: bool,
@@ -54,17 +57,21 @@ class GradientWindow:
         launch: Callable[[Bucket], None],
         settle: Callable[[Bucket], None],
         arrive: Callable[[], None],
-        drop: Callable[[], None],
     ) -> None:
         self.slots, self.order, self.passes = slots, order, passes
-        self._attendance = attendance
         self._hold_last, self._skippable, self._ordered = hold_last, skippable, ordered
-        self._launch, self._settle, self._arrive, self._drop = launch, settle, arrive, drop
+        self._launch, self._settle, self._arrive = launch, settle, arrive
         self._next, self._origin = 0, Origin()
         self.reduced = False  # all reductions of this window were awaited, by clipping or synchronize()
         self.synchronized = False  # .grad holds averages: step() uses them as they are
         self.infinities_shown = False  # a GradScaler wrote to .grad, which no longer counts
-        self.begun = False  # a gradient arrived
+        self.scales: dict[int, float] = {}  # by slot: what averages in shards were multiplied by, and `.grad` was not
+        self._unscaled: dict[int, float] = {}  # … in the round before
+        self.hold: Callable[[], bool] = lambda: False
+        self.drop_unseen: Callable[[], None] = lambda: None
+        self.begun = False  # a gradient arrived …
+        self.held = False  # … and all of this backward's wait for the call that closes the round
+        self.dropped = False  # reductions of a round that was dropped are on their way, in all buckets
 
     @property
     def touched(self) -> bool:
@@ -74,12 +81,12 @@ class GradientWindow:
     @property
     def issued(self) -> bool:
         """Whether every reduction of this window is issued."""
-        return bool(self.order) and all(bucket.phase in (Phase.REDUCING, Phase.REDUCED) for bucket in self.order)
+        return bool(self.order) and not self.dropped and all(bucket.phase in _ISSUED_PHASES for bucket in self.order)
 
     @property
-    def meets(self) -> bool:
-        """Whether nobody's last reduction is done before every rank has issued all of them."""
-        return bool(self.order) and self.order[-1].meets
+    def sent(self) -> bool:
+        """Whether a reduction of this window is issued."""
+        return not self.dropped and any(bucket.phase in _ISSUED_PHASES for bucket in self.order)
 
     @property
     def quiet(self) -> bool:
@@ -96,10 +103,12 @@ class GradientWindow:
 
     def grad_ready(self, slot: Slot) -> None:
         """A gradient was accumulated into ``slot.param.grad``."""
+        if not self.begun:
+            self.begun, self.held = True, self.hold()
         if slot.filled:
             self._restart_or_refuse(slot)
         slot.fires += 1
-        if slot.fires < slot.expected * self.passes:
+        if not self.held and slot.fires < slot.expected * self.passes:
             slot.note()
             return
         bucket = slot.bucket
@@ -111,6 +120,9 @@ class GradientWindow:
                 "step(), so an old value may have been used; call optimizer.synchronize() after step() before using "
                 "parameters that you hold outside their modules"
             )
+        if self.held:
+            slot.note()
+            return
         slot.fill()
         if not bucket.full:
             return
@@ -121,10 +133,10 @@ class GradientWindow:
         else:
             self._launch_filled([bucket])
 
-    def await_step(self, slot: Slot) -> None:
-        """A gradient was accumulated which is reduced in ``step()``, and not before."""
-        if slot.filled:
-            self._restart_or_refuse(slot)
+    def note(self, slot: Slot) -> None:
+        """A gradient was accumulated of a slot that is in no bucket."""
+        if not self.begun:
+            self.begun, self.held = True, self.hold()
         slot.fires += 1
         slot.note()
 
@@ -140,11 +152,22 @@ class GradientWindow:
                 f"{self.passes}, {slot.expected} accumulation(s) per pass): call optimizer.step() or "
                 "optimizer.zero_grad() between backward passes, or accumulate with backward_passes_per_step or no_sync()"
             )
-        # The gradients of the last window were dropped (model.zero_grad()) and its step skipped. Slots that still have
-        # theirs were filled by this new backward before anybody could notice.
-        self.check_skippable()
-        self._drop()
-        self.discard(keep=[other for other in self.slots if other.filled and not (other.dropped or other.absent)])
+        # The gradients of the last window were dropped (p.grad = None) and its step skipped. Slots that still have
+        # theirs were filled by this new backward before anybody could notice: they wait, as all that follow do.
+        kept = [(other, other.fires) for other in self.slots if other.filled and not (other.dropped or other.absent)]
+        for other, _ in kept:
+            assert other.bucket is not None
+            if other.bucket.phase is not Phase.FILLING and not other.bucket.holds_parameters:
+                raise GradientChanged(
+                    f"gradients were dropped by hand after backward(), and the next one of {other.name!r} was sent with "
+                    "what was left of them; call optimizer.zero_grad() to skip a step"
+                )
+            other.take_out()
+        self.drop_unseen()
+        for other, fires in kept:
+            other.fires = fires
+            other.note()
+        self.begun = self.held = True
 
     def _launch_filled(self, buckets: Iterable[Bucket]) -> None:
         for bucket in buckets:
@@ -179,11 +202,16 @@ class GradientWindow:
 
     def flush(self) -> None:
         """Issue all that is left. Parameters without a gradient on this rank take part with the unused mark."""
+        if self.dropped:
+            return  # all of it is issued
         self._arrive()
         for bucket in self.order:
             for slot in bucket.slots:
                 if not slot.filled:
                     slot.fill()
+        self._issue()
+
+    def _issue(self) -> None:
         if self._ordered:
             self._launch_full(held_back=0)
         else:
@@ -197,8 +225,8 @@ class GradientWindow:
                 bucket.advance(Phase.REDUCED)
 
     def settle_done(self) -> None:
-        """Settle, in order of issue, what is reduced already; waits for nothing."""
-        for bucket in self.order:
+        """Settle, in order of issue, what is reduced already, of updates in shards; waits for nothing."""
+        for bucket in self.order if self._hold_last else ():
             if bucket.phase is Phase.REDUCING:
                 if bucket.work is None or not bucket.work.done():
                     return
@@ -212,54 +240,69 @@ class GradientWindow:
                 "updated already; call step() after every backward(), or wrap the optimizer with eager=False"
             )
 
-    def discard(self, keep: Iterable[Slot] = ()) -> None:
-        """A step was skipped: complete what other ranks may wait for, and forget the gradients."""
-        if self.filled:
-            self.check_skippable()
-            self._attendance.start("discard")
-            self.flush()
-            self._attendance.meet(not self.meets)
-            self.settle()
-            self._attendance.announce("discard")
-        for bucket in self.order:
-            if bucket.phase is Phase.REDUCED:
-                bucket.advance(Phase.FILLING)
-        kept = {slot.index: slot.fires for slot in keep}
-        self.reset()
+    def drop(self, *, zeros: bool) -> None:
+        """Issue what other ranks may wait for, and forget the gradients; :meth:`finish` waits.
+
+        With `zeros`, a ``.grad`` that shows a bucket becomes zeros of its own, as the bucket is in use until then.
+        """
+        self._arrive()
         for slot in self.slots:
-            if slot.index in kept:
-                slot.fires = kept[slot.index]
-                slot.fill()
+            slot.filled = slot.filled or slot.bucket is not None  # whatever is there: nothing becomes of it
+            if zeros and slot.param.grad is not None and slot.param.grad is slot.view:
+                slot.param.grad = torch.zeros_like(slot.param.grad)
+        self._issue()
+        self.dropped = True
 
     def leave_out(self) -> None:
-        """A round to which this rank contributes nothing; gradients stay where they are, and nothing becomes of the rest.
+        """Take part in a round that others have dropped: with nothing, where this rank has sent nothing yet.
 
-        Whoever returns from it knows what every rank told the others before it issued its part.
+        Gradients stay where they are, out of the buckets.
         """
-        self._attendance.start("discard")
-        self._arrive()  # before anything is written to buffers
+        self._arrive()
         for bucket in self.order:
             for slot in bucket.slots:
-                slot.leave_out()
-        self.flush()
-        self._attendance.meet(not self.meets)
-        self.settle()
-        self._attendance.announce("discard")
+                if not slot.filled:
+                    slot.leave_out()
+        self._issue()
+        self.dropped = True
+
+    def finish(self) -> None:
+        """Wait for the reductions of a round that was dropped. Every rank has issued, or is about to issue, its part."""
         for bucket in self.order:
-            bucket.advance(Phase.FILLING)
-        self.reset()
+            if bucket.phase is Phase.REDUCING:
+                if bucket.work is not None:
+                    arrive(bucket.work)
+                    bucket.work = None
+                bucket.advance(Phase.REDUCED)
+            if bucket.phase is Phase.REDUCED:
+                bucket.advance(Phase.FILLING)
+        self._next, self.dropped = 0, False
 
     def reset(self) -> None:
-        """After a step: the next gradient opens a new window."""
+        """The round is over: the next gradient opens a new window."""
         for slot in self.slots:
             slot.clear()
         for bucket in self.order:
             if bucket.gradient_check is not None:
                 bucket.gradient_check.open()
-        self._next = 0
+        if not self.dropped:
+            self._next = 0
         self.reduced = self.synchronized = self.infinities_shown = False
-        self.begun = False
-        self._attendance.close()
+        self.begun = self.held = False
+        self._unscaled, self.scales = self.scales, {}
+
+    @torch.no_grad()
+    def scale_kept(self) -> None:
+        """A forward begins: gradients of the last step that were not zeroed are what clipping has made of them.
+
+        Not before, since nearly everybody zeroes them.
+        """
+        if self._unscaled:
+            scales, self._unscaled = self._unscaled, {}
+            for index, factor in scales.items():
+                slot = self.slots[index]
+                if slot.view is not None and slot.param.grad is slot.view:
+                    slot.view.mul_(factor)
 
 
 def _changed(slot: Slot, what: str, when: str) -> GradientChanged:

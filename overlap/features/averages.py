@@ -33,19 +33,19 @@ class Averages:
     def infinities_shown(self) -> bool:
         return self._engine.window.infinities_shown
 
-    def prepare(self) -> None:
+    def close(self, call: str) -> None:
         """Everything reduced or on its way, unless it is already."""
         if not (self.synchronized or self.infinities_shown):
-            self._engine.prepare()
+            self._engine.close(call)
 
     def refuse(self, what: str) -> None:
         """Raise where parameters are updated before ``step()``: nothing can be done to all gradients before that."""
         if self._engine.eager is not None:
             self._engine.eager.refuse(what)
 
-    def _settle(self) -> None:
+    def _settle(self, call: str) -> None:
         engine, window = self._engine, self._engine.window
-        self.prepare()
+        self.close(call)
         window.settle()
         if not window.reduced:
             for bucket in engine.order:
@@ -54,13 +54,13 @@ class Averages:
         window.reduced = True
 
     @torch.no_grad()
-    def synchronize(self) -> None:
-        """Make ``.grad`` the average everywhere."""
+    def synchronize(self, call: str = "synchronize()") -> None:
+        """Make ``.grad`` the average everywhere; `call` is what the script has called."""
         if self.synchronized:
             return
         self.refuse("synchronize()")
         engine = self._engine
-        engine.prepare()
+        engine.close(call)
         engine.window.settle()
         engine.attendance.announce("synchronize")
         engine.window.reduced = True
@@ -108,10 +108,10 @@ class Averages:
         params = [slot.param for slot in engine.slots if wanted(slot.param)]
         self.refuse("clipping by a norm over all gradients")
         if engine.shards is None or self.synchronized:  # whole averages on every rank: torch's own clipping
-            self.synchronize()
+            self.synchronize("clip_grad_norm_()")
             self._refuse_sparse(wanted)
             return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
-        self._settle()
+        self._settle("clip_grad_norm_()")
         self._refuse_sparse(wanted)
         engine.attendance.announce(
             "clip",
@@ -122,7 +122,18 @@ class Averages:
         )
         alike = [param.grad for param in self._whole_params() if param.grad is not None and wanted(param)]
         pieces = engine.shards.gradients(wanted)
-        return clip_sharded(self._comm, pieces, alike, params, max_norm, norm_type, error_if_nonfinite)
+        norm, factor = clip_sharded(self._comm, pieces, alike, params, max_norm, norm_type, error_if_nonfinite)
+        self._scale_local(factor, wanted)
+        return norm
+
+    def _scale_local(self, factor: float, wanted: Callable[[torch.Tensor], bool]) -> None:
+        """Averages in shards were scaled: ``.grad`` is to follow, if anything is added to it later."""
+        if factor != 1:
+            scales = self._engine.window.scales
+            for bucket in self._engine.order:
+                for slot in bucket.slots if bucket.holds_parameters else ():
+                    if wanted(slot.param):
+                        scales[slot.index] = scales.get(slot.index, 1.0) * factor
 
     def _refuse_sparse(self, wanted: Callable[[torch.Tensor], bool]) -> None:
         sparse = [slot.name for slot in self._engine.slots if slot.sparse and wanted(slot.param)]
@@ -145,10 +156,10 @@ class Averages:
         engine = self._engine
         self.refuse("a GradScaler's look at all gradients")
         if engine.shards is None:
-            self.synchronize()
+            self.synchronize("a GradScaler's step")
         if self.synchronized:
             return
-        self._settle()
+        self._settle("a GradScaler's step")
         engine.attendance.announce("reveal")
         whole = [values_of(param.grad) for param in self._whole_params() if param.grad is not None]
         bad = any_nonfinite(self._comm, [*(b.reduced for b in engine.order if b.holds_parameters), *whole])
@@ -164,3 +175,4 @@ class Averages:
         else:
             unscale((param.grad for param in self._whole_params()), scale)
             unscale(engine.shards.gradients(lambda _param: True), scale)
+            self._scale_local(1.0 / float(scale), lambda _param: True)

@@ -21,8 +21,8 @@ def clip_sharded(
     max_norm: float,
     norm_type: float,
     error_if_nonfinite: bool,
-) -> torch.Tensor:
-    """Scale gradients so that their total norm is at most `max_norm`; returns the norm before.
+) -> tuple[torch.Tensor, float]:
+    """Scale gradients so that their total norm is at most `max_norm`; returns the norm before, and the factor.
 
     `pieces` are this rank's share, disjoint from every other rank's; `alike` are gradients that all ranks hold alike.
     Norms are accumulated in fp64; on a GPU squares are added up in one pass over all pieces, the host waits for it once.
@@ -46,10 +46,13 @@ def clip_sharded(
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise RuntimeError(f"the total norm of order {norm_type} of the gradients is {float(total)}, not finite")
     factor = float(max_norm) / (float(total) + 1e-6)
-    if not factor >= 1.0:  # also for a NaN, which must reach the gradients as it does in one process
+    if factor >= 1.0:
+        factor = 1.0
+    else:  # also for a NaN, which must reach the gradients as it does in one process
         for gradient in (*pieces, *alike):
             gradient.detach().mul_(factor)
-    return total.to(params[0].device if params else total.device, _norm_dtype(params))
+    norm = total.to(params[0].device if params else total.device, _norm_dtype(params))
+    return norm, factor
 
 
 def _share(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:

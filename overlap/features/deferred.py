@@ -45,6 +45,9 @@ class DeferredUpdates:
     def _leave(self, bucket: Bucket, groups: list[dict[str, Any]], shadow: torch.optim.Optimizer) -> None:
         versions = {slot.index: slot.view._version for slot in bucket.slots if slot.view is not None}
         empty = {slot.index for slot in bucket.slots if slot.param.numel() == 0 and slot.param.grad is None}
+        for slot in bucket.slots:
+            if slot.absent:  # here; where others used it, `.grad` is going to be the average, too
+                slot.param.grad = slot.view
         values: list[torch.Tensor] = []
         if self._poison:
             values = [slot.param.detach().clone() for slot in bucket.slots]

@@ -42,6 +42,7 @@ import torch
 
 from overlap.core.bucket import Bucket, Phase, Slot
 from overlap.core.gathering import Transit
+from overlap.core.owners import Strangers
 from overlap.core.shards import ShardUpdate
 from overlap.core.window import GradientWindow
 from overlap.transport.communicator import Communicator, ReduceOp
@@ -127,7 +128,7 @@ class EagerUpdates:
         assert self._shards is not None, "candidates are updated in shards"
         self._window.settle([bucket])
         with self.locked():
-            bucket.adopt()
+            bucket.adopt(Strangers())
             self._shards.step(bucket)
         self._transit.send(bucket)
         self._updated[bucket] = None

@@ -2,9 +2,8 @@
 
 [Note: who has joined by when]
 A rank that joins tells the others' query threads the round of each optimizer from which on it contributes nothing,
-and waits for their receipts. Only then it issues its part of such a round. (Where backward had issued all of it already,
-it did contribute, and is absent from the next round on.) So whoever has seen a reduction done, to which every rank had to
-issue its part, has been told: all ranks know the same, and no message is sent while nobody joins.
+and waits for their receipts. Only then it issues its part of such a round, and of its tally. So whoever has read a tally
+has been told: all ranks know the same, and no message is sent while nobody joins.
 
 [Note: whose join has failed]
 A rank whose join() has raised follows nobody any more, and the others go on counting it as joined until they have called
@@ -78,9 +77,7 @@ class _Optimizer(Protocol):
     def place(self) -> tuple[int, int]: ...  # its round, and the number of the next word in it
     @property
     def obstacle(self) -> str: ...  # why this rank cannot join now, or ""
-    @property
-    def issued(self) -> bool: ...  # whether its part of the current round is on its way already
-    def abandon(self) -> None: ...  # the current round, all of which is issued
+    def catch_up(self) -> None: ...  # with others, who are past the current round and have dropped it
     @property
     def hyper_parameters(self) -> list[dict[str, Any]]: ...
     def take_over(self, groups: list[dict[str, Any]]) -> None: ...
@@ -183,10 +180,10 @@ class JoinedRanks:
             with self._lock:
                 self._said = [word for word in self._said if word.topic != topic or word.round >= rounds - 1]
 
-    def let_go(self, topic: str, what: str) -> None:
+    def let_go(self, topic: str, what: Collection[str]) -> None:
         """Every rank has heard such words, or has done by itself what they say."""
         with self._lock:
-            self._said = [word for word in self._said if word.topic != topic or word.what != what]
+            self._said = [word for word in self._said if word.topic != topic or word.what not in what]
 
     def unsay(self, topic: str) -> None:
         """The optimizer cannot go on, here or on any rank: nobody has to catch up with its round."""
@@ -219,7 +216,7 @@ class JoinedRanks:
         mine = dict(self._optimizers.items())
         for optimizer in mine.values():
             optimizer.arrive()
-        rounds = self._behind | {topic: optimizer.place[0] + optimizer.issued for topic, optimizer in mine.items()}
+        rounds = self._behind | {topic: optimizer.place[0] for topic, optimizer in mine.items()}
         obstacles = {topic: optimizer.obstacle for topic, optimizer in mine.items() if optimizer.obstacle}
         groups = {topic: optimizer.hyper_parameters for topic, optimizer in mine.items()}
         news = News(self._generation, rounds, obstacles, groups)
@@ -287,8 +284,8 @@ class JoinedRanks:
                 "that has joined; keep it until join() returns"
             )
         place = (word.round, word.number)
-        if word.round > optimizer.place[0] and optimizer.issued:  # the others needed nothing more of this rank there
-            optimizer.abandon()
+        if word.round > optimizer.place[0]:
+            optimizer.catch_up()
         if place > optimizer.place:
             raise RuntimeError(f"after join(), rank {self._rank} is at {optimizer.place} and is told {word}")
         if place == optimizer.place:  # else another rank has said it before

@@ -74,14 +74,9 @@ class Follower:
                 else:
                     group[key] = value
 
-    @property
-    def issued(self) -> bool:
-        """Whether backward has issued all of this rank's part of the current round."""
-        return self._engine.window.issued
-
-    def abandon(self) -> None:
-        """The current round is over for the others."""
-        self._stepper.forget(everywhere=True)
+    def catch_up(self) -> None:
+        """Others are past the current round, which they have dropped."""
+        self._engine.closing.catch_up()
 
     def follow(self, word: Word) -> None:
         """Do what the others do. Raises :class:`overlap.features.join.CannotJoin` where that cannot be done."""
@@ -91,9 +86,9 @@ class Follower:
         elif word.what == "start":
             self._start(**details)
         elif word.what == "ask":
-            self._engine.ask_for_gradients(False, details["call"])
-        elif word.what == "discard":
-            self._stepper.forget(everywhere=True)
+            self._engine.closing.ask(False, details["call"])
+        elif word.what == "again":
+            self._engine.close(details["call"], again=True)
         elif word.what == "clip":
             wanted = {id(self._engine.slots[index].param) for index in details["indices"]}
             limits = (details[key] for key in ("max_norm", "norm_type", "error_if_nonfinite"))
@@ -111,7 +106,7 @@ class Follower:
             self.take_over(details["groups"])
             self._step(None, False, lambda: self._no_loss(details["loss"]))
         elif word.what == "meeting":
-            self._engine.attendance.refuse_together(details["text"])
+            self._engine.closing.meet(details["text"])
         else:
             raise CannotJoin(details["text"])
 
@@ -131,16 +126,11 @@ class Follower:
             engine.attendance.open()
             engine.window.flush()
 
-    def _start(self, how: str, trainable: Sequence[int]) -> None:
+    def _start(self, call: str, trainable: Sequence[int]) -> None:
         engine = self._engine
         if not engine.attendance.shared_order:
             self._open(trainable)
-        if how == "prepare":
-            engine.prepare()
-        else:
-            engine.window.flush()
-            self._stepper.forget(everywhere=True)
-        if engine.attendance.hindered:
+        if engine.close(call) and engine.attendance.hindered:
             engine.window.settle()  # raises, on every rank
 
     def _forget_gradients(self) -> None:

@@ -17,10 +17,8 @@ from overlap.core.step import Stepper
 from overlap.core.strategy import Strategy
 from overlap.core.wire import Exchange
 from overlap.features.averages import Averages
-from overlap.features.conversion import Conversion
 from overlap.features.join import joined_ranks_of
 from overlap.features.rounded_parameters import check_gather_dtype
-from overlap.features.skips import Skips
 from overlap.job.devices import fit_out
 from overlap.job.groups import Membership, membership
 from overlap.job.process_set import global_process_set
@@ -131,8 +129,6 @@ def build(
     )
     topic = attendance.topic = session.registry.register(shell, Ownership(engine))
     session.channels.hold((*hosts.reductions, *hosts.gathers, hosts.calls, hosts.everyone), topic)
-    engine.arrangement.conversion = Conversion(session.comm.rank, attendance, session.peer_queries)
-    engine.skips = Skips(session.comm.rank, attendance, session.peer_queries, session.comm.abort)
     others = [rank for rank in members.ranks if rank != session.comm.rank]
     share = StateShare(others, session.peer_queries, topic, exporter(engine))
     engine.arrangement.changing = share.updating
@@ -172,7 +168,7 @@ class Ownership:
 
     @property
     def unfinished(self) -> bool:
-        return self._engine.window.touched
+        return self._engine.window.touched or self._engine.window.dropped
 
     def has(self, parameters: Sequence[torch.Tensor]) -> bool:
         engine = self._engine
@@ -181,7 +177,7 @@ class Ownership:
 
     def hand_over(self, unfinished: bool) -> None:
         self._gone = True
-        self._engine.ended = (
+        self._engine.closing.ended = (
             f"parameters of this optimizer, {self._engine.slots[0].name!r} or others, went to a DistributedOptimizer that "
             "was made later, here or on another rank; step that one, and give every parameter to one optimizer"
         )

@@ -189,7 +189,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         On every rank with the same `strategy`, between ``step()`` and the next backward.
         """
-        self._engine.attendance.refuse_together("replan()")
+        self._engine.closing.meet("replan()")
         self._replan(strategy)
 
     def _replan(self, strategy: Strategy) -> None:
@@ -203,7 +203,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters: they take rank 0's values, and buckets of their own in the next step. On every rank."""
         self._averages.refuse("add_param_group()")
-        self._engine.attendance.refuse_together("add_param_group()")
+        self._engine.closing.meet("add_param_group()")
         self._engine.transit.arrive_all()
         self._optimizer.add_param_group(param_group)
         known = self._engine.slots
@@ -213,8 +213,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch. After a backward whose step was skipped, it completes what is in flight and forgets it."""
-        self._stepper.skip()
-        self._engine.accumulating = False
+        self._engine.zero_grad(zeros=not set_to_none)
         if self._engine.deferred is not None and not set_to_none:
             self._engine.transit.arrive_all()  # zeros would be written into what is still being reduced
         with self._engine.wrapped.unwatched():
@@ -233,17 +232,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         """:meth:`step` without the hooks that torch puts around it."""
-        if self._inside_skip_synchronize and self._engine.local:
-            raise RuntimeError("inside skip_synchronize() the gradients are local still: call synchronize() before it")
         # A GradScaler leaves its scale here (None where it has unscaled) and what it found.
         found_inf, scale = vars(self).get("found_inf"), vars(self).get("grad_scale")
         if found_inf is not None and found_inf > 0:
             self._engine.attendance.announce("infinite")
-            self._stepper.forget(everywhere=True)
+            self._engine.closing.drop_everywhere()
             return None
-        result = self._stepper.step(closure, scale)
+        result = self._stepper.step(closure, scale, self._check_synchronized)
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers built on the inner optimizer ask
         return result
+
+    def _check_synchronized(self) -> None:
+        if self._inside_skip_synchronize and self._engine.local:
+            raise RuntimeError("inside skip_synchronize() the gradients are local still: call synchronize() before it")
 
     # - Between backward and step, and after it
 
@@ -266,7 +267,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._engine.transit.arrive_all()
         if self._averages.synchronized:
             return
-        if self._engine.ask_for_gradients(self._engine.holds_gradients, "synchronize()"):
+        if self._engine.closing.ask(self._engine.holds_gradients, "synchronize()"):
             self._averages.synchronize()
 
     @contextlib.contextmanager

@@ -14,6 +14,7 @@ from tests.local_decisions.scenario import (
     assert_replicas_equal,
     loss_of,
     make_model,
+    raises_everywhere,
     scenario,
     sgd,
     train_alone,
@@ -82,6 +83,21 @@ def frozen_differently_at_wrapping(strategy: str) -> None:
 def frozen_differently_later(strategy: str) -> None:
     """Frozen on both ranks at first."""
     _frozen_differently(strategy, 2)
+
+
+@scenario("co2")
+def averaged_parameters_that_differ(strategy: str) -> None:
+    """Each rank thaws a layer of its own between two averages of parameters: no average mixes them."""
+    model = make_model()
+    model[:2].requires_grad_(False)
+    optimizer = wrap(strategy, model, outer_frequency=2, nprocs_per_node=1)
+    with raises_everywhere("trained in this round", "0.weight", "1.weight"):
+        for step in range(8):
+            if step == 3:
+                model[dear.rank()].requires_grad_(True)
+            optimizer.zero_grad()
+            loss_of(model, dear.rank(), step).backward()
+            optimizer.step()
 
 
 @scenario()

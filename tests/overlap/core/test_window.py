@@ -23,13 +23,11 @@ def _window(order: list[Any], settled: list[Any]) -> GradientWindow:
     return GradientWindow(
         [],
         order,
-        attendance=None,  # type: ignore[arg-type]  # nobody is told of anything
         passes=1,
         hold_last=True,
         launch=nothing,
         settle=settled.append,
         arrive=nothing,
-        drop=nothing,
     )
 
 

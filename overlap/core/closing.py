@@ -1,0 +1,337 @@
+"""The calls of a script in which all ranks agree on a round: what ends it, who takes part, and with what.
+
+A round is one set of reductions. Backward fills it; ``step()``, ``synchronize()``, clipping and a GradScaler close it, and
+``zero_grad()`` drops it. Each of these says in one tally what this rank knows (`overlap.core.tally`), and goes on by what
+all ranks said.
+
+    backward          gradients fill buckets, full ones are reduced          or wait for the call: hold()
+    close()           post ─▶ flush what is left ─▶ read ─▶ verdict ─▶ new buckets for what came late or was converted
+    drop()            post ─▶ flush what is left; whether others mean the same is read in the next call
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import FrameType
+
+import torch
+
+from overlap.core.arrangement import Arrangement
+from overlap.core.attendance import Attendance
+from overlap.core.bucket import Slot
+from overlap.core.conversion import Change, changes, difference
+from overlap.core.tally import Call, Calls, Heard, Said, Tally, Verdict, verdict
+from overlap.core.window import GradientWindow
+from overlap.transport.communicator import Communicator
+from overlap.transport.objects import SignatureMismatch, allgather_object
+
+__all__ = ["Closing", "OtherRankFailed", "zeroing"]
+
+_ZERO_GRAD = torch.nn.Module.zero_grad.__code__
+_DEEP = 16  # frames between it and a gate
+
+
+class OtherRankFailed(RuntimeError):
+    """Another rank has raised in a call that all ranks make, so this one does, too."""
+
+
+class Closing:
+    """Agrees with the other ranks of `calls` in every call on one optimizer. All methods, but for those that say so:
+    on every rank, in the same order.
+
+    `average_sparse()` reduces what is in no bucket, once a round.
+    """
+
+    def __init__(
+        self,
+        calls: Communicator,
+        slots: list[Slot],
+        window: GradientWindow,
+        arrangement: Arrangement,
+        attendance: Attendance,
+        average_sparse: Callable[[], None],
+    ) -> None:
+        self._comm, self._slots, self._window, self._arrangement = calls, slots, window, arrangement
+        self._attendance, self._average_sparse = attendance, average_sparse
+        self._tally, self._calls = Tally(calls), Calls()
+        self.closed = False  # all reductions of this round are issued, on all ranks
+        self.ended = ""  # why this optimizer cannot step any more
+        self._apart = False  # … as this rank has dropped a round that others mean
+        self._alike = False  # all ranks closed this round after as many calls
+
+    # - While gradients come
+
+    def hold(self) -> bool:
+        """Whether gradients have to wait for the call that closes the round. On one rank; waits for nobody.
+
+        Parameters have become another type than their buckets'; or another rank may not be done with an earlier round.
+        """
+        self._hear_of_drop(wait=False)
+        return self._tally.dropping or self._calls.doubt or any(slot.converted for slot in self._slots)
+
+    # - Calls that need averages
+
+    def close(self, call: str, check: Callable[[], None] | None = None, *, again: bool = False) -> bool:
+        """All gradients of this round reduced or on their way, the last buckets, too, before anything uses them.
+
+        Args:
+            call: what the script has called.
+            check: raises where this rank cannot go on; then all ranks raise.
+            again: agree once more in a round that is closed already.
+
+        Returns whether the round is closed; it is not on a rank that has joined, where other ranks had dropped the round.
+        Raises what `check` or a look at the gradients raises, :class:`OtherRankFailed` where another rank did so, and
+        ``RuntimeError`` where ranks have made different calls.
+        """
+        self._require_open()
+        if self.closed and not again:
+            return True
+        while True:
+            if self.closed:
+                self._attendance.again(call)
+            else:
+                self._attendance.start(call)  # joined ranks are called before anything waits for them
+            self._hear_of_drop(wait=True)
+            failure, converted = self._failure(check), changes(self._slots)
+            waits = not self.closed and (bool(converted) or self._calls.doubt or self._arrangement.learning)
+            late = [] if self.closed else self._late()
+            mine = replace(self._said(Call.CLOSE), late=bool(late), converted=bool(converted))
+            self._tally.post(replace(mine, sent=not waits, failed=failure is not None), call)
+            if not waits and not self.closed:
+                self._window.flush()
+                self._window.settle_done()  # while the last ones are on their way
+            heard = self._tally.read()
+            if self._follow(heard, failure):
+                break
+            if self._attendance.following:
+                return False
+        if not self.closed:
+            self._complete(heard, converted, late)
+        self._alike = heard.alike
+        return True
+
+    def _complete(self, heard: Heard, converted: list[Change], late: list[Slot]) -> None:
+        arrangement, window = self._arrangement, self._window
+        if heard.converted:
+            self._rebuild(heard, converted)
+        arrangement.learn()
+        arrangement.release()
+        window.flush()
+        if heard.late:  # after the flush: how many buckets were issued before it differs between ranks
+            arrangement.extend(late)
+            window.flush()
+        self._average_sparse()
+        self.closed = True
+
+    def end_step(self) -> None:
+        """The averages were used. On one rank."""
+        self._calls.step(self._alike)
+        self._end_round()
+
+    def ask(self, mine: bool, call: str) -> bool:
+        """Whether any rank has gradients that no step has used, `mine` if this one has."""
+        self._require_open()
+        while True:
+            self._attendance.ask(call)
+            self._hear_of_drop(wait=True)
+            self._tally.post(replace(self._said(Call.ASK), gradients=mine, sent=self.closed), call)
+            heard = self._tally.read()
+            if self._follow(heard, None) or self._attendance.following:
+                return heard.gradients
+
+    def meet(self, what: str) -> None:
+        """Before something that waits for all ranks. Raises :class:`.CannotJoin` on all of them, where some have joined."""
+        self._attendance.call_together(what)
+        self.ask(False, what)
+        self._attendance.refuse_together(what)
+
+    # - Calls that need none
+
+    def count(self) -> None:
+        """The script has made a call that drops what there is, or finds nothing. On one rank."""
+        self._calls.made += 1
+        self._hear_of_drop(wait=False)
+        if self._apart:
+            self._require_open()
+
+    def drop(self, *, zeros: bool = False) -> None:
+        """Forget the gradients of this round. On one rank; waits for nobody: [Note: who drops a round].
+
+        With `zeros`, what shows a bucket in ``.grad`` becomes zeros of its own, as the buckets are still in use.
+        """
+        window = self._window
+        window.check_skippable()
+        if self.closed or window.sent:
+            self._tally.post(replace(self._said(Call.DROP), number=self._calls.made, sent=True), "zero_grad()")
+            window.drop(zeros=zeros)
+            self._calls.drop()
+            if self.closed:  # so all ranks have issued all of it
+                window.finish()
+            self._end_round()
+        else:
+            if window.touched:
+                self._calls.drop_alone()
+            window.reset()
+
+    def drop_everywhere(self) -> None:
+        """All ranks drop the gradients of this round, which is closed, and know it of each other."""
+        self.close("step()")
+        self._window.drop(zeros=False)
+        self._window.finish()
+        self._calls.step(alike=False)
+        self._end_round()
+
+    def catch_up(self) -> None:
+        """On a rank that has joined: others are past this round, which they have dropped."""
+        self.close("join()", again=True)
+
+    # - What all ranks do by what was said
+
+    def _said(self, call: Call) -> Said:
+        number = None if self._attendance.following else self._calls.next
+        return Said(call, self._attendance.round, self._attendance.rank, number)
+
+    def _follow(self, heard: Heard, failure: Exception | None) -> bool:
+        """Whether all ranks mean this call; False where others have dropped the round before it, which is over now."""
+        found = verdict(heard)
+        self._attendance.answered(repeated=found is Verdict.FAILED)
+        if found is Verdict.AGREED:
+            return True
+        if found is Verdict.DROPPED:
+            assert heard.drop is not None
+            self._void()
+            self._calls.passed(heard.drop)
+            return False
+        if found is Verdict.FAILED:
+            raise self._failed_together(failure)
+        raise self._refused(found, heard)
+
+    def _void(self) -> None:
+        """Nothing becomes of this round, here and elsewhere: this rank's part is completed and awaited."""
+        if not self.closed:
+            self._window.leave_out()
+        self._window.finish()
+        self._end_round()
+
+    def _end_round(self) -> None:
+        self._window.reset()
+        self.closed = False
+        self._attendance.close()
+
+    def _hear_of_drop(self, *, wait: bool) -> None:
+        """What became of the round that this rank has dropped, once all others have said what they make of it."""
+        if self._tally.dropping and (wait or self._tally.done):
+            heard = self._tally.read()
+            found = verdict(heard)
+            if found is not Verdict.DROPPED:
+                self.ended, self._apart = self._ended(found, heard), True
+                if wait:
+                    raise RuntimeError(self.ended)
+                return
+            if self._window.dropped:
+                self._window.finish()
+
+    def _failed_together(self, failure: Exception | None) -> Exception:
+        """What this rank raises: its own error, or that of another one. The round stays as it is, to be closed again."""
+        said = None if failure is None else f"{type(failure).__name__}: {failure}"
+        texts = allgather_object(self._comm, said)
+        if failure is not None:
+            return failure
+        rank, text = next((rank, text) for rank, text in enumerate(texts) if text is not None)
+        return OtherRankFailed(f"rank {self._attendance.ranks[rank]} has raised in the same call: {text}")
+
+    def _refused(self, found: Verdict, heard: Heard) -> RuntimeError:
+        self.ended = self._ended(found, heard)
+        return RuntimeError(self.ended)
+
+    def _ended(self, found: Verdict, heard: Heard) -> str:
+        self._attendance.end()
+        ranks = self._attendance.ranks
+        first, last = heard.first_round, heard.last_round
+        if found is Verdict.APART and heard.others is not None:
+            return (
+                f"rank {heard.dropping} has dropped the gradients of step {first} (zero_grad() before step()), and rank "
+                f"{heard.going_on} goes on with them; skip a step on every rank, or on none, by optimizer.zero_grad() "
+                "where some rank may have had no batch"
+            )
+        if found is Verdict.APART:
+            return (
+                f"ranks {list(ranks)} have dropped the gradients of step {first} in different calls; call "
+                "optimizer.zero_grad() on every rank alike"
+            )
+        if first != last:
+            return (
+                f"ranks {list(ranks)} have made different calls: some of them close step {first}, and others step {last}; "
+                "synchronize(), clip_grad_norm_() and step() are called on every rank alike"
+            )
+        return (
+            f"ranks {list(ranks)} have made different calls in step {first}: rank {heard.asking} asks whether there are "
+            f"gradients (synchronize(), or a step with a closure), and rank {heard.closing} needs them (step(), clipping); "
+            "make the same calls on every rank"
+        )
+
+    def _require_open(self) -> None:
+        if self.ended:
+            raise RuntimeError(self.ended)
+
+    # - What this rank knows
+
+    def _failure(self, check: Callable[[], None] | None) -> Exception | None:
+        window = self._window
+        try:
+            if check is not None:
+                check()
+            self._check_converted()
+            if not (window.synchronized or window.infinities_shown):
+                window.verify(sharded_only=window.reduced)
+        except (RuntimeError, TypeError, ValueError) as error:
+            return error
+        return None
+
+    def _check_converted(self) -> None:
+        mine = changes(self._slots)
+        if mine and any(slot.filled for slot in self._slots):
+            raise RuntimeError(
+                f"parameter {mine[0].name!r} was converted from {mine[0].before} to {mine[0].now} between backward() and "
+                "step(), while gradients were on their way; convert after step() or zero_grad()"
+            )
+
+    def _late(self) -> list[Slot]:
+        """Parameters in no bucket that take part here. What is frozen and has a gradient is stepped, as by torch."""
+        return [slot for slot in self._arrangement.unplanned if slot.param.requires_grad or slot.param.grad is not None]
+
+    def _rebuild(self, heard: Heard, mine: list[Change]) -> None:
+        """New buckets where all ranks have converted parameters since the last step, for gradients that wait for them.
+
+        Raises ``SignatureMismatch`` on every rank where some have not, or to another type.
+        """
+        attendance = self._attendance
+        told = dict(zip(attendance.ranks, allgather_object(self._comm, mine), strict=True))
+        present = [attendance.ranks[index] for index in attendance.present(attendance.round)]
+        converted = {rank: changed for rank, changed in told.items() if changed}
+        away = sorted(set(attendance.ranks).difference(present))
+        problem = difference(converted, present)
+        if problem is None and not away:
+            self._arrangement.follow_conversion()
+            return
+        if heard.unconverted:
+            self._void()
+        error: Exception = SignatureMismatch(problem)
+        if problem is None:
+            error = attendance.cannot_join(
+                f"parameters were converted on ranks {sorted(converted)}, which every rank has to do, and ranks {away} "
+                "have joined; convert the model before or after join()"
+            )
+        self.ended = f"this optimizer cannot go on: {error}"
+        attendance.end()
+        raise error
+
+
+def zeroing(frame: FrameType | None) -> FrameType | None:
+    """The call of ``Module.zero_grad()`` that `frame` is in, if there is one."""
+    for _ in range(_DEEP):
+        if frame is None or frame.f_code is _ZERO_GRAD:
+            return frame
+        frame = frame.f_back
+    return None
