@@ -3,7 +3,7 @@ PYTHON_PACKAGES = comm_core overlap dearrun dear wfbp mgwfbp bytescheduler_adapt
 CPP = $(shell find comm_core -name '*.hpp' -o -name '*.cpp')
 BIN = .venv/bin
 
-.PHONY: help setup build test test-1 test-2 test-4 test-slow sanitize lint format ci bench horovod compare-horovod clean
+.PHONY: help setup build test test-all test-rest test-1 test-2 test-4 test-slow sanitize lint format ci bench horovod compare-horovod clean
 help: ## show the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
 
@@ -12,8 +12,14 @@ setup: ## make .venv ready (under a second when it is)
 
 build: setup ## the same: setup builds comm_core when its sources changed
 
-test: setup ## run all tests
+test: setup ## run the fast tier: every promise once, in five minutes on two cores
+	@DEAR_TESTS=fast $(BIN)/python -m pytest tests -n 2 --dist worksteal
+
+test-all: setup ## run all tests: every strategy by every model, option and number of ranks
 	@$(BIN)/python -m pytest tests -n 2 --dist worksteal
+
+test-rest: setup ## what test-all has and test has not
+	@DEAR_TESTS=rest $(BIN)/python -m pytest tests -n 2 --dist worksteal
 
 test-1 test-2 test-4: setup ## only the suites that run inside every rank, at that many ranks over MPI
 	@$(BIN)/python -m pytest tests/test_spmd.py -k "mpi-$(@:test-%=%)"
@@ -35,7 +41,7 @@ format: setup ## format Python and C++
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CPP)
 
-ci: lint test ## what must be green
+ci: lint test test-rest ## what must be green: lint, and all tests
 
 bench: setup ## time every collective, at 2 ranks on this machine, and what ranks compute in them
 	$(BIN)/python -m bench.collectives

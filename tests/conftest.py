@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.skipped import table
+from tests.tiers import ALONE, JOBS, Tier, jobs_of
 
 # A missed wait then shows as NaN instead of as an old value.
 os.environ.setdefault("DEAR_POISON", "1")
@@ -57,13 +58,49 @@ def _no_session_is_left() -> Iterator[None]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The longest first: several processes then end at about the same time.
 
+    ``DEAR_TESTS=fast`` takes the fast tier (`tests.tiers`), ``DEAR_TESTS=rest`` what that leaves out.
     With ``DEAR_SLOW_TESTS=only``, nothing but what is slow: here and, since they inherit the variable, in the suites' jobs.
     """
     items.sort(key=lambda item: item.path.name != "test_spmd.py")
+    tier = Tier(os.environ.get("DEAR_TESTS", ""))
+    if tier is not Tier.ALL:
+        fast = _in_ranks(items) if "DEAR_SPMD_SUITE" in os.environ else {i for i in items if _is_fast(i)}
+        both = {i for i in items if i.path.name == "test_spmd.py"}  # its jobs choose among what runs inside them
+        out = [item for item in items if item not in both and not tier.takes(item in fast)]
+        config.hook.pytest_deselected(items=out)
+        left = set(out)
+        items[:] = [item for item in items if item not in left]
     if os.environ.get("DEAR_SLOW_TESTS") == "only":
         quick = [i for i in items if i.get_closest_marker("slow") is None and i.path.name != "test_spmd.py"]
         config.hook.pytest_deselected(items=quick)
         items[:] = [item for item in items if item not in quick]
+
+
+def _is_fast(item: pytest.Item) -> bool:
+    return item.get_closest_marker("full") is None
+
+
+def _in_ranks(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Those that the fast tier runs in this job, which all of its ranks find alike."""
+    from tests.spmd_plugin import OVER_MPI, SIZE
+
+    job = f"{'mpi' if OVER_MPI else 'torchrun'}-{SIZE}"
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    found = set()
+    for name, cases in tests.items():
+        two_ranks = cases[0].get_closest_marker("two_ranks") is not None
+        jobs = jobs_of(name, [_values(case) for case in cases], two_ranks=two_ranks)
+        known = job in (*JOBS, ALONE)
+        found |= {case for case, its in zip(cases, jobs, strict=True) if _is_fast(case) and (job in its or not known)}
+    return found
+
+
+def _values(item: pytest.Item) -> list[tuple[str, str]]:
+    """Of its parameters, as far as they are names or numbers: another object is the case itself."""
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    return [(name, repr(value)) for name, value in params.items() if isinstance(value, (str, int, float, type(None)))]
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

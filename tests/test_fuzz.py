@@ -13,7 +13,7 @@ from tests.fuzz.__main__ import run, script_of
 from tests.fuzz.script import End, Kind, Use, Zero, generate, smaller
 from tests.fuzz.training import STRATEGIES, check
 
-SEEDS = int(os.environ.get("DEAR_FUZZ_SEEDS", "40"))
+FEW, MANY, PARTS = 12, int(os.environ.get("DEAR_FUZZ_SEEDS", "340")), 4  # scripts of each job, in the two tiers
 #: What has failed once: a call that drops nothing after clipping in the first iteration; gradients by hand in it after
 #: model.zero_grad(); no gradient anywhere in a first step that clips; gradients of no_sync() alone that are dropped.
 KEPT = [55, 365, 410, 25019]
@@ -70,13 +70,27 @@ def test_what_differs_is_found() -> None:
         dear.shutdown()
 
 
-@pytest.mark.timeout(60 + 20 * SEEDS)
-@pytest.mark.parametrize(("launcher", "ranks"), [("mpi", 2), ("torchrun", 2), ("mpi", 3)])
-def test_random_scripts(launcher: str, ranks: int) -> None:
-    """Other seeds for each job: the strategies decide alike whoever carries their messages."""
-    first = 10_000 * ranks + (5_000 if launcher == "torchrun" else 0)
-    seeds = [*KEPT, *range(first, first + SEEDS)]
+JOBS = [("mpi", 2), ("torchrun", 2), ("mpi", 3)]
+
+
+def _run(launcher: str, ranks: int, seeds: list[int]) -> None:
     wrong = run(seeds, ranks, launcher, list(STRATEGIES))
     assert not wrong, "\n".join(
         f"{script_of(seed, ranks, name)}\n{name}: {text}" for (seed, name), text in wrong.items()
     )
+
+
+@pytest.mark.parametrize(("launcher", "ranks"), JOBS)
+def test_random_scripts(launcher: str, ranks: int) -> None:
+    """Other seeds for each job: the strategies decide alike whoever carries their messages."""
+    first = 1000 * JOBS.index((launcher, ranks))
+    _run(launcher, ranks, [*KEPT, *range(first, first + FEW)])
+
+
+@pytest.mark.full
+@pytest.mark.timeout(60 + 2 * MANY)
+@pytest.mark.parametrize(("launcher", "ranks"), JOBS)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_many_random_scripts(launcher: str, ranks: int, part: int) -> None:
+    first = 100_000 * (1 + JOBS.index((launcher, ranks))) + part * MANY // PARTS
+    _run(launcher, ranks, list(range(first, first + MANY // PARTS)))

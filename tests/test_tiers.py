@@ -1,0 +1,55 @@
+"""The two tiers together are all tests, and the fast one has what it promises."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+
+import pytest
+
+from tests.tiers import ALONE, JOBS, Tier, jobs_of
+
+CASES = [
+    [()],
+    [(name,) for name in "abcdefgh"],
+    list(product("abcdef", range(9))),
+    list(product("abc", range(3), "xyz")),
+]
+
+
+@pytest.mark.parametrize("cases", CASES)
+def test_every_case_runs_in_one_job_of_several_ranks(cases: Sequence[tuple[object, ...]]) -> None:
+    for jobs in jobs_of("test_this", cases):
+        assert len(jobs - {ALONE}) == 1
+        assert jobs <= {*JOBS, ALONE}
+
+
+@pytest.mark.parametrize("cases", CASES[2:])
+def test_every_value_meets_every_job_of_several_ranks(cases: Sequence[tuple[object, ...]]) -> None:
+    met = {
+        (number, value, job)
+        for case, jobs in zip(cases, jobs_of("test_this", cases), strict=True)
+        for number, value in enumerate(case)
+        for job in jobs
+    }
+    values = {(number, value) for case in cases for number, value in enumerate(case)}
+    assert met >= {(*value, job) for value in values for job in JOBS}
+
+
+def test_jobs_have_about_as_many_cases() -> None:
+    counts = [sum(job in jobs for jobs in jobs_of("test_this", CASES[2])) for job in JOBS]
+    assert max(counts) - min(counts) <= 3
+
+
+def test_tests_without_cases_are_spread() -> None:
+    assert {job for number in range(20) for jobs in jobs_of(f"test_{number}", [()]) for job in jobs} == {*JOBS, ALONE}
+
+
+def test_what_shows_at_two_ranks_only_runs_there() -> None:
+    assert jobs_of("test_this", [(1,), (2,)], two_ranks=True) == [{"mpi-2", "torchrun-2", ALONE}] * 2
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_the_tiers_are_disjoint_and_complete(fast: bool) -> None:
+    assert Tier.ALL.takes(fast)
+    assert Tier.FAST.takes(fast) is not Tier.REST.takes(fast)

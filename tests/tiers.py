@@ -1,0 +1,53 @@
+"""Which tests run in the fast tier. Pure.
+
+A test that runs inside every rank has cases, of strategies, models, options; and it runs in jobs of several sizes, under two
+launchers. The full tier has all products. The fast one runs every case in one job of several ranks, so that each value of a
+parameter meets each job, as far as there are cases enough; and every fourth case on a rank alone.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from enum import Enum
+
+__all__ = ["ALONE", "JOBS", "Tier", "jobs_of"]
+
+JOBS = ("mpi-2", "mpi-4", "torchrun-2")
+ALONE = "mpi-1"
+_TWO = ("mpi-2", "torchrun-2")
+_ALONE_EVERY = 4
+
+
+class Tier(Enum):
+    """What ``DEAR_TESTS`` names."""
+
+    ALL = ""
+    FAST = "fast"
+    REST = "rest"  # what is not in the fast one
+
+    def takes(self, fast: bool) -> bool:
+        """Whether it has a test that is in the fast tier, or is not."""
+        return self is Tier.ALL or fast is (self is Tier.FAST)
+
+
+def jobs_of(test: str, cases: Sequence[Sequence[Hashable]], *, two_ranks: bool = False) -> list[set[str]]:
+    """In which jobs the fast tier runs each of a test's `cases`, which are given by the values of their parameters.
+
+    With `two_ranks`, a test that shows something at one and two ranks only runs in all such jobs.
+    """
+    if two_ranks:
+        return [{*_TWO, ALONE} for _ in cases]
+    first = zlib.crc32(test.encode()) % len(JOBS)  # tests without parameters are spread, too
+    order = [JOBS[(first + shift) % len(JOBS)] for shift in range(len(JOBS))]
+    met: Counter[tuple[Hashable, str]] = Counter()  # how often a value runs in a job
+    load = Counter[str]()
+    found = []
+    for case in cases:
+        values = list(enumerate(case))
+        job = min(order, key=lambda job: (sorted(met[value, job] for value in values), load[job]))
+        load[job] += 1
+        met.update((value, job) for value in values)
+        found.append({job} if len(found) % _ALONE_EVERY else {job, ALONE})
+    return found
