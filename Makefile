@@ -3,7 +3,7 @@ PYTHON_PACKAGES = comm_core overlap dearrun dear wfbp mgwfbp bytescheduler_adapt
 CPP = $(shell find comm_core -name '*.hpp' -o -name '*.cpp')
 BIN = .venv/bin
 
-.PHONY: help setup build test test-all test-rest test-1 test-2 test-4 test-slow sanitize lint format ci bench horovod compare-horovod clean
+.PHONY: docs docs-serve help setup build test test-all test-rest test-1 test-2 test-4 test-slow sanitize lint format ci bench horovod compare-horovod clean
 help: ## show the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
 
@@ -43,6 +43,18 @@ format: setup ## format Python and C++
 
 ci: lint test test-rest ## what must be green: lint, and all tests
 
+docs: .venv-docs/ready ## build the documentation site into build/site; a broken link or reference fails
+	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
+	@echo "build/site/index.html"
+
+docs-serve: .venv-docs/ready ## show the site on this machine while pages change
+	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs serve
+
+.venv-docs/ready: requirements-docs.txt
+	@python3 -m venv .venv-docs
+	@.venv-docs/bin/python -m pip install --quiet -r requirements-docs.txt
+	@touch $@
+
 bench: setup ## time every collective, at 2 ranks on this machine, and what ranks compute in them
 	$(BIN)/python -m bench.collectives
 	$(BIN)/python -m bench.kernels
@@ -54,4 +66,4 @@ compare-horovod: setup ## run the same calls and scripts under Horovod and ours 
 	@$(BIN)/python -m bench.surface $(if $(package),--package $(package))
 
 clean: ## remove what setup made
-	rm -rf .venv build .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-docs build .pytest_cache .mypy_cache .ruff_cache

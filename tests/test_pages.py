@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -38,3 +39,28 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_files_that_are_named_are_there(page: Path) -> None:
     names = re.findall(r"`(?:[\w./-]*/)?(\w+\.(?:py|cpp|hpp))`", page.read_text())
     assert sorted(set(names) - FILES - YOURS) == []
+
+
+def test_the_site_has_every_page() -> None:
+    nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    named = re.findall(r": (\S+\.md)$", nav, re.MULTILINE)
+    assert sorted(named) == sorted(path.name for path in (ROOT / "docs").glob("*.md"))
+
+
+def _text(node: ast.AST) -> str:
+    """Of a literal, with an ellipsis for what is filled in."""
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, str) else ""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(_text(value) if isinstance(value, ast.Constant) else "…" for value in node.values)
+    return ""
+
+
+def test_messages_that_troubleshooting_names_are_said() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    sources = [path for top in CODE - {"bench"} for path in (ROOT / top).rglob("*.py")]
+    said = [_text(node) for path in sources for node in ast.walk(ast.parse(path.read_text()))]
+    said = [re.sub(r"%[rsd.\dg]+", "…", text) for text in said if len(text) > 10]
+    named = re.findall(r"^\| `([^`]+)` ", page, re.MULTILINE)
+    assert len(named) > 40
+    assert [text for text in named if not any(text in one for one in said)] == []

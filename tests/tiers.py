@@ -1,6 +1,6 @@
 """Which tests run in the fast tier. Pure.
 
-A test that runs inside every rank has cases, of strategies, models, options; and it runs in jobs of several sizes, under two
+A test that runs inside every rank has cases, of strategies, models, options; it runs in jobs of several sizes, under two
 launchers. The full tier has all products. The fast one runs every case in one job of several ranks, so that each value of a
 parameter meets each job, as far as there are cases enough; and every fourth case on a rank alone.
 """
