@@ -117,7 +117,7 @@ def DistributedOptimizer(
         optimizer: any ``torch.optim.Optimizer``. Those that are not known to work element by element are stepped in
             full, inside ``step()``.
         named_parameters: the module, or pairs of name and parameter, or None.
-        compression, backward_passes_per_step, op, gradient_predivide_factor, num_groups, groups, sparse_as_dense: as in
+        compression: this, and what follows up to `sparse_as_dense`: as in
             Horovod; see :class:`overlap.optimizer.arguments.HorovodArguments`.
         process_set: all ranks; rank 0 decides the order for all of them. Raises ``ValueError`` for any other.
         partition_mb: layers travel in partitions of at most this many MB (2^20 bytes), between which a more urgent layer

@@ -216,7 +216,7 @@ def DistributedOptimizer(
     Args:
         optimizer: any ``torch.optim.Optimizer``; its state stays on each rank, and is kept from round to round.
         named_parameters: the module, or pairs of name and parameter, or None.
-        compression, backward_passes_per_step, op, gradient_predivide_factor, num_groups, groups, sparse_as_dense: as in
+        compression: this, and what follows up to `sparse_as_dense`: as in
             Horovod, for gradients, which are averaged within `nprocs_per_node` only; see
             :class:`overlap.optimizer.arguments.HorovodArguments`. Parameters travel in their own type, 16 bits as float32.
         process_set: only the global one, as averages are over all ranks. Raises ``ValueError`` for others.

@@ -156,8 +156,8 @@ def DistributedOptimizer(
     Args:
         optimizer: any ``torch.optim.Optimizer``.
         named_parameters: the module, or pairs of name and parameter, or None.
-        compression, backward_passes_per_step, op, gradient_predivide_factor, num_groups, groups, sparse_as_dense,
-            process_set: as in Horovod; see :class:`overlap.optimizer.arguments.HorovodArguments`.
+        compression: this, and what follows up to `process_set`: as in Horovod; see
+            :class:`overlap.optimizer.arguments.HorovodArguments`.
         threshold_mb: layers are fused, in the order of their use, while a bucket stays below this many MB (2^20 bytes); 0:
             no fusion. ``"auto"``: what the environment variable ``DEAR_THRESHOLD_MB`` (MB), or
             ``HOROVOD_FUSION_THRESHOLD`` (bytes), says; else a 32nd of the parameters that are trained, at least 1 and at

@@ -133,8 +133,8 @@ def DistributedOptimizer(
     Args:
         optimizer: any ``torch.optim.Optimizer``.
         named_parameters: the module, or pairs of name and parameter, or None.
-        compression, backward_passes_per_step, op, gradient_predivide_factor, num_groups, groups, sparse_as_dense,
-            process_set: as in Horovod; see :class:`overlap.optimizer.arguments.HorovodArguments`.
+        compression: this, and what follows up to `process_set`: as in Horovod; see
+            :class:`overlap.optimizer.arguments.HorovodArguments`.
         asc: merge only where merging delays nothing (ASC-WFBP).
         merge_below_kb: groups of fewer KB (2^10 bytes) on the wire are merged with the next tensor in any case; not with
             `asc`. 0: where the time

@@ -119,8 +119,8 @@ def DistributedOptimizer(
             each other: all of torch's but LBFGS, and those for which `per_parameter` promises it. Others are stepped
             in full on every rank.
         named_parameters: the module, or pairs of name and parameter, or None.
-        compression, backward_passes_per_step, op, gradient_predivide_factor, num_groups, groups, sparse_as_dense,
-            process_set: as in Horovod; see :class:`overlap.optimizer.arguments.HorovodArguments`. A compression of one's
+        compression: this, and what follows up to `process_set`: as in Horovod; see
+            :class:`overlap.optimizer.arguments.HorovodArguments`. A compression of one's
             own needs whole gradients: every rank updates everything then.
         threshold_mb: layers are fused, in the order of their use, while a bucket stays below this many MB (2^20 bytes); 0:
             a bucket for each layer. ``"auto"``: a 32nd of the parameters that are trained, at least 1 and at most 25.

@@ -183,7 +183,7 @@ for wrap in wraps:
             optimizer.step()
             optimizer.zero_grad()
 dear.shutdown()
-print("the end", bool(torch.isfinite(model[0].weight).all()), flush=True)
+print(f"the end {bool(torch.isfinite(model[0].weight).all())}\\n", end="", flush=True)
 """
     result = _run(tmp_path, text, launcher).check()
     assert result.output.count("the end True") == 2

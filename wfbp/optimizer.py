@@ -53,8 +53,8 @@ def DistributedOptimizer(
     Args:
         optimizer: any ``torch.optim.Optimizer``.
         named_parameters: the module, or pairs of name and parameter, or None.
-        compression, backward_passes_per_step, op, gradient_predivide_factor, num_groups, groups, sparse_as_dense,
-            process_set: as in Horovod; see :class:`overlap.optimizer.arguments.HorovodArguments`.
+        compression: this, and what follows up to `process_set`: as in Horovod; see
+            :class:`overlap.optimizer.arguments.HorovodArguments`.
         shell: ``elementwise=None, sync_start=True, poison=None`` of
             :class:`overlap.optimizer.distributed.DistributedOptimizer`.
     """
