@@ -14,8 +14,6 @@ from co2.join import JoinRefusal
 from co2.lifetime import Ownership, Shutdown
 from co2.rounds import Rounds
 from co2.schedule import Schedule
-from overlap.core.bucket import Bucket
-from overlap.core.persistent import all_reduce
 from overlap.core.strategy import Strategy
 from overlap.features.join import joined_ranks_of
 from overlap.job.process_set import ProcessSet, global_process_set
@@ -62,9 +60,6 @@ class Co2(Strategy):
             bucket for units in (used, idle) for bucket in fuse(units, specs, world_size, threshold_bytes=_FUSION_BYTES)
         ]
         return Plan(tuple(buckets), (False,) * len(buckets))
-
-    def reduce(self, comm: Communicator, bucket: Bucket) -> None:
-        bucket.work = all_reduce(comm, bucket)
 
 
 class Co2Optimizer(Shell):

@@ -12,7 +12,6 @@ import torch
 
 from dear.schedule import plan_buckets
 from overlap.core.bucket import Bucket
-from overlap.core.persistent import all_gather, all_reduce, reduce_scatter
 from overlap.core.strategy import Strategy
 from overlap.job.process_set import ProcessSet, global_process_set
 from overlap.job.session import current
@@ -106,27 +105,19 @@ class Dear(Strategy):
             one_owner=self.policy == "rb",
         )
 
+
+class Breakdown(Dear):
+    """Without some parts of the communication: what they cost is the difference. The training is wrong."""
+
     def reduce(self, comm: Communicator, bucket: Bucket) -> None:
-        whole, into, owner, op = bucket.outgoing, bucket.incoming, bucket.spec.owner, bucket.op
-        if _PARTS[self.policy][0] in self.excluded:
-            if bucket.holds_parameters:
-                into.copy_(whole[bucket.own])
-        elif not bucket.holds_parameters:
-            bucket.work = all_reduce(comm, bucket)
-        elif owner is None:
-            bucket.work = reduce_scatter(comm, bucket)
-        else:
-            target = into if owner == comm.rank else None
-            bucket.work = comm.reduce_async(whole, target, op, owner, label=bucket.label)
+        if _PARTS[self.policy][0] not in self.excluded:
+            super().reduce(comm, bucket)
+        elif bucket.holds_parameters:
+            bucket.incoming.copy_(bucket.outgoing[bucket.own])
 
     def gather(self, comm: Communicator, bucket: Bucket) -> None:
-        if _PARTS[self.policy][1] in self.excluded:
-            return
-        owner = bucket.spec.owner
-        if owner is None:
-            bucket.work = all_gather(comm, bucket)
-        else:
-            bucket.work = comm.broadcast_async(bucket.travelling, owner, label=bucket.label)
+        if _PARTS[self.policy][1] not in self.excluded:
+            super().gather(comm, bucket)
 
 
 def DistributedOptimizer(
@@ -203,7 +194,7 @@ def DistributedOptimizer(
     own["threshold_mb"], own["num_nearby_layers"] = limits(
         threshold_mb if wished_mb is None else wished_mb, num_nearby_layers, trained_bytes(optimizer)
     )
-    distributed = Shell(optimizer, named_parameters, Dear(**own), arguments, **shell)
+    distributed = Shell(optimizer, named_parameters, (Breakdown if exclude_parts else Dear)(**own), arguments, **shell)
     start_tuning(distributed, tune, process_set)
     return distributed
 

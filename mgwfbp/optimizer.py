@@ -11,8 +11,6 @@ import torch
 
 from mgwfbp.rehearsal import Rehearsal
 from mgwfbp.schedule import plan_buckets, reordered, table
-from overlap.core.bucket import Bucket
-from overlap.core.persistent import all_reduce
 from overlap.core.strategy import Strategy
 from overlap.job.groups import beside, leader
 from overlap.job.process_set import ProcessSet, global_process_set
@@ -27,7 +25,7 @@ from overlap.plan.partition import TensorSpec
 from overlap.plan.plan import Facts, Plan
 from overlap.plan.tuning.options import Tuning
 from overlap.plan.tuning.space import Dimension, Setting
-from overlap.transport.communicator import Communicator, ReduceOp
+from overlap.transport.communicator import ReduceOp
 from overlap.transport.compression import NoneCompressor
 from overlap.transport.objects import agree, allgather_object
 
@@ -103,9 +101,6 @@ class MgWfbp(Strategy):
             log.info("%s", table(groups, self.cost, since))
             self.report = False
         return plan
-
-    def reduce(self, comm: Communicator, bucket: Bucket) -> None:
-        bucket.work = all_reduce(comm, bucket)
 
 
 def DistributedOptimizer(

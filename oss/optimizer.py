@@ -17,8 +17,6 @@ import torch
 
 from oss.assignment import assign_owners
 from oss.fairscale import refuse_fairscales_names
-from overlap.core.bucket import Bucket
-from overlap.core.persistent import all_gather, all_reduce, reduce_scatter
 from overlap.core.strategy import Strategy
 from overlap.job.process_set import ProcessSet, global_process_set
 from overlap.job.session import current
@@ -31,7 +29,7 @@ from overlap.plan.partition import TensorSpec
 from overlap.plan.plan import Facts, Plan, Updates
 from overlap.plan.tuning.options import Tuning
 from overlap.plan.tuning.space import Dimension, Setting
-from overlap.transport.communicator import Communicator, ReduceOp
+from overlap.transport.communicator import ReduceOp
 from overlap.transport.compression import NoneCompressor
 
 __all__ = ["DistributedOptimizer", "Oss"]
@@ -84,15 +82,6 @@ class Oss(Strategy):
             num_nearby_layers=self.num_nearby_layers,
         )
         return Plan(buckets, tuple(shardable[bucket.tensors[0]] for bucket in buckets))
-
-    def reduce(self, comm: Communicator, bucket: Bucket) -> None:
-        if bucket.holds_parameters:
-            bucket.work = reduce_scatter(comm, bucket, bucket.shares)
-        else:
-            bucket.work = all_reduce(comm, bucket)
-
-    def gather(self, comm: Communicator, bucket: Bucket) -> None:
-        bucket.work = all_gather(comm, bucket, bucket.shares)
 
 
 def DistributedOptimizer(

@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-from overlap.core.bucket import Bucket
-from overlap.core.persistent import all_reduce
 from overlap.core.strategy import Strategy
 from overlap.job.process_set import ProcessSet, global_process_set
 from overlap.optimizer.arguments import HorovodArguments
@@ -16,7 +14,7 @@ from overlap.optimizer.distributed import DistributedOptimizer as Shell
 from overlap.optimizer.start import agree_on_strategy
 from overlap.plan.partition import TensorSpec, per_tensor
 from overlap.plan.plan import Facts, Plan
-from overlap.transport.communicator import Communicator, ReduceOp
+from overlap.transport.communicator import ReduceOp
 from overlap.transport.compression import NoneCompressor
 
 __all__ = ["DistributedOptimizer", "Wfbp"]
@@ -30,9 +28,6 @@ class Wfbp(Strategy):
     def plan(self, facts: Facts, specs: Sequence[TensorSpec], shardable: Sequence[bool], world_size: int) -> Plan:
         buckets = per_tensor(facts.arrivals, specs, world_size)
         return Plan(buckets, (False,) * len(buckets))
-
-    def reduce(self, comm: Communicator, bucket: Bucket) -> None:
-        bucket.work = all_reduce(comm, bucket)
 
 
 def DistributedOptimizer(

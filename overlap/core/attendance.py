@@ -10,7 +10,7 @@ from overlap.transport.communicator import Communicator
 
 __all__ = ["Attendance"]
 
-_CALLS = ("start", "again", "ask")
+_CALLS = ("start", "again", "ask", "meeting")
 _LAST = ("step", "infinite", "closure")
 
 
@@ -25,7 +25,7 @@ class Attendance:
         self.topic = ""  # what the optimizer is called between ranks, once it is registered
         self.round = 0
         self._number = 0  # of the next word
-        self._opened = self._started = self._said_last = self._over = False
+        self.opened = self._started = self._said_last = self._over = False
         self.trainable: Callable[[], list[int]] = list  # which parameters may get gradients
         self.shared_order = False  # reductions may have to wait for those of another optimizer
 
@@ -53,9 +53,9 @@ class Attendance:
         Whoever waits for one optimizer's reductions may otherwise wait for another's, whose round has not started.
         """
         self._joined_ranks.check()
-        if self.shared_order and not self._opened:
-            self._opened = True
+        if self.shared_order and not self.opened:
             self._say("open", keep=True, trainable=self.trainable())
+        self.opened = True
 
     def start(self, call: str) -> None:
         """Before the round is closed in a `call` of the script's, and anything waits for joined ranks: they are called."""
@@ -82,7 +82,7 @@ class Attendance:
     def close(self) -> None:
         """The round is over on this rank (others may still wait for its reductions)."""
         self.round, self._number = self.round + 1, 0
-        self._opened = self._started = self._said_last = False
+        self.opened = self._started = self._said_last = False
         self._joined_ranks.closed(self.topic, self.round)
 
     def end(self) -> None:

@@ -14,7 +14,7 @@ from overlap.core.owners import Strangers
 from overlap.features.gradient_check import GradientCheck
 from overlap.features.rounded_parameters import Master
 from overlap.plan.partition import BucketSpec
-from overlap.transport.communicator import ReduceOp, Start, Wide, Work
+from overlap.transport.communicator import Communicator, ReduceOp, Start, Wide, Work
 from overlap.transport.cut_pickles import cut_when_pickled
 from overlap.transport.memory import copy_used, unused_mark, unused_positions, view_like
 
@@ -75,15 +75,19 @@ class Slot:
 
     def fill(self) -> None:
         """Move the gradient into the bucket, where ``.grad`` becomes a view, or mark the parameter as unused here."""
-        assert self.place is not None
-        view, gradient = self._mended(), self.param.grad
-        if gradient is None or self.converted:
-            unused_mark(self.place)
+        place, view, param = self.place, self.view, self.param
+        assert place is not None
+        assert view is not None
+        if view.data_ptr() != place.data_ptr() or view.dtype is not place.dtype:
+            self.view = view = place.data  # ``model.half().double()`` has given the old one other memory
+        gradient = param.grad
+        if gradient is None or param.dtype is not place.dtype or param.device != place.device:
+            unused_mark(place)
             self._given = None
         else:
-            copy_used(self.place, gradient)
+            copy_used(place, gradient)
             if not gradient.requires_grad:  # backward(create_graph=True): the graph hangs on the user's own tensor
-                self.param.grad = gradient = view
+                param.grad = gradient = view
             self._given, self._version = gradient, gradient._version
         self.filled = True
 
@@ -105,15 +109,6 @@ class Slot:
         """Whether the parameter has become another type, or moved to another device, since it is in its bucket."""
         place = self.place
         return place is not None and (self.param.dtype is not place.dtype or self.param.device != place.device)
-
-    def _mended(self) -> torch.Tensor:
-        """The view: a new one where ``model.half().double()`` has given the old one other memory."""
-        place, view = self.place, self.view
-        assert place is not None
-        assert view is not None
-        if view.data_ptr() != place.data_ptr() or view.dtype is not place.dtype:
-            self.view = view = place.data
-        return view
 
     def keep_layout(self) -> None:
         """Lay the parameter out as its place was, if a conversion changed that: shards of the state are in this order."""
@@ -157,12 +152,12 @@ class Slot:
 
         Who drops a gradient that is this rank's own still (``model.zero_grad()``) keeps nothing from anybody.
         """
-        if self.filled or not self.noted:
-            return self.filled and self.replaced
-        gradient = self.param.grad
-        if gradient is None or not self.replaced:
+        given, gradient = self._given, self.param.grad
+        if gradient is given and (given is None or given._version == self._version):
             return False
-        return gradient.layout is not torch.strided or bool(gradient.detach().any())
+        if self.filled or not self.noted:
+            return self.filled
+        return gradient is not None and (gradient.layout is not torch.strided or bool(gradient.detach().any()))
 
     @property
     def given_by_hand(self) -> bool:
@@ -179,11 +174,33 @@ class Slot:
 
 
 class Known(NamedTuple):
-    """An operation that was issued, to be issued again."""
+    """An operation that was issued, to be issued again while it is of the very same objects, which lie where they lay."""
 
-    arguments: tuple[object, ...]
-    places: tuple[int, ...]  # addresses of what it reads and writes
+    comm: Communicator
+    send: torch.Tensor
+    recv: torch.Tensor
+    op: ReduceOp | None
+    wide: Wide | None
+    places: tuple[object, ...]  # addresses: ``model.share_memory()``, or a queue, moves memory under the same tensors
     start: Start
+
+    def is_of(
+        self,
+        comm: Communicator,
+        send: torch.Tensor,
+        recv: torch.Tensor,
+        op: ReduceOp | None,
+        wide: Wide | None,
+        places: tuple[object, ...],
+    ) -> bool:
+        return (
+            self.comm is comm
+            and self.send is send
+            and self.recv is recv
+            and self.op is op
+            and self.wide is wide
+            and self.places == places
+        )
 
 
 class Bucket:
@@ -212,10 +229,15 @@ class Bucket:
         self._rank, self._warned = rank, False
         self.phase = Phase.FILLING
         self.work: Work | None = None
-        self.starts: dict[str, Known] = {}  # see `overlap.core.persistent`
+        self.reduction: Known | None = None  # see `overlap.core.collectives`
+        self.gathering: Known | None = None
         self.round = 0  # of its last reduction; see `overlap.core.attendance`
         first = slots[0].param
         self.shares = spec.shares(world_size)  # elements of each rank's shard
+        self.counts = None if len(set(self.shares)) == 1 else self.shares
+        # Whether nobody's part of the reduction is done before every rank has issued it.
+        self.meets = all(self.shares) if holds_parameters else bool(spec.padded_numel)
+        self.lane = 0  # which of the communicators carries it
         self.own = spec.own(rank, world_size)
         self.gradients = torch.zeros(spec.padded_numel, dtype=first.dtype, device=first.device)
         cut_when_pickled(self.gradients)
@@ -268,15 +290,6 @@ class Bucket:
     def travelling(self) -> torch.Tensor:
         """What an all-gather of the parameters fills in place, this rank's shard being there."""
         return self.parameters if self.master is None else self.master.wire
-
-    @property
-    def meets(self) -> bool:
-        """Whether nobody's part of the reduction is done before every rank has issued it."""
-        return all(self.shares if self.holds_parameters else (self.gradients.numel(),))
-
-    @property
-    def full(self) -> bool:
-        return all(slot.filled for slot in reversed(self.slots))  # the last one is the last to be, and asked most often
 
     @property
     def extents(self) -> tuple[torch.Tensor, list[int]]:

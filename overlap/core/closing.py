@@ -68,7 +68,7 @@ class Closing:
         Parameters have become another type than their buckets'; or another rank may not be done with an earlier round.
         """
         self._hear_of_drop(wait=False)
-        return self._tally.dropping or self._calls.doubt or any(slot.converted for slot in self._slots)
+        return self._tally.dropping or self._calls.doubt or bool(changes(self._slots))
 
     # - Calls that need averages
 
@@ -93,7 +93,8 @@ class Closing:
             else:
                 self._attendance.start(call)  # joined ranks are called before anything waits for them
             self._hear_of_drop(wait=True)
-            failure, converted = self._failure(check), changes(self._slots)
+            converted = changes(self._slots)
+            failure = self._failure(check, converted)
             waits = not self.closed and (bool(converted) or self._calls.doubt or self._arrangement.learning)
             late = [] if self.closed else self._late()
             mine = replace(self._said(Call.CLOSE), late=bool(late), converted=bool(converted))
@@ -148,9 +149,12 @@ class Closing:
 
     # - Calls that need none
 
-    def count(self) -> None:
-        """The script has made a call that drops what there is, or finds nothing. On one rank."""
-        self._calls.made += 1
+    def count(self, *, unseen: bool = False) -> None:
+        """The script has made a call that drops what there is, or finds nothing. On one rank.
+
+        `unseen`: ranks without gradients do not notice that it was made.
+        """
+        self._calls.count(unseen=unseen)
         self._hear_of_drop(wait=False)
         if self._apart:
             self._require_open()
@@ -163,7 +167,7 @@ class Closing:
         window = self._window
         window.check_skippable()
         if self.closed or window.sent:
-            self._tally.post(replace(self._said(Call.DROP), number=self._calls.made, sent=True), "zero_grad()")
+            self._tally.post(replace(self._said(Call.DROP), number=self._calls.last, sent=True), "zero_grad()")
             window.drop(zeros=zeros)
             self._calls.drop()
             if self.closed:  # so all ranks have issued all of it
@@ -190,7 +194,7 @@ class Closing:
 
     def _said(self, call: Call) -> Said:
         number = None if self._attendance.following else self._calls.next
-        return Said(call, self._attendance.round, self._attendance.rank, number)
+        return Said(call, self._attendance.round, self._attendance.rank, number, alone=self._calls.alone)
 
     def _follow(self, heard: Heard, failure: Exception | None) -> bool:
         """Whether all ranks mean this call; False where others have dropped the round before it, which is over now."""
@@ -277,25 +281,22 @@ class Closing:
 
     # - What this rank knows
 
-    def _failure(self, check: Callable[[], None] | None) -> Exception | None:
+    def _failure(self, check: Callable[[], None] | None, converted: list[Change]) -> Exception | None:
         window = self._window
         try:
             if check is not None:
                 check()
-            self._check_converted()
+            if converted and window.filled:
+                first = converted[0]
+                raise RuntimeError(
+                    f"parameter {first.name!r} was converted from {first.before} to {first.now} between backward() and "
+                    "step(), while gradients were on their way; convert after step() or zero_grad()"
+                )
             if not (window.synchronized or window.infinities_shown):
                 window.verify(sharded_only=window.reduced)
         except (RuntimeError, TypeError, ValueError) as error:
             return error
         return None
-
-    def _check_converted(self) -> None:
-        mine = changes(self._slots)
-        if mine and any(slot.filled for slot in self._slots):
-            raise RuntimeError(
-                f"parameter {mine[0].name!r} was converted from {mine[0].before} to {mine[0].now} between backward() and "
-                "step(), while gradients were on their way; convert after step() or zero_grad()"
-            )
 
     def _late(self) -> list[Slot]:
         """Parameters in no bucket that take part here. What is frozen and has a gradient is stepped, as by torch."""

@@ -27,11 +27,12 @@ class Change:
 
 def changes(slots: Iterable[Slot]) -> list[Change]:
     """Of the `slots` that are in buckets: which were converted since."""
-    return [
-        Change(slot.name, f"{slot.place.dtype} on {slot.place.device.type}", kind_of(slot))
-        for slot in slots
-        if slot.place is not None and slot.converted
-    ]
+    found = []
+    for slot in slots:  # in every step: without a call for each
+        place, param = slot.place, slot.param
+        if place is not None and (param.dtype is not place.dtype or param.device != place.device):
+            found.append(Change(slot.name, f"{place.dtype} on {place.device.type}", kind_of(slot)))
+    return found
 
 
 def kind_of(slot: Slot) -> str:

@@ -31,7 +31,6 @@ from overlap.features.early import EagerUpdates
 from overlap.features.sparse import average_sparse, refuse_sparse
 from overlap.optimizer.param_groups import Wrapped
 from overlap.plan.groups import Groups
-from overlap.plan.partition import lane_of
 from overlap.plan.plan import Updates
 from overlap.transport.communicator import Communicator
 from overlap.transport.work import arrive
@@ -67,11 +66,14 @@ class Engine:
         attendance.trainable = lambda: [slot.index for slot in slots if slot.param.requires_grad]
         attendance.shared_order = not strategy.ordered
         self.suspended = False  # inside no_sync()
+        self._factor = -1, 1.0  # of a round, what its averages are multiplied by
         self.accumulating = False  # since the last step, gradients arrived that no reduction has seen
         shards = ShardUpdate(optimizer, whole=updates is Updates.OWNED) if updates.in_shards else None
-        self._planner = Planner(comm, optimizer, slots, strategy, groups, shards, states, exchange.wire_itemsize)
+        self._planner = Planner(
+            comm, optimizer, slots, strategy, groups, shards, states, exchange.wire_itemsize, lanes=len(reductions)
+        )
         self.order = self._planner.order  # in order of issue
-        self.transit = Transit(gathers, lambda comm, bucket: self.strategy.gather(comm, bucket), poison=poison)
+        self.transit = Transit(gathers, self._planner, poison=poison)
         self._model = model
         self._by_param = {id(slot.param): slot for slot in slots}
         self.window = GradientWindow(
@@ -193,21 +195,22 @@ class Engine:
         elif slot.bucket is not None:
             if self.eager is not None:
                 self.eager.refuse_read(slot)
-            self.transit.arrive(slot.bucket)
+            if slot.bucket in self.transit.pending:
+                self.transit.arrive(slot.bucket)
 
-    def _enter(self, module: torch.nn.Module) -> None:
-        observer = self.arrangement.observer
+    def _enter(self, module: torch.nn.Module, *_inputs: object) -> None:
+        observer, transit = self.arrangement.observer, self.transit
         if observer is not None:
             observer.enter(module)
-        self.transit.arrive_entry()
-        if torch.is_grad_enabled():
+        if self.window.unscaled and torch.is_grad_enabled():
             self.window.scale_kept()
-        if self.transit or observer is not None:
+        if transit.busy or observer is not None:
+            transit.arrive_entry()
             for parameter in dict.values(module._parameters):
                 if parameter is not None:
                     self._touch(parameter)
 
-    def _leave(self, module: torch.nn.Module) -> None:
+    def _leave(self, module: torch.nn.Module, *_inputs_and_output: object) -> None:
         observer = self.arrangement.observer
         if observer is not None:
             observer.leave(module)
@@ -250,7 +253,7 @@ class Engine:
 
     def _drop_unseen(self) -> None:
         """``p.grad = None`` by hand, which backward finds."""
-        self.closing.count()
+        self.closing.count(unseen=True)
         self.closing.drop()
 
     def _see_zero_grad(self) -> None:
@@ -261,7 +264,7 @@ class Engine:
         modules = call.f_locals["self"].modules()
         members = {id(parameter) for module in modules for parameter in dict.values(module._parameters)}
         if all(id(slot.param) in members for slot in self.slots if slot.fires or slot.filled):
-            self.closing.count()
+            self.closing.count(unseen=True)
             self._drop(zeros=not call.f_locals["set_to_none"])
 
     def _average_sparse(self) -> None:
@@ -272,25 +275,31 @@ class Engine:
             self.transit.arrive_all()  # nobody used these since the last step; their buffers are free then
 
     def _launch(self, bucket: Bucket) -> None:
-        self.transit.arrive(bucket)  # nobody used these parameters since the last step
+        if bucket in self.transit.pending:
+            self.transit.arrive(bucket)  # nobody used these parameters since the last step
         self._exchange.load(bucket)
-        self.attendance.open()
-        bucket.round = self.attendance.round
-        lane = lane_of(bucket.shares, len(self._reductions))
-        self.strategy.reduce(self._reductions[lane], bucket)
+        attendance = self.attendance
+        if not attendance.opened:
+            attendance.open()
+        bucket.round = attendance.round
+        self._planner.strategy.reduce(self._reductions[bucket.lane], bucket)
 
     def _settle(self, bucket: Bucket) -> None:
         if bucket.work is not None:
             arrive(bucket.work)
             bucket.work = None
         self._exchange.unload(bucket)
+        shards = self._planner.shards
         if bucket.holds_parameters:
-            self.sharded.take(bucket)
+            assert shards is not None, "only buckets that hold parameters are updated in shards"
+            shards.take(bucket)
         else:
             bucket.find_unused()
-        self._exchange.rescale(bucket, self.shards, self._correction(bucket.round))
+        self._exchange.rescale(bucket, shards, self._correction(bucket.round))
 
     def _correction(self, number: int) -> float:
         """By what averages of round `number` are multiplied where ranks had joined."""
-        factor = self.attendance.factor(number)
-        return factor if self._exchange.averages else 1.0
+        if self._factor[0] != number:  # it is certain once any reduction of the round is done
+            factor = self.attendance.factor(number)
+            self._factor = number, factor if self._exchange.averages else 1.0
+        return self._factor[1]

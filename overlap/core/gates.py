@@ -129,7 +129,7 @@ class Gates:
     may hold gates on one module.
     """
 
-    def __init__(self, touch: Touch, enter: Callable[[torch.nn.Module], None], leave: Callable[..., None]) -> None:
+    def __init__(self, touch: Touch, enter: Callable[..., None], leave: Callable[..., None]) -> None:
         self._touch, self._enter, self._leave = untraced(touch), untraced(enter), untraced(leave)
         self._handles: list[RemovableHandle] = []
         self._modules: dict[torch.nn.Module, Entry] = {}
@@ -140,8 +140,7 @@ class Gates:
             if module in self._modules:
                 continue
             entry = self._modules[module] = Entry(module, self._enter, self._leave)
-            before = _Hook(lambda module, _inputs: self._enter(module), entry)
-            after = _Hook(lambda module, _inputs, _output: self._leave(module))
+            before, after = _Hook(self._enter, entry), _Hook(self._leave)
             self._handles.append(module.register_forward_pre_hook(before, prepend=True))
             self._handles.append(module.register_forward_hook(after, always_call=True))
             if any(managed(parameter) for parameter in module._parameters.values()):
@@ -219,5 +218,5 @@ class GroupGates:
 
     def _touch(self) -> None:
         transit = self._transit()
-        if transit and self._aside != threading.get_ident():
+        if transit is not None and transit.busy and self._aside != threading.get_ident():
             transit.arrive_all()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from overlap.core.bucket import Bucket, Phase
-from overlap.plan.partition import lane_of
+from overlap.core.planner import Planner
 from overlap.transport.communicator import Communicator
 from overlap.transport.forks import Origin, settle_before_forks
 from overlap.transport.work import arrive
@@ -17,25 +17,21 @@ __all__ = ["Transit"]
 
 
 class Transit:
-    """Buckets whose all-gather was issued by `gather(comm, bucket)`, or whose update was left for later.
+    """Buckets whose all-gather was issued by `planner`'s strategy, or whose update was left for later.
 
     With `poison`, parameters of other ranks' shards are NaN until they come, so that a missed wait shows.
     """
 
-    def __init__(
-        self, lanes: Sequence[Communicator], gather: Callable[[Communicator, Bucket], None], *, poison: bool
-    ) -> None:
-        self._lanes, self._gather, self._poison = tuple(lanes), gather, poison
-        self._buckets: dict[Bucket, Callable[[Bucket], None] | None] = {}  # by what is left to do on arrival
+    def __init__(self, lanes: Sequence[Communicator], planner: Planner, *, poison: bool) -> None:
+        self._lanes, self._planner, self._poison = tuple(lanes), planner, poison
+        self.busy = False  # whether anything is to be awaited, or to be raised
+        self.pending: dict[Bucket, Callable[[Bucket], None] | None] = {}  # by what is left to do on arrival
         self._arriving: set[Bucket] = set()  # their updates may look at parameters themselves
         self._origin = Origin()
         settle_before_forks(self)
         self._lock = threading.RLock()  # two threads may look at one parameter; both see its final value
         self._unraised: Exception | None = None  # what went wrong before a fork
         self.entry: list[Bucket] = []  # hold parameters no gate hands out: awaited when any forward starts
-
-    def __bool__(self) -> bool:
-        return bool(self._buckets) or self._unraised is not None
 
     def send(self, bucket: Bucket) -> None:
         """Issue the all-gather of a bucket whose shard was updated."""
@@ -48,31 +44,33 @@ class Transit:
             bucket.parameters.fill_(float("nan"))
             if bucket.master is None:
                 bucket.parameters[bucket.own] = mine
-        self._gather(self._lanes[lane_of(bucket.shares, len(self._lanes))], bucket)
+        self._planner.strategy.gather(self._lanes[bucket.lane], bucket)
         bucket.advance(Phase.GATHERING)
-        self._buckets[bucket] = None
+        self.pending[bucket], self.busy = None, True
 
     def leave(self, bucket: Bucket, update: Callable[[Bucket], None]) -> None:
         """Let the parameters of `bucket` become final through `update`, when they are needed."""
         bucket.advance(Phase.DUE)
-        self._buckets[bucket] = update
+        self.pending[bucket], self.busy = update, True
 
     def arrive(self, bucket: Bucket) -> None:
         """Wait until the parameters of `bucket` are final. From any thread."""
         if self._unraised is not None:
             self._raise_late()
-        if bucket not in self._buckets:
+        if bucket not in self.pending:
             return
-        self._origin.require()  # where it could not be awaited before the fork
+        if self._origin.elsewhere:  # where it could not be awaited before the fork
+            self._origin.require()
         with self._lock:
-            if bucket not in self._buckets or bucket in self._arriving:
+            if bucket not in self.pending or bucket in self._arriving:
                 return
             self._arriving.add(bucket)
             try:
-                self._complete(bucket, self._buckets[bucket])
+                self._complete(bucket, self.pending[bucket])
             finally:
                 self._arriving.discard(bucket)
-                del self._buckets[bucket]  # last: from now on nobody waits
+                del self.pending[bucket]  # last: from now on nobody waits
+                self.busy = bool(self.pending) or self._unraised is not None
 
     def _complete(self, bucket: Bucket, update: Callable[[Bucket], None] | None) -> None:
         if update is not None:
@@ -89,7 +87,7 @@ class Transit:
         """A forward starts: wait for the parameters that it may use without asking."""
         if self._unraised is not None:
             self._raise_late()
-        if self._buckets:
+        if self.pending:
             for bucket in self.entry:
                 self.arrive(bucket)
 
@@ -100,14 +98,15 @@ class Transit:
         try:
             self.arrive_all()
         except Exception as error:
-            self._unraised = error
+            self._unraised, self.busy = error, True
 
     def _raise_late(self) -> None:
         if self._unraised is not None:
             error, self._unraised = self._unraised, None
+            self.busy = bool(self.pending)
             raise error
 
     def arrive_all(self) -> None:
         self._raise_late()
-        for bucket in list(self._buckets):
+        for bucket in list(self.pending):
             self.arrive(bucket)

@@ -12,7 +12,7 @@ from overlap.core.heap import Freed
 from overlap.core.shards import ShardUpdate, StatePlacement
 from overlap.core.strategy import Strategy
 from overlap.plan.groups import Groups, members_of, plan_groups
-from overlap.plan.partition import BucketSpec, TensorSpec
+from overlap.plan.partition import BucketSpec, TensorSpec, lane_of
 from overlap.plan.plan import Facts, Plan
 from overlap.transport.communicator import Communicator
 from overlap.transport.memory import is_dense
@@ -36,9 +36,11 @@ class Planner:
         shards: ShardUpdate | None,
         states: StatePlacement,
         wire_itemsize: Callable[[torch.dtype], int | None],
+        *,
+        lanes: int,
     ) -> None:
         self._comm, self._optimizer, self._slots = comm, optimizer, slots
-        self._wire_itemsize = wire_itemsize
+        self._wire_itemsize, self._lanes = wire_itemsize, lanes
         self.strategy, self.shards, self._groups, self._states = strategy, shards, groups, states
         self.order: list[Bucket] = []
         self._facts: Facts | None = None  # about the parameters in buckets
@@ -169,7 +171,7 @@ class Planner:
         return order
 
     def _bucket(self, number: int, spec: BucketSpec, *, sharded: bool) -> Bucket:
-        return Bucket(
+        bucket = Bucket(
             number,
             spec,
             [self._slots[index] for index in spec.tensors],
@@ -179,6 +181,8 @@ class Planner:
             gather_dtype=self.strategy.gather_dtype,
             carried=self.strategy.carries and self._comm.rounds,
         )
+        bucket.lane = lane_of(bucket.shares, self._lanes)
+        return bucket
 
 
 def _without(facts: Facts, frozen: set[int]) -> Facts:

@@ -15,6 +15,7 @@ reductions is issued, no other rank's can be done, and nobody has updated anythi
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -31,6 +32,8 @@ from overlap.transport.communicator import ReduceOp
 from overlap.transport.encoding import can_travel
 
 __all__ = ["Stepper", "hyper_parameters"]
+
+_sparse = attrgetter("sparse")
 
 
 class Stepper:
@@ -119,19 +122,20 @@ class Stepper:
             averages.share()
             averages.take_synchronized()
         with self._share.updating():
-            whole, strangers = [], Strangers()
+            whole, strangers, shards = [], Strangers(), engine.sharded
             early = set() if engine.eager is None else engine.eager.finish()
             for bucket in reversed(engine.order):
                 if bucket in early:
                     continue
-                window.settle([bucket])
+                if bucket.phase is Phase.REDUCING:
+                    window.settle([bucket])
                 if bucket.holds_parameters:
                     bucket.adopt(strangers)
-                    engine.sharded.step(bucket)
+                    shards.step(bucket)
                     engine.transit.send(bucket)
                 else:
                     whole.append(bucket)
-            if whole or any(slot.sparse for slot in engine.slots):
+            if whole or any(map(_sparse, engine.slots)):
                 self._update_whole(whole)
             self._end_round()
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from overlap.core.bucket import Bucket
+from overlap.core.collectives import gather, reduce
 from overlap.plan.partition import TensorSpec
 from overlap.plan.plan import Facts, Plan, Updates
 from overlap.plan.tuning.space import Dimension, Setting
@@ -18,7 +19,7 @@ __all__ = ["Strategy"]
 
 
 class Strategy(ABC):
-    """One schedule of communication: a pure plan and two verbs.
+    """One schedule of communication: a pure plan. Few have operations of their own.
 
     `updates` is what the strategy wishes for; optimizers that need whole parameters get whole updates. Without
     `ordered`, buckets are handed to `reduce` as they fill, and the strategy sees to one order on all ranks; not with
@@ -83,14 +84,14 @@ class Strategy(ABC):
     def plan(self, facts: Facts, specs: Sequence[TensorSpec], shardable: Sequence[bool], world_size: int) -> Plan:
         """Decide the buckets, the same on every rank. `shardable[i]`: may tensor i be updated by the owner of its shard?"""
 
-    @abstractmethod
     def reduce(self, comm: Communicator, bucket: Bucket) -> None:
         """Issue the bucket's reduction: ``bucket.outgoing`` of all ranks into ``bucket.incoming`` with ``bucket.op``.
 
         Of a bucket that holds parameters, a rank needs its shard; `incoming` has its size. Otherwise `incoming` is
         whole and may be `outgoing` itself.
         """
+        reduce(comm, bucket)
 
     def gather(self, comm: Communicator, bucket: Bucket) -> None:
         """Issue the all-gather of the updated parameters of a sharded bucket, ``bucket.travelling``."""
-        raise AssertionError(f"no bucket of strategy {self.name!r} holds parameters")
+        gather(comm, bucket)

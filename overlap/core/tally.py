@@ -12,7 +12,8 @@ next call, where its tally is the one that the others' drop belongs to; it compl
 
 Which call that was, they tell by counting: all ranks run the same script, so they make the same calls. Who has passed the
 call with nothing on its way goes on; who has sent something for that round, or is not past it, means another round than
-those that dropped it, and all raise.
+those that dropped it, and all raise. A rank that drops gradients of which nothing is on its way says so in its next tally:
+it may be the only one to skip that step.
 
 [Note: doubt]
 So a rank must send nothing while an earlier call may have dropped the round. One ``zero_grad()`` after a step says
@@ -58,6 +59,7 @@ class Said:
     late: bool = False  # a parameter that is in no bucket takes part
     converted: bool = False  # parameters have become another type
     failed: bool = False  # this rank raises
+    alone: bool = False  # it has dropped gradients in this round of which it had sent nothing
 
     def numbers(self) -> list[int]:
         """To be reduced by their maximum; :meth:`Heard.of` reads them."""
@@ -69,15 +71,17 @@ class Said:
             self.converted,
             not self.converted,
             self.failed,
+            self.sent and not dropping and number is not None,
             self.round,
             -self.round,
             rank if call is Call.ASK and number is not None else _NOBODY,
             rank if call is Call.CLOSE and number is not None else _NOBODY,
-            rank if dropping else _NOBODY,
+            rank if dropping or self.alone else _NOBODY,
+            _NOBODY if dropping or self.alone or number is None else rank,
             _NOBODY if number is None or not dropping else -number,
             _NOBODY if number is None or dropping else -number,
             _NOBODY if number is None else number,
-            _NOBODY if number is None or not self.sent else number,
+            _NOBODY if number is None or not dropping else number,
         ]
 
 
@@ -90,43 +94,43 @@ class Heard:
     converted: bool  # on some rank …
     unconverted: bool  # … and not on some
     failed: bool
+    sent: bool  # by a rank that does not drop the round
     last_round: int
     first_round: int
     asking: int | None  # one of the ranks that ask …
     closing: int | None
-    dropping: int | None
+    dropping: int | None  # … that drop gradients of this round, or have done so before they sent any …
+    going_on: int | None  # … and that do not
     drop: int | None  # the first call in which a rank drops the round
     others: int | None  # the first call of those that do not
     last: int | None  # the last call of any
-    sent: int | None  # the last call of those that have sent something
+    last_drop: int | None
 
     @classmethod
     def of(cls, numbers: Sequence[int]) -> Heard:
         """From the maxima of what :meth:`Said.numbers` gave."""
-        gradients, late, converted, unconverted, failed = map(bool, numbers[:5])
-        last_round, minus_first, *given = numbers[5:]
-        asking, closing, dropping, minus_drop, minus_others, last, sent = (None if n == _NOBODY else n for n in given)
+        gradients, late, converted, unconverted, failed, sent = map(bool, numbers[:6])
+        last_round, minus_first = numbers[6:8]
+        given = (None if n == _NOBODY else n for n in numbers[8:])
+        asking, closing, dropping, going_on, minus_drop, minus_others, last, last_drop = given
         return cls(
             gradients,
             late,
             converted,
             unconverted,
             failed,
+            sent,
             last_round=last_round,
             first_round=-minus_first,
             asking=asking,
             closing=closing,
             dropping=dropping,
+            going_on=going_on,
             drop=None if minus_drop is None else -minus_drop,
             others=None if minus_others is None else -minus_others,
             last=last,
-            sent=sent,
+            last_drop=last_drop,
         )
-
-    @property
-    def going_on(self) -> int | None:
-        """One of the ranks that do not drop the round."""
-        return self.closing if self.closing is not None else self.asking
 
     @property
     def alike(self) -> bool:
@@ -149,57 +153,73 @@ def verdict(heard: Heard) -> Verdict:
     if heard.first_round != heard.last_round:
         return Verdict.DIFFERENT_CALLS
     if heard.drop is not None:
+        assert heard.last_drop is not None
         passed = heard.others is None or heard.others > heard.drop
-        return Verdict.DROPPED if passed and heard.sent == heard.drop else Verdict.APART
+        together = (heard.drop + 1) // 2 == (heard.last_drop + 1) // 2  # by the optimizer's zero_grad() or the model's
+        return Verdict.DROPPED if passed and together and not heard.sent else Verdict.APART
     if heard.asking is not None and heard.closing is not None:
         return Verdict.DIFFERENT_CALLS
+    if heard.dropping is not None and not heard.alike:
+        return Verdict.APART
     return Verdict.FAILED if heard.failed else Verdict.AGREED
 
 
 class Calls:
-    """Which calls this rank has made since its round began. Pure."""
+    """Which calls this rank has made since its round began. Pure.
+
+    Each counts two. What only those count that had gradients in hand (the model's ``zero_grad()``) counts one.
+    """
 
     def __init__(self) -> None:
-        self.made = 0  # in which a round can be dropped
-        self._free = 1  # that say nothing about an earlier drop
-        self._alone = False  # this rank has dropped gradients of which nobody can know
+        self._made = 0  # calls in which a round can be dropped
+        self._free = 2  # so many say nothing about an earlier drop
+        self.alone = False  # this rank has dropped gradients of which it had sent nothing
         self._usual: deque[int] = deque(maxlen=_REMEMBERED)
 
     @property
     def doubt(self) -> bool:
         """Whether a call that this rank has passed may have ended the round for others: [Note: doubt]."""
-        return self._alone or self.made > self._free
+        return self.alone or self._made > self._free
+
+    @property
+    def last(self) -> int:
+        """The number of the call that was counted last."""
+        return self._made
 
     @property
     def next(self) -> int:
         """The number of a call that is not counted here, such as ``step()``."""
-        return self.made + 1
+        return self._made + 2
+
+    def count(self, *, unseen: bool = False) -> None:
+        """A call that drops gradients, if there are any; `unseen` by ranks that have none."""
+        self._made += 1 if unseen else 2
 
     def drop(self) -> None:
-        """This rank drops the round in the call that it has just made, which begins the next one."""
-        self.made, self._alone = 0, False
-        self._free = self._free - 1 if self._free else 0
+        """This rank drops the round in the call that was counted last, which begins the next one."""
+        self._made, self.alone = 0, False
+        self._free = max(0, self._free - 2)
 
     def drop_alone(self) -> None:
         """This rank drops gradients of which nothing was sent."""
-        self._alone = True
+        self.alone = True
 
     def passed(self, drop: int) -> None:
         """Others have dropped the round in their call `drop`."""
-        self.made -= drop
-        self._alone = False
-        self._free = max(0, self._least - 1)
+        self._made -= drop
+        self.alone = False
+        self._free = self._least - 2
 
     def step(self, alike: bool) -> None:
         """The round ends in a step; `alike`, if all ranks came to it after as many calls."""
         if alike:
-            self._usual.append(self.made)
-        self.made, self._alone, self._free = 0, False, self._least
+            self._usual.append(self._made)
+        self._made, self.alone, self._free = 0, False, self._least
 
     @property
     def _least(self) -> int:
         """Of the last steps; fewer may all have been unusual."""
-        return max(1, min(self._usual)) if len(self._usual) == _REMEMBERED else 1
+        return max(2, min(self._usual)) if len(self._usual) == _REMEMBERED else 2
 
 
 class Tally:

@@ -7,6 +7,7 @@ step():     verify ─▶ flush (what did not fill) ─▶ settle each bucket �
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from operator import attrgetter
 
 import torch
 
@@ -17,6 +18,7 @@ from overlap.transport.work import arrive
 __all__ = ["GradientChanged", "GradientWindow", "StepSkipped", "TooManyGradients"]
 
 
+_fires, _filled, _meets = attrgetter("fires"), attrgetter("filled"), attrgetter("meets")
 _UNREADABLE = (Phase.GATHERING, Phase.DUE)
 _ISSUED_PHASES = (Phase.REDUCING, Phase.REDUCED)
 _ISSUED = "its reduction had been issued; the change would be lost"
@@ -66,7 +68,7 @@ class GradientWindow:
         self.synchronized = False  # .grad holds averages: step() uses them as they are
         self.infinities_shown = False  # a GradScaler wrote to .grad, which no longer counts
         self.scales: dict[int, float] = {}  # by slot: what averages in shards were multiplied by, and `.grad` was not
-        self._unscaled: dict[int, float] = {}  # … in the round before
+        self.unscaled: dict[int, float] = {}  # … in the round before
         self.hold: Callable[[], bool] = lambda: False
         self.drop_unseen: Callable[[], None] = lambda: None
         self.begun = False  # a gradient arrived …
@@ -76,7 +78,7 @@ class GradientWindow:
     @property
     def touched(self) -> bool:
         """Whether a gradient arrived since the last step."""
-        return any(slot.fires or slot.filled for slot in self.slots)
+        return any(map(_fires, self.slots)) or any(map(_filled, self.slots))
 
     @property
     def issued(self) -> bool:
@@ -99,7 +101,7 @@ class GradientWindow:
     @property
     def filled(self) -> bool:
         """Whether a gradient of this window is in its bucket, and reductions may be under way."""
-        return any(slot.filled for slot in self.slots)
+        return any(map(_filled, self.slots))
 
     def grad_ready(self, slot: Slot) -> None:
         """A gradient was accumulated into ``slot.param.grad``."""
@@ -124,7 +126,7 @@ class GradientWindow:
             slot.note()
             return
         slot.fill()
-        if not bucket.full:
+        if not all(map(_filled, reversed(bucket.slots))):  # as _full(), which this is too often to call
             return
         if bucket.gradient_check is not None:
             bucket.gradient_check.close()
@@ -171,12 +173,12 @@ class GradientWindow:
 
     def _launch_filled(self, buckets: Iterable[Bucket]) -> None:
         for bucket in buckets:
-            if bucket.phase is Phase.FILLING and bucket.full:
+            if bucket.phase is Phase.FILLING and _full(bucket):
                 self._launch(bucket)
                 bucket.advance(Phase.REDUCING)
 
     def _launch_full(self, held_back: int) -> None:
-        while self._next < len(self.order) - held_back and self.order[self._next].full:
+        while self._next < len(self.order) - held_back and _full(self.order[self._next]):
             bucket = self.order[self._next]
             self._next += 1
             self._launch(bucket)
@@ -225,8 +227,11 @@ class GradientWindow:
                 bucket.advance(Phase.REDUCED)
 
     def settle_done(self) -> None:
-        """Settle, in order of issue, what is reduced already, of updates in shards; waits for nothing."""
-        for bucket in self.order if self._hold_last else ():
+        """Settle, in order of issue, what is reduced already, of updates in shards; waits for nothing.
+
+        A reduction of which this rank needs nothing may be done before all ranks have issued it, and tells nothing.
+        """
+        for bucket in self.order if self._hold_last and all(map(_meets, self.order)) else ():
             if bucket.phase is Phase.REDUCING:
                 if bucket.work is None or not bucket.work.done():
                     return
@@ -289,7 +294,7 @@ class GradientWindow:
             self._next = 0
         self.reduced = self.synchronized = self.infinities_shown = False
         self.begun = self.held = False
-        self._unscaled, self.scales = self.scales, {}
+        self.unscaled, self.scales = self.scales, {}
 
     @torch.no_grad()
     def scale_kept(self) -> None:
@@ -297,12 +302,16 @@ class GradientWindow:
 
         Not before, since nearly everybody zeroes them.
         """
-        if self._unscaled:
-            scales, self._unscaled = self._unscaled, {}
+        if self.unscaled:
+            scales, self.unscaled = self.unscaled, {}
             for index, factor in scales.items():
                 slot = self.slots[index]
                 if slot.view is not None and slot.param.grad is slot.view:
                     slot.view.mul_(factor)
+
+
+def _full(bucket: Bucket) -> bool:
+    return all(map(_filled, reversed(bucket.slots)))  # the last one is the last to be, and asked most often
 
 
 def _changed(slot: Slot, what: str, when: str) -> GradientChanged:

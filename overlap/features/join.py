@@ -203,6 +203,8 @@ class JoinedRanks:
             # What was said before this rank, too, joined: who is out of data once more has missed nothing of it.
             missed = self._said if news.generation == self._generation else []
             said = [word for word in missed if word.round >= news.rounds.get(word.topic, word.round)]
+            # A round that was only begun may be nobody's, its optimizer garbage here and gone there. If not, more is said.
+            said = [word for word in said if word.what != "open" or word.topic in news.groups]
             if self._waiting_for_all is not None:
                 said.append(self._waiting_for_all)
         self._heard.put((news.generation, sender))

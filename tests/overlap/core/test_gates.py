@@ -22,8 +22,8 @@ class _Log:
         self.events: list[str] = []
         self.gates = Gates(
             lambda parameter: self.events.append(self.names[id(parameter)]),
-            lambda module: self.events.append("enter"),
-            lambda module: self.events.append("leave"),
+            lambda *_: self.events.append("enter"),
+            lambda *_: self.events.append("leave"),
         )
         self.gates.guard(module.modules(), lambda value: value is not None)
 

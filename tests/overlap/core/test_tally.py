@@ -35,14 +35,18 @@ def ask(rank: int, number: int) -> Said:
         ([close(0, 2, sent=True), close(1, None)], Verdict.AGREED),  # one has joined
         ([drop(0, 2), close(1, 3)], Verdict.DROPPED),
         ([drop(0, 2), drop(1, 2)], Verdict.DROPPED),
-        ([drop(0, 2), close(1, None)], Verdict.DROPPED),
+        ([drop(0, 2), close(1, None, sent=True)], Verdict.DROPPED),
         ([drop(0, 2), ask(1, 3)], Verdict.DROPPED),
         ([drop(0, 2), close(1, 3, failed=True)], Verdict.DROPPED),  # which says so again, of the next round
         ([drop(0, 2), close(1, 2)], Verdict.APART),  # steps in that very call
+        ([drop(0, 1), close(1, 2, sent=True)], Verdict.APART),
         ([drop(0, 2), close(1, 1)], Verdict.APART),
         ([drop(0, 2), close(1, 3, sent=True)], Verdict.APART),  # has sent what the other takes for its part
+        ([drop(0, 1), drop(1, 2)], Verdict.DROPPED),  # by the model's zero_grad() and the optimizer's
         ([drop(0, 2), drop(1, 3)], Verdict.APART),
         ([drop(0, 2), close(1, 3), close(2, 2, sent=True)], Verdict.APART),
+        ([close(0, 3, alone=True), close(1, 2, sent=True)], Verdict.APART),  # skipped a step alone
+        ([close(0, 3, alone=True), close(1, 3)], Verdict.AGREED),  # all skipped it, and nobody had sent anything
         ([close(0, 2), close(1, 2, failed=True)], Verdict.FAILED),
         ([close(0, 2), ask(1, 2)], Verdict.DIFFERENT_CALLS),
         ([close(0, 1, round=4), close(1, 1)], Verdict.DIFFERENT_CALLS),
@@ -59,39 +63,55 @@ def test_what_any_rank_says_is_heard() -> None:
     assert (found.gradients, found.late, found.converted, found.unconverted, found.failed) == (1, 1, 1, 1, 0)
     assert (found.first_round, found.last_round) == (3, 3)
     assert (found.asking, found.closing, found.dropping) == (5, 1, None)
-    assert (found.drop, found.others, found.last, found.sent) == (None, 2, 4, 2)
+    assert (found.drop, found.others, found.last, found.sent) == (None, 2, 4, True)
+    assert not heard(drop(0, 2), close(1, 4)).sent
     assert not found.alike
     assert heard(close(0, 2), close(1, 2), close(2, None)).alike
     assert heard(drop(4, 2), close(1, 5)).dropping == 4
+    assert heard(drop(4, 2), close(1, 5)).going_on == 1
+    assert heard(close(4, 2, alone=True), close(1, 5)).dropping == 4
 
 
 def test_one_call_after_a_step_is_free_and_none_after_a_drop() -> None:
     calls = Calls()
-    calls.made += 1
+    calls.count()
     assert not calls.doubt
-    calls.made += 1
+    calls.count()
     assert calls.doubt
     calls.drop()
-    assert (calls.made, calls.doubt) == (0, False)
-    calls.made += 1
+    assert (calls.last, calls.doubt) == (0, False)
+    calls.count()
     assert calls.doubt
     calls.step(alike=False)
-    assert (calls.made, calls.doubt) == (0, False)
+    assert (calls.last, calls.doubt) == (0, False)
+
+
+def _count(calls: Calls, times: int) -> None:
+    for _ in range(times):
+        calls.count()
 
 
 def test_scripts_that_always_make_two_calls_are_learned() -> None:
     calls = Calls()
     for step in range(12):
-        calls.made += 2
+        _count(calls, 2)
         assert calls.doubt is (step < 8)
         calls.step(alike=True)
-    calls.made += 3
+    _count(calls, 3)
     assert calls.doubt
     calls.step(alike=True)
-    calls.made += 1
+    _count(calls, 1)
     calls.step(alike=True)  # one step with less, and two say something again
-    calls.made += 2
+    _count(calls, 2)
     assert calls.doubt
+
+
+def test_what_only_those_with_gradients_count_comes_between_the_calls_of_all() -> None:
+    dropping, empty = Calls(), Calls()
+    for calls in (dropping, empty):
+        calls.count()
+    dropping.count(unseen=True)
+    assert empty.last < dropping.last < empty.next
 
 
 def test_gradients_that_were_dropped_alone_leave_a_doubt() -> None:
@@ -155,9 +175,9 @@ class _Rank:
             self.sent = self.data.post(self.rank, value)
 
     def zero_grad(self) -> None:
-        self.calls.made += 1
+        self.calls.count()
         if self.sent is not None:
-            self.posted = self.call.post(self.rank, Said(Call.DROP, self.round, self.rank, self.calls.made, sent=True))
+            self.posted = self.call.post(self.rank, Said(Call.DROP, self.round, self.rank, self.calls.last, sent=True))
             self.void, self.sent = self.sent, None
             self.calls.drop()
             self.round += 1
@@ -197,6 +217,7 @@ class _Rank:
             if closes and self.round and self.sent is None and not self.calls.doubt:
                 self.sent = self.data.post(self.rank, self.gradient)
             said = replace(mine, round=self.round, number=self.calls.next, sent=self.sent is not None)
+            said = replace(said, alone=self.calls.alone)
             found = heard(*self.call.read(self.call.post(self.rank, said)))  # type: ignore[arg-type]
             if verdict(found) is not Verdict.DROPPED:
                 assert verdict(found) in (Verdict.AGREED, Verdict.FAILED), found

@@ -12,7 +12,7 @@ from overlap.core.window import GradientWindow
 
 
 def _bucket(phase: Phase, done: bool | None) -> Any:
-    bucket = SimpleNamespace(phase=phase, work=None if done is None else SimpleNamespace(done=lambda: done))
+    bucket = SimpleNamespace(phase=phase, meets=True, work=None if done is None else SimpleNamespace(done=lambda: done))
     bucket.advance = lambda to: setattr(bucket, "phase", to)
     return bucket
 

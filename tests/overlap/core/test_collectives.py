@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 import comm_core
 from overlap.core.bucket import Bucket, Slot
-from overlap.core.persistent import all_gather, all_reduce, reduce_scatter
+from overlap.core.collectives import gather, reduce
 from overlap.plan.partition import BucketSpec
 from overlap.transport.communicator import Communicator, ReduceOp
 from overlap.transport.native import NativeCommunicator
@@ -15,6 +18,12 @@ from overlap.transport.native import NativeCommunicator
 def _bucket() -> Bucket:
     slot = Slot(0, "weight", torch.nn.Parameter(torch.ones(6)), 0)
     return Bucket(0, BucketSpec((0,), (0,), 6, 6), [slot], rank=0, world_size=1, holds_parameters=True)
+
+
+def _wait(issue: Callable[[Any, Bucket], None], comm: _Counted, bucket: Bucket) -> None:
+    issue(comm, bucket)
+    assert bucket.work is not None
+    bucket.work.wait()
 
 
 class _Counted:
@@ -33,17 +42,17 @@ def test_arguments_are_looked_at_when_they_change() -> None:
     bucket = _bucket()
     for value in (1.0, 2.0, 3.0):
         bucket.gradients.fill_(value)
-        reduce_scatter(comm, bucket).wait()  # type: ignore[arg-type]
+        _wait(reduce, comm, bucket)
         assert bucket.reduced.eq(value).all()
     assert comm.looks == 1
     bucket.outgoing = torch.full((6,), 7.0)
-    reduce_scatter(comm, bucket).wait()  # type: ignore[arg-type]
+    _wait(reduce, comm, bucket)
     assert bucket.reduced.eq(7.0).all()
     bucket.op = ReduceOp.SUM
-    reduce_scatter(comm, bucket).wait()  # type: ignore[arg-type]
+    _wait(reduce, comm, bucket)
     assert comm.looks == 3
     other = _Counted(NativeCommunicator(comm_core.local()))
-    reduce_scatter(other, bucket).wait()  # type: ignore[arg-type]
+    _wait(reduce, other, bucket)
     assert (comm.looks, other.looks) == (3, 1)
 
 
@@ -53,9 +62,9 @@ def test_memory_that_moves_is_found_again() -> None:
     bucket = _bucket()
     for step in range(3):
         bucket.gradients.fill_(step)
-        reduce_scatter(comm, bucket).wait()  # type: ignore[arg-type]
+        _wait(reduce, comm, bucket)
         bucket.parameters.fill_(step)
-        all_gather(comm, bucket).wait()  # type: ignore[arg-type]
+        _wait(gather, comm, bucket)
         assert bucket.reduced.eq(step).all()
         assert bucket.parameters.eq(step).all()
         moving = (bucket.gradients, bucket.parameters, bucket.reduced)[step]
@@ -67,10 +76,11 @@ def test_reductions_and_gathers_are_remembered_side_by_side() -> None:
     comm = _Counted(NativeCommunicator(comm_core.local()))
     bucket = _bucket()
     for _ in range(2):
-        reduce_scatter(comm, bucket, bucket.shares).wait()  # type: ignore[arg-type]
-        all_gather(comm, bucket, bucket.shares).wait()  # type: ignore[arg-type]
+        _wait(reduce, comm, bucket)
+        _wait(gather, comm, bucket)
     assert comm.looks == 2
     bucket.incoming = bucket.outgoing = torch.full((6,), 5.0)
-    all_reduce(comm, bucket).wait()  # type: ignore[arg-type]
+    bucket.holds_parameters = False
+    _wait(reduce, comm, bucket)
     assert comm.looks == 3
     assert bucket.outgoing.eq(5.0).all()
