@@ -64,7 +64,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: item.path.name != "test_spmd.py")
     tier = Tier(os.environ.get("DEAR_TESTS", ""))
     if tier is not Tier.ALL:
-        fast = _in_ranks(items) if "DEAR_SPMD_SUITE" in os.environ else {i for i in items if _is_fast(i)}
+        fast = _in_ranks(items) if "DEAR_SPMD_SUITE" in os.environ else _in_this_process(items)
         both = {i for i in items if i.path.name == "test_spmd.py"}  # its jobs choose among what runs inside them
         out = [item for item in items if item not in both and not tier.takes(item in fast)]
         config.hook.pytest_deselected(items=out)
@@ -78,6 +78,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _is_fast(item: pytest.Item) -> bool:
     return item.get_closest_marker("full") is None
+
+
+def _in_this_process(items: list[pytest.Item]) -> set[pytest.Item]:
+    """All that are not marked `full`; what several launchers may start is started by one of them, in turn."""
+    same: dict[tuple[object, ...], list[pytest.Item]] = {}
+    for item in items:
+        if _is_fast(item):
+            others = (
+                [value for value in _values(item) if value[0] != "launcher"] if _has_launcher(item) else [item.nodeid]
+            )
+            same.setdefault((item.nodeid.partition("[")[0], *others), []).append(item)
+    return {cases[number % len(cases)] for number, cases in enumerate(same.values())}
+
+
+def _has_launcher(item: pytest.Item) -> bool:
+    return "launcher" in getattr(getattr(item, "callspec", None), "params", ())
 
 
 def _in_ranks(items: list[pytest.Item]) -> set[pytest.Item]:

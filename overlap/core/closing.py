@@ -208,7 +208,7 @@ class Closing:
             self._calls.passed(heard.drop)
             return False
         if found is Verdict.FAILED:
-            raise self._failed_together(failure)
+            raise self._shared_failure(failure)
         raise self._refused(found, heard)
 
     def _void(self) -> None:
@@ -236,7 +236,7 @@ class Closing:
             if self._window.dropped:
                 self._window.finish()
 
-    def _failed_together(self, failure: Exception | None) -> Exception:
+    def _shared_failure(self, failure: Exception | None) -> Exception:
         """What this rank raises: its own error, or that of another one. The round stays as it is, to be closed again."""
         said = None if failure is None else f"{type(failure).__name__}: {failure}"
         texts = allgather_object(self._comm, said)
