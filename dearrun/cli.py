@@ -47,6 +47,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             require_shell(job.hosts, socket.gethostname(), can_reach_others)
             if not mpirun.has_agent(os.environ):
                 require_addresses(job.hosts, socket.gethostname(), has_address)
+            if not job.hosts and job.interfaces is None:
+                room = shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0
+                environ = mpirun.on_one_host(flavor, environ, job.workers, room)
         _require_program(job.command[0], environ)
         command = build(program, flavor, job)
     except (LaunchError, SettingError) as error:

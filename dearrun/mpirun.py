@@ -25,6 +25,7 @@ __all__ = [
     "flavor_of",
     "has_agent",
     "has_remote_shell",
+    "on_one_host",
     "version_of",
     "with_defaults",
 ]
@@ -50,6 +51,9 @@ def flavor_of(version: str) -> Flavor:
     if "HYDRA" in version or "Intel(R) MPI" in version or "mpich" in version.lower():
         return Flavor.MPICH
     return Flavor.OTHER
+
+
+_SHARED_BYTES = 64 * 2**20  # of a worker, at most
 
 
 def defaults(flavor: Flavor, agent: str | None) -> dict[str, str]:
@@ -82,6 +86,17 @@ def defaults(flavor: Flavor, agent: str | None) -> dict[str, str]:
         if agent:
             shared["PRTE_MCA_plm_ssh_agent"] = agent
     return shared
+
+
+def on_one_host(flavor: Flavor, environ: Mapping[str, str], workers: int, shared_bytes: int) -> dict[str, str]:
+    """The environment of workers on this machine alone: they speak through shared memory, and listen on no port (pure).
+
+    Not where ``/dev/shm`` has too little room for that, `shared_bytes`: messages then go by TCP.
+    """
+    environ = dict(environ)
+    if flavor in (Flavor.OPEN_MPI_4, Flavor.OPEN_MPI_5) and shared_bytes >= workers * _SHARED_BYTES:
+        environ.setdefault("OMPI_MCA_btl", "^tcp")
+    return environ
 
 
 def _recorded(venv: Path) -> str | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 from tests.harness import ROOT, run_ranks
@@ -60,3 +62,25 @@ def test_letters_of_a_third_process_run_nothing_and_stop_nothing(tmp_path: Path)
     assert "attacked 2" in result.output
     assert not ran.exists(), "a letter was executed"
     assert "saved 2 total 2.0" in result.output
+
+
+LISTENING = """
+import os
+import dear
+
+dear.init()
+dear.barrier()
+mine = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")}
+rows = [line.split() for name in ("tcp", "tcp6") for line in open(f"/proc/self/net/{name}").readlines()[1:]]
+ports = [row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in mine]
+print(f"listens on {ports}", flush=True)
+dear.barrier()
+"""
+
+
+def test_workers_of_one_host_listen_on_no_port(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(LISTENING)
+    command = [sys.executable, "-m", "dearrun", "-np", "2", sys.executable, str(script)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert result.stdout.count("listens on []") == 2, result.stdout + result.stderr

@@ -17,7 +17,7 @@ from dearrun.check_build import Finding, render
 from dearrun.command import Job, build
 from dearrun.errors import LaunchError
 from dearrun.hosts import Host, parse_hostfile, parse_hosts, require_addresses, require_shell, require_slots
-from dearrun.mpirun import Flavor, defaults, find, flavor_of, has_remote_shell, version_of, with_defaults
+from dearrun.mpirun import Flavor, defaults, find, flavor_of, has_remote_shell, on_one_host, version_of, with_defaults
 from overlap.job.settings import read
 from tests.harness import ROOT
 
@@ -323,6 +323,15 @@ def test_defaults_yield_to_the_caller(tmp_path: Path) -> None:
     assert defaults(Flavor.MPICH, None) == {"OMP_NUM_THREADS": "1"}
     found = with_defaults(Flavor.MPICH, {"OMP_NUM_THREADS": "7", "PATH": str(tmp_path), "EMPTY": ""})
     assert found == {"OMP_NUM_THREADS": "7", "PATH": str(tmp_path), "EMPTY": ""}
+
+
+def test_workers_of_one_host_need_no_network() -> None:
+    room = 2 * 64 * 2**20
+    for flavor in (Flavor.OPEN_MPI_4, Flavor.OPEN_MPI_5):
+        assert on_one_host(flavor, {"A": "1"}, 2, room) == {"A": "1", "OMPI_MCA_btl": "^tcp"}
+        assert on_one_host(flavor, {"OMPI_MCA_btl": "tcp,self"}, 2, room) == {"OMPI_MCA_btl": "tcp,self"}
+        assert on_one_host(flavor, {}, 3, room) == {}
+    assert on_one_host(Flavor.MPICH, {}, 2, room) == {}
 
 
 def test_which_mpirun(tmp_path: Path) -> None:

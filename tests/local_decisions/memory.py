@@ -117,3 +117,20 @@ def unused_gradients_that_are_never_zeroed(strategy: str) -> None:
 @scenario(*SHARDED)
 def clipped_gradients_that_are_never_zeroed(strategy: str) -> None:
     _never_zeroed(strategy, 0.05)
+
+
+@scenario(*SHARDED)
+def scaled_gradients_that_are_never_zeroed(strategy: str) -> None:
+    """``scaler.step()`` leaves them unscaled, and so does a step that nobody sees."""
+    model, alone = make_model(), make_model()
+    optimizer, plain = wrap(strategy, model), sgd(alone)
+    scalers = [torch.amp.GradScaler("cpu", init_scale=8.0) for _ in range(2)]
+    for step in range(4):
+        scalers[0].scale(loss_of(model, dear.rank(), step)).backward()
+        scalers[0].step(optimizer)
+        scalers[0].update()
+        for rank in range(2):
+            scalers[1].scale(loss_of(alone, rank, step) / 2).backward()
+        scalers[1].step(plain)
+        scalers[1].update()
+    assert_equal(model, alone)
