@@ -10,6 +10,7 @@ from tests.harness import run_script
 from tests.test_comm_core_thread import NEXT_NUMBER
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("ranks", [3, 5])
 def test_random_collectives_where_ranks_are_no_power_of_two(ranks: int, tmp_path: Path) -> None:
     text = """
@@ -50,6 +51,7 @@ between.Disconnect()
     assert run_script(tmp_path, text).check().output.count("done") == 4
 
 
+@pytest.mark.full
 def test_a_rank_that_ends_late_is_waited_for(tmp_path: Path) -> None:
     """Longer than what nobody answers: it is no error."""
     text = """

@@ -200,6 +200,7 @@ print("reached the end", flush=True)
     assert make == "mpi" or result.returncode == 0
 
 
+@pytest.mark.full
 def test_numbers_are_the_same_where_subnormal_ones_are_flushed(tmp_path: Path) -> None:
     """What is subnormal in 16 bits is no such number in fp32; the thread that sums inherits how it counts."""
     text = """
@@ -240,6 +241,7 @@ def test_settings_that_do_not_parse(name: str, value: str, tmp_path: Path) -> No
     assert f"{name}={value}" in result.output
 
 
+@pytest.mark.full
 def test_other_settings_compute_the_same(tmp_path: Path) -> None:
     """Tiny segments and windows take every path of the pipelines, over many messages."""
     for segment, window, small in (("64", "1", "0"), ("4096", "3", "100"), ("1000000", "2", "0")):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.harness import run_ranks, run_script
 
 #: MPI gives the next communicator the lowest number that is free, so `next_number()` tells whether all were given back.
@@ -23,6 +25,7 @@ before = next_number()
 """
 
 
+@pytest.mark.full
 def test_sums_are_the_same_where_one_rank_flushes_subnormal_numbers(tmp_path: Path) -> None:
     """The thread that sums would inherit that from the one that starts it."""
     text = """

@@ -60,6 +60,7 @@ def test_a_rank_that_dies_ends_the_job(launcher: str, how: str, tmp_path: Path) 
     assert result.output.count("rank 0 of 2 lost its connection to rank 1, which was killed or failed") == noticed
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_rank_that_is_killed_in_a_collective_by_name_ends_the_job(launcher: str, tmp_path: Path) -> None:
     text = """
@@ -90,6 +91,7 @@ def test_a_rank_that_left_is_named_and_the_job_ended(launcher: str, tmp_path: Pa
     assert "rank(s) [1] will not come; aborting the job" in result.output
 
 
+@pytest.mark.full
 def test_who_computes_is_not_ended_for_what_a_rank_that_left_never_issued(tmp_path: Path) -> None:
     text = """
 import wfbp
@@ -105,6 +107,7 @@ print("the end", flush=True)
     assert _run(tmp_path, text, "mpi").check().output.count("the end") == 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_slow_rank_is_reported_and_waited_for(launcher: str, tmp_path: Path) -> None:
     text = "if dear.rank() == 1:\n    time.sleep(4)\ntrain(2)\nprint(f'done {dear.rank()}')\n"
@@ -156,6 +159,7 @@ def test_ranks_may_leave_at_different_times(launcher: str, tmp_path: Path) -> No
     assert "saved 0" in result.output  # plain SGD has no state; the other rank, in shutdown already, answered
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_backward_pass_that_only_one_rank_ran_is_given_up_at_the_end(launcher: str, tmp_path: Path) -> None:
     text = """

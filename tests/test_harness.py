@@ -56,6 +56,7 @@ def test_one_rank_is_late():
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("launcher", ["mpi", "torchrun"])
 def test_a_test_that_hangs_shows_where_each_rank_is(tmp_path: Path, launcher: str) -> None:
     (tmp_path / "conftest.py").write_text("import dear\ndear.init()\n")
@@ -82,6 +83,7 @@ def test_cases(case):
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("last_red", ["d", "f"], ids=["in-the-middle", "at-the-end"])
 def test_a_red_test_costs_that_test_and_none_behind_it(tmp_path: Path, last_red: str) -> None:
     results = _suite(tmp_path, TWO_RED.replace("LAST_RED", repr(last_red)))
@@ -117,6 +119,7 @@ def test_cases(case):
 KILLED = "os.kill(os.getpid(), signal.SIGKILL)"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("launcher", "ranks", "end"),
     [
@@ -134,6 +137,7 @@ def test_a_test_in_which_a_rank_dies_costs_that_test_and_none_behind_it(
     _only_b_is_red(results)
 
 
+@pytest.mark.full
 def test_a_test_that_keeps_python_from_telling_the_time_costs_that_test_and_none_behind_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -106,6 +106,7 @@ assert hvd.synchronize(new).item() == 7.0 * hvd.size()
 """
 
 
+@pytest.mark.full
 def test_a_handle_of_an_earlier_session_is_none(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(AGAIN)
@@ -123,6 +124,7 @@ hvd.join()
 """
 
 
+@pytest.mark.full
 def test_who_has_joined_is_not_waiting_too_long(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(LATE)

@@ -34,6 +34,7 @@ def test_it_learns_the_digits(size: int, tmp_path: Path) -> None:
     assert picture.read_bytes()[:4] == b"\x89PNG"
 
 
+@pytest.mark.full
 def test_a_resumed_run_ends_bit_for_bit_where_an_uninterrupted_one_does(tmp_path: Path) -> None:
     """Under another launcher, too: at two ranks there is one order to add in."""
     whole, parts = tmp_path / "whole.pt", tmp_path / "parts.pt"
@@ -84,6 +85,7 @@ def _same(left: object, right: object, where: str) -> None:
         assert left == right, where
 
 
+@pytest.mark.full
 def test_resuming_with_other_settings_is_refused_once(tmp_path: Path) -> None:
     path = tmp_path / "run.pt"
     _train(1, "--epochs", "1", "--checkpoint", path, launcher="single").check()

@@ -10,6 +10,7 @@ from typing import Any
 __all__ = ["TraceFile"]
 
 _END = b"\n]\n"
+_PIECE = 2**14  # bytes: a larger write may be cut where the process is killed meanwhile
 _LAST_WORDS = 1000  # bytes kept free for events that say why the file ends
 
 
@@ -37,19 +38,29 @@ class TraceFile:
         """
         limit = self._max_bytes - (0 if last_words else _LAST_WORDS)
         fitting: list[bytes] = []
-        room = limit - self._end - len(_END)
+        room, piece = limit - self._end - len(_END), 0
         for event in events:
             line = b"\n" + json.dumps(event, separators=(",", ":")).encode()
             room -= len(line) + 1
             if room < 0:
-                break
+                self._add(fitting)
+                return False
             fitting.append(line)
-        if fitting:
-            text = (b"" if self._empty else b",") + b",".join(fitting)
+            piece += len(line)
+            if piece >= _PIECE:
+                self._add(fitting)
+                piece = 0
+        self._add(fitting)
+        return True
+
+    def _add(self, lines: list[bytes]) -> None:
+        """Write `lines`, and empty the list."""
+        if lines:
+            text = (b"" if self._empty else b",") + b",".join(lines)
             self._write(text + _END)
             self._end += len(text)
             self._empty = False
-        return len(fitting) == len(events)
+            lines.clear()
 
     def _write(self, data: bytes) -> None:
         written = os.pwrite(self._file, data, self._end)

@@ -27,6 +27,7 @@ def test_links_are_shaped_and_hosts_disappear() -> None:
     assert not set(mine) & set(_namespaces())
 
 
+@pytest.mark.full
 @pytest.mark.needs_root
 def test_goodput_of_a_slow_link() -> None:
     with Cluster(2, "5mbit") as cluster:

@@ -64,6 +64,7 @@ def test_a_rank_of_somebodys_job_refuses_what_comes_too_late(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_a_rank_of_somebodys_job_sets_what_its_method_reads(tmp_path: Path) -> None:
     timeline, result = tmp_path / "t-{rank}.json", tmp_path / "result.json"
     counts = ["--num-iters", "1", "--num-batches-per-iter", "2", "--num-warmup-batches", "2", "--breakdown"]
@@ -211,6 +212,7 @@ def test_warming_up_ends_with_a_step_after_the_search(count: int, search: int, s
     assert warm_up(count, lambda: len(taken) < search, lambda: taken.append(True)) == len(taken) == steps
 
 
+@pytest.mark.full
 def test_a_method_is_timed_after_it_has_settled_on_its_buckets(tmp_path: Path) -> None:
     """mgwfbp plans anew after one step, one that warms up, and five that it times: the eighth has the final buckets."""
     output = tmp_path / "result.json"
