@@ -58,12 +58,13 @@ def _no_session_is_left() -> Iterator[None]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The longest first: several processes then end at about the same time.
 
-    ``DEAR_TESTS=fast`` takes the fast tier (`tests.tiers`), ``DEAR_TESTS=rest`` what that leaves out.
+    ``DEAR_TESTS=fast`` takes the fast tier (`tests.tiers`), ``DEAR_TESTS=rest`` what that leaves out. A job that runs a part of
+    a suite runs it in both.
     With ``DEAR_SLOW_TESTS=only``, nothing but what is slow: here and, since they inherit the variable, in the suites' jobs.
     """
     items.sort(key=lambda item: item.path.name != "test_spmd.py")
     tier = Tier(os.environ.get("DEAR_TESTS", ""))
-    if tier is not Tier.ALL:
+    if tier is not Tier.ALL and os.environ.get("DEAR_SPMD_PART", "") == "":
         fast = _in_ranks(items) if "DEAR_SPMD_SUITE" in os.environ else _in_this_process(items)
         both = {i for i in items if i.path.name == "test_spmd.py"}  # its jobs choose among what runs inside them
         out = [item for item in items if item not in both and not tier.takes(item in fast)]

@@ -47,7 +47,7 @@ def test_suite(
     plugins = ["tests.spmd_plugin", "no:cacheprovider", "no:logging"]
     options = ["-q", *(word for name in plugins for word in ("-p", name)), "--timeout", "60", "--color", "no"]
     argv = ["-m", "pytest", *options, "--timeout-method", "thread", f"tests/{suite}/{part}"]
-    env = {"DEAR_SPMD_SUITE": suite, **_instruction_set(instructions)}
+    env = {"DEAR_SPMD_SUITE": suite, "DEAR_SPMD_PART": part, **_instruction_set(instructions)}
     *failed, last = run_suite(size, argv, launcher, timeout=1200, env=env)
     failures = []
     for result in (*failed, last):

@@ -136,7 +136,7 @@ class Closing:
         while True:
             self._attendance.ask(call)
             self._hear_of_drop(wait=True)
-            self._tally.post(replace(self._said(Call.ASK), gradients=mine, sent=self.closed), call)
+            self._tally.post(replace(self._said(Call.ASK), gradients=mine, sent=self.closed or self._window.sent), call)
             heard = self._tally.read()
             if self._follow(heard, None) or self._attendance.following:
                 return heard.gradients
