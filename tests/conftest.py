@@ -58,8 +58,8 @@ def _no_session_is_left() -> Iterator[None]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The longest first: several processes then end at about the same time.
 
-    ``DEAR_TESTS=fast`` takes the fast tier (`tests.tiers`), ``DEAR_TESTS=rest`` what that leaves out. A job that runs a part of
-    a suite runs it in both.
+    ``DEAR_TESTS=fast`` takes the fast tier (`tests.tiers`), ``DEAR_TESTS=rest`` what that leaves out. A job that runs a
+    part of a suite runs it in both.
     With ``DEAR_SLOW_TESTS=only``, nothing but what is slow: here and, since they inherit the variable, in the suites' jobs.
     """
     items.sort(key=lambda item: item.path.name != "test_spmd.py")
