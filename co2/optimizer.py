@@ -14,7 +14,6 @@ from co2.join import JoinRefusal
 from co2.lifetime import Ownership, Shutdown
 from co2.rounds import Rounds
 from co2.schedule import Schedule
-from overlap.core.strategy import Strategy
 from overlap.features.join import joined_ranks_of
 from overlap.job.process_set import ProcessSet, global_process_set
 from overlap.job.session import Session, current
@@ -23,6 +22,7 @@ from overlap.optimizer.distributed import DistributedOptimizer as Shell
 from overlap.optimizer.start import agree_on_strategy
 from overlap.plan.partition import TensorSpec, fuse
 from overlap.plan.plan import Facts, Plan
+from overlap.plan.strategy import Strategy
 from overlap.transport.broadcast import broadcast_tensors
 from overlap.transport.communicator import Communicator, ReduceOp
 from overlap.transport.compression import NoneCompressor
@@ -118,8 +118,8 @@ class Co2Optimizer(Shell):
         Buffers become rank 0's, with `broadcast_buffers`. On every rank, after the same number of steps and not between
         backward and ``step()``; raises ``RuntimeError`` on every rank where some have come to another round.
         """
-        self._averages.refuse("average_parameters()")
-        if self._engine.window.touched:
+        self._engine.policy.refuse("average_parameters()")
+        if self._engine.round.touched:
             raise RuntimeError("gradients wait for step(): call it, or zero_grad(), before average_parameters()")
         self._rounds.average(current().control)
         if self._broadcast_buffers and self._model is not None:

@@ -47,17 +47,7 @@ PURE = (
 HARD_LIMIT = 400
 # Imports from a room into one above it. Each is an ability that `core` calls by its name.
 UPWARD = {
-    "core.arrangement -> features.rounded_parameters",
-    "core.arrangement -> features.sparse",
     "core.attendance -> features.join",
-    "core.bucket -> features.gradient_check",
-    "core.bucket -> features.rounded_parameters",
-    "core.engine -> features.deferred",
-    "core.engine -> features.early",
-    "core.engine -> features.sparse",
-    "core.engine -> optimizer.param_groups",
-    "core.step -> features.averages",
-    "core.step -> state.share",
 }
 
 LIBRARY_FILES = sorted(path for package in ALLOWED for path in (ROOT / package).rglob("*.py"))

@@ -11,18 +11,19 @@ all ranks said.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import FrameType
 
 import torch
 
-from overlap.core.arrangement import Arrangement
 from overlap.core.attendance import Attendance
 from overlap.core.bucket import Slot
-from overlap.core.conversion import Change, changes, difference
+from overlap.core.buckets.arrangement import Arrangement
+from overlap.core.buckets.conversion import Change, changes, difference
+from overlap.core.feature import Feature, Policy, listeners
+from overlap.core.round import Round
 from overlap.core.tally import Call, Calls, Heard, Said, Tally, Verdict, verdict
-from overlap.core.window import GradientWindow
 from overlap.transport.communicator import Communicator
 from overlap.transport.objects import SignatureMismatch, allgather_object
 
@@ -39,21 +40,20 @@ class OtherRankFailed(RuntimeError):
 class Closing:
     """Agrees with the other ranks of `calls` in every call on one optimizer. All methods, but for those that say so:
     on every rank, in the same order.
-
-    `average_sparse()` reduces what is in no bucket, once a round.
     """
 
     def __init__(
         self,
         calls: Communicator,
-        slots: list[Slot],
-        window: GradientWindow,
+        round: Round,
         arrangement: Arrangement,
         attendance: Attendance,
-        average_sparse: Callable[[], None],
+        policy: Policy,
+        features: Sequence[Feature],
     ) -> None:
-        self._comm, self._slots, self._window, self._arrangement = calls, slots, window, arrangement
-        self._attendance, self._average_sparse = attendance, average_sparse
+        self._comm, self._slots, self._round, self._arrangement = calls, round.slots, round, arrangement
+        self._attendance, self._policy = attendance, policy
+        self._on_closed = listeners(features, "closed")
         self._tally, self._calls = Tally(calls), Calls()
         self.closed = False  # all reductions of this round are issued, on all ranks
         self.ended = ""  # why this optimizer cannot step any more
@@ -100,8 +100,8 @@ class Closing:
             mine = replace(self._said(Call.CLOSE), late=bool(late), converted=bool(converted))
             self._tally.post(replace(mine, sent=not waits, failed=failure is not None), call)
             if not waits and not self.closed:
-                self._window.flush()
-                self._window.settle_done()  # while the last ones are on their way
+                self._round.flush()
+                self._round.settle_done()  # while the last ones are on their way
             heard = self._tally.read()
             if self._follow(heard, failure):
                 break
@@ -113,16 +113,19 @@ class Closing:
         return True
 
     def _complete(self, heard: Heard, converted: list[Change], late: list[Slot]) -> None:
-        arrangement, window = self._arrangement, self._window
+        arrangement, round = self._arrangement, self._round
         if heard.converted:
             self._rebuild(heard, converted)
         arrangement.learn()
         arrangement.release()
-        window.flush()
+        round.flush()
         if heard.late:  # after the flush: how many buckets were issued before it differs between ranks
             arrangement.extend(late)
-            window.flush()
-        self._average_sparse()
+            round.flush()
+        if self._on_closed:
+            number = self._attendance.round
+            for told in self._on_closed:
+                told(lambda: round.factor(number))
         self.closed = True
 
     def end_step(self) -> None:
@@ -136,7 +139,7 @@ class Closing:
         while True:
             self._attendance.ask(call)
             self._hear_of_drop(wait=True)
-            self._tally.post(replace(self._said(Call.ASK), gradients=mine, sent=self.closed or self._window.sent), call)
+            self._tally.post(replace(self._said(Call.ASK), gradients=mine, sent=self.closed or self._round.sent), call)
             heard = self._tally.read()
             if self._follow(heard, None) or self._attendance.following:
                 return heard.gradients
@@ -164,25 +167,25 @@ class Closing:
 
         With `zeros`, what shows a bucket in ``.grad`` becomes zeros of its own, as the buckets are still in use.
         """
-        window = self._window
-        window.check_skippable()
-        if self.closed or window.sent:
+        round = self._round
+        self._policy.refuse_drop()
+        if self.closed or round.sent:
             self._tally.post(replace(self._said(Call.DROP), number=self._calls.last, sent=True), "zero_grad()")
-            window.drop(zeros=zeros)
+            round.drop(zeros=zeros)
             self._calls.drop()
             if self.closed:  # so all ranks have issued all of it
-                window.finish()
+                round.finish()
             self._end_round()
         else:
-            if window.touched:
+            if round.touched:
                 self._calls.drop_alone()
-            window.reset()
+            round.reset()
 
     def drop_everywhere(self) -> None:
         """All ranks drop the gradients of this round, which is closed, and know it of each other."""
         self.close("step()")
-        self._window.drop(zeros=False)
-        self._window.finish()
+        self._round.drop(zeros=False)
+        self._round.finish()
         self._calls.step(alike=False)
         self._end_round()
 
@@ -214,12 +217,12 @@ class Closing:
     def _void(self) -> None:
         """Nothing becomes of this round, here and elsewhere: this rank's part is completed and awaited."""
         if not self.closed:
-            self._window.leave_out()
-        self._window.finish()
+            self._round.leave_out()
+        self._round.finish()
         self._end_round()
 
     def _end_round(self) -> None:
-        self._window.reset()
+        self._round.reset()
         self.closed = False
         self._attendance.close()
 
@@ -233,8 +236,8 @@ class Closing:
                 if wait:
                     raise RuntimeError(self.ended)
                 return
-            if self._window.dropped:
-                self._window.finish()
+            if self._round.dropped:
+                self._round.finish()
 
     def _shared_failure(self, failure: Exception | None) -> Exception:
         """What this rank raises: its own error, or that of another one. The round stays as it is, to be closed again."""
@@ -282,18 +285,17 @@ class Closing:
     # - What this rank knows
 
     def _failure(self, check: Callable[[], None] | None, converted: list[Change]) -> Exception | None:
-        window = self._window
+        round = self._round
         try:
             if check is not None:
                 check()
-            if converted and window.filled:
+            if converted and round.filled:
                 first = converted[0]
                 raise RuntimeError(
                     f"parameter {first.name!r} was converted from {first.before} to {first.now} between backward() and "
                     "step(), while gradients were on their way; convert after step() or zero_grad()"
                 )
-            if not (window.synchronized or window.infinities_shown):
-                window.verify(sharded_only=window.reduced)
+            round.verify()
         except (RuntimeError, TypeError, ValueError) as error:
             return error
         return None

@@ -12,29 +12,42 @@ from dataclasses import dataclass
 import torch
 
 from overlap.core.attendance import Attendance
+from overlap.core.averages import Averages
+from overlap.core.bucket import Slot
+from overlap.core.buckets.arrangement import Arrangement
+from overlap.core.buckets.planner import Planner
+from overlap.core.closing import Closing
 from overlap.core.engine import Engine
+from overlap.core.feature import Feature, Policy
+from overlap.core.gathering import Transit
+from overlap.core.round import Round
+from overlap.core.shards import ShardUpdate
 from overlap.core.step import Stepper
-from overlap.core.strategy import Strategy
 from overlap.core.wire import Exchange
-from overlap.features.averages import Averages
+from overlap.features.by_loss import step_by_loss
+from overlap.features.deferred import DeferredUpdates
+from overlap.features.early import EarlyUpdates
+from overlap.features.gradient_check import GradientCheck
 from overlap.features.join import joined_ranks_of
-from overlap.features.rounded_parameters import check_gather_dtype
+from overlap.features.rounded_parameters import RoundedParameters, check_gather_dtype
+from overlap.features.sparse import DenseGradients, SparseGradients
 from overlap.job.devices import fit_out
 from overlap.job.groups import Membership, membership
 from overlap.job.process_set import global_process_set
 from overlap.job.session import Session
 from overlap.optimizer.arguments import HorovodArguments, check_passes, feasible, parse_groups
 from overlap.optimizer.memory_check import check_memory
+from overlap.optimizer.param_groups import Wrapped
 from overlap.optimizer.start import agree_on_terms, collect_slots, synchronize_start, terms_of
 from overlap.plan.plan import Updates
+from overlap.plan.strategy import Strategy
 from overlap.state.elementwise import decides_by_loss, is_elementwise, is_per_parameter
 from overlap.state.full_state import FullState, exporter
 from overlap.state.shard_state import ShardState
 from overlap.state.share import StateShare
 from overlap.transport.communicator import Communicator
-from overlap.transport.work import arrive
 
-__all__ = ["Assembly", "Ownership", "build"]
+__all__ = ["Assembly", "Ownership", "build", "features_of"]
 
 
 log = logging.getLogger("dear")
@@ -47,6 +60,7 @@ class Assembly:
     comm: Communicator
     everyone: Communicator
     model: torch.nn.Module | None
+    wrapped: Wrapped
     engine: Engine
     averages: Averages
     stepper: Stepper
@@ -108,37 +122,64 @@ def build(
         synchronize_start(members.everyone, optimizer, model, slots)
     pairs = ((slot.name, slot.param) for slot in slots if slot.param.requires_grad)
     check_gather_dtype(strategy.gather_dtype, pairs, optimizer, sharding=updates.in_shards)
-    attendance = Attendance(comm, members.ranks, joined_ranks_of(session))
-    states = ShardState(comm, optimizer)
-    engine = Engine(
-        members.reductions,
-        members.gathers,
-        members.calls,
-        optimizer,
-        model,
-        slots,
-        strategy,
-        exchange,
-        attendance,
-        states,
-        groups=groups,
-        sparse_as_dense=arguments.sparse_as_dense,
-        passes=arguments.backward_passes_per_step,
-        updates=updates,
-        poison=session.poison if poison is None else poison,
-    )
-    topic = attendance.topic = session.registry.register(shell, Ownership(engine))
-    session.channels.hold((*hosts.reductions, *hosts.gathers, hosts.calls, hosts.everyone), topic)
+    poisoned = session.poison if poison is None else poison
     others = [rank for rank in members.ranks if rank != session.comm.rank]
-    share = StateShare(others, session.peer_queries, topic, exporter(engine))
-    engine.arrangement.changing = share.updating
-    if engine.eager is not None:
-        engine.eager.locked = share.replacing
-    averages = Averages(engine)
-    stepper = Stepper(engine, averages, optimizer, share, by_loss=by_loss)
-    return Assembly(
-        comm, members.everyone, model, engine, averages, stepper, FullState(engine, optimizer, share, states)
+    share = StateShare(others, session.peer_queries)
+    states = ShardState(comm, optimizer, share)
+    rounded = None if strategy.gather_dtype is None else RoundedParameters(strategy.gather_dtype, optimizer)
+    features = features_of(comm, slots, model, exchange, rounded, sparse_as_dense=arguments.sparse_as_dense)
+
+    shards = ShardUpdate(optimizer, whole=updates is Updates.OWNED) if updates.in_shards else None
+    lanes = len(members.reductions)
+    make_master = None if rounded is None else rounded.master
+    planner = Planner(
+        comm, optimizer, slots, strategy, groups, shards, states, exchange, lanes=lanes, make_master=make_master
     )
+    transit = Transit(members.gathers, poison=poisoned)
+    attendance = Attendance(comm, members.ranks, joined_ranks_of(session))
+    round = Round(
+        planner,
+        members.reductions,
+        exchange,
+        transit,
+        attendance,
+        features,
+        passes=arguments.backward_passes_per_step,
+        hold_last=updates.in_shards,  # [Note: nobody overtakes a step]
+        ordered=strategy.ordered,
+        deferred=updates is Updates.DEFERRED,
+    )
+    policy = Policy()
+    if updates is Updates.EAGER:
+        policy = EarlyUpdates(comm, optimizer, round, transit, share)
+    elif updates is Updates.DEFERRED:
+        policy = DeferredUpdates(optimizer, round, transit, poison=poisoned)
+    arrangement = Arrangement(comm, planner, round, transit, states, policy, features)
+    closing = Closing(members.calls, round, arrangement, attendance, policy, features)
+    engine = Engine(model, planner, transit, round, arrangement, closing, attendance, policy, features)
+    wrapped = Wrapped(optimizer, engine, gated=updates is not Updates.WHOLE)
+
+    topic = attendance.topic = session.registry.register(shell, Ownership(engine, wrapped))
+    session.channels.hold((*hosts.reductions, *hosts.gathers, hosts.calls, hosts.everyone), topic)
+    share.serve(topic, exporter(engine))
+    averages = Averages(engine, comm)
+    stepper = Stepper(engine, averages, optimizer, states, step_by_loss if by_loss else None)
+    full_state = FullState(engine, optimizer, states)
+    return Assembly(comm, members.everyone, model, wrapped, engine, averages, stepper, full_state)
+
+
+def features_of(
+    comm: Communicator,
+    slots: list[Slot],
+    model: torch.nn.Module | None,
+    exchange: Exchange,
+    rounded: RoundedParameters | None,
+    *,
+    sparse_as_dense: bool,
+) -> tuple[Feature, ...]:
+    """All that may take part in the steps of one optimizer, in the order in which each moment is told to them."""
+    sparse = DenseGradients() if sparse_as_dense else SparseGradients(comm, slots, exchange, model)
+    return (sparse, GradientCheck(), *(() if rounded is None else (rounded,)))
 
 
 def _why_not_on_a_gpu(strategy: Strategy) -> str:
@@ -162,13 +203,13 @@ def _why_whole(optimizer: torch.optim.Optimizer, per_parameter: bool) -> str:
 class Ownership:
     """The engine's hold on its parameters; see :class:`overlap.job.registry.Owner`, which this is."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, wrapped: Wrapped) -> None:
+        self._engine, self._wrapped = engine, wrapped
         self._gone = False
 
     @property
     def unfinished(self) -> bool:
-        return self._engine.window.touched or self._engine.window.dropped
+        return self._engine.round.touched or self._engine.round.dropped
 
     def has(self, parameters: Sequence[torch.Tensor]) -> bool:
         engine = self._engine
@@ -182,13 +223,9 @@ class Ownership:
             "was made later, here or on another rank; step that one, and give every parameter to one optimizer"
         )
         if unfinished:
-            self._engine.window.flush()
+            self._engine.round.flush()
         self.retire()
 
     def retire(self) -> None:
-        self._engine.transit.arrive_all()
-        for bucket in self._engine.order:  # of a backward pass that no step followed
-            if bucket.work is not None:
-                arrive(bucket.work)
-                bucket.work = None
-        self._engine.detach()
+        self._engine.retire()
+        self._wrapped.remove()

@@ -12,11 +12,11 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from overlap.core.bucket import Slot, line
-from overlap.core.strategy import Strategy
 from overlap.job.session import current
 from overlap.optimizer.arguments import HorovodArguments
 from overlap.plan.groups import Groups
 from overlap.plan.plan import Updates
+from overlap.plan.strategy import Strategy
 from overlap.plan.tuning.options import Tuning
 from overlap.state.optimizer_state import broadcast_optimizer_state
 from overlap.transport.broadcast import broadcast_tensors

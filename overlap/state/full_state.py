@@ -12,7 +12,6 @@ from overlap.core.engine import Engine
 from overlap.state.masters import MASTER, numbered, taken, unnumbered
 from overlap.state.pieces import PieceState, assemble
 from overlap.state.shard_state import ShardState, agrees, export
-from overlap.state.share import StateShare
 
 __all__ = ["FullState", "exporter"]
 
@@ -20,10 +19,9 @@ __all__ = ["FullState", "exporter"]
 class FullState:
     """The state of the user's `optimizer` in torch's own format."""
 
-    def __init__(
-        self, engine: Engine, optimizer: torch.optim.Optimizer, share: StateShare, placement: ShardState
-    ) -> None:
-        self._engine, self._optimizer, self._share, self._placement = engine, optimizer, share, placement
+    def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, placement: ShardState) -> None:
+        self._engine, self._optimizer = engine, optimizer
+        self._placement, self._share = placement, placement.share
 
     def collect(self) -> dict[str, Any]:
         """See :meth:`overlap.optimizer.distributed.DistributedOptimizer.state_dict`."""

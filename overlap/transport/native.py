@@ -199,17 +199,15 @@ def copy_plus_zero(target: torch.Tensor, source: torch.Tensor) -> None:
 
 def take_samples(kept: torch.Tensor, source: torch.Tensor, places: torch.Tensor) -> None:
     """``kept[i] = source[places[i]]``: flat tensors on the CPU, two of one type and int64."""
-    comm_core.take_samples(*_sampled(kept, source, places))
+    addresses = kept.data_ptr(), source.data_ptr(), places.data_ptr()
+    comm_core.take_samples(*addresses, places.numel(), source.element_size())
 
 
 def changed_sample(kept: torch.Tensor, source: torch.Tensor, places: torch.Tensor) -> int | None:
     """The first i where ``source[places[i]]`` is not ``kept[i]`` bit for bit; see :func:`take_samples`."""
-    found = comm_core.changed_sample(*_sampled(kept, source, places))
+    addresses = kept.data_ptr(), source.data_ptr(), places.data_ptr()
+    found = comm_core.changed_sample(*addresses, places.numel(), source.element_size())
     return None if found < 0 else found
-
-
-def _sampled(kept: torch.Tensor, source: torch.Tensor, places: torch.Tensor) -> tuple[int, int, int, int, int]:
-    return kept.data_ptr(), source.data_ptr(), places.data_ptr(), places.numel(), source.element_size()
 
 
 def _beside(what: str, wide: Wide | None, request: Exchange) -> dict[str, Buffer]:

@@ -16,7 +16,7 @@ import torch
 import dear
 import wfbp
 from overlap.core.bucket import Bucket
-from overlap.core.window import GradientChanged, TooManyGradients
+from overlap.core.round import GradientChanged, TooManyGradients
 from overlap.job.session import current
 from tests.spmd.models import MODELS
 from tests.spmd.test_parity import PACKAGES, WRAP, _model
@@ -164,7 +164,7 @@ def test_the_first_step_keeps_gradients_once(monkeypatch: pytest.MonkeyPatch) ->
             super().__init__(*arguments, **keywords)
             made.append(self)
 
-    monkeypatch.setattr("overlap.core.planner.Bucket", Watched)
+    monkeypatch.setattr("overlap.core.buckets.planner.Bucket", Watched)
     _trained("dear-layerwise", steps=1)
     assert len(made) > 1
 

@@ -13,7 +13,7 @@ import torch
 
 import comm_core
 import dear
-from overlap.core.window import GradientChanged
+from overlap.core.round import GradientChanged
 from overlap.job.session import current
 from tests.spmd.test_parity import PACKAGES, WRAP
 

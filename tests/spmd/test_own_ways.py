@@ -12,7 +12,7 @@ import torch
 import bytescheduler_adapter
 import dear
 import mgwfbp
-from overlap.core.window import GradientChanged
+from overlap.core.round import GradientChanged
 from tests.spmd.models import MODELS
 from tests.spmd.one_process import SGD, WAYS, as_in_one_process, loss_of, small_model, train
 from tests.spmd.test_parity import PACKAGES, WRAP

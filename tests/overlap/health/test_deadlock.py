@@ -80,13 +80,13 @@ def test_who_is_behind_has_not_issued_what_this_rank_waits_in(
 @pytest.mark.parametrize(
     ("modules", "expected"),
     [
-        (["overlap.core.window", "overlap.core.step", "dear", "__main__"], Place.INSIDE),
+        (["overlap.core.round", "overlap.core.step", "dear", "__main__"], Place.INSIDE),
         (["dear.api", "__main__"], Place.INSIDE),
         (["threading", "threading", "overlap.horovod.pending", "__main__"], Place.AT_A_LOCK),
         (["threading", "queue", "overlap.features.join", "__main__"], Place.AT_A_LOCK),
         (["threading", "queue", "torch.utils.data.dataloader", "__main__"], Place.OUTSIDE),
         (["torch.optim.adam", "overlap.core.shards", "__main__"], Place.OUTSIDE),
-        (["cmd", "pdb", "bdb", "overlap.core.window", "__main__"], Place.OUTSIDE),
+        (["cmd", "pdb", "bdb", "overlap.core.round", "__main__"], Place.OUTSIDE),
         (["__main__", "overlap.core.step", "torch.optim.lbfgs", "__main__"], Place.OUTSIDE),
         (["threading", "__main__"], Place.OUTSIDE),
         ([], Place.OUTSIDE),

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from overlap.core.bucket import Slot
-from overlap.core.compiled import only_looked_at
+from overlap.core.gates.compiled import only_looked_at
 from overlap.plan.plan import Facts
 
 __all__ = ["Observer"]

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 import torch
 
-from overlap.core.bucket import Bucket, Slot
-from overlap.core.heap import Freed
-from overlap.core.shards import ShardUpdate, StatePlacement
-from overlap.core.strategy import Strategy
+from overlap.core.bucket import Bucket, MakeMaster, Slot
+from overlap.core.buckets.heap import Freed
+from overlap.core.feature import StatePlacement
+from overlap.core.shards import ShardUpdate
+from overlap.core.wire import COLLECTIVES, Exchange
 from overlap.plan.groups import Groups, members_of, plan_groups
 from overlap.plan.partition import BucketSpec, TensorSpec, lane_of
 from overlap.plan.plan import Facts, Plan
+from overlap.plan.strategy import Strategy
 from overlap.transport.communicator import Communicator
 from overlap.transport.memory import is_dense
 
@@ -23,7 +25,8 @@ __all__ = ["Planner"]
 class Planner:
     """Builds the buckets of one optimizer into `order`, the agreed order of issue. It communicates nothing.
 
-    Everything it decides from is the same on every rank: rank 0's facts, the slots, the strategy.
+    Everything it decides from is the same on every rank: rank 0's facts, the slots, the strategy. With `make_master`,
+    parameters travel rounded.
     """
 
     def __init__(
@@ -35,12 +38,13 @@ class Planner:
         groups: Groups,
         shards: ShardUpdate | None,
         states: StatePlacement,
-        wire_itemsize: Callable[[torch.dtype], int | None],
+        exchange: Exchange,
         *,
         lanes: int,
+        make_master: MakeMaster | None,
     ) -> None:
-        self._comm, self._optimizer, self._slots = comm, optimizer, slots
-        self._wire_itemsize, self._lanes = wire_itemsize, lanes
+        self._comm, self._optimizer, self.slots = comm, optimizer, slots
+        self._exchange, self._lanes, self._make_master = exchange, lanes, make_master
         self.strategy, self.shards, self._groups, self._states = strategy, shards, groups, states
         self.order: list[Bucket] = []
         self._facts: Facts | None = None  # about the parameters in buckets
@@ -56,15 +60,15 @@ class Planner:
         """
         absent = {
             slot.index
-            for slot in self._slots
-            if slot.sparse or (not slot.param.requires_grad and slot.index not in kept)
+            for slot in self.slots
+            if slot.claimed or (not slot.param.requires_grad and slot.index not in kept)
         }
         self._facts = _without(facts, absent)
         self._unguarded = {*facts.unseen, *facts.idle}
         self.order += self._build(self.preview(self.strategy), self.shards, fill=True)
         counts = [max(1, round(count / passes)) if count else 0 for count in fires]
         self._most = max(1, *counts)
-        for slot, count in zip(self._slots, counts, strict=True):
+        for slot, count in zip(self.slots, counts, strict=True):
             slot.expected = count or self._most
 
     def extend(self, slots: Sequence[Slot]) -> None:
@@ -75,12 +79,12 @@ class Planner:
         assert self._facts is not None, "learning comes first"
         self._find_owners(late)
         nothing: frozenset[int] = frozenset()
-        facts = Facts((late,), late, tuple(1 for _ in self._slots), nothing, nothing)
+        facts = Facts((late,), late, tuple(1 for _ in self.slots), nothing, nothing)
         plan = self.strategy.plan(facts, *self._specs(), self._comm.size)
         self.order += self._build(plan, self.shards, first=len(self.order), fill=True)
-        self._facts = _with_late(self._facts, late, len(self._slots))
+        self._facts = _with_late(self._facts, late, len(self.slots))
         for index in late:
-            self._slots[index].expected = self._most
+            self.slots[index].expected = self._most
         self._unguarded.update(late)
 
     def draft(self, strategy: Strategy) -> tuple[list[Bucket], ShardUpdate | None]:
@@ -97,7 +101,7 @@ class Planner:
     @property
     def unguarded(self) -> list[Bucket]:
         """Buckets with parameters that no gate is known to hand out."""
-        outside = {self._slots[index].bucket for index in self._unguarded}
+        outside = {self.slots[index].bucket for index in self._unguarded}
         return [bucket for bucket in self.order if bucket in outside]
 
     def preview(self, strategy: Strategy) -> Plan:
@@ -106,7 +110,7 @@ class Planner:
         assert facts is not None, "learning comes first"
         self._find_owners(facts.arrivals)
         specs, shardable = self._specs()
-        if not facts.arrivals:  # all gradients are sparse
+        if not facts.arrivals:  # features have claimed all of them
             return Plan((), ())
         if not self._groups:
             return strategy.plan(facts, specs, shardable, self._comm.size)
@@ -121,16 +125,16 @@ class Planner:
     def reread(self) -> list[Slot]:
         """Parameters that backward may read after their gradients: seen to be so, or not seen by any gate."""
         assert self._facts is not None, "learning comes first"
-        return [self._slots[index] for index in sorted(self._unguarded | self._facts.reread)]
+        return [self.slots[index] for index in sorted(self._unguarded | self._facts.reread)]
 
     def _find_owners(self, indices: Iterable[int]) -> None:
         """Parameters that come into buckets get owners, if the strategy cuts none. They keep them, whatever the plan."""
         homeless = (index for index in sorted(indices) if index not in self._owners)
-        new = [index for index in homeless if self._can_shard(self._slots[index])]
+        new = [index for index in homeless if self._can_shard(self.slots[index])]
         loads = [0] * self._comm.size
         for index, owner in self._owners.items():
-            loads[owner] += self._slots[index].param.numel()
-        owners = self.strategy.owners([self._slots[index].param.numel() for index in new], loads)
+            loads[owner] += self.slots[index].param.numel()
+        owners = self.strategy.owners([self.slots[index].param.numel() for index in new], loads)
         if owners is not None:
             self._owners.update(zip(new, owners, strict=True))
 
@@ -139,20 +143,20 @@ class Planner:
 
     def _specs(self) -> tuple[list[TensorSpec], list[bool]]:
         specs, shardable = [], []
-        for slot in self._slots:
+        for slot in self.slots:
             param = slot.param
             can_shard = self._can_shard(slot)
             shardable.append(can_shard)
             kind = (str(param.dtype), str(param.device), can_shard)
             owner = self._owners.get(slot.index) if can_shard else None
-            wire = self._wire_itemsize(param.dtype)
+            wire = self._exchange.wire_itemsize(param.dtype)
             specs.append(TensorSpec(param.numel(), param.element_size(), kind, owner, wire))
         return specs, shardable
 
     def _build(self, plan: Plan, shards: ShardUpdate | None, *, first: int = 0, fill: bool = False) -> list[Bucket]:
         """The buckets of `plan`. With `fill`, each takes its gradients before the next is made, so that the memory in
         which backward left them is free for that: a step needs it once, the first step as well. Free is not enough where
-        buckets are larger than the holes: see `overlap.core.heap`.
+        buckets are larger than the holes: see `overlap.core.buckets.heap`.
         """
         order = []
         with Freed() as freed:
@@ -171,18 +175,19 @@ class Planner:
         return order
 
     def _bucket(self, number: int, spec: BucketSpec, *, sharded: bool) -> Bucket:
-        bucket = Bucket(
+        return Bucket(
             number,
             spec,
-            [self._slots[index] for index in spec.tensors],
+            [self.slots[index] for index in spec.tensors],
             rank=self._comm.rank,
             world_size=self._comm.size,
             holds_parameters=sharded,
-            gather_dtype=self.strategy.gather_dtype,
+            collectives=self.strategy.collectives or COLLECTIVES,
+            op=self._exchange.op,
+            make_master=self._make_master,
             carried=self.strategy.carries and self._comm.rounds,
+            lane=lane_of(spec.shares(self._comm.size), self._lanes),
         )
-        bucket.lane = lane_of(bucket.shares, self._lanes)
-        return bucket
 
 
 def _without(facts: Facts, frozen: set[int]) -> Facts:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from overlap.core.compiled import GUARDS, Entry, untraced
+from overlap.core.gates.compiled import GUARDS, Entry, untraced
 from overlap.core.gathering import Transit
 
 __all__ = ["GatedParameters", "Gates", "GroupGates", "ListedParameters", "Touch", "listed"]

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from overlap.core.opaque import AVAILABLE, Opaque, register
+from overlap.core.gates.opaque import AVAILABLE, Opaque, register
 
 __all__ = ["GUARDS", "Entry", "only_looked_at", "outside_compilation", "untraced"]
 

@@ -4,28 +4,40 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from overlap.core.bucket import Bucket
-from overlap.core.collectives import gather, reduce
 from overlap.plan.partition import TensorSpec
 from overlap.plan.plan import Facts, Plan, Updates
 from overlap.plan.tuning.space import Dimension, Setting
 from overlap.transport.communicator import Communicator
 
-__all__ = ["Strategy"]
+__all__ = ["Collectives", "Strategy"]
+
+
+class Collectives(Protocol):
+    """Issues the operations of buckets. Each sets ``bucket.work``, and waits for nothing."""
+
+    def reduce(self, comm: Communicator, bucket: Any, /) -> None:
+        """Issue the reduction of ``bucket.outgoing`` of all ranks into ``bucket.incoming`` with ``bucket.op``.
+
+        Of a bucket that holds parameters, a rank needs its shard; `incoming` has its size. Otherwise `incoming` is
+        whole and may be `outgoing` itself.
+        """
+
+    def gather(self, comm: Communicator, bucket: Any, /) -> None:
+        """Issue the all-gather of the updated parameters of a sharded bucket, ``bucket.travelling``."""
 
 
 class Strategy(ABC):
-    """One schedule of communication: a pure plan. Few have operations of their own.
+    """One schedule of communication: a pure plan.
 
-    `updates` is what the strategy wishes for; optimizers that need whole parameters get whole updates. Without
-    `ordered`, buckets are handed to `reduce` as they fill, and the strategy sees to one order on all ranks; not with
-    updates in shards, whose last bucket waits for ``step()``. With a `gather_dtype`, updated parameters travel and are
-    used rounded to it, and exact ones are kept in shards (`overlap.features.rounded_parameters`). Nothing here may
-    depend on anything measured or seen on this rank alone.
+    `updates` is what the strategy wishes for; optimizers that need whole parameters get whole updates. Without `ordered`,
+    buckets are reduced as they fill, and the strategy's collectives see to one order on all ranks; not with updates in
+    shards, whose last bucket waits for ``step()``. With a `gather_dtype`, updated parameters travel and are used rounded to
+    it, and exact ones are kept in shards (`overlap.features.rounded_parameters`). Nothing here may depend on anything
+    measured or seen on this rank alone.
     """
 
     name: str
@@ -33,10 +45,15 @@ class Strategy(ABC):
     ordered: bool = True
     gather_dtype: torch.dtype | None = None
     lanes: int = (
-        1  # of updates in shards: how many buckets travel at the same time, see :func:`overlap.plan.partition.lane_of`
+        1  # of updates in shards: how many buckets travel at a time, see :func:`overlap.plan.partition.lane_of`
     )
     carries: bool = False  # hands `wide_gradients` and `wide_parameters` of buckets on to the communicator
     complete: bool = True  # False: parts of the communication are left out, for time breakdowns
+
+    @property
+    def collectives(self) -> Collectives | None:
+        """What issues its operations; None: those of `overlap.core.wire`."""
+        return None
 
     @property
     def space(self) -> tuple[Dimension, ...]:
@@ -83,15 +100,3 @@ class Strategy(ABC):
     @abstractmethod
     def plan(self, facts: Facts, specs: Sequence[TensorSpec], shardable: Sequence[bool], world_size: int) -> Plan:
         """Decide the buckets, the same on every rank. `shardable[i]`: may tensor i be updated by the owner of its shard?"""
-
-    def reduce(self, comm: Communicator, bucket: Bucket) -> None:
-        """Issue the bucket's reduction: ``bucket.outgoing`` of all ranks into ``bucket.incoming`` with ``bucket.op``.
-
-        Of a bucket that holds parameters, a rank needs its shard; `incoming` has its size. Otherwise `incoming` is
-        whole and may be `outgoing` itself.
-        """
-        reduce(comm, bucket)
-
-    def gather(self, comm: Communicator, bucket: Bucket) -> None:
-        """Issue the all-gather of the updated parameters of a sharded bucket, ``bucket.travelling``."""
-        gather(comm, bucket)

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 
-import torch
-
-from overlap.core.bucket import Bucket, Slot, line
-from overlap.core.conversion import changes
+from overlap.core.bucket import Slot, line
+from overlap.core.buckets.conversion import changes
+from overlap.core.buckets.heap import give_back
+from overlap.core.buckets.observer import Observer
+from overlap.core.buckets.planner import Planner
+from overlap.core.feature import Feature, Policy, StatePlacement, listeners
 from overlap.core.gathering import Transit
-from overlap.core.heap import give_back
-from overlap.core.observer import Observer
-from overlap.core.planner import Planner
-from overlap.core.shards import ShardUpdate, StatePlacement
-from overlap.core.strategy import Strategy
-from overlap.core.window import GradientWindow
-from overlap.features.rounded_parameters import check_gather_dtype
-from overlap.features.sparse import find_sparse
+from overlap.core.round import Round
 from overlap.plan.plan import Plan
+from overlap.plan.strategy import Strategy
 from overlap.transport.communicator import Communicator
 from overlap.transport.objects import allgather_object, compare
 
@@ -26,30 +21,27 @@ __all__ = ["Arrangement"]
 
 
 class Arrangement:
-    """Asks the planner for buckets when all ranks are there to agree, and moves values and state into them.
+    """Asks `planner` for buckets when all ranks are there to agree, and moves values and state into them.
 
-    `sparse_in` has the modules that are looked through for parameters with sparse gradients. Whoever needs to know of
-    new buckets sets :attr:`follow`.
+    Who needs to know of new buckets is told: `policy`, and those `features` that listen.
     """
 
     def __init__(
         self,
         comm: Communicator,
-        optimizer: torch.optim.Optimizer,
-        slots: list[Slot],
         planner: Planner,
-        window: GradientWindow,
+        round: Round,
         transit: Transit,
         states: StatePlacement,
-        *,
-        sparse_in: torch.nn.Module | None,
+        policy: Policy,
+        features: Sequence[Feature],
     ) -> None:
-        self._comm, self._optimizer, self._slots = comm, optimizer, slots
-        self._planner, self._window, self._transit = planner, window, transit
-        self._states, self._sparse_in = states, sparse_in
-        self.observer: Observer | None = Observer(slots)  # until the first step
-        self.changing: Callable[[], AbstractContextManager[None]] = nullcontext  # around changes of who holds what
-        self.follow: Callable[[list[Bucket], ShardUpdate | None, list[Slot]], None] = lambda *_: None
+        self._comm, self._planner, self._round, self._transit = comm, planner, round, transit
+        self._slots, self._states, self._policy = planner.slots, states, policy
+        self._claims = listeners(features, "claims")
+        self._admit = listeners(features, "admit")
+        self._on_planned = listeners(features, "planned")
+        self.observer: Observer | None = Observer(self._slots)  # until the first step
         self._replaced = False  # since the last step; until zero_grad() `.grad` shows the buckets from before
 
     @property
@@ -74,22 +66,22 @@ class Arrangement:
         facts = next((facts for facts in found if any(facts.fires)), found[0])  # rank 0 may have joined at once
         fires = [max(counts) for counts in zip(*(facts.fires for facts in found), strict=True)]
         self.observer = None
-        self._mark_sparse(self._slots)
-        self._planner.begin(facts, fires, self._window.passes, set().union(*(kept for *_, kept in learned)))
+        self._claim(self._slots)
+        self._planner.begin(facts, fires, self._round.passes, set().union(*(kept for *_, kept in learned)))
         self._follow_plan()
 
     @property
     def unplanned(self) -> list[Slot]:
         """Parameters in no bucket that may come to take part: frozen or added since the plan. The same on every rank."""
-        return [] if self.learning else [slot for slot in self._slots if slot.bucket is None and not slot.sparse]
+        return [] if self.learning else [slot for slot in self._slots if slot.bucket is None and not slot.claimed]
 
     def extend(self, late: Sequence[Slot]) -> None:
         """Buckets for what takes part on any rank; `late` are those that do on this one. On every rank, inside a step."""
         found = allgather_object(self._comm, [slot.index for slot in late])
         joining = [self._slots[index] for index in sorted(set().union(*found))]
-        self._check_gather_dtype(joining)
-        self._mark_sparse(joining)
-        self._planner.extend([slot for slot in joining if not slot.sparse])
+        self._admitted(joining)
+        self._claim(joining)
+        self._planner.extend([slot for slot in joining if not slot.claimed])
         self._follow_plan()
 
     def release(self) -> None:
@@ -109,7 +101,7 @@ class Arrangement:
         ``ValueError`` for a strategy that updates or gathers in another way.
         """
         self._planner.strategy.refuse_successor(strategy)
-        if self._window.touched:
+        if self._round.touched:
             raise RuntimeError("gradients arrived since the last step(); replan after step() or zero_grad()")
         if self.learning:
             self._planner.strategy = strategy
@@ -131,20 +123,20 @@ class Arrangement:
                 f"parameter {first.name!r} was {first.before} when the optimizer was wrapped and is {first.now} now; "
                 "what carries gradients was chosen for that device; move the model before wrapping"
             )
-        self._check_gather_dtype(slot for slot in self._slots if slot.bucket is not None)
+        self._admitted([slot for slot in self._slots if slot.bucket is not None])
         for slot in self._slots:
             if slot.converted:
                 slot.keep_layout()
         self._rebuild(self._planner.strategy)
 
-    def _check_gather_dtype(self, slots: Iterable[Slot]) -> None:
-        named = ((slot.name, slot.param) for slot in slots)
-        dtype, sharding = self._planner.strategy.gather_dtype, self._planner.shards is not None
-        check_gather_dtype(dtype, named, self._optimizer, sharding=sharding)
+    def _admitted(self, slots: Sequence[Slot]) -> None:
+        for admit in self._admit:
+            admit(slots)
 
-    def _mark_sparse(self, slots: Sequence[Slot]) -> None:
-        for index in find_sparse(self._comm, slots, self._sparse_in):
-            self._slots[index].sparse = True
+    def _claim(self, slots: Sequence[Slot]) -> None:
+        for claims in self._claims:
+            for index in claims(slots):
+                self._slots[index].claimed = True
 
     def _rebuild(self, strategy: Strategy) -> None:
         """Other buckets for the same parameters, whose values and state move over."""
@@ -152,11 +144,14 @@ class Arrangement:
         order, shards = planner.draft(strategy)
         if planner.shards is not None and shards is not None:
             self._states.moved(planner.order, planner.shards, shards)
-        with self.changing():  # until now questions were answered from the old pieces
+        with self._states.updating():  # until now questions were answered from the old pieces
             planner.install(strategy, order, shards)
         self._follow_plan()
         self._replaced = True
 
     def _follow_plan(self) -> None:
-        self._transit.entry = self._planner.unguarded
-        self.follow(self._planner.order, self._planner.shards, self._planner.reread)
+        planner = self._planner
+        self._transit.entry = planner.unguarded
+        self._policy.planned(planner.order, planner.shards, planner.reread)
+        for told in self._on_planned:
+            told(planner.order)
