@@ -90,7 +90,7 @@ class Co2Optimizer(Shell):
         self._broadcast_buffers = broadcast_buffers
         topic = session.registry.topic_of(self)
         refusal = JoinRefusal(
-            joined_ranks_of(session), f"{topic}/outer", range(session.comm.size), self._engine.attendance.ranks
+            joined_ranks_of(session), f"{topic}/outer", range(session.comm.size), self._engine.participants.ranks
         )
         self._rounds = _make_rounds(session, self._everyone, self._engine.slots, schedule, rule, refusal, topic)
 

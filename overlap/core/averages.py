@@ -54,7 +54,7 @@ class Averages:
         engine.policy.refuse("synchronize()")
         engine.close(call)
         engine.round.settle()
-        engine.attendance.announce("synchronize")
+        engine.participants.announce("synchronize")
         for bucket in engine.order:
             if bucket.holds_parameters:
                 label = f"{bucket.label} gradients"
@@ -77,9 +77,9 @@ class Averages:
     def share(self) -> None:
         """After :meth:`synchronize`, which joined ranks followed: give them ``.grad`` as the others' script left it."""
         engine = self.engine
-        if not engine.attendance.absent:
+        if not engine.participants.absent:
             return
-        leader = engine.attendance.leader
+        leader = engine.participants.leader
         for bucket in engine.order:
             for slot in bucket.slots:
                 slot.fill()

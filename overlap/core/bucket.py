@@ -253,7 +253,7 @@ class Bucket:
         self.work: Work | None = None
         self.reduction: Known | None = None  # see `overlap.core.wire`
         self.gathering: Known | None = None
-        self.round = 0  # of its last reduction; see `overlap.core.attendance`
+        self.round = 0  # of its last reduction; see `overlap.core.participants`
         first = slots[0].param
         self.shares = spec.shares(world_size)  # elements of each rank's shard
         self.counts = None if len(set(self.shares)) == 1 else self.shares

@@ -17,11 +17,11 @@ from types import FrameType
 
 import torch
 
-from overlap.core.attendance import Attendance
 from overlap.core.bucket import Slot
 from overlap.core.buckets.arrangement import Arrangement
 from overlap.core.buckets.conversion import Change, changes, difference
 from overlap.core.feature import Feature, Policy, listeners
+from overlap.core.participants import Participants
 from overlap.core.round import Round
 from overlap.core.tally import Call, Calls, Heard, Said, Tally, Verdict, verdict
 from overlap.transport.communicator import Communicator
@@ -47,12 +47,12 @@ class Closing:
         calls: Communicator,
         round: Round,
         arrangement: Arrangement,
-        attendance: Attendance,
+        participants: Participants,
         policy: Policy,
         features: Sequence[Feature],
     ) -> None:
         self._comm, self._slots, self._round, self._arrangement = calls, round.slots, round, arrangement
-        self._attendance, self._policy = attendance, policy
+        self._participants, self._policy = participants, policy
         self._on_closed = listeners(features, "closed")
         self._tally, self._calls = Tally(calls), Calls()
         self.closed = False  # all reductions of this round are issued, on all ranks
@@ -89,9 +89,9 @@ class Closing:
             return True
         while True:
             if self.closed:
-                self._attendance.again(call)
+                self._participants.again(call)
             else:
-                self._attendance.start(call)  # joined ranks are called before anything waits for them
+                self._participants.start(call)  # joined ranks are called before anything waits for them
             self._hear_of_drop(wait=True)
             converted = changes(self._slots)
             failure = self._failure(check, converted)
@@ -105,7 +105,7 @@ class Closing:
             heard = self._tally.read()
             if self._follow(heard, failure):
                 break
-            if self._attendance.following:
+            if self._participants.following:
                 return False
         if not self.closed:
             self._complete(heard, converted, late)
@@ -123,7 +123,7 @@ class Closing:
             arrangement.extend(late)
             round.flush()
         if self._on_closed:
-            number = self._attendance.round
+            number = self._participants.round
             for told in self._on_closed:
                 told(lambda: round.factor(number))
         self.closed = True
@@ -137,18 +137,18 @@ class Closing:
         """Whether any rank has gradients that no step has used, `mine` if this one has."""
         self._require_open()
         while True:
-            self._attendance.ask(call)
+            self._participants.ask(call)
             self._hear_of_drop(wait=True)
             self._tally.post(replace(self._said(Call.ASK), gradients=mine, sent=self.closed or self._round.sent), call)
             heard = self._tally.read()
-            if self._follow(heard, None) or self._attendance.following:
+            if self._follow(heard, None) or self._participants.following:
                 return heard.gradients
 
     def meet(self, what: str) -> None:
         """Before something that waits for all ranks. Raises :class:`.CannotJoin` on all of them, where some have joined."""
-        self._attendance.call_together(what)
+        self._participants.call_together(what)
         self.ask(False, what)
-        self._attendance.refuse_together(what)
+        self._participants.refuse_together(what)
 
     # - Calls that need none
 
@@ -196,13 +196,13 @@ class Closing:
     # - What all ranks do by what was said
 
     def _said(self, call: Call) -> Said:
-        number = None if self._attendance.following else self._calls.next
-        return Said(call, self._attendance.round, self._attendance.rank, number, alone=self._calls.alone)
+        number = None if self._participants.following else self._calls.next
+        return Said(call, self._participants.round, self._participants.rank, number, alone=self._calls.alone)
 
     def _follow(self, heard: Heard, failure: Exception | None) -> bool:
         """Whether all ranks mean this call; False where others have dropped the round before it, which is over now."""
         found = verdict(heard)
-        self._attendance.answered(repeated=found is Verdict.FAILED)
+        self._participants.answered(repeated=found is Verdict.FAILED)
         if found is Verdict.AGREED:
             return True
         if found is Verdict.DROPPED:
@@ -224,7 +224,7 @@ class Closing:
     def _end_round(self) -> None:
         self._round.reset()
         self.closed = False
-        self._attendance.close()
+        self._participants.close()
 
     def _hear_of_drop(self, *, wait: bool) -> None:
         """What became of the round that this rank has dropped, once all others have said what they make of it."""
@@ -246,15 +246,15 @@ class Closing:
         if failure is not None:
             return failure
         rank, text = next((rank, text) for rank, text in enumerate(texts) if text is not None)
-        return OtherRankFailed(f"rank {self._attendance.ranks[rank]} has raised in the same call: {text}")
+        return OtherRankFailed(f"rank {self._participants.ranks[rank]} has raised in the same call: {text}")
 
     def _refused(self, found: Verdict, heard: Heard) -> RuntimeError:
         self.ended = self._ended(found, heard)
         return RuntimeError(self.ended)
 
     def _ended(self, found: Verdict, heard: Heard) -> str:
-        self._attendance.end()
-        ranks = self._attendance.ranks
+        self._participants.end()
+        ranks = self._participants.ranks
         first, last = heard.first_round, heard.last_round
         if found is Verdict.APART and heard.others is not None:
             return (
@@ -309,11 +309,11 @@ class Closing:
 
         Raises ``SignatureMismatch`` on every rank where some have not, or to another type.
         """
-        attendance = self._attendance
-        told = dict(zip(attendance.ranks, allgather_object(self._comm, mine), strict=True))
-        present = [attendance.ranks[index] for index in attendance.present(attendance.round)]
+        participants = self._participants
+        told = dict(zip(participants.ranks, allgather_object(self._comm, mine), strict=True))
+        present = [participants.ranks[index] for index in participants.present(participants.round)]
         converted = {rank: changed for rank, changed in told.items() if changed}
-        away = sorted(set(attendance.ranks).difference(present))
+        away = sorted(set(participants.ranks).difference(present))
         problem = difference(converted, present)
         if problem is None and not away:
             self._arrangement.follow_conversion()
@@ -322,12 +322,12 @@ class Closing:
             self._void()
         error: Exception = SignatureMismatch(problem)
         if problem is None:
-            error = attendance.cannot_join(
+            error = participants.cannot_join(
                 f"parameters were converted on ranks {sorted(converted)}, which every rank has to do, and ranks {away} "
                 "have joined; convert the model before or after join()"
             )
         self.ended = f"this optimizer cannot go on: {error}"
-        attendance.end()
+        participants.end()
         raise error
 
 

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from overlap.core.attendance import Attendance
 from overlap.core.bucket import Slot
 from overlap.core.buckets.arrangement import Arrangement
 from overlap.core.buckets.conversion import changes
@@ -23,6 +22,7 @@ from overlap.core.feature import Feature, Policy, listeners
 from overlap.core.gates.gates import Gates
 from overlap.core.gates.holders import hands_out, holders
 from overlap.core.gathering import Transit
+from overlap.core.participants import Participants
 from overlap.core.round import Round
 from overlap.core.shards import ShardUpdate
 from overlap.plan.strategy import Strategy
@@ -44,14 +44,13 @@ class Engine:
         round: Round,
         arrangement: Arrangement,
         closing: Closing,
-        attendance: Attendance,
+        participants: Participants,
         policy: Policy,
         features: Sequence[Feature],
     ) -> None:
         self._model, self._planner, self.transit, self.round = model, planner, transit, round
-        self.arrangement, self.closing, self.attendance, self.policy = arrangement, closing, attendance, policy
+        self.arrangement, self.closing, self.participants, self.policy = arrangement, closing, participants, policy
         self.slots, self.order = planner.slots, planner.order  # the latter in order of issue
-        attendance.trainable = lambda: [slot.index for slot in planner.slots if slot.param.requires_grad]
         self.suspended = False  # inside no_sync()
         self.accumulating = False  # since the last step, gradients arrived that no reduction has seen
         self._on_gradient = listeners(features, "gradient")

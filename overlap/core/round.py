@@ -15,11 +15,11 @@ from operator import attrgetter
 
 import torch
 
-from overlap.core.attendance import Attendance
 from overlap.core.bucket import Bucket, Phase, Slot, changed, clear
 from overlap.core.buckets.planner import Planner
 from overlap.core.feature import Feature, listeners
 from overlap.core.gathering import Transit
+from overlap.core.participants import Participants
 from overlap.core.wire import Exchange
 from overlap.transport.communicator import Communicator
 from overlap.transport.forks import Origin
@@ -73,7 +73,7 @@ class Round:
         reductions: Sequence[Communicator],
         exchange: Exchange,
         transit: Transit,
-        attendance: Attendance,
+        participants: Participants,
         features: Sequence[Feature],
         *,
         passes: int,
@@ -83,7 +83,7 @@ class Round:
     ) -> None:
         self.slots, self.order, self.passes = planner.slots, planner.order, passes
         self._planner, self._reductions, self._exchange = planner, tuple(reductions), exchange
-        self._transit, self._attendance = transit, attendance
+        self._transit, self._participants = transit, participants
         self._hold_last, self._ordered, self._deferred = hold_last, ordered, deferred
         self._on_filled = listeners(features, "filled")
         self._on_verify = listeners(features, "verify")
@@ -210,10 +210,10 @@ class Round:
             self._transit.arrive(bucket)  # nobody used these parameters since the last step
         if not self._exchange.plain:
             self._exchange.load(bucket)
-        attendance = self._attendance
-        if not attendance.opened:
-            attendance.open()
-        bucket.round = attendance.round
+        participants = self._participants
+        if not participants.opened:
+            participants.open()
+        bucket.round = participants.round
         bucket.collectives.reduce(self._reductions[bucket.lane], bucket)
         bucket.advance(Phase.REDUCING)
 
@@ -289,7 +289,7 @@ class Round:
         It is certain once any reduction of that round is done.
         """
         if self._factor[0] != number:
-            factor = self._attendance.factor(number)
+            factor = self._participants.factor(number)
             self._factor = number, factor if self._exchange.averages else 1.0
         return self._factor[1]
 

@@ -84,7 +84,7 @@ class Stepper:
         """Before anything is updated: [Note: nobody overtakes a step]. Ranks agree here also where they did so earlier, for
         clipping, say: some may have dropped the gradients since. Joined ranks are called for that by those who step."""
         engine = self.engine
-        engine.close("step()", self._may_step, again=not engine.attendance.following)
+        engine.close("step()", self._may_step, again=not engine.participants.following)
 
     def _may_step(self) -> None:
         self.engine.policy.check()
@@ -96,8 +96,8 @@ class Stepper:
 
     def _announce(self, scale: torch.Tensor | None) -> None:
         """Joined ranks own shards, too: they step with the hyper-parameters in force where training goes on."""
-        if self.engine.attendance.absent:
-            self.engine.attendance.announce("step", groups=hyper_parameters(self.optimizer), scale=scale)
+        if self.engine.participants.absent:
+            self.engine.participants.announce("step", groups=hyper_parameters(self.optimizer), scale=scale)
 
     @torch.no_grad()
     def _step_shards(self, scale: torch.Tensor | None) -> None:
@@ -164,7 +164,7 @@ class Stepper:
             return False
         if not engine.policy.leave(engine.order):
             return False
-        engine.attendance.leave(groups=hyper_parameters(self.optimizer), scale=None)
+        engine.participants.leave(groups=hyper_parameters(self.optimizer), scale=None)
         self._end_round()
         return True
 
@@ -189,7 +189,7 @@ class Stepper:
 
     def any_rank(self, mine: bool) -> bool:
         """Whether any rank says so before it evaluates a closure. Who has joined is called for that by those who do."""
-        return not self.engine.attendance.following and self.engine.closing.ask(mine, "step(closure)")
+        return not self.engine.participants.following and self.engine.closing.ask(mine, "step(closure)")
 
     def _refuse_earlier_gradients(self) -> None:
         """On every rank, where one has a gradient on its way that the closure's would be added to."""

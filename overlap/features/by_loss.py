@@ -28,13 +28,13 @@ def step_by_loss(stepper: Stepper, closure: Closure) -> Any:
             loss = closure()
         engine.close("step(closure)")
         stepper.settle_whole()
-        attendance = engine.attendance
-        if first and attendance.absent:  # whose steps will evaluate as often as this one
+        participants = engine.participants
+        if first and participants.absent:  # whose steps will evaluate as often as this one
             groups = hyper_parameters(stepper.optimizer)
             like = torch.zeros_like(loss) if isinstance(loss, torch.Tensor) else None
-            attendance.announce("closure", groups=groups, loss=like)
+            participants.announce("closure", groups=groups, loss=like)
         first = False
-        factor = attendance.factor(attendance.round)
+        factor = participants.factor(participants.round)
         stepper.take_whole()
         return _average(averages.comm, loss, factor)
 

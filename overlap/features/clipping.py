@@ -32,7 +32,7 @@ def clip(
         return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
     averages.settle("clip_grad_norm_()")
     _refuse_sparse(averages, wanted)
-    engine.attendance.announce(
+    engine.participants.announce(
         "clip",
         indices=[slot.index for slot in engine.slots if wanted(slot.param)],
         max_norm=max_norm,

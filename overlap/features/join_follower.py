@@ -13,6 +13,7 @@ from overlap.core.engine import Engine
 from overlap.core.step import Stepper, hyper_parameters
 from overlap.features.clipping import clip
 from overlap.features.join import CannotJoin, Word
+from overlap.features.join_rounds import JoinRounds
 from overlap.features.loss_scale import reveal_infinities
 
 __all__ = ["Follower"]
@@ -31,19 +32,20 @@ class Follower:
     def __init__(
         self,
         engine: Engine,
+        rounds: JoinRounds,
         averages: Averages,
         stepper: Stepper,
         optimizer: torch.optim.Optimizer,
         step: weakref.WeakMethod[Any],
     ) -> None:
-        self._engine, self._averages, self._stepper = engine, averages, stepper
+        self._engine, self._rounds, self._averages, self._stepper = engine, rounds, averages, stepper
         self._optimizer, self._step_of = optimizer, step
-        self.topic, self.ranks = engine.attendance.topic, engine.attendance.ranks
+        self.topic, self.ranks = rounds.topic, rounds.ranks
 
     @property
     def place(self) -> tuple[int, int]:
         """How many rounds are behind this rank, and what was said about the current one."""
-        return self._engine.attendance.place
+        return self._rounds.place
 
     @property
     def hyper_parameters(self) -> list[dict[str, Any]]:
@@ -119,20 +121,20 @@ class Follower:
 
     def _open(self, trainable: Sequence[int]) -> None:
         engine = self._engine
-        if not engine.attendance.hindered:
+        if not self._rounds.hindered:
             self._forget_gradients()
             for slot in engine.slots:
                 if slot.param.requires_grad is not (slot.index in trainable):
                     slot.param.requires_grad_(slot.index in trainable)  # unfrozen meanwhile, where training goes on
-        if engine.attendance.shared_order:
-            engine.attendance.open()
+        if self._rounds.shared_order:
+            engine.participants.open()
             engine.round.flush()
 
     def _start(self, call: str, trainable: Sequence[int]) -> None:
         engine = self._engine
-        if not engine.attendance.shared_order:
+        if not self._rounds.shared_order:
             self._open(trainable)
-        if engine.close(call) and engine.attendance.hindered:
+        if engine.close(call) and self._rounds.hindered:
             engine.round.settle()  # raises, on every rank
 
     def _forget_gradients(self) -> None:

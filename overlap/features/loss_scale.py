@@ -50,7 +50,7 @@ def reveal_infinities(averages: Averages) -> None:
     if averages.stage in (Stage.SYNCHRONIZED, Stage.SHOWN):
         return
     averages.settle("a GradScaler's step")
-    engine.attendance.announce("reveal")
+    engine.participants.announce("reveal")
     whole = [values_of(param.grad) for param in averages.alike() if param.grad is not None]
     bad = _any_nonfinite(averages.comm, [*(b.reduced for b in engine.order if b.holds_parameters), *whole])
     _show_infinity(bad, engine.slots)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import torch
 
-from overlap.core.attendance import Attendance
 from overlap.core.averages import Averages
 from overlap.core.bucket import Slot
 from overlap.core.buckets.arrangement import Arrangement
@@ -29,6 +28,7 @@ from overlap.features.deferred import DeferredUpdates
 from overlap.features.early import EarlyUpdates
 from overlap.features.gradient_check import GradientCheck
 from overlap.features.join import joined_ranks_of
+from overlap.features.join_rounds import JoinRounds
 from overlap.features.rounded_parameters import RoundedParameters, check_gather_dtype
 from overlap.features.sparse import DenseGradients, SparseGradients
 from overlap.job.devices import fit_out
@@ -62,6 +62,7 @@ class Assembly:
     model: torch.nn.Module | None
     wrapped: Wrapped
     engine: Engine
+    rounds: JoinRounds
     averages: Averages
     stepper: Stepper
     full_state: FullState
@@ -136,13 +137,13 @@ def build(
         comm, optimizer, slots, strategy, groups, shards, states, exchange, lanes=lanes, make_master=make_master
     )
     transit = Transit(members.gathers, poison=poisoned)
-    attendance = Attendance(comm, members.ranks, joined_ranks_of(session))
+    rounds = JoinRounds(comm, members.ranks, joined_ranks_of(session), slots, shared_order=not strategy.ordered)
     round = Round(
         planner,
         members.reductions,
         exchange,
         transit,
-        attendance,
+        rounds,
         features,
         passes=arguments.backward_passes_per_step,
         hold_last=updates.in_shards,  # [Note: nobody overtakes a step]
@@ -155,17 +156,18 @@ def build(
     elif updates is Updates.DEFERRED:
         policy = DeferredUpdates(optimizer, round, transit, poison=poisoned)
     arrangement = Arrangement(comm, planner, round, transit, states, policy, features)
-    closing = Closing(members.calls, round, arrangement, attendance, policy, features)
-    engine = Engine(model, planner, transit, round, arrangement, closing, attendance, policy, features)
+    closing = Closing(members.calls, round, arrangement, rounds, policy, features)
+    engine = Engine(model, planner, transit, round, arrangement, closing, rounds, policy, features)
     wrapped = Wrapped(optimizer, engine, gated=updates is not Updates.WHOLE)
 
-    topic = attendance.topic = session.registry.register(shell, Ownership(engine, wrapped))
+    topic = session.registry.register(shell, Ownership(engine, wrapped))
+    rounds.enroll(topic)
     session.channels.hold((*hosts.reductions, *hosts.gathers, hosts.calls, hosts.everyone), topic)
     share.serve(topic, exporter(engine))
     averages = Averages(engine, comm)
     stepper = Stepper(engine, averages, optimizer, states, step_by_loss if by_loss else None)
     full_state = FullState(engine, optimizer, states)
-    return Assembly(comm, members.everyone, model, wrapped, engine, averages, stepper, full_state)
+    return Assembly(comm, members.everyone, model, wrapped, engine, rounds, averages, stepper, full_state)
 
 
 def features_of(

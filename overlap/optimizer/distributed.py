@@ -101,7 +101,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._studies: list[Study] = []
         self._inside_skip_synchronize = False
         step = weakref.WeakMethod(self._step_as_told)
-        self._follower = Follower(self._engine, self._averages, self._stepper, optimizer, step)
+        self._follower = Follower(self._engine, parts.rounds, self._averages, self._stepper, optimizer, step)
         joined_ranks_of(current()).enroll(self._follower)
 
     # - Looks like the user's optimizer
@@ -236,7 +236,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         # A GradScaler leaves its scale here (None where it has unscaled) and what it found.
         found_inf, scale = vars(self).get("found_inf"), vars(self).get("grad_scale")
         if found_inf is not None and found_inf > 0:
-            self._engine.attendance.announce("infinite")
+            self._engine.participants.announce("infinite")
             self._engine.closing.drop_everywhere()
             return None
         self._wrapped.follow(in_parts=self._engine.shards is not None or self._engine.policy.defers)
@@ -328,7 +328,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         after, are those rounded; elsewhere the model's count. Without one, the model's count everywhere.
         """
         self._engine.policy.refuse("load_state_dict()")
-        self._engine.attendance.refuse("load_state_dict()")
+        self._engine.participants.refuse("load_state_dict()")
         self._engine.transit.arrive_all()
         self._full_state.load(state_dict)
 

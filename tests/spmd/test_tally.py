@@ -125,9 +125,9 @@ def test_gradients_of_replaced_buckets_are_not_averaged_again() -> None:
         _loss(model, step).backward()
         optimizer.step()
         optimizer.replan(optimizer.strategy.at({"threshold_mb": 1.0 + step}))
-        rounds = optimizer._engine.attendance.round
+        rounds = optimizer._engine.participants.round
         optimizer.synchronize()
-        assert optimizer._engine.attendance.round == rounds
+        assert optimizer._engine.participants.round == rounds
         assert not optimizer._wrapped.local
 
 

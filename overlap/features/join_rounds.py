@@ -1,38 +1,48 @@
-"""Which ranks contribute to the rounds of one optimizer, and what those that do not are told."""
+"""The rounds of one optimizer where ranks may have joined: who contributes, and what those that do not are told."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from overlap.core.bucket import Slot
+from overlap.core.participants import Participants
 from overlap.features.join import CannotJoin, JoinedRanks, Word
 from overlap.transport.communicator import Communicator
 
-__all__ = ["Attendance"]
+__all__ = ["JoinRounds"]
 
 _CALLS = ("start", "again", "ask", "meeting")
 _LAST = ("step", "infinite", "closure")
 
 
-class Attendance:
-    """Counts rounds, and the words about each; a round is one set of reductions, of a step or of a skipped one.
+class JoinRounds(Participants):
+    """Counts the words about each round, too. Joined ranks count alike: they run the same code.
 
-    `ranks` are the members' ranks in the job. All ranks count alike, joined ones too: they run the same code.
+    With `shared_order`, reductions may have to wait for those of another optimizer.
     """
 
-    def __init__(self, comm: Communicator, ranks: Sequence[int], joined_ranks: JoinedRanks) -> None:
-        self._comm, self.ranks, self._joined_ranks = comm, tuple(ranks), joined_ranks
-        self.topic = ""  # what the optimizer is called between ranks, once it is registered
-        self.round = 0
+    def __init__(
+        self,
+        comm: Communicator,
+        ranks: Sequence[int],
+        joined_ranks: JoinedRanks,
+        slots: list[Slot],
+        *,
+        shared_order: bool,
+    ) -> None:
+        super().__init__(comm, ranks)
+        self._joined_ranks, self._slots, self.shared_order = joined_ranks, slots, shared_order
+        self.topic = ""  # what the optimizer is called between ranks
         self._number = 0  # of the next word
-        self.opened = self._started = self._said_last = self._over = False
-        self.trainable: Callable[[], list[int]] = list  # which parameters may get gradients
-        self.shared_order = False  # reductions may have to wait for those of another optimizer
+        self._started = self._said_last = self._over = False
 
-    @property
-    def rank(self) -> int:
-        """This one's in the job."""
-        return self.ranks[self._comm.rank]
+    def enroll(self, topic: str) -> None:
+        """The optimizer is registered: rounds may begin."""
+        self.topic = topic
+
+    def _trainable(self) -> list[int]:
+        return [slot.index for slot in self._slots if slot.param.requires_grad]
 
     @property
     def place(self) -> tuple[int, int]:
@@ -54,7 +64,7 @@ class Attendance:
         """
         self._joined_ranks.check()
         if self.shared_order and not self.opened:
-            self._say("open", keep=True, trainable=self.trainable())
+            self._say("open", keep=True, trainable=self._trainable())
         self.opened = True
 
     def start(self, call: str) -> None:
@@ -62,7 +72,7 @@ class Attendance:
         if not self._started:
             self.open()
             self._started = True
-            self._say("start", keep=True, call=call, trainable=self.trainable())
+            self._say("start", keep=True, call=call, trainable=self._trainable())
 
     def again(self, call: str) -> None:
         """Before ranks agree once more in a round that is closed: joined ranks are called, too."""
