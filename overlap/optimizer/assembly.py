@@ -23,6 +23,7 @@ from overlap.core.round import Round
 from overlap.core.shards import ShardUpdate
 from overlap.core.step import Stepper
 from overlap.core.wire import Exchange
+from overlap.features import torch_clipping
 from overlap.features.by_loss import step_by_loss
 from overlap.features.deferred import DeferredUpdates
 from overlap.features.early import EarlyUpdates
@@ -84,6 +85,7 @@ def build(
 ) -> Assembly:
     """What `shell` consists of; see :class:`.DistributedOptimizer` for the arguments. On every rank."""
     check_passes(arguments.backward_passes_per_step)
+    torch_clipping.install()
     elementwise = is_elementwise(optimizer) if elementwise is None else elementwise
     if per_parameter is not None and strategy.updates is not Updates.OWNED:
         raise ValueError(

@@ -269,10 +269,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
             "synchronize()"
         )  # before any wait: others may issue their all-gathers in step() only
         self._engine.transit.arrive_all()
-        if self._averages.stage is Stage.SYNCHRONIZED:
-            return
-        if self._engine.closing.ask(self._engine.holds_gradients, "synchronize()"):
+        if self._has_local_gradients("synchronize()"):
             self._averages.synchronize()
+
+    def _has_local_gradients(self, call: str) -> bool:
+        """Whether any rank has gradients that no step has used and that are not averages in ``.grad``. On every rank."""
+        if self._averages.stage is Stage.SYNCHRONIZED:
+            return False
+        return self._engine.closing.ask(self._engine.holds_gradients, call)
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
