@@ -39,7 +39,7 @@ from overlap.job.session import Session
 from overlap.optimizer.arguments import HorovodArguments, check_passes, feasible, parse_groups
 from overlap.optimizer.memory_check import check_memory
 from overlap.optimizer.param_groups import Wrapped
-from overlap.optimizer.start import agree_on_terms, collect_slots, synchronize_start, terms_of
+from overlap.optimizer.start import agree_on_terms, collect_slots, refuse_other_wrappers, synchronize_start, terms_of
 from overlap.plan.plan import Updates
 from overlap.plan.strategy import Strategy
 from overlap.state.elementwise import decides_by_loss, is_elementwise, is_per_parameter
@@ -96,15 +96,14 @@ def build(
         per_parameter = elementwise or is_per_parameter(optimizer)
     by_loss = decides_by_loss(optimizer) and not per_parameter
     updates = feasible(strategy.updates, optimizer, elementwise, arguments.compression, per_parameter=per_parameter)
-    if strategy.updates is Updates.OWNED and updates is Updates.WHOLE and session.comm.rank == 0:
-        log.warning(
-            "strategy %r keeps all optimizer state on every rank: %s",
-            strategy.name,
-            _why_whole(optimizer, per_parameter),
-        )
+    if strategy.updates.in_shards and updates is Updates.WHOLE and session.comm.rank == 0:
+        divisible = per_parameter if strategy.updates is Updates.OWNED else elementwise
+        why = _why_whole(strategy, optimizer, divisible)
+        log.warning("strategy %r keeps all optimizer state on every rank: %s", strategy.name, why)
     model = named_parameters if isinstance(named_parameters, torch.nn.Module) else None
     named = None if isinstance(named_parameters, torch.nn.Module) else named_parameters
     slots = collect_slots(optimizer, model, named)
+    refuse_other_wrappers(model, slots)
     check_memory(slots, updates, session.comm.rank)
     session.registry.take_over([slot.param for slot in slots])
     groups = parse_groups(arguments.num_groups, arguments.groups, slots)
@@ -195,13 +194,14 @@ def _why_not_on_a_gpu(strategy: Strategy) -> str:
     )
 
 
-def _why_whole(optimizer: torch.optim.Optimizer, per_parameter: bool) -> str:
-    if per_parameter:
+def _why_whole(strategy: Strategy, optimizer: torch.optim.Optimizer, divisible: bool) -> str:
+    if divisible:
         return "a compression of your own needs whole gradients; Compression.fp16 and .bf16 do not"
-    return (
-        f"{type(optimizer).__name__} is not known to update each parameter from its own gradient and state alone "
-        "(per_parameter=True promises that it does)"
-    )
+    if strategy.updates is Updates.OWNED:
+        what, promise = "parameter from its own gradient and state alone", "per_parameter"
+    else:
+        what, promise = "element from its own gradient and state alone", "elementwise"
+    return f"{type(optimizer).__name__} is not known to update each {what} ({promise}=True promises that it does)"
 
 
 class Ownership:

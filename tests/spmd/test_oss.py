@@ -214,6 +214,9 @@ def test_lbfgs_is_stepped_in_full_on_every_rank() -> None:
 class _Unknown(torch.optim.SGD):
     """Might look at all parameters at once, for all we know."""
 
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        return super().step(closure)
+
 
 @pytest.mark.parametrize(
     ("promise", "owned"), [({}, False), ({"per_parameter": True}, True), ({"elementwise": True}, True)]

@@ -75,6 +75,9 @@ def test_the_wrapped_optimizers_own_step_is_refused(strategy: str) -> None:
 class Unknown(SGD):
     """SGD, of a type that nobody knows."""
 
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        return super().step(closure)
+
 
 class SamByClosure(SGD):
     """The other common form: ``step(closure)`` perturbs by the gradients that were there, and evaluates again."""
