@@ -20,7 +20,7 @@ from overlap.health.stacks import is_front_door
 from overlap.health.watchdog import Watchdog
 from overlap.job import logs, settings
 from overlap.job.channels import Channels
-from overlap.job.launch import BACKEND_VARIABLE, Launch, Launcher, LaunchError, detect, rank_in
+from overlap.job.launch import BACKEND_VARIABLE, Launch, Launcher, LaunchError, adopted, detect, rank_in
 from overlap.job.registry import Registry
 from overlap.job.services import Issuer, Participant, Service
 from overlap.job.settings import SettingError, Settings
@@ -170,9 +170,14 @@ def _connect(launch: Launch, comm: Any) -> Communicator:
         return comm
     if comm is not None and hasattr(comm, "py2f"):
         return NativeCommunicator(comm_core.mpi(comm))
+    if _is_process_group(comm):
+        from overlap.transport.torch.communicator import connect
+
+        return connect(comm)
     if comm is not None:
         raise TypeError(
-            f"comm should be an mpi4py communicator or an overlap Communicator and is {type(comm).__name__}"
+            "comm should be an mpi4py communicator, a process group of torch.distributed or an overlap Communicator and "
+            f"is {type(comm).__name__}"
         )
     if launch.launcher is Launcher.MPI:
         if launch.size > 1 and not comm_core.mpi_available():
@@ -189,10 +194,17 @@ def _connect(launch: Launch, comm: Any) -> Communicator:
     return NativeCommunicator(comm_core.local())
 
 
+def _is_process_group(comm: Any) -> bool:
+    return torch.distributed.is_available() and isinstance(comm, torch.distributed.ProcessGroup)
+
+
 def _told(environ: Mapping[str, str]) -> tuple[Settings, Launch]:
     """What the environment says. What is wrong with it ends a script that does not catch it with one line."""
     try:
-        return settings.read(environ), detect(environ)
+        launch, world = detect(environ), None
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        return settings.read(environ), launch if world is None else adopted(launch, *world)
     except (SettingError, LaunchError) as error:
         failures.say_in_one_line(error, rank_in(environ))
         raise
@@ -214,8 +226,11 @@ def init(comm: Any = None) -> Session:
     """Join the job that started this process. On every rank; calling it again changes nothing.
 
     Args:
-        comm: an mpi4py communicator or an ``overlap.transport.communicator.Communicator`` to use instead of what the
-            launcher says.
+        comm: an mpi4py communicator, a process group of torch.distributed or an
+            ``overlap.transport.communicator.Communicator`` to use instead of what the launcher says.
+
+    A script that has initialised torch.distributed by itself, in processes that no launcher knows (``mp.spawn``), gets that
+    world.
 
     Raises :class:`overlap.job.launch.LaunchError` when launcher and communicator disagree about the size of the job: a job
     never silently trains N copies of rank 0. Raises :class:`overlap.job.settings.SettingError` for an environment variable

@@ -41,14 +41,18 @@ _sessions = itertools.count()
 _COLLECTIVE_TAGS = 1024  # user tags lie below, in a context of their own
 
 
-def connect() -> ProcessGroupCommunicator:
-    """The communicator of all ranks of torchrun's job; joins torch.distributed first where the script did not."""
+def connect(group: dist.ProcessGroup | None = None) -> ProcessGroupCommunicator:
+    """The communicator of all ranks of torch.distributed's world, or of those in `group`. On every rank of it.
+
+    Joins torchrun's world first where the script did not.
+    """
     session = next(_sessions)
     created = not dist.is_initialized()
     if created:
         join_world(session)
-    meeting = Rendezvous(dist.distributed_c10d._get_default_store(), session)
-    return ProcessGroupCommunicator(meeting, dist.get_rank(), dist.get_world_size(), owns_world=created)
+    ranks = None if group is None else tuple(dist.get_process_group_ranks(group))
+    meeting = Rendezvous(dist.distributed_c10d._get_default_store(), session, ranks)
+    return ProcessGroupCommunicator(meeting, dist.get_rank(group), dist.get_world_size(group), owns_world=created)
 
 
 class ProcessGroupCommunicator(Communicator):
