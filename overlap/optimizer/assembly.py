@@ -31,6 +31,7 @@ from overlap.features.gradient_check import GradientCheck
 from overlap.features.join import joined_ranks_of
 from overlap.features.join_rounds import JoinRounds
 from overlap.features.rounded_parameters import RoundedParameters, check_gather_dtype
+from overlap.features.same_data import SameData
 from overlap.features.sparse import DenseGradients, SparseGradients
 from overlap.job.devices import fit_out
 from overlap.job.groups import Membership, membership
@@ -182,7 +183,7 @@ def features_of(
 ) -> tuple[Feature, ...]:
     """All that may take part in the steps of one optimizer, in the order in which each moment is told to them."""
     sparse = DenseGradients() if sparse_as_dense else SparseGradients(comm, slots, exchange, model)
-    return (sparse, GradientCheck(), *(() if rounded is None else (rounded,)))
+    return (SameData(comm), sparse, GradientCheck(), *(() if rounded is None else (rounded,)))
 
 
 def _why_not_on_a_gpu(strategy: Strategy) -> str:
