@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import multiprocessing
 import os
 import socket
 import sys
@@ -47,6 +48,8 @@ if torch.distributed.is_available():
     import torch.distributed.nn.functional
 
 log = logging.getLogger("dear")
+
+_RANKS_PROCESS = "DEAR_RANK_PROCESS"  # the environment variable by which processes that a rank starts know of it
 
 
 class Session:
@@ -198,6 +201,19 @@ def _is_process_group(comm: Any) -> bool:
     return torch.distributed.is_available() and isinstance(comm, torch.distributed.ProcessGroup)
 
 
+def _refuse_helpers() -> None:
+    """Raise :class:`LaunchError` in a process that a rank has started by multiprocessing, which runs the script again."""
+    rank = os.environ.get(_RANKS_PROCESS, str(os.getpid()))
+    # While it runs the script's top level, it does not know of its parent yet; multiprocessing itself looks at this.
+    importing = getattr(multiprocessing.current_process(), "_inheriting", False)
+    if (importing or multiprocessing.parent_process() is not None) and rank != str(os.getpid()):
+        raise LaunchError(
+            f"init() was called in a helper process of a rank (process {rank}), such as a DataLoader worker started by "
+            "spawn or forkserver: it runs the script's top level again. Put the script's own work, init() included, "
+            "under if __name__ == '__main__':"
+        )
+
+
 def _told(environ: Mapping[str, str]) -> tuple[Settings, Launch]:
     """What the environment says. What is wrong with it ends a script that does not catch it with one line."""
     try:
@@ -240,6 +256,7 @@ def init(comm: Any = None) -> Session:
     global _session, _process
     if _session is not None:
         return _session
+    _refuse_helpers()
     wanted, launch = _told(os.environ)
     connected = _connected(launch, comm)
     if comm is None and connected.size != launch.size and launch.launcher is not Launcher.SINGLE:
@@ -251,6 +268,7 @@ def init(comm: Any = None) -> Session:
             f"another launcher inside that job ({BACKEND_VARIABLE}=torch: torchrun)"
         )
     _session, _process = Session(connected, launch, wanted), os.getpid()
+    os.environ[_RANKS_PROCESS] = str(_process)
     atexit.register(shutdown)
     return _session
 
@@ -288,6 +306,7 @@ def shutdown() -> None:
         return
     atexit.unregister(shutdown)
     session, _session = _session, None
+    os.environ.pop(_RANKS_PROCESS, None)
     if _process == os.getpid():  # a forked child has no part in what its parent does with the other ranks
         failures.say_what_is_under_way(session.comm.rank, session.comm.size)
         session.close()
