@@ -16,8 +16,7 @@ import os
 import sys
 from pathlib import Path
 
-from bench.cluster import ROOT
-from bench.endings import end_in_order
+from bench.program import ROOT, end_in_order
 from bench.sweep.bars import judge
 from bench.sweep.failures import Failures
 from bench.sweep.journal import Journal

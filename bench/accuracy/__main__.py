@@ -12,15 +12,15 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from bench import launcher
 from bench.accuracy.curve import draw, report
 from bench.accuracy.tasks import TASKS
-from bench.cluster import ClusterError
-from bench.endings import end_in_order
+from bench.emulation.cluster import ClusterError
 from bench.methods.method import Method, MethodUnavailable
 from bench.methods.registry import method
-from bench.settings import Settings, check
+from bench.program import end_in_order
 from bench.sweep.origin import today
+from bench.train import launcher
+from bench.train.settings import Settings, check
 
 
 def prepare(spec: str, arguments: argparse.Namespace) -> tuple[Settings, Method]:

@@ -1,4 +1,4 @@
-"""``python -m bench.headline``: README's picture, ``docs/results/headline.png``, from the results of the default sweep.
+"""``python -m bench.claims.headline``: README's picture, ``docs/results/headline.png``, from the default sweep's results.
 
 A line for each thing that was trained on two hosts or more: how many times longer than L = max(compute, wire) a step of
 dear takes as it comes, and a step of each other method with the fastest of its settings.
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import matplotlib
 
-from bench.results import RESULTS
+from bench.claims.views import RESULTS
 from bench.sweep.summary import Group, group
 
 matplotlib.use("Agg")

@@ -1,33 +1,13 @@
-"""``python -m bench.claims``: holds the numbers in README.md and docs against the results they come from.
-
-    python -m bench.claims              exits with 1 where a page says something else than the results, or names no source
-    python -m bench.claims --write      writes what the results say into the pages
-
-A measured number, or a whole table, stands between its source and an end, which readers do not see:
-
-    dear takes <!-- results: ratio default-sweep dear ddp model=bert_base -->0.94<!-- end --> of DDP's time.
-
-    <!-- results: methods default-sweep emulate_compute=mlp@even:560 launcher=None -->
-    | method | … |
-    <!-- end -->
-
-`bench.results` lists what a source may ask for. In the sections of MEASURED every number in a table needs one, and in a
-sentence every one that looks measured: a decimal, a factor, seconds, a percentage, MB. Settings and commands stand in
-code font, limits behind ≤, and need none.
-"""
+"""Where a page says something else than its sources, or a number names none (reads results, else pure)."""
 
 from __future__ import annotations
 
-import argparse
 import re
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
-from bench.cluster import ROOT
-from bench.results import render
+from bench.claims.views import render
 
-__all__ = ["MEASURED", "pages", "problems", "unsourced", "written"]
+__all__ = ["MEASURED", "problems", "unsourced", "written"]
 
 # Pages, and the heading of the section in which numbers need a source; None: all of the page.
 MEASURED = {"README.md": "What was measured", "docs/performance.md": None}
@@ -117,39 +97,3 @@ def problems(text: str, view: Callable[[str], str] = render) -> Iterator[tuple[i
         if found[0] != wanted:
             said, is_so = next(((a, b) for a, b in pairs if a != b), (found[0], wanted))
             yield line, f"says\n    {said}\nand the results say\n    {is_so}"
-
-
-def pages(root: Path = ROOT) -> list[Path]:
-    return [root / "README.md", *sorted((root / "docs").glob("*.md"))]
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write what the results say into the pages")
-    arguments = parser.parse_args()
-    wrong = 0
-    for page in pages():
-        name, text = str(page.relative_to(ROOT)), page.read_text()
-        if arguments.write:
-            try:
-                new = written(text)
-            except ValueError as error:
-                new = text
-                sys.stderr.write(f"{name} stays as it was: {error}\n")
-            if new != text:
-                page.write_text(new)
-                print(f"wrote {name}")
-            text = new
-        found = list(problems(text))
-        if name in MEASURED:
-            found += [(line, f"{number!r} names no source") for line, number in unsourced(text, MEASURED[name])]
-        for line, problem in sorted(found):
-            print(f"{name}:{line}: {problem}")
-        wrong += len(found)
-    if wrong:
-        print(f"{wrong} problems; python -m bench.claims --write corrects numbers that have a source")
-    return 1 if wrong else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

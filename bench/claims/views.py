@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.cluster import ROOT
 from bench.methods.method import family_of
+from bench.program import ROOT
 from bench.sweep.origin import UNCOMMITTED
 from bench.sweep.report import bound_of, provenance
 from bench.sweep.summary import GROUP, Group, Row, group

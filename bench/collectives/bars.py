@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+
+from bench.collectives.rows import Row
 
 __all__ = ["Verdict", "judge"]
 
@@ -15,32 +16,17 @@ LARGE, WHOLE_WIRE = 256 * 2**10, 2**20
 GLOO_LARGE, GLOO_SMALL, GLOO_CPU = 1.03, 1.5, 1.0
 
 
-class Measured(Protocol):
-    """The figures of a table row that bars speak of."""
-
-    @property
-    def operation(self) -> str: ...
-    @property
-    def bytes(self) -> int: ...
-    @property
-    def to_gloo(self) -> float | None: ...
-    @property
-    def to_wire(self) -> float | None: ...
-    @property
-    def cpu_to_gloo(self) -> float | None: ...
-
-
 @dataclass(frozen=True)
 class Verdict:
     met: bool
     text: str
 
 
-def _verdict(row: Measured, what: str, value: float, bar: float) -> Verdict:
+def _verdict(row: Row, what: str, value: float, bar: float) -> Verdict:
     return Verdict(value <= bar, f"{row.operation} {row.bytes / 1024:g} KB: {what} {value:.2f}, bar {bar:.2f}")
 
 
-def judge(rows: Sequence[Measured], hosts: int, backend: str) -> list[Verdict]:
+def judge(rows: Sequence[Row], hosts: int, backend: str) -> list[Verdict]:
     """A verdict for every row that a bar applies to."""
     verdicts = []
     wire_bar = WIRE_BARS.get((backend, hosts))

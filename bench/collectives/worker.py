@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bench.operations import OPERATIONS, Call
+from bench.collectives.operations import OPERATIONS, Call
 from overlap.job import session
 from overlap.transport.communicator import Communicator, ReduceOp
 

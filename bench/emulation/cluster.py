@@ -1,7 +1,7 @@
 """Hosts and links of an emulated cluster on one machine: network namespaces behind one bridge, each link shaped.
 
     with Cluster(hosts=2, rate="1gbit") as cluster:
-        cluster.run_mpi(["-m", "bench.collectives_worker"])
+        cluster.run_mpi(["-m", "bench.collectives.worker"])
 
 A token bucket of 128 KB at both ends of every link passes `rate` in each direction, as a switched full-duplex network
 does; a larger bucket would let a whole message through after an idle moment. Needs root. Every host has a name of its
@@ -22,9 +22,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
+from bench.program import ROOT
+
 __all__ = ["Cluster", "ClusterError"]
 
-ROOT = Path(__file__).resolve().parent.parent
 PREFIX = "dearemu"
 SUBNET = "10.77.0"
 _NAP_SECONDS = 0.05

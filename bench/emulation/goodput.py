@@ -10,7 +10,8 @@ import sys
 import time
 from collections.abc import Sequence
 
-from bench.cluster import ROOT, Cluster, ClusterError
+from bench.emulation.cluster import Cluster, ClusterError
+from bench.program import ROOT
 
 PORT = 29401
 TOTAL_BYTES = 64 * 2**20
@@ -25,8 +26,8 @@ def goodput(cluster: Cluster) -> float:
 
     Raises ``ClusterError`` where too little arrives to tell.
     """
-    receiver = cluster.enter(1, [sys.executable, "-m", "bench.goodput", "receive"])
-    sender = cluster.enter(0, [sys.executable, "-m", "bench.goodput", "send", cluster.address(1)])
+    receiver = cluster.enter(1, [sys.executable, "-m", "bench.emulation.goodput", "receive"])
+    sender = cluster.enter(0, [sys.executable, "-m", "bench.emulation.goodput", "send", cluster.address(1)])
     with subprocess.Popen(receiver, cwd=ROOT, stdout=subprocess.PIPE, text=True) as job:
         try:
             subprocess.run(sender, cwd=ROOT, check=True, timeout=60)

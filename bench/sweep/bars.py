@@ -15,9 +15,9 @@ from typing import Any
 
 from bench.methods.method import family_of, parse_spec
 from bench.methods.registry import METHODS
-from bench.settings import Settings
 from bench.sweep.keys import refuse_strangers
 from bench.sweep.summary import GROUP, Group, titles
+from bench.train.settings import Settings
 
 __all__ = ["BOUND", "Bar", "Verdict", "judge", "parse"]
 

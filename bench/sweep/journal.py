@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from bench.settings import Settings
 from bench.sweep.origin import Origin, origin_of
+from bench.train.settings import Settings
 
 __all__ = ["Journal", "key"]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from bench.cluster import ROOT
+from bench.program import ROOT
 
 __all__ = ["UNCOMMITTED", "Origin", "commit_of", "origin_of", "today"]
 

@@ -17,12 +17,12 @@ from typing import Any
 
 from tqdm import tqdm
 
-from bench.cluster import ROOT
-from bench.settings import Settings, to_argv
+from bench.program import ROOT
 from bench.sweep.failures import Failure, Failures, reason_in
 from bench.sweep.journal import Journal
 from bench.sweep.origin import today
-from bench.train import UNAVAILABLE, main
+from bench.train.__main__ import UNAVAILABLE, main
+from bench.train.settings import Settings, to_argv
 
 __all__ = ["attempt", "run_all"]
 

@@ -1,7 +1,7 @@
 """A sweep as a TOML table, read into the runs it stands for (pure but for reading the file).
 
 title = "…"
-[defaults]                          # any setting of bench.settings, for the runs of tables that do not have it
+[defaults]                          # any setting of bench.train.settings, for the runs of tables that do not have it
 iterations = 3
 network = "100mbit"
 [[runs]]                            # every combination of the lists is a run
@@ -30,9 +30,9 @@ from typing import Any
 from bench.methods.method import family_of, parse_spec
 from bench.methods.registry import METHODS
 from bench.models.catalog import workload
-from bench.settings import Settings, check
 from bench.sweep import bars
 from bench.sweep.keys import refuse_strangers
+from bench.train.settings import Settings, check
 
 __all__ = ["Sweep", "expand", "read", "select"]
 

@@ -13,12 +13,12 @@ import os
 import sys
 from dataclasses import asdict
 
-from bench import launcher
-from bench.cluster import ClusterError
-from bench.endings import end_in_order
+from bench.emulation.cluster import ClusterError
 from bench.methods.method import MethodUnavailable
 from bench.methods.registry import method
-from bench.settings import parse
+from bench.program import end_in_order
+from bench.train import launcher
+from bench.train.settings import parse
 from overlap.job.launch import LaunchError, detect
 
 __all__ = ["UNAVAILABLE", "main"]
@@ -36,7 +36,7 @@ def main() -> int:
         if ours or size > 1:
             if not ours:
                 os.environ.update(launcher.for_method(chosen, outputs.timeline))
-            from bench.trainer import speak, train  # only workers need it
+            from bench.train.trainer import speak, train  # only workers need it
 
             result = train(settings, chosen, speak, breakdown_wanted=outputs.breakdown)
             if result is not None and outputs.json is not None:

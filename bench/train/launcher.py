@@ -14,11 +14,12 @@ from pathlib import Path
 
 import torch
 
-from bench.cluster import ROOT, Cluster, ClusterError
-from bench.goodput import goodput
+from bench.emulation.cluster import Cluster, ClusterError
+from bench.emulation.goodput import goodput
 from bench.methods.method import Method
 from bench.models.catalog import workload
-from bench.settings import Settings
+from bench.program import ROOT
+from bench.train.settings import Settings
 
 __all__ = ["GOODPUT", "LAUNCHED", "LauncherError", "first_host", "for_method", "launch", "local_command", "narrowed"]
 

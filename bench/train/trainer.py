@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from bench.cluster import ROOT
 from bench.emulation.accelerator import Accelerator
-from bench.launcher import GOODPUT
 from bench.methods.method import MakeOptimizer, Method
 from bench.models.catalog import Batch, Workload, workload
-from bench.settings import Settings
-from bench.stepping import Clock, alone, breakdown, step, warm_up
+from bench.program import ROOT
+from bench.train.launcher import GOODPUT
+from bench.train.settings import Settings
+from bench.train.stepping import Clock, alone, breakdown, step, warm_up
 from overlap.job.launch import detect
 
 __all__ = ["Result", "train"]

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 import benchmarks
-from bench.settings import Settings
 from bench.sweep.failures import Failure, Failures, reason_in
 from bench.sweep.journal import Journal
 from bench.sweep.lock import Occupied, alone
 from bench.sweep.origin import Origin, today
 from bench.sweep.runner import run_all
+from bench.train.settings import Settings
 from tests.bench.test_sweep import result_of
 
 TABLE = """

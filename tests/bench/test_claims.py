@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
-from bench.claims import MEASURED, pages, problems, unsourced, written
-from bench.cluster import ROOT
-from bench.headline import compared, draw
-from bench.results import RESULTS, VIEWS, render
-from bench.settings import Settings
+from bench.claims.__main__ import pages
+from bench.claims.headline import compared, draw
+from bench.claims.pages import MEASURED, problems, unsourced, written
+from bench.claims.views import RESULTS, VIEWS, render
 from bench.sweep.summary import group
+from bench.train.settings import Settings
 from tests.bench.test_sweep import result_of
+from tests.harness import ROOT
 
 SENTENCE = "dear takes <!-- results: ratio a -->0.81<!-- end --> of it.\n"
 TABLE = "<!-- results: table a -->\n| a | b |\n| 0.5 | 2 |\n<!-- end -->\n"

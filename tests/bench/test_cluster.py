@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from bench.cluster import Cluster, ClusterError, _namespaces
-from bench.goodput import TOTAL_BYTES, goodput, rate, wanted
+from bench.emulation.cluster import Cluster, ClusterError, _namespaces
+from bench.emulation.goodput import TOTAL_BYTES, goodput, rate, wanted
 
 
 @pytest.mark.needs_root

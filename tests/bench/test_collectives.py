@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from bench.bars import judge
-from bench.collectives import Row, row_of, table
+from bench.collectives.bars import judge
+from bench.collectives.rows import Row, row_of, table
 
 
 def _row(operation: str = "all_gather", nbytes: int = 2**20, **figures: float | None) -> Row:

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from bench.settings import Settings
 from bench.sweep.bars import Bar, judge
 from bench.sweep.journal import Journal
 from bench.sweep.origin import Origin, commit_of, origin_of, today
 from bench.sweep.report import markdown
 from bench.sweep.runner import run_all
 from bench.sweep.summary import group
+from bench.train.settings import Settings
 from tests.bench.test_sweep import result_of, some_results
 
 NOW = Origin("abc", "2.9", {})

@@ -11,7 +11,7 @@ from tests.harness import ROOT
 
 SCRIPT = """
 import os, signal
-from bench.endings import end_in_order
+from bench.program import end_in_order
 signal.signal(signal.SIGHUP, signal.SIG_IGN if {ignored} else signal.SIG_DFL)  # nohup may have started the tests
 end_in_order()
 try:

@@ -10,11 +10,9 @@ from typing import Any
 
 import pytest
 
-from bench.cluster import ROOT
 from bench.methods import registry
 from bench.methods.method import _SEARCHED, family_of
 from bench.methods.strategies import PACKAGES
-from bench.settings import Settings, parse, to_argv
 from bench.sweep import table
 from bench.sweep.bars import Bar, judge
 from bench.sweep.failures import Failure
@@ -24,6 +22,8 @@ from bench.sweep.report import write
 from bench.sweep.runner import run_all
 from bench.sweep.summary import group
 from bench.sweep.table import expand
+from bench.train.settings import Settings, parse, to_argv
+from tests.harness import ROOT
 
 
 def result_of(settings: Settings, seconds: float, **more: Any) -> dict[str, Any]:

@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import nn
 
-from bench import launcher
-from bench.launcher import LauncherError, first_host, local_command, narrowed, needed_bytes, pick
 from bench.methods.fsdp import layers, units
 from bench.methods.method import parse_spec, tensor_bytes
 from bench.methods.registry import METHODS, method
-from bench.settings import Settings, parse
-from bench.stepping import alone, breakdown, warm_up
+from bench.train import launcher
+from bench.train.launcher import LauncherError, first_host, local_command, narrowed, needed_bytes, pick
+from bench.train.settings import Settings, parse
+from bench.train.stepping import alone, breakdown, warm_up
 from tests.harness import ROOT, run_ranks
 
 
@@ -160,7 +160,7 @@ def test_a_hostfile_reaches_mpirun_with_the_environment(tmp_path: Path) -> None:
 def test_workers_that_do_not_fit_into_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = Settings(model="mlp", workers=2, optimizer="adamw")
     assert needed_bytes(settings) == 2 * (5 * 4 * 25_050_000 + 400 * 10**6)
-    monkeypatch.setattr("bench.launcher.needed_bytes", lambda _settings: 10**15)
+    monkeypatch.setattr("bench.train.launcher.needed_bytes", lambda _settings: 10**15)
     with pytest.raises(LauncherError, match=r"2 workers with mlp need about 1000000.0 GB on this machine, which has"):
         launcher.launch(settings, method("dear"), [])
 

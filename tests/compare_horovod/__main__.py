@@ -1,5 +1,7 @@
-"""``python -m bench.surface [--package wfbp]``: real Horovod and ours, call by call. Exit status 1: something differs
-that is not documented; 2: it could not be run, or there was nothing to compare."""
+"""``python -m tests.compare_horovod [--package wfbp]``: real Horovod and ours, call by call.
+
+Exit status 1: something differs that is not documented; 2: it could not be run, or there was nothing to compare.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,14 @@ from pathlib import Path
 
 import torch
 
-from bench.surface import scripts
-from bench.surface.calls import GROUPS
-from bench.surface.documented import DIFFERENCES
-from bench.surface.job import JobFailed, Library, answers, command, run
-from bench.surface.judgement import Finding, Verdict, explained, judge
-from bench.surface.likeness import Likeness
-from bench.surface.report import report
-from bench.surface.signature import ABSENT, follows
+from tests.compare_horovod import scripts
+from tests.compare_horovod.calls import GROUPS
+from tests.compare_horovod.documented import DIFFERENCES
+from tests.compare_horovod.job import JobFailed, Library, answers, command, run
+from tests.compare_horovod.judgement import Finding, Verdict, explained, judge
+from tests.compare_horovod.likeness import Likeness
+from tests.compare_horovod.report import report
+from tests.compare_horovod.signature import ABSENT, follows
 
 PACKAGES = ("dear", "wfbp", "mgwfbp", "bytescheduler_adapter", "oss", "co2")
 PARTS = ("signatures", *GROUPS, "scripts")
@@ -34,7 +36,7 @@ NOT_SYNCHRONOUS = {"co2": ("optimizer", "scripts")}
 def _names(library: Library) -> dict[str, str]:
     with tempfile.TemporaryDirectory(prefix="dear-surface-") as folder:
         output = Path(folder) / "output"
-        status = run(command(1, ["-m", "bench.surface.signature", library.module]), 120, output)
+        status = run(command(1, ["-m", "tests.compare_horovod.signature", library.module]), 120, output)
         lines = output.read_text(errors="replace").splitlines()
         if status != 0:
             raise JobFailed("\n".join(lines[-20:]))
@@ -100,7 +102,7 @@ def _compared(args: argparse.Namespace, ours: Library) -> Iterator[tuple[str, It
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.surface", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.compare_horovod", description=__doc__)
     parser.add_argument("--package", choices=PACKAGES, default="dear", help="whose hvd is compared")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], choices=[1, 2, 4])
     parser.add_argument("--seconds", type=float, default=8, help="limit of a call (8); more on a busy machine")

@@ -6,8 +6,8 @@ crashes or hangs need no entry: the report names them.
 
 from __future__ import annotations
 
-from bench.surface import numbers
-from bench.surface.difference import Difference, Sighting
+from tests.compare_horovod import numbers
+from tests.compare_horovod.difference import Difference, Sighting
 
 __all__ = ["DIFFERENCES", "documented"]
 

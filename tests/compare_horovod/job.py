@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.cluster import ROOT
-from bench.surface.calls.call import Group
-from bench.surface.outcome import Kind, Outcome
-from bench.surface.worker import STARTED
+from tests.compare_horovod.calls.call import Group
+from tests.compare_horovod.outcome import Kind, Outcome
+from tests.compare_horovod.worker import STARTED
+from tests.harness import ROOT
 
 __all__ = ["JobFailed", "Library", "accounted", "answers", "command", "outcomes", "run"]
 
@@ -85,7 +85,7 @@ def answers(library: Library, group: Group, ranks: int, seconds: float, tell: Te
             for leftover in (STARTED, "progress"):
                 (folder / leftover).unlink(missing_ok=True)
             options = ["--skip", str(done), "--seconds", str(seconds)]
-            argv = ["-m", "bench.surface.worker", library.module, group.name, str(folder), *options]
+            argv = ["-m", "tests.compare_horovod.worker", library.module, group.name, str(folder), *options]
             limit = _START_SECONDS + seconds * (calls - done)
             ended = run(command(ranks, argv), limit, folder / "output")
             if not (folder / STARTED).exists():

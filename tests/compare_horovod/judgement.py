@@ -6,9 +6,9 @@ import enum
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from bench.surface.difference import Difference, explain
-from bench.surface.likeness import Likeness, alike, alike_on_ranks
-from bench.surface.outcome import Kind, Outcome
+from tests.compare_horovod.difference import Difference, explain
+from tests.compare_horovod.likeness import Likeness, alike, alike_on_ranks
+from tests.compare_horovod.outcome import Kind, Outcome
 
 __all__ = ["Finding", "Verdict", "explained", "judge"]
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from bench.surface.outcome import Kind, Outcome
+from tests.compare_horovod.outcome import Kind, Outcome
 
 __all__ = ["Likeness", "alike", "alike_on_ranks"]
 

@@ -11,8 +11,8 @@ import re
 
 import torch
 
-from bench.surface.difference import Sighting
-from bench.surface.outcome import Outcome
+from tests.compare_horovod.difference import Sighting
+from tests.compare_horovod.outcome import Outcome
 
 __all__ = ["ALONE", "CLOSURE", "DROPPED", "FP16", "JOIN", "UNUSED", "WARNED"]
 

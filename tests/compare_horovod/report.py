@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from bench.surface.difference import Difference
-from bench.surface.judgement import Finding, Verdict
+from tests.compare_horovod.difference import Difference
+from tests.compare_horovod.judgement import Finding, Verdict
 
 __all__ = ["report", "table"]
 

@@ -7,9 +7,9 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.cluster import ROOT
-from bench.surface.job import Library, command, run
-from bench.surface.likeness import Likeness
+from tests.compare_horovod.job import Library, command, run
+from tests.compare_horovod.likeness import Likeness
+from tests.harness import ROOT
 
 __all__ = ["SCRIPTS", "Script", "compare", "prepare", "results", "with_import"]
 

@@ -1,6 +1,6 @@
 """The public names of a module: what they are, and which arguments they take in which order with which defaults.
 
-``python -m bench.surface.signature MODULE`` prints them as JSON; a process of its own imports Horovod.
+``python -m tests.compare_horovod.signature MODULE`` prints them as JSON; a process of its own imports Horovod.
 """
 
 from __future__ import annotations

@@ -10,17 +10,17 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from bench.surface import scripts
-from bench.surface.__main__ import main
-from bench.surface.calls import GROUPS
-from bench.surface.difference import Difference, Sighting, explain
-from bench.surface.documented import DIFFERENCES, documented
-from bench.surface.job import accounted
-from bench.surface.judgement import Finding, Verdict, judge
-from bench.surface.likeness import Likeness, alike
-from bench.surface.outcome import Kind, Outcome
-from bench.surface.report import report
-from bench.surface.signature import follows, names
+from tests.compare_horovod import scripts
+from tests.compare_horovod.__main__ import main
+from tests.compare_horovod.calls import GROUPS
+from tests.compare_horovod.difference import Difference, Sighting, explain
+from tests.compare_horovod.documented import DIFFERENCES, documented
+from tests.compare_horovod.job import accounted
+from tests.compare_horovod.judgement import Finding, Verdict, judge
+from tests.compare_horovod.likeness import Likeness, alike
+from tests.compare_horovod.outcome import Kind, Outcome
+from tests.compare_horovod.report import report
+from tests.compare_horovod.signature import follows, names
 from tests.harness import ROOT
 
 ONE_ULP = torch.tensor([1.0, 2.0]).nextafter(torch.tensor(9.0))

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from bench.surface.calls import GROUPS
-from bench.surface.calls.call import Call
-from bench.surface.outcome import Kind, Outcome
+from tests.compare_horovod.calls import GROUPS
+from tests.compare_horovod.calls.call import Call
+from tests.compare_horovod.outcome import Kind, Outcome
 
 __all__ = ["HUNG", "STARTED", "main"]
 

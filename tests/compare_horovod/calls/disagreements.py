@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from bench.surface.calls.call import Calls, ones
+from tests.compare_horovod.calls.call import Calls, ones
 
 __all__ = ["CALLS"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bench.surface.calls.call import Calls, gradient
+from tests.compare_horovod.calls.call import Calls, gradient
 
 __all__ = ["CALLS"]
 

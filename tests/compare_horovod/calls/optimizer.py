@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from bench.surface.calls.call import Calls, ones, ramp
+from tests.compare_horovod.calls.call import Calls, ones, ramp
 
 __all__ = ["CALLS"]
 

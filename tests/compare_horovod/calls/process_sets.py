@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.surface.calls.call import Calls, gradient, ones, ramp
+from tests.compare_horovod.calls.call import Calls, gradient, ones, ramp
 
 __all__ = ["CALLS"]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from bench.surface.calls.call import Calls, ones
+from tests.compare_horovod.calls.call import Calls, ones
 
 __all__ = ["CALLS"]
 

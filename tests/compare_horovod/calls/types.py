@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from bench.surface.calls.call import Calls, ramp
+from tests.compare_horovod.calls.call import Calls, ramp
 
 __all__ = ["CALLS"]
 
