@@ -42,7 +42,7 @@ PURE = (
     "mgwfbp/merge.py",
     "bytescheduler_adapter/credit.py",
     "bytescheduler_adapter/schedule.py",
-    "tests/compare_horovod/difference.py",
+    "tests/compare_horovod/judgement.py",
     "tests/compare_horovod/documented.py",
 )
 HARD_LIMIT = 400

@@ -20,23 +20,22 @@ import torch
 from tests.compare_horovod import scripts
 from tests.compare_horovod.calls import GROUPS
 from tests.compare_horovod.documented import DIFFERENCES
-from tests.compare_horovod.job import JobFailed, Library, answers, command, run
-from tests.compare_horovod.judgement import Finding, Verdict, explained, judge
-from tests.compare_horovod.likeness import Likeness
-from tests.compare_horovod.report import report
+from tests.compare_horovod.job import JobFailed, answers, command, run
+from tests.compare_horovod.judgement import Finding, Verdict, explained, judge, report
+from tests.compare_horovod.outcome import Likeness
 from tests.compare_horovod.signature import ABSENT, follows
 
 PACKAGES = ("dear", "wfbp", "mgwfbp", "bytescheduler_adapter", "oss", "co2")
 PARTS = ("signatures", *GROUPS, "scripts")
-HOROVOD = Library("horovod.torch")
+HOROVOD = "horovod.torch"
 # Local SGD: its steps are not Horovod's, and its optimizer takes other arguments.
 NOT_SYNCHRONOUS = {"co2": ("optimizer", "scripts")}
 
 
-def _names(library: Library) -> dict[str, str]:
-    with tempfile.TemporaryDirectory(prefix="dear-surface-") as folder:
+def _names(library: str) -> dict[str, str]:
+    with tempfile.TemporaryDirectory(prefix="dear-compare-") as folder:
         output = Path(folder) / "output"
-        status = run(command(1, ["-m", "tests.compare_horovod.signature", library.module]), 120, output)
+        status = run(command(1, ["-m", "tests.compare_horovod.signature", library]), 120, output)
         lines = output.read_text(errors="replace").splitlines()
         if status != 0:
             raise JobFailed("\n".join(lines[-20:]))
@@ -44,7 +43,7 @@ def _names(library: Library) -> dict[str, str]:
         return found
 
 
-def _signatures(ours: Library) -> Iterator[Finding]:
+def _signatures(ours: str) -> Iterator[Finding]:
     theirs, mine = _names(HOROVOD), _names(ours)
     for name, text in theirs.items():
         other = mine.get(name, ABSENT)
@@ -59,17 +58,17 @@ def _tell(what: str) -> None:
     print(f"({what})", end=" ", flush=True)
 
 
-def _calls(group_name: str, ranks: int, ours: Library, seconds: float) -> Iterator[Finding]:
+def _calls(group_name: str, ranks: int, ours: str, seconds: float) -> Iterator[Finding]:
     group = GROUPS[group_name]
     theirs, mine = (answers(library, group, ranks, seconds, _tell) for library in (HOROVOD, ours))
     for call in group.calls:
         yield judge(_part(group_name, ranks), f"{group_name}/{call}", theirs[call], mine[call], DIFFERENCES)
 
 
-def _scripts(ranks: int, ours: Library) -> Iterator[Finding]:
+def _scripts(ranks: int, ours: str) -> Iterator[Finding]:
     part = _part("scripts", ranks)
-    with tempfile.TemporaryDirectory(prefix="dear-surface-") as name:
-        folders = {library: Path(name) / library.module for library in (HOROVOD, ours)}
+    with tempfile.TemporaryDirectory(prefix="dear-compare-") as name:
+        folders = {library: Path(name) / library for library in (HOROVOD, ours)}
         for library, folder in folders.items():
             folder.mkdir()
             scripts.prepare(library, folder)
@@ -88,8 +87,8 @@ def _part(name: str, ranks: int) -> str:
     return f"{name}, {ranks} rank{'s' if ranks > 1 else ''}"
 
 
-def _compared(args: argparse.Namespace, ours: Library) -> Iterator[tuple[str, Iterator[Finding]]]:
-    left_out = NOT_SYNCHRONOUS.get(ours.module, ())
+def _compared(args: argparse.Namespace, ours: str) -> Iterator[tuple[str, Iterator[Finding]]]:
+    left_out = NOT_SYNCHRONOUS.get(ours, ())
     chosen = [part for part in PARTS if part in (args.only or PARTS) and part not in left_out]
     if "signatures" in chosen:
         yield "signatures", _signatures(ours)
@@ -111,10 +110,10 @@ def main(argv: list[str] | None = None) -> int:
     if importlib.util.find_spec("horovod") is None:
         print("compare-horovod: Horovod is not there; remedy: run `make horovod` first (minutes)", file=sys.stderr)
         return 2
-    ours = Library(args.package)
+    ours = args.package
     print(f"Horovod {importlib.metadata.version('horovod')} and {args.package}, torch {torch.__version__}", flush=True)
-    for part in NOT_SYNCHRONOUS.get(ours.module, ()):
-        print(f"without {part}: {ours.module} is not synchronous")
+    for part in NOT_SYNCHRONOUS.get(ours, ()):
+        print(f"without {part}: {ours} is not synchronous")
     findings: list[Finding] = []
     started = time.monotonic()
     try:
@@ -138,7 +137,7 @@ def main(argv: list[str] | None = None) -> int:
         )
         return 2
     complete = args.only is None and len(args.ranks) == 3
-    told = report(findings, DIFFERENCES, ours.module, complete)
+    told = report(findings, DIFFERENCES, ours, complete)
     print(f"\n{told}\n({time.monotonic() - started:.0f} s)")
     return int(any(finding.verdict is Verdict.UNDOCUMENTED for finding in findings))
 

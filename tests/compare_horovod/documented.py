@@ -7,7 +7,7 @@ crashes or hangs need no entry: the report names them.
 from __future__ import annotations
 
 from tests.compare_horovod import numbers
-from tests.compare_horovod.difference import Difference, Sighting
+from tests.compare_horovod.judgement import Difference, Sighting
 
 __all__ = ["DIFFERENCES", "documented"]
 

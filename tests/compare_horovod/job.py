@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from tests.compare_horovod.calls.call import Group
@@ -17,7 +16,7 @@ from tests.compare_horovod.outcome import Kind, Outcome
 from tests.compare_horovod.worker import STARTED
 from tests.harness import ROOT
 
-__all__ = ["JobFailed", "Library", "accounted", "answers", "command", "outcomes", "run"]
+__all__ = ["JobFailed", "accounted", "answers", "command", "outcomes", "run"]
 
 _START_SECONDS = 150.0
 Tell = Callable[[str], None]
@@ -27,13 +26,6 @@ _END_SECONDS = 15.0
 
 class JobFailed(RuntimeError):
     """The workers did not come as far as the first call."""
-
-
-@dataclass(frozen=True)
-class Library:
-    """A module with Horovod's names."""
-
-    module: str
 
 
 def command(ranks: int, argv: list[str]) -> list[str]:
@@ -70,14 +62,14 @@ def outcomes(folder: Path, ranks: int) -> list[list[Outcome]]:
     return read
 
 
-def answers(library: Library, group: Group, ranks: int, seconds: float, tell: Tell) -> dict[str, list[Outcome]]:
+def answers(library: str, group: Group, ranks: int, seconds: float, tell: Tell) -> dict[str, list[Outcome]]:
     """The outcome of each call on each rank; a call that takes longer than `seconds` has hung.
 
     `tell` hears of each call that stopped a job.
 
     Raises :class:`JobFailed` where the workers do not start.
     """
-    with tempfile.TemporaryDirectory(prefix="dear-surface-") as name:
+    with tempfile.TemporaryDirectory(prefix="dear-compare-") as name:
         folder = Path(name)
         calls = len(group.calls)
         done = failures = 0
@@ -85,7 +77,7 @@ def answers(library: Library, group: Group, ranks: int, seconds: float, tell: Te
             for leftover in (STARTED, "progress"):
                 (folder / leftover).unlink(missing_ok=True)
             options = ["--skip", str(done), "--seconds", str(seconds)]
-            argv = ["-m", "tests.compare_horovod.worker", library.module, group.name, str(folder), *options]
+            argv = ["-m", "tests.compare_horovod.worker", library, group.name, str(folder), *options]
             limit = _START_SECONDS + seconds * (calls - done)
             ended = run(command(ranks, argv), limit, folder / "output")
             if not (folder / STARTED).exists():
@@ -93,14 +85,14 @@ def answers(library: Library, group: Group, ranks: int, seconds: float, tell: Te
                 if failures < _STARTS:
                     continue
                 text = (folder / "output").read_text(errors="replace")
-                raise JobFailed(f"{library.module}, {group.name}, {ranks} rank(s) did not start:\n{text[-3000:]}")
+                raise JobFailed(f"{library}, {group.name}, {ranks} rank(s) did not start:\n{text[-3000:]}")
             begun = done
             done, missing = accounted(outcomes(folder, ranks), begun, calls, ended is not None)
             for rank, kind in missing.items():
                 with (folder / f"{rank}.jsonl").open("a") as log:
                     log.write(json.dumps(Outcome(kind).to_json()) + "\n")
             if begun < done < calls:
-                tell(f"{library.module} stopped at {[*group.calls][done - 1]!r}")
+                tell(f"{library} stopped at {[*group.calls][done - 1]!r}")
         by_rank = outcomes(folder, ranks)
         return {call: [rank[index] for rank in by_rank] for index, call in enumerate(group.calls)}
 

@@ -11,7 +11,7 @@ import re
 
 import torch
 
-from tests.compare_horovod.difference import Sighting
+from tests.compare_horovod.judgement import Sighting
 from tests.compare_horovod.outcome import Outcome
 
 __all__ = ["ALONE", "CLOSURE", "DROPPED", "FP16", "JOIN", "UNUSED", "WARNED"]
@@ -39,7 +39,7 @@ def _row(*numbers: float) -> torch.Tensor:
 
 
 def _linear(first: float, second: float, bias: float) -> list[torch.Tensor]:
-    """Parameters of the model of `calls/wrapper.py`."""
+    """Parameters of the model of `calls/optimizer.py`."""
     return [_row(first, second).view(1, 2), _row(bias)]
 
 
@@ -68,7 +68,7 @@ def _uneven(ranks: int) -> tuple[Sighting, ...]:
 JOIN = _uneven(2) + _uneven(4)
 
 # What follows is SGD (lr 0.1, weight decay 0.1, momentum 0.9, which a first step does not show) on the model that
-# `calls/wrapper.py` creates after manual_seed(0): two weights and a bias.
+# `calls/optimizer.py` creates after manual_seed(0): two weights and a bias.
 _CREATED = torch.tensor([-0.0052939812, 0.3793228865, -0.5819807649], dtype=torch.float64)
 
 

@@ -7,8 +7,8 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.compare_horovod.job import Library, command, run
-from tests.compare_horovod.likeness import Likeness
+from tests.compare_horovod.job import command, run
+from tests.compare_horovod.outcome import Likeness
 from tests.harness import ROOT
 
 __all__ = ["SCRIPTS", "Script", "compare", "prepare", "results", "with_import"]
@@ -50,11 +50,11 @@ def with_import(source: str, module: str) -> str:
     return source.replace(IMPORT, f"import {module} as hvd")
 
 
-def prepare(library: Library, folder: Path) -> None:
+def prepare(library: str, folder: Path) -> None:
     """Copy the examples into `folder`."""
     for path in (ROOT / "examples").glob("*.py"):
         if path.name.startswith("horovod_"):
-            (folder / path.name).write_text(with_import(path.read_text(), library.module))
+            (folder / path.name).write_text(with_import(path.read_text(), library))
         else:
             shutil.copy(path, folder)
 

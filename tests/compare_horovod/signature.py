@@ -101,9 +101,7 @@ def _parts(text: str) -> list[str]:
 def main() -> None:
     module = importlib.import_module(sys.argv[1])
     found = names(module)
-    for part in ("elastic",):
-        inner = importlib.import_module(f"{sys.argv[1]}.{part}") if part not in dir(module) else getattr(module, part)
-        found.update({f"{part}.{name}": text for name, text in names(inner).items()})
+    found.update({f"elastic.{name}": text for name, text in names(module.elastic).items()})
     print(json.dumps(found))
 
 

@@ -13,13 +13,10 @@ import torch
 from tests.compare_horovod import scripts
 from tests.compare_horovod.__main__ import main
 from tests.compare_horovod.calls import GROUPS
-from tests.compare_horovod.difference import Difference, Sighting, explain
 from tests.compare_horovod.documented import DIFFERENCES, documented
 from tests.compare_horovod.job import accounted
-from tests.compare_horovod.judgement import Finding, Verdict, judge
-from tests.compare_horovod.likeness import Likeness, alike
-from tests.compare_horovod.outcome import Kind, Outcome
-from tests.compare_horovod.report import report
+from tests.compare_horovod.judgement import Difference, Finding, Sighting, Verdict, explain, judge, report
+from tests.compare_horovod.outcome import Kind, Likeness, Outcome, alike
 from tests.compare_horovod.signature import follows, names
 from tests.harness import ROOT
 
@@ -113,7 +110,7 @@ def _rounded_in_pairs(gradients: torch.Tensor) -> torch.Tensor:
 def _stepped(
     *steps: tuple[float, ...], reduced: Callable[[torch.Tensor], torch.Tensor] = _average, loss_at: float = 1.0
 ) -> list[torch.Tensor]:
-    """A loss, and the model of `calls/wrapper.py` after steps by what is made of its gradients at some scales."""
+    """A loss, and the model of `calls/optimizer.py` after steps by what is made of its gradients at some scales."""
     torch.manual_seed(0)
     model = torch.nn.Linear(2, 1)
     loss = _loss(model, loss_at).detach()

@@ -47,9 +47,6 @@ class Guard:
         self._log, self._at_end = log, at_end
         self._deadline = time.monotonic() + patience * self._seconds
 
-    def stop(self) -> None:
-        self._deadline = float("inf")
-
     def _watch(self) -> None:
         while time.monotonic() < self._deadline:
             time.sleep(0.05)

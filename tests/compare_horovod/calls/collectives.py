@@ -1,16 +1,72 @@
-"""What the collectives take: reductions, factors, shapes, layouts, roots, splits, names and handles."""
+"""The collectives: every type of element, every kind of argument, and the gradient of every one's input."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from tests.compare_horovod.calls.call import Calls, ones, ramp
+from tests.compare_horovod.calls.call import Calls, gradient, ones, ramp
 
-__all__ = ["CALLS", "LAST"]
+__all__ = ["ARGUMENTS", "TYPES"]
+
+_TYPES = (
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.bool,
+    torch.complex64,
+)
+
+
+def _in_place(hvd: Any, x: torch.Tensor, size: int) -> Any:
+    result = hvd.allreduce_(x)
+    return [result, x, result is x]
+
+
+_OPERATIONS: dict[str, Callable[[Any, torch.Tensor, int], Any]] = {
+    "allreduce": lambda hvd, x, n: hvd.allreduce(x),
+    "allreduce Average": lambda hvd, x, n: hvd.allreduce(x, op=hvd.Average),
+    "allreduce Sum": lambda hvd, x, n: hvd.allreduce(x, op=hvd.Sum),
+    "allreduce Min": lambda hvd, x, n: hvd.allreduce(x, op=hvd.Min),
+    "allreduce Max": lambda hvd, x, n: hvd.allreduce(x, op=hvd.Max),
+    "allreduce Product": lambda hvd, x, n: hvd.allreduce(x, op=hvd.Product),
+    "allreduce in place": _in_place,
+    "allreduce prescaled": lambda hvd, x, n: hvd.allreduce(x, op=hvd.Sum, prescale_factor=0.5),
+    "allreduce postscaled": lambda hvd, x, n: hvd.allreduce(x, op=hvd.Sum, postscale_factor=0.5),
+    "allreduce with both factors": lambda hvd, x, n: hvd.allreduce(x, prescale_factor=3.0, postscale_factor=0.5),
+    "grouped_allreduce": lambda hvd, x, n: hvd.grouped_allreduce([x, x + x]),
+    "allgather": lambda hvd, x, n: hvd.allgather(x[: 1 + hvd.rank()]),
+    "broadcast": lambda hvd, x, n: hvd.broadcast(x, n - 1),
+    "alltoall": lambda hvd, x, n: hvd.alltoall(x[:n]),
+    "reducescatter": lambda hvd, x, n: hvd.reducescatter(x),
+    "reducescatter Sum": lambda hvd, x, n: hvd.reducescatter(x, op=hvd.Sum),
+    "grouped_allgather": lambda hvd, x, n: hvd.grouped_allgather([x, x[:1]]),
+    "grouped_reducescatter": lambda hvd, x, n: hvd.grouped_reducescatter([x, x + x]),
+}
+
+
+def _of_type(
+    operation: Callable[[Any, torch.Tensor, int], Any], dtype: torch.dtype, hvd: Any, rank: int, size: int
+) -> Any:
+    return operation(hvd, ramp(5, rank, dtype), size)
+
+
+TYPES: Calls = {
+    f"{name} of {str(dtype).removeprefix('torch.')}": partial(_of_type, operation, dtype)
+    for dtype in _TYPES
+    for name, operation in _OPERATIONS.items()
+}
 
 
 def _window(hvd: Any, collective: Any, r: int) -> Any:
@@ -209,7 +265,51 @@ SPLITS: Calls = {
     "splits of floats": lambda hvd, r, n: hvd.alltoall(ramp(2 * n), splits=torch.full((n,), 2.0), name="floats"),
 }
 
-# Here ranks make different numbers of calls, so unnamed calls behind it would not match.
-LAST: Calls = {"a name twice": _twice_under_one_name}
+GRADIENTS: Calls = {
+    "d allreduce": lambda hvd, r, n: gradient(lambda x: hvd.allreduce(x), 3, r),
+    "d allreduce Sum": lambda hvd, r, n: gradient(lambda x: hvd.allreduce(x, op=hvd.Sum), 3, r),
+    "d allreduce Min": lambda hvd, r, n: gradient(lambda x: hvd.allreduce(x, op=hvd.Min), 3, r),
+    "d allreduce with factors": lambda hvd, r, n: gradient(
+        lambda x: hvd.allreduce(x, prescale_factor=2.0, postscale_factor=3.0), 3, r
+    ),
+    "d allreduce Sum with factors": lambda hvd, r, n: gradient(
+        lambda x: hvd.allreduce(x, op=hvd.Sum, prescale_factor=2.0, postscale_factor=3.0), 3, r
+    ),
+    "d allreduce in fp16": lambda hvd, r, n: gradient(
+        lambda x: hvd.allreduce(x, compression=hvd.Compression.fp16), 3, r
+    ),
+    "d grouped_allreduce": lambda hvd, r, n: gradient(lambda x: hvd.grouped_allreduce([x, 2 * x]), 3, r),
+    "d grouped_allreduce Sum": lambda hvd, r, n: gradient(
+        lambda x: hvd.grouped_allreduce([x, 2 * x], op=hvd.Sum), 3, r
+    ),
+    "d allgather": lambda hvd, r, n: gradient(hvd.allgather, 2 + r, r, columns=2),
+    "d grouped_allgather": lambda hvd, r, n: gradient(lambda x: hvd.grouped_allgather([x, 2 * x]), 2 + r, r, 2),
+    "d broadcast from 0": lambda hvd, r, n: gradient(lambda x: hvd.broadcast(x, 0), 3, r),
+    "d broadcast from the last": lambda hvd, r, n: gradient(lambda x: hvd.broadcast(x, n - 1), 3, r),
+    "d alltoall": lambda hvd, r, n: gradient(lambda x: hvd.alltoall(x), 2 * n, r),
+    "d alltoall with splits": lambda hvd, r, n: gradient(
+        lambda x: hvd.alltoall(x, splits=[1] * (n - 1) + [2]), n + 1, r
+    ),
+    "d reducescatter": lambda hvd, r, n: gradient(lambda x: hvd.reducescatter(x), 4, r),
+    "d reducescatter Sum": lambda hvd, r, n: gradient(lambda x: hvd.reducescatter(x, op=hvd.Sum), 4, r),
+    "d uneven reducescatter": lambda hvd, r, n: gradient(lambda x: hvd.reducescatter(x, op=hvd.Sum), 5, r),
+    "d reducescatter with factors": lambda hvd, r, n: gradient(
+        lambda x: hvd.reducescatter(x, op=hvd.Sum, prescale_factor=2.0, postscale_factor=3.0), 4, r
+    ),
+    "d grouped_reducescatter": lambda hvd, r, n: gradient(lambda x: hvd.grouped_reducescatter([x, 2 * x]), 4, r),
+    "d grouped_reducescatter Sum": lambda hvd, r, n: gradient(
+        lambda x: hvd.grouped_reducescatter([x, 2 * x], op=hvd.Sum), 4, r
+    ),
+}
 
-CALLS: Calls = {**REDUCTIONS, **SHAPES, **WHO_AND_WHAT, **HANDLES, **GROUPED, **SPLITS}
+ARGUMENTS: Calls = {
+    **REDUCTIONS,
+    **SHAPES,
+    **WHO_AND_WHAT,
+    **HANDLES,
+    **GROUPED,
+    **SPLITS,
+    **GRADIENTS,
+    # Here ranks make different numbers of calls, so unnamed calls behind it would not match.
+    "a name twice": _twice_under_one_name,
+}
