@@ -17,11 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.methods.method import family_of
+from bench.accuracy.curve import apart
+from bench.methods.spec import family_of
 from bench.program import ROOT
-from bench.sweep.origin import UNCOMMITTED
 from bench.sweep.report import bound_of, provenance
 from bench.sweep.summary import GROUP, Group, Row, group
+from bench.train.origin import UNCOMMITTED
 
 __all__ = ["RESULTS", "VIEWS", "render"]
 
@@ -225,8 +226,8 @@ def search(source: Source) -> str:
 def _curves(source: Source) -> dict[str, Any]:
     """The methods of ``docs/results/accuracy/TASK.json``. Raises ``ValueError`` unless one commit made them all."""
     found: dict[str, Any] = json.loads((source.folder / "accuracy" / f"{source.words[0]}.json").read_text())
-    commits = {one.get("origin", {}).get("commit", "unknown") for one in found.values()}
-    if len(commits) > 1 or any(commit == "unknown" or UNCOMMITTED in commit for commit in commits):
+    commits = {one["origin"]["commit"] for one in found.values()}
+    if len(commits) > 1 or any(UNCOMMITTED in commit for commit in commits):
         raise ValueError(f"its curves are of {', '.join(sorted(commits))}, not of one commit")
     return found
 
@@ -235,8 +236,7 @@ def curves(source: Source) -> str:
     """curves TASK: seconds of every method of ``docs/results/accuracy/TASK.json``, and how far losses are apart."""
     found = _curves(source)
     ends = {name: curve["seconds"][-1] for name, curve in found.items()}
-    steps = zip(*(curve["loss"] for curve in found.values()), strict=True)
-    apart = max(max(losses) - min(losses) for losses in steps)
+    difference = apart(found)
     first = min(ends, key=lambda name: not name.startswith("dear"))
     cells = [
         [f"`{name}`", f"{end:.1f}", f"{ends[first] / end:.2f}"]
@@ -244,7 +244,7 @@ def curves(source: Source) -> str:
     ]
     count = len(found[first]["loss"])
     text = _table(["method", f"seconds for {count} steps", f"`{first}` / method"], cells)
-    same = "the same in all bits" if apart == 0 else f"at most {apart:.2g} apart"
+    same = "the same in all bits" if difference == 0 else f"at most {difference:.2g} apart"
     return f"{text}\n\nLosses of rank 0 at the same step are {same}."
 
 

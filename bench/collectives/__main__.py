@@ -25,6 +25,8 @@ from bench.collectives.rows import Row, row_of, table
 from bench.emulation.cluster import Cluster, ClusterError
 from bench.emulation.goodput import goodput
 from bench.program import ROOT, end_in_order
+from bench.train.launcher import local_command
+from bench.train.settings import Settings
 
 SIZES = [4 * 2**10, 16 * 2**10, 64 * 2**10, 256 * 2**10, 2**20, 4 * 2**20, 16 * 2**20, 64 * 2**20]
 
@@ -45,23 +47,15 @@ def run(arguments: argparse.Namespace) -> tuple[list[Row], float | None, str]:
         env = {"DEAR_BENCH_STORE": str(Path(folder) / "store"), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         wire = None
         if arguments.network == "local":
-            _run_local(argv, arguments, env)
+            command = local_command(arguments.launcher, Settings(workers=arguments.hosts), argv, [])
+            subprocess.run(command, env={**os.environ, **env}, cwd=ROOT, timeout=arguments.timeout, check=True)
         else:
             with Cluster(arguments.hosts, arguments.network) as cluster:
                 wire = goodput(cluster) if arguments.hosts > 1 else None
                 start = cluster.run_mpi if arguments.launcher == "mpi" else cluster.run_torch
-                start(argv, env={**env, "GLOO_SOCKET_IFNAME": "eth0"}, timeout=arguments.timeout)
+                start(argv, env=env, timeout=arguments.timeout)
         measured = json.loads(output.read_text())
     return [row_of(result, wire) for result in measured["results"]], wire, measured["backend"]
-
-
-def _run_local(argv: list[str], arguments: argparse.Namespace, env: dict[str, str]) -> None:
-    ranks = str(arguments.hosts)
-    if arguments.launcher == "mpi":
-        command = [str(ROOT / "scripts" / "mpirun"), "-np", ranks, sys.executable, *argv]
-    else:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, *argv]
-    subprocess.run(command, env={**os.environ, **env}, cwd=ROOT, timeout=arguments.timeout, check=True)
 
 
 def main() -> int:

@@ -70,25 +70,6 @@ def _all_to_all(comm: Communicator, gloo: dist.ProcessGroup, numel: int) -> tupl
     return lambda: comm.all_to_all(send, recv), lambda: dist.all_to_all_single(recv, send, group=gloo)
 
 
-def _send_recv(comm: Communicator, gloo: dist.ProcessGroup, numel: int) -> tuple[Call, Call]:
-    """Rank 0 sends to rank 1; the others watch."""
-    whole = torch.ones(numel)
-
-    def ours() -> None:
-        if comm.rank == 0:
-            comm.send(whole, 1)
-        elif comm.rank == 1:
-            comm.recv(whole, 0)
-
-    def theirs() -> None:
-        if comm.rank == 0:
-            dist.send(whole, 1, group=gloo)
-        elif comm.rank == 1:
-            dist.recv(whole, 0, group=gloo)
-
-    return ours, theirs
-
-
 def _barrier(comm: Communicator, gloo: dist.ProcessGroup, numel: int) -> tuple[Call, Call]:
     return comm.barrier, lambda: dist.barrier(group=gloo)
 
@@ -104,6 +85,5 @@ OPERATIONS: dict[str, Operation] = {
     "broadcast": Operation(_broadcast, lambda size: 1.0),
     "reduce": Operation(_reduce, lambda size: 1.0),
     "all_to_all": Operation(_all_to_all, _one_part),
-    "send_recv": Operation(_send_recv, lambda size: 1.0),
     "barrier": Operation(_barrier, lambda size: 0.0),
 }

@@ -5,12 +5,12 @@
 
 A token bucket of 128 KB at both ends of every link passes `rate` in each direction, as a switched full-duplex network
 does; a larger bucket would let a whole message through after an idle moment. Needs root. Every host has a name of its
-own (UTS namespace). Only addresses inside these namespaces are ever used.
+own (UTS namespace). Only addresses inside these namespaces are ever used. Hosts that a killed process left behind are
+removed when the next cluster is made.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import signal
@@ -88,6 +88,7 @@ class Cluster:
         return f"{self._prefix}{host + 1}"
 
     def _make(self) -> None:
+        _remove_abandoned()
         switch = f"{self._prefix}sw"
         _run("ip", "netns", "add", switch)
         _run("ip", "-n", switch, "link", "add", "br0", "type", "bridge")
@@ -110,7 +111,7 @@ class Cluster:
     def _remove(self) -> None:
         for name in _namespaces():
             if name.startswith(self._prefix):
-                remove_namespace(name)
+                _remove_namespace(name)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def enter(self, host: int, command: Sequence[str]) -> list[str]:
@@ -127,11 +128,12 @@ class Cluster:
         command = [mpirun, *launch, self.agent, "--host", where, "-np", str(self.hosts), "--bind-to", "none"]
         command += ["--mca", "pml", "ob1", "--mca", "btl", "tcp,self"]
         command += ["--mca", "btl_tcp_if_include", f"{SUBNET}.0/24"]
-        for name in env or ():
+        env = {**(env or {}), "GLOO_SOCKET_IFNAME": "eth0"}
+        for name in env:
             command += ["-x", name]
         root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
         root |= {"PRTE_ALLOW_RUN_AS_ROOT": "1", "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-        environ = {**os.environ, **root, **(env or {})}
+        environ = {**os.environ, **root, **env}
         job = subprocess.Popen(self.enter(0, [*command, sys.executable, *argv]), env=environ, cwd=ROOT)
         _finish([job], timeout)
 
@@ -192,7 +194,7 @@ def _namespaces() -> list[str]:
     return [line.split()[0] for line in done.stdout.splitlines() if line.startswith(PREFIX)]
 
 
-def remove_namespace(name: str) -> None:
+def _remove_namespace(name: str) -> None:
     """End what still runs in a namespace this module made, and delete it."""
     done = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False)
     for pid in done.stdout.split():
@@ -200,18 +202,9 @@ def remove_namespace(name: str) -> None:
     subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Remove emulated hosts that a killed benchmark left behind.")
-    parser.add_argument("--clean", action="store_true", required=True)
-    parser.parse_args()
+def _remove_abandoned() -> None:
+    """The hosts of benchmarks that were killed before they could remove them."""
     for name in _namespaces():
         maker = name.removeprefix(PREFIX).split("x")[0]
-        if Path("/proc", maker).exists():
-            print(f"kept {name}: process {maker}, which made it, still runs")
-            continue
-        remove_namespace(name)
-        print(f"removed {name}")
-
-
-if __name__ == "__main__":
-    main()
+        if not Path("/proc", maker).exists():
+            _remove_namespace(name)

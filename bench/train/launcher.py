@@ -132,13 +132,14 @@ def _check_memory(settings: Settings) -> None:
         )
 
 
-def launch(settings: Settings, method: Method, argv: Sequence[str], timeline: str | None = None) -> int:
-    """Run ``python argv`` on every worker; returns 0. Raises :class:`LauncherError` or ``ClusterError``."""
+def launch(settings: Settings, method: Method, argv: Sequence[str], timeline: str | None = None) -> None:
+    """Run ``python argv`` on every worker. Raises :class:`LauncherError` or ``ClusterError``."""
     launcher, env = pick(settings, method), environment(settings, method, timeline)
     if settings.hostfile is None:
         _check_memory(settings)
     if settings.network != "local":
-        return _on_cluster(settings, launcher, argv, env)
+        _on_cluster(settings, launcher, argv, env)
+        return
     if settings.hostfile is not None:
         env |= {"MASTER_ADDR": first_host(Path(settings.hostfile)), "MASTER_PORT": PORT}
     command = local_command(launcher, settings, argv, list(env))
@@ -152,7 +153,6 @@ def launch(settings: Settings, method: Method, argv: Sequence[str], timeline: st
                 _end(job)
     if code:
         raise LauncherError(f"a worker failed; the launcher exited with {code}")
-    return 0
 
 
 def _end(job: subprocess.Popen[bytes]) -> None:
@@ -164,14 +164,13 @@ def _end(job: subprocess.Popen[bytes]) -> None:
         job.kill()
 
 
-def _on_cluster(settings: Settings, launcher: str, argv: Sequence[str], env: Mapping[str, str]) -> int:
+def _on_cluster(settings: Settings, launcher: str, argv: Sequence[str], env: Mapping[str, str]) -> None:
     with Cluster(settings.workers, narrowed(settings.network, settings.dilate)) as cluster:
         extra = {}
         if settings.workers > 1:
             extra[GOODPUT] = str(goodput(cluster))
         start = cluster.run_mpi if launcher == "mpi" else cluster.run_torch
         try:
-            start([*argv], env={**env, **extra, "GLOO_SOCKET_IFNAME": "eth0"}, timeout=settings.timeout)
+            start([*argv], env={**env, **extra}, timeout=settings.timeout)
         except ClusterError as error:
             raise LauncherError(str(error)) from None
-    return 0

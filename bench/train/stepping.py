@@ -37,8 +37,8 @@ class Clock:
         return {phase: statistics.median(values) for phase, values in self.phases.items()}
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, loss_of: LossOf, clock: Clock) -> torch.Tensor:
-    """Forward, backward, the optimizer's step; the loss."""
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, loss_of: LossOf, clock: Clock) -> None:
+    """Forward, backward, the optimizer's step."""
     begun = time.perf_counter()
     loss = loss_of(model)
     forward = time.perf_counter()
@@ -51,7 +51,6 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, loss_of: LossOf, cl
     clock.steps.append(ended - begun)
     for phase, seconds in zip(clock.phases, (forward - begun, backward - forward, stepped - backward), strict=True):
         clock.phases[phase].append(seconds)
-    return loss.detach()
 
 
 def warm_up(count: int, tuning: Callable[[], bool], once: Callable[[], object]) -> int:

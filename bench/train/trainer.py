@@ -5,13 +5,10 @@ from __future__ import annotations
 import os
 import platform
 import resource
-import shutil
 import statistics
-import subprocess
 import sys
-import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -22,6 +19,7 @@ from bench.methods.method import MakeOptimizer, Method
 from bench.models.catalog import Batch, Workload, workload
 from bench.program import ROOT
 from bench.train.launcher import GOODPUT
+from bench.train.origin import commit_of
 from bench.train.settings import Settings
 from bench.train.stepping import Clock, alone, breakdown, step, warm_up
 from overlap.job.launch import detect
@@ -45,12 +43,10 @@ class Result:
     rates: list[float]  # samples per second and worker of every iteration, undilated
     state_bytes: int  # optimizer state on rank 0
     peak_bytes: int  # resident memory of rank 0 at its peak
-    cpu_seconds: float  # of rank 0 during the measured steps
-    loss: float
     warmup_steps: int  # before the clock ran: as many as were asked for, and those of a method's own search
-    versions: dict[str, str] = field(default_factory=dict)
-    breakdown: dict[str, float] | None = None  # seconds of computation alone, and what communication adds
-    goodput: float | None = None  # bytes per second of plain TCP through a link, measured in the same run
+    versions: dict[str, str]
+    breakdown: dict[str, float] | None  # seconds of computation alone, and what communication adds
+    goodput: float | None  # bytes per second of plain TCP through a link, measured in the same run
 
     @property
     def total(self) -> float:
@@ -95,16 +91,13 @@ def _batch(settings: Settings, chosen: Workload, rank: int, device: torch.device
 
 
 def _versions() -> dict[str, str]:
-    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
-    commit = (
-        subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() if shutil.which("git") else ""
-    )
-    versions = {
+    return {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "system": f"{platform.system()} {platform.machine()}",
+        "cores": str(len(os.sched_getaffinity(0))),
+        "commit": commit_of(ROOT),
     }
-    return {**versions, "cores": str(len(os.sched_getaffinity(0))), "commit": commit or "unknown"}
 
 
 def train(settings: Settings, method: Method, say: Say, *, breakdown_wanted: bool = False) -> Result | None:
@@ -144,16 +137,13 @@ def train(settings: Settings, method: Method, say: Say, *, breakdown_wanted: boo
     say("Running benchmark...")
     begun = clock.settled()
     clock, rates = Clock(device), []
-    cpu = time.process_time()
-    loss = torch.zeros(())
     for number in range(settings.iterations):
         for _ in range(settings.batches):
-            loss = step(model, optimizer, loss_of, clock)
+            step(model, optimizer, loss_of, clock)
         begun, before = clock.settled(), begun
         seconds = (begun - before) / settings.dilate
         rates.append(settings.batch_size * settings.batches / seconds)
         say(f"Iter #{number}: {rates[-1]:.1f} {chosen.unit}/sec per {kind}")
-    cpu = time.process_time() - cpu
     method.settle(optimizer)
     made_of = breakdown(computation, statistics.median(clock.steps)) if computation is not None else None
     result = Result(
@@ -168,8 +158,6 @@ def train(settings: Settings, method: Method, say: Say, *, breakdown_wanted: boo
         rates=rates,
         state_bytes=method.state_bytes(optimizer),
         peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        cpu_seconds=cpu,
-        loss=float(loss),
         warmup_steps=warmed,
         versions=_versions(),
         goodput=None if goodput is None else float(goodput),

@@ -28,14 +28,14 @@ _UNREAD = (":!docs", ":!tests", ":!configs/sweeps", ":!*.md")
 
 @dataclass(frozen=True)
 class Origin:
-    """Results of one origin may be compared. `environment` is None where a result does not tell it."""
+    """Results of one origin may be compared."""
 
     commit: str
     torch: str
-    environment: Mapping[str, str] | None
+    environment: Mapping[str, str]
 
     def __str__(self) -> str:
-        variables = [f"{name}={value}" for name, value in sorted((self.environment or {}).items())]
+        variables = [f"{name}={value}" for name, value in sorted(self.environment.items())]
         return ", ".join([self.commit, f"torch {self.torch}", *variables])
 
     def to_dict(self) -> dict[str, Any]:
@@ -73,8 +73,5 @@ def today(environ: Mapping[str, str] = os.environ) -> Origin:
 
 
 def origin_of(result: Mapping[str, Any]) -> Origin:
-    """That of a result; older ones tell the commit and torch alone."""
-    if "origin" in result:
-        return Origin(**result["origin"])
-    versions = result["versions"]
-    return Origin(versions.get("commit", "unknown"), versions.get("torch", "unknown"), None)
+    """That of a result."""
+    return Origin(**result["origin"])
