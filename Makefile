@@ -33,7 +33,7 @@ sanitize: setup ## build comm_core with kind=address, undefined or thread, and r
 lint: setup ## ruff, mypy, clang-format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy $(PYTHON_PACKAGES) benchmarks.py
+	$(BIN)/mypy $(PYTHON_PACKAGES) benchmarks.py tests/compare_horovod
 	$(BIN)/clang-format --dry-run -Werror $(CPP)
 
 format: setup ## format Python and C++
