@@ -66,8 +66,8 @@ def table(rows: list[Row]) -> str:
         if before is not None and before.operation != row.operation:
             lines.append("")
 
-        def cell(value: float | None, width: int, digits: int = 2) -> str:
-            return f"{value:{width}.{digits}f}" if value is not None else f"{'n/a':>{width}}"
+        def cell(value: float | None, width: int) -> str:
+            return f"{value:{width}.2f}" if value is not None else f"{'n/a':>{width}}"
 
         spread = f"{row.low_ms:.2f} - {row.high_ms:.2f}"
         line = f"{row.operation:<15}{_size(row.bytes):>8}{row.n:>5}{row.ms:>10.2f}{spread:>19}"

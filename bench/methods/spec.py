@@ -15,7 +15,7 @@ _SEARCHED = frozenset(
     {
         *("threshold_mb", "num_nearby_layers", "num_groups", "tune"),
         *("merge_below_kb", "profile_steps", "partition_mb", "credit_mb"),
-        *("bucket_mb", "view", "broadcast_buffers", "reshard", "unit_mb", "unit_layers"),
+        *("bucket_mb", "view", "reshard", "unit_layers"),
         *("fusion_mb", "cycle_ms", "yield_when_idle"),
     }
 )
