@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bench.cluster import ROOT
+from bench.program import ROOT
 
 __all__ = ["TASKS", "Task"]
 
