@@ -21,7 +21,6 @@ from overlap.transport.requests import (
     all_to_all_request,
     broadcast_request,
     check_wide,
-    message_request,
     reduce_request,
     reduce_scatter_request,
 )
@@ -145,14 +144,6 @@ class NativeCommunicator(Communicator):
                 label=label,
             )
         )
-
-    def send_async(self, tensor: torch.Tensor, peer: int, tag: int = 0, *, label: str = "") -> Work:
-        flat = message_request("send", self.rank, self.size, tensor, peer, tag)
-        return self._issued(self._core.send_async(_readable(flat), peer, tag, label=label))
-
-    def recv_async(self, tensor: torch.Tensor, peer: int, tag: int = 0, *, label: str = "") -> Work:
-        flat = message_request("recv", self.rank, self.size, tensor, peer, tag)
-        return self._issued(self._core.recv_async(_writable(flat), peer, tag, label=label))
 
     def barrier_async(self, *, label: str = "") -> Work:
         return self._issued(self._core.barrier_async(label=label))

@@ -23,13 +23,11 @@ from overlap.transport.requests import (
     all_to_all_request,
     broadcast_request,
     check_wide,
-    message_request,
     reduce_request,
     reduce_scatter_request,
 )
 from overlap.transport.torch.gloo import Link
 from overlap.transport.torch.mailbox import OwnMailbox, StoreMailbox
-from overlap.transport.torch.messages import LooseMessages
 from overlap.transport.torch.rendezvous import Rendezvous, join_world
 from overlap.transport.torch.routes import Routes
 from overlap.transport.torch.stages import Local, Stage, StagedTask
@@ -67,7 +65,6 @@ class ProcessGroupCommunicator(Communicator):
         self._owns_world, self._origin = owns_world, Origin()
         self._routes = Routes(rank, size)
         self._link = self._new_link("collectives")
-        self._messages = LooseMessages(self._new_link("messages"))
         self._strand = WorkerThread(f"dear-{name}")
         self._mailbox = StoreMailbox(meeting, f"{name}/mail", rank) if size > 1 else OwnMailbox()
         self._numbers, self._splits = itertools.count(), itertools.count()
@@ -198,16 +195,6 @@ class ProcessGroupCommunicator(Communicator):
 
     # - Messages
 
-    def send_async(self, tensor: torch.Tensor, peer: int, tag: int = 0, *, label: str = "") -> Work:
-        self._check_usable()
-        flat = message_request("send", self._rank, self._size, tensor, peer, tag)
-        return self._issued(self._messages.send(flat, peer, tag, label))
-
-    def recv_async(self, tensor: torch.Tensor, peer: int, tag: int = 0, *, label: str = "") -> Work:
-        self._check_usable()
-        flat = message_request("recv", self._rank, self._size, tensor, peer, tag)
-        return self._issued(self._messages.recv(flat, peer, tag, label))
-
     # - The rest
 
     def split(self, color: int | None, key: int = 0) -> ProcessGroupCommunicator | None:
@@ -237,7 +224,7 @@ class ProcessGroupCommunicator(Communicator):
         return self._mailbox.receive(limit)
 
     def pending(self) -> list[Work]:
-        return [*self._strand.pending(), *self._messages.pending()]
+        return list(self._strand.pending())
 
     def abort(self, code: int) -> None:
         os._exit(code)  # torchrun ends the other ranks
@@ -253,7 +240,6 @@ class ProcessGroupCommunicator(Communicator):
         self._closed = True
         self._strand.close()
         self._link.close()
-        self._messages.close()
         if self._owns_world and dist.is_initialized():
             dist.destroy_process_group()
 
