@@ -20,7 +20,7 @@ from overlap.horovod.allreduce import (
 )
 from overlap.horovod.alltoall import alltoall, alltoall_async
 from overlap.horovod.broadcast import broadcast, broadcast_, broadcast_async, broadcast_async_
-from overlap.horovod.errors import HorovodInternalError
+from overlap.horovod.controller.errors import HorovodInternalError
 from overlap.horovod.job import (
     ccl_built,
     cross_rank,
@@ -55,8 +55,8 @@ from overlap.horovod.reduction import Adasum, Average, Max, Min, Product, Sum
 from overlap.horovod.sparse import sparse_allreduce_async
 from overlap.horovod.state import broadcast_optimizer_state, broadcast_parameters
 from overlap.horovod.sync_batch_norm import SyncBatchNorm
+from overlap.horovod.synchronization import barrier, join, poll, synchronize
 from overlap.horovod.timeline import draw_timeline, start_timeline, stop_timeline
-from overlap.horovod.waiting import barrier, join, poll, synchronize
 from overlap.job.process_set import ProcessSet, global_process_set
 from overlap.job.session import current
 from overlap.transport import compression

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from overlap.horovod.asking import operation_name, runtime
+from overlap.horovod.controller.enqueue import operation_name, runtime
+from overlap.horovod.controller.request import Kind
 from overlap.horovod.reduction_call import ReductionCall
-from overlap.horovod.request import Kind
 from overlap.job.process_set import ProcessSet, global_process_set
 from overlap.transport.compression import Compression, Compressor
 

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from overlap.horovod.asking import ask, operation_name, runtime
+from overlap.horovod.controller.enqueue import ask, operation_name, runtime
+from overlap.horovod.controller.operation import Group, Operation
+from overlap.horovod.controller.pending import Pending
+from overlap.horovod.controller.request import Kind, Request, Response
 from overlap.horovod.moving import Alltoall
-from overlap.horovod.operation import Group, Operation
-from overlap.horovod.pending import Pending
-from overlap.horovod.request import Kind, Request, Response
-from overlap.horovod.staging import spec_of, tensors_of
+from overlap.horovod.tensors import spec_of, tensors_of
 from overlap.job.process_set import ProcessSet, global_process_set
 from overlap.transport.communicator import Work
 

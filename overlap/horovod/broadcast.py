@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import torch
 
 from overlap.horovod.allreduce import allreduce
-from overlap.horovod.asking import ask, operation_name, runtime
+from overlap.horovod.controller.enqueue import ask, operation_name, runtime
+from overlap.horovod.controller.operation import Group, Only, Operation
+from overlap.horovod.controller.pending import Pending
+from overlap.horovod.controller.request import Kind, Request
 from overlap.horovod.moving import Broadcast
-from overlap.horovod.operation import Group, Only, Operation
-from overlap.horovod.pending import Pending
 from overlap.horovod.reduction import Average
-from overlap.horovod.request import Kind, Request
-from overlap.horovod.staging import spec_of, tensors_of
+from overlap.horovod.tensors import spec_of, tensors_of
 from overlap.job.process_set import ProcessSet, global_process_set
 
 __all__ = ["broadcast", "broadcast_", "broadcast_async", "broadcast_async_", "broadcast_group", "check_root"]

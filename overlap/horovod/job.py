@@ -8,8 +8,8 @@ from typing import Any
 import torch.distributed
 
 import comm_core
-from overlap.horovod.asking import attach
-from overlap.horovod.errors import NotInitialized
+from overlap.horovod.controller.enqueue import attach
+from overlap.horovod.controller.errors import NotInitialized
 from overlap.horovod.process_sets import add_process_set
 from overlap.job import session
 from overlap.job.process_set import ProcessSet

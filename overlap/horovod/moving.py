@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from overlap.horovod.operation import Group, Operation
-from overlap.horovod.request import Response
-from overlap.horovod.staging import own_copy, plain, put_back
+from overlap.horovod.controller.operation import Group, Operation
+from overlap.horovod.controller.request import Response
+from overlap.horovod.tensors import own_copy, plain, put_back
 from overlap.transport.communicator import Work
 
 __all__ = ["Allgather", "Alltoall", "Broadcast"]

@@ -7,12 +7,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from overlap.horovod.asking import ask, operation_name
 from overlap.horovod.broadcast import check_root
+from overlap.horovod.controller.enqueue import ask, operation_name
+from overlap.horovod.controller.operation import Group, Operation
+from overlap.horovod.controller.request import Kind, Request, Response
 from overlap.horovod.moving import Allgather
-from overlap.horovod.operation import Group, Operation
-from overlap.horovod.request import Kind, Request, Response
-from overlap.horovod.staging import spec_of
+from overlap.horovod.tensors import spec_of
 from overlap.job.process_set import ProcessSet, global_process_set
 from overlap.transport.communicator import Work
 from overlap.transport.unpickling import loads

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from overlap.horovod.asking import runtime, telling_others
-from overlap.horovod.operation import Nothing
-from overlap.horovod.request import Kind, Request
+from overlap.horovod.controller.enqueue import runtime, telling_others
+from overlap.horovod.controller.operation import Nothing
+from overlap.horovod.controller.request import Kind, Request
 from overlap.job.process_set import ProcessSet, global_process_set
 
 __all__ = ["add_process_set", "remove_process_set"]

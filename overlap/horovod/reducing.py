@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from comm_core import ReduceOp
+from overlap.horovod.controller.operation import Group, Operation
+from overlap.horovod.controller.request import Response
 from overlap.horovod.fusion import Batch, batches
-from overlap.horovod.operation import Group, Operation
-from overlap.horovod.request import Response
-from overlap.horovod.staging import own_copy, plain, put_back, scale_
+from overlap.horovod.tensors import own_copy, plain, put_back, scale_
 from overlap.transport.checks import balanced_split
 from overlap.transport.communicator import Work
 

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 import torch
 
 from comm_core import ReduceOp
-from overlap.horovod.asking import ask, telling_others
-from overlap.horovod.operation import Group, Only, Operation
-from overlap.horovod.pending import Pending
+from overlap.horovod.controller.enqueue import ask, telling_others
+from overlap.horovod.controller.operation import Group, Only, Operation
+from overlap.horovod.controller.pending import Pending
+from overlap.horovod.controller.request import Kind, Request
 from overlap.horovod.reducing import Allreduce, ReduceScatter
 from overlap.horovod.reduction import resolve
-from overlap.horovod.request import Kind, Request
-from overlap.horovod.staging import check_reducible, spec_of, tensors_of
+from overlap.horovod.tensors import check_reducible, spec_of, tensors_of
 from overlap.job.process_set import ProcessSet
 from overlap.transport.compression import Compressor
 

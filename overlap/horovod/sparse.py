@@ -10,10 +10,10 @@ import torch
 
 from comm_core import ReduceOp
 from overlap.horovod.allgather import allgather_async
-from overlap.horovod.asking import telling_others
+from overlap.horovod.controller.enqueue import telling_others
+from overlap.horovod.controller.request import Kind
 from overlap.horovod.reduction import resolve
-from overlap.horovod.request import Kind
-from overlap.horovod.waiting import synchronize
+from overlap.horovod.synchronization import synchronize
 from overlap.job.process_set import ProcessSet, global_process_set
 
 __all__ = ["sparse_allreduce_async"]

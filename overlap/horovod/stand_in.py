@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from comm_core import ReduceOp
+from overlap.horovod.controller.operation import Nothing, Operation
+from overlap.horovod.controller.request import Kind, Response, TensorSpec
 from overlap.horovod.moving import Allgather
-from overlap.horovod.operation import Nothing, Operation
 from overlap.horovod.reducing import Allreduce
-from overlap.horovod.request import Kind, Response, TensorSpec
-from overlap.horovod.staging import dtype_of
+from overlap.horovod.tensors import dtype_of
 
 __all__ = ["stand_in"]
 

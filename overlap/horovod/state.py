@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from overlap.horovod.asking import operation_name, refuse
 from overlap.horovod.broadcast import broadcast_group
-from overlap.horovod.errors import Mismatch
+from overlap.horovod.controller.enqueue import operation_name, refuse
+from overlap.horovod.controller.errors import Mismatch
+from overlap.horovod.controller.request import Kind
 from overlap.horovod.job import rank
 from overlap.horovod.objects import allgather_object, broadcast_object
-from overlap.horovod.request import Kind
 from overlap.job.process_set import global_process_set
 from overlap.transport.broadcast import plant, uproot
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import dear as hvd
-from overlap.horovod.errors import Mismatch
+from overlap.horovod.controller.errors import Mismatch
 
 
 @pytest.fixture(autouse=True)

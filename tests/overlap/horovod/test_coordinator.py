@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from overlap.horovod.coordinator import Coordinator, Decision
-from overlap.horovod.request import Kind, Request, TensorSpec
+from overlap.horovod.controller.coordinator import Coordinator, Decision
+from overlap.horovod.controller.request import Kind, Request, TensorSpec
 
 JOIN = Request(Kind.JOIN, "join")
 

@@ -17,7 +17,7 @@ import numpy
 import pytest
 import torch
 
-from overlap.horovod.request import Kind, Request, Response, TensorSpec
+from overlap.horovod.controller.request import Kind, Request, Response, TensorSpec
 from overlap.transport.encoding import NotData, can_travel, decode, encode, travels
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from overlap.horovod.request import Kind, Request, TensorSpec
+from overlap.horovod.controller.request import Kind, Request, TensorSpec
 
 __all__ = ["disagreement"]
 

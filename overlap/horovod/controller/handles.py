@@ -6,7 +6,7 @@ import itertools
 import threading
 from typing import Any
 
-from overlap.horovod.pending import Pending
+from overlap.horovod.controller.pending import Pending
 
 __all__ = ["Handles"]
 

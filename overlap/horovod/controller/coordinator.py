@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from overlap.horovod.agreement import disagreement
-from overlap.horovod.request import Kind, Request, Response
+from overlap.horovod.controller.agreement import disagreement
+from overlap.horovod.controller.request import Kind, Request, Response
 
 __all__ = ["Coordinator", "Decision", "Waiting"]
 

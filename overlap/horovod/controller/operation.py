@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
-from overlap.horovod.request import Response
+from overlap.horovod.controller.request import Response
 from overlap.transport.communicator import Communicator, Work
 
 __all__ = ["Group", "Nothing", "Only", "Operation"]

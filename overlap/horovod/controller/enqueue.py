@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from overlap.horovod.errors import NotInitialized
-from overlap.horovod.operation import Group, Operation
-from overlap.horovod.pending import Pending
-from overlap.horovod.request import Kind, Request
-from overlap.horovod.runtime import Runtime
+from overlap.horovod.controller.errors import NotInitialized
+from overlap.horovod.controller.operation import Group, Operation
+from overlap.horovod.controller.pending import Pending
+from overlap.horovod.controller.request import Kind, Request
+from overlap.horovod.controller.runtime import Runtime
 from overlap.job.process_set import ProcessSet
 from overlap.job.session import Session, current, is_initialized, uninitialized
 

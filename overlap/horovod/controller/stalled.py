@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from overlap.horovod.coordinator import Waiting
+from overlap.horovod.controller.coordinator import Waiting
 
 __all__ = ["Stalled"]
 

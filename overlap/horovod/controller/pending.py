@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import comm_core
-from overlap.horovod.errors import HorovodInternalError
-from overlap.horovod.operation import Operation
-from overlap.horovod.request import Request
+from overlap.horovod.controller.errors import HorovodInternalError
+from overlap.horovod.controller.operation import Operation
+from overlap.horovod.controller.request import Request
 from overlap.transport.communicator import Work
 
 __all__ = ["Pending"]

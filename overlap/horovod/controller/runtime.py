@@ -22,13 +22,13 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 from overlap.features.join import joined_ranks_of
-from overlap.horovod.coordinator import Coordinator, Decision
-from overlap.horovod.errors import HorovodInternalError, Mismatch
-from overlap.horovod.handles import Handles
-from overlap.horovod.operation import Group, Nothing, Operation
-from overlap.horovod.pending import Pending
-from overlap.horovod.request import GiveUp, Kind, Leave, Request, Response
-from overlap.horovod.stalled import Stalled
+from overlap.horovod.controller.coordinator import Coordinator, Decision
+from overlap.horovod.controller.errors import HorovodInternalError, Mismatch
+from overlap.horovod.controller.handles import Handles
+from overlap.horovod.controller.operation import Group, Nothing, Operation
+from overlap.horovod.controller.pending import Pending
+from overlap.horovod.controller.request import GiveUp, Kind, Leave, Request, Response
+from overlap.horovod.controller.stalled import Stalled
 from overlap.horovod.stand_in import stand_in
 from overlap.job.process_set import ProcessSet, global_process_set
 from overlap.job.session import Session

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from overlap.features.join import joined_ranks_of
-from overlap.horovod.asking import ask, latest, operation_name, runtime
-from overlap.horovod.operation import Group, Nothing, Operation
-from overlap.horovod.request import Kind, Request
+from overlap.horovod.controller.enqueue import ask, latest, operation_name, runtime
+from overlap.horovod.controller.operation import Group, Nothing, Operation
+from overlap.horovod.controller.request import Kind, Request
 from overlap.job.process_set import ProcessSet, global_process_set
 from overlap.job.session import current
 
