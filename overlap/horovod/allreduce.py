@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
+from comm_core import ReduceOp
 from overlap.horovod.controller.enqueue import operation_name, runtime
-from overlap.horovod.controller.request import Kind
-from overlap.horovod.reduction_call import ReductionCall
+from overlap.horovod.controller.operation import Group, Operation, Pending
+from overlap.horovod.controller.request import Kind, Response
+from overlap.horovod.reduction import Batch, ReductionCall, batches, divide_, on_the_wire, with_room
+from overlap.horovod.tensors import own_copy, plain, put_back, scale_
 from overlap.job.process_set import ProcessSet, global_process_set
+from overlap.transport.communicator import Work
 from overlap.transport.compression import Compression, Compressor
 
 __all__ = [
+    "Allreduce",
     "allreduce",
     "allreduce_",
     "allreduce_async",
@@ -26,6 +32,62 @@ __all__ = [
 ]
 
 
+class Allreduce(Operation):
+    """Reduces tensors, in place or into new ones.
+
+    An average divides by the ranks that still contribute. While some have joined, 16-bit floating-point sums travel in
+    fp32, because their division, which would otherwise happen before rounding, comes after it.
+    """
+
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], op: ReduceOp, prescale: float, postscale: float, *, in_place: bool
+    ) -> None:
+        self._tensors, self._op, self._in_place = list(tensors), op, in_place
+        self._prescale, self._postscale = prescale, postscale
+        self._buffers = [plain(tensor) if in_place else own_copy(tensor) for tensor in tensors]
+        self._batches: list[Batch] = []
+        self._contributors: int | None = None  # None: all ranks
+
+    def start(self, response: Response, group: Group) -> list[Work]:
+        if response.joined:
+            self._contributors = group.size - len(response.joined)
+        for buffer in self._buffers:
+            scale_(buffer, self._prescale)
+        self._batches = batches(self._buffers, self._wire_dtype)
+        works = []
+        for batch in self._batches:
+            op, batch.divisor = on_the_wire(self._op, batch.flat.dtype, group.size, self._contributors)
+            works.append(group.members.all_reduce_async(batch.flat, batch.flat, op, label=response.request.name))
+        return works
+
+    def _wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        summed = self._op in (ReduceOp.SUM, ReduceOp.AVG)
+        if summed and self._contributors is not None and dtype in (torch.float16, torch.bfloat16):
+            return torch.float32
+        return with_room(dtype, self._op)
+
+    def result(self) -> list[torch.Tensor]:
+        for batch in self._batches:
+            divide_(batch.flat, batch.divisor)
+            batch.unpack()
+        for buffer in self._buffers:
+            scale_(buffer, self._postscale)
+        if not self._in_place:
+            pairs = zip(self._buffers, self._tensors, strict=True)
+            return [buffer.to(tensor.device) for buffer, tensor in pairs]
+        for buffer, tensor in zip(self._buffers, self._tensors, strict=True):
+            if buffer.data_ptr() != tensor.data_ptr():
+                put_back(tensor, buffer)
+        return self._tensors
+
+
+class _Call(ReductionCall):
+    __slots__ = ()
+
+    def start(self, tensors: Iterable[torch.Tensor], *, in_place: bool = False, single: bool = False) -> Pending:
+        return self.enqueue(tensors, partial(Allreduce, in_place=in_place), single=single)
+
+
 def _call(
     average: bool | None,
     name: str | None,
@@ -35,25 +97,25 @@ def _call(
     process_set: ProcessSet,
     *,
     group: bool = False,
-) -> ReductionCall:
+) -> _Call:
     """Called by what users call, directly: a warning names their line."""
     if isinstance(average, bool) and op is None:  # anything else is refused, where other ranks are told
         warnings.warn("average= is Horovod's old spelling of op=Average or op=Sum", DeprecationWarning, stacklevel=3)
     found = operation_name(Kind.ALLREDUCE, name, process_set, group=group)
-    return ReductionCall(Kind.ALLREDUCE, found, op, average, prescale, postscale, process_set)
+    return _Call(Kind.ALLREDUCE, found, op, average, prescale, postscale, process_set)
 
 
 class _Differentiable(torch.autograd.Function):
     """The gradient of a sum or an average of all ranks' inputs is the same reduction of all ranks' gradients."""
 
     @staticmethod
-    def forward(ctx: Any, call: ReductionCall, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, call: _Call, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.call = call
         return tuple(call.start(tensors).wait())
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        call: ReductionCall = ctx.call
+        call: _Call = ctx.call
         op = call.differentiable_op()
         wanted = [index for index, needed in enumerate(ctx.needs_input_grad[1:]) if needed]
         back = call._replace(name=f"{call.name}.backward", op=op, average=None)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from comm_core import ReduceOp
+from overlap.horovod.allgather import Allgather
+from overlap.horovod.allreduce import Allreduce
 from overlap.horovod.controller.operation import Nothing, Operation
 from overlap.horovod.controller.request import Kind, Response, TensorSpec
-from overlap.horovod.moving import Allgather
-from overlap.horovod.reducing import Allreduce
 from overlap.horovod.tensors import dtype_of
 
 __all__ = ["stand_in"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from overlap.features.join import joined_ranks_of
-from overlap.horovod.controller.enqueue import ask, latest, operation_name, runtime
+from overlap.horovod.controller.enqueue import enqueue, latest, operation_name, runtime
 from overlap.horovod.controller.operation import Group, Nothing, Operation
 from overlap.horovod.controller.request import Kind, Request
 from overlap.job.process_set import ProcessSet, global_process_set
@@ -37,7 +37,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     def prepare(name: str, group: Group) -> tuple[Request, Operation]:
         return Request(Kind.BARRIER, name, group.number), Nothing()
 
-    ask(Kind.BARRIER, operation_name(Kind.BARRIER, None, process_set), process_set, prepare).wait()
+    enqueue(Kind.BARRIER, operation_name(Kind.BARRIER, None, process_set), process_set, prepare).wait()
 
 
 def join(device: int = -1) -> int:

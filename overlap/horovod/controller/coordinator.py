@@ -12,13 +12,12 @@ the same error, and nothing is sent. Whatever waits for a rank that has shut dow
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from overlap.horovod.controller.agreement import disagreement
-from overlap.horovod.controller.request import Kind, Request, Response
+from overlap.horovod.controller.request import Kind, Request, Response, disagreement
 
-__all__ = ["Coordinator", "Decision", "Waiting"]
+__all__ = ["Coordinator", "Decision", "Stalled", "Waiting"]
 
 _Key = tuple[int, Kind, str]
 
@@ -43,6 +42,22 @@ class Waiting:
     @property
     def kind(self) -> Kind:
         return next(iter(self.requests.values())).kind
+
+
+class Stalled:
+    """An operation that waits, with the ranks that are missing; looks like a `Work` to the watchdog."""
+
+    def __init__(self, waiting: Waiting, missing: Sequence[int]) -> None:
+        self._since, self._title = waiting.since, waiting.title
+        self._asked, self._missing = sorted(waiting.requests), list(missing)
+
+    @property
+    def seconds(self) -> float:
+        """Time since the first rank asked for it."""
+        return time.monotonic() - self._since
+
+    def describe(self) -> str:
+        return f"{self._title} (asked for by ranks {self._asked}, missing: ranks {self._missing})"
 
 
 class Coordinator:
