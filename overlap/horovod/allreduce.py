@@ -11,10 +11,10 @@ import torch
 
 from comm_core import ReduceOp
 from overlap.horovod.controller.enqueue import operation_name, runtime
-from overlap.horovod.controller.operation import Group, Operation, Pending
-from overlap.horovod.controller.request import Kind, Response
-from overlap.horovod.reduction import Batch, ReductionCall, batches, divide_, on_the_wire, with_room
-from overlap.horovod.tensors import own_copy, plain, put_back, scale_
+from overlap.horovod.controller.operation import Group, Nothing, Operation, Pending
+from overlap.horovod.controller.request import Kind, Response, TensorSpec
+from overlap.horovod.reduction import Batch, ReductionCall, batches, divide_, on_the_wire
+from overlap.horovod.tensors import dtype_of, own_copy, plain, put_back, scale_
 from overlap.job.process_set import ProcessSet, global_process_set
 from overlap.transport.communicator import Work
 from overlap.transport.compression import Compression, Compressor
@@ -29,15 +29,12 @@ __all__ = [
     "grouped_allreduce_",
     "grouped_allreduce_async",
     "grouped_allreduce_async_",
+    "stand_in",
 ]
 
 
 class Allreduce(Operation):
-    """Reduces tensors, in place or into new ones.
-
-    An average divides by the ranks that still contribute. While some have joined, 16-bit floating-point sums travel in
-    fp32, because their division, which would otherwise happen before rounding, comes after it.
-    """
+    """Reduces tensors, in place or into new ones. An average divides by the size of the set, as in Horovod."""
 
     def __init__(
         self, tensors: Sequence[torch.Tensor], op: ReduceOp, prescale: float, postscale: float, *, in_place: bool
@@ -46,25 +43,16 @@ class Allreduce(Operation):
         self._prescale, self._postscale = prescale, postscale
         self._buffers = [plain(tensor) if in_place else own_copy(tensor) for tensor in tensors]
         self._batches: list[Batch] = []
-        self._contributors: int | None = None  # None: all ranks
 
     def start(self, response: Response, group: Group) -> list[Work]:
-        if response.joined:
-            self._contributors = group.size - len(response.joined)
         for buffer in self._buffers:
             scale_(buffer, self._prescale)
-        self._batches = batches(self._buffers, self._wire_dtype)
+        self._batches = batches(self._buffers, self._op)
         works = []
         for batch in self._batches:
-            op, batch.divisor = on_the_wire(self._op, batch.flat.dtype, group.size, self._contributors)
+            op, batch.divisor = on_the_wire(self._op, batch.flat.dtype, group.size)
             works.append(group.members.all_reduce_async(batch.flat, batch.flat, op, label=response.request.name))
         return works
-
-    def _wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        summed = self._op in (ReduceOp.SUM, ReduceOp.AVG)
-        if summed and self._contributors is not None and dtype in (torch.float16, torch.bfloat16):
-            return torch.float32
-        return with_room(dtype, self._op)
 
     def result(self) -> list[torch.Tensor]:
         for batch in self._batches:
@@ -79,6 +67,36 @@ class Allreduce(Operation):
             if buffer.data_ptr() != tensor.data_ptr():
                 put_back(tensor, buffer)
         return self._tensors
+
+
+def stand_in(response: Response) -> Operation:
+    """What a rank that has joined does in an operation of the others: it contributes nothing to their reductions."""
+    request = response.request
+    if request.kind is not Kind.ALLREDUCE:
+        assert request.kind in (Kind.BARRIER, Kind.JOIN), f"{request.title} on a rank that did not ask for it"
+        return Nothing()
+    op = ReduceOp[request.op]
+    return Allreduce([_neutral(spec, op) for spec in request.tensors], op, 1.0, 1.0, in_place=True)
+
+
+def _neutral(spec: TensorSpec, op: ReduceOp) -> torch.Tensor:
+    """What changes no other rank's contribution. Of zeros, -0.0: it leaves the sign of the others' zeros alone."""
+    dtype = dtype_of(spec)
+    if op is ReduceOp.PROD:
+        return torch.ones(spec.shape, dtype=dtype, device="cpu")
+    if op in (ReduceOp.MIN, ReduceOp.MAX):
+        return torch.full(spec.shape, _extreme(dtype, largest=op is ReduceOp.MIN), dtype=dtype, device="cpu")
+    zeros = torch.zeros(spec.shape, dtype=dtype, device="cpu")
+    return -zeros if dtype.is_floating_point or dtype.is_complex else zeros
+
+
+def _extreme(dtype: torch.dtype, *, largest: bool) -> float:
+    if dtype is torch.bool:
+        return largest
+    if dtype.is_floating_point:
+        return float("inf") if largest else float("-inf")
+    limits = torch.iinfo(dtype)
+    return limits.max if largest else limits.min
 
 
 class _Call(ReductionCall):
@@ -140,7 +158,8 @@ def allreduce(
         average: Horovod's old spelling of `op`: True is Average, False is Sum.
         name: which calls belong together; unnamed ones do in the order in which each rank makes them.
         compression: what travels instead of `tensor`; the reduction happens in that form.
-        op: Average, Sum, Min, Max or Product.
+        op: Average, Sum, Min, Max or Product. Ranks that have joined contribute nothing; an average divides by the size of
+            the set all the same, as in Horovod.
         prescale_factor: `tensor` is multiplied by it before the reduction, the result by `postscale_factor` after it.
 
     Differentiable for Sum and Average: the backward pass is the same reduction of the gradients.

@@ -82,11 +82,11 @@ class _AllgatherObject(Operation):
     def result(self) -> list[Any]:
         (gathered,) = self._gather.result()
         (rows,) = self._gather.rows
-        return [loads(part.numpy().tobytes()) for part in gathered.split(list(rows)) if part.numel()]
+        return [loads(part.numpy().tobytes()) for part in gathered.split(list(rows))]
 
 
 def allgather_object(obj: T, name: str | None = None) -> list[T]:
-    """Every rank's object, pickled, in rank order; nothing for ranks that have joined. On every rank."""
+    """Every rank's object, pickled, in rank order. On every rank; raises while some have joined."""
     return _allgather_of(lambda: obj, name)
 
 

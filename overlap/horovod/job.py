@@ -8,11 +8,11 @@ from typing import Any
 import torch.distributed
 
 import comm_core
+from overlap.horovod.allreduce import stand_in
 from overlap.horovod.controller.enqueue import attach, runtime, telling_others
 from overlap.horovod.controller.errors import NotInitialized
 from overlap.horovod.controller.operation import Nothing
 from overlap.horovod.controller.request import Kind, Request
-from overlap.horovod.stand_in import stand_in
 from overlap.job import session
 from overlap.job.process_set import ProcessSet, global_process_set
 from overlap.job.session import Session, is_initialized, shutdown

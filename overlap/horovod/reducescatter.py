@@ -12,7 +12,7 @@ from overlap.horovod.allgather import grouped_allgather
 from overlap.horovod.controller.enqueue import operation_name, runtime
 from overlap.horovod.controller.operation import Group, Operation, Pending
 from overlap.horovod.controller.request import Kind, Response
-from overlap.horovod.reduction import Average, ReductionCall, Sum, divide_, on_the_wire, with_room
+from overlap.horovod.reduction import Average, ReductionCall, Sum, divide_, on_the_wire, wire_dtype
 from overlap.horovod.tensors import own_copy, plain, scale_
 from overlap.job.process_set import ProcessSet, global_process_set
 from overlap.transport.checks import balanced_split
@@ -36,12 +36,12 @@ class _ReduceScatter(Operation):
         works = []
         for staged in self._buffers:
             scale_(staged, self._prescale)
-            buffer = staged.to(with_room(staged.dtype, self._op))
+            buffer = staged.to(wire_dtype(staged.dtype, self._op))
             rows = balanced_split(buffer.shape[0], group.size)
             row_numel = buffer.shape[1:].numel()
             output = buffer.new_empty((rows[group.index], *buffer.shape[1:]))
             counts = [count * row_numel for count in rows]
-            op, divisor = on_the_wire(self._op, buffer.dtype, group.size, None)
+            op, divisor = on_the_wire(self._op, buffer.dtype, group.size)
             name = response.request.name
             works.append(group.members.reduce_scatter_async(buffer, output, op, counts=counts, label=name))
             self._outputs.append(output)

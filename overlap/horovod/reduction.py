@@ -28,7 +28,7 @@ __all__ = [
     "divide_",
     "on_the_wire",
     "resolve",
-    "with_room",
+    "wire_dtype",
 ]
 
 Average, Sum, Min, Max, Product = ReduceOp.AVG, ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PROD
@@ -122,15 +122,14 @@ class ReductionCall(NamedTuple):
 # - How ranks carry it out
 
 
-def on_the_wire(op: ReduceOp, dtype: torch.dtype, size: int, contributors: int | None) -> tuple[ReduceOp, int]:
-    """What ranks carry out for `op`, and by what the result is divided after it."""
-    exact = dtype.is_floating_point or dtype.is_complex
-    if op is not ReduceOp.AVG or (exact and contributors is None):
+def on_the_wire(op: ReduceOp, dtype: torch.dtype, size: int) -> tuple[ReduceOp, int]:
+    """What ranks carry out for `op`, and by what the result is divided after it: an average of whole numbers is cut off."""
+    if op is not ReduceOp.AVG or dtype.is_floating_point or dtype.is_complex:
         return op, 1
-    return ReduceOp.SUM, size if contributors is None else contributors
+    return ReduceOp.SUM, size
 
 
-def with_room(dtype: torch.dtype, op: ReduceOp) -> torch.dtype:
+def wire_dtype(dtype: torch.dtype, op: ReduceOp) -> torch.dtype:
     """As what `dtype` is reduced: an average of small numbers is one, and their sum need not be."""
     return torch.int32 if op is ReduceOp.AVG and dtype in (torch.int8, torch.uint8, torch.int16) else dtype
 
@@ -154,14 +153,14 @@ FUSED_BYTES = 256 * 1024
 class Batch:
     """Tensors of one dtype in one flat buffer; a single one in its own memory."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor], wire_dtype: torch.dtype) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> None:
         self._tensors = tensors
         self.divisor = 1
         """What a sum has yet to be divided by."""
-        if len(tensors) == 1 and tensors[0].dtype is wire_dtype:
+        if len(tensors) == 1 and tensors[0].dtype is dtype:
             self.flat = tensors[0].view(-1)
         else:
-            self.flat = torch.cat([tensor.view(-1) for tensor in tensors]).to(wire_dtype)
+            self.flat = torch.cat([tensor.view(-1) for tensor in tensors]).to(dtype)
 
     @torch.inference_mode()  # as `scale_`
     def unpack(self) -> None:
@@ -173,11 +172,8 @@ class Batch:
             tensor.view(-1).copy_(part)
 
 
-def batches(tensors: Sequence[torch.Tensor], wire_dtype: Callable[[torch.dtype], torch.dtype]) -> list[Batch]:
-    """Divide `tensors` (contiguous) the same way on every rank: it depends on their dtypes and sizes alone.
-
-    `wire_dtype` says as what each dtype travels.
-    """
+def batches(tensors: Sequence[torch.Tensor], op: ReduceOp) -> list[Batch]:
+    """Divide `tensors` (contiguous) the same way on every rank: it depends on their dtypes and sizes alone."""
     shared: dict[torch.dtype, list[torch.Tensor]] = {}
     groups: list[list[torch.Tensor]] = []
     for tensor in tensors:
@@ -189,4 +185,4 @@ def batches(tensors: Sequence[torch.Tensor], wire_dtype: Callable[[torch.dtype],
                 shared[tensor.dtype] = group = []
                 groups.append(group)
             group.append(tensor)
-    return [Batch(group, wire_dtype(group[0].dtype)) for group in groups]
+    return [Batch(group, wire_dtype(group[0].dtype, op)) for group in groups]

@@ -43,8 +43,9 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 def join(device: int = -1) -> int:
     """Wait, out of data, until every rank has come here; meanwhile take part in what the others do. On every rank.
 
-    Others' allreduces get nothing from this rank, and averages divide by the ranks that still contribute; their
-    allgathers get no rows; barriers do not wait. Other collectives fail on them, as in Horovod.
+    As in Horovod, others' allreduces get nothing from this rank, their averages divide by the size of the set all the
+    same, barriers do not wait, and other collectives fail on them. A distributed optimizer's averages divide by the ranks
+    that still contribute.
 
     Args:
         device: in Horovod, where the zeros are made; here they live on the CPU wherever others' tensors are, so -1 and

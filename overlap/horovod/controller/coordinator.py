@@ -24,8 +24,8 @@ _Key = tuple[int, Kind, str]
 #: A response and the ranks to tell.
 Decision = tuple[tuple[int, ...], Response]
 
-#: What ranks without data can still take part in.
-_WITH_JOINED = (Kind.ALLREDUCE, Kind.ALLGATHER, Kind.BARRIER)
+#: What ranks without data can still take part in, as in Horovod.
+_WITH_JOINED = (Kind.ALLREDUCE, Kind.BARRIER)
 
 
 @dataclass
@@ -152,19 +152,15 @@ class Coordinator:
             return self._change_sets(first)
         return Response(
             requests.get(first.root, first),
-            joined=joined,
-            rows=self._rows(requests, members) if first.kind is Kind.ALLGATHER else (),
+            rows=self._rows(requests) if first.kind is Kind.ALLGATHER else (),
             splits=tuple(requests[rank].splits for rank in members) if first.kind is Kind.ALLTOALL else (),
             number=list(self._joined)[-1] if first.kind is Kind.JOIN else -1,
         )
 
     @staticmethod
-    def _rows(requests: dict[int, Request], members: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        count = len(requests[min(requests)].tensors)
-        return tuple(
-            tuple(requests[rank].tensors[index].shape[0] if rank in requests else 0 for rank in members)
-            for index in range(count)
-        )
+    def _rows(requests: dict[int, Request]) -> tuple[tuple[int, ...], ...]:
+        of_ranks = [[spec.shape[0] for spec in request.tensors] for _, request in sorted(requests.items())]
+        return tuple(zip(*of_ranks, strict=True))
 
     def _change_sets(self, request: Request) -> Response:
         alike = [number for number, ranks in self._sets.items() if number and ranks == request.ranks]

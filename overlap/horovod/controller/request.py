@@ -93,8 +93,6 @@ class Response:
     error: str = ""
     mismatch: bool = False
     """Whether `error` says that the ranks disagree."""
-    joined: tuple[int, ...] = ()
-    """Ranks of the set that contribute nothing."""
     rows: tuple[tuple[int, ...], ...] = ()
     """Of an all-gather, for every tensor: how many rows each rank of the set contributes."""
     splits: tuple[tuple[int, ...], ...] = ()

@@ -45,7 +45,7 @@ VALUES = [
     (1, [2, (3,)], {"a": {4, 5}}),
     {1: "one", (2, 3): frozenset({6}), None: {}},
     REQUEST,
-    Response(REQUEST, joined=(1,), rows=((1, 2), (3,))),
+    Response(REQUEST, rows=((1, 2), (3,))),
     Colour.RED,
     torch.bfloat16,
 ]
