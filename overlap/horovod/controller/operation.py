@@ -92,7 +92,7 @@ class Only(Operation):
 
 
 class Pending:
-    """What a handle stands for. The facade's thread calls `issued` or `fail`, once; the caller `done` and `wait`."""
+    """What a handle stands for. The runtime's thread calls `issued` or `fail`, once; the caller `done` and `wait`."""
 
     def __init__(self, request: Request, operation: Operation) -> None:
         self.request, self.operation = request, operation
