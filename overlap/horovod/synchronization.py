@@ -44,9 +44,8 @@ def join(device: int = -1) -> int:
     """Wait, out of data, until every rank has come here; meanwhile take part in what the others do. On every rank.
 
     As in Horovod, others' allreduces get nothing from this rank, their averages divide by the size of the set all the
-    same, and barriers do not wait. Other collectives raise ``HorovodInternalError`` on them. If they are those of all
-    ranks, this raises with them, unlike in Horovod, and nobody is joined any more: the next call finds all ranks. A
-    distributed optimizer's averages divide by the ranks that still contribute.
+    same, barriers do not wait, and other collectives fail on them. A distributed optimizer's averages divide by the ranks
+    that still contribute.
 
     Args:
         device: in Horovod, where the zeros are made; here they live on the CPU wherever others' tensors are, so -1 and

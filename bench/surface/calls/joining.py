@@ -17,11 +17,7 @@ def _uneven(hvd: Any, r: int, n: int, call: Any) -> Any:
             results.append(call("later"))
         except hvd.HorovodInternalError as error:
             results.append(type(error).__name__)
-    try:
-        return [results, hvd.join() >= 0]
-    except hvd.HorovodInternalError as error:  # ended by a call of the others, who are in the join after it
-        hvd.join()
-        return [results, type(error).__name__]
+    return [results, hvd.join() >= 0]
 
 
 CALLS: Calls = {

@@ -7,24 +7,19 @@
 
 An operation is complete when every rank of its process set has asked for it, or has joined. Ranks that disagree all get
 the same error, and nothing is sent. Whatever waits for a rank that has shut down is answered with an error at once.
-
-[Note: a join that ends early]
-What needs every rank fails while some have joined. If it is an operation of all ranks, their join() fails with it, and
-nobody is joined any more. A rank learns that where its script does: when it waits for the operation, or in join(). What it
-has asked for until then, perhaps before it could know, belongs to the generation that is over: there the ranks stay
-joined, and it is answered as before. What it asks for afterwards is of the next generation, in which nobody has joined.
 """
 
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from overlap.horovod.controller.request import Key, Kind, Request, Response, disagreement
+from overlap.horovod.controller.request import Kind, Request, Response, disagreement
 
 __all__ = ["Coordinator", "Decision", "Stalled", "Waiting"]
+
+_Key = tuple[int, Kind, str]
 
 #: A response and the ranks to tell.
 Decision = tuple[tuple[int, ...], Response]
@@ -71,10 +66,8 @@ class Coordinator:
     def __init__(self, size: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._sets: dict[int, tuple[int, ...]] = {0: tuple(range(size))}
         self._next_set = 1
-        self._waiting: dict[Key, Waiting] = {}
-        self._joined: dict[int, dict[int, None]] = defaultdict(dict)  # by generation, in the order of joining
-        self._generation = 0  # how many joins have ended early …
-        self._ended_by = ""  # … and what ended the last one
+        self._waiting: dict[_Key, Waiting] = {}
+        self._joined: dict[int, None] = {}  # in the order of joining
         self._left: dict[int, str] = {}  # and why
         self._clock = clock
 
@@ -92,19 +85,14 @@ class Coordinator:
         if rank not in members:
             text = f"{request.title}: process set {request.process_set} was removed, or rank {rank} is not in it"
             return [((rank,), Response(request, error=text))]
-        if request.kind is not Kind.JOIN:
-            return self._decide([self._note(rank, request)])
+        if request.kind is Kind.JOIN:
+            self._joined[rank] = None
+        key = (request.process_set, request.kind, request.name)
+        waiting = self._waiting.setdefault(key, Waiting(self._clock()))
+        waiting.requests[rank] = request
         # A rank that joined may be the last one that other operations waited for. The join itself comes after them.
-        self._joined[request.generation][rank] = None
-        others = [key for key in self._waiting if key[1] is not Kind.JOIN and key[3] == request.generation]
-        if request.generation < self._generation:
-            over = Response(request, error=f"{request.title} ended by {self._ended_by}", ends_join=True)
-            return [*self._decide(others), ((rank,), over)]
-        return self._decide([*others, self._note(rank, request)])
-
-    def _note(self, rank: int, request: Request) -> Key:
-        self._waiting.setdefault(request.key, Waiting(self._clock())).requests[rank] = request
-        return request.key
+        others = [other for other in self._waiting if other[1] is not Kind.JOIN] if request.kind is Kind.JOIN else []
+        return self._decide([*others, key])
 
     def leave(self, rank: int, why: str) -> list[Decision]:
         """`rank` will ask for nothing more: whatever waits for it never happens."""
@@ -126,23 +114,21 @@ class Coordinator:
         found = [(waiting, self._absent(key)) for key, waiting in self._waiting.items()]
         return sorted(found, key=lambda entry: entry[0].since)
 
-    def _absent(self, key: Key) -> list[int]:
+    def _absent(self, key: _Key) -> list[int]:
         asked = self._waiting[key].requests
-        present = asked if key[1] is Kind.JOIN else {**asked, **self._joined[key[3]]}
+        present = asked if key[1] is Kind.JOIN else {**asked, **self._joined}
         return [rank for rank in self._sets[key[0]] if rank not in present]
 
-    def _decide(self, keys: list[Key]) -> list[Decision]:
+    def _decide(self, keys: list[_Key]) -> list[Decision]:
         decided = []
         for key in keys:
-            if key not in self._waiting:  # what was decided before has ended it
-                continue
             absent = self._absent(key)
             gone = [rank for rank in absent if rank in self._left]
             if gone:
                 waiting = self._waiting.pop(key)
                 if key[1] is Kind.JOIN:  # it failed: whoever goes on is asked again
                     for rank in waiting.requests:
-                        self._joined[key[3]].pop(rank, None)
+                        self._joined.pop(rank, None)
                 text = f"{waiting.title}: rank {gone[0]} {self._left[gone[0]]} and will not take part"
                 response = Response(next(iter(waiting.requests.values())), error=text)
             elif absent:
@@ -153,7 +139,7 @@ class Coordinator:
             decided += self._enact(response)
         return decided
 
-    def _complete(self, key: Key, requests: dict[int, Request]) -> Response:
+    def _complete(self, key: _Key, requests: dict[int, Request]) -> Response:
         members = self._sets[key[0]]
         first = requests[min(requests)]
         joined = () if first.kind is Kind.JOIN else tuple(rank for rank in members if rank not in requests)
@@ -161,15 +147,14 @@ class Coordinator:
         if text:
             return Response(first, error=text, mismatch=True)
         if joined and first.kind not in _WITH_JOINED:
-            text = f"{first.title}: not possible after rank {joined[0]} has joined"
-            return Response(first, error=text, ends_join=members == self._sets[0])
+            return Response(first, error=f"{first.title}: not possible after rank {joined[0]} has joined")
         if first.kind in (Kind.ADD_PROCESS_SET, Kind.REMOVE_PROCESS_SET):
             return self._change_sets(first)
         return Response(
             requests.get(first.root, first),
             rows=self._rows(requests) if first.kind is Kind.ALLGATHER else (),
             splits=tuple(requests[rank].splits for rank in members) if first.kind is Kind.ALLTOALL else (),
-            number=list(self._joined[first.generation])[-1] if first.kind is Kind.JOIN else -1,
+            number=list(self._joined)[-1] if first.kind is Kind.JOIN else -1,
         )
 
     @staticmethod
@@ -200,12 +185,10 @@ class Coordinator:
     def _enact(self, response: Response) -> list[Decision]:
         """Decisions that change what later requests mean take effect here, on all ranks at the same place."""
         request, number = response.request, response.number
-        if response.ends_join:
-            return self._end_join(request.generation, response.error)
         if response.error:
             return []
         if request.kind is Kind.JOIN:
-            self._joined.pop(request.generation)
+            self._joined.clear()
         elif request.kind is Kind.ADD_PROCESS_SET:
             self._sets[number] = request.ranks
             self._next_set = number + 1
@@ -217,20 +200,3 @@ class Coordinator:
                 for orphan in orphans
             ]
         return []
-
-    def _end_join(self, generation: int, error: str) -> list[Decision]:
-        """Tell those who have joined. See [Note: a join that ends early]."""
-        if generation < self._generation:
-            return []
-        self._generation, self._ended_by = generation + 1, error
-        keys = [key for key in self._waiting if key[1] is Kind.JOIN and key[3] == generation]
-        ended = [self._waiting.pop(key) for key in keys]
-        return [
-            (
-                tuple(sorted(waiting.requests)),
-                Response(
-                    next(iter(waiting.requests.values())), error=f"{waiting.title} ended by {error}", ends_join=True
-                ),
-            )
-            for waiting in ended
-        ]

@@ -12,7 +12,7 @@ import itertools
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,7 +100,6 @@ class Pending:
         self._decided = threading.Event()
         self._works: Sequence[Work] = ()
         self._error: Exception | None = None
-        self._before_raising: Callable[[], None] | None = None
         self._waiter: int | None = None
 
     def issued(self, works: Sequence[Work]) -> None:
@@ -108,10 +107,10 @@ class Pending:
         self._works = works
         self._decided.set()
 
-    def fail(self, error: Exception, first: Callable[[], None] | None = None) -> None:
-        """It will not happen, unless it has been issued already. Who waits calls `first` before that is raised."""
+    def fail(self, error: Exception) -> None:
+        """It will not happen, unless it has been issued already."""
         if not self._decided.is_set():
-            self._error, self._before_raising = error, first
+            self._error = error
             self._decided.set()
 
     def done(self) -> bool:
@@ -127,8 +126,6 @@ class Pending:
         self._waiter = threading.get_ident()
         self._decided.wait()
         if self._error is not None:
-            if self._before_raising is not None:
-                self._before_raising()
             raise self._error
         for work in self._works:
             try:

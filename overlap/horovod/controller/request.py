@@ -9,7 +9,7 @@ from typing import Any
 
 from overlap.transport.encoding import travels
 
-__all__ = ["GiveUp", "Key", "Kind", "Leave", "Request", "Response", "TensorSpec", "disagreement"]
+__all__ = ["GiveUp", "Kind", "Leave", "Request", "Response", "TensorSpec", "disagreement"]
 
 
 @travels
@@ -26,10 +26,6 @@ class Kind(Enum):
     JOIN = "join"
     ADD_PROCESS_SET = "add_process_set"
     REMOVE_PROCESS_SET = "remove_process_set"
-
-
-#: Of an operation: process set, kind, name, generation.
-Key = tuple[int, Kind, str, int]
 
 
 @travels
@@ -63,13 +59,6 @@ class Request:
     """Of the process set to add or to remove."""
     refusal: str = ""
     """Why this rank's own arguments were refused: nobody can carry the operation out."""
-    generation: int = 0
-    """How many joins had ended early, on this rank, when it asked. See [Note: a join that ends early]."""
-
-    @property
-    def key(self) -> Key:
-        """Requests with the same one mean the same operation."""
-        return self.process_set, self.kind, self.name, self.generation
 
     @property
     def title(self) -> str:
@@ -104,8 +93,6 @@ class Response:
     error: str = ""
     mismatch: bool = False
     """Whether `error` says that the ranks disagree."""
-    ends_join: bool = False
-    """Whether, because of `error`, no rank is joined any more."""
     rows: tuple[tuple[int, ...], ...] = ()
     """Of an all-gather, for every tensor: how many rows each rank of the set contributes."""
     splits: tuple[tuple[int, ...], ...] = ()

@@ -19,15 +19,13 @@ import logging
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from overlap.features.join import joined_ranks_of
 from overlap.horovod.controller.coordinator import Coordinator, Decision, Stalled
 from overlap.horovod.controller.errors import HorovodInternalError, Mismatch
 from overlap.horovod.controller.operation import Group, Handles, Nothing, Operation, Pending
-from overlap.horovod.controller.request import GiveUp, Key, Kind, Leave, Request, Response
+from overlap.horovod.controller.request import GiveUp, Kind, Leave, Request, Response
 from overlap.job.process_set import ProcessSet, global_process_set
 from overlap.job.session import Session
 from overlap.transport.communicator import Communicator
@@ -40,6 +38,7 @@ log = logging.getLogger("dear")
 
 _WAIT_SECONDS = 3600.0
 _SHUT_DOWN, _END = "has shut down", "end"
+_Key = tuple[int, Kind, str]
 
 
 class Runtime:
@@ -57,11 +56,10 @@ class Runtime:
         self._registered: dict[int, ProcessSet] = {0: global_process_set}
         global_process_set._register(0, everybody, self.rank)
         self._coordinator = Coordinator(self.size) if self.rank == 0 else None
-        self._open: dict[Key, Pending] = {}
+        self._open: dict[_Key, Pending] = {}
         self.handles = Handles()
         self.failed_join: Pending | None = None  # while this rank should call join() again
         self._names: dict[tuple[int, Kind], Any] = defaultdict(lambda: itertools.count(1))
-        self._generation = 0  # of what this rank asks for: see [Note: a join that ends early]
         self._asked = 0
         self._threads: set[int] = set()
         self._lock = threading.RLock()  # what is open, and the coordinator's table
@@ -97,9 +95,8 @@ class Runtime:
         """Ask for an operation. Raises ``ValueError`` while another one of the same kind and name is under way."""
         if request.kind is not Kind.JOIN:
             joined_ranks_of(self._session).check()
-        request = replace(request, generation=self._generation)
         pending = Pending(request, operation)
-        key = request.key
+        key = _key(request)
         refused = self._open.get(key)
         if refused is not None and refused.request.refusal:
             refused.settled()  # the others have yet to hear of it; only then the name means something new
@@ -119,23 +116,9 @@ class Runtime:
     def refuse(self, request: Request) -> None:
         """Tell the others that this rank cannot take part; nothing happens where the name is in use."""
         with self._lock:
-            if self._closed_by is not None or replace(request, generation=self._generation).key in self._open:
+            if self._closed_by is not None or _key(request) in self._open:
                 return
         self.submit(request, Nothing())
-
-    def _end_join(self, request: Request) -> None:
-        """Called on every rank, by who waits for `request`, which has ended a join, or for the join.
-
-        Nobody is joined any more: also in what is reduced without names, for which all ranks have to come together.
-        """
-        with self._lock:
-            if request.generation != self._generation:
-                return
-            self._generation += 1
-            self._names.clear()  # as after a join
-        if request.kind is not Kind.JOIN:
-            for participant in list(self._session.participants):
-                participant.join()
 
     def remember(self, number: int, process_set: ProcessSet) -> None:
         """From now on `process_set` is the set with this number, until it is removed or the session ends."""
@@ -278,11 +261,10 @@ class Runtime:
 
     def _carry_out(self, response: Response) -> None:
         with self._lock:
-            pending = self._open.pop(response.request.key, None)
+            pending = self._open.pop(_key(response.request), None)
         if response.error:
             if pending is not None:
-                first = partial(self._end_join, response.request) if response.ends_join else None
-                pending.fail((Mismatch if response.mismatch else HorovodInternalError)(response.error), first)
+                pending.fail((Mismatch if response.mismatch else HorovodInternalError)(response.error))
             return
         try:
             if response.request.kind is Kind.JOIN:
@@ -333,3 +315,7 @@ class Runtime:
             self._open.clear()
         for pending in left:
             pending.fail(HorovodInternalError(f"{pending.request.title}: {error}"))
+
+
+def _key(request: Request) -> _Key:
+    return request.process_set, request.kind, request.name
