@@ -32,7 +32,7 @@ PURE = (
     "dearrun/reports.py",
     "dearrun/transport.py",
     "overlap/plan/cost_model.py",
-    *(f"overlap/horovod/{name}.py" for name in ("agreement", "coordinator", "request")),
+    *(f"overlap/horovod/controller/{name}.py" for name in ("coordinator", "request")),
     "overlap/plan/plan.py",
     *(f"overlap/plan/tuning/{name}.py" for name in TUNING),
     "co2/schedule.py",

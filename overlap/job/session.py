@@ -82,7 +82,7 @@ class Session:
         )
         self.services: dict[str, Service] = {}  # closed on shutdown while all ranks still answer
         self.issuers: dict[str, Issuer] = {}  # closed once optimizers have finished
-        self.participants: list[Participant] = []  # what join() of the facade drives; see overlap.horovod.runtime
+        self.participants: list[Participant] = []  # what join() drives; see overlap.horovod.synchronization
         self._adopted: list[Communicator] = []
         self.registry = Registry(self.control, self.peer_queries)
         self.channels = Channels(self.control, self.watchdog.watch, self.registry.abandoned, self._forget)

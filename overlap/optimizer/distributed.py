@@ -172,6 +172,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._studies.append(study)
         self.register_step_post_hook(study)  # type: ignore[arg-type]
 
+    # - Names of Horovod's own that its scripts use
+
+    @property
+    def _parameter_names(self) -> dict[torch.nn.Parameter, str]:
+        return {slot.param: slot.name for slot in self._engine.slots}
+
+    @property
+    def _requires_update(self) -> set[torch.nn.Parameter]:
+        """Those whose gradients are averaged, as they are now; Horovod's set is of when the optimizer was made."""
+        return {slot.param for slot in self._engine.slots if slot.param.requires_grad}
+
     @property
     def backward_passes_per_step(self) -> int:
         return self._engine.round.passes

@@ -218,8 +218,8 @@ DIFFERENCES = (
     ),
     Difference(
         "join",
-        "averages and Min are over the ranks that still contribute (Horovod takes the others for zeros and divides by "
-        "all); an allgather gets no rows of those that joined; a device that cannot be raises",
+        "Min, Max and Product are over the ranks that still contribute (Horovod takes the others for zeros); a device that "
+        "cannot be raises",
         (
             *numbers.JOIN,
             Sighting("join/join(-2)", "True", "ValueError: device should be a GPU's number or -1 and is -2"),

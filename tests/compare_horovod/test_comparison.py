@@ -138,16 +138,11 @@ def _numbers() -> Iterator[Answers]:
     def row(*numbers: float) -> torch.Tensor:
         return torch.tensor(numbers, dtype=torch.float32)
 
-    for ranks, both, theirs, ours in ((2, 1.5, 1.0, 2.0), (4, 2.5, 2.25, 3.0)):
-        yield "join/Average", ranks, [[row(both), row(theirs)], True], [[row(both), row(ours)], True]
     _, weight, bias = _stepped()
     moved = weight - 0.1 * (1 + 0.1 * weight)
     twice = _stepped((1.0,), reduced=lambda gradients: 2 * gradients[0])[1:]
     for ranks in (2, 4):
-        everybody, rest = row(*range(ranks)), row(*range(1, ranks))
-        yield "join/allgather", ranks, [[everybody, "HorovodInternalError"], True], [[everybody, rest], True]
         yield "join/Min", ranks, [[row(1), row(0)], True], [[row(1), row(2)], True]
-        yield "join/join of all but rank 0", ranks, [row(1 / ranks), 0], [row(1), 0]
         yield from _closures(ranks)
         yield "optimizer/bias unused", ranks, [None, [moved, bias * 0.99]], [None, [moved, bias]]
         refused = (

@@ -80,7 +80,7 @@ def test_who_is_behind_has_not_issued_what_this_rank_waits_in(
     [
         (["overlap.core.round", "overlap.core.step", "dear", "__main__"], Place.INSIDE),
         (["dear.api", "__main__"], Place.INSIDE),
-        (["threading", "threading", "overlap.horovod.pending", "__main__"], Place.AT_A_LOCK),
+        (["threading", "threading", "overlap.horovod.controller.operation", "__main__"], Place.AT_A_LOCK),
         (["threading", "queue", "overlap.features.join", "__main__"], Place.AT_A_LOCK),
         (["threading", "queue", "torch.utils.data.dataloader", "__main__"], Place.OUTSIDE),
         (["torch.optim.adam", "overlap.core.shards", "__main__"], Place.OUTSIDE),

@@ -12,21 +12,20 @@ the same error, and nothing is sent. Whatever waits for a rank that has shut dow
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from overlap.horovod.agreement import disagreement
-from overlap.horovod.request import Kind, Request, Response
+from overlap.horovod.controller.request import Kind, Request, Response, disagreement
 
-__all__ = ["Coordinator", "Decision", "Waiting"]
+__all__ = ["Coordinator", "Decision", "Stalled", "Waiting"]
 
 _Key = tuple[int, Kind, str]
 
 #: A response and the ranks to tell.
 Decision = tuple[tuple[int, ...], Response]
 
-#: What ranks without data can still take part in.
-_WITH_JOINED = (Kind.ALLREDUCE, Kind.ALLGATHER, Kind.BARRIER)
+#: What ranks without data can still take part in, as in Horovod.
+_WITH_JOINED = (Kind.ALLREDUCE, Kind.BARRIER)
 
 
 @dataclass
@@ -43,6 +42,22 @@ class Waiting:
     @property
     def kind(self) -> Kind:
         return next(iter(self.requests.values())).kind
+
+
+class Stalled:
+    """An operation that waits, with the ranks that are missing; looks like a `Work` to the watchdog."""
+
+    def __init__(self, waiting: Waiting, missing: Sequence[int]) -> None:
+        self._since, self._title = waiting.since, waiting.title
+        self._asked, self._missing = sorted(waiting.requests), list(missing)
+
+    @property
+    def seconds(self) -> float:
+        """Time since the first rank asked for it."""
+        return time.monotonic() - self._since
+
+    def describe(self) -> str:
+        return f"{self._title} (asked for by ranks {self._asked}, missing: ranks {self._missing})"
 
 
 class Coordinator:
@@ -137,19 +152,15 @@ class Coordinator:
             return self._change_sets(first)
         return Response(
             requests.get(first.root, first),
-            joined=joined,
-            rows=self._rows(requests, members) if first.kind is Kind.ALLGATHER else (),
+            rows=self._rows(requests) if first.kind is Kind.ALLGATHER else (),
             splits=tuple(requests[rank].splits for rank in members) if first.kind is Kind.ALLTOALL else (),
             number=list(self._joined)[-1] if first.kind is Kind.JOIN else -1,
         )
 
     @staticmethod
-    def _rows(requests: dict[int, Request], members: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        count = len(requests[min(requests)].tensors)
-        return tuple(
-            tuple(requests[rank].tensors[index].shape[0] if rank in requests else 0 for rank in members)
-            for index in range(count)
-        )
+    def _rows(requests: dict[int, Request]) -> tuple[tuple[int, ...], ...]:
+        of_ranks = [[spec.shape[0] for spec in request.tensors] for _, request in sorted(requests.items())]
+        return tuple(zip(*of_ranks, strict=True))
 
     def _change_sets(self, request: Request) -> Response:
         alike = [number for number, ranks in self._sets.items() if number and ranks == request.ranks]

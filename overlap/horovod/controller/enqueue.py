@@ -5,26 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from overlap.horovod.errors import NotInitialized
-from overlap.horovod.operation import Group, Operation
-from overlap.horovod.pending import Pending
-from overlap.horovod.request import Kind, Request
-from overlap.horovod.runtime import Runtime
+from overlap.horovod.controller.errors import NotInitialized
+from overlap.horovod.controller.operation import Group, Operation, Pending
+from overlap.horovod.controller.request import Kind, Request, Response
+from overlap.horovod.controller.runtime import Runtime
 from overlap.job.process_set import ProcessSet
 from overlap.job.session import Session, current, is_initialized, uninitialized
 
-__all__ = ["ask", "attach", "latest", "operation_name", "refuse", "runtime", "telling_others"]
+__all__ = ["attach", "enqueue", "latest", "operation_name", "runtime", "telling_others"]
 
 _SERVICE = "names"
 _latest: Runtime | None = None
 
 
-def attach(session: Session) -> Runtime:
+def attach(session: Session, stand_in: Callable[[Response], Operation]) -> Runtime:
     """The session's runtime, made where there is none yet. On every rank."""
     global _latest
     found = session.services.get(_SERVICE)
     if found is None:
-        found = _latest = session.services[_SERVICE] = Runtime(session)
+        found = _latest = session.services[_SERVICE] = Runtime(session, stand_in)
     assert isinstance(found, Runtime)
     return found
 
@@ -52,7 +51,7 @@ def operation_name(kind: Kind, name: str | None, process_set: ProcessSet, *, gro
     return f"{chosen} (group)" if group else chosen
 
 
-def ask(
+def enqueue(
     kind: Kind, name: str, process_set: ProcessSet, prepare: Callable[[str, Group], tuple[Request, Operation]]
 ) -> Pending:
     """Ask for what `prepare` makes of the arguments.
@@ -76,9 +75,3 @@ def telling_others(kind: Kind, name: str, process_set: ProcessSet) -> Iterator[N
         text = str(error) or type(error).__name__
         found.refuse(Request(kind, name, found.group(process_set).number, refusal=text))
         raise
-
-
-def refuse(kind: Kind, name: str, error: Exception) -> Exception:
-    """Tell the other ranks, who may be waiting in the operation, why this one has no part in it; returns `error`."""
-    runtime().refuse(Request(kind, name, refusal=str(error)))
-    return error

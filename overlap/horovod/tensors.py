@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from comm_core import InvalidUsage, ReduceOp, Unsupported
-from overlap.horovod.request import TensorSpec
+from overlap.horovod.controller.request import TensorSpec
 from overlap.transport.broadcast import overwrite
 from overlap.transport.checks import wire_form
 

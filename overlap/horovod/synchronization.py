@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from overlap.features.join import joined_ranks_of
-from overlap.horovod.asking import ask, latest, operation_name, runtime
-from overlap.horovod.operation import Group, Nothing, Operation
-from overlap.horovod.request import Kind, Request
+from overlap.horovod.controller.enqueue import enqueue, latest, operation_name, runtime
+from overlap.horovod.controller.operation import Group, Nothing, Operation
+from overlap.horovod.controller.request import Kind, Request
 from overlap.job.process_set import ProcessSet, global_process_set
 from overlap.job.session import current
 
@@ -37,14 +37,15 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     def prepare(name: str, group: Group) -> tuple[Request, Operation]:
         return Request(Kind.BARRIER, name, group.number), Nothing()
 
-    ask(Kind.BARRIER, operation_name(Kind.BARRIER, None, process_set), process_set, prepare).wait()
+    enqueue(Kind.BARRIER, operation_name(Kind.BARRIER, None, process_set), process_set, prepare).wait()
 
 
 def join(device: int = -1) -> int:
     """Wait, out of data, until every rank has come here; meanwhile take part in what the others do. On every rank.
 
-    Others' allreduces get nothing from this rank, and averages divide by the ranks that still contribute; their
-    allgathers get no rows; barriers do not wait. Other collectives fail on them, as in Horovod.
+    As in Horovod, others' allreduces get nothing from this rank, their averages divide by the size of the set all the
+    same, barriers do not wait, and other collectives fail on them. A distributed optimizer's averages divide by the ranks
+    that still contribute.
 
     Args:
         device: in Horovod, where the zeros are made; here they live on the CPU wherever others' tensors are, so -1 and

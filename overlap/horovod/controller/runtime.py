@@ -7,7 +7,7 @@ thread sleeps in a receive; in a world of one there is none and everything happe
 
 [Note: join and those who reduce on their own] ``join()`` answers for this rank whatever the others reduce by name. Who
 reduces without names (a distributed optimizer) appends an object with ``join() -> None`` to ``Session.participants``:
-``facade.join()`` calls it on the caller's thread, after the others were told that this rank has joined, and it returns
+``join()`` calls it on the caller's thread, after the others were told that this rank has joined, and it returns
 when no rank needs this one's part in its reductions any more. With several of them, each is called in the order in which
 they were appended, the same on all ranks.
 """
@@ -18,18 +18,14 @@ import itertools
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from overlap.features.join import joined_ranks_of
-from overlap.horovod.coordinator import Coordinator, Decision
-from overlap.horovod.errors import HorovodInternalError, Mismatch
-from overlap.horovod.handles import Handles
-from overlap.horovod.operation import Group, Nothing, Operation
-from overlap.horovod.pending import Pending
-from overlap.horovod.request import GiveUp, Kind, Leave, Request, Response
-from overlap.horovod.stalled import Stalled
-from overlap.horovod.stand_in import stand_in
+from overlap.horovod.controller.coordinator import Coordinator, Decision, Stalled
+from overlap.horovod.controller.errors import HorovodInternalError, Mismatch
+from overlap.horovod.controller.operation import Group, Handles, Nothing, Operation, Pending
+from overlap.horovod.controller.request import GiveUp, Kind, Leave, Request, Response
 from overlap.job.process_set import ProcessSet, global_process_set
 from overlap.job.session import Session
 from overlap.transport.communicator import Communicator
@@ -46,10 +42,13 @@ _Key = tuple[int, Kind, str]
 
 
 class Runtime:
-    """The part of a session that serves collectives by name. Made on every rank at the same time."""
+    """The part of a session that serves collectives by name. Made on every rank at the same time.
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    `stand_in` is what a rank that has joined does in an operation of the others.
+    """
+
+    def __init__(self, session: Session, stand_in: Callable[[Response], Operation]) -> None:
+        self._session, self._stand_in = session, stand_in
         self._comm = session.channels.named("names")
         self.rank, self.size = self._comm.rank, self._comm.size
         everybody = tuple(range(self.size))
@@ -202,7 +201,7 @@ class Runtime:
         for number in [number for number in self._groups if number]:
             self._drop(number)
 
-    # - The facade's thread (or, in a world of one, the caller's)
+    # - The runtime's thread (or, in a world of one, the caller's)
 
     def _tell(self, rank: int, message: Any) -> None:
         if self.size == 1:
@@ -271,7 +270,7 @@ class Runtime:
             if response.request.kind is Kind.JOIN:
                 self._names.clear()  # the others may have used more of them meanwhile
             self._change_groups(response)
-            operation = stand_in(response) if pending is None else pending.operation
+            operation = self._stand_in(response) if pending is None else pending.operation
             works = operation.start(response, self._groups[response.request.process_set])
             if pending is not None:
                 pending.issued(works)
