@@ -41,6 +41,7 @@ from overlap.optimizer.arguments import HorovodArguments, check_passes, feasible
 from overlap.optimizer.memory_check import check_memory
 from overlap.optimizer.param_groups import Wrapped
 from overlap.optimizer.start import agree_on_terms, collect_slots, refuse_other_wrappers, synchronize_start, terms_of
+from overlap.plan.groups import Groups
 from overlap.plan.plan import Updates
 from overlap.plan.strategy import Strategy
 from overlap.state.elementwise import decides_by_loss, is_elementwise, is_per_parameter
@@ -87,20 +88,7 @@ def build(
     """What `shell` consists of; see :class:`.DistributedOptimizer` for the arguments. On every rank."""
     check_passes(arguments.backward_passes_per_step)
     torch_clipping.install()
-    elementwise = is_elementwise(optimizer) if elementwise is None else elementwise
-    if per_parameter is not None and strategy.updates is not Updates.OWNED:
-        raise ValueError(
-            f"per_parameter={per_parameter} is about strategies that give whole parameters to ranks (oss), and strategy "
-            f"{strategy.name!r} does not; elementwise=True promises that an optimizer may be applied to slices"
-        )
-    if per_parameter is None:
-        per_parameter = elementwise or is_per_parameter(optimizer)
-    by_loss = decides_by_loss(optimizer) and not per_parameter
-    updates = feasible(strategy.updates, optimizer, elementwise, arguments.compression, per_parameter=per_parameter)
-    if strategy.updates.in_shards and updates is Updates.WHOLE and session.comm.rank == 0:
-        divisible = per_parameter if strategy.updates is Updates.OWNED else elementwise
-        why = _why_whole(strategy, optimizer, divisible)
-        log.warning("strategy %r keeps all optimizer state on every rank: %s", strategy.name, why)
+    updates, by_loss = _updates(session, optimizer, strategy, arguments, elementwise, per_parameter)
     model = named_parameters if isinstance(named_parameters, torch.nn.Module) else None
     named = None if isinstance(named_parameters, torch.nn.Module) else named_parameters
     slots = collect_slots(optimizer, model, named)
@@ -119,26 +107,91 @@ def build(
     if not everybody:
         agree_on_terms(hosts.comm, terms)
     members = fit_out(session, hosts, [(slot.name, slot.param) for slot in slots], _why_not_on_a_gpu(strategy))
-    comm = members.comm
-    exchange = Exchange(arguments.compression, arguments.op, arguments.gradient_predivide_factor, comm.size)
     if sync_start:
         synchronize_start(members.everyone, optimizer, model, slots)
-    pairs = ((slot.name, slot.param) for slot in slots if slot.param.requires_grad)
-    check_gather_dtype(strategy.gather_dtype, pairs, optimizer, sharding=updates.in_shards)
     poisoned = session.poison if poison is None else poison
+    assembly = _assemble(
+        session,
+        optimizer,
+        model,
+        slots,
+        strategy,
+        arguments,
+        members,
+        updates,
+        groups,
+        by_loss=by_loss,
+        poison=poisoned,
+    )
+    topic = session.registry.register(shell, Ownership(assembly.engine, assembly.wrapped))
+    assembly.rounds.enroll(topic)
+    session.channels.hold((*hosts.reductions, *hosts.gathers, hosts.calls, hosts.everyone), topic)
+    assembly.full_state.share.serve(topic, exporter(assembly.engine))
+    return assembly
+
+
+def _updates(
+    session: Session,
+    optimizer: torch.optim.Optimizer,
+    strategy: Strategy,
+    arguments: HorovodArguments,
+    elementwise: bool | None,
+    per_parameter: bool | None,
+) -> tuple[Updates, bool]:
+    """How updates run, and whether the optimizer may decide by the loss. What is lost thereby is said on rank 0."""
+    elementwise = is_elementwise(optimizer) if elementwise is None else elementwise
+    if per_parameter is not None and strategy.updates is not Updates.OWNED:
+        raise ValueError(
+            f"per_parameter={per_parameter} is about strategies that give whole parameters to ranks (oss), and strategy "
+            f"{strategy.name!r} does not; elementwise=True promises that an optimizer may be applied to slices"
+        )
+    if per_parameter is None:
+        per_parameter = elementwise or is_per_parameter(optimizer)
+    updates = feasible(strategy.updates, optimizer, elementwise, arguments.compression, per_parameter=per_parameter)
+    if strategy.updates.in_shards and updates is Updates.WHOLE and session.comm.rank == 0:
+        divisible = per_parameter if strategy.updates is Updates.OWNED else elementwise
+        why = _why_whole(strategy, optimizer, divisible)
+        log.warning("strategy %r keeps all optimizer state on every rank: %s", strategy.name, why)
+    return updates, decides_by_loss(optimizer) and not per_parameter
+
+
+def _assemble(
+    session: Session,
+    optimizer: torch.optim.Optimizer,
+    model: torch.nn.Module | None,
+    slots: list[Slot],
+    strategy: Strategy,
+    arguments: HorovodArguments,
+    members: Membership,
+    updates: Updates,
+    groups: Groups,
+    *,
+    by_loss: bool,
+    poison: bool,
+) -> Assembly:
+    """The parts, from the lowest up: each is given those below it. Communicates nothing."""
+    comm, dtype = members.comm, strategy.gather_dtype
+    exchange = Exchange(arguments.compression, arguments.op, arguments.gradient_predivide_factor, comm.size)
+    pairs = ((slot.name, slot.param) for slot in slots if slot.param.requires_grad)
+    check_gather_dtype(dtype, pairs, optimizer, sharding=updates.in_shards)
+    rounded = None if dtype is None else RoundedParameters(dtype, optimizer)
+    features = features_of(comm, slots, model, exchange, rounded, sparse_as_dense=arguments.sparse_as_dense)
     others = [rank for rank in members.ranks if rank != session.comm.rank]
     share = StateShare(others, session.peer_queries)
     states = ShardState(comm, optimizer, share)
-    rounded = None if strategy.gather_dtype is None else RoundedParameters(strategy.gather_dtype, optimizer)
-    features = features_of(comm, slots, model, exchange, rounded, sparse_as_dense=arguments.sparse_as_dense)
-
-    shards = ShardUpdate(optimizer, whole=updates is Updates.OWNED) if updates.in_shards else None
-    lanes = len(members.reductions)
-    make_master = None if rounded is None else rounded.master
     planner = Planner(
-        comm, optimizer, slots, strategy, groups, shards, states, exchange, lanes=lanes, make_master=make_master
+        comm,
+        optimizer,
+        slots,
+        strategy,
+        groups,
+        ShardUpdate(optimizer, whole=updates is Updates.OWNED) if updates.in_shards else None,
+        states,
+        exchange,
+        lanes=len(members.reductions),
+        make_master=None if rounded is None else rounded.master,
     )
-    transit = Transit(members.gathers, poison=poisoned)
+    transit = Transit(members.gathers, poison=poison)
     rounds = JoinRounds(comm, members.ranks, joined_ranks_of(session), slots, shared_order=not strategy.ordered)
     round = Round(
         planner,
@@ -156,16 +209,11 @@ def build(
     if updates is Updates.EAGER:
         policy = EarlyUpdates(comm, optimizer, round, transit, share)
     elif updates is Updates.DEFERRED:
-        policy = DeferredUpdates(optimizer, round, transit, poison=poisoned)
+        policy = DeferredUpdates(optimizer, round, transit, poison=poison)
     arrangement = Arrangement(comm, planner, round, transit, states, policy, features)
     closing = Closing(members.calls, round, arrangement, rounds, policy, features)
     engine = Engine(model, planner, transit, round, arrangement, closing, rounds, policy, features)
     wrapped = Wrapped(optimizer, engine, gated=updates is not Updates.WHOLE)
-
-    topic = session.registry.register(shell, Ownership(engine, wrapped))
-    rounds.enroll(topic)
-    session.channels.hold((*hosts.reductions, *hosts.gathers, hosts.calls, hosts.everyone), topic)
-    share.serve(topic, exporter(engine))
     averages = Averages(engine, comm)
     stepper = Stepper(engine, averages, optimizer, states, step_by_loss if by_loss else None)
     full_state = FullState(engine, optimizer, states)
