@@ -42,7 +42,7 @@ def _section(text: str, heading: str | None) -> str:
     found = re.search(rf"^(#+) {re.escape(heading)}$", text, re.MULTILINE)
     if found is None:
         raise ValueError(
-            f"there is no section {heading!r}, whose numbers need sources; see MEASURED in bench/claims.py"
+            f"there is no section {heading!r}, whose numbers need sources; see MEASURED in bench/claims/pages.py"
         )
     after = re.compile(rf"^#{{1,{len(found[1])}}} ", re.MULTILINE).search(text, found.end())
     end = len(text) if after is None else after.start()
