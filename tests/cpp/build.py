@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import shlex
@@ -45,18 +46,19 @@ def compile_to(path: Path, command: Sequence[str]) -> None:
 
     The command names sources of this repository alone, and the library that it links against is loaded when it runs.
     """
+    _MADE.mkdir(parents=True, exist_ok=True)
     made = _MADE / _digest(command)
-    if made.exists():
+    with (_MADE / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # of several processes that want the same, one compiles it
+        if not made.exists():
+            unfinished = made.with_suffix(".part")
+            environ = {**os.environ, "OMPI_CXX": compiler(), "MPICH_CXX": compiler()}
+            subprocess.run([*command, "-o", str(unfinished)], check=True, env=environ)
+            unfinished.replace(made)
         made.touch()
-    else:
-        _MADE.mkdir(parents=True, exist_ok=True)
-        unfinished = made.with_suffix(f".{os.getpid()}")
-        environ = {**os.environ, "OMPI_CXX": compiler(), "MPICH_CXX": compiler()}
-        subprocess.run([*command, "-o", str(unfinished)], check=True, env=environ)
-        unfinished.replace(made)
+        shutil.copy2(made, path)
         for old in sorted(_MADE.iterdir(), key=lambda file: file.stat().st_mtime)[:-_KEPT]:
-            old.unlink(missing_ok=True)
-    shutil.copy2(made, path)
+            old.unlink()
 
 
 def _digest(command: Sequence[str]) -> str:
