@@ -46,7 +46,9 @@ def jobs_of(test: str, cases: Sequence[Sequence[Hashable]], *, two_ranks: bool =
     found = []
     for case in cases:
         values = list(enumerate(case))
-        job = min(order, key=lambda job: (sorted(met[value, job] / JOBS[job] for value in values), load[job] / JOBS[job]))
+        job = min(
+            order, key=lambda job: (sorted(met[value, job] / JOBS[job] for value in values), load[job] / JOBS[job])
+        )
         load[job] += 1
         met.update((value, job) for value in values)
         found.append({job} if len(found) % _ALONE_EVERY else {job, ALONE})
