@@ -1,0 +1,225 @@
+"""Random scripts on a model of rounds: no order of events makes ranks wait for each other, or see different things."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from tests.overlap.core.channels_model import Channel, Waits, run
+from tests.overlap.core.join_model import LOAD, REPLAN, Job, JoiningPart
+from tests.overlap.core.round_model import CannotJoin, Failed, Kind, OptimizerEnded, StepSkipped, Update
+
+_RATHER = 3
+
+
+@dataclass
+class _Loop:
+    """What a script does with one optimizer in each iteration, the same on all ranks."""
+
+    ranks: tuple[int, ...]
+    kind: Kind
+    zero_first: bool
+    twice: bool
+
+
+_ENDS = ("step", "step", "clip step", "clip clip step", "synchronize step", "ask step", "fail step", "infinite")
+_SKIPS = ("", "zero", "clip zero", "ask", "synchronize zero", "clip infinite")
+
+
+def _calls(loop: _Loop, script: random.Random, *, first: bool) -> list[str]:
+    """Of one iteration."""
+    zeros = ["zero"] * (1 + loop.twice)
+    if loop.kind.early:
+        return ["zero", "backward", *(["skip"] if not first and script.random() < 0.2 else []), script.choice(("step", "fail step"))]
+    end = script.choice(_ENDS if script.random() < 0.7 else _SKIPS)
+    if not end.endswith("step") and not loop.zero_first and "zero" not in end:
+        end = "step"
+    after = [] if loop.zero_first or "zero" in end else ["zero"]
+    return [*(zeros if loop.zero_first else ()), "backward", *end.replace("fail ", "fail_").split(), *after]
+
+
+def _merged(lists: list[list[tuple[int, str]]], script: random.Random) -> Iterator[tuple[int, str]]:
+    lists = [list(each) for each in lists if each]
+    while lists:
+        each = script.choice(lists)
+        yield each.pop(0)
+        lists = [each for each in lists if each]
+
+
+class _World:
+    """Ranks, their optimizers, and what they are to do."""
+
+    def __init__(self, seed: int, *, rough: bool = False) -> None:
+        self.script = script = random.Random(seed)
+        self.size, self.rough = 2 + seed % 3, rough
+        everybody = tuple(range(self.size))
+        self.loops = [self._loop(everybody) for _ in range(script.choice((1, 2, 2, 3)))]
+        meeting = Channel("meeting", everybody)
+        breaking = 0.03 if rough and script.random() < 0.3 else 0.0
+        self.jobs = {rank: Job(rank, meeting, random.Random(seed + rank), breaking=breaking) for rank in everybody}
+        self.parts: dict[tuple[int, int], JoiningPart] = {}
+        for number, loop in enumerate(self.loops):
+            data, call, gather = (Channel(f"{name} {number}", loop.ranks) for name in ("data", "call", "gather"))
+            for rank in loop.ranks:
+                self.parts[number, rank] = part = JoiningPart(self.jobs[rank], loop.kind, data, call, gather)
+                self.jobs[rank].parts.append(part)
+        self.phases = [self._phase(number) for number in range(3)]
+        self.caught = 0
+
+    def _loop(self, everybody: tuple[int, ...]) -> _Loop:
+        script = self.script
+        some = tuple(sorted(script.sample(everybody, script.randint(1, len(everybody)))))
+        ranks = everybody if script.random() < 0.6 else some
+        early = script.random() < 0.3
+        kind = Kind(
+            script.randint(1, 4) + early,
+            sharded=early or script.random() < 0.5,
+            early=early,
+            deferred=not early and script.random() < 0.3,
+            backward_first=early or script.random() < 0.8,
+        )
+        if kind.deferred:
+            kind = Kind(kind.buckets, sharded=False, deferred=True)
+        return _Loop(ranks, kind, zero_first=script.random() < 0.7, twice=script.random() < 0.2)
+
+    def _phase(self, number: int) -> list[list[tuple[int, str]]]:
+        """Calls by iteration: number of an optimizer, and what."""
+        script = self.script
+        iterations = []
+        for iteration in range(script.randint(0, 6)):
+            each = [
+                [(index, call) for call in _calls(loop, script, first=number == iteration == 0)]
+                for index, loop in enumerate(self.loops)
+            ]
+            if self.rough and script.random() < 0.15:
+                index = script.randrange(len(self.loops))
+                if not self.loops[index].kind.early:
+                    each[index].append((index, script.choice(("replan", "load"))))
+            iterations.append(list(_merged(each, script)))
+        self.amounts = getattr(self, "amounts", [])
+        self.amounts.append([script.randint(0, len(iterations)) for _ in range(self.size)])
+        self.batches = getattr(self, "batches", [])
+        self.batches.append([[script.random() < 0.7 for _ in range(self.size)] for _ in iterations])
+        return iterations
+
+    def value(self, phase: int, iteration: int, index: int, rank: int) -> dict[int, object]:
+        """Gradients by bucket; not of all."""
+        if not self.batches[phase][iteration][rank]:
+            return {}
+        use = random.Random(hash((phase, iteration, index, rank)))
+        kind = self.loops[index].kind
+        return {bucket: (rank, phase, iteration) for bucket in range(kind.buckets) if use.random() < 0.9}
+
+    def train(self, rank: int) -> Waits[None]:
+        job = self.jobs[rank]
+        for phase, iterations in enumerate(self.phases):
+            try:
+                for iteration in range(self.amounts[phase][rank]):
+                    for index, call in iterations[iteration]:
+                        if (index, rank) in self.parts:
+                            yield from self._do(self.parts[index, rank], call, phase, iteration, index)
+                yield from self._leave(job)
+                yield from job.join()
+            except (CannotJoin, OptimizerEnded) as error:
+                yield from self._join_again(job, error)
+
+    def _leave(self, job: Job) -> Waits[None]:
+        """What scripts do before join(), where their last step may have been skipped."""
+        if not (self.rough and random.Random(job.rank + self.size).random() < 0.5):
+            for part in job.parts:
+                if not part.kind.early and not part.ended:
+                    yield from part.zero_grad()
+
+    def _join_again(self, job: Job, error: Exception) -> Waits[None]:
+        while True:
+            assert self.rough, error
+            self.caught += 1
+            try:
+                yield from job.join()
+                return
+            except (CannotJoin, OptimizerEnded) as again:
+                error = again
+
+    def _do(self, part: JoiningPart, call: str, phase: int, iteration: int, index: int) -> Waits[None]:
+        part.rate = (phase, iteration)
+        if call == "backward":
+            values = self.value(phase, iteration, index, part.rank)
+            if values:
+                yield from part.backward(values)
+        elif call == "zero":
+            yield from part.zero_grad()
+        elif call == "skip":
+            try:
+                if not part.learning:
+                    yield from part.zero_grad()
+            except StepSkipped:
+                assert part.full
+        elif call.startswith("fail"):
+            try:
+                yield from part.step(fails=part.rank == part.ranks[iteration % len(part.ranks)])
+            except Failed:
+                yield from part.step()
+        elif call == "ask":
+            yield from part.ask()
+        elif call == "replan":
+            yield from part.meet(REPLAN)
+        elif call == "load":
+            part.load(LOAD)
+        else:
+            yield from getattr(part, call)()
+
+    def expected(self, index: int) -> list[list[Update]]:
+        """Of each step of an optimizer, by bucket."""
+        found = []
+        loop = self.loops[index]
+        for phase, iterations in enumerate(self.phases):
+            for iteration, calls in enumerate(iterations):
+                present = [rank for rank in loop.ranks if iteration < self.amounts[phase][rank]]
+                if present and any(each == index and call in ("step", "fail_step", "fail step") for each, call in calls):
+                    values = {rank: self.value(phase, iteration, index, rank) for rank in present}
+                    found.append(
+                        [
+                            Update(
+                                tuple(sorted(v[bucket] for v in values.values() if bucket in v)),  # type: ignore[type-var]
+                                len(present),
+                                (phase, iteration),
+                            )
+                            for bucket in range(loop.kind.buckets)
+                        ]
+                    )
+        return found
+
+    def run(self) -> None:
+        run({rank: self.train(rank) for rank in self.jobs}, self.script)
+        for index, loop in enumerate(self.loops):
+            mine = [self.parts[index, rank] for rank in loop.ranks]
+            run({part.rank: part._arrive(list(part.in_transit)) for part in mine}, self.script)
+            histories = [part.history for part in mine]
+            assert all(history == histories[0] for history in histories), index
+            if not self.rough:
+                assert all(part.data.even and part.call.even and part.gather.even for part in mine)
+                expected = self.expected(index)
+                found = [histories[0][key] for key in sorted(histories[0])]
+                assert found == [update for step in expected for update in step], index
+
+
+def test_x() -> None:
+    import time, traceback, collections, os
+    first, last = map(int, os.environ.get("SEEDS", "0:300").split(":"))
+    rough = bool(os.environ.get("ROUGH"))
+    bad = collections.Counter()
+    t=time.process_time()
+    caught = 0
+    for seed in range(first, last):
+        try:
+            w=_World(seed, rough=rough); w.run(); caught += w.caught
+        except Exception as e:
+            lines = traceback.format_exc().strip().splitlines()
+            key = [l for l in lines if "round_model.py" in l or "join_model" in l or "early_model" in l or "channels_model" in l][-1][-60:] + " " + type(e).__name__ + str(e)[:60]
+            if bad[key]==0: print(seed, traceback.format_exc()[-1500:])
+            bad[key]+=1
+    print(time.process_time()-t, caught, bad)
+    assert not bad
