@@ -238,9 +238,9 @@ class Calls:
         """On a rank that has joined: others close a round, the last of them in their call `last`."""
         self._made = last - 2
 
-    def meet(self, *, clean: bool) -> None:
-        """All ranks have joined: they are at the same call. `clean`, if none has gradients in hand."""
-        self._made, self.alone, self._free = 0, False, self._least if clean else 0
+    def meet(self) -> None:
+        """All ranks have joined. What they have called since their last step is not the same, so no call is free."""
+        self._made, self.alone, self._free = 0, False, 0
 
     def step(self, alike: bool) -> None:
         """The round ends in a step; `alike`, if all ranks came to it after as many calls."""

@@ -100,8 +100,8 @@ class JoiningPart(Part):
 
     def join(self) -> None:
         """This rank is out of data. Waits for nobody."""
-        self.at_end = bool(self.ended)
-        if self.said is None and not self.ended:
+        self.at_end = self.at_end or bool(self.ended)
+        if self.said is None and not self.at_end:
             self.left = self.touched or self.closed or bool(self.sent)
             self._post_joined()
 
@@ -149,7 +149,7 @@ class JoiningPart(Part):
         assert heard.first_round == heard.last_round or heard.gone is not None
         if heard.gone is not None:
             self.ended = "gone"
-        self.calls.meet(clean=not heard.failed)
+        self.calls.meet()
         self.at_end, self.needs = True, 0
 
     def end(self) -> Waits[None]:

@@ -103,6 +103,11 @@ class Part:
     def dropping(self) -> bool:
         return self.said is not None and self.said[0].call is Call.DROP
 
+    @property
+    def held_now(self) -> bool:
+        """Whether gradients wait for the next call."""
+        return self.dropping or self.calls.doubt or self.learning or not self.kind.backward_first
+
     # - Backward
 
     def backward(self, values: dict[int, object]) -> Waits[None]:
@@ -111,7 +116,7 @@ class Part:
         yield from self._arrive(self.job.draw.sample(sorted(self.in_transit), len(self.in_transit) // 2))
         self.touched = True
         yield from self._hear(wait=False)
-        self.held = self.dropping or self.calls.doubt or self.learning or not self.kind.backward_first
+        self.held = self.held_now
         if self.held:
             self.gradients = dict(values)
             return

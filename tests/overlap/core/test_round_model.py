@@ -117,6 +117,10 @@ class _World:
         job = self.jobs[rank]
         for phase, iterations in enumerate(self.phases):
             try:
+                if self.rough and phase:
+                    for part in job.parts:
+                        if part.early is not None and not part.ended:  # a step may have been left half way
+                            yield from part.step()
                 for iteration in range(self.amounts[phase][rank]):
                     for index, call in iterations[iteration]:
                         if (index, rank) in self.parts:
@@ -144,7 +148,7 @@ class _World:
                 error = again
 
     def _do(self, part: JoiningPart, call: str, phase: int, iteration: int, index: int) -> Waits[None]:
-        part.rate = (phase, iteration)
+        part.rate = (phase, iteration) if not self.rough else None
         if call == "backward":
             values = self.value(phase, iteration, index, part.rank)
             if values:
@@ -153,7 +157,7 @@ class _World:
             yield from part.zero_grad()
         elif call == "skip":
             try:
-                if not part.learning:
+                if not (part.learning or part.held_now):
                     yield from part.zero_grad()
             except StepSkipped:
                 assert part.full
