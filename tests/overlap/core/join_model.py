@@ -101,8 +101,9 @@ class JoiningPart(Part):
     def join(self) -> None:
         """This rank is out of data. Waits for nobody."""
         self.at_end = self.at_end or bool(self.ended)
-        if self.said is None and not self.at_end:
+        if self.said is None or self.dropping:
             self.left = self.touched or self.closed or bool(self.sent)
+        if self.said is None and not self.at_end:
             self._post_joined()
 
     def _post_joined(self) -> None:
@@ -154,6 +155,8 @@ class JoiningPart(Part):
 
     def end(self) -> Waits[None]:
         """All ranks have joined with all optimizers that are this rank's: the last ones' hyper-parameters are in force."""
+        if self.ended:
+            return
         yield from self._finish()
         if self.others_joined:
             mine = (self.mine_joined, self.rank, self.rate)

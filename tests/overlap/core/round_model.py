@@ -147,7 +147,7 @@ class Part:
     def zero_grad(self) -> Waits[None]:
         self.calls.count()
         yield from self._hear(wait=False)
-        if self.closed or self.touched:
+        if self.closed or self.touched or self.sent:
             yield from self._drop()
 
     def _drop(self) -> Waits[None]:
@@ -161,6 +161,7 @@ class Part:
             self.calls.drop()
             if closed:
                 yield from self._finish()
+            self.touched = bool(self.gradients)  # what was sent is lost
             self._end_round()
         else:
             self.calls.drop_alone()
@@ -237,6 +238,7 @@ class Part:
             self.void = list(self.sent.values())
             if not self.job.joining:  # else another rank that has joined may wait for this one elsewhere
                 yield from self._finish()
+            self.touched = bool(self.gradients)  # what was sent is lost
             self._end_round()
             self.calls.passed(heard.drop)
             return False
