@@ -65,7 +65,9 @@ class Said:
     failed: bool = False  # this rank raises
     alone: bool = False  # it has dropped gradients in this round of which it had sent nothing
     gone: bool = False  # it has joined, and its optimizer is no more: it cannot take part, and knows no round
-    needs: int = 0  # which of the calls that need every rank this is, or was: they cannot be made while some have joined
+    needs: int = (
+        0  # which of the calls that need every rank this is, or was: they cannot be made while some have joined
+    )
 
     def numbers(self) -> list[int]:
         """To be reduced by their maximum; :meth:`Heard.of` reads them."""

@@ -1,6 +1,6 @@
 """Channels and ranks of a model: ranks are generators that yield what they wait for.
 
-Who goes on is drawn from a seed, so whatever goes wrong does so again, and ranks that wait for each other are found at once.
+Who goes on is drawn from a seed: whatever goes wrong does so again, and ranks that wait for each other are found at once.
 """
 
 from __future__ import annotations

@@ -45,7 +45,9 @@ class Job:
         try:
             for part in self.parts:
                 part.join()
-            groups = [[part for part in self.parts if part.ranks == ranks] for ranks in {p.ranks: 0 for p in self.parts}]
+            groups = [
+                [part for part in self.parts if part.ranks == ranks] for ranks in {p.ranks: 0 for p in self.parts}
+            ]
             yield from together([self._follow(parts) for parts in groups])
             for part in self.parts:  # in the order in which all ranks have made them
                 yield from part.end()

@@ -1,15 +1,15 @@
 """A model of the rounds of several optimizers on several ranks: what `overlap.core.closing` and its neighbours do.
 
-    call      tallies and control rounds: in the order of the script's calls
-    data      reductions of buckets, and what needs their results on all ranks: in the order of the plan
-    gather    updated parameters
+call      tallies and control rounds: in the order of the script's calls
+data      reductions of buckets, and what needs their results on all ranks: in the order of the plan
+gather    updated parameters
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from overlap.core.tally import Call, Calls, Heard, Said, Verdict, verdict
 from tests.overlap.core.channels_model import Channel, Waits, always, heard_of

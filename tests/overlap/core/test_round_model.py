@@ -12,8 +12,6 @@ from tests.overlap.core.channels_model import Channel, Waits, run
 from tests.overlap.core.join_model import LOAD, REPLAN, Job, JoiningPart
 from tests.overlap.core.round_model import CannotJoin, Failed, Kind, OptimizerEnded, StepSkipped, Update
 
-_RATHER = 3
-
 
 @dataclass
 class _Loop:
@@ -29,11 +27,12 @@ _ENDS = ("step", "step", "clip step", "clip clip step", "synchronize step", "ask
 _SKIPS = ("", "zero", "clip zero", "ask", "synchronize zero", "clip infinite")
 
 
-def _calls(loop: _Loop, script: random.Random, *, first: bool) -> list[str]:
+def _calls(loop: _Loop, script: random.Random) -> list[str]:
     """Of one iteration."""
     zeros = ["zero"] * (1 + loop.twice)
     if loop.kind.early:
-        return ["zero", "backward", *(["skip"] if not first and script.random() < 0.2 else []), script.choice(("step", "fail step"))]
+        skip = ["skip"] if script.random() < 0.2 else []
+        return ["zero", "backward", *skip, script.choice(("step", "fail_step"))]
     end = script.choice(_ENDS if script.random() < 0.7 else _SKIPS)
     if not end.endswith("step") and not loop.zero_first and "zero" not in end:
         end = "step"
@@ -66,7 +65,9 @@ class _World:
             for rank in loop.ranks:
                 self.parts[number, rank] = part = JoiningPart(self.jobs[rank], loop.kind, data, call, gather)
                 self.jobs[rank].parts.append(part)
-        self.phases = [self._phase(number) for number in range(3)]
+        self.amounts: list[list[int]] = []  # by phase: iterations of each rank, which joins after them
+        self.batches: list[list[list[bool]]] = []  # by phase and iteration: which ranks have one
+        self.phases = [self._phase() for _ in range(3)]
         self.caught = 0
 
     def _loop(self, everybody: tuple[int, ...]) -> _Loop:
@@ -85,23 +86,18 @@ class _World:
             kind = Kind(kind.buckets, sharded=False, deferred=True)
         return _Loop(ranks, kind, zero_first=script.random() < 0.7, twice=script.random() < 0.2)
 
-    def _phase(self, number: int) -> list[list[tuple[int, str]]]:
+    def _phase(self) -> list[list[tuple[int, str]]]:
         """Calls by iteration: number of an optimizer, and what."""
         script = self.script
         iterations = []
-        for iteration in range(script.randint(0, 6)):
-            each = [
-                [(index, call) for call in _calls(loop, script, first=number == iteration == 0)]
-                for index, loop in enumerate(self.loops)
-            ]
+        for _ in range(script.randint(0, 6)):
+            each = [[(index, call) for call in _calls(loop, script)] for index, loop in enumerate(self.loops)]
             if self.rough and script.random() < 0.15:
                 index = script.randrange(len(self.loops))
                 if not self.loops[index].kind.early:
                     each[index].append((index, script.choice(("replan", "load"))))
             iterations.append(list(_merged(each, script)))
-        self.amounts = getattr(self, "amounts", [])
         self.amounts.append([script.randint(0, len(iterations)) for _ in range(self.size)])
-        self.batches = getattr(self, "batches", [])
         self.batches.append([[script.random() < 0.7 for _ in range(self.size)] for _ in iterations])
         return iterations
 
@@ -119,23 +115,28 @@ class _World:
             try:
                 if self.rough and phase:
                     for part in job.parts:
-                        if part.early is not None and not part.ended:  # a step may have been left half way
+                        if part.early is not None and not (
+                            part.ended or part.gone
+                        ):  # a step may have been left half way
                             yield from part.step()
                 for iteration in range(self.amounts[phase][rank]):
                     for index, call in iterations[iteration]:
-                        if (index, rank) in self.parts:
-                            yield from self._do(self.parts[index, rank], call, phase, iteration, index)
+                        part = self.parts.get((index, rank))
+                        if part is not None and not (part.ended or part.gone):
+                            yield from self._do(part, call, phase, iteration, index)
                 yield from self._leave(job)
                 yield from job.join()
             except (CannotJoin, OptimizerEnded) as error:
                 yield from self._join_again(job, error)
 
     def _leave(self, job: Job) -> Waits[None]:
-        """What scripts do before join(), where their last step may have been skipped."""
-        if not (self.rough and random.Random(job.rank + self.size).random() < 0.5):
-            for part in job.parts:
-                if not part.kind.early and not part.ended:
-                    yield from part.zero_grad()
+        """What scripts do before join(), where their last step may have been skipped; some forget it."""
+        if self.rough and job.draw.random() < 0.3:
+            return
+        for part in job.parts:
+            if not (part.kind.early or part.ended or part.gone):
+                yield from part.zero_grad()
+                part.gone = self.rough and job.draw.random() < 0.03
 
     def _join_again(self, job: Job, error: Exception) -> Waits[None]:
         while True:
@@ -167,7 +168,10 @@ class _World:
             except Failed:
                 yield from part.step()
         elif call == "ask":
-            yield from part.ask()
+            some = yield from part.ask()
+            present = [rank for rank in part.ranks if iteration < self.amounts[phase][rank]]
+            given = any(self.value(phase, iteration, index, rank) for rank in present)
+            assert some is given or self.rough
         elif call == "replan":
             yield from part.meet(REPLAN)
         elif call == "load":
@@ -182,7 +186,7 @@ class _World:
         for phase, iterations in enumerate(self.phases):
             for iteration, calls in enumerate(iterations):
                 present = [rank for rank in loop.ranks if iteration < self.amounts[phase][rank]]
-                if present and any(each == index and call in ("step", "fail_step", "fail step") for each, call in calls):
+                if present and any(each == index and call in ("step", "fail_step") for each, call in calls):
                     values = {rank: self.value(phase, iteration, index, rank) for rank in present}
                     found.append(
                         [
@@ -210,20 +214,17 @@ class _World:
                 assert found == [update for step in expected for update in step], index
 
 
-def test_x() -> None:
-    import time, traceback, collections, os
-    first, last = map(int, os.environ.get("SEEDS", "0:300").split(":"))
-    rough = bool(os.environ.get("ROUGH"))
-    bad = collections.Counter()
-    t=time.process_time()
+@pytest.mark.parametrize("first", range(0, 150, 50))
+def test_random_scripts_end_and_all_ranks_average_the_same(first: int) -> None:
+    for seed in range(first, first + 50):
+        _World(seed).run()
+
+
+@pytest.mark.parametrize("first", range(0, 150, 50))
+def test_after_failures_all_ranks_come_back_from_join(first: int) -> None:
     caught = 0
-    for seed in range(first, last):
-        try:
-            w=_World(seed, rough=rough); w.run(); caught += w.caught
-        except Exception as e:
-            lines = traceback.format_exc().strip().splitlines()
-            key = [l for l in lines if "round_model.py" in l or "join_model" in l or "early_model" in l or "channels_model" in l][-1][-60:] + " " + type(e).__name__ + str(e)[:60]
-            if bad[key]==0: print(seed, traceback.format_exc()[-1500:])
-            bad[key]+=1
-    print(time.process_time()-t, caught, bad)
-    assert not bad
+    for seed in range(first, first + 50):
+        world = _World(seed, rough=True)
+        world.run()
+        caught += world.caught
+    assert caught > 20
