@@ -236,10 +236,6 @@ class Calls:
         self.alone = False
         self._free = self._least - 2
 
-    def follow(self, last: int) -> None:
-        """On a rank that has joined: others close a round, the last of them in their call `last`."""
-        self._made = last - 2
-
     def meet(self) -> None:
         """All ranks have joined. What they have called since their last step is not the same, so no call is free."""
         self._made, self.alone, self._free = 0, False, 0

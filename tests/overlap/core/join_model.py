@@ -126,16 +126,14 @@ class JoiningPart(Part):
                 return
             closed = (yield from self._conclude(heard, None, failed=mine.failed)) and heard.closing is not None
             if closed:
-                yield from self._act(heard)
+                yield from self._act()
         if not self.at_end:
             self._post_joined()
 
-    def _act(self, heard: Heard) -> Waits[None]:
+    def _act(self) -> Waits[None]:
         """Do what those do that have not joined."""
         what, self.rate = self.told
-        assert heard.last is not None
-        self.calls.follow(heard.last)
-        self.alike = heard.alike
+        self.alike = False  # how many calls a step usually takes is learned from one's own
         yield from {
             "clip": self._clip,
             "synchronize": self._synchronize,
