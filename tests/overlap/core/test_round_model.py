@@ -51,11 +51,13 @@ def _merged(lists: list[list[tuple[int, str]]], script: random.Random) -> Iterat
 class _World:
     """Ranks, their optimizers, and what they are to do."""
 
-    def __init__(self, seed: int, *, rough: bool = False) -> None:
+    def __init__(self, seed: int, *, rough: bool = False, sets: tuple[tuple[int, ...], ...] = ()) -> None:
         self.script = script = random.Random(seed)
-        self.size, self.rough = 2 + seed % 3, rough
+        self.size, self.rough = (4 if sets else 2 + seed % 3), rough
         everybody = tuple(range(self.size))
-        self.loops = [self._loop(everybody) for _ in range(script.choice((1, 2, 2, 3)))]
+        self.loops = [
+            self._loop(ranks) for ranks in sets or [self._ranks() for _ in range(script.choice((1, 2, 2, 3)))]
+        ]
         meeting = Channel("meeting", everybody)
         breaking = 0.03 if rough and script.random() < 0.3 else 0.0
         self.jobs = {rank: Job(rank, meeting, random.Random(seed + rank), breaking=breaking) for rank in everybody}
@@ -70,10 +72,13 @@ class _World:
         self.phases = [self._phase() for _ in range(3)]
         self.caught = 0
 
-    def _loop(self, everybody: tuple[int, ...]) -> _Loop:
+    def _ranks(self) -> tuple[int, ...]:
+        """All of them, or some."""
+        some = sorted(self.script.sample(range(self.size), self.script.randint(1, self.size)))
+        return tuple(range(self.size)) if self.script.random() < 0.6 else tuple(some)
+
+    def _loop(self, ranks: tuple[int, ...]) -> _Loop:
         script = self.script
-        some = tuple(sorted(script.sample(everybody, script.randint(1, len(everybody)))))
-        ranks = everybody if script.random() < 0.6 else some
         early = script.random() < 0.3
         kind = Kind(
             script.randint(1, 4) + early,
@@ -214,13 +219,13 @@ class _World:
                 assert found == [update for step in expected for update in step], index
 
 
-@pytest.mark.parametrize("first", range(0, 150, 50))
+@pytest.mark.parametrize("first", range(0, 300, 50))
 def test_random_scripts_end_and_all_ranks_average_the_same(first: int) -> None:
     for seed in range(first, first + 50):
         _World(seed).run()
 
 
-@pytest.mark.parametrize("first", range(0, 150, 50))
+@pytest.mark.parametrize("first", range(0, 300, 50))
 def test_after_failures_all_ranks_come_back_from_join(first: int) -> None:
     caught = 0
     for seed in range(first, first + 50):
@@ -228,3 +233,10 @@ def test_after_failures_all_ranks_come_back_from_join(first: int) -> None:
         world.run()
         caught += world.caught
     assert caught > 20
+
+
+@pytest.mark.parametrize("rough", [False, True])
+def test_process_sets_that_share_ranks_go_on_at_the_same_time(rough: bool) -> None:
+    """Ranks 2 and 3 may have joined while rank 0 closes a round of one optimizer, and rank 1 of another."""
+    for seed in range(60):
+        _World(seed, rough=rough, sets=((0, 2, 3), (1, 2, 3))).run()
