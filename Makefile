@@ -33,7 +33,7 @@ sanitize: setup ## build comm_core with kind=address, undefined or thread, and r
 lint: setup ## ruff, mypy, clang-format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy $(PYTHON_PACKAGES) benchmarks.py
+	$(BIN)/mypy $(PYTHON_PACKAGES) benchmarks.py tests/compare_horovod
 	$(BIN)/clang-format --dry-run -Werror $(CPP)
 
 format: setup ## format Python and C++
@@ -63,7 +63,7 @@ horovod: setup ## build Horovod 0.28.1, a baseline of the benchmarks (minutes; o
 	@bash scripts/horovod.sh
 
 compare-horovod: setup ## run the same calls and scripts under Horovod and ours (minutes; `make horovod` first)
-	@$(BIN)/python -m bench.surface $(if $(package),--package $(package))
+	@$(BIN)/python -m tests.compare_horovod $(if $(package),--package $(package))
 
 clean: ## remove what setup made
 	rm -rf .venv .venv-docs build .pytest_cache .mypy_cache .ruff_cache

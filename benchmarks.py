@@ -16,18 +16,16 @@ import os
 import sys
 from pathlib import Path
 
-from bench.cluster import ROOT
-from bench.endings import end_in_order
+from bench.program import ROOT, end_in_order
 from bench.sweep.bars import judge
 from bench.sweep.failures import Failures
-from bench.sweep.journal import Journal
-from bench.sweep.lock import Occupied, alone
-from bench.sweep.origin import UNCOMMITTED, today
+from bench.sweep.journal import Journal, Occupied, alone
 from bench.sweep.plots import draw
 from bench.sweep.report import write
 from bench.sweep.runner import run_all
 from bench.sweep.summary import group
 from bench.sweep.table import Sweep, read, select
+from bench.train.origin import UNCOMMITTED, today
 
 DEFAULT = ROOT / "configs" / "sweeps" / "default.toml"
 
@@ -66,7 +64,7 @@ def run(sweep: Sweep, folder: Path, arguments: argparse.Namespace) -> int:
         say("the code has changes that are not committed: docs may not quote these results (python -m bench.claims)")
     end_in_order()
     try:
-        run_all(sweep.runs, journal, folder, arguments.tries, known=failures)
+        run_all(sweep.runs, journal, failures, folder, arguments.tries)
     except KeyboardInterrupt:
         say("stopped; the same command goes on with what is left")
         return 130

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from bench.counts import at_least
+from bench.program import at_least
 from overlap.trace.picture import draw
 
 

@@ -12,7 +12,7 @@ from bytescheduler_adapter.dispatcher import Part
 from bytescheduler_adapter.dispatchers import Dispatchers, Lease
 from bytescheduler_adapter.schedule import partitions, plan_buckets
 from overlap.core.bucket import Bucket
-from overlap.core.strategy import Strategy
+from overlap.core.wire import DecoupledCollectives
 from overlap.job.process_set import ProcessSet, global_process_set
 from overlap.job.session import current
 from overlap.optimizer.arguments import HorovodArguments
@@ -21,6 +21,7 @@ from overlap.optimizer.start import agree_on_strategy
 from overlap.optimizer.tuning import tune as start_tuning
 from overlap.plan.partition import TensorSpec
 from overlap.plan.plan import Facts, Plan, Updates
+from overlap.plan.strategy import Collectives, Strategy
 from overlap.plan.tuning.options import Tuning
 from overlap.plan.tuning.space import Dimension, Setting
 from overlap.transport.communicator import Communicator, ReduceOp
@@ -71,15 +72,26 @@ class ByteScheduler(Strategy):
     def plan(self, facts: Facts, specs: Sequence[TensorSpec], shardable: Sequence[bool], world_size: int) -> Plan:
         return plan_buckets(facts, specs, world_size)
 
+    @property
+    def collectives(self) -> Collectives:
+        return Partitions(self)
+
+
+class Partitions(DecoupledCollectives):
+    """All-reduces in partitions, which are handed to the dispatcher."""
+
+    def __init__(self, strategy: ByteScheduler) -> None:
+        self._strategy = strategy
+
     def reduce(self, comm: Communicator, bucket: Bucket) -> None:
         send, recv, size = bucket.outgoing, bucket.incoming, bucket.outgoing.element_size()
         parts = [
             Part(send[span], recv[span], bucket.op, f"{bucket.label}.{part}")
-            for part, span in enumerate(partitions(send.numel(), size, _bytes(self.partition_mb)))
+            for part, span in enumerate(partitions(send.numel(), size, _bytes(self._strategy.partition_mb)))
         ]
-        credit = max(1, _bytes(self.credit_mb))
-        assert self.lease is not None, "an optimizer has a dispatcher before it is used"
-        bucket.work = self.lease.submit(bucket.index, parts, bucket.label, credit)
+        credit, lease = max(1, _bytes(self._strategy.credit_mb)), self._strategy.lease
+        assert lease is not None, "an optimizer has a dispatcher before it is used"
+        bucket.work = lease.submit(bucket.index, parts, bucket.label, credit)
 
 
 def _bytes(mb: float) -> int:

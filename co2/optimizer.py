@@ -9,13 +9,12 @@ from typing import Any
 import torch
 
 from co2.equations import OuterRule
-from co2.groups import check_nprocs, node_groups
 from co2.join import JoinRefusal
 from co2.lifetime import Ownership, Shutdown
 from co2.rounds import Rounds
 from co2.schedule import Schedule
-from overlap.core.strategy import Strategy
 from overlap.features.join import joined_ranks_of
+from overlap.job.groups import Membership
 from overlap.job.process_set import ProcessSet, global_process_set
 from overlap.job.session import Session, current
 from overlap.optimizer.arguments import HorovodArguments
@@ -23,9 +22,11 @@ from overlap.optimizer.distributed import DistributedOptimizer as Shell
 from overlap.optimizer.start import agree_on_strategy
 from overlap.plan.partition import TensorSpec, fuse
 from overlap.plan.plan import Facts, Plan
+from overlap.plan.strategy import Strategy
 from overlap.transport.broadcast import broadcast_tensors
 from overlap.transport.communicator import Communicator, ReduceOp
 from overlap.transport.compression import NoneCompressor
+from overlap.transport.objects import allgather_object
 
 __all__ = ["Co2", "Co2Optimizer", "DistributedOptimizer"]
 
@@ -77,7 +78,7 @@ class Co2Optimizer(Shell):
         **shell: Any,
     ) -> None:
         session = current()
-        check_nprocs(nprocs, session.comm.size)
+        _check_nprocs(nprocs, session.comm.size)
         if arguments.process_set is not global_process_set and arguments.process_set.process_set_id != 0:
             raise ValueError(
                 f"co2 averages over all ranks, in groups of nprocs_per_node; process_set={arguments.process_set} is not "
@@ -85,12 +86,12 @@ class Co2Optimizer(Shell):
             )
         _refuse_devices(optimizer)
         strategy = Co2(schedule, rule, nprocs, broadcast_buffers)
-        groups = partial(node_groups, nprocs=nprocs)
+        groups = partial(_node_groups, nprocs=nprocs)
         super().__init__(optimizer, named_parameters, strategy, arguments, groups_of=groups, **shell)
         self._broadcast_buffers = broadcast_buffers
         topic = session.registry.topic_of(self)
         refusal = JoinRefusal(
-            joined_ranks_of(session), f"{topic}/outer", range(session.comm.size), self._engine.attendance.ranks
+            joined_ranks_of(session), f"{topic}/outer", range(session.comm.size), self._engine.participants.ranks
         )
         self._rounds = _make_rounds(session, self._everyone, self._engine.slots, schedule, rule, refusal, topic)
 
@@ -118,8 +119,8 @@ class Co2Optimizer(Shell):
         Buffers become rank 0's, with `broadcast_buffers`. On every rank, after the same number of steps and not between
         backward and ``step()``; raises ``RuntimeError`` on every rank where some have come to another round.
         """
-        self._averages.refuse("average_parameters()")
-        if self._engine.window.touched:
+        self._engine.policy.refuse("average_parameters()")
+        if self._engine.round.touched:
             raise RuntimeError("gradients wait for step(): call it, or zero_grad(), before average_parameters()")
         self._rounds.average(current().control)
         if self._broadcast_buffers and self._model is not None:
@@ -150,6 +151,30 @@ class Co2Optimizer(Shell):
         """
         super().load_state_dict(state_dict)
         self._rounds.load(state_dict.get("co2"))
+
+
+def _check_nprocs(nprocs: int | None, size: int) -> None:
+    """Raise ``ValueError`` unless `size` ranks are blocks of `nprocs`."""
+    if nprocs is not None and (not isinstance(nprocs, int) or nprocs < 1 or size % nprocs):
+        raise ValueError(f"nprocs_per_node should divide the number of ranks, {size}, and is {nprocs!r}")
+
+
+def _node_groups(session: Session, nprocs: int | None) -> Membership:
+    """This rank's group, of ranks n to n + `nprocs` - 1. None: of one host, or each rank alone where there is one host.
+
+    On every rank of the job.
+    """
+    rank, size = session.comm.rank, session.comm.size
+    colors = allgather_object(session.control, session.cross_rank if nprocs is None else rank // nprocs)
+    if nprocs is None and len(set(colors)) == 1:
+        colors = list(range(size))
+    members = tuple(other for other, color in enumerate(colors) if color == colors[rank])
+    if len(members) == size:
+        everyone, comm, calls = session.channels.lease(3)
+    else:
+        everyone, comm, calls = *session.channels.lease(1), *session.channels.lease(2, colors)
+    lane = (comm,)
+    return Membership(lane, lane, calls, members, everyone)
 
 
 def _refuse_devices(optimizer: torch.optim.Optimizer) -> None:

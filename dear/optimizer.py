@@ -12,7 +12,7 @@ import torch
 
 from dear.schedule import plan_buckets
 from overlap.core.bucket import Bucket
-from overlap.core.strategy import Strategy
+from overlap.core.wire import DecoupledCollectives
 from overlap.job.process_set import ProcessSet, global_process_set
 from overlap.job.session import current
 from overlap.optimizer.arguments import HorovodArguments
@@ -22,6 +22,7 @@ from overlap.optimizer.tuning import tune as start_tuning
 from overlap.plan.fusion import limits, trained_bytes
 from overlap.plan.partition import TensorSpec
 from overlap.plan.plan import Facts, Plan, Updates
+from overlap.plan.strategy import Collectives, Strategy
 from overlap.plan.tuning.options import Tuning
 from overlap.plan.tuning.space import Dimension, Setting
 from overlap.transport.communicator import Communicator, ReduceOp
@@ -30,6 +31,23 @@ from overlap.transport.compression import NoneCompressor
 __all__ = ["Dear", "DistributedOptimizer"]
 
 _PARTS = {"rsag": ("reducescatter", "allgather"), "rb": ("reduce", "bcast")}  # the two halves, by policy
+
+
+class Breakdown(DecoupledCollectives):
+    """Without some parts of the communication: what they cost is the difference. The training is wrong."""
+
+    def __init__(self, *, reduces: bool, gathers: bool) -> None:
+        self._reduces, self._gathers = reduces, gathers
+
+    def reduce(self, comm: Communicator, bucket: Bucket) -> None:
+        if self._reduces:
+            super().reduce(comm, bucket)
+        elif bucket.holds_parameters:
+            bucket.incoming.copy_(bucket.outgoing[bucket.own])
+
+    def gather(self, comm: Communicator, bucket: Bucket) -> None:
+        if self._gathers:
+            super().gather(comm, bucket)
 
 
 class Dear(Strategy):
@@ -88,6 +106,13 @@ class Dear(Strategy):
             "gather_dtype": self.gather_dtype,
         }
 
+    @property
+    def collectives(self) -> Collectives | None:
+        if self.complete:
+            return None
+        reduces, gathers = (part not in self.excluded for part in _PARTS[self.policy])
+        return Breakdown(reduces=reduces, gathers=gathers)
+
     def at(self, setting: Setting) -> Dear:
         other = copy.copy(self)
         other.threshold_mb = setting["threshold_mb"]
@@ -104,20 +129,6 @@ class Dear(Strategy):
             num_nearby_layers=self.num_nearby_layers,
             one_owner=self.policy == "rb",
         )
-
-
-class Breakdown(Dear):
-    """Without some parts of the communication: what they cost is the difference. The training is wrong."""
-
-    def reduce(self, comm: Communicator, bucket: Bucket) -> None:
-        if _PARTS[self.policy][0] not in self.excluded:
-            super().reduce(comm, bucket)
-        elif bucket.holds_parameters:
-            bucket.incoming.copy_(bucket.outgoing[bucket.own])
-
-    def gather(self, comm: Communicator, bucket: Bucket) -> None:
-        if _PARTS[self.policy][1] not in self.excluded:
-            super().gather(comm, bucket)
 
 
 def DistributedOptimizer(
@@ -194,7 +205,7 @@ def DistributedOptimizer(
     own["threshold_mb"], own["num_nearby_layers"] = limits(
         threshold_mb if wished_mb is None else wished_mb, num_nearby_layers, trained_bytes(optimizer)
     )
-    distributed = Shell(optimizer, named_parameters, (Breakdown if exclude_parts else Dear)(**own), arguments, **shell)
+    distributed = Shell(optimizer, named_parameters, Dear(**own), arguments, **shell)
     start_tuning(distributed, tune, process_set)
     return distributed
 

@@ -16,7 +16,7 @@ import numpy
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from overlap.core.gates import GatedParameters
+from overlap.core.gates.gates import GatedParameters
 
 __all__ = ["BackwardClock", "arrival_moments", "backward_seconds", "profile_backward"]
 

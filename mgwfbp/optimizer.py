@@ -11,7 +11,6 @@ import torch
 
 from mgwfbp.rehearsal import Rehearsal
 from mgwfbp.schedule import plan_buckets, reordered, table
-from overlap.core.strategy import Strategy
 from overlap.job.groups import beside, leader
 from overlap.job.process_set import ProcessSet, global_process_set
 from overlap.job.session import current
@@ -23,6 +22,7 @@ from overlap.plan.cost_model import CostModel
 from overlap.plan.link_probe import link_cost
 from overlap.plan.partition import TensorSpec
 from overlap.plan.plan import Facts, Plan
+from overlap.plan.strategy import Strategy
 from overlap.plan.tuning.options import Tuning
 from overlap.plan.tuning.space import Dimension, Setting
 from overlap.transport.communicator import ReduceOp

@@ -6,8 +6,8 @@ import weakref
 from typing import Any, Protocol, cast
 
 from mgwfbp.backward_times import BackwardClock, arrival_moments
-from overlap.core.strategy import Strategy
 from overlap.optimizer.distributed import DistributedOptimizer
+from overlap.plan.strategy import Strategy
 from overlap.transport.communicator import Communicator
 from overlap.transport.objects import allgather_object
 

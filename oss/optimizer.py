@@ -17,7 +17,6 @@ import torch
 
 from oss.assignment import assign_owners
 from oss.fairscale import refuse_fairscales_names
-from overlap.core.strategy import Strategy
 from overlap.job.process_set import ProcessSet, global_process_set
 from overlap.job.session import current
 from overlap.optimizer.arguments import HorovodArguments
@@ -27,6 +26,7 @@ from overlap.optimizer.tuning import tune as start_tuning
 from overlap.plan.fusion import fused_in_order_of_use, limits, trained_bytes
 from overlap.plan.partition import TensorSpec
 from overlap.plan.plan import Facts, Plan, Updates
+from overlap.plan.strategy import Strategy
 from overlap.plan.tuning.options import Tuning
 from overlap.plan.tuning.space import Dimension, Setting
 from overlap.transport.communicator import ReduceOp

@@ -20,8 +20,15 @@ from overlap.horovod.allreduce import (
 )
 from overlap.horovod.alltoall import alltoall, alltoall_async
 from overlap.horovod.broadcast import broadcast, broadcast_, broadcast_async, broadcast_async_
-from overlap.horovod.errors import HorovodInternalError
+from overlap.horovod.controller.errors import HorovodInternalError
+from overlap.horovod.functions import (
+    allgather_object,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
 from overlap.horovod.job import (
+    add_process_set,
     ccl_built,
     cross_rank,
     cross_size,
@@ -39,12 +46,11 @@ from overlap.horovod.job import (
     mpi_threads_supported,
     nccl_built,
     rank,
+    remove_process_set,
     rocm_built,
     shutdown,
     size,
 )
-from overlap.horovod.objects import allgather_object, broadcast_object
-from overlap.horovod.process_sets import add_process_set, remove_process_set
 from overlap.horovod.reducescatter import (
     grouped_reducescatter,
     grouped_reducescatter_async,
@@ -53,10 +59,9 @@ from overlap.horovod.reducescatter import (
 )
 from overlap.horovod.reduction import Adasum, Average, Max, Min, Product, Sum
 from overlap.horovod.sparse import sparse_allreduce_async
-from overlap.horovod.state import broadcast_optimizer_state, broadcast_parameters
 from overlap.horovod.sync_batch_norm import SyncBatchNorm
+from overlap.horovod.synchronization import barrier, join, poll, synchronize
 from overlap.horovod.timeline import draw_timeline, start_timeline, stop_timeline
-from overlap.horovod.waiting import barrier, join, poll, synchronize
 from overlap.job.process_set import ProcessSet, global_process_set
 from overlap.job.session import current
 from overlap.transport import compression

@@ -110,4 +110,5 @@ for ((i = 0; i < ${#flags[@]}; i++)); do # the folder is left below
     esac
 done
 cd "$root" # so that the packages are found, and none of ours hides another of the same name
-exec "${PY:-$root/.venv/bin/python}" -m bench.train --method "$spec" "${flags[@]}"
+choose_python
+exec "${python[@]}" -m bench.train --method "$spec" "${flags[@]}"

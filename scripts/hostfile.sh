@@ -1,5 +1,14 @@
 # Sourced by mnist.sh and scripts/horovod_mpi_cj.sh, after configs/envs.conf.
 #
+# choose_python: sets the array `python` to $PY, which may hold arguments after the program ("/opt/python -W ignore").
+choose_python() {
+    if [ -z "${PY:-}" ] || [ -x "$PY" ]; then
+        python=("${PY:-$root/.venv/bin/python}")
+    else
+        read -ra python <<<"$PY"
+    fi
+}
+
 # choose_hostfile PROGRAM: sets `chosen` to the full path of the hostfile to use, or to nothing for this machine. Follows $hostfile, then
 # configs/cluster$nworkers where all its hosts are known; explains itself on standard output or fails on standard error.
 unknown_host() { # unknown_host FILE: the first host in it that this machine does not know

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from overlap.core import owners
+from overlap.core.gates import holders
 from tests.notes import erase, write
 
 RANK = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", os.environ.get("RANK", "0"))))
@@ -71,7 +71,7 @@ def pytest_collection_finish() -> None:
     if os.environ.get("DEAR_SPMD_SUITE") == "spmd":
         importlib.import_module("torch._dynamo")  # as torch does with the first optimizer
 
-        owners._tracked = gc.get_objects
+        holders._tracked = gc.get_objects
     gc.collect()
     gc.freeze()
 

@@ -15,9 +15,9 @@ from tests.harness import ROOT
 
 #: Sixteen parameters, under `dear` and `oss` in eight buckets: forward, backward, step(), zero_grad().
 CALLS = {
-    "dear": (149, 221, 334, 13),
-    "oss": (149, 221, 334, 13),
-    "wfbp": (84, 295, 287, 9),
+    "dear": (124, 172, 215, 13),
+    "oss": (124, 172, 215, 13),
+    "wfbp": (84, 217, 210, 9),
 }
 SCRIPT = """
 import sys

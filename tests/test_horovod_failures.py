@@ -51,7 +51,7 @@ NO_MEMORY = """
 import time
 import torch
 import dear as hvd
-from overlap.horovod.reducing import Allreduce
+from overlap.horovod.allreduce import Allreduce
 hvd.init()
 if hvd.rank() == 1:
     start = Allreduce.start

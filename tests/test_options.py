@@ -16,10 +16,10 @@ from bytescheduler_adapter.optimizer import ByteScheduler
 from dear.optimizer import Dear
 from mgwfbp.optimizer import MgWfbp
 from oss.optimizer import Oss
-from overlap.core.strategy import Strategy
 from overlap.optimizer.arguments import SHELL, HorovodArguments
 from overlap.optimizer.distributed import DistributedOptimizer
 from overlap.plan.cost_model import CostModel
+from overlap.plan.strategy import Strategy
 from overlap.plan.tuning.options import Tuning
 from tests.harness import ROOT
 

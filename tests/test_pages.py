@@ -41,6 +41,12 @@ def test_files_that_are_named_are_there(page: Path) -> None:
     assert sorted(set(names) - FILES - YOURS) == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_python_is_python(page: Path) -> None:
+    for block in re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE):
+        ast.parse(block)
+
+
 def test_the_site_has_every_page() -> None:
     nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
     named = re.findall(r": (\S+\.md)$", nav, re.MULTILINE)

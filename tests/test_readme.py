@@ -20,6 +20,10 @@ def test_the_example_is_short() -> None:
     assert len(_example().strip().splitlines()) <= 22
 
 
+def test_the_quickstart_shows_the_same() -> None:
+    assert _example() in (ROOT / "docs" / "index.md").read_text()
+
+
 @pytest.mark.parametrize(("launcher", "size"), [("single", 1), ("mpi", 2), ("torchrun", 2)])
 def test_the_example_trains(launcher: str, size: int, tmp_path: Path) -> None:
     script = tmp_path / "train.py"

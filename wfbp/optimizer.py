@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from overlap.core.strategy import Strategy
 from overlap.job.process_set import ProcessSet, global_process_set
 from overlap.optimizer.arguments import HorovodArguments
 from overlap.optimizer.distributed import DistributedOptimizer as Shell
 from overlap.optimizer.start import agree_on_strategy
 from overlap.plan.partition import TensorSpec, per_tensor
 from overlap.plan.plan import Facts, Plan
+from overlap.plan.strategy import Strategy
 from overlap.transport.communicator import ReduceOp
 from overlap.transport.compression import NoneCompressor
 

@@ -12,15 +12,15 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from bench import launcher
 from bench.accuracy.curve import draw, report
 from bench.accuracy.tasks import TASKS
-from bench.cluster import ClusterError
-from bench.endings import end_in_order
+from bench.emulation.cluster import ClusterError
 from bench.methods.method import Method, MethodUnavailable
 from bench.methods.registry import method
-from bench.settings import Settings, check
-from bench.sweep.origin import today
+from bench.program import end_in_order
+from bench.train import launcher
+from bench.train.origin import today
+from bench.train.settings import Settings, check
 
 
 def prepare(spec: str, arguments: argparse.Namespace) -> tuple[Settings, Method]:
@@ -36,7 +36,7 @@ def run(spec: str, settings: Settings, chosen: Method, arguments: argparse.Names
     """One method's losses and times, and the code they are of."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "curve.json"
-        task = {"method": spec, "task": arguments.task, "steps": arguments.steps, "threads": 1, "output": str(output)}
+        task = {"method": spec, "task": arguments.task, "steps": arguments.steps, "output": str(output)}
         launcher.launch(settings, chosen, ["-m", "bench.accuracy.worker", json.dumps(task)])
         curve: dict[str, Any] = json.loads(output.read_text())
     return {**curve, "origin": today().to_dict()}

@@ -18,9 +18,9 @@ Curve = Mapping[str, Sequence[float]]
 WINDOW = 5
 
 
-def smooth(values: Sequence[float], window: int = WINDOW) -> list[float]:
-    """Means over the last `window` values; of fewer at the beginning."""
-    return [statistics.mean(values[max(0, end - window) : end]) for end in range(1, len(values) + 1)]
+def smooth(values: Sequence[float]) -> list[float]:
+    """Means over the last `WINDOW` values; of fewer at the beginning."""
+    return [statistics.mean(values[max(0, end - WINDOW) : end]) for end in range(1, len(values) + 1)]
 
 
 def apart(curves: Mapping[str, Curve]) -> float:

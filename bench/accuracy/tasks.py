@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bench.cluster import ROOT
+from bench.program import ROOT
 
 __all__ = ["TASKS", "Task"]
 
@@ -64,7 +64,7 @@ def _small_gpt2() -> nn.Module:
 
 
 def _text() -> Callable[[nn.Module, torch.Generator], torch.Tensor]:
-    files = sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("overlap/*.py"), *ROOT.glob("*.md")])
+    files = sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("overlap/**/*.py"), *ROOT.glob("*.md")])
     everything = b"\n".join(file.read_bytes() for file in files)
     text = torch.tensor([byte for byte in everything if byte < 128])
 

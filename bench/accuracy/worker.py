@@ -16,9 +16,9 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Arguments: a JSON object with method, task, steps, threads and output."""
+    """Arguments: a JSON object with method, task, steps and output."""
     settings = json.loads(sys.argv[1])
-    torch.set_num_threads(settings["threads"])
+    torch.set_num_threads(1)
     task, chosen = TASKS[settings["task"]], method(settings["method"])
     place = chosen.join(torch.device("cpu"))
     torch.manual_seed(1)

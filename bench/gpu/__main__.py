@@ -19,10 +19,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.cluster import ROOT
 from bench.gpu.facts import Facts
 from bench.gpu.plan import Check, checks
 from bench.gpu.prepare import commands, whole_library
+from bench.program import ROOT
 
 __all__ = ["main"]
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from bench.counts import at_least
+from bench.program import at_least
 from overlap.transport.cuda.math import cast_scale, inspect, kernels_on
 
 __all__ = ["main"]

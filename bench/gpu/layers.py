@@ -19,10 +19,10 @@ from typing import Any, Protocol
 
 import torch
 
-from bench.counts import at_least
 from bench.emulation.accelerator import owners
 from bench.emulation.profile import Layer, Profile, to_text
 from bench.models.catalog import MODELS, workload
+from bench.program import at_least
 
 __all__ = ["main", "measure"]
 

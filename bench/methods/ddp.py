@@ -20,12 +20,12 @@ class Ddp(Method):
     """Options of torch's constructor.
 
     ``bucket_mb``: ``bucket_cap_mb``; None for torch's default, 25 MB after a first bucket of 1 MB. ``view``: gradients live
-    in buckets. ``broadcast_buffers``: rank 0's buffers, such as the averages of batch norm, are sent in every forward.
+    in buckets.
     """
 
     name = "ddp"
     launchers = ("torchrun", "mpi")
-    defaults: ClassVar[Mapping[str, Any]] = {"bucket_mb": None, "view": False, "broadcast_buffers": True}
+    defaults: ClassVar[Mapping[str, Any]] = {"bucket_mb": None, "view": False}
 
     def join(self, device: torch.device) -> Place:
         return process_group.join(device)
@@ -35,7 +35,6 @@ class Ddp(Method):
             model,
             bucket_cap_mb=self.options["bucket_mb"],
             gradient_as_bucket_view=self.options["view"],
-            broadcast_buffers=self.options["broadcast_buffers"],
         )
 
     def distribute(self, model: nn.Module, make: MakeOptimizer) -> tuple[nn.Module, torch.optim.Optimizer]:

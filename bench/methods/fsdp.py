@@ -20,6 +20,8 @@ except ImportError:  # its place before torch 2.6
 
 __all__ = ["Fsdp2", "layers", "units"]
 
+_UNIT_BYTES = 25 * 2**20
+
 
 def _shared(model: nn.Module) -> set[int]:
     """Ids of parameters that belong to more than one module."""
@@ -57,12 +59,12 @@ class Fsdp2(Method):
     """``reshard``: parameters are freed after forward and gathered again for backward (``reshard_after_forward``).
 
     A unit's parameters are gathered, and its gradients reduced, in one operation. ``unit_layers``: it is so many
-    neighbouring layers (torch 2.5 or newer); None: a module of at most ``unit_mb``.
+    neighbouring layers (torch 2.5 or newer); None: a module of at most 25 MB, as DDP's buckets are.
     """
 
     name = "fsdp2"
     launchers = ("torchrun", "mpi")
-    defaults: ClassVar[Mapping[str, Any]] = {"reshard": True, "unit_mb": 25, "unit_layers": None}
+    defaults: ClassVar[Mapping[str, Any]] = {"reshard": True, "unit_layers": None}
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         super().__init__(options)
@@ -82,7 +84,7 @@ class Fsdp2(Method):
             for several in layers(model, int(count)):
                 fully_shard(several, mesh=mesh, reshard_after_forward=reshard)
         else:
-            for unit in units(model, self.options["unit_mb"] * 2**20):
+            for unit in units(model, _UNIT_BYTES):
                 if unit is not model:
                     fully_shard(unit, mesh=mesh, reshard_after_forward=reshard)
         fully_shard(model, mesh=mesh, reshard_after_forward=reshard)

@@ -19,7 +19,7 @@ class Horovod(Method):
     """``fusion_mb`` sets HOROVOD_FUSION_THRESHOLD (its default: 128), ``cycle_ms`` HOROVOD_CYCLE_TIME (1).
 
     ``yield_when_idle``: Open MPI's ``mpi_yield_when_idle``, with which ranks that wait give up their cores instead of
-    spinning. False: where there are more workers than cores; see :func:`bench.launcher.environment`.
+    spinning. False: where there are more workers than cores; see :func:`bench.train.launcher.environment`.
     """
 
     name = "horovod"

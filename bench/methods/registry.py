@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from bench.methods.method import Method, parse_spec
-from bench.methods.strategies import PACKAGES, strategy
+from bench.methods.method import Method
+from bench.methods.spec import parse_spec
+from bench.methods.strategies import PACKAGES, Strategy
 
 __all__ = ["METHODS", "method"]
 
@@ -18,7 +19,7 @@ def method(spec: str) -> Method:
     """
     name, options = parse_spec(spec)
     if name in PACKAGES:
-        return strategy(name, options)
+        return Strategy(name, options)
     if name == "none":
         from bench.methods.single import Single
 

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from bench.methods.method import MakeOptimizer, Method, MethodUnavailable, Place, refuse_unknown
+from bench.methods.method import MakeOptimizer, Method, MethodUnavailable, Place
+from bench.methods.spec import refuse_unknown
 from overlap.optimizer.arguments import SHELL
 
-__all__ = ["PACKAGES", "strategy"]
+__all__ = ["PACKAGES", "Strategy"]
 
 # The method's name in benchmarks, and the package that implements it.
 PACKAGES = {
@@ -25,13 +26,11 @@ PACKAGES = {
     "oss": "oss",
     "co2": "co2",
 }
-
-
 _GIVEN = ("optimizer", "named_parameters", "shell")  # by the benchmark; the last one is made of SHELL
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class _Strategy(Method):
+class Strategy(Method):
     """Options are keyword arguments of the package's ``DistributedOptimizer``, which refuses values that it cannot honour.
 
     `compression` and `gather_dtype` are written ``bf16`` or ``fp16``.
@@ -72,7 +71,3 @@ class _Strategy(Method):
 
     def leave(self) -> None:
         self._package.shutdown()
-
-
-def strategy(name: str, options: Mapping[str, Any]) -> Method:
-    return _Strategy(name, options)

@@ -29,8 +29,8 @@ def _transition(inputs: int) -> nn.Module:
     return nn.Sequential(nn.BatchNorm2d(inputs), nn.ReLU(inplace=True), squeeze, nn.AvgPool2d(2))
 
 
-def densenet201(classes: int = 1000) -> nn.Module:
-    """Images (N, 3, H, W) to scores (N, classes)."""
+def densenet201() -> nn.Module:
+    """Images (N, 3, H, W) to scores (N, 1000)."""
     channels = 2 * GROWTH
     stem = nn.Conv2d(3, channels, 7, 2, 3, bias=False)
     parts = [nn.Sequential(stem, nn.BatchNorm2d(channels), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1))]
@@ -42,4 +42,4 @@ def densenet201(classes: int = 1000) -> nn.Module:
             parts.append(nn.Sequential(_transition(channels)))
             channels //= 2
     pool = (nn.BatchNorm2d(channels), nn.ReLU(inplace=True), nn.AdaptiveAvgPool2d(1), nn.Flatten())
-    return nn.Sequential(*parts, nn.Sequential(*pool, nn.Linear(channels, classes)))
+    return nn.Sequential(*parts, nn.Sequential(*pool, nn.Linear(channels, 1000)))

@@ -90,8 +90,8 @@ def _block_c() -> Join:
     return Join(one, three, deep, _pooled(1536, 256))
 
 
-def inceptionv4(classes: int = 1000) -> nn.Module:
-    """Images (N, 3, H, W), H and W at least 75, to scores (N, classes)."""
+def inceptionv4() -> nn.Module:
+    """Images (N, 3, H, W), H and W at least 75, to scores (N, 1000)."""
     a, b, c = ([make() for _ in range(times)] for make, times in ((_block_a, 4), (_block_b, 7), (_block_c, 3)))
-    head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(1536, classes))
+    head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(1536, 1000))
     return nn.Sequential(_stem(), *a, _reduction_a(), *b, _reduction_b(), *c, head)

@@ -33,8 +33,8 @@ class Bottleneck(nn.Module):
         return (self.bn3(self.conv3(y)) + self.shortcut(x)).relu_()
 
 
-def resnet50(classes: int = 1000) -> nn.Module:
-    """Images (N, 3, H, W) to scores (N, classes)."""
+def resnet50() -> nn.Module:
+    """Images (N, 3, H, W) to scores (N, 1000)."""
     stem = nn.Sequential(_conv(3, 64, 7, 2), nn.BatchNorm2d(64), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1))
     stages, inputs = [], 64
     for stage, depth in enumerate((3, 4, 6, 3)):
@@ -44,5 +44,5 @@ def resnet50(classes: int = 1000) -> nn.Module:
             blocks.append(Bottleneck(inputs, width, 2 if block == 0 and stage > 0 else 1))
             inputs = width * EXPANSION
         stages.append(nn.Sequential(*blocks))
-    head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes))
+    head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, 1000))
     return nn.Sequential(stem, *stages, head)

@@ -7,8 +7,8 @@ from torch import nn
 __all__ = ["vgg16"]
 
 
-def vgg16(classes: int = 1000) -> nn.Module:
-    """Images (N, 3, H, W) to scores (N, classes)."""
+def vgg16() -> nn.Module:
+    """Images (N, 3, H, W) to scores (N, 1000)."""
     stages, inputs = [], 3
     for width, depth in ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)):
         layers: list[nn.Module] = []
@@ -17,5 +17,5 @@ def vgg16(classes: int = 1000) -> nn.Module:
             inputs = width
         stages.append(nn.Sequential(*layers, nn.MaxPool2d(2)))
     head: list[nn.Module] = [nn.AdaptiveAvgPool2d(7), nn.Flatten(), nn.Linear(inputs * 49, 4096), nn.ReLU(inplace=True)]
-    head += [nn.Dropout(), nn.Linear(4096, 4096), nn.ReLU(inplace=True), nn.Dropout(), nn.Linear(4096, classes)]
+    head += [nn.Dropout(), nn.Linear(4096, 4096), nn.ReLU(inplace=True), nn.Dropout(), nn.Linear(4096, 1000)]
     return nn.Sequential(*stages, nn.Sequential(*head))

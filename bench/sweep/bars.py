@@ -13,11 +13,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from bench.methods.method import family_of, parse_spec
 from bench.methods.registry import METHODS
-from bench.settings import Settings
-from bench.sweep.keys import refuse_strangers
+from bench.methods.spec import family_of, parse_spec, refuse_unknown
 from bench.sweep.summary import GROUP, Group, titles
+from bench.train.settings import Settings
 
 __all__ = ["BOUND", "Bar", "Verdict", "judge", "parse"]
 
@@ -86,11 +85,11 @@ def _check_side(name: str, spec: Any, families: Collection[str]) -> None:
 def parse(tables: Iterable[Mapping[str, Any]], families: Collection[str]) -> tuple[Bar, ...]:
     """The bars of a sweep that runs methods of `families`. Raises ``ValueError`` for what could never be judged."""
     bars = []
-    known = {each.name for each in fields(Bar)}
+    known = [each.name for each in fields(Bar)]
     for table in tables:
         where = table.get("where", {})
-        refuse_strangers(table, known, "[[bars]]")
-        refuse_strangers(where, GROUP, "where of [[bars]]")
+        refuse_unknown("[[bars]]", table, known)
+        refuse_unknown("where of [[bars]]", where, GROUP)
         lacking = [name for name in ("method", "at_most") if name not in table]
         if lacking:
             raise ValueError(f"[[bars]] needs {' and '.join(lacking)}; it has {', '.join(table) or 'nothing'}")

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.settings import Settings
 from bench.sweep.journal import Journal, key
-from bench.sweep.origin import origin_of
+from bench.train.origin import origin_of
+from bench.train.settings import Settings
 
 __all__ = ["Failure", "Failures", "reason_in"]
 

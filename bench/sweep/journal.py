@@ -1,16 +1,21 @@
-"""What a sweep has finished, one JSON line a run: it survives being killed, and failures never enter it."""
+"""What a sweep has finished, one JSON line a run: it survives being killed, and failures never enter it.
+
+One sweep at a time works in a folder of results.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bench.settings import Settings
-from bench.sweep.origin import Origin, origin_of
+from bench.train.origin import Origin, origin_of
+from bench.train.settings import Settings
 
-__all__ = ["Journal", "key"]
+__all__ = ["Journal", "Occupied", "alone", "key"]
 
 
 def key(settings: Mapping[str, Any]) -> str:
@@ -23,10 +28,10 @@ class Journal:
     """Results by settings and origin, kept in a file. A line that was cut off when the sweep was killed is forgotten.
 
     Those of another origin than `wanted` stay in the file and do not count, unless `keep`: then the last one counts where
-    there is none of `wanted`. What is added counts. With `wanted` None every origin is as good as another.
+    there is none of `wanted`. What is added counts.
     """
 
-    def __init__(self, path: Path, wanted: Origin | None = None, *, keep: bool = False) -> None:
+    def __init__(self, path: Path, wanted: Origin, *, keep: bool = False) -> None:
         self._path = path
         self._all: dict[tuple[str, str], dict[str, Any]] = {}
         self._counted: dict[str, dict[str, Any]] = {}
@@ -38,7 +43,7 @@ class Journal:
             except (json.JSONDecodeError, KeyError, TypeError):
                 continue
         self._untidy = len(self._all) != len(lines)
-        exact = [result for result in self._all.values() if wanted is None or origin_of(result) == wanted]
+        exact = [result for result in self._all.values() if origin_of(result) == wanted]
         for result in [*self._all.values(), *exact] if keep else exact:
             self._counted[key(result["settings"])] = result
 
@@ -76,3 +81,21 @@ class Journal:
         whole.write_text("".join(json.dumps(result) + "\n" for result in self._all.values()))
         whole.replace(self._path)
         self._untidy = False
+
+
+class Occupied(RuntimeError):
+    """Another sweep works in the folder."""
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Holds `folder` while the context lasts; raises :class:`Occupied` where somebody else does.
+
+    The kernel ends the lock with the last process that holds it: this one, and a run that was forked from it.
+    """
+    with (folder / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Occupied(f"another sweep is running in {folder}; wait for it, or choose another --output") from None
+        yield

@@ -10,8 +10,8 @@ from typing import Any
 
 from bench.sweep.bars import Verdict
 from bench.sweep.failures import Failure
-from bench.sweep.origin import origin_of
 from bench.sweep.summary import Group
+from bench.train.origin import origin_of
 
 __all__ = ["bound_of", "markdown", "provenance", "write"]
 
@@ -106,19 +106,8 @@ def write(
     pictures: Sequence[Path],
 ) -> None:
     """Both files, into `folder`."""
-    summary = [
-        {
-            **group.settings,
-            "compute_seconds": group.compute,
-            "wire_seconds": group.wire,
-            "bound_seconds": group.bound,
-            "methods": [asdict(row) for row in group.rows],
-        }
-        for group in groups
-    ]
     data = {
         "title": title,
-        "groups": summary,
         "bars": [asdict(verdict) for verdict in verdicts],
         "failures": [
             {"settings": one.settings.to_dict(), "reason": one.reason, "tries": one.tries} for one in failures

@@ -17,12 +17,12 @@ from typing import Any
 
 from tqdm import tqdm
 
-from bench.cluster import ROOT
-from bench.settings import Settings, to_argv
+from bench.program import ROOT
 from bench.sweep.failures import Failure, Failures, reason_in
 from bench.sweep.journal import Journal
-from bench.sweep.origin import today
-from bench.train import UNAVAILABLE, main
+from bench.train.__main__ import UNAVAILABLE, main
+from bench.train.origin import today
+from bench.train.settings import Settings, to_argv
 
 __all__ = ["attempt", "run_all"]
 
@@ -73,16 +73,15 @@ def _train(argv: Sequence[str], sink: int) -> None:
 def run_all(
     runs: Sequence[Settings],
     journal: Journal,
+    failures: Failures,
     logs: Path,
     tries: int,
     attempt: Callable[[Settings, Path], tuple[dict[str, Any] | None, str, bool]] = attempt,
-    known: Failures | None = None,
-) -> list[Failure]:
+) -> None:
     """Run what the journal does not have; a failed run is tried `tries` times and left out. Shows its progress.
 
-    `known` is told of every failure and success at once, as the sweep may be stopped before it ends.
+    Journal and failures are told of every run at once, as the sweep may be stopped before it ends.
     """
-    failures = []
     left = [run for run in runs if journal.get(run) is None]
     with tqdm(total=len(runs), initial=len(runs) - len(left), unit="run", dynamic_ncols=True) as bar:
         for run in left:
@@ -95,15 +94,11 @@ def run_all(
                 result, reason, again = attempt(run, logs / f"{name}.log")
                 if result is not None:
                     journal.add(result)
-                    if known is not None:
-                        known.succeeded(run)
+                    failures.succeeded(run)
                     rate = f"{result['total']:.1f} +-{result['plus_minus']:.1f} {result['unit']}/sec"
                     bar.write(f"{name}: {rate} ({time.perf_counter() - begun:.0f} s)")
                     break
                 bar.write(f"{name}: failed ({reason})")
             else:
-                failures.append(Failure(run, reason, count))
-                if known is not None:
-                    known.add(failures[-1])
+                failures.add(Failure(run, reason, count))
             bar.update()
-    return failures

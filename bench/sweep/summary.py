@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench.methods.method import family_of
-from bench.sweep.origin import origin_of
+from bench.methods.spec import family_of
+from bench.train.origin import origin_of
 
 __all__ = ["GROUP", "Group", "Row", "group", "particulars", "titles"]
 
@@ -40,7 +40,7 @@ class Row:
 
     @property
     def family(self) -> str:
-        """The method without the options that are searched; see :func:`bench.methods.method.family_of`."""
+        """The method without the options that are searched; see :func:`bench.methods.spec.family_of`."""
         return family_of(self.method)
 
 

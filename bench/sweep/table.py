@@ -1,9 +1,9 @@
 """A sweep as a TOML table, read into the runs it stands for (pure but for reading the file).
 
 title = "…"
-[defaults]                          # any setting of bench.settings, for the runs of tables that do not have it
+[defaults]                          # lists and settings (bench/train/settings.py), for tables that do not have them
 iterations = 3
-network = "100mbit"
+networks = ["100mbit"]
 [[runs]]                            # every combination of the lists is a run
 methods = ["none", "dear", "ddp:bucket_mb={1,4,25}"]
 models = ["resnet50"]
@@ -27,23 +27,28 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from bench.methods.method import family_of, parse_spec
 from bench.methods.registry import METHODS
+from bench.methods.spec import family_of, parse_spec, refuse_unknown
 from bench.models.catalog import workload
-from bench.settings import Settings, check
 from bench.sweep import bars
-from bench.sweep.keys import refuse_strangers
+from bench.train.settings import Settings, check
 
 __all__ = ["Sweep", "expand", "read", "select"]
 
+# What a sweep varies, as lists, and what is so where a table does not say.
 _LISTS = {
-    "methods": "method",
-    "models": "model",
-    "workers": "workers",
-    "networks": "network",
-    "batch_sizes": "batch_size",
+    "methods": ["dear"],
+    "models": ["resnet50"],
+    "workers": [2],
+    "networks": ["local"],
+    "batch_sizes": [None],
 }
-_SETTINGS = {field.name for field in fields(Settings)}
+_OTHERWISE = {**_LISTS, "small": False}
+_SETTINGS = [field.name for field in fields(Settings)]
+_KEYS = (
+    *_OTHERWISE,
+    *(name for name in _SETTINGS if name not in ("method", "model", "network", "batch_size", *_LISTS)),
+)
 
 
 @dataclass(frozen=True)
@@ -63,38 +68,19 @@ def expand(spec: str) -> list[str]:
     return ["".join(chosen) for chosen in itertools.product(*choices)]
 
 
-def _list(table: Mapping[str, Any], key: str, defaults: Mapping[str, Any], otherwise: Any) -> Sequence[Any]:
-    """What a table varies: its list, or the one value of the setting, here or in the defaults."""
-    setting = _LISTS[key]
-    if key in table and key != setting:
-        if setting in table:
-            raise ValueError(f"a [[runs]] table has {setting} and {key}: one of them is enough")
-        if not isinstance(table[key], list):
-            raise ValueError(f"{key} of a [[runs]] table should be a list and is {table[key]!r}")
-        return table[key]
-    value = table.get(setting, defaults.get(setting, otherwise))
-    if key == setting:  # workers are many either way
-        return value if isinstance(value, list) else [value]
-    if isinstance(value, list):
-        raise ValueError(f"{setting} should be one value and is {value!r}; a [[runs]] table takes lists as {key}")
-    return [value]
-
-
 def _runs(table: Mapping[str, Any], defaults: Mapping[str, Any]) -> Iterator[Settings]:
-    refuse_strangers(table, set(_LISTS) | _SETTINGS, "[[runs]]")
-    varied_ones = {*_LISTS, *_LISTS.values()}
-    fixed = {key: value for key, value in {**defaults, **table}.items() if key not in varied_ones}
-    small = fixed.pop("small", False)
-    methods = [one for spec in _list(table, "methods", defaults, "dear") for one in expand(spec)]
+    refuse_unknown("[[runs]]", table, _KEYS)
+    told = {**_OTHERWISE, **defaults, **table}
+    for key in _LISTS:
+        if not isinstance(told[key], list):
+            raise ValueError(f"{key} of a sweep should be a list and is {told[key]!r}")
+    fixed = {key: value for key, value in told.items() if key not in _LISTS}
+    small = fixed.pop("small")
+    methods = [one for spec in told["methods"] for one in expand(spec)]
     for spec in methods:
         if parse_spec(spec)[0] not in METHODS:
             raise ValueError(f"the method of {spec!r} should be one of {', '.join(METHODS)}")
-    places = itertools.product(
-        _list(table, "models", defaults, "resnet50"),
-        _list(table, "networks", defaults, "local"),
-        _list(table, "workers", defaults, 2),
-        _list(table, "batch_sizes", defaults, None),
-    )
+    places = itertools.product(told["models"], told["networks"], told["workers"], told["batch_sizes"])
     for model, network, workers, batch_size in places:
         chosen = workload(model)
         sizes = {"size": chosen.small if small else chosen.size}
@@ -130,14 +116,12 @@ def select(sweep: Sweep, wanted: Sequence[str]) -> Sweep:
 
 def parse(data: Mapping[str, Any]) -> Sweep:
     """Raises ``ValueError`` for keys, methods or models that nobody knows, and for bars that could never be judged."""
-    refuse_strangers(data, {"title", "defaults", "runs", "bars"}, "a sweep")
+    refuse_unknown("a sweep", data, ("title", "defaults", "runs", "bars"))
     defaults = data.get("defaults", {})
-    refuse_strangers(defaults, _SETTINGS | {"small"}, "[defaults]")
+    refuse_unknown("[defaults]", defaults, _KEYS)
     runs: dict[Settings, None] = {}
     for table in data.get("runs", []):
-        small = table.get("small", defaults.get("small", False))
-        plain = {key: value for key, value in table.items() if key != "small"}
-        runs.update(dict.fromkeys(_runs(plain, {**defaults, "small": small})))
+        runs.update(dict.fromkeys(_runs(table, defaults)))
     if not runs:
         raise ValueError("a sweep needs at least one [[runs]] table")
     judged = bars.parse(data.get("bars", []), {family_of(run.method) for run in runs})

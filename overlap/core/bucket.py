@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
-from overlap.core.owners import Strangers
-from overlap.features.gradient_check import GradientCheck
-from overlap.features.rounded_parameters import Master
+from overlap.core.gates.holders import Strangers
 from overlap.plan.partition import BucketSpec
+from overlap.plan.strategy import Collectives
 from overlap.transport.communicator import Communicator, ReduceOp, Start, Wide, Work
 from overlap.transport.cut_pickles import cut_when_pickled
 from overlap.transport.memory import copy_used, unused_mark, unused_positions, view_like
 
-__all__ = ["Bucket", "Known", "Phase", "Slot", "line"]
+__all__ = ["Bucket", "Known", "MakeMaster", "MasterWeights", "Phase", "Slot", "changed", "clear", "line"]
 
 log = logging.getLogger("dear")
 
@@ -60,7 +60,7 @@ class Slot:
     filled: bool = False
     noted: bool = False  # a gradient arrived that is in no bucket yet
     unused: bool = False  # after the reduction: no rank used it in this step
-    sparse: bool = False  # its gradients are, so it is in no bucket; `filled` means averaged
+    claimed: bool = False  # a feature reduces its gradients, so it is in no bucket; `filled` means averaged
     _spent: weakref.ref[torch.Tensor] | None = field(
         default=None, repr=False
     )  # a `.grad` that was used, and is no view
@@ -85,6 +85,8 @@ class Slot:
             unused_mark(place)
             self._given = None
         else:
+            if gradient.layout is not torch.strided:
+                raise _not_dense(self)
             copy_used(place, gradient)
             if not gradient.requires_grad:  # backward(create_graph=True): the graph hangs on the user's own tensor
                 param.grad = gradient = view
@@ -147,19 +149,6 @@ class Slot:
         return self.filled and self.param.grad is not self._given
 
     @property
-    def changed(self) -> bool:
-        """Filled, and then the gradient was replaced or written to; or noted, and then other values came there.
-
-        Who drops a gradient that is this rank's own still (``model.zero_grad()``) keeps nothing from anybody.
-        """
-        given, gradient = self._given, self.param.grad
-        if gradient is given and (given is None or given._version == self._version):
-            return False
-        if self.filled or not self.noted:
-            return self.filled
-        return gradient is not None and (gradient.layout is not torch.strided or bool(gradient.detach().any()))
-
-    @property
     def given_by_hand(self) -> bool:
         """Whether ``.grad`` is one that no step has used and no hook has seen: ``p.grad = torch.autograd.grad(…)``."""
         gradient = self.param.grad
@@ -167,10 +156,30 @@ class Slot:
             return False
         return self._spent is None or self._spent() is not gradient
 
-    def clear(self) -> None:
-        gradient = self.param.grad
-        self._spent = None if gradient is None or gradient is self.view else weakref.ref(gradient)
-        self.filled, self.noted, self.fires, self.unused, self._given = False, False, 0, False, None
+
+def changed(slots: Iterable[Slot]) -> Iterator[Slot]:
+    """Of `slots`: filled, and then the gradient was replaced or written to; or noted, and then other values came there.
+
+    Who drops a gradient that is this rank's own still (``model.zero_grad()``) keeps nothing from anybody.
+    """
+    for slot in slots:  # in every step: without a call for each
+        given, gradient = slot._given, slot.param.grad
+        if gradient is given and (given is None or given._version == slot._version):
+            continue
+        if slot.filled or (
+            slot.noted
+            and gradient is not None
+            and (gradient.layout is not torch.strided or bool(gradient.detach().any()))
+        ):
+            yield slot
+
+
+def clear(slots: Iterable[Slot]) -> None:
+    """Their round is over."""
+    for slot in slots:  # in every step: without a call for each
+        gradient = slot.param.grad
+        slot._spent = None if gradient is None or gradient is slot.view else weakref.ref(gradient)
+        slot.filled, slot.noted, slot.fires, slot.unused, slot._given = False, False, 0, False, None
 
 
 class Known(NamedTuple):
@@ -184,30 +193,39 @@ class Known(NamedTuple):
     places: tuple[object, ...]  # addresses: ``model.share_memory()``, or a queue, moves memory under the same tensors
     start: Start
 
-    def is_of(
-        self,
-        comm: Communicator,
-        send: torch.Tensor,
-        recv: torch.Tensor,
-        op: ReduceOp | None,
-        wide: Wide | None,
-        places: tuple[object, ...],
-    ) -> bool:
-        return (
-            self.comm is comm
-            and self.send is send
-            and self.recv is recv
-            and self.op is op
-            and self.wide is wide
-            and self.places == places
-        )
+
+class MasterWeights(Protocol):
+    """The exact shard of a bucket whose parameters travel, and are used, rounded to 16 bits."""
+
+    values: torch.Tensor  # exact: what an update writes to
+    wire: torch.Tensor  # all ranks' shards, as they travel
+
+    def follow(self) -> None:
+        """Before an update: what a script has written to the parameters counts."""
+
+    def pack(self) -> None:
+        """After it: `values`, rounded, into this rank's part of `wire`."""
+
+    def land(self) -> None:
+        """Every rank's shard is in `wire`: make them the parameters."""
+
+    def put(self, piece: torch.Tensor, values: torch.Tensor) -> None:
+        """Replace `piece`, a view of `values`."""
+
+    def forget(self) -> None:
+        """The exact values are not known: the parameters count."""
+
+
+#: From a bucket's flat parameters, and this rank's shard of them.
+MakeMaster = Callable[[torch.Tensor, slice], MasterWeights]
 
 
 class Bucket:
     """Slots with one flat gradient buffer, and one flat parameter buffer if `holds_parameters`.
 
-    Buffers have ``spec.padded_numel`` elements: a shard for each rank, equal ones or all of it for one owner. With
-    `gather_dtype`, parameters travel as that type, and `master` has the exact values of this rank's shard.
+    Buffers have ``spec.padded_numel`` elements: a shard for each rank, equal ones or all of it for one owner. `collectives`
+    issue its operations on the communicators of its `lane`; gradients are reduced with `op`. With `make_master`, parameters
+    travel rounded, and :attr:`master` has the exact values of this rank's shard.
 
     Where the bucket is `carried`, who moves it also rounds what is sent and widens what arrives, as
     :attr:`wide_gradients` and :attr:`wide_parameters` say.
@@ -222,40 +240,45 @@ class Bucket:
         rank: int,
         world_size: int,
         holds_parameters: bool,
-        gather_dtype: torch.dtype | None = None,
+        collectives: Collectives,
+        op: ReduceOp = ReduceOp.AVG,
+        make_master: MakeMaster | None = None,
         carried: bool = False,
+        lane: int = 0,
     ) -> None:
         self.index, self.spec, self.slots = index, spec, slots
+        self.collectives, self.lane = collectives, lane
         self._rank, self._warned = rank, False
         self.phase = Phase.FILLING
         self.work: Work | None = None
-        self.reduction: Known | None = None  # see `overlap.core.collectives`
+        self.reduction: Known | None = None  # see `overlap.core.wire`
         self.gathering: Known | None = None
-        self.round = 0  # of its last reduction; see `overlap.core.attendance`
+        self.round = 0  # of its last reduction; see `overlap.core.participants`
         first = slots[0].param
         self.shares = spec.shares(world_size)  # elements of each rank's shard
         self.counts = None if len(set(self.shares)) == 1 else self.shares
         # Whether nobody's part of the reduction is done before every rank has issued it.
         self.meets = all(self.shares) if holds_parameters else bool(spec.padded_numel)
-        self.lane = 0  # which of the communicators carries it
         self.own = spec.own(rank, world_size)
         self.gradients = torch.zeros(spec.padded_numel, dtype=first.dtype, device=first.device)
         cut_when_pickled(self.gradients)
         for slot, offset in zip(slots, spec.offsets, strict=True):
             slot.move_in(self, view_like(self.gradients, offset, slot.param))
         self.holds_parameters = holds_parameters
-        self.master: Master | None = None
+        self.master: MasterWeights | None = None
         if holds_parameters:
             self.parameters = torch.zeros_like(self.gradients)
             cut_when_pickled(self.parameters)
             self.reduced = torch.zeros(self.shares[rank], dtype=first.dtype, device=first.device)
             self.adopt()
-            if gather_dtype is not None:
-                self.master = Master(self.parameters, self.own, gather_dtype)
+            if make_master is not None:
+                self.master = make_master(self.parameters, self.own)
+            # What an all-gather of the parameters fills in place, this rank's shard being there.
+            self.travelling = self.parameters if self.master is None else self.master.wire
         else:
             self.reduced = self.gradients  # reduced in place
-        # What a strategy reduces: `outgoing` of all ranks into `incoming` with `op`. Set before each reduction.
-        self.outgoing, self.incoming, self.op = self.gradients, self.reduced, ReduceOp.AVG
+        # What is reduced: `outgoing` of all ranks into `incoming` with `op`.
+        self.outgoing, self.incoming, self.op = self.gradients, self.reduced, op
         self.carried = carried and holds_parameters and first.dtype is torch.float32 and first.device.type == "cpu"
         self.wide_gradients: Wide | None = None  # as the last reduction was loaded
         self.wide_parameters: Wide | None = None
@@ -265,10 +288,6 @@ class Bucket:
         offsets = [min(offset, spec.padded_numel - 1) for offset in spec.offsets]
         starts = torch.tensor(offsets, dtype=torch.int64, device=first.device)
         self._extents = (starts, [o + slot.param.numel() for o, slot in zip(offsets, slots, strict=True)])
-        stays = holds_parameters and first.device.type == "cpu"
-        self.gradient_check = (
-            GradientCheck(self.gradients, offsets, [slot.param.numel() for slot in slots]) if stays else None
-        )
 
     def __repr__(self) -> str:
         return f"Bucket {self.index} ({len(self.slots)} tensors, {self.nbytes / 2**20:.2f} MB, {self.phase.name})"
@@ -285,11 +304,6 @@ class Bucket:
     def shard(self) -> torch.Tensor:
         """This rank's part of the parameters, exact: what an update writes to."""
         return self.parameters[self.own] if self.master is None else self.master.values
-
-    @property
-    def travelling(self) -> torch.Tensor:
-        """What an all-gather of the parameters fills in place, this rank's shard being there."""
-        return self.parameters if self.master is None else self.master.wire
 
     @property
     def extents(self) -> tuple[torch.Tensor, list[int]]:
@@ -368,3 +382,11 @@ def line(slot: Slot) -> str:
         strides = zip(param.shape, param.stride(), strict=True)
         text += f", strides {tuple(stride for size, stride in strides if size > 1)}"
     return text if param.requires_grad else f"{text}, frozen"
+
+
+def _not_dense(slot: Slot) -> TypeError:
+    assert slot.param.grad is not None
+    return TypeError(
+        f"the gradient of {slot.name!r} has layout {slot.param.grad.layout}, and was dense or missing on all ranks "
+        "when the buckets were planned; wrap the optimizer with sparse_as_dense=True"
+    )

@@ -11,18 +11,19 @@ all ranks said.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import FrameType
 
 import torch
 
-from overlap.core.arrangement import Arrangement
-from overlap.core.attendance import Attendance
 from overlap.core.bucket import Slot
-from overlap.core.conversion import Change, changes, difference
+from overlap.core.buckets.arrangement import Arrangement
+from overlap.core.buckets.conversion import Change, changes, difference
+from overlap.core.feature import Feature, Policy, listeners
+from overlap.core.participants import Participants
+from overlap.core.round import Round
 from overlap.core.tally import Call, Calls, Heard, Said, Tally, Verdict, verdict
-from overlap.core.window import GradientWindow
 from overlap.transport.communicator import Communicator
 from overlap.transport.objects import SignatureMismatch, allgather_object
 
@@ -39,21 +40,20 @@ class OtherRankFailed(RuntimeError):
 class Closing:
     """Agrees with the other ranks of `calls` in every call on one optimizer. All methods, but for those that say so:
     on every rank, in the same order.
-
-    `average_sparse()` reduces what is in no bucket, once a round.
     """
 
     def __init__(
         self,
         calls: Communicator,
-        slots: list[Slot],
-        window: GradientWindow,
+        round: Round,
         arrangement: Arrangement,
-        attendance: Attendance,
-        average_sparse: Callable[[], None],
+        participants: Participants,
+        policy: Policy,
+        features: Sequence[Feature],
     ) -> None:
-        self._comm, self._slots, self._window, self._arrangement = calls, slots, window, arrangement
-        self._attendance, self._average_sparse = attendance, average_sparse
+        self._comm, self._slots, self._round, self._arrangement = calls, round.slots, round, arrangement
+        self._participants, self._policy = participants, policy
+        self._on_closed = listeners(features, "closed")
         self._tally, self._calls = Tally(calls), Calls()
         self.closed = False  # all reductions of this round are issued, on all ranks
         self.ended = ""  # why this optimizer cannot step any more
@@ -89,9 +89,9 @@ class Closing:
             return True
         while True:
             if self.closed:
-                self._attendance.again(call)
+                self._participants.again(call)
             else:
-                self._attendance.start(call)  # joined ranks are called before anything waits for them
+                self._participants.start(call)  # joined ranks are called before anything waits for them
             self._hear_of_drop(wait=True)
             converted = changes(self._slots)
             failure = self._failure(check, converted)
@@ -100,12 +100,12 @@ class Closing:
             mine = replace(self._said(Call.CLOSE), late=bool(late), converted=bool(converted))
             self._tally.post(replace(mine, sent=not waits, failed=failure is not None), call)
             if not waits and not self.closed:
-                self._window.flush()
-                self._window.settle_done()  # while the last ones are on their way
+                self._round.flush()
+                self._round.settle_done()  # while the last ones are on their way
             heard = self._tally.read()
             if self._follow(heard, failure):
                 break
-            if self._attendance.following:
+            if self._participants.following:
                 return False
         if not self.closed:
             self._complete(heard, converted, late)
@@ -113,16 +113,19 @@ class Closing:
         return True
 
     def _complete(self, heard: Heard, converted: list[Change], late: list[Slot]) -> None:
-        arrangement, window = self._arrangement, self._window
+        arrangement, round = self._arrangement, self._round
         if heard.converted:
             self._rebuild(heard, converted)
         arrangement.learn()
         arrangement.release()
-        window.flush()
+        round.flush()
         if heard.late:  # after the flush: how many buckets were issued before it differs between ranks
             arrangement.extend(late)
-            window.flush()
-        self._average_sparse()
+            round.flush()
+        if self._on_closed:
+            number = self._participants.round
+            for told in self._on_closed:
+                told(lambda: round.factor(number))
         self.closed = True
 
     def end_step(self) -> None:
@@ -134,18 +137,18 @@ class Closing:
         """Whether any rank has gradients that no step has used, `mine` if this one has."""
         self._require_open()
         while True:
-            self._attendance.ask(call)
+            self._participants.ask(call)
             self._hear_of_drop(wait=True)
-            self._tally.post(replace(self._said(Call.ASK), gradients=mine, sent=self.closed or self._window.sent), call)
+            self._tally.post(replace(self._said(Call.ASK), gradients=mine, sent=self.closed or self._round.sent), call)
             heard = self._tally.read()
-            if self._follow(heard, None) or self._attendance.following:
+            if self._follow(heard, None) or self._participants.following:
                 return heard.gradients
 
     def meet(self, what: str) -> None:
         """Before something that waits for all ranks. Raises :class:`.CannotJoin` on all of them, where some have joined."""
-        self._attendance.call_together(what)
+        self._participants.call_together(what)
         self.ask(False, what)
-        self._attendance.refuse_together(what)
+        self._participants.refuse_together(what)
 
     # - Calls that need none
 
@@ -164,25 +167,25 @@ class Closing:
 
         With `zeros`, what shows a bucket in ``.grad`` becomes zeros of its own, as the buckets are still in use.
         """
-        window = self._window
-        window.check_skippable()
-        if self.closed or window.sent:
+        round = self._round
+        self._policy.refuse_drop()
+        if self.closed or round.sent:
             self._tally.post(replace(self._said(Call.DROP), number=self._calls.last, sent=True), "zero_grad()")
-            window.drop(zeros=zeros)
+            round.drop(zeros=zeros)
             self._calls.drop()
             if self.closed:  # so all ranks have issued all of it
-                window.finish()
+                round.finish()
             self._end_round()
         else:
-            if window.touched:
+            if round.touched:
                 self._calls.drop_alone()
-            window.reset()
+            round.reset()
 
     def drop_everywhere(self) -> None:
         """All ranks drop the gradients of this round, which is closed, and know it of each other."""
         self.close("step()")
-        self._window.drop(zeros=False)
-        self._window.finish()
+        self._round.drop(zeros=False)
+        self._round.finish()
         self._calls.step(alike=False)
         self._end_round()
 
@@ -193,13 +196,13 @@ class Closing:
     # - What all ranks do by what was said
 
     def _said(self, call: Call) -> Said:
-        number = None if self._attendance.following else self._calls.next
-        return Said(call, self._attendance.round, self._attendance.rank, number, alone=self._calls.alone)
+        number = None if self._participants.following else self._calls.next
+        return Said(call, self._participants.round, self._participants.rank, number, alone=self._calls.alone)
 
     def _follow(self, heard: Heard, failure: Exception | None) -> bool:
         """Whether all ranks mean this call; False where others have dropped the round before it, which is over now."""
         found = verdict(heard)
-        self._attendance.answered(repeated=found is Verdict.FAILED)
+        self._participants.answered(repeated=found is Verdict.FAILED)
         if found is Verdict.AGREED:
             return True
         if found is Verdict.DROPPED:
@@ -214,14 +217,14 @@ class Closing:
     def _void(self) -> None:
         """Nothing becomes of this round, here and elsewhere: this rank's part is completed and awaited."""
         if not self.closed:
-            self._window.leave_out()
-        self._window.finish()
+            self._round.leave_out()
+        self._round.finish()
         self._end_round()
 
     def _end_round(self) -> None:
-        self._window.reset()
+        self._round.reset()
         self.closed = False
-        self._attendance.close()
+        self._participants.close()
 
     def _hear_of_drop(self, *, wait: bool) -> None:
         """What became of the round that this rank has dropped, once all others have said what they make of it."""
@@ -233,8 +236,8 @@ class Closing:
                 if wait:
                     raise RuntimeError(self.ended)
                 return
-            if self._window.dropped:
-                self._window.finish()
+            if self._round.dropped:
+                self._round.finish()
 
     def _shared_failure(self, failure: Exception | None) -> Exception:
         """What this rank raises: its own error, or that of another one. The round stays as it is, to be closed again."""
@@ -243,15 +246,15 @@ class Closing:
         if failure is not None:
             return failure
         rank, text = next((rank, text) for rank, text in enumerate(texts) if text is not None)
-        return OtherRankFailed(f"rank {self._attendance.ranks[rank]} has raised in the same call: {text}")
+        return OtherRankFailed(f"rank {self._participants.ranks[rank]} has raised in the same call: {text}")
 
     def _refused(self, found: Verdict, heard: Heard) -> RuntimeError:
         self.ended = self._ended(found, heard)
         return RuntimeError(self.ended)
 
     def _ended(self, found: Verdict, heard: Heard) -> str:
-        self._attendance.end()
-        ranks = self._attendance.ranks
+        self._participants.end()
+        ranks = self._participants.ranks
         first, last = heard.first_round, heard.last_round
         if found is Verdict.APART and heard.others is not None:
             return (
@@ -282,18 +285,17 @@ class Closing:
     # - What this rank knows
 
     def _failure(self, check: Callable[[], None] | None, converted: list[Change]) -> Exception | None:
-        window = self._window
+        round = self._round
         try:
             if check is not None:
                 check()
-            if converted and window.filled:
+            if converted and round.filled:
                 first = converted[0]
                 raise RuntimeError(
                     f"parameter {first.name!r} was converted from {first.before} to {first.now} between backward() and "
                     "step(), while gradients were on their way; convert after step() or zero_grad()"
                 )
-            if not (window.synchronized or window.infinities_shown):
-                window.verify(sharded_only=window.reduced)
+            round.verify()
         except (RuntimeError, TypeError, ValueError) as error:
             return error
         return None
@@ -307,11 +309,11 @@ class Closing:
 
         Raises ``SignatureMismatch`` on every rank where some have not, or to another type.
         """
-        attendance = self._attendance
-        told = dict(zip(attendance.ranks, allgather_object(self._comm, mine), strict=True))
-        present = [attendance.ranks[index] for index in attendance.present(attendance.round)]
+        participants = self._participants
+        told = dict(zip(participants.ranks, allgather_object(self._comm, mine), strict=True))
+        present = [participants.ranks[index] for index in participants.present(participants.round)]
         converted = {rank: changed for rank, changed in told.items() if changed}
-        away = sorted(set(attendance.ranks).difference(present))
+        away = sorted(set(participants.ranks).difference(present))
         problem = difference(converted, present)
         if problem is None and not away:
             self._arrangement.follow_conversion()
@@ -320,12 +322,12 @@ class Closing:
             self._void()
         error: Exception = SignatureMismatch(problem)
         if problem is None:
-            error = attendance.cannot_join(
+            error = participants.cannot_join(
                 f"parameters were converted on ranks {sorted(converted)}, which every rank has to do, and ranks {away} "
                 "have joined; convert the model before or after join()"
             )
         self.ended = f"this optimizer cannot go on: {error}"
-        attendance.end()
+        participants.end()
         raise error
 
 

@@ -1,141 +1,80 @@
-"""The machinery between hooks and collectives: tells who needs to know, and moves buckets.
+"""What gradients and readers of parameters meet first: hooks and gates, which tell who needs to know.
 
-first iteration:  observe ─▶ agree on rank 0's facts ─▶ plan ─▶ buckets          (`overlap.core.arrangement`)
-afterwards:       gradient hooks ─▶ window ─▶ strategy.reduce     gates ─▶ wait for strategy.gather
+first iteration:  observe ─▶ agree on rank 0's facts ─▶ plan ─▶ buckets          (`overlap.core.buckets`)
+afterwards:       gradient hooks ─▶ round ─▶ a bucket's reduction        gates ─▶ wait for its gathering
 """
 
 from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
-from overlap.core.arrangement import Arrangement
-from overlap.core.attendance import Attendance
-from overlap.core.bucket import Bucket, Slot
+from overlap.core.bucket import Slot
+from overlap.core.buckets.arrangement import Arrangement
+from overlap.core.buckets.conversion import changes
+from overlap.core.buckets.planner import Planner
 from overlap.core.closing import Closing, zeroing
-from overlap.core.conversion import changes
-from overlap.core.gates import Gates
+from overlap.core.feature import Feature, Policy, listeners
+from overlap.core.gates.gates import Gates
+from overlap.core.gates.holders import hands_out, holders
 from overlap.core.gathering import Transit
-from overlap.core.hooks import GradientHooks
-from overlap.core.owners import hands_out, holders
-from overlap.core.planner import Planner
-from overlap.core.shards import ShardUpdate, StatePlacement
-from overlap.core.strategy import Strategy
-from overlap.core.window import GradientWindow
-from overlap.core.wire import Exchange
-from overlap.features.deferred import DeferredUpdates
-from overlap.features.early import EagerUpdates
-from overlap.features.sparse import average_sparse, refuse_sparse
-from overlap.optimizer.param_groups import Wrapped
-from overlap.plan.groups import Groups
-from overlap.plan.plan import Updates
-from overlap.transport.communicator import Communicator
-from overlap.transport.work import arrive
+from overlap.core.participants import Participants
+from overlap.core.round import Round
+from overlap.core.shards import ShardUpdate
+from overlap.plan.strategy import Strategy
 
 __all__ = ["Engine"]
 
 
 class Engine:
-    """Slots, buckets, hooks and gates of one optimizer. It decides nothing that only this rank knows."""
+    """The slots of one optimizer, with hooks on them and gates before them. Decides nothing that only this rank knows.
+
+    Its parts have other parts by reference; this one has all.
+    """
 
     def __init__(
         self,
-        reductions: Sequence[Communicator],
-        gathers: Sequence[Communicator],
-        calls: Communicator,
-        optimizer: torch.optim.Optimizer,
         model: torch.nn.Module | None,
-        slots: list[Slot],
-        strategy: Strategy,
-        exchange: Exchange,
-        attendance: Attendance,
-        states: StatePlacement,
-        *,
-        groups: Groups,
-        sparse_as_dense: bool,
-        passes: int,
-        updates: Updates,
-        poison: bool,
+        planner: Planner,
+        transit: Transit,
+        round: Round,
+        arrangement: Arrangement,
+        closing: Closing,
+        participants: Participants,
+        policy: Policy,
+        features: Sequence[Feature],
     ) -> None:
-        self.comm = comm = reductions[0]
-        self._reductions, self.slots = tuple(reductions), slots
-        self._exchange, self._sparse_as_dense, self.attendance = exchange, sparse_as_dense, attendance
-        attendance.trainable = lambda: [slot.index for slot in slots if slot.param.requires_grad]
-        attendance.shared_order = not strategy.ordered
+        self._model, self._planner, self.transit, self.round = model, planner, transit, round
+        self.arrangement, self.closing, self.participants, self.policy = arrangement, closing, participants, policy
+        self.slots, self.order = planner.slots, planner.order  # the latter in order of issue
         self.suspended = False  # inside no_sync()
-        self._factor = -1, 1.0  # of a round, what its averages are multiplied by
         self.accumulating = False  # since the last step, gradients arrived that no reduction has seen
-        shards = ShardUpdate(optimizer, whole=updates is Updates.OWNED) if updates.in_shards else None
-        self._planner = Planner(
-            comm, optimizer, slots, strategy, groups, shards, states, exchange.wire_itemsize, lanes=len(reductions)
-        )
-        self.order = self._planner.order  # in order of issue
-        self.transit = Transit(gathers, self._planner, poison=poison)
-        self._model = model
-        self._by_param = {id(slot.param): slot for slot in slots}
-        self.window = GradientWindow(
-            slots,
-            self.order,
-            passes=passes,
-            hold_last=updates.in_shards,  # [Note: nobody overtakes a step]
-            skippable=updates is not Updates.EAGER,
-            ordered=strategy.ordered,
-            launch=self._launch,
-            settle=self._settle,
-            arrive=self._arrive_left,
-        )
-        self.arrangement = Arrangement(
-            comm,
-            optimizer,
-            slots,
-            self._planner,
-            self.window,
-            self.transit,
-            states,
-            sparse_in=None if sparse_as_dense else model,
-        )
-        self.eager = self.deferred = None
-        if updates is Updates.EAGER:
-            self.eager = EagerUpdates(comm, optimizer, self.window, self.transit)
-            self.arrangement.follow = self.eager.follow
-        if updates is Updates.DEFERRED:
-            self.deferred = DeferredUpdates(optimizer, self.transit, self._settle, poison=poison)
-        myself, awaited = weakref.ref(self), None if updates is Updates.WHOLE else self.transit
-        self.wrapped = Wrapped(optimizer, slots, awaited, lambda: (me := myself()) is not None and me.local)
-        self.closing = Closing(calls, slots, self.window, self.arrangement, attendance, self._average_sparse)
-        self.window.hold = self.closing.hold
-        self.window.drop_unseen = self._drop_unseen
-        self._hooks = GradientHooks(self, Engine._gradient_ready)
+        self._on_gradient = listeners(features, "gradient")
+        self._early = policy if policy.early else None
+        self._by_param = {id(slot.param): slot for slot in self.slots}
+        self._hooks: dict[int, RemovableHandle] = {}  # by slot
         self._gates = Gates(self._touch, self._enter, self._leave)
         self._guard()
-        self._hooks.attach(slots)
+        self._hook_slots()
 
     @property
     def learning(self) -> bool:
-        """Until the first step; see :attr:`overlap.core.arrangement.Arrangement.learning`."""
+        """Until the first step; see :attr:`overlap.core.buckets.arrangement.Arrangement.learning`."""
         return self.arrangement.learning
 
     @property
     def holds_gradients(self) -> bool:
         """Whether gradients arrived since the last step, also those of ``no_sync()``, or that no hook saw."""
-        return self.window.touched or self.accumulating or any(slot.given_by_hand for slot in self.slots)
-
-    @property
-    def local(self) -> bool:
-        """Whether gradients arrived since the last step that ``synchronize()`` has not averaged."""
-        return self.holds_gradients and not self.window.synchronized
+        return self.round.touched or self.accumulating or any(slot.given_by_hand for slot in self.slots)
 
     @property
     def open_step(self) -> bool:
         """Whether gradients wait for a step that all ranks can still take."""
-        return self.window.touched and not self.closing.ended and not changes(self.slots)
-
-    def travels_on(self, names: Collection[str]) -> bool:
-        """Whether a communicator of the reductions has one of `names`."""
-        return any(comm.name in names for comm in self._reductions)
+        return self.round.touched and not self.closing.ended and not changes(self.slots)
 
     @property
     def shards(self) -> ShardUpdate | None:
@@ -153,62 +92,70 @@ class Engine:
 
     # - Hooks: they only dispatch
 
-    def _guard(self) -> None:
-        """Set gates on the model's modules, and on others that hold what the model does not."""
-        modules = [] if self._model is None else [module for module in self._model.modules() if hands_out(module)]
-        theirs = {id(parameter) for module in modules for parameter in dict.values(module._parameters)}
-        strangers = [slot.param for slot in self.slots if id(slot.param) not in theirs]
-        others = holders(strangers) if strangers else ()
-        self._gates.guard([*modules, *others], lambda parameter: id(parameter) in self._by_param)
+    def _hook_slots(self) -> None:
+        """Hook those slots that have no hook yet and can have gradients."""
+        for slot in self.slots:
+            if slot.index not in self._hooks and slot.param.requires_grad:
+                self._hooks[slot.index] = slot.param.register_post_accumulate_grad_hook(_hook(weakref.ref(self), slot))
 
-    def _gradient_ready(self, index: int, param: torch.Tensor) -> None:
-        slot = self.slots[index]
-        gradient = param.grad
-        if self._sparse_as_dense and gradient is not None and gradient.layout is not torch.strided:
-            param.grad = gradient = gradient.to_dense()
+    def _gradient_ready(self, slot: Slot) -> None:
+        for told in self._on_gradient:
+            told(slot)
+        round = self.round
         self.accumulating = self.suspended
         if self.suspended:
-            self.window.accumulate(slot)
+            round.accumulate(slot)
             return
-        observer = self.arrangement.observer
-        if observer is not None:
-            self.window.note(slot)
-            observer.gradient(slot)
-        elif slot.bucket is not None:
-            if gradient is not None and gradient.layout is not torch.strided:
-                refuse_sparse(slot)
-            if self.eager is not None and not self.window.held:
-                self.eager.poll(slot.bucket)  # before what is ready now is issued: it is now that the wire may be idle
-            self.window.grad_ready(slot)
-        else:  # sparse, or not in a bucket yet
-            self.window.note(slot)
+        if not round.begun:
+            round.begin(held=self.closing.hold())
+        if slot.bucket is None:  # no buckets yet, or claimed by a feature, or it came late
+            round.note(slot)
+            if self.arrangement.observer is not None:
+                self.arrangement.observer.gradient(slot)
+            return
+        if self._early is not None and not round.held:
+            self._early.gradient(slot.bucket)  # before what is ready now is issued: now the wire may be idle
+        if slot.filled:
+            kept = round.restarted(slot)
+            self.closing.count(unseen=True)  # ``p.grad = None`` by hand, which backward finds
+            self.closing.drop()
+            round.restart(kept)
+        round.grad_ready(slot)
 
     def _touch(self, parameter: torch.nn.Parameter) -> None:
         slot = self._by_param.get(id(parameter))
         if slot is None:
             return
-        if self.window.begun:
+        if self.round.begun:
             self._see_zero_grad()
         observer = self.arrangement.observer
         if observer is not None:
             observer.touch(slot)
         elif slot.bucket is not None:
-            if self.eager is not None:
-                self.eager.refuse_read(slot)
+            if self._early is not None:
+                self._early.read(slot)
             if slot.bucket in self.transit.pending:
                 self.transit.arrive(slot.bucket)
 
     def _enter(self, module: torch.nn.Module, *_inputs: object) -> None:
         observer, transit = self.arrangement.observer, self.transit
+        if self.round.unscaled and torch.is_grad_enabled():
+            self.round.scale_kept()
         if observer is not None:
             observer.enter(module)
-        if self.window.unscaled and torch.is_grad_enabled():
-            self.window.scale_kept()
-        if transit.busy or observer is not None:
-            transit.arrive_entry()
             for parameter in dict.values(module._parameters):
                 if parameter is not None:
                     self._touch(parameter)
+        if not transit.busy:
+            return
+        if transit.entry or not transit.pending:
+            transit.arrive_entry()
+        for parameter in dict.values(module._parameters):
+            slot = self._by_param.get(id(parameter))
+            if slot is not None and slot.bucket in transit.pending:
+                if self._early is not None:
+                    self._early.read(slot)
+                transit.arrive(slot.bucket)
 
     def _leave(self, module: torch.nn.Module, *_inputs_and_output: object) -> None:
         observer = self.arrangement.observer
@@ -217,11 +164,20 @@ class Engine:
 
     # - Following the model
 
+    def _guard(self) -> None:
+        """Set gates on the model's modules, and on others that hold what the model does not."""
+        modules = [] if self._model is None else [module for module in self._model.modules() if hands_out(module)]
+        theirs = {id(parameter) for module in modules for parameter in dict.values(module._parameters)}
+        strangers = [slot.param for slot in self.slots if id(slot.param) not in theirs]
+        others = holders(strangers) if strangers else ()
+        self._gates.guard([*modules, *others], lambda parameter: id(parameter) in self._by_param)
+
     def detach(self) -> None:
-        """Leave the model and the optimizer alone."""
+        """Leave the model alone."""
         self._gates.remove()
-        self.wrapped.remove()
-        self._hooks.remove()
+        for handle in self._hooks.values():
+            handle.remove()
+        self._hooks.clear()
 
     def add_slots(self, slots: Sequence[Slot]) -> None:
         """Take on new parameters; they get buckets in the next step."""
@@ -229,15 +185,14 @@ class Engine:
         self._by_param.update({id(slot.param): slot for slot in slots})
         self._gates.remove()
         self._guard()
-        self.wrapped.guard()
-        self._hooks.attach(self.slots)
+        self._hook_slots()
 
-    # - Moving buckets
+    # - Calls of the script's
 
     def close(self, call: str, check: Callable[[], None] | None = None, *, again: bool = False) -> bool:
         """See :meth:`.Closing.close`; hooks those parameters that were frozen and are not any more."""
         if not self.closing.ended:
-            self._hooks.attach(self.slots)
+            self._hook_slots()
         return self.closing.close(call, check, again=again)
 
     def zero_grad(self, *, zeros: bool) -> None:
@@ -246,15 +201,10 @@ class Engine:
         self._drop(zeros=zeros)
 
     def _drop(self, *, zeros: bool) -> None:
-        if self.window.touched or self.accumulating or self.closing.closed:
-            self._arrive_left()  # the buffers of what was not used since are free then
+        if self.round.touched or self.accumulating or self.closing.closed:
+            self.policy.arrive()  # the buffers of what was not used since are free then
             self.closing.drop(zeros=zeros)
         self.accumulating = False
-
-    def _drop_unseen(self) -> None:
-        """``p.grad = None`` by hand, which backward finds."""
-        self.closing.count(unseen=True)
-        self.closing.drop()
 
     def _see_zero_grad(self) -> None:
         """``model.zero_grad()`` reads the parameters, and is about to drop all gradients there are."""
@@ -267,39 +217,32 @@ class Engine:
             self.closing.count(unseen=True)
             self._drop(zeros=not call.f_locals["set_to_none"])
 
-    def _average_sparse(self) -> None:
-        average_sparse(self.comm, self.slots, self._exchange, lambda: self._correction(self.attendance.round))
+    def finish(self, given_up: Iterable[str]) -> None:
+        """Training ends: what is in flight arrives. After a backward without a step, early updates end alike everywhere.
 
-    def _arrive_left(self) -> None:
-        if self.deferred is not None:
-            self.transit.arrive_all()  # nobody used these since the last step; their buffers are free then
+        Not where only some ranks ran it: their reductions, on one of the communicators `given_up`, never end.
+        """
+        if self._early is not None and self.open_step:
+            if self.round.travels_on(given_up):
+                return
+            self.close("shutdown()")
+            self._early.begin()
+        self.transit.arrive_all()
 
-    def _launch(self, bucket: Bucket) -> None:
-        if bucket in self.transit.pending:
-            self.transit.arrive(bucket)  # nobody used these parameters since the last step
-        self._exchange.load(bucket)
-        attendance = self.attendance
-        if not attendance.opened:
-            attendance.open()
-        bucket.round = attendance.round
-        self._planner.strategy.reduce(self._reductions[bucket.lane], bucket)
+    def retire(self) -> None:
+        """Another optimizer has the parameters, or all ranks have dropped this one."""
+        self.transit.arrive_all()
+        self.round.abandon()
+        self.detach()
 
-    def _settle(self, bucket: Bucket) -> None:
-        if bucket.work is not None:
-            arrive(bucket.work)
-            bucket.work = None
-        self._exchange.unload(bucket)
-        shards = self._planner.shards
-        if bucket.holds_parameters:
-            assert shards is not None, "only buckets that hold parameters are updated in shards"
-            shards.take(bucket)
-        else:
-            bucket.find_unused()
-        self._exchange.rescale(bucket, shards, self._correction(bucket.round))
 
-    def _correction(self, number: int) -> float:
-        """By what averages of round `number` are multiplied where ranks had joined."""
-        if self._factor[0] != number:  # it is certain once any reduction of the round is done
-            factor = self.attendance.factor(number)
-            self._factor = number, factor if self._exchange.averages else 1.0
-        return self._factor[1]
+def _hook(reference: weakref.ref[Engine], slot: Slot) -> Callable[[torch.Tensor], None]:
+    """What a parameter holds does not hold the engine: the garbage collector cannot see through a parameter's hooks."""
+    number = slot.index
+
+    def hook(_param: torch.Tensor) -> None:
+        engine = reference()
+        if engine is not None:
+            engine._gradient_ready(engine.slots[number])
+
+    return hook

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 import torch
 
 from overlap.core.bucket import Bucket, Phase
-from overlap.core.planner import Planner
 from overlap.transport.communicator import Communicator
 from overlap.transport.forks import Origin, settle_before_forks
 from overlap.transport.work import arrive
@@ -17,13 +16,13 @@ __all__ = ["Transit"]
 
 
 class Transit:
-    """Buckets whose all-gather was issued by `planner`'s strategy, or whose update was left for later.
+    """Buckets whose all-gather was issued on one of the `lanes`, or whose update was left for later.
 
     With `poison`, parameters of other ranks' shards are NaN until they come, so that a missed wait shows.
     """
 
-    def __init__(self, lanes: Sequence[Communicator], planner: Planner, *, poison: bool) -> None:
-        self._lanes, self._planner, self._poison = tuple(lanes), planner, poison
+    def __init__(self, lanes: Sequence[Communicator], *, poison: bool) -> None:
+        self._lanes, self._poison = tuple(lanes), poison and lanes[0].size > 1
         self.busy = False  # whether anything is to be awaited, or to be raised
         self.pending: dict[Bucket, Callable[[Bucket], None] | None] = {}  # by what is left to do on arrival
         self._arriving: set[Bucket] = set()  # their updates may look at parameters themselves
@@ -39,12 +38,12 @@ class Transit:
             torch.autograd.graph.increment_version(slot.param)  # written behind autograd's back: old graphs must notice
         if bucket.master is not None and bucket.wide_parameters is None:
             bucket.master.pack()
-        if self._poison and self._lanes[0].size > 1:
+        if self._poison:
             mine = bucket.parameters[bucket.own].clone()
             bucket.parameters.fill_(float("nan"))
             if bucket.master is None:
                 bucket.parameters[bucket.own] = mine
-        self._planner.strategy.gather(self._lanes[bucket.lane], bucket)
+        bucket.collectives.gather(self._lanes[bucket.lane], bucket)
         bucket.advance(Phase.GATHERING)
         self.pending[bucket], self.busy = None, True
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -21,7 +21,7 @@ from overlap.plan.partition import piece
 from overlap.transport.cuda.streams import LastUpdate
 from overlap.transport.memory import unused_positions, view_like
 
-__all__ = ["Piece", "ShardUpdate", "StatePlacement", "shadow_of", "unhooked_step"]
+__all__ = ["Piece", "ShardUpdate", "shadow_of", "unhooked_step"]
 
 
 def unhooked_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
@@ -116,7 +116,8 @@ class ShardUpdate:
             groups = self._optimizer.param_groups
             self._shadow.param_groups = [{**groups[index], "params": proxies} for index, proxies in by_group.items()]
             self._step(self._shadow)
-        self.written.note(bucket.reduced)
+        if bucket.reduced.is_cuda:
+            self.written.note(bucket.reduced)
         for one in self._pieces[bucket]:
             one.proxy.grad = None
 
@@ -127,16 +128,6 @@ class ShardUpdate:
     def gradients_of(self, bucket: Bucket) -> list[torch.Tensor]:
         """Reduced gradients of the bucket's used pieces on this rank."""
         return [one.gradient for one in self._pieces[bucket] if one.proxy.grad is not None]
-
-
-class StatePlacement(Protocol):
-    """What becomes of the optimizer's state where buckets come and go; core itself does not look into it."""
-
-    def placed(self, shards: ShardUpdate, bucket: Bucket) -> None:
-        """`shards` have taken on the pieces of a new `bucket`: they get their parts of the state. On every rank."""
-
-    def moved(self, order: Iterable[Bucket], old: ShardUpdate, new: ShardUpdate) -> None:
-        """`new` takes over from `old`, whose buckets are those of `order`. On every rank, which it may wait for."""
 
 
 def shadow_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -14,47 +14,50 @@ reductions is issued, no other rank's can be done, and nobody has updated anythi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
 import torch
 
+from overlap.core.averages import Averages
 from overlap.core.bucket import Bucket, Phase
 from overlap.core.engine import Engine
-from overlap.core.gates import listed
-from overlap.core.owners import Strangers
+from overlap.core.feature import StatePlacement
+from overlap.core.gates.gates import listed
+from overlap.core.gates.holders import Strangers
+from overlap.core.round import Stage, TooManyGradients
 from overlap.core.shards import unhooked_step
-from overlap.core.window import TooManyGradients
-from overlap.features.averages import Averages
-from overlap.state.share import StateShare
-from overlap.transport.communicator import ReduceOp
 from overlap.transport.encoding import can_travel
 
-__all__ = ["Stepper", "hyper_parameters"]
+__all__ = ["Closure", "Stepper", "hyper_parameters"]
 
-_sparse = attrgetter("sparse")
+Closure = Callable[[], Any]
+
+_claimed = attrgetter("claimed")
 
 
 class Stepper:
-    """Steps the user's `optimizer` over the engine's buckets, shard by shard or in full on every rank."""
+    """Steps the user's `optimizer` over the engine's buckets, shard by shard or in full on every rank.
+
+    `by_loss` steps an optimizer that may look at what a closure returns, and call it again.
+    """
 
     def __init__(
         self,
         engine: Engine,
         averages: Averages,
         optimizer: torch.optim.Optimizer,
-        share: StateShare,
-        *,
-        by_loss: bool,
+        states: StatePlacement,
+        by_loss: Callable[[Stepper, Closure], Any] | None = None,
     ) -> None:
-        """`by_loss`: the optimizer may look at what a closure returns, and call it again."""
-        self._engine, self._averages, self._optimizer, self._share = engine, averages, optimizer, share
-        self._comm, self._by_loss = engine.comm, by_loss
+        self.engine, self.averages, self.optimizer = engine, averages, optimizer
+        self.updating, self._by_loss = states.updating, by_loss
+        self.update = unhooked_step(optimizer)
 
     def step(
         self,
-        closure: Callable[[], Any] | None,
+        closure: Closure | None,
         scale: torch.Tensor | None = None,
         check: Callable[[], None] = lambda: None,
     ) -> Any:
@@ -63,95 +66,81 @@ class Stepper:
         What `check()` raises on one rank, before gradients are used, makes all ranks raise.
         """
         self._check = check
-        self._engine.wrapped.follow(in_parts=self._engine.shards is not None or self._engine.deferred is not None)
-        if closure is not None and self._engine.shards is None and self._by_loss:
-            return self._step_deciding(closure)
+        sharded = self.engine.shards is not None
+        if closure is not None and self._by_loss is not None and not sharded:
+            return self._by_loss(self, closure)
         result = None
         if closure is not None:
             self._refuse_earlier_gradients()
             with torch.enable_grad():
                 result = closure()
-        if self._engine.shards is not None:
+        if sharded:
             self._step_shards(scale)
             return result
         updated = self._step_whole(scale)
         return updated if closure is None else result
 
-    @torch.no_grad()
-    def finish(self, given_up: Collection[str]) -> None:
-        """Training ends: what is in flight arrives. After a backward without a step, early updates end alike everywhere.
-
-        Not where only some ranks ran it: their reductions, on one of the communicators `given_up`, never end.
-        """
-        engine = self._engine
-        if engine.eager is not None and engine.open_step:
-            if engine.travels_on(given_up):
-                return
-            engine.close("shutdown()")
-            engine.eager.finish()
-        engine.transit.arrive_all()
-
     def _close(self) -> None:
-        """Before anything is updated. Ranks agree here also where they did so earlier, for clipping, say: some may have
-        dropped the gradients since. Joined ranks are called for that by those who step."""
-        engine = self._engine
-        engine.close("step()", self._may_step, again=not engine.attendance.following)
+        """Before anything is updated: [Note: nobody overtakes a step]. Ranks agree here also where they did so earlier, for
+        clipping, say: some may have dropped the gradients since. Joined ranks are called for that by those who step."""
+        engine = self.engine
+        engine.close("step()", self._may_step, again=not engine.participants.following)
 
     def _may_step(self) -> None:
-        if self._engine.eager is not None:
-            self._engine.eager.check()
+        self.engine.policy.check()
         self._check()
 
     def _end_round(self) -> None:
-        self._engine.closing.end_step()
-        self._engine.accumulating = False
+        self.engine.closing.end_step()
+        self.engine.accumulating = False
 
     def _announce(self, scale: torch.Tensor | None) -> None:
         """Joined ranks own shards, too: they step with the hyper-parameters in force where training goes on."""
-        if self._engine.attendance.absent:
-            self._engine.attendance.announce("step", groups=hyper_parameters(self._optimizer), scale=scale)
+        if self.engine.participants.absent:
+            self.engine.participants.announce("step", groups=hyper_parameters(self.optimizer), scale=scale)
 
     @torch.no_grad()
     def _step_shards(self, scale: torch.Tensor | None) -> None:
-        engine, window, averages = self._engine, self._engine.window, self._averages
-        self._close()  # before anything is updated: [Note: nobody overtakes a step]
+        engine, round, averages = self.engine, self.engine.round, self.averages
+        self._close()
         self._announce(scale)
         if scale is not None:
             averages.unscale(scale)
-        if averages.synchronized:
+        if round.stage is Stage.SYNCHRONIZED:
             averages.share()
             averages.take_synchronized()
-        with self._share.updating():
-            whole, strangers, shards = [], Strangers(), engine.sharded
-            early = set() if engine.eager is None else engine.eager.finish()
+        with self.updating():
+            whole, strangers, shards, transit = [], Strangers(), engine.sharded, engine.transit
+            updated = engine.policy.begin()
             for bucket in reversed(engine.order):
-                if bucket in early:
+                if bucket in updated:
                     continue
                 if bucket.phase is Phase.REDUCING:
-                    window.settle([bucket])
+                    round.reduced(bucket)
+                    bucket.advance(Phase.REDUCED)
                 if bucket.holds_parameters:
                     bucket.adopt(strangers)
                     shards.step(bucket)
-                    engine.transit.send(bucket)
+                    transit.send(bucket)
                 else:
                     whole.append(bucket)
-            if whole or any(map(_sparse, engine.slots)):
+            if whole or any(map(_claimed, engine.slots)):
                 self._update_whole(whole)
             self._end_round()
 
     def _update_whole(self, buckets: list[Bucket]) -> None:
         """Update the parameters that cannot be sliced, on every rank alike, beside sharded ones."""
-        if not self._averages.synchronized:
+        if self.averages.stage is not Stage.SYNCHRONIZED:
             for bucket in buckets:
                 bucket.expose()
         members = {id(slot.param) for bucket in buckets for slot in bucket.slots}
-        members |= {id(slot.param) for slot in self._engine.slots if slot.sparse}
-        groups = self._optimizer.param_groups
+        members |= {id(slot.param) for slot in self.engine.slots if slot.claimed}
+        groups = self.optimizer.param_groups
         saved = [group["params"] for group in groups]
         try:
             for group in groups:
                 group["params"] = [param for param in listed(group["params"]) if id(param) in members]
-            unhooked_step(self._optimizer)(self._optimizer)
+            self.update(self.optimizer)
         finally:
             for group, params in zip(groups, saved, strict=True):
                 group["params"] = params
@@ -162,91 +151,53 @@ class Stepper:
         self._close()
         if scale is None and self._leave():
             return None
-        self._settle_whole()
+        self.settle_whole()
         self._announce(scale)
-        self._take_whole(scale)
-        with self._share.updating():
-            return unhooked_step(self._optimizer)(self._optimizer)
-
-    def _step_deciding(self, closure: Callable[[], Any]) -> Any:
-        """The optimizer evaluates as often as it likes, and is given the averaged loss: all ranks decide alike."""
-        engine, step = self._engine, unhooked_step(self._optimizer)
-        first = True
-        # The optimizer may use gradients from before it calls the closure.
-        if self._any_rank(engine.accumulating or any(slot.fires for slot in engine.slots)):
-            self._averages.synchronize()
-
-        def evaluate() -> Any:
-            nonlocal first
-            with torch.enable_grad():
-                loss = closure()
-            self._averages.close("step(closure)")
-            self._settle_whole()
-            attendance = engine.attendance
-            if first and attendance.absent:  # whose steps will evaluate as often as this one
-                groups = hyper_parameters(self._optimizer)
-                like = torch.zeros_like(loss) if isinstance(loss, torch.Tensor) else None
-                attendance.announce("closure", groups=groups, loss=like)
-            first = False
-            factor = attendance.factor(attendance.round)
-            self._take_whole()
-            return self._average(loss, factor)
-
-        with self._share.updating():
-            return step(self._optimizer, evaluate)
-
-    def _any_rank(self, mine: bool) -> bool:
-        """Whether any rank says so before it evaluates a closure. Who has joined is called for that by those who do."""
-        return not self._engine.attendance.following and self._engine.closing.ask(mine, "step(closure)")
-
-    def _refuse_earlier_gradients(self) -> None:
-        """On every rank, where one has a gradient on its way that the closure's would be added to."""
-        if self._any_rank(self._engine.window.filled):
-            raise TooManyGradients(
-                "step(closure) computes gradients, and on some rank there were some already since the last step(): call "
-                "zero_grad() before it, on every rank, or step() without a closure"
-            )
+        self.take_whole(scale)
+        with self.updating():
+            return self.update(self.optimizer)
 
     def _leave(self) -> bool:
-        """Leave the updates to the next forward, if the strategy does that and nothing was done to the gradients yet."""
-        engine, averages = self._engine, self._averages
-        if engine.deferred is None or averages.synchronized or averages.infinities_shown or engine.window.reduced:
+        """Leave the updates to the next forward, if the policy does that and nothing was done to the gradients yet."""
+        engine = self.engine
+        if engine.round.stage is not Stage.LOCAL or any(map(_claimed, engine.slots)):
             return False
-        if any(slot.sparse for slot in engine.slots):
+        if not engine.policy.leave(engine.order):
             return False
-        engine.attendance.leave(groups=hyper_parameters(self._optimizer), scale=None)
-        engine.deferred.leave(engine.order)
+        engine.participants.leave(groups=hyper_parameters(self.optimizer), scale=None)
         self._end_round()
         return True
 
-    def _settle_whole(self) -> None:
-        engine = self._engine
-        if not self._averages.synchronized:
-            engine.window.settle()
+    def settle_whole(self) -> None:
+        """Averages of the round, which is closed, are in ``.grad``."""
+        engine = self.engine
+        if engine.round.stage is not Stage.SYNCHRONIZED:
+            engine.round.settle()
             for bucket in engine.order:
                 bucket.expose()
 
-    def _take_whole(self, scale: torch.Tensor | None = None) -> None:
-        engine = self._engine
-        if self._averages.synchronized:
-            self._averages.share()
+    def take_whole(self, scale: torch.Tensor | None = None) -> None:
+        """They are about to be used: the round ends."""
+        engine = self.engine
+        if engine.round.stage is Stage.SYNCHRONIZED:
+            self.averages.share()
         if scale is not None:
-            self._averages.unscale(scale)
+            self.averages.unscale(scale)
         for bucket in engine.order:
             bucket.advance(Phase.FILLING)
         self._end_round()
 
-    def _average(self, loss: Any, factor: float) -> Any:
-        plain = (
-            loss.detach()
-            if isinstance(loss, torch.Tensor)
-            else torch.tensor(float(loss), dtype=torch.float64, device="cpu")
-        )
-        mean = plain.clone().contiguous()
-        self._comm.all_reduce(mean, mean, ReduceOp.AVG, label="loss")
-        if factor != 1:
-            mean *= factor
-        return mean if isinstance(loss, torch.Tensor) else float(mean)
+    def any_rank(self, mine: bool) -> bool:
+        """Whether any rank says so before it evaluates a closure. Who has joined is called for that by those who do."""
+        return not self.engine.participants.following and self.engine.closing.ask(mine, "step(closure)")
+
+    def _refuse_earlier_gradients(self) -> None:
+        """On every rank, where one has a gradient on its way that the closure's would be added to."""
+        if self.any_rank(self.engine.round.filled):
+            raise TooManyGradients(
+                "step(closure) computes gradients, and on some rank there were some already since the last step(): call "
+                "zero_grad() before it, on every rank, or step() without a closure"
+            )
 
 
 def hyper_parameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

@@ -1,16 +1,58 @@
-"""The norm of a gradient that lies in pieces on many ranks."""
+"""Clipping the averaged gradients of an optimizer, whose norm lies in pieces on many ranks."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
+from overlap.core.averages import Averages
 from overlap.transport.communicator import Communicator, ReduceOp
 from overlap.transport.cuda.math import inspect, prefers_inspect
 
-__all__ = ["clip_sharded"]
+__all__ = ["clip", "clip_sharded"]
+
+
+@torch.no_grad()
+def clip(
+    averages: Averages,
+    wanted: Callable[[torch.Tensor], bool],
+    max_norm: float,
+    norm_type: float,
+    error_if_nonfinite: bool,
+) -> torch.Tensor:
+    """Clip the averaged gradients of the `wanted` parameters by their total norm, which is returned. On every rank."""
+    engine = averages.engine
+    params = [slot.param for slot in engine.slots if wanted(slot.param)]
+    engine.policy.refuse("clipping by a norm over all gradients")
+    if averages.whole:
+        averages.synchronize("clip_grad_norm_()")
+        _refuse_sparse(averages, wanted)
+        return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
+    averages.settle("clip_grad_norm_()")
+    _refuse_sparse(averages, wanted)
+    engine.participants.announce(
+        "clip",
+        indices=[slot.index for slot in engine.slots if wanted(slot.param)],
+        max_norm=max_norm,
+        norm_type=norm_type,
+        error_if_nonfinite=error_if_nonfinite,
+    )
+    alike = [param.grad for param in averages.alike(wanted) if param.grad is not None]
+    pieces = averages.pieces(wanted)
+    norm, factor = clip_sharded(averages.comm, pieces, alike, params, max_norm, norm_type, error_if_nonfinite)
+    averages.scaled(factor, wanted)
+    return norm
+
+
+def _refuse_sparse(averages: Averages, wanted: Callable[[torch.Tensor], bool]) -> None:
+    sparse = [slot.name for slot in averages.engine.slots if slot.claimed and wanted(slot.param)]
+    if sparse:
+        raise TypeError(
+            f"the gradient of {sparse[0]!r} is sparse, and torch's clip_grad_norm_ takes dense gradients: wrap the "
+            "optimizer with sparse_as_dense=True"
+        )
 
 
 def clip_sharded(

@@ -8,39 +8,43 @@ Only for optimizers that work element by element: they may update one bucket now
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from overlap.core.bucket import Bucket, Slot
-from overlap.core.compiled import outside_compilation
+from overlap.core.feature import Policy
+from overlap.core.gates.compiled import outside_compilation
 from overlap.core.gathering import Transit
+from overlap.core.round import GradientChanged, Round
 from overlap.core.shards import shadow_of, unhooked_step
-from overlap.core.window import GradientChanged
 
 __all__ = ["DeferredUpdates"]
 
 
-class DeferredUpdates:
+class DeferredUpdates(Policy):
     """The user's optimizer, applied bucket by bucket with the hyper-parameters of ``step()``.
 
-    `settle(bucket)` awaits a reduction. With `poison`, parameters are NaN until they are updated, so that a missed wait
-    shows.
+    With `poison`, parameters are NaN until they are updated, so that a missed wait shows.
     """
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, transit: Transit, settle: Callable[[Bucket], None], *, poison: bool
-    ) -> None:
-        self._optimizer, self._transit, self._settle, self._poison = optimizer, transit, settle, poison
+    defers = True
+
+    def __init__(self, optimizer: torch.optim.Optimizer, round: Round, transit: Transit, *, poison: bool) -> None:
+        self._optimizer, self._round, self._transit, self._poison = optimizer, round, transit, poison
         self._step = unhooked_step(optimizer)
 
-    def leave(self, buckets: Iterable[Bucket]) -> None:
-        """In ``step()``: the update of each bucket is left to whoever needs it first."""
+    def arrive(self) -> None:
+        self._transit.arrive_all()
+
+    def leave(self, order: Sequence[Bucket]) -> bool:
+        """The update of each bucket is left to whoever needs it first."""
         groups = [{key: _noted(value) for key, value in group.items()} for group in self._optimizer.param_groups]
         shadow = shadow_of(self._optimizer)  # as it is now; the state it writes to is the optimizer's own
-        for bucket in buckets:
+        for bucket in order:
             self._leave(bucket, groups, shadow)
+        return True
 
     def _leave(self, bucket: Bucket, groups: list[dict[str, Any]], shadow: torch.optim.Optimizer) -> None:
         versions = {slot.index: slot.view._version for slot in bucket.slots if slot.view is not None}
@@ -60,7 +64,7 @@ class DeferredUpdates:
             for slot in bucket.slots:
                 _refuse_change(slot, versions[slot.index])
             with torch.inference_mode(False), torch.no_grad():
-                self._settle(bucket)
+                self._round.reduced(bucket)
             for slot in bucket.slots:
                 if slot.param.numel() == 0:
                     slot.unused = slot.index in empty

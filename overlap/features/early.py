@@ -34,21 +34,22 @@ did, and whether it could have done one more; the smallest count becomes the nex
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 
 from overlap.core.bucket import Bucket, Phase, Slot
+from overlap.core.feature import Policy
+from overlap.core.gates.holders import Strangers
 from overlap.core.gathering import Transit
-from overlap.core.owners import Strangers
+from overlap.core.round import Round
 from overlap.core.shards import ShardUpdate
-from overlap.core.window import GradientWindow
 from overlap.transport.communicator import Communicator, ReduceOp
 from overlap.transport.work import Work
 
-__all__ = ["EagerUpdates", "UpdatedEarly", "next_count", "spread"]
+__all__ = ["EarlyUpdates", "StepSkipped", "UpdatedEarly", "next_count", "spread"]
 
 _UNKNOWN = -1  # a rank's count for a step in which it handed over no gradient; it is the smallest
 
@@ -57,14 +58,30 @@ class UpdatedEarly(RuntimeError):
     """Something needs the parameters, gradients or state from before ``step()``; ``eager=True`` has changed them."""
 
 
-class EagerUpdates:
-    """Which buckets are updated before ``step()``, and how far that came. `locked` keeps the state from readers."""
+class StepSkipped(RuntimeError):
+    """Gradients were dropped after some of them had been used already (``eager=True``)."""
+
+
+class _States(Protocol):
+    def replacing(self) -> AbstractContextManager[None]:
+        """Around a replacement of the state that is no step."""
+
+
+class EarlyUpdates(Policy):
+    """Which buckets are updated before ``step()``, and how far that came. `states` keeps its readers away meanwhile."""
+
+    early = True
 
     def __init__(
-        self, comm: Communicator, optimizer: torch.optim.Optimizer, window: GradientWindow, transit: Transit
+        self,
+        comm: Communicator,
+        optimizer: torch.optim.Optimizer,
+        round: Round,
+        transit: Transit,
+        states: _States,
     ) -> None:
-        self._comm, self._optimizer, self._window, self._transit = comm, optimizer, window, transit
-        self.locked: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._comm, self._optimizer, self._round, self._transit = comm, optimizer, round, transit
+        self._states = states
         self._candidates: list[Bucket] = []
         self._chosen: list[Bucket] = []  # of this step
         self._last: Bucket | None = None
@@ -77,11 +94,11 @@ class EagerUpdates:
         self._counted: Work | None = None  # … while forward runs
         self._used: list[dict[str, Any]] = []  # the hyper-parameters of this window's updates
 
-    def follow(self, order: Sequence[Bucket], shards: ShardUpdate | None, reread: Iterable[Slot]) -> None:
+    def planned(self, order: Sequence[Bucket], shards: ShardUpdate | None, reread: Iterable[Slot]) -> None:
         """New buckets. Those with parameters in `reread`, and the last, which only ``step()`` reduces, are left to it."""
         late = {slot.bucket for slot in reread}
         if not self._looked:
-            self._begin()
+            self._begin_step()
         self._candidates = [bucket for bucket in order[:-1] if bucket.holds_parameters and bucket not in late]
         self._last = order[-1] if order else None
         self._shards = shards
@@ -92,7 +109,7 @@ class EagerUpdates:
     def _choose(self, count: int) -> None:
         self._chosen = [self._candidates[place] for place in spread(len(self._candidates), count)]
 
-    def _begin(self) -> None:
+    def _begin_step(self) -> None:
         """Before the first early update of a step: choose as many buckets as all ranks agreed on during forward."""
         work, self._counted = self._counted, None
         if work is not None:
@@ -103,13 +120,13 @@ class EagerUpdates:
                 self._choose(next_count(planned, possible, len(self._candidates)))
         self._looked = self._spare = False
 
-    def poll(self, bucket: Bucket) -> None:
+    def gradient(self, bucket: Bucket) -> None:
         """A gradient of `bucket` is there: update and send the next one, if the wire has nothing better to do."""
         done = len(self._updated)
         if not self._looked:
-            self._begin()
+            self._begin_step()
             self._looked = True
-        if bucket is self._last or not self._window.quiet:  # the last reduction, which everybody waits for, comes next
+        if bucket is self._last or not self._round.quiet:  # the last reduction, which everybody waits for, comes next
             return
         if done and not _arrived(self._chosen[done - 1]):
             return
@@ -126,8 +143,8 @@ class EagerUpdates:
     @torch.no_grad()
     def _update(self, bucket: Bucket) -> None:
         assert self._shards is not None, "candidates are updated in shards"
-        self._window.settle([bucket])
-        with self.locked():
+        self._round.settle([bucket])
+        with self._states.replacing():
             bucket.adopt(Strangers())
             self._shards.step(bucket)
         self._transit.send(bucket)
@@ -138,12 +155,12 @@ class EagerUpdates:
         if self._updated:
             _refuse_changes(self._used, _hyper_parameters(self._optimizer))
 
-    def finish(self) -> set[Bucket]:
+    def begin(self) -> Collection[Bucket]:
         """In ``step()``, on every rank: update the rest of the chosen; returns what needs no update any more."""
         if not self._candidates:
             return set()
         if not self._looked:
-            self._begin()
+            self._begin_step()
         self._count[0] = len(self._updated) + self._spare if self._looked else _UNKNOWN
         for bucket in self._chosen[len(self._updated) :]:
             self._update(bucket)
@@ -155,13 +172,21 @@ class EagerUpdates:
 
     def refuse(self, what: str) -> None:
         """Raise if the step is under way: a gradient arrived, here or elsewhere buckets may be updated already."""
-        if self._window.touched:
+        if self._round.touched:
             raise UpdatedEarly(
                 f"{what} between backward and step() cannot be had with eager=True, which updates parameters while "
                 "backward runs; call it after step(), or wrap the optimizer with eager=False"
             )
 
-    def refuse_read(self, slot: Slot) -> None:
+    def refuse_drop(self) -> None:
+        """Of a round with a gradient in its bucket: here or elsewhere, buckets may be updated already."""
+        if self._round.filled:
+            raise StepSkipped(
+                "gradients were dropped after backward() and before step(), but with eager=True some parameters are "
+                "updated already; call step() after every backward(), or wrap the optimizer with eager=False"
+            )
+
+    def read(self, slot: Slot) -> None:
         """A parameter is about to be handed out."""
         if slot.bucket in self._updated:
             raise UpdatedEarly(

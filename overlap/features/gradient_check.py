@@ -6,39 +6,74 @@ from collections.abc import Sequence
 
 import torch
 
+from overlap.core.bucket import Bucket
+from overlap.core.feature import Feature
+from overlap.core.round import gradient_changed
 from overlap.transport.native import changed_sample, take_samples
 
-__all__ = ["GradientCheck"]
+__all__ = ["GradientCheck", "Samples"]
 
 _SAMPLES = 8  # of each gradient
 
 
-class GradientCheck:
-    """Samples of gradients that lie in one flat buffer, on the CPU, and stay there while others are told of them.
-
-    Autograd's versions tell of changes, but not of those through ``p.grad.data`` or ``p.grad.numpy()``. What these change
-    may have been sent before, or not yet: ranks would average old and new values.
-    """
+class Samples:
+    """Of gradients that lie in one flat buffer, on the CPU."""
 
     def __init__(self, flat: torch.Tensor, starts: Sequence[int], numels: Sequence[int]) -> None:
-        self._flat, self._closed = flat, False
+        self._flat = flat
         spread = torch.arange(_SAMPLES, device="cpu")
         last = torch.tensor([max(numel - 1, 0) for numel in numels], device="cpu")[:, None]
         self._places = (torch.tensor(starts, device="cpu")[:, None] + last * spread // (_SAMPLES - 1)).flatten()
         self._kept = flat.new_empty(len(self._places))
 
-    def close(self) -> None:
-        """The gradients are all there, and sent as they are now."""
+    def take(self) -> None:
+        """The gradients are sent as they are now."""
         take_samples(self._kept, self._flat, self._places)
-        self._closed = True
-
-    def open(self) -> None:
-        """They may change."""
-        self._closed = False
 
     def broken(self) -> int | None:
-        """Which gradient was changed since :meth:`close`, by its samples."""
-        if not self._closed:
-            return None
+        """Which gradient was changed since :meth:`take`, by its samples."""
         changed = changed_sample(self._kept, self._flat, self._places)  # by its bits: a NaN is what it was
         return None if changed is None else changed // _SAMPLES
+
+
+class GradientCheck(Feature):
+    """Refuses gradients that were changed while others are told of them.
+
+    Autograd's versions tell of changes, but not of those through ``p.grad.data`` or ``p.grad.numpy()``. What these change
+    may have been sent before, or not yet: ranks would average old and new values. Of buckets on the CPU whose gradients
+    stay where they are.
+    """
+
+    def __init__(self) -> None:
+        self._samples: dict[Bucket, Samples] = {}
+        self._taken: list[Bucket] = []
+
+    def planned(self, order: Sequence[Bucket]) -> None:
+        known = self._samples
+        self._samples = {
+            bucket: known.get(bucket) or _samples(bucket)
+            for bucket in order
+            if bucket.holds_parameters and bucket.gradients.device.type == "cpu"
+        }
+        self._taken = [bucket for bucket in self._taken if bucket in self._samples]
+
+    def filled(self, bucket: Bucket) -> None:
+        samples = self._samples.get(bucket)
+        if samples is not None:
+            samples.take()
+            self._taken.append(bucket)
+
+    def verify(self) -> None:
+        for bucket in self._taken:
+            broken = self._samples[bucket].broken()
+            if broken is not None:
+                raise gradient_changed(bucket.slots[broken], "changed")
+
+    def ended(self) -> None:
+        self._taken.clear()
+
+
+def _samples(bucket: Bucket) -> Samples:
+    # A tensor without elements may start behind the last one; looking one earlier is harmless, it has no extent.
+    starts = [min(offset, bucket.spec.padded_numel - 1) for offset in bucket.spec.offsets]
+    return Samples(bucket.gradients, starts, [slot.param.numel() for slot in bucket.slots])

@@ -8,10 +8,13 @@ from typing import Any
 
 import torch
 
+from overlap.core.averages import Averages
 from overlap.core.engine import Engine
 from overlap.core.step import Stepper, hyper_parameters
-from overlap.features.averages import Averages
+from overlap.features.clipping import clip
 from overlap.features.join import CannotJoin, Word
+from overlap.features.join_rounds import JoinRounds
+from overlap.features.loss_scale import reveal_infinities
 
 __all__ = ["Follower"]
 
@@ -29,19 +32,20 @@ class Follower:
     def __init__(
         self,
         engine: Engine,
+        rounds: JoinRounds,
         averages: Averages,
         stepper: Stepper,
         optimizer: torch.optim.Optimizer,
         step: weakref.WeakMethod[Any],
     ) -> None:
-        self._engine, self._averages, self._stepper = engine, averages, stepper
+        self._engine, self._rounds, self._averages, self._stepper = engine, rounds, averages, stepper
         self._optimizer, self._step_of = optimizer, step
-        self.topic, self.ranks = engine.attendance.topic, engine.attendance.ranks
+        self.topic, self.ranks = rounds.topic, rounds.ranks
 
     @property
     def place(self) -> tuple[int, int]:
         """How many rounds are behind this rank, and what was said about the current one."""
-        return self._engine.attendance.place
+        return self._rounds.place
 
     @property
     def hyper_parameters(self) -> list[dict[str, Any]]:
@@ -56,7 +60,7 @@ class Follower:
     def obstacle(self) -> str:
         """Why nothing can be contributed now, or an empty string."""
         engine = self._engine
-        if engine.window.touched:
+        if engine.round.touched:
             return "gradients arrived there since its last step(): call step() or zero_grad() before join()"
         if engine.accumulating and any(slot.param.grad is not None for slot in engine.slots):
             return "gradients accumulated there under no_sync(): call step() or zero_grad() before join()"
@@ -92,11 +96,11 @@ class Follower:
         elif word.what == "clip":
             wanted = {id(self._engine.slots[index].param) for index in details["indices"]}
             limits = (details[key] for key in ("max_norm", "norm_type", "error_if_nonfinite"))
-            self._averages.clip(lambda param: id(param) in wanted, *limits)
+            clip(self._averages, lambda param: id(param) in wanted, *limits)
         elif word.what == "synchronize":
             self._averages.synchronize()
         elif word.what == "reveal":
-            self._averages.reveal_infinities()
+            reveal_infinities(self._averages)
         elif word.what == "infinite":  # a step in which a GradScaler found infinities: it is called, and skips
             self._step(None, True, None)
         elif word.what == "step":
@@ -117,21 +121,21 @@ class Follower:
 
     def _open(self, trainable: Sequence[int]) -> None:
         engine = self._engine
-        if not engine.attendance.hindered:
+        if not self._rounds.hindered:
             self._forget_gradients()
             for slot in engine.slots:
                 if slot.param.requires_grad is not (slot.index in trainable):
                     slot.param.requires_grad_(slot.index in trainable)  # unfrozen meanwhile, where training goes on
-        if engine.attendance.shared_order:
-            engine.attendance.open()
-            engine.window.flush()
+        if self._rounds.shared_order:
+            engine.participants.open()
+            engine.round.flush()
 
     def _start(self, call: str, trainable: Sequence[int]) -> None:
         engine = self._engine
-        if not engine.attendance.shared_order:
+        if not self._rounds.shared_order:
             self._open(trainable)
-        if engine.close(call) and engine.attendance.hindered:
-            engine.window.settle()  # raises, on every rank
+        if engine.close(call) and self._rounds.hindered:
+            engine.round.settle()  # raises, on every rank
 
     def _forget_gradients(self) -> None:
         """Of an earlier round: they would count."""

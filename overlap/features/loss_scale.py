@@ -17,12 +17,14 @@ from types import FrameType
 
 import torch
 
+from overlap.core.averages import Averages
 from overlap.core.bucket import Slot
-from overlap.features.sparse import values_of
+from overlap.core.round import Stage
 from overlap.transport.communicator import Communicator, ReduceOp
 from overlap.transport.cuda.math import inspect, prefers_inspect
+from overlap.transport.memory import values_of
 
-__all__ = ["any_nonfinite", "is_scaler_step", "is_unscaling", "show_infinity", "unscale"]
+__all__ = ["is_scaler_step", "is_unscaling", "reveal_infinities"]
 
 
 def is_unscaling(caller: FrameType) -> bool:
@@ -35,7 +37,27 @@ def is_scaler_step(caller: FrameType) -> bool:
     return caller.f_code.co_name == "step" and caller.f_globals.get("__name__") == "torch.amp.grad_scaler"
 
 
-def any_nonfinite(comm: Communicator, gradients: Iterable[torch.Tensor]) -> bool:
+@torch.no_grad()
+def reveal_infinities(averages: Averages) -> None:
+    """A GradScaler is about to look for infinities in ``.grad``: let every rank's show the verdict of all.
+
+    On every rank.
+    """
+    engine = averages.engine
+    engine.policy.refuse("a GradScaler's look at all gradients")
+    if averages.whole:
+        averages.synchronize("a GradScaler's step")
+    if averages.stage in (Stage.SYNCHRONIZED, Stage.SHOWN):
+        return
+    averages.settle("a GradScaler's step")
+    engine.participants.announce("reveal")
+    whole = [values_of(param.grad) for param in averages.alike() if param.grad is not None]
+    bad = _any_nonfinite(averages.comm, [*(b.reduced for b in engine.order if b.holds_parameters), *whole])
+    _show_infinity(bad, engine.slots)
+    engine.round.advance(Stage.SHOWN)
+
+
+def _any_nonfinite(comm: Communicator, gradients: Iterable[torch.Tensor]) -> bool:
     """Whether any rank holds an infinity or a NaN. On every rank of `comm`."""
     given = [gradient for gradient in gradients if gradient.numel()]
     on_device = [gradient for gradient in given if prefers_inspect(gradient)]
@@ -50,7 +72,7 @@ def any_nonfinite(comm: Communicator, gradients: Iterable[torch.Tensor]) -> bool
     return bool(flag)
 
 
-def show_infinity(bad: bool, slots: Sequence[Slot]) -> None:
+def _show_infinity(bad: bool, slots: Sequence[Slot]) -> None:
     """Write an infinity into some ``.grad`` if `bad`; have a ``.grad`` in any case, since a scaler insists on one.
 
     Sparse gradients show theirs by themselves: they are averages already, the same on every rank.
@@ -66,11 +88,3 @@ def show_infinity(bad: bool, slots: Sequence[Slot]) -> None:
     if bad:
         assert chosen.param.grad is not None
         chosen.param.grad[(0,) * chosen.param.dim()] = float("inf")
-
-
-def unscale(gradients: Iterable[torch.Tensor | None], scale: torch.Tensor) -> None:
-    """Divide by `scale` as GradScaler does: times its reciprocal in fp32, computed in fp64."""
-    inverse = scale.double().reciprocal().float()
-    for gradient in gradients:
-        if gradient is not None:
-            values_of(gradient).mul_(inverse.to(gradient.device))

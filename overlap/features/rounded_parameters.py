@@ -11,18 +11,35 @@ update, takes the parameter's value for it. A master that is not known is NaN, w
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
+from overlap.core.bucket import Slot
+from overlap.core.feature import Feature
 from overlap.transport.native import differ
 
-__all__ = ["Master", "check_gather_dtype"]
+__all__ = ["Master", "RoundedParameters", "check_gather_dtype"]
 
 _WIRES = (torch.bfloat16, torch.float16)
 _EXACT = (torch.float32, torch.float64)
 _SEGMENT = 2**17  # elements that are compared while they are in the cache
+
+
+class RoundedParameters(Feature):
+    """Looks at parameters that come later, or become another type: whether they can travel as `dtype`."""
+
+    def __init__(self, dtype: torch.dtype, optimizer: torch.optim.Optimizer) -> None:
+        self._dtype, self._optimizer = dtype, optimizer
+
+    def admit(self, slots: Sequence[Slot]) -> None:
+        named = ((slot.name, slot.param) for slot in slots)
+        check_gather_dtype(self._dtype, named, self._optimizer, sharding=True)
+
+    def master(self, parameters: torch.Tensor, own: slice) -> Master:
+        """Of a bucket's flat parameters; see :data:`overlap.core.bucket.MakeMaster`."""
+        return Master(parameters, own, self._dtype)
 
 
 class Master:

@@ -6,25 +6,48 @@ and gathers. Every rank then updates the whole parameter alike, with the user's 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
 from overlap.core.bucket import Slot
-from overlap.core.window import GradientChanged
+from overlap.core.feature import Feature
+from overlap.core.round import GradientChanged
 from overlap.core.wire import Exchange
 from overlap.transport.communicator import Communicator
 from overlap.transport.objects import allgather_object
 
-__all__ = ["average_sparse", "find_sparse", "refuse_sparse", "values_of"]
+__all__ = ["DenseGradients", "SparseGradients"]
 
 
-def values_of(gradient: torch.Tensor) -> torch.Tensor:
-    """The dense tensor that holds a gradient's numbers."""
-    return gradient._values() if gradient.layout is torch.sparse_coo else gradient
+class SparseGradients(Feature):
+    """Claims parameters whose gradients are sparse, and averages these when a round is closed.
+
+    `model` has the modules that are looked through; None where the user gave parameters.
+    """
+
+    def __init__(
+        self, comm: Communicator, slots: Sequence[Slot], exchange: Exchange, model: torch.nn.Module | None
+    ) -> None:
+        self._comm, self._slots, self._exchange, self._model = comm, slots, exchange, model
+
+    def claims(self, slots: Sequence[Slot]) -> Collection[int]:
+        return _find_sparse(self._comm, slots, self._model)
+
+    def closed(self, factor: Callable[[], float]) -> None:
+        _average(self._comm, self._slots, self._exchange, factor)
 
 
-def find_sparse(comm: Communicator, slots: Sequence[Slot], model: torch.nn.Module | None) -> set[int]:
+class DenseGradients(Feature):
+    """Makes sparse gradients dense ones, as ``sparse_as_dense`` asks."""
+
+    def gradient(self, slot: Slot) -> None:
+        gradient = slot.param.grad
+        if gradient is not None and gradient.layout is not torch.strided:
+            slot.param.grad = gradient.to_dense()
+
+
+def _find_sparse(comm: Communicator, slots: Sequence[Slot], model: torch.nn.Module | None) -> set[int]:
     """Indices of slots with sparse gradients: some rank has one, or a module of `model` announces it. On every rank."""
     mine = {s.index for s in slots if s.param.grad is not None and s.param.grad.layout is torch.sparse_coo}
     modules = () if model is None else model.modules()
@@ -39,23 +62,12 @@ def _announces(module: torch.nn.Module) -> bool:
     return isinstance(announced, int) and bool(announced)
 
 
-def refuse_sparse(slot: Slot) -> None:
-    """Raise ``TypeError`` where a gradient that travels in a bucket is not dense any more."""
-    if slot.param.grad is not None and slot.param.grad.layout is not torch.strided:
-        raise TypeError(
-            f"the gradient of {slot.name!r} has layout {slot.param.grad.layout}, and was dense or missing on all ranks "
-            "when the buckets were planned; wrap the optimizer with sparse_as_dense=True"
-        )
-
-
-def average_sparse(
-    comm: Communicator, slots: Sequence[Slot], exchange: Exchange, correction: Callable[[], float]
-) -> None:
+def _average(comm: Communicator, slots: Sequence[Slot], exchange: Exchange, correction: Callable[[], float]) -> None:
     """Make ``.grad`` of sparse slots the coalesced average, None where no rank has one. On every rank, once a window.
 
     `correction()` is asked for a further factor when every rank has said how many rows it has.
     """
-    todo = [slot for slot in slots if slot.sparse and not slot.filled]
+    todo = [slot for slot in slots if slot.claimed and not slot.filled]
     if not todo:
         return
     mine = [_coalesced(slot) for slot in todo]

@@ -11,9 +11,6 @@ from overlap.transport.work import Line
 
 __all__ = ["Standing", "Verdict", "behind", "verdict"]
 
-#: Messages between two ranks, whose others have no part in them: who waits for whom cannot be told by counting.
-_BETWEEN_TWO = frozenset({"send", "recv"})
-
 
 @travels
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,9 +59,7 @@ def verdict(standings: Sequence[Standing], seconds: float) -> Verdict:
 
 def behind(mine: Mapping[str, Line], others: Mapping[int, Mapping[str, Line]]) -> list[int]:
     """Ranks that have not come to an operation in which this rank waits, by its own lines and those of `others`."""
-    waits = {
-        name: line.oldest for name, line in mine.items() if line.unfinished and line.unfinished[0] not in _BETWEEN_TWO
-    }
+    waits = {name: line.oldest for name, line in mine.items() if line.unfinished}
     return sorted(
         rank
         for rank, lines in others.items()
@@ -79,6 +74,4 @@ def _may_end(lines: Sequence[Line]) -> bool:
         return False
     oldest = min(line.oldest for line in waiting)
     kinds = {line.unfinished[0] for line in waiting if line.oldest == oldest}
-    if kinds & _BETWEEN_TWO:
-        return True
     return len(kinds) == 1 and all(line.issued > oldest for line in lines)

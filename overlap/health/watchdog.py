@@ -243,7 +243,7 @@ class Watched(Protocol):
 
 
 class Names(Watched, Protocol):
-    """Where ranks ask for operations by name: see `overlap.horovod.runtime.Runtime`."""
+    """Where ranks ask for operations by name: see `overlap.horovod.controller.runtime.Runtime`."""
 
     def asked_by_others(self) -> Sequence[Awaited]: ...
     @property

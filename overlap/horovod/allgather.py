@@ -8,16 +8,40 @@ from typing import Any, NamedTuple
 import torch
 
 from overlap.horovod.allreduce import grouped_allreduce
-from overlap.horovod.asking import ask, operation_name, runtime
-from overlap.horovod.moving import Allgather
-from overlap.horovod.operation import Group, Only, Operation
-from overlap.horovod.pending import Pending
+from overlap.horovod.controller.enqueue import enqueue, operation_name, runtime
+from overlap.horovod.controller.operation import Group, Only, Operation, Pending
+from overlap.horovod.controller.request import Kind, Request, Response
 from overlap.horovod.reduction import Average
-from overlap.horovod.request import Kind, Request
-from overlap.horovod.staging import spec_of, tensors_of
+from overlap.horovod.tensors import plain, spec_of, tensors_of
 from overlap.job.process_set import ProcessSet, global_process_set
+from overlap.transport.communicator import Work
 
-__all__ = ["allgather", "allgather_async", "grouped_allgather", "grouped_allgather_async"]
+__all__ = ["Allgather", "allgather", "allgather_async", "grouped_allgather", "grouped_allgather_async"]
+
+
+class Allgather(Operation):
+    """Every rank's rows, one rank after the other."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = list(tensors)
+        self._buffers = [plain(tensor) for tensor in tensors]
+        self._outputs: list[torch.Tensor] = []
+        self.rows: tuple[tuple[int, ...], ...] = ()
+        """How many rows came from each rank, for every tensor; known with the result."""
+
+    def start(self, response: Response, group: Group) -> list[Work]:
+        self.rows = response.rows
+        works = []
+        for buffer, rows in zip(self._buffers, response.rows, strict=True):
+            output = buffer.new_empty((sum(rows), *buffer.shape[1:]))
+            row_numel = buffer.shape[1:].numel()
+            counts = [count * row_numel for count in rows]
+            works.append(group.members.all_gather_async(buffer, output, counts=counts, label=response.request.name))
+            self._outputs.append(output)
+        return works
+
+    def result(self) -> list[torch.Tensor]:
+        return [output.to(tensor.device) for output, tensor in zip(self._outputs, self._tensors, strict=True)]
 
 
 class _Call(NamedTuple):
@@ -31,7 +55,7 @@ class _Call(NamedTuple):
             operation = Allgather(members)
             return Request(Kind.ALLGATHER, name, group.number, specs), Only(operation) if single else operation
 
-        return ask(Kind.ALLGATHER, self.name, self.process_set, prepare)
+        return enqueue(Kind.ALLGATHER, self.name, self.process_set, prepare)
 
 
 def _call(name: str | None, process_set: ProcessSet, *, group: bool = False) -> _Call:

@@ -7,12 +7,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from overlap.horovod.asking import ask, operation_name, runtime
-from overlap.horovod.moving import Alltoall
-from overlap.horovod.operation import Group, Operation
-from overlap.horovod.pending import Pending
-from overlap.horovod.request import Kind, Request, Response
-from overlap.horovod.staging import spec_of, tensors_of
+from overlap.horovod.controller.enqueue import enqueue, operation_name, runtime
+from overlap.horovod.controller.operation import Group, Operation, Pending
+from overlap.horovod.controller.request import Kind, Request, Response
+from overlap.horovod.tensors import plain, spec_of, tensors_of
 from overlap.job.process_set import ProcessSet, global_process_set
 from overlap.transport.communicator import Work
 
@@ -21,20 +19,35 @@ __all__ = ["alltoall", "alltoall_async"]
 _Splits = torch.Tensor | Sequence[int] | None
 
 
-class _WithSplits(Operation):
-    """Says in the form of the caller's splits how many rows came from each rank."""
+class _Alltoall(Operation):
+    """Rows for every rank, and rows from every rank."""
 
     def __init__(self, tensor: torch.Tensor, splits: _Splits) -> None:
-        self._alltoall, self._splits = Alltoall(tensor), splits
+        self._tensor, self._buffer, self._splits = tensor, plain(tensor), splits
+        self._output = self._buffer
+        self._received: list[int] = []
 
     def start(self, response: Response, group: Group) -> list[Work]:
-        return self._alltoall.start(response, group)
+        me = group.index
+        row_numel = self._buffer.shape[1:].numel()
+        self._received = [splits[me] for splits in response.splits]
+        self._output = self._buffer.new_empty((sum(self._received), *self._buffer.shape[1:]))
+        send_counts = [count * row_numel for count in response.splits[me]]
+        recv_counts = [count * row_numel for count in self._received]
+        work = group.members.all_to_all_async(
+            self._buffer,
+            self._output,
+            send_counts=send_counts,
+            recv_counts=recv_counts,
+            label=response.request.name,
+        )
+        return [work]
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
-        output, received = self._alltoall.result()
-        if isinstance(self._splits, torch.Tensor):
-            return output, torch.tensor(received, dtype=self._splits.dtype, device=self._splits.device)
-        return output, torch.tensor(received, dtype=torch.int32, device="cpu")
+        """The rows, and how many of them came from each rank, in the form of the caller's splits."""
+        given = self._splits
+        dtype, device = (given.dtype, given.device) if isinstance(given, torch.Tensor) else (torch.int32, "cpu")
+        return self._output.to(self._tensor.device), torch.tensor(self._received, dtype=dtype, device=device)
 
 
 def _rows(tensor: torch.Tensor, splits: _Splits, size: int) -> tuple[int, ...]:
@@ -64,9 +77,9 @@ class _Call(NamedTuple):
             (member,) = tensors_of("alltoall", [tensor])
             rows = _rows(member, self.splits, group.size)
             request = Request(Kind.ALLTOALL, name, group.number, (spec_of(member),), splits=rows)
-            return request, _WithSplits(member, self.splits)
+            return request, _Alltoall(member, self.splits)
 
-        return ask(Kind.ALLTOALL, self.name, self.process_set, prepare)
+        return enqueue(Kind.ALLTOALL, self.name, self.process_set, prepare)
 
 
 class _Differentiable(torch.autograd.Function):

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from overlap.horovod.allreduce import allreduce
-from overlap.horovod.asking import ask, operation_name, runtime
-from overlap.horovod.moving import Broadcast
-from overlap.horovod.operation import Group, Only, Operation
-from overlap.horovod.pending import Pending
+from overlap.horovod.controller.enqueue import enqueue, operation_name, runtime
+from overlap.horovod.controller.operation import Group, Only, Operation, Pending
+from overlap.horovod.controller.request import Kind, Request, Response
 from overlap.horovod.reduction import Average
-from overlap.horovod.request import Kind, Request
-from overlap.horovod.staging import spec_of, tensors_of
+from overlap.horovod.tensors import own_copy, plain, put_back, spec_of, tensors_of
 from overlap.job.process_set import ProcessSet, global_process_set
+from overlap.transport.communicator import Work
 
 __all__ = ["broadcast", "broadcast_", "broadcast_async", "broadcast_async_", "broadcast_group", "check_root"]
 
@@ -32,20 +31,52 @@ def check_root(root_rank: int, group: Group) -> int:
     return root
 
 
+class _Broadcast(Operation):
+    """The root's tensors, in place of this rank's or as new ones."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], *, in_place: bool) -> None:
+        self._tensors, self._in_place = list(tensors), in_place
+        self._buffers = [plain(tensor) if in_place else own_copy(tensor) for tensor in tensors]
+        self._is_root = False
+
+    def start(self, response: Response, group: Group) -> list[Work]:
+        root = group.ranks.index(response.request.root)
+        self._is_root = root == group.index
+        name = response.request.name
+        return [group.members.broadcast_async(buffer, root, label=name) for buffer in self._buffers]
+
+    def result(self) -> list[torch.Tensor]:
+        if not self._in_place:
+            pairs = zip(self._buffers, self._tensors, strict=True)
+            return [buffer.to(tensor.device) for buffer, tensor in pairs]
+        for buffer, tensor in zip(self._buffers, self._tensors, strict=True):
+            if not self._is_root and buffer.data_ptr() != tensor.data_ptr():
+                put_back(tensor, buffer)
+        return self._tensors
+
+
 class _Call(NamedTuple):
     root: int
     name: str
     process_set: ProcessSet
 
-    def start(self, tensors: Sequence[torch.Tensor], labels: Sequence[str], *, in_place: bool, single: bool) -> Pending:
+    def start(self, tensor: torch.Tensor, *, in_place: bool) -> Pending:
+        return self.start_group(lambda: [("", tensor)], in_place=in_place, single=True)
+
+    def start_group(
+        self, named: Callable[[], Sequence[tuple[str, torch.Tensor]]], *, in_place: bool = True, single: bool = False
+    ) -> Pending:
+        """`named` gives labels and tensors; where it raises, the operation is refused on every rank."""
+
         def prepare(name: str, group: Group) -> tuple[Request, Operation]:
-            members = tensors_of("broadcast", tensors)
-            specs = tuple(spec_of(tensor, label) for tensor, label in zip(members, labels, strict=True))
+            pairs = named()
+            members = tensors_of("broadcast", [tensor for _, tensor in pairs])
+            specs = tuple(spec_of(tensor, label) for tensor, (label, _) in zip(members, pairs, strict=True))
             request = Request(Kind.BROADCAST, name, group.number, specs, root=check_root(self.root, group))
-            operation = Broadcast(members, in_place=in_place)
+            operation = _Broadcast(members, in_place=in_place)
             return request, Only(operation) if single else operation
 
-        return ask(Kind.BROADCAST, self.name, self.process_set, prepare)
+        return enqueue(Kind.BROADCAST, self.name, self.process_set, prepare)
 
 
 def _call(root_rank: int, name: str | None, process_set: ProcessSet) -> _Call:
@@ -58,7 +89,7 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, tensor: torch.Tensor) -> torch.Tensor:
         ctx.call = call
-        result: torch.Tensor = call.start([tensor], [""], in_place=False, single=True).wait()
+        result: torch.Tensor = call.start(tensor, in_place=False).wait()
         return result
 
     @staticmethod
@@ -86,7 +117,7 @@ def broadcast_async(
 ) -> int:
     """As :func:`broadcast`, not differentiable; returns at once a handle for ``poll`` and ``synchronize``."""
     call = _call(root_rank, name, process_set)
-    return runtime().handles.give(call.start([tensor], [""], in_place=False, single=True))
+    return runtime().handles.give(call.start(tensor, in_place=False))
 
 
 def broadcast_(
@@ -94,7 +125,7 @@ def broadcast_(
 ) -> torch.Tensor:
     """Overwrite `tensor` with the root's, and return it; autograd does not see it."""
     call = _call(root_rank, name, process_set)
-    result: torch.Tensor = call.start([tensor], [""], in_place=True, single=True).wait()
+    result: torch.Tensor = call.start(tensor, in_place=True).wait()
     return result
 
 
@@ -103,10 +134,12 @@ def broadcast_async_(
 ) -> int:
     """As :func:`broadcast_`; `tensor` belongs to the operation until ``synchronize`` has had the handle."""
     call = _call(root_rank, name, process_set)
-    return runtime().handles.give(call.start([tensor], [""], in_place=True, single=True))
+    return runtime().handles.give(call.start(tensor, in_place=True))
 
 
-def broadcast_group(tensors: Sequence[torch.Tensor], labels: Sequence[str], root_rank: int) -> None:
-    """Overwrite all `tensors` with the root's as one operation; all ranks have to give the same labels."""
-    call = _call(root_rank, None, global_process_set)
-    call.start(tensors, labels, in_place=True, single=False).wait()
+def broadcast_group(named: Callable[[], Sequence[tuple[str, torch.Tensor]]], root_rank: int) -> None:
+    """Overwrite all tensors that `named` gives with the root's as one operation; all ranks have to give the same labels.
+
+    What `named` raises is raised here, and told to the other ranks.
+    """
+    _call(root_rank, None, global_process_set).start_group(named).wait()

@@ -1,21 +1,24 @@
-"""Beginning and end of a job, this process's place in it, and what it was built with."""
+"""Beginning and end of a job, this process's place in it, its process sets, and what it was built with."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch.distributed
 
 import comm_core
-from overlap.horovod.asking import attach
-from overlap.horovod.errors import NotInitialized
-from overlap.horovod.process_sets import add_process_set
+from overlap.horovod.allreduce import stand_in
+from overlap.horovod.controller.enqueue import attach, runtime, telling_others
+from overlap.horovod.controller.errors import NotInitialized
+from overlap.horovod.controller.operation import Nothing
+from overlap.horovod.controller.request import Kind, Request
 from overlap.job import session
-from overlap.job.process_set import ProcessSet
+from overlap.job.process_set import ProcessSet, global_process_set
 from overlap.job.session import Session, is_initialized, shutdown
 
 __all__ = [
+    "add_process_set",
     "ccl_built",
     "cross_rank",
     "cross_size",
@@ -33,10 +36,13 @@ __all__ = [
     "mpi_threads_supported",
     "nccl_built",
     "rank",
+    "remove_process_set",
     "rocm_built",
     "shutdown",
     "size",
 ]
+
+_SETS = "process set"  # what requests about them are called
 
 
 def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None) -> Session:
@@ -55,7 +61,7 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
         raise ValueError(f"process_sets should be a list of ProcessSet or 'dynamic' and is {process_sets!r}")
     wanted = None if isinstance(comm, list | tuple | range) else comm
     started = session.init(wanted)
-    attach(started)
+    attach(started, stand_in)
     if wanted is not comm and len(comm) > 0 and sorted(comm) != list(range(started.comm.size)):
         raise ValueError(
             f"comm={list(comm)} names some of {started.comm.size} ranks; start only those, or pass "
@@ -65,6 +71,38 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
         if process_set.process_set_id is None:
             add_process_set(process_set)
     return started
+
+
+def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
+    """Register a set, or one made of these ranks, and return it. On every rank of the job, members or not.
+
+    Raises :class:`Mismatch`, a ``ValueError`` and a ``HorovodInternalError``, on every rank when ranks disagree, when some
+    are not in the job or when there is such a set already, and ``ValueError`` for a set that is registered.
+    """
+    found = runtime()
+    with telling_others(Kind.ADD_PROCESS_SET, _SETS, global_process_set):
+        wanted = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+        if wanted.process_set_id is not None:
+            raise ValueError(f"{wanted} is registered already")
+    request = Request(Kind.ADD_PROCESS_SET, _SETS, ranks=tuple(wanted.ranks or ()))
+    found.remember(found.submit(request, Nothing()).wait(), wanted)
+    return wanted
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Forget a set; what is under way in it fails. On every rank of the job.
+
+    Returns False, and does nothing, for a set that is not registered and for the set of all ranks.
+    """
+    found = runtime()
+    with telling_others(Kind.REMOVE_PROCESS_SET, _SETS, global_process_set):
+        if not isinstance(process_set, ProcessSet):
+            raise TypeError(f"process_set should be a ProcessSet and is {type(process_set).__name__}")
+    if not process_set.process_set_id:
+        return False
+    request = Request(Kind.REMOVE_PROCESS_SET, _SETS, ranks=tuple(process_set.ranks or ()))
+    found.forget(found.submit(request, Nothing()).wait())
+    return True
 
 
 def _session() -> Session:

@@ -2,20 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
+from comm_core import ReduceOp
 from overlap.horovod.allgather import grouped_allgather
-from overlap.horovod.asking import operation_name, runtime
-from overlap.horovod.reduction import Average, Sum
-from overlap.horovod.reduction_call import ReductionCall
-from overlap.horovod.request import Kind
+from overlap.horovod.controller.enqueue import operation_name, runtime
+from overlap.horovod.controller.operation import Group, Operation, Pending
+from overlap.horovod.controller.request import Kind, Response
+from overlap.horovod.reduction import Average, ReductionCall, Sum, divide_, on_the_wire, wire_dtype
+from overlap.horovod.tensors import own_copy, plain, scale_
 from overlap.job.process_set import ProcessSet, global_process_set
+from overlap.transport.checks import balanced_split
+from overlap.transport.communicator import Work
 from overlap.transport.compression import Compression, Compressor
 
 __all__ = ["grouped_reducescatter", "grouped_reducescatter_async", "reducescatter", "reducescatter_async"]
+
+
+class _ReduceScatter(Operation):
+    """Reduces tensors and leaves each rank its rows; the first ranks get one more where rows do not divide."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], op: ReduceOp, prescale: float, postscale: float) -> None:
+        self._tensors, self._op = list(tensors), op
+        self._prescale, self._postscale = prescale, postscale
+        self._buffers = [plain(tensor) if prescale == 1.0 else own_copy(tensor) for tensor in tensors]
+        self._outputs: list[torch.Tensor] = []
+        self._divisors: list[int] = []
+
+    def start(self, response: Response, group: Group) -> list[Work]:
+        works = []
+        for staged in self._buffers:
+            scale_(staged, self._prescale)
+            buffer = staged.to(wire_dtype(staged.dtype, self._op))
+            rows = balanced_split(buffer.shape[0], group.size)
+            row_numel = buffer.shape[1:].numel()
+            output = buffer.new_empty((rows[group.index], *buffer.shape[1:]))
+            counts = [count * row_numel for count in rows]
+            op, divisor = on_the_wire(self._op, buffer.dtype, group.size)
+            name = response.request.name
+            works.append(group.members.reduce_scatter_async(buffer, output, op, counts=counts, label=name))
+            self._outputs.append(output)
+            self._divisors.append(divisor)
+        return works
+
+    def result(self) -> list[torch.Tensor]:
+        for output, divisor in zip(self._outputs, self._divisors, strict=True):
+            divide_(output, divisor)
+            scale_(output, self._postscale)
+        return [
+            output.to(tensor.device, tensor.dtype) for output, tensor in zip(self._outputs, self._tensors, strict=True)
+        ]
+
+
+class _Call(ReductionCall):
+    __slots__ = ()
+
+    def start(self, tensors: Iterable[torch.Tensor], *, single: bool = False) -> Pending:
+        return self.enqueue(tensors, _ReduceScatter, single=single)
 
 
 def _call(
@@ -26,22 +72,22 @@ def _call(
     postscale: float,
     *,
     group: bool = False,
-) -> ReductionCall:
+) -> _Call:
     found = operation_name(Kind.REDUCESCATTER, name, process_set, group=group)
-    return ReductionCall(Kind.REDUCESCATTER, found, op, None, prescale, postscale, process_set)
+    return _Call(Kind.REDUCESCATTER, found, op, None, prescale, postscale, process_set)
 
 
 class _Differentiable(torch.autograd.Function):
     """The gradients of all ranks' rows, one rank after the other; as in Horovod, of a sum times the number of ranks."""
 
     @staticmethod
-    def forward(ctx: Any, call: ReductionCall, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, call: _Call, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.call = call
         return tuple(call.start(tensors).wait())
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        call: ReductionCall = ctx.call
+        call: _Call = ctx.call
         factor = call.prescale * call.postscale
         if call.differentiable_op() is Sum:
             factor *= runtime().group(call.process_set).size

@@ -10,10 +10,10 @@ import torch
 
 from comm_core import ReduceOp
 from overlap.horovod.allgather import allgather_async
-from overlap.horovod.asking import telling_others
+from overlap.horovod.controller.enqueue import runtime, telling_others
+from overlap.horovod.controller.request import Kind
 from overlap.horovod.reduction import resolve
-from overlap.horovod.request import Kind
-from overlap.horovod.waiting import synchronize
+from overlap.horovod.synchronization import synchronize
 from overlap.job.process_set import ProcessSet, global_process_set
 
 __all__ = ["sparse_allreduce_async"]
@@ -27,21 +27,20 @@ def sparse_allreduce_async(
     Returns, as in Horovod, a function: calling it waits, and gives an uncoalesced sparse tensor of the same shape. On
     every rank of `process_set`. Raises ``ValueError`` for another layout or another `op`.
     """
-    names = [f"{name}.{part}" for part in ("indices", "values", "ranks")]
-    with ExitStack() as refused:  # of all three, as the others wait for all: the average's is the last
-        for part in names if op in (None, ReduceOp.AVG) else names[:2]:
+    names = [f"{name}.{part}" for part in ("indices", "values")]
+    with ExitStack() as refused:  # of both, as the others wait for both
+        for part in names:
             refused.enter_context(telling_others(Kind.ALLGATHER, part, process_set))
         wanted = _checked(tensor, op)
     source = tensor.detach()
     indices = allgather_async(source._indices().t().contiguous(), names[0], process_set)
     values = allgather_async(source._values(), names[1], process_set)
-    # One from every rank that has not joined: an average is over these, and each may have no row at all.
-    ranks = allgather_async(torch.ones(1, device="cpu"), names[2], process_set) if wanted is ReduceOp.AVG else None
+    size = runtime().group(process_set).size
 
     def result() -> torch.Tensor:
         found = synchronize(values)
-        if ranks is not None:
-            found = found / synchronize(ranks).numel()
+        if wanted is ReduceOp.AVG:
+            found = found / size
         return torch.sparse_coo_tensor(synchronize(indices).t(), found, source.shape, check_invariants=False)
 
     return result

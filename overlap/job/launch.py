@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-__all__ = ["BACKEND_VARIABLE", "Launch", "LaunchError", "Launcher", "detect", "rank_in"]
+__all__ = ["BACKEND_VARIABLE", "Launch", "LaunchError", "Launcher", "adopted", "detect", "rank_in"]
 
 BACKEND_VARIABLE = "DEAR_BACKEND"
 
@@ -112,6 +112,23 @@ def detect(environ: Mapping[str, str]) -> Launch:
             "understands: start with dearrun, mpirun, horovodrun --mpi or torchrun"
         )
     return mpi or torchrun or Launch(Launcher.SINGLE)
+
+
+def adopted(launch: Launch, rank: int, size: int) -> Launch:
+    """The launch of a process that is rank `rank` of `size` in an initialised torch.distributed world (pure).
+
+    Raises :class:`LaunchError` where its launcher tells another story.
+    """
+    if launch.launcher is Launcher.SINGLE:
+        forced = launch.source.startswith(BACKEND_VARIABLE)
+        source = f"torch.distributed, initialised by the script (world size {size})"
+        return launch if forced else Launch(Launcher.TORCHRUN, rank, size, source=source)
+    if (launch.rank, launch.size) != (rank, size):
+        raise LaunchError(
+            f"{launch.source} makes this process rank {launch.rank} of {launch.size}, and the script has initialised "
+            f"torch.distributed as rank {rank} of {size}: give init_process_group() the launcher's numbers, or leave it out"
+        )
+    return launch
 
 
 def rank_in(environ: Mapping[str, str]) -> int:

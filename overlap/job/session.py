@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import multiprocessing
 import os
 import socket
 import sys
@@ -20,7 +21,7 @@ from overlap.health.stacks import is_front_door
 from overlap.health.watchdog import Watchdog
 from overlap.job import logs, settings
 from overlap.job.channels import Channels
-from overlap.job.launch import BACKEND_VARIABLE, Launch, Launcher, LaunchError, detect, rank_in
+from overlap.job.launch import BACKEND_VARIABLE, Launch, Launcher, LaunchError, adopted, detect, rank_in
 from overlap.job.registry import Registry
 from overlap.job.services import Issuer, Participant, Service
 from overlap.job.settings import SettingError, Settings
@@ -47,6 +48,8 @@ if torch.distributed.is_available():
     import torch.distributed.nn.functional
 
 log = logging.getLogger("dear")
+
+_RANKS_PROCESS = "DEAR_RANK_PROCESS"  # the environment variable by which processes that a rank starts know of it
 
 
 class Session:
@@ -79,7 +82,7 @@ class Session:
         )
         self.services: dict[str, Service] = {}  # closed on shutdown while all ranks still answer
         self.issuers: dict[str, Issuer] = {}  # closed once optimizers have finished
-        self.participants: list[Participant] = []  # what join() of the facade drives; see overlap.horovod.runtime
+        self.participants: list[Participant] = []  # what join() drives; see overlap.horovod.synchronization
         self._adopted: list[Communicator] = []
         self.registry = Registry(self.control, self.peer_queries)
         self.channels = Channels(self.control, self.watchdog.watch, self.registry.abandoned, self._forget)
@@ -170,9 +173,14 @@ def _connect(launch: Launch, comm: Any) -> Communicator:
         return comm
     if comm is not None and hasattr(comm, "py2f"):
         return NativeCommunicator(comm_core.mpi(comm))
+    if _is_process_group(comm):
+        from overlap.transport.torch.communicator import connect
+
+        return connect(comm)
     if comm is not None:
         raise TypeError(
-            f"comm should be an mpi4py communicator or an overlap Communicator and is {type(comm).__name__}"
+            "comm should be an mpi4py communicator, a process group of torch.distributed or an overlap Communicator and "
+            f"is {type(comm).__name__}"
         )
     if launch.launcher is Launcher.MPI:
         if launch.size > 1 and not comm_core.mpi_available():
@@ -189,10 +197,30 @@ def _connect(launch: Launch, comm: Any) -> Communicator:
     return NativeCommunicator(comm_core.local())
 
 
+def _is_process_group(comm: Any) -> bool:
+    return torch.distributed.is_available() and isinstance(comm, torch.distributed.ProcessGroup)
+
+
+def _refuse_helpers() -> None:
+    """Raise :class:`LaunchError` in a process that a rank has started by multiprocessing, which runs the script again."""
+    rank = os.environ.get(_RANKS_PROCESS, str(os.getpid()))
+    # While it runs the script's top level, it does not know of its parent yet; multiprocessing itself looks at this.
+    importing = getattr(multiprocessing.current_process(), "_inheriting", False)
+    if (importing or multiprocessing.parent_process() is not None) and rank != str(os.getpid()):
+        raise LaunchError(
+            f"init() was called in a helper process of a rank (process {rank}), such as a DataLoader worker started by "
+            "spawn or forkserver: it runs the script's top level again. Put the script's own work, init() included, "
+            "under if __name__ == '__main__':"
+        )
+
+
 def _told(environ: Mapping[str, str]) -> tuple[Settings, Launch]:
     """What the environment says. What is wrong with it ends a script that does not catch it with one line."""
     try:
-        return settings.read(environ), detect(environ)
+        launch, world = detect(environ), None
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        return settings.read(environ), launch if world is None else adopted(launch, *world)
     except (SettingError, LaunchError) as error:
         failures.say_in_one_line(error, rank_in(environ))
         raise
@@ -214,8 +242,11 @@ def init(comm: Any = None) -> Session:
     """Join the job that started this process. On every rank; calling it again changes nothing.
 
     Args:
-        comm: an mpi4py communicator or an ``overlap.transport.communicator.Communicator`` to use instead of what the
-            launcher says.
+        comm: an mpi4py communicator, a process group of torch.distributed or an
+            ``overlap.transport.communicator.Communicator`` to use instead of what the launcher says.
+
+    A script that has initialised torch.distributed by itself, in processes that no launcher knows (``mp.spawn``), gets that
+    world.
 
     Raises :class:`overlap.job.launch.LaunchError` when launcher and communicator disagree about the size of the job: a job
     never silently trains N copies of rank 0. Raises :class:`overlap.job.settings.SettingError` for an environment variable
@@ -225,6 +256,7 @@ def init(comm: Any = None) -> Session:
     global _session, _process
     if _session is not None:
         return _session
+    _refuse_helpers()
     wanted, launch = _told(os.environ)
     connected = _connected(launch, comm)
     if comm is None and connected.size != launch.size and launch.launcher is not Launcher.SINGLE:
@@ -236,6 +268,7 @@ def init(comm: Any = None) -> Session:
             f"another launcher inside that job ({BACKEND_VARIABLE}=torch: torchrun)"
         )
     _session, _process = Session(connected, launch, wanted), os.getpid()
+    os.environ[_RANKS_PROCESS] = str(_process)
     atexit.register(shutdown)
     return _session
 
@@ -273,6 +306,7 @@ def shutdown() -> None:
         return
     atexit.unregister(shutdown)
     session, _session = _session, None
+    os.environ.pop(_RANKS_PROCESS, None)
     if _process == os.getpid():  # a forked child has no part in what its parent does with the other ranks
         failures.say_what_is_under_way(session.comm.rank, session.comm.size)
         session.close()

@@ -11,30 +11,46 @@ from dataclasses import dataclass
 
 import torch
 
-from overlap.core.attendance import Attendance
+from overlap.core.averages import Averages
+from overlap.core.bucket import Slot
+from overlap.core.buckets.arrangement import Arrangement
+from overlap.core.buckets.planner import Planner
+from overlap.core.closing import Closing
 from overlap.core.engine import Engine
+from overlap.core.feature import Feature, Policy
+from overlap.core.gathering import Transit
+from overlap.core.round import Round
+from overlap.core.shards import ShardUpdate
 from overlap.core.step import Stepper
-from overlap.core.strategy import Strategy
 from overlap.core.wire import Exchange
-from overlap.features.averages import Averages
+from overlap.features import torch_clipping
+from overlap.features.by_loss import step_by_loss
+from overlap.features.deferred import DeferredUpdates
+from overlap.features.early import EarlyUpdates
+from overlap.features.gradient_check import GradientCheck
 from overlap.features.join import joined_ranks_of
-from overlap.features.rounded_parameters import check_gather_dtype
+from overlap.features.join_rounds import JoinRounds
+from overlap.features.rounded_parameters import RoundedParameters, check_gather_dtype
+from overlap.features.same_data import SameData
+from overlap.features.sparse import DenseGradients, SparseGradients
 from overlap.job.devices import fit_out
 from overlap.job.groups import Membership, membership
 from overlap.job.process_set import global_process_set
 from overlap.job.session import Session
 from overlap.optimizer.arguments import HorovodArguments, check_passes, feasible, parse_groups
 from overlap.optimizer.memory_check import check_memory
-from overlap.optimizer.start import agree_on_terms, collect_slots, synchronize_start, terms_of
+from overlap.optimizer.param_groups import Wrapped
+from overlap.optimizer.start import agree_on_terms, collect_slots, refuse_other_wrappers, synchronize_start, terms_of
+from overlap.plan.groups import Groups
 from overlap.plan.plan import Updates
+from overlap.plan.strategy import Strategy
 from overlap.state.elementwise import decides_by_loss, is_elementwise, is_per_parameter
 from overlap.state.full_state import FullState, exporter
 from overlap.state.shard_state import ShardState
 from overlap.state.share import StateShare
 from overlap.transport.communicator import Communicator
-from overlap.transport.work import arrive
 
-__all__ = ["Assembly", "Ownership", "build"]
+__all__ = ["Assembly", "Ownership", "build", "features_of"]
 
 
 log = logging.getLogger("dear")
@@ -47,7 +63,9 @@ class Assembly:
     comm: Communicator
     everyone: Communicator
     model: torch.nn.Module | None
+    wrapped: Wrapped
     engine: Engine
+    rounds: JoinRounds
     averages: Averages
     stepper: Stepper
     full_state: FullState
@@ -69,25 +87,12 @@ def build(
 ) -> Assembly:
     """What `shell` consists of; see :class:`.DistributedOptimizer` for the arguments. On every rank."""
     check_passes(arguments.backward_passes_per_step)
-    elementwise = is_elementwise(optimizer) if elementwise is None else elementwise
-    if per_parameter is not None and strategy.updates is not Updates.OWNED:
-        raise ValueError(
-            f"per_parameter={per_parameter} is about strategies that give whole parameters to ranks (oss), and strategy "
-            f"{strategy.name!r} does not; elementwise=True promises that an optimizer may be applied to slices"
-        )
-    if per_parameter is None:
-        per_parameter = elementwise or is_per_parameter(optimizer)
-    by_loss = decides_by_loss(optimizer) and not per_parameter
-    updates = feasible(strategy.updates, optimizer, elementwise, arguments.compression, per_parameter=per_parameter)
-    if strategy.updates is Updates.OWNED and updates is Updates.WHOLE and session.comm.rank == 0:
-        log.warning(
-            "strategy %r keeps all optimizer state on every rank: %s",
-            strategy.name,
-            _why_whole(optimizer, per_parameter),
-        )
+    torch_clipping.install()
+    updates, by_loss = _updates(session, optimizer, strategy, arguments, elementwise, per_parameter)
     model = named_parameters if isinstance(named_parameters, torch.nn.Module) else None
     named = None if isinstance(named_parameters, torch.nn.Module) else named_parameters
     slots = collect_slots(optimizer, model, named)
+    refuse_other_wrappers(model, slots)
     check_memory(slots, updates, session.comm.rank)
     session.registry.take_over([slot.param for slot in slots])
     groups = parse_groups(arguments.num_groups, arguments.groups, slots)
@@ -102,43 +107,131 @@ def build(
     if not everybody:
         agree_on_terms(hosts.comm, terms)
     members = fit_out(session, hosts, [(slot.name, slot.param) for slot in slots], _why_not_on_a_gpu(strategy))
-    comm = members.comm
-    exchange = Exchange(arguments.compression, arguments.op, arguments.gradient_predivide_factor, comm.size)
     if sync_start:
         synchronize_start(members.everyone, optimizer, model, slots)
-    pairs = ((slot.name, slot.param) for slot in slots if slot.param.requires_grad)
-    check_gather_dtype(strategy.gather_dtype, pairs, optimizer, sharding=updates.in_shards)
-    attendance = Attendance(comm, members.ranks, joined_ranks_of(session))
-    states = ShardState(comm, optimizer)
-    engine = Engine(
-        members.reductions,
-        members.gathers,
-        members.calls,
+    poisoned = session.poison if poison is None else poison
+    assembly = _assemble(
+        session,
         optimizer,
         model,
         slots,
         strategy,
-        exchange,
-        attendance,
-        states,
-        groups=groups,
-        sparse_as_dense=arguments.sparse_as_dense,
-        passes=arguments.backward_passes_per_step,
-        updates=updates,
-        poison=session.poison if poison is None else poison,
+        arguments,
+        members,
+        updates,
+        groups,
+        by_loss=by_loss,
+        poison=poisoned,
     )
-    topic = attendance.topic = session.registry.register(shell, Ownership(engine))
+    topic = session.registry.register(shell, Ownership(assembly.engine, assembly.wrapped))
+    assembly.rounds.enroll(topic)
     session.channels.hold((*hosts.reductions, *hosts.gathers, hosts.calls, hosts.everyone), topic)
+    assembly.full_state.share.serve(topic, exporter(assembly.engine))
+    return assembly
+
+
+def _updates(
+    session: Session,
+    optimizer: torch.optim.Optimizer,
+    strategy: Strategy,
+    arguments: HorovodArguments,
+    elementwise: bool | None,
+    per_parameter: bool | None,
+) -> tuple[Updates, bool]:
+    """How updates run, and whether the optimizer may decide by the loss. What is lost thereby is said on rank 0."""
+    elementwise = is_elementwise(optimizer) if elementwise is None else elementwise
+    if per_parameter is not None and strategy.updates is not Updates.OWNED:
+        raise ValueError(
+            f"per_parameter={per_parameter} is about strategies that give whole parameters to ranks (oss), and strategy "
+            f"{strategy.name!r} does not; elementwise=True promises that an optimizer may be applied to slices"
+        )
+    if per_parameter is None:
+        per_parameter = elementwise or is_per_parameter(optimizer)
+    updates = feasible(strategy.updates, optimizer, elementwise, arguments.compression, per_parameter=per_parameter)
+    if strategy.updates.in_shards and updates is Updates.WHOLE and session.comm.rank == 0:
+        divisible = per_parameter if strategy.updates is Updates.OWNED else elementwise
+        why = _why_whole(strategy, optimizer, divisible)
+        log.warning("strategy %r keeps all optimizer state on every rank: %s", strategy.name, why)
+    return updates, decides_by_loss(optimizer) and not per_parameter
+
+
+def _assemble(
+    session: Session,
+    optimizer: torch.optim.Optimizer,
+    model: torch.nn.Module | None,
+    slots: list[Slot],
+    strategy: Strategy,
+    arguments: HorovodArguments,
+    members: Membership,
+    updates: Updates,
+    groups: Groups,
+    *,
+    by_loss: bool,
+    poison: bool,
+) -> Assembly:
+    """The parts, from the lowest up: each is given those below it. Communicates nothing."""
+    comm, dtype = members.comm, strategy.gather_dtype
+    exchange = Exchange(arguments.compression, arguments.op, arguments.gradient_predivide_factor, comm.size)
+    pairs = ((slot.name, slot.param) for slot in slots if slot.param.requires_grad)
+    check_gather_dtype(dtype, pairs, optimizer, sharding=updates.in_shards)
+    rounded = None if dtype is None else RoundedParameters(dtype, optimizer)
+    features = features_of(comm, slots, model, exchange, rounded, sparse_as_dense=arguments.sparse_as_dense)
     others = [rank for rank in members.ranks if rank != session.comm.rank]
-    share = StateShare(others, session.peer_queries, topic, exporter(engine))
-    engine.arrangement.changing = share.updating
-    if engine.eager is not None:
-        engine.eager.locked = share.replacing
-    averages = Averages(engine)
-    stepper = Stepper(engine, averages, optimizer, share, by_loss=by_loss)
-    return Assembly(
-        comm, members.everyone, model, engine, averages, stepper, FullState(engine, optimizer, share, states)
+    share = StateShare(others, session.peer_queries)
+    states = ShardState(comm, optimizer, share)
+    planner = Planner(
+        comm,
+        optimizer,
+        slots,
+        strategy,
+        groups,
+        ShardUpdate(optimizer, whole=updates is Updates.OWNED) if updates.in_shards else None,
+        states,
+        exchange,
+        lanes=len(members.reductions),
+        make_master=None if rounded is None else rounded.master,
     )
+    transit = Transit(members.gathers, poison=poison)
+    rounds = JoinRounds(comm, members.ranks, joined_ranks_of(session), slots, shared_order=not strategy.ordered)
+    round = Round(
+        planner,
+        members.reductions,
+        exchange,
+        transit,
+        rounds,
+        features,
+        passes=arguments.backward_passes_per_step,
+        hold_last=updates.in_shards,  # [Note: nobody overtakes a step]
+        ordered=strategy.ordered,
+        deferred=updates is Updates.DEFERRED,
+    )
+    policy = Policy()
+    if updates is Updates.EAGER:
+        policy = EarlyUpdates(comm, optimizer, round, transit, share)
+    elif updates is Updates.DEFERRED:
+        policy = DeferredUpdates(optimizer, round, transit, poison=poison)
+    arrangement = Arrangement(comm, planner, round, transit, states, policy, features)
+    closing = Closing(members.calls, round, arrangement, rounds, policy, features)
+    engine = Engine(model, planner, transit, round, arrangement, closing, rounds, policy, features)
+    wrapped = Wrapped(optimizer, engine, gated=updates is not Updates.WHOLE)
+    averages = Averages(engine, comm)
+    stepper = Stepper(engine, averages, optimizer, states, step_by_loss if by_loss else None)
+    full_state = FullState(engine, optimizer, states)
+    return Assembly(comm, members.everyone, model, wrapped, engine, rounds, averages, stepper, full_state)
+
+
+def features_of(
+    comm: Communicator,
+    slots: list[Slot],
+    model: torch.nn.Module | None,
+    exchange: Exchange,
+    rounded: RoundedParameters | None,
+    *,
+    sparse_as_dense: bool,
+) -> tuple[Feature, ...]:
+    """All that may take part in the steps of one optimizer, in the order in which each moment is told to them."""
+    sparse = DenseGradients() if sparse_as_dense else SparseGradients(comm, slots, exchange, model)
+    return (SameData(comm), sparse, GradientCheck(), *(() if rounded is None else (rounded,)))
 
 
 def _why_not_on_a_gpu(strategy: Strategy) -> str:
@@ -150,25 +243,26 @@ def _why_not_on_a_gpu(strategy: Strategy) -> str:
     )
 
 
-def _why_whole(optimizer: torch.optim.Optimizer, per_parameter: bool) -> str:
-    if per_parameter:
+def _why_whole(strategy: Strategy, optimizer: torch.optim.Optimizer, divisible: bool) -> str:
+    if divisible:
         return "a compression of your own needs whole gradients; Compression.fp16 and .bf16 do not"
-    return (
-        f"{type(optimizer).__name__} is not known to update each parameter from its own gradient and state alone "
-        "(per_parameter=True promises that it does)"
-    )
+    if strategy.updates is Updates.OWNED:
+        what, promise = "parameter from its own gradient and state alone", "per_parameter"
+    else:
+        what, promise = "element from its own gradient and state alone", "elementwise"
+    return f"{type(optimizer).__name__} is not known to update each {what} ({promise}=True promises that it does)"
 
 
 class Ownership:
     """The engine's hold on its parameters; see :class:`overlap.job.registry.Owner`, which this is."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, wrapped: Wrapped) -> None:
+        self._engine, self._wrapped = engine, wrapped
         self._gone = False
 
     @property
     def unfinished(self) -> bool:
-        return self._engine.window.touched or self._engine.window.dropped
+        return self._engine.round.touched or self._engine.round.dropped
 
     def has(self, parameters: Sequence[torch.Tensor]) -> bool:
         engine = self._engine
@@ -182,13 +276,9 @@ class Ownership:
             "was made later, here or on another rank; step that one, and give every parameter to one optimizer"
         )
         if unfinished:
-            self._engine.window.flush()
+            self._engine.round.flush()
         self.retire()
 
     def retire(self) -> None:
-        self._engine.transit.arrive_all()
-        for bucket in self._engine.order:  # of a backward pass that no step followed
-            if bucket.work is not None:
-                arrive(bucket.work)
-                bucket.work = None
-        self._engine.detach()
+        self._engine.retire()
+        self._wrapped.remove()

@@ -11,10 +11,11 @@ from typing import Any, Protocol
 import torch
 
 from overlap.core.bucket import Bucket
-from overlap.core.strategy import Strategy
+from overlap.core.round import Stage
+from overlap.features.clipping import clip
 from overlap.features.join import joined_ranks_of
 from overlap.features.join_follower import Follower
-from overlap.features.loss_scale import is_scaler_step, is_unscaling
+from overlap.features.loss_scale import is_scaler_step, is_unscaling, reveal_infinities
 from overlap.job.groups import Membership
 from overlap.job.session import Session, current
 from overlap.optimizer.arguments import HorovodArguments, check_passes
@@ -22,6 +23,7 @@ from overlap.optimizer.assembly import build
 from overlap.optimizer.own_methods import guarded
 from overlap.optimizer.start import collect_slots, synchronize_start
 from overlap.plan.plan import Plan
+from overlap.plan.strategy import Strategy
 from overlap.state.live_state import replace_state, state_of
 
 __all__ = ["DistributedOptimizer", "Study"]
@@ -91,7 +93,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         )
         self._optimizer, self._model, self._comm = optimizer, parts.model, parts.comm
         self._engine, self._averages, self._everyone = parts.engine, parts.averages, parts.everyone
-        self._stepper, self._full_state = parts.stepper, parts.full_state
+        self._stepper, self._full_state, self._wrapped = parts.stepper, parts.full_state, parts.wrapped
         for name, value in vars(optimizer).items():
             if name.startswith("_optimizer_"):  # step and state_dict hooks, registered on either, run once
                 setattr(self, name, value)
@@ -99,14 +101,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._studies: list[Study] = []
         self._inside_skip_synchronize = False
         step = weakref.WeakMethod(self._step_as_told)
-        self._follower = Follower(self._engine, self._averages, self._stepper, optimizer, step)
+        self._follower = Follower(self._engine, parts.rounds, self._averages, self._stepper, optimizer, step)
         joined_ranks_of(current()).enroll(self._follower)
 
     # - Looks like the user's optimizer
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        if is_unscaling(sys._getframe(1)) and not self._averages.infinities_shown:
+        if is_unscaling(sys._getframe(1)) and self._averages.stage is not Stage.SHOWN:
             self._averages.synchronize()  # [Note: one verdict on infinities]
         return self._optimizer.param_groups
 
@@ -114,7 +116,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
         self._engine.transit.arrive_all()
         self._optimizer.param_groups = groups
-        self._engine.wrapped.guard()
+        self._wrapped.guard()
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
@@ -123,8 +125,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     @property
     def state(self) -> Any:  # type: ignore[override]
         """The optimizer's state by parameter; of sharded parameters, the part this rank holds (1-D tensors of slices)."""
-        if self._engine.deferred is not None:
-            self._engine.transit.arrive_all()
+        self._engine.policy.arrive()
         return state_of(self._optimizer, self._engine.shards)
 
     @state.setter
@@ -135,12 +136,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_optimizer" not in self.__dict__:
             raise AttributeError(name)
-        return guarded(self._optimizer, name, lambda: self._engine.local)
+        return guarded(self._optimizer, name, lambda: self._wrapped.local)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
         if is_scaler_step(sys._getframe(1)):
-            self._averages.reveal_infinities()  # [Note: one verdict on infinities]
+            reveal_infinities(self._averages)  # [Note: one verdict on infinities]
         return True
 
     def __repr__(self) -> str:
@@ -171,9 +172,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._studies.append(study)
         self.register_step_post_hook(study)  # type: ignore[arg-type]
 
+    # - Names of Horovod's own that its scripts use
+
+    @property
+    def _parameter_names(self) -> dict[torch.nn.Parameter, str]:
+        return {slot.param: slot.name for slot in self._engine.slots}
+
+    @property
+    def _requires_update(self) -> set[torch.nn.Parameter]:
+        """Those whose gradients are averaged, as they are now; Horovod's set is of when the optimizer was made."""
+        return {slot.param for slot in self._engine.slots if slot.param.requires_grad}
+
     @property
     def backward_passes_per_step(self) -> int:
-        return self._engine.window.passes
+        return self._engine.round.passes
 
     def wraps(self, optimizer: object) -> bool:
         """Whether `optimizer` is the one that was given to this one."""
@@ -182,7 +194,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Change the number of backward passes per step. Between steps, on every rank."""
         check_passes(passes)
-        self._engine.window.passes = passes
+        self._engine.round.passes = passes
 
     def replan(self, strategy: Strategy) -> None:
         """Go on with other buckets: `strategy`'s. Parameters and state stay what they are, bit for bit.
@@ -202,7 +214,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters: they take rank 0's values, and buckets of their own in the next step. On every rank."""
-        self._averages.refuse("add_param_group()")
+        self._engine.policy.refuse("add_param_group()")
         self._engine.closing.meet("add_param_group()")
         self._engine.transit.arrive_all()
         self._optimizer.add_param_group(param_group)
@@ -214,9 +226,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch. After a backward whose step was skipped, it completes what is in flight and forgets it."""
         self._engine.zero_grad(zeros=not set_to_none)
-        if self._engine.deferred is not None and not set_to_none:
-            self._engine.transit.arrive_all()  # zeros would be written into what is still being reduced
-        with self._engine.wrapped.unwatched():
+        if not set_to_none:
+            self._engine.policy.arrive()  # zeros would be written into what is still being reduced
+        with self._wrapped.unwatched():
             self._optimizer.zero_grad(set_to_none)
 
     # - The step
@@ -235,15 +247,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         # A GradScaler leaves its scale here (None where it has unscaled) and what it found.
         found_inf, scale = vars(self).get("found_inf"), vars(self).get("grad_scale")
         if found_inf is not None and found_inf > 0:
-            self._engine.attendance.announce("infinite")
+            self._engine.participants.announce("infinite")
             self._engine.closing.drop_everywhere()
             return None
+        self._wrapped.follow(in_parts=self._engine.shards is not None or self._engine.policy.defers)
         result = self._stepper.step(closure, scale, self._check_synchronized)
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers built on the inner optimizer ask
         return result
 
     def _check_synchronized(self) -> None:
-        if self._inside_skip_synchronize and self._engine.local:
+        if self._inside_skip_synchronize and self._wrapped.local:
             raise RuntimeError("inside skip_synchronize() the gradients are local still: call synchronize() before it")
 
     # - Between backward and step, and after it
@@ -263,12 +276,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
         After ``step()``: parameters become final, also for those who hold them outside their modules. On every rank, those
         too that had no batch: which of the two it is, they find out together.
         """
-        self._averages.refuse("synchronize()")  # before any wait: others may issue their all-gathers in step() only
+        self._engine.policy.refuse(
+            "synchronize()"
+        )  # before any wait: others may issue their all-gathers in step() only
         self._engine.transit.arrive_all()
-        if self._averages.synchronized:
-            return
-        if self._engine.closing.ask(self._engine.holds_gradients, "synchronize()"):
+        if self._has_local_gradients("synchronize()"):
             self._averages.synchronize()
+
+    def _has_local_gradients(self, call: str) -> bool:
+        """Whether any rank has gradients that no step has used and that are not averages in ``.grad``. On every rank."""
+        if self._averages.stage is Stage.SYNCHRONIZED:
+            return False
+        return self._engine.closing.ask(self._engine.holds_gradients, call)
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -289,12 +308,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Returns the norm before clipping, the same on every rank. Shards are clipped where they lie.
         """
-        return self._averages.clip(lambda _param: True, max_norm, norm_type, error_if_nonfinite)
+        return clip(self._averages, lambda _param: True, max_norm, norm_type, error_if_nonfinite)
 
     def _clip(
         self, wanted: Callable[[torch.Tensor], bool], max_norm: float, norm_type: float, error_if_nonfinite: bool
     ) -> torch.Tensor:
-        return self._averages.clip(wanted, max_norm, norm_type, error_if_nonfinite)
+        return clip(self._averages, wanted, max_norm, norm_type, error_if_nonfinite)
 
     # - While others have data
 
@@ -313,9 +332,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         With a `gather_dtype`, ``["master"]`` beside the state holds exact parameters by number, where they are known.
         """
-        self._averages.refuse("state_dict()")
-        if self._engine.deferred is not None:
-            self._engine.transit.arrive_all()
+        self._engine.policy.refuse("state_dict()")
+        self._engine.policy.arrive()
         return self._full_state.collect()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -324,8 +342,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         With a `gather_dtype`, exact parameters come from ``state_dict["master"]`` where the model's, loaded before or
         after, are those rounded; elsewhere the model's count. Without one, the model's count everywhere.
         """
-        self._averages.refuse("load_state_dict()")
-        self._engine.attendance.refuse("load_state_dict()")
+        self._engine.policy.refuse("load_state_dict()")
+        self._engine.participants.refuse("load_state_dict()")
         self._engine.transit.arrive_all()
         self._full_state.load(state_dict)
 
@@ -334,4 +352,4 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         ``shutdown()`` calls it, with the names of communicators on which some ranks have issued more than others.
         """
-        self._stepper.finish(given_up)
+        self._engine.finish(given_up)

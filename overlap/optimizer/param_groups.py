@@ -5,35 +5,38 @@ Which parameter belongs to which group of the user's optimizer, where a script e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 from overlap.core.bucket import Slot
-from overlap.core.gates import GroupGates, listed
-from overlap.core.gathering import Transit
+from overlap.core.engine import Engine
+from overlap.core.gates.gates import GroupGates, listed
+from overlap.core.round import Stage
 from overlap.optimizer.own_methods import refuse_direct_steps
 
 __all__ = ["Roster", "Wrapped"]
 
 
 class Wrapped:
-    """Watches `optimizer`, whose parameters `slots` are; its groups hand them out when they have come through `transit`.
+    """Watches `optimizer`, whose parameters are those of `engine`. With `gated`, its groups wait before they hand them out.
 
-    Its own ``step()`` is refused while gradients are `local`.
+    Its own ``step()`` is refused while gradients are local.
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        slots: Sequence[Slot],
-        transit: Transit | None,
-        local: Callable[[], bool],
-    ) -> None:
-        self._roster = Roster(optimizer, slots)
-        self._gates = None if transit is None else GroupGates(optimizer, transit)
-        self._direct = refuse_direct_steps(optimizer, local)
+    def __init__(self, optimizer: torch.optim.Optimizer, engine: Engine, *, gated: bool) -> None:
+        self._engine = weakref.ref(engine)
+        self._roster = Roster(optimizer, engine.slots)
+        self._gates = GroupGates(optimizer, engine.transit) if gated else None
+        self._direct = refuse_direct_steps(optimizer, lambda: self.local)
+
+    @property
+    def local(self) -> bool:
+        """Whether gradients arrived since the last step that ``synchronize()`` has not averaged."""
+        engine = self._engine()
+        return engine is not None and engine.holds_gradients and engine.round.stage is not Stage.SYNCHRONIZED
 
     def follow(self, *, in_parts: bool) -> None:
         """In a step: see :meth:`overlap.optimizer.param_groups.Roster.follow`."""

@@ -12,18 +12,26 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from overlap.core.bucket import Slot, line
-from overlap.core.strategy import Strategy
+from overlap.core.gates.holders import holders
 from overlap.job.session import current
 from overlap.optimizer.arguments import HorovodArguments
 from overlap.plan.groups import Groups
 from overlap.plan.plan import Updates
+from overlap.plan.strategy import Strategy
 from overlap.plan.tuning.options import Tuning
 from overlap.state.optimizer_state import broadcast_optimizer_state
 from overlap.transport.broadcast import broadcast_tensors
 from overlap.transport.communicator import Communicator
 from overlap.transport.objects import allgather_object, compare
 
-__all__ = ["agree_on_strategy", "agree_on_terms", "collect_slots", "synchronize_start", "terms_of"]
+__all__ = [
+    "agree_on_strategy",
+    "agree_on_terms",
+    "collect_slots",
+    "refuse_other_wrappers",
+    "synchronize_start",
+    "terms_of",
+]
 
 
 def collect_slots(
@@ -34,11 +42,18 @@ def collect_slots(
 ) -> list[Slot]:
     """One slot per distinct parameter of the optimizer, in the order of its groups; `known` ones are kept.
 
-    Raises ``ValueError`` for duplicate names, for pairs that are none, and when names are given but not for all.
+    Raises ``ValueError`` for duplicate names, for pairs that are none, when names are given but not for all, and for a
+    model that has none of the parameters.
     """
     names: dict[int, str] = {}
     if model is not None:
         names = {id(param): name for name, param in model.named_parameters()}
+        mine = [param for group in optimizer.param_groups for param in group["params"]]
+        if mine and names and not any(id(param) in names for param in mine):
+            raise ValueError(
+                f"none of the optimizer's {len(mine)} parameters is one of the {len(names)} of the {type(model).__name__}: "
+                "give the model whose parameters the optimizer holds (was it converted or copied in between?)"
+            )
     elif named_parameters is not None:
         pairs = list(named_parameters)
         if any(not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], str) for pair in pairs):
@@ -70,6 +85,25 @@ def collect_slots(
     if not slots:
         raise ValueError("the optimizer has no parameters")
     return slots
+
+
+def refuse_other_wrappers(model: torch.nn.Module | None, slots: Sequence[Slot]) -> None:
+    """Raise ``TypeError`` where something else splits the batch, or averages the gradients, of the same parameters."""
+    around: list[torch.nn.Module] = []
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        around = holders([slots[0].param])  # also what the script has put around the model since
+    for module in (*(() if model is None else model.modules()), *around):
+        if isinstance(module, torch.nn.DataParallel):
+            raise TypeError(
+                "the model is in torch.nn.DataParallel, which trains on several devices from one process: dear needs one "
+                "process per device. Hand over model.module and start them by `dearrun -np N python script.py`"
+            )
+        if isinstance(module, torch.nn.parallel.DistributedDataParallel):
+            raise TypeError(
+                "the model is in DistributedDataParallel, which averages its gradients already: use one of both. Hand over "
+                "the model before it is wrapped (model.module), and take DistributedDataParallel away; a framework's "
+                "Trainer that wraps it by itself has to be told not to"
+            )
 
 
 def _signature(optimizer: torch.optim.Optimizer, slots: Sequence[Slot]) -> list[str]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+
 import torch
 
 __all__ = ["SCALAR_STATE", "is_elementwise", "is_per_parameter"]
 
-# Exact types: a subclass may do anything. For these, updating a slice of a flattened parameter gives, bit for bit, that
-# slice of the whole update, so the work and the state can be split between ranks (ZeRO-1's memory at no extra traffic).
+# Updating a slice of a flattened parameter gives, bit for bit, that slice of the whole update, so the work and the state
+# can be split between ranks (ZeRO-1's memory at no extra traffic).
 _ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
     {
         torch.optim.ASGD,
@@ -33,19 +35,46 @@ _PER_PARAMETER = _ELEMENTWISE | {
 SCALAR_STATE = frozenset({"step", "mu", "mu_product", "eta"})
 
 
+# What a subclass may have of its own and still update as its base: how it is made, and what it is called. The rest is
+# what Python adds to every class.
+_HARMLESS = frozenset(
+    ("__init__", "__repr__", "__doc__", "__module__", "__qualname__", "__annotations__", "__annotate_func__")
+    + ("__dict__", "__weakref__", "__slots__", "__firstlineno__", "__static_attributes__")
+)
+
+
+def base_of(optimizer: torch.optim.Optimizer) -> type:
+    """The type whose update `optimizer` makes: the first one in its order of bases that has something of its own to say.
+
+    A subclass counts as its base where it overrides neither ``step`` nor anything else but its construction.
+    """
+    kind: type = type(optimizer)
+    for base in kind.__mro__:
+        own = set(vars(base)) - _HARMLESS
+        if base in _PER_PARAMETER or not own <= {"step"} or ("step" in own and not _inherited(base)):
+            return base
+    return kind
+
+
+def _inherited(kind: type) -> bool:
+    """Whether ``step`` stands in `kind` as torch puts it there, around that of its base."""
+    above = next((vars(base)["step"] for base in kind.__mro__[1:] if "step" in vars(base)), None)
+    return above is not None and inspect.unwrap(vars(kind)["step"]) is inspect.unwrap(above)
+
+
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     """Whether `optimizer` may be applied to slices. ``differentiable=True`` builds a graph through whole parameters."""
-    return type(optimizer) in _ELEMENTWISE and not _differentiable(optimizer)
+    return base_of(optimizer) in _ELEMENTWISE and not _differentiable(optimizer)
 
 
 def is_per_parameter(optimizer: torch.optim.Optimizer) -> bool:
     """Whether `optimizer` may be applied to some of the parameters at a time, each of them whole."""
-    return type(optimizer) in _PER_PARAMETER and not _differentiable(optimizer)
+    return base_of(optimizer) in _PER_PARAMETER and not _differentiable(optimizer)
 
 
 def decides_by_loss(optimizer: torch.optim.Optimizer) -> bool:
     """Whether `optimizer` may look at what a closure returns, and call it again: LBFGS, and whom we do not know."""
-    return type(optimizer) not in _PER_PARAMETER
+    return base_of(optimizer) not in _PER_PARAMETER
 
 
 def _differentiable(optimizer: torch.optim.Optimizer) -> bool:

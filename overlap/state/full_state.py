@@ -12,7 +12,6 @@ from overlap.core.engine import Engine
 from overlap.state.masters import MASTER, numbered, taken, unnumbered
 from overlap.state.pieces import PieceState, assemble
 from overlap.state.shard_state import ShardState, agrees, export
-from overlap.state.share import StateShare
 
 __all__ = ["FullState", "exporter"]
 
@@ -20,10 +19,9 @@ __all__ = ["FullState", "exporter"]
 class FullState:
     """The state of the user's `optimizer` in torch's own format."""
 
-    def __init__(
-        self, engine: Engine, optimizer: torch.optim.Optimizer, share: StateShare, placement: ShardState
-    ) -> None:
-        self._engine, self._optimizer, self._share, self._placement = engine, optimizer, share, placement
+    def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, placement: ShardState) -> None:
+        self._engine, self._optimizer = engine, optimizer
+        self._placement, self.share = placement, placement.share
 
     def collect(self) -> dict[str, Any]:
         """See :meth:`overlap.optimizer.distributed.DistributedOptimizer.state_dict`."""
@@ -31,7 +29,7 @@ class FullState:
         if engine.shards is None:
             return optimizer.state_dict()
         full: dict[torch.Tensor, dict[str, Any]] = {}
-        loaded = self._share.loaded
+        loaded = self.share.loaded
         if loaded is not None:  # [Note: who has loaded by when]
             if not agrees(engine.shards, loaded):
                 raise RuntimeError(
@@ -41,7 +39,7 @@ class FullState:
                 )
             full = {engine.slots[index].param: _cloned(state) for index, state in loaded.items()}
         elif not engine.learning:
-            full = assemble(engine.slots, self._share.collect(), whole=engine.shards.whole)
+            full = assemble(engine.slots, self.share.collect(), whole=engine.shards.whole)
         masters = {**self._placement.loaded, **taken(full)}
         state = optimizer.state
         whole = dict(state)
@@ -60,10 +58,10 @@ class FullState:
         engine, optimizer = self._engine, self._optimizer
         rounding = engine.strategy.gather_dtype is not None
         masters = unnumbered(optimizer, state_dict.get("master", {})) if rounding else {}
-        with self._share.loading():
+        with self.share.loading():
             optimizer.load_state_dict(state_dict)
             if engine.shards is not None and not engine.learning:
-                self._share.loaded = self._keep(masters)
+                self.share.loaded = self._keep(masters)
             for bucket in engine.order:
                 if bucket.holds_parameters:
                     self._placement.cut(engine.sharded, bucket, optimizer.state)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, MutableMapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from overlap.state.held import held, put_master
 from overlap.state.masters import MASTER
 from overlap.state.pieces import PieceState, part_of, same_state, to_cpu
 from overlap.state.reshard import move_state
+from overlap.state.share import StateShare
 from overlap.transport.communicator import Communicator
 from overlap.transport.memory import to_flat
 
@@ -20,10 +22,13 @@ __all__ = ["ShardState", "agrees", "export"]
 
 
 class ShardState:
-    """What becomes of an optimizer's state where buckets come and go: :class:`overlap.core.shards.StatePlacement`."""
+    """What becomes of an optimizer's state where buckets come and go: :class:`overlap.core.feature.StatePlacement`.
 
-    def __init__(self, comm: Communicator, optimizer: torch.optim.Optimizer) -> None:
-        self._comm, self._optimizer = comm, optimizer
+    `share` gives it to other ranks.
+    """
+
+    def __init__(self, comm: Communicator, optimizer: torch.optim.Optimizer, share: StateShare) -> None:
+        self._comm, self._optimizer, self.share = comm, optimizer, share
         self.loaded: dict[torch.Tensor, torch.Tensor] = {}  # masters of parameters that are in no bucket yet
 
     def placed(self, shards: ShardUpdate, bucket: Bucket) -> None:
@@ -31,6 +36,9 @@ class ShardState:
 
     def moved(self, order: Iterable[Bucket], old: ShardUpdate, new: ShardUpdate) -> None:
         move_state(self._comm, order, old, new)
+
+    def updating(self) -> AbstractContextManager[None]:
+        return self.share.updating()
 
     def cut(self, shards: ShardUpdate, bucket: Bucket, full: MutableMapping[torch.Tensor, Any]) -> None:
         """Keep this rank's slices of the full state, and drop the rest of it from `full`."""

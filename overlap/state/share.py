@@ -29,17 +29,20 @@ _ANSWER_SECONDS = 600.0
 class StateShare:
     """Counts steps; exports this rank's share between updates; collects everybody's."""
 
-    def __init__(
-        self, others: Sequence[int], peer_queries: PeerQueries, topic: str, export: Callable[[], PieceState]
-    ) -> None:
+    def __init__(self, others: Sequence[int], peer_queries: PeerQueries) -> None:
         self._others = list(others)  # ranks in the job
-        self._peer_queries, self._topic, self._export = peer_queries, topic, export
+        self._peer_queries, self._topic = peer_queries, ""
+        self._export: Callable[[], PieceState] = dict
         self._changed = threading.Condition()
         self._steps = 0
         # From load_state_dict() to the next update: [Note: who has loaded by when].
         self._before: PieceState | None = None
         self.loaded: dict[int, dict[str, Any]] | None = None  # by slot: parameters must not be kept alive here
-        peer_queries.on(topic, self._answer)
+
+    def serve(self, topic: str, export: Callable[[], PieceState]) -> None:
+        """From now on answer the other ranks' questions about `topic` by what `export` gives."""
+        self._topic, self._export = topic, export
+        self._peer_queries.on(topic, self._answer)
 
     @contextmanager
     def updating(self) -> Iterator[None]:

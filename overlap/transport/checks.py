@@ -14,9 +14,6 @@ import torch
 
 from comm_core import InvalidUsage, ReduceOp, Unsupported
 
-#: The highest tag of send and recv.
-MAX_TAG = 1023
-
 #: What comm_core reduces and moves.
 WIRE_DTYPES = frozenset(
     (
@@ -110,12 +107,6 @@ def check_timeout(what: str, timeout: float | None) -> float | None:
     if not timeout >= 0:
         raise InvalidUsage(f"{what}: timeout is {timeout}; pass seconds, 0 or more, or None to wait for ever")
     return None if timeout > threading.TIMEOUT_MAX else float(timeout)
-
-
-def check_tag(what: str, tag: int) -> None:
-    """Refuse a tag outside what every backend can carry."""
-    if not 0 <= tag <= MAX_TAG:
-        raise InvalidUsage(f"{what}: tag {tag} is not between 0 and {MAX_TAG}")
 
 
 def resolve_counts(what: str, name: str, counts: Sequence[int] | None, total: int, size: int) -> list[int]:

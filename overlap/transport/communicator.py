@@ -158,14 +158,6 @@ class Communicator(ABC):
         """Send part i of `send` to rank i and receive part j of `recv` from rank j. Without counts: equal parts."""
 
     @abstractmethod
-    def send_async(self, tensor: torch.Tensor, peer: int, tag: int = 0, *, label: str = "") -> Work:
-        """Send to `peer`, where a receive with the same tag (0 to 1023) and size takes it, in order per tag."""
-
-    @abstractmethod
-    def recv_async(self, tensor: torch.Tensor, peer: int, tag: int = 0, *, label: str = "") -> Work:
-        """Receive from `peer` what it sends with the same tag and size."""
-
-    @abstractmethod
     def barrier_async(self, *, label: str = "") -> Work:
         """Done once every rank has issued it."""
 
@@ -304,14 +296,6 @@ class Communicator(ABC):
     ) -> None:
         """`all_to_all_async` and `wait`."""
         self.all_to_all_async(send, recv, send_counts=send_counts, recv_counts=recv_counts, label=label).wait()
-
-    def send(self, tensor: torch.Tensor, peer: int, tag: int = 0, *, label: str = "") -> None:
-        """`send_async` and `wait`."""
-        self.send_async(tensor, peer, tag, label=label).wait()
-
-    def recv(self, tensor: torch.Tensor, peer: int, tag: int = 0, *, label: str = "") -> None:
-        """`recv_async` and `wait`."""
-        self.recv_async(tensor, peer, tag, label=label).wait()
 
     def barrier(self, *, label: str = "") -> None:
         """`barrier_async` and `wait`."""

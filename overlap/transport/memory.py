@@ -16,6 +16,7 @@ __all__ = [
     "to_flat",
     "unused_mark",
     "unused_positions",
+    "values_of",
     "view_like",
 ]
 
@@ -60,6 +61,11 @@ def to_flat(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return flat
 
 
+def values_of(gradient: torch.Tensor) -> torch.Tensor:
+    """The dense tensor that holds a gradient's numbers, those of a sparse one, too."""
+    return gradient._values() if gradient.layout is torch.sparse_coo else gradient
+
+
 def from_flat(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """The inverse of :func:`to_flat`: a view of `flat` shaped and laid out as `like`."""
     return view_like(flat, 0, like)
@@ -74,18 +80,7 @@ def from_flat(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 def copy_used(target: torch.Tensor, gradient: torch.Tensor) -> None:
     """Copy a gradient into its place in one pass, -0.0 turned into +0.0. Autograd does not hear of it."""
-    if _alike(target, gradient) and (gradient.numel() < _SPLIT or torch.get_num_threads() <= _BEATEN):
-        copy_plus_zero(target, gradient)
-    elif torch.is_grad_enabled():  # not inside backward, where this happens for every gradient
-        with torch.no_grad():
-            torch.add(gradient, 0.0, out=target)
-    else:
-        torch.add(gradient, 0.0, out=target)
-
-
-def _alike(target: torch.Tensor, gradient: torch.Tensor) -> bool:
-    """Whether both are plain memory of one type and layout on the CPU, so that copying takes no torch."""
-    return (
+    if (  # plain memory of one type and layout on the CPU: copying takes no torch
         type(gradient) is torch.Tensor
         and gradient.is_cpu
         and gradient.layout is torch.strided
@@ -95,7 +90,14 @@ def _alike(target: torch.Tensor, gradient: torch.Tensor) -> bool:
         and gradient.shape == target.shape
         and not gradient.is_neg()
         and not gradient._is_zerotensor()
-    )
+        and (gradient.numel() < _SPLIT or torch.get_num_threads() <= _BEATEN)
+    ):
+        copy_plus_zero(target, gradient)
+    elif torch.is_grad_enabled():  # not inside backward, where this happens for every gradient
+        with torch.no_grad():
+            torch.add(gradient, 0.0, out=target)
+    else:
+        torch.add(gradient, 0.0, out=target)
 
 
 def narrow_summands(target: torch.Tensor, gradients: torch.Tensor) -> None:

@@ -21,7 +21,6 @@ from overlap.transport.requests import (
     all_to_all_request,
     broadcast_request,
     check_wide,
-    message_request,
     reduce_request,
     reduce_scatter_request,
 )
@@ -146,14 +145,6 @@ class NativeCommunicator(Communicator):
             )
         )
 
-    def send_async(self, tensor: torch.Tensor, peer: int, tag: int = 0, *, label: str = "") -> Work:
-        flat = message_request("send", self.rank, self.size, tensor, peer, tag)
-        return self._issued(self._core.send_async(_readable(flat), peer, tag, label=label))
-
-    def recv_async(self, tensor: torch.Tensor, peer: int, tag: int = 0, *, label: str = "") -> Work:
-        flat = message_request("recv", self.rank, self.size, tensor, peer, tag)
-        return self._issued(self._core.recv_async(_writable(flat), peer, tag, label=label))
-
     def barrier_async(self, *, label: str = "") -> Work:
         return self._issued(self._core.barrier_async(label=label))
 
@@ -199,17 +190,15 @@ def copy_plus_zero(target: torch.Tensor, source: torch.Tensor) -> None:
 
 def take_samples(kept: torch.Tensor, source: torch.Tensor, places: torch.Tensor) -> None:
     """``kept[i] = source[places[i]]``: flat tensors on the CPU, two of one type and int64."""
-    comm_core.take_samples(*_sampled(kept, source, places))
+    addresses = kept.data_ptr(), source.data_ptr(), places.data_ptr()
+    comm_core.take_samples(*addresses, places.numel(), source.element_size())
 
 
 def changed_sample(kept: torch.Tensor, source: torch.Tensor, places: torch.Tensor) -> int | None:
     """The first i where ``source[places[i]]`` is not ``kept[i]`` bit for bit; see :func:`take_samples`."""
-    found = comm_core.changed_sample(*_sampled(kept, source, places))
+    addresses = kept.data_ptr(), source.data_ptr(), places.data_ptr()
+    found = comm_core.changed_sample(*addresses, places.numel(), source.element_size())
     return None if found < 0 else found
-
-
-def _sampled(kept: torch.Tensor, source: torch.Tensor, places: torch.Tensor) -> tuple[int, int, int, int, int]:
-    return kept.data_ptr(), source.data_ptr(), places.data_ptr(), places.numel(), source.element_size()
 
 
 def _beside(what: str, wide: Wide | None, request: Exchange) -> dict[str, Buffer]:

@@ -18,7 +18,6 @@ from overlap.transport.checks import (
     check_op,
     check_rank,
     check_same_dtype,
-    check_tag,
     equal_counts,
     overlap_in_memory,
     resolve_counts,
@@ -156,17 +155,6 @@ def broadcast_request(size: int, tensor: torch.Tensor, root: int, device: str = 
     """The buffer to send or overwrite."""
     check_rank("broadcast", "root", root, size)
     return wire_form("broadcast", "tensor", tensor, device=device)
-
-
-def message_request(
-    what: str, rank: int, size: int, tensor: torch.Tensor, peer: int, tag: int, device: str = "cpu"
-) -> torch.Tensor:
-    """The buffer of one side of a send and its receive."""
-    check_rank(what, "peer", peer, size)
-    check_tag(what, tag)
-    if peer == rank:
-        raise InvalidUsage(f"{what}: rank {rank} cannot exchange messages with itself")
-    return wire_form(what, "tensor", tensor, device=device)
 
 
 def _parts(what: str, name: str, counts: Sequence[int] | None, total: int, size: int) -> list[int]:

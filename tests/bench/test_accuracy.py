@@ -33,7 +33,7 @@ def test_the_digits_are_learned_in_a_few_steps() -> None:
 
 def test_curves_are_compared_at_the_same_step(tmp_path: Path) -> None:
     assert apart(CURVES) == pytest.approx(0.001)
-    assert smooth([1, 2, 3, 4], 2) == [1, 1.5, 2.5, 3.5]
+    assert smooth([1, 2, 3, 4, 5, 6, 7]) == [1, 1.5, 2, 2.5, 3, 4, 5]
     lines = report(CURVES).splitlines()
     assert lines[1].split() == ["dear", "1.1667", "3.0", "0.50"]
     assert "at most 0.001 apart, over 3 steps" in lines[-1]

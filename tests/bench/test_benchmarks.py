@@ -14,12 +14,11 @@ from typing import Any
 import pytest
 
 import benchmarks
-from bench.settings import Settings
 from bench.sweep.failures import Failure, Failures, reason_in
-from bench.sweep.journal import Journal
-from bench.sweep.lock import Occupied, alone
-from bench.sweep.origin import Origin, today
+from bench.sweep.journal import Journal, Occupied, alone
 from bench.sweep.runner import run_all
+from bench.train.origin import Origin, today
+from bench.train.settings import Settings
 from tests.bench.test_sweep import result_of
 
 TABLE = """
@@ -183,7 +182,7 @@ def test_the_reason_is_what_came_first_and_not_that_a_worker_failed() -> None:
 
 
 def test_failures_survive_a_line_that_was_cut_off(tmp_path: Path) -> None:
-    path, journal = tmp_path / "failures.jsonl", Journal(tmp_path / "results.jsonl")
+    path, journal = tmp_path / "failures.jsonl", Journal(tmp_path / "results.jsonl", today())
     runs = [Settings(workers=count) for count in (1, 2)]
     Failures(path).add(Failure(runs[0], "first", 2))
     with path.open("a") as file:

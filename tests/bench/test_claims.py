@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
-from bench.claims import MEASURED, pages, problems, unsourced, written
-from bench.cluster import ROOT
-from bench.headline import compared, draw
-from bench.results import RESULTS, VIEWS, render
-from bench.settings import Settings
+from bench.claims.__main__ import pages
+from bench.claims.headline import compared, draw
+from bench.claims.pages import MEASURED, problems, unsourced, written
+from bench.claims.views import RESULTS, VIEWS, render
 from bench.sweep.summary import group
+from bench.train.settings import Settings
 from tests.bench.test_sweep import result_of
+from tests.harness import ROOT
 
 SENTENCE = "dear takes <!-- results: ratio a -->0.81<!-- end --> of it.\n"
 TABLE = "<!-- results: table a -->\n| a | b |\n| 0.5 | 2 |\n<!-- end -->\n"
@@ -112,7 +113,7 @@ def _results(folder: Path) -> Path:
             result = result_of(Settings(method=method, workers=workers, **base), seconds * workers / 2, goodput=1e8)
             result["warmup_steps"] = 2
             if (workers, method) == (4, "ddp"):
-                result["versions"] = {"commit": "abc-dirty", "torch": "2"}
+                result["origin"] = {"commit": "abc-dirty", "torch": "2", "environment": {}}
             runs.append(result)
     (folder / "a").mkdir()
     found = result_of(Settings(method="dear:tune=True", workers=8, **base), 1.0, goodput=1e8)
@@ -125,10 +126,10 @@ def _results(folder: Path) -> Path:
     about = {"hosts": 2, "network": "1gbit", "backend": "mpi", "goodput": 1.2e8}
     (folder / "accuracy").mkdir()
     ends = {"dear": ("abc", 2.0), "ddp": ("abc", 4.0), "ddp:bucket_mb=1": ("abc", 3.0)}
-    tasks = {"good": ends, "unnamed": {**ends, "ddp": (None, 4.0)}, "dirty": {"dear": ("abc-dirty.1f", 2.0)}}
+    tasks = {"good": ends, "mixed": {**ends, "ddp": ("def", 4.0)}, "dirty": {"dear": ("abc-dirty.1f", 2.0)}}
     for task, methods in tasks.items():
         curves = {
-            name: {"loss": [1.0, 0.5], "seconds": [1.0, end]} | ({"origin": {"commit": commit}} if commit else {})
+            name: {"loss": [1.0, 0.5], "seconds": [1.0, end], "origin": {"commit": commit}}
             for name, (commit, end) in methods.items()
         }
         (folder / "accuracy" / f"{task}.json").write_text(json.dumps(curves))
@@ -168,7 +169,7 @@ def test_views(source: str, given: str, tmp_path: Path) -> None:
         ("methods a workers=16", r"a has no runs with {'workers': '16'}"),
         ("methods a hosts=8", "names hosts; runs are told apart by model, "),
         ("methods b", "No such file"),
-        ("curve unnamed dear ddp", "its curves are of abc, unknown, not of one commit"),
+        ("curve mixed dear ddp", "its curves are of abc, def, not of one commit"),
         ("curves dirty", "its curves are of abc-dirty.1f, not of one commit"),
         ("pivot a show=ms", "columns= is missing"),
         ("methodes a", "should begin with one of about, methods"),

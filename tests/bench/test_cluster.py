@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import time
 
 import pytest
 
-from bench.cluster import Cluster, ClusterError, _namespaces
-from bench.goodput import TOTAL_BYTES, goodput, rate, wanted
+from bench.emulation.cluster import Cluster, ClusterError, _namespaces
+from bench.emulation.goodput import TOTAL_BYTES, goodput, rate, wanted
 
 
 @pytest.mark.needs_root
@@ -25,6 +27,21 @@ def test_links_are_shaped_and_hosts_disappear() -> None:
         assert time.monotonic() - begun < 20
     assert 70 < rate < 105
     assert not set(mine) & set(_namespaces())
+
+
+@pytest.mark.needs_root
+def test_hosts_of_a_process_that_was_killed_are_removed_by_the_next_cluster() -> None:
+    killed = subprocess.Popen(["true"])
+    killed.wait()
+    left, kept = f"dearemu{killed.pid}x1", f"dearemu{os.getpid()}x9"
+    for name in (left, kept):
+        subprocess.run(["ip", "netns", "add", name], check=True)
+    try:
+        with Cluster(1):
+            assert left not in _namespaces()
+            assert kept in _namespaces()
+    finally:
+        subprocess.run(["ip", "netns", "delete", kept], check=False)
 
 
 @pytest.mark.full

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
-from bench.settings import Settings
 from bench.sweep.bars import Bar, judge
+from bench.sweep.failures import Failures
 from bench.sweep.journal import Journal
-from bench.sweep.origin import Origin, commit_of, origin_of, today
 from bench.sweep.report import markdown
 from bench.sweep.runner import run_all
 from bench.sweep.summary import group
+from bench.train.origin import Origin, commit_of, origin_of, today
+from bench.train.settings import Settings
 from tests.bench.test_sweep import result_of, some_results
 
 NOW = Origin("abc", "2.9", {})
@@ -80,7 +81,7 @@ def test_results_of_another_origin_are_measured_again_and_stay(other: dict[str, 
 
         journal = Journal(past, origin, keep=keep)
         assert journal.others([RUN]) == (past.exists() and not keep and journal.get(RUN) is None)
-        run_all([RUN], journal, tmp_path, 1, attempt)
+        run_all([RUN], journal, Failures(tmp_path / "failures.jsonl"), tmp_path, 1, attempt)
         found = journal.get(RUN)
         assert found is not None
         assert keep or origin_of(found) == origin
@@ -94,16 +95,6 @@ def test_results_of_another_origin_are_measured_again_and_stay(other: dict[str, 
     latest = Journal(past, replace(NOW, commit="third"), keep=True).get(RUN)
     assert latest is not None
     assert origin_of(latest) == NOW
-
-
-def test_journals_without_origins_are_read(tmp_path: Path) -> None:
-    past = tmp_path / "results.jsonl"
-    Journal(past).add(result_of(RUN, 1.0))
-    assert Journal(past, Origin("abc", "2", {})).get(RUN) is None
-    assert Journal(past, NOW).others([RUN, replace(RUN, workers=4)]) == 1
-    kept = Journal(past, NOW, keep=True).get(RUN)
-    assert kept is not None
-    assert str(origin_of(kept)) == "abc, torch 2"
 
 
 def test_reports_and_bars_name_different_code() -> None:

@@ -10,20 +10,23 @@ from typing import Any
 
 import pytest
 
-from bench.cluster import ROOT
 from bench.methods import registry
-from bench.methods.method import _SEARCHED, family_of
+from bench.methods.spec import _SEARCHED, family_of
 from bench.methods.strategies import PACKAGES
-from bench.settings import Settings, parse, to_argv
 from bench.sweep import table
 from bench.sweep.bars import Bar, judge
-from bench.sweep.failures import Failure
+from bench.sweep.failures import Failure, Failures
 from bench.sweep.journal import Journal
 from bench.sweep.plots import draw
 from bench.sweep.report import write
 from bench.sweep.runner import run_all
 from bench.sweep.summary import group
 from bench.sweep.table import expand
+from bench.train.origin import Origin
+from bench.train.settings import Settings, parse, to_argv
+from tests.harness import ROOT
+
+NOW = Origin("abc", "2", {})
 
 
 def result_of(settings: Settings, seconds: float, **more: Any) -> dict[str, Any]:
@@ -39,6 +42,7 @@ def result_of(settings: Settings, seconds: float, **more: Any) -> dict[str, Any]
         "parameter_bytes": 10**8,
         "goodput": None,
         "versions": {"commit": "abc", "torch": "2"},
+        "origin": NOW.to_dict(),
         **more,
     }
 
@@ -69,9 +73,13 @@ def test_a_table_is_every_combination_of_its_lists() -> None:
     assert [run.method for run in runs[:3]] == ["dear", "ddp:bucket_mb=1", "ddp:bucket_mb=4"]
 
 
-def test_one_value_is_a_list_of_one_and_defaults_are_for_tables_without() -> None:
-    defaults = {"network": "1gbit", "workers": 4, "model": "mlp", "batch_size": 16, "method": "ddp"}
-    tables = [{}, {"model": "resnet50", "workers": 8, "batch_size": 2}, {"networks": ["local"], "workers": [2, 3]}]
+def test_defaults_are_for_tables_without() -> None:
+    defaults = {"networks": ["1gbit"], "workers": [4], "models": ["mlp"], "batch_sizes": [16], "methods": ["ddp"]}
+    tables = [
+        {},
+        {"models": ["resnet50"], "workers": [8], "batch_sizes": [2]},
+        {"networks": ["local"], "workers": [2, 3]},
+    ]
     runs = table.parse({"defaults": defaults, "runs": tables}).runs
     assert [(run.method, run.model, run.network, run.workers, run.batch_size) for run in runs] == [
         ("ddp", "mlp", "1gbit", 4, 16),
@@ -79,7 +87,7 @@ def test_one_value_is_a_list_of_one_and_defaults_are_for_tables_without() -> Non
         ("ddp", "mlp", "local", 2, 16),
         ("ddp", "mlp", "local", 3, 16),
     ]
-    (plain,) = table.parse({"runs": [{"method": "wfbp"}]}).runs
+    (plain,) = table.parse({"runs": [{"methods": ["wfbp"]}]}).runs
     assert (plain.method, plain.model, plain.workers, plain.batch_size) == ("wfbp", "resnet50", 2, 64)
 
 
@@ -87,12 +95,14 @@ def test_one_value_is_a_list_of_one_and_defaults_are_for_tables_without() -> Non
     ("data", "message"),
     [
         ({}, r"at least one \[\[runs\]\]"),
-        ({"runs": [{"method": "dear", "modles": ["mlp"]}]}, "does not know modles"),
-        ({"runs": [{"models": "mlp"}]}, "models of a .* should be a list and is 'mlp'"),
+        ({"runs": [{"modles": ["mlp"]}]}, r"\[\[runs\]\] does not know modles; .* is models meant\?"),
+        ({"runs": [{"model": "mlp"}]}, r"\[\[runs\]\] does not know model; .* is models meant\?"),
+        (
+            {"defaults": {"network": "1gbit"}, "runs": [{}]},
+            r"\[defaults\] does not know network; .* is networks meant\?",
+        ),
+        ({"runs": [{"models": "mlp"}]}, "models of a sweep should be a list and is 'mlp'"),
         ({"runs": [{"models": ["alexnet"]}]}, "is 'alexnet'"),
-        ({"runs": [{"model": "mlp", "models": ["mlp"]}]}, "has model and models"),
-        ({"runs": [{"model": ["mlp"]}]}, r"model should be one value and is \['mlp'\]; .* as models"),
-        ({"defaults": {"network": ["1gbit"]}, "runs": [{}]}, "network should be one value .* as networks"),
         ({"runs": [{"methods": ["deer"]}]}, "'deer' should be one of"),
         ({"runs": [{"workers": [0]}]}, "workers should be at least 1 and is 0"),
         ({"runs": [{}], "bars": [{"method": "dear", "at_most": 1, "where": {"hosts": 2}}]}, "does not know hosts"),
@@ -203,16 +213,22 @@ def test_a_sweep_goes_on_where_it_stopped_and_never_caches_failures(tmp_path: Pa
         return result_of(parse(to_argv(run))[0], 1.0), "", False  # what the run's own process makes of it
 
     past = tmp_path / "results.jsonl"
-    failures = run_all(runs, Journal(past), tmp_path, 2, attempt)
+
+    def failed_of_a_sweep() -> list[Failure]:
+        journal, failures = Journal(past, NOW), Failures(tmp_path / "failures.jsonl")
+        run_all(runs, journal, failures, tmp_path, 2, attempt)
+        return failures.of(runs, journal)
+
+    failed = failed_of_a_sweep()
     assert tried == ["dear", "ddp", "ddp", "horovod", "none"]
-    assert [(one.settings.method, one.reason, one.tries) for one in failures] == [
+    assert [(one.settings.method, one.reason, one.tries) for one in failed] == [
         ("ddp", "connection reset", 2),
         ("horovod", "not installed", 1),
     ]
     with past.open("a") as file:
         file.write('{"settings": {"meth')  # killed in the middle of a line
     tried[:] = ["ddp", "ddp"]
-    assert [one.settings.method for one in run_all(runs, Journal(past), tmp_path, 2, attempt)] == ["horovod"]
+    assert [one.settings.method for one in failed_of_a_sweep()] == ["horovod"]
     assert tried[2:] == ["ddp", "ddp", "horovod"]
     assert len(past.read_text().splitlines()) == 3
 

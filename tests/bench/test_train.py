@@ -13,13 +13,14 @@ import pytest
 import torch
 from torch import nn
 
-from bench import launcher
-from bench.launcher import LauncherError, first_host, local_command, narrowed, needed_bytes, pick
 from bench.methods.fsdp import layers, units
-from bench.methods.method import parse_spec, tensor_bytes
+from bench.methods.method import tensor_bytes
 from bench.methods.registry import METHODS, method
-from bench.settings import Settings, parse
-from bench.stepping import alone, breakdown, warm_up
+from bench.methods.spec import parse_spec
+from bench.train import launcher
+from bench.train.launcher import LauncherError, first_host, local_command, narrowed, needed_bytes, pick
+from bench.train.settings import Settings, parse
+from bench.train.stepping import alone, breakdown, warm_up
 from tests.harness import ROOT, run_ranks
 
 
@@ -86,19 +87,15 @@ def test_a_method_is_written_with_its_options() -> None:
     assert parse_spec("dear:exclude_parts=reducescatter allgather")[1] == {"exclude_parts": "reducescatter allgather"}
     with pytest.raises(ValueError, match="holds 'fast'"):
         parse_spec("dear:fast")
-    assert method("ddp:bucket_mb=4").options == {"bucket_mb": 4, "view": False, "broadcast_buffers": True}
+    assert method("ddp:bucket_mb=4").options == {"bucket_mb": 4, "view": False}
 
 
 def test_unknown_methods_and_options_are_named() -> None:
     with pytest.raises(ValueError, match=r"one of dear, .* and is 'deer'"):
         method("deer")
-    with pytest.raises(
-        ValueError, match="ddp has the options bucket_mb, view, broadcast_buffers; it does not know bucket"
-    ):
+    with pytest.raises(ValueError, match="ddp does not know bucket; it knows bucket_mb, view"):
         method("ddp:bucket=4")
-    with pytest.raises(
-        ValueError, match=r"dear has the options .*; it does not know treshold_mb; is threshold_mb meant\?"
-    ):
+    with pytest.raises(ValueError, match=r"dear does not know treshold_mb; it knows .*; is threshold_mb meant\?"):
         method("dear:treshold_mb=3")
     assert method("co2:outer_frequency=3,sync_start=False").options == {"outer_frequency": 3, "sync_start": False}
     assert {"dear", "wfbp", "oss", "none", "ddp", "ddp-zero", "fsdp2", "horovod"} <= set(METHODS)
@@ -110,7 +107,7 @@ def test_unknown_methods_and_options_are_named() -> None:
         ("fsdp2:reshard=7", "reshard of fsdp2 should be True or False and is 7"),
         ("ddp:view=maybe", "view of ddp should be True or False and is 'maybe'"),
         ("ddp:bucket_mb=big", "bucket_mb of ddp should be a number of at least 0 and is 'big'"),
-        ("ddp:broadcast_buffers=0.5", "broadcast_buffers of ddp should be True or False and is 0.5"),
+        ("ddp:view=0.5", "view of ddp should be True or False and is 0.5"),
         ("fsdp2:unit_layers=0", "unit_layers of fsdp2 should be a whole number of at least 1, or None, and is 0"),
         ("fsdp2:unit_layers=2.5", "unit_layers of fsdp2 should be a whole number of at least 1, or None, and is 2.5"),
         ("horovod:yield_when_idle=2", "yield_when_idle of horovod should be True or False and is 2"),
@@ -160,7 +157,7 @@ def test_a_hostfile_reaches_mpirun_with_the_environment(tmp_path: Path) -> None:
 def test_workers_that_do_not_fit_into_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = Settings(model="mlp", workers=2, optimizer="adamw")
     assert needed_bytes(settings) == 2 * (5 * 4 * 25_050_000 + 400 * 10**6)
-    monkeypatch.setattr("bench.launcher.needed_bytes", lambda _settings: 10**15)
+    monkeypatch.setattr("bench.train.launcher.needed_bytes", lambda _settings: 10**15)
     with pytest.raises(LauncherError, match=r"2 workers with mlp need about 1000000.0 GB on this machine, which has"):
         launcher.launch(settings, method("dear"), [])
 
@@ -181,12 +178,13 @@ def test_fsdp_units_may_be_so_many_layers() -> None:
     assert layers(model, 1) == [[block[0]], [block[2]], [model[1]]]
 
 
-@pytest.mark.parametrize(("spec", "sizes"), [("fsdp2:unit_layers=3", [3, 1]), ("fsdp2:unit_mb=0.001", [1, 1])])
+@pytest.mark.parametrize(("spec", "sizes"), [("fsdp2:unit_layers=3", [3, 1]), ("fsdp2", [1, 1])])
 def test_fsdp_shards_the_units_that_were_asked_for(
     spec: str, sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[object] = []
     monkeypatch.setattr("bench.methods.fsdp.fully_shard", lambda unit, **_options: given.append(unit))
+    monkeypatch.setattr("bench.methods.fsdp._UNIT_BYTES", 1000)
     monkeypatch.setattr("bench.methods.fsdp.init_device_mesh", lambda *_arguments: None)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
     monkeypatch.setattr("bench.methods.process_group.join", lambda _device: None)
@@ -196,14 +194,6 @@ def test_fsdp_shards_the_units_that_were_asked_for(
     fsdp.distribute(model, (torch.optim.SGD, {"lr": 0.1}))
     assert given[-1] is model
     assert [len(unit) if isinstance(unit, list) else 1 for unit in given[:-1]] == sizes
-
-
-def test_ddp_is_told_whether_buffers_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[dict[str, object]] = []
-    monkeypatch.setattr("bench.methods.ddp.DistributedDataParallel", lambda _model, **options: given.append(options))
-    for spec in ("ddp", "ddp-zero:broadcast_buffers=False"):
-        method(spec)._wrap(nn.Linear(1, 1))  # type: ignore[attr-defined]
-    assert [options["broadcast_buffers"] for options in given] == [True, False]
 
 
 @pytest.mark.parametrize(("count", "search", "steps"), [(5, 0, 5), (5, 3, 5), (5, 4, 5), (5, 5, 6), (2, 338, 339)])

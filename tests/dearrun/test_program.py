@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.cluster import Cluster
+from bench.emulation.cluster import Cluster
 from tests.harness import ROOT
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import dear
-from overlap.core.strategy import Strategy
+from overlap.plan.strategy import Strategy
 
 GLOBAL_BATCH = 8
 STEPS = 7

@@ -101,7 +101,7 @@ class Recorder:
         """Buckets are called by their layers, and so are co2's parts, which are told apart by their sizes."""
         layers = {b.label: _layers(b.slots) for b in optimizer.buckets}
         engine, rounds = optimizer._engine, getattr(optimizer, "_rounds", None)
-        lanes = [list(one) for one in (engine._reductions, engine.transit._lanes)]
+        lanes = [list(one) for one in (engine.round._reductions, engine.transit._lanes)]
         parts = (
             {} if rounds is None else {(rounds._comm, p.whole.nbytes): f"of {_layers(p.slots)}" for p in rounds.parts}
         )

@@ -13,7 +13,7 @@ from torch import nn
 import bytescheduler_adapter as hvd
 import dear
 from overlap.core.bucket import Phase
-from overlap.core.window import GradientChanged
+from overlap.core.round import GradientChanged
 from overlap.optimizer import tuning as trial
 from overlap.plan.tuning.options import Tuning
 from tests.spmd.loops import Run

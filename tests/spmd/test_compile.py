@@ -10,7 +10,7 @@ import torch
 
 import dear
 from overlap.core.bucket import Phase
-from overlap.core.compiled import GUARDS
+from overlap.core.gates.compiled import GUARDS
 from tests.spmd.loops import Run
 from tests.spmd.models import WIDTH
 from tests.spmd.test_parity import NAMELESS, OPTIMIZERS, WRAP, _assert_close

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import dear
-from overlap.core.conversion import Change, difference
+from overlap.core.buckets.conversion import Change, difference
 from overlap.transport.objects import SignatureMismatch
 from tests.spmd.listening import heard
 from tests.spmd.models import MODELS
@@ -131,7 +131,7 @@ def test_ranks_that_convert_differently_are_told_apart(
         pytest.skip("one rank cannot differ from itself")
     model, optimizer = _trained(strategy)
     if strategy == "dear-eager":  # the patient one of these tests waits in backward, the others in step()
-        del optimizer._engine.eager.poll
+        del optimizer._engine.policy.gradient
     mine = last if dear.rank() == dear.size() - 1 else others
     if mine is not None:
         model.to(mine)

@@ -11,8 +11,7 @@ from torch import nn
 
 import dear
 from overlap.core.bucket import Phase
-from overlap.core.window import StepSkipped
-from overlap.features.early import UpdatedEarly
+from overlap.features.early import StepSkipped, UpdatedEarly
 from tests.spmd.loops import Run
 from tests.spmd.models import WIDTH, Mlp, adafactor
 from tests.spmd.test_parity import _assert_close, as_early_as_possible
@@ -197,18 +196,18 @@ def test_rank_0_saves_alone_while_the_others_go_on() -> None:
 
 
 class _Busy:
-    """A window whose wire has no gap."""
+    """A round whose wire has no gap."""
 
     quiet = False
 
-    def __init__(self, window: Any) -> None:
-        self.settle = window.settle
+    def __init__(self, round: Any) -> None:
+        self.settle = round.settle
 
 
 def test_ranks_that_have_no_room_for_early_updates_slow_nobody_down_and_get_fewer() -> None:
     model = _layers()
     optimizer = _wrapped(model)
-    eager = optimizer._engine.eager
+    policy = optimizer._engine.policy
     run = Run(model, optimizer, dear.rank(), dear.size())
     plain = _layers()
     alone = torch.optim.SGD(plain.parameters(), 0.05, momentum=0.9, weight_decay=0.1)
@@ -216,12 +215,12 @@ def test_ranks_that_have_no_room_for_early_updates_slow_nobody_down_and_get_fewe
     counts = []
     for step in range(9):
         if dear.rank() == dear.size() - 1:  # the others go ahead, this one makes up for it in step()
-            eager._window = _Busy(optimizer._engine.window) if step < 5 else optimizer._engine.window
+            policy._round = _Busy(optimizer._engine.round) if step < 5 else optimizer._engine.round
         for who, what in ((run, optimizer), (whole, alone)):
             what.zero_grad()
             who.loss(step).backward()
             what.step()
-        counts.append(len(eager._chosen))
+        counts.append(len(policy._chosen))
     assert counts[0] == 3  # all that step() does not have to reduce itself
     assert counts[4] == 0
     assert counts[-1] > 0

@@ -36,8 +36,8 @@ ODD = 1 if SIZE > 1 else 0  # the lane of parameters that rank 1 owns
 TALLY = ["all_reduce step()"] if SIZE > 1 else []  # to which all ranks come before anything is updated
 SYNCHRONIZE = ["all_reduce synchronize()"] if SIZE > 1 else []
 BACKWARD = ["gradient end", "gradient mid", "gradient inp"]
-#: What the ranks of a job tell each other once: what the first iteration taught, and whether gradients are sparse.
-LEARNED = ["all_gather", "all_gather"] if SIZE > 1 else []
+#: What ranks tell each other once: what the first iteration taught, whether their data is the same, and gradients sparse.
+LEARNED = ["all_gather", "all_gather", "all_gather"] if SIZE > 1 else []
 #: Of the first step, which learns, and of the second.
 EXPECTED: dict[str, tuple[list[str], list[str]]] = {
     "dear": (

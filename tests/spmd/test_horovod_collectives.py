@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import dear as hvd
-from overlap.horovod.fusion import FUSED_BYTES
+from overlap.horovod.reduction import FUSED_BYTES
 
 DTYPES = [
     torch.float16,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import dear as hvd
-from overlap.horovod.errors import Mismatch
+from overlap.horovod.controller.errors import Mismatch
 
 
 @pytest.fixture(autouse=True)
@@ -277,3 +277,18 @@ def test_facts() -> None:
         with pytest.raises(ValueError, match="not over MPI"):
             hvd.mpi_threads_supported()
     assert not any((hvd.ddl_built(), hvd.ccl_built(), hvd.nccl_built(), hvd.cuda_built(), hvd.rocm_built()))
+
+
+@pytest.mark.parametrize("named", ["pairs", "module", "nothing"])
+def test_the_optimizer_has_horovods_private_names_for_its_parameters(named: str) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+    model[0].weight.requires_grad_(False)
+    given = {"pairs": model.named_parameters(), "module": model, "nothing": None}[named]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), given)
+    names = optimizer._parameter_names
+    assert set(names) == set(model.parameters())
+    if given is not None:
+        assert names == {param: name for name, param in model.named_parameters()}
+    assert optimizer._requires_update == set(model.parameters()) - {model[0].weight}
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
+    assert len(optimizer._parameter_names) == len(set(optimizer._parameter_names.values())) == 5

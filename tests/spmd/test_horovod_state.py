@@ -59,6 +59,46 @@ def test_what_is_no_tensor_is_left_alone_and_expanded_memory_is_written_once() -
     assert mixed["weight"].sum() == 0
 
 
+@pytest.mark.parametrize("form", ["dict", "pairs", "list"])
+def test_parameters_that_are_none_are_left_alone(form: str) -> None:
+    """As a module's bias may be, and an entry of a state."""
+    weight, root = torch.full((2,), float(hvd.rank())), hvd.size() - 1
+    forms: dict[str, Any] = {
+        "dict": {"bias": None, "weight": weight},
+        "pairs": [("bias", None), ("weight", weight)],
+        "list": [None, weight],
+    }
+    hvd.broadcast_parameters(forms[form], root)
+    assert weight.tolist() == [root] * 2
+    assert forms[form] == {"bias": None, "weight": weight} or forms[form][0] in (None, ("bias", None))
+    nothing: list[Any] = [None]
+    hvd.broadcast_parameters(nothing, root)
+    hvd.broadcast_parameters({}, root)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_state_and_options_that_are_none_are_the_roots(wrapped: bool) -> None:
+    """As SGD's momentum buffer is where there is none yet, and `foreach` where torch decides; the others have tensors."""
+    model = _model(torch.contiguous_format)
+    root = hvd.size() - 1
+    here = hvd.rank() == root
+    optimizer: Any = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, foreach=None if here else False)
+    for number, param in enumerate(model.parameters()):
+        with_buffer = not here or number == 1
+        optimizer.state[param]["momentum_buffer"] = torch.full_like(param, hvd.rank()) if with_buffer else None
+    if wrapped:
+        optimizer = hvd.DistributedOptimizer(optimizer, model, sync_start=False)
+    hvd.broadcast_optimizer_state(optimizer, root)
+    found = optimizer.state_dict()
+    assert found["param_groups"][0]["foreach"] is None
+    for number, entry in found["state"].items():
+        buffer = entry["momentum_buffer"]
+        if number == 1:
+            assert torch.equal(buffer, torch.full_like(buffer, root))
+        else:
+            assert buffer is None
+
+
 OPTIMIZERS: dict[str, Callable[[Any, float], torch.optim.Optimizer]] = {
     "SGD": lambda params, lr: torch.optim.SGD(params, lr, momentum=0.9, weight_decay=0.1),
     "AdamW": lambda params, lr: torch.optim.AdamW(params, lr, amsgrad=True),

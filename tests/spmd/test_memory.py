@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import dear
-from overlap.core.window import GradientChanged
+from overlap.core.round import GradientChanged
 from tests.spmd.listening import heard
 from tests.spmd.test_parity import PACKAGES, WRAP
 

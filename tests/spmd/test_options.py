@@ -16,7 +16,7 @@ import dear
 import mgwfbp
 import oss
 import wfbp
-from overlap.core.window import GradientChanged
+from overlap.core.round import GradientChanged
 from overlap.job.process_set import ProcessSet, global_process_set
 from overlap.transport.compression import BF16Compressor, Compressor, FP16Compressor, NoneCompressor
 from tests.spmd.loops import Run

@@ -76,17 +76,17 @@ RULES = "dear"
 
 def as_early_as_possible(optimizer: Any) -> Any:
     """With early updates, but not as they happen to come: every gradient hook first awaits the last reduction."""
-    eager, window, order = optimizer._engine.eager, optimizer._engine.window, optimizer._engine.order
-    poll = eager.poll
+    policy, round, order = optimizer._engine.policy, optimizer._engine.round, optimizer._engine.order
+    update = policy.gradient
 
-    def patient_poll(bucket: Any) -> None:
+    def patient(bucket: Any) -> None:
         for other in order:
             if other.phase is Phase.REDUCING and other.work is not None:
                 other.work.wait()
-        assert window.quiet
-        poll(bucket)
+        assert round.quiet
+        update(bucket)
 
-    eager.poll = patient_poll
+    policy.gradient = patient
     return optimizer
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import dear
-from overlap.core.window import GradientChanged
+from overlap.core.round import GradientChanged
 from tests.spmd.models import MODELS
 from tests.spmd.test_parity import OPTIMIZERS, PACKAGES, WRAP
 

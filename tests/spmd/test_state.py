@@ -81,8 +81,8 @@ def test_who_saves_right_after_its_step_waits_for_that_step_of_the_others(
     strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, optimizer = _trained(strategy)
-    window = optimizer._engine.window
-    settle_done = window.settle_done
+    round = optimizer._engine.round
+    settle_done = round.settle_done
 
     def settle_late() -> None:
         """All is issued, so rank 0 goes on; nothing is updated here yet."""
@@ -90,7 +90,7 @@ def test_who_saves_right_after_its_step_waits_for_that_step_of_the_others(
             time.sleep(0.02)
         settle_done()
 
-    monkeypatch.setattr(window, "settle_done", settle_late)
+    monkeypatch.setattr(round, "settle_done", settle_late)
     optimizer.zero_grad()
     _loss(model, 10).backward()
     optimizer.step()

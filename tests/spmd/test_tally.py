@@ -7,8 +7,8 @@ import torch
 
 import dear
 from overlap.core.closing import OtherRankFailed
+from overlap.core.round import GradientChanged
 from overlap.core.tally import Call, Said, Tally
-from overlap.core.window import GradientChanged
 from overlap.job.session import current
 from tests.spmd.test_contract import _loss, _same_everywhere
 from tests.spmd.test_parity import PACKAGES, WRAP, _model
@@ -125,10 +125,10 @@ def test_gradients_of_replaced_buckets_are_not_averaged_again() -> None:
         _loss(model, step).backward()
         optimizer.step()
         optimizer.replan(optimizer.strategy.at({"threshold_mb": 1.0 + step}))
-        rounds = optimizer._engine.attendance.round
+        rounds = optimizer._engine.participants.round
         optimizer.synchronize()
-        assert optimizer._engine.attendance.round == rounds
-        assert not optimizer._engine.local
+        assert optimizer._engine.participants.round == rounds
+        assert not optimizer._wrapped.local
 
 
 @pytest.mark.parametrize("strategy", PACKAGES)

@@ -27,6 +27,9 @@ WRAP = {name: wrap for name, wrap in PATIENT.items() if name not in LIKE_OTHERS}
 class _Unknown(torch.optim.SGD):
     """May decide by what its closure returns, for all we know."""
 
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        return super().step(closure)
+
 
 OPTIMIZERS = KNOWN | {"unknown": lambda p: _Unknown(p, 0.05, momentum=0.9)}
 Batches = Iterator[tuple[torch.Tensor, torch.Tensor]]

@@ -182,12 +182,6 @@ class DeviceCommunicator(Communicator):
 
     # - The host's alone: a tensor of the device is refused there
 
-    def send_async(self, tensor: torch.Tensor, peer: int, tag: int = 0, *, label: str = "") -> Work:
-        return self._host.send_async(tensor, peer, tag, label=label)
-
-    def recv_async(self, tensor: torch.Tensor, peer: int, tag: int = 0, *, label: str = "") -> Work:
-        return self._host.recv_async(tensor, peer, tag, label=label)
-
     def barrier_async(self, *, label: str = "") -> Work:
         return self._host.barrier_async(label=label)
 

@@ -23,13 +23,11 @@ from overlap.transport.requests import (
     all_to_all_request,
     broadcast_request,
     check_wide,
-    message_request,
     reduce_request,
     reduce_scatter_request,
 )
 from overlap.transport.torch.gloo import Link
 from overlap.transport.torch.mailbox import OwnMailbox, StoreMailbox
-from overlap.transport.torch.messages import LooseMessages
 from overlap.transport.torch.rendezvous import Rendezvous, join_world
 from overlap.transport.torch.routes import Routes
 from overlap.transport.torch.stages import Local, Stage, StagedTask
@@ -41,14 +39,18 @@ _sessions = itertools.count()
 _COLLECTIVE_TAGS = 1024  # user tags lie below, in a context of their own
 
 
-def connect() -> ProcessGroupCommunicator:
-    """The communicator of all ranks of torchrun's job; joins torch.distributed first where the script did not."""
+def connect(group: dist.ProcessGroup | None = None) -> ProcessGroupCommunicator:
+    """The communicator of all ranks of torch.distributed's world, or of those in `group`. On every rank of it.
+
+    Joins torchrun's world first where the script did not.
+    """
     session = next(_sessions)
     created = not dist.is_initialized()
     if created:
         join_world(session)
-    meeting = Rendezvous(dist.distributed_c10d._get_default_store(), session)
-    return ProcessGroupCommunicator(meeting, dist.get_rank(), dist.get_world_size(), owns_world=created)
+    ranks = None if group is None else tuple(dist.get_process_group_ranks(group))
+    meeting = Rendezvous(dist.distributed_c10d._get_default_store(), session, ranks)
+    return ProcessGroupCommunicator(meeting, dist.get_rank(group), dist.get_world_size(group), owns_world=created)
 
 
 class ProcessGroupCommunicator(Communicator):
@@ -63,7 +65,6 @@ class ProcessGroupCommunicator(Communicator):
         self._owns_world, self._origin = owns_world, Origin()
         self._routes = Routes(rank, size)
         self._link = self._new_link("collectives")
-        self._messages = LooseMessages(self._new_link("messages"))
         self._strand = WorkerThread(f"dear-{name}")
         self._mailbox = StoreMailbox(meeting, f"{name}/mail", rank) if size > 1 else OwnMailbox()
         self._numbers, self._splits = itertools.count(), itertools.count()
@@ -194,16 +195,6 @@ class ProcessGroupCommunicator(Communicator):
 
     # - Messages
 
-    def send_async(self, tensor: torch.Tensor, peer: int, tag: int = 0, *, label: str = "") -> Work:
-        self._check_usable()
-        flat = message_request("send", self._rank, self._size, tensor, peer, tag)
-        return self._issued(self._messages.send(flat, peer, tag, label))
-
-    def recv_async(self, tensor: torch.Tensor, peer: int, tag: int = 0, *, label: str = "") -> Work:
-        self._check_usable()
-        flat = message_request("recv", self._rank, self._size, tensor, peer, tag)
-        return self._issued(self._messages.recv(flat, peer, tag, label))
-
     # - The rest
 
     def split(self, color: int | None, key: int = 0) -> ProcessGroupCommunicator | None:
@@ -233,7 +224,7 @@ class ProcessGroupCommunicator(Communicator):
         return self._mailbox.receive(limit)
 
     def pending(self) -> list[Work]:
-        return [*self._strand.pending(), *self._messages.pending()]
+        return list(self._strand.pending())
 
     def abort(self, code: int) -> None:
         os._exit(code)  # torchrun ends the other ranks
@@ -249,7 +240,6 @@ class ProcessGroupCommunicator(Communicator):
         self._closed = True
         self._strand.close()
         self._link.close()
-        self._messages.close()
         if self._owns_world and dist.is_initialized():
             dist.destroy_process_group()
 

@@ -7,6 +7,7 @@ session of every attempt has a corner of its own. All ranks begin the same sessi
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -30,10 +31,12 @@ def join_world(session: int) -> None:
 
 
 class Rendezvous:
-    """Connections to `store` for the ranks of one session, numbered from 0."""
+    """Connections to `store` for the ranks of one session, numbered from 0: all, or those in `ranks`."""
 
-    def __init__(self, store: Any, session: int) -> None:
+    def __init__(self, store: Any, session: int, ranks: Sequence[int] | None = None) -> None:
         self._store, self._corner = store, f"dear/session-{session}"
+        if ranks is not None:  # others may have a session at the same time
+            self._corner = f"dear/ranks-{'-'.join(map(str, ranks))}/session-{session}"
 
     def connect(self, prefix: str) -> Any:
         """A store by a connection of its own, so that a blocking wait on it holds up nobody else."""

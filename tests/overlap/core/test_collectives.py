@@ -9,7 +9,7 @@ import torch
 
 import comm_core
 from overlap.core.bucket import Bucket, Slot
-from overlap.core.collectives import gather, reduce
+from overlap.core.wire import COLLECTIVES
 from overlap.plan.partition import BucketSpec
 from overlap.transport.communicator import Communicator, ReduceOp
 from overlap.transport.native import NativeCommunicator
@@ -17,7 +17,9 @@ from overlap.transport.native import NativeCommunicator
 
 def _bucket() -> Bucket:
     slot = Slot(0, "weight", torch.nn.Parameter(torch.ones(6)), 0)
-    return Bucket(0, BucketSpec((0,), (0,), 6, 6), [slot], rank=0, world_size=1, holds_parameters=True)
+    return Bucket(
+        0, BucketSpec((0,), (0,), 6, 6), [slot], rank=0, world_size=1, holds_parameters=True, collectives=COLLECTIVES
+    )
 
 
 def _wait(issue: Callable[[Any, Bucket], None], comm: _Counted, bucket: Bucket) -> None:
@@ -42,17 +44,17 @@ def test_arguments_are_looked_at_when_they_change() -> None:
     bucket = _bucket()
     for value in (1.0, 2.0, 3.0):
         bucket.gradients.fill_(value)
-        _wait(reduce, comm, bucket)
+        _wait(COLLECTIVES.reduce, comm, bucket)
         assert bucket.reduced.eq(value).all()
     assert comm.looks == 1
     bucket.outgoing = torch.full((6,), 7.0)
-    _wait(reduce, comm, bucket)
+    _wait(COLLECTIVES.reduce, comm, bucket)
     assert bucket.reduced.eq(7.0).all()
     bucket.op = ReduceOp.SUM
-    _wait(reduce, comm, bucket)
+    _wait(COLLECTIVES.reduce, comm, bucket)
     assert comm.looks == 3
     other = _Counted(NativeCommunicator(comm_core.local()))
-    _wait(reduce, other, bucket)
+    _wait(COLLECTIVES.reduce, other, bucket)
     assert (comm.looks, other.looks) == (3, 1)
 
 
@@ -62,9 +64,9 @@ def test_memory_that_moves_is_found_again() -> None:
     bucket = _bucket()
     for step in range(3):
         bucket.gradients.fill_(step)
-        _wait(reduce, comm, bucket)
+        _wait(COLLECTIVES.reduce, comm, bucket)
         bucket.parameters.fill_(step)
-        _wait(gather, comm, bucket)
+        _wait(COLLECTIVES.gather, comm, bucket)
         assert bucket.reduced.eq(step).all()
         assert bucket.parameters.eq(step).all()
         moving = (bucket.gradients, bucket.parameters, bucket.reduced)[step]
@@ -76,11 +78,11 @@ def test_reductions_and_gathers_are_remembered_side_by_side() -> None:
     comm = _Counted(NativeCommunicator(comm_core.local()))
     bucket = _bucket()
     for _ in range(2):
-        _wait(reduce, comm, bucket)
-        _wait(gather, comm, bucket)
+        _wait(COLLECTIVES.reduce, comm, bucket)
+        _wait(COLLECTIVES.gather, comm, bucket)
     assert comm.looks == 2
     bucket.incoming = bucket.outgoing = torch.full((6,), 5.0)
     bucket.holds_parameters = False
-    _wait(reduce, comm, bucket)
+    _wait(COLLECTIVES.reduce, comm, bucket)
     assert comm.looks == 3
     assert bucket.outgoing.eq(5.0).all()

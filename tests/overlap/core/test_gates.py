@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from overlap.core.compiled import GUARDS
-from overlap.core.gates import GatedParameters, Gates
+from overlap.core.gates.compiled import GUARDS
+from overlap.core.gates.gates import GatedParameters, Gates
 
 
 class _Log:

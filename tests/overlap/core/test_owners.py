@@ -8,7 +8,7 @@ import weakref
 
 import torch
 
-from overlap.core.owners import holders
+from overlap.core.gates.holders import holders
 
 
 def _model() -> torch.nn.Module:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from overlap.horovod.coordinator import Coordinator, Decision
-from overlap.horovod.request import Kind, Request, TensorSpec
+from overlap.horovod.controller.coordinator import Coordinator, Decision
+from overlap.horovod.controller.request import Kind, Request, TensorSpec
 
 JOIN = Request(Kind.JOIN, "join")
 
@@ -120,12 +120,25 @@ def test_ranks_that_joined_are_not_waited_for() -> None:
     coordinator.submit(0, _ask("pending"))
     coordinator.submit(2, _ask("pending"))
     ((_, response),) = coordinator.submit(1, JOIN)
-    assert (response.request.name, response.joined) == ("pending", (1,))
-    coordinator.submit(0, _ask("later", Kind.ALLGATHER, shape=(2,)))
-    ((_, gather),) = coordinator.submit(2, _ask("later", Kind.ALLGATHER, shape=(4,)))
-    assert (gather.joined, gather.rows) == ((1,), ((2, 0, 4),))
-    coordinator.submit(0, _ask("b", Kind.BROADCAST, root=0))
-    assert "after rank 1 has joined" in _error(coordinator.submit(2, _ask("b", Kind.BROADCAST, root=0)))
+    assert (response.request.name, response.error) == ("pending", "")
+    coordinator.submit(0, Request(Kind.BARRIER, "b"))
+    assert _titles(coordinator.submit(2, Request(Kind.BARRIER, "b"))) == ["b"]
+
+
+@pytest.mark.parametrize(
+    "kind", [Kind.ALLGATHER, Kind.BROADCAST, Kind.BROADCAST_OBJECT, Kind.ALLTOALL, Kind.REDUCESCATTER]
+)
+def test_what_needs_every_rank_fails_while_some_have_joined_and_leaves_no_trace(kind: Kind) -> None:
+    coordinator = Coordinator(3)
+    coordinator.submit(1, JOIN)
+    for _ in range(2):
+        assert coordinator.submit(0, _ask("x", kind)) == []
+        assert "after rank 1 has joined" in _error(coordinator.submit(2, _ask("x", kind)))
+        coordinator.submit(0, _ask("sum"))
+        assert _titles(coordinator.submit(2, _ask("sum"))) == ["sum"]
+    coordinator.submit(0, JOIN)
+    assert _titles(coordinator.submit(2, JOIN)) == ["join"]
+    assert coordinator.missing() == []
 
 
 def test_join_is_answered_with_the_last_rank_once_everything_before_it_is_done() -> None:
@@ -212,4 +225,4 @@ def test_who_goes_on_after_a_join_that_failed_is_waited_for_again() -> None:
     pair = _ask("x", process_set=1)
     assert coordinator.submit(1, pair) == []
     ((_, response),) = coordinator.submit(0, pair)
-    assert (response.error, response.joined) == ("", ())
+    assert response.error == ""

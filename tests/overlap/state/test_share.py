@@ -29,7 +29,8 @@ class _Rank:
     def __init__(self) -> None:
         self.steps = 0
         self.room = _Room()
-        self.share = StateShare([], self.room, "state", self._export)  # type: ignore[arg-type]
+        self.share = StateShare([], self.room)  # type: ignore[arg-type]
+        self.share.serve("state", self._export)
 
     def _export(self) -> PieceState:
         return _state(self.steps)

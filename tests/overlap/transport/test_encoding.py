@@ -17,7 +17,7 @@ import numpy
 import pytest
 import torch
 
-from overlap.horovod.request import Kind, Request, Response, TensorSpec
+from overlap.horovod.controller.request import Kind, Request, Response, TensorSpec
 from overlap.transport.encoding import NotData, can_travel, decode, encode, travels
 
 
@@ -45,7 +45,7 @@ VALUES = [
     (1, [2, (3,)], {"a": {4, 5}}),
     {1: "one", (2, 3): frozenset({6}), None: {}},
     REQUEST,
-    Response(REQUEST, joined=(1,), rows=((1, 2), (3,))),
+    Response(REQUEST, rows=((1, 2), (3,))),
     Colour.RED,
     torch.bfloat16,
 ]

@@ -1,0 +1,1 @@
+"""Every collective of our communicators beside torch.distributed's, over gloo."""

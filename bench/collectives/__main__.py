@@ -1,0 +1,103 @@
+"""``python -m bench.collectives``: every collective from 4 KB to 64 MB against torch.distributed/gloo and the wire.
+
+Ours and gloo's run in the same processes, in turn, on the same tensors. Times are medians of the slowest rank; CPU is
+that of all ranks' processes, per byte that crossed a link. Bus bandwidth is the bytes that cross each rank's link in each
+direction, divided by the time. Wire time is those bytes at the goodput of plain TCP, measured in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from bench.collectives.bars import judge
+from bench.collectives.operations import OPERATIONS
+from bench.collectives.rows import Row, row_of, table
+from bench.emulation.cluster import Cluster, ClusterError
+from bench.emulation.goodput import goodput
+from bench.program import ROOT, end_in_order
+from bench.train.launcher import local_command
+from bench.train.settings import Settings
+
+SIZES = [4 * 2**10, 16 * 2**10, 64 * 2**10, 256 * 2**10, 2**20, 4 * 2**20, 16 * 2**20, 64 * 2**20]
+
+
+def run(arguments: argparse.Namespace) -> tuple[list[Row], float | None, str]:
+    """Measure; returns rows, goodput in bytes per second (None on the local machine) and the backend's name."""
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "results.json"
+        settings = json.dumps(
+            {
+                "operations": arguments.ops,
+                "sizes": arguments.sizes,
+                "iterations": arguments.iterations,
+                "output": str(output),
+            }
+        )
+        argv = ["-m", "bench.collectives.worker", settings]
+        env = {"DEAR_BENCH_STORE": str(Path(folder) / "store"), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        wire = None
+        if arguments.network == "local":
+            command = local_command(arguments.launcher, Settings(workers=arguments.hosts), argv, [])
+            subprocess.run(command, env={**os.environ, **env}, cwd=ROOT, timeout=arguments.timeout, check=True)
+        else:
+            with Cluster(arguments.hosts, arguments.network) as cluster:
+                wire = goodput(cluster) if arguments.hosts > 1 else None
+                start = cluster.run_mpi if arguments.launcher == "mpi" else cluster.run_torch
+                start(argv, env=env, timeout=arguments.timeout)
+        measured = json.loads(output.read_text())
+    return [row_of(result, wire) for result in measured["results"]], wire, measured["backend"]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hosts", type=int, default=2, help="ranks, one per host (default 2)")
+    parser.add_argument(
+        "--network", default="local", help="local, or a rate for the emulated cluster: 1gbit, 100mbit, …"
+    )
+    parser.add_argument("--launcher", choices=["mpi", "torchrun"], default="mpi")
+    parser.add_argument("--ops", nargs="+", choices=list(OPERATIONS), default=list(OPERATIONS), metavar="OP")
+    parser.add_argument("--sizes", nargs="+", type=int, default=SIZES, metavar="BYTES", help="of the whole buffer")
+    parser.add_argument("--iterations", type=int, default=100, help="pairs per case, fewer for cases that take long")
+    parser.add_argument("--timeout", type=float, default=1200.0, help="seconds for the whole run")
+    parser.add_argument("--json", type=Path, help="write every row here")
+    parser.add_argument(
+        "--check-bars", action="store_true", help="exit with 1 unless every bar is met, and one was there"
+    )
+    arguments = parser.parse_args()
+    end_in_order()
+    try:
+        rows, wire, backend = run(arguments)
+    except (ClusterError, subprocess.SubprocessError) as error:
+        sys.stderr.write(f"bench.collectives: {error}\n")
+        return 2
+    mbit = 0.0 if wire is None else wire * 8 / 1e6
+    goodput_text = f"goodput {mbit:.{0 if mbit >= 20 else 2}f} Mbit/s"
+    where = "this machine" if wire is None else f"{arguments.network} links, {goodput_text}"
+    print(f"{arguments.hosts} ranks, {backend}, {where}; torch {torch.__version__}, Python {platform.python_version()}")
+    print(table(rows))
+    if arguments.json:
+        about = {"hosts": arguments.hosts, "network": arguments.network, "backend": backend, "goodput": wire}
+        arguments.json.write_text(json.dumps({**about, "rows": [asdict(row) for row in rows]}, indent=1))
+    verdicts = judge(rows, arguments.hosts, backend)
+    if arguments.check_bars:
+        print()
+        for verdict in verdicts:
+            print(f"{'met   ' if verdict.met else 'MISSED'}  {verdict.text}")
+        if not verdicts:
+            print("no bar speaks of these operations, sizes and hosts")
+        return 0 if verdicts and all(verdict.met for verdict in verdicts) else 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

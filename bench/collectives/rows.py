@@ -1,0 +1,76 @@
+"""What was measured of a collective as rows of a table (pure)."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["Row", "row_of", "table"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table; times in milliseconds, ratios below 1 are good."""
+
+    operation: str
+    bytes: int
+    n: int
+    ms: float
+    low_ms: float  # quartiles of ours
+    high_ms: float
+    bus_mb_per_s: float
+    gloo_ms: float | None
+    to_gloo: float | None  # median of the ratios pair by pair
+    to_wire: float | None
+    cpu_to_gloo: float | None  # CPU per byte, ours to gloo's
+    cpu_ns_per_byte: float
+
+
+def row_of(result: dict[str, Any], goodput_bytes: float | None) -> Row:
+    ours, gloo = result["seconds"]["ours"], result["seconds"].get("gloo")
+    cpu = {who: sum(values) / len(values) for who, values in result["cpu_seconds"].items()}
+    crossing = result["bytes"] * result["wire_share"]
+    middle = statistics.median(ours)
+    quartiles = statistics.quantiles(ours, n=4, method="inclusive")
+    wire = crossing / goodput_bytes if goodput_bytes and crossing else None
+    return Row(
+        operation=result["operation"],
+        bytes=result["bytes"],
+        n=len(ours),
+        ms=1e3 * middle,
+        low_ms=1e3 * quartiles[0],
+        high_ms=1e3 * quartiles[2],
+        bus_mb_per_s=crossing / middle / 1e6,
+        gloo_ms=1e3 * statistics.median(gloo) if gloo else None,
+        to_gloo=statistics.median(a / b for a, b in zip(ours, gloo, strict=True)) if gloo else None,
+        to_wire=middle / wire if wire else None,
+        cpu_to_gloo=cpu["ours"] / cpu["gloo"] if gloo and cpu["gloo"] else None,
+        cpu_ns_per_byte=1e9 * cpu["ours"] / (crossing * result["ranks"]) if crossing else 0.0,
+    )
+
+
+def _size(nbytes: int) -> str:
+    for unit, factor in (("MB", 2**20), ("KB", 2**10)):
+        if nbytes >= factor:
+            return f"{nbytes / factor:g} {unit}"
+    return f"{nbytes} B"
+
+
+def table(rows: list[Row]) -> str:
+    """The rows as text, one block per operation."""
+    head = f"{'operation':<15}{'size':>8}{'n':>5}{'ms':>10}{'quartiles':>19}{'MB/s':>8}{'gloo ms':>10}"
+    head += f"{'x gloo':>8}{'x wire':>8}{'CPU x gloo':>12}{'ns/byte':>9}"
+    lines = [head]
+    for before, row in zip([None, *rows], rows, strict=False):
+        if before is not None and before.operation != row.operation:
+            lines.append("")
+
+        def cell(value: float | None, width: int) -> str:
+            return f"{value:{width}.2f}" if value is not None else f"{'n/a':>{width}}"
+
+        spread = f"{row.low_ms:.2f} - {row.high_ms:.2f}"
+        line = f"{row.operation:<15}{_size(row.bytes):>8}{row.n:>5}{row.ms:>10.2f}{spread:>19}"
+        line += f"{row.bus_mb_per_s:>8.1f}{cell(row.gloo_ms, 10)}{cell(row.to_gloo, 8)}{cell(row.to_wire, 8)}"
+        lines.append(line + f"{cell(row.cpu_to_gloo, 12)}{row.cpu_ns_per_byte:>9.2f}")
+    return "\n".join(lines)

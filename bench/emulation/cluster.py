@@ -1,0 +1,210 @@
+"""Hosts and links of an emulated cluster on one machine: network namespaces behind one bridge, each link shaped.
+
+    with Cluster(hosts=2, rate="1gbit") as cluster:
+        cluster.run_mpi(["-m", "bench.collectives.worker"])
+
+A token bucket of 128 KB at both ends of every link passes `rate` in each direction, as a switched full-duplex network
+does; a larger bucket would let a whole message through after an idle moment. Needs root. Every host has a name of its
+own (UTS namespace). Only addresses inside these namespaces are ever used. Hosts that a killed process left behind are
+removed when the next cluster is made.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from bench.program import ROOT
+
+__all__ = ["Cluster", "ClusterError"]
+
+PREFIX = "dearemu"
+SUBNET = "10.77.0"
+_NAP_SECONDS = 0.05
+_LAST_WORDS_SECONDS = 5.0  # of the others when one has failed: they may be about to say why
+_AGENT = """#!/bin/sh
+# Stands in for ssh: enters the namespace of the host whose address is the first argument.
+host=$1; shift
+number=${{host##*.}}
+exec ip netns exec {prefix}$number unshare --uts sh -c 'hostname {prefix}'$number'; exec sh -c "$0"' "$*"
+"""
+
+
+class ClusterError(RuntimeError):
+    """The cluster could not be made."""
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ClusterError(f"{' '.join(command)} failed: {done.stderr.strip() or done.returncode}")
+
+
+class Cluster:
+    """`hosts` namespaces with links of `rate` (as `tc` writes them: 1gbit, 100mbit), while the context lasts."""
+
+    def __init__(self, hosts: int, rate: str = "1gbit") -> None:
+        if hosts < 1:
+            raise ValueError(f"a cluster needs at least 1 host, not {hosts}")
+        if os.geteuid() != 0:
+            raise ClusterError("the emulated cluster makes network namespaces and needs root; use --network local")
+        for tool in ("ip", "tc", "unshare"):
+            if shutil.which(tool) is None:
+                raise ClusterError(f"{tool} was not found (Debian: iproute2, util-linux)")
+        self.hosts, self.rate = hosts, rate
+        self._prefix = f"{PREFIX}{os.getpid()}x"
+        self._folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+
+    @property
+    def agent(self) -> str:
+        """A program that stands in for ssh: it runs a command on the host of an address."""
+        return str(self._folder / "agent")
+
+    def address(self, host: int) -> str:
+        return f"{SUBNET}.{host + 1}"
+
+    def __enter__(self) -> Cluster:
+        try:
+            self._make()
+        except BaseException:
+            self._remove()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._remove()
+
+    def _namespace(self, host: int) -> str:
+        return f"{self._prefix}{host + 1}"
+
+    def _make(self) -> None:
+        _remove_abandoned()
+        switch = f"{self._prefix}sw"
+        _run("ip", "netns", "add", switch)
+        _run("ip", "-n", switch, "link", "add", "br0", "type", "bridge")
+        _run("ip", "-n", switch, "link", "set", "br0", "up")
+        for host in range(self.hosts):
+            space, port = self._namespace(host), f"port{host}"
+            _run("ip", "netns", "add", space)
+            _run("ip", "-n", space, "link", "add", "eth0", "type", "veth", "peer", "name", port, "netns", switch)
+            _run("ip", "-n", space, "addr", "add", f"{self.address(host)}/24", "dev", "eth0")
+            for name in ("lo", "eth0"):
+                _run("ip", "-n", space, "link", "set", name, "up")
+            _run("ip", "-n", switch, "link", "set", port, "master", "br0", "up")
+            for where, device in ((space, "eth0"), (switch, port)):
+                shape = ("tbf", "rate", self.rate, "burst", "128kb", "latency", "100ms")
+                _run("tc", "-n", where, "qdisc", "add", "dev", device, "root", *shape)
+        agent = Path(self.agent)
+        agent.write_text(_AGENT.format(prefix=self._prefix))
+        agent.chmod(0o755)
+
+    def _remove(self) -> None:
+        for name in _namespaces():
+            if name.startswith(self._prefix):
+                _remove_namespace(name)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def enter(self, host: int, command: Sequence[str]) -> list[str]:
+        """The command line that runs `command` on a host."""
+        space = self._namespace(host)
+        shell = f'hostname {space}; exec "$0" "$@"'
+        return ["ip", "netns", "exec", space, "unshare", "--uts", "sh", "-c", shell, *command]
+
+    def run_mpi(self, argv: Sequence[str], *, env: Mapping[str, str] | None = None, timeout: float = 600) -> None:
+        """``python argv`` on one rank per host, over MPI/TCP. Raises ClusterError if the job fails."""
+        mpirun, major = _mpirun()
+        launch = ("--prtemca", "plm_ssh_agent") if major >= 5 else ("--mca", "plm_rsh_agent")
+        where = ",".join(f"{self.address(host)}:1" for host in range(self.hosts))
+        command = [mpirun, *launch, self.agent, "--host", where, "-np", str(self.hosts), "--bind-to", "none"]
+        command += ["--mca", "pml", "ob1", "--mca", "btl", "tcp,self"]
+        command += ["--mca", "btl_tcp_if_include", f"{SUBNET}.0/24"]
+        env = {**(env or {}), "GLOO_SOCKET_IFNAME": "eth0"}
+        for name in env:
+            command += ["-x", name]
+        root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        root |= {"PRTE_ALLOW_RUN_AS_ROOT": "1", "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        environ = {**os.environ, **root, **env}
+        job = subprocess.Popen(self.enter(0, [*command, sys.executable, *argv]), env=environ, cwd=ROOT)
+        _finish([job], timeout)
+
+    def run_torch(self, argv: Sequence[str], *, env: Mapping[str, str] | None = None, timeout: float = 600) -> None:
+        """``python argv`` on one rank per host, with the environment that torchrun would set."""
+        jobs = []
+        for host in range(self.hosts):
+            ranks = {"RANK": str(host), "WORLD_SIZE": str(self.hosts), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+            meet = {"MASTER_ADDR": self.address(0), "MASTER_PORT": "29400", "GLOO_SOCKET_IFNAME": "eth0"}
+            environ = {**os.environ, **(env or {}), **ranks, **meet}
+            jobs.append(subprocess.Popen(self.enter(host, [sys.executable, *argv]), env=environ, cwd=ROOT))
+        _finish(jobs, timeout)
+
+
+def _finish(jobs: list[subprocess.Popen[bytes]], timeout: float) -> None:
+    """Wait for `jobs`, one of all hosts or one of each; where one fails, the others are ended soon, and it is named."""
+    deadline, failed = time.monotonic() + timeout, ""
+    try:
+        while None in [job.poll() for job in jobs]:
+            if time.monotonic() > deadline:
+                raise ClusterError(failed or f"a job on the cluster did not end within {timeout:g} s")
+            time.sleep(_NAP_SECONDS)
+            if not failed and (failed := _failure(jobs)):
+                deadline = min(deadline, time.monotonic() + _LAST_WORDS_SECONDS)
+        failed = failed or _failure(jobs)
+        if failed:
+            raise ClusterError(failed)
+    finally:
+        for job in jobs:
+            if job.poll() is None:
+                job.kill()
+                job.wait()
+
+
+def _failure(jobs: Sequence[subprocess.Popen[bytes]]) -> str:
+    """What failed, empty if nothing did. One that was killed comes before those that may have lost it."""
+    codes = [(job.returncode, host) for host, job in enumerate(jobs) if job.returncode]
+    if not codes:
+        return ""
+    code, host = min(codes)
+    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+    return f"a job on the cluster{f' on host {host}' if len(jobs) > 1 else ''} {how}"
+
+
+def _mpirun() -> tuple[str, int]:
+    """The mpirun of this environment, and the major version of its Open MPI."""
+    beside = Path(sys.executable).parent / "mpirun"
+    path = str(beside) if beside.exists() else shutil.which("mpirun")
+    if path is None:
+        raise ClusterError("no mpirun beside this Python or in PATH; run `make setup`")
+    text = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout
+    digits = [word for word in text.split() if word[:1].isdigit()]
+    return path, int(digits[0].split(".")[0]) if digits else 5
+
+
+def _namespaces() -> list[str]:
+    done = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False)
+    return [line.split()[0] for line in done.stdout.splitlines() if line.startswith(PREFIX)]
+
+
+def _remove_namespace(name: str) -> None:
+    """End what still runs in a namespace this module made, and delete it."""
+    done = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False)
+    for pid in done.stdout.split():
+        subprocess.run(["kill", "-9", pid], capture_output=True, check=False)
+    subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+
+
+def _remove_abandoned() -> None:
+    """The hosts of benchmarks that were killed before they could remove them."""
+    for name in _namespaces():
+        maker = name.removeprefix(PREFIX).split("x")[0]
+        if not Path("/proc", maker).exists():
+            _remove_namespace(name)

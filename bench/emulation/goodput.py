@@ -1,0 +1,105 @@
+"""What plain TCP gets through one link of the emulated cluster: the yardstick for wire time."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+from bench.emulation.cluster import Cluster, ClusterError
+from bench.program import ROOT
+
+PORT = 29401
+TOTAL_BYTES = 64 * 2**20
+_ENOUGH_SECONDS, _ENOUGH_BYTES = 5, 2 * 2**20  # both are sent, where that takes less than _MOST_SECONDS
+_MOST_SECONDS, _PATIENCE_SECONDS = 20, 30  # of the sender, and of the receiver for what is still on its way
+_BURST = 2**18  # what the buckets of both ends of a link let through at once
+_BLOCK = bytes(1 << 16)
+
+
+def goodput(cluster: Cluster) -> float:
+    """Bytes per second of payload from host 0 to host 1, over 64 MB or five seconds, the first eighth not counted.
+
+    Raises ``ClusterError`` where too little arrives to tell.
+    """
+    receiver = cluster.enter(1, [sys.executable, "-m", "bench.emulation.goodput", "receive"])
+    sender = cluster.enter(0, [sys.executable, "-m", "bench.emulation.goodput", "send", cluster.address(1)])
+    with subprocess.Popen(receiver, cwd=ROOT, stdout=subprocess.PIPE, text=True) as job:
+        try:
+            subprocess.run(sender, cwd=ROOT, check=True, timeout=60)
+            text, _ = job.communicate(timeout=60)
+        except subprocess.CalledProcessError as error:
+            raise ClusterError(
+                f"measuring goodput at {cluster.rate}: the sender exited with {error.returncode}"
+            ) from None
+        except subprocess.TimeoutExpired:
+            raise ClusterError(f"measuring goodput at {cluster.rate} did not end within 60 s") from None
+        finally:
+            job.kill()
+    if job.returncode:
+        raise ClusterError(f"measuring goodput at {cluster.rate}: the receiver exited with {job.returncode}")
+    return rate(json.loads(text))
+
+
+def rate(arrivals: Sequence[tuple[float, int]]) -> float:
+    """Bytes per second, from pairs of a time and the bytes that had arrived by then (pure).
+
+    The first eighth is left out, and at least what a link lets through at once, before it is as slow as it should be.
+    Raises ``ClusterError`` unless as much again is left to count.
+    """
+    total = arrivals[-1][1] if arrivals else 0
+    begun, skipped = next(((at, seen) for at, seen in arrivals if seen >= max(total // 8, _BURST)), (0.0, total))
+    if total - skipped < _BURST:
+        raise ClusterError(
+            f"the link is too slow to measure its goodput: {total / 2**10:.0f} KB arrived, "
+            f"{2 * _BURST / 2**10:.0f} KB are needed"
+        )
+    return (total - skipped) / (arrivals[-1][0] - begun)
+
+
+def receive() -> None:
+    with socket.create_server(("", PORT)) as server:
+        server.settimeout(30)
+        connection, _ = server.accept()
+        arrivals, seen = [], 0
+        with connection:
+            deadline = time.perf_counter() + _PATIENCE_SECONDS
+            while (data := connection.recv(1 << 18)) and time.perf_counter() < deadline:
+                seen += len(data)
+                arrivals.append((time.perf_counter(), seen))
+    print(json.dumps(arrivals))
+
+
+def send(address: str) -> None:
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            connection = socket.create_connection((address, PORT), timeout=5)
+            break
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
+    with connection:
+        connection.settimeout(2 * _PATIENCE_SECONDS)
+        begun, sent = time.monotonic(), 0
+        with contextlib.suppress(ConnectionError):  # the receiver has waited long enough
+            while sent < TOTAL_BYTES and wanted(time.monotonic() - begun, sent):
+                connection.sendall(_BLOCK)
+                sent += len(_BLOCK)
+
+
+def wanted(seconds: float, sent: int) -> bool:
+    """Whether a sender goes on that has sent so much in so long."""
+    return seconds < _ENOUGH_SECONDS or (sent < _ENOUGH_BYTES and seconds < _MOST_SECONDS)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "receive":
+        receive()
+    else:
+        send(sys.argv[2])

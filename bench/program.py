@@ -1,0 +1,38 @@
+"""What the programs of the benchmarks share: where the project is, options that count, and an end in order."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+__all__ = ["ROOT", "at_least", "end_in_order"]
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """What argparse reads an option with that counts from `least`; anything else is an error with status 2."""
+
+    def read(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if value < least:
+            raise argparse.ArgumentTypeError(f"should be a whole number of at least {least} and is {text}")
+        return value
+
+    return read
+
+
+def end_in_order() -> None:
+    """From now on SIGTERM, and SIGHUP as a terminal sends when it is closed, raise ``SystemExit``. Of the main thread.
+
+    Emulated hosts and workers are removed then. A program started by nohup goes on ignoring SIGHUP.
+    """
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda received, _frame: sys.exit(128 + received))

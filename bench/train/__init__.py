@@ -1,0 +1,1 @@
+"""One benchmark run: one model, one method, some workers."""

@@ -1,0 +1,104 @@
+"""One training step with the clock running, and what a step's time is made of."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from bench.methods.method import MakeOptimizer
+
+__all__ = ["Breakdown", "Clock", "alone", "breakdown", "step", "warm_up"]
+
+LossOf = Callable[[nn.Module], torch.Tensor]
+_STEPS_ALONE = 3
+
+
+class Clock:
+    """Wall seconds of steps and of their phases, and of blocks at whose end the device has caught up."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.steps: list[float] = []
+        self.phases: dict[str, list[float]] = {"forward": [], "backward": [], "step": []}
+
+    def settled(self) -> float:
+        """The time once the device has nothing left to do."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+    def medians(self) -> dict[str, float]:
+        return {phase: statistics.median(values) for phase, values in self.phases.items()}
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, loss_of: LossOf, clock: Clock) -> None:
+    """Forward, backward, the optimizer's step."""
+    begun = time.perf_counter()
+    loss = loss_of(model)
+    forward = time.perf_counter()
+    loss.backward()  # type: ignore[no-untyped-call]
+    backward = time.perf_counter()
+    optimizer.step()
+    stepped = time.perf_counter()
+    optimizer.zero_grad()
+    ended = time.perf_counter()
+    clock.steps.append(ended - begun)
+    for phase, seconds in zip(clock.phases, (forward - begun, backward - forward, stepped - backward), strict=True):
+        clock.phases[phase].append(seconds)
+
+
+def warm_up(count: int, tuning: Callable[[], bool], once: Callable[[], object]) -> int:
+    """At least `count` steps, the last one with what the method has settled on; how many they were.
+
+    A method that searches while it trains would be timed in the middle of its search otherwise. `tuning` gives the same
+    on every rank, so all take the same steps.
+    """
+    steps, settled = 0, False
+    while steps < count or not settled:
+        settled = not tuning()  # before the step, which is the first one with a new plan
+        once()
+        steps += 1
+    return steps
+
+
+def alone(model: nn.Module, make: MakeOptimizer, loss_of: LossOf, device: torch.device) -> dict[str, float]:
+    """Median seconds of each phase without communication, after one step that is not counted.
+
+    To be called before a method gets the model, which is left as it was.
+    """
+    saved = copy.deepcopy(model.state_dict())
+    build, arguments = make
+    optimizer = build(model.parameters(), **arguments)
+    step(model, optimizer, loss_of, Clock(device))
+    clock = Clock(device)
+    for _ in range(_STEPS_ALONE):
+        step(model, optimizer, loss_of, clock)
+        clock.settled()
+    model.load_state_dict(saved)
+    return clock.medians()
+
+
+@dataclass(frozen=True)
+class Breakdown:
+    """Seconds of a step: computation as it is without communication, and what communication adds to it."""
+
+    forward: float
+    backward: float
+    update: float
+    exposed: float
+
+    def __str__(self) -> str:
+        parts = {"forward": self.forward, "backward": self.backward, "update": self.update}
+        parts["exposed communication"] = self.exposed
+        return ", ".join(f"{name} {1e3 * seconds:.1f} ms" for name, seconds in parts.items())
+
+
+def breakdown(phases: Mapping[str, float], median_step: float) -> Breakdown:
+    """Exposed communication is the rest of the step; where updates are sharded, what they save counts against it."""
+    return Breakdown(phases["forward"], phases["backward"], phases["step"], median_step - sum(phases.values()))

@@ -1,0 +1,129 @@
+"""The averaged gradients between backward and step(), where a script asks for them before it steps.
+
+What can be done to them (clipping, a GradScaler's look) is in `overlap.features`, and done through this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from overlap.core.engine import Engine
+from overlap.core.round import Stage
+from overlap.transport.communicator import Communicator
+from overlap.transport.memory import values_of
+from overlap.transport.objects import broadcast_object
+
+__all__ = ["Averages"]
+
+
+class Averages:
+    """Settled and exchanged over `comm`; see :class:`.Stage`. All methods: on every rank."""
+
+    def __init__(self, engine: Engine, comm: Communicator) -> None:
+        self.engine, self.comm = engine, comm
+
+    @property
+    def stage(self) -> Stage:
+        return self.engine.round.stage
+
+    @property
+    def whole(self) -> bool:
+        """Whether every rank has, or is about to have, all averages in ``.grad``."""
+        return self.engine.shards is None or self.stage is Stage.SYNCHRONIZED
+
+    @torch.no_grad()
+    def settle(self, call: str) -> None:
+        """Reductions are awaited, as `call` of the script's needs them; shards hold averages, where there are any."""
+        engine, round = self.engine, self.engine.round
+        engine.close(call)
+        round.settle()
+        if self.stage is Stage.LOCAL:
+            for bucket in engine.order:
+                if not bucket.holds_parameters:
+                    bucket.expose()
+            round.advance(Stage.SETTLED)
+
+    @torch.no_grad()
+    def synchronize(self, call: str = "synchronize()") -> None:
+        """Make ``.grad`` the average everywhere; `call` is what the script has called."""
+        if self.stage is Stage.SYNCHRONIZED:
+            return
+        engine = self.engine
+        engine.policy.refuse("synchronize()")
+        engine.close(call)
+        engine.round.settle()
+        engine.participants.announce("synchronize")
+        for bucket in engine.order:
+            if bucket.holds_parameters:
+                label = f"{bucket.label} gradients"
+                self.comm.all_gather(bucket.reduced, bucket.gradients, counts=bucket.shares, label=label)
+                bucket.find_unused()
+        for bucket in engine.order:
+            bucket.expose()
+        engine.round.advance(Stage.SYNCHRONIZED)
+
+    def take_synchronized(self) -> None:
+        """``.grad``, as the script left it after :meth:`synchronize`, is what shards are updated with."""
+        for bucket in self.engine.order:
+            if bucket.holds_parameters:
+                for slot in bucket.slots:
+                    slot.fill()
+                bucket.reduced.copy_(bucket.gradients[bucket.own])
+                self.engine.sharded.take(bucket)
+
+    @torch.no_grad()
+    def share(self) -> None:
+        """After :meth:`synchronize`, which joined ranks followed: give them ``.grad`` as the others' script left it."""
+        engine = self.engine
+        if not engine.participants.absent:
+            return
+        leader = engine.participants.leader
+        for bucket in engine.order:
+            for slot in bucket.slots:
+                slot.fill()
+            self.comm.broadcast(bucket.gradients, leader, label=f"{bucket.label} gradients")
+            bucket.find_unused()
+            bucket.expose()
+        for slot in engine.slots:
+            if slot.claimed:
+                slot.param.grad = broadcast_object(self.comm, slot.param.grad, leader)
+
+    # - Where they lie, once they are settled
+
+    def pieces(self, wanted: Callable[[torch.Tensor], bool] = lambda _param: True) -> list[torch.Tensor]:
+        """Averages of the `wanted` parameters in this rank's shards; no other rank has the same."""
+        return self.engine.sharded.gradients(wanted)
+
+    def alike(self, wanted: Callable[[torch.Tensor], bool] = lambda _param: True) -> Iterator[torch.nn.Parameter]:
+        """The `wanted` parameters of which every rank has the whole average in ``.grad``, beside those in shards."""
+        engine = self.engine
+        whole = (slot.param for bucket in engine.order if not bucket.holds_parameters for slot in bucket.slots)
+        yield from filter(wanted, whole)
+        yield from filter(wanted, (slot.param for slot in engine.slots if slot.claimed))
+
+    def scaled(self, factor: float, wanted: Callable[[torch.Tensor], bool] = lambda _param: True) -> None:
+        """Averages in shards were multiplied: ``.grad`` is to follow, if anything is added to it later."""
+        if factor != 1:
+            scales = self.engine.round.scales
+            for bucket in self.engine.order:
+                for slot in bucket.slots if bucket.holds_parameters else ():
+                    if wanted(slot.param):
+                        scales[slot.index] = scales.get(slot.index, 1.0) * factor
+
+    @torch.no_grad()
+    def unscale(self, scale: torch.Tensor) -> None:
+        """Divide the averages by a loss scale, shards where they lie.
+
+        As a GradScaler does: times its reciprocal in fp32, computed in fp64.
+        """
+        inverse = scale.double().reciprocal().float()
+        if self.whole:
+            gradients = [slot.param.grad for slot in self.engine.slots]
+        else:
+            gradients = [*(param.grad for param in self.alike()), *self.pieces()]
+            self.scaled(1.0 / float(scale))
+        for gradient in gradients:
+            if gradient is not None:
+                values_of(gradient).mul_(inverse.to(gradient.device))

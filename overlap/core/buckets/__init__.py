@@ -1,0 +1,1 @@
+"""Which buckets an optimizer has: observed, planned, extended, and made anew."""

@@ -1,0 +1,213 @@
+"""From what was learned to buckets: the agreed order of issue, and who owns which shard."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+
+import torch
+
+from overlap.core.bucket import Bucket, MakeMaster, Slot
+from overlap.core.buckets.heap import Freed
+from overlap.core.feature import StatePlacement
+from overlap.core.shards import ShardUpdate
+from overlap.core.wire import COLLECTIVES, Exchange
+from overlap.plan.groups import Groups, members_of, plan_groups
+from overlap.plan.partition import BucketSpec, TensorSpec, lane_of
+from overlap.plan.plan import Facts, Plan
+from overlap.plan.strategy import Strategy
+from overlap.transport.communicator import Communicator
+from overlap.transport.memory import is_dense
+
+__all__ = ["Planner"]
+
+
+class Planner:
+    """Builds the buckets of one optimizer into `order`, the agreed order of issue. It communicates nothing.
+
+    Everything it decides from is the same on every rank: rank 0's facts, the slots, the strategy. With `make_master`,
+    parameters travel rounded.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        optimizer: torch.optim.Optimizer,
+        slots: list[Slot],
+        strategy: Strategy,
+        groups: Groups,
+        shards: ShardUpdate | None,
+        states: StatePlacement,
+        exchange: Exchange,
+        *,
+        lanes: int,
+        make_master: MakeMaster | None,
+    ) -> None:
+        self._comm, self._optimizer, self.slots = comm, optimizer, slots
+        self._exchange, self._lanes, self._make_master = exchange, lanes, make_master
+        self.strategy, self.shards, self._groups, self._states = strategy, shards, groups, states
+        self.order: list[Bucket] = []
+        self._facts: Facts | None = None  # about the parameters in buckets
+        self._most = 1  # accumulations into one parameter in one backward pass
+        self._unguarded: set[int] = set()  # slots that no gate is known to guard
+        self._owners: dict[int, int] = {}  # by slot, of parameters that shards do not cut
+
+    def begin(self, facts: Facts, fires: Sequence[int], passes: int, kept: Collection[int]) -> None:
+        """The first buckets, from what the first iteration taught. Of frozen slots, those that are `kept` take part.
+
+        `fires` are the most accumulations into each slot that any rank saw in `passes` backward passes. What none used may
+        be used as often as the most used one: a gradient that is complete earlier waits for ``step()``, no more.
+        """
+        absent = {
+            slot.index
+            for slot in self.slots
+            if slot.claimed or (not slot.param.requires_grad and slot.index not in kept)
+        }
+        self._facts = _without(facts, absent)
+        self._unguarded = {*facts.unseen, *facts.idle}
+        self.order += self._build(self.preview(self.strategy), self.shards, fill=True)
+        counts = [max(1, round(count / passes)) if count else 0 for count in fires]
+        self._most = max(1, *counts)
+        for slot, count in zip(self.slots, counts, strict=True):
+            slot.expected = count or self._most
+
+    def extend(self, slots: Sequence[Slot]) -> None:
+        """Buckets for `slots`, which were in none, issued last."""
+        late = tuple(slot.index for slot in slots)
+        if not late:
+            return
+        assert self._facts is not None, "learning comes first"
+        self._find_owners(late)
+        nothing: frozenset[int] = frozenset()
+        facts = Facts((late,), late, tuple(1 for _ in self.slots), nothing, nothing)
+        plan = self.strategy.plan(facts, *self._specs(), self._comm.size)
+        self.order += self._build(plan, self.shards, first=len(self.order), fill=True)
+        self._facts = _with_late(self._facts, late, len(self.slots))
+        for index in late:
+            self.slots[index].expected = self._most
+        self._unguarded.update(late)
+
+    def draft(self, strategy: Strategy) -> tuple[list[Bucket], ShardUpdate | None]:
+        """`strategy`'s buckets for the same parameters, whose values move in, and their pieces, without state yet."""
+        plan = self.preview(strategy)
+        shards = None if self.shards is None else ShardUpdate(self._optimizer, whole=self.shards.whole)
+        return self._build(plan, shards), shards
+
+    def install(self, strategy: Strategy, order: list[Bucket], shards: ShardUpdate | None) -> None:
+        """Replace everything by what :meth:`draft` gave."""
+        self.strategy, self.shards = strategy, shards
+        self.order[:] = order
+
+    @property
+    def unguarded(self) -> list[Bucket]:
+        """Buckets with parameters that no gate is known to hand out."""
+        outside = {self.slots[index].bucket for index in self._unguarded}
+        return [bucket for bucket in self.order if bucket in outside]
+
+    def preview(self, strategy: Strategy) -> Plan:
+        """The plan of `strategy` for the parameters that are in buckets; nothing is built."""
+        facts = self._facts
+        assert facts is not None, "learning comes first"
+        self._find_owners(facts.arrivals)
+        specs, shardable = self._specs()
+        if not facts.arrivals:  # features have claimed all of them
+            return Plan((), ())
+        if not self._groups:
+            return strategy.plan(facts, specs, shardable, self._comm.size)
+        members = members_of(self._groups, facts)
+        rest = _without(facts, {index for group in members for index in group})
+        plan = Plan((), ())
+        if rest.arrivals:
+            plan = strategy.plan(rest, specs, shardable, self._comm.size)
+        return plan_groups(members, plan, facts, specs, shardable, self._comm.size)
+
+    @property
+    def reread(self) -> list[Slot]:
+        """Parameters that backward may read after their gradients: seen to be so, or not seen by any gate."""
+        assert self._facts is not None, "learning comes first"
+        return [self.slots[index] for index in sorted(self._unguarded | self._facts.reread)]
+
+    def _find_owners(self, indices: Iterable[int]) -> None:
+        """Parameters that come into buckets get owners, if the strategy cuts none. They keep them, whatever the plan."""
+        homeless = (index for index in sorted(indices) if index not in self._owners)
+        new = [index for index in homeless if self._can_shard(self.slots[index])]
+        loads = [0] * self._comm.size
+        for index, owner in self._owners.items():
+            loads[owner] += self.slots[index].param.numel()
+        owners = self.strategy.owners([self.slots[index].param.numel() for index in new], loads)
+        if owners is not None:
+            self._owners.update(zip(new, owners, strict=True))
+
+    def _can_shard(self, slot: Slot) -> bool:
+        return self.shards is not None and is_dense(slot.param.data)
+
+    def _specs(self) -> tuple[list[TensorSpec], list[bool]]:
+        specs, shardable = [], []
+        for slot in self.slots:
+            param = slot.param
+            can_shard = self._can_shard(slot)
+            shardable.append(can_shard)
+            kind = (str(param.dtype), str(param.device), can_shard)
+            owner = self._owners.get(slot.index) if can_shard else None
+            wire = self._exchange.wire_itemsize(param.dtype)
+            specs.append(TensorSpec(param.numel(), param.element_size(), kind, owner, wire))
+        return specs, shardable
+
+    def _build(self, plan: Plan, shards: ShardUpdate | None, *, first: int = 0, fill: bool = False) -> list[Bucket]:
+        """The buckets of `plan`. With `fill`, each takes its gradients before the next is made, so that the memory in
+        which backward left them is free for that: a step needs it once, the first step as well. Free is not enough where
+        buckets are larger than the holes: see `overlap.core.buckets.heap`.
+        """
+        order = []
+        with Freed() as freed:
+            for number, (spec, sharded) in enumerate(zip(plan.buckets, plan.sharded, strict=True), first):
+                bucket = self._bucket(number, spec, sharded=sharded)
+                order.append(bucket)
+                if sharded:
+                    assert shards is not None, "a strategy shards only what is shardable"
+                    shards.add(bucket, self._comm.rank)
+                    self._states.placed(shards, bucket)
+                if fill:
+                    for slot in bucket.slots:
+                        slot.fill()
+                    if bucket.gradients.device.type == "cpu":
+                        freed.more(bucket.nbytes)
+        return order
+
+    def _bucket(self, number: int, spec: BucketSpec, *, sharded: bool) -> Bucket:
+        return Bucket(
+            number,
+            spec,
+            [self.slots[index] for index in spec.tensors],
+            rank=self._comm.rank,
+            world_size=self._comm.size,
+            holds_parameters=sharded,
+            collectives=self.strategy.collectives or COLLECTIVES,
+            op=self._exchange.op,
+            make_master=self._make_master,
+            carried=self.strategy.carries and self._comm.rounds,
+            lane=lane_of(spec.shares(self._comm.size), self._lanes),
+        )
+
+
+def _without(facts: Facts, frozen: set[int]) -> Facts:
+    """Facts about what can have gradients; frozen parameters get buckets when they are unfrozen."""
+    return replace(
+        facts,
+        units=tuple(unit for unit in (tuple(i for i in u if i not in frozen) for u in facts.units) if unit),
+        arrivals=tuple(index for index in facts.arrivals if index not in frozen),
+        unseen=facts.unseen - frozen,
+        idle=facts.idle - frozen,
+    )
+
+
+def _with_late(facts: Facts, late: tuple[int, ...], num_slots: int) -> Facts:
+    """Facts that know parameters which came later; a new plan keeps them apart, like those that were idle at first."""
+    return replace(
+        facts,
+        units=(*facts.units, late),
+        arrivals=(*facts.arrivals, *late),
+        fires=facts.fires + (1,) * (num_slots - len(facts.fires)),
+        idle=facts.idle | set(late),
+        moments=facts.moments and facts.moments + facts.moments[-1:] * (num_slots - len(facts.moments)),
+    )

@@ -1,0 +1,112 @@
+"""What may take part in a step and need not. Core calls these moments, and knows nobody who listens by name.
+
+    a plan        claims ─▶ admit ─▶ planned               all ranks
+    backward      gradient … filled                        this rank: nothing that communicates
+    a call        verify                                   this rank: may raise, then all ranks raise
+                  closed                                   all ranks: all reductions of the round are issued
+    the end       ended                                    this rank
+
+`overlap.optimizer.assembly` says which features an optimizer has. One that has none runs none of this.
+
+Two things are replaced, and not only listened to. Each optimizer has exactly one of both: a :class:`Policy`, when updates
+run, and a :class:`StatePlacement`, what becomes of the optimizer's state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+from overlap.core.bucket import Bucket, Slot
+from overlap.core.shards import ShardUpdate
+
+__all__ = ["Feature", "Policy", "StatePlacement", "listeners"]
+
+
+class Feature:
+    """Override what is needed; core calls nothing else, and nothing that is not overridden."""
+
+    def claims(self, slots: Sequence[Slot]) -> Collection[int]:
+        """Indices of those of `slots` that this feature reduces itself. They get no bucket. The same on every rank."""
+        return ()
+
+    def admit(self, slots: Sequence[Slot]) -> None:
+        """`slots` are about to get buckets: raise, on every rank, where they cannot."""
+
+    def planned(self, order: Sequence[Bucket]) -> None:
+        """These are the buckets from now on."""
+
+    def gradient(self, slot: Slot) -> None:
+        """A gradient was accumulated into ``slot.param.grad``, before anything is done with it."""
+
+    def filled(self, bucket: Bucket) -> None:
+        """All of its gradients came in backward: it is about to be reduced."""
+
+    def verify(self) -> None:
+        """A call of the script's closes the round: raise where gradients are not what backward left."""
+
+    def closed(self, factor: Callable[[], float]) -> None:
+        """All reductions of the round are issued. Averages over all ranks, times ``factor()``, are those of the ranks that
+        contribute; it is known once any reduction of the round is done."""
+
+    def ended(self) -> None:
+        """The round is over: its gradients were used, or dropped."""
+
+
+def listeners(features: Iterable[Feature], moment: str) -> tuple[Callable[..., Any], ...]:
+    """The method `moment` of those of `features` that override it."""
+    plain = getattr(Feature, moment)
+    return tuple(getattr(feature, moment) for feature in features if getattr(type(feature), moment) is not plain)
+
+
+class Policy:
+    """When updates run: this one, inside ``step()``. Exactly one for each optimizer."""
+
+    #: A gradient of a bucket may be a moment to update another one: see :meth:`gradient`.
+    early = False
+    #: Updates are left for after ``step()``, bucket by bucket.
+    defers = False
+
+    def planned(self, order: Sequence[Bucket], shards: ShardUpdate | None, reread: Iterable[Slot]) -> None:
+        """These are the buckets from now on; parameters of `reread` may be read in backward after their gradients."""
+
+    def gradient(self, bucket: Bucket) -> None:
+        """A gradient of `bucket` is there. Only if `early`; on this rank."""
+
+    def read(self, slot: Slot) -> None:
+        """A parameter is about to be handed out. Only if `early`; on this rank."""
+
+    def check(self) -> None:
+        """In a call that closes the round: raise where parameters were updated in a way that the script has changed."""
+
+    def refuse(self, what: str) -> None:
+        """Raise where `what` cannot be done between backward and ``step()``, since parameters are updated there."""
+
+    def refuse_drop(self) -> None:
+        """The gradients of this round are about to be dropped: raise where they have updated parameters."""
+
+    def begin(self) -> Collection[Bucket]:
+        """In ``step()``, on every rank: returns the buckets that are updated already."""
+        return ()
+
+    def leave(self, order: Sequence[Bucket]) -> bool:
+        """In ``step()``, on every rank, instead of all updates: whether they are left to whoever needs parameters."""
+        return False
+
+    def arrive(self) -> None:
+        """Make the updates that were left. On this rank."""
+
+
+class StatePlacement(Protocol):
+    """What becomes of the optimizer's state where buckets come and go; core itself does not look into it."""
+
+    def placed(self, shards: ShardUpdate, bucket: Bucket) -> None:
+        """`shards` have taken on the pieces of a new `bucket`: they get their parts of the state. On every rank."""
+
+    def moved(self, order: Iterable[Bucket], old: ShardUpdate, new: ShardUpdate) -> None:
+        """`new` takes over from `old`, whose buckets are those of `order`. On every rank, which it may wait for."""
+
+    def updating(self) -> AbstractContextManager[None]:
+        """Around every update of the state, or of who holds which part of it."""
+        return nullcontext()

@@ -1,0 +1,1 @@
+"""Gates: whoever looks at a parameter waits for its value."""

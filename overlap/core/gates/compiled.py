@@ -1,0 +1,88 @@
+"""How code that ``torch.compile`` made waits for parameters: in the guards it evaluates before each call.
+
+Hooks and gated dictionaries are traced once; the code made from the trace reads the parameters anew in each call and
+would pass by every gate. What it does run in each call, before it reads anything, are its guards, and an opaque object
+is guarded by a function of the owner's. So the traced path of a gate looks at an :class:`Entry`, and from then on every
+call of that code waits for the modules that it contains, and for no others:
+
+    block0(x)  guards: wait for block0's buckets ─▶ compiled forward     block1(x)  guards: wait for block1's …
+
+Code compiled before the gates were set is traced again, since the type of the gated dictionary is guarded too.
+
+[Note: older compilers] Before torch 2.13 there are no opaque objects, or they do less. Gates then break the graph: they
+are called between its pieces as they are without a compiler, and ``fullgraph=True`` raises. What they call must not be
+traced: these compilers lose track of some of its dictionaries and sets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from overlap.core.gates.opaque import AVAILABLE, Opaque, register
+
+__all__ = ["GUARDS", "Entry", "only_looked_at", "outside_compilation", "untraced"]
+
+#: Whether compiled code waits in its guards; otherwise gates break its graph.
+GUARDS = AVAILABLE
+
+_Visit = Callable[[torch.nn.Module], None]
+
+
+class Entry(Opaque):
+    """Where compiled code that contains `module`'s forward enters it and leaves it again, before it starts."""
+
+    def __init__(self, module: torch.nn.Module, enter: _Visit, leave: _Visit) -> None:
+        self._module, self._enter, self._leave = module, enter, leave
+
+    def await_module(self) -> None:
+        """While tracing: wait now, and make the code that is being compiled wait in each call."""
+        self._enter(self._module)
+        self._leave(self._module)
+
+    def __deepcopy__(self, memo: object) -> Entry:
+        return self
+
+
+def _guard(entry: Entry) -> list[object]:
+    entry.await_module()
+    return []  # nothing that could call for another compilation
+
+
+if GUARDS:
+    register(Entry, _guard, "await_module")
+
+
+def untraced(call: Callable[..., None]) -> Callable[..., None]:
+    """`call`, which no compiler may look into: [Note: older compilers]."""
+    return call if GUARDS else torch.compiler.disable(call)
+
+
+def only_looked_at(parameter: torch.nn.Parameter, layer: torch.nn.Module) -> bool:
+    """Whether a compiler looks around and touches `parameter` of a module in `layer`, before it traces that module.
+
+    Where gates break the graph, each module touches its own when the pieces run.
+    """
+    if not GUARDS:
+        return torch._guards.CompileContext.try_get() is not None
+    return torch.compiler.is_compiling() and not any(parameter is mine for mine in dict.values(layer._parameters))
+
+
+@contextmanager
+def outside_compilation() -> Iterator[None]:
+    """Around an update that a compilation happens to wait for.
+
+    torch's optimizers compute differently, to fewer digits, where ``torch.compiler.is_compiling()``.
+    """
+    compiler: Any = torch.compiler
+    compiling = compiler.is_compiling()
+    if compiling:
+        compiler._is_compiling_flag = False
+    try:
+        yield
+    finally:
+        if compiling:
+            compiler._is_compiling_flag = True

@@ -1,0 +1,222 @@
+"""Whoever looks at a parameter through a module waits for its value: gates in front of parameters in transit.
+
+    step() ── all-gathers issued ──▶ returns          forward, state_dict(), parameters(), deepcopy, …
+                                                       └─ touch the gate ─▶ wait for that parameter's bucket only
+
+A gate stands where every reader passes: in the dictionary from which ``module.weight`` and ``module.parameters()`` are
+served, and in a pre-forward hook for modules that keep references of their own (``nn.LSTM``'s flat weights). Compiled
+code passes neither; it waits in its guards (``compiled.py``).
+
+Parameters looked up in ``optimizer.param_groups`` are awaited like those that a module hands out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from overlap.core.gates.compiled import GUARDS, Entry, untraced
+from overlap.core.gathering import Transit
+
+__all__ = ["GatedParameters", "Gates", "GroupGates", "ListedParameters", "Touch", "listed"]
+
+
+Touch = Callable[[torch.nn.Parameter], None]
+
+
+class GatedParameters(dict[str, "torch.nn.Parameter | None"]):
+    """A module's parameter dictionary that calls `touches` before it hands a parameter out.
+
+    `entries` hold the same for compiled code. Copies and pickles are plain dictionaries: they belong to another module,
+    or another process.
+    """
+
+    def __init__(self, plain: dict[str, torch.nn.Parameter | None]) -> None:
+        super().__init__(plain)
+        self.touches: tuple[Touch, ...] = ()
+        self.entries: tuple[Entry, ...] = ()
+
+    def _pass(self, value: Any) -> Any:
+        if GUARDS and torch.compiler.is_dynamo_compiling():
+            for entry in self.entries:
+                entry.await_module()
+        elif value is not None:
+            for touch in self.touches:
+                touch(value)
+        return value
+
+    def __getitem__(self, name: str) -> torch.nn.Parameter | None:
+        return self._pass(super().__getitem__(name))
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self._pass(super().get(name, default))
+
+    def items(self) -> Any:
+        self._pass_all()
+        return super().items()
+
+    def values(self) -> Any:
+        self._pass_all()
+        return super().values()
+
+    def __iter__(self) -> Iterator[str]:  # without it, dict(gated) would copy past __getitem__
+        return iter(super().keys())
+
+    def copy(self) -> dict[str, torch.nn.Parameter | None]:
+        return dict(self.items())
+
+    def __copy__(self) -> dict[str, torch.nn.Parameter | None]:
+        return self.copy()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, torch.nn.Parameter | None]:
+        return {name: copy.deepcopy(value, memo) for name, value in self.items()}
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return dict, (list(self.items()),)
+
+    def _pass_all(self) -> None:
+        for value in super().values():
+            self._pass(value)
+
+
+class _Hook:
+    """A hook that stays behind when its module is copied or pickled: the copy's parameters are nobody's business."""
+
+    def __init__(self, call: Callable[..., Any], entry: Entry | None = None) -> None:
+        self._call = call
+        self._entry = entry
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not (GUARDS and torch.compiler.is_dynamo_compiling()):
+            return self._call(*args, **kwargs)
+        if self._entry is not None:
+            self._entry.await_module()
+        return None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Nothing:
+        return _Nothing()
+
+    def __reduce__(self) -> Any:
+        return _Nothing().__reduce__()
+
+
+class _Nothing:
+    """What a copied hook does.
+
+    Its pickle is a function of the standard library that does as little: a model that was saved is loaded without dear.
+    """
+
+    def __call__(self, *args: Any) -> None:
+        pass
+
+    def __reduce__(self) -> Any:
+        return getattr, (contextlib.nullcontext(), "__exit__")
+
+
+class Gates:
+    """The gates of one optimizer over a set of modules, and their removal.
+
+    `touch(parameter)` is called before a parameter is handed out, `enter(module)` and `leave(module)` around each
+    forward; around each call of compiled code that contains the module's forward, both come first. Several optimizers
+    may hold gates on one module.
+    """
+
+    def __init__(self, touch: Touch, enter: Callable[..., None], leave: Callable[..., None]) -> None:
+        self._touch, self._enter, self._leave = untraced(touch), untraced(enter), untraced(leave)
+        self._handles: list[RemovableHandle] = []
+        self._modules: dict[torch.nn.Module, Entry] = {}
+
+    def guard(self, modules: Iterable[torch.nn.Module], managed: Callable[[Any], bool]) -> None:
+        """Set gates on each module not guarded yet; `managed` tells the parameters of this optimizer from others."""
+        for module in modules:
+            if module in self._modules:
+                continue
+            entry = self._modules[module] = Entry(module, self._enter, self._leave)
+            before, after = _Hook(self._enter, entry), _Hook(self._leave)
+            self._handles.append(module.register_forward_pre_hook(before, prepend=True))
+            self._handles.append(module.register_forward_hook(after, always_call=True))
+            if any(managed(parameter) for parameter in module._parameters.values()):
+                gated = module._parameters
+                if not isinstance(gated, GatedParameters):
+                    gated = module.__dict__["_parameters"] = GatedParameters(gated)
+                gated.touches += (self._touch,)
+                gated.entries += (entry,)
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        for module, entry in self._modules.items():
+            parameters = module._parameters
+            if isinstance(parameters, GatedParameters):
+                parameters.touches = tuple(touch for touch in parameters.touches if touch != self._touch)
+                parameters.entries = tuple(other for other in parameters.entries if other is not entry)
+                if not parameters.touches:
+                    module.__dict__["_parameters"] = dict(parameters)
+        self._handles.clear()
+        self._modules.clear()
+
+
+class ListedParameters(list[torch.nn.Parameter]):
+    """A group's parameters, final when they are handed out one by one or in a row. Copies and pickles are plain lists."""
+
+    def __init__(self, plain: list[torch.nn.Parameter], touch: Callable[[], None]) -> None:
+        super().__init__(plain)
+        self._touch = touch
+
+    def __iter__(self) -> Iterator[torch.nn.Parameter]:
+        self._touch()
+        return super().__iter__()
+
+    def __getitem__(self, index: Any) -> Any:
+        self._touch()
+        return super().__getitem__(index)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return list, (list(listed(self)),)
+
+
+def listed(params: list[torch.nn.Parameter]) -> Iterator[torch.nn.Parameter]:
+    """The parameters of a group, for those who do not look at their values."""
+    return list.__iter__(params)
+
+
+class GroupGates:
+    """Sets :class:`ListedParameters` into the groups of `optimizer`, which wait for `transit`, and takes them out again."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, transit: Transit) -> None:
+        self._optimizer, self._transit = optimizer, weakref.ref(transit)
+        self._aside: int | None = None  # a thread that does not look at values
+        self.guard()
+
+    def guard(self) -> None:
+        """Also those groups that were added since."""
+        for group in self._optimizer.param_groups:
+            if not isinstance(group["params"], ListedParameters):
+                group["params"] = ListedParameters(group["params"], self._touch)
+
+    def remove(self) -> None:
+        for group in self._optimizer.param_groups:
+            if isinstance(group["params"], ListedParameters):
+                group["params"] = list(listed(group["params"]))
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Inside, this thread goes through groups without looking at values."""
+        self._aside = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._aside = None
+
+    def _touch(self) -> None:
+        transit = self._transit()
+        if transit is not None and transit.busy and self._aside != threading.get_ident():
+            transit.arrive_all()

@@ -1,0 +1,52 @@
+"""Whether all ranks train on the same data, which a script has that was written for one process."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Sequence
+
+import torch
+
+from overlap.core.bucket import Slot
+from overlap.core.feature import Feature
+from overlap.transport.communicator import Communicator
+from overlap.transport.memory import values_of
+from overlap.transport.objects import allgather_object
+
+__all__ = ["SameData"]
+
+log = logging.getLogger("dear")
+
+_LOOKED_AT = 8  # gradients
+
+
+class SameData(Feature):
+    """Warns once, on the first of the ranks of `comm`, where the first gradients are bit for bit the same on all."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm, self._looked = comm, False
+
+    def claims(self, slots: Sequence[Slot]) -> Collection[int]:
+        """The first call comes in the first step, when gradients are this rank's own still; claims nothing."""
+        if not self._looked and self._comm.size > 1:
+            self._looked = True
+            found = allgather_object(self._comm, _fingerprint(slots))
+            if self._comm.rank == 0 and found[0] and all(one == found[0] for one in found):
+                log.warning(
+                    "all %d ranks have computed the same gradients in the first step: is the data sharded? Each rank needs "
+                    "its own part, as from torch.utils.data.DistributedSampler(dataset, dear.size(), dear.rank()) (this is "
+                    "said once)",
+                    self._comm.size,
+                )
+        return ()
+
+
+def _fingerprint(slots: Sequence[Slot]) -> list[float]:
+    """Sums over the first gradients; empty where there is none, or none that is not zero."""
+    gradients = [slot.param.grad for slot in slots if slot.param.grad is not None][:_LOOKED_AT]
+    sums = [torch.linalg.vector_norm(values_of(g.detach()), dtype=_wide(g)).item() for g in gradients]
+    return sums if any(sums) else []
+
+
+def _wide(gradient: torch.Tensor) -> torch.dtype:
+    return torch.complex128 if gradient.is_complex() else torch.float64

@@ -1,0 +1,102 @@
+"""What a strategy decides; everything else is the shell's."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from overlap.plan.partition import TensorSpec
+from overlap.plan.plan import Facts, Plan, Updates
+from overlap.plan.tuning.space import Dimension, Setting
+from overlap.transport.communicator import Communicator
+
+__all__ = ["Collectives", "Strategy"]
+
+
+class Collectives(Protocol):
+    """Issues the operations of buckets. Each sets ``bucket.work``, and waits for nothing."""
+
+    def reduce(self, comm: Communicator, bucket: Any, /) -> None:
+        """Issue the reduction of ``bucket.outgoing`` of all ranks into ``bucket.incoming`` with ``bucket.op``.
+
+        Of a bucket that holds parameters, a rank needs its shard; `incoming` has its size. Otherwise `incoming` is
+        whole and may be `outgoing` itself.
+        """
+
+    def gather(self, comm: Communicator, bucket: Any, /) -> None:
+        """Issue the all-gather of the updated parameters of a sharded bucket, ``bucket.travelling``."""
+
+
+class Strategy(ABC):
+    """One schedule of communication: a pure plan.
+
+    `updates` is what the strategy wishes for; optimizers that need whole parameters get whole updates. Without `ordered`,
+    buckets are reduced as they fill, and the strategy's collectives see to one order on all ranks; not with updates in
+    shards, whose last bucket waits for ``step()``. With a `gather_dtype`, updated parameters travel and are used rounded to
+    it, and exact ones are kept in shards (`overlap.features.rounded_parameters`). Nothing here may depend on anything
+    measured or seen on this rank alone.
+    """
+
+    name: str
+    updates: Updates = Updates.WHOLE
+    ordered: bool = True
+    gather_dtype: torch.dtype | None = None
+    lanes: int = (
+        1  # of updates in shards: how many buckets travel at a time, see :func:`overlap.plan.partition.lane_of`
+    )
+    carries: bool = False  # hands `wide_gradients` and `wide_parameters` of buckets on to the communicator
+    complete: bool = True  # False: parts of the communication are left out, for time breakdowns
+
+    @property
+    def collectives(self) -> Collectives | None:
+        """What issues its operations; None: those of `overlap.core.wire`."""
+        return None
+
+    @property
+    def space(self) -> tuple[Dimension, ...]:
+        """What a tuner may vary; nothing, unless the strategy says otherwise."""
+        return ()
+
+    @property
+    def setting(self) -> dict[str, float]:
+        """Where this strategy stands, for each dimension of :attr:`space`."""
+        return {}
+
+    @property
+    def conduct(self) -> Hashable:
+        """What, beside the plan, decides how buckets travel: settings that lead to the same of both are measured once."""
+        return None
+
+    @property
+    def terms(self) -> dict[str, Any]:
+        """Arguments that have to be the same on all ranks, and are compared when an optimizer is wrapped."""
+        return {**self.setting}
+
+    def at(self, setting: Setting) -> Strategy:
+        """The same strategy with another setting."""
+        raise NotImplementedError(f"strategy {self.name!r} has nothing to tune")
+
+    def refuse_successor(self, other: Strategy) -> None:
+        """Raise ``ValueError`` where `other` cannot take over while training goes on."""
+        if other.updates is not self.updates:
+            raise ValueError(
+                f"updates are {self.updates.name} with strategy {self.name!r} and cannot become {other.updates.name} with "
+                f"{other.name!r} in a replan"
+            )
+        if other.gather_dtype is not self.gather_dtype:
+            raise ValueError(f"gather_dtype cannot change from {self.gather_dtype} to {other.gather_dtype} in a replan")
+
+    def owners(self, numels: Sequence[int], loads: Sequence[int]) -> tuple[int, ...] | None:
+        """The rank that updates all of each parameter, for parameters of `numels` elements in the order of their groups.
+
+        Rank r owns ``loads[r]`` elements already. Who owns a parameter is decided once, when it comes into a bucket. None
+        (and only then ``updates`` is not ``OWNED``): shards are cut anywhere.
+        """
+        return None
+
+    @abstractmethod
+    def plan(self, facts: Facts, specs: Sequence[TensorSpec], shardable: Sequence[bool], world_size: int) -> Plan:
+        """Decide the buckets, the same on every rank. `shardable[i]`: may tensor i be updated by the owner of its shard?"""

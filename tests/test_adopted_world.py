@@ -1,0 +1,106 @@
+"""Processes that a script starts by itself, as PyTorch's tutorials do: the world they have initialised is ours."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from overlap.job.launch import Launch, Launcher, LaunchError, adopted
+from tests.harness import ROOT, run_ranks
+
+SPAWNED = """
+import sys, torch, dear
+import torch.multiprocessing as mp
+
+def work(rank, size, port, way):
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=size, init_method=f"tcp://127.0.0.1:{port}")
+    groups = [torch.distributed.new_group([0, 1]), torch.distributed.new_group([2, 3])] if way == "subgroup" else None
+    dear.init(comm=None if groups is None else groups[rank // 2])
+    expected = 2 if groups else size
+    assert dear.size() == expected, dear.size()
+    assert dear.rank() == rank % expected
+    torch.manual_seed(rank)
+    model = torch.nn.Linear(4, 2)
+    optimizer = dear.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(3, 4) * rank).sum().backward()
+        optimizer.step()
+    optimizer.synchronize()
+    everybodys = dear.allgather(model.weight.detach()[None])
+    assert len(everybodys) == expected
+    assert all(torch.equal(one, everybodys[0]) for one in everybodys)
+    total = dear.allreduce(torch.tensor([float(rank)]), op=dear.Sum).item()
+    assert total == (1 + 4 * (rank // 2) if groups else sum(range(size))), total
+    dear.shutdown()
+    found = torch.ones(1)
+    torch.distributed.all_reduce(found)  # the script's own world is left alone
+    assert found == size
+    torch.distributed.destroy_process_group()
+    print("the end", flush=True)
+
+if __name__ == "__main__":
+    size = 4 if sys.argv[2] == "subgroup" else 2
+    mp.spawn(work, args=(size, int(sys.argv[1]), sys.argv[2]), nprocs=size)
+"""
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+@pytest.mark.parametrize("way", ["world", "subgroup"])
+def test_spawned_processes_train_together(way: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SPAWNED)
+    result = run_ranks(
+        1, [str(script), str(_free_port()), way], "single", timeout=90, env={"PYTHONPATH": str(ROOT)}
+    ).check()
+    assert result.output.count("the end") == (4 if way == "subgroup" else 2)
+
+
+DISAGREES = """
+import torch, dear
+torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+dear.init()
+"""
+
+
+def test_a_launcher_that_disagrees_is_named(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(DISAGREES)
+    result = run_ranks(2, [str(script)], "mpi", timeout=60, env={"PYTHONPATH": str(ROOT)})
+    assert result.returncode != 0
+    assert "rank 0 of 2, and the script has initialised torch.distributed as rank 0 of 1" in result.output
+
+
+@pytest.mark.parametrize(
+    ("launch", "expected"),
+    [
+        (Launch(Launcher.SINGLE), (Launcher.TORCHRUN, 1, 3)),
+        (Launch(Launcher.SINGLE, source="DEAR_BACKEND=single"), (Launcher.SINGLE, 0, 1)),
+        (Launch(Launcher.MPI, 1, 3), (Launcher.MPI, 1, 3)),
+        (Launch(Launcher.TORCHRUN, 1, 3), (Launcher.TORCHRUN, 1, 3)),
+    ],
+)
+def test_adopted(launch: Launch, expected: tuple[Launcher, int, int]) -> None:
+    found = adopted(launch, 1, 3)
+    assert (found.launcher, found.rank, found.size) == expected
+
+
+@pytest.mark.parametrize("launch", [Launch(Launcher.MPI, 0, 3), Launch(Launcher.TORCHRUN, 1, 2)])
+def test_two_stories_are_refused(launch: Launch) -> None:
+    with pytest.raises(LaunchError, match="leave it out"):
+        adopted(launch, 1, 3)
+
+
+def test_one_process_without_any_of_it_is_alone() -> None:
+    script = "import dear; dear.init(); assert dear.size() == 1; dear.shutdown()"
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60, cwd=ROOT)
