@@ -19,10 +19,6 @@ it may be the only one to skip that step.
 So a rank must send nothing while an earlier call may have dropped the round. One ``zero_grad()`` after a step says
 nothing; a second one may have been a skip. Then gradients wait for the tally of ``step()``. How many calls say nothing is
 learned from the last steps, since some scripts always make two.
-
-[Note: who has joined]
-A rank in ``join()`` gives no number: it makes no calls, and takes part with nothing in those that others make. A tally in
-which nobody gives one ends join(). There all ranks have come to the same call, so they count from there anew.
 """
 
 from __future__ import annotations
@@ -64,10 +60,6 @@ class Said:
     converted: bool = False  # parameters have become another type
     failed: bool = False  # this rank raises
     alone: bool = False  # it has dropped gradients in this round of which it had sent nothing
-    gone: bool = False  # it has joined, and its optimizer is no more: it cannot take part, and knows no round
-    needs: int = (
-        0  # which of the calls that need every rank this is, or was: they cannot be made while some have joined
-    )
 
     def numbers(self) -> list[int]:
         """To be reduced by their maximum; :meth:`Heard.of` reads them."""
@@ -80,8 +72,8 @@ class Said:
             not self.converted,
             self.failed,
             self.sent and not dropping and number is not None,
-            _NOBODY if self.gone else self.round,
-            _NOBODY if self.gone else -self.round,
+            self.round,
+            -self.round,
             rank if call is Call.ASK and number is not None else _NOBODY,
             rank if call is Call.CLOSE and number is not None else _NOBODY,
             rank if dropping or self.alone else _NOBODY,
@@ -90,9 +82,6 @@ class Said:
             _NOBODY if number is None or dropping else -number,
             _NOBODY if number is None else number,
             _NOBODY if number is None or not dropping else number,
-            rank if number is None else _NOBODY,
-            rank if self.gone else _NOBODY,
-            self.needs,
         ]
 
 
@@ -116,17 +105,14 @@ class Heard:
     others: int | None  # the first call of those that do not
     last: int | None  # the last call of any
     last_drop: int | None
-    joined: int | None  # one of the ranks that have joined …
-    gone: int | None  # … and of those whose optimizer is no more
-    needs: int  # the call that cannot be made with them, or 0
 
     @classmethod
     def of(cls, numbers: Sequence[int]) -> Heard:
         """From the maxima of what :meth:`Said.numbers` gave."""
         gradients, late, converted, unconverted, failed, sent = map(bool, numbers[:6])
         last_round, minus_first = numbers[6:8]
-        given = (None if n == _NOBODY else n for n in numbers[8:18])
-        asking, closing, dropping, going_on, minus_drop, minus_others, last, last_drop, joined, gone = given
+        given = (None if n == _NOBODY else n for n in numbers[8:])
+        asking, closing, dropping, going_on, minus_drop, minus_others, last, last_drop = given
         return cls(
             gradients,
             late,
@@ -144,9 +130,6 @@ class Heard:
             others=None if minus_others is None else -minus_others,
             last=last,
             last_drop=last_drop,
-            joined=joined,
-            gone=gone,
-            needs=numbers[18],
         )
 
     @property
@@ -163,17 +146,10 @@ class Verdict(Enum):
     FAILED = auto()  # some rank raises, so all do
     APART = auto()  # some drop the round, and others mean it
     DIFFERENT_CALLS = auto()
-    JOINED = auto()  # all ranks have
-    REFUSED = auto()  # some have, and others have come to what needs them
-    GONE = auto()  # some have whose optimizer is no more, and others go on with it
 
 
 def verdict(heard: Heard) -> Verdict:
     """The same on all ranks. Pure."""
-    if heard.last is None:
-        return Verdict.JOINED
-    if heard.gone is not None:  # before a drop, whose round it cannot complete
-        return Verdict.GONE
     if heard.first_round != heard.last_round:
         return Verdict.DIFFERENT_CALLS
     if heard.drop is not None:
@@ -181,8 +157,6 @@ def verdict(heard: Heard) -> Verdict:
         passed = heard.others is None or heard.others > heard.drop
         together = (heard.drop + 1) // 2 == (heard.last_drop + 1) // 2  # by the optimizer's zero_grad() or the model's
         return Verdict.DROPPED if passed and together and not heard.sent else Verdict.APART
-    if heard.needs and heard.joined is not None:
-        return Verdict.REFUSED
     if heard.asking is not None and heard.closing is not None:
         return Verdict.DIFFERENT_CALLS
     if heard.dropping is not None and not heard.alike:
@@ -235,10 +209,6 @@ class Calls:
         self._made -= drop
         self.alone = False
         self._free = self._least - 2
-
-    def meet(self) -> None:
-        """All ranks have joined. What they have called since their last step is not the same, so no call is free."""
-        self._made, self.alone, self._free = 0, False, 0
 
     def step(self, alike: bool) -> None:
         """The round ends in a step; `alike`, if all ranks came to it after as many calls."""

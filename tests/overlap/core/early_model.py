@@ -14,7 +14,7 @@ _UNKNOWN = -1
 
 
 class Early:
-    """What `overlap.features.early` does, on one optimizer of one rank. All buckets but the last are candidates."""
+    """As `overlap.features.early.EarlyUpdates`, on one optimizer of one rank. All buckets but the last are candidates."""
 
     def __init__(self, part: Part) -> None:
         self._part = part
@@ -38,7 +38,7 @@ class Early:
         if not self._looked:
             yield from self._begin()
             self._looked = True
-        if bucket == self._part.kind.buckets - 1 or self._part.job.draw.random() < 0.3:  # the wire is not quiet
+        if bucket == self._part.kind.buckets - 1 or self._part.draw.random() < 0.3:  # the wire is not quiet
             return
         done = len(self._updated)
         if done == len(self._chosen):

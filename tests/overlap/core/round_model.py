@@ -1,4 +1,7 @@
-"""A model of the rounds of several optimizers on several ranks: what `overlap.core.closing` and its neighbours do.
+"""A model of the rounds of one optimizer on several ranks, on the library's own tally: what `overlap.core.closing` does.
+
+It sends nothing, and computes nothing: what is modelled is who waits for whom, and what each rank takes the others to do.
+What differs when ranks may have joined is in `join_model.py`.
 
 call      tallies and control rounds: in the order of the script's calls
 data      reductions of buckets, and what needs their results on all ranks: in the order of the plan
@@ -9,22 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from enum import Enum
+from random import Random
+from typing import ClassVar
 
 from overlap.core.tally import Call, Calls, Heard, Said, Verdict, verdict
 from tests.overlap.core.channels_model import Channel, Waits, always, heard_of
 from tests.overlap.core.early_model import Early
 
-if TYPE_CHECKING:
-    from tests.overlap.core.join_model import Job
-
-
-class CannotJoin(Exception):
-    """On all ranks: nothing goes on until each has called join()."""
-
 
 class OptimizerEnded(Exception):
-    pass
+    """Ranks have made different calls."""
 
 
 class Failed(Exception):
@@ -56,10 +54,12 @@ class Update:
 
 
 class Part:
-    """One optimizer on one rank: what `overlap.core.closing` and its neighbours do, but for join()."""
+    """One optimizer on one rank. `draw` decides what a rank decides alone."""
 
-    def __init__(self, job: Job, kind: Kind, data: Channel, call: Channel, gather: Channel) -> None:
-        self.job, self.rank, self.kind = job, job.rank, kind
+    heard_type: ClassVar[type[Heard]] = Heard
+
+    def __init__(self, rank: int, draw: Random, kind: Kind, data: Channel, call: Channel, gather: Channel) -> None:
+        self.rank, self.draw, self.kind = rank, draw, kind
         self.data, self.call, self.gather = data, call, gather
         self.ranks = data.ranks
         self.history: dict[tuple[int, int], Update] = {}
@@ -67,36 +67,31 @@ class Part:
         self.calls, self.round, self.learning = Calls(), 0, True
         self.said: tuple[Said, int] | None = None  # posted, and not read
         self.ended = ""
-        self.gone = self.at_end = False
-        self.left = False  # gradients that nobody had stepped when this rank joined
         self.in_transit: dict[int, Callable[[], Waits[None]]] = {}
         self.void: list[int] = []  # reductions of a round that this rank has dropped
         self.gradients: dict[int, object] = {}  # that wait for the call
         self.touched = False
-        self.needs = 0  # of calls that are refused while some have joined, the one that the others are to hear of
-        self.others_joined = 0  # in how many tallies, since all were there
-        self.mine_joined = 0
-        self.known: tuple[int, ...] = self.ranks  # those that had not joined in the last control round
         self.early = Early(self) if kind.early else None
         self._reset()
 
     def _reset(self) -> None:
         self.sent: dict[int, int] = {}
         self.full: dict[int, object] = {}
-        self.closed = self.synchronized = self.begun = self.held = False
-        self.present: tuple[int, ...] = self.ranks
+        self.closed = self.synchronized = False
+        self.present: tuple[int, ...] = self.ranks  # that contribute, as in `overlap.core.participants`
 
     def _end_round(self) -> None:
         self.round += 1
-        self.left = self.left and self.touched
         self._reset()
 
     @property
-    def absent(self) -> bool:
-        return self.present != self.ranks
+    def over(self) -> bool:
+        """Whether scripts make no calls on it any more."""
+        return bool(self.ended)
 
     @property
     def answered(self) -> bool:
+        """Whether all ranks have said their part of what this one has posted last."""
         return self.said is not None and self.call.done(self.said[1])
 
     @property
@@ -113,11 +108,10 @@ class Part:
     def backward(self, values: dict[int, object]) -> Waits[None]:
         """Gradients of some buckets."""
         self._require_open()
-        yield from self._arrive(self.job.draw.sample(sorted(self.in_transit), len(self.in_transit) // 2))
+        yield from self._arrive(self.draw.sample(sorted(self.in_transit), len(self.in_transit) // 2))
         self.touched = True
         yield from self._hear(wait=False)
-        self.held = self.held_now
-        if self.held:
+        if self.held_now:
             self.gradients = dict(values)
             return
         for bucket, value in values.items():
@@ -155,7 +149,7 @@ class Part:
             raise StepSkipped
         if self.closed or self.sent:
             closed, calls = self.closed, self.calls
-            self._post(Said(Call.DROP, self.round, self.rank, calls.last, sent=True))
+            self._post(replace(self._mine(Call.DROP), number=calls.last, sent=True))
             yield from self._flush(empty=True)
             self.void = list(self.sent.values())
             self.calls.drop()
@@ -173,21 +167,6 @@ class Part:
         self._require_open()
         heard = yield from self._agree(Call.ASK, gradients=self.touched)
         return heard.gradients
-
-    def meet(self, needs: int) -> Waits[None]:
-        """What waits for all ranks, and needs all of them."""
-        self._require_open()
-        self.needs = needs
-        yield from self._agree(Call.ASK)
-        self.needs = 0
-
-    def load(self, needs: int) -> None:
-        """What needs every rank, and waits for nobody."""
-        self._require_open()
-        if self.known != self.ranks and self.said is None:
-            self.needs = needs
-            self._post(self._mine(Call.ASK))
-            raise self.job.refuse("it needs every rank")
 
     def clip(self) -> Waits[None]:
         yield from self._close("clip")
@@ -208,7 +187,7 @@ class Part:
 
     def _close(self, what: str, *, again: bool = False, fails: bool = False) -> Waits[None]:
         self._require_open()
-        if not self.closed or self.absent or again:
+        if not self.closed or again:
             heard = yield from self._agree(Call.CLOSE, what=what, failed=fails)
             self.alike = heard.alike
 
@@ -225,53 +204,42 @@ class Part:
             if (yield from self._conclude(heard, what if closes else None, failed=details.get("failed", False))):
                 return heard
 
-    # - What all ranks do by what was said, joined ones too
+    # - What all ranks do by what was said
 
     def _conclude(self, heard: Heard, what: str | None, *, failed: bool) -> Waits[bool]:
         """Whether all mean this call; else it is to be made again. `what` closes the round, if it is not None."""
-        found = verdict(heard)
+        found = self._verdict(heard)
         yield from self._finish()  # every rank has issued its part of an earlier round, before it said this
         if found is Verdict.DROPPED:
             assert heard.drop is not None
             if not self.closed:
                 yield from self._flush(empty=True)
             self.void = list(self.sent.values())
-            if not self.job.joining:  # else another rank that has joined may wait for this one elsewhere
-                yield from self._finish()
+            yield from self._await_void()
             self.touched = bool(self.gradients)  # what was sent is lost
             self._end_round()
             self.calls.passed(heard.drop)
             return False
         if found is Verdict.FAILED:
-            mine = ("join()" if self.job.joining else "check") if failed else None
-            told = yield from self.call.exchange(self.rank, "texts", mine)
-            if "join()" in told.values():
-                raise self.job.refuse("a rank has gradients that nobody stepped")
-            if self.job.joining:
-                return False
-            raise Failed
-        if found is Verdict.REFUSED:
-            mine_was_heard, self.needs = bool(self.needs) and self.job.joining, 0
-            if not mine_was_heard:
-                raise self.job.refuse("it needs every rank")
+            yield from self._fail(failed)
             return False
         if found is not Verdict.AGREED:
             self.ended = found.name
-            raise self.job.refuse(found.name) if found is Verdict.GONE else OptimizerEnded(f"{found}: {heard}")
+            raise OptimizerEnded(f"{found}: {heard}")
         if heard.closing is not None:
             yield from self._complete(heard, what)
         return True
 
+    def _verdict(self, heard: Heard) -> Enum:
+        return verdict(heard)
+
+    def _fail(self, failed: bool) -> Waits[None]:
+        """Some rank raises, so all do; this one has `failed` itself."""
+        yield from self.call.exchange(self.rank, "texts", "check" if failed else None)
+        raise Failed
+
     def _complete(self, heard: Heard, what: str | None) -> Waits[None]:
         """All ranks close the round."""
-        if heard.joined is not None:
-            said = None if self.job.joining else (what, self.rate)
-            told = yield from self.call.exchange(self.rank, "who, and what", said)
-            present = tuple(rank for rank in self.ranks if told[rank] is not None)
-            assert not self.closed or present == self.present, "nobody joins in a closed round"
-            self.known = self.present = present
-            self.told = told[present[0]]
-            assert all(told[rank][0] == self.told[0] for rank in present), "the same call"
         if not self.closed:
             self.learning = False
             yield from self._flush()
@@ -283,28 +251,27 @@ class Part:
         self.said = mine, self.call.post(self.rank, "tally", mine)
 
     def _mine(self, call: Call) -> Said:
-        number = None if self.job.joining else self.calls.next
-        alone = self.calls.alone and number is not None
-        return Said(call, self.round, self.rank, number, alone=alone, needs=self.needs)
+        return Said(call, self.round, self.rank, self.calls.next, alone=self.calls.alone)
 
     def _read(self) -> Waits[Heard]:
         assert self.said is not None
         said = yield from self.call.read(self.said[1])
         self.said = None
-        heard = heard_of(said.values())
-        if heard.joined is not None and heard.last is not None:
-            self.others_joined += 1
-        return heard
+        return heard_of(said.values(), self.heard_type)
 
     def _hear(self, *, wait: bool) -> Waits[None]:
         if self.dropping and (wait or self.answered):
-            found = verdict((yield from self._read()))
+            found = self._verdict((yield from self._read()))
             if found is not Verdict.DROPPED:
                 self.ended = found.name
-            elif not self.job.joining:
-                yield from self._finish()
+            else:
+                yield from self._await_void()
         if wait:
             self._require_open()
+
+    def _await_void(self) -> Waits[None]:
+        """This rank has issued its part of a round that is dropped."""
+        yield from self._finish()
 
     def _finish(self) -> Waits[None]:
         yield from self._await(self.void)
@@ -315,8 +282,6 @@ class Part:
             yield from self.data.read(number)
 
     def _require_open(self) -> None:
-        if self.job.failed:
-            raise CannotJoin("join() has failed")
         if self.ended:
             raise OptimizerEnded(self.ended)
 
@@ -350,8 +315,6 @@ class Part:
         self._end_round()
 
     def _step(self) -> Waits[None]:
-        if self.synchronized and self.absent:
-            yield from self.data.exchange(self.rank, "share")
         first = set() if self.early is None else (yield from self.early.make_up())
         for bucket in reversed(range(self.kind.buckets)):
             if bucket not in first:

@@ -11,16 +11,16 @@ def heard(*said: Said) -> Heard:
     return Heard.of([int(max(column)) for column in zip(*(one.numbers() for one in said), strict=True)])
 
 
-def close(rank: int, number: int | None, *, round: int = 3, **details: int) -> Said:
-    return Said(Call.CLOSE, round, rank, number, **details)  # type: ignore[arg-type]
+def close(rank: int, number: int | None, *, round: int = 3, **details: bool) -> Said:
+    return Said(Call.CLOSE, round, rank, number, **details)
 
 
 def drop(rank: int, number: int) -> Said:
     return Said(Call.DROP, 3, rank, number, sent=True)
 
 
-def ask(rank: int, number: int, needs: int = 0) -> Said:
-    return Said(Call.ASK, 3, rank, number, needs=needs)
+def ask(rank: int, number: int) -> Said:
+    return Said(Call.ASK, 3, rank, number)
 
 
 @pytest.mark.parametrize(
@@ -46,16 +46,6 @@ def ask(rank: int, number: int, needs: int = 0) -> Said:
         ([close(0, 2), close(1, 2, failed=True)], Verdict.FAILED),
         ([close(0, 2), ask(1, 2)], Verdict.DIFFERENT_CALLS),
         ([close(0, 1, round=4), close(1, 1)], Verdict.DIFFERENT_CALLS),
-        ([close(0, None), close(1, None)], Verdict.JOINED),
-        ([close(0, None), close(1, None, failed=True)], Verdict.JOINED),  # what is left there is nobody's concern
-        ([close(0, 2), close(1, None, failed=True)], Verdict.FAILED),
-        ([close(0, None), close(1, None, round=0, gone=True)], Verdict.JOINED),
-        ([close(0, 2), close(1, None, round=0, gone=True)], Verdict.GONE),
-        ([drop(0, 2), close(1, None, round=0, gone=True)], Verdict.GONE),  # which completes no round
-        ([close(0, 2, needs=1), close(1, 2, needs=1)], Verdict.AGREED),
-        ([close(0, 2), ask(1, 2, needs=3), close(2, None)], Verdict.REFUSED),
-        ([close(0, 2), close(1, None, needs=3)], Verdict.REFUSED),  # its join() has failed
-        ([drop(0, 2), close(1, 3, needs=3), close(2, None)], Verdict.DROPPED),  # which says so again
     ],
 )
 def test_verdict(said: list[Said], expected: Verdict) -> None:
@@ -73,9 +63,6 @@ def test_what_any_rank_says_is_heard() -> None:
     assert not heard(drop(0, 2), close(1, 4)).sent
     assert not found.alike
     assert heard(close(0, 2), close(1, 2), close(2, None)).alike
-    assert (found.joined, found.gone, found.needs) == (None, None, 0)
-    found = heard(close(0, 2, needs=2), close(3, None, needs=1), close(1, None, gone=True, round=0))
-    assert (found.joined, found.gone, found.needs, found.first_round) == (3, 1, 2, 3)
     assert heard(drop(4, 2), close(1, 5)).dropping == 4
     assert heard(drop(4, 2), close(1, 5)).going_on == 1
     assert heard(close(4, 2, alone=True), close(1, 5)).dropping == 4
@@ -129,13 +116,3 @@ def test_gradients_that_were_dropped_alone_leave_a_doubt() -> None:
     assert calls.doubt
     calls.passed(0)
     assert not calls.doubt
-
-
-def test_no_call_is_free_once_all_have_joined() -> None:
-    calls = Calls()
-    calls.count()
-    calls.drop_alone()
-    calls.meet()
-    assert (calls.last, calls.doubt) == (0, False)
-    calls.count()
-    assert calls.doubt
