@@ -24,7 +24,13 @@ log = logging.getLogger("dear")
 
 
 class Phase(Enum):
-    """Where a bucket stands in its iteration."""
+    """Where a bucket stands in its iteration.
+
+    FILLING ─▶ REDUCING ─┬─▶ REDUCED ─┬─▶ GATHERING ─┐
+       ▲                 │            │              │
+       │                 └─▶ DUE ─────┤              │
+       └──────────────────────────────┴──────────────┘
+    """
 
     FILLING = auto()  # backward writes gradients into the buffer; nothing is in flight
     REDUCING = auto()  # entered when its reduction is issued; nobody may write the gradient buffer
