@@ -251,7 +251,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._engine.closing.drop_everywhere()
             return None
         self._wrapped.follow(in_parts=self._engine.shards is not None or self._engine.policy.defers)
-        result = self._stepper.step(closure, scale, self._check_synchronized)
+        self._wrapped.stepping = True
+        try:
+            result = self._stepper.step(closure, scale, self._check_synchronized)
+        finally:
+            self._wrapped.stepping = False
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers built on the inner optimizer ask
         return result
 

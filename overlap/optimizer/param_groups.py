@@ -30,7 +30,8 @@ class Wrapped:
         self._engine = weakref.ref(engine)
         self._roster = Roster(optimizer, engine.slots)
         self._gates = GroupGates(optimizer, engine.transit) if gated else None
-        self._direct = refuse_direct_steps(optimizer, lambda: self.local)
+        self.stepping = False  # inside the wrapper's step(): an optimizer's own may call its base's, which runs hooks
+        self._direct = refuse_direct_steps(optimizer, lambda: not self.stepping and self.local)
 
     @property
     def local(self) -> bool:
