@@ -12,7 +12,7 @@ setup: ## make .venv ready (under a second when it is)
 
 build: setup ## the same: setup builds comm_core when its sources changed
 
-test: setup ## run the fast tier: every case of every test once
+test: setup ## run the fast tier, about five minutes: every case of every test in one job, all pairs of values and jobs
 	@DEAR_TESTS=fast $(BIN)/python -m pytest tests -n 2 --dist worksteal
 
 test-all: setup ## run all tests: every strategy by every model, option and number of ranks

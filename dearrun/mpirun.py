@@ -32,6 +32,7 @@ __all__ = [
 
 _RECORD = "mpi.env"  # in the virtual environment, written by scripts/setup.sh: MPIRUN=path
 _VERSION_SECONDS = 30
+_ALLOCATIONS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "PE_HOSTFILE")  # SLURM, PBS, LSF, Grid Engine
 
 
 class Flavor(Enum):
@@ -91,10 +92,12 @@ def defaults(flavor: Flavor, agent: str | None) -> dict[str, str]:
 def on_one_host(flavor: Flavor, environ: Mapping[str, str], workers: int, shared_bytes: int) -> dict[str, str]:
     """The environment of workers on this machine alone: they speak through shared memory, and listen on no port (pure).
 
-    Not where ``/dev/shm`` has too little room for that, `shared_bytes`: messages then go by TCP.
+    Not where ``/dev/shm`` has too little room for that, `shared_bytes`, nor inside an allocation of a scheduler, whose
+    hosts Open MPI takes by itself: messages then go by TCP.
     """
     environ = dict(environ)
-    if flavor in (Flavor.OPEN_MPI_4, Flavor.OPEN_MPI_5) and shared_bytes >= workers * _SHARED_BYTES:
+    allocated = any(name in environ for name in _ALLOCATIONS)
+    if flavor in (Flavor.OPEN_MPI_4, Flavor.OPEN_MPI_5) and not allocated and shared_bytes >= workers * _SHARED_BYTES:
         environ.setdefault("OMPI_MCA_btl", "^tcp")
     return environ
 

@@ -58,15 +58,15 @@ def _no_session_is_left() -> Iterator[None]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The longest first: several processes then end at about the same time.
 
-    ``DEAR_TESTS=fast`` takes the fast tier (`tests.tiers`), ``DEAR_TESTS=rest`` what that leaves out. A job that runs a
-    part of a suite runs it in both.
+    ``DEAR_TESTS=fast`` takes the fast tier (`tests.tiers`), ``DEAR_TESTS=rest`` what that leaves out. The jobs of whole
+    suites run in both, and choose among what runs inside them.
     With ``DEAR_SLOW_TESTS=only``, nothing but what is slow: here and, since they inherit the variable, in the suites' jobs.
     """
     items.sort(key=lambda item: item.path.name != "test_spmd.py")
     tier = Tier(os.environ.get("DEAR_TESTS", ""))
     if tier is not Tier.ALL and os.environ.get("DEAR_SPMD_PART", "") == "":
         fast = _in_ranks(items) if "DEAR_SPMD_SUITE" in os.environ else _in_this_process(items)
-        both = {i for i in items if i.path.name == "test_spmd.py"}  # its jobs choose among what runs inside them
+        both = {item for item in items if item.path.name == "test_spmd.py" and _is_fast(item)}
         out = [item for item in items if item not in both and not tier.takes(item in fast)]
         config.hook.pytest_deselected(items=out)
         left = set(out)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import re
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +16,7 @@ import numpy as np
 
 import comm_core
 from comm_core import Buffer, DType
-from tests.cpp.build import compiler
+from tests.cpp.build import compile_to, compiler
 from tests.harness import ROOT
 
 __all__ = ["Double", "DoubleMoment", "build", "eventually"]
@@ -36,7 +35,7 @@ def build(folder: Path) -> Path:
     path = folder / "libgpu_double.so"
     source = ROOT / "tests" / "cpp" / "gpu_double" / "gpu_double.cpp"
     command = [compiler(), "-std=c++20", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", str(source)]
-    subprocess.run([*command, "-o", str(path)], check=True)
+    compile_to(path, command)
     return path
 
 

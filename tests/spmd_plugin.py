@@ -29,6 +29,8 @@ _OTHERS_SECONDS = 2.0
 _AFTER = os.environ.get("DEAR_SPMD_AFTER", "")
 _NOTES = os.environ.get("DEAR_SPMD_NOTES", "")  # the folder of `tests.notes`
 _order: dict[str, int] = {}  # tests, also those that come not behind the one in which the last job failed
+_modules = 0  # imported when objects were frozen
+_MANY_MODULES = 50
 _limit = 0.0  # of the test that runs, in seconds; 0: none
 OVER_MPI = "TORCHELASTIC_RUN_ID" not in os.environ  # a process without a launcher counts as such
 
@@ -72,6 +74,19 @@ def pytest_collection_finish() -> None:
         importlib.import_module("torch._dynamo")  # as torch does with the first optimizer
 
         holders._tracked = gc.get_objects
+    _freeze()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_logfinish() -> None:
+    """The same of what tests import: torch's compiler comes with the first test that compiles."""
+    if len(sys.modules) > _modules + _MANY_MODULES:
+        _freeze()
+
+
+def _freeze() -> None:
+    global _modules
+    _modules = len(sys.modules)
     gc.collect()
     gc.freeze()
 

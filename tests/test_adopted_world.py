@@ -66,6 +66,31 @@ def test_spawned_processes_train_together(way: str, tmp_path: Path) -> None:
     assert result.output.count("the end") == (4 if way == "subgroup" else 2)
 
 
+ONE_AFTER_ANOTHER = """
+import torch, dear
+torch.distributed.init_process_group("gloo")
+rank = torch.distributed.get_rank()
+groups = [torch.distributed.new_group([other]) for other in range(2)]
+for _ in range(1 + rank):  # not as often as the other one
+    dear.init(groups[rank])
+    assert dear.size() == 1
+    dear.shutdown()
+for _ in range(2):
+    dear.init()
+    assert (dear.rank(), dear.size()) == (rank, 2)
+    assert dear.allreduce(torch.tensor([1.0]), op=dear.Sum).item() == 2
+    dear.shutdown()
+print("the end", flush=True)
+"""
+
+
+def test_all_ranks_meet_after_some_had_sessions_of_their_own(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(ONE_AFTER_ANOTHER)
+    result = run_ranks(2, [str(script)], "torchrun", timeout=60, env={"PYTHONPATH": str(ROOT)}).check()
+    assert result.output.count("the end") == 2
+
+
 DISAGREES = """
 import torch, dear
 torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())

@@ -46,7 +46,9 @@ def test_an_exception_on_one_rank_ends_the_job_with_its_traceback(launcher: str,
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-@pytest.mark.parametrize("how", ["os._exit(3)", "os.kill(os.getpid(), signal.SIGKILL)"])
+@pytest.mark.parametrize(
+    "how", [pytest.param("os._exit(3)", marks=pytest.mark.full), "os.kill(os.getpid(), signal.SIGKILL)"]
+)
 def test_a_rank_that_dies_ends_the_job(launcher: str, how: str, tmp_path: Path) -> None:
     result = _run(tmp_path, f"if dear.rank() == 1:\n    {how}\ntrain(100000)\n", launcher)
     assert not result.timed_out
@@ -195,7 +197,10 @@ print(f"the end {bool(torch.isfinite(model[0].weight).all())}\\n", end="", flush
     assert "rank 0: at shutdown" in result.output
 
 
-@pytest.mark.parametrize(("launcher", "whose"), [("mpi", "optimizer"), ("mpi", "model"), ("torchrun", "model")])
+@pytest.mark.parametrize(
+    ("launcher", "whose"),
+    [pytest.param("mpi", "optimizer", marks=pytest.mark.full), ("mpi", "model"), ("torchrun", "model")],
+)
 def test_a_step_that_only_one_rank_skipped_ends_the_job(tmp_path: Path, launcher: str, whose: str) -> None:
     """From then on parameters differ, and what is gathered for one step meets what is gathered for another.
 

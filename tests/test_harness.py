@@ -185,6 +185,7 @@ def test_what_notes_of_ranks_say(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.full
 def test_the_compiler_comes_when_it_is_asked_for(tmp_path: Path) -> None:
     """Optimizers import it; at_start/sitecustomize.py puts that off."""
     text = """

@@ -27,7 +27,7 @@ def _accuracy(result: Result) -> float:
     return float(found.group(1))
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.full) for size in (1, 4))])
 def test_it_learns_the_digits(size: int, tmp_path: Path) -> None:
     picture = tmp_path / "curves.png"
     assert _accuracy(_train(size, "--plot", picture)) >= 97.0

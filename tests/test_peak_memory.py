@@ -46,8 +46,15 @@ assert after < 2.8, after
 KEPT = {"MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_MMAP_THRESHOLD_": str(2**25)}
 
 
-@pytest.mark.parametrize("env", [{}, KEPT], ids=["as-ever", "kept"])
-@pytest.mark.parametrize("strategy", ["dear", "oss"])
+@pytest.mark.parametrize(
+    ("strategy", "env"),
+    [
+        pytest.param("dear", KEPT, id="dear-kept"),
+        pytest.param("oss", {}, id="oss-as-ever"),
+        pytest.param("dear", {}, id="dear-as-ever", marks=pytest.mark.full),
+        pytest.param("oss", KEPT, id="oss-kept", marks=pytest.mark.full),
+    ],
+)
 def test_freed_gradients_and_parameters_are_given_back(strategy: str, env: dict[str, str], tmp_path: Path) -> None:
     """New are the gradients' buckets and the averaged shard, which on one rank is as large as the model: two models.
 

@@ -40,7 +40,7 @@ print("the end")
 """
 
 
-@pytest.mark.parametrize("more", [[], ["beside"]])
+@pytest.mark.parametrize("more", [pytest.param([], marks=pytest.mark.full), ["beside"]])
 def test_sessions_follow_each_other(more: list[str], tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

@@ -26,7 +26,9 @@ JOBS = [
     pytest.param("spmd", "", "torchrun", 2, BEST, id="spmd-torchrun-2"),
     pytest.param("spmd", "", "mpi", 2, "default", id="spmd-mpi-2"),
     pytest.param("spmd", "", "mpi", 1, BEST, id="spmd-mpi-1"),
-    pytest.param("spmd", "test_communicator.py", "torchrun", 4, BEST, id="communicator-torchrun-4"),
+    pytest.param(
+        *("spmd", "test_communicator.py", "torchrun", 4, BEST), id="communicator-torchrun-4", marks=pytest.mark.full
+    ),
     *(pytest.param("comm_core", "", "mpi", size, BEST, id=f"comm_core-mpi-{size}") for size in (4, 2, 1)),
 ]
 

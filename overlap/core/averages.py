@@ -62,6 +62,7 @@ class Averages:
                 bucket.find_unused()
         for bucket in engine.order:
             bucket.expose()
+        engine.round.scales.clear()  # ``.grad`` has them by now
         engine.round.advance(Stage.SYNCHRONIZED)
 
     def take_synchronized(self) -> None:

@@ -57,6 +57,7 @@ def _norm(
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
+    *args: Any,
     **rest: Any,
 ) -> torch.Tensor:
     chosen = _listed(parameters)
@@ -66,7 +67,7 @@ def _norm(
         return optimizers[0]._clip(lambda param: id(param) in wanted, max_norm, norm_type, error_if_nonfinite)
     for optimizer in optimizers:
         optimizer.synchronize()
-    norm: torch.Tensor = original(chosen, max_norm, norm_type, error_if_nonfinite, **rest)
+    norm: torch.Tensor = original(chosen, max_norm, norm_type, error_if_nonfinite, *args, **rest)
     return norm
 
 

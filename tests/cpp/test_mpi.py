@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import comm_core
-from tests.cpp.build import compiler, program
+from tests.cpp.build import compile_to, program
 from tests.harness import ROOT, run_ranks
 
 SOURCES = ROOT / "comm_core" / "csrc" / "mpi"
@@ -72,16 +72,7 @@ def mpi_error(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("the MPI backend was not built")
     library = tmp_path_factory.mktemp("mpi") / "libmpi_error.so"
     source = ROOT / "tests" / "cpp" / "mpi_error.cpp"
-    command = [
-        comm_core.build_info()["mpi_compiler"],
-        "-std=c++20",
-        "-shared",
-        "-fPIC",
-        str(source),
-        "-o",
-        str(library),
-    ]
-    subprocess.run(command, check=True, env={**os.environ, "OMPI_CXX": compiler(), "MPICH_CXX": compiler()})
+    compile_to(library, [comm_core.build_info()["mpi_compiler"], "-std=c++20", "-shared", "-fPIC", str(source)])
     return library
 
 

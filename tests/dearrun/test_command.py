@@ -332,6 +332,8 @@ def test_workers_of_one_host_need_no_network() -> None:
         assert on_one_host(flavor, {"OMPI_MCA_btl": "tcp,self"}, 2, room) == {"OMPI_MCA_btl": "tcp,self"}
         assert on_one_host(flavor, {}, 3, room) == {}
     assert on_one_host(Flavor.MPICH, {}, 2, room) == {}
+    for name in ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "PE_HOSTFILE"):  # whose hosts Open MPI takes by itself
+        assert on_one_host(Flavor.OPEN_MPI_5, {name: "7"}, 2, room) == {name: "7"}
 
 
 def test_which_mpirun(tmp_path: Path) -> None:

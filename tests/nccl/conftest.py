@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -16,5 +17,9 @@ def double(tmp_path_factory: pytest.TempPathFactory) -> Double:
 
 @pytest.fixture
 def gpu(double: Double) -> Iterator[Double]:
-    yield double
-    double.close()
+    gc.freeze()  # close() has the garbage collector look, many times: not at all that torch and pytest are made of
+    try:
+        yield double
+        double.close()
+    finally:
+        gc.unfreeze()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 from comm_core import DType, cuda_kernels
 from comm_core.cuda_kernels import CudaKernels, cast_name
 from overlap.transport.cuda.math import cast_scale
-from tests.cpp.build import compiler
+from tests.cpp.build import compile_to, compiler
 from tests.harness import ROOT
 
 TYPES = {
@@ -50,7 +49,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     path = tmp_path_factory.mktemp("emulator") / "libemulator.so"
     warnings = ["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-sign-compare"]
     command = [compiler(), "-std=c++20", "-O1", "-fno-strict-aliasing", *warnings, "-shared", "-fPIC", f"-I{folder}"]
-    subprocess.run([*command, str(folder / "emulator.cpp"), "-o", str(path)], check=True)
+    compile_to(path, [*command, str(folder / "emulator.cpp")])
     return ctypes.CDLL(str(path))
 
 

@@ -82,6 +82,21 @@ def test_a_norm_that_should_be_finite_raises_on_every_rank(way: str) -> None:
     as_in_one_process(way, script)
 
 
+@pytest.mark.parametrize("way", PACKAGES)
+def test_gradients_that_are_kept_were_clipped_once(way: str) -> None:
+    """``synchronize()`` shows clipped averages; those of the next step are added to them, where nobody zeroes them."""
+
+    def script(model: nn.Module, optimizer: Any, alone: bool) -> None:
+        for step in range(4):
+            loss_of(model, step, alone).backward()
+            _clip(alone)(model.parameters(), 0.02)
+            if not alone and step % 2:
+                optimizer.synchronize()
+            optimizer.step()
+
+    as_in_one_process(way, script)
+
+
 class _Parts(nn.Module):
     """Parameters that can be cut, one that cannot for the gaps between its elements, and one with sparse gradients."""
 

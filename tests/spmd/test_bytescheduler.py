@@ -190,6 +190,33 @@ def test_dear_is_the_front_door() -> None:
     assert optimizer.strategy.setting == {"partition_mb": 1, "credit_mb": 3}
 
 
+def test_another_plan_sends_other_partitions(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _layers(2)
+    optimizer = _wrapped(model, partition_mb=1)
+    before = [part.label for part in _parts_of_a_step(model, optimizer, monkeypatch)]
+    optimizer.replan(optimizer.strategy.at({"partition_mb": 0.0002, "credit_mb": 2}))
+    after = _parts_of_a_step(model, optimizer, monkeypatch)
+    assert len(after) > len(before)
+    assert max(part.nbytes for part in after) <= 0.0002 * 2**20
+
+
+def _parts_of_a_step(model: nn.Module, optimizer: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    sent: list[Any] = []
+    lease = optimizer.strategy.lease
+    submit = type(lease).submit
+
+    def note(self: Any, bucket: int, parts: list[Any], *rest: Any) -> Any:
+        sent.extend(parts)
+        return submit(self, bucket, parts, *rest)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(type(lease), "submit", note)
+        _backward(model, optimizer)
+        optimizer.step()
+    optimizer.synchronize()
+    return sent
+
+
 def test_tuning_searches_both_and_keeps_the_best_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr(trial, "time", clock)

@@ -110,15 +110,16 @@ def test_parameters_in_shared_memory_are_told_of(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", [*PACKAGES, "oss"])
 def test_memory_that_moves_while_training(strategy: str, what: str) -> None:
     """``share_memory()``, or a queue between processes, moves all of a bucket, which its tensors follow."""
+    width = 100 if strategy == "bytescheduler" else 300  # which here cuts a layer into partitions of a kilobyte
 
     def train(move: bool) -> list[torch.Tensor]:
         torch.manual_seed(1)
-        model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.Linear(300, 7))
+        model = torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.Linear(width, 7))
         optimizer: Any = WRAP[strategy](torch.optim.SGD(model.parameters(), 0.1), model)
         for step in range(6):
             optimizer.zero_grad()
             generator = torch.Generator().manual_seed(10 * step + dear.rank())
-            model(torch.randn(4, 300, generator=generator)).square().mean().backward()
+            model(torch.randn(4, width, generator=generator)).square().mean().backward()
             if move and step in (1, 3) and what == "gradients":
                 optimizer.synchronize()
                 for param in model.parameters():

@@ -197,6 +197,21 @@ def test_sparse_gradients_equal_one_process(row: str, strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", PACKAGES)
+@pytest.mark.parametrize("options", [{"compression": FP16Compressor}, {"gradient_predivide_factor": 2.0}])
+def test_a_gradient_that_vanishes_on_the_wire_was_used_all_the_same(options: dict[str, Any], strategy: str) -> None:
+    """It becomes -0.0 there, which is the mark of a parameter that no rank used: that would not decay."""
+    model = torch.nn.Linear(3, 2).double()
+    values = [param.detach().clone() for param in model.parameters()]
+    optimizer = WRAP[strategy](torch.optim.SGD(model.parameters(), 0.1, weight_decay=0.5), model, **options)
+    for _ in range(2):
+        optimizer.zero_grad()
+        (model(torch.ones(4, 3, dtype=torch.float64)).sum() * -5e-324).backward()
+        optimizer.step()
+    for param, before in zip(model.parameters(), values, strict=True):
+        torch.testing.assert_close(param.detach(), dear.broadcast(before, 0) * 0.95**2)
+
+
+@pytest.mark.parametrize("strategy", PACKAGES)
 def test_sparse_gradients_and_what_they_cannot(strategy: str) -> None:
     torch.manual_seed(3)
     model = SPARSE_MODELS["Tables"]().double()

@@ -133,3 +133,18 @@ def test_parameters_of_no_distributed_optimizer_are_clipped_as_ever() -> None:
     assert parameter.grad.norm().item() == pytest.approx(1.0)
     clip_grad_value_([parameter], 0.25)
     assert parameter.grad.abs().max().item() == pytest.approx(0.25)
+
+
+def test_arguments_may_come_by_position() -> None:
+    """Those behind the ones that matter here, too."""
+    model = small_model()
+    optimizer = WRAP["dear-layerwise"](torch.optim.SGD(model.parameters(), 0.1), model)
+    parameter = nn.Parameter(torch.full((4,), 2.0))
+    for parameters in ([parameter], [*model.parameters()], [*model.parameters(), parameter]):
+        parameter.grad = torch.full((4,), 2.0)
+        loss_of(model, 0, False).backward()
+        assert clip_grad_norm_(parameters, 0.02, 2.0, False, False) > 0.02
+        clip_grad_value_(parameters, 0.001, False)
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.synchronize()

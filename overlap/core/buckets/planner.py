@@ -65,7 +65,7 @@ class Planner:
         }
         self._facts = _without(facts, absent)
         self._unguarded = {*facts.unseen, *facts.idle}
-        self.order += self._build(self.preview(self.strategy), self.shards, fill=True)
+        self.order += self._build(self.strategy, self.preview(self.strategy), self.shards, fill=True)
         counts = [max(1, round(count / passes)) if count else 0 for count in fires]
         self._most = max(1, *counts)
         for slot, count in zip(self.slots, counts, strict=True):
@@ -81,7 +81,7 @@ class Planner:
         nothing: frozenset[int] = frozenset()
         facts = Facts((late,), late, tuple(1 for _ in self.slots), nothing, nothing)
         plan = self.strategy.plan(facts, *self._specs(), self._comm.size)
-        self.order += self._build(plan, self.shards, first=len(self.order), fill=True)
+        self.order += self._build(self.strategy, plan, self.shards, first=len(self.order), fill=True)
         self._facts = _with_late(self._facts, late, len(self.slots))
         for index in late:
             self.slots[index].expected = self._most
@@ -91,7 +91,7 @@ class Planner:
         """`strategy`'s buckets for the same parameters, whose values move in, and their pieces, without state yet."""
         plan = self.preview(strategy)
         shards = None if self.shards is None else ShardUpdate(self._optimizer, whole=self.shards.whole)
-        return self._build(plan, shards), shards
+        return self._build(strategy, plan, shards), shards
 
     def install(self, strategy: Strategy, order: list[Bucket], shards: ShardUpdate | None) -> None:
         """Replace everything by what :meth:`draft` gave."""
@@ -153,15 +153,17 @@ class Planner:
             specs.append(TensorSpec(param.numel(), param.element_size(), kind, owner, wire))
         return specs, shardable
 
-    def _build(self, plan: Plan, shards: ShardUpdate | None, *, first: int = 0, fill: bool = False) -> list[Bucket]:
-        """The buckets of `plan`. With `fill`, each takes its gradients before the next is made, so that the memory in
-        which backward left them is free for that: a step needs it once, the first step as well. Free is not enough where
-        buckets are larger than the holes: see `overlap.core.buckets.heap`.
+    def _build(
+        self, strategy: Strategy, plan: Plan, shards: ShardUpdate | None, *, first: int = 0, fill: bool = False
+    ) -> list[Bucket]:
+        """The buckets of `strategy`'s `plan`. With `fill`, each takes its gradients before the next is made, so that the
+        memory in which backward left them is free for that: a step needs it once, the first step as well. Free is not
+        enough where buckets are larger than the holes: see `overlap.core.buckets.heap`.
         """
         order = []
         with Freed() as freed:
             for number, (spec, sharded) in enumerate(zip(plan.buckets, plan.sharded, strict=True), first):
-                bucket = self._bucket(number, spec, sharded=sharded)
+                bucket = self._bucket(strategy, number, spec, sharded=sharded)
                 order.append(bucket)
                 if sharded:
                     assert shards is not None, "a strategy shards only what is shardable"
@@ -174,7 +176,7 @@ class Planner:
                         freed.more(bucket.nbytes)
         return order
 
-    def _bucket(self, number: int, spec: BucketSpec, *, sharded: bool) -> Bucket:
+    def _bucket(self, strategy: Strategy, number: int, spec: BucketSpec, *, sharded: bool) -> Bucket:
         return Bucket(
             number,
             spec,
@@ -182,10 +184,10 @@ class Planner:
             rank=self._comm.rank,
             world_size=self._comm.size,
             holds_parameters=sharded,
-            collectives=self.strategy.collectives or COLLECTIVES,
+            collectives=strategy.collectives or COLLECTIVES,
             op=self._exchange.op,
             make_master=self._make_master,
-            carried=self.strategy.carries and self._comm.rounds,
+            carried=strategy.carries and self._comm.rounds,
             lane=lane_of(spec.shares(self._comm.size), self._lanes),
         )
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -35,7 +36,7 @@ from overlap.transport.torch.worker_thread import PendingWork, WorkerThread
 
 __all__ = ["ProcessGroupCommunicator", "connect"]
 
-_sessions = itertools.count()
+_sessions: defaultdict[tuple[int, ...] | None, Iterator[int]] = defaultdict(itertools.count)  # by ranks; None: all
 _COLLECTIVE_TAGS = 1024  # user tags lie below, in a context of their own
 
 
@@ -44,11 +45,11 @@ def connect(group: dist.ProcessGroup | None = None) -> ProcessGroupCommunicator:
 
     Joins torchrun's world first where the script did not.
     """
-    session = next(_sessions)
+    ranks = None if group is None else tuple(dist.get_process_group_ranks(group))
+    session = next(_sessions[ranks])
     created = not dist.is_initialized()
     if created:
         join_world(session)
-    ranks = None if group is None else tuple(dist.get_process_group_ranks(group))
     meeting = Rendezvous(dist.distributed_c10d._get_default_store(), session, ranks)
     return ProcessGroupCommunicator(meeting, dist.get_rank(group), dist.get_world_size(group), owns_world=created)
 

@@ -1,7 +1,8 @@
 """How torchrun's workers find each other: in the c10d store, in every session and after torchrun restarted them.
 
 The store may outlive sessions and workers, and gloo would find the addresses of connections that are gone. So every
-session of every attempt has a corner of its own. All ranks begin the same sessions, so they count alike.
+session of every attempt has a corner of its own. The ranks of a session have begun the same ones among themselves, so they
+count those alike.
 """
 
 from __future__ import annotations
