@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from overlap.core.tally import Heard, Said
 
 T = TypeVar("T")
+H = TypeVar("H", bound=Heard)
 Waits = Generator[Callable[[], bool], None, T]
 
 
@@ -53,7 +54,7 @@ class Channel:
         return len(set(self._next.values())) == 1
 
 
-def heard_of(said: Iterable[Said], heard_type: type[Heard] = Heard) -> Heard:
+def heard_of(said: Iterable[Said], heard_type: type[H]) -> H:
     """What ranks hear when each has said its part."""
     return heard_type.of([max(column) for column in zip(*(one.numbers() for one in said), strict=True)])
 

@@ -249,15 +249,15 @@ class JoiningPart(Part):
         return JoinSaid(call, self.round, self.rank, number, alone=alone, needs=self.needs)
 
     def _read(self) -> Waits[JoinHeard]:
-        heard: JoinHeard = yield from super()._read()
+        heard: JoinHeard = yield from super()._read()  # type: ignore[assignment]
         if heard.joined is not None and heard.last is not None:
             self.others_joined += 1
         return heard
 
-    def _verdict(self, heard: JoinHeard) -> Enum:
+    def _verdict(self, heard: JoinHeard) -> Enum:  # type: ignore[override]
         return join_verdict(heard)
 
-    def _conclude(self, heard: JoinHeard, what: str | None, *, failed: bool) -> Waits[bool]:
+    def _conclude(self, heard: JoinHeard, what: str | None, *, failed: bool) -> Waits[bool]:  # type: ignore[override]
         found = join_verdict(heard)
         if not isinstance(found, JoinVerdict):
             return (yield from super()._conclude(heard, what, failed=failed))
@@ -279,7 +279,7 @@ class JoiningPart(Part):
         if not self.job.joining:
             raise Failed
 
-    def _complete(self, heard: JoinHeard, what: str | None) -> Waits[None]:
+    def _complete(self, heard: JoinHeard, what: str | None) -> Waits[None]:  # type: ignore[override]
         if heard.joined is not None:
             said = None if self.job.joining else (what, self.rate)
             told = yield from self.call.exchange(self.rank, "who, and what", said)

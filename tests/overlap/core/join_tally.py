@@ -12,6 +12,7 @@ from enum import Enum, auto
 from overlap.core.tally import Calls, Heard, Said, Verdict, verdict
 
 _NO_RANK = -1
+_LIBRARYS = [field.name for field in fields(Heard)]
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,12 @@ class JoinHeard(Heard):
     @classmethod
     def of(cls, numbers: Sequence[int]) -> JoinHeard:
         *librarys, joined, gone, needs = numbers
-        ranks = {name: None if rank == _NO_RANK else rank for name, rank in (("joined", joined), ("gone", gone))}
         heard = Heard.of(librarys)
-        return cls(*(getattr(heard, field.name) for field in fields(heard)), **ranks, needs=needs)
+        return cls(*(getattr(heard, name) for name in _LIBRARYS), _rank(joined), _rank(gone), needs)
+
+
+def _rank(number: int) -> int | None:
+    return None if number == _NO_RANK else number
 
 
 class JoinVerdict(Enum):
