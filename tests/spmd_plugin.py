@@ -20,7 +20,6 @@ from typing import Any
 
 import pytest
 
-from overlap.core.gates import holders
 from tests.notes import erase, write
 
 RANK = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", os.environ.get("RANK", "0"))))
@@ -70,9 +69,10 @@ def pytest_collection_finish() -> None:
     """Torch and pytest are a million objects that stay: nobody has to look through them again, neither the garbage
     collector nor who looks for the modules of a parameter, which tests make later. A third of a suite's time.
     """
-    if os.environ.get("DEAR_SPMD_SUITE") == "spmd":
+    if os.environ.get("DEAR_SPMD_SUITE") == "spmd":  # comm_core's does without torch
         importlib.import_module("torch._dynamo")  # as torch does with the first optimizer
 
+        holders: Any = importlib.import_module("overlap.core.gates.holders")
         holders._tracked = gc.get_objects
     _freeze()
 

@@ -237,7 +237,10 @@ def test_a_launcher_of_another_mpi_is_noticed(tmp_path: Path) -> None:
     ("launcher", "name", "said"),
     [
         *((launcher, "DEAR_POISON", "DEAR_POISON should hold 0 or 1 and holds 'maybe': ") for launcher in LAUNCHERS),
-        ("mpi", "COMM_CORE_WINDOW", "COMM_CORE_WINDOW=maybe: expected an integer from 1 to 1024; "),
+        pytest.param(
+            *("mpi", "COMM_CORE_WINDOW", "COMM_CORE_WINDOW=maybe: expected an integer from 1 to 1024; "),
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_a_wrong_variable_is_said_once_without_a_traceback(launcher: str, name: str, said: str, tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from enum import Enum
 
 __all__ = ["ALONE", "JOBS", "Tier", "jobs_of"]
 
-# How many cases each takes, beside the others: at four ranks and over gloo a case costs about twice as much.
-JOBS = {"mpi-2": 2, "mpi-4": 1, "torchrun-2": 1}
+# How many cases each takes, beside the others: at four ranks and over gloo a case costs twice as much.
+JOBS = {"mpi-2": 3, "mpi-4": 1, "torchrun-2": 1}
 ALONE = "mpi-1"
 _TWO = ("mpi-2", "torchrun-2")
 _ALONE_EVERY = 4
@@ -36,7 +36,7 @@ class Tier(Enum):
 def jobs_of(test: str, cases: Sequence[Sequence[Hashable]], *, two_ranks: bool = False) -> list[set[str]]:
     """In which jobs the fast tier runs each of a test's `cases`, which are given by the values of their parameters.
 
-    With `two_ranks`, a test that shows something at one and two ranks only runs in jobs of that size.
+    With `two_ranks`, it runs at one and two ranks only: it shows nothing else at four, or what it shows costs too much there.
     """
     possible = [job for job, share in JOBS.items() if job in _TWO or not two_ranks for _ in range(share)]
     first = zlib.crc32(test.encode()) % len(possible)  # tests without parameters are spread, too

@@ -15,7 +15,6 @@ import mgwfbp
 import oss
 import wfbp
 from overlap.core.bucket import Phase
-from tests.spmd.device import DEVICE
 from tests.spmd.loops import LOOPS, MakeOptimizer, Run
 from tests.spmd.models import MODELS, adafactor
 from tests.spmd_plugin import OVER_MPI, SIZE
@@ -124,8 +123,7 @@ def _session() -> None:
 
 
 def _model(name: str) -> torch.nn.Module:
-    # The other notes a traceback for every kind of accelerator that this process has not used.
-    (torch.manual_seed if DEVICE == "cuda" else torch.default_generator.manual_seed)(1234)
+    torch.manual_seed(1234)
     model = MODELS[name]()
     for parameter in model.parameters():
         if not parameter.is_complex():
