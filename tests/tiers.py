@@ -36,7 +36,7 @@ class Tier(Enum):
 def jobs_of(test: str, cases: Sequence[Sequence[Hashable]], *, two_ranks: bool = False) -> list[set[str]]:
     """In which jobs the fast tier runs each of a test's `cases`, which are given by the values of their parameters.
 
-    With `two_ranks`, it runs at one and two ranks only: it shows nothing else at four, or what it shows costs too much there.
+    With `two_ranks`, it runs at one and two ranks only: it shows nothing else at four, or costs too much there.
     """
     possible = [job for job, share in JOBS.items() if job in _TWO or not two_ranks for _ in range(share)]
     first = zlib.crc32(test.encode()) % len(possible)  # tests without parameters are spread, too
