@@ -48,7 +48,7 @@ join() posts a tally for each optimizer, waits for nobody, then follows: one fol
 the same time. A follower waits for any posted tally of its optimizers that all have answered:
     JOINED      the optimizer is at its end; nothing is posted
     own drop    from before join(): does not await its reductions; posts
-    DROPPED     issues nothing for what is not sent, goes to the next round, does not await its reductions; posts
+    DROPPED     issues the rest of the round, empty, and goes to the next one; does not await its reductions; posts
     AGREED      asks: posts. Closes: control round, closes the round with nothing, does the act; posts
     FAILED      control round; posts, or raises
     REFUSED     raises, but on the rank that said `needs`, if it has called join() since; GONE raises

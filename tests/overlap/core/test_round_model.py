@@ -278,3 +278,9 @@ def test_process_sets_that_share_ranks_go_on_at_the_same_time(rough: bool) -> No
     """Ranks 2 and 3 may have joined while rank 0 closes a round of one optimizer, and rank 1 of another."""
     for seed in range(100):
         _World(seed, rough=rough, sets=((0, 2, 3), (1, 2, 3))).run()
+
+
+@pytest.mark.parametrize("seed", [392, 1211, 1355])
+def test_joined_ranks_do_not_wait_for_a_dropped_round(seed: int) -> None:
+    """Rare: another rank that has joined is in another optimizer's act, and needs this one there."""
+    _World(seed).run()
