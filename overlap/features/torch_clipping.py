@@ -86,8 +86,7 @@ def _local(chosen: list[torch.Tensor], call: str) -> list[_Distributed]:
     """The distributed optimizers of `chosen` parameters whose gradients, on any rank, are not averages yet."""
     if not is_initialized():
         return []
-    wanted = _wanted(chosen)
-    mine: list[_Distributed] = [one for one in current().registry.optimizers if not wanted.isdisjoint(_held(one))]
+    mine: list[_Distributed] = current().registry.having(chosen)
     return [optimizer for optimizer in mine if optimizer._has_local_gradients(call)]
 
 

@@ -45,6 +45,15 @@ class Registry:
         """Those that live on this rank."""
         return [optimizer for reference, _ in self._entries.values() if (optimizer := reference()) is not None]
 
+    def having(self, parameters: Sequence[torch.Tensor]) -> list[Any]:
+        """Those that have any of `parameters`; not one from which another has taken them."""
+        found = []
+        for reference, owners in self._entries.values():
+            optimizer = reference()
+            if optimizer is not None and any(owner.has(parameters) for owner in owners):
+                found.append(optimizer)
+        return found
+
     def shell_of(self, optimizer: Any) -> Any:
         """The distributed optimizer made last that wraps `optimizer` on this rank; `optimizer` itself where none does."""
         shells = [shell for shell in self.optimizers if shell.wraps(optimizer)]

@@ -148,3 +148,25 @@ def test_arguments_may_come_by_position() -> None:
         optimizer.step()
         optimizer.zero_grad()
     optimizer.synchronize()
+
+
+def test_an_optimizer_that_has_lost_its_parameters_is_not_asked() -> None:
+    kept: list[Any] = []
+
+    def script(model: nn.Module, optimizer: Any, alone: bool) -> None:
+        if not alone:  # wrapped before, by one that the script still has
+            kept.append(optimizer)
+            optimizer = WRAP["dear-layerwise"](torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), model)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(model, step, alone).backward()
+            clip_grad_norm_(model.parameters(), 0.02)
+            optimizer.step()
+        if not alone:
+            optimizer.synchronize()
+
+    model, reference = small_model(), small_model()
+    script(reference, torch.optim.SGD(reference.parameters(), 0.1, momentum=0.9), True)
+    script(model, WRAP["dear-layerwise"](torch.optim.SGD(model.parameters(), 0.1), model), False)
+    assert kept
+    torch.testing.assert_close([*model.parameters()], [*reference.parameters()], rtol=1e-9, atol=1e-12)
