@@ -18,6 +18,7 @@ __all__ = ["SameData"]
 log = logging.getLogger("dear")
 
 _LOOKED_AT = 8  # gradients
+_PIECE = 2**20  # elements that are converted at a time: a gradient may be as large as the memory that is left
 
 
 class SameData(Feature):
@@ -44,9 +45,11 @@ class SameData(Feature):
 def _fingerprint(slots: Sequence[Slot]) -> list[float]:
     """Sums over the first gradients; empty where there is none, or none that is not zero."""
     gradients = [slot.param.grad for slot in slots if slot.param.grad is not None][:_LOOKED_AT]
-    sums = [torch.linalg.vector_norm(values_of(g.detach()), dtype=_wide(g)).item() for g in gradients]
+    sums = [_norm(values_of(gradient.detach())) for gradient in gradients]
     return sums if any(sums) else []
 
 
-def _wide(gradient: torch.Tensor) -> torch.dtype:
-    return torch.complex128 if gradient.is_complex() else torch.float64
+def _norm(values: torch.Tensor) -> float:
+    wide = torch.complex128 if values.is_complex() else torch.float64
+    pieces = values.reshape(-1).split(_PIECE)
+    return float(torch.stack([torch.linalg.vector_norm(piece, dtype=wide) for piece in pieces]).norm())

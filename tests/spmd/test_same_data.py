@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 import dear
+from overlap.core.bucket import Slot
+from overlap.features import same_data
 from tests.spmd.listening import heard
 from tests.spmd.test_parity import PACKAGES, WRAP
 
@@ -44,6 +46,16 @@ def test_the_same_batch_on_all_ranks_is_said_once(way: str) -> None:
 @pytest.mark.parametrize("way", PACKAGES)
 def test_sharded_data_is_nothing_to_say(way: str) -> None:
     assert not _told(way, 5 + dear.rank())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_looking_at_a_large_gradient_takes_little_memory(dtype: torch.dtype) -> None:
+    large = nn.Parameter(torch.zeros(2**24, dtype=dtype))
+    large.grad = torch.ones_like(large)
+    with torch.autograd.profiler.profile(profile_memory=True) as profile:
+        sums = same_data._fingerprint([Slot(0, "large", large, 0)])
+    assert sums == [pytest.approx(2**12)]
+    assert max(event.cpu_memory_usage for event in profile.function_events) < large.nbytes
 
 
 def test_a_rank_without_gradients_has_not_the_same() -> None:
