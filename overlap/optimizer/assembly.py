@@ -230,8 +230,9 @@ def features_of(
     sparse_as_dense: bool,
 ) -> tuple[Feature, ...]:
     """All that may take part in the steps of one optimizer, in the order in which each moment is told to them."""
-    sparse = DenseGradients() if sparse_as_dense else SparseGradients(comm, slots, exchange, model)
-    return (SameData(comm), sparse, GradientCheck(), *(() if rounded is None else (rounded,)))
+    dense = (DenseGradients(),) if sparse_as_dense else ()  # as they come; those that a script puts there stay sparse
+    sparse = SparseGradients(comm, slots, exchange, None if sparse_as_dense else model)
+    return (SameData(comm), *dense, sparse, GradientCheck(), *(() if rounded is None else (rounded,)))
 
 
 def _why_not_on_a_gpu(strategy: Strategy) -> str:

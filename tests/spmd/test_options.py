@@ -212,6 +212,28 @@ def test_a_gradient_that_vanishes_on_the_wire_was_used_all_the_same(options: dic
 
 
 @pytest.mark.parametrize("strategy", PACKAGES)
+@pytest.mark.parametrize("as_dense", [False, True])
+def test_sparse_gradients_that_a_script_puts_there_itself(as_dense: bool, strategy: str) -> None:
+    """No hook sees them, so they stay sparse, whatever becomes of those that backward leaves."""
+
+    def trained(wrapped: bool) -> torch.Tensor:
+        torch.manual_seed(3)
+        table = torch.nn.Embedding(5, 3, sparse=True, dtype=torch.float64)
+        optimizer: Any = torch.optim.SGD(table.parameters(), 0.1)
+        if wrapped:
+            optimizer = WRAP[strategy](optimizer, table, sparse_as_dense=as_dense)
+        ranks = (dear.rank(),) if wrapped else range(dear.size())
+        for step in range(3):
+            loss = sum(table(torch.tensor([step, (step + rank) % 5])).square().sum() for rank in ranks) / len(ranks)
+            (table.weight.grad,) = torch.autograd.grad(loss, table.weight)
+            optimizer.step()
+            optimizer.zero_grad()
+        return table.weight.detach()
+
+    torch.testing.assert_close(trained(True), trained(False), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("strategy", PACKAGES)
 def test_sparse_gradients_and_what_they_cannot(strategy: str) -> None:
     torch.manual_seed(3)
     model = SPARSE_MODELS["Tables"]().double()
