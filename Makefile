@@ -3,28 +3,31 @@ PYTHON_PACKAGES = comm_core overlap dearrun dear wfbp mgwfbp bytescheduler_adapt
 CPP = $(shell find comm_core -name '*.hpp' -o -name '*.cpp')
 BIN = .venv/bin
 
-.PHONY: docs docs-serve help setup build test test-all test-rest test-1 test-2 test-4 test-slow sanitize lint format ci bench horovod compare-horovod clean
+.PHONY: docs docs-serve help setup setup-tests build test test-all test-rest test-1 test-2 test-4 test-slow sanitize lint format ci bench horovod compare-horovod clean
 help: ## show the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
 
 setup: ## make .venv ready (under a second when it is)
 	@bash scripts/setup.sh
 
+setup-tests:
+	@bash scripts/setup.sh tests
+
 build: setup ## the same: setup builds comm_core when its sources changed
 
-test: setup ## run the fast tier, about five minutes: every case of every test in one job, all pairs of values and jobs
+test: setup-tests ## run the fast tier, about five minutes: every case of every test in one job, all pairs of values and jobs
 	@DEAR_TESTS=fast $(BIN)/python -m pytest tests -n 2 --dist worksteal
 
-test-all: setup ## run all tests: every strategy by every model, option and number of ranks
+test-all: setup-tests ## run all tests: every strategy by every model, option and number of ranks
 	@$(BIN)/python -m pytest tests -n 2 --dist worksteal
 
-test-rest: setup ## what test-all has and test has not
+test-rest: setup-tests ## what test-all has and test has not
 	@DEAR_TESTS=rest $(BIN)/python -m pytest tests -n 2 --dist worksteal
 
-test-1 test-2 test-4: setup ## only the suites that run inside every rank, at that many ranks over MPI
+test-1 test-2 test-4: setup-tests ## only the suites that run inside every rank, at that many ranks over MPI
 	@$(BIN)/python -m pytest tests/test_spmd.py -k "mpi-$(@:test-%=%)"
 
-test-slow: setup ## only the tests that are too slow for every run, at all numbers of ranks (needs several GB)
+test-slow: setup-tests ## only the tests that are too slow for every run, at all numbers of ranks (needs several GB)
 	@DEAR_SLOW_TESTS=only $(BIN)/python -m pytest tests -k "not communicator-torchrun"
 
 sanitize: setup ## build comm_core with kind=address, undefined or thread, and run its tests so (minutes)

@@ -2,6 +2,7 @@
 # Make .venv ready: packages, an MPI if the machine has none, and comm_core built. Does nothing when all of that is done.
 #
 #     scripts/setup.sh          needed by mnist.sh and make test
+#     scripts/setup.sh tests    the libraries that tests/integrations trains with, too
 #     PYTHON=python3.12 scripts/setup.sh
 #     INSTEAD='torch==2.4.0 transformers<5' scripts/setup.sh          other versions than those of requirements.txt
 set -euo pipefail
@@ -34,8 +35,12 @@ sources=$({
     fingerprint pyproject.toml $(find comm_core -name '*.[ch]pp' -o -name '*.cu' -o -name CMakeLists.txt -o -name '*.cmake' | sort)
     find . -maxdepth 5 -name __init__.py -not -path './.venv/*' -not -path './build/*' -not -path './tests/*' | sort
 } | cksum)
+[ "${1:-}" = tests ] && integrations="$packages $(cksum <requirements-integrations.txt)" || integrations=
 stamp() { cat "$venv/$1.stamp" 2>/dev/null || true; }
-ready() { [ "$(stamp packages)" = "$packages" ] && [ "$(stamp sources)" = "$sources" ]; }
+ready() {
+    [ "$(stamp packages)" = "$packages" ] && [ "$(stamp sources)" = "$sources" ] &&
+        { [ -z "$integrations" ] || [ "$(stamp integrations)" = "$integrations" ]; }
+}
 ready && exit 0
 
 mkdir -p "$venv"
@@ -65,7 +70,7 @@ requirements() { # those of requirements.txt, but for the packages in INSTEAD
 }
 
 if [ "$(stamp packages)" != "$packages" ]; then
-    rm -f "$venv/packages.stamp" "$venv/sources.stamp"
+    rm -f "$venv"/{packages,integrations,sources}.stamp
     : >"$log"
     "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
         fail "$("$python" --version) is too old" "set PYTHON to a Python of at least 3.10"
@@ -98,6 +103,15 @@ if [ "$(stamp packages)" != "$packages" ]; then
     echo "MPIRUN=$mpirun" >"$venv/mpi.env"
     echo "$packages" >"$venv/packages.stamp"
 fi
+
+if [ -n "$integrations" ] && [ "$(stamp integrations)" != "$integrations" ]; then
+    say "installing Lightning, Accelerate, Ray and others, for the tests"
+    "$venv/bin/python" -m pip freeze | grep -E '^(torch|transformers|numpy)==' >"$venv/installed.txt"
+    quietly "packages could not be installed" "read the lines above; a network or a package mirror is needed once" \
+        "$venv/bin/python" -m pip install -r requirements-integrations.txt -c "$venv/installed.txt"
+    echo "$integrations" >"$venv/integrations.stamp"
+fi
+[ "$(stamp sources)" = "$sources" ] && exit 0
 
 say "building comm_core"
 : >"$log"
