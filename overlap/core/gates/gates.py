@@ -12,10 +12,11 @@ Parameters looked up in ``optimizer.param_groups`` are awaited like those that a
 
 from __future__ import annotations
 
-import contextlib
 import copy
+import copyreg
 import threading
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -35,8 +36,8 @@ Touch = Callable[[torch.nn.Parameter], None]
 class GatedParameters(dict[str, "torch.nn.Parameter | None"]):
     """A module's parameter dictionary that calls `touches` before it hands a parameter out.
 
-    `entries` hold the same for compiled code. Copies and pickles are plain dictionaries: they belong to another module,
-    or another process.
+    `entries` hold the same for compiled code. Copies are plain dictionaries and pickles ordered ones: they belong to
+    another module, or another process.
     """
 
     def __init__(self, plain: dict[str, torch.nn.Parameter | None]) -> None:
@@ -80,16 +81,29 @@ class GatedParameters(dict[str, "torch.nn.Parameter | None"]):
         return {name: copy.deepcopy(value, memo) for name, value in self.items()}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return dict, (list(self.items()),)
+        return OrderedDict(self.items()).__reduce_ex__(2)  # torch.load(weights_only=True) refuses the name `dict`
 
     def _pass_all(self) -> None:
         for value in super().values():
             self._pass(value)
 
 
-class _Hook:
-    """A hook that stays behind when its module is copied or pickled: the copy's parameters are nobody's business."""
+class _Ours:
+    """What :func:`_reduced` leaves out of a module's dictionaries of hooks."""
 
+
+def _reduced(hooks: OrderedDict[Any, Any]) -> Any:
+    """What copies and pickles of `hooks` are made from: the copy's parameters are nobody's business.
+
+    A module has to keep the dictionaries that it was made with, since the handles of other hooks refer to them.
+    """
+    theirs = hooks
+    if any(isinstance(value, _Ours) for value in hooks.values()):
+        theirs = OrderedDict((key, value) for key, value in hooks.items() if not isinstance(value, _Ours))
+    return theirs.__reduce_ex__(2)
+
+
+class _Hook(_Ours):
     def __init__(self, call: Callable[..., Any], entry: Entry | None = None) -> None:
         self._call = call
         self._entry = entry
@@ -100,25 +114,6 @@ class _Hook:
         if self._entry is not None:
             self._entry.await_module()
         return None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Nothing:
-        return _Nothing()
-
-    def __reduce__(self) -> Any:
-        return _Nothing().__reduce__()
-
-
-class _Nothing:
-    """What a copied hook does.
-
-    Its pickle is a function of the standard library that does as little: a model that was saved is loaded without dear.
-    """
-
-    def __call__(self, *args: Any) -> None:
-        pass
-
-    def __reduce__(self) -> Any:
-        return getattr, (contextlib.nullcontext(), "__exit__")
 
 
 class Gates:
@@ -133,6 +128,7 @@ class Gates:
         self._touch, self._enter, self._leave = untraced(touch), untraced(enter), untraced(leave)
         self._handles: list[RemovableHandle] = []
         self._modules: dict[torch.nn.Module, Entry] = {}
+        copyreg.pickle(OrderedDict, _reduced)
 
     def guard(self, modules: Iterable[torch.nn.Module], managed: Callable[[Any], bool]) -> None:
         """Set gates on each module not guarded yet; `managed` tells the parameters of this optimizer from others."""
@@ -142,7 +138,9 @@ class Gates:
             entry = self._modules[module] = Entry(module, self._enter, self._leave)
             before, after = _Hook(self._enter, entry), _Hook(self._leave)
             self._handles.append(module.register_forward_pre_hook(before, prepend=True))
-            self._handles.append(module.register_forward_hook(after, always_call=True))
+            handle = module.register_forward_hook(after, always_call=True)
+            module._forward_hooks_always_called[handle.id] = _Ours()  # type: ignore[assignment]  # the key counts
+            self._handles.append(handle)
             if any(managed(parameter) for parameter in module._parameters.values()):
                 gated = module._parameters
                 if not isinstance(gated, GatedParameters):

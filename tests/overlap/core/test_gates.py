@@ -6,6 +6,7 @@ import copy
 import pickle
 import subprocess
 import sys
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 
@@ -81,7 +82,7 @@ def test_copies_are_plain() -> None:
     log.events.clear()
     twin(torch.ones(1, 2))
     assert log.events == []
-    assert type(twin._parameters) is dict
+    assert type(twin._parameters) is OrderedDict
     assert isinstance(module._parameters, GatedParameters)
 
 
@@ -115,7 +116,8 @@ sys.meta_path.insert(0, Refusing())
 import copy, io, pickle, torch
 
 for name in sys.argv[1:]:
-    model = torch.load(name, weights_only=False)
+    with torch.serialization.safe_globals([torch.nn.Sequential, torch.nn.Linear]):
+        model = torch.load(name, weights_only=True)
     for again in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert again(torch.ones(1, 2)).shape == (1, 2)
         assert list(again.state_dict()) == ["0.weight", "0.bias"]
@@ -130,3 +132,29 @@ def test_a_saved_model_is_loaded_without_dear(tmp_path: Path) -> None:
     command = [sys.executable, "-c", ELSEWHERE, "itself", "a copy"]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 0, ended.stderr
+
+
+def test_hooks_of_others_are_copied_and_their_handles_stay_good() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    handle = module.register_forward_hook(_note)
+    _Log(module)
+    _notes.clear()
+    copy.deepcopy(module)(torch.ones(1, 2))
+    pickle.loads(pickle.dumps(module))(torch.ones(1, 2))
+    assert len(_notes) == 2
+    handle.remove()
+    module(torch.ones(1, 2))
+    copy.deepcopy(module)(torch.ones(1, 2))
+    assert len(_notes) == 2
+    assert (
+        OrderedDict([(1, 2)])
+        == copy.deepcopy(OrderedDict([(1, 2)]))
+        == pickle.loads(pickle.dumps(OrderedDict([(1, 2)])))
+    )
+
+
+_notes: list[None] = []
+
+
+def _note(*_args: object) -> None:
+    _notes.append(None)
