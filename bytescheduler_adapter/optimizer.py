@@ -137,7 +137,7 @@ def DistributedOptimizer(
         credit_mb: a partition is issued while fewer MB than this are under way; less credit preempts sooner, more keeps
             the wire busier. Two partitions by default: one on the wire, one behind it. Rank 0's counts.
         tune: True or ``Tuning(...)`` searches both while training goes on; see :class:`overlap.plan.tuning.options.Tuning`.
-        shell: ``elementwise=None, sync_start=True, poison=None`` of
+        shell: ``elementwise=None, sync_start=True, poison=None, broadcast_buffers=True`` of
             :class:`overlap.optimizer.distributed.DistributedOptimizer`.
     """
     arguments = HorovodArguments.of(locals())

@@ -87,7 +87,8 @@ class Co2Optimizer(Shell):
         _refuse_devices(optimizer)
         strategy = Co2(schedule, rule, nprocs, broadcast_buffers)
         groups = partial(_node_groups, nprocs=nprocs)
-        super().__init__(optimizer, named_parameters, strategy, arguments, groups_of=groups, **shell)
+        shell |= {"broadcast_buffers": False, "groups_of": groups}  # buffers are local until average_parameters()
+        super().__init__(optimizer, named_parameters, strategy, arguments, **shell)
         self._broadcast_buffers = broadcast_buffers
         topic = session.registry.topic_of(self)
         refusal = JoinRefusal(

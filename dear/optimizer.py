@@ -185,7 +185,7 @@ def DistributedOptimizer(
         strategy: ``"dear"``, or the name of another strategy's package (``"wfbp"``, ``"mgwfbp"``,
             ``"bytescheduler_adapter"``, ``"oss"``, or ``"co2"``, which is not synchronous), which then takes the
             other arguments.
-        shell: ``elementwise=None, sync_start=True, poison=None`` of
+        shell: ``elementwise=None, sync_start=True, poison=None, broadcast_buffers=True`` of
             :class:`overlap.optimizer.distributed.DistributedOptimizer`.
     """
     arguments = HorovodArguments.of(locals())

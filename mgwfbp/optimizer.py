@@ -142,7 +142,7 @@ def DistributedOptimizer(
             published rule alone. None: measured, once per session.
         tune: True or ``Tuning(...)`` searches the `merge_below_kb` with the shortest steps while training goes on, once
             the backward times are measured. See :class:`overlap.plan.tuning.options.Tuning`.
-        shell: ``elementwise=None, sync_start=True, poison=None`` of
+        shell: ``elementwise=None, sync_start=True, poison=None, broadcast_buffers=True`` of
             :class:`overlap.optimizer.distributed.DistributedOptimizer`.
 
     Raises ``ValueError`` for arguments that contradict each other, for times of parameters that are not the optimizer's,

@@ -17,7 +17,6 @@ _INSTEAD = {
     "broadcast_buffer_size": "parameters travel in the buckets of their gradients, which threshold_mb limits",
     "reduce_buffer_size": "threshold_mb limits buckets, in MB instead of elements",
     "force_broadcast_object": "state_dict() asks for the other ranks' state by itself",
-    "broadcast_buffers": "dear.broadcast_parameters(model.state_dict(), 0) sends buffers when you call it",
     "sync_models_at_startup": "sync_start is its name here",
     "auto_refresh_trainable": "parameters that are frozen or unfrozen are always followed",
     "warn_on_trainable_params_changed": "parameters that are frozen or unfrozen are always followed",

@@ -121,7 +121,7 @@ def DistributedOptimizer(
             and float64.
         tune: True or ``Tuning(...)`` searches `threshold_mb` while training goes on; who owns what stays the same. See
             :class:`overlap.plan.tuning.options.Tuning`.
-        shell: ``per_parameter=None, elementwise=None, sync_start=True, poison=None`` of
+        shell: ``per_parameter=None, elementwise=None, sync_start=True, poison=None, broadcast_buffers=True`` of
             :class:`overlap.optimizer.distributed.DistributedOptimizer`. fairscale's names raise ``TypeError`` with
             the counterpart.
     """

@@ -50,7 +50,7 @@ def DistributedOptimizer(
         named_parameters: the module, or pairs of name and parameter, or None.
         compression: this, and what follows up to `process_set`: as in Horovod; see
             :class:`overlap.optimizer.arguments.HorovodArguments`.
-        shell: ``elementwise=None, sync_start=True, poison=None`` of
+        shell: ``elementwise=None, sync_start=True, poison=None, broadcast_buffers=True`` of
             :class:`overlap.optimizer.distributed.DistributedOptimizer`.
     """
     arguments = HorovodArguments.of(locals())

@@ -53,7 +53,7 @@ class Closing:
     ) -> None:
         self._comm, self._slots, self._round, self._arrangement = calls, round.slots, round, arrangement
         self._participants, self._policy = participants, policy
-        self._on_closed = listeners(features, "closed")
+        self._on_news, self._on_closed = listeners(features, "news"), listeners(features, "closed")
         self._tally, self._calls = Tally(calls), Calls()
         self.closed = False  # all reductions of this round are issued, on all ranks
         self.ended = ""  # why this optimizer cannot step any more
@@ -97,7 +97,8 @@ class Closing:
             failure = self._failure(check, converted)
             waits = not self.closed and (bool(converted) or self._calls.doubt or self._arrangement.learning)
             late = [] if self.closed else self._late()
-            mine = replace(self._said(Call.CLOSE), late=bool(late), converted=bool(converted))
+            news = bool(self._on_news) and not self.closed and any(told() for told in self._on_news)
+            mine = replace(self._said(Call.CLOSE), late=bool(late), converted=bool(converted), news=news)
             self._tally.post(replace(mine, sent=not waits, failed=failure is not None), call)
             if not waits and not self.closed:
                 self._round.flush()
@@ -125,7 +126,7 @@ class Closing:
         if self._on_closed:
             number = self._participants.round
             for told in self._on_closed:
-                told(lambda: round.factor(number))
+                told(heard.news, lambda: self._participants.leader, lambda: round.factor(number))
         self.closed = True
 
     def end_step(self) -> None:

@@ -3,6 +3,7 @@
     a plan        claims ─▶ admit ─▶ planned               all ranks
     backward      gradient … filled                        this rank: nothing that communicates
     a call        verify                                   this rank: may raise, then all ranks raise
+                  news                                     this rank: whether it has something to agree on in `closed`
                   closed                                   all ranks: all reductions of the round are issued
     the end       ended                                    this rank
 
@@ -46,9 +47,19 @@ class Feature:
     def verify(self) -> None:
         """A call of the script's closes the round: raise where gradients are not what backward left."""
 
-    def closed(self, factor: Callable[[], float]) -> None:
-        """All reductions of the round are issued. Averages over all ranks, times ``factor()``, are those of the ranks that
-        contribute; it is known once any reduction of the round is done."""
+    def news(self) -> bool:
+        """A call of the script's closes the round: whether this rank alone knows of something that all should agree on."""
+        return False
+
+    def closed(self, news: bool, leader: Callable[[], int], factor: Callable[[], float]) -> None:
+        """All reductions of the round are issued.
+
+        Args:
+            news: some rank has some, see :meth:`news`.
+            leader: gives the first rank (of the communicator) that contributes.
+            factor: what averages over all ranks are multiplied by to be those of the ranks that contribute; known once
+                any reduction of the round is done.
+        """
 
     def ended(self) -> None:
         """The round is over: its gradients were used, or dropped."""

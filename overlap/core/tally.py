@@ -59,6 +59,7 @@ class Said:
     late: bool = False  # a parameter that is in no bucket takes part
     converted: bool = False  # parameters have become another type
     failed: bool = False  # this rank raises
+    news: bool = False  # a feature has something to agree on
     alone: bool = False  # it has dropped gradients in this round of which it had sent nothing
 
     def numbers(self) -> list[int]:
@@ -72,6 +73,7 @@ class Said:
             not self.converted,
             self.failed,
             self.sent and not dropping and number is not None,
+            self.news,
             self.round,
             -self.round,
             rank if call is Call.ASK and number is not None else _NOBODY,
@@ -95,6 +97,7 @@ class Heard:
     unconverted: bool  # … and not on some
     failed: bool
     sent: bool  # by a rank that does not drop the round
+    news: bool
     last_round: int
     first_round: int
     asking: int | None  # one of the ranks that ask …
@@ -109,9 +112,9 @@ class Heard:
     @classmethod
     def of(cls, numbers: Sequence[int]) -> Heard:
         """From the maxima of what :meth:`Said.numbers` gave."""
-        gradients, late, converted, unconverted, failed, sent = map(bool, numbers[:6])
-        last_round, minus_first = numbers[6:8]
-        given = (None if n == _NOBODY else n for n in numbers[8:])
+        gradients, late, converted, unconverted, failed, sent, news = map(bool, numbers[:7])
+        last_round, minus_first = numbers[7:9]
+        given = (None if n == _NOBODY else n for n in numbers[9:])
         asking, closing, dropping, going_on, minus_drop, minus_others, last, last_drop = given
         return cls(
             gradients,
@@ -120,6 +123,7 @@ class Heard:
             unconverted,
             failed,
             sent,
+            news,
             last_round=last_round,
             first_round=-minus_first,
             asking=asking,

@@ -34,7 +34,7 @@ class SparseGradients(Feature):
     def claims(self, slots: Sequence[Slot]) -> Collection[int]:
         return _find_sparse(self._comm, slots, self._model)
 
-    def closed(self, factor: Callable[[], float]) -> None:
+    def closed(self, news: bool, leader: Callable[[], int], factor: Callable[[], float]) -> None:
         _average(self._comm, self._slots, self._exchange, factor)
 
 

@@ -25,7 +25,7 @@ __all__ = ["KINDS", "SHELL", "HorovodArguments", "check_kinds", "check_passes", 
 
 
 #: Arguments of the wrapper itself, which every strategy's function hands on: see `overlap.optimizer.distributed`.
-SHELL = ("elementwise", "per_parameter", "sync_start", "poison")
+SHELL = ("elementwise", "per_parameter", "sync_start", "poison", "broadcast_buffers")
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from overlap.core.shards import ShardUpdate
 from overlap.core.step import Stepper
 from overlap.core.wire import Exchange
 from overlap.features import torch_clipping
+from overlap.features.buffers import BroadcastBuffers
 from overlap.features.by_loss import step_by_loss
 from overlap.features.deferred import DeferredUpdates
 from overlap.features.early import EarlyUpdates
@@ -83,6 +84,7 @@ def build(
     per_parameter: bool | None,
     sync_start: bool,
     poison: bool | None,
+    broadcast_buffers: bool,
     groups_of: Callable[[Session], Membership] | None = None,
 ) -> Assembly:
     """What `shell` consists of; see :class:`.DistributedOptimizer` for the arguments. On every rank."""
@@ -96,7 +98,15 @@ def build(
     check_memory(slots, updates, session.comm.rank)
     session.registry.take_over([slot.param for slot in slots])
     groups = parse_groups(arguments.num_groups, arguments.groups, slots)
-    terms = terms_of(strategy, arguments, updates, groups, by_loss=by_loss, sync_start=sync_start)
+    terms = terms_of(
+        strategy,
+        arguments,
+        updates,
+        groups,
+        by_loss=by_loss,
+        sync_start=sync_start,
+        broadcast_buffers=broadcast_buffers,
+    )
     everybody = arguments.process_set is global_process_set
     if everybody:  # before channels are leased, whose number depends on them
         agree_on_terms(session.control, terms)
@@ -122,6 +132,7 @@ def build(
         groups,
         by_loss=by_loss,
         poison=poisoned,
+        broadcast_buffers=broadcast_buffers,
     )
     topic = session.registry.register(shell, Ownership(assembly.engine, assembly.wrapped))
     assembly.rounds.enroll(topic)
@@ -168,6 +179,7 @@ def _assemble(
     *,
     by_loss: bool,
     poison: bool,
+    broadcast_buffers: bool,
 ) -> Assembly:
     """The parts, from the lowest up: each is given those below it. Communicates nothing."""
     comm, dtype = members.comm, strategy.gather_dtype
@@ -175,7 +187,15 @@ def _assemble(
     pairs = ((slot.name, slot.param) for slot in slots if slot.param.requires_grad)
     check_gather_dtype(dtype, pairs, optimizer, sharding=updates.in_shards)
     rounded = None if dtype is None else RoundedParameters(dtype, optimizer)
-    features = features_of(comm, slots, model, exchange, rounded, sparse_as_dense=arguments.sparse_as_dense)
+    features = features_of(
+        members,
+        slots,
+        model,
+        exchange,
+        rounded,
+        sparse_as_dense=arguments.sparse_as_dense,
+        broadcast_buffers=broadcast_buffers,
+    )
     others = [rank for rank in members.ranks if rank != session.comm.rank]
     share = StateShare(others, session.peer_queries)
     states = ShardState(comm, optimizer, share)
@@ -221,18 +241,24 @@ def _assemble(
 
 
 def features_of(
-    comm: Communicator,
+    members: Membership,
     slots: list[Slot],
     model: torch.nn.Module | None,
     exchange: Exchange,
     rounded: RoundedParameters | None,
     *,
     sparse_as_dense: bool,
+    broadcast_buffers: bool,
 ) -> tuple[Feature, ...]:
     """All that may take part in the steps of one optimizer, in the order in which each moment is told to them."""
+    comm = members.comm
     dense = (DenseGradients(),) if sparse_as_dense else ()  # as they come; those that a script puts there stay sparse
     sparse = SparseGradients(comm, slots, exchange, None if sparse_as_dense else model)
-    return (SameData(comm), *dense, sparse, GradientCheck(), *(() if rounded is None else (rounded,)))
+    rounding = () if rounded is None else (rounded,)
+    buffers: tuple[Feature, ...] = ()
+    if broadcast_buffers and model is not None and comm.size > 1:
+        buffers = (BroadcastBuffers(model, members.calls, comm),)
+    return (SameData(comm), *dense, sparse, GradientCheck(), *rounding, *buffers)
 
 
 def _why_not_on_a_gpu(strategy: Strategy) -> str:

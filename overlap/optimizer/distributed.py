@@ -55,6 +55,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         sync_start: take rank 0's parameters, buffers and optimizer state at construction, but for what cannot be pickled.
         poison: fill parameters that are not gathered yet with NaN, so that a missed wait shows
             (default: environment variable ``DEAR_POISON=1``).
+        broadcast_buffers: every ``step()`` gives all ranks the buffers of `named_parameters`, if that is a module, that the
+            first rank which trains has, as DDP does: rank 0's, unless it has joined. Buffers that no rank changes do not
+            travel. False leaves them to each rank.
         groups_of: among which ranks gradients are averaged, where that is not `arguments.process_set`; called once, on
             every rank.
 
@@ -72,6 +75,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         per_parameter: bool | None = None,
         sync_start: bool = True,
         poison: bool | None = None,
+        broadcast_buffers: bool = True,
         groups_of: Callable[[Session], Membership] | None = None,
     ) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
@@ -89,6 +93,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             per_parameter=per_parameter,
             sync_start=sync_start,
             poison=poison,
+            broadcast_buffers=broadcast_buffers,
             groups_of=groups_of,
         )
         self._optimizer, self._model, self._comm = optimizer, parts.model, parts.comm

@@ -158,6 +158,7 @@ def terms_of(
     *,
     by_loss: bool,
     sync_start: bool,
+    broadcast_buffers: bool,
 ) -> list[str]:
     """A line for each argument that decides what is communicated (pure). Objects are called by their types' names."""
     values = {
@@ -172,6 +173,7 @@ def terms_of(
         "groups": groups,
         "sparse_as_dense": bool(arguments.sparse_as_dense),
         "sync_start": bool(sync_start),
+        "broadcast_buffers": bool(broadcast_buffers),
     }
     return [f"{name}={value}" for name, value in values.items()]
 

@@ -13,7 +13,15 @@ from overlap.transport.communicator import Communicator
 from overlap.transport.memory import is_dense
 from overlap.transport.objects import broadcast_made
 
-__all__ = ["broadcast_described", "broadcast_structure", "broadcast_tensors", "overwrite", "plant", "uproot"]
+__all__ = [
+    "broadcast_described",
+    "broadcast_structure",
+    "broadcast_tensors",
+    "is_plain",
+    "overwrite",
+    "plant",
+    "uproot",
+]
 
 
 def broadcast_tensors(comm: Communicator, tensors: Sequence[torch.Tensor], root: int) -> None:
@@ -30,7 +38,7 @@ def broadcast_tensors(comm: Communicator, tensors: Sequence[torch.Tensor], root:
     staged: dict[int, torch.Tensor] = {}
 
     def stage() -> dict[int, torch.Tensor]:
-        staged.update((index, _staged(tensor)) for index, tensor in enumerate(mine) if _is_plain(tensor))
+        staged.update((index, _staged(tensor)) for index, tensor in enumerate(mine) if is_plain(tensor))
         return {index: tensor.detach().cpu() for index, tensor in enumerate(mine) if index not in staged}
 
     pickled = broadcast_made(comm, stage, root)  # before the first tensor: what fails in there fails everywhere
@@ -46,7 +54,7 @@ def broadcast_tensors(comm: Communicator, tensors: Sequence[torch.Tensor], root:
             _replace(mine[index], values)
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
+def is_plain(tensor: torch.Tensor) -> bool:
     """Whether the elements are all there is to it, but for shape and strides: not so of sparse or quantized ones."""
     return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
 
@@ -94,7 +102,7 @@ class _Placeholder:
 def uproot(value: Any, tensors: list[torch.Tensor]) -> Any:
     """A copy of `value` with placeholders for its tensors, which are appended to `tensors`; sparse ones stay inside."""
     if isinstance(value, torch.Tensor):
-        content = None if _is_plain(value) else value.detach().cpu()
+        content = None if is_plain(value) else value.detach().cpu()
         if content is None:
             tensors.append(_resolved(value))
         is_parameter = isinstance(value, torch.nn.Parameter)
