@@ -32,6 +32,7 @@ __all__ = ["ByteScheduler", "DistributedOptimizer"]
 
 _SERVICE = "bytescheduler"
 _NO_LIMIT = 2**62  # in place of an infinity: partitions and credit are counted in whole bytes
+_PARTITION_MB, _CREDIT_MB = 1.0, 2.0
 
 
 class ByteScheduler(Strategy):
@@ -118,8 +119,8 @@ def DistributedOptimizer(
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
     *,
-    partition_mb: float = 1,
-    credit_mb: float = 2,
+    partition_mb: float | None = None,
+    credit_mb: float | None = None,
     tune: bool | Tuning = False,
     **shell: Any,
 ) -> Shell:
@@ -133,10 +134,12 @@ def DistributedOptimizer(
             Horovod; see :class:`overlap.optimizer.arguments.HorovodArguments`.
         process_set: all ranks; rank 0 decides the order for all of them. Raises ``ValueError`` for any other.
         partition_mb: layers travel in partitions of at most this many MB (2^20 bytes), between which a more urgent layer
-            goes first. Rank 0's counts.
+            goes first. None: ``BYTESCHEDULER_PARTITION`` (elements of 4 bytes), else 1. Rank 0's counts.
         credit_mb: a partition is issued while fewer MB than this are under way; less credit preempts sooner, more keeps
-            the wire busier. Two partitions by default: one on the wire, one behind it. Rank 0's counts.
+            the wire busier. Two partitions by default: one on the wire, one behind it. None:
+            ``BYTESCHEDULER_CREDIT`` (elements of 4 bytes), else 2. Rank 0's counts.
         tune: True or ``Tuning(...)`` searches both while training goes on; see :class:`overlap.plan.tuning.options.Tuning`.
+            ``BYTESCHEDULER_CREDIT_TUNING=1`` stands for True.
         shell: ``elementwise=None, sync_start=True, poison=None, broadcast_buffers=True`` of
             :class:`overlap.optimizer.distributed.DistributedOptimizer`.
     """
@@ -146,7 +149,11 @@ def DistributedOptimizer(
             f"process_set is {process_set!r}, but rank 0 decides the order of all ranks' partitions: use the global "
             "process set, or another strategy"
         )
+    wished = current().settings
+    tune = tune or wished.tune_credit
     agree_on_strategy("bytescheduler_adapter", tune)
+    partition_mb = (wished.partition_mb or _PARTITION_MB) if partition_mb is None else partition_mb
+    credit_mb = (wished.credit_mb or _CREDIT_MB) if credit_mb is None else credit_mb
     partition_mb, credit_mb = agree(current().comm, (partition_mb, credit_mb))
     strategy = ByteScheduler(partition_mb, credit_mb)
     distributed = Shell(optimizer, named_parameters, strategy, arguments, **shell)

@@ -1,6 +1,7 @@
 """What a job is told through environment variables, read once and in one place (pure: a mapping in, a value out).
 
-Every ``DEAR_*`` variable wins over the ``HOROVOD_*`` variable that means the same. Rank 0's settings hold on all ranks.
+Every ``DEAR_*`` variable wins over the ``HOROVOD_*`` variable that means the same; ByteScheduler's own count for its
+strategy. Rank 0's settings hold on all ranks.
 """
 
 from __future__ import annotations
@@ -48,8 +49,14 @@ class Settings:
     """``DEAR_THRESHOLD_MB`` (or "auto"), ``HOROVOD_FUSION_THRESHOLD`` in bytes; 0: no fusion; None: the strategy's."""
     cuda_transport: str = "auto"
     """``DEAR_CUDA_TRANSPORT``: one of :data:`CUDA_TRANSPORTS`; see `overlap.transport.cuda.route`."""
+    partition_mb: float | None = None
+    """``BYTESCHEDULER_PARTITION``, in elements of 4 bytes: where ``partition_mb`` is not given."""
+    credit_mb: float | None = None
+    """``BYTESCHEDULER_CREDIT``, in elements of 4 bytes: where ``credit_mb`` is not given."""
+    tune_credit: bool = False
+    """``BYTESCHEDULER_CREDIT_TUNING``: stands for ``tune=True``."""
     ignored: tuple[str, ...] = ()
-    """Variables of Horovod that are set and have no counterpart."""
+    """Variables of Horovod and ByteScheduler that are set and have no counterpart."""
     misspelt: tuple[tuple[str, str], ...] = ()
     """Variables that are set and almost spelt like one that is read: each with that one."""
 
@@ -59,6 +66,13 @@ def _number(text: str) -> float:
     if not 0 <= value < float("inf"):
         raise ValueError
     return value
+
+
+def _elements(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise ValueError
+    return value * 4 / 2**20  # MB
 
 
 def _number_or_auto(text: str) -> float | str:
@@ -87,6 +101,7 @@ def _backend(text: str) -> str:
 
 _ACCEPTED: dict[Callable[[str], Any], str] = {
     _number: "a number of at least 0",
+    _elements: "a number of elements above 0",
     _number_or_auto: "a number of at least 0, or auto,",
     _switch: "0 or 1",
     _level: f"one of {', '.join(LOG_LEVELS)}",
@@ -118,11 +133,14 @@ _VARIABLES: dict[str, tuple[Callable[[str], Any], tuple[str, ...]]] = {
     "timeline_max_mb": (_number, ("DEAR_TIMELINE_MAX_MB",)),
     "cuda_transport": (_transport, ("DEAR_CUDA_TRANSPORT",)),
     "threshold_mb": (_number_or_auto, ("DEAR_THRESHOLD_MB",)),
+    "partition_mb": (_elements, ("BYTESCHEDULER_PARTITION",)),
+    "credit_mb": (_elements, ("BYTESCHEDULER_CREDIT",)),
+    "tune_credit": (_switch, ("BYTESCHEDULER_CREDIT_TUNING",)),
 }
 _CHECK_OFF = "HOROVOD_STALL_CHECK_DISABLE"
 _FUSION_BYTES = "HOROVOD_FUSION_THRESHOLD"
 _READ_ELSEWHERE = (BACKEND_VARIABLE, "DEAR_ELASTIC_DIR")
-_PREFIXES = ("DEAR_", "HOROVOD_")
+_PREFIXES = ("DEAR_", "HOROVOD_", "BYTESCHEDULER_")
 _ALIKE = 0.85  # from 0 to 1: variables of scripts and of Horovod that mean something else are less like ours
 
 
@@ -149,6 +167,6 @@ def read(environ: Mapping[str, str]) -> Settings:
     near = {name: difflib.get_close_matches(name, known, n=1, cutoff=_ALIKE) for name in strangers}
     return Settings(
         **found,
-        ignored=tuple(name for name in strangers if name.startswith("HOROVOD_") and not near[name]),
+        ignored=tuple(name for name in strangers if not name.startswith("DEAR_") and not near[name]),
         misspelt=tuple((name, meant[0]) for name, meant in near.items() if meant),
     )

@@ -14,6 +14,8 @@ import bytescheduler_adapter as hvd
 import dear
 from overlap.core.bucket import Phase
 from overlap.core.round import GradientChanged
+from overlap.job import settings
+from overlap.job.session import current
 from overlap.optimizer import tuning as trial
 from overlap.plan.tuning.options import Tuning
 from tests.spmd.loops import Run
@@ -243,3 +245,20 @@ def test_tuning_searches_both_and_keeps_the_best_of_rank_0(monkeypatch: pytest.M
     assert settings[-1] == settings[-2] == settings[costs.index(min(costs))]
     assert min(costs) < costs[0]
     _assert_close(model.state_dict(), plain_model.state_dict(), "model")
+
+
+@pytest.mark.parametrize("given", [{}, {"credit_mb": 3.0}])
+def test_byteschedulers_own_variables_count_where_nothing_is_given(
+    given: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are numbers of elements of four bytes. DeAR's scripts set them."""
+    environ = {"BYTESCHEDULER_PARTITION": "4000000", "BYTESCHEDULER_CREDIT": "16000000"}
+    session = current()
+    monkeypatch.setattr(session, "settings", settings.read(environ))
+    model = torch.nn.Linear(2, 2)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model, **given)
+    assert optimizer.strategy.setting == {"partition_mb": 4e6 / 2**18, "credit_mb": 16e6 / 2**18, **given}
+    assert not optimizer.tuning
+    monkeypatch.setattr(session, "settings", settings.read({"BYTESCHEDULER_CREDIT_TUNING": "1"}))
+    tuned = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model, **given)
+    assert tuned.tuning
