@@ -6,10 +6,9 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-import comm_core
 from overlap.trace.events import Event, EventMaker
 from overlap.transport.communicator import Communicator, Work
-from overlap.transport.work import arrive
+from overlap.transport.work import WatchedWork
 
 __all__ = ["Operations", "WaitSpan"]
 
@@ -19,62 +18,22 @@ _FIRST_LANE = 1000  # communicator k has the tracks from 1000 (k + 1) on
 WaitSpan = Callable[[str, float, float], None]
 
 
-class _RecordedWork:
-    """A work whose waits are seen. Its caller cannot tell it from the work itself."""
+class _RecordedWork(WatchedWork):
+    """Tells `on_wait` of its waits."""
 
-    __slots__ = ("_on_wait", "_work", "issued")
+    __slots__ = ("_on_wait", "issued")
 
     def __init__(self, work: Work, on_wait: WaitSpan) -> None:
-        self._work, self._on_wait = work, on_wait
+        super().__init__(work)
+        self._on_wait = on_wait
         self.issued = time.monotonic() - work.seconds
 
-    @property
-    def op(self) -> str:
-        return self._work.op
-
-    @property
-    def nbytes(self) -> int:
-        return self._work.nbytes
-
-    @property
-    def label(self) -> str:
-        return self._work.label
-
-    @property
-    def seconds(self) -> float:
-        return self._work.seconds
-
-    @property
-    def title(self) -> str:
-        return self.op if self.label == self.op else f"{self.op} {self.label}"
-
-    def wait(self, timeout: float | None = None) -> None:
-        self._watched(lambda: self._work.wait(timeout))
-
-    def arrive(self) -> None:
-        self._watched(lambda: arrive(self._work))
-
     def _watched(self, wait: Callable[[], None]) -> None:
-        if self._work.done():
-            wait()
-            return
         started = time.monotonic()
         try:
             wait()
         finally:
             self._on_wait(f"wait {self.title}", started, time.monotonic())
-
-    def done(self) -> bool:
-        return self._work.done()
-
-    def exception(self) -> comm_core.Error | None:
-        return self._work.exception()
-
-    def order_before(self, stream: int) -> None:
-        self._work.order_before(stream)
-
-    def describe(self) -> str:
-        return self._work.describe()
 
 
 class _Channel:

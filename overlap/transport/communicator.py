@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch.autograd import profiler
 
 from comm_core import ReduceOp
-from overlap.transport.work import Line, Work
+from overlap.transport.work import Line, ProfiledWork, Work
 
 #: Issues one more operation with the arguments it was made for.
 Start = Callable[[], Work]
@@ -60,6 +61,8 @@ class Communicator(ABC):
     def _issued(self, work: Work) -> Work:
         """Every implementation passes here what it issued."""
         self.issued += 1
+        if profiler._is_profiler_enabled:
+            work = ProfiledWork(work)
         return work if Communicator.listener is None else Communicator.listener(self, work)
 
     @property

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
+
+from torch.autograd.profiler import record_function
 
 import comm_core
 from overlap.transport.encoding import travels
 
-__all__ = ["Line", "Work", "arrive"]
+__all__ = ["Line", "ProfiledWork", "WatchedWork", "Work", "arrive"]
 
 
 class Work(Protocol):
@@ -56,6 +60,78 @@ def arrive(work: Work) -> None:
     this happens for every bucket of every step, and ``isinstance()`` of a protocol takes 10 µs.
     """
     getattr(work, "arrive", work.wait)()
+
+
+class WatchedWork(ABC):
+    """A work whose waits go through :meth:`_watched`. Its caller cannot tell it from the work itself."""
+
+    __slots__ = ("_work",)
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+
+    @abstractmethod
+    def _watched(self, wait: Callable[[], None]) -> None:
+        """Call `wait`, which blocks."""
+
+    @property
+    def op(self) -> str:
+        return self._work.op
+
+    @property
+    def nbytes(self) -> int:
+        return self._work.nbytes
+
+    @property
+    def label(self) -> str:
+        return self._work.label
+
+    @property
+    def seconds(self) -> float:
+        return self._work.seconds
+
+    @property
+    def title(self) -> str:
+        return self.op if self.label == self.op else f"{self.op} {self.label}"
+
+    def wait(self, timeout: float | None = None) -> None:
+        if self._work.done():
+            self._work.wait(timeout)
+        else:
+            self._watched(lambda: self._work.wait(timeout))
+
+    def arrive(self) -> None:
+        if self._work.done():
+            arrive(self._work)
+        else:
+            self._watched(lambda: arrive(self._work))
+
+    def done(self) -> bool:
+        return self._work.done()
+
+    def exception(self) -> comm_core.Error | None:
+        return self._work.exception()
+
+    def order_before(self, stream: int) -> None:
+        self._work.order_before(stream)
+
+    def describe(self) -> str:
+        return self._work.describe()
+
+
+class ProfiledWork(WatchedWork):
+    """Shows torch's profiler when it was issued, and its waits: ``dear::all_gather b2 …``, ``dear::wait …``."""
+
+    __slots__ = ()
+
+    def __init__(self, work: Work) -> None:
+        super().__init__(work)
+        with record_function(f"dear::{self.title}", f"{self.nbytes} bytes"):
+            pass  # the operation itself goes on, on no thread of Python's
+
+    def _watched(self, wait: Callable[[], None]) -> None:
+        with record_function(f"dear::wait {self.title}"):
+            wait()
 
 
 @travels
