@@ -178,17 +178,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _predicted(name, method, profile.layers, options.workers, options, kinds)
             for name, method in methods().items()
         ]
-        print(_head(profile, options, found[0]))
-        print()
-        print(table(found, profile.batch_size, options.workers))
-        print("\nSimulated, not measured. oss is as dear, for optimizers that need whole parameters.")
+        _say(
+            _head(profile, options, found[0]),
+            "",
+            table(found, profile.batch_size, options.workers),
+            "",
+            "Simulated, not measured. oss is as dear, for optimizers that need whole parameters.",
+        )
         if options.picture is not None:
             draw(profile, options, options.picture)
-            print(f"Picture: {options.picture}")
+            _say(f"Picture: {options.picture}")
     except (OSError, ValueError) as error:
-        print(f"dear.predict: {error}", file=sys.stderr)
+        sys.stderr.write(f"dear.predict: {error}\n")
         return 2
     return 0
+
+
+def _say(*lines: str) -> None:
+    sys.stdout.write("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":
