@@ -12,18 +12,14 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
-import torch
-
-from bench.emulation.accelerator import owners
-from bench.emulation.profile import load
-from bench.models.catalog import workload
 from mgwfbp.merge import merge
 from overlap.plan.cost_model import CostModel
+from overlap.plan.simulation.profile import load
+from overlap.plan.simulation.workload import Layer
 
-__all__ = ["Layer", "bytescheduler", "ddp_buckets", "dear", "fill", "horovod", "layers_of", "overlapped"]
+__all__ = ["bytescheduler", "ddp_buckets", "dear", "fill", "horovod", "layers_of", "overlapped"]
 
 MB = 1024 * 1024
 NETWORKS = {  # 10 Gbit/s Ethernet: workers to what an all-reduce costs
@@ -36,28 +32,9 @@ MODELS = {"resnet50": 64, "densenet201": 32, "inceptionv4": 64, "bert_base": 64,
 _STEPS = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """Seconds of a layer's forward and backward, and the bytes of each of its tensors."""
-
-    forward: float
-    backward: float
-    tensors: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(self.tensors)
-
-
-def layers_of(model: str, device: str, batch_size: int) -> list[Layer]:
+def layers_of(model: str, device: str, batch_size: int) -> tuple[Layer, ...]:
     """A model's layers in order of definition, with the times of a profile."""
-    with torch.device("meta"):
-        parts = {
-            name: tuple(module.get_parameter(key).numel() * 4 for key in owned)
-            for name, module, owned in owners(workload(model).build())
-        }
-    times = load(model, device, batch_size).layers
-    return [Layer(time.forward_ms / 1e3, time.backward_ms / 1e3, parts[time.name]) for time in times]
+    return load(model, device, batch_size).layers
 
 
 def ready(layers: Sequence[Layer]) -> Iterator[tuple[float, int]]:

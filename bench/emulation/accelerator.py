@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from bench.emulation.profile import EVEN, Profile, even, load, parse_spec
+from bench.emulation.profile import EVEN, even, parse_spec
 from bench.models.catalog import Workload
+from overlap.plan.simulation.profile import Profile, load
 
-__all__ = ["Accelerator", "EmulatedLayer", "owners"]
+__all__ = ["Accelerator", "EmulatedLayer", "gradient_bytes", "owners"]
 
 OWN = "own"  # the emulated layer of a module that has both parameters and children
 _GRADIENT = 1e-3
@@ -75,6 +76,14 @@ def owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]]:
             yield name, module, owned
 
 
+def gradient_bytes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Of each parameter of the modules that :func:`owners` gives."""
+    return {
+        name: tuple(module._parameters[key].nbytes for key in owned)  # type: ignore[union-attr]
+        for name, module, owned in owners(model)
+    }
+
+
 def _nest(layers: list[tuple[list[str], EmulatedLayer]]) -> OrderedDict[str, nn.Module]:
     """Sequentials nested like the names; neighbours with the same beginning share one."""
     groups: OrderedDict[str, list[tuple[list[str], EmulatedLayer]]] = OrderedDict()
@@ -125,6 +134,6 @@ class Accelerator:
             raise ValueError(f"profile and model {chosen.name} differ in the layers {', '.join(sorted(missing)[:5])}")
         layers = []
         for name, module, owned in parts:
-            seconds = (dilate * times[name].forward_ms / 1e3, dilate * times[name].backward_ms / 1e3)
+            seconds = (dilate * times[name].forward, dilate * times[name].backward)
             layers.append((name.split(".") if name else [OWN], EmulatedLayer(module, owned, *seconds)))
         return _Emulated(_nest(layers))

@@ -17,9 +17,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from bench.emulation.accelerator import owners
-from bench.emulation.profile import Layer, Profile, write
+from bench.emulation.accelerator import gradient_bytes, owners
 from bench.models.catalog import MODELS, workload
+from overlap.plan.simulation.profile import Profile, write
+from overlap.plan.simulation.workload import Layer
 
 __all__ = ["DEVICES", "Device", "derive"]
 
@@ -75,7 +76,7 @@ def derive(model_name: str, device_name: str, batch_size: int, size: int) -> Pro
     place = torch.device("cpu" if model_name == "gpt2" else "meta")  # transformers' GPT-2 looks at values
     with torch.device("meta"):
         model = chosen.build()
-    names = [name for name, _, _ in owners(model)]
+    names, sizes = [name for name, _, _ in owners(model)], gradient_bytes(model)
     if place.type != "meta":
         model.to_empty(device=place)  # unties what is tied, so the names are taken before
     batch = tuple(part.to(place) for part in chosen.batch(batch_size, size, torch.Generator().manual_seed(1)))
@@ -93,8 +94,8 @@ def derive(model_name: str, device_name: str, batch_size: int, size: int) -> Pro
         chosen.loss(model, batch)
     layers = []
     for name in names:
-        forward = round(1e3 * roofline.seconds.get(name, 0.0), 4)
-        layers.append(Layer(name, forward, round(2 * forward, 4)))
+        forward = roofline.seconds.get(name, 0.0)
+        layers.append(Layer(name, forward, 2 * forward, sizes[name]))
     source = (
         f"derived, not measured: inputs of size {size}; per operation the longer of FLOPs at {device.compute_share:g} x "
         f"{device.flops / 1e12:g} TFLOP/s and bytes at {device.memory_share:g} x {device.bytes / 1e9:g} GB/s, plus "
@@ -113,9 +114,7 @@ def main() -> None:
     chosen = workload(arguments.model)
     size, batch_size = arguments.size or chosen.size, arguments.batch_size or chosen.batch_size
     profile = derive(arguments.model, arguments.device, batch_size, size)
-    print(
-        f"{write(profile)}: {profile.milliseconds:.1f} ms a step, {1e3 * batch_size / profile.milliseconds:.0f} samples/s"
-    )
+    print(f"{write(profile)}: {1e3 * profile.seconds:.1f} ms a step, {batch_size / profile.seconds:.0f} samples/s")
 
 
 if __name__ == "__main__":

@@ -19,10 +19,11 @@ from typing import Any, Protocol
 
 import torch
 
-from bench.emulation.accelerator import owners
-from bench.emulation.profile import Layer, Profile, to_text
+from bench.emulation.accelerator import gradient_bytes, owners
 from bench.models.catalog import MODELS, workload
 from bench.program import at_least
+from overlap.plan.simulation.profile import Profile, to_text
+from overlap.plan.simulation.workload import Layer
 
 __all__ = ["main", "measure"]
 
@@ -73,7 +74,7 @@ def measure(
     chosen = workload(model_name)
     model = chosen.build().to(device)
     batch = tuple(part.to(device) for part in chosen.batch(batch_size, size, torch.Generator().manual_seed(1)))
-    names = [name for name, _, _ in owners(model)]
+    names, sizes = [name for name, _, _ in owners(model)], gradient_bytes(model)
     on_gpu = device.type == "cuda"
     mark: Any = _CudaMark if on_gpu else _CpuMark
     forward: list[tuple[str, _Mark]] = []
@@ -114,7 +115,7 @@ def measure(
         "(python -m bench.gpu.layers)"
     )
     layers = tuple(
-        Layer(name, round(statistics.median(ahead), 4), round(statistics.median(back), 4))
+        Layer(name, statistics.median(ahead) / 1e3, statistics.median(back) / 1e3, sizes[name])
         for name, (ahead, back) in found.items()
     )
     return Profile(model_name, "".join(card.lower().split()), batch_size, source, layers)
@@ -141,7 +142,7 @@ def main(arguments: list[str] | None = None) -> int:
     size, batch_size = chosen.size or about.size, chosen.batch_size or about.batch_size
     profile = measure(chosen.model, device, getattr(torch, chosen.dtype), batch_size, size, chosen.repeat)
     chosen.json.write_text(to_text(profile))
-    print(f"{chosen.json}: {profile.milliseconds:.2f} ms a step, {len(profile.layers)} layers")
+    print(f"{chosen.json}: {1e3 * profile.seconds:.2f} ms a step, {len(profile.layers)} layers")
     return 0
 
 

@@ -46,10 +46,11 @@ from overlap.core.gates.holders import Strangers
 from overlap.core.gathering import Transit
 from overlap.core.round import Round
 from overlap.core.shards import ShardUpdate
+from overlap.plan.early import next_count, spread
 from overlap.transport.communicator import Communicator, ReduceOp
 from overlap.transport.work import Work
 
-__all__ = ["EarlyUpdates", "StepSkipped", "UpdatedEarly", "next_count", "spread"]
+__all__ = ["EarlyUpdates", "StepSkipped", "UpdatedEarly"]
 
 _UNKNOWN = -1  # a rank's count for a step in which it handed over no gradient; it is the smallest
 
@@ -194,19 +195,6 @@ class EarlyUpdates(Policy):
                 "step(), or wrap the optimizer with eager=False (a checkpoint that recomputed it only now, and not in "
                 "the first iteration, needs that)"
             )
-
-
-def spread(candidates: int, count: int) -> list[int]:
-    """`count` of `candidates` places, evenly from the first one on (pure): [Note: early updates are spread]."""
-    return [number * candidates // count for number in range(count)]
-
-
-def next_count(planned: int, possible: int, candidates: int) -> int:
-    """How many buckets to update early, after a step for which so many were planned and all ranks could do `possible`.
-
-    An eighth of what was too much is dropped at a time, at least one: that a step was slow says little. Pure.
-    """
-    return min(possible, candidates) if possible >= planned else planned - max(1, (planned - possible) // 8)
 
 
 def _arrived(bucket: Bucket) -> bool:

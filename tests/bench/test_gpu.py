@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import dear
-from bench.emulation.profile import Layer, Profile, to_text
 from bench.gpu import __main__ as program
 from bench.gpu import kernels, layers, parity
 from bench.gpu.facts import Facts, missing_gpu
@@ -20,6 +19,8 @@ from bench.gpu.plan import Check, checks
 from bench.gpu.prepare import commands, whole_library
 from bench.gpu.streams import Stream, streams_of
 from bench.models.mlp import NARROW
+from overlap.plan.simulation.profile import Profile, to_text
+from overlap.plan.simulation.workload import Layer
 from overlap.transport.cuda.math import kernels_on
 
 CARD = Facts((2, 30, 1), "2.30.1 at /lib", None, None, "2.11.0", "13.0")
@@ -183,8 +184,8 @@ def test_a_trace_tells_which_streams_worked() -> None:
 def test_layers_are_measured_where_they_are() -> None:
     profile = layers.measure("narrow_mlp", torch.device("cpu"), torch.float32, 2, NARROW, 2)
     assert profile.layers
-    assert all(layer.forward_ms > 0 for layer in profile.layers)
-    assert all(layer.backward_ms > 0 for layer in profile.layers)
+    assert all(layer.forward > 0 for layer in profile.layers)
+    assert all(layer.backward > 0 for layer in profile.layers)
     assert profile.source.startswith("measured on cpu")
-    text = json.loads(to_text(Profile("m", "d", 2, "s", (Layer("a", 1.0, 2.0),))))
-    assert text["layers"] == [["a", 1.0, 2.0]]
+    text = json.loads(to_text(Profile("m", "d", 2, "s", (Layer("a", 1e-3, 2e-3, (8,)),))))
+    assert text["layers"] == [["a", 1.0, 2.0, [8]]]

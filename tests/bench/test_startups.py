@@ -21,7 +21,7 @@ from bench.startups import (
 from overlap.plan.cost_model import CostModel
 
 MB = 1024 * 1024
-LAYERS = [Layer(0.01, 0.02, (MB,)) for _ in range(10)]
+LAYERS = [Layer("", 0.01, 0.02, (MB,)) for _ in range(10)]
 FREE, BYTES, STARTS = CostModel(0.0, 0.0), CostModel(0.0, 0.02 / MB), CostModel(0.1, 0.0)
 
 
@@ -74,7 +74,7 @@ def test_starts_alone() -> None:
 
 def test_the_most_urgent_layer_goes_first() -> None:
     # The wire is busy with the second layer when the first one's gradient comes, which forward needs at once.
-    two = [Layer(0.5, 0.1, (MB,)), Layer(0.1, 0.1, (16 * MB,))]
+    two = [Layer("", 0.5, 0.1, (MB,)), Layer("", 0.1, 0.1, (16 * MB,))]
     per_mb = CostModel(0.0, 0.1 / MB)
     assert overlapped(two, per_mb) == pytest.approx(0.6 + 0.1 + 1.7)
     assert bytescheduler(two, per_mb, partition=MB) == pytest.approx(0.1 + 0.1 + 1.7)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from overlap.features.early import next_count, spread
+from overlap.plan.early import next_count, spread
 from tests.overlap.core.channels_model import Waits
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from overlap.features.early import next_count, spread
+from overlap.plan.early import next_count, spread
 
 
 @pytest.mark.parametrize(("candidates", "count"), [(1, 1), (5, 0), (5, 2), (5, 5), (99, 33), (100, 7)])

@@ -1,0 +1,145 @@
+"""One computing thread and one wire, event by event. Pure.
+
+    thread   computes, and waits for operations, as a program tells it
+    wire     operations queue in lanes, a communicator each; the first ones of all lanes share the wire evenly
+
+Ranks are taken to be equal, so one of them is enough. Times are seconds.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+
+__all__ = ["Compute", "Cost", "Operation", "Program", "Run", "Step", "Wire", "run"]
+
+_NOTHING = 1e-12
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What an operation takes alone: `latency` passes whatever else is on the wire, `transfer` is shared."""
+
+    latency: float
+    transfer: float
+
+    @property
+    def seconds(self) -> float:
+        return self.latency + self.transfer
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.latency + other.latency, self.transfer + other.transfer)
+
+
+class Operation:
+    """One collective; `then` is called when it is done."""
+
+    __slots__ = ("done", "label", "latency", "left", "then")
+
+    def __init__(self, label: str, cost: Cost, then: Callable[[], None] | None = None) -> None:
+        self.label, self.then, self.done = label, then, False
+        self.latency, self.left = cost.latency, cost.transfer
+
+
+class Wire:
+    """Lanes in which operations follow one another."""
+
+    def __init__(self) -> None:
+        self._lanes: dict[str, deque[Operation]] = {}
+
+    def send(self, lane: str, operation: Operation) -> Operation:
+        self._lanes.setdefault(lane, deque()).append(operation)
+        return operation
+
+    @property
+    def busy(self) -> bool:
+        return any(self._lanes.values())
+
+    def advance(self, most: float) -> float:
+        """Let at most `most` seconds pass, or as many as pass before something changes; returns how many did."""
+        first = [lane[0] for lane in self._lanes.values() if lane]
+        if not first:
+            return most
+        sharing = sum(operation.latency <= _NOTHING for operation in first)
+        seconds = most
+        for operation in first:
+            needed = operation.latency if operation.latency > _NOTHING else operation.left * sharing
+            seconds = min(seconds, needed)
+        for operation in first:
+            if operation.latency > _NOTHING:
+                operation.latency -= seconds
+            else:
+                operation.left -= seconds / sharing
+        ended = [
+            lane.popleft()
+            for lane in self._lanes.values()
+            if lane and lane[0].latency <= _NOTHING and lane[0].left <= _NOTHING
+        ]
+        for operation in ended:
+            operation.done = True
+            if operation.then is not None:
+                operation.then()
+        return seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """The thread computes for so long, where nothing disturbs it."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step begins."""
+
+
+#: What the thread does next: compute, wait for an operation, or begin another step.
+Program = Generator["Compute | Operation | Step", None, None]
+
+
+@dataclass(slots=True)
+class Run:
+    """What was seen in the measured steps, the second half: seconds of each, and by label the seconds it was waited for."""
+
+    step: float
+    waits: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def waited(self) -> float:
+        return sum(self.waits.values())
+
+
+def run(program: Program, wire: Wire, *, contention: float = 0.0) -> Run:
+    """Run `program` to its end. It begins a step more than it runs.
+
+    `contention`: so much longer, as a share, takes what is computed while something is on the wire, as where the same cores
+    move the bytes.
+    """
+    now = 0.0
+    begun: list[float] = []
+    waits: list[dict[str, float]] = []
+    for what in program:
+        if isinstance(what, Step):
+            begun.append(now)
+            waits.append({})
+        elif isinstance(what, Operation):
+            since = now
+            while not what.done:
+                now += wire.advance(float("inf"))
+            if now > since:
+                waits[-1][what.label] = waits[-1].get(what.label, 0.0) + now - since
+        else:
+            left = what.seconds
+            while left > _NOTHING:
+                pace = 1 + contention if wire.busy else 1.0
+                passed = wire.advance(left * pace)
+                now, left = now + passed, left - passed / pace
+    half = len(begun) // 2
+    number = len(begun) - 1 - half
+    found: dict[str, float] = {}
+    for step in waits[half:-1]:
+        for label, seconds in step.items():
+            found[label] = found.get(label, 0.0) + seconds / number
+    return Run((begun[-1] - begun[half]) / number, found)

@@ -1,0 +1,110 @@
+"""Predictions of a step, by method, with what is known and what is guessed about a job. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from overlap.plan.simulation.events import Run
+from overlap.plan.simulation.network import Link, Network
+from overlap.plan.simulation.schedules import all_reduced, by_priority, decoupled, negotiated
+from overlap.plan.simulation.workload import Costs, Layer, Workload, fused, in_one_order, per_tensor
+
+__all__ = ["METHODS", "Guess", "Method", "Prediction", "predict"]
+
+MB = 2**20
+_AUTO = 32, 1 * MB, 25 * MB  # as `overlap.plan.fusion` fuses: a so many'th of the model, at least and at most
+
+Method = Callable[[Workload, Network], Run]
+
+
+def _auto(work: Workload) -> float:
+    parts, least, most = _AUTO
+    return min(max(work.nbytes / parts, least), most)
+
+
+#: By name; each with the settings that it has as it comes, but where the name says others.
+METHODS: dict[str, Method] = {
+    "dear": lambda work, network: decoupled(work, network, fused(work.layers, _auto(work))),
+    "dear, early updates": lambda work, network: decoupled(work, network, fused(work.layers, _auto(work)), early=True),
+    "dear, 25 MB": lambda work, network: decoupled(work, network, fused(work.layers, 25 * MB)),
+    "wfbp": lambda work, network: all_reduced(work, network, per_tensor(work.layers)),
+    "bytescheduler": lambda work, network: by_priority(work, network, partition=MB, credit=2 * MB),
+    "bytescheduler, 16 and 64 MB": lambda work, network: by_priority(work, network, partition=16 * MB, credit=64 * MB),
+    "DDP": lambda work, network: all_reduced(work, network, in_one_order(work.layers, 25 * MB, MB)),
+    "Horovod": lambda work, network: negotiated(work, network, threshold=128 * MB, cycle=1e-3),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """A job as somebody guesses it to be. `pace`: by how much computation takes longer than the layers say."""
+
+    pace: float
+    costs: Costs
+    between: Link
+    within: Link
+
+    def work(self, layers: Sequence[Layer]) -> Workload:
+        timed = (replace(each, forward=each.forward * self.pace, backward=each.backward * self.pace) for each in layers)
+        return Workload(tuple(timed), self.costs)
+
+    def network(self, workers: int, per_host: int) -> Network:
+        hosts = workers // per_host
+        return Network(workers, self.between, per_host, self.within, hierarchical=per_host > 1 and hosts > 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Seconds of a step of `method`: as guessed, and between the best and the worst of the guesses."""
+
+    method: str
+    step: float
+    best: float
+    worst: float
+    alone: float
+    wire: float
+    waits: dict[str, float]
+
+    @property
+    def efficiency(self) -> float:
+        """Of what as many single processes would do, as a share."""
+        return self.alone / self.step
+
+    @property
+    def bound(self) -> float:
+        """No schedule that computes this and sends these bytes is faster."""
+        return max(self.alone, self.wire)
+
+    @property
+    def cause(self) -> str:
+        """What the step waits for most."""
+        if self.step < 1.01 * self.alone:
+            return "computation"
+        by_kind: dict[str, float] = {}
+        for label, seconds in self.waits.items():
+            kind = label.rstrip("0123456789 ") + "s" if label[-1].isdigit() else label
+            by_kind[kind] = by_kind.get(kind, 0.0) + seconds
+        return max(by_kind, key=lambda kind: by_kind[kind]) if by_kind else "the training thread"
+
+
+def predict(
+    name: str,
+    method: Method,
+    layers: Sequence[Layer],
+    workers: int,
+    *,
+    per_host: int,
+    likely: Guess,
+    others: Sequence[Guess],
+) -> Prediction:
+    """`method` on `workers` ranks, `per_host` on each host. `others`: guesses that may be as right as the `likely` one.
+
+    Raises ``ValueError`` where the workers do not fill their hosts.
+    """
+    work, network = likely.work(layers), likely.network(workers, min(per_host, workers))
+    run = method(work, network)
+    elsewhere = (method(guess.work(layers), guess.network(workers, min(per_host, workers))) for guess in others)
+    steps = [run.step, *(other.step for other in elsewhere)]
+    wire = network.all_reduce(work.nbytes).transfer
+    return Prediction(name, run.step, min(steps), max(steps), work.alone, wire, run.waits)

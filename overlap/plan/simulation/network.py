@@ -1,0 +1,80 @@
+"""What collectives cost on networks: rings, within hosts and between them. Pure.
+
+Rings move every byte as seldom as can be: a reduce-scatter or an all-gather over P ranks takes P - 1 turns of a P-th of
+the bytes each (Patarasuk and Yuan, 2009); an all-reduce is one of each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from overlap.plan.simulation.events import Cost
+
+__all__ = ["Link", "Network"]
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """`alpha`: seconds that a message takes besides its bytes. `beta`: seconds per byte.
+
+    Raises ``ValueError`` for numbers that no network can have.
+    """
+
+    alpha: float
+    beta: float
+
+    def __post_init__(self) -> None:
+        for name, value in (("alpha", self.alpha), ("beta", self.beta)):
+            if not 0 <= value < float("inf"):
+                raise ValueError(f"{name} should be at least 0 and finite and is {value}")
+
+    @classmethod
+    def of_gbit(cls, gbit: float, alpha: float, share: float = 1.0) -> Link:
+        """Of `gbit` Gbit/s, of which a `share` from 0 to 1 carries payload."""
+        return cls(alpha, 8e-9 / (gbit * share))
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """`workers` ranks on hosts of `per_host`; `between` hosts and `within` one. The ranks of a host share its link.
+
+    With `hierarchical`, ranks of a host first reduce among themselves, and only a share of the bytes goes into the ring of
+    hosts for each rank. Else one ring goes through all ranks, host by host, and its slowest link is its pace.
+
+    Raises ``ValueError`` where the workers do not fill their hosts.
+    """
+
+    workers: int
+    between: Link
+    per_host: int = 1
+    within: Link = Link(0.0, 0.0)
+    hierarchical: bool = False
+
+    def __post_init__(self) -> None:
+        if self.workers < 1 or self.per_host < 1 or self.workers % self.per_host:
+            raise ValueError(f"{self.workers} workers do not fill hosts of {self.per_host}")
+
+    @property
+    def hosts(self) -> int:
+        return self.workers // self.per_host
+
+    def half(self, nbytes: float) -> Cost:
+        """A reduce-scatter or an all-gather of `nbytes` in all."""
+        if self.workers == 1 or not nbytes:
+            return Cost(0.0, 0.0)
+        if self.hosts == 1:
+            return _ring(self.within, self.workers, nbytes)
+        if self.per_host == 1:
+            return _ring(self.between, self.workers, nbytes)
+        if self.hierarchical:
+            return _ring(self.within, self.per_host, nbytes) + _ring(self.between, self.hosts, nbytes)
+        slowest = Link(max(self.between.alpha, self.within.alpha), max(self.between.beta, self.within.beta))
+        return _ring(slowest, self.workers, nbytes)
+
+    def all_reduce(self, nbytes: float) -> Cost:
+        half = self.half(nbytes)
+        return half + half
+
+
+def _ring(link: Link, ranks: int, nbytes: float) -> Cost:
+    return Cost((ranks - 1) * link.alpha, (ranks - 1) / ranks * nbytes * link.beta)

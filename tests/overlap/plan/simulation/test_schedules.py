@@ -1,0 +1,158 @@
+"""Simulated schedules against what can be said about them with a pencil, and against each other."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from overlap.plan.simulation.events import Cost, Operation, Run, Wire
+from overlap.plan.simulation.network import Link, Network
+from overlap.plan.simulation.schedules import all_reduced, by_priority, decoupled, negotiated
+from overlap.plan.simulation.workload import Costs, Layer, Workload, fused, in_one_order, per_tensor
+
+LAYERS = 60
+SIZE = 1000  # bytes of a layer
+
+Method = Callable[[Workload, Network], Run]
+METHODS: dict[str, Method] = {
+    "dear": lambda work, network: decoupled(work, network, fused(work.layers, SIZE)),
+    "dear early": lambda work, network: decoupled(work, network, fused(work.layers, SIZE), early=True),
+    "dear, few buckets": lambda work, network: decoupled(work, network, fused(work.layers, 6 * SIZE)),
+    "wfbp": lambda work, network: all_reduced(work, network, per_tensor(work.layers)),
+    "ddp": lambda work, network: all_reduced(work, network, in_one_order(work.layers, 6 * SIZE, SIZE)),
+    "horovod": lambda work, network: negotiated(work, network, threshold=6 * SIZE, cycle=1e-3),
+    "bytescheduler": lambda work, network: by_priority(work, network, partition=SIZE, credit=2 * SIZE),
+}
+
+
+def even(compute: float = 1.0, **options: object) -> Workload:
+    each = compute / LAYERS / 3
+    layers = tuple(Layer(str(number), each, 2 * each, (SIZE,)) for number in range(LAYERS))
+    return Workload(layers, **options)  # type: ignore[arg-type]
+
+
+def two(wire: float, alpha: float = 0.0) -> Network:
+    """Two hosts on which an all-reduce of all bytes takes `wire` seconds: each half moves half of them."""
+    return Network(2, Link(alpha, wire / (LAYERS * SIZE)))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("ratio", [0.0, 0.33, 1.0, 2.0])
+def test_nothing_is_faster_than_computation_and_wire(method: str, ratio: float) -> None:
+    found = METHODS[method](even(), two(ratio))
+    assert found.step >= max(1.0, ratio) * (1 - 1e-9)
+    if not ratio:
+        assert found.step == pytest.approx(1.0, abs=2e-3)
+        assert found.waited < 2e-3
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_is_waited_for_is_what_is_not_hidden(method: str) -> None:
+    work = even(costs=Costs(per_tensor=1e-4, per_bucket=2e-4, update=1e-7))
+    found = METHODS[method](work, two(1.0))
+    thread = found.step - found.waited
+    assert 1.0 + LAYERS * 1e-4 < thread < 1.0 + LAYERS * (1e-4 + 2e-4 + SIZE * 1e-7) + 1e-9
+    assert found.waits
+
+
+def test_one_bucket_hides_nothing() -> None:
+    # Its reduction starts when backward has ended, and forward when it is gathered.
+    work = even()
+    assert decoupled(work, two(1.0), fused(work.layers, LAYERS * SIZE)).step == pytest.approx(2.0)
+    assert all_reduced(work, two(1.0), in_one_order(work.layers, 1e9, 1e9)).step == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("ratio", [0.5, 1.0, 4 / 3, 2.0])
+def test_plain_dear_comes_near_its_two_phases(ratio: float) -> None:
+    # Forward against all-gathers and backward against reduce-scatters, besides a bucket at each end.
+    bound = max(1 / 3, ratio / 2) + max(2 / 3, ratio / 2)
+    found = METHODS["dear"](even(), two(ratio)).step
+    assert bound * (1 - 1e-9) <= found <= bound + 2.5 * ratio / LAYERS
+
+
+@pytest.mark.parametrize("ratio", [0.2, 0.66, 1.0, 2.0])
+def test_wait_free_backpropagation_has_backward_alone_to_hide_in(ratio: float) -> None:
+    # The first gradient arrives after a layer's backward; the last all-reduce cannot begin before backward ends.
+    first, last = 2 / 3 / LAYERS, ratio / LAYERS
+    expected = 1 / 3 + max(2 / 3 + last, first + ratio)
+    assert METHODS["wfbp"](even(), two(ratio)).step == pytest.approx(expected)
+
+
+def test_early_updates_help_most_where_computation_and_wire_are_equal() -> None:
+    assert METHODS["dear early"](even(), two(1.02)).step < 1.04 * 1.02
+    assert METHODS["dear"](even(), two(1.02)).step > 1.15 * 1.02
+
+
+def test_more_credit_delays_the_layer_that_is_needed_first() -> None:
+    credits = (1, 2, 4, 8)
+    steps = [by_priority(even(), two(1.0), partition=SIZE, credit=each * SIZE).step for each in credits]
+    assert steps == sorted(steps)
+    assert steps[-1] - steps[1] > 5 / LAYERS  # six more layers under way, each a layer's time on the wire
+
+
+def test_a_start_costs_each_operation_once_and_merging_saves_it() -> None:
+    alpha = 0.01
+    single, merged = (METHODS[name](even(0.1), two(0.1, alpha)).step for name in ("wfbp", "ddp"))
+    assert single == pytest.approx(2 * alpha * LAYERS, rel=0.2)  # an all-reduce of two ranks has two turns
+    assert merged == pytest.approx(0.1 / 3 + 2 * alpha * 11 + 0.1, rel=0.01)  # forward, eleven buckets, the bytes
+
+
+def test_lanes_wait_side_by_side_and_share_what_moves_bytes() -> None:
+    def both(cost: Cost) -> float:
+        wire = Wire()
+        operations = [wire.send(lane, Operation(lane, cost)) for lane in ("reductions", "gathers")]
+        now = 0.0
+        while not all(operation.done for operation in operations):
+            now += wire.advance(float("inf"))
+        return now
+
+    assert both(Cost(1.0, 0.0)) == pytest.approx(1.0)
+    assert both(Cost(0.0, 1.0)) == pytest.approx(2.0)
+    assert both(Cost(1.0, 1.0)) == pytest.approx(3.0)
+
+
+def test_two_layers_one_by_one() -> None:
+    layers = (Layer("a", 0.0, 0.0, (1,)), Layer("b", 0.0, 1.0, (1,)))
+    found = decoupled(Workload(layers), Network(2, Link(1.0, 0.0)), fused(layers, 0))
+    assert found.step == pytest.approx(5.0)  # b's backward, its reduction and a's, a's gathering and b's
+    assert found.waits == pytest.approx({"reduce-scatter 0": 2.0, "all-gather 0": 1.0, "all-gather 1": 1.0})
+
+
+def test_contention_stretches_what_is_computed_while_bytes_move() -> None:
+    free, held = (METHODS["dear"](even(contention=share), two(0.5)).step for share in (0.0, 0.2))
+    assert free + 0.2 * 0.4 < held < free + 0.2 * 0.6  # bytes move for half a second
+
+
+def test_a_ring_within_hosts_and_between_them() -> None:
+    fast, slow = Link(1.0, 1e-3), Link(10.0, 1e-2)
+    flat = Network(8, slow, per_host=4, within=fast).half(8000)
+    assert (flat.latency, flat.transfer) == pytest.approx((7 * 10.0, 7 / 8 * 80))
+    levels = Network(8, slow, per_host=4, within=fast, hierarchical=True).half(8000)
+    assert (levels.latency, levels.transfer) == pytest.approx((3 * 1.0 + 1 * 10.0, 3 / 4 * 8 + 1 / 2 * 80))
+    assert Network(4, slow, per_host=4, within=fast).half(8000).seconds == pytest.approx(3 * 1.0 + 3 / 4 * 8)
+    assert Network(1, slow).all_reduce(8000).seconds == 0.0
+    with pytest.raises(ValueError, match="7 workers do not fill hosts of 4"):
+        Network(7, slow, per_host=4)
+
+
+def test_buckets_of_each_kind() -> None:
+    layers = [Layer(str(number), 0, 0, (3, 1)) for number in range(3)]
+    assert [(b.first, b.last, b.nbytes, b.tensors) for b in fused(layers, 8)] == [(0, 1, 8, 4), (2, 2, 4, 2)]
+    assert [(b.first, b.nbytes) for b in per_tensor(layers)] == [(2, 1), (2, 3), (1, 1), (1, 3), (0, 1), (0, 3)]
+    ordered = in_one_order(layers, 5, 1)
+    assert [(b.first, b.last, b.nbytes, b.tensors) for b in ordered] == [(2, 2, 1, 1), (1, 2, 7, 3), (0, 0, 4, 2)]
+
+
+def test_a_large_job_is_simulated_in_seconds() -> None:
+    layers = tuple(Layer(str(number), 1e-4, 2e-4, (2_000_000, 2_000)) for number in range(400))
+    work = Workload(layers, Costs(1e-6, 1e-5, 1e-11))
+    network = Network(4096, Link.of_gbit(100, 1e-6), per_host=8, within=Link.of_gbit(2400, 1e-6), hierarchical=True)
+    begun = time.process_time()
+    for early in (False, True):
+        decoupled(work, network, fused(layers, 0), early=early)
+    all_reduced(work, network, per_tensor(layers))
+    by_priority(work, network, partition=2**20, credit=2**21)
+    negotiated(work, network, threshold=2**27, cycle=1e-3)
+    assert time.process_time() - begun < 10
