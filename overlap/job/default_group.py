@@ -19,13 +19,14 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
-from torch.distributed.distributed_c10d import _set_pg_timeout, default_pg_timeout
+from torch.distributed.distributed_c10d import default_pg_timeout
 
 from overlap.job.meeting import Unreachable, meeting_address
 from overlap.transport.communicator import Communicator
 from overlap.transport.objects import NotSent, allgather_made, allgather_object, broadcast_made
 from overlap.transport.torch.gloo import tear_down
 from overlap.transport.torch.interfaces import VARIABLE, toward
+from overlap.transport.torch.rendezvous import begin_group
 from overlap.transport.torch.variables import Variables
 
 __all__ = ["DefaultGroup", "Wish", "make", "why_not"]
@@ -162,8 +163,7 @@ def _connect(host: str, port: int, stores: list[TCPStore]) -> None:
 
 
 def _join(store: TCPStore, comm: Communicator) -> None:
-    dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size, timeout=_SETUP)
-    _set_pg_timeout(default_pg_timeout)
+    begin_group(store, comm.rank, comm.size, _SETUP)
     store.set_timeout(default_pg_timeout)
 
 

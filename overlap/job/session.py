@@ -30,6 +30,7 @@ from overlap.transport.communicator import Communicator
 from overlap.transport.native import NativeCommunicator
 from overlap.transport.objects import allgather_object
 from overlap.transport.peer_queries import PeerQueries
+from overlap.transport.torch import interfaces
 
 __all__ = [
     "NotInitialized",
@@ -97,6 +98,8 @@ class Session:
                 self.settings.timeline, self.settings.timeline_mark_cycles, self.settings.timeline_max_mb
             )
         self._default_group = self._make_default_group(torch_distributed)
+        if comm.size > 1 and torch.distributed.is_available() and torch.distributed.is_initialized():
+            log.info("rank %d: gloo's connections go over %s", comm.rank, interfaces.in_use())
 
     def _make_default_group(self, wanted: bool) -> DefaultGroup | None:
         if self.comm.size == 1 or not torch.distributed.is_available():

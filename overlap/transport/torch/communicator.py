@@ -29,9 +29,10 @@ from overlap.transport.requests import (
 )
 from overlap.transport.torch.gloo import Link
 from overlap.transport.torch.mailbox import OwnMailbox, StoreMailbox
-from overlap.transport.torch.rendezvous import Rendezvous, join_world
+from overlap.transport.torch.rendezvous import Rendezvous, connecting, join_world, name_interface
 from overlap.transport.torch.routes import Routes
 from overlap.transport.torch.stages import Local, Stage, StagedTask
+from overlap.transport.torch.variables import Variables
 from overlap.transport.torch.worker_thread import PendingWork, WorkerThread
 
 __all__ = ["ProcessGroupCommunicator", "connect"]
@@ -48,22 +49,31 @@ def connect(group: dist.ProcessGroup | None = None) -> ProcessGroupCommunicator:
     ranks = None if group is None else tuple(dist.get_process_group_ranks(group))
     session = next(_sessions[ranks])
     created = not dist.is_initialized()
-    if created:
-        join_world(session)
+    named = join_world(session) if created else None
     meeting = Rendezvous(dist.distributed_c10d._get_default_store(), session, ranks)
-    return ProcessGroupCommunicator(meeting, dist.get_rank(group), dist.get_world_size(group), owns_world=created)
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    if named is None:
+        named = name_interface(meeting.connect("interfaces"), rank, size)
+    return ProcessGroupCommunicator(meeting, rank, size, owns_world=created, named=named)
 
 
 class ProcessGroupCommunicator(Communicator):
     """Collectives over gloo contexts of our own; their ranks find each other at `meeting`."""
 
     def __init__(
-        self, meeting: Rendezvous, rank: int, size: int, *, name: str = "world", owns_world: bool = False
+        self,
+        meeting: Rendezvous,
+        rank: int,
+        size: int,
+        *,
+        name: str = "world",
+        owns_world: bool = False,
+        named: Variables | None = None,
     ) -> None:
         self._rank, self._size, self._name = rank, size, name
         self._meeting = meeting
         self._store = meeting.connect(name)  # others may be set up meanwhile, on other threads, which block theirs
-        self._owns_world, self._origin = owns_world, Origin()
+        self._owns_world, self._named, self._origin = owns_world, named, Origin()
         self._routes = Routes(rank, size)
         self._link = self._new_link("collectives")
         self._strand = WorkerThread(f"dear-{name}")
@@ -72,7 +82,8 @@ class ProcessGroupCommunicator(Communicator):
         self._closed = False
 
     def _new_link(self, purpose: str) -> Link:
-        return Link(PrefixStore(purpose, self._store), self._rank, self._size)
+        with connecting():
+            return Link(PrefixStore(purpose, self._store), self._rank, self._size)
 
     @property
     def rank(self) -> int:
@@ -243,6 +254,8 @@ class ProcessGroupCommunicator(Communicator):
         self._link.close()
         if self._owns_world and dist.is_initialized():
             dist.destroy_process_group()
+        if self._named is not None:
+            self._named.restore()
 
 
 def _narrow(

@@ -8,11 +8,23 @@ from __future__ import annotations
 
 import ctypes
 import ipaddress
+import os
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-__all__ = ["VARIABLE", "Address", "listed", "own_addresses", "owner", "toward"]
+__all__ = [
+    "VARIABLE",
+    "Address",
+    "described",
+    "in_use",
+    "listed",
+    "other_host",
+    "own_addresses",
+    "owner",
+    "refusal",
+    "toward",
+]
 
 VARIABLE = "GLOO_SOCKET_IFNAME"
 
@@ -47,6 +59,33 @@ def owner(text: str, addresses: Sequence[Address]) -> Address | None:
 def listed(addresses: Sequence[Address]) -> str:
     """For a message: ``eth0 (10.0.0.1), lo (127.0.0.1)`` (pure)."""
     return ", ".join(f"{address.interface} ({address.text})" for address in addresses)
+
+
+def described(named: str, addresses: Sequence[Address]) -> str:
+    """What gloo's connections go over where ``GLOO_SOCKET_IFNAME`` is `named` (pure)."""
+    if not named:
+        return "the interface that this host's own name leads to"
+    chosen = [address for address in addresses if address.interface in named.split(",")]
+    return f"the interface {listed(chosen) or f'{named}, which has no address here'}"
+
+
+def refusal(named: str, addresses: Sequence[Address], error: object) -> str:
+    """What to say where connections could not be made (pure)."""
+    return (
+        f"ranks could not connect to each other over {described(named, addresses)}: {error}. Where the hosts of the job "
+        f"reach each other over another one, name it on each host: {VARIABLE}=NAME. This host has {listed(addresses)}"
+    )
+
+
+def other_host(sources: Sequence[str]) -> str | None:
+    """Of the addresses from which ranks reach one of them, the first that other hosts can reach; "" is unknown (pure)."""
+    known = (text for text in sources if text)
+    return next((text for text in known if not ipaddress.ip_address(text).is_loopback), None)
+
+
+def in_use() -> str:
+    """:func:`described`, of this process."""
+    return described(os.environ.get(VARIABLE, ""), own_addresses())
 
 
 def toward(host: str) -> Address | None:

@@ -7,28 +7,96 @@ count those alike.
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed.distributed_c10d import _set_pg_timeout, default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
-__all__ = ["Rendezvous", "join_world"]
+from comm_core import TransportError
+from overlap.transport.torch.interfaces import VARIABLE, Address, other_host, own_addresses, refusal, toward
+from overlap.transport.torch.variables import Variables
+
+__all__ = ["Rendezvous", "begin_group", "connecting", "join_world", "name_interface"]
 
 _ATTEMPT = "TORCHELASTIC_RESTART_COUNT"
+_CONNECT = datetime.timedelta(minutes=2)  # for ranks that have all arrived at the store
 
 
-def join_world(session: int) -> None:
-    """``torch.distributed.init_process_group("gloo")`` that works again, and after a restart. On every rank."""
-    attempt = os.environ.get(_ATTEMPT)
-    if attempt is None:
-        dist.init_process_group("gloo")
-        return
+def join_world(session: int) -> Variables:
+    """``torch.distributed.init_process_group("gloo")`` that works again, and after a restart. On every rank.
+
+    The interface is named to gloo until what is returned is restored.
+    """
     store, rank, size = next(rendezvous("env://"))
-    corner = PrefixStore(f"dear/attempt-{attempt}/session-{session}", store)
-    dist.init_process_group("gloo", store=corner, rank=rank, world_size=size)
+    attempt = os.environ.get(_ATTEMPT)
+    corner = f"dear/session-{session}" if attempt is None else f"dear/attempt-{attempt}/session-{session}"
+    named = name_interface(PrefixStore(f"{corner}/interfaces", store), rank, size)
+    try:
+        _await_all(PrefixStore(f"{corner}/arrived", store), size)
+        with connecting():
+            begin_group(PrefixStore(corner, store), rank, size, _CONNECT)
+    except BaseException:
+        named.restore()
+        raise
+    return named
+
+
+def _await_all(store: Any, size: int) -> None:
+    """As long as the store waits for anything. A rank that comes late is no failure of the network."""
+    if store.add("count", 1) == size:
+        store.set("all", "")
+    store.wait(["all"])
+
+
+def begin_group(store: Any, rank: int, size: int, setup: datetime.timedelta) -> None:
+    """Make torch.distributed's default group; `setup` is how long ranks may take to connect, and for nothing else."""
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=setup)
+    _set_pg_timeout(default_pg_timeout)
+
+
+def name_interface(store: Any, rank: int, size: int) -> Variables:
+    """Name gloo the interface by which ranks reach each other, unless the user has. On every rank.
+
+    It is the one by which rank 0's host is reached. On that host itself this may be the loopback, as where its name leads
+    to 127.0.1.1; it takes the one by which it reaches a rank of another host.
+    """
+    master = os.environ.get("MASTER_ADDR") or getattr(_tcp_store(store), "host", None)
+    if os.environ.get(VARIABLE) or master is None or size == 1:
+        return Variables({})
+    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE", "?"):
+        found = toward("127.0.0.1")
+    else:
+        found = _toward_others(store, rank, size, toward(master))
+    return Variables({} if found is None else {VARIABLE: found.interface})
+
+
+def _toward_others(store: Any, rank: int, size: int, found: Address | None) -> Address | None:
+    store.set(str(rank), "" if found is None else found.text)
+    if found is None or not found.ip.is_loopback:
+        return found
+    elsewhere = other_host([store.get(str(peer)).decode() for peer in range(size)])
+    return found if elsewhere is None else toward(elsewhere)
+
+
+@contextlib.contextmanager
+def connecting() -> Iterator[None]:
+    """Raises ``TransportError`` with the interface, and how to name another, where gloo cannot connect inside."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise TransportError(refusal(os.environ.get(VARIABLE, ""), own_addresses(), error)) from error
+
+
+def _tcp_store(store: Any) -> Any:
+    """What is below prefixes, as far as it can be asked for."""
+    below = getattr(store, "_underlying_non_prefix_store", store)
+    return below if isinstance(below, TCPStore) else None
 
 
 class Rendezvous:
@@ -45,8 +113,8 @@ class Rendezvous:
             return PrefixStore(f"{self._corner}/{prefix}", self._store.clone())
         # Before torch 2.8. What the script's store puts before its keys cannot be asked for; torchrun's store, which
         # outlives the workers, is told apart by their attempts.
-        below = getattr(self._store, "_underlying_non_prefix_store", self._store)
-        if not isinstance(below, TCPStore):
+        below = _tcp_store(self._store)
+        if below is None:
             return PrefixStore(f"{self._corner}/{prefix}", self._store)
         client = TCPStore(below.host, below.port, wait_for_workers=False)
         return PrefixStore(f"attempt-{os.environ.get(_ATTEMPT, 0)}/{self._corner}/{prefix}", client)
