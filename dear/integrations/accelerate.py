@@ -9,6 +9,7 @@ puts no DistributedDataParallel around models; optimizers are distributed by dea
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import os
 import weakref
@@ -260,28 +261,33 @@ def _both(other: str) -> str:
     return f"{other} and dear both decide how gradients and state are spread over ranks: use one of them"
 
 
-def _watch(accelerator: Any) -> None:
+_watched: weakref.WeakSet[Accelerator] = weakref.WeakSet()
+_seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+
+def _watch(accelerator: Accelerator) -> None:
     """From now on an optimizer that was not prepared, and steps a prepared model's parameters, raises ``RuntimeError``.
 
     DistributedDataParallel would have averaged its gradients; here each rank would train alone, unnoticed.
     """
-    watching: Callable[[], Any] = weakref.ref(accelerator)
-    known: weakref.WeakSet[Any] = weakref.WeakSet()
+    _watched.add(accelerator)
+    _install()
 
-    def check(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        mine = watching()
-        if mine is None:
-            handle.remove()
-            return
-        if optimizer in known or not dear.is_initialized():
-            return
-        if not isinstance(optimizer, DistributedOptimizer) and current().registry.shell_of(optimizer) is optimizer:
-            prepared = {id(parameter) for model in mine._models for parameter in model.parameters()}
-            if any(id(parameter) in prepared for group in optimizer.param_groups for parameter in group["params"]):
-                raise RuntimeError(
-                    f"step() of an {type(optimizer).__name__} was called that has parameters of a prepared model, and was "
-                    "not prepared: its gradients are this rank's own. Give it to accelerator.prepare() too"
-                )
-        known.add(optimizer)
 
-    handle = register_optimizer_step_pre_hook(check)
+@functools.cache
+def _install() -> None:
+    register_optimizer_step_pre_hook(_refuse_unprepared)
+
+
+def _refuse_unprepared(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    if optimizer in _seen or not dear.is_initialized() or dear.size() == 1:
+        return
+    if not isinstance(optimizer, DistributedOptimizer) and current().registry.shell_of(optimizer) is optimizer:
+        models = [model for accelerator in _watched for model in accelerator._models]
+        prepared = {id(parameter) for model in models for parameter in model.parameters()}
+        if any(id(parameter) in prepared for group in optimizer.param_groups for parameter in group["params"]):
+            raise RuntimeError(
+                f"step() of the {type(optimizer).__name__} was called, which has parameters of a prepared model and was "
+                "not prepared: its gradients are this rank's own. Give it to accelerator.prepare() too"
+            )
+    _seen.add(optimizer)
