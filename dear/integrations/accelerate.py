@@ -27,7 +27,7 @@ from dear.integrations.options import checked
 from overlap.job.session import current
 from overlap.optimizer.distributed import DistributedOptimizer
 
-__all__ = ["Accelerator", "DearOptimizer", "take_over"]
+__all__ = ["Accelerator", "DearOptimizer", "apart", "take_over"]
 
 _OTHERS = {
     DistributedType.FSDP: "FSDP",
@@ -166,6 +166,16 @@ class Accelerator(accelerate.Accelerator):
             for sampler, value in before:
                 sampler.even_batches = value
 
+    # - Checkpoints
+
+    def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> Any:
+        """As in Accelerate, in tensors that can be written as safetensors."""
+        return apart(super().get_state_dict(model, unwrap=unwrap))
+
+    def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
+        """As in Accelerate."""
+        super().save(apart(obj) if safe_serialization else obj, f, safe_serialization=safe_serialization)
+
 
 class DearOptimizer(AcceleratedOptimizer):
     """Accelerate's wrapper around a distributed optimizer, and the models it trains."""
@@ -191,6 +201,22 @@ class DearOptimizer(AcceleratedOptimizer):
             return step(*args, **kwargs)
 
         return noting
+
+
+def apart(state: Any) -> Any:
+    """`state` with a memory of its own for each tensor, as safetensors wants it; tied ones stay tied.
+
+    Parameters of dear's lie side by side in buckets. Who writes safetensors takes all but one of them for the same one, and
+    leaves them out.
+    """
+    copies: dict[tuple[Any, ...], torch.Tensor] = {}
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor) and value.untyped_storage().nbytes() > value.nbytes:
+            place = (value.data_ptr(), value.dtype, value.shape, value.stride())
+            if place not in copies:
+                copies[place] = value.clone()
+            state[name] = copies[place]
+    return state
 
 
 def take_over(accelerator: Any, options: Mapping[str, Any]) -> None:

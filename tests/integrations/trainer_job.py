@@ -18,7 +18,7 @@ from transformers.trainer_callback import PrinterCallback
 
 import dear
 from dear.integrations.transformers import DearTrainer, DearTrainerMixin
-from tests.integrations.sentences import IteratedSentences, collate, gpt2, sentences
+from tests.integrations.sentences import WORDS, IteratedSentences, collate, gpt2, sentences
 
 dear.init()
 
@@ -55,6 +55,22 @@ class DearSquaredLoss(DearTrainerMixin, SquaredLoss):
     pass
 
 
+class Scored(torch.nn.Module):
+    """A model that is none of the library's: its state is written as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.words = torch.nn.Embedding(WORDS, 16)
+        self.mixed = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Tanh(), torch.nn.LayerNorm(16))
+        self.scores = torch.nn.Linear(16, WORDS)
+        self.double()
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        scores = self.scores(self.mixed(self.words(input_ids)))
+        return {"loss": torch.nn.functional.cross_entropy(scores.flatten(0, 1), labels.flatten()), "logits": scores}
+
+
 def lora(model: torch.nn.Module) -> Any:
     """Adapters in place of the attention's weights; all else is frozen."""
     from peft import LoraConfig, get_peft_model
@@ -89,6 +105,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "bf16": {"bf16": True, "model": lambda: gpt2().float(), "alone": False},
     "lora": {"model": lambda: lora(gpt2()), "save_strategy": "epoch"},
     "resumed": {"save_strategy": "steps", "save_steps": 1, "num_train_epochs": 3, "gradient_accumulation_steps": 2},
+    "module": {"model": Scored, "eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True},
     "own trainer": {"kinds": (SquaredLoss, DearSquaredLoss), "gradient_accumulation_steps": 2},
     "adafactor": {"optim": "adafactor", "options": {"strategy": "oss", "per_parameter": True}},
     "layer by layer": {"options": {"threshold_mb": 0}, "optim": "sgd", "optim_args": "momentum=0.9"},
