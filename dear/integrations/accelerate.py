@@ -78,6 +78,9 @@ class Accelerator(accelerate.Accelerator):
 
     def prepare(self, *args: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
         """As in Accelerate, in any order: models come first, on their device, since optimizers are wrapped with them."""
+        for model in args:
+            if isinstance(model, torch.nn.Module):
+                _refuse_split(model)
         order = sorted(range(len(args)), key=lambda place: not isinstance(args[place], torch.nn.Module))
         given = None if device_placement is None else [device_placement[place] for place in order]
         prepared = super().prepare(*(args[place] for place in order), device_placement=given)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import accelerate
+import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DataLoaderConfiguration
@@ -23,6 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import dear
 from dear.integrations.accelerate import Accelerator
+from tests.integrations.accelerate_mistakes import mistakes, uneven
 
 Made = dict[str, Any]
 Make = Callable[..., Any]
@@ -241,6 +243,11 @@ def main() -> None:
     warnings.simplefilter("ignore")
     dear.init()
     for name in names:
+        if name == "mistakes":
+            with pytest.MonkeyPatch.context() as patched:
+                mistakes(fresh, network, points(20), patched)
+            uneven(fresh, network, points(20))
+            continue
         expected = run(name, own, folder)
         compare(run(name, Accelerator, folder), expected, 1e-3 if name == "bf16" else 1e-10)
         if dear.rank() == 0:

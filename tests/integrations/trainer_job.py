@@ -19,6 +19,7 @@ from transformers.trainer_callback import PrinterCallback
 import dear
 from dear.integrations.transformers import DearTrainer, DearTrainerMixin
 from tests.integrations.sentences import WORDS, IteratedSentences, collate, gpt2, sentences
+from tests.integrations.trainer_mistakes import mistakes
 
 dear.init()
 
@@ -184,6 +185,9 @@ def main() -> None:
     folder, names = Path(sys.argv[1]), sys.argv[2:]
     warnings.simplefilter("ignore")
     for name in names:
+        if name == "mistakes":
+            mistakes(folder)
+            continue
         own, ours = SCENARIOS[name].get("kinds", (Trainer, DearTrainer))
         expected = train(name, own, folder / f"own-{name}-{dear.size()}")
         if dear.size() > 1:
