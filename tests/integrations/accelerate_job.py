@@ -68,7 +68,8 @@ def values(accelerator: Any, *models: nn.Module) -> Made:
 
 def accumulated(make: Make, folder: Path) -> Made:
     """With everything in another order, clipping, a scheduler, an incomplete last window, metrics over an uneven set."""
-    accelerator = make(gradient_accumulation_steps=3)
+    order = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=3)
+    accelerator = make(gradient_accumulation_steps=3, dataloader_config=order)
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), 0.02)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / dear.size()))
@@ -173,7 +174,7 @@ def scaled(make: Make, folder: Path) -> Made:
     accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9 ** (step / dear.size()))
     model, optimizer, schedule, data = accelerator.prepare(model, optimizer, schedule, batches(points(48)))
     skipped, rates = [], []
     for number, (inputs, targets) in enumerate(data):
@@ -187,7 +188,7 @@ def scaled(make: Make, folder: Path) -> Made:
         rates.append(schedule.get_last_lr()[0])
     assert skipped == [number % 3 == 1 for number in range(6)], skipped
     scale = torch.tensor(accelerator.scaler.get_scale())
-    return {**values(accelerator, model), "scale": scale, "rates": torch.tensor(rates) ** (1 / dear.size())}
+    return {**values(accelerator, model), "scale": scale, "rates": torch.tensor(rates)}
 
 
 def resumed(make: Make, folder: Path) -> Made:
