@@ -160,8 +160,8 @@ class Accelerator(accelerate.Accelerator):
         before = [(sampler, sampler.even_batches) for sampler in samplers if hasattr(sampler, "even_batches")]
         even = self.even_batches if even_batches is None else even_batches
         try:
-            for sampler, _ in before:
-                sampler.even_batches = even
+            for sampler, value in before:
+                sampler.even_batches = value if even_batches is None else even_batches
             yield
             if not even:
                 dear.join()
@@ -224,7 +224,8 @@ def apart(state: Any) -> Any:
 
 def take_over(accelerator: Any, options: Mapping[str, Any]) -> None:
     """Make an accelerator of Accelerate's own, that a library has just made, one of ours. On every rank."""
-    accelerator.__class__ = type("Accelerator", (Accelerator, type(accelerator)), {})
+    if not isinstance(accelerator, Accelerator):
+        accelerator.__class__ = type("Accelerator", (Accelerator, type(accelerator)), {})
     _take_charge(accelerator, options)
 
 

@@ -18,6 +18,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DataLoaderConfiguration
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, IterableDataset
@@ -93,6 +94,12 @@ def accumulated(make: Make, folder: Path) -> Made:
             predicted.append(accelerator.gather_for_metrics(model(inputs) - targets))
     error = torch.cat(predicted)
     assert len(error) == 21
+    weights = folder / f"weights-{dear.size()}-{make.__name__}"
+    accelerator.save_model(model, str(weights))
+    accelerator.wait_for_everyone()
+    saved, kept = load_file(weights / "model.safetensors"), values(accelerator, model)
+    assert len(saved) == len(kept)
+    compare({f"0.{name}": value for name, value in saved.items()}, kept, 0.0)
     return {
         **values(accelerator, model),
         "norms": torch.stack(norms),

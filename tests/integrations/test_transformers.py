@@ -13,6 +13,7 @@ FEW = ("accumulated", "lengths", "best")
 #: One process weighs tokens, and rounds in bf16 and in Adafactor's fp32, otherwise than ranks do. DDP does as dear.
 NOT_ALONE = ("tokens of each rank", "bf16", "adafactor")
 ALONE = ("iterated", "checkpointed", "lora", "module", "resumed", "own trainer", "layer by layer")
+STRATEGIES = ("wfbp", "mgwfbp", "bytescheduler")
 
 
 def job(launcher: str, folder: Path, *names: str) -> None:
@@ -31,7 +32,7 @@ def test_losses_norms_and_parameters_are_those_of_the_librarys_own_ddp(launcher:
 @pytest.mark.full
 @pytest.mark.parametrize("launcher", ["mpi", "torchrun"])
 def test_so_are_all_others_and_those_of_one_process(launcher: str, tmp_path: Path) -> None:
-    job(launcher, tmp_path, *FEW, *NOT_ALONE, *ALONE)
+    job(launcher, tmp_path, *FEW, *NOT_ALONE, *ALONE, *STRATEGIES)
     job("single", tmp_path, *FEW, *ALONE)
 
 
