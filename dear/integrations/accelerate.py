@@ -27,7 +27,7 @@ from dear.integrations.options import checked
 from overlap.job.session import current
 from overlap.optimizer.distributed import DistributedOptimizer
 
-__all__ = ["Accelerator", "DearOptimizer", "apart", "take_over"]
+__all__ = ["Accelerator", "DearOptimizer", "apart", "refuse_other_ways", "take_over"]
 
 _OTHERS = {
     DistributedType.FSDP: "FSDP",
@@ -66,12 +66,15 @@ class Accelerator(accelerate.Accelerator):
 
     def __init__(self, *args: Any, dear_options: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         options = checked(dear_options)
-        dear.init()
         given = inspect.signature(accelerate.Accelerator).bind(*args, **kwargs).arguments
-        _refuse_other_ways(given)
-        if dear.size() > 1 and not torch.cuda.is_available():
-            given["cpu"] = True
+        refuse_other_ways(given)
+        if not torch.cuda.is_available():
+            dear.init()
+            given["cpu"] = given.get("cpu", False) or dear.size() > 1
+        elif "LOCAL_RANK" not in os.environ:  # under MPI; torchrun's ranks get NCCL's group from Accelerate first
+            dear.init()
         super().__init__(**given)
+        dear.init()
         _take_charge(self, options)
 
     # - Preparing
@@ -252,7 +255,8 @@ def _take_charge(accelerator: Any, options: Mapping[str, Any]) -> None:
     _watch(accelerator)
 
 
-def _refuse_other_ways(given: Mapping[str, Any]) -> None:
+def refuse_other_ways(given: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` where arguments of Accelerate's, or its environment variables, ask for another way to train."""
     for name, what in _PLUGINS.items():
         if given.get(name) is not None:
             raise ValueError(_both(f"{what} ({name})"))

@@ -16,7 +16,7 @@ from typing import Any
 from transformers import Trainer, TrainingArguments
 
 import dear
-from dear.integrations.accelerate import apart, take_over
+from dear.integrations.accelerate import apart, refuse_other_ways, take_over
 from dear.integrations.options import checked
 
 __all__ = ["DearTrainer", "DearTrainerMixin"]
@@ -42,6 +42,7 @@ class DearTrainerMixin:
         """As in Trainer, whose accelerator then is dear's."""
         trainer: Any = self
         _refuse(trainer.args)
+        refuse_other_ways({})
         dear.init()
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         take_over(trainer.accelerator, self._dear_options)
