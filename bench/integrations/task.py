@@ -49,7 +49,7 @@ def model() -> torch.nn.Module:
 
     torch.manual_seed(1)
     shape: dict[str, Any] = {"vocab_size": 128, "n_positions": WORDS, "n_embd": 512, "n_layer": 6, "n_head": 8}
-    quiet: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "loss_type": "ForCausalLM"}
+    quiet: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     config: Any = GPT2Config(use_cache=False, bos_token_id=None, eos_token_id=None, **shape, **quiet)
     made: torch.nn.Module = GPT2LMHeadModel(config)
     return made

@@ -264,7 +264,7 @@ def main() -> None:
         elif dear.rank() == 0:
             torch.save(expected, left)
         if dear.rank() == 0:
-            print(f"{name}: the same", flush=True)
+            print(f"({name}) the same", flush=True)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ def gpt2(**options: Any) -> torch.nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(1)
-    quiet: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "loss_type": "ForCausalLM"}
+    quiet: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     ends: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "use_cache": False}
     shape: dict[str, Any] = {"vocab_size": WORDS, "n_positions": 12, "n_embd": 16, "n_layer": 2, "n_head": 2}
     config: Any = GPT2Config(**shape, **quiet, **ends, **options)

@@ -18,7 +18,7 @@ def job(launcher: str, folder: Path, *names: str) -> None:
     argv = ["-m", "tests.integrations.accelerate_job", str(folder), *names]
     result = run_ranks(ranks, argv, launcher, timeout=120, env={"PYTHONPATH": str(ROOT)}, cwd=ROOT).check()
     for name in names:
-        assert name == "mistakes" or result.output.count(f"{name}: the same") == 1
+        assert name == "mistakes" or result.output.count(f"({name}) the same") == 1
 
 
 @pytest.mark.parametrize("launcher", ["mpi", "torchrun"])

@@ -21,7 +21,7 @@ def job(launcher: str, folder: Path, *names: str) -> None:
     argv = ["-m", "tests.integrations.trainer_job", str(folder), *names]
     result = run_ranks(ranks, argv, launcher, timeout=240, env={"PYTHONPATH": str(ROOT)}, cwd=ROOT).check()
     for name in names:
-        assert name == "mistakes" or result.output.count(f"{name}: the same") == 1
+        assert name == "mistakes" or result.output.count(f"({name}) the same") == 1
 
 
 @pytest.mark.parametrize("launcher", ["mpi", "torchrun"])

@@ -200,7 +200,7 @@ def main() -> None:
             compare(train(name, ours, folder / f"dear-{name}"), expected, tolerance(name))
         if dear.rank() == 0:
             torch.save(expected, left)
-            print(f"{name}: the same", flush=True)
+            print(f"({name}) the same", flush=True)
 
 
 if __name__ == "__main__":
