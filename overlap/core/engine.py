@@ -134,7 +134,7 @@ class Engine:
         elif slot.bucket is not None:
             if self._early is not None:
                 self._early.read(slot)
-            if slot.bucket in self.transit.pending:
+            if slot.bucket in self.transit.pending and not self._reader_drops_gradients():
                 self.transit.arrive(slot.bucket)
 
     def _enter(self, module: torch.nn.Module, *_inputs: object) -> None:
@@ -216,6 +216,11 @@ class Engine:
         if all(id(slot.param) in members for slot in self.slots if slot.fires or slot.filled):
             self.closing.count(unseen=True)
             self._drop(zeros=not call.f_locals["set_to_none"])
+
+    def _reader_drops_gradients(self) -> bool:
+        """``model.zero_grad()`` after ``step()``, as in Hugging Face's Trainer, looks at no value, so it need not wait."""
+        call = zeroing(sys._getframe(2))
+        return call is not None and bool(call.f_locals["set_to_none"])
 
     def finish(self, given_up: Iterable[str]) -> None:
         """Training ends: what is in flight arrives. After a backward without a step, early updates end alike everywhere.

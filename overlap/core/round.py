@@ -19,6 +19,7 @@ from overlap.core.bucket import Bucket, Phase, Slot, changed, clear
 from overlap.core.buckets.planner import Planner
 from overlap.core.feature import Feature, listeners
 from overlap.core.gathering import Transit
+from overlap.core.other_wrappers import other_wrapper
 from overlap.core.participants import Participants
 from overlap.core.wire import Exchange
 from overlap.transport.communicator import Communicator
@@ -387,7 +388,10 @@ class Round:
 
 
 def gradient_changed(slot: Slot, what: str, when: str = _ISSUED) -> GradientChanged:
-    """What to raise where the gradient was `what` (changed, removed) after `when`."""
+    """What to raise where the gradient was `what` (changed, removed) after `when`, by the script or a wrapper."""
+    wrapper = other_wrapper(None, slot.param)
+    if wrapper is not None:
+        return GradientChanged(f"the gradient of {slot.name!r} was {what} after backward(): {wrapper}")
     return GradientChanged(
         f"the gradient of {slot.name!r} was {what} after {when}. Call optimizer.synchronize() after backward() "
         "and before changing gradients, or use optimizer.clip_grad_norm_()"

@@ -12,7 +12,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from overlap.core.bucket import Slot, line
-from overlap.core.gates.holders import holders
+from overlap.core.other_wrappers import other_wrapper
 from overlap.job.session import current
 from overlap.optimizer.arguments import HorovodArguments
 from overlap.plan.groups import Groups
@@ -89,21 +89,9 @@ def collect_slots(
 
 def refuse_other_wrappers(model: torch.nn.Module | None, slots: Sequence[Slot]) -> None:
     """Raise ``TypeError`` where something else splits the batch, or averages the gradients, of the same parameters."""
-    around: list[torch.nn.Module] = []
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        around = holders([slots[0].param])  # also what the script has put around the model since
-    for module in (*(() if model is None else model.modules()), *around):
-        if isinstance(module, torch.nn.DataParallel):
-            raise TypeError(
-                "the model is in torch.nn.DataParallel, which trains on several devices from one process: dear needs one "
-                "process per device. Hand over model.module and start them by `dearrun -np N python script.py`"
-            )
-        if isinstance(module, torch.nn.parallel.DistributedDataParallel):
-            raise TypeError(
-                "the model is in DistributedDataParallel, which averages its gradients already: use one of both. Hand over "
-                "the model before it is wrapped (model.module), and take DistributedDataParallel away; a framework's "
-                "Trainer that wraps it by itself has to be told not to"
-            )
+    found = other_wrapper(model, slots[0].param)
+    if found is not None:
+        raise TypeError(found)
 
 
 def _signature(optimizer: torch.optim.Optimizer, slots: Sequence[Slot]) -> list[str]:

@@ -140,6 +140,20 @@ def test_bare_tensors_are_final_after_synchronize(strategy: str) -> None:
         _same_everywhere(tensor.detach().clone())
 
 
+@pytest.mark.parametrize("strategy", ["dear-layerwise", "oss", "bytescheduler"])
+def test_gradients_are_dropped_through_the_model_without_a_wait(strategy: str) -> None:
+    """As Hugging Face's Trainer does, right after step()."""
+    model, optimizer = _trained(strategy)
+    transit = optimizer._engine.transit
+    before = list(transit.pending)
+    model.zero_grad()
+    assert before
+    assert list(transit.pending) == before
+    assert all(param.grad is None for param in optimizer._parameter_names)
+    list(model.parameters())
+    assert not transit.pending
+
+
 def test_a_copied_or_pickled_model_carries_no_gates() -> None:
     model, optimizer = _trained()
     copied = copy.deepcopy(model)

@@ -12,6 +12,7 @@ from torch import nn
 import dear
 import oss
 import wfbp
+from overlap.core.round import GradientChanged
 from tests.spmd.listening import heard
 
 
@@ -78,6 +79,29 @@ def test_a_model_in_distributed_data_parallel_is_refused(given: str, monkeypatch
     second = {"the wrapper": wrapper, "the model": model, "parameters": None}[given]
     with pytest.raises(TypeError, match=r"averages its gradients already.*model\.module"):
         dear.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), second)
+
+
+def test_who_wraps_the_model_afterwards_is_told_what_has_changed_its_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Hugging Face's Trainer does with an optimizer that was distributed by hand."""
+
+    class Wrapper(nn.Module):
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+    monkeypatch.setattr(torch.nn.parallel, "DistributedDataParallel", Wrapper)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    model = nn.Linear(3, 2)
+    optimizer = dear.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    wrapper = Wrapper(model)
+    wrapper.module(torch.ones(2, 3)).sum().backward()
+    for parameter in model.parameters():
+        parameter.grad.div_(2)
+    with pytest.raises(
+        GradientChanged, match=r"averages its gradients already.*DearTrainer.*dear\.integrations\.accelerate"
+    ):
+        optimizer.step()
+    optimizer.zero_grad()
 
 
 @pytest.mark.parametrize(

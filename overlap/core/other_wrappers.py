@@ -1,0 +1,35 @@
+"""What somebody has put around a model that does a part of our work: it splits the batch, or averages the gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from overlap.core.gates.holders import holders
+
+__all__ = ["other_wrapper"]
+
+_DATA_PARALLEL = (
+    "the model is in torch.nn.DataParallel, which trains on several devices from one process: dear needs one process per "
+    "device. Hand over model.module and start them by `dearrun -np N python script.py`"
+)
+_DDP = (
+    "the model is in DistributedDataParallel, which averages its gradients already: use one of both. Hand over the model "
+    "before it is wrapped (model.module), and take DistributedDataParallel away. Hugging Face's Trainer and Accelerate put "
+    "it there by themselves: take DearTrainer of dear.integrations.transformers, or Accelerator of "
+    "dear.integrations.accelerate, and give it the optimizer as it was before it was distributed"
+)
+
+
+def other_wrapper(model: torch.nn.Module | None, parameter: torch.Tensor) -> str | None:
+    """What to tell the user where `model`, a part of it, or a module around `parameter` is such a wrapper."""
+    around: Iterable[torch.nn.Module] = ()
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        around = holders([parameter])  # also what the script has put around the model since
+    for module in (*(() if model is None else model.modules()), *around):
+        if isinstance(module, torch.nn.DataParallel):
+            return _DATA_PARALLEL
+        if isinstance(module, torch.nn.parallel.DistributedDataParallel):
+            return _DDP
+    return None

@@ -1,0 +1,41 @@
+"""dear's Accelerator beside the library's own under DDP, and beside one process that has the whole batch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.harness import ROOT, run_ranks
+
+ALONE = ("accumulated", "adversaries", "shared", "dispatched", "scaled")
+
+
+def job(launcher: str, folder: Path, *names: str) -> None:
+    ranks = 1 if launcher == "single" else 2
+    argv = ["-m", "tests.integrations.accelerate_job", str(folder), *names]
+    result = run_ranks(ranks, argv, launcher, timeout=120, env={"PYTHONPATH": str(ROOT)}, cwd=ROOT).check()
+    for name in names:
+        assert name == "mistakes" or result.output.count(f"({name}) the same") == 1
+
+
+@pytest.mark.parametrize("launcher", ["mpi", "torchrun"])
+def test_scripts_come_to_what_the_librarys_own_ddp_does(launcher: str, tmp_path: Path) -> None:
+    job(launcher, tmp_path, *ALONE, "bf16", "resumed", "mistakes")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("launcher", ["mpi", "torchrun"])
+def test_and_to_what_one_process_does_which_continues_them_and_is_continued(launcher: str, tmp_path: Path) -> None:
+    job(launcher, tmp_path, *ALONE, "resumed")
+    job("single", tmp_path, *ALONE, "resumed", "mistakes")
+    job(launcher, tmp_path, "resumed")
+
+
+def test_dear_alone_imports_no_library() -> None:
+    script = (
+        "import dear, sys; found = {'accelerate', 'transformers', 'peft'} & set(sys.modules); assert not found, found"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60, cwd=ROOT)

@@ -1,0 +1,46 @@
+"""DearTrainer beside the library's own Trainer under DDP, and beside one process that has the whole batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.harness import ROOT, run_ranks
+
+#: A few that have most in them, for every run.
+FEW = ("accumulated", "lengths", "best")
+#: One process weighs tokens, and rounds in bf16 and in Adafactor's fp32, otherwise than ranks do. DDP does as dear.
+NOT_ALONE = ("tokens of each rank", "bf16", "adafactor")
+ALONE = ("iterated", "checkpointed", "lora", "module", "resumed", "own trainer", "layer by layer")
+STRATEGIES = ("wfbp", "mgwfbp", "bytescheduler")
+
+
+def job(launcher: str, folder: Path, *names: str) -> None:
+    ranks = 1 if launcher == "single" else 2
+    argv = ["-m", "tests.integrations.trainer_job", str(folder), *names]
+    result = run_ranks(ranks, argv, launcher, timeout=240, env={"PYTHONPATH": str(ROOT)}, cwd=ROOT).check()
+    for name in names:
+        assert name == "mistakes" or result.output.count(f"({name}) the same") == 1
+
+
+@pytest.mark.parametrize("launcher", ["mpi", "torchrun"])
+def test_losses_norms_and_parameters_are_those_of_the_librarys_own_ddp(launcher: str, tmp_path: Path) -> None:
+    job(launcher, tmp_path, *FEW, "mistakes")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("launcher", ["mpi", "torchrun"])
+def test_so_are_all_others_and_those_of_one_process(launcher: str, tmp_path: Path) -> None:
+    job(launcher, tmp_path, *FEW, *NOT_ALONE, *ALONE, *STRATEGIES)
+    job("single", tmp_path, *FEW, *ALONE)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("launcher", ["mpi", "torchrun"])
+def test_two_ranks_one_plain_process_and_two_ranks_continue_each_other(launcher: str, tmp_path: Path) -> None:
+    for started, stage in ((launcher, "begun"), ("single", "alone"), (launcher, "ended")):
+        argv = ["-m", "tests.integrations.resumed_trainer_job", str(tmp_path), stage]
+        ranks = 1 if started == "single" else 2
+        result = run_ranks(ranks, argv, started, timeout=120, env={"PYTHONPATH": str(ROOT)}, cwd=ROOT).check()
+        assert result.output.count(f"{stage}: done") == ranks
