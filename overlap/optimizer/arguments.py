@@ -21,7 +21,16 @@ from overlap.plan.plan import Updates
 from overlap.transport.communicator import ReduceOp
 from overlap.transport.compression import NoneCompressor
 
-__all__ = ["KINDS", "SHELL", "HorovodArguments", "check_kinds", "check_passes", "feasible", "parse_groups"]
+__all__ = [
+    "KINDS",
+    "SHELL",
+    "HorovodArguments",
+    "check_kinds",
+    "check_passes",
+    "feasible",
+    "parse_groups",
+    "refuse_unknown",
+]
 
 
 #: Arguments of the wrapper itself, which every strategy's function hands on: see `overlap.optimizer.distributed`.
@@ -66,11 +75,12 @@ class HorovodArguments:
         """
         check_kinds({**scope, **scope["shell"]})
         if scope.get("strategy", "dear") == "dear":
-            _refuse_unknown(scope["shell"], (*(name for name in scope if name != "shell"), *SHELL))
+            refuse_unknown(scope["shell"], (*(name for name in scope if name != "shell"), *SHELL))
         return cls(**{field.name: scope[field.name] for field in fields(cls)})
 
 
-def _refuse_unknown(shell: Mapping[str, Any], known: Sequence[str]) -> None:
+def refuse_unknown(shell: Mapping[str, Any], known: Sequence[str]) -> None:
+    """Raise ``TypeError`` for the first name in `shell` that is not `known` (pure)."""
     for name in shell:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)

@@ -142,7 +142,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _step_supports_amp_scaling(self) -> bool:
         if is_scaler_step(sys._getframe(1)):
             reveal_infinities(self._averages)  # [Note: one verdict on infinities]
-        return True
+            return True
+        return getattr(self._optimizer, "_step_supports_amp_scaling", False)  # others may unscale before they clip
 
     def __repr__(self) -> str:
         return (
@@ -166,6 +167,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def tuning(self) -> bool:
         """Whether steps are still measured for other buckets, by ``tune`` or for mgwfbp's plan. The same on every rank."""
         return any(study.under_way for study in self._studies)
+
+    @property
+    def decides_by_loss(self) -> bool:
+        """Whether ``step(closure)`` may evaluate the closure several times, by its loss averaged over ranks."""
+        return self._stepper.decides_by_loss
 
     def _study(self, study: Study) -> None:
         """Call `study` after each step from the next one on."""
