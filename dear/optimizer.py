@@ -28,7 +28,7 @@ from overlap.plan.tuning.space import Dimension, Setting
 from overlap.transport.communicator import Communicator, ReduceOp
 from overlap.transport.compression import NoneCompressor
 
-__all__ = ["STRATEGIES", "Dear", "DistributedOptimizer"]
+__all__ = ["Dear", "DistributedOptimizer"]
 
 _PARTS = {"rsag": ("reducescatter", "allgather"), "rb": ("reduce", "bcast")}  # the two halves, by policy
 
@@ -212,8 +212,6 @@ def DistributedOptimizer(
 
 _DEFAULTS: dict[str, Any] = dict(DistributedOptimizer.__kwdefaults__ or {})
 _SIBLINGS = ("bytescheduler_adapter", "co2", "mgwfbp", "oss", "wfbp")
-#: Packages whose ``DistributedOptimizer`` is meant by a `strategy`.
-STRATEGIES = ("dear", *_SIBLINGS)
 
 
 def _sibling(strategy: str, optimizer: torch.optim.Optimizer, model: Any, own: dict[str, Any], shell: Any) -> Shell:

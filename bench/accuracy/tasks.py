@@ -11,7 +11,7 @@ from torch import nn
 
 from bench.program import ROOT
 
-__all__ = ["TASKS", "Task"]
+__all__ = ["TASKS", "WORDS", "Task", "text"]
 
 WORDS = 64  # bytes that the GPT-2 sees at once
 
@@ -63,14 +63,19 @@ def _small_gpt2() -> nn.Module:
     return model
 
 
-def _text() -> Callable[[nn.Module, torch.Generator], torch.Tensor]:
+def text() -> torch.Tensor:
+    """This project's own pages and sources, a number below 128 for each byte."""
     files = sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("overlap/**/*.py"), *ROOT.glob("*.md")])
     everything = b"\n".join(file.read_bytes() for file in files)
-    text = torch.tensor([byte for byte in everything if byte < 128])
+    return torch.tensor([byte for byte in everything if byte < 128])
+
+
+def _next_byte() -> Callable[[nn.Module, torch.Generator], torch.Tensor]:
+    words = text()
 
     def loss(model: nn.Module, generator: torch.Generator) -> torch.Tensor:
-        starts = torch.randint(len(text) - WORDS - 1, (8,), generator=generator)
-        piece = torch.stack([text[start : start + WORDS + 1] for start in starts.tolist()])
+        starts = torch.randint(len(words) - WORDS - 1, (8,), generator=generator)
+        piece = torch.stack([words[start : start + WORDS + 1] for start in starts.tolist()])
         scores = model(piece[:, :-1]).logits
         return nn.functional.cross_entropy(scores.flatten(0, 1), piece[:, 1:].flatten())
 
@@ -79,5 +84,5 @@ def _text() -> Callable[[nn.Module, torch.Generator], torch.Tensor]:
 
 TASKS = {
     "digits": Task(_perceptron, _digits, torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
-    "gpt2": Task(_small_gpt2, _text, torch.optim.AdamW, {"lr": 1e-3}),
+    "gpt2": Task(_small_gpt2, _next_byte, torch.optim.AdamW, {"lr": 1e-3}),
 }

@@ -1,1 +1,1 @@
-"""Other libraries' own ways to train, over dear: a file for each library. ``import dear`` imports none of them."""
+"""What fits dear into other libraries' trainers. Each module imports its library; dear itself imports none of them."""

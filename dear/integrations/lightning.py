@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import inspect
 import weakref
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
@@ -30,11 +29,12 @@ from dear.integrations.lightning_environment import (
     environment_of,
     launcher,
 )
-from dear.optimizer import STRATEGIES, DistributedOptimizer
+from dear.integrations.options import STRATEGIES, checked
+from dear.optimizer import DistributedOptimizer
 from overlap.api import broadcast_parameters, init
 from overlap.job.launch import Launcher
 from overlap.job.session import current
-from overlap.optimizer.arguments import SHELL, check_kinds, refuse_unknown
+from overlap.optimizer.arguments import check_kinds
 from overlap.optimizer.distributed import DistributedOptimizer as Shell
 
 __all__ = ["NAMES", "DearEnvironment", "DearFabricStrategy", "DearStrategy"]
@@ -47,9 +47,8 @@ _no_closure: Any = importlib.import_module(f"{PYTORCH}.core.optimizer").do_nothi
 _Mixin: Any = object
 
 #: What Lightning's users write, and the package whose ``DistributedOptimizer`` that means.
-NAMES = {"dear" if name == "dear" else f"dear_{name}": name for name in STRATEGIES}
+NAMES = {"dear" if name == "dear" else f"dear_{name}": name for name in (*STRATEGIES, "co2")}
 
-_OURS = ("optimizer", "named_parameters", "strategy", "shell", "backward_passes_per_step")
 _TIMEOUT = timedelta(minutes=30)  # Lightning's own
 
 
@@ -57,8 +56,8 @@ class _Job(_Mixin):  # type: ignore[misc]
     """What the two strategies share: the job's ranks, and optimizers that are given to dear."""
 
     def __init__(self, strategy: str, options: Mapping[str, Any], plugins: Mapping[str, Any]) -> None:
-        _check_options(strategy, options)
-        self._strategy, self._options = strategy, dict(options)
+        self._wanted = checked({"strategy": strategy, **options}, type(self).__name__, averages=True)
+        check_kinds(self._wanted)
         environment = plugins["cluster_environment"] or environment_of()
         super().__init__(**{**plugins, "cluster_environment": environment})
 
@@ -90,7 +89,7 @@ class _Job(_Mixin):  # type: ignore[misc]
         """As given where the script has wrapped it itself, or where it holds nothing to train. On every rank."""
         if isinstance(optimizer, Shell) or not any(group["params"] for group in optimizer.param_groups):
             return optimizer
-        return DistributedOptimizer(optimizer, model, strategy=self._strategy, **self._options)
+        return DistributedOptimizer(optimizer, model, **self._wanted)
 
 
 class DearStrategy(_Job, _TrainerDDP):  # type: ignore[misc]
@@ -321,20 +320,6 @@ def _has_hook(trainer: Any, name: str) -> bool:
         name in vars(one) or getattr(type(one), name) not in plain
         for one in (trainer.lightning_module, *trainer.callbacks)
     )
-
-
-def _check_options(strategy: str, options: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` or ``TypeError`` for what the strategy's ``DistributedOptimizer`` would not take."""
-    if strategy not in STRATEGIES:
-        raise ValueError(f"strategy should be one of {STRATEGIES} and is {strategy!r}")
-    if "backward_passes_per_step" in options:
-        raise ValueError(
-            "backward_passes_per_step: Lightning accumulates, by Trainer(accumulate_grad_batches=…) or "
-            "Fabric.no_backward_sync(); leave the option out"
-        )
-    takes = inspect.signature(importlib.import_module(strategy).DistributedOptimizer).parameters
-    refuse_unknown(options, [*(name for name in takes if name not in _OURS), *SHELL])
-    check_kinds(options)
 
 
 def _register(cls: type, registry: Any) -> None:

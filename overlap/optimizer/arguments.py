@@ -75,12 +75,11 @@ class HorovodArguments:
         """
         check_kinds({**scope, **scope["shell"]})
         if scope.get("strategy", "dear") == "dear":
-            refuse_unknown(scope["shell"], (*(name for name in scope if name != "shell"), *SHELL))
+            _refuse_unknown(scope["shell"], (*(name for name in scope if name != "shell"), *SHELL))
         return cls(**{field.name: scope[field.name] for field in fields(cls)})
 
 
-def refuse_unknown(shell: Mapping[str, Any], known: Sequence[str]) -> None:
-    """Raise ``TypeError`` for the first name in `shell` that is not `known` (pure)."""
+def _refuse_unknown(shell: Mapping[str, Any], known: Sequence[str]) -> None:
     for name in shell:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)

@@ -1,0 +1,42 @@
+"""What pairs of runs say: the time of a step of each method, their ratio, and the losses side by side (pure)."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+__all__ = ["of_pair", "report", "step_seconds"]
+
+Curve = Mapping[str, Any]
+WARMUP = 2  # steps in which buckets are made, by DDP as by dear
+SHOWN = 10
+
+
+def step_seconds(curve: Curve) -> float:
+    """The median time of a step, without the first ones."""
+    ended = curve["seconds"]
+    return statistics.median(after - before for before, after in zip(ended[WARMUP - 1 :], ended[WARMUP:], strict=False))
+
+
+def of_pair(pair: Mapping[str, Curve]) -> str:
+    """A line of one pair."""
+    times = {name: step_seconds(curve) for name, curve in pair.items()}
+    shown = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in times.items())
+    return f"a step: {shown}; dear / ddp {times['dear'] / times['ddp']:.2f}"
+
+
+def report(pairs: Sequence[Mapping[str, Curve]], alone: Curve | None) -> str:
+    """The median of the pairs, and a table of losses: of the first pair, and of one process where it ran."""
+    ratios = [step_seconds(pair["dear"]) / step_seconds(pair["ddp"]) for pair in pairs]
+    curves = {**pairs[0], **({} if alone is None else {"one process": alone})}
+    lines = [f"dear / ddp: median {statistics.median(ratios):.2f} of {len(ratios)} pair(s)", ""]
+    lines.append(f"{'step':>5}" + "".join(f"{name:>14}" for name in curves))
+    losses = [curve["loss"] for curve in curves.values()]
+    every = max(1, len(losses[0]) // SHOWN)
+    for number, row in enumerate(zip(*losses, strict=True), 1):
+        if number % every == 0:
+            lines.append(f"{number:>5}" + "".join(f"{loss:>14.6f}" for loss in row))
+    apart = max(max(row) - min(row) for row in zip(*losses, strict=True))
+    lines.append(f"losses at the same step are at most {apart:.2g} apart, over {len(losses[0])} steps")
+    return "\n".join(lines)

@@ -1,0 +1,287 @@
+"""Hugging Face Accelerate over dear: the import is the line that changes.
+
+from dear.integrations.accelerate import Accelerator
+
+Accelerate keeps what is its own: processes, devices, data loaders, precision, accumulation, schedulers, checkpoints. It
+puts no DistributedDataParallel around models; optimizers are distributed by dear instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import accelerate
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs, DistributedType
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+import dear
+from dear.integrations.options import checked
+from overlap.job.session import current
+from overlap.optimizer.distributed import DistributedOptimizer
+
+__all__ = ["Accelerator", "DearOptimizer", "take_over"]
+
+_OTHERS = {
+    DistributedType.FSDP: "FSDP",
+    DistributedType.DEEPSPEED: "DeepSpeed",
+    DistributedType.MEGATRON_LM: "Megatron-LM",
+    DistributedType.XLA: "XLA",
+}
+_PLUGINS = {
+    "deepspeed_plugin": "DeepSpeed",
+    "deepspeed_plugins": "DeepSpeed",
+    "fsdp_plugin": "FSDP",
+    "megatron_lm_plugin": "Megatron-LM",
+    "torch_tp_plugin": "tensor parallelism",
+}
+_VARIABLES = {
+    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
+    "ACCELERATE_USE_FSDP": "FSDP",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "parallelism_config",
+}
+_SIZES = ("tp_size", "cp_size", "sp_size", "dp_shard_size")
+
+
+class Accelerator(accelerate.Accelerator):
+    """``accelerate.Accelerator`` whose optimizers average gradients by dear, each rank with 1/P of their state.
+
+    Args:
+        args, kwargs: those of ``accelerate.Accelerator``. On a machine without GPUs, `cpu` is True in a job of several
+            ranks, without which Accelerate would have each of them train alone.
+        dear_options: arguments of :func:`dear.DistributedOptimizer`, for every optimizer: ``{"threshold_mb": 4}``.
+
+    Calls ``dear.init()``. On every rank. Raises ``ValueError`` for what trains in another way (FSDP, DeepSpeed, tensor
+    parallelism, communication hooks of DDP), ``TypeError`` for options that there are not, and ``RuntimeError`` where
+    Accelerate and dear see different jobs.
+    """
+
+    def __init__(self, *args: Any, dear_options: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        options = checked(dear_options)
+        dear.init()
+        given = inspect.signature(accelerate.Accelerator).bind(*args, **kwargs).arguments
+        _refuse_other_ways(given)
+        if dear.size() > 1 and not torch.cuda.is_available():
+            given["cpu"] = True
+        super().__init__(**given)
+        _take_charge(self, options)
+
+    # - Preparing
+
+    def prepare(self, *args: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
+        """As in Accelerate, in any order: models come first, on their device, since optimizers are wrapped with them."""
+        order = sorted(range(len(args)), key=lambda place: not isinstance(args[place], torch.nn.Module))
+        given = None if device_placement is None else [device_placement[place] for place in order]
+        prepared = super().prepare(*(args[place] for place in order), device_placement=given)
+        if len(args) < 2:
+            return prepared
+        found = dict(zip(order, prepared, strict=True))
+        return tuple(found[place] for place in range(len(args)))
+
+    def prepare_model(
+        self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> torch.nn.Module:
+        """As in Accelerate, without DistributedDataParallel. Raises ``ValueError`` for a model split over devices."""
+        _refuse_split(model)
+        # What Accelerate calls an evaluation has all but the wrapper for distributed training.
+        return super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
+
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    ) -> torch.optim.Optimizer:
+        """Distribute `optimizer`, with the prepared models whose parameters it has. On every rank."""
+        if isinstance(optimizer, AcceleratedOptimizer):
+            return super().prepare_optimizer(optimizer, device_placement)
+        if isinstance(optimizer, DistributedOptimizer):
+            raise TypeError(
+                "prepare() was given a dear.DistributedOptimizer, and this Accelerator makes it: hand over the optimizer "
+                "inside, and give its options as Accelerator(dear_options={…})"
+            )
+        if type(optimizer).__name__ in ("Lomo", "AdaLomo"):
+            raise ValueError(f"{type(optimizer).__name__} updates inside backward, where dear cannot average gradients")
+        plain = [self.unwrap_model(model, keep_torch_compile=False) for model in self._models]
+        members = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        models = [model for model in plain if any(id(parameter) in members for parameter in model.parameters())]
+        whole = models[0] if len(models) == 1 else torch.nn.ModuleList(models) if models else None
+        distributed = dear.DistributedOptimizer(optimizer, whole, **self._dear_options)
+        placed = self.device_placement if device_placement is None else device_placement
+        prepared = DearOptimizer(distributed, models, device_placement=placed, scaler=self.scaler)
+        self._optimizers.append(prepared)
+        return prepared
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """As in Accelerate. It was made with the optimizer that is inside the distributed one now."""
+        prepared = super().prepare_scheduler(scheduler)
+        if prepared is not scheduler:
+            mine = [optimizer for optimizer in self._optimizers if optimizer.optimizer.wraps(scheduler.optimizer)]
+            prepared.optimizers = mine or prepared.optimizers
+        return prepared
+
+    # - Training
+
+    @contextlib.contextmanager
+    def no_sync(self, model: torch.nn.Module) -> Iterator[None]:
+        """Backward passes inside accumulate locally, in all optimizers that have parameters of `model`."""
+        # Not found by model.parameters(): who looks at them waits for what the last step has sent.
+        plain = self.unwrap_model(model, keep_torch_compile=False)
+        with contextlib.ExitStack() as stack:
+            for optimizer in self._optimizers:
+                if optimizer.trains(plain):
+                    stack.enter_context(optimizer.optimizer.no_sync())
+            yield
+
+    def clip_grad_norm_(
+        self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
+    ) -> Any:
+        """As in Accelerate, by the norm of the averages. On every rank."""
+        chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        # Without those that are frozen, which no optimizer has: what one has alone is clipped where it lies.
+        chosen = [parameter for parameter in chosen if parameter.requires_grad or parameter.grad is not None]
+        return super().clip_grad_norm_(chosen, max_norm, norm_type=norm_type)
+
+    @contextlib.contextmanager
+    def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
+        """As in Accelerate, on CPUs too: ranks that run out of data take part in what the others do, by ``dear.join()``.
+
+        Averages divide by the ranks that still have data, where DistributedDataParallel's divide by all.
+        """
+        samplers = [loader.batch_sampler for loader in self._dataloaders if hasattr(loader, "batch_sampler")]
+        before = [(sampler, sampler.even_batches) for sampler in samplers if hasattr(sampler, "even_batches")]
+        even = self.even_batches if even_batches is None else even_batches
+        try:
+            for sampler, _ in before:
+                sampler.even_batches = even
+            yield
+            if not even:
+                dear.join()
+        finally:
+            for sampler, value in before:
+                sampler.even_batches = value
+
+
+class DearOptimizer(AcceleratedOptimizer):
+    """Accelerate's wrapper around a distributed optimizer, and the models it trains."""
+
+    def __init__(
+        self, optimizer: DistributedOptimizer, models: Sequence[torch.nn.Module], *, device_placement: bool, scaler: Any
+    ) -> None:
+        super().__init__(optimizer, device_placement=device_placement, scaler=scaler)
+        self._models = weakref.WeakSet(models)
+        if scaler is not None:
+            self._optimizer_patched_step_method = self._noting(optimizer.step)
+
+    def trains(self, model: torch.nn.Module) -> bool:
+        """Whether it has parameters of `model`, as far as is known: models that were prepared after it are not."""
+        return not self._models or model in self._models
+
+    def _noting(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """`step`, which a GradScaler always calls: what it found on all ranks decides there whether it is skipped."""
+
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            found = vars(self.optimizer).get("found_inf")
+            self._accelerate_step_called = found is None or not bool(found > 0)
+            return step(*args, **kwargs)
+
+        return noting
+
+
+def take_over(accelerator: Any, options: Mapping[str, Any]) -> None:
+    """Make an accelerator of Accelerate's own, that a library has just made, one of ours. On every rank."""
+    accelerator.__class__ = type("Accelerator", (Accelerator, type(accelerator)), {})
+    _take_charge(accelerator, options)
+
+
+def _take_charge(accelerator: Any, options: Mapping[str, Any]) -> None:
+    """Check what it has found, and watch over the optimizers of its models."""
+    other = _OTHERS.get(accelerator.distributed_type)
+    if other is not None:
+        raise ValueError(_both(other))
+    theirs, ours = (accelerator.process_index, accelerator.num_processes), (dear.rank(), dear.size())
+    if theirs != ours:
+        raise RuntimeError(
+            f"Accelerate makes this process number {theirs[0]} of {theirs[1]}, and dear number {ours[0]} of {ours[1]}: "
+            "call dear.init() before anything of Accelerate's or Trainer's is made, and on a machine without GPUs give "
+            "Accelerator(cpu=True) or TrainingArguments(use_cpu=True)"
+        )
+    handler = accelerator.ddp_handler
+    if handler is not None:
+        _refuse_hooks(handler)
+    if accelerator.gradient_state.plugin_kwargs.get("sync_each_batch"):
+        raise ValueError(
+            "sync_each_batch=True reduces gradients in every pass, and dear once for each step: leave it out"
+        )
+    accelerator._dear_options = dict(options)
+    _watch(accelerator)
+
+
+def _refuse_other_ways(given: Mapping[str, Any]) -> None:
+    for name, what in _PLUGINS.items():
+        if given.get(name) is not None:
+            raise ValueError(_both(f"{what} ({name})"))
+    for name, what in _VARIABLES.items():
+        if os.environ.get(name, "false").lower() == "true":
+            raise ValueError(_both(f"{what} ({name}=true, as accelerate launch sets it)"))
+    config = given.get("parallelism_config")
+    for size in _SIZES:
+        if config is not None and (getattr(config, size, 1) or 1) > 1:
+            raise ValueError(_both(f"parallelism_config with {size}={getattr(config, size)}"))
+
+
+def _refuse_hooks(handler: DistributedDataParallelKwargs) -> None:
+    no = DDPCommunicationHookType.NO
+    if handler.comm_hook != no or handler.comm_wrapper != no:
+        raise ValueError(
+            f"DistributedDataParallelKwargs has comm_hook={handler.comm_hook} and comm_wrapper={handler.comm_wrapper}, and "
+            "dear puts no DistributedDataParallel around models: give dear_options={'compression': dear.Compression.bf16}"
+        )
+    if handler.bucket_cap_mb != DistributedDataParallelKwargs().bucket_cap_mb:
+        raise ValueError(
+            f"bucket_cap_mb={handler.bucket_cap_mb} is for DistributedDataParallel, and dear has buckets of its own: give "
+            f"dear_options={{'threshold_mb': {handler.bucket_cap_mb}}}"
+        )
+
+
+def _refuse_split(model: torch.nn.Module) -> None:
+    devices = set((getattr(model, "hf_device_map", None) or {}).values())
+    if len(devices) > 1:
+        raise ValueError(_both(f"a model whose device_map spreads it over {len(devices)} devices"))
+    if getattr(model, "is_distributed_loading_by_transformers", False) or (getattr(model, "tp_size", None) or 1) > 1:
+        raise ValueError(_both("a model that transformers has sharded (tensor parallelism, distributed_config)"))
+
+
+def _both(other: str) -> str:
+    return f"{other} and dear both decide how gradients and state are spread over ranks: use one of them"
+
+
+def _watch(accelerator: Any) -> None:
+    """From now on an optimizer that was not prepared, and steps a prepared model's parameters, raises ``RuntimeError``.
+
+    DistributedDataParallel would have averaged its gradients; here each rank would train alone, unnoticed.
+    """
+    watching: Callable[[], Any] = weakref.ref(accelerator)
+    known: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def check(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        mine = watching()
+        if mine is None:
+            handle.remove()
+            return
+        if optimizer in known or not dear.is_initialized():
+            return
+        if not isinstance(optimizer, DistributedOptimizer) and current().registry.shell_of(optimizer) is optimizer:
+            prepared = {id(parameter) for model in mine._models for parameter in model.parameters()}
+            if any(id(parameter) in prepared for group in optimizer.param_groups for parameter in group["params"]):
+                raise RuntimeError(
+                    f"step() of an {type(optimizer).__name__} was called that has parameters of a prepared model, and was "
+                    "not prepared: its gradients are this rank's own. Give it to accelerator.prepare() too"
+                )
+        known.add(optimizer)
+
+    handle = register_optimizer_step_pre_hook(check)
