@@ -52,7 +52,7 @@ NAMES = {"dear" if name == "dear" else f"dear_{name}": name for name in (*STRATE
 _TIMEOUT = timedelta(minutes=30)  # Lightning's own
 
 
-class _Job(_Mixin):  # type: ignore[misc]
+class _Job(_Mixin):
     """What the two strategies share: the job's ranks, and optimizers that are given to dear."""
 
     def __init__(self, strategy: str, options: Mapping[str, Any], plugins: Mapping[str, Any]) -> None:
@@ -92,7 +92,7 @@ class _Job(_Mixin):  # type: ignore[misc]
         return DistributedOptimizer(optimizer, model, **self._wanted)
 
 
-class DearStrategy(_Job, _TrainerDDP):  # type: ignore[misc]
+class DearStrategy(_Job, _TrainerDDP):
     """For ``Trainer(strategy=DearStrategy(...))``; names like ``strategy="dear"`` are this one without options.
 
     Args:
@@ -215,7 +215,7 @@ class DearStrategy(_Job, _TrainerDDP):  # type: ignore[misc]
             optimizer.load_state_dict(state)
 
 
-class _Averages(_pytorch.Callback):  # type: ignore[misc]
+class _Averages(_pytorch.Callback):
     """Runs before all other callbacks where one of them, or the module, may look at ``.grad``: it finds averages there."""
 
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
@@ -227,7 +227,7 @@ class _Averages(_pytorch.Callback):  # type: ignore[misc]
             optimizer.synchronize()
 
 
-class DearFabricStrategy(_Job, _FabricDDP):  # type: ignore[misc]
+class DearFabricStrategy(_Job, _FabricDDP):
     """For ``Fabric(strategy=DearFabricStrategy(...))``; names like ``strategy="dear"`` are this one without options.
 
     Args:
@@ -286,7 +286,7 @@ class DearFabricStrategy(_Job, _FabricDDP):  # type: ignore[misc]
         super().save_checkpoint(path, state, *args, **kwargs)
 
 
-class _NoSync(_BackwardSyncControl):  # type: ignore[misc]
+class _NoSync(_BackwardSyncControl):
     """``Fabric.no_backward_sync(module)``: of all optimizers that train it."""
 
     def __init__(self) -> None:

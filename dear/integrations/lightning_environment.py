@@ -24,7 +24,7 @@ FABRIC = "lightning_fabric" if _OLD else "lightning.fabric"
 _environments: Any = importlib.import_module(f"{FABRIC}.plugins.environments")
 
 
-class DearEnvironment(_environments.ClusterEnvironment):  # type: ignore[misc]
+class DearEnvironment(_environments.ClusterEnvironment):
     """For ``plugins=[DearEnvironment()]`` with other strategies than dear's, which take it by themselves.
 
     The first question on each rank is ``dear.init()``, which all ranks have to come to.

@@ -21,16 +21,7 @@ from overlap.plan.plan import Updates
 from overlap.transport.communicator import ReduceOp
 from overlap.transport.compression import NoneCompressor
 
-__all__ = [
-    "KINDS",
-    "SHELL",
-    "HorovodArguments",
-    "check_kinds",
-    "check_passes",
-    "feasible",
-    "parse_groups",
-    "refuse_unknown",
-]
+__all__ = ["KINDS", "SHELL", "HorovodArguments", "check_kinds", "check_passes", "feasible", "parse_groups"]
 
 
 #: Arguments of the wrapper itself, which every strategy's function hands on: see `overlap.optimizer.distributed`.

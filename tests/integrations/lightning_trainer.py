@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -336,7 +335,7 @@ def test_co2_evaluates_and_saves_the_average(folder: Path) -> None:
 
 
 def test_options_reach_the_optimizer_and_unknown_ones_raise() -> None:
-    module, runner = fit(DearStrategy(threshold_mb=None, num_nearby_layers=1, compression=dear.Compression.bf16))
+    _, runner = fit(DearStrategy(threshold_mb=None, num_nearby_layers=1, compression=dear.Compression.bf16))
     assert len(runner.optimizers[0].buckets) == 2
     fit(DearStrategy("oss", gather_dtype=torch.bfloat16), max_epochs=1, dtype=torch.float32, precision=None)
     with pytest.raises(TypeError, match="threshold_mb"):
@@ -366,11 +365,40 @@ def test_optimizers_that_the_module_wraps_itself_stay() -> None:
     assert_same(module, fit(ddp())[0])
 
 
-@pytest.mark.skipif("TORCHELASTIC_RUN_ID" in os.environ, reason="DDP's own way is taken under torchrun")
+def test_a_trainer_that_knows_one_process_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    """It trains, as every rank takes its own part here; Lightning's side of it is each rank's own."""
+    with caplog.at_level("WARNING", "dear"):
+        fit("one", WrappedByHand, max_epochs=1)
+    assert ("knows of 1 process" in caplog.text) == (dear.size() > 1 and dear.rank() == 0)
+    caplog.clear()
+    fit("dear", WrappedByHand, max_epochs=1)
+    assert "process" not in caplog.text
+
+
 def test_a_trainer_of_other_processes_than_the_job_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.excepthook", lambda *_: None)
     with pytest.raises(LaunchError, match=f"give devices={dear.local_size()}, num_nodes=1"):
         trainer("dear", devices=dear.local_size() + 1)
+
+
+def test_what_lightning_puts_around_an_optimizer_is_the_optimizer() -> None:
+    """It poses as our class: each call reaches the user's optimizer once."""
+
+    class Looks(Regression):
+        def on_train_batch_end(self, *_: Any) -> None:
+            (posing,) = (self.optimizers(),)
+            real = self.trainer.optimizers[0]
+            assert isinstance(posing, type(real))
+            assert posing.param_groups is real.param_groups
+            assert len(posing.state) == len(real.state) == 4
+            calls = real._engine.closing._calls
+            before = calls.last
+            posing.zero_grad()
+            assert calls.last == before + 2, "one call counts two"
+            self.seen.append(posing.param_groups[0]["lr"])
+
+    module, _ = fit("dear", Looks)
+    assert module.seen[0] == 1e-2
 
 
 def test_collectives_of_lightning() -> None:
