@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import dear
 from dear.integrations.lightning import NAMES, DearStrategy
 from overlap.job.launch import LaunchError
 from tests.integrations.lightning_models import Regression, assert_same, data, ddp, fit, loader, trainer
+from tests.spmd.listening import heard
 
 
 @pytest.fixture(autouse=True)
@@ -365,14 +367,14 @@ def test_optimizers_that_the_module_wraps_itself_stay() -> None:
     assert_same(module, fit(ddp())[0])
 
 
-def test_a_trainer_that_knows_one_process_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
-    """It trains, as every rank takes its own part here; Lightning's side of it is each rank's own."""
-    with caplog.at_level("WARNING", "dear"):
+def test_a_trainer_that_knows_one_process_is_told_of() -> None:
+    with heard(logging.WARNING) as alone:
         fit("one", WrappedByHand, max_epochs=1)
-    assert ("knows of 1 process" in caplog.text) == (dear.size() > 1 and dear.rank() == 0)
-    caplog.clear()
-    fit("dear", WrappedByHand, max_epochs=1)
-    assert "process" not in caplog.text
+    with heard(logging.WARNING) as together:
+        fit("dear", WrappedByHand, max_epochs=1)
+    told = [line for line in alone if "knows of 1 process" in line]
+    assert len(told) == int(dear.size() > 1 and dear.rank() == 0)
+    assert not [line for line in together if "process" in line]
 
 
 def test_a_trainer_of_other_processes_than_the_job_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
