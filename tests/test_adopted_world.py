@@ -91,6 +91,29 @@ def test_all_ranks_meet_after_some_had_sessions_of_their_own(tmp_path: Path) -> 
     assert result.output.count("the end") == 2
 
 
+UNDER_MPI = """
+import os, sys, torch, dear
+rank, meeting = int(os.environ["OMPI_COMM_WORLD_RANK"]), f"tcp://127.0.0.1:{sys.argv[1]}"
+torch.distributed.init_process_group("gloo", rank=rank, world_size=2, init_method=meeting)
+dear.init()
+assert dear.mpi_enabled() and "RANK" not in os.environ
+assert dear.allreduce(torch.ones(1), op=dear.Sum) == 2
+dear.shutdown()
+found = torch.ones(1)
+torch.distributed.all_reduce(found)
+assert found == 2
+torch.distributed.destroy_process_group()
+print("the end", flush=True)
+"""
+
+
+def test_under_mpi_the_scripts_world_is_left_alone_and_messages_go_over_mpi(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(UNDER_MPI)
+    result = run_ranks(2, [str(script), str(_free_port())], timeout=60, env={"PYTHONPATH": str(ROOT)}).check()
+    assert result.output.count("the end") == 2
+
+
 DISAGREES = """
 import torch, dear
 torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.harness import ROOT, run_ranks
 
 ATTACKER = """
@@ -65,22 +67,25 @@ def test_letters_of_a_third_process_run_nothing_and_stop_nothing(tmp_path: Path)
 
 
 LISTENING = """
-import os
+import os, sys
 import dear
 
-dear.init()
+dear.init(torch_distributed=sys.argv[1] == "torch")
 dear.barrier()
 mine = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")}
 rows = [line.split() for name in ("tcp", "tcp6") for line in open(f"/proc/self/net/{name}").readlines()[1:]]
 ports = [row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in mine]
-print(f"listens on {ports}", flush=True)
+print(f"listens on {len(ports)} ports at {sorted({port.split(':')[0] for port in ports})}", flush=True)
 dear.barrier()
 """
 
 
-def test_workers_of_one_host_listen_on_no_port(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("group", "expected"), [("none", "0 ports at []"), ("torch", " ports at ['0100007F']")])
+def test_workers_of_one_host_listen_on_the_loopback_interface_at_most(
+    group: str, expected: str, tmp_path: Path
+) -> None:
     script = tmp_path / "script.py"
     script.write_text(LISTENING)
-    command = [sys.executable, "-m", "dearrun", "-np", "2", sys.executable, str(script)]
+    command = [sys.executable, "-m", "dearrun", "-np", "2", sys.executable, str(script), group]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
-    assert result.stdout.count("listens on []") == 2, result.stdout + result.stderr
+    assert result.stdout.count(expected) == 2, result.stdout + result.stderr

@@ -128,7 +128,7 @@ class Cluster:
         command = [mpirun, *launch, self.agent, "--host", where, "-np", str(self.hosts), "--bind-to", "none"]
         command += ["--mca", "pml", "ob1", "--mca", "btl", "tcp,self"]
         command += ["--mca", "btl_tcp_if_include", f"{SUBNET}.0/24"]
-        env = {**(env or {}), "GLOO_SOCKET_IFNAME": "eth0"}
+        env = {"GLOO_SOCKET_IFNAME": "eth0", **(env or {})}
         for name in env:
             command += ["-x", name]
         root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -142,8 +142,8 @@ class Cluster:
         jobs = []
         for host in range(self.hosts):
             ranks = {"RANK": str(host), "WORLD_SIZE": str(self.hosts), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-            meet = {"MASTER_ADDR": self.address(0), "MASTER_PORT": "29400", "GLOO_SOCKET_IFNAME": "eth0"}
-            environ = {**os.environ, **(env or {}), **ranks, **meet}
+            meet = {"MASTER_ADDR": self.address(0), "MASTER_PORT": "29400"}
+            environ = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0", **(env or {}), **ranks, **meet}
             jobs.append(subprocess.Popen(self.enter(host, [sys.executable, *argv]), env=environ, cwd=ROOT))
         _finish(jobs, timeout)
 

@@ -45,7 +45,9 @@ __all__ = [
 _SETS = "process set"  # what requests about them are called
 
 
-def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None) -> Session:
+def init(
+    comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None, torch_distributed: bool = True
+) -> Session:
     """Join the job that started this process. On every rank; calling it again changes nothing.
 
     Args:
@@ -53,6 +55,11 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
             is accepted when it names all of them, or none; to communicate among some, use `process_sets`.
         process_sets: sets to register at once, the same on all ranks. Sets can also be added later; Horovod's
             ``"dynamic"``, which asks for that, is accepted.
+        torch_distributed: under MPI, make torch.distributed's default group of the ranks of this job, over gloo, and set
+            the variables that tell of it (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, …), so that libraries which ask
+            torch.distributed find it. :func:`shutdown` ends it. False: leave torch.distributed to the script. It has no
+            effect where the script has initialised torch.distributed already, under torchrun, and in one process alone.
+            Where a rank cannot make it, all train without it, and rank 0 warns.
 
     Raises :class:`overlap.job.launch.LaunchError` when launcher and communicator disagree about the size of the job, and
     ``ValueError`` for arguments that cannot be honoured.
@@ -60,7 +67,7 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
     if isinstance(process_sets, str) and process_sets.lower() != "dynamic":
         raise ValueError(f"process_sets should be a list of ProcessSet or 'dynamic' and is {process_sets!r}")
     wanted = None if isinstance(comm, list | tuple | range) else comm
-    started = session.init(wanted)
+    started = session.init(wanted, torch_distributed)
     attach(started, stand_in)
     if wanted is not comm and len(comm) > 0 and sorted(comm) != list(range(started.comm.size)):
         raise ValueError(

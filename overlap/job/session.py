@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -41,6 +41,9 @@ __all__ = [
     "uninitialized",
 ]
 
+if TYPE_CHECKING:
+    from overlap.job.default_group import DefaultGroup
+
 if torch.distributed.is_available():
     # Its functions keep the default process group that they find when they are imported, as a default argument, and the
     # first torch.optim constructor imports them. A group would outlive destroy_process_group(), its gloo threads with
@@ -55,7 +58,7 @@ _RANKS_PROCESS = "DEAR_RANK_PROCESS"  # the environment variable by which proces
 class Session:
     """The communicator of all ranks, this rank's place among them, and the services that run beside training."""
 
-    def __init__(self, comm: Communicator, launch: Launch, wanted: Settings) -> None:
+    def __init__(self, comm: Communicator, launch: Launch, wanted: Settings, torch_distributed: bool = True) -> None:
         self.comm, self.launch = comm, launch
         introductions = allgather_object(comm, (socket.gethostname(), wanted, time.time()))
         hosts = [host for host, _, _ in introductions]
@@ -93,6 +96,20 @@ class Session:
             self.start_timeline(
                 self.settings.timeline, self.settings.timeline_mark_cycles, self.settings.timeline_max_mb
             )
+        self._default_group = self._make_default_group(torch_distributed)
+
+    def _make_default_group(self, wanted: bool) -> DefaultGroup | None:
+        if self.comm.size == 1 or not torch.distributed.is_available():
+            return None
+        from overlap.job import default_group
+
+        return default_group.make(self.control, wanted, self.local_rank, self.local_size)
+
+    def end_default_group(self) -> None:
+        """torch.distributed is as it was before the session."""
+        ended, self._default_group = self._default_group, None
+        if ended is not None:
+            ended.end()
 
     def start_timeline(self, file_path: str, mark_cycles: bool, max_mb: float) -> None:
         """See :func:`overlap.api.start_timeline`."""
@@ -132,6 +149,7 @@ class Session:
             issuer.close(given_up)
         report(self.comm.rank, communicators, given_up)
         self.control.barrier(label="shutdown")
+        self.end_default_group()
         self.watchdog.close()
         self.peer_queries.close()
         timeline.stop()
@@ -238,12 +256,14 @@ def _connected(launch: Launch, comm: Any) -> Communicator:
         raise wrong from error
 
 
-def init(comm: Any = None) -> Session:
+def init(comm: Any = None, torch_distributed: bool = True) -> Session:
     """Join the job that started this process. On every rank; calling it again changes nothing.
 
     Args:
         comm: an mpi4py communicator, a process group of torch.distributed or an
             ``overlap.transport.communicator.Communicator`` to use instead of what the launcher says.
+        torch_distributed: whether torch.distributed gets its default group, over gloo, where it has none: under MPI. The
+            group has the ranks of this job, and ends with :func:`shutdown`.
 
     A script that has initialised torch.distributed by itself, in processes that no launcher knows (``mp.spawn``), gets that
     world.
@@ -267,7 +287,7 @@ def init(comm: Any = None) -> Session:
             "process was probably started by the mpirun of another MPI than the one comm_core was built with, or by "
             f"another launcher inside that job ({BACKEND_VARIABLE}=torch: torchrun)"
         )
-    _session, _process = Session(connected, launch, wanted), os.getpid()
+    _session, _process = Session(connected, launch, wanted, torch_distributed), os.getpid()
     os.environ[_RANKS_PROCESS] = str(_process)
     atexit.register(shutdown)
     return _session
@@ -309,4 +329,7 @@ def shutdown() -> None:
     os.environ.pop(_RANKS_PROCESS, None)
     if _process == os.getpid():  # a forked child has no part in what its parent does with the other ranks
         failures.say_what_is_under_way(session.comm.rank, session.comm.size)
-        session.close()
+        try:
+            session.close()
+        finally:
+            session.end_default_group()

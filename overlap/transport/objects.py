@@ -16,6 +16,7 @@ __all__ = [
     "NotSent",
     "SignatureMismatch",
     "agree",
+    "allgather_made",
     "allgather_object",
     "broadcast_made",
     "broadcast_object",
@@ -32,6 +33,10 @@ _SIMPLE = (bool, int, float, str, type(None))
 
 class NotSent(RuntimeError):
     """A rank could not make, or pickle, what it was to send. Every rank raises it: the others do not wait in vain."""
+
+    def __init__(self, sender: int, reason: str) -> None:
+        super().__init__(f"rank {sender} could not send an object: {reason}")
+        self.sender, self.reason = sender, reason
 
 
 def is_picklable(value: Any) -> bool:
@@ -74,7 +79,7 @@ def _parsed(frame: bytes, rest: bytes, sender: int, failure: Exception | None) -
     length = _LENGTH.unpack_from(frame)[0]
     content = (frame[_LENGTH.size :] + rest)[: abs(length)]
     if length < 0:
-        raise NotSent(f"rank {sender} could not send an object: {content.decode(errors='replace')}") from failure
+        raise NotSent(sender, content.decode(errors="replace")) from failure
     return loads(content)
 
 
@@ -119,9 +124,17 @@ def allgather_object(comm: Communicator, obj: T) -> list[T]:
 
     Raises :class:`NotSent` on all of them where one of the objects cannot be pickled.
     """
+    return allgather_made(comm, lambda: obj)
+
+
+def allgather_made(comm: Communicator, make: Callable[[], T]) -> list[T]:
+    """What `make` gives on every rank, in rank order, on every rank (pickled). Call on all ranks of `comm`.
+
+    Raises :class:`NotSent` on all of them where `make` fails on one, or its result cannot be pickled.
+    """
     if comm.size == 1:
-        return [obj]
-    parcel = _Parcel(lambda: obj)
+        return [make()]
+    parcel = _Parcel(make)
     firsts = _empty(comm.size * _FRAME)
     comm.all_gather(parcel.first, firsts)
     frames = [frame.numpy().tobytes() for frame in firsts.split(_FRAME)]

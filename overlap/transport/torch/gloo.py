@@ -35,6 +35,13 @@ class Message(NamedTuple):
     verb: str
 
 
+def tear_down(gloo: Any) -> None:
+    """Close all connections of a ``ProcessGroupGloo``, so that every wait on them ends with an error, on the peers too."""
+    peer = (gloo.rank() + 1) % gloo.size()
+    with contextlib.suppress(RuntimeError):
+        gloo.recv([torch.empty(1, device="cpu")], peer, _TAG_OF_THE_END).wait(_AT_ONCE)
+
+
 class Link:
     """Nonblocking sends and receives, matched by peer and tag in posting order, and polite waits for them."""
 
@@ -68,9 +75,7 @@ class Link:
         if self._broken or self._gloo is None:
             return
         self._broken = True
-        peer = (self.rank + 1) % self.size
-        with contextlib.suppress(RuntimeError):
-            self._gloo.recv([torch.empty(1, device="cpu")], peer, _TAG_OF_THE_END).wait(_AT_ONCE)
+        tear_down(self._gloo)
 
     def close(self) -> None:
         """Let go of the connections."""

@@ -1,0 +1,105 @@
+"""Over which network interface gloo's connections go: the one by which a host of the job is reached.
+
+Left alone, gloo takes the interface that this host's own name leads to. That may be the loopback, or a bridge of
+containers, where no other host can connect. ``GLOO_SOCKET_IFNAME`` names the interface; it holds where the user has set it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import ipaddress
+import socket
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+__all__ = ["VARIABLE", "Address", "listed", "own_addresses", "owner", "toward"]
+
+VARIABLE = "GLOO_SOCKET_IFNAME"
+
+_UP = 0x1  # a flag of an interface, on Linux
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """An address of this host, and the name of the interface that has it."""
+
+    text: str
+    interface: str
+
+    @property
+    def ip(self) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+        return ipaddress.ip_address(self.text)
+
+
+def owner(text: str, addresses: Sequence[Address]) -> Address | None:
+    """The one of `addresses` that is `text`; None where its interface cannot be named to gloo (pure).
+
+    gloo takes an interface's first address. On the loopback interface that is one that no other host reaches, also where
+    it has another address beside it.
+    """
+    found = next((address for address in addresses if address.text == text), None)
+    if found is None:
+        return None
+    first = next(address for address in addresses if address.interface == found.interface)
+    return found if first.ip.is_loopback == found.ip.is_loopback else None
+
+
+def listed(addresses: Sequence[Address]) -> str:
+    """For a message: ``eth0 (10.0.0.1), lo (127.0.0.1)`` (pure)."""
+    return ", ".join(f"{address.interface} ({address.text})" for address in addresses)
+
+
+def toward(host: str) -> Address | None:
+    """The address from which this host's packets to `host` go; None where that cannot be told. Sends nothing."""
+    addresses = own_addresses()
+    return next((found for text in _sources(host) if (found := owner(text, addresses)) is not None), None)
+
+
+def _sources(host: str) -> Iterator[str]:
+    try:
+        targets = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)
+    except OSError:
+        return
+    for family, kind, protocol, _, target in targets:
+        try:
+            with socket.socket(family, kind, protocol) as found:
+                found.connect(target)  # of datagrams: the kernel only looks up the route
+                yield found.getsockname()[0]
+        except OSError:
+            continue
+
+
+class _Entry(ctypes.Structure):
+    """``struct ifaddrs`` of Linux, as far as it is read."""
+
+
+_Entry._fields_ = [
+    ("next", ctypes.POINTER(_Entry)),
+    ("name", ctypes.c_char_p),
+    ("flags", ctypes.c_uint),
+    ("address", ctypes.c_void_p),
+]
+# Where the bytes of an address lie behind its ``struct sockaddr``, and how many they are.
+_PLACES = {socket.AF_INET: (4, 4), socket.AF_INET6: (8, 16)}
+
+
+def own_addresses() -> list[Address]:
+    """Addresses of this host's interfaces that are up, in the kernel's order, without those of a link alone (fe80::)."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    first = ctypes.POINTER(_Entry)()
+    if libc.getifaddrs(ctypes.byref(first)) != 0:
+        raise OSError(ctypes.get_errno(), "getifaddrs failed")
+    found, entry = [], first
+    try:
+        while entry:
+            one = entry.contents
+            family = ctypes.c_ushort.from_address(one.address).value if one.address else 0
+            if one.flags & _UP and family in _PLACES:
+                start, length = _PLACES[socket.AddressFamily(family)]
+                text = socket.inet_ntop(family, ctypes.string_at(one.address + start, length))
+                if not ipaddress.ip_address(text).is_link_local:
+                    found.append(Address(text, one.name.decode()))
+            entry = one.next
+    finally:
+        libc.freeifaddrs(first)
+    return found
