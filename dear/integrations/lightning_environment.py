@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import socket
 import sys
 from importlib.util import find_spec
 from typing import Any
@@ -13,7 +12,6 @@ from overlap.api import init
 from overlap.health.failures import say_in_one_line
 from overlap.job.launch import Launcher, LaunchError, detect
 from overlap.job.session import Session, current, is_initialized
-from overlap.transport.objects import broadcast_object
 
 __all__ = ["FABRIC", "PYTORCH", "DearEnvironment", "check_processes", "environment_of", "launcher"]
 
@@ -30,9 +28,6 @@ class DearEnvironment(_environments.ClusterEnvironment):
     The first question on each rank is ``dear.init()``, which all ranks have to come to.
     """
 
-    def __init__(self) -> None:
-        self._port = 0
-
     @property
     def _session(self) -> Session:
         return init()
@@ -47,17 +42,11 @@ class DearEnvironment(_environments.ClusterEnvironment):
 
     @property
     def main_address(self) -> str:
-        """Rank 0's host. On every rank: Lightning asks only if torch.distributed has no default group yet."""
-        return broadcast_object(self._session.control, socket.gethostname())
+        return _found("MASTER_ADDR")
 
     @property
     def main_port(self) -> int:
-        """As :attr:`main_address`."""
-        if not self._port:
-            with socket.socket() as free:
-                free.bind(("", 0))
-                self._port = broadcast_object(self._session.control, free.getsockname()[1])
-        return self._port
+        return int(_found("MASTER_PORT"))
 
     def world_size(self) -> int:
         return self._session.comm.size
@@ -79,6 +68,17 @@ class DearEnvironment(_environments.ClusterEnvironment):
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
         check_processes(self, num_devices, num_nodes)
+
+
+def _found(variable: str) -> str:
+    """What ``init()`` has set. Raises ``RuntimeError`` where it was told not to, or could not, and warned."""
+    init()
+    if variable not in os.environ:
+        raise RuntimeError(
+            "Lightning communicates over torch.distributed's default group, and dear.init() made none: leave out "
+            "torch_distributed=False, or see its warning"
+        )
+    return os.environ[variable]
 
 
 def launcher() -> Launcher:
