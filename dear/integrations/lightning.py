@@ -125,6 +125,7 @@ class DearStrategy(_Job, _TrainerDDP):
             "timeout": timeout,
         }
         super().__init__(strategy, options, plugins)
+        self._training = False
 
     optimizers: list[Any]
     _optimizers: list[Any]
@@ -178,17 +179,22 @@ class DearStrategy(_Job, _TrainerDDP):
 
     def setup(self, trainer: Any) -> None:
         super().setup(trainer)
-        if any(_has_hook(trainer, name) for name in ("on_after_backward", "on_before_optimizer_step")):
+        seen_to = any(isinstance(callback, _Averages) for callback in trainer.callbacks)
+        if not seen_to and any(_has_hook(trainer, name) for name in ("on_after_backward", "on_before_optimizer_step")):
             trainer.callbacks.insert(0, _Averages())
+
+    def on_train_start(self) -> None:
+        self._training = True
+
+    def on_train_end(self) -> None:
+        self._meet()
+        self._training = False
 
     def on_validation_start(self) -> None:
         """While training: rank 0's buffers on every rank, as DDP has them, and with co2 one model."""
         self._meet()
-        if self._shells():
+        if self._training:
             broadcast_parameters(dict(self.lightning_module.named_buffers()), root_rank=0)
-
-    def on_train_end(self) -> None:
-        self._meet()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         self._meet()
@@ -196,7 +202,7 @@ class DearStrategy(_Job, _TrainerDDP):
 
     def _meet(self) -> None:
         """Where ranks train models of their own, they become their average. On every rank."""
-        for optimizer in self._shells():
+        for optimizer in self._shells() if self._training else []:
             if hasattr(optimizer, "average_parameters"):
                 optimizer.average_parameters()
 
@@ -268,15 +274,19 @@ class DearFabricStrategy(_Job, _FabricDDP):
     def setup_module(self, module: torch.nn.Module) -> torch.nn.Module:
         """The model stays what it is, with rank 0's parameters and buffers. On every rank."""
         broadcast_parameters(module.state_dict(), root_rank=0)
-        self._backward_sync_control.modules.add(module)
+        self._backward_sync_control.optimizers.setdefault(module, [])
         return module
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        held = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        distributed = self._distributed(optimizer, None)
-        for module in self._backward_sync_control.modules:
-            if any(id(param) in held for param in module.parameters()):
-                self._backward_sync_control.optimizers.setdefault(module, []).append(weakref.ref(distributed))
+        """On every rank. Of the modules that are set up, it may train one or several."""
+        trained = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        modules = self._backward_sync_control.optimizers
+        held = {module: {id(param) for param in module.parameters()} for module in modules}
+        whole = next((module for module, params in held.items() if trained <= params), None)
+        distributed = self._distributed(optimizer, whole)
+        for module, params in held.items():
+            if trained & params:
+                modules[module].append(weakref.ref(distributed))
         return distributed
 
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
@@ -290,17 +300,17 @@ class _NoSync(_BackwardSyncControl):
     """``Fabric.no_backward_sync(module)``: of all optimizers that train it."""
 
     def __init__(self) -> None:
-        self.modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        #: Of each module that is set up, in that order.
         self.optimizers: weakref.WeakKeyDictionary[torch.nn.Module, list[weakref.ref[Any]]] = (
             weakref.WeakKeyDictionary()
         )
 
     @contextlib.contextmanager
     def no_backward_sync(self, module: torch.nn.Module, enabled: bool) -> Iterator[None]:
-        if module not in self.modules:
+        if module not in self.optimizers:
             raise TypeError(f"no_backward_sync() takes a module that setup() returned, and got {type(module).__name__}")
         with contextlib.ExitStack() as stack:
-            for reference in self.optimizers.get(module, []) if enabled else []:
+            for reference in self.optimizers[module] if enabled else []:
                 optimizer = reference()
                 if isinstance(optimizer, Shell):
                     stack.enter_context(optimizer.no_sync())

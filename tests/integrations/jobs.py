@@ -14,7 +14,7 @@ def in_ranks(
 ) -> None:
     """Run the tests in `files` that ``-k`` `chosen` takes, all of them on every rank. Raises where one fails."""
     plugins = ("tests.spmd_plugin", "no:cacheprovider", "no:logging")
-    options = ["-q", *(word for name in plugins for word in ("-p", name)), "--timeout", "60", "--color", "no"]
+    options = ["-q", *(word for name in plugins for word in ("-p", name)), "--timeout", "150", "--color", "no"]
     select = ["-k", chosen] if chosen else []
     argv = [
         "-m",
