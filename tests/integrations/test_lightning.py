@@ -11,6 +11,7 @@ from tests.integrations.jobs import in_ranks
 
 pytestmark = pytest.mark.timeout(480)
 
+TRAINER = ("lightning_trainer.py", "lightning_checkpoints.py")
 #: What a job inside an allocation of SLURM finds there, whoever has started its ranks: not their own numbers.
 SLURM = {
     "SLURM_JOB_ID": "1234",
@@ -50,13 +51,13 @@ print(f"rank {{dear.rank()}} of {{dear.size()}}: {{len(trainer.train_dataloader)
 
 
 def test_losses_and_checkpoints_are_those_of_ddp() -> None:
-    in_ranks(["lightning_trainer.py"], "mpi", chosen="test_losses_are or test_checkpoints_are")
+    in_ranks([*TRAINER], "mpi", chosen="test_losses_are or test_checkpoints_are")
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("launcher", ["mpi", "torchrun"])
 def test_trainer(launcher: str) -> None:
-    in_ranks(["lightning_trainer.py"], launcher)
+    in_ranks([*TRAINER], launcher)
 
 
 @pytest.mark.full
@@ -67,7 +68,7 @@ def test_fabric_and_examples(launcher: str) -> None:
 
 @pytest.mark.full
 def test_four_ranks() -> None:
-    in_ranks(["lightning_trainer.py"], "mpi", 4, chosen="resumed or holds or one_process or every")
+    in_ranks([*TRAINER], "mpi", 4, chosen="resumed or holds or one_process or every")
 
 
 def _script(folder: Path, body: str, launcher: str, size: int, *argv: str, package: str = "lightning") -> Result:
