@@ -50,6 +50,8 @@ def main() -> None:
         dear.init()
     local = 1 if task.method == "none" else int(os.environ["LOCAL_WORLD_SIZE"])  # torchrun's, or dear.init()'s
     world = 1 if task.method == "none" else task.workers
+    if task.method == "ddp" and "TORCHELASTIC_RUN_ID" not in os.environ:  # emulated hosts are told by RANK alone
+        os.environ["NODE_RANK"] = str(int(os.environ["RANK"]) // local)
     trainer = lightning.Trainer(
         strategy="auto" if task.method == "none" else task.method,
         accelerator="cpu",

@@ -1,4 +1,4 @@
-"""Which process is which rank, told to Lightning: by dear's session where dearrun, mpirun or srun started the job."""
+"""Which process is which rank, told to Lightning by dear's session, where Lightning does not know the launcher."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class DearEnvironment(_environments.ClusterEnvironment):
 
     @staticmethod
     def detect() -> bool:
-        return launcher() is Launcher.MPI
+        return environment_of() is not None
 
     @property
     def main_address(self) -> str:
@@ -90,11 +90,13 @@ def environment_of() -> Any:
     """What tells Lightning its ranks; None where what Lightning finds by itself is right.
 
     That is so under torchrun, without a launcher, and under srun, whose jobs Lightning also puts back into the queue. What
-    mpirun starts inside an allocation of SLURM has other ranks than SLURM's variables say.
+    mpirun starts inside an allocation of SLURM has other ranks than SLURM's variables say, and of a job that is told by
+    ``RANK`` and ``WORLD_SIZE`` alone Lightning knows nothing.
     """
     launch = detect(os.environ)
     by_slurm = launch.source.startswith("srun") and _environments.SLURMEnvironment.detect()
-    return DearEnvironment() if launch.launcher is Launcher.MPI and not by_slurm else None
+    alone = launch.launcher is Launcher.SINGLE
+    return None if alone or by_slurm or _environments.TorchElasticEnvironment.detect() else DearEnvironment()
 
 
 def check_processes(environment: Any, devices: int, num_nodes: int) -> None:
@@ -105,7 +107,7 @@ def check_processes(environment: Any, devices: int, num_nodes: int) -> None:
     launch, rank = detect(os.environ), 0
     if isinstance(environment, DearEnvironment):
         session = init()
-        rank, local, hosts = session.comm.rank, session.local_size, session.cross_size
+        rank, local, hosts = session.comm.rank, session.local_size, session.comm.size // session.local_size
     elif launch.launcher is Launcher.TORCHRUN and launch.local_size:
         rank, local, hosts = launch.rank, launch.local_size, launch.size // launch.local_size
     elif launch.launcher is Launcher.SINGLE and is_initialized() and current().comm.size == 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.nn import functional
 
 import dear
 from dear.integrations.lightning import NAMES, DearStrategy
+from dear.integrations.lightning_environment import environment_of
 from overlap.job.launch import LaunchError
 from tests.integrations.lightning_models import Regression, assert_same, data, ddp, fit, loader, trainer
 from tests.spmd.listening import heard
@@ -310,6 +312,32 @@ def test_a_trainer_that_knows_one_process_is_told_of() -> None:
     told = [line for line in alone if "knows of 1 process" in line]
     assert len(told) == int(dear.size() > 1 and dear.rank() == 0)
     assert not [line for line in together if "process" in line]
+
+
+_SRUN = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_JOB_NAME": "train"}
+_MPIRUN = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}
+_RANKS = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "ours"),
+    [
+        ({}, False),
+        (_MPIRUN, True),
+        ({**_SRUN, **_MPIRUN}, True),
+        (_SRUN, False),
+        ({**_SRUN, "SLURM_JOB_NAME": "interactive"}, True),
+        (_RANKS, True),
+        ({**_RANKS, "TORCHELASTIC_RUN_ID": "1"}, False),
+    ],
+)
+def test_who_tells_lightning_its_ranks(environ: Any, ours: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in {*_SRUN, *_MPIRUN, *_RANKS, "TORCHELASTIC_RUN_ID", *os.environ}:
+        if name.startswith(("OMPI_", "PMI", "SLURM_", "TORCHELASTIC_")) or name in _RANKS:
+            monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert (environment_of() is not None) is ours
 
 
 def test_a_trainer_of_other_processes_than_the_job_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
