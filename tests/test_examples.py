@@ -16,7 +16,6 @@ from tests.harness import ROOT
 
 #: What --small changes, and what it changes it to.
 SMALL: dict[str, dict[str, Any]] = {
-    "modules": {"epochs": 5},
     "horovod_mnist": {"epochs": 3, "batch_size": 16, "momentum": 0.9},
     "horovod_synthetic_benchmark": {
         "batch_size": 2,

@@ -29,6 +29,7 @@ from bench.train.settings import Settings, check
 #: The worker of each library.
 WORKERS = {
     "accelerate": "bench.integrations.accelerate",
+    "lightning": "bench.integrations.lightning",
     "transformers": "bench.integrations.transformers",
 }
 METHODS = ("ddp", "dear")

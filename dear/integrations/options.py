@@ -1,4 +1,4 @@
-"""``dear_options`` of the integrations: arguments of ``dear.DistributedOptimizer`` that a user of a library gives."""
+"""Options of the integrations: arguments of ``dear.DistributedOptimizer`` that a user of a library gives."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Any
 
 from overlap.optimizer.arguments import SHELL
 
-__all__ = ["checked"]
+__all__ = ["STRATEGIES", "checked"]
 
-_STRATEGIES = ("dear", "wfbp", "mgwfbp", "bytescheduler_adapter", "oss")
+#: Those that are synchronous.
+STRATEGIES = ("dear", "wfbp", "mgwfbp", "bytescheduler_adapter", "oss")
 _NOT_HERE = {
     "optimizer": "the library makes it",
     "named_parameters": "the library's model is given",
@@ -21,25 +22,29 @@ _NOT_HERE = {
 }
 
 
-def checked(options: Mapping[str, Any] | None) -> dict[str, Any]:
-    """A copy of `options`. Raises ``TypeError`` for names that the strategy has not, ``ValueError`` for what cannot be."""
+def checked(options: Mapping[str, Any] | None, of: str = "dear_options", *, averages: bool = False) -> dict[str, Any]:
+    """A copy of `options`. Raises ``TypeError`` for names that the strategy has not, ``ValueError`` for what cannot be.
+
+    `of`: where the user gave them. `averages`: the integration averages the parameters of ``co2`` before it evaluates.
+    """
     found = dict(options or {})
     strategy = found.get("strategy", "dear")
-    if strategy == "co2":
+    if strategy == "co2" and not averages:
         raise ValueError(
-            "dear_options={'strategy': 'co2'}: ranks have different parameters between its averages, and the library would "
-            f"evaluate and save them; take one of {_STRATEGIES}, or write the loop yourself"
+            f"{of}, strategy 'co2': ranks have different parameters between its averages, and the library would "
+            f"evaluate and save them; take one of {STRATEGIES}, or write the loop yourself"
         )
-    if strategy not in _STRATEGIES:
-        raise ValueError(f"dear_options: strategy should be one of {_STRATEGIES} and is {strategy!r}")
+    known_strategies = (*STRATEGIES, "co2") if averages else STRATEGIES
+    if strategy not in known_strategies:
+        raise ValueError(f"{of}: strategy should be one of {known_strategies} and is {strategy!r}")
     for name in found:
         if name in _NOT_HERE:
-            raise ValueError(f"dear_options: {name!r} is not for here, {_NOT_HERE[name]}")
+            raise ValueError(f"{of}: {name!r} is not for here, {_NOT_HERE[name]}")
     parameters = inspect.signature(importlib.import_module(strategy).DistributedOptimizer).parameters
     known = sorted({*parameters, *SHELL, "strategy"} - {"shell", *_NOT_HERE})
     for name in found:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             advice = f"is {near[0]!r} meant?" if near else f"there are {', '.join(known)}"
-            raise TypeError(f"dear_options has no {name!r} with strategy {strategy!r}; {advice}")
+            raise TypeError(f"{of} has no {name!r} with strategy {strategy!r}; {advice}")
     return found

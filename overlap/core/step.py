@@ -55,6 +55,11 @@ class Stepper:
         self.updating, self._by_loss = states.updating, by_loss
         self.update = unhooked_step(optimizer)
 
+    @property
+    def decides_by_loss(self) -> bool:
+        """Whether a closure may be evaluated several times."""
+        return self._by_loss is not None and self.engine.shards is None
+
     def step(
         self,
         closure: Closure | None,

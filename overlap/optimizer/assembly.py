@@ -41,7 +41,14 @@ from overlap.job.session import Session
 from overlap.optimizer.arguments import HorovodArguments, check_passes, feasible, parse_groups
 from overlap.optimizer.memory_check import check_memory
 from overlap.optimizer.param_groups import Wrapped
-from overlap.optimizer.start import agree_on_terms, collect_slots, refuse_other_wrappers, synchronize_start, terms_of
+from overlap.optimizer.start import (
+    agree_on_terms,
+    collect_slots,
+    refuse_other_wrappers,
+    synchronize_start,
+    tell_of_a_lone_trainer,
+    terms_of,
+)
 from overlap.plan.groups import Groups
 from overlap.plan.plan import Updates
 from overlap.plan.strategy import Strategy
@@ -95,6 +102,7 @@ def build(
     named = None if isinstance(named_parameters, torch.nn.Module) else named_parameters
     slots = collect_slots(optimizer, model, named)
     refuse_other_wrappers(model, slots)
+    tell_of_a_lone_trainer(model, session.comm)
     check_memory(slots, updates, session.comm.rank)
     session.registry.take_over([slot.param for slot in slots])
     groups = parse_groups(arguments.num_groups, arguments.groups, slots)

@@ -96,7 +96,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             broadcast_buffers=broadcast_buffers,
             groups_of=groups_of,
         )
-        self._optimizer, self._model, self._comm = optimizer, parts.model, parts.comm
+        # Not `_optimizer`: Lightning's wrappers, which pose as this class, have this object under that name.
+        self._inner, self._model, self._comm = optimizer, parts.model, parts.comm
         self._engine, self._averages, self._everyone = parts.engine, parts.averages, parts.everyone
         self._stepper, self._full_state, self._wrapped = parts.stepper, parts.full_state, parts.wrapped
         for name, value in vars(optimizer).items():
@@ -115,44 +116,43 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         if is_unscaling(sys._getframe(1)) and self._averages.stage is not Stage.SHOWN:
             self._averages.synchronize()  # [Note: one verdict on infinities]
-        return self._optimizer.param_groups
+        return self._inner.param_groups
 
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
         self._engine.transit.arrive_all()
-        self._optimizer.param_groups = groups
+        self._inner.param_groups = groups
         self._wrapped.guard()
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        return self._optimizer.defaults
+        return self._inner.defaults
 
     @property
     def state(self) -> Any:  # type: ignore[override]
         """The optimizer's state by parameter; of sharded parameters, the part this rank holds (1-D tensors of slices)."""
         self._engine.policy.arrive()
-        return state_of(self._optimizer, self._engine.shards)
+        return state_of(self._inner, self._engine.shards)
 
     @state.setter
     def state(self, state: Any) -> None:
         self._engine.transit.arrive_all()
-        replace_state(self._optimizer, self._engine.shards, state)
+        replace_state(self._inner, self._engine.shards, state)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "_optimizer" not in self.__dict__:
+        if name.startswith("__") or "_inner" not in self.__dict__:
             raise AttributeError(name)
-        return guarded(self._optimizer, name, lambda: self._wrapped.local)
+        return guarded(self._inner, name, lambda: self._wrapped.local)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
         if is_scaler_step(sys._getframe(1)):
             reveal_infinities(self._averages)  # [Note: one verdict on infinities]
-        return True
+            return True
+        return getattr(self._inner, "_step_supports_amp_scaling", False)  # others may unscale before they clip
 
     def __repr__(self) -> str:
-        return (
-            f"DistributedOptimizer[{self._engine.strategy.name}, {self._everyone.size} rank(s)] of {self._optimizer!r}"
-        )
+        return f"DistributedOptimizer[{self._engine.strategy.name}, {self._everyone.size} rank(s)] of {self._inner!r}"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("a DistributedOptimizer holds connections and cannot be copied or pickled; use state_dict()")
@@ -171,6 +171,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def tuning(self) -> bool:
         """Whether steps are still measured for other buckets, by ``tune`` or for mgwfbp's plan. The same on every rank."""
         return any(study.under_way for study in self._studies)
+
+    @property
+    def decides_by_loss(self) -> bool:
+        """Whether ``step(closure)`` may evaluate the closure several times, by its loss averaged over ranks."""
+        return self._stepper.decides_by_loss
 
     def _study(self, study: Study) -> None:
         """Call `study` after each step from the next one on."""
@@ -194,7 +199,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def wraps(self, optimizer: object) -> bool:
         """Whether `optimizer` is the one that was given to this one."""
-        return optimizer is self._optimizer
+        return optimizer is self._inner
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Change the number of backward passes per step. Between steps, on every rank."""
@@ -222,10 +227,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._engine.policy.refuse("add_param_group()")
         self._engine.closing.meet("add_param_group()")
         self._engine.transit.arrive_all()
-        self._optimizer.add_param_group(param_group)
+        self._inner.add_param_group(param_group)
         known = self._engine.slots
-        new = collect_slots(self._optimizer, self._model, None, known)[len(known) :]
-        synchronize_start(self._everyone, self._optimizer, None, new, state=False)
+        new = collect_slots(self._inner, self._model, None, known)[len(known) :]
+        synchronize_start(self._everyone, self._inner, None, new, state=False)
         self._engine.add_slots(new)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -234,7 +239,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if not set_to_none:
             self._engine.policy.arrive()  # zeros would be written into what is still being reduced
         with self._wrapped.unwatched():
-            self._optimizer.zero_grad(set_to_none)
+            self._inner.zero_grad(set_to_none)
 
     # - The step
 
@@ -261,7 +266,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             result = self._stepper.step(closure, scale, self._check_synchronized)
         finally:
             self._wrapped.stepping = False
-        self._optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers built on the inner optimizer ask
+        self._inner._opt_called = True  # type: ignore[attr-defined]  # schedulers built on the inner optimizer ask
         return result
 
     def _check_synchronized(self) -> None:

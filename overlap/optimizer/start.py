@@ -5,6 +5,7 @@ Arguments of the wrapper are compared first, before anything else is communicate
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -30,8 +31,11 @@ __all__ = [
     "collect_slots",
     "refuse_other_wrappers",
     "synchronize_start",
+    "tell_of_a_lone_trainer",
     "terms_of",
 ]
+
+log = logging.getLogger("dear")
 
 
 def collect_slots(
@@ -92,6 +96,20 @@ def refuse_other_wrappers(model: torch.nn.Module | None, slots: Sequence[Slot]) 
     found = other_wrapper(model, slots[0].param)
     if found is not None:
         raise TypeError(found)
+
+
+def tell_of_a_lone_trainer(model: torch.nn.Module | None, comm: Communicator) -> None:
+    """Warn, on rank 0, where Lightning's Trainer runs `model` and was not told of the job's ranks."""
+    trainer = getattr(model, "_trainer", None)
+    known = getattr(trainer, "world_size", comm.size)
+    if known != comm.size and comm.rank == 0:
+        log.warning(
+            "the Trainer of this module knows of %s process(es), and the job has %d: each trains on all data, logs for "
+            "itself and writes every checkpoint. Import dear.integrations.lightning and give the Trainer "
+            "strategy='dear', devices=dear.local_size(), num_nodes=dear.cross_size(); it then wraps optimizers by itself",
+            known,
+            comm.size,
+        )
 
 
 def _signature(optimizer: torch.optim.Optimizer, slots: Sequence[Slot]) -> list[str]:
