@@ -25,6 +25,7 @@ __all__ = [
     "flavor_of",
     "has_agent",
     "has_remote_shell",
+    "in_allocation",
     "on_one_host",
     "version_of",
     "with_defaults",
@@ -63,7 +64,7 @@ def defaults(flavor: Flavor, agent: str | None) -> dict[str, str]:
     `agent` stands in for ssh where there is none: any program that exists. Without it Open MPI refuses to start even on
     one machine.
     """
-    shared = {"OMP_NUM_THREADS": "1"}
+    shared: dict[str, str] = {}
     as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     if flavor is Flavor.OPEN_MPI_4:
         shared |= as_root | {
@@ -89,6 +90,11 @@ def defaults(flavor: Flavor, agent: str | None) -> dict[str, str]:
     return shared
 
 
+def in_allocation(environ: Mapping[str, str]) -> bool:
+    """Whether a scheduler has given this process hosts, which Open MPI takes by itself (pure)."""
+    return any(name in environ for name in _ALLOCATIONS)
+
+
 def on_one_host(flavor: Flavor, environ: Mapping[str, str], workers: int, shared_bytes: int) -> dict[str, str]:
     """The environment of workers on this machine alone: they speak through shared memory, and listen on no port (pure).
 
@@ -96,8 +102,11 @@ def on_one_host(flavor: Flavor, environ: Mapping[str, str], workers: int, shared
     hosts Open MPI takes by itself: messages then go by TCP.
     """
     environ = dict(environ)
-    allocated = any(name in environ for name in _ALLOCATIONS)
-    if flavor in (Flavor.OPEN_MPI_4, Flavor.OPEN_MPI_5) and not allocated and shared_bytes >= workers * _SHARED_BYTES:
+    if (
+        flavor in (Flavor.OPEN_MPI_4, Flavor.OPEN_MPI_5)
+        and not in_allocation(environ)
+        and shared_bytes >= workers * _SHARED_BYTES
+    ):
         environ.setdefault("OMPI_MCA_btl", "^tcp")
     return environ
 
