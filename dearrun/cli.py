@@ -28,6 +28,7 @@ from overlap.job.settings import SettingError
 
 __all__ = ["VENV", "main", "prepare"]
 
+_ERASE_LINE = b"\r\x1b[K"  # a progress bar of rank 0's, which it draws again below
 #: The virtual environment, where an mpirun may be installed.
 VENV = Path(sys.prefix)
 
@@ -61,7 +62,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         return reports.reporting(worker.starting(command, token, streams), token)
 
     command = build(program, flavor, job, around)
-    supervise(program, command, environ, reports.Reports(token, job.workers, tagged=job.tagged))
+    on_terminal = streams.err and os.isatty(2) and environ.get("TERM", "dumb") != "dumb"
+    found = reports.Reports(token, job.workers, tagged=job.tagged)
+    supervise(program, command, environ, found, _ERASE_LINE if on_terminal else b"")
 
 
 class Prepared(NamedTuple):

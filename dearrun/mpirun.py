@@ -64,10 +64,10 @@ def defaults(flavor: Flavor, agent: str | None) -> dict[str, str]:
     `agent` stands in for ssh where there is none: any program that exists. Without it Open MPI refuses to start even on
     one machine.
     """
-    shared: dict[str, str] = {}
+    found: dict[str, str] = {}
     as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     if flavor is Flavor.OPEN_MPI_4:
-        shared |= as_root | {
+        found = as_root | {
             "OMPI_MCA_rmaps_base_oversubscribe": "1",
             "OMPI_MCA_hwloc_base_binding_policy": "none",
             # Containers forbid reading a peer's memory; without this every message prints an error first.
@@ -75,9 +75,9 @@ def defaults(flavor: Flavor, agent: str | None) -> dict[str, str]:
             "OMPI_MCA_mpi_yield_when_idle": "1",
         }
         if agent:
-            shared["OMPI_MCA_plm_rsh_agent"] = agent
+            found["OMPI_MCA_plm_rsh_agent"] = agent
     elif flavor is Flavor.OPEN_MPI_5:
-        shared |= as_root | {
+        found = as_root | {
             "PRTE_ALLOW_RUN_AS_ROOT": "1",
             "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
             # With ":oversubscribe" alone, all workers come to the first host: it takes more than it has slots.
@@ -86,8 +86,8 @@ def defaults(flavor: Flavor, agent: str | None) -> dict[str, str]:
             "OMPI_MCA_mpi_yield_when_idle": "1",
         }
         if agent:
-            shared["PRTE_MCA_plm_ssh_agent"] = agent
-    return shared
+            found["PRTE_MCA_plm_ssh_agent"] = agent
+    return found
 
 
 def in_allocation(environ: Mapping[str, str]) -> bool:

@@ -33,8 +33,13 @@ _CHUNK = 1 << 16
 _PR_SET_PDEATHSIG = 1
 
 
-def supervise(program: str, command: Sequence[str], environ: Mapping[str, str], reports: Reports) -> NoReturn:
-    """Run `program`, an mpirun, and end as it did; where it ended with 0, as `reports` say."""
+def supervise(
+    program: str, command: Sequence[str], environ: Mapping[str, str], reports: Reports, before_lines: bytes = b""
+) -> NoReturn:
+    """Run `program`, an mpirun, and end as it did; where it ended with 0, as `reports` say.
+
+    `before_lines` is written before lines of stderr: what makes room on a terminal where a progress bar may be.
+    """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # whoever started dearrun may ignore it: then nobody could be awaited
     heard = {*_FORWARDED, signal.SIGCHLD}
     signal.pthread_sigmask(signal.SIG_BLOCK, heard)
@@ -56,7 +61,7 @@ def supervise(program: str, command: Sequence[str], environ: Mapping[str, str], 
             os.write(2, f"dearrun: {program} does not run: {error}\n".encode())
             os._exit(127)
     os.close(outgoing)
-    copier = threading.Thread(target=_copy, args=(incoming, reports), daemon=True)
+    copier = threading.Thread(target=_copy, args=(incoming, reports, before_lines), daemon=True)
     copier.start()
     code, killed = _ended(child, heard)
     copier.join(_LAST_WORDS_SECONDS)
@@ -78,10 +83,14 @@ def supervise(program: str, command: Sequence[str], environ: Mapping[str, str], 
     sys.exit(code)
 
 
-def _copy(incoming: int, reports: Reports) -> None:
+def _copy(incoming: int, reports: Reports, before_lines: bytes) -> None:
     """stderr as it comes, without the reports in it. Also where nobody reads it any more, since reports count."""
+    at_begin = True  # of a line
     while chunk := os.read(incoming, _CHUNK):
-        _write(reports.without(chunk))
+        text = reports.without(chunk)
+        if text:
+            _write(before_lines + text if at_begin else text)
+            at_begin = text.endswith(b"\n")
     _write(reports.rest())
 
 
