@@ -64,7 +64,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     command = build(program, flavor, job, around)
     on_terminal = streams.err and os.isatty(2) and environ.get("TERM", "dumb") != "dumb"
     found = reports.Reports(token, job.workers, tagged=job.tagged)
-    supervise(program, command, environ, found, _ERASE_LINE if on_terminal else b"")
+    supervise(
+        program,
+        command,
+        environ,
+        found,
+        failure_ends=mpirun.failure_ends(flavor, environ, job.mpi_arguments),
+        before_lines=_ERASE_LINE if on_terminal else b"",
+    )
 
 
 class Prepared(NamedTuple):

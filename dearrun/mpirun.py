@@ -21,6 +21,7 @@ __all__ = [
     "Flavor",
     "become",
     "defaults",
+    "failure_ends",
     "find",
     "flavor_of",
     "has_agent",
@@ -148,6 +149,12 @@ def version_of(mpirun: str) -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LaunchError(f"{mpirun} does not run: {error}") from error
     return result.stdout + result.stderr
+
+
+def failure_ends(flavor: Flavor, environ: Mapping[str, str], arguments: Sequence[str]) -> bool:
+    """Whether a worker whose status is not 0 ends the whole job, given mpirun's further `arguments` (pure)."""
+    told = any("abort_on_non_zero" in name for name in environ)
+    return flavor in (Flavor.OPEN_MPI_4, Flavor.OPEN_MPI_5) and not told and not arguments
 
 
 def has_remote_shell(environ: Mapping[str, str]) -> bool:

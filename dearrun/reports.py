@@ -127,9 +127,14 @@ class Reports:
         self._statuses[int(rank)] = int(status)
         return b"" if tag or not self._tagged else b"\n"  # behind a last line without an end
 
+    @property
+    def failed(self) -> bool:
+        """Whether a worker has reported a status that is not 0."""
+        return any(self._statuses.copy().values())
+
     def left(self) -> dict[int, Place]:
         """Where those run that have begun and not ended, by rank."""
-        return {rank: self._places[rank] for rank in sorted({*self._places} - {*self._statuses})}
+        return {rank: self._places[rank] for rank in sorted(set(self._places) - set(self._statuses))}
 
     def verdict(self) -> tuple[int, str]:
         """The job's status, and what to say of it, where mpirun's is 0."""

@@ -25,19 +25,27 @@ __all__ = ["supervise", "told"]
 
 _FORWARDED = {signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}
 _ENDING = {signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM}  # after them mpirun ends all workers
-_PATIENCE_SECONDS = 30.0  # with an mpirun that was told to end
+_PATIENCE_SECONDS = 30.0  # with an mpirun that was told to end, or whose job has failed
 _KILLED_SECONDS = 5.0  # until what was sent SIGKILL has to be gone
 _LAST_WORDS_SECONDS = 1.0  # that stderr is read after mpirun's end: a process that it left behind may keep it open
+_LOOK_SECONDS = 0.5
 _NAP_SECONDS = 0.05
 _CHUNK = 1 << 16
 _PR_SET_PDEATHSIG = 1
 
 
 def supervise(
-    program: str, command: Sequence[str], environ: Mapping[str, str], reports: Reports, before_lines: bytes = b""
+    program: str,
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    reports: Reports,
+    *,
+    failure_ends: bool,
+    before_lines: bytes,
 ) -> NoReturn:
     """Run `program`, an mpirun, and end as it did; where it ended with 0, as `reports` say.
 
+    `failure_ends` says whether this mpirun ends the whole job once a worker has failed.
     `before_lines` is written before lines of stderr: what makes room on a terminal where a progress bar may be.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # whoever started dearrun may ignore it: then nobody could be awaited
@@ -63,7 +71,7 @@ def supervise(
     os.close(outgoing)
     copier = threading.Thread(target=_copy, args=(incoming, reports, before_lines), daemon=True)
     copier.start()
-    code, killed = _ended(child, heard)
+    code, killed = _ended(child, heard, reports if failure_ends else None)
     copier.join(_LAST_WORDS_SECONDS)
     left = _left(reports)
     if killed:
@@ -100,24 +108,26 @@ def _write(text: bytes) -> None:
             text = text[os.write(2, text) :]
 
 
-def _ended(child: int, heard: set[signal.Signals]) -> tuple[int, bool]:
+def _ended(child: int, heard: set[signal.Signals], reports: Reports | None) -> tuple[int, bool]:
     """The exit code of `child`, negative where a signal ended it, and whether it had to be killed.
 
     Until then signals are handed on. What the kernel sends, such as SIGINT for Ctrl-C, goes to the whole process group:
-    `child` got it as well. If it has not ended a while after such a signal, it is killed.
+    `child` got it as well. If it has not ended a while after such a signal, or after a worker has failed, as `reports` may
+    say, it is killed.
     """
     until, killed = math.inf, False
-    info: signal.struct_siginfo | None
     while True:
-        if until == math.inf or killed:
-            info = signal.sigwaitinfo(heard)
-        else:
-            info = signal.sigtimedwait(heard, max(0.0, until - time.monotonic()))
-        if info is None:
+        info = signal.sigtimedwait(heard, _LOOK_SECONDS)
+        now = time.monotonic()
+        if until == math.inf and reports is not None and reports.failed:
+            until = now + _PATIENCE_SECONDS
+        if now >= until and not killed:
             sys.stderr.write(f"dearrun: mpirun did not end within {_PATIENCE_SECONDS:g} s and is killed\n")
             os.kill(child, signal.SIGKILL)
             killed = True
-        elif info.si_signo == signal.SIGCHLD:
+        if info is None:
+            continue
+        if info.si_signo == signal.SIGCHLD:
             done, status = os.waitpid(child, os.WNOHANG)
             if done:
                 return os.waitstatus_to_exitcode(status), killed
@@ -125,7 +135,7 @@ def _ended(child: int, heard: set[signal.Signals]) -> tuple[int, bool]:
             if info.si_code <= 0:  # by a process
                 os.kill(child, info.si_signo)
             if info.si_signo in _ENDING:
-                until = min(until, time.monotonic() + _PATIENCE_SECONDS)
+                until = min(until, now + _PATIENCE_SECONDS)
 
 
 def _left(reports: Reports) -> dict[tuple[int, Place], str]:

@@ -77,6 +77,15 @@ def test_a_worker_that_cannot_be_killed_is_named(tmp_path: Path) -> None:
     assert second.startswith(f"{begins}rank 0 (process {number} on {os.uname().nodename}, state ")
 
 
+def test_an_mpirun_that_does_not_end_a_job_that_has_failed_is_killed(tmp_path: Path) -> None:
+    """It may wait for a host that answers no more."""
+    then = f"kill -KILL $(cat {tmp_path}/number); while :; do sleep 0.1; done"
+    with _job(tmp_path, then, "-c", _IMPATIENT, str(tmp_path / "number")) as process:
+        _, said = process.communicate(timeout=30)
+        assert process.returncode == 1
+    assert said.strip() == "dearrun: mpirun did not end within 0.4 s and is killed"
+
+
 def test_workers_of_other_hosts_are_named_with_them() -> None:
     said = told({(0, Place("a", 7, 1)): "D", (3, Place("b", 8, 2)): ""})
     assert said.endswith("could not be killed: rank 0 (process 7 on a, state D), rank 3 (process 8 on b)")
