@@ -29,7 +29,7 @@ from dearrun.exchange import VARIABLE, Exchange
 from overlap.job.settings import SettingError
 from tests.dearrun.test_worker import environ
 
-LAUNCHERS = [False, *([True] if comm_core.mpi_available() else [])]
+LAUNCHERS = ["torchrun", *(["mpi"] if comm_core.mpi_available() else [])]
 
 
 @pytest.fixture(autouse=True)
@@ -40,8 +40,8 @@ def _as_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
-@pytest.mark.parametrize("use_mpi", LAUNCHERS)
-def test_results_come_in_the_order_of_ranks(use_mpi: bool, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_results_come_in_the_order_of_ranks(launcher: str, capfd: pytest.CaptureFixture[str]) -> None:
     """Of ranks that communicate. What they print is shown, and what they get is what was given."""
     factor = 10
 
@@ -55,14 +55,14 @@ def test_results_come_in_the_order_of_ranks(use_mpi: bool, capfd: pytest.Capture
         sys.stderr.write(f"rank {dear.rank()} is at work\n")
         return dear.rank(), factor * total + number + added, os.environ.get("WORD"), VARIABLE in os.environ
 
-    results = dear.run(work, (3,), {"added": 4}, np=2, use_mpi=use_mpi, env={"WORD": "given"})
+    results = dear.run(work, (3,), {"added": 4}, np=2, use_mpi=launcher == "mpi", env={"WORD": "given"})
     assert [(rank, total.item(), word, has_key) for rank, total, word, has_key in results] == [
         (0, 17.0, "given", False),
         (1, 17.0, "given", False),
     ]
     shown = capfd.readouterr().err
     assert "rank 0 is at work\n" in shown
-    assert re.search(r"\[[^]]*1\]\S* ?rank 1 is at work" if use_mpi else "rank 1 is at work", shown)
+    assert re.search(r"\[[^]]*1\]\S* ?rank 1 is at work" if launcher == "mpi" else "rank 1 is at work", shown)
 
 
 def _rank() -> str:
@@ -70,8 +70,8 @@ def _rank() -> str:
     return next(os.environ[name] for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK") if name in os.environ)
 
 
-@pytest.mark.parametrize("use_mpi", LAUNCHERS)
-def test_what_ranks_raise_is_raised_with_their_tracebacks(use_mpi: bool) -> None:
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_what_ranks_raise_is_raised_with_their_tracebacks(launcher: str) -> None:
     """Of each that has raised by then; those that wait for them are ended."""
     rank_of = _by_value(_rank)
 
@@ -89,7 +89,7 @@ def test_what_ranks_raise_is_raised_with_their_tracebacks(use_mpi: bool) -> None
 
     began = time.monotonic()
     with pytest.raises(RankError) as caught:
-        dear.run(fail, np=3, use_mpi=use_mpi)
+        dear.run(fail, np=3, use_mpi=launcher == "mpi")
     assert time.monotonic() - began < 40
     error = caught.value
     assert error.rank in (1, 2)
@@ -112,8 +112,8 @@ def _by_value(function: Callable[[], str]) -> Callable[[], str]:
     return types.FunctionType(function.__code__, {"os": os, "__name__": "__main__"}, function.__name__)
 
 
-@pytest.mark.parametrize("use_mpi", LAUNCHERS)
-def test_a_rank_that_dies_is_named(use_mpi: bool) -> None:
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_rank_that_dies_is_named(launcher: str) -> None:
     rank_of = _by_value(_rank)
 
     def die() -> None:
@@ -122,7 +122,7 @@ def test_a_rank_that_dies_is_named(use_mpi: bool) -> None:
         time.sleep(60)
 
     with pytest.raises(RankError, match=r"^rank 1 of 2 ended without an answer") as caught:
-        dear.run(die, np=2, use_mpi=use_mpi)
+        dear.run(die, np=2, use_mpi=launcher == "mpi")
     assert (caught.value.rank, caught.value.exceptions) == (1, {})
 
 
@@ -158,11 +158,13 @@ def test_settings_that_make_no_sense_are_refused_here() -> None:
         dear.run(time.sleep, (0,), np=1, env={"DEAR_POISON": "maybe"})
 
 
-def test_what_ranks_print_can_go_into_files(tmp_path: Path) -> None:
-    for use_mpi in LAUNCHERS:
-        folder = tmp_path / str(use_mpi)
-        dear.run(lambda: sys.stdout.write("to a file\n"), np=1, use_mpi=use_mpi, output_filename=str(folder))
-        assert (folder / "rank.0" / "stdout").read_text() == "to a file\n"
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_what_ranks_print_can_go_into_files(launcher: str, tmp_path: Path) -> None:
+    def say() -> None:
+        sys.stdout.write("to a file\n")
+
+    dear.run(say, np=1, use_mpi=launcher == "mpi", output_filename=str(tmp_path))
+    assert (tmp_path / "rank.0" / "stdout").read_text() == "to a file\n"
 
 
 # As somebody types it. Nothing of it is in a module that ranks could import.
@@ -205,10 +207,9 @@ def test_a_session_whose_output_is_no_file() -> None:
     assert (said.stdout, said.stderr) == ("", repr("50%\rdone\n") + "\n")
 
 
-@pytest.mark.parametrize(
-    ("use_mpi", "number"), [(LAUNCHERS[-1], signal.SIGINT), (LAUNCHERS[-1], signal.SIGKILL), (False, signal.SIGINT)]
-)
-def test_ranks_end_with_their_caller(use_mpi: bool, number: signal.Signals, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_ranks_end_with_their_caller(launcher: str, number: signal.Signals, tmp_path: Path) -> None:
     """With one that Ctrl-C interrupts, before it goes on; with one that is killed, by themselves."""
     typed = (
         "import os, pathlib, sys, time, dear\n"
@@ -221,7 +222,7 @@ def test_ranks_end_with_their_caller(use_mpi: bool, number: signal.Signals, tmp_
         "try: dear.run(lambda: (setattr(sys, 'argv', ['', argv]), wait()), np=2, use_mpi=bool(int(sys.argv[1])))\n"
         "except KeyboardInterrupt: sys.exit(7)\n"
     )
-    command = [sys.executable, "-c", typed, str(int(use_mpi))]
+    command = [sys.executable, "-c", typed, str(int(launcher == "mpi"))]
     with subprocess.Popen(command, env=environ(), stderr=subprocess.DEVNULL) as caller:
         deadline = time.monotonic() + 60
         while len(there := list(tmp_path.glob("*.there"))) < 2:
