@@ -120,7 +120,7 @@ def run(
     else:
         start, ranks = _torchrun(flags, np, output_filename, verbose)
         threads = cores.among(cores.cores(), [cores.cores()] * ranks, cores.limit())
-        environ.setdefault("OMP_NUM_THREADS", str(threads))
+        environ["OMP_NUM_THREADS"] = environ.get("OMP_NUM_THREADS") or str(threads)  # else torchrun says 1
     call = pickling.dumps((func, tuple(args), dict(kwargs or {})))
     exchange = Exchange(pickling.dumps((sys.path, pickling.lines_of(func), call)), names)
     environ[VARIABLE] = exchange.variable

@@ -26,6 +26,7 @@ import dear
 from bench.emulation.cluster import Cluster
 from dearrun.errors import LaunchError, RankError
 from dearrun.exchange import VARIABLE, Exchange
+from overlap.job import cores
 from overlap.job.settings import SettingError
 from tests.dearrun.test_worker import environ
 
@@ -45,7 +46,7 @@ def test_results_come_in_the_order_of_ranks(launcher: str, capfd: pytest.Capture
     """Of ranks that communicate. What they print is shown, and what they get is what was given."""
     factor = 10
 
-    def work(number: int, *, added: int) -> tuple[int, Any, str | None, bool]:
+    def work(number: int, *, added: int) -> tuple[int, Any, list[str | None]]:
         import torch
 
         import dear
@@ -53,12 +54,13 @@ def test_results_come_in_the_order_of_ranks(launcher: str, capfd: pytest.Capture
         dear.init()
         total = dear.allreduce(torch.tensor([float(dear.rank())]), op=dear.Sum)
         sys.stderr.write(f"rank {dear.rank()} is at work\n")
-        return dear.rank(), factor * total + number + added, os.environ.get("WORD"), VARIABLE in os.environ
+        told = [os.environ.get(name) for name in ("WORD", "OMP_NUM_THREADS", VARIABLE)]
+        return dear.rank(), factor * total + number + added, told
 
     results = dear.run(work, (3,), {"added": 4}, np=2, use_mpi=launcher == "mpi", env={"WORD": "given"})
-    assert [(rank, total.item(), word, has_key) for rank, total, word, has_key in results] == [
-        (0, 17.0, "given", False),
-        (1, 17.0, "given", False),
+    threads = str(cores.among(cores.cores(), [cores.cores()] * 2, cores.limit()))
+    assert [(rank, total.item(), told) for rank, total, told in results] == [
+        (rank, 17.0, ["given", threads, None]) for rank in range(2)
     ]
     shown = capfd.readouterr().err
     assert "rank 0 is at work\n" in shown
