@@ -161,12 +161,13 @@ def test_settings_that_make_no_sense_are_refused_here() -> None:
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_what_ranks_print_can_go_into_files(launcher: str, tmp_path: Path) -> None:
+def test_what_ranks_print_can_go_into_files(launcher: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     def say() -> None:
         sys.stdout.write("to a file\n")
 
-    dear.run(say, np=1, use_mpi=launcher == "mpi", output_filename=str(tmp_path))
+    dear.run(say, np=1, use_mpi=launcher == "mpi", output_filename=str(tmp_path), verbose=True)
     assert (tmp_path / "rank.0" / "stdout").read_text() == "to a file\n"
+    assert re.match(r"dear.?run: .* dearrun\.function\n", capfd.readouterr().err)
 
 
 # As somebody types it. Nothing of it is in a module that ranks could import.
