@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
-import functools
+import argparse
 import os
 import secrets
 import shlex
 import shutil
 import socket
+import stat
+import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import NamedTuple
 
-from dearrun import check_build, mpirun, options, reports, transport
+from dearrun import check_build, mpirun, options, reports, transport, worker
 from dearrun.addresses import has_address
-from dearrun.command import build
+from dearrun.command import Job, build
 from dearrun.errors import LaunchError
 from dearrun.hosts import require_addresses, require_shell
+from dearrun.interfaces import of_all, remote_shell, require_interfaces
 from dearrun.supervision import supervise
 from overlap.job import settings
 from overlap.job.settings import SettingError
 
-__all__ = ["main"]
+__all__ = ["VENV", "main", "prepare"]
+
+_ERASE_LINE = b"\r\x1b[K"  # a progress bar of rank 0's, which it draws again below
+#: The virtual environment, where an mpirun may be installed.
+VENV = Path(sys.prefix)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -35,22 +43,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.stdout.write(check_build.report())
         return
     try:
-        environ = options.environment(args, os.environ)
-        settings.read(environ)  # else every worker says it, once all have started
-        transport.check(environ)
-        program = mpirun.find(environ, Path(sys.prefix))
-        flavor = mpirun.flavor_of(mpirun.version_of(program))
-        can_reach_others = mpirun.has_remote_shell(environ)
-        environ = mpirun.with_defaults(flavor, environ)
-        job = options.job(args, environ)
-        if not job.mpi_arguments:  # they may say how to reach hosts
-            require_shell(job.hosts, socket.gethostname(), can_reach_others)
-            if not mpirun.has_agent(os.environ):
-                require_addresses(job.hosts, socket.gethostname(), has_address)
-            if not job.hosts and job.interfaces is None:
-                room = shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0
-                environ = mpirun.on_one_host(flavor, environ, job.workers, room)
-        _require_program(job.command[0], environ)
+        program, flavor, environ, job = prepare(args, os.environ)
         command = build(program, flavor, job)
     except (LaunchError, SettingError) as error:
         sys.stderr.write(f"dearrun: {error}\n")
@@ -63,12 +56,77 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.stderr.write(f"dearrun: mpirun's status alone counts, since workers cannot report their ends: {obstacle}\n")
         sys.stderr.flush()
         mpirun.become(program, command, environ)
-    token = secrets.token_hex(8)
-    command = build(program, flavor, job, functools.partial(reports.reporting, token=token))
-    supervise(program, command, environ, reports.Reports(token, job.workers, tagged=job.tagged))
+    token, streams = secrets.token_hex(8), _streams(job)
+
+    def around(command: Sequence[str]) -> list[str]:
+        return reports.reporting(worker.starting(command, token, streams), token)
+
+    command = build(program, flavor, job, around)
+    on_terminal = streams.err and os.isatty(2) and environ.get("TERM", "dumb") != "dumb"
+    found = reports.Reports(token, job.workers, tagged=job.tagged)
+    supervise(
+        program,
+        command,
+        environ,
+        found,
+        failure_ends=mpirun.failure_ends(flavor, environ, job.mpi_arguments),
+        before_lines=_ERASE_LINE if on_terminal else b"",
+    )
 
 
-def _require_program(name: str, environ: dict[str, str]) -> None:
+class Prepared(NamedTuple):
+    """What is started: a job by `program`, an mpirun, in an environment."""
+
+    program: str
+    flavor: mpirun.Flavor
+    environ: dict[str, str]
+    job: Job
+
+
+def prepare(args: argparse.Namespace, environ: Mapping[str, str]) -> Prepared:
+    """Raises :class:`LaunchError` or :class:`SettingError` for what would not work; starts nothing."""
+    told = options.environment(args, environ)
+    settings.read(told)  # else every worker says it, once all have started
+    transport.check(told)
+    program = mpirun.find(told, VENV)
+    flavor = mpirun.flavor_of(mpirun.version_of(program))
+    can_reach_others = mpirun.has_remote_shell(told)
+    told = mpirun.with_defaults(flavor, told)
+    job = options.job(args, told)
+    if not job.mpi_arguments:  # they may say how to reach hosts
+        here = socket.gethostname()
+        require_shell(job.hosts, here, can_reach_others)
+        if not mpirun.has_agent(environ):
+            require_addresses(job.hosts, here, has_address)
+        if job.interfaces is not None:
+            shell = remote_shell(environ, job.ssh_port, job.ssh_identity)
+            require_interfaces(job.interfaces, of_all(job.hosts, here, shell))
+        elif not job.hosts:
+            room = shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0
+            told = mpirun.on_one_host(flavor, told, job.workers, room)
+    _require_program(job.command[0], told)
+    return Prepared(program, flavor, told, job)
+
+
+def _streams(job: Job) -> worker.Streams:
+    """Where rank 0 writes as it is: to a terminal, or to a pipe if asked to, and into no file."""
+    if job.output_folder is not None or job.first_as_is is False:
+        return worker.Streams()
+    places = [
+        f"/proc/{os.getpid()}/fd/{number}" if os.isatty(number) or (job.first_as_is and _is_pipe(number)) else ""
+        for number in (1, 2)
+    ]
+    if not any(places):
+        return worker.Streams()
+    here = subprocess.run(["sh", "-c", worker.HERE], capture_output=True, text=True, check=False)
+    return worker.Streams(here.stdout.strip(), *places)
+
+
+def _is_pipe(number: int) -> bool:
+    return stat.S_ISFIFO(os.fstat(number).st_mode)
+
+
+def _require_program(name: str, environ: Mapping[str, str]) -> None:
     if shutil.which(name, path=environ.get("PATH")) is None:
         if os.path.isfile(name):
             raise LaunchError(f"{name!r} is not executable, so no worker can run it: chmod +x {name}")

@@ -9,10 +9,12 @@ from dearrun.errors import LaunchError
 from dearrun.hosts import Host
 from dearrun.mpirun import Flavor
 
-__all__ = ["Job", "build"]
+__all__ = ["Job", "build", "into_files"]
 
 # Every rank writes files of its own; the number of the rank is where its launcher puts it.
-_INTO_FILES = 'd="$0/rank.${OMPI_COMM_WORLD_RANK:-$PMI_RANK}"; mkdir -p "$d" && exec "$@" >"$d/stdout" 2>"$d/stderr"'
+_INTO_FILES = (
+    'd="$0/rank.${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-$RANK}}"; mkdir -p "$d" && exec "$@" >"$d/stdout" 2>"$d/stderr"'
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +26,7 @@ class Job:
     hosts: tuple[Host, ...] = ()
     passed: tuple[str, ...] = ()
     tagged: bool = True
+    first_as_is: bool | None = None  # rank 0's lines are not tagged; None: where a terminal shows them
     output_folder: str | None = None
     interfaces: str | None = None
     ssh_port: int | None = None
@@ -38,8 +41,13 @@ def build(mpirun: str, flavor: Flavor, job: Job, around: Callable[[Sequence[str]
     """
     command = list(job.command)
     if job.output_folder is not None:
-        command = ["sh", "-c", _INTO_FILES, job.output_folder, *command]
+        command = into_files(command, job.output_folder)
     return [mpirun, "-np", str(job.workers), *_OPTIONS[flavor](job), *job.mpi_arguments, *around(command)]
+
+
+def into_files(command: Sequence[str], folder: str) -> list[str]:
+    """`command`, whose output goes into files of its rank's own below `folder`; also under torchrun."""
+    return ["sh", "-c", _INTO_FILES, folder, *command]
 
 
 def _ssh_arguments(job: Job) -> str:

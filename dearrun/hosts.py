@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from dearrun.errors import LaunchError
 
-__all__ = ["Host", "parse_hostfile", "parse_hosts", "require_addresses", "require_shell", "require_slots"]
+__all__ = ["Host", "others", "parse_hostfile", "parse_hosts", "require_addresses", "require_shell", "require_slots"]
 
 _NAME = r"[A-Za-z0-9_](?:[A-Za-z0-9_.\-]*[A-Za-z0-9_])?"
 _HOST = re.compile(rf"({_NAME})(?::(\d+))?")
@@ -78,13 +78,14 @@ def require_slots(hosts: Sequence[Host], workers: int) -> None:
         )
 
 
-def _others(hosts: Sequence[Host], here: str) -> list[str]:
+def others(hosts: Sequence[Host], here: str) -> list[str]:
+    """The names of those that are not this one, which is called `here`."""
     return [host.name for host in hosts if host.name not in ("localhost", "127.0.0.1", here)]
 
 
 def require_addresses(hosts: Sequence[Host], here: str, has_address: Callable[[str], bool]) -> None:
     """Raises :class:`LaunchError` where a host other than this one, which is called `here`, has no address."""
-    for name in _others(hosts, here):
+    for name in others(hosts, here):
         if not has_address(name):
             raise LaunchError(
                 f"{name} has no address: correct the name, or put it into DNS, /etc/hosts or ~/.ssh/config"
@@ -93,6 +94,8 @@ def require_addresses(hosts: Sequence[Host], here: str, has_address: Callable[[s
 
 def require_shell(hosts: Sequence[Host], here: str, has_ssh: bool) -> None:
     """Raises :class:`LaunchError` where a host other than this one, which is called `here`, cannot be reached."""
-    others = _others(hosts, here)
-    if others and not has_ssh:
-        raise LaunchError(f"{others[0]} is another host, and there is neither ssh nor rsh on the PATH to reach it with")
+    strangers = others(hosts, here)
+    if strangers and not has_ssh:
+        raise LaunchError(
+            f"{strangers[0]} is another host, and there is neither ssh nor rsh on the PATH to reach it with"
+        )

@@ -21,10 +21,12 @@ __all__ = [
     "Flavor",
     "become",
     "defaults",
+    "failure_ends",
     "find",
     "flavor_of",
     "has_agent",
     "has_remote_shell",
+    "in_allocation",
     "on_one_host",
     "version_of",
     "with_defaults",
@@ -63,10 +65,10 @@ def defaults(flavor: Flavor, agent: str | None) -> dict[str, str]:
     `agent` stands in for ssh where there is none: any program that exists. Without it Open MPI refuses to start even on
     one machine.
     """
-    shared = {"OMP_NUM_THREADS": "1"}
+    found: dict[str, str] = {}
     as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     if flavor is Flavor.OPEN_MPI_4:
-        shared |= as_root | {
+        found = as_root | {
             "OMPI_MCA_rmaps_base_oversubscribe": "1",
             "OMPI_MCA_hwloc_base_binding_policy": "none",
             # Containers forbid reading a peer's memory; without this every message prints an error first.
@@ -74,9 +76,9 @@ def defaults(flavor: Flavor, agent: str | None) -> dict[str, str]:
             "OMPI_MCA_mpi_yield_when_idle": "1",
         }
         if agent:
-            shared["OMPI_MCA_plm_rsh_agent"] = agent
+            found["OMPI_MCA_plm_rsh_agent"] = agent
     elif flavor is Flavor.OPEN_MPI_5:
-        shared |= as_root | {
+        found = as_root | {
             "PRTE_ALLOW_RUN_AS_ROOT": "1",
             "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
             # With ":oversubscribe" alone, all workers come to the first host: it takes more than it has slots.
@@ -85,8 +87,13 @@ def defaults(flavor: Flavor, agent: str | None) -> dict[str, str]:
             "OMPI_MCA_mpi_yield_when_idle": "1",
         }
         if agent:
-            shared["PRTE_MCA_plm_ssh_agent"] = agent
-    return shared
+            found["PRTE_MCA_plm_ssh_agent"] = agent
+    return found
+
+
+def in_allocation(environ: Mapping[str, str]) -> bool:
+    """Whether a scheduler has given this process hosts, which Open MPI takes by itself (pure)."""
+    return any(name in environ for name in _ALLOCATIONS)
 
 
 def on_one_host(flavor: Flavor, environ: Mapping[str, str], workers: int, shared_bytes: int) -> dict[str, str]:
@@ -96,8 +103,11 @@ def on_one_host(flavor: Flavor, environ: Mapping[str, str], workers: int, shared
     hosts Open MPI takes by itself: messages then go by TCP.
     """
     environ = dict(environ)
-    allocated = any(name in environ for name in _ALLOCATIONS)
-    if flavor in (Flavor.OPEN_MPI_4, Flavor.OPEN_MPI_5) and not allocated and shared_bytes >= workers * _SHARED_BYTES:
+    if (
+        flavor in (Flavor.OPEN_MPI_4, Flavor.OPEN_MPI_5)
+        and not in_allocation(environ)
+        and shared_bytes >= workers * _SHARED_BYTES
+    ):
         environ.setdefault("OMPI_MCA_btl", "^tcp")
     return environ
 
@@ -139,6 +149,12 @@ def version_of(mpirun: str) -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LaunchError(f"{mpirun} does not run: {error}") from error
     return result.stdout + result.stderr
+
+
+def failure_ends(flavor: Flavor, environ: Mapping[str, str], arguments: Sequence[str]) -> bool:
+    """Whether a worker whose status is not 0 ends the whole job, given mpirun's further `arguments` (pure)."""
+    told = any("abort_on_non_zero" in name for name in environ)
+    return flavor in (Flavor.OPEN_MPI_4, Flavor.OPEN_MPI_5) and not told and not arguments
 
 
 def has_remote_shell(environ: Mapping[str, str]) -> bool:

@@ -65,7 +65,13 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--output-filename", metavar="DIR", help="write DIR/rank.N/stdout and stderr instead of the terminal"
     )
-    made.add_argument("--no-tag-output", action="store_true", help="do not put the rank in front of every line")
+    tags = made.add_mutually_exclusive_group()
+    tags.add_argument(
+        "--tag-output",
+        choices=("all", "others"),
+        help="whose lines begin with the rank: all, or all but those of rank 0 (others, which is so on a terminal)",
+    )
+    tags.add_argument("--no-tag-output", action="store_true", help="do not put the rank in front of every line")
     made.add_argument("--log-level", type=str.lower, choices=sorted(LOG_LEVELS, key=LOG_LEVELS.__getitem__))
     made.add_argument(
         "--fusion-threshold-mb", type=_megabytes, metavar="MB", help="how much dear and oss fuse, or auto (auto)"
@@ -177,6 +183,7 @@ def job(args: argparse.Namespace, environ: Mapping[str, str]) -> Job:
         hosts=tuple(hosts),
         passed=tuple(sorted({*named, *found})),
         tagged=not args.no_tag_output,
+        first_as_is=None if args.tag_output is None else args.tag_output == "others",
         output_folder=args.output_filename,
         interfaces=None if args.network_interfaces is None else ",".join(args.network_interfaces),
         ssh_port=args.ssh_port,

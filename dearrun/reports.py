@@ -1,8 +1,9 @@
-"""How each worker's end is reported to dearrun, and what dearrun's status becomes of it (pure).
+"""How each worker's begin and end are reported to dearrun, and what dearrun's status becomes of it (pure).
 
 An mpirun that loses its connection to another host may end with status 0, whatever became of the job. So a small shell
 stays beside every worker and, once that has ended, reports its status in a line of stderr. It travels as all output does,
 over the connection in question. dearrun takes these lines out, and without one from every worker it does not end with 0.
+A line before says where the worker runs (`dearrun.worker`): of one that does not end, dearrun says where it is.
 Whether a worker uses MPI or `dear` makes no difference.
 """
 
@@ -10,11 +11,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from dearrun.command import Job
 from dearrun.mpirun import Flavor
 
-__all__ = ["Reports", "obstacle", "reporting"]
+__all__ = ["Place", "Reports", "obstacle", "reporting"]
 
 _BEGIN = "\x1e"  # "record separator": held back until its line is whole, and nearly no program writes it
 _LONGEST = 120  # bytes of a report
@@ -72,14 +74,29 @@ def reporting(command: Sequence[str], token: str) -> list[str]:
     return ["sh", "-c", _SHELL, token, *command]
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a worker runs: the name of its host, the number of its process there, and when that began.
+
+    The last is in ticks of the host's clock since it was started. Numbers come again, with other beginnings.
+    """
+
+    host: str
+    process: int
+    began: int
+
+
 class Reports:
     """What has been reported by a job of so many workers."""
 
     def __init__(self, token: str, workers: int, *, tagged: bool) -> None:
         self._workers, self._tagged = workers, tagged
+        self._places: dict[int, Place] = {}  # by rank
         self._statuses: dict[int, int] = {}  # by rank
         begin = _BEGIN.encode()
-        self._report = re.compile(rb"(" + _TAG + rb")?" + begin + token.encode() + rb" (\d+) (\d+)\r?\n")
+        self._report = re.compile(
+            rb"(" + _TAG + rb")?" + begin + token.encode() + rb" (\d+) (?:(\d+)|(\S+):(\d+):(\d+))\r?\n"
+        )
         self._begin, self._held = begin, b""
 
     def without(self, chunk: bytes) -> bytes:
@@ -103,9 +120,21 @@ class Reports:
         return rest
 
     def _note(self, found: re.Match[bytes]) -> bytes:
-        tag, rank, status = found.groups()
+        tag, rank, status, host, process, began = found.groups()
+        if status is None:
+            self._places[int(rank)] = Place(host.decode(errors="replace"), int(process), int(began))
+            return b""
         self._statuses[int(rank)] = int(status)
         return b"" if tag or not self._tagged else b"\n"  # behind a last line without an end
+
+    @property
+    def failed(self) -> bool:
+        """Whether a worker has reported a status that is not 0."""
+        return any(self._statuses.copy().values())
+
+    def left(self) -> dict[int, Place]:
+        """Where those run that have begun and not ended, by rank."""
+        return {rank: self._places[rank] for rank in sorted(set(self._places) - set(self._statuses))}
 
     def verdict(self) -> tuple[int, str]:
         """The job's status, and what to say of it, where mpirun's is 0."""

@@ -1,29 +1,53 @@
-"""Runs mpirun beside dearrun: hands signals on, copies stderr, and ends as mpirun does."""
+"""Runs mpirun beside dearrun: hands signals on, copies stderr, and ends as mpirun does, or without it in the end.
+
+mpirun ends workers by SIGTERM, then by SIGKILL. Some do not go even then: a process that waits for a disk or a device that
+does not answer (state D). So dearrun waits for a while only, and says which workers are left.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from dearrun import mpirun
-from dearrun.reports import Reports
+from dearrun.reports import Place, Reports
 
-__all__ = ["supervise"]
+__all__ = ["supervise", "told"]
 
 _FORWARDED = {signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}
+_ENDING = {signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM}  # after them mpirun ends all workers
+_PATIENCE_SECONDS = 30.0  # with an mpirun that was told to end, or whose job has failed
+_KILLED_SECONDS = 5.0  # until what was sent SIGKILL has to be gone
 _LAST_WORDS_SECONDS = 1.0  # that stderr is read after mpirun's end: a process that it left behind may keep it open
+_LOOK_SECONDS = 0.5
+_NAP_SECONDS = 0.05
 _CHUNK = 1 << 16
 _PR_SET_PDEATHSIG = 1
 
 
-def supervise(program: str, command: Sequence[str], environ: Mapping[str, str], reports: Reports) -> NoReturn:
-    """Run `program`, an mpirun, and end as it did; where it ended with 0, as `reports` say."""
+def supervise(
+    program: str,
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    reports: Reports,
+    *,
+    failure_ends: bool,
+    before_lines: bytes,
+) -> NoReturn:
+    """Run `program`, an mpirun, and end as it did; where it ended with 0, as `reports` say.
+
+    `failure_ends` says whether this mpirun ends the whole job once a worker has failed.
+    `before_lines` is written before lines of stderr: what makes room on a terminal where a progress bar may be.
+    """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # whoever started dearrun may ignore it: then nobody could be awaited
     heard = {*_FORWARDED, signal.SIGCHLD}
     signal.pthread_sigmask(signal.SIG_BLOCK, heard)
@@ -45,23 +69,36 @@ def supervise(program: str, command: Sequence[str], environ: Mapping[str, str], 
             os.write(2, f"dearrun: {program} does not run: {error}\n".encode())
             os._exit(127)
     os.close(outgoing)
-    copier = threading.Thread(target=_copy, args=(incoming, reports), daemon=True)
+    copier = threading.Thread(target=_copy, args=(incoming, reports, before_lines), daemon=True)
     copier.start()
-    code = _ended(child, heard)
+    code, killed = _ended(child, heard, reports if failure_ends else None)
     copier.join(_LAST_WORDS_SECONDS)
-    if code == 0:
+    left = _left(reports)
+    if killed:
+        elsewhere = {rank: place for rank, place in reports.left().items() if place.host != os.uname().nodename}
+        left |= dict.fromkeys(elsewhere.items(), "")
+    if left:
+        code = code if code > 0 else 1
+        sys.stderr.write(f"dearrun: {told(left)}\n")
+    elif code == 0:
         code, said = reports.verdict()
         if said:
             sys.stderr.write(f"dearrun: {said}\n")
+    if killed:
+        code = 1
     if code < 0:
         _end_by(-code)
     sys.exit(code)
 
 
-def _copy(incoming: int, reports: Reports) -> None:
+def _copy(incoming: int, reports: Reports, before_lines: bytes) -> None:
     """stderr as it comes, without the reports in it. Also where nobody reads it any more, since reports count."""
+    at_begin = True  # of a line
     while chunk := os.read(incoming, _CHUNK):
-        _write(reports.without(chunk))
+        text = reports.without(chunk)
+        if text:
+            _write(before_lines + text if at_begin else text)
+            at_begin = text.endswith(b"\n")
     _write(reports.rest())
 
 
@@ -71,19 +108,69 @@ def _write(text: bytes) -> None:
             text = text[os.write(2, text) :]
 
 
-def _ended(child: int, heard: set[signal.Signals]) -> int:
-    """The exit code of `child`, negative where a signal ended it. Until then signals are handed on.
+def _ended(child: int, heard: set[signal.Signals], reports: Reports | None) -> tuple[int, bool]:
+    """The exit code of `child`, negative where a signal ended it, and whether it had to be killed.
 
-    What the kernel sends, such as SIGINT for Ctrl-C, goes to the whole process group: `child` got it as well.
+    Until then signals are handed on. What the kernel sends, such as SIGINT for Ctrl-C, goes to the whole process group:
+    `child` got it as well. If it has not ended a while after such a signal, or after a worker has failed, as `reports` may
+    say, it is killed.
     """
+    until, killed = math.inf, False
     while True:
-        info = signal.sigwaitinfo(heard)
+        info = signal.sigtimedwait(heard, _LOOK_SECONDS)
+        now = time.monotonic()
+        if until == math.inf and reports is not None and reports.failed:
+            until = now + _PATIENCE_SECONDS
+        if now >= until and not killed:
+            sys.stderr.write(f"dearrun: mpirun did not end within {_PATIENCE_SECONDS:g} s and is killed\n")
+            os.kill(child, signal.SIGKILL)
+            killed = True
+        if info is None:
+            continue
         if info.si_signo == signal.SIGCHLD:
             done, status = os.waitpid(child, os.WNOHANG)
             if done:
-                return os.waitstatus_to_exitcode(status)
-        elif info.si_code <= 0:  # by a process
-            os.kill(child, info.si_signo)
+                return os.waitstatus_to_exitcode(status), killed
+        else:
+            if info.si_code <= 0:  # by a process
+                os.kill(child, info.si_signo)
+            if info.si_signo in _ENDING:
+                until = min(until, now + _PATIENCE_SECONDS)
+
+
+def _left(reports: Reports) -> dict[tuple[int, Place], str]:
+    """The workers of this machine that are there after mpirun's end, and after SIGKILL: their states."""
+    here = os.uname().nodename
+    mine = [(rank, place) for rank, place in reports.left().items() if place.host == here]
+    now = time.monotonic()
+    patience, until = now + _LAST_WORDS_SECONDS, now + _LAST_WORDS_SECONDS + _KILLED_SECONDS
+    while True:
+        found = {worker: state for worker in mine if (state := _state(worker[1])) not in ("", "Z", "X")}
+        if not found or time.monotonic() >= until:
+            return found
+        if time.monotonic() >= patience:
+            for _, place in found:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(place.process, signal.SIGKILL)
+        time.sleep(_NAP_SECONDS)
+
+
+def _state(place: Place) -> str:
+    """Of the process there, a letter as in ps; empty where it is gone."""
+    try:
+        fields = Path(f"/proc/{place.process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return fields[0] if int(fields[19]) == place.began else ""
+
+
+def told(left: Mapping[tuple[int, Place], str]) -> str:
+    """What to say of workers that are left, with their states, empty: on another host (pure)."""
+    names = [
+        f"rank {rank} (process {place.process} on {place.host}{f', state {state}' if state else ''})"
+        for (rank, place), state in left.items()
+    ]
+    return f"the job has ended, and workers are left that could not be killed: {', '.join(names)}"
 
 
 def _end_by(number: int) -> None:

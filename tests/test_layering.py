@@ -19,10 +19,12 @@ ALLOWED = {
     "overlap": ("comm_core",),
     "dearrun": ("comm_core", "overlap"),
     **dict.fromkeys(STRATEGIES, ("comm_core", "overlap")),
+    "dear": ("comm_core", "overlap", "dearrun"),  # dear.run
 }
 TUNING = ("bayes", "campaign", "options", "space", "window")
 PURE = (
     "overlap/plan/partition.py",
+    "overlap/job/cores.py",
     "overlap/job/launch.py",
     "overlap/job/settings.py",
     "overlap/health/deadlock.py",
@@ -31,6 +33,7 @@ PURE = (
     "dearrun/options.py",
     "dearrun/reports.py",
     "dearrun/transport.py",
+    "dearrun/worker.py",
     "overlap/plan/cost_model.py",
     *(f"overlap/horovod/controller/{name}.py" for name in ("coordinator", "request")),
     "overlap/plan/plan.py",

@@ -9,7 +9,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +19,7 @@ from overlap.health import failures
 from overlap.health.shutdown import close_all, find_uneven, report
 from overlap.health.stacks import is_front_door
 from overlap.health.watchdog import Watchdog
-from overlap.job import logs, settings
+from overlap.job import cores, logs, settings
 from overlap.job.channels import Channels
 from overlap.job.launch import BACKEND_VARIABLE, Launch, Launcher, LaunchError, adopted, detect, rank_in
 from overlap.job.registry import Registry
@@ -92,7 +92,7 @@ class Session:
         self.channels = Channels(self.control, self.watchdog.watch, self.registry.abandoned, self._forget)
         failures.install(comm.rank, comm.size, comm.abort)
         logs.configure(self.settings, comm.rank)
-        _share_cores(self.local_size)
+        _share_cores(comm, local, self.local_size)
         if self.settings.timeline:
             self.start_timeline(
                 self.settings.timeline, self.settings.timeline_mark_cycles, self.settings.timeline_max_mb
@@ -176,17 +176,21 @@ _session: Session | None = None
 _process = 0  # that made it
 
 
-def _share_cores(local_size: int) -> None:
-    """Ranks of one host share its cores: with one thread pool each as large as the host they would fight over them."""
-    if local_size == 1 or "OMP_NUM_THREADS" in os.environ:
+def _share_cores(comm: Communicator, local: Sequence[int], local_size: int) -> None:
+    """Ranks of one host share its cores: with one thread pool each as large as the host they would fight over them.
+
+    `local` are the ranks on hosts of this one's name. On every rank.
+    """
+    mine = cores.cores()
+    everyones = allgather_object(comm, mine)
+    if local_size == 1 or os.environ.get("OMP_NUM_THREADS"):
         return
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-    threads = max(1, cores // local_size)
+    # Hosts of a job may all have one name; then the launcher alone knows how many ranks this one has.
+    beside = [everyones[rank] for rank in local] if len(local) == local_size else [mine] * local_size
+    threads = cores.among(mine, beside, cores.limit())
     if threads < torch.get_num_threads():
         torch.set_num_threads(threads)
-        log.info(
-            "%d ranks share %d cores: %d thread(s) each (set OMP_NUM_THREADS to choose)", local_size, cores, threads
-        )
+        log.info("%d ranks share this host: %d thread(s) each (set OMP_NUM_THREADS to choose)", local_size, threads)
 
 
 def _connect(launch: Launch, comm: Any) -> Communicator:

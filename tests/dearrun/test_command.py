@@ -17,7 +17,17 @@ from dearrun.check_build import Finding, render
 from dearrun.command import Job, build
 from dearrun.errors import LaunchError
 from dearrun.hosts import Host, parse_hostfile, parse_hosts, require_addresses, require_shell, require_slots
-from dearrun.mpirun import Flavor, defaults, find, flavor_of, has_remote_shell, on_one_host, version_of, with_defaults
+from dearrun.mpirun import (
+    Flavor,
+    defaults,
+    failure_ends,
+    find,
+    flavor_of,
+    has_remote_shell,
+    on_one_host,
+    version_of,
+    with_defaults,
+)
 from overlap.job.settings import read
 from tests.harness import ROOT
 
@@ -320,9 +330,11 @@ def test_comm_cores_variables_hold_whole_numbers_within_its_limits() -> None:
 def test_defaults_yield_to_the_caller(tmp_path: Path) -> None:
     assert defaults(Flavor.OPEN_MPI_4, None)["OMPI_MCA_rmaps_base_oversubscribe"] == "1"
     assert defaults(Flavor.OPEN_MPI_5, "/bin/false")["PRTE_MCA_plm_ssh_agent"] == "/bin/false"
-    assert defaults(Flavor.MPICH, None) == {"OMP_NUM_THREADS": "1"}
-    found = with_defaults(Flavor.MPICH, {"OMP_NUM_THREADS": "7", "PATH": str(tmp_path), "EMPTY": ""})
-    assert found == {"OMP_NUM_THREADS": "7", "PATH": str(tmp_path), "EMPTY": ""}
+    assert defaults(Flavor.MPICH, None) == {}
+    name = "OMPI_MCA_mpi_yield_when_idle"
+    found = with_defaults(Flavor.OPEN_MPI_4, {name: "0", "PATH": str(tmp_path), "EMPTY": ""})
+    assert found.items() >= {name: "0", "PATH": str(tmp_path), "EMPTY": ""}.items()
+    assert with_defaults(Flavor.OPEN_MPI_4, {name: ""})[name] == "1"
 
 
 def test_workers_of_one_host_need_no_network() -> None:
@@ -334,6 +346,13 @@ def test_workers_of_one_host_need_no_network() -> None:
     assert on_one_host(Flavor.MPICH, {}, 2, room) == {}
     for name in ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "PE_HOSTFILE"):  # whose hosts Open MPI takes by itself
         assert on_one_host(Flavor.OPEN_MPI_5, {name: "7"}, 2, room) == {name: "7"}
+
+
+def test_where_a_failed_worker_ends_the_job() -> None:
+    for flavor in Flavor:
+        assert failure_ends(flavor, {}, ()) is (flavor in (Flavor.OPEN_MPI_4, Flavor.OPEN_MPI_5))
+    assert not failure_ends(Flavor.OPEN_MPI_4, {"OMPI_MCA_orte_abort_on_non_zero_status": "0"}, ())
+    assert not failure_ends(Flavor.OPEN_MPI_5, {}, ("--continuous",))
 
 
 def test_which_mpirun(tmp_path: Path) -> None:

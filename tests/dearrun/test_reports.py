@@ -8,7 +8,7 @@ import pytest
 
 from dearrun.command import Job
 from dearrun.mpirun import Flavor
-from dearrun.reports import Reports, obstacle
+from dearrun.reports import Place, Reports, obstacle
 
 
 @pytest.mark.parametrize(
@@ -19,6 +19,12 @@ from dearrun.reports import Reports, obstacle
         (True, "[1,0]<stderr>: a\n[1,0]<stderr>: \x1eT 0 0\n[1,1]<stderr>: \x1eT 1 0\n", "[1,0]<stderr>: a\n"),
         (True, "[0] a\n[0] \x1eT 0 0\n[1] \x1eT 1 0\n", "[0] a\n"),  # MPICH's
         (True, "[1,0]<stderr>: a\x1eT 0 0\n[1,1]<stderr>: \x1eT 1 0\n", "[1,0]<stderr>: a\n"),
+        (False, "\x1eT 0 a:7:1\n\x1eT 1 b.c:8:2\nhere\n\x1eT 0 0\n\x1eT 1 0\n", "here\n"),
+        (
+            True,
+            "[1,0]<stderr>: \x1eT 0 a-b:7:1\n[1,0]<stderr>: x\n[0] \x1eT 0 0\n[1] \x1eT 1 0\n",
+            "[1,0]<stderr>: x\n",
+        ),
         (False, "\x1e\x1eT 0 0\n\x1eT 0 0\n\x1eT 1 0\n\x1e", "\x1e\x1e"),
         (False, "\x1eT 0 0\n\x1eT 1 0\n\x1e" + 200 * "-", "\x1e" + 200 * "-"),
     ],
@@ -52,6 +58,17 @@ def test_the_verdict_names_who_is_missing() -> None:
     assert status == 1
     assert "20 of 40 workers was not reported (ranks 20, 21, 22" in said
     assert "35, ...): the connection" in said
+
+
+def test_who_has_begun_and_not_ended_is_known_with_its_place() -> None:
+    reports = Reports("T", 3, tagged=False)
+    assert reports.without(b"\x1eT 1 b.org:8:20\n\x1eT 0 a:7:10\n\x1eT 2 c:9:30\n") == b""
+    assert not reports.failed
+    reports.without(b"\x1eT 0 0\n")
+    assert reports.left() == {1: Place("b.org", 8, 20), 2: Place("c", 9, 30)}
+    assert not reports.failed
+    reports.without(b"\x1eT 2 3\n")
+    assert (set(reports.left()), reports.failed) == ({1}, True)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,148 @@
+"""How the caller of :func:`dearrun.run.run` and its ranks talk: the function goes there, its result comes back.
+
+Ranks connect to a socket of the caller's. On one machine that is a file in a folder of its own, which only its user may
+enter; with several hosts it is a TCP port. Both sides prove that they have the key of this call before anything is read: it
+is made anew for each, and ranks get it in their environment. What is read then is unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import secrets
+import shutil
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
+from typing import Any
+
+from dearrun.errors import LaunchError
+
+__all__ = ["VARIABLE", "Answer", "Exchange", "Hello", "Lost", "call", "reply"]
+
+#: Holds where the caller is and the key, in the environment of ranks.
+VARIABLE = "DEARRUN_CALLER"
+_PATH_BYTES = 60  # of the folder for temporary files: the whole name of a socket has 107
+_CONNECT_SECONDS = 60.0
+_HELLO_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """A rank has connected. `size` is how many ranks its launcher says there are."""
+
+    rank: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a rank has to say. `content` is the pickled result, or where it has a `traceback`, the pickled exception."""
+
+    rank: int
+    content: bytes
+    traceback: str = ""
+    summary: str = ""  # the last line of the traceback
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """A rank has gone; before or after its answer."""
+
+    rank: int
+
+
+class Exchange:
+    """The caller's side. `events` are what ranks have done, as they come."""
+
+    def __init__(self, payload: bytes, names: Sequence[str]) -> None:
+        """`names`: other hosts, from which ranks will connect."""
+        self._payload, self._key = payload, secrets.token_bytes(32)
+        self.events: queue.SimpleQueue[Hello | Answer | Lost] = queue.SimpleQueue()
+        self._folder = ""
+        if names:
+            self._listener = Listener(("", 0), "AF_INET", backlog=4096)
+            port = self._listener.address[1]
+            places: list[Any] = [[address, port] for address in _addresses(names)]
+        else:
+            short = len(os.fsencode(tempfile.gettempdir())) <= _PATH_BYTES
+            self._folder = tempfile.mkdtemp(prefix="dear-run-", dir=None if short else "/tmp")
+            places = [os.path.join(self._folder, "caller")]
+            self._listener = Listener(places[0], "AF_UNIX", backlog=4096)
+        self.variable = json.dumps({"places": places, "key": self._key.hex()})
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        """No rank may connect any more; those that are connected and still run the function end."""
+        self._listener.close()
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection = self._listener.accept()
+            except OSError:
+                return  # closed
+            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection: Connection[Any, Any]) -> None:
+        rank = None
+        with connection:
+            try:
+                deliver_challenge(connection, self._key)
+                answer_challenge(connection, self._key)
+                told = json.loads(connection.recv_bytes(_HELLO_BYTES))
+                rank = int(told["rank"])
+                self.events.put(Hello(rank, int(told["size"])))
+                connection.send_bytes(self._payload)
+                told = json.loads(connection.recv_bytes())
+                self.events.put(Answer(rank, connection.recv_bytes(), told["traceback"], told["summary"]))
+                connection.recv_bytes()  # nothing comes but the end
+            except Exception:
+                # Also of strangers, who do not know the key.
+                if rank is not None:
+                    self.events.put(Lost(rank))
+
+
+def _addresses(names: Sequence[str]) -> list[str]:
+    """This host's, by which those of these names may reach it."""
+    found = [socket.gethostname()]
+    for name in names:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect((name, 9))  # sends nothing
+            except OSError:
+                continue
+            found.insert(0, probe.getsockname()[0])
+    return list(dict.fromkeys(found))
+
+
+def call(environ: Mapping[str, str], rank: int, size: int) -> tuple[Connection[Any, Any], bytes]:
+    """A rank's side: the caller, and what it wants to be called. Raises :class:`LaunchError` where it cannot be reached."""
+    told = json.loads(environ[VARIABLE])
+    until = time.monotonic() + _CONNECT_SECONDS
+    while True:
+        for place in told["places"]:
+            address = place if isinstance(place, str) else tuple(place)
+            try:
+                connection = Client(address, authkey=bytes.fromhex(told["key"]))
+            except OSError as error:
+                problem = error
+                continue
+            connection.send_bytes(json.dumps({"rank": rank, "size": size}).encode())
+            return connection, connection.recv_bytes()
+        if time.monotonic() >= until:
+            raise LaunchError(f"rank {rank} cannot reach the caller of dear.run at {told['places']}: {problem}")
+        time.sleep(0.2)
+
+
+def reply(connection: Connection[Any, Any], content: bytes, traceback: str = "", summary: str = "") -> None:
+    """Send the caller what :class:`Answer` has."""
+    connection.send_bytes(json.dumps({"traceback": traceback, "summary": summary}).encode())
+    connection.send_bytes(content)

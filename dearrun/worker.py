@@ -1,0 +1,49 @@
+"""What a small shell does before it becomes a worker: it says where it runs, and takes its threads and its terminal (pure).
+
+* It reports its host and process, so that dearrun can say of a worker that does not end where it is.
+* Without ``OMP_NUM_THREADS``, it takes the cores of its host divided by the workers there: `overlap.job.cores`.
+* Rank 0 writes straight to where dearrun does, if it runs beside dearrun and is to be shown as it is. mpirun would put its
+  rank in front of every line, and hold back what has no end of a line yet: a progress bar comes when all is over.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from overlap.job import cores
+
+__all__ = ["HERE", "Streams", "starting"]
+
+#: Prints what no other machine, and no container of it with processes of its own, prints.
+HERE = "cat /proc/sys/kernel/random/boot_id; readlink /proc/self/ns/pid"
+
+# Variables that a script may have exported keep their values: all that the shell sets begins with its own word.
+_SHELL = (
+    "dearrun_rank=${OMPI_COMM_WORLD_RANK:-$PMI_RANK}; "
+    'printf "\\036%s %s %s:%s:%s\\n" "$0" "$dearrun_rank" "$(uname -n)" $$ "$(cut -d" " -f22 /proc/$$/stat)" >&2; '
+    'if [ -z "$OMP_NUM_THREADS" ]; then '
+    'dearrun_threads=$("$1" -I -S "$2" "${OMPI_COMM_WORLD_LOCAL_SIZE:-$MPI_LOCALNRANKS}" $PPID 2>/dev/null); '
+    '[ -z "$dearrun_threads" ] || export OMP_NUM_THREADS=$dearrun_threads; '
+    "fi; "
+    'if [ "$dearrun_rank" = 0 ] && [ "$3" ] && [ "$({ ' + HERE + '; } 2>/dev/null)" = "$3" ]; then '
+    'if [ "$4" ] && (: >>"$4") 2>/dev/null; then exec >>"$4"; fi; '
+    'if [ "$5" ] && (: >>"$5") 2>/dev/null; then exec 2>>"$5"; fi; '
+    "fi; "
+    'shift 5; exec "$@"'
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Streams:
+    """Files that rank 0 writes to as it is, empty: as the others; on the machine and in the container `here`."""
+
+    here: str = ""
+    out: str = ""
+    err: str = ""
+
+
+def starting(command: Sequence[str], token: str, streams: Streams) -> list[str]:
+    """`command`, started so. Its report holds `token`."""
+    return ["sh", "-c", _SHELL, token, sys.executable, cores.__file__, streams.here, streams.out, streams.err, *command]

@@ -1,0 +1,91 @@
+"""How dearrun ends where a worker, or mpirun itself, does not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from dearrun.reports import Place
+from dearrun.supervision import told
+
+# An mpirun that starts one worker, whose output it does not wait for.
+_MPIRUN = """#!/bin/sh
+if [ "$1" = --version ]; then echo "mpirun (Open MPI) 5.0.11"; exit; fi
+while [ "$1" != sh ]; do shift; done
+export OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_LOCAL_SIZE=1
+"$@" &
+while [ ! -e {folder}/number ]; do sleep 0.02; done
+{then}
+"""
+_WORKER = "trap '' TERM; echo $$ > {folder}/new; mv {folder}/new {folder}/number; while :; do sleep 0.1; done"
+# dearrun with less patience, for whom a worker is as one that waits for a broken disk: SIGKILL changes nothing.
+_IMPATIENT = """
+import os, pathlib, sys
+from dearrun import cli, supervision
+supervision._PATIENCE_SECONDS = supervision._KILLED_SECONDS = 0.4
+kill, stubborn = os.kill, pathlib.Path(sys.argv.pop(1))
+os.kill = lambda process, number: None if str(process) == stubborn.read_text().strip() else kill(process, number)
+cli.main()
+"""
+
+
+def _job(folder: Path, then: str, *program: str) -> subprocess.Popen[str]:
+    mpirun = folder / "bin" / "mpirun"
+    mpirun.parent.mkdir()
+    mpirun.write_text(_MPIRUN.format(folder=folder, then=then))
+    mpirun.chmod(0o755)
+    command = [sys.executable, *program, "-np", "1", "sh", "-c", _WORKER.format(folder=folder)]
+    return subprocess.Popen(command, env={**os.environ, "MPIPATH": str(folder)}, stderr=subprocess.PIPE, text=True)
+
+
+def _number(folder: Path) -> int:
+    deadline = time.monotonic() + 30
+    while not (folder / "number").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return int((folder / "number").read_text())
+
+
+def test_a_worker_that_mpirun_has_left_is_killed(tmp_path: Path) -> None:
+    with _job(tmp_path, "exit 4", "-m", "dearrun") as process:
+        _, said = process.communicate(timeout=30)
+        assert (process.returncode, said.strip()) == (4, "")
+    assert not Path(f"/proc/{_number(tmp_path)}").exists()
+
+
+def test_a_worker_that_cannot_be_killed_is_named(tmp_path: Path) -> None:
+    with _job(
+        tmp_path, "trap '' TERM; while :; do sleep 0.1; done", "-c", _IMPATIENT, str(tmp_path / "number")
+    ) as process:
+        number = _number(tmp_path)
+        time.sleep(0.2)  # mpirun is in its loop
+        began = time.monotonic()
+        process.terminate()
+        try:
+            _, said = process.communicate(timeout=30)
+            assert time.monotonic() - began < 10
+        finally:
+            os.kill(number, signal.SIGKILL)
+        assert process.returncode == 1
+    first, second = said.splitlines()
+    assert first == "dearrun: mpirun did not end within 0.4 s and is killed"
+    begins = "dearrun: the job has ended, and workers are left that could not be killed: "
+    assert second.startswith(f"{begins}rank 0 (process {number} on {os.uname().nodename}, state ")
+
+
+def test_an_mpirun_that_does_not_end_a_job_that_has_failed_is_killed(tmp_path: Path) -> None:
+    """It may wait for a host that answers no more."""
+    then = f"kill -KILL $(cat {tmp_path}/number); while :; do sleep 0.1; done"
+    with _job(tmp_path, then, "-c", _IMPATIENT, str(tmp_path / "number")) as process:
+        _, said = process.communicate(timeout=30)
+        assert process.returncode == 1
+    assert said.strip() == "dearrun: mpirun did not end within 0.4 s and is killed"
+
+
+def test_workers_of_other_hosts_are_named_with_them() -> None:
+    said = told({(0, Place("a", 7, 1)): "D", (3, Place("b", 8, 2)): ""})
+    assert said.endswith("could not be killed: rank 0 (process 7 on a, state D), rank 3 (process 8 on b)")
