@@ -3,7 +3,7 @@ PYTHON_PACKAGES = comm_core overlap dearrun dear wfbp mgwfbp bytescheduler_adapt
 CPP = $(shell find comm_core -name '*.hpp' -o -name '*.cpp')
 BIN = .venv/bin
 
-.PHONY: docs docs-serve help setup setup-tests build test test-all test-rest test-1 test-2 test-4 test-slow sanitize lint format ci bench horovod compare-horovod clean
+.PHONY: docs docs-serve help setup setup-tests build test test-all test-rest test-1 test-2 test-4 test-slow sanitize wheel lint format ci bench horovod compare-horovod clean
 help: ## show the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
 
@@ -32,6 +32,13 @@ test-slow: setup-tests ## only the tests that are too slow for every run, at all
 
 sanitize: setup ## build comm_core with kind=address, undefined or thread, and run its tests so (minutes)
 	@bash scripts/sanitize.sh $(or $(kind),address)
+
+# One for each Python: this one's. MPI is left out, and built by whoever installs it: python -m comm_core.build.
+wheel: setup ## dist/*.whl: for torchrun without a compiler, on Linux with a glibc as old as this machine's or a little older
+	@rm -rf build/wheel
+	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/wheel . \
+	    --config-settings build-dir=build/without-mpi/{wheel_tag} --config-settings cmake.define.COMM_CORE_MPI=OFF
+	PATH="$$PWD/$(BIN):$$PATH" auditwheel repair --wheel-dir dist build/wheel/*.whl
 
 lint: setup ## ruff, mypy, clang-format
 	$(BIN)/ruff check .

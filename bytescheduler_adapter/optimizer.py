@@ -15,7 +15,7 @@ from overlap.core.bucket import Bucket
 from overlap.core.wire import DecoupledCollectives
 from overlap.job.process_set import ProcessSet, global_process_set
 from overlap.job.session import current
-from overlap.optimizer.arguments import HorovodArguments
+from overlap.optimizer.arguments import SharedArguments, refuses_unknown
 from overlap.optimizer.distributed import DistributedOptimizer as Shell
 from overlap.optimizer.start import agree_on_strategy
 from overlap.optimizer.tuning import tune as start_tuning
@@ -106,6 +106,7 @@ def _dispatchers() -> Dispatchers:
     return service
 
 
+@refuses_unknown()
 def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,
     named_parameters: torch.nn.Module | Iterable[tuple[str, torch.nn.Parameter]] | None = None,
@@ -121,7 +122,10 @@ def DistributedOptimizer(
     partition_mb: float = 1,
     credit_mb: float = 2,
     tune: bool | Tuning = False,
-    **shell: Any,
+    elementwise: bool | None = None,
+    per_parameter: bool | None = None,
+    sync_start: bool = True,
+    poison: bool | None = None,
 ) -> Shell:
     """Distribute `optimizer` with ByteScheduler's schedule. On every rank, after ``bytescheduler_adapter.init()``.
 
@@ -137,10 +141,10 @@ def DistributedOptimizer(
         credit_mb: a partition is issued while fewer MB than this are under way; less credit preempts sooner, more keeps
             the wire busier. Two partitions by default: one on the wire, one behind it. Rank 0's counts.
         tune: True or ``Tuning(...)`` searches both while training goes on; see :class:`overlap.plan.tuning.options.Tuning`.
-        shell: ``elementwise=None, sync_start=True, poison=None`` of
-            :class:`overlap.optimizer.distributed.DistributedOptimizer`.
+        elementwise: this, and `per_parameter`, `sync_start`, `poison`: see
+            :class:`overlap.optimizer.arguments.SharedArguments`.
     """
-    arguments = HorovodArguments.of(locals())
+    arguments = SharedArguments.of(locals())
     if process_set is not global_process_set:
         raise ValueError(
             f"process_set is {process_set!r}, but rank 0 decides the order of all ranks' partitions: use the global "
@@ -149,7 +153,7 @@ def DistributedOptimizer(
     agree_on_strategy("bytescheduler_adapter", tune)
     partition_mb, credit_mb = agree(current().comm, (partition_mb, credit_mb))
     strategy = ByteScheduler(partition_mb, credit_mb)
-    distributed = Shell(optimizer, named_parameters, strategy, arguments, **shell)
+    distributed = Shell(optimizer, named_parameters, strategy, arguments)
     strategy.lease = _dispatchers().lease(current().registry.topic_of(distributed))
     start_tuning(distributed, tune, process_set)
     return distributed

@@ -10,9 +10,9 @@ import shutil
 import socket
 import sys
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 
+from comm_core import __version__
 from dearrun import check_build, mpirun, options, reports, transport
 from dearrun.addresses import has_address
 from dearrun.command import build
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """``dearrun``. Exits with 1 and one line on stderr where the job cannot be started."""
     args = options.parser().parse_args(argv)
     if args.version:
-        sys.stdout.write(f"{metadata.version('dear-pytorch')}\n")
+        sys.stdout.write(f"{__version__}\n")
         return
     if args.check_build:
         sys.stdout.write(check_build.report())

@@ -116,7 +116,7 @@ fi
 say "building comm_core"
 : >"$log"
 PATH=$PWD/$venv/bin:$PATH quietly "comm_core could not be built" "read the compiler's message above" \
-    "$venv/bin/python" -m pip install --no-build-isolation --no-deps --editable .
+    bash comm_core/compile.sh --no-build-isolation --config-settings cmake.define.COMM_CORE_WERROR=ON
 quietly "comm_core does not import" "read the message above" "$venv/bin/python" -c 'import comm_core; comm_core.local()'
 echo "$sources" >"$venv/sources.stamp"
 say "ready"
