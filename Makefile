@@ -33,11 +33,10 @@ test-slow: setup-tests ## only the tests that are too slow for every run, at all
 sanitize: setup ## build comm_core with kind=address, undefined or thread, and run its tests so (minutes)
 	@bash scripts/sanitize.sh $(or $(kind),address)
 
-# One for each Python: this one's. MPI is left out, and built by whoever installs it: python -m comm_core.build.
-wheel: setup ## dist/*.whl: for torchrun without a compiler, on Linux with a glibc as old as this machine's or a little older
+wheel: setup ## dist/*.whl, for this Python, without MPI: whoever installs it needs no compiler
 	@rm -rf build/wheel
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/wheel . \
-	    --config-settings build-dir=build/without-mpi/{wheel_tag} --config-settings cmake.define.COMM_CORE_MPI=OFF
+	    --config-settings cmake.define.COMM_CORE_MPI=OFF --config-settings cmake.define.COMM_CORE_WERROR=ON
 	PATH="$$PWD/$(BIN):$$PATH" auditwheel repair --wheel-dir dist build/wheel/*.whl
 
 lint: setup ## ruff, mypy, clang-format
