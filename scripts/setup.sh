@@ -32,6 +32,7 @@ packages="$(fingerprint requirements.txt requirements-dev.txt scripts/setup.sh)$
 # An editable install remembers which Python packages there were.
 # shellcheck disable=SC2046
 sources=$({
+    echo "${TORCH_CUDA_ARCH_LIST:-}"
     fingerprint pyproject.toml $(find comm_core -name '*.[ch]pp' -o -name '*.cu' -o -name CMakeLists.txt -o -name '*.cmake' | sort)
     find . -maxdepth 5 -name __init__.py -not -path './.venv/*' -not -path './build/*' -not -path './tests/*' | sort
 } | cksum)

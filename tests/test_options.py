@@ -14,6 +14,7 @@ import pytest
 import dear
 from bytescheduler_adapter.optimizer import ByteScheduler
 from dear.optimizer import Dear
+from dear.siblings import OwnOptions
 from mgwfbp.optimizer import MgWfbp
 from oss.optimizer import Oss
 from overlap.optimizer.arguments import HorovodArguments, SharedArguments
@@ -79,6 +80,17 @@ def test_options_of_a_strategy_are_all_there(package: str) -> None:
     told = {row["option"].strip("`"): _default(row) for row in OWN if package in _named(row["strategy"])}
     assert told == own
     assert {name for row in OWN for name in _named(row["strategy"])} <= set(PACKAGES)
+
+
+def test_options_that_dear_hands_on_are_those_of_the_others() -> None:
+    parameters = {
+        package: inspect.signature(importlib.import_module(package).DistributedOptimizer).parameters
+        for package in PACKAGES
+    }
+    theirs = {name: each.annotation for package in PACKAGES[1:] for name, each in parameters[package].items()}
+    for name in parameters["dear"]:
+        theirs.pop(name, None)
+    assert {name: each.__forward_arg__ for name, each in OwnOptions.__annotations__.items()} == theirs
 
 
 def test_what_is_tuned_is_told_with_its_bounds() -> None:
