@@ -3,7 +3,7 @@ PYTHON_PACKAGES = comm_core overlap dearrun dear wfbp mgwfbp bytescheduler_adapt
 CPP = $(shell find comm_core -name '*.hpp' -o -name '*.cpp')
 BIN = .venv/bin
 
-.PHONY: docs docs-serve help setup setup-tests build test test-all test-rest test-1 test-2 test-4 test-slow sanitize lint format ci bench horovod compare-horovod clean
+.PHONY: docs docs-serve help setup setup-tests build test test-all test-rest test-1 test-2 test-4 test-slow sanitize wheel lint format ci bench horovod compare-horovod clean
 help: ## show the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
 
@@ -32,6 +32,12 @@ test-slow: setup-tests ## only the tests that are too slow for every run, at all
 
 sanitize: setup ## build comm_core with kind=address, undefined or thread, and run its tests so (minutes)
 	@bash scripts/sanitize.sh $(or $(kind),address)
+
+wheel: setup ## dist/*.whl, for this Python, without MPI: whoever installs it needs no compiler
+	@rm -rf build/wheel
+	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/wheel . \
+	    --config-settings cmake.define.COMM_CORE_MPI=OFF --config-settings cmake.define.COMM_CORE_WERROR=ON
+	PATH="$$PWD/$(BIN):$$PATH" auditwheel repair --wheel-dir dist build/wheel/*.whl
 
 lint: setup ## ruff, mypy, clang-format
 	$(BIN)/ruff check .

@@ -15,7 +15,7 @@ from overlap.core.bucket import Bucket
 from overlap.core.wire import DecoupledCollectives
 from overlap.job.process_set import ProcessSet, global_process_set
 from overlap.job.session import current
-from overlap.optimizer.arguments import HorovodArguments
+from overlap.optimizer.arguments import SharedArguments, refuses_unknown
 from overlap.optimizer.distributed import DistributedOptimizer as Shell
 from overlap.optimizer.start import agree_on_strategy
 from overlap.optimizer.tuning import tune as start_tuning
@@ -107,6 +107,7 @@ def _dispatchers() -> Dispatchers:
     return service
 
 
+@refuses_unknown()
 def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,
     named_parameters: torch.nn.Module | Iterable[tuple[str, torch.nn.Parameter]] | None = None,
@@ -122,7 +123,11 @@ def DistributedOptimizer(
     partition_mb: float | None = None,
     credit_mb: float | None = None,
     tune: bool | Tuning = False,
-    **shell: Any,
+    elementwise: bool | None = None,
+    per_parameter: bool | None = None,
+    sync_start: bool = True,
+    poison: bool | None = None,
+    broadcast_buffers: bool = True,
 ) -> Shell:
     """Distribute `optimizer` with ByteScheduler's schedule. On every rank, after ``bytescheduler_adapter.init()``.
 
@@ -140,10 +145,10 @@ def DistributedOptimizer(
             ``BYTESCHEDULER_CREDIT`` (elements of 4 bytes), else 2. Rank 0's counts.
         tune: True or ``Tuning(...)`` searches both while training goes on; see :class:`overlap.plan.tuning.options.Tuning`.
             ``BYTESCHEDULER_CREDIT_TUNING=1`` stands for True.
-        shell: ``elementwise=None, sync_start=True, poison=None, broadcast_buffers=True`` of
-            :class:`overlap.optimizer.distributed.DistributedOptimizer`.
+        elementwise: this, and `per_parameter`, `sync_start`, `poison`, `broadcast_buffers`: see
+            :class:`overlap.optimizer.arguments.SharedArguments`.
     """
-    arguments = HorovodArguments.of(locals())
+    arguments = SharedArguments.of(locals())
     if process_set is not global_process_set:
         raise ValueError(
             f"process_set is {process_set!r}, but rank 0 decides the order of all ranks' partitions: use the global "
@@ -156,7 +161,7 @@ def DistributedOptimizer(
     credit_mb = (wished.credit_mb or _CREDIT_MB) if credit_mb is None else credit_mb
     partition_mb, credit_mb = agree(current().comm, (partition_mb, credit_mb))
     strategy = ByteScheduler(partition_mb, credit_mb)
-    distributed = Shell(optimizer, named_parameters, strategy, arguments, **shell)
+    distributed = Shell(optimizer, named_parameters, strategy, arguments)
     strategy.lease = _dispatchers().lease(current().registry.topic_of(distributed))
     start_tuning(distributed, tune, process_set)
     return distributed

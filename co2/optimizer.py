@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,7 @@ from overlap.features.join import joined_ranks_of
 from overlap.job.groups import Membership
 from overlap.job.process_set import ProcessSet, global_process_set
 from overlap.job.session import Session, current
-from overlap.optimizer.arguments import HorovodArguments
+from overlap.optimizer.arguments import SharedArguments, refuses_unknown
 from overlap.optimizer.distributed import DistributedOptimizer as Shell
 from overlap.optimizer.start import agree_on_strategy
 from overlap.plan.partition import TensorSpec, fuse
@@ -70,12 +71,11 @@ class Co2Optimizer(Shell):
         self,
         optimizer: torch.optim.Optimizer,
         named_parameters: torch.nn.Module | Iterable[tuple[str, torch.nn.Parameter]] | None,
-        arguments: HorovodArguments,
+        arguments: SharedArguments,
         schedule: Schedule,
         rule: OuterRule,
         nprocs: int | None,
         broadcast_buffers: bool,
-        **shell: Any,
     ) -> None:
         session = current()
         _check_nprocs(nprocs, session.comm.size)
@@ -87,8 +87,8 @@ class Co2Optimizer(Shell):
         _refuse_devices(optimizer)
         strategy = Co2(schedule, rule, nprocs, broadcast_buffers)
         groups = partial(_node_groups, nprocs=nprocs)
-        shell |= {"broadcast_buffers": False, "groups_of": groups}  # buffers are local until average_parameters()
-        super().__init__(optimizer, named_parameters, strategy, arguments, **shell)
+        arguments = replace(arguments, broadcast_buffers=False)  # they are local until average_parameters()
+        super().__init__(optimizer, named_parameters, strategy, arguments, groups_of=groups)
         self._broadcast_buffers = broadcast_buffers
         topic = session.registry.topic_of(self)
         refusal = JoinRefusal(
@@ -206,6 +206,7 @@ def _make_rounds(
     return rounds
 
 
+@refuses_unknown()
 def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,
     named_parameters: torch.nn.Module | Iterable[tuple[str, torch.nn.Parameter]] | None = None,
@@ -226,7 +227,10 @@ def DistributedOptimizer(
     warmup_steps: int = 0,
     nprocs_per_node: int | None = None,
     broadcast_buffers: bool = True,
-    **shell: Any,
+    elementwise: bool | None = None,
+    per_parameter: bool | None = None,
+    sync_start: bool = True,
+    poison: bool | None = None,
 ) -> Co2Optimizer:
     """Local steps of `optimizer`, and CO2's outer step on their averages. On every rank, after ``co2.init()``.
 
@@ -252,10 +256,10 @@ def DistributedOptimizer(
             those of one host, or each rank by itself where all are on one.
         broadcast_buffers: ``average_parameters()`` gives every rank rank 0's buffers. They are local otherwise, and of
             parameters given without a module nobody knows any.
-        shell: ``elementwise=None, sync_start=True, poison=None`` of
-            :class:`overlap.optimizer.distributed.DistributedOptimizer`.
+        elementwise: this, and `per_parameter`, `sync_start`, `poison`: see
+            :class:`overlap.optimizer.arguments.SharedArguments`.
     """
-    arguments = HorovodArguments.of(locals())
+    arguments = SharedArguments.of(locals())
     agree_on_strategy("co2")
     return Co2Optimizer(
         optimizer,
@@ -265,5 +269,4 @@ def DistributedOptimizer(
         OuterRule(outer_lr, outer_momentum, outer_clip, gap_penalty),
         nprocs_per_node,
         broadcast_buffers,
-        **shell,
     )

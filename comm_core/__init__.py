@@ -5,29 +5,42 @@ Independent of torch: buffers enter by address, or through the buffer protocol. 
 
 from __future__ import annotations
 
-from comm_core._C import (
-    Buffer,
-    Communicator,
-    CudaError,
-    DType,
-    Error,
-    InvalidUsage,
-    MpiError,
-    NcclError,
-    Persistent,
-    ReduceOp,
-    TimeoutError,
-    TransportError,
-    Unsupported,
-    Work,
-    abort,
-    changed_sample,
-    copy_plus_zero,
-    differ,
-    local,
-    modules_of_thread,
-    take_samples,
-)
+import sys
+from pathlib import Path
+
+from comm_core.missing import explanation
+from comm_core.version import __version__
+
+try:
+    from comm_core._C import (
+        Buffer,
+        Communicator,
+        CudaError,
+        DType,
+        Error,
+        InvalidUsage,
+        MpiError,
+        NcclError,
+        Persistent,
+        ReduceOp,
+        TimeoutError,
+        TransportError,
+        Unsupported,
+        Work,
+        abort,
+        changed_sample,
+        copy_plus_zero,
+        differ,
+        local,
+        modules_of_thread,
+        take_samples,
+    )
+except ModuleNotFoundError as error:
+    if error.name != "comm_core._C":
+        raise
+    here = Path(__file__).resolve().parent
+    raise ImportError(explanation(here, f"{sys.version_info[0]}.{sys.version_info[1]}", sys.path)) from None
+
 from comm_core.launch import build_info, finalize, mpi, mpi_available
 from comm_core.nccl_connect import exchange_over, nccl
 from comm_core.nccl_library import find_nccl
@@ -47,6 +60,7 @@ __all__ = [
     "TransportError",
     "Unsupported",
     "Work",
+    "__version__",
     "abort",
     "build_info",
     "changed_sample",

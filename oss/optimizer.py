@@ -19,7 +19,7 @@ from oss.assignment import assign_owners
 from oss.fairscale import refuse_fairscales_names
 from overlap.job.process_set import ProcessSet, global_process_set
 from overlap.job.session import current
-from overlap.optimizer.arguments import HorovodArguments
+from overlap.optimizer.arguments import SharedArguments, refuses_unknown
 from overlap.optimizer.distributed import DistributedOptimizer as Shell
 from overlap.optimizer.start import agree_on_strategy
 from overlap.optimizer.tuning import tune as start_tuning
@@ -84,6 +84,7 @@ class Oss(Strategy):
         return Plan(buckets, tuple(shardable[bucket.tensors[0]] for bucket in buckets))
 
 
+@refuses_unknown(refuse_fairscales_names)
 def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,
     named_parameters: torch.nn.Module | Iterable[tuple[str, torch.nn.Parameter]] | None = None,
@@ -99,7 +100,11 @@ def DistributedOptimizer(
     threshold_mb: float | Literal["auto"] | None = None,
     gather_dtype: torch.dtype | None = None,
     tune: bool | Tuning = False,
-    **shell: Any,
+    elementwise: bool | None = None,
+    per_parameter: bool | None = None,
+    sync_start: bool = True,
+    poison: bool | None = None,
+    broadcast_buffers: bool = True,
 ) -> Shell:
     """Distribute `optimizer` so that each parameter is updated, whole, by one rank. On every rank, after ``oss.init()``.
 
@@ -121,15 +126,15 @@ def DistributedOptimizer(
             and float64.
         tune: True or ``Tuning(...)`` searches `threshold_mb` while training goes on; who owns what stays the same. See
             :class:`overlap.plan.tuning.options.Tuning`.
-        shell: ``per_parameter=None, elementwise=None, sync_start=True, poison=None, broadcast_buffers=True`` of
-            :class:`overlap.optimizer.distributed.DistributedOptimizer`. fairscale's names raise ``TypeError`` with
-            the counterpart.
+        elementwise: this, and `per_parameter`, `sync_start`, `poison`, `broadcast_buffers`: see
+            :class:`overlap.optimizer.arguments.SharedArguments`.
+
+    fairscale's names raise ``TypeError`` with the counterpart.
     """
-    refuse_fairscales_names(shell)
-    arguments = HorovodArguments.of(locals())
+    arguments = SharedArguments.of(locals())
     agree_on_strategy("oss", tune)
     wished = current().settings.threshold_mb if threshold_mb is None else threshold_mb
     chosen = limits("auto" if wished is None else wished, None, trained_bytes(optimizer))
-    distributed = Shell(optimizer, named_parameters, Oss(*chosen, gather_dtype), arguments, **shell)
+    distributed = Shell(optimizer, named_parameters, Oss(*chosen, gather_dtype), arguments)
     start_tuning(distributed, tune, process_set)
     return distributed

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
+from comm_core import __version__
 from overlap import elastic
 from overlap.horovod.allgather import allgather, allgather_async, grouped_allgather, grouped_allgather_async
 from overlap.horovod.allreduce import (
@@ -79,6 +80,7 @@ __all__ = [
     "Product",
     "Sum",
     "SyncBatchNorm",
+    "__version__",
     "add_process_set",
     "allgather",
     "allgather_async",

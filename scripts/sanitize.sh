@@ -17,7 +17,7 @@ modules=$folder/modules
 venv=$folder/venv
 packages=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("platlib"))')
 
-PATH=$PWD/.venv/bin:$PATH cmake -G Ninja -S comm_core -B "$modules" -DSANITIZE="$kind" \
+PATH=$PWD/.venv/bin:$PATH cmake -G Ninja -S comm_core -B "$modules" -DSANITIZE="$kind" -DCOMM_CORE_WERROR=ON \
     -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG=-O1 -DCMAKE_BUILD_RPATH_USE_ORIGIN=ON -DCOMM_CORE_CUDA_KERNELS=OFF \
     -DPython_EXECUTABLE="$PWD/.venv/bin/python" -Dpybind11_DIR="$(.venv/bin/python -m pybind11 --cmakedir)" >/dev/null
 .venv/bin/cmake --build "$modules" --target comm_core _C _mpi

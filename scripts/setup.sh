@@ -32,6 +32,7 @@ packages="$(fingerprint requirements.txt requirements-dev.txt scripts/setup.sh)$
 # An editable install remembers which Python packages there were.
 # shellcheck disable=SC2046
 sources=$({
+    echo "${TORCH_CUDA_ARCH_LIST:-}"
     fingerprint pyproject.toml $(find comm_core -name '*.[ch]pp' -o -name '*.cu' -o -name CMakeLists.txt -o -name '*.cmake' | sort)
     find . -maxdepth 5 -name __init__.py -not -path './.venv/*' -not -path './build/*' -not -path './tests/*' | sort
 } | cksum)
@@ -116,7 +117,7 @@ fi
 say "building comm_core"
 : >"$log"
 PATH=$PWD/$venv/bin:$PATH quietly "comm_core could not be built" "read the compiler's message above" \
-    "$venv/bin/python" -m pip install --no-build-isolation --no-deps --editable .
+    bash comm_core/compile.sh --no-build-isolation --config-settings cmake.define.COMM_CORE_WERROR=ON
 quietly "comm_core does not import" "read the message above" "$venv/bin/python" -c 'import comm_core; comm_core.local()'
 echo "$sources" >"$venv/sources.stamp"
 say "ready"

@@ -14,10 +14,10 @@ import pytest
 import dear
 from bytescheduler_adapter.optimizer import ByteScheduler
 from dear.optimizer import Dear
+from dear.siblings import OwnOptions
 from mgwfbp.optimizer import MgWfbp
 from oss.optimizer import Oss
-from overlap.optimizer.arguments import SHELL, HorovodArguments
-from overlap.optimizer.distributed import DistributedOptimizer
+from overlap.optimizer.arguments import HorovodArguments, SharedArguments
 from overlap.plan.cost_model import CostModel
 from overlap.plan.strategy import Strategy
 from overlap.plan.tuning.options import Tuning
@@ -67,18 +67,30 @@ def test_horovods_options_are_all_there_in_order() -> None:
 
 
 def test_options_of_the_wrapper_are_all_there() -> None:
-    parameters = dict(_defaults(inspect.signature(DistributedOptimizer).parameters))
-    assert {row["option"].strip("`"): _default(row) for row in SHELLS} == {name: parameters[name] for name in SHELL}
+    horovods = [field.name for field in dataclasses.fields(HorovodArguments)]
+    fields = [field for field in dataclasses.fields(SharedArguments) if field.name not in horovods]
+    assert {row["option"].strip("`"): _default(row) for row in SHELLS} == {each.name: each.default for each in fields}
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_options_of_a_strategy_are_all_there(package: str) -> None:
     parameters = inspect.signature(importlib.import_module(package).DistributedOptimizer).parameters
-    shared = {field.name for field in dataclasses.fields(HorovodArguments)} | {"named_parameters"}
+    shared = {field.name for field in dataclasses.fields(SharedArguments)} | {"named_parameters"}
     own = {name: default for name, default in _defaults(parameters) if name not in shared}
     told = {row["option"].strip("`"): _default(row) for row in OWN if package in _named(row["strategy"])}
     assert told == own
     assert {name for row in OWN for name in _named(row["strategy"])} <= set(PACKAGES)
+
+
+def test_options_that_dear_hands_on_are_those_of_the_others() -> None:
+    parameters = {
+        package: inspect.signature(importlib.import_module(package).DistributedOptimizer).parameters
+        for package in PACKAGES
+    }
+    theirs = {name: each.annotation for package in PACKAGES[1:] for name, each in parameters[package].items()}
+    for name in parameters["dear"]:
+        theirs.pop(name, None)
+    assert {name: each.__forward_arg__ for name, each in OwnOptions.__annotations__.items()} == theirs
 
 
 def test_what_is_tuned_is_told_with_its_bounds() -> None:

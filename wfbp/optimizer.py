@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from overlap.job.process_set import ProcessSet, global_process_set
-from overlap.optimizer.arguments import HorovodArguments
+from overlap.optimizer.arguments import SharedArguments, refuses_unknown
 from overlap.optimizer.distributed import DistributedOptimizer as Shell
 from overlap.optimizer.start import agree_on_strategy
 from overlap.plan.partition import TensorSpec, per_tensor
@@ -30,6 +30,7 @@ class Wfbp(Strategy):
         return Plan(buckets, (False,) * len(buckets))
 
 
+@refuses_unknown()
 def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,
     named_parameters: torch.nn.Module | Iterable[tuple[str, torch.nn.Parameter]] | None = None,
@@ -41,7 +42,12 @@ def DistributedOptimizer(
     groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
-    **shell: Any,
+    *,
+    elementwise: bool | None = None,
+    per_parameter: bool | None = None,
+    sync_start: bool = True,
+    poison: bool | None = None,
+    broadcast_buffers: bool = True,
 ) -> Shell:
     """Distribute `optimizer` with one all-reduce per tensor. On every rank, after ``wfbp.init()``.
 
@@ -50,9 +56,9 @@ def DistributedOptimizer(
         named_parameters: the module, or pairs of name and parameter, or None.
         compression: this, and what follows up to `process_set`: as in Horovod; see
             :class:`overlap.optimizer.arguments.HorovodArguments`.
-        shell: ``elementwise=None, sync_start=True, poison=None, broadcast_buffers=True`` of
-            :class:`overlap.optimizer.distributed.DistributedOptimizer`.
+        elementwise: this, and `per_parameter`, `sync_start`, `poison`, `broadcast_buffers`: see
+            :class:`overlap.optimizer.arguments.SharedArguments`.
     """
-    arguments = HorovodArguments.of(locals())
+    arguments = SharedArguments.of(locals())
     agree_on_strategy("wfbp")
-    return Shell(optimizer, named_parameters, Wfbp(), arguments, **shell)
+    return Shell(optimizer, named_parameters, Wfbp(), arguments)

@@ -13,7 +13,6 @@ from torch import nn
 
 from bench.methods.method import MakeOptimizer, Method, MethodUnavailable, Place
 from bench.methods.spec import refuse_unknown
-from overlap.optimizer.arguments import SHELL
 
 __all__ = ["PACKAGES", "Strategy"]
 
@@ -26,7 +25,7 @@ PACKAGES = {
     "oss": "oss",
     "co2": "co2",
 }
-_GIVEN = ("optimizer", "named_parameters", "shell")  # by the benchmark; the last one is made of SHELL
+_GIVEN = ("optimizer", "named_parameters", "others")  # by the benchmark, or options of other strategies
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -47,7 +46,7 @@ class Strategy(Method):
             raise MethodUnavailable(f"{name} needs the package {package}, which is not here")
         self._package = importlib.import_module(package)
         own = inspect.signature(self._package.DistributedOptimizer).parameters
-        refuse_unknown(name, options, (*(each for each in own if each not in _GIVEN), *SHELL))
+        refuse_unknown(name, options, [each for each in own if each not in _GIVEN])
         for option, known in (("compression", vars(self._package.Compression)), ("gather_dtype", _DTYPES)):
             if option in options:
                 if options[option] not in _DTYPES:

@@ -1,16 +1,12 @@
-# cmake -D NVCC= -D SOURCE= -D IMAGE= -D NOTES= -P CompileKernels.cmake: a fat binary for the architectures below, and a
-# line about it. PTX of the oldest serves cards that are newer than all of them; it is left as text, which tests read.
+# cmake -D NVCC= -D SOURCE= -D IMAGE= -D NOTES= -D OPTIONS= -P CompileKernels.cmake: a fat binary, and a line about it. OPTIONS
+# say for which cards. PTX serves newer ones; it is left as text, which tests read.
 file(REMOVE ${IMAGE})
 if(NOT NVCC)
   file(WRITE ${NOTES} "not compiled: no nvcc was found when comm_core was built\n")
   return()
 endif()
 execute_process(
-  COMMAND ${NVCC} -fatbin --no-compress -O3 -std=c++17 -Werror all-warnings
-          -gencode arch=compute_80,code=sm_80
-          -gencode arch=compute_90,code=sm_90
-          -gencode arch=compute_80,code=compute_80
-          ${SOURCE} -o ${IMAGE}
+  COMMAND ${NVCC} -fatbin --no-compress -O3 -std=c++17 ${OPTIONS} ${SOURCE} -o ${IMAGE}
   RESULT_VARIABLE status
   OUTPUT_VARIABLE said
   ERROR_VARIABLE said)

@@ -1,4 +1,5 @@
-# Finds an MPI compiler wrapper: $MPICXX or $MPICC, then the active Python environment's bin, then PATH.
+# Finds an MPI compiler wrapper: $MPICXX or $MPICC, then the active Python environment's bin, then PATH. And how a module
+# finds that MPI's library when it is loaded.
 
 function(comm_core_find_mpi)
   get_filename_component(python_bin "${Python_EXECUTABLE}" DIRECTORY)
@@ -17,6 +18,9 @@ function(comm_core_find_mpi)
     set(origin "${python_bin} or PATH")
   endif()
   if(NOT wrapper)
+    if(COMM_CORE_INSTALLED)
+      message(FATAL_ERROR "No MPI was found: there is no mpicxx or mpicc in ${origin}, and neither MPICXX nor MPICC is set")
+    endif()
     message(STATUS "comm_core: no MPI compiler wrapper in ${origin}; building without the MPI backend")
     return()
   endif()
@@ -41,4 +45,44 @@ function(comm_core_find_mpi)
   message(STATUS "comm_core: MPI ${MPI_CXX_VERSION}, ${MPI_CXX_LIBRARIES}")
   set(MPI_CXX_FOUND TRUE PARENT_SCOPE)
   set(MPI_CXX_COMPILER "${MPI_CXX_COMPILER}" PARENT_SCOPE)
+  set(MPI_CXX_LIBRARIES "${MPI_CXX_LIBRARIES}" PARENT_SCOPE)
+endfunction()
+
+# Appends to the INSTALL_RPATH of `target` where the MPI's libraries lie, so that no LD_LIBRARY_PATH is needed. What lies in
+# a virtual environment is found relative to the module, as environments are copied and moved; a system's MPI stays.
+function(comm_core_rpath_of target)
+  set(folders)
+  foreach(library IN LISTS MPI_CXX_LIBRARIES)
+    if(IS_ABSOLUTE "${library}")
+      get_filename_component(folder "${library}" DIRECTORY)
+      list(APPEND folders "${folder}")
+    endif()
+  endforeach()
+  # The wrapper's own, which CMake would put before ours: "-Wl,-rpath,FOLDER" in one word or two, or with -Xlinker.
+  set(pattern "(-Wl,|-Xlinker )-rpath(=|,| -Wl,| -Xlinker )([^ ,]+)")
+  string(REGEX MATCHALL "${pattern}" own "${MPI_CXX_LINK_FLAGS}")
+  foreach(flag IN LISTS own)
+    string(REGEX REPLACE "${pattern}" "\\3" folder "${flag}")
+    list(APPEND folders "${folder}")
+  endforeach()
+  string(REGEX REPLACE "${pattern}" "" others "${MPI_CXX_LINK_FLAGS}")
+  set_target_properties(MPI::MPI_CXX PROPERTIES INTERFACE_LINK_OPTIONS "SHELL:${others}")
+  # Where packages lie in this interpreter's environment: "lib/python3.11/site-packages".
+  execute_process(
+    COMMAND "${Python_EXECUTABLE}" -c
+            "import os, sys, sysconfig; print(os.path.relpath(sysconfig.get_path('platlib'), sys.prefix))"
+    OUTPUT_VARIABLE packages OUTPUT_STRIP_TRAILING_WHITESPACE COMMAND_ERROR_IS_FATAL ANY)
+  string(REGEX REPLACE "[^/]+" ".." up "${packages}/comm_core")
+  set(rpath "$ORIGIN")
+  foreach(folder IN LISTS folders)
+    get_filename_component(prefix "${folder}" DIRECTORY)
+    if(EXISTS "${prefix}/pyvenv.cfg" OR EXISTS "${prefix}/conda-meta")
+      get_filename_component(name "${folder}" NAME)
+      list(APPEND rpath "$ORIGIN/${up}/${name}")
+    elseif(NOT folder IN_LIST CMAKE_CXX_IMPLICIT_LINK_DIRECTORIES)
+      list(APPEND rpath "${folder}")
+    endif()
+  endforeach()
+  list(REMOVE_DUPLICATES rpath)
+  set_target_properties(${target} PROPERTIES INSTALL_RPATH "${rpath}")
 endfunction()

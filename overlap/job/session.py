@@ -211,7 +211,7 @@ def _connect(launch: Launch, comm: Any) -> Communicator:
         if launch.size > 1 and not comm_core.mpi_available():
             raise LaunchError(
                 f"started by {launch.source}, but comm_core was built without MPI: every process would train alone. "
-                "Build it where mpicc is found, or start with torchrun"
+                "Build the MPI backend with 'python -m comm_core.build', or start with torchrun"
             )
         native = comm_core.mpi() if comm_core.mpi_available() else comm_core.local()
         return NativeCommunicator(native)

@@ -1,4 +1,4 @@
-"""The arguments that every strategy's ``DistributedOptimizer`` has in common with Horovod's.
+"""The arguments that every strategy's ``DistributedOptimizer`` has: Horovod's, and those of the wrapper itself.
 
 What kind of value each argument of a wrapper takes, checked in one place before anything is done with them.
 """
@@ -6,10 +6,12 @@ What kind of value each argument of a wrapper takes, checked in one place before
 from __future__ import annotations
 
 import difflib
+import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,11 +23,19 @@ from overlap.plan.plan import Updates
 from overlap.transport.communicator import ReduceOp
 from overlap.transport.compression import NoneCompressor
 
-__all__ = ["KINDS", "SHELL", "HorovodArguments", "check_kinds", "check_passes", "feasible", "parse_groups"]
+__all__ = [
+    "KINDS",
+    "HorovodArguments",
+    "SharedArguments",
+    "check_kinds",
+    "check_passes",
+    "feasible",
+    "parse_groups",
+    "refuse_unknown",
+    "refuses_unknown",
+]
 
-
-#: Arguments of the wrapper itself, which every strategy's function hands on: see `overlap.optimizer.distributed`.
-SHELL = ("elementwise", "per_parameter", "sync_start", "poison", "broadcast_buffers")
+_Make = TypeVar("_Make", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
@@ -57,21 +67,66 @@ class HorovodArguments:
     sparse_as_dense: bool = False
     process_set: ProcessSet = global_process_set
 
+
+@dataclass(frozen=True)
+class SharedArguments(HorovodArguments):
+    """What every strategy's ``DistributedOptimizer`` takes: Horovod's arguments, and five of the wrapper itself.
+
+    Args:
+        elementwise: True promises that the optimizer updates every element from that element's gradient and state
+            alone, keeps its state per parameter, and never looks at the loss, so that its work may be split and a closure
+            is evaluated once; None decides by its exact type.
+        per_parameter: the same promise for whole parameters, to strategies that give those to ranks (``oss``); raises
+            with others.
+        sync_start: take rank 0's parameters, buffers and optimizer state at construction, but for what cannot be pickled.
+        poison: fill parameters that are not gathered yet with NaN, so that a missed wait shows
+            (default: environment variable ``DEAR_POISON=1``).
+        broadcast_buffers: every ``step()`` gives all ranks the buffers that the first rank which trains has, as DDP does:
+            rank 0's, unless it has joined. Of `named_parameters`, where that is a module; buffers that no rank changes do
+            not travel. False leaves them to each rank.
+    """
+
+    elementwise: bool | None = None
+    per_parameter: bool | None = None
+    sync_start: bool = True
+    poison: bool | None = None
+    broadcast_buffers: bool = True
+
     @classmethod
-    def of(cls, scope: Mapping[str, Any]) -> HorovodArguments:
+    def of(cls, scope: Mapping[str, Any]) -> SharedArguments:
         """Those among the arguments of a strategy's function, ``locals()`` in its first line.
 
-        Raises ``TypeError`` for values of the wrong kind, and for names in its ``shell`` that no wrapper has, unless
-        another strategy takes them.
+        Raises ``TypeError`` for values of the wrong kind.
         """
-        check_kinds({**scope, **scope["shell"]})
-        if scope.get("strategy", "dear") == "dear":
-            _refuse_unknown(scope["shell"], (*(name for name in scope if name != "shell"), *SHELL))
+        check_kinds(scope)
         return cls(**{field.name: scope[field.name] for field in fields(cls)})
 
 
-def _refuse_unknown(shell: Mapping[str, Any], known: Sequence[str]) -> None:
-    for name in shell:
+def refuses_unknown(
+    first: Callable[[Mapping[str, Any]], None] = lambda _given: None,
+) -> Callable[[_Make], _Make]:
+    """A decorator: a name that the function does not take raises ``TypeError`` with the one that is meant.
+
+    Python itself says only that the name is unknown. `first` may refuse names with more to say.
+    """
+
+    def decorate(make: _Make) -> _Make:
+        known = tuple(inspect.signature(make).parameters)
+
+        @functools.wraps(make)
+        def checked(*args: Any, **given: Any) -> Any:
+            first(given)
+            refuse_unknown(given, known)
+            return make(*args, **given)
+
+        return checked  # type: ignore[return-value]  # it takes what `make` takes
+
+    return decorate
+
+
+def refuse_unknown(given: Mapping[str, Any], known: Sequence[str]) -> None:
+    """Raise ``TypeError`` for the first name in `given` that is not in `known` (pure)."""
+    for name in given:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             advice = f"is {near[0]!r} meant?" if near else f"there are {', '.join(known)}"

@@ -38,7 +38,7 @@ from overlap.job.devices import fit_out
 from overlap.job.groups import Membership, membership
 from overlap.job.process_set import global_process_set
 from overlap.job.session import Session
-from overlap.optimizer.arguments import HorovodArguments, check_passes, feasible, parse_groups
+from overlap.optimizer.arguments import SharedArguments, check_passes, feasible, parse_groups
 from overlap.optimizer.memory_check import check_memory
 from overlap.optimizer.param_groups import Wrapped
 from overlap.optimizer.start import (
@@ -85,19 +85,14 @@ def build(
     optimizer: torch.optim.Optimizer,
     named_parameters: torch.nn.Module | Iterable[tuple[str, torch.nn.Parameter]] | None,
     strategy: Strategy,
-    arguments: HorovodArguments,
+    arguments: SharedArguments,
     *,
-    elementwise: bool | None,
-    per_parameter: bool | None,
-    sync_start: bool,
-    poison: bool | None,
-    broadcast_buffers: bool,
     groups_of: Callable[[Session], Membership] | None = None,
 ) -> Assembly:
     """What `shell` consists of; see :class:`.DistributedOptimizer` for the arguments. On every rank."""
     check_passes(arguments.backward_passes_per_step)
     torch_clipping.install()
-    updates, by_loss = _updates(session, optimizer, strategy, arguments, elementwise, per_parameter)
+    updates, by_loss = _updates(session, optimizer, strategy, arguments)
     model = named_parameters if isinstance(named_parameters, torch.nn.Module) else None
     named = None if isinstance(named_parameters, torch.nn.Module) else named_parameters
     slots = collect_slots(optimizer, model, named)
@@ -106,15 +101,7 @@ def build(
     check_memory(slots, updates, session.comm.rank)
     session.registry.take_over([slot.param for slot in slots])
     groups = parse_groups(arguments.num_groups, arguments.groups, slots)
-    terms = terms_of(
-        strategy,
-        arguments,
-        updates,
-        groups,
-        by_loss=by_loss,
-        sync_start=sync_start,
-        broadcast_buffers=broadcast_buffers,
-    )
+    terms = terms_of(strategy, arguments, updates, groups, by_loss=by_loss)
     everybody = arguments.process_set is global_process_set
     if everybody:  # before channels are leased, whose number depends on them
         agree_on_terms(session.control, terms)
@@ -125,9 +112,9 @@ def build(
     if not everybody:
         agree_on_terms(hosts.comm, terms)
     members = fit_out(session, hosts, [(slot.name, slot.param) for slot in slots], _why_not_on_a_gpu(strategy))
-    if sync_start:
+    if arguments.sync_start:
         synchronize_start(members.everyone, optimizer, model, slots)
-    poisoned = session.poison if poison is None else poison
+    poisoned = session.poison if arguments.poison is None else arguments.poison
     assembly = _assemble(
         session,
         optimizer,
@@ -140,7 +127,6 @@ def build(
         groups,
         by_loss=by_loss,
         poison=poisoned,
-        broadcast_buffers=broadcast_buffers,
     )
     topic = session.registry.register(shell, Ownership(assembly.engine, assembly.wrapped))
     assembly.rounds.enroll(topic)
@@ -153,12 +139,11 @@ def _updates(
     session: Session,
     optimizer: torch.optim.Optimizer,
     strategy: Strategy,
-    arguments: HorovodArguments,
-    elementwise: bool | None,
-    per_parameter: bool | None,
+    arguments: SharedArguments,
 ) -> tuple[Updates, bool]:
     """How updates run, and whether the optimizer may decide by the loss. What is lost thereby is said on rank 0."""
-    elementwise = is_elementwise(optimizer) if elementwise is None else elementwise
+    elementwise = is_elementwise(optimizer) if arguments.elementwise is None else arguments.elementwise
+    per_parameter = arguments.per_parameter
     if per_parameter is not None and strategy.updates is not Updates.OWNED:
         raise ValueError(
             f"per_parameter={per_parameter} is about strategies that give whole parameters to ranks (oss), and strategy "
@@ -180,14 +165,13 @@ def _assemble(
     model: torch.nn.Module | None,
     slots: list[Slot],
     strategy: Strategy,
-    arguments: HorovodArguments,
+    arguments: SharedArguments,
     members: Membership,
     updates: Updates,
     groups: Groups,
     *,
     by_loss: bool,
     poison: bool,
-    broadcast_buffers: bool,
 ) -> Assembly:
     """The parts, from the lowest up: each is given those below it. Communicates nothing."""
     comm, dtype = members.comm, strategy.gather_dtype
@@ -202,7 +186,7 @@ def _assemble(
         exchange,
         rounded,
         sparse_as_dense=arguments.sparse_as_dense,
-        broadcast_buffers=broadcast_buffers,
+        broadcast_buffers=arguments.broadcast_buffers,
     )
     others = [rank for rank in members.ranks if rank != session.comm.rank]
     share = StateShare(others, session.peer_queries)

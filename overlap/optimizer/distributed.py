@@ -18,7 +18,7 @@ from overlap.features.join_follower import Follower
 from overlap.features.loss_scale import is_scaler_step, is_unscaling, reveal_infinities
 from overlap.job.groups import Membership
 from overlap.job.session import Session, current
-from overlap.optimizer.arguments import HorovodArguments, check_passes
+from overlap.optimizer.arguments import SharedArguments, check_passes
 from overlap.optimizer.assembly import build
 from overlap.optimizer.own_methods import guarded
 from overlap.optimizer.start import collect_slots, synchronize_start
@@ -46,18 +46,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         named_parameters: the module that owns the parameters, or pairs of name and parameter, or None. Without a
             module, the owners are found in the first iteration.
         strategy: what decides buckets and collectives.
-        arguments: those that every strategy takes, as Horovod does.
-        elementwise: True promises that the optimizer updates every element from that element's gradient and state
-            alone, keeps its state per parameter, and never looks at the loss, so that its work may be split and a closure
-            is evaluated once; None decides by its exact type.
-        per_parameter: the same promise for whole parameters, to strategies that give those to ranks (``oss``); raises
-            with others.
-        sync_start: take rank 0's parameters, buffers and optimizer state at construction, but for what cannot be pickled.
-        poison: fill parameters that are not gathered yet with NaN, so that a missed wait shows
-            (default: environment variable ``DEAR_POISON=1``).
-        broadcast_buffers: every ``step()`` gives all ranks the buffers of `named_parameters`, if that is a module, that the
-            first rank which trains has, as DDP does: rank 0's, unless it has joined. Buffers that no rank changes do not
-            travel. False leaves them to each rank.
+        arguments: those that every strategy takes.
         groups_of: among which ranks gradients are averaged, where that is not `arguments.process_set`; called once, on
             every rank.
 
@@ -69,13 +58,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         optimizer: torch.optim.Optimizer,
         named_parameters: torch.nn.Module | Iterable[tuple[str, torch.nn.Parameter]] | None,
         strategy: Strategy,
-        arguments: HorovodArguments,
+        arguments: SharedArguments,
         *,
-        elementwise: bool | None = None,
-        per_parameter: bool | None = None,
-        sync_start: bool = True,
-        poison: bool | None = None,
-        broadcast_buffers: bool = True,
         groups_of: Callable[[Session], Membership] | None = None,
     ) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
@@ -89,11 +73,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
             named_parameters,
             strategy,
             arguments,
-            elementwise=elementwise,
-            per_parameter=per_parameter,
-            sync_start=sync_start,
-            poison=poison,
-            broadcast_buffers=broadcast_buffers,
             groups_of=groups_of,
         )
         # Not `_optimizer`: Lightning's wrappers, which pose as this class, have this object under that name.

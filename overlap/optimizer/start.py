@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from overlap.core.bucket import Slot, line
 from overlap.core.other_wrappers import other_wrapper
 from overlap.job.session import current
-from overlap.optimizer.arguments import HorovodArguments
+from overlap.optimizer.arguments import SharedArguments
 from overlap.plan.groups import Groups
 from overlap.plan.plan import Updates
 from overlap.plan.strategy import Strategy
@@ -158,13 +158,11 @@ def agree_on_strategy(name: str, tune: bool | Tuning = False) -> None:
 
 def terms_of(
     strategy: Strategy,
-    arguments: HorovodArguments,
+    arguments: SharedArguments,
     updates: Updates,
     groups: Groups,
     *,
     by_loss: bool,
-    sync_start: bool,
-    broadcast_buffers: bool,
 ) -> list[str]:
     """A line for each argument that decides what is communicated (pure). Objects are called by their types' names."""
     values = {
@@ -178,8 +176,8 @@ def terms_of(
         "gradient_predivide_factor": float(arguments.gradient_predivide_factor),
         "groups": groups,
         "sparse_as_dense": bool(arguments.sparse_as_dense),
-        "sync_start": bool(sync_start),
-        "broadcast_buffers": bool(broadcast_buffers),
+        "sync_start": bool(arguments.sync_start),
+        "broadcast_buffers": bool(arguments.broadcast_buffers),
     }
     return [f"{name}={value}" for name, value in values.items()]
 

@@ -10,7 +10,7 @@ import numpy
 import pytest
 import torch
 
-from overlap.optimizer.arguments import KINDS, SHELL, HorovodArguments, check_kinds, check_passes
+from overlap.optimizer.arguments import KINDS, SharedArguments, check_kinds, check_passes
 
 PACKAGES = ("dear", "wfbp", "mgwfbp", "bytescheduler_adapter", "oss", "co2")
 # Checked, with messages that say more, where they are used.
@@ -58,7 +58,7 @@ def _wrap(package: str) -> Any:
 
 
 def _takes(package: str) -> list[str]:
-    return [*(name for name in inspect.signature(_wrap(package)).parameters if name != "shell"), *SHELL]
+    return [name for name in inspect.signature(_wrap(package)).parameters if name != "others"]
 
 
 @pytest.mark.parametrize(("name", "value"), WRONG)
@@ -97,4 +97,4 @@ def test_the_words_of_a_message() -> None:
     with pytest.raises(TypeError, match=r"^backward_passes_per_step should be a whole number and is 1\.5$"):
         check_passes(1.5)  # type: ignore[arg-type]  # what set_backward_passes_per_step() calls, too
     with pytest.raises(TypeError, match=r"^process_set should be a ProcessSet and is 3$"):
-        HorovodArguments.of({"shell": {}, "process_set": 3})
+        SharedArguments.of({"process_set": 3})

@@ -1,0 +1,31 @@
+"""Options of the strategies that ``dear.DistributedOptimizer(strategy=…)`` hands on, for type checkers and editors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypedDict
+
+__all__ = ["OwnOptions"]
+
+
+class OwnOptions(TypedDict, total=False):
+    """What a sibling takes and ``dear`` does not; see the strategy's own ``DistributedOptimizer``."""
+
+    # mgwfbp
+    asc: bool
+    merge_below_kb: float
+    layerwise_times: Mapping[str, float] | None
+    profile_steps: int
+    alpha_beta: tuple[float, float] | None
+    # bytescheduler_adapter
+    partition_mb: float
+    credit_mb: float
+    # co2
+    outer_frequency: int
+    outer_lr: float
+    outer_momentum: float
+    outer_clip: float | None
+    gap_penalty: bool | float
+    warmup_steps: int
+    nprocs_per_node: int | None
+    broadcast_buffers: bool
