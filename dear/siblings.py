@@ -18,8 +18,8 @@ class OwnOptions(TypedDict, total=False):
     profile_steps: int
     alpha_beta: tuple[float, float] | None
     # bytescheduler_adapter
-    partition_mb: float
-    credit_mb: float
+    partition_mb: float | None
+    credit_mb: float | None
     # co2
     outer_frequency: int
     outer_lr: float
@@ -28,4 +28,3 @@ class OwnOptions(TypedDict, total=False):
     gap_penalty: bool | float
     warmup_steps: int
     nprocs_per_node: int | None
-    broadcast_buffers: bool

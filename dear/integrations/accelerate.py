@@ -244,14 +244,16 @@ def _take_charge(accelerator: Any, options: Mapping[str, Any]) -> None:
             "call dear.init() before anything of Accelerate's or Trainer's is made, and on a machine without GPUs give "
             "Accelerator(cpu=True) or TrainingArguments(use_cpu=True)"
         )
+    options = dict(options)
     handler = accelerator.ddp_handler
     if handler is not None:
         _refuse_hooks(handler)
+        options.setdefault("broadcast_buffers", handler.broadcast_buffers)
     if accelerator.gradient_state.plugin_kwargs.get("sync_each_batch"):
         raise ValueError(
             "sync_each_batch=True reduces gradients in every pass, and dear once for each step: leave it out"
         )
-    accelerator._dear_options = dict(options)
+    accelerator._dear_options = options
     _watch(accelerator)
 
 

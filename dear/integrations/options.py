@@ -8,8 +8,6 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from overlap.optimizer.arguments import SHELL
-
 __all__ = ["STRATEGIES", "checked"]
 
 #: Those that are synchronous.
@@ -41,7 +39,7 @@ def checked(options: Mapping[str, Any] | None, of: str = "dear_options", *, aver
         if name in _NOT_HERE:
             raise ValueError(f"{of}: {name!r} is not for here, {_NOT_HERE[name]}")
     parameters = inspect.signature(importlib.import_module(strategy).DistributedOptimizer).parameters
-    known = sorted({*parameters, *SHELL, "strategy"} - {"shell", *_NOT_HERE})
+    known = sorted({*parameters, "strategy"} - {"others", *_NOT_HERE})
     for name in found:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)

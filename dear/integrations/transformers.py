@@ -67,11 +67,6 @@ def _refuse(args: TrainingArguments) -> None:
                 f"TrainingArguments({name}={value!r}) and dear both decide how gradients and state are spread over ranks: "
                 "use one of them"
             )
-    if args.ddp_broadcast_buffers:
-        raise ValueError(
-            "TrainingArguments(ddp_broadcast_buffers=True) is for DistributedDataParallel; with dear all ranks begin with "
-            "rank 0's buffers, and dear.broadcast_parameters(model.state_dict(), 0) gives them out again"
-        )
     if args.n_gpu > 1:
         raise ValueError(
             f"Trainer would train on {args.n_gpu} GPUs from one process, by DataParallel; dear needs one process for each: "

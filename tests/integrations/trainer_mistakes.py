@@ -38,8 +38,7 @@ def mistakes(folder: Path) -> None:
         made(dear_options={"strategy": "co2"})
     with pytest.raises(ValueError, match=r"bucket_cap_mb=10 is for DistributedDataParallel.*'threshold_mb': 10"):
         made(arguments(ddp_bucket_cap_mb=10))
-    with pytest.raises(ValueError, match=r"ddp_broadcast_buffers=True\) is for DistributedDataParallel"):
-        made(arguments(ddp_broadcast_buffers=True))
+    assert made(arguments(ddp_broadcast_buffers=False)).accelerator._dear_options == {"broadcast_buffers": False}
     each_pass = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
     with pytest.raises(ValueError, match="sync_each_batch=True reduces gradients in every pass, and dear once"):
         made(arguments(accelerator_config=each_pass))
