@@ -46,7 +46,7 @@ _SETS = "process set"  # what requests about them are called
 
 
 def init(
-    comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None, torch_distributed: bool = True
+    comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None, *, torch_distributed: bool = True
 ) -> Session:
     """Join the job that started this process. On every rank; calling it again changes nothing.
 
