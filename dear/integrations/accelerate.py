@@ -27,7 +27,7 @@ from dear.integrations.options import checked
 from overlap.job.session import current
 from overlap.optimizer.distributed import DistributedOptimizer
 
-__all__ = ["Accelerator", "DearOptimizer", "apart", "refuse_other_ways", "take_over"]
+__all__ = ["Accelerator", "DearOptimizer", "refuse_other_ways", "take_over"]
 
 _OTHERS = {
     DistributedType.FSDP: "FSDP",
@@ -176,11 +176,11 @@ class Accelerator(accelerate.Accelerator):
 
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> Any:
         """As in Accelerate, in tensors that can be written as safetensors."""
-        return apart(super().get_state_dict(model, unwrap=unwrap))
+        return _apart(super().get_state_dict(model, unwrap=unwrap))
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         """As in Accelerate."""
-        super().save(apart(obj) if safe_serialization else obj, f, safe_serialization=safe_serialization)
+        super().save(_apart(obj) if safe_serialization else obj, f, safe_serialization=safe_serialization)
 
 
 class DearOptimizer(AcceleratedOptimizer):
@@ -209,11 +209,11 @@ class DearOptimizer(AcceleratedOptimizer):
         return noting
 
 
-def apart(state: Any) -> Any:
-    """`state` with a memory of its own for each tensor, as safetensors wants it; tied ones stay tied.
+def _apart(state: Any) -> Any:
+    """`state` with a memory of its own for each tensor; tied ones stay tied.
 
-    Parameters of dear's lie side by side in buckets. Who writes safetensors takes all but one of them for the same one, and
-    leaves them out.
+    dear's parameters lie side by side in buckets. Accelerate takes what shares a memory for one parameter under several
+    names, and writes the first one to safetensors alone.
     """
     copies: dict[tuple[Any, ...], torch.Tensor] = {}
     for name, value in state.items():

@@ -16,7 +16,7 @@ from typing import Any
 from transformers import Trainer, TrainingArguments
 
 import dear
-from dear.integrations.accelerate import apart, refuse_other_ways, take_over
+from dear.integrations.accelerate import refuse_other_ways, take_over
 from dear.integrations.options import checked
 
 __all__ = ["DearTrainer", "DearTrainerMixin"]
@@ -46,12 +46,6 @@ class DearTrainerMixin:
         dear.init()
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         take_over(trainer.accelerator, self._dear_options)
-
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        trainer: Any = self
-        if state_dict is None and trainer.args.should_save and not hasattr(trainer.model, "save_pretrained"):
-            state_dict = apart(trainer.model.state_dict())
-        super()._save(output_dir, state_dict)  # type: ignore[misc]
 
 
 class DearTrainer(DearTrainerMixin, Trainer):
