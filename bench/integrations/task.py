@@ -56,7 +56,7 @@ def model() -> torch.nn.Module:
 
 
 def data(steps: int, workers: int) -> list[dict[str, torch.Tensor]]:
-    """Sentences for as many steps of all workers, the same on every rank."""
+    """Sentences for as many steps of all workers, the same on every rank, and in every run while no page is edited."""
     everything, generator = text(), torch.Generator().manual_seed(2)
     starts = torch.randint(len(everything) - WORDS, (steps * workers * BATCH,), generator=generator)
     pieces = [everything[start : start + WORDS] for start in starts.tolist()]
