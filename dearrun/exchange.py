@@ -78,7 +78,7 @@ class Exchange:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def close(self) -> None:
-        """No rank may connect any more; those that are connected and still run the function end."""
+        """No rank may connect any more."""
         self._listener.close()
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)

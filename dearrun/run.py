@@ -6,7 +6,6 @@ import argparse
 import codecs
 import contextlib
 import logging
-import math
 import os
 import queue
 import shlex
@@ -20,8 +19,9 @@ from typing import IO, Any, TextIO, TypeVar
 
 import comm_core
 from dearrun import cli, command, mpirun, options, pickling
+from dearrun.course import Course
 from dearrun.errors import LaunchError, RankError
-from dearrun.exchange import VARIABLE, Answer, Exchange, Hello
+from dearrun.exchange import VARIABLE, Answer, Exchange
 from dearrun.hosts import others
 from overlap.job import cores
 from overlap.transport import unpickling
@@ -34,8 +34,6 @@ log = logging.getLogger("dear")
 
 _WORKER = (sys.executable, "-m", "dearrun.function")
 _LOOK_SECONDS = 0.2
-_OTHERS_SECONDS = 2.0  # that others may say as well what they raised
-_LOST_SECONDS = 10.0  # in which the launcher should have ended the job of a rank that has gone
 _END_SECONDS = 60.0  # until a job that was told to end is killed: dearrun itself waits for less
 # What a launcher of the caller's own has told it, and what it is told of a world of its own, are not the ranks'.
 _OF_THE_CALLER = ("OMPI_COMM_WORLD_", "PMIX_", "PMI_", "TORCHELASTIC_", "GROUP_", "ROLE_")
@@ -239,90 +237,21 @@ def _answers(
     exchange: Exchange, process: subprocess.Popen[bytes], ranks: int, start_timeout: float
 ) -> dict[int, Answer]:
     """What all ranks answered. Raises :class:`RankError` for the first one that failed."""
-    began = time.monotonic()
-    present: set[int] = set()
-    answers: dict[int, Answer] = {}
-    failed: int | None = None  # the first rank that has
-    status: int | None
-    until = began + start_timeout  # something has to have happened
-    while True:
-        if len(answers) == ranks and failed is None:
-            if process.wait():
-                log.warning("all ranks returned, and then their job ended with status %d", process.returncode)
-            return answers
+    course = Course(ranks, start_timeout, time.monotonic())
+    while not course.all_returned:
         status = process.poll()
         try:
-            event = exchange.events.get(timeout=0.0 if status is not None else _LOOK_SECONDS)
+            course.note(exchange.events.get(timeout=_LOOK_SECONDS), time.monotonic())
         except queue.Empty:
-            event = None
-        if isinstance(event, Hello):
-            if event.size != ranks or event.rank in present:
-                raise LaunchError(
-                    f"{ranks} ranks were started, and one of them says that it is rank {event.rank} of {event.size}: the "
-                    "mpirun is probably not of the MPI that comm_core was built with; see dearrun --check-build"
-                )
-            present.add(event.rank)
-            if len(present) == ranks and failed is None:
-                until = math.inf
-            continue
-        if isinstance(event, Answer):
-            answers[event.rank] = event
-            if event.traceback and failed is None:
-                failed, until = event.rank, time.monotonic() + _OTHERS_SECONDS
-            continue
-        if event is not None:
-            if event.rank not in answers and failed is None:
-                failed, until = event.rank, time.monotonic() + _LOST_SECONDS
-            continue
-        if failed is not None and (status is not None or time.monotonic() >= until or _settled(answers, failed, ranks)):
-            raise _error(failed, answers, ranks, status)
-        if status is not None:
-            raise _unstarted(f"their launcher ended with status {status}", present, answers, ranks)
-        if time.monotonic() >= until:
-            raise _unstarted(f"start_timeout={start_timeout:g} s are over", present, answers, ranks)
-
-
-def _settled(answers: Mapping[int, Answer], failed: int, ranks: int) -> bool:
-    """Whether nothing is to be expected any more."""
-    return failed in answers and len(answers) == ranks
-
-
-def _unstarted(why: str, present: set[int], answers: Mapping[int, Answer], ranks: int) -> Exception:
-    missing = [rank for rank in range(ranks) if rank not in present]
-    if missing:
-        named = ", ".join(map(str, missing[:16])) + (", ..." if len(missing) > 16 else "")
-        return LaunchError(f"{len(missing)} of {ranks} ranks did not start (ranks {named}): {why}; see what it printed")
-    return _error(next(rank for rank in range(ranks) if rank not in answers), answers, ranks, None)
-
-
-def _error(failed: int, answers: Mapping[int, Answer], ranks: int, status: int | None) -> RankError:
-    raised = {rank: answer for rank, answer in sorted(answers.items()) if answer.traceback}
-    exceptions = {rank: _exception(answer) for rank, answer in raised.items()}
-    also = [f"rank {rank}: {answer.summary}" for rank, answer in raised.items() if rank != failed]
-    if failed in raised:
-        said = f"rank {failed} of {ranks} raised {raised[failed].summary}\n\n{raised[failed].traceback.rstrip()}"
-    else:
-        ended = "" if status is None else f"; the job ended with status {status}"
-        said = f"rank {failed} of {ranks} ended without an answer{ended}: it was killed, or left by os._exit()"
-    if also:
-        said += "\n\nOther ranks raised, too:\n" + "\n".join(also)
-    return RankError(said, failed, exceptions, {rank: answer.traceback for rank, answer in raised.items()})
-
-
-def _exception(answer: Answer) -> BaseException:
-    try:
-        return _loaded(answer)
-    except Exception:
-        return RuntimeError(answer.summary)
+            course.require(status, time.monotonic())
+    if process.wait():
+        log.warning("all ranks returned, and then their job ended with status %d", process.returncode)
+    return course.answers
 
 
 def _result(answer: Answer) -> Any:
     try:
-        return _loaded(answer)
+        return unpickling.loads(answer.content)
     except Exception as error:
         said = f"what rank {answer.rank} returned cannot be unpickled here: {type(error).__name__}: {error}"
         raise RankError(said, answer.rank, {answer.rank: error}, {}) from error
-
-
-def _loaded(answer: Answer) -> Any:
-    return unpickling.loads(answer.content)

@@ -104,7 +104,6 @@ def test_what_ranks_raise_is_raised_with_their_tracebacks(launcher: str) -> None
     assert "function.py" not in error.tracebacks[1]
     assert re.match(rf"rank {error.rank} of 3 raised .*\n\nTraceback ", str(error))
     assert f"Other ranks raised, too:\nrank {3 - error.rank}: " in str(error)
-    assert pickle.loads(pickle.dumps(ValueError(error.tracebacks))).args[0] == error.tracebacks
 
 
 def _by_value(function: Callable[[], str]) -> Callable[[], str]:
