@@ -75,4 +75,4 @@ compare-horovod: setup ## run the same calls and scripts under Horovod and ours 
 	@$(BIN)/python -m tests.compare_horovod $(if $(package),--package $(package))
 
 clean: ## remove what setup made
-	rm -rf .venv .venv-docs build .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-docs build dist .pytest_cache .mypy_cache .ruff_cache

@@ -7,6 +7,7 @@ other modules, and pip uninstalls it with them.
 from __future__ import annotations
 
 import csv
+import importlib
 import importlib.util
 import io
 import os
@@ -39,6 +40,7 @@ def main() -> None:
     except BuildError as error:
         sys.stderr.write(f"comm_core.build: {error}\n")
         sys.exit(1)
+    importlib.invalidate_caches()  # the module was not there when this process began
     info = build_info()
     mpirun = Path(info["mpi_compiler"]).with_name("mpirun")
     record = _remember(mpirun, Path(sys.prefix))

@@ -32,7 +32,7 @@ __all__ = [
     "with_defaults",
 ]
 
-_RECORD = "mpi.env"  # in the virtual environment, written by scripts/setup.sh: MPIRUN=path
+_RECORD = "mpi.env"  # in the virtual environment, written by scripts/setup.sh and comm_core.build: MPIRUN=path
 _VERSION_SECONDS = 30
 _ALLOCATIONS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "PE_HOSTFILE")  # SLURM, PBS, LSF, Grid Engine
 
