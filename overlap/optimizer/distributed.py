@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +22,7 @@ from overlap.job.groups import Membership
 from overlap.job.session import Session, current
 from overlap.optimizer.arguments import SharedArguments, check_passes
 from overlap.optimizer.assembly import build
+from overlap.optimizer.layer_times import ProfileWriter
 from overlap.optimizer.own_methods import guarded
 from overlap.optimizer.start import collect_slots, synchronize_start
 from overlap.plan.plan import Plan
@@ -155,6 +158,25 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def decides_by_loss(self) -> bool:
         """Whether ``step(closure)`` may evaluate the closure several times, by its loss averaged over ranks."""
         return self._stepper.decides_by_loss
+
+    def save_profile(self, path: str | os.PathLike[str], *, steps: int = 10, batch_size: int = 1) -> None:
+        """Measure how long each layer takes in `steps` steps, after one more, and write it to `path`, for
+        ``python -m dear.predict --profile``. Training goes on meanwhile.
+
+        Args:
+            path: a JSON file, which appears when the steps are over.
+            steps: whose medians count. Of several backward passes in a step the last one counts.
+            batch_size: samples of a rank in one pass; where it is not given, a batch counts as a sample.
+
+        On rank 0, between steps; on other ranks it does nothing. Raises ``ValueError`` where the optimizer was given parameters and no module, for parameters on a GPU, and for counts below 1.
+        """
+        if steps < 1 or batch_size < 1:
+            raise ValueError(f"steps and batch_size should be at least 1 and are {steps} and {batch_size}")
+        if self._model is None:
+            raise ValueError("save_profile() measures the layers of a module: give it to DistributedOptimizer")
+        if self._everyone.rank == 0:
+            writer = ProfileWriter(self._model, Path(path), steps, batch_size)
+            writer.handle = self.register_step_post_hook(writer)
 
     def _study(self, study: Study) -> None:
         """Call `study` after each step from the next one on."""
