@@ -168,7 +168,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             steps: whose medians count. Of several backward passes in a step the last one counts.
             batch_size: samples of a rank in one pass; where it is not given, a batch counts as a sample.
 
-        On rank 0, between steps; on other ranks it does nothing. Raises ``ValueError`` where the optimizer was given parameters and no module, for parameters on a GPU, and for counts below 1.
+        On rank 0, between steps; on other ranks it does nothing. Raises ``ValueError`` where the optimizer was given
+        parameters and no module, for parameters on a GPU, and for counts below 1.
         """
         if steps < 1 or batch_size < 1:
             raise ValueError(f"steps and batch_size should be at least 1 and are {steps} and {batch_size}")
