@@ -90,6 +90,7 @@ else:
     except ValueError as error:
         assert "twice" in str(error)
     dist.destroy_process_group()
+    part.Barrier()  # rank 0's store is gone
     dist.init_process_group("gloo")  # the script's own, by the variables that it finds: their port is free again
 dear.shutdown()
 if part.size == 2:

@@ -97,8 +97,8 @@ class Closing:
             failure = self._failure(check, converted)
             waits = not self.closed and (bool(converted) or self._calls.doubt or self._arrangement.learning)
             late = [] if self.closed else self._late()
-            news = bool(self._on_news) and not self.closed and any(told() for told in self._on_news)
-            mine = replace(self._said(Call.CLOSE), late=bool(late), converted=bool(converted), news=news)
+            news = [] if self.closed else [told() for told in self._on_news]
+            mine = replace(self._said(Call.CLOSE), late=bool(late), converted=bool(converted), news=any(news))
             self._tally.post(replace(mine, sent=not waits, failed=failure is not None), call)
             if not waits and not self.closed:
                 self._round.flush()

@@ -12,17 +12,18 @@ that its own batch norm, or a script through ``.data``, makes: in the first roun
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
+from torch.nn.parameter import is_lazy
 
-from overlap.core.bucket import Bucket
 from overlap.core.feature import Feature
 from overlap.transport.broadcast import is_plain, overwrite
 from overlap.transport.communicator import Communicator, Work
 from overlap.transport.objects import allgather_object
+from overlap.transport.work import arrive
 
 __all__ = ["BroadcastBuffers"]
 
@@ -46,6 +47,15 @@ class _Parcel:
     views: list[torch.Tensor]
 
 
+@dataclass(frozen=True, slots=True)
+class _UnderWay:
+    """A parcel, and the buffers that it is for, each with how often it had been changed."""
+
+    work: Work
+    parcel: _Parcel
+    targets: list[tuple[torch.Tensor, int]]
+
+
 class BroadcastBuffers(Feature):
     """All ranks take the buffers of `model` from the first rank that contributes to a round.
 
@@ -57,112 +67,119 @@ class BroadcastBuffers(Feature):
 
     def __init__(self, model: torch.nn.Module, calls: Communicator, reductions: Communicator) -> None:
         self._model, self._calls, self._reductions = model, calls, reductions
+        self._modules: list[torch.nn.Module] = []
+        self._children: list[int] = []
         self._dictionaries: list[tuple[str, _Dictionary]] = []
-        self._find()
         self._parcels: list[_Parcel] = []
         self._agreed: dict[str, _Spec] = {}  # these travel
-        self._apart: dict[str, _Spec] = {}  # these cannot, as they differ between ranks
+        self._apart: set[str] = set()  # these cannot, as they differ between ranks
         self._looks = _LOOKS  # that are left
         self._marks: dict[str, _Mark] = {}
-        self._news: set[str] = set()
-        self._mark()
-        self._under_way: list[tuple[Work, _Parcel]] = []
+        self._mine: dict[str, torch.Tensor] = {}  # as they were when the round was closed …
+        self._news: set[str] = set()  # … and those of which others do not know
+        self._under_way: list[_UnderWay] = []
         self._root = 0
-
-    def planned(self, order: Sequence[Bucket]) -> None:
         self._find()
+        self._mark()
+
+    # - This rank's buffers
 
     def _find(self) -> None:
-        """Once for each plan: going through a large model in every step would take longer than its buffers do."""
-        self._dictionaries = [(f"{name}." if name else "", m._buffers) for name, m in self._model.named_modules()]
+        """Going through all of a large model takes longer than its buffers do: only where modules came or went."""
+        children = [id(child) for module in self._modules for child in module._modules.values()]
+        if self._modules and children == self._children:
+            return
+        named = list(self._model.named_modules())
+        self._modules = [module for _, module in named]
+        self._children = [id(child) for module in self._modules for child in module._modules.values()]
+        self._dictionaries = [(f"{name}." if name else "", module._buffers) for name, module in named]
 
     def _mark(self) -> None:
         self._marks = {prefix: _marked(buffers, self._looks > 0) for prefix, buffers in self._dictionaries if buffers}
 
-    def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for prefix, buffers in self._dictionaries:
-            if buffers:
-                for name, buffer in _plain(buffers):
-                    yield prefix + name, buffer
-
     def news(self) -> bool:
-        self._news = self._changed(dict(self._buffers()))
-        if self._looks:
+        self._find()
+        self._mine = {
+            prefix + name: buffer
+            for prefix, buffers in self._dictionaries
+            if buffers
+            for name, buffer in _plain(buffers)
+        }
+        self._news = self._changed()
+        if self._looks > 1 or (self._looks and not self._news):
             self._looks -= 1
             if not self._looks:
                 self._mark()
         return bool(self._news)
 
-    def _changed(self, mine: dict[str, torch.Tensor]) -> set[str]:
+    def _changed(self) -> set[str]:
         """Those that have to travel from now on, or in another way, or not any more, by what this rank knows."""
+        mine = self._mine
         found = {name for name, spec in self._agreed.items() if name not in mine or _spec(mine[name]) != spec}
         for prefix, buffers in self._dictionaries:
             if not buffers:
                 continue
-            open = {prefix + name for name, buffer in _plain(buffers) if not self._settled(prefix + name, buffer)}
+            open = {prefix + name for name, _ in _plain(buffers)}.difference(self._agreed, self._apart)
             if open and _marked(buffers, self._looks > 0) != self._marks.get(prefix):
                 found |= open
         return found
 
-    def _settled(self, name: str, buffer: torch.Tensor) -> bool:
-        known = self._apart.get(name)
-        return name in self._agreed or (known is not None and known == _spec(buffer))
+    # - What all ranks do
 
     def closed(self, news: bool, leader: Callable[[], int], factor: Callable[[], float]) -> None:
-        if not (news or self._parcels):
-            return
-        mine = dict(self._buffers())
         if news:
-            self._agree(mine)
+            self._agree()
+        if not self._parcels:
+            return
         self._root = leader()
         for parcel in self._parcels:
+            tensors = [self._mine[name].detach() for name in parcel.names]
             if parcel.comm.rank == self._root:
-                for name, view in zip(parcel.names, parcel.views, strict=True):
-                    overwrite(view, mine[name].detach())
+                _copy(parcel.views, tensors)
             work = parcel.comm.broadcast_async(parcel.packed, self._root, label="buffers")
-            self._under_way.append((work, parcel))
+            self._under_way.append(_UnderWay(work, parcel, [(tensor, _version(tensor)) for tensor in tensors]))
 
     def ended(self) -> None:
-        if not self._under_way:
-            return
         under_way, self._under_way = self._under_way, []
-        mine = dict(self._buffers())
-        for work, parcel in under_way:
-            work.wait()
-            if parcel.comm.rank != self._root:
-                for name, view in zip(parcel.names, parcel.views, strict=True):
-                    overwrite(mine[name].data, view)  # of which no version tells: a graph that is kept stays valid
+        for each in under_way:
+            arrive(each.work)
+            if each.parcel.comm.rank != self._root:
+                # What was changed since the round was closed stays this rank's until the next one. Written through .data,
+                # of which no version tells: a graph that is kept stays valid.
+                pairs = zip(each.targets, each.parcel.views, strict=True)
+                chosen = [(tensor, view) for (tensor, version), view in pairs if _version(tensor) == version]
+                _copy([tensor.data for tensor, _ in chosen], [view for _, view in chosen])
 
-    def _agree(self, mine: dict[str, torch.Tensor]) -> None:
+    def _agree(self) -> None:
         """Which buffers travel from now on. On every rank."""
-        specs = {name: _spec(buffer) for name, buffer in mine.items()}
+        specs = {name: _spec(buffer) for name, buffer in self._mine.items()}
         told = allgather_object(self._calls, (self._news | set(self._agreed), specs))
-        wanted = set().union(*(names for names, _ in told))
+        wanted = set().union(*(names for names, _ in told)) - self._apart
         alike = {name for name in wanted if all(theirs.get(name) == specs.get(name) for _, theirs in told)}
-        apart = sorted(wanted - alike - set(self._apart))
+        apart = sorted(wanted - alike)
         if apart and self._calls.rank == 0:
             log.warning(
                 "%d buffer(s), such as %r, differ between ranks in shape, type or device: each rank keeps its own of these "
-                "(this is said once)",
+                "from now on",
                 len(apart),
                 apart[0],
             )
-        self._apart = {name: specs[name] for name in (*self._apart, *apart) if name in specs and name not in alike}
+        self._apart |= set(apart)
         self._agreed = {name: specs[name] for name in sorted(alike.intersection(specs))}
         self._mark()
-        self._parcels = self._packed(mine)
+        self._parcels = self._packed()
 
-    def _packed(self, mine: dict[str, torch.Tensor]) -> list[_Parcel]:
+    def _packed(self) -> list[_Parcel]:
         by_device: dict[torch.device, list[str]] = {}
         for name in self._agreed:
-            by_device.setdefault(mine[name].device, []).append(name)
+            by_device.setdefault(self._mine[name].device, []).append(name)
         parcels = []
         for device, names in sorted(by_device.items(), key=lambda item: str(item[0])):
-            sizes = [mine[name].numel() * mine[name].element_size() for name in names]
+            sizes = [self._mine[name].numel() * self._mine[name].element_size() for name in names]
             ends = list(accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes))
             packed = torch.zeros(ends[-1], dtype=torch.uint8, device=device)
             views = [
-                packed[start : start + size].view(mine[name].dtype).view(mine[name].shape)
+                packed[start : start + size].view(self._mine[name].dtype).view(self._mine[name].shape)
                 for name, start, size in zip(names, [0, *ends], sizes, strict=False)
             ]
             comm = self._calls if device.type == "cpu" else self._reductions
@@ -170,21 +187,43 @@ class BroadcastBuffers(Feature):
         return parcels
 
 
+@torch.no_grad()
+def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    pairs = list(zip(targets, sources, strict=True))
+    plain = [pair for pair in pairs if 0 not in pair[0].stride()]
+    if plain:
+        torch._foreach_copy_([target for target, _ in plain], [source for _, source in plain])
+    if len(plain) < len(pairs):  # expanded ones
+        for target, source in pairs:
+            if 0 in target.stride():
+                overwrite(target, source)
+
+
+def _plain(buffers: _Dictionary) -> list[tuple[str, torch.Tensor]]:
+    return [
+        (name, buffer)
+        for name, buffer in buffers.items()
+        if buffer is not None and not is_lazy(buffer) and is_plain(buffer) and buffer.device.type != "meta"
+    ]
+
+
 def _spec(buffer: torch.Tensor) -> _Spec:
     return tuple(buffer.shape), buffer.dtype, buffer.device.type
 
 
-def _plain(buffers: _Dictionary) -> list[tuple[str, torch.Tensor]]:
-    return [(name, buffer) for name, buffer in buffers.items() if buffer is not None and is_plain(buffer)]
+def _version(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def _marked(buffers: _Dictionary, deep: bool) -> _Mark:
     """`deep`: their contents, too."""
-    return [
-        (b.data_ptr(), -1 if b.is_inference() else b._version, _contents(b) if deep else "") for _, b in _plain(buffers)
-    ]
+    return [(each.data_ptr(), _version(each), _contents(each) if deep else "") for _, each in _plain(buffers)]
 
 
 def _contents(buffer: torch.Tensor) -> str:
-    values = torch.view_as_real(buffer.detach().resolve_conj()) if buffer.is_complex() else buffer.detach()
-    return str(float(values.sum(dtype=torch.float64)))  # a NaN is what it was
+    values = buffer.detach().resolve_conj().resolve_neg()
+    values = torch.view_as_real(values) if values.is_complex() else values
+    try:
+        return str(float(values.sum(dtype=torch.float64)))  # a NaN is what it was
+    except (RuntimeError, TypeError):  # types of 8 bits and fewer, which torch does not add up
+        return str(float(values.contiguous().view(torch.uint8).sum(dtype=torch.float64)))

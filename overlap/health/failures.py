@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import sys
 import time
@@ -29,8 +30,10 @@ def install(rank: int, size: int, abort: Callable[[int], None]) -> None:
 
     def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         text = "".join(traceback.format_exception(kind, error, trace))
-        sys.stderr.write(f"rank {rank} of {size} failed:\n{text}{explain(error, rank, size)}")
-        sys.stderr.flush()
+        # torch.distributed's own hook calls this one, collects what it says, and would show it afterwards.
+        stderr = sys.__stderr__ if isinstance(sys.stderr, io.StringIO) and sys.__stderr__ is not None else sys.stderr
+        stderr.write(f"rank {rank} of {size} failed:\n{text}{explain(error, rank, size)}")
+        stderr.flush()
         sys.stdout.flush()
         abort(1)
 
