@@ -41,7 +41,7 @@ _PAYLOAD = (0.9, 0.95, 0.8)  # the share of a link's rate that collectives reach
 _DERIVED = (1.0, 0.8, 1.3)  # of the seconds of a profile that was not measured
 _MEASURED = (1.0, 0.97, 1.03)
 _THREAD = (Costs(5e-6, 2e-5), Costs(), Costs(1.5e-5, 6e-5))  # hooks and issuing; a GPU computes meanwhile
-_COLUMNS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+_POWERS = range(1, 13)
 
 
 def guesses(profile: Profile, network: str, within: str) -> list[Guess]:
@@ -117,15 +117,13 @@ def draw(profile: Profile, options: argparse.Namespace, path: Path) -> None:
 
     likely = guesses(profile, options.network, options.within)[0]
     figure, axes = pyplot.subplots(figsize=(8, 5))
-    highest = 0.0
+    highest, ranks = 0.0, _columns(options.per_host)
     for name, method in methods().items():
-        shares = [
-            _predicted(name, method, profile.layers, workers, options, [likely]).efficiency for workers in _COLUMNS
-        ]
+        shares = [_predicted(name, method, profile.layers, workers, options, [likely]).efficiency for workers in ranks]
         highest = max(highest, *shares)
-        axes.plot(_COLUMNS, shares, marker="o", markersize=3, label=name)
+        axes.plot(ranks, shares, marker="o", markersize=3, label=name)
     axes.set_xscale("log", base=2)
-    axes.set_xticks(_COLUMNS, [str(workers) for workers in _COLUMNS])
+    axes.set_xticks(ranks, [str(workers) for workers in ranks])
     axes.set_ylim(0, min(1.02, 1.1 * highest))
     axes.set_xlabel("ranks")
     axes.set_ylabel("scaling efficiency")
@@ -135,6 +133,12 @@ def draw(profile: Profile, options: argparse.Namespace, path: Path) -> None:
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
+
+
+def _columns(per_host: int) -> list[int]:
+    """Numbers of ranks up to about 4096, each on one host or on full ones."""
+    inside = [2**power for power in _POWERS if 2**power < per_host]
+    return inside + [per_host * 2**power for power in range(13) if 2 <= per_host * 2**power <= 2 ** max(_POWERS)]
 
 
 def _predicted(

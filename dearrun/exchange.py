@@ -7,6 +7,7 @@ is made anew for each, and ranks get it in their environment. What is read then 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -18,6 +19,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
 from typing import Any
 
@@ -30,6 +32,7 @@ VARIABLE = "DEARRUN_CALLER"
 _PATH_BYTES = 60  # of the folder for temporary files: the whole name of a socket has 107
 _CONNECT_SECONDS = 60.0
 _HELLO_BYTES = 4096
+_AGAIN_SECONDS = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +78,19 @@ class Exchange:
             places = [os.path.join(self._folder, "caller")]
             self._listener = Listener(places[0], "AF_UNIX", backlog=4096)
         self.variable = json.dumps({"places": places, "key": self._key.hex()})
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._closed = False
+        self._served: set[Connection[Any, Any]] = set()
+        self._accepting = threading.Thread(target=self._accept, daemon=True)
+        self._accepting.start()
 
     def close(self) -> None:
         """No rank may connect any more."""
+        self._closed = True
+        _shut(self._listener._listener._socket.fileno())  # type: ignore[attr-defined]  # ends accept()
+        self._accepting.join()
         self._listener.close()
+        for connection in tuple(self._served):
+            _shut(connection.fileno())
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -88,11 +99,15 @@ class Exchange:
             try:
                 connection = self._listener.accept()
             except OSError:
-                return  # closed
+                if self._closed:
+                    return
+                time.sleep(_AGAIN_SECONDS)  # such as too many open files
+                continue
             threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
     def _serve(self, connection: Connection[Any, Any]) -> None:
         rank = None
+        self._served.add(connection)
         with connection:
             try:
                 deliver_challenge(connection, self._key)
@@ -108,6 +123,14 @@ class Exchange:
                 # Also of strangers, who do not know the key.
                 if rank is not None:
                     self.events.put(Lost(rank))
+            finally:
+                self._served.discard(connection)
+
+
+def _shut(descriptor: int) -> None:
+    """Whoever waits on this socket is woken."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as twin:
+        twin.shutdown(socket.SHUT_RDWR)
 
 
 def _addresses(names: Sequence[str]) -> list[str]:
@@ -132,8 +155,8 @@ def call(environ: Mapping[str, str], rank: int, size: int) -> tuple[Connection[A
             address = place if isinstance(place, str) else tuple(place)
             try:
                 connection = Client(address, authkey=bytes.fromhex(told["key"]))
-            except OSError as error:
-                problem = error
+            except (OSError, EOFError, AuthenticationError) as error:
+                problem: Exception = error
                 continue
             connection.send_bytes(json.dumps({"rank": rank, "size": size}).encode())
             return connection, connection.recv_bytes()

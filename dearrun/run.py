@@ -36,10 +36,11 @@ _WORKER = (sys.executable, "-m", "dearrun.function")
 _LOOK_SECONDS = 0.2
 _END_SECONDS = 60.0  # until a job that was told to end is killed: dearrun itself waits for less
 # What a launcher of the caller's own has told it, and what it is told of a world of its own, are not the ranks'.
-_OF_THE_CALLER = ("OMPI_COMM_WORLD_", "PMIX_", "PMI_", "TORCHELASTIC_", "GROUP_", "ROLE_")
+_OF_THE_CALLER = ("OMPI_COMM_WORLD_", "PMIX_", "PMI_", "TORCHELASTIC_")
 _OF_THE_CALLER_TOO = {
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "DEAR_RANK_PROCESS"),
     *("MPI_LOCALNRANKS", "MPI_LOCALRANKID"),
+    *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE"),
 }
 
 
@@ -244,8 +245,13 @@ def _answers(
             course.note(exchange.events.get(timeout=_LOOK_SECONDS), time.monotonic())
         except queue.Empty:
             course.require(status, time.monotonic())
-    if process.wait():
-        log.warning("all ranks returned, and then their job ended with status %d", process.returncode)
+    try:
+        if process.wait(_END_SECONDS):
+            log.warning("all ranks returned, and then their job ended with status %d", process.returncode)
+    except subprocess.TimeoutExpired:
+        log.warning(
+            "all ranks returned, and %.0f s later some of them have not ended: they are ended now", _END_SECONDS
+        )
     return course.answers
 
 

@@ -9,6 +9,7 @@ puts no DistributedDataParallel around models; optimizers are distributed by dea
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 import os
@@ -210,12 +211,13 @@ class DearOptimizer(AcceleratedOptimizer):
 
 
 def _apart(state: Any) -> Any:
-    """`state` with a memory of its own for each tensor; tied ones stay tied.
+    """A copy of `state` with a memory of its own for each tensor; tied ones stay tied.
 
     dear's parameters lie side by side in buckets. Accelerate takes what shares a memory for one parameter under several
     names, and writes the first one to safetensors alone.
     """
     copies: dict[tuple[Any, ...], torch.Tensor] = {}
+    state = copy.copy(state)
     for name, value in state.items():
         if isinstance(value, torch.Tensor) and value.untyped_storage().nbytes() > value.nbytes:
             place = (value.data_ptr(), value.dtype, value.shape, value.stride())

@@ -282,7 +282,10 @@ class DearFabricStrategy(_Job, _FabricDDP):
         trained = {id(param) for group in optimizer.param_groups for param in group["params"]}
         modules = self._backward_sync_control.optimizers
         held = {module: {id(param) for param in module.parameters()} for module in modules}
-        whole = next((module for module, params in held.items() if trained <= params), None)
+        parts = [module for module, params in held.items() if trained & params]
+        whole = next((module for module in parts if trained <= held[module]), None)
+        if whole is None and parts:
+            whole = torch.nn.ModuleList(parts)
         distributed = self._distributed(optimizer, whole)
         for module, params in held.items():
             if trained & params:

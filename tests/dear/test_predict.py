@@ -58,6 +58,8 @@ def test_a_profile_of_ones_own_and_a_picture(tmp_path: Path, capsys: pytest.Capt
         (["--model", "resnet51"], "no profile of resnet51@a100:32; there are none of this model"),
         (["--batch-size", "7"], "no profile of resnet50@a100:7; there are resnet50@a100:64"),
         (["--workers", "7", "--per-host", "4"], "7 workers do not fill hosts of 4"),
+        (["--workers", "0"], "at least one worker, and one on each host, not 0 and 0"),
+        (["--per-host", "0"], "at least one worker, and one on each host, not 8 and 0"),
         (["--profile", "nowhere.json"], "nowhere.json"),
     ],
 )

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import dear
+from overlap.features.buffers import BroadcastBuffers
 from overlap.transport.communicator import Communicator, Work
 from tests.spmd.listening import heard
 from tests.spmd.test_parity import WRAP
@@ -171,3 +172,48 @@ def test_where_rank_0_has_joined_the_next_one_gives_them() -> None:
     dear.join()
     giver = min(1, dear.size() - 1)
     assert _everywhere(model) == [dear.broadcast_object(last, giver)] * dear.size()
+
+
+def test_modules_that_are_replaced_or_added_bring_their_own() -> None:
+    model = nn.Sequential(
+        nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    ).double()
+    optimizer = _wrapped(model)
+    for step in range(8):
+        if step == 2:
+            model[2] = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double()
+            optimizer.add_param_group({"params": list(model[2].parameters())})
+        if step == 5:
+            model[1] = nn.BatchNorm1d(4, affine=False).double()  # has nothing that is trained
+        optimizer.zero_grad()
+        _forward(model, step).backward()
+        optimizer.step()
+        assert len({str(buffers) for buffers in _everywhere(model)}) == 1, step
+
+
+def test_what_a_script_changes_after_clipping_stays() -> None:
+    model = _model()
+    model.register_buffer("seen", torch.zeros(3))
+    optimizer = _wrapped(model)
+    for step in range(4):
+        optimizer.zero_grad()
+        _forward(model, step).backward()
+        optimizer.clip_grad_norm_(1.0)
+        model.seen += 1  # type: ignore[operator]
+        optimizer.step()
+    assert model.seen.tolist() == [4, 4, 4]  # type: ignore[operator, union-attr]
+
+
+def test_a_shape_that_changes_all_the_time_is_agreed_on_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _model()
+    model.register_buffer("cache", torch.zeros(1))
+    optimizer = _wrapped(model)
+    agreed = []
+    plain = BroadcastBuffers._agree
+    monkeypatch.setattr(BroadcastBuffers, "_agree", lambda self: (agreed.append(0), plain(self)))
+    for step in range(6):
+        optimizer.zero_grad()
+        _forward(model, step).backward()
+        model.cache = torch.zeros(1 + (step + dear.rank()) % 3)
+        optimizer.step()
+    assert len(agreed) <= 2

@@ -66,6 +66,8 @@ def from_text(text: str) -> Profile:
         about = (str(data["model"]), str(data["device"]), int(data["batch_size"]), str(data["source"]))
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"this is no profile: {type(error).__name__}: {error}") from error
+    if not any(layer.forward + layer.backward > 0 for layer in layers):
+        raise ValueError("this is no profile: it has no layers that take any time")
     return Profile(*about, layers)
 
 

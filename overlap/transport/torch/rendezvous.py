@@ -67,19 +67,18 @@ def name_interface(store: Any, rank: int, size: int) -> Variables:
     to 127.0.1.1; it takes the one by which it reaches a rank of another host.
     """
     master = os.environ.get("MASTER_ADDR") or getattr(_tcp_store(store), "host", None)
-    if os.environ.get(VARIABLE) or master is None or size == 1:
+    if size == 1:
         return Variables({})
-    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE", "?"):
-        found = toward("127.0.0.1")
-    else:
-        found = _toward_others(store, rank, size, toward(master))
+    named = master is None or bool(os.environ.get(VARIABLE))
+    one_host = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE", "?")
+    found = None if named else toward("127.0.0.1" if one_host else str(master))
+    store.set(str(rank), "" if found is None else found.text)  # whatever this rank does: others may wait for it
+    if found is not None and found.ip.is_loopback and not one_host:
+        found = _toward_others(store, size, found)
     return Variables({} if found is None else {VARIABLE: found.interface})
 
 
-def _toward_others(store: Any, rank: int, size: int, found: Address | None) -> Address | None:
-    store.set(str(rank), "" if found is None else found.text)
-    if found is None or not found.ip.is_loopback:
-        return found
+def _toward_others(store: Any, size: int, found: Address) -> Address | None:
     elsewhere = other_host([store.get(str(peer)).decode() for peer in range(size)])
     return found if elsewhere is None else toward(elsewhere)
 
