@@ -231,7 +231,9 @@ def test_ranks_end_with_their_caller(launcher: str, number: signal.Signals, tmp_
             assert time.monotonic() < deadline
             time.sleep(0.05)
         caller.send_signal(number)
-        assert caller.wait(120) == (7 if number == signal.SIGINT else -number)  # a job that does not end is killed after 60
+        assert caller.wait(120) == (
+            7 if number == signal.SIGINT else -number
+        )  # a job that does not end is killed after 60
     deadline = time.monotonic() + (0 if number == signal.SIGINT else 30)
     while any(_runs(int(file.stem)) for file in there):
         assert time.monotonic() < deadline
