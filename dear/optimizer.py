@@ -69,6 +69,7 @@ class Dear(Strategy):
         policy: str,
         eager: bool,
         gather_dtype: torch.dtype | None,
+        all_reduced: float = 0.0,
     ) -> None:
         if threshold_mb is None and num_nearby_layers is None:
             raise ValueError(
@@ -85,7 +86,15 @@ class Dear(Strategy):
         strangers = sorted(excluded.difference(_PARTS[policy]))
         if strangers:
             raise ValueError(f"exclude_parts should name {' or '.join(_PARTS[policy])} and names {strangers}")
+        if not 0 <= all_reduced <= 1:
+            raise ValueError(f"all_reduced is a share of the buckets, from 0 to 1, and is {all_reduced}")
+        if all_reduced and (policy != "rsag" or gather_dtype is not None or excluded):
+            raise ValueError(
+                f"all_reduced={all_reduced} has every rank update a part of the buckets in full, which cannot be done with "
+                "policy='rb', gather_dtype or exclude_parts; leave one of them out"
+            )
         self.threshold_mb, self.num_nearby_layers, self.policy = threshold_mb, num_nearby_layers, policy
+        self.all_reduced = all_reduced
         self.updates = Updates.EAGER if eager else Updates.SHARDED
         self.excluded, self.complete, self.gather_dtype = excluded, not excluded, gather_dtype
         self.carries = self.complete and policy == "rsag"
@@ -103,6 +112,7 @@ class Dear(Strategy):
         return {
             "threshold_mb": self.threshold_mb,
             "num_nearby_layers": self.num_nearby_layers,
+            "all_reduced": self.all_reduced,
             "policy": self.policy,
             "exclude_parts": sorted(self.excluded),
             "gather_dtype": self.gather_dtype,
@@ -130,6 +140,7 @@ class Dear(Strategy):
             threshold_bytes=threshold_bytes,
             num_nearby_layers=self.num_nearby_layers,
             one_owner=self.policy == "rb",
+            all_reduced=self.all_reduced,
         )
 
 
@@ -150,6 +161,7 @@ def DistributedOptimizer(
     exclude_parts: str = "",
     policy: str = "rsag",
     eager: bool = False,
+    all_reduced: float | Literal["auto"] = "auto",
     gather_dtype: torch.dtype | None = None,
     tune: bool | Tuning = False,
     strategy: str = "dear",
@@ -205,6 +217,7 @@ def DistributedOptimizer(
         "exclude_parts": exclude_parts,
         "policy": policy,
         "eager": eager,
+        "all_reduced": all_reduced,
         "gather_dtype": gather_dtype,
     }
     if strategy != "dear":
@@ -215,6 +228,7 @@ def DistributedOptimizer(
     own["threshold_mb"], own["num_nearby_layers"] = limits(
         threshold_mb if wished_mb is None else wished_mb, num_nearby_layers, trained_bytes(optimizer)
     )
+    own["all_reduced"] = 0.0 if all_reduced == "auto" else all_reduced
     distributed = Shell(optimizer, named_parameters, Dear(**own), arguments)
     start_tuning(distributed, tune, process_set)
     return distributed

@@ -5,12 +5,19 @@ policy "rb"      one rank, in turn, owns a whole bucket:  reduce             bro
 
 compute | bwd L3 | bwd L2 | bwd L1 | step  |  fwd L1 | fwd L2 | fwd L3 |
 comm             | RS b0  | RS b1  | RS b2 | AG b2 | AG b1  | AG b0  |
+
+[Note: buckets that are all-reduced]
+Forward is half as long as backward, and all-gathers take as long as reduce-scatters. Where computation takes about as long as
+communication, forward is too short for its half, while backward has time to spare. So a share of the buckets may be all-reduced
+under backward: their gradients are gathered, not their parameters, and every rank updates them in full. They are spread evenly,
+since forward uses up parameters evenly. A rank keeps their whole optimizer state.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from overlap.plan.early import spread
 from overlap.plan.fusion import fused_in_order_of_use
 from overlap.plan.partition import TensorSpec, owned
 from overlap.plan.plan import Facts, Plan
@@ -27,13 +34,19 @@ def plan_buckets(
     threshold_bytes: float | None,
     num_nearby_layers: int | None,
     one_owner: bool = False,
+    all_reduced: float = 0.0,
 ) -> Plan:
     """Fuse layers in the order of their use in forward; issue the buckets in reverse.
 
-    With `one_owner`, buckets belong to whole ranks in turn, in order of issue.
+    With `one_owner`, buckets belong to whole ranks in turn, in order of issue. A share of `all_reduced`, from 0 to 1, is
+    not sharded: [Note: buckets that are all-reduced].
     """
     buckets = fused_in_order_of_use(
         facts, specs, world_size, threshold_bytes=threshold_bytes, num_nearby_layers=num_nearby_layers
     )
     chosen = owned(buckets, world_size) if one_owner else buckets
-    return Plan(chosen, tuple(shardable[bucket.tensors[0]] for bucket in buckets))
+    places = [place for place, bucket in enumerate(buckets) if shardable[bucket.tensors[0]]]
+    whole = {places[number] for number in spread(len(places), round(all_reduced * len(places)))}
+    return Plan(
+        chosen, tuple(shardable[bucket.tensors[0]] and place not in whole for place, bucket in enumerate(buckets))
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, MutableMapping
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from overlap.core.shards import Piece, ShardUpdate
 from overlap.state.held import held, put
 from overlap.state.pieces import is_sliced
 from overlap.transport.communicator import Communicator
+from overlap.transport.memory import from_flat
 from overlap.transport.objects import allgather_object
 
 __all__ = ["move_state"]
@@ -21,11 +22,18 @@ __all__ = ["move_state"]
 _Outline = dict[int, dict[str, Any]]
 
 
-def move_state(comm: Communicator, order: Iterable[Bucket], old: ShardUpdate, new: ShardUpdate) -> None:
+def move_state(
+    comm: Communicator,
+    order: Iterable[Bucket],
+    old: ShardUpdate,
+    new: ShardUpdate,
+    full: MutableMapping[torch.Tensor, Any],
+) -> None:
     """Give the pieces of `new` the state that those of `old`, in the buckets `order`, have on all ranks.
 
-    One bucket's state is whole in memory at a time. On every rank of `comm`, with the same `order`. Whole parameters keep
-    their owners: nothing is sent.
+    State of parameters whose new buckets are updated in full by every rank goes to `full`, by parameter. One bucket's state
+    is whole in memory at a time. On every rank of `comm`, with the same `order`. Whole parameters keep their owners:
+    nothing is sent.
     """
     if old.whole:
         kept = {one.slot.index: state for bucket in order for one, state in held(old, bucket) if state}
@@ -38,6 +46,7 @@ def move_state(comm: Communicator, order: Iterable[Bucket], old: ShardUpdate, ne
     for one in new.pieces:
         takers.setdefault(one.slot.index, []).append(one)
     for bucket in order:
+        by_index = {slot.index: slot for slot in bucket.slots}
         states = {slot.index: dict(outline[slot.index]) for slot in bucket.slots if slot.index in outline}
         kinds = {(key, what): None for state in states.values() for key, what in state.items() if _is_dtype(what)}
         for key, dtype in kinds:
@@ -46,6 +55,11 @@ def move_state(comm: Communicator, order: Iterable[Bucket], old: ShardUpdate, ne
                 if states.get(slot.index, {}).get(key) is dtype:
                     states[slot.index][key] = flat[offset : offset + slot.param.numel()]
         for index, state in states.items():
+            slot = by_index[index]
+            if slot.bucket is not None and not slot.bucket.holds_parameters:
+                full[slot.param] = {
+                    key: _shaped(value, slot.param, outline[index][key]) for key, value in state.items()
+                }
             for one in takers.get(index, ()):
                 put(new, one, {key: _part(value, one, outline[index][key]) for key, value in state.items()})
 
@@ -84,6 +98,10 @@ def _gathered(comm: Communicator, bucket: Bucket, shards: ShardUpdate, key: str,
 
 def _part(value: Any, one: Piece, what: Any) -> Any:
     return value[one.start : one.stop].clone() if _is_dtype(what) else copy.deepcopy(value)
+
+
+def _shaped(value: Any, param: torch.Tensor, what: Any) -> Any:
+    return from_flat(value.clone(), param) if _is_dtype(what) else copy.deepcopy(value)
 
 
 def _is_dtype(what: Any) -> bool:

@@ -35,7 +35,7 @@ class ShardState:
         self.cut(shards, bucket, self._optimizer.state)
 
     def moved(self, order: Iterable[Bucket], old: ShardUpdate, new: ShardUpdate) -> None:
-        move_state(self._comm, order, old, new)
+        move_state(self._comm, order, old, new, self._optimizer.state)
 
     def updating(self) -> AbstractContextManager[None]:
         return self.share.updating()

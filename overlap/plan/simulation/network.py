@@ -7,10 +7,24 @@ the bytes each (Patarasuk and Yuan, 2009); an all-reduce is one of each.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from overlap.plan.simulation.events import Cost
 
-__all__ = ["Link", "Network"]
+__all__ = ["Fitted", "Link", "Medium", "Network"]
+
+
+class Medium(Protocol):
+    """What a schedule needs to know of a network: what collectives of so many bytes in all take there."""
+
+    @property
+    def workers(self) -> int: ...
+
+    def reduce_scatter(self, nbytes: float, /) -> Cost: ...
+
+    def all_gather(self, nbytes: float, /) -> Cost: ...
+
+    def all_reduce(self, nbytes: float, /) -> Cost: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +85,36 @@ class Network:
         slowest = Link(max(self.between.alpha, self.within.alpha), max(self.between.beta, self.within.beta))
         return _ring(slowest, self.workers, nbytes)
 
+    def reduce_scatter(self, nbytes: float) -> Cost:
+        return self.half(nbytes)
+
+    def all_gather(self, nbytes: float) -> Cost:
+        return self.half(nbytes)
+
     def all_reduce(self, nbytes: float) -> Cost:
         half = self.half(nbytes)
         return half + half
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """A network as it was measured. `start`: seconds of a reduce-scatter or an all-gather whatever its size; `reduce` and
+    `gather`: seconds per byte of each, which differ where one of them travels in 16 bits.
+    """
+
+    workers: int
+    start: float
+    reduce: float
+    gather: float
+
+    def reduce_scatter(self, nbytes: float) -> Cost:
+        return Cost(self.start, self.reduce * nbytes)
+
+    def all_gather(self, nbytes: float) -> Cost:
+        return Cost(self.start, self.gather * nbytes)
+
+    def all_reduce(self, nbytes: float) -> Cost:
+        return self.reduce_scatter(nbytes) + Cost(self.start, self.reduce * nbytes)
 
 
 def _ring(link: Link, ranks: int, nbytes: float) -> Cost:

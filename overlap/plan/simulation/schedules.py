@@ -7,12 +7,12 @@ Each function returns what :func:`overlap.plan.simulation.events.run` saw of a s
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
-from itertools import count
+from collections.abc import Collection, Sequence
+from itertools import count, pairwise
 
 from overlap.plan.early import next_count, spread
 from overlap.plan.simulation.events import Compute, Cost, Operation, Program, Run, Step, Wire, run
-from overlap.plan.simulation.network import Network
+from overlap.plan.simulation.network import Medium
 from overlap.plan.simulation.workload import Bucket, Workload
 
 __all__ = ["all_reduced", "by_priority", "decoupled", "negotiated"]
@@ -21,33 +21,97 @@ _STEPS = 8  # of which the second half is measured …
 _STEPS_EARLY = 24  # … as early updates need some to settle
 
 
-def decoupled(work: Workload, network: Network, buckets: Sequence[Bucket], *, early: bool = False) -> Run:
+def decoupled(
+    work: Workload,
+    network: Medium,
+    buckets: Sequence[Bucket],
+    *,
+    whole: Collection[int] = (),
+    early: bool = False,
+    steps: int = _STEPS,
+) -> Run:
     """DeAR (2302.12445, section III): reduce-scatter under backward, update of shards, all-gather under the next forward.
 
-    `buckets`: nearest the input first. `early`: with early updates, by the rules of `overlap.features.early`.
+    `buckets`: nearest the input first. Those at the places `whole` are all-reduced under backward, and updated in full by
+    every rank. `early`: with early updates, by the rules of `overlap.features.early`; then none is whole.
     """
     wire = Wire()
-    return run(_decoupled(work, network, buckets, wire, early), wire, contention=work.contention)
+    if early:
+        program = _early(work, network, buckets, wire)
+    else:
+        program = _decoupled(work, network, buckets, frozenset(whole), wire, steps)
+    return run(program, wire, contention=work.contention)
 
 
-def _decoupled(work: Workload, network: Network, buckets: Sequence[Bucket], wire: Wire, early: bool) -> Program:
-    number = len(buckets)
-    costs, halves = work.costs, [network.half(bucket.nbytes) for bucket in buckets]
+def _decoupled(
+    work: Workload, network: Medium, buckets: Sequence[Bucket], whole: frozenset[int], wire: Wire, steps: int
+) -> Program:
+    """What is computed between two events of the wire is one piece: a model has many more layers than it has buckets."""
+    costs, places = work.costs, range(len(buckets))
+    reductions_cost = [
+        network.all_reduce(bucket.nbytes) if place in whole else network.reduce_scatter(bucket.nbytes)
+        for place, bucket in enumerate(buckets)
+    ]
+    gathers_cost = [network.all_gather(bucket.nbytes) for bucket in buckets]
+    share = costs.update / network.workers
+    updates = [Compute(costs.per_bucket / 2 + share * bucket.nbytes) for bucket in buckets]
+    at_last = Compute(sum(costs.per_bucket / 2 + costs.update * buckets[place].nbytes for place in whole))
+    issue = Compute(costs.per_bucket / 2)
+    starting: dict[int, list[int]] = {}
+    for place, bucket in enumerate(buckets):
+        starting.setdefault(bucket.first, []).append(place)
+    borders = [0, *sorted(index for index in starting if index), len(work.layers)]
+    pieces = [
+        (
+            starting.get(first, ()),
+            Compute(sum(layer.forward for layer in work.layers[first:end])),
+            Compute(
+                sum(layer.backward + costs.per_tensor * len(layer.tensors) for layer in work.layers[first:end])
+            ),
+        )
+        for first, end in pairwise(borders)
+    ]
+    gathers: dict[int, Operation] = {}
+    for _ in range(steps + 1):
+        yield Step()
+        for waited, forward, _ in pieces:
+            for place in waited:
+                if place in gathers:
+                    yield gathers[place]
+            yield forward
+        reductions: dict[int, Operation] = {}
+        for ready, _, backward in reversed(pieces):
+            yield backward
+            for place in reversed(ready):
+                yield issue
+                kind = "all-reduce" if place in whole else "reduce-scatter"
+                reductions[place] = wire.send("reductions", Operation(f"{kind} {place}", reductions_cost[place]))
+        for place in places:
+            yield reductions[place]
+            if place not in whole:
+                yield updates[place]
+                gathers[place] = wire.send("gathers", Operation(f"all-gather {place}", gathers_cost[place]))
+        yield at_last
+
+
+def _early(work: Workload, network: Medium, buckets: Sequence[Bucket], wire: Wire) -> Program:
+    number, costs = len(buckets), work.costs
     starting = {bucket.first: place for place, bucket in enumerate(buckets)}
     ending = {bucket.last: place for place, bucket in enumerate(buckets)}
     order = range(number - 1, -1, -1)  # of issue
     gathers: list[Operation | None] = [None] * number
-    planned, learned = number - 1 if early else 0, False
+    planned, learned = number - 1, False
 
     def reduce(place: int) -> Operation:
-        return wire.send("reductions", Operation(f"reduce-scatter {place}", halves[place]))
+        cost = network.reduce_scatter(buckets[place].nbytes)
+        return wire.send("reductions", Operation(f"reduce-scatter {place}", cost))
 
     def gather(place: int) -> Operation:
-        return wire.send("gathers", Operation(f"all-gather {place}", halves[place]))
+        return wire.send("gathers", Operation(f"all-gather {place}", network.all_gather(buckets[place].nbytes)))
 
     updates = [Compute(costs.per_bucket / 2 + costs.update * bucket.nbytes / network.workers) for bucket in buckets]
     issue = Compute(costs.per_bucket / 2)
-    for _ in range((_STEPS_EARLY if early else _STEPS) + 1):
+    for _ in range(_STEPS_EARLY + 1):
         yield Step()
         for index, layer in enumerate(work.layers):
             place = starting.get(index)
@@ -66,7 +130,7 @@ def _decoupled(work: Workload, network: Network, buckets: Sequence[Bucket], wire
             for _tensor in layer.tensors:
                 yield Compute(costs.per_tensor)
                 two_before = reductions[current + 2] if current + 2 < number else None
-                room = early and current > 0 and _over(two_before)
+                room = current > 0 and _over(two_before)
                 if not room or (done and not _over(gathers[chosen[done - 1]])):
                     continue
                 if done == planned:
@@ -88,7 +152,7 @@ def _decoupled(work: Workload, network: Network, buckets: Sequence[Bucket], wire
                 yield reduction
                 yield updates[place]
                 gathers[place] = gather(place)
-        planned = next_count(planned if learned else 0, done + spare, number - 1) if early else 0
+        planned = next_count(planned if learned else 0, done + spare, number - 1)
         learned = True
 
 
@@ -96,7 +160,7 @@ def _over(operation: Operation | None) -> bool:
     return operation is None or operation.done
 
 
-def all_reduced(work: Workload, network: Network, buckets: Sequence[Bucket]) -> Run:
+def all_reduced(work: Workload, network: Medium, buckets: Sequence[Bucket]) -> Run:
     """WFBP (Poseidon, 2017), MG-WFBP (1811.11141) and DDP (2006.15704): all-reduces under backward, all awaited after it.
 
     `buckets`: in the order in which they are complete.
@@ -105,7 +169,7 @@ def all_reduced(work: Workload, network: Network, buckets: Sequence[Bucket]) -> 
     return run(_all_reduced(work, network, buckets, wire), wire, contention=work.contention)
 
 
-def _all_reduced(work: Workload, network: Network, buckets: Sequence[Bucket], wire: Wire) -> Program:
+def _all_reduced(work: Workload, network: Medium, buckets: Sequence[Bucket], wire: Wire) -> Program:
     complete: dict[int, list[int]] = {}
     for place, bucket in enumerate(buckets):
         complete.setdefault(bucket.first, []).append(place)
@@ -127,7 +191,7 @@ def _all_reduced(work: Workload, network: Network, buckets: Sequence[Bucket], wi
         yield Compute(costs.update * work.nbytes)
 
 
-def negotiated(work: Workload, network: Network, *, threshold: float, cycle: float) -> Run:
+def negotiated(work: Workload, network: Medium, *, threshold: float, cycle: float) -> Run:
     """Horovod (1802.05799): a thread looks every `cycle` seconds which gradients all ranks have, and all-reduces these in
     buffers of at most `threshold` bytes, one after the other. All are awaited after backward.
     """
@@ -135,7 +199,7 @@ def negotiated(work: Workload, network: Network, *, threshold: float, cycle: flo
     return run(_negotiated(work, network, threshold, cycle, wire), wire, contention=work.contention)
 
 
-def _negotiated(work: Workload, network: Network, threshold: float, cycle: float, wire: Wire) -> Program:
+def _negotiated(work: Workload, network: Medium, threshold: float, cycle: float, wire: Wire) -> Program:
     waiting: list[int] = []
     expected = 0  # gradients of this step that are not reduced yet
     drained = Operation("all-reduces", Cost(0.0, 0.0))
@@ -174,7 +238,7 @@ def _negotiated(work: Workload, network: Network, threshold: float, cycle: float
         yield Compute(work.costs.per_bucket + work.costs.update * work.nbytes)
 
 
-def by_priority(work: Workload, network: Network, *, partition: float, credit: float) -> Run:
+def by_priority(work: Workload, network: Medium, *, partition: float, credit: float) -> Run:
     """ByteScheduler (SOSP 2019): layers in partitions of `partition` bytes, the most urgent first while fewer than `credit`
     bytes are under way; each layer is awaited, and updated, by the next forward.
     """
@@ -182,7 +246,7 @@ def by_priority(work: Workload, network: Network, *, partition: float, credit: f
     return run(_by_priority(work, network, wire, partition, credit), wire, contention=work.contention)
 
 
-def _by_priority(work: Workload, network: Network, wire: Wire, partition: float, credit: float) -> Program:
+def _by_priority(work: Workload, network: Medium, wire: Wire, partition: float, credit: float) -> Program:
     waiting: list[tuple[int, int, int, int, Operation]] = []  # by step, urgency, arrival
     under_way, arrivals, costs = 0.0, count(), work.costs
 
