@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -19,11 +19,17 @@ from overlap.job.process_set import ProcessSet, global_process_set
 from overlap.job.session import current
 from overlap.optimizer.arguments import SharedArguments, refuse_unknown
 from overlap.optimizer.distributed import DistributedOptimizer as Shell
+from overlap.optimizer.planning import plan_by_itself
 from overlap.optimizer.start import agree_on_strategy
 from overlap.optimizer.tuning import tune as start_tuning
 from overlap.plan.fusion import limits, trained_bytes
 from overlap.plan.partition import TensorSpec
 from overlap.plan.plan import Facts, Plan, Updates
+from overlap.plan.simulation.events import Run
+from overlap.plan.simulation.network import Medium
+from overlap.plan.simulation.schedules import decoupled
+from overlap.plan.simulation.workload import Bucket as PlannedBucket
+from overlap.plan.simulation.workload import Workload
 from overlap.plan.strategy import Collectives, Strategy
 from overlap.plan.tuning.options import Tuning
 from overlap.plan.tuning.space import Dimension, Setting
@@ -32,6 +38,17 @@ from overlap.transport.compression import NoneCompressor
 
 __all__ = ["Dear", "DistributedOptimizer"]
 
+_SIZES_MB = (
+    1.0,
+    2.0,
+    4.0,
+    8.0,
+    25.0,
+)  # with which the planner begins; no less than DDP's first bucket has, no more than
+# DeAR's paper takes
+_SHARE_STEPS = (-1 / 8, -1 / 16, 1 / 16, 1 / 8)  # by which it varies the share of buckets that are all-reduced …
+_SIZE_STEPS = (0.5, 0.7, 1.4, 2.0)
+_LARGEST_SHARE = 0.5  # … to no more than this: ranks keep the whole optimizer state of that share
 _PARTS = {"rsag": ("reducescatter", "allgather"), "rb": ("reduce", "bcast")}  # the two halves, by policy
 
 
@@ -70,6 +87,7 @@ class Dear(Strategy):
         eager: bool,
         gather_dtype: torch.dtype | None,
         all_reduced: float = 0.0,
+        auto: frozenset[str] = frozenset(),
     ) -> None:
         if threshold_mb is None and num_nearby_layers is None:
             raise ValueError(
@@ -95,9 +113,40 @@ class Dear(Strategy):
             )
         self.threshold_mb, self.num_nearby_layers, self.policy = threshold_mb, num_nearby_layers, policy
         self.all_reduced = all_reduced
+        self.auto = auto  # what a planner may choose: "threshold_mb", "all_reduced"
         self.updates = Updates.EAGER if eager else Updates.SHARDED
         self.excluded, self.complete, self.gather_dtype = excluded, not excluded, gather_dtype
         self.carries = self.complete and policy == "rsag"
+
+    @property
+    def planned(self) -> dict[str, float]:
+        return {name: getattr(self, name) for name in sorted(self.auto)}
+
+    @property
+    def candidates(self) -> Sequence[Dear]:
+        return [self._with(threshold_mb=mb) for mb in _SIZES_MB] if "threshold_mb" in self.auto else ()
+
+    @property
+    def neighbours(self) -> Sequence[Dear]:
+        near: list[Dear] = []
+        if "all_reduced" in self.auto:
+            shares = [self.all_reduced + step for step in _SHARE_STEPS]
+            near += [self._with(all_reduced=share) for share in shares if 0 <= share <= _LARGEST_SHARE]
+        if "threshold_mb" in self.auto and self.threshold_mb is not None:
+            sizes = [self.threshold_mb * factor for factor in _SIZE_STEPS]
+            near += [self._with(threshold_mb=mb) for mb in sizes if _SIZES_MB[0] <= mb <= _SIZES_MB[-1]]
+        return near
+
+    @property
+    def burden(self) -> tuple[float, ...]:
+        return (self.all_reduced, -(self.threshold_mb or 0.0))
+
+    def simulate(
+        self, work: Workload, network: Medium, buckets: Sequence[PlannedBucket], whole: Collection[int]
+    ) -> Run:
+        if self.updates is Updates.EAGER:
+            return decoupled(work, network, buckets, early=True)
+        return decoupled(work, network, buckets, whole=whole, steps=4)
 
     @property
     def space(self) -> tuple[Dimension, ...]:
@@ -126,8 +175,11 @@ class Dear(Strategy):
         return Breakdown(reduces=reduces, gathers=gathers)
 
     def at(self, setting: Setting) -> Dear:
+        return self._with(**setting)
+
+    def _with(self, **values: float) -> Dear:
         other = copy.copy(self)
-        other.threshold_mb = setting["threshold_mb"]
+        vars(other).update(values)
         return other
 
     def plan(self, facts: Facts, specs: Sequence[TensorSpec], shardable: Sequence[bool], world_size: int) -> Plan:
@@ -225,12 +277,17 @@ def DistributedOptimizer(
         return _sibling(strategy, optimizer, named_parameters, own, theirs)
     agree_on_strategy("dear", tune)
     wished_mb = current().settings.threshold_mb if threshold_mb == "auto" else None
+    plain = not eager and policy == "rsag" and not exclude_parts and num_nearby_layers is None
+    auto = set() if threshold_mb != "auto" or wished_mb not in (None, "auto") or not plain else {"threshold_mb"}
+    if auto and all_reduced == "auto" and gather_dtype is None:
+        auto.add("all_reduced")
     own["threshold_mb"], own["num_nearby_layers"] = limits(
         threshold_mb if wished_mb is None else wished_mb, num_nearby_layers, trained_bytes(optimizer)
     )
     own["all_reduced"] = 0.0 if all_reduced == "auto" else all_reduced
-    distributed = Shell(optimizer, named_parameters, Dear(**own), arguments)
-    start_tuning(distributed, tune, process_set)
+    distributed = Shell(optimizer, named_parameters, Dear(**own, auto=frozenset(auto)), arguments)
+    planning = plan_by_itself(distributed, process_set, follow=tune is False) if auto else None
+    start_tuning(distributed, tune, process_set, ready=lambda: planning is None or not planning.under_way)
     return distributed
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from overlap.plan.simulation.events import Run
 from overlap.plan.simulation.methods import METHODS, Guess, Method, Prediction, predict
-from overlap.plan.simulation.network import Link, Network
+from overlap.plan.simulation.network import Link, Medium
 from overlap.plan.simulation.profile import Profile, from_text, known, load
 from overlap.plan.simulation.schedules import all_reduced
 from overlap.plan.simulation.workload import Bucket, Costs, Layer, Workload
@@ -63,7 +63,7 @@ def methods() -> dict[str, Method]:
     return {**METHODS, "mgwfbp": _mgwfbp}
 
 
-def _mgwfbp(work: Workload, network: Network) -> Run:
+def _mgwfbp(work: Workload, network: Medium) -> Run:
     from mgwfbp.merge import merge
     from overlap.plan.cost_model import CostModel
 

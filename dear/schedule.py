@@ -7,10 +7,10 @@ compute | bwd L3 | bwd L2 | bwd L1 | step  |  fwd L1 | fwd L2 | fwd L3 |
 comm             | RS b0  | RS b1  | RS b2 | AG b2 | AG b1  | AG b0  |
 
 [Note: buckets that are all-reduced]
-Forward is half as long as backward, and all-gathers take as long as reduce-scatters. Where computation takes about as long as
-communication, forward is too short for its half, while backward has time to spare. So a share of the buckets may be all-reduced
-under backward: their gradients are gathered, not their parameters, and every rank updates them in full. They are spread evenly,
-since forward uses up parameters evenly. A rank keeps their whole optimizer state.
+Forward is half as long as backward, and all-gathers take as long as reduce-scatters. Where computation takes about as long
+as communication, forward is too short for its half, while backward has time to spare. So a share of the buckets may be
+all-reduced under backward: their gradients are gathered, not their parameters, and every rank updates them in full. They
+are spread evenly, since forward uses up parameters evenly. A rank keeps their whole optimizer state.
 """
 
 from __future__ import annotations

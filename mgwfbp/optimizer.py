@@ -183,9 +183,10 @@ def DistributedOptimizer(
         report=session.comm.rank == lead and profile_steps == 0,
     )
     distributed = Shell(optimizer, named_parameters, strategy, arguments)
-    if profile_steps:
-        Rehearsal(comm, profile_steps).attach(distributed)
-    start_tuning(distributed, tune, process_set, delay=profile_steps + 1 if profile_steps else 0)
+    rehearsal = Rehearsal(comm, profile_steps) if profile_steps else None
+    if rehearsal is not None:
+        rehearsal.attach(distributed)
+    start_tuning(distributed, tune, process_set, ready=lambda: rehearsal is None or not rehearsal.under_way)
     return distributed
 
 

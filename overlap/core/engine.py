@@ -7,6 +7,7 @@ afterwards:       gradient hooks ─▶ round ─▶ a bucket's reduction       
 from __future__ import annotations
 
 import sys
+import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 
@@ -17,6 +18,7 @@ from overlap.core.bucket import Slot
 from overlap.core.buckets.arrangement import Arrangement
 from overlap.core.buckets.conversion import changes
 from overlap.core.buckets.planner import Planner
+from overlap.core.clock import StepClock
 from overlap.core.closing import Closing, zeroing
 from overlap.core.feature import Feature, Policy, listeners
 from overlap.core.gates.gates import Gates
@@ -48,11 +50,12 @@ class Engine:
         policy: Policy,
         features: Sequence[Feature],
     ) -> None:
-        self._model, self._planner, self.transit, self.round = model, planner, transit, round
+        self._model, self.planner, self.transit, self.round = model, planner, transit, round
         self.arrangement, self.closing, self.participants, self.policy = arrangement, closing, participants, policy
         self.slots, self.order = planner.slots, planner.order  # the latter in order of issue
         self.suspended = False  # inside no_sync()
         self.accumulating = False  # since the last step, gradients arrived that no reduction has seen
+        self._clock: StepClock | None = None
         self._on_gradient = listeners(features, "gradient")
         self._early = policy if policy.early else None
         self._by_param = {id(slot.param): slot for slot in self.slots}
@@ -79,7 +82,7 @@ class Engine:
     @property
     def shards(self) -> ShardUpdate | None:
         """None where every rank updates whole parameters."""
-        return self._planner.shards
+        return self.planner.shards
 
     @property
     def sharded(self) -> ShardUpdate:
@@ -88,7 +91,15 @@ class Engine:
 
     @property
     def strategy(self) -> Strategy:
-        return self._planner.strategy
+        return self.planner.strategy
+
+    def measure(self, clock: StepClock | None) -> None:
+        """Tell `clock` where the time of steps goes, from now on; None: nobody. On this rank."""
+        if self._clock is not None:
+            self._clock.unwatch()
+        self._clock = self.transit.clock = clock
+        if clock is not None:
+            clock.watch(self.order)
 
     # - Hooks: they only dispatch
 
@@ -132,6 +143,8 @@ class Engine:
         if observer is not None:
             observer.touch(slot)
         elif slot.bucket is not None:
+            if self._clock is not None:
+                self._clock.used(slot.index)
             if self._early is not None:
                 self._early.read(slot)
             if slot.bucket in self.transit.pending and not self._reader_drops_gradients():
@@ -146,6 +159,8 @@ class Engine:
             for parameter in dict.values(module._parameters):
                 if parameter is not None:
                     self._touch(parameter)
+        if self._clock is not None:
+            self._clock.entered(module)
         if not transit.busy:
             return
         if transit.entry or not transit.pending:
@@ -161,6 +176,8 @@ class Engine:
         observer = self.arrangement.observer
         if observer is not None:
             observer.leave(module)
+        if self._clock is not None:
+            self._clock.left()
 
     # - Following the model
 
@@ -247,7 +264,14 @@ def _hook(reference: weakref.ref[Engine], slot: Slot) -> Callable[[torch.Tensor]
 
     def hook(_param: torch.Tensor) -> None:
         engine = reference()
-        if engine is not None:
+        if engine is None:
+            return
+        clock = engine._clock
+        if clock is None:
             engine._gradient_ready(engine.slots[number])
+        else:
+            came = time.perf_counter()
+            engine._gradient_ready(engine.slots[number])
+            clock.gradient(number, came)
 
     return hook

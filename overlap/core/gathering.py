@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 import torch
 
 from overlap.core.bucket import Bucket, Phase
+from overlap.core.clock import StepClock
 from overlap.transport.communicator import Communicator
 from overlap.transport.forks import Origin, settle_before_forks
 from overlap.transport.work import arrive
@@ -30,6 +32,7 @@ class Transit:
         settle_before_forks(self)
         self._lock = threading.RLock()  # two threads may look at one parameter; both see its final value
         self._unraised: Exception | None = None  # what went wrong before a fork
+        self.clock: StepClock | None = None
         self.entry: list[Bucket] = []  # hold parameters no gate hands out: awaited when any forward starts
 
     def send(self, bucket: Bucket) -> None:
@@ -64,8 +67,11 @@ class Transit:
             if bucket not in self.pending or bucket in self._arriving:
                 return
             self._arriving.add(bucket)
+            since = 0.0 if self.clock is None else time.perf_counter()
             try:
                 self._complete(bucket, self.pending[bucket])
+                if self.clock is not None:
+                    self.clock.waited(since)
             finally:
                 self._arriving.discard(bucket)
                 del self.pending[bucket]  # last: from now on nobody waits

@@ -31,6 +31,7 @@ from overlap.features.early import EarlyUpdates
 from overlap.features.gradient_check import GradientCheck
 from overlap.features.join import joined_ranks_of
 from overlap.features.join_rounds import JoinRounds
+from overlap.features.replanning import Replanning
 from overlap.features.rounded_parameters import RoundedParameters, check_gather_dtype
 from overlap.features.same_data import SameData
 from overlap.features.sparse import DenseGradients, SparseGradients
@@ -77,6 +78,7 @@ class Assembly:
     averages: Averages
     stepper: Stepper
     full_state: FullState
+    replanning: Replanning | None
 
 
 def build(
@@ -179,6 +181,7 @@ def _assemble(
     pairs = ((slot.name, slot.param) for slot in slots if slot.param.requires_grad)
     check_gather_dtype(dtype, pairs, optimizer, sharding=updates.in_shards)
     rounded = None if dtype is None else RoundedParameters(dtype, optimizer)
+    replanning = Replanning() if strategy.planned and comm.size > 1 else None
     features = features_of(
         members,
         slots,
@@ -187,6 +190,7 @@ def _assemble(
         rounded,
         sparse_as_dense=arguments.sparse_as_dense,
         broadcast_buffers=arguments.broadcast_buffers,
+        replanning=replanning,
     )
     others = [rank for rank in members.ranks if rank != session.comm.rank]
     share = StateShare(others, session.peer_queries)
@@ -229,7 +233,8 @@ def _assemble(
     averages = Averages(engine, comm)
     stepper = Stepper(engine, averages, optimizer, states, step_by_loss if by_loss else None)
     full_state = FullState(engine, optimizer, states)
-    return Assembly(comm, members.everyone, model, wrapped, engine, rounds, averages, stepper, full_state)
+    everyone = members.everyone
+    return Assembly(comm, everyone, model, wrapped, engine, rounds, averages, stepper, full_state, replanning)
 
 
 def features_of(
@@ -241,6 +246,7 @@ def features_of(
     *,
     sparse_as_dense: bool,
     broadcast_buffers: bool,
+    replanning: Replanning | None,
 ) -> tuple[Feature, ...]:
     """All that may take part in the steps of one optimizer, in the order in which each moment is told to them."""
     comm = members.comm
@@ -250,7 +256,8 @@ def features_of(
     buffers: tuple[Feature, ...] = ()
     if broadcast_buffers and model is not None and comm.size > 1:
         buffers = (BroadcastBuffers(model, members.calls, comm),)
-    return (SameData(comm), *dense, sparse, GradientCheck(), *rounding, *buffers)
+    planning = () if replanning is None else (replanning,)
+    return (SameData(comm), *dense, sparse, GradientCheck(), *rounding, *buffers, *planning)
 
 
 def _why_not_on_a_gpu(strategy: Strategy) -> str:

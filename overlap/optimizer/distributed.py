@@ -22,14 +22,16 @@ from overlap.job.groups import Membership
 from overlap.job.session import Session, current
 from overlap.optimizer.arguments import SharedArguments, check_passes
 from overlap.optimizer.assembly import build
+from overlap.optimizer.explain import NO_PLAN, Explained, explanation, rows
 from overlap.optimizer.layer_times import ProfileWriter
 from overlap.optimizer.own_methods import guarded
 from overlap.optimizer.start import collect_slots, synchronize_start
 from overlap.plan.plan import Plan
 from overlap.plan.strategy import Strategy
 from overlap.state.live_state import replace_state, state_of
+from overlap.trace.picture import draw_rows
 
-__all__ = ["DistributedOptimizer", "Study"]
+__all__ = ["DistributedOptimizer", "Planned", "Study"]
 
 
 class Study(Protocol):
@@ -39,6 +41,12 @@ class Study(Protocol):
     def under_way(self) -> bool: ...
 
     def __call__(self, optimizer: DistributedOptimizer, args: Any, kwargs: Any, /) -> None: ...
+
+
+class Planned(Protocol):
+    """Has made a plan by itself."""
+
+    def explained(self, optimizer: DistributedOptimizer, /) -> Explained: ...
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -86,7 +94,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if name.startswith("_optimizer_"):  # step and state_dict hooks, registered on either, run once
                 setattr(self, name, value)
         self._patch_step_function()
+        self._replanning = parts.replanning
         self._studies: list[Study] = []
+        self._planned: Planned | None = None
         self._inside_skip_synchronize = False
         step = weakref.WeakMethod(self._step_as_told)
         self._follower = Follower(self._engine, parts.rounds, self._averages, self._stepper, optimizer, step)
@@ -158,6 +168,24 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def decides_by_loss(self) -> bool:
         """Whether ``step(closure)`` may evaluate the closure several times, by its loss averaged over ranks."""
         return self._stepper.decides_by_loss
+
+    def explain(self) -> str:
+        """Why buckets are as they are: what was measured, the plan, what is not hidden, and what would help by how much.
+
+        On any rank, after the plan was made (``tuning`` is false). Raises ``RuntimeError`` before, and where the script has
+        chosen the buckets itself.
+        """
+        return explanation(self._explained())
+
+    def draw_plan(self, path: str | os.PathLike[str]) -> None:
+        """Write a PNG of two steps as the plan's simulation has them. As :meth:`explain`; needs matplotlib."""
+        told = self._explained()
+        draw_rows(rows(told.simulate(told.work, told.network)), os.fspath(path))
+
+    def _explained(self) -> Explained:
+        if self._planned is None:
+            raise RuntimeError(NO_PLAN)
+        return self._planned.explained(self)
 
     def save_profile(self, path: str | os.PathLike[str], *, steps: int = 10, batch_size: int = 1) -> None:
         """Measure how long each layer takes in `steps` steps, after one more, and write it to `path`, for

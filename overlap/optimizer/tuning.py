@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,14 +44,14 @@ class Trial:
         dimensions: tuple[Dimension, ...],
         options: Tuning,
         place: store.Place | None,
-        delay: int,
+        ready: Callable[[], bool],
     ) -> None:
         self.result: Result | None = None
         self._comm, self._options, self._place = comm, options, place
         self._dimensions = dimensions
         self._campaign: Campaign | None = None  # rank 0's; the others follow
         self._window: StepWindow | None = None
-        self._delay = delay
+        self._ready = ready
         self._mine: weakref.ref[DistributedOptimizer] | None = None
 
     def attach(self, optimizer: DistributedOptimizer) -> None:
@@ -67,9 +68,8 @@ class Trial:
         if self.result is not None or self._mine is None or self._mine() is not optimizer:
             return
         if self._window is None:
-            if self._delay == 0:
+            if self._ready():
                 self._begin(optimizer)
-            self._delay -= 1
             return
         seconds = self._window.tick(time.perf_counter())
         if seconds is None:
@@ -114,8 +114,14 @@ class Trial:
             log.warning("the result of tuning could not be saved: %s", error)
 
 
-def tune(optimizer: DistributedOptimizer, options: bool | Tuning, process_set: ProcessSet, *, delay: int = 0) -> None:
-    """Tune `optimizer`'s strategy while it trains, from the step after the first `delay` + 1 on; nothing to do for False.
+def tune(
+    optimizer: DistributedOptimizer,
+    options: bool | Tuning,
+    process_set: ProcessSet,
+    *,
+    ready: Callable[[], bool] = lambda: True,
+) -> None:
+    """Tune `optimizer`'s strategy while it trains, once it is `ready`, on all ranks alike; nothing to do for False.
 
     `process_set` is the optimizer's, and tuned by itself. On every rank of the job, before the first step. With a `path` in
     `options`, a result found there is taken over instead.
@@ -138,7 +144,7 @@ def tune(optimizer: DistributedOptimizer, options: bool | Tuning, process_set: P
     found, problem = agree(comm, _look_up(options, place) if comm.rank == 0 else (None, None))
     if problem is not None:
         raise problem
-    trial = Trial(comm, dimensions, options, place, delay)
+    trial = Trial(comm, dimensions, options, place, ready)
     if found is None:
         trial.attach(optimizer)
     else:

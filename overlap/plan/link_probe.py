@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,7 +14,7 @@ from overlap.plan.cost_model import CostModel, fit
 from overlap.transport.communicator import Communicator
 from overlap.transport.objects import agree
 
-__all__ = ["Measured", "link_cost", "measure_all_reduce"]
+__all__ = ["Measured", "link_cost", "measure_all_reduce", "start_cost"]
 
 _SIZES = tuple(4096 * 4**power for power in range(6))  # 4 KB to 4 MB
 _STREAM = (
@@ -32,9 +33,14 @@ class Measured:
 
 
 def measure_all_reduce(
-    comm: Communicator, *, budget_seconds: float = 1.0, warmup: int = 1, repeats: int = 5
+    comm: Communicator,
+    *,
+    budget_seconds: float = 1.0,
+    warmup: int = 1,
+    repeats: int = 5,
+    sizes: Sequence[int] = _SIZES,
 ) -> Measured:
-    """Time all-reduces of 4 KB to 4 MB, each size `repeats` times.
+    """Time all-reduces of `sizes` (bytes, ascending), each `repeats` times.
 
     On every rank, with nothing else in flight. Returns the same on all. Larger sizes are left out once
     `budget_seconds` are spent.
@@ -42,7 +48,7 @@ def measure_all_reduce(
     samples: list[tuple[int, float]] = []
     handling = 0.0
     spent = 0.0
-    for number, nbytes in enumerate(_SIZES):
+    for number, nbytes in enumerate(sizes):
         count = min(max(_STREAM // nbytes, 1), _MOST)
         values = [torch.zeros(nbytes // 4, dtype=torch.float32, device="cpu") for _ in range(count)]
         times, own_times = [], []
@@ -62,6 +68,20 @@ def measure_all_reduce(
         if agree(comm, number + 1 >= _FEWEST and spent > budget_seconds):
             break
     return agree(comm, Measured(samples, handling))
+
+
+_starts: weakref.WeakKeyDictionary[Communicator, tuple[float, float]] = weakref.WeakKeyDictionary()
+
+
+def start_cost(comm: Communicator) -> tuple[float, float]:
+    """Seconds that an all-reduce takes whatever its size, where others are in flight, and of the thread that issues it.
+
+    The same on every rank of `comm`. The first use measures it with a few small ones, on every rank.
+    """
+    if comm not in _starts:
+        measured = measure_all_reduce(comm, repeats=3, sizes=_SIZES[:1])
+        _starts[comm] = measured.samples[0][1], measured.handling
+    return _starts[comm]
 
 
 _costs: weakref.WeakKeyDictionary[Communicator, CostModel] = weakref.WeakKeyDictionary()

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from overlap.plan.partition import TensorSpec
 from overlap.plan.plan import Facts, Plan, Updates
+from overlap.plan.simulation.events import Run
+from overlap.plan.simulation.network import Medium
+from overlap.plan.simulation.workload import Bucket, Workload
 from overlap.plan.tuning.space import Dimension, Setting
 from overlap.transport.communicator import Communicator
 
@@ -76,8 +79,34 @@ class Strategy(ABC):
         return {**self.setting}
 
     def at(self, setting: Setting) -> Strategy:
-        """The same strategy with another setting."""
+        """The same strategy with another setting; what it does not name stays."""
         raise NotImplementedError(f"strategy {self.name!r} has nothing to tune")
+
+    # - What a planner may choose by simulation; nothing, unless the strategy says otherwise
+
+    @property
+    def planned(self) -> dict[str, float]:
+        """Where this strategy stands, in what a planner chooses. :meth:`at` takes it, too."""
+        return {}
+
+    @property
+    def candidates(self) -> Sequence[Strategy]:
+        """Settings to begin with, where this one was not chosen by the user."""
+        return ()
+
+    @property
+    def neighbours(self) -> Sequence[Strategy]:
+        """Settings near this one."""
+        return ()
+
+    @property
+    def burden(self) -> tuple[float, ...]:
+        """What this setting costs beside time; of two that are as fast, the one with less is chosen."""
+        return ()
+
+    def simulate(self, work: Workload, network: Medium, buckets: Sequence[Bucket], whole: Collection[int]) -> Run:
+        """A step. `buckets`: nearest the input first; those at the places `whole` are updated in full by every rank."""
+        raise NotImplementedError(f"strategy {self.name!r} is not planned by simulation")
 
     def refuse_successor(self, other: Strategy) -> None:
         """Raise ``ValueError`` where `other` cannot take over while training goes on."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from overlap.trace.events import MAIN_TRACK, Event
 
-__all__ = ["Bar", "Row", "draw", "rows_of"]
+__all__ = ["Bar", "Row", "draw", "draw_rows", "rows_of"]
 
 _COLOURS = {
     "forward": "#9ecae1",
@@ -120,11 +120,15 @@ def _label(event: Event) -> str:
 
 def draw(files: Sequence[str], picture: str, steps: int, skip: int) -> None:
     """See :func:`overlap.horovod.timeline.draw_timeline`."""
-    rows = rows_of(_ranks(files), steps, skip)
+    draw_rows(rows_of(_ranks(files), steps, skip), picture)
+
+
+def draw_rows(rows: Sequence[Row], picture: str) -> None:
+    """Write a PNG. Raises ``ModuleNotFoundError`` without matplotlib."""
     try:
         import matplotlib as mpl
     except ModuleNotFoundError:
-        raise ModuleNotFoundError("drawing a timeline needs matplotlib: pip install matplotlib") from None
+        raise ModuleNotFoundError("drawing needs matplotlib: pip install matplotlib") from None
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 

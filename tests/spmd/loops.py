@@ -54,6 +54,8 @@ class Run:
         if hasattr(strategy, "threshold_mb"):
             strategy.threshold_mb = (0.0001, 25, 0.001)[step % 3]
             strategy.num_nearby_layers = None
+        if getattr(strategy, "policy", None) == "rsag":
+            strategy.all_reduced = (0.5, 0.0, 0.25)[step % 3]
         return strategy
 
     @property

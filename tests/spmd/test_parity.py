@@ -28,6 +28,7 @@ STRATEGIES: dict[str, Callable[..., Any]] = {
 # Policies of a strategy above, and others that update as those do: all models and loops, with one optimizer.
 VARIANTS: dict[str, Callable[..., Any]] = {
     "dear-rb": lambda o, m, **k: dear.DistributedOptimizer(o, m, policy="rb", threshold_mb=0.001, **k),
+    "dear-whole": lambda o, m, **k: dear.DistributedOptimizer(o, m, all_reduced=0.5, threshold_mb=0.001, **k),
     "oss": lambda o, m, **k: oss.DistributedOptimizer(o, m, threshold_mb=0.001, **k),
     "dear-eager": lambda o, m, **k: as_early_as_possible(
         dear.DistributedOptimizer(o, m, eager=True, threshold_mb=0.001, **k)
@@ -65,7 +66,7 @@ READING = (
     "data_replaced",
 )
 # Policies of dear update as it does: they meet all loops and scripts at two ranks over MPI, and elsewhere all the rest.
-POLICIES = () if SIZE == 2 and OVER_MPI else ("dear-rb", "dear-eager")
+POLICIES = () if SIZE == 2 and OVER_MPI else ("dear-rb", "dear-whole", "dear-eager")
 # One for each package that is synchronous; the first with several buckets.
 PACKAGES = ("dear-layerwise", "wfbp", "mgwfbp", "bytescheduler", "oss")
 # Every optimizer meets the first strategy, which updates shards. Where all ranks update whole parameters, its rule meets

@@ -26,7 +26,7 @@ EVERY_STEP = {"warmup": 0, "window": 1, "pairs": 2}
 MB = 2**-20
 OTHERS = (16, 2000, 7000)  # bytes: each leads to other buckets of the model than the start and the others do
 TUNED: dict[str, Any] = {
-    "dear": lambda o, m: dear.DistributedOptimizer(o, m, tune=Tuning(trials=4, **EVERY_STEP)),
+    "dear": lambda o, m: dear.DistributedOptimizer(o, m, threshold_mb=25, tune=Tuning(trials=4, **EVERY_STEP)),
     "dear-eager": lambda o, m: dear.DistributedOptimizer(o, m, eager=True, tune=Tuning(trials=4, **EVERY_STEP)),
     "oss": lambda o, m: oss.DistributedOptimizer(o, m, threshold_mb=25, tune=Tuning(trials=4, **EVERY_STEP)),
     "mgwfbp": lambda o, m: mgwfbp.DistributedOptimizer(

@@ -99,6 +99,17 @@ class Planner:
         self.order[:] = order
 
     @property
+    def units(self) -> list[tuple[int, ...]]:
+        """Parameters in buckets, by slot and layer, in the order of their use. After the first step."""
+        assert self._facts is not None, "learning comes first"
+        return [unit for unit in self._facts.units if unit]
+
+    @property
+    def specs(self) -> list[TensorSpec]:
+        """What planning knows of each parameter, by slot."""
+        return self._specs()[0]
+
+    @property
     def unguarded(self) -> list[Bucket]:
         """Buckets with parameters that no gate is known to hand out."""
         outside = {self.slots[index].bucket for index in self._unguarded}

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 
-__all__ = ["Compute", "Cost", "Operation", "Program", "Run", "Step", "Wire", "run"]
+__all__ = ["Compute", "Cost", "Operation", "Program", "Run", "Span", "Step", "Wire", "run"]
 
 _NOTHING = 1e-12
 
@@ -32,24 +32,38 @@ class Cost:
         return Cost(self.latency + other.latency, self.transfer + other.transfer)
 
 
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Something that lasted from `begun` to `ended`: of the thread, or of one of the wire's lanes."""
+
+    row: str
+    label: str
+    begun: float
+    ended: float
+
+
 class Operation:
     """One collective; `then` is called when it is done."""
 
-    __slots__ = ("done", "label", "latency", "left", "then")
+    __slots__ = ("begun", "done", "label", "latency", "left", "then")
 
     def __init__(self, label: str, cost: Cost, then: Callable[[], None] | None = None) -> None:
         self.label, self.then, self.done = label, then, False
+        self.begun = 0.0  # when it was the first of its lane
         self.latency, self.left = cost.latency, cost.transfer
 
 
 class Wire:
-    """Lanes in which operations follow one another."""
+    """Lanes in which operations follow one another. `spans` are of those that are over."""
 
     def __init__(self) -> None:
         self._lanes: dict[str, deque[Operation]] = {}
+        self._now = 0.0
+        self.spans: list[Span] = []
 
     def send(self, lane: str, operation: Operation) -> Operation:
         self._lanes.setdefault(lane, deque()).append(operation)
+        operation.begun = self._now
         return operation
 
     @property
@@ -60,6 +74,7 @@ class Wire:
         """Let at most `most` seconds pass, or as many as pass before something changes; returns how many did."""
         first = [lane[0] for lane in self._lanes.values() if lane]
         if not first:
+            self._now += most
             return most
         sharing = sum(operation.latency <= _NOTHING for operation in first)
         seconds = most
@@ -71,11 +86,14 @@ class Wire:
                 operation.latency -= seconds
             else:
                 operation.left -= seconds / sharing
-        ended = [
-            lane.popleft()
-            for lane in self._lanes.values()
-            if lane and lane[0].latency <= _NOTHING and lane[0].left <= _NOTHING
-        ]
+        self._now += seconds
+        ended = []
+        for name, lane in self._lanes.items():
+            if lane and lane[0].latency <= _NOTHING and lane[0].left <= _NOTHING:
+                ended.append(lane.popleft())
+                self.spans.append(Span(name, ended[-1].label, ended[-1].begun, self._now))
+                if lane:
+                    lane[0].begun = self._now
         for operation in ended:
             operation.done = True
             if operation.then is not None:
@@ -88,6 +106,7 @@ class Compute:
     """The thread computes for so long, where nothing disturbs it."""
 
     seconds: float
+    kind: str = "compute"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +120,14 @@ Program = Generator["Compute | Operation | Step", None, None]
 
 @dataclass(slots=True)
 class Run:
-    """What was seen in the measured steps, the second half: seconds of each, and by label the seconds it was waited for."""
+    """What was seen in the measured steps, the second half: seconds of each, and by label the seconds it was waited for.
+
+    `spans`: what lasted in the last two steps, in seconds since they began.
+    """
 
     step: float
     waits: dict[str, float] = field(default_factory=dict)
+    spans: list[Span] = field(default_factory=list)
 
     @property
     def waited(self) -> float:
@@ -119,6 +142,7 @@ def run(program: Program, wire: Wire, *, contention: float = 0.0) -> Run:
     """
     now = 0.0
     begun: list[float] = []
+    spans: list[Span] = []
     waits: list[dict[str, float]] = []
     for what in program:
         if isinstance(what, Step):
@@ -129,17 +153,25 @@ def run(program: Program, wire: Wire, *, contention: float = 0.0) -> Run:
             while not what.done:
                 now += wire.advance(float("inf"))
             if now > since:
+                spans.append(Span("thread", f"wait {what.label}", since, now))
                 waits[-1][what.label] = waits[-1].get(what.label, 0.0) + now - since
         else:
-            left = what.seconds
+            left, since = what.seconds, now
             while left > _NOTHING:
                 pace = 1 + contention if wire.busy else 1.0
                 passed = wire.advance(left * pace)
                 now, left = now + passed, left - passed / pace
+            spans.append(Span("thread", what.kind, since, now))
     half = len(begun) // 2
     number = len(begun) - 1 - half
     found: dict[str, float] = {}
     for step in waits[half:-1]:
         for label, seconds in step.items():
             found[label] = found.get(label, 0.0) + seconds / number
-    return Run((begun[-1] - begun[half]) / number, found)
+    first = begun[-min(3, len(begun))]
+    last = [
+        Span(one.row, one.label, one.begun - first, one.ended - first)
+        for one in (*spans, *wire.spans)
+        if one.ended > max(first, one.begun)
+    ]
+    return Run((begun[-1] - begun[half]) / number, found, last)

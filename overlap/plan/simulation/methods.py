@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from overlap.plan.simulation.events import Run
-from overlap.plan.simulation.network import Link, Network
+from overlap.plan.simulation.network import Link, Medium, Network
 from overlap.plan.simulation.schedules import all_reduced, by_priority, decoupled, negotiated
 from overlap.plan.simulation.workload import Costs, Layer, Workload, fused, in_one_order, per_tensor
 
@@ -15,7 +15,7 @@ __all__ = ["METHODS", "Guess", "Method", "Prediction", "predict"]
 MB = 2**20
 _AUTO = 32, 1 * MB, 25 * MB  # as `overlap.plan.fusion` fuses: a so many'th of the model, at least and at most
 
-Method = Callable[[Workload, Network], Run]
+Method = Callable[[Workload, Medium], Run]
 
 
 def _auto(work: Workload) -> float:

@@ -54,9 +54,9 @@ def _decoupled(
     ]
     gathers_cost = [network.all_gather(bucket.nbytes) for bucket in buckets]
     share = costs.update / network.workers
-    updates = [Compute(costs.per_bucket / 2 + share * bucket.nbytes) for bucket in buckets]
-    at_last = Compute(sum(costs.per_bucket / 2 + costs.update * buckets[place].nbytes for place in whole))
-    issue = Compute(costs.per_bucket / 2)
+    updates = [Compute(costs.per_bucket / 2 + share * bucket.nbytes, "step") for bucket in buckets]
+    at_last = Compute(sum(costs.per_bucket / 2 + costs.update * buckets[place].nbytes for place in whole), "step")
+    issue = Compute(costs.per_bucket / 2, "backward")
     starting: dict[int, list[int]] = {}
     for place, bucket in enumerate(buckets):
         starting.setdefault(bucket.first, []).append(place)
@@ -64,10 +64,8 @@ def _decoupled(
     pieces = [
         (
             starting.get(first, ()),
-            Compute(sum(layer.forward for layer in work.layers[first:end])),
-            Compute(
-                sum(layer.backward + costs.per_tensor * len(layer.tensors) for layer in work.layers[first:end])
-            ),
+            Compute(sum(layer.forward for layer in work.layers[first:end]), "forward"),
+            Compute(sum(layer.backward + costs.per_tensor * len(layer.tensors) for layer in work.layers[first:end])),
         )
         for first, end in pairwise(borders)
     ]

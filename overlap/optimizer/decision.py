@@ -1,0 +1,127 @@
+"""One decision about buckets, from what all ranks have measured: rank 0 simulates and decides, everybody follows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from overlap.core.clock import StepClock
+from overlap.core.engine import Engine
+from overlap.optimizer.distributed import DistributedOptimizer
+from overlap.plan.choice import Job, choose
+from overlap.plan.link_probe import start_cost
+from overlap.plan.measurement import Sent, Times, fitted, layer_times, services, thread_costs, workload
+from overlap.plan.simulation.network import Fitted
+from overlap.plan.simulation.workload import Workload
+from overlap.plan.tuning.space import describe
+from overlap.transport.communicator import Communicator, ReduceOp
+from overlap.transport.encoding import travels
+from overlap.transport.objects import agree, allgather_object
+
+__all__ = ["Report", "decided", "in_a_line", "layers_of", "work_of"]
+
+_GAIN = 0.98  # a new plan has to be simulated to take less than this share of the old one's time
+
+
+@travels
+@dataclass(frozen=True)
+class Report:
+    """What rank 0 has decided, and from what; the same on every rank."""
+
+    setting: dict[str, float]  # as it is now
+    before: dict[str, float]  # as it was
+    measured: float  # seconds of a step, as it was
+    simulated_before: float
+    simulated: float
+    waits: dict[str, float]  # in the simulated step, by operation
+    times: Times | None  # of the rank that computes longest
+    slowest: int  # that rank
+    computed: list[float]  # seconds, by rank; 0 where a rank had no batch
+    network: tuple[float, float, float]  # seconds of a start, per reduced byte and per gathered byte
+    nbytes: int  # of all gradients
+    tried: int
+    problem: str = ""
+
+
+def decided(
+    comm: Communicator, engine: Engine, optimizer: DistributedOptimizer, clock: StepClock, measured: float
+) -> Report:
+    """Rank 0's decision. On every rank, with what each has measured."""
+    units = engine.planner.units
+    layer_of = layers_of(units)
+    start, handling = start_cost(comm)
+    sent, rank = clock.sent(), engine.participants.ranks.index(engine.participants.rank)
+    mine: Times | None = layer_times(clock.laps, layer_of, len(units))
+    if mine is not None:
+        share = {bucket.index: bucket.shares[rank] * bucket.gradients.element_size() for bucket in engine.order}
+        per_byte, bucket_cost = thread_costs(sent, clock.laps, share, handling)
+        mine = replace(mine, update=per_byte, handling=bucket_cost)
+    found = services(sent)
+    took = torch.tensor([seconds for seconds, _ in found], dtype=torch.float64)
+    lengths = allgather_object(comm, (len(sent), mine))
+    known = {length for length, _ in lengths}
+    if took.numel() and len(known) == 1:
+        comm.all_reduce(took, took, ReduceOp.MIN, label="plan")
+    computed = [0.0 if times is None else times.computed for _, times in lengths]
+    slowest = max(range(len(computed)), key=computed.__getitem__)
+    times = lengths[slowest][1]
+    report: Report | None = None
+    if comm.rank == 0:
+        before = dict(optimizer.strategy.planned)
+        nbytes = sum(slot.param.nbytes for slot in engine.slots if slot.index in layer_of)
+        empty = Report(before, before, measured, 0.0, 0.0, {}, times, slowest, computed, (0.0, 0.0, 0.0), nbytes, 0)
+        try:
+            report = _chosen(engine, optimizer, sent, (took.tolist(), [late for _, late in found]), start, empty)
+        except (ArithmeticError, LookupError, ValueError) as error:
+            report = replace(empty, problem=f"what was measured cannot be simulated ({type(error).__name__}: {error})")
+    return agree(comm, report)  # type: ignore[return-value]
+
+
+def _chosen(
+    engine: Engine,
+    optimizer: DistributedOptimizer,
+    sent: list[Sent],
+    took: tuple[list[float], list[bool]],
+    start: float,
+    empty: Report,
+) -> Report:
+    if empty.times is None or not sent:
+        return replace(empty, problem="no rank has seen a forward and a backward pass through the model's modules")
+    network: Fitted = fitted(len(engine.participants.ranks), sent, *took, start / 2)
+    units = engine.planner.units
+    work = work_of(engine, empty.times, units)
+    job = Job(work, network, engine.planner.specs, layers_of(units, behind=1))
+    choice = choose(optimizer.strategy, optimizer.preview, job)
+    worth = choice.seconds < _GAIN * choice.before
+    return replace(
+        empty,
+        setting=dict(choice.setting) if worth else empty.before,
+        simulated_before=choice.before,
+        simulated=choice.seconds if worth else choice.before,
+        waits=choice.waits,
+        network=(network.start, network.reduce, network.gather),
+        tried=choice.tried,
+    )
+
+
+def layers_of(units: Sequence[Sequence[int]], behind: int = 0) -> dict[int, int]:
+    """The layer of each slot; with so many others before the first."""
+    return {index: behind + layer for layer, unit in enumerate(units) for index in unit}
+
+
+def work_of(engine: Engine, times: Times, units: Sequence[Sequence[int]]) -> Workload:
+    sizes = [[engine.slots[index].param.nbytes for index in unit] for unit in units]
+    return workload(times, sizes, [engine.slots[unit[0]].name for unit in units])
+
+
+def in_a_line(name: str, report: Report) -> str:
+    kept = report.setting == report.before
+    what = (
+        f"{describe(report.setting)} stays" if kept else f"{describe(report.before)} becomes {describe(report.setting)}"
+    )
+    return (
+        f"{name}: {what}. A step took {1e3 * report.measured:.4g} ms; simulated are {1e3 * report.simulated_before:.4g}, "
+        f"and {1e3 * report.simulated:.4g} ms with the best of {report.tried} settings"
+    )

@@ -1,0 +1,287 @@
+"""The plan by itself: some steps are measured, what the buckets should be is simulated, and looked at again later.
+
+    first step │ one that warms up │ some are measured ─▶ plan ─▶ one that warms up, some that check it │ settled
+                                     ▲                                                                     │
+                                     └───────── steps have become longer or shorter: rank 0 says so ◀──────┘
+
+Every rank counts the same steps, measures, and takes over what rank 0 has decided. No rank acts on what it measured alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+import weakref
+from collections import deque
+from enum import Enum, auto
+from typing import Any
+
+from torch.utils.hooks import RemovableHandle
+
+from overlap.core.clock import StepClock
+from overlap.core.engine import Engine
+from overlap.features.replanning import Replanning
+from overlap.job.groups import beside
+from overlap.job.process_set import ProcessSet
+from overlap.job.session import current
+from overlap.optimizer.decision import Report, decided, in_a_line, layers_of, work_of
+from overlap.optimizer.distributed import DistributedOptimizer
+from overlap.optimizer.explain import Explained
+from overlap.plan.choice import Job, simulated
+from overlap.plan.link_probe import start_cost
+from overlap.plan.simulation.events import Run
+from overlap.plan.simulation.network import Fitted
+from overlap.plan.simulation.workload import Workload
+from overlap.plan.strategy import Strategy
+from overlap.transport.communicator import Communicator
+from overlap.transport.objects import agree
+
+__all__ = ["Planning", "plan_by_itself"]
+
+log = logging.getLogger("dear")
+
+_MEASURED = 3  # steps, whose medians count
+_WORSE = 1.02  # a new plan is taken back where steps then take more than this share of what they took before
+_WATCHED = 9  # steps whose median is compared with what was measured when the plan was made
+_CHANGED = 1.25  # by which factor it has to be longer or shorter for another look
+_PAUSE = 10  # steps after a plan before the next look, doubled by each look that changes nothing
+_LONGEST_PAUSE = 640
+
+
+class Phase(Enum):
+    """What the steps are for."""
+
+    FIRST = auto()  # buckets are made in it
+    WARM_UP = auto()
+    MEASURE = auto()
+    CHECK_WARM_UP = auto()
+    CHECK = auto()
+    SETTLED = auto()
+    ENDED = auto()  # the script has chosen buckets itself, or there was nothing to measure
+
+
+_NEXT = {
+    Phase.FIRST: {Phase.WARM_UP, Phase.ENDED},
+    Phase.WARM_UP: {Phase.MEASURE, Phase.ENDED},
+    Phase.MEASURE: {Phase.CHECK_WARM_UP, Phase.SETTLED, Phase.ENDED},
+    Phase.CHECK_WARM_UP: {Phase.CHECK, Phase.ENDED},
+    Phase.CHECK: {Phase.SETTLED, Phase.ENDED},
+    Phase.SETTLED: {Phase.WARM_UP, Phase.ENDED},
+    Phase.ENDED: set[Phase](),
+}
+
+
+class Planning:
+    """Called after each step of one optimizer; a :class:`.Study` of it. `news` travels with the calls of its steps."""
+
+    def __init__(self, comm: Communicator, engine: Engine, news: Replanning, *, follow: bool) -> None:
+        self.report: Report | None = None
+        self.checked: float | None = None  # median seconds of a step with the plan that was made
+        self._comm, self._engine, self._news, self._follow = comm, engine, news, follow
+        self._phase = Phase.FIRST
+        self._mine: weakref.ref[DistributedOptimizer] | None = None
+        self._strategy: Strategy | None = None  # the last one that was chosen here
+        self._earlier: Strategy | None = None
+        self._clock: StepClock | None = None
+        self._handle: RemovableHandle | None = None
+        self._steps = 0  # of this phase
+        self._last = 0.0  # when the last step ended
+        self._seconds: deque[float] = deque(maxlen=_WATCHED)
+        self._usual = 0.0
+        self._pause = _PAUSE
+
+    def attach(self, optimizer: DistributedOptimizer) -> None:
+        """Begin with `optimizer`'s next step, before which no step was made."""
+        self._mine, self._strategy = weakref.ref(optimizer), optimizer.strategy
+        optimizer._study(self)
+
+    @property
+    def under_way(self) -> bool:
+        return self._phase not in (Phase.SETTLED, Phase.ENDED)
+
+    def explained(self, optimizer: DistributedOptimizer) -> Explained:
+        """What was measured and planned last. On any rank. Raises ``RuntimeError`` before anything was."""
+        report, engine = self.report, self._engine
+        if report is None or report.times is None:
+            why = report.problem if report is not None else "it is made from the first steps; make some more"
+            raise RuntimeError(f"there is no plan to explain: {why}")
+        times = report.times
+        units = engine.planner.units
+        work = work_of(engine, times, units)
+        strategy = optimizer.strategy
+        plan, specs = optimizer.preview(strategy), engine.planner.specs
+
+        def simulate(work: Workload, network: Fitted) -> Run:
+            return simulated(strategy, plan, Job(work, network, specs, layers_of(units, behind=1)))
+
+        whole = plan.sharded.count(False)
+        shards = sum(
+            bucket.nbytes if not bucket.holds_parameters else bucket.nbytes / self._comm.size for bucket in engine.order
+        )
+        handling = sum(times.hooks) + times.handling * len(plan.buckets) + times.update * shards
+        return Explained(
+            strategy.name,
+            self._comm.size,
+            strategy.planned,
+            len(plan.buckets),
+            whole,
+            work,
+            Fitted(self._comm.size, *report.network),
+            report.computed,
+            handling,
+            report.measured,
+            self.checked,
+            simulate,
+        )
+
+    def __call__(self, optimizer: DistributedOptimizer, _args: Any, _kwargs: Any) -> None:
+        """A step of `optimizer` ended. On every rank."""
+        if self._mine is None or self._mine() is not optimizer or self._phase is Phase.ENDED:
+            return
+        now = time.perf_counter()
+        took, self._last = now - self._last, now
+        if optimizer.strategy is not self._strategy:  # replan() by the script, on all ranks alike
+            self._end()
+        elif self._phase is Phase.SETTLED:
+            self._watch(optimizer, took)
+        elif not self._engine.learning:
+            self._advance(optimizer, took)
+
+    # - Towards a plan
+
+    def _advance(self, optimizer: DistributedOptimizer, took: float) -> None:
+        self._steps += 1
+        if self._phase is Phase.FIRST:
+            self._turn(Phase.WARM_UP)
+        elif self._phase is Phase.WARM_UP:
+            self._begin(optimizer)
+        elif self._phase is Phase.CHECK_WARM_UP:
+            self._turn(Phase.CHECK)
+        else:
+            self._seconds.append(took)
+            if self._clock is not None:
+                self._clock.stepped()
+            if self._steps == _MEASURED:
+                self._decide(optimizer) if self._phase is Phase.MEASURE else self._check(optimizer)
+
+    def _turn(self, to: Phase) -> None:
+        if to not in _NEXT[self._phase]:
+            raise RuntimeError(f"planning that is in {self._phase.name} cannot come to {to.name}")
+        self._phase, self._steps = to, 0
+        self._seconds.clear()
+
+    def _begin(self, optimizer: DistributedOptimizer) -> None:
+        """Measure from here, where a step has just ended."""
+        self._turn(Phase.MEASURE)
+        self._clock = StepClock({id(slot.param): slot.index for slot in self._engine.slots})
+        self._engine.measure(self._clock)
+        clock = self._clock
+        self._handle = optimizer.register_step_pre_hook(lambda *_: clock.stepping())
+
+    def _stop_measuring(self) -> StepClock | None:
+        clock, self._clock = self._clock, None
+        if clock is not None:
+            self._engine.measure(None)
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+        return clock
+
+    def _end(self) -> None:
+        self._stop_measuring()
+        self._turn(Phase.ENDED)
+
+    def _decide(self, optimizer: DistributedOptimizer) -> None:
+        clock = self._stop_measuring()
+        assert clock is not None, "this phase measures"
+        measured = statistics.median(self._seconds)
+        report = decided(self._comm, self._engine, optimizer, clock, measured)
+        self.report = report
+        if report.problem:
+            if self._comm.rank == 0:
+                log.warning("buckets stay as they are: %s", report.problem)
+            self._end()
+        elif report.setting == report.before:
+            self._settle(measured)
+        else:
+            self._earlier = optimizer.strategy
+            self._usual = measured
+            self._replan(optimizer, optimizer.strategy.at(report.setting))
+            self._turn(Phase.CHECK_WARM_UP)
+        if self._comm.rank == 0 and not report.problem:
+            log.info("%s", in_a_line(optimizer.strategy.name, report))
+
+    def _replan(self, optimizer: DistributedOptimizer, strategy: Strategy) -> None:
+        optimizer._replan(strategy)
+        self._strategy = strategy
+        self._last = time.perf_counter()
+
+    def _check(self, optimizer: DistributedOptimizer) -> None:
+        before = self._usual
+        seconds = agree(self._comm, statistics.median(self._seconds))
+        stays = agree(self._comm, seconds <= _WORSE * before)
+        self.checked = seconds
+        if self._comm.rank == 0:
+            log.info(
+                "%s: a step takes %.4g ms, and took %.4g; the %s plan stays",
+                optimizer.strategy.name,
+                1e3 * seconds,
+                1e3 * before,
+                "new" if stays else "earlier",
+            )
+        if not stays:
+            assert self._earlier is not None, "there was a plan before"
+            self._replan(optimizer, self._earlier)
+        self._settle(seconds if stays else before)
+
+    # - Afterwards
+
+    def _settle(self, seconds: float) -> None:
+        self._usual = seconds
+        self._turn(Phase.SETTLED)
+
+    def _watch(self, optimizer: DistributedOptimizer, took: float) -> None:
+        """Rank 0 looks at what steps take; all hear of it, and measure anew, in the same step."""
+        if not self._follow:
+            return
+        if self._news.heard:
+            self._news.heard = self._news.wanted = False
+            if agree(self._comm, self._changed):
+                if self._comm.rank == 0:
+                    log.info(
+                        "a step takes %.4g ms, and took %.4g when buckets were planned: measuring again",
+                        1e3 * statistics.median(self._seconds),
+                        1e3 * self._usual,
+                    )
+                self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+                self._turn(Phase.WARM_UP)
+            return
+        self._steps += 1
+        self._seconds.append(took)
+        if self._steps >= self._pause and self._comm.rank == 0 and self._changed:
+            self._news.wanted = True
+
+    @property
+    def _changed(self) -> bool:
+        if len(self._seconds) < _WATCHED:
+            return False
+        ratio = statistics.median(self._seconds) / self._usual
+        return not 1 / _CHANGED < ratio < _CHANGED
+
+
+def plan_by_itself(optimizer: DistributedOptimizer, process_set: ProcessSet, *, follow: bool = True) -> Planning | None:
+    """Let `optimizer`'s strategy choose what it may (`Strategy.planned`) by what its first steps show.
+
+    On every rank of the job, before the first step. With `follow`, it looks again when steps become longer or shorter.
+    None where there is nothing to plan: a rank alone, and parameters on a GPU, whose times the host does not see.
+    """
+    comm = beside(current(), process_set)
+    engine, news = optimizer._engine, optimizer._replanning
+    if news is None or any(slot.param.device.type != "cpu" for slot in engine.slots):
+        return None
+    start_cost(comm)  # now, while nothing else is in flight
+    planning = Planning(comm, engine, news, follow=follow)
+    planning.attach(optimizer)
+    optimizer._planned = planning
+    return planning

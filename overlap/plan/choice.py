@@ -1,0 +1,91 @@
+"""The fastest of a strategy's settings, by simulation of what was measured (pure).
+
+Candidates are simulated first, then the neighbours of the best one, until none is better.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+from overlap.plan.partition import TensorSpec
+from overlap.plan.plan import Plan
+from overlap.plan.simulation.events import Run
+from overlap.plan.simulation.network import Medium
+from overlap.plan.simulation.workload import Bucket, Workload
+from overlap.plan.strategy import Strategy
+from overlap.plan.tuning.space import Setting
+
+__all__ = ["Choice", "Job", "choose", "simulated"]
+
+_MOST = 60  # simulations; each takes some milliseconds of rank 0
+_SAME = 1.003  # times that are nearer to each other than this are the same: the simpler setting is taken
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained, on what. `layer_of`: by slot, the layer of `work` that its parameter is in."""
+
+    work: Workload
+    network: Medium
+    specs: Sequence[TensorSpec]
+    layer_of: dict[int, int]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """`seconds` of a step, and `waits` for operations in it, as simulated with `setting`; `before`: as it was set."""
+
+    setting: Setting
+    seconds: float
+    waits: dict[str, float]
+    before: float
+    tried: int
+
+
+def simulated(strategy: Strategy, plan: Plan, job: Job) -> Run:
+    """A step with these buckets."""
+    buckets: list[Bucket] = []
+    whole: set[int] = set()
+    known = [
+        (spec, sharded, [job.layer_of[index] for index in spec.tensors if index in job.layer_of])
+        for spec, sharded in zip(plan.buckets, plan.sharded, strict=True)
+    ]
+    for spec, sharded, layers in sorted((one for one in known if one[2]), key=lambda one: min(one[2])):
+        if not sharded:
+            whole.add(len(buckets))
+        nbytes = spec.padded_numel * job.specs[spec.tensors[0]].itemsize
+        buckets.append(Bucket(min(layers), max(layers), nbytes, len(spec.tensors)))
+    return strategy.simulate(job.work, job.network, buckets, whole)
+
+
+def choose(current: Strategy, preview: Callable[[Strategy], Plan], job: Job) -> Choice:
+    """The best of `current`'s settings. `preview` gives the plan that a strategy would make."""
+    runs: dict[Hashable, tuple[float, Strategy, Run]] = {}
+
+    def cost(strategy: Strategy) -> float:
+        plan = preview(strategy)
+        key = plan, strategy.conduct
+        if key not in runs:
+            run = simulated(strategy, plan, job)
+            runs[key] = run.step, strategy, run
+        return runs[key][0]
+
+    before = cost(current)
+    for candidate in current.candidates:
+        cost(candidate)
+    while len(runs) < _MOST:
+        _, best, _ = _simplest(list(runs.values()))
+        known = len(runs)
+        for neighbour in best.neighbours:
+            cost(neighbour)
+        if len(runs) == known:
+            break
+    seconds, best, run = _simplest(list(runs.values()))
+    return Choice(dict(best.planned), seconds, dict(run.waits), before, len(runs))
+
+
+def _simplest(found: Sequence[tuple[float, Strategy, Run]]) -> tuple[float, Strategy, Run]:
+    fastest = min(seconds for seconds, _, _ in found)
+    same = [one for one in found if one[0] <= _SAME * fastest]
+    return min(same, key=lambda one: one[1].burden)

@@ -1,0 +1,218 @@
+"""From the stamps of some steps to what a simulation needs: times of layers, costs of the thread, the network's pace. Pure.
+
+    | begun … forward: layer after layer … left | backward: gradient after gradient | stepping … ended |
+
+All stamps are seconds of one clock. A layer is what `Facts.units` has together: parameters of one module, in the order of
+their use.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from overlap.plan.simulation.network import Fitted
+from overlap.plan.simulation.workload import Costs, Layer, Workload
+from overlap.transport.encoding import travels
+
+__all__ = ["Lap", "Sent", "Times", "fitted", "layer_times", "services", "thread_costs", "workload"]
+
+_OPTIMIZER_CALL = 5e-5  # seconds of the user's step() on no elements, at least; the rest of an update is by the byte
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """One operation of a bucket: the lane it queues in, when it was issued and when it was over."""
+
+    kind: str  # "reduce" or "gather"
+    bucket: int
+    nbytes: int  # of the bucket
+    wire: int  # as they travel
+    halves: int  # an all-reduce is two
+    lane: int
+    issued: float
+    ended: float
+
+
+@dataclass(slots=True)
+class Lap:
+    """What was stamped in one step, on one rank."""
+
+    begun: float = 0.0  # the step() before ended
+    used: list[tuple[int, float]] = field(default_factory=list)  # slot, and when forward asked for it
+    left: list[float] = field(default_factory=list)  # when outermost modules were left
+    waits: list[tuple[float, float]] = field(default_factory=list)  # for parameters, from … to
+    gradients: list[tuple[int, float, float]] = field(default_factory=list)  # slot, when it came, when it was handled
+    stepping: float = 0.0  # step() was called …
+    ended: float = 0.0  # … and ended
+
+
+@travels
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Seconds of one rank's step, medians over laps. Of layers in order: forward, backward, and hooks on gradients."""
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    hooks: tuple[float, ...]
+    before: float  # from the end of step() to forward: a data loader's, say
+    between: float  # from the end of forward to backward: the loss, other passes of an accumulated step
+    after: float  # from the last gradient to step()
+    update: float  # seconds per byte that this rank updates
+    handling: float  # of a bucket, to issue its operations and to begin its update
+
+    @property
+    def computed(self) -> float:
+        """What does not depend on communication, but for updates."""
+        return self.before + self.between + self.after + sum(self.forward) + sum(self.backward)
+
+
+def _overlap(waits: Sequence[tuple[float, float]], start: float, end: float) -> float:
+    return sum(max(0.0, min(end, until) - max(start, since)) for since, until in waits)
+
+
+@dataclass(slots=True)
+class _Step:
+    forward: list[float]
+    backward: list[float]
+    hooks: list[float]
+    before: float
+    between: float
+    after: float
+
+
+def _times_of(lap: Lap, layer_of: Mapping[int, int], layers: int) -> _Step | None:
+    """None for a step without a forward or a gradient, as on a rank that had no batch."""
+    first_used: dict[int, float] = {}
+    for slot, when in lap.used:
+        layer = layer_of.get(slot)
+        if layer is not None:
+            first_used.setdefault(layer, when)
+    final = {slot: (came, handled) for slot, came, handled in lap.gradients if slot in layer_of}
+    if not first_used or not final:
+        return None
+    found = _Step([0.0] * layers, [0.0] * layers, [0.0] * layers, 0.0, 0.0, 0.0)
+    order = sorted(first_used, key=first_used.__getitem__)
+    arrivals = sorted((came, handled, slot) for slot, (came, handled) in final.items())
+    first_gradient = arrivals[0][0]
+    last = first_used[order[-1]]
+    left = [when for when in lap.left if last <= when <= first_gradient]
+    end = min(left, default=first_gradient)
+    ends = [first_used[layer] for layer in order[1:]] + [end]
+    for layer, until in zip(order, ends, strict=True):
+        since = first_used[layer]
+        found.forward[layer] = until - since - _overlap(lap.waits, since, until)
+    before_backward = max(left, default=end)
+    start = first_used[order[0]]
+    found.before = max(0.0, start - lap.begun - _overlap(lap.waits, lap.begun, start))
+    found.between = before_backward - end - _overlap(lap.waits, end, before_backward)
+    now = before_backward
+    for came, handled, slot in arrivals:
+        found.backward[layer_of[slot]] += max(0.0, came - now)
+        found.hooks[layer_of[slot]] += handled - came
+        now = handled
+    found.after = max(0.0, lap.stepping - now)
+    return found
+
+
+def layer_times(laps: Sequence[Lap], layer_of: Mapping[int, int], layers: int) -> Times | None:
+    """Medians over `laps`; `layer_of` has the layer of each slot. None where this rank had no batch."""
+    steps = [step for step in (_times_of(lap, layer_of, layers) for lap in laps) if step is not None]
+    if not steps:
+        return None
+
+    def middle(name: str) -> tuple[float, ...]:
+        return tuple(statistics.median(values) for values in zip(*(getattr(step, name) for step in steps), strict=True))
+
+    before, between, after = (
+        statistics.median(getattr(step, name) for step in steps) for name in ("before", "between", "after")
+    )
+    return Times(middle("forward"), middle("backward"), middle("hooks"), before, between, after, 0.0, 0.0)
+
+
+def thread_costs(
+    sent: Sequence[Sent], laps: Sequence[Lap], share: Mapping[int, int], handling: float
+) -> tuple[float, float]:
+    """Seconds per updated byte, and of handling a bucket, from the gaps between the all-gathers that ``step()`` issued.
+
+    Args:
+        sent: operations of those laps, in order of issue.
+        share: bytes of each bucket that this rank updates.
+        handling: seconds of the thread to issue one operation and to take its end, as a probe has found it.
+    """
+    gaps: list[tuple[int, float]] = []
+    for lap in laps:
+        reduced = {
+            one.bucket: one.ended for one in sent if one.kind == "reduce" and lap.begun <= one.issued <= lap.ended
+        }
+        gathers = [one for one in sent if one.kind == "gather" and lap.stepping <= one.issued <= lap.ended]
+        for before, one in pairwise(gathers):
+            if share.get(one.bucket) and one.bucket in reduced:
+                gap = one.issued - max(before.issued, reduced[one.bucket])
+                if gap > 0:
+                    gaps.append((share[one.bucket], gap))
+    if not gaps:
+        return 0.0, 2 * handling
+    call = min(handling + _OPTIMIZER_CALL, min(gap for _, gap in gaps))
+    per_byte = statistics.median((gap - call) / nbytes for nbytes, gap in gaps)
+    return per_byte, 2 * call
+
+
+def services(sent: Iterable[Sent]) -> list[tuple[float, bool]]:
+    """For each operation: seconds from when it could begin, issued and with those before it in its lane over, to its end;
+    and whether it had to wait for those.
+    """
+    free: dict[tuple[str, int], float] = {}
+    found = []
+    for one in sent:
+        lane = one.kind, one.lane
+        before = free.get(lane, 0.0)
+        found.append((max(0.0, one.ended - max(one.issued, before)), one.issued < before))
+        free[lane] = one.ended
+    return found
+
+
+def fitted(
+    workers: int, sent: Sequence[Sent], seconds: Sequence[float], queued: Sequence[bool], start: float
+) -> Fitted:
+    """The network, from what operations took: `seconds` of each, the least of all ranks. `start`: of half an all-reduce,
+    whatever its size, as a probe says.
+
+    Who is late makes all others wait, so the least is what an operation took. Those that were `queued` count, if there are
+    any: of others, buffers on the way take a part, and they are over before all their bytes have passed the network.
+    Medians by the byte, over the larger half, whose start counts least.
+    """
+    known = [
+        (one.wire * one.halves, took - start * one.halves, waited)
+        for one, took, waited in zip(sent, seconds, queued, strict=True)
+        if one.wire and 0 < took < math.inf
+    ]
+    if not known:
+        return Fitted(workers, start, 0.0, 0.0)
+    if any(waited for *_, waited in known):
+        known = [one for one in known if one[2]]
+    middle = statistics.median(nbytes for nbytes, *_ in known)
+    pace = statistics.median(max(0.0, took) / nbytes for nbytes, took, _ in known if nbytes >= middle)
+    shares: dict[str, float] = {}
+    for kind in ("reduce", "gather"):
+        mine = [one for one in sent if one.kind == kind and one.nbytes]
+        shares[kind] = sum(one.wire for one in mine) / sum(one.nbytes for one in mine) if mine else 1.0
+    return Fitted(workers, start, pace * shares["reduce"], pace * shares["gather"])
+
+
+def workload(times: Times, sizes: Sequence[Sequence[int]], names: Sequence[str]) -> Workload:
+    """What the simulation runs: a layer of the model each, and two that hold what is done around forward.
+
+    `sizes`: bytes of each layer's gradients. Hooks count to their layers, as far as issuing is not in them.
+    """
+    issuing = times.handling / 2
+    layers = [Layer("before forward", times.before, times.after, ())]
+    for index, tensors in enumerate(sizes):
+        hooks = times.hooks[index]
+        hooks -= min(hooks / 2, issuing)  # a bucket was issued in some of them
+        layers.append(Layer(names[index], times.forward[index], times.backward[index] + hooks, tuple(tensors)))
+    layers.append(Layer("between forward and backward", times.between, 0.0, ()))
+    return Workload(tuple(layers), Costs(0.0, times.handling, times.update))

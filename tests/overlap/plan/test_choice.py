@@ -1,0 +1,75 @@
+"""Which setting is chosen, for jobs of which the answer is known."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from dear.optimizer import Dear
+from overlap.plan.choice import Job, choose, simulated
+from overlap.plan.partition import TensorSpec
+from overlap.plan.plan import Facts, Plan
+from overlap.plan.simulation.network import Fitted
+from overlap.plan.simulation.workload import Costs, Layer, Workload
+from overlap.plan.strategy import Strategy
+
+LAYERS, NUMEL = 96, 262144  # 1 MB each
+AUTO = frozenset({"threshold_mb", "all_reduced"})
+
+
+def job(compute: float, wire: float = 0.8, start: float = 5e-5, handling: float = 2e-4) -> Job:
+    """Equal layers on two ranks, a third of `compute` in forward."""
+    each = compute / LAYERS / 3
+    layers = tuple(Layer(str(number), each, 2 * each, (4 * NUMEL,)) for number in range(LAYERS))
+    pace = wire / 2 / (LAYERS * 4 * NUMEL)
+    specs = [TensorSpec(NUMEL, 4)] * LAYERS
+    places = {number: number for number in range(LAYERS)}
+    return Job(Workload(layers, Costs(0.0, handling, 1e-10)), Fitted(2, start, pace, pace), specs, places)
+
+
+def preview(strategy: Strategy) -> Plan:
+    order = tuple(range(LAYERS))
+    facts = Facts(tuple((index,) for index in order), order[::-1], (1,) * LAYERS, frozenset(), frozenset())
+    return strategy.plan(facts, [TensorSpec(NUMEL, 4)] * LAYERS, [True] * LAYERS, 2)
+
+
+def dear(threshold_mb: float = 3.0, all_reduced: float = 0.0, auto: frozenset[str] = AUTO) -> Dear:
+    return Dear(threshold_mb, None, "", "rsag", False, None, all_reduced, auto)
+
+
+@pytest.mark.parametrize("compute", [0.3, 0.6, 0.8, 1.0, 1.2, 2.4])
+def test_the_chosen_setting_is_near_the_bound(compute: float) -> None:
+    what = job(compute)
+    choice = choose(dear(), preview, what)
+    assert choice.seconds <= 1.003 * choice.before  # nearer to each other, the simpler one is taken
+    assert choice.seconds < 1.06 * max(compute, 0.8)
+    assert choice.seconds == pytest.approx(
+        simulated(dear().at(choice.setting), preview(dear().at(choice.setting)), what).step
+    )
+
+
+def test_buckets_are_all_reduced_where_forward_is_too_short_and_backward_is_not() -> None:
+    assert choose(dear(), preview, job(0.85)).setting["all_reduced"] > 0.2
+    assert choose(dear(), preview, job(0.4)).setting["all_reduced"] == 0  # the wire is never idle
+    assert choose(dear(), preview, job(2.4)).setting["all_reduced"] == 0  # forward is long enough
+    kept = choose(dear(auto=frozenset({"threshold_mb"})), preview, job(0.85))
+    assert kept.setting == {"threshold_mb": kept.setting["threshold_mb"]}
+
+
+def test_a_start_that_costs_much_makes_larger_buckets() -> None:
+    cheap, dear_one = (choose(dear(), preview, job(0.4, start=start)) for start in (1e-5, 2e-2))
+    assert dear_one.setting["threshold_mb"] > 2 * cheap.setting["threshold_mb"]
+
+
+def test_it_takes_no_longer_than_a_step() -> None:
+    begun = time.process_time()
+    choose(dear(), preview, job(0.8))
+    assert time.process_time() - begun < 3.0
+
+
+def test_what_no_planner_may_choose_stays() -> None:
+    fixed = dear(auto=frozenset())
+    choice = choose(fixed, preview, job(0.8))
+    assert choice.setting == {}
+    assert choice.tried == 1

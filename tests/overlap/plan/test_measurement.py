@@ -1,0 +1,116 @@
+"""What stamps of steps become, against steps whose times are known."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from overlap.plan.measurement import Lap, Sent, fitted, layer_times, services, thread_costs, workload
+
+LAYER_OF = {0: 0, 1: 0, 2: 1}  # two parameters, then one
+
+
+def lap(begun: float = 100.0) -> Lap:
+    """10 s before forward, of which 4 wait; layers of 2 and 3 s; backward of 5 and 6 s; a second and more before step()."""
+    at = begun
+    return Lap(
+        begun=at,
+        used=[(0, at + 10), (1, at + 10.5), (2, at + 12), (0, at + 12.5)],
+        left=[at + 15],
+        waits=[(at + 2, at + 6)],
+        gradients=[(2, at + 20, at + 20.5), (1, at + 26, at + 26.25), (0, at + 26.5, at + 26.75)],
+        stepping=at + 28,
+        ended=at + 30,
+    )
+
+
+def test_a_step_of_two_layers() -> None:
+    times = layer_times([lap()], LAYER_OF, 2)
+    assert times is not None
+    assert times.forward == (2.0, 3.0)
+    assert times.backward == (5.5 + 0.25, 5.0)  # the loss counts to the layer whose gradient is first
+    assert times.hooks == (0.5, 0.5)
+    assert (times.before, times.between, times.after) == (6.0, 0.0, 1.25)
+    assert times.computed == pytest.approx(6.0 + 1.25 + 5.0 + 10.75)
+
+
+def test_waits_inside_a_layer_are_not_its_own() -> None:
+    one = lap()
+    one.waits.append((112.5, 114.0))
+    times = layer_times([one], LAYER_OF, 2)
+    assert times is not None
+    assert times.forward == (2.0, 1.5)
+
+
+def test_of_several_passes_the_first_forward_and_the_last_backward_count() -> None:
+    one = lap()
+    one.used += [(0, 121.0), (2, 122.0)]
+    one.left.append(124.0)
+    one.gradients += [(2, 125.0, 125.0), (1, 126.0, 126.0), (0, 126.5, 126.5)]
+    times = layer_times([one], LAYER_OF, 2)
+    assert times is not None
+    assert times.forward == (2.0, 3.0)
+    assert times.backward == (1.5, 1.0)
+    assert times.between == 9.0  # from the end of the first forward to that of the last one
+
+
+def test_medians_and_steps_without_a_batch() -> None:
+    slow = lap()
+    slow.used = [(slot, when - (5 if slot == 0 and when == 110 else 0)) for slot, when in slow.used]
+    times = layer_times([lap(), slow, lap(), Lap()], LAYER_OF, 2)
+    assert times is not None
+    assert times.forward == (2.0, 3.0)
+    assert layer_times([Lap(), Lap()], LAYER_OF, 2) is None
+
+
+def test_an_operation_begins_when_those_before_it_are_over() -> None:
+    sent = [
+        Sent("reduce", 0, 100, 100, 1, 0, issued=0.0, ended=4.0),
+        Sent("reduce", 1, 100, 100, 1, 0, issued=1.0, ended=6.0),
+        Sent("reduce", 2, 100, 100, 1, 1, issued=2.0, ended=7.0),  # another lane
+        Sent("gather", 0, 100, 100, 1, 0, issued=8.0, ended=9.0),
+        Sent("reduce", 3, 100, 100, 1, 0, issued=9.0, ended=11.0),
+    ]
+    assert services(sent) == [(4.0, False), (2.0, True), (5.0, False), (1.0, False), (2.0, False)]
+
+
+def test_the_network_is_fitted_to_operations_that_were_queued() -> None:
+    pace, start = 2e-9, 1e-4
+
+    def one(kind: str, nbytes: int, wire: int, halves: int = 1) -> tuple[Sent, float]:
+        return Sent(kind, 0, nbytes, wire, halves, 0, 0.0, 0.0), halves * (start + pace * wire)
+
+    pairs = [one("reduce", 10**6, 5 * 10**5), one("reduce", 10**6, 5 * 10**5, 2), one("gather", 10**6, 10**6)]
+    quick = Sent("reduce", 0, 10**6, 5 * 10**5, 1, 0, 0.0, 0.0)  # was not queued: buffers took it
+    sent, seconds = [quick, *(sent for sent, _ in pairs)], [1e-5, *(took for _, took in pairs)]
+    network = fitted(4, sent, seconds, [False, True, True, True], start)
+    assert network.reduce == pytest.approx(pace / 2)  # by the byte of the bucket: gradients travel in half of them
+    assert network.gather == pytest.approx(pace)
+    assert network.all_reduce(10**6).seconds == pytest.approx(2 * start + 10**6 * pace)
+    assert fitted(4, sent[:1], [1e-3], [False], 0.0).reduce > 0  # none was queued: all count
+    assert fitted(4, [], [], [], start).all_gather(10**6).seconds == start
+    assert fitted(4, sent[:1], [math.inf], [True], start).reduce == 0
+
+
+def test_costs_of_the_thread_from_gaps_between_gathers() -> None:
+    one = lap()
+    sent = [Sent("reduce", bucket, 8000, 8000, 1, 0, 120.0, 121.0) for bucket in range(3)]
+    sent += [
+        Sent("gather", 2, 8000, 8000, 1, 0, issued=128.1, ended=129.0),
+        Sent("gather", 1, 8000, 8000, 1, 0, issued=128.2, ended=129.0),
+        Sent("gather", 0, 8000, 8000, 1, 0, issued=128.3, ended=129.0),
+    ]
+    per_byte, handling = thread_costs(sent, [one], {0: 4000, 1: 4000, 2: 4000}, 1e-3)
+    assert handling == pytest.approx(2 * (1e-3 + 5e-5))
+    assert per_byte * 4000 + handling / 2 == pytest.approx(0.1)
+    assert thread_costs([], [one], {}, 1e-3) == (0.0, 2e-3)
+
+
+def test_a_workload_has_what_is_around_forward() -> None:
+    times = layer_times([lap()], LAYER_OF, 2)
+    assert times is not None
+    work = workload(times, [[4, 8], [12]], ["a", "b"])
+    assert [layer.name for layer in work.layers] == ["before forward", "a", "b", "between forward and backward"]
+    assert [layer.nbytes for layer in work.layers] == [0, 12, 12, 0]
+    assert sum(layer.forward + layer.backward for layer in work.layers) == pytest.approx(times.computed + 1.0)

@@ -1,0 +1,215 @@
+"""The plan by itself: made from the first steps, the same on every rank, and never at the price of a result."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dear
+from overlap.job.process_set import global_process_set
+from overlap.optimizer import decision
+from overlap.optimizer.planning import plan_by_itself
+from overlap.plan.choice import Choice, Job
+from tests.spmd.listening import heard
+from tests.spmd.loops import Run
+from tests.spmd.test_parity import OPTIMIZERS, _assert_close, _model
+from tests.spmd_plugin import SIZE
+
+alone = pytest.mark.skipif(SIZE == 1, reason="a rank alone has nothing to plan")
+STEPS = 5  # a plan is made in this step's end
+MIB = 2**20
+
+
+@pytest.fixture(autouse=True)
+def _session() -> None:
+    dear.init()
+
+
+def _scripted(monkeypatch: pytest.MonkeyPatch, *settings: dict[str, float]) -> list[Job]:
+    """Rank 0 chooses these, one after the other. Returns what it was given."""
+    left, seen = list(settings), []
+
+    def choose(current: Any, preview: Any, job: Job) -> Choice:
+        seen.append(job)
+        setting = {**current.planned, **(left.pop(0) if left else {})}
+        preview(current.at(setting))
+        return Choice(setting, 0.5, {}, 1.0, 7)
+
+    monkeypatch.setattr(decision, "choose", choose)
+    return seen
+
+
+def _steps(model: torch.nn.Module, optimizer: Any, number: int, pause: float = 0.0) -> None:
+    for _ in range(number):
+        optimizer.zero_grad()
+        time.sleep(pause)
+        model(torch.full((4, 16), 1.0 + dear.rank())).square().mean().backward()
+        optimizer.step()
+
+
+def _job(**options: Any) -> tuple[torch.nn.Module, Any]:
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(12)))
+    return model, dear.DistributedOptimizer(torch.optim.AdamW(model.parameters(), 1e-3), model, **options)
+
+
+@alone
+@pytest.mark.parametrize("kind", ["sgd", "adamw", "adafactor"])
+def test_results_are_those_of_one_process_while_buckets_change(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = {"threshold_mb": 300 / MIB, "all_reduced": 0.5}
+    _scripted(monkeypatch, small)
+
+    def train(distributed: bool) -> Any:
+        model = _model("Mlp")
+        optimizer: Any = OPTIMIZERS[kind](list(model.parameters()))
+        if distributed:
+            optimizer = dear.DistributedOptimizer(optimizer, model)
+        run = Run(model, optimizer, dear.rank() if distributed else None, dear.size())
+        for step in range(12):
+            optimizer.zero_grad()
+            run.loss(step).backward()
+            optimizer.step()
+            if distributed and step == STEPS:
+                assert {name: getattr(optimizer.strategy, name) for name in small} == small
+                assert len(optimizer.buckets) > 2
+                held = [bucket.holds_parameters for bucket in optimizer.buckets]
+                assert any(held) is (kind != "adafactor")
+                assert not all(held)
+        if distributed:
+            optimizer.synchronize()
+        return model.state_dict(), optimizer.state_dict()
+
+    actual, expected = train(True), train(False)
+    _assert_close(actual[0], expected[0], "model")
+    _assert_close(actual[1], expected[1], "optimizer")
+
+
+@alone
+def test_the_plan_is_made_from_what_was_measured_and_explained(tmp_path: Path) -> None:
+    model, optimizer = _job()
+    with pytest.raises(RuntimeError, match="made from the first steps"):
+        optimizer.explain()
+    with heard(logging.INFO) as said:
+        _steps(model, optimizer, 14)
+    assert not optimizer.tuning
+    text = optimizer.explain()
+    for line in ("network", "computation", "bound", "plan ", "step ", "not hidden", "would help", "wfbp"):
+        assert line in text
+    reports = dear.allgather_object(text)
+    assert all(one == reports[0] for one in reports)
+    assert [line for line in said if "simulated" in line and "threshold_mb=" in line] or dear.rank() > 0
+    if dear.rank() == 0:
+        optimizer.draw_plan(tmp_path / "plan.png")
+        assert (tmp_path / "plan.png").stat().st_size > 5000
+
+
+@alone
+def test_layers_are_measured_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            time.sleep(0.02)
+            return super().forward(x)
+
+    jobs = _scripted(monkeypatch)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), Slow(16, 16), torch.nn.Linear(16, 16))
+    optimizer = dear.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    _steps(model, optimizer, STEPS + 1, pause=0.05)
+    if dear.rank() == 0:
+        (job,) = jobs
+        names = [layer.name for layer in job.work.layers]
+        assert names == ["before forward", "0.weight", "1.weight", "2.weight", "between forward and backward"]
+        seconds = [layer.forward for layer in job.work.layers]
+        assert seconds[2] > 0.02
+        assert seconds[0] > 0.05
+        assert seconds[1] < 0.02
+        assert job.network.all_reduce(2**20).seconds > 0
+
+
+@alone
+def test_a_plan_that_turns_out_slower_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    _scripted(monkeypatch, {"threshold_mb": 300 / MIB, "all_reduced": 0.0})
+    model, optimizer = _job()
+    first = optimizer.strategy.threshold_mb
+    _steps(model, optimizer, STEPS)
+    assert optimizer.strategy.threshold_mb == 300 / MIB
+    assert optimizer.tuning
+    _steps(model, optimizer, 4, pause=0.3)  # for another reason, which nobody can tell
+    assert optimizer.strategy.threshold_mb == first
+    assert not optimizer.tuning
+
+
+@alone
+def test_steps_that_become_longer_are_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = _scripted(monkeypatch, {}, {"threshold_mb": 300 / MIB, "all_reduced": 0.25})
+    model, optimizer = _job()
+    _steps(model, optimizer, STEPS + 1, pause=0.02)
+    assert not optimizer.tuning
+    with heard(logging.INFO) as said:
+        _steps(model, optimizer, 12, pause=0.02)
+        assert optimizer.strategy.all_reduced == 0
+        _steps(model, optimizer, 22, pause=0.2)
+    assert optimizer.strategy.all_reduced == 0.25
+    assert not optimizer.tuning
+    assert len(jobs) == (2 if dear.rank() == 0 else 0)
+    assert any("measuring again" in line for line in said) or dear.rank() > 0
+
+
+@alone
+def test_a_script_that_replans_has_the_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = _scripted(monkeypatch, {"threshold_mb": 25.0, "all_reduced": 0.5})
+    model, optimizer = _job()
+    _steps(model, optimizer, 2)
+    optimizer.replan(optimizer.strategy.at({"threshold_mb": 400 / MIB}))
+    _steps(model, optimizer, STEPS)
+    assert optimizer.strategy.threshold_mb == 400 / MIB
+    assert not optimizer.tuning
+    assert not jobs
+
+
+@alone
+@pytest.mark.parametrize(
+    "options", [{"threshold_mb": 25}, {"eager": True}, {"policy": "rb"}, {"num_nearby_layers": 2}], ids=str
+)
+def test_who_chooses_buckets_gets_them(options: dict[str, Any]) -> None:
+    model, optimizer = _job(**options)
+    before = optimizer.strategy.threshold_mb
+    _steps(model, optimizer, STEPS + 2)
+    assert optimizer.strategy.threshold_mb == before
+    assert not optimizer.tuning
+    with pytest.raises(RuntimeError, match="an option has chosen the buckets"):
+        optimizer.explain()
+
+
+@alone
+def test_a_search_begins_with_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    _scripted(monkeypatch, {"threshold_mb": 300 / MIB, "all_reduced": 0.5})
+    tuning = dear.Tuning(trials=2, warmup=0, window=1, pairs=1, bounds={"threshold_mb": (200 / MIB, 3000 / MIB)})
+    model, optimizer = _job(tune=tuning)
+    seen = []
+    for _ in range(20):
+        _steps(model, optimizer, 1)
+        seen.append(optimizer.strategy.threshold_mb)
+    assert not optimizer.tuning
+    assert seen[STEPS] == 300 / MIB
+    assert len(set(seen)) > 2
+    assert optimizer.strategy.all_reduced in (0.0, 0.5)
+
+
+def test_a_rank_alone_and_what_cannot_be_measured() -> None:
+    model, optimizer = _job()
+    if SIZE == 1:
+        assert plan_by_itself(optimizer, global_process_set) is None
+        assert not optimizer.tuning
+    if SIZE > 1:  # no forward of any module: gradients come by hand
+        for _ in range(STEPS + 1):
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+        assert not optimizer.tuning
+        with pytest.raises(RuntimeError, match="no rank has seen a forward"):
+            optimizer.explain()
