@@ -33,6 +33,7 @@ from overlap.plan.simulation.workload import Workload
 from overlap.plan.strategy import Collectives, Strategy
 from overlap.plan.tuning.options import Tuning
 from overlap.plan.tuning.space import Dimension, Setting
+from overlap.state.elementwise import is_elementwise, is_per_parameter
 from overlap.transport.communicator import Communicator, ReduceOp
 from overlap.transport.compression import NoneCompressor
 
@@ -105,7 +106,9 @@ class Dear(Strategy):
         if strangers:
             raise ValueError(f"exclude_parts should name {' or '.join(_PARTS[policy])} and names {strangers}")
         if not 0 <= all_reduced <= 1:
-            raise ValueError(f"all_reduced is a share of the buckets, from 0 to 1, and is {all_reduced}")
+            raise ValueError(
+                f"all_reduced should be a share of the buckets, from 0 to 1, or 'auto', and is {all_reduced}"
+            )
         if all_reduced and (policy != "rsag" or gather_dtype is not None or excluded):
             raise ValueError(
                 f"all_reduced={all_reduced} has every rank update a part of the buckets in full, which cannot be done with "
@@ -233,8 +236,9 @@ def DistributedOptimizer(
             :class:`overlap.optimizer.arguments.HorovodArguments`.
         threshold_mb: layers are fused, in the order of their use, while a bucket stays below this many MB (2^20 bytes); 0:
             no fusion. ``"auto"``: what the environment variable ``DEAR_THRESHOLD_MB`` (MB), or
-            ``HOROVOD_FUSION_THRESHOLD`` (bytes), says; else a 32nd of the parameters that are trained, at least 1 and at
-            most 25, see [Note: how much to fuse] in `overlap.plan.fusion`. 25 is the paper's.
+            ``HOROVOD_FUSION_THRESHOLD`` (bytes), says; else it is planned: the first steps have a 32nd of the parameters
+            that are trained, at least 1 and at most 25 ([Note: how much to fuse] in `overlap.plan.fusion`); they are
+            measured, and what follows is simulated to be the fastest, from 1 to 25. 25 is the paper's.
         num_nearby_layers: at most this many layers per bucket; with both limits, the first one reached closes a bucket.
             ``threshold_mb=None, num_nearby_layers=1`` is DeAR without tensor fusion.
         exclude_parts: ``"reducescatter"``, ``"allgather"`` or both (``"reduce"``, ``"bcast"`` under the policy "rb")
@@ -246,6 +250,10 @@ def DistributedOptimizer(
             What needs old parameters or all gradients between backward and ``step()`` raises: clipping by a global norm,
             ``synchronize()``, skipped steps, ``state_dict()``, changed hyper-parameters, reading parameters. Raises
             ``ValueError`` for optimizers that need whole parameters.
+        all_reduced: the share of the buckets, from 0 to 1, that are all-reduced under backward and updated in full by every
+            rank, instead of gathered under the next forward. Results are the same. Each rank keeps the whole optimizer
+            state of that share. ``"auto"``: planned, up to a half, where `threshold_mb` is; else 0. Raises ``ValueError``
+            for more than 0 with `policy` "rb", `gather_dtype` or `exclude_parts`.
         gather_dtype: ``torch.bfloat16`` or ``torch.float16``: updated parameters travel, and are used by every rank,
             rounded to this type, half the bytes; they stay float32 (or 64) tensors. The exact values are kept, each by
             the rank that updates it, and saved in ``optimizer.state_dict()["master"]``. For gradients, which
@@ -255,12 +263,15 @@ def DistributedOptimizer(
             while training goes on; the results of training stay the same. See :class:`overlap.plan.tuning.options.Tuning`.
         strategy: ``"dear"``, or the name of another strategy's package (``"wfbp"``, ``"mgwfbp"``,
             ``"bytescheduler_adapter"``, ``"oss"``, or ``"co2"``, which is not synchronous), which then takes the
-            other arguments.
+            other arguments. ``"auto"``: ``"oss"`` for optimizers that need whole parameters, one by one (Adafactor, Muon),
+            so that their state is split, and ``"dear"`` for all others.
         others: options of that strategy's own. Any other name raises ``TypeError``, with the one that is meant.
         elementwise: this, and `per_parameter`, `sync_start`, `poison`, `broadcast_buffers`: see
             :class:`overlap.optimizer.arguments.SharedArguments`.
     """
     arguments = SharedArguments.of(locals())
+    if strategy == "auto":
+        strategy = _suited(optimizer, arguments)
     if strategy == "dear":
         refuse_unknown(others, _NAMES)
     own: dict[str, Any] = {
@@ -291,6 +302,16 @@ def DistributedOptimizer(
     return distributed
 
 
+def _suited(optimizer: torch.optim.Optimizer, arguments: SharedArguments) -> str:
+    """The strategy that splits this optimizer's state: `dear` what works element by element, `oss` by whole parameters.
+
+    `dear` where neither does; its plan all-reduces as `wfbp` does then. Others with equal results are no faster than it.
+    """
+    elementwise = is_elementwise(optimizer) if arguments.elementwise is None else arguments.elementwise
+    per_parameter = is_per_parameter(optimizer) if arguments.per_parameter is None else arguments.per_parameter
+    return "oss" if per_parameter and not elementwise else "dear"
+
+
 _NAMES = tuple(name for name in inspect.signature(DistributedOptimizer).parameters if name != "others")
 _DEFAULTS: dict[str, Any] = dict(DistributedOptimizer.__kwdefaults__ or {})
 _SIBLINGS = ("bytescheduler_adapter", "co2", "mgwfbp", "oss", "wfbp")
@@ -298,7 +319,7 @@ _SIBLINGS = ("bytescheduler_adapter", "co2", "mgwfbp", "oss", "wfbp")
 
 def _sibling(strategy: str, optimizer: torch.optim.Optimizer, model: Any, own: dict[str, Any], theirs: Any) -> Shell:
     if strategy not in _SIBLINGS:
-        raise ValueError(f"strategy should be 'dear' or one of {_SIBLINGS} and is {strategy!r}")
+        raise ValueError(f"strategy should be 'dear', 'auto' or one of {_SIBLINGS} and is {strategy!r}")
     make = importlib.import_module(strategy).DistributedOptimizer
     takes = inspect.signature(make).parameters
     chosen = {name: value for name, value in own.items() if value is not _DEFAULTS[name]}

@@ -171,6 +171,7 @@ def _or_none(kind: _Kind) -> _Kind:
 
 #: What an argument should be, in words and as a predicate. Those that are not here are checked where they are used.
 KINDS: Mapping[str, _Kind] = {
+    "all_reduced": ("a share from 0 to 1, or 'auto'", lambda value: _is_number(value) or value == "auto"),
     "alpha_beta": _or_none(("a pair of numbers, seconds to start and seconds per byte,", _is_pair)),
     "asc": _FLAG,
     "backward_passes_per_step": _WHOLE,

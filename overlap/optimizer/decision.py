@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from overlap.core.clock import StepClock
 from overlap.core.engine import Engine
+from overlap.job.memory import available_bytes
+from overlap.job.session import current
 from overlap.optimizer.distributed import DistributedOptimizer
 from overlap.plan.choice import Job, choose
 from overlap.plan.link_probe import start_cost
 from overlap.plan.measurement import Sent, Times, fitted, layer_times, services, thread_costs, workload
+from overlap.plan.partition import BucketSpec
+from overlap.plan.plan import Plan
 from overlap.plan.simulation.network import Fitted
 from overlap.plan.simulation.workload import Workload
 from overlap.plan.tuning.space import describe
@@ -22,6 +26,7 @@ from overlap.transport.objects import agree, allgather_object
 
 __all__ = ["Report", "decided", "in_a_line", "layers_of", "work_of"]
 
+_ROOM = 0.25  # of the memory that is free, which optimizer state may take that would be elsewhere otherwise
 _GAIN = 0.98  # a new plan has to be simulated to take less than this share of the old one's time
 
 
@@ -60,20 +65,33 @@ def decided(
         mine = replace(mine, update=per_byte, handling=bucket_cost)
     found = services(sent)
     took = torch.tensor([seconds for seconds, _ in found], dtype=torch.float64)
-    lengths = allgather_object(comm, (len(sent), mine))
-    known = {length for length, _ in lengths}
+    room = available_bytes() / current().local_size * _ROOM
+    told = allgather_object(comm, (len(sent), mine, _state_per_byte(engine), room))
+    known = {length for length, *_ in told}
     if took.numel() and len(known) == 1:
         comm.all_reduce(took, took, ReduceOp.MIN, label="plan")
-    computed = [0.0 if times is None else times.computed for _, times in lengths]
+    computed = [0.0 if times is None else times.computed for _, times, *_ in told]
     slowest = max(range(len(computed)), key=computed.__getitem__)
-    times = lengths[slowest][1]
+    times = told[slowest][1]
     report: Report | None = None
     if comm.rank == 0:
         before = dict(optimizer.strategy.planned)
         nbytes = sum(slot.param.nbytes for slot in engine.slots if slot.index in layer_of)
         empty = Report(before, before, measured, 0.0, 0.0, {}, times, slowest, computed, (0.0, 0.0, 0.0), nbytes, 0)
+        state, room = max(each[2] for each in told), min(each[3] for each in told)
+
+        def fits(plan: Plan) -> bool:
+            """Whether a rank can hold the optimizer's whole state of what is not sharded."""
+            return (
+                state
+                * sum(
+                    _nbytes(bucket, engine) for bucket, cut in zip(plan.buckets, plan.sharded, strict=True) if not cut
+                )
+                <= room
+            )
+
         try:
-            report = _chosen(engine, optimizer, sent, (took.tolist(), [late for _, late in found]), start, empty)
+            report = _chosen(engine, optimizer, sent, (took.tolist(), [late for _, late in found]), start, empty, fits)
         except (ArithmeticError, LookupError, ValueError) as error:
             report = replace(empty, problem=f"what was measured cannot be simulated ({type(error).__name__}: {error})")
     return agree(comm, report)  # type: ignore[return-value]
@@ -86,6 +104,7 @@ def _chosen(
     took: tuple[list[float], list[bool]],
     start: float,
     empty: Report,
+    fits: Callable[[Plan], bool],
 ) -> Report:
     if empty.times is None or not sent:
         return replace(empty, problem="no rank has seen a forward and a backward pass through the model's modules")
@@ -93,7 +112,7 @@ def _chosen(
     units = engine.planner.units
     work = work_of(engine, empty.times, units)
     job = Job(work, network, engine.planner.specs, layers_of(units, behind=1))
-    choice = choose(optimizer.strategy, optimizer.preview, job)
+    choice = choose(optimizer.strategy, optimizer.preview, job, fits)
     worth = choice.seconds < _GAIN * choice.before
     return replace(
         empty,
@@ -104,6 +123,24 @@ def _chosen(
         network=(network.start, network.reduce, network.gather),
         tried=choice.tried,
     )
+
+
+def _nbytes(bucket: BucketSpec, engine: Engine) -> int:
+    return bucket.padded_numel * engine.slots[bucket.tensors[0]].param.element_size()
+
+
+def _state_per_byte(engine: Engine) -> float:
+    """Bytes of the optimizer's state for each byte of the parameters that this rank updates in shards."""
+    if engine.shards is None:
+        return 0.0
+    pieces = list(engine.shards.pieces)
+    state = sum(
+        value.nbytes
+        for one in pieces
+        for value in engine.shards.state.get(one.proxy, {}).values()
+        if isinstance(value, torch.Tensor)
+    )
+    return state / max(1, sum(one.proxy.nbytes for one in pieces))
 
 
 def layers_of(units: Sequence[Sequence[int]], behind: int = 0) -> dict[int, int]:

@@ -59,19 +59,24 @@ def simulated(strategy: Strategy, plan: Plan, job: Job) -> Run:
     return strategy.simulate(job.work, job.network, buckets, whole)
 
 
-def choose(current: Strategy, preview: Callable[[Strategy], Plan], job: Job) -> Choice:
-    """The best of `current`'s settings. `preview` gives the plan that a strategy would make."""
+def choose(
+    current: Strategy,
+    preview: Callable[[Strategy], Plan],
+    job: Job,
+    fits: Callable[[Plan], bool] = lambda _plan: True,
+) -> Choice:
+    """The best of `current`'s settings that fit. `preview` gives the plan that a strategy would make."""
     runs: dict[Hashable, tuple[float, Strategy, Run]] = {}
 
-    def cost(strategy: Strategy) -> float:
+    def cost(strategy: Strategy) -> None:
         plan = preview(strategy)
         key = plan, strategy.conduct
-        if key not in runs:
+        if key not in runs and (strategy is current or fits(plan)):
             run = simulated(strategy, plan, job)
             runs[key] = run.step, strategy, run
-        return runs[key][0]
 
-    before = cost(current)
+    cost(current)
+    before = next(iter(runs.values()))[0]
     for candidate in current.candidates:
         cost(candidate)
     while len(runs) < _MOST:

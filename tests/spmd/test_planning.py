@@ -12,7 +12,7 @@ import torch
 
 import dear
 from overlap.job.process_set import global_process_set
-from overlap.optimizer import decision
+from overlap.optimizer import decision, planning
 from overlap.optimizer.planning import plan_by_itself
 from overlap.plan.choice import Choice, Job
 from tests.spmd.listening import heard
@@ -34,20 +34,32 @@ def _scripted(monkeypatch: pytest.MonkeyPatch, *settings: dict[str, float]) -> l
     """Rank 0 chooses these, one after the other. Returns what it was given."""
     left, seen = list(settings), []
 
-    def choose(current: Any, preview: Any, job: Job) -> Choice:
+    def choose(current: Any, preview: Any, job: Job, fits: Any) -> Choice:
         seen.append(job)
         setting = {**current.planned, **(left.pop(0) if left else {})}
-        preview(current.at(setting))
+        assert fits(preview(current.at(setting)))
         return Choice(setting, 0.5, {}, 1.0, 7)
 
     monkeypatch.setattr(decision, "choose", choose)
     return seen
 
 
-def _steps(model: torch.nn.Module, optimizer: Any, number: int, pause: float = 0.0) -> None:
+class Clock:
+    """Stands in for the time module where steps are timed."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+def _steps(model: torch.nn.Module, optimizer: Any, number: int, clock: Clock | None = None, took: float = 0.0) -> None:
+    """So many, each of which takes as long by the `clock`."""
     for _ in range(number):
         optimizer.zero_grad()
-        time.sleep(pause)
+        if clock is not None:
+            clock.now += took
         model(torch.full((4, 16), 1.0 + dear.rank())).square().mean().backward()
         optimizer.step()
 
@@ -118,7 +130,9 @@ def test_layers_are_measured_in_their_order(monkeypatch: pytest.MonkeyPatch) -> 
     jobs = _scripted(monkeypatch)
     model = torch.nn.Sequential(torch.nn.Linear(16, 16), Slow(16, 16), torch.nn.Linear(16, 16))
     optimizer = dear.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model)
-    _steps(model, optimizer, STEPS + 1, pause=0.05)
+    for _ in range(STEPS + 1):
+        time.sleep(0.05)
+        _steps(model, optimizer, 1)
     if dear.rank() == 0:
         (job,) = jobs
         names = [layer.name for layer in job.work.layers]
@@ -133,27 +147,34 @@ def test_layers_are_measured_in_their_order(monkeypatch: pytest.MonkeyPatch) -> 
 @alone
 def test_a_plan_that_turns_out_slower_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
     _scripted(monkeypatch, {"threshold_mb": 300 / MIB, "all_reduced": 0.0})
+    clock = Clock()
+    monkeypatch.setattr(planning, "time", clock)
     model, optimizer = _job()
     first = optimizer.strategy.threshold_mb
-    _steps(model, optimizer, STEPS)
+    _steps(model, optimizer, STEPS, clock, 1.0)
     assert optimizer.strategy.threshold_mb == 300 / MIB
     assert optimizer.tuning
-    _steps(model, optimizer, 4, pause=0.3)  # for another reason, which nobody can tell
+    _steps(model, optimizer, 4, clock, 1.05)
     assert optimizer.strategy.threshold_mb == first
     assert not optimizer.tuning
 
 
 @alone
 def test_steps_that_become_longer_are_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    jobs = _scripted(monkeypatch, {}, {"threshold_mb": 300 / MIB, "all_reduced": 0.25})
+    jobs = _scripted(monkeypatch, {}, {"threshold_mb": 300 / MIB, "all_reduced": 0.25}, {})
+    clock = Clock()
+    monkeypatch.setattr(planning, "time", clock)
     model, optimizer = _job()
-    _steps(model, optimizer, STEPS + 1, pause=0.02)
+    _steps(model, optimizer, STEPS, clock, 1.0)
     assert not optimizer.tuning
     with heard(logging.INFO) as said:
-        _steps(model, optimizer, 12, pause=0.02)
+        _steps(model, optimizer, 30, clock, 1.1)
         assert optimizer.strategy.all_reduced == 0
-        _steps(model, optimizer, 22, pause=0.2)
+        _steps(
+            model, optimizer, 14, clock, 4.0
+        )  # the median of nine steps, one step, one that warms up, three measured
     assert optimizer.strategy.all_reduced == 0.25
+    _steps(model, optimizer, 30, clock, 3.5)
     assert not optimizer.tuning
     assert len(jobs) == (2 if dear.rank() == 0 else 0)
     assert any("measuring again" in line for line in said) or dear.rank() > 0

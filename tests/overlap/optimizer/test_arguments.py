@@ -40,6 +40,7 @@ WRONG: list[tuple[str, Any]] = [
     *(("layerwise_times", value) for value in (3, [("a", 0.1)])),
     *((name, value) for name in ("policy", "exclude_parts") for value in (None, 3)),
     ("groups", True),
+    *(("all_reduced", value) for value in (None, "half", True)),
 ]
 RIGHT: list[tuple[str, Any]] = [
     *(("eager", value) for value in (True, False, 0, 1, numpy.bool_(True), numpy.int64(0))),

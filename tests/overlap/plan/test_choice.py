@@ -68,6 +68,12 @@ def test_it_takes_no_longer_than_a_step() -> None:
     assert time.process_time() - begun < 3.0
 
 
+def test_a_plan_that_does_not_fit_is_not_chosen() -> None:
+    choice = choose(dear(), preview, job(0.85), fits=lambda plan: all(plan.sharded))
+    assert choice.setting["all_reduced"] == 0
+    assert choice.tried > 1
+
+
 def test_what_no_planner_may_choose_stays() -> None:
     fixed = dear(auto=frozenset())
     choice = choose(fixed, preview, job(0.8))
