@@ -127,9 +127,9 @@ def inception_v3() -> nn.Module:
     down = _chain(3, (32, (3, 3), 2, False), (32, (3, 3), 1, False), (64, (3, 3), 1, True))
     up = _chain(64, (80, (1, 1), 1, False), (192, (3, 3), 1, False))
     stem = nn.Sequential(down, nn.MaxPool2d(3, 2), up, nn.MaxPool2d(3, 2))
-    parts = (_grid_35(192, 32), _grid_35(256, 64), _grid_35(288, 64), _to_17())
-    parts += (*(_grid_17(width) for width in (128, 160, 160, 192)), _to_8(), _grid_8(1280), _grid_8(2048))
-    return nn.Sequential(stem, *parts, _head(2048, nn.Dropout()))
+    first = (_grid_35(192, 32), _grid_35(256, 64), _grid_35(288, 64), _to_17())
+    middle = (_grid_17(width) for width in (128, 160, 160, 192))
+    return nn.Sequential(stem, *first, *middle, _to_8(), _grid_8(1280), _grid_8(2048), _head(2048, nn.Dropout()))
 
 
 # - Inception-v4
