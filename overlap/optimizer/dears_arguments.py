@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 
 from overlap.transport.compression import FP16Compressor, NoneCompressor
 
-__all__ = ["ALL_ELEMENTS", "bucket_mb", "in_our_words", "understands_dears_names"]
+__all__ = ["bucket_mb", "fusion", "in_our_words", "understands_dears_names"]
 
 _Make = TypeVar("_Make", bound=Callable[..., Any])
 
-ALL_ELEMENTS = 2**29  # the threshold with which its scripts put all gradients into one bucket
+_ALL_ELEMENTS = 2**29  # the threshold with which its scripts put all gradients into one bucket
 _ELEMENTS_FROM = 2**16  # as MB it would be 64 GB, and as elements it is a quarter of a MB
 _COMPRESSORS = ("topk", "eftopk", "gaussian", "signum", "efsignum")
 # What stands in the place of arguments that may be False, and of those that may be None.
@@ -76,7 +76,8 @@ def in_our_words(given: Mapping[str, Any], strategy: str, *, model_given: bool =
             else "mgwfbp=False is the strategy 'wfbp': import wfbp, or give strategy='wfbp' to dear's"
         )
     if "threshold" in ours:
-        for name, value in _threshold(ours.pop("threshold"), strategy, bool(merges)).items():
+        threshold = ours.pop("threshold")  # theirs merges by costs alone, too, where it merges
+        for name, value in ({} if merges else fusion(threshold, strategy)).items():
             if name in ours:
                 raise TypeError(f"threshold is another name of {name}, and both are given: give one")
             ours[name] = value
@@ -105,44 +106,45 @@ def _compression(compression: Any, fp16: Any) -> Any:
     return FP16Compressor
 
 
-def _threshold(threshold: Any, strategy: str, merges: bool) -> dict[str, Any]:
+def fusion(threshold: Any, strategy: str) -> dict[str, Any]:
+    """Arguments of a strategy's ``DistributedOptimizer`` that fuse as far as `threshold` says, in DeAR's ways to say it.
+
+    0: as the strategy does by itself. None: not by size. Below 0: everything. Raises ``TypeError`` for what is no number,
+    ``ValueError`` where the strategy fuses in another way.
+    """
     if threshold is not None and (not isinstance(threshold, Real) or isinstance(threshold, bool)):
         raise TypeError(
             f"threshold should be a number of MB, of elements (65536 and more) or None and is {threshold!r}"
         )
-    if threshold == 0 or (merges and strategy == "mgwfbp"):  # the strategy's own; theirs looks at costs alone, too
+    if threshold == 0:
         return {}
     if strategy in ("dear", "oss"):
-        return {"threshold_mb": bucket_mb(threshold)}
+        return (
+            {"threshold_mb": bucket_mb(threshold)} if threshold is None or float(threshold) > 0 else {"num_groups": 1}
+        )
     if threshold is None:
         return {}
-    if strategy == "wfbp" and (threshold < 0 or threshold >= ALL_ELEMENTS):
+    if strategy == "wfbp" and not 0 < float(threshold) < _ALL_ELEMENTS:
         return {"num_groups": 1}
-    raise ValueError(f"threshold={threshold}: {fuses_instead(strategy, bucket_mb(threshold))}")
+    raise ValueError(f"threshold={threshold:.10g}: {_fuses_instead(strategy, bucket_mb(threshold))}")
 
 
-def fuses_instead(strategy: str, mb: float | None) -> str:
-    """What fuses tensors, for users who give a `strategy` the threshold of another one."""
-    size = "MB" if mb is None else f"{mb:g}"
+def _fuses_instead(strategy: str, mb: float | None) -> str:
+    """What there is for users who give a `strategy` the threshold of another one."""
+    dears = f"dear fuses with threshold_mb={mb or 25:g}"
     if strategy == "mgwfbp":
-        kb = "KB" if mb is None else f"{mb * 1024:g}"
-        return f"mgwfbp merges by cost, and anyway below merge_below_kb={kb}; dear fuses with threshold_mb={size}"
+        return f"mgwfbp merges by cost, and anyway below merge_below_kb={(mb or 25) * 1024:g}; {dears}"
     if strategy == "bytescheduler_adapter":
-        return f"ByteScheduler cuts layers, with partition_mb, and fuses none; dear fuses with threshold_mb={size}"
+        return f"ByteScheduler cuts layers, with partition_mb, and fuses none; {dears}"
     if strategy == "wfbp":
-        return f"wfbp reduces every tensor alone (0) or all in one (-1); dear fuses with threshold_mb={size}"
-    return f"{strategy} has no such setting; dear fuses with threshold_mb={size}"
+        return f"wfbp reduces every tensor alone (0) or all in one (-1); {dears}"
+    return f"{strategy} has no such setting; {dears}"
 
 
 def bucket_mb(threshold: Any) -> float | None:
-    """MB of 2^20 bytes, from DeAR's two ways to say it: MB, or elements of 4 bytes, which are never as few.
-
-    Below 0: everything in one bucket.
-    """
+    """MB of 2^20 bytes, from DeAR's two ways to say it: MB, or elements of 4 bytes, which are never as few."""
     if threshold is None:
         return None
-    if threshold < 0:
-        return float("inf")
     return float(threshold * 4 / 2**20 if threshold >= _ELEMENTS_FROM else threshold)
 
 

@@ -60,7 +60,7 @@ def test_what_their_benchmarks_pass_asks_for_nothing(package: str) -> None:
         ("dear", {"threshold": None, "num_nearby_layers": 1}, {"threshold_mb": None, "num_nearby_layers": 1}),
         ("dear", {"threshold": 25}, {"threshold_mb": 25}),
         ("dear", {"threshold": 67108864}, {"threshold_mb": 256}),
-        ("oss", {"threshold": -1}, {"threshold_mb": float("inf")}),
+        ("oss", {"threshold": -1}, {"num_groups": 1}),
         ("wfbp", {"threshold": -1}, {"num_groups": 1}),
         ("wfbp", {"threshold": 536870912}, {"num_groups": 1}),
         ("wfbp", {"threshold": None}, {}),
@@ -127,7 +127,7 @@ def test_two_names_of_one_thing_and_wrong_kinds_are_refused(given: dict[str, Any
 def test_megabytes_and_elements_are_told_apart() -> None:
     assert [bucket_mb(each) for each in (0.5, 25, 256, 65535)] == [0.5, 25, 256, 65535]
     assert [bucket_mb(each) for each in (65536, 67108864, 536870912)] == [0.25, 256, 2048]
-    assert (bucket_mb(None), bucket_mb(-1)) == (None, float("inf"))
+    assert bucket_mb(None) is None
 
 
 @pytest.mark.parametrize("package", PACKAGES)
