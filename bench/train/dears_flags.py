@@ -41,7 +41,7 @@ def _threshold(text: str) -> float | None:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags, each None where it is not given."""
     group = parser.add_argument_group("as DeAR's benchmarks name it")
-    switch = {"type": int, "choices": (0, 1), "nargs": "?", "const": 1}
+    switch: dict[str, Any] = {"type": int, "choices": (0, 1), "nargs": "?", "const": 1}
     add = group.add_argument
     add(
         "--threshold", type=_threshold, default=0, metavar="MB", help="of a bucket, or 65536 and more elements; or none"

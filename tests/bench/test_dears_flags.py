@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import subprocess
@@ -11,12 +12,14 @@ import pytest
 
 from bench.methods.registry import method
 from bench.models.catalog import MODELS
+from bench.train.dears_flags import add_flags
 from bench.train.launcher import interpreter_arguments
 from bench.train.settings import Settings, parse
 from tests.harness import ROOT
+from tests.overlap.optimizer.test_dears_arguments import PASSED
 
-# What its benchmarks.py writes into each method's command line: folder, compressor, threshold, mgwfbp, asc and nstreams. And
-# what runs here, or the words that refuse it.
+# What its benchmarks.py writes into each method's command line: folder, compressor, threshold, mgwfbp, asc and nstreams.
+# And what runs here, or the words that refuse it.
 COMMANDS: dict[str, tuple[tuple[str, str, int, int, int, int], str]] = {
     "horovod": (("horovod", "none", 0, 1, 0, 1), "horovod"),
     "pytorch-ddp": (("pytorch-ddp", "none", 0, 1, 0, 1), "ddp"),
@@ -39,10 +42,16 @@ COMMANDS: dict[str, tuple[tuple[str, str, int, int, int, int], str]] = {
 VARIABLES = ("compressor", "threshold", "mgwfbp", "asc", "nstreams")
 
 
-def folders() -> dict[str, str]:
-    """Their folders that have other names here, as docs/dear-scripts.md tells them."""
-    page = (ROOT / "docs" / "dear-scripts.md").read_text()
-    return dict(re.findall(r"^\| `cd ([\w-]+)` \| `cd ([\w/-]+)` \|$", page, re.MULTILINE))
+PAGE = (ROOT / "docs" / "dear-scripts.md").read_text()
+# Their folders that have other names here.
+FOLDERS: dict[str, str] = dict(re.findall(r"^\| `cd ([\w-]+)` \| `cd ([\w/-]+)` \|$", PAGE, re.MULTILINE))
+
+
+def told(section: str) -> set[str]:
+    """What the first column of the last table in a section of the page names."""
+    text = PAGE.partition(f"## {section}\n")[2].partition("\n## ")[0]
+    *_, table = re.findall(r"(?:^\|.*\n)+", text + "\n", re.MULTILINE)
+    return {name for row in table.splitlines()[2:] for name in re.findall(r"`([^`]+)`", row.split("|")[1])}
 
 
 def asked_of_python(
@@ -72,7 +81,7 @@ def test_a_command_line_of_its_benchmarks_means_the_same_or_is_refused(name: str
     (folder, *values), outcome = COMMANDS[name]
     network = {"rdma": "0", "dnn": "bert_base", "bs": "64", "nworkers": "64"}
     given = network | dict(zip(VARIABLES, map(str, values), strict=True))
-    job, asked = asked_of_python(folders().get(folder, folder), given, tmp_path)
+    job, asked = asked_of_python(FOLDERS.get(folder, folder), given, tmp_path)
     assert job.returncode == 0, job.stderr
     if outcome.startswith("refused: "):
         with pytest.raises(ValueError, match="^" + outcome.removeprefix("refused: ")) as raised:
@@ -134,7 +143,7 @@ def test_a_flag_becomes_an_option_of_the_method(flags: str, spec: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "words"),
     [
         ("--fp16", r"mixed precision is not benchmarked; fp16_allreduce=1 sends gradients in 16 bits"),
         ("--use-adasum", "gradients are averaged here"),
@@ -160,8 +169,8 @@ def test_a_flag_becomes_an_option_of_the_method(flags: str, spec: str) -> None:
         ("--no-cuda --device cuda", "no_cuda=1 and device cuda contradict each other"),
     ],
 )  # fmt: skip
-def test_a_flag_that_a_method_cannot_heed_is_refused_in_one_line(flags: str, told: str) -> None:
-    with pytest.raises(ValueError, match=told) as raised:
+def test_a_flag_that_a_method_cannot_heed_is_refused_in_one_line(flags: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words) as raised:
         parse(flags.split())
     assert "\n" not in str(raised.value)
 
@@ -182,6 +191,26 @@ def test_its_networks_are_all_there() -> None:
     theirs |= {f"resnet{depth}" for depth in (18, 34, 101, 152)} | {f"vgg{depth}" for depth in (11, 13, 16, 19)}
     theirs |= {f"densenet{depth}" for depth in (121, 161, 169)} | {"inception_v3", "googlenet", "alexnet"}
     assert theirs <= set(MODELS)
+
+
+def test_the_page_tells_every_argument_variable_and_flag() -> None:
+    arguments = {"model", "exclude_parts", "mgwfbp", "asc", "momentum_correction", "multi_job_scheduling", *PASSED}
+    assert told("Arguments of DistributedOptimizer") == arguments
+    parser = argparse.ArgumentParser(add_help=False)
+    add_flags(parser)
+    flags = {action.option_strings[0] for action in parser._actions}
+    assert flags <= told("Benchmark programs")
+    for flag in told("Benchmark programs") - flags:
+        parse([flag, "mlp" if flag == "--model" else "3"])  # ours bears the same name
+    script = (ROOT / "scripts" / "horovod_mpi_cj.sh").read_text()
+    (handed_on,) = re.findall(r"for name in (threshold .*); do", script)
+    assert {*handed_on.split(), "mgwfbp"} <= told("Benchmark scripts") <= set(re.findall(r"\w+", script))
+    assert {f"--{name.replace('_', '-')}" for name in handed_on.split()} <= flags
+
+
+def test_the_page_of_benchmarks_tells_every_model() -> None:
+    page = (ROOT / "docs" / "benchmarks.md").read_text().partition("### Models\n")[2].partition("\n## ")[0]
+    assert set(re.findall(r"`(\w+)`", page)) == set(MODELS)
 
 
 def test_workers_get_pythons_own_arguments() -> None:
