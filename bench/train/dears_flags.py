@@ -155,4 +155,4 @@ def _sizes(method: str, flags: Mapping[str, Any]) -> dict[str, Any]:
         asked["num_nearby_layers"] = layers
     if partition is not None:
         asked["partition_mb"] = partition * _BYTES_OF_ELEMENT / 2**20
-    return {name: f"{value:g}" if isinstance(value, float) else value for name, value in asked.items()}
+    return {name: f"{value:.12g}" if isinstance(value, float) else value for name, value in asked.items()}

@@ -132,7 +132,7 @@ def test_its_variables_reach_the_run(tmp_path: Path) -> None:
         ("--compressor none --density 1 --nstreams 1 --threshold 0", "dear"),
         ("--mgwfbp --asc --method mgwfbp", "mgwfbp:asc=True"),
         ("--mgwfbp 0 --method mgwfbp --threshold 0", "wfbp"),
-        ("--partition 4000000 --method bytescheduler", "bytescheduler:partition_mb=15.2588"),
+        ("--partition 4000000 --method bytescheduler", "bytescheduler:partition_mb=15.2587890625"),
         ("--tune 1 --method mgwfbp:profile_steps=2", "mgwfbp:profile_steps=2,tune=True"),
     ],
 )

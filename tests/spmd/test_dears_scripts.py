@@ -45,6 +45,18 @@ def test_the_call_of_their_benchmarks_trains_as_ours(strategy: str) -> None:
     torch.testing.assert_close(_train(theirs, optimizer), expected, rtol=1e-12, atol=1e-12)
 
 
+def test_their_threshold_decides_what_travels_together() -> None:
+    expected = {("wfbp", -1): 1, ("wfbp", 0): len(list(_model("Mlp").parameters())), ("dear", 2**20): 1, ("oss", -1): 1}
+    for (strategy, threshold), buckets in expected.items():
+        model = _model("Mlp")
+        optimizer: Any = importlib.import_module(strategy).DistributedOptimizer(
+            _sgd(model), model=model, threshold=threshold
+        )
+        _train(model, optimizer)
+        assert len(optimizer.buckets) == buckets, strategy
+    assert dear.DistributedOptimizer(_sgd(model), model=model, threshold=2**20).strategy.threshold_mb == 4  # type: ignore[call-arg,attr-defined]
+
+
 def test_bytescheduler_is_called_around_the_distributed_optimizer() -> None:
     bsc.init()
     theirs, ours = _model("Mlp"), _model("Mlp")
