@@ -51,7 +51,7 @@ case $rdma in
         [ -n "$IB_INTERFACE" ] || fail "rdma=2 is IP over InfiniBand: name the interface in IB_INTERFACE"
         export ETH_MPI_BTC_TCP_IF_INCLUDE=$IB_INTERFACE
         ;;
-    *) fail "rdma=$rdma: InfiniBand verbs were never tried; use rdma=2 (IP over InfiniBand), or rdma=0 and OMPI_MCA_pml=ucx where MPI has it" ;;
+    *) fail "rdma=$rdma: InfiniBand verbs are untested; use rdma=2 (IP over InfiniBand), or rdma=0 and OMPI_MCA_pml=ucx where Open MPI has UCX" ;;
 esac
 bash "$root/scripts/setup.sh"
 . "$root/scripts/hostfile.sh"

@@ -39,7 +39,7 @@ def _threshold(text: str) -> float | None:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags, each None where it is not given."""
+    """The flags. Those that are not given are None, and `threshold`, of which None is a value, is 0."""
     group = parser.add_argument_group("as DeAR's benchmarks name it")
     switch: dict[str, Any] = {"type": int, "choices": (0, 1), "nargs": "?", "const": 1}
     add = group.add_argument

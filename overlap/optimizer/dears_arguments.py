@@ -112,28 +112,34 @@ def fusion(threshold: Any, strategy: str) -> dict[str, Any]:
     0: as the strategy does by itself. None: not by size. Below 0: everything. Raises ``TypeError`` for what is no number,
     ``ValueError`` where the strategy fuses in another way.
     """
-    if threshold is not None and (not isinstance(threshold, Real) or isinstance(threshold, bool)):
+    if threshold is not None and (
+        not isinstance(threshold, Real) or isinstance(threshold, bool) or threshold != threshold
+    ):
         raise TypeError(
             f"threshold should be a number of MB, of elements (65536 and more) or None and is {threshold!r}"
         )
     if threshold == 0:
         return {}
-    if strategy in ("dear", "oss"):
-        return (
-            {"threshold_mb": bucket_mb(threshold)} if threshold is None or float(threshold) > 0 else {"num_groups": 1}
-        )
     if threshold is None:
-        return {}
+        if strategy == "oss":
+            raise ValueError(
+                "threshold=None: oss fuses by size alone; threshold_mb=0 gives every layer a bucket of its own"
+            )
+        return {"threshold_mb": None} if strategy == "dear" else {}
+    if strategy in ("dear", "oss"):
+        return {"threshold_mb": bucket_mb(threshold)} if float(threshold) > 0 else {"num_groups": 1}
     if strategy == "wfbp" and not 0 < float(threshold) < _ALL_ELEMENTS:
         return {"num_groups": 1}
-    raise ValueError(f"threshold={threshold:.10g}: {_fuses_instead(strategy, bucket_mb(threshold))}")
+    raise ValueError(
+        f"threshold={threshold:.10g}: {_fuses_instead(strategy, bucket_mb(threshold) if threshold > 0 else 25)}"
+    )
 
 
-def _fuses_instead(strategy: str, mb: float | None) -> str:
+def _fuses_instead(strategy: str, mb: float) -> str:
     """What there is for users who give a `strategy` the threshold of another one."""
-    dears = f"dear fuses with threshold_mb={mb or 25:g}"
+    dears = f"dear fuses with threshold_mb={mb:g}"
     if strategy == "mgwfbp":
-        return f"mgwfbp merges by cost, and anyway below merge_below_kb={(mb or 25) * 1024:g}; {dears}"
+        return f"mgwfbp merges by cost, and anyway below merge_below_kb={mb * 1024:g}; {dears}"
     if strategy == "bytescheduler_adapter":
         return f"ByteScheduler cuts layers, with partition_mb, and fuses none; {dears}"
     if strategy == "wfbp":
@@ -141,10 +147,8 @@ def _fuses_instead(strategy: str, mb: float | None) -> str:
     return f"{strategy} has no such setting; {dears}"
 
 
-def bucket_mb(threshold: Any) -> float | None:
+def bucket_mb(threshold: Any) -> float:
     """MB of 2^20 bytes, from DeAR's two ways to say it: MB, or elements of 4 bytes, which are never as few."""
-    if threshold is None:
-        return None
     return float(threshold * 4 / 2**20 if threshold >= _ELEMENTS_FROM else threshold)
 
 

@@ -93,6 +93,8 @@ def test_what_means_something_here_is_honoured(strategy: str, given: dict[str, A
         ("mgwfbp", {"mgwfbp": False}, "mgwfbp=False is the strategy 'wfbp'"),
         ("mgwfbp", {"threshold": 8192 * 8}, "threshold=65536: mgwfbp merges by cost, and anyway below merge_below_kb=256"),
         ("wfbp", {"threshold": 67108864}, "alone (0) or all in one (-1); dear fuses with threshold_mb=256"),
+        ("oss", {"threshold": None}, "threshold=None: oss fuses by size alone; threshold_mb=0"),
+        ("mgwfbp", {"threshold": -1}, "threshold=-1: mgwfbp merges by cost, and anyway below merge_below_kb=25600"),
         ("co2", {"threshold": 4}, "threshold=4: co2 has no such setting; dear fuses with threshold_mb=4"),
         ("bytescheduler_adapter", {"threshold": 4}, "cuts layers, with partition_mb"),
         ("dear", {"layerwise_times": [0.1], "seq_layernames": ["a"]}, "belong to the strategy 'mgwfbp', not to 'dear'"),
@@ -117,6 +119,7 @@ def test_what_is_not_done_here_is_refused_in_one_line_with_ours(
         ({"threshold": 25, "threshold_mb": 25}, "threshold is another name of threshold_mb, and both are given"),
         ({"threshold": "25"}, "threshold should be a number of MB, of elements"),
         ({"threshold": True}, "and is True"),
+        ({"threshold": float("nan")}, "and is nan"),
     ],
 )
 def test_two_names_of_one_thing_and_wrong_kinds_are_refused(given: dict[str, Any], told: str) -> None:
@@ -127,7 +130,6 @@ def test_two_names_of_one_thing_and_wrong_kinds_are_refused(given: dict[str, Any
 def test_megabytes_and_elements_are_told_apart() -> None:
     assert [bucket_mb(each) for each in (0.5, 25, 256, 65535)] == [0.5, 25, 256, 65535]
     assert [bucket_mb(each) for each in (65536, 67108864, 536870912)] == [0.25, 256, 2048]
-    assert bucket_mb(None) is None
 
 
 @pytest.mark.parametrize("package", PACKAGES)
