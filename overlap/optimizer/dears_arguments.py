@@ -112,27 +112,22 @@ def fusion(threshold: Any, strategy: str) -> dict[str, Any]:
     0: as the strategy does by itself. None: not by size. Below 0: everything. Raises ``TypeError`` for what is no number,
     ``ValueError`` where the strategy fuses in another way.
     """
-    if threshold is not None and (
-        not isinstance(threshold, Real) or isinstance(threshold, bool) or threshold != threshold
-    ):
+    if threshold is None:
+        if strategy == "oss":
+            raise ValueError("threshold=None: oss fuses by size alone; threshold_mb=0 gives every layer its own bucket")
+        return {"threshold_mb": None} if strategy == "dear" else {}
+    if not isinstance(threshold, Real) or isinstance(threshold, bool) or threshold != threshold:
         raise TypeError(
             f"threshold should be a number of MB, of elements (65536 and more) or None and is {threshold!r}"
         )
-    if threshold == 0:
+    number = float(threshold)
+    if number == 0:
         return {}
-    if threshold is None:
-        if strategy == "oss":
-            raise ValueError(
-                "threshold=None: oss fuses by size alone; threshold_mb=0 gives every layer a bucket of its own"
-            )
-        return {"threshold_mb": None} if strategy == "dear" else {}
     if strategy in ("dear", "oss"):
-        return {"threshold_mb": bucket_mb(threshold)} if float(threshold) > 0 else {"num_groups": 1}
-    if strategy == "wfbp" and not 0 < float(threshold) < _ALL_ELEMENTS:
+        return {"threshold_mb": bucket_mb(number)} if number > 0 else {"num_groups": 1}
+    if strategy == "wfbp" and not 0 < number < _ALL_ELEMENTS:
         return {"num_groups": 1}
-    raise ValueError(
-        f"threshold={threshold:.10g}: {_fuses_instead(strategy, bucket_mb(threshold) if threshold > 0 else 25)}"
-    )
+    raise ValueError(f"threshold={number:.10g}: {_fuses_instead(strategy, bucket_mb(number) if number > 0 else 25)}")
 
 
 def _fuses_instead(strategy: str, mb: float) -> str:
@@ -147,9 +142,9 @@ def _fuses_instead(strategy: str, mb: float) -> str:
     return f"{strategy} has no such setting; {dears}"
 
 
-def bucket_mb(threshold: Any) -> float:
+def bucket_mb(threshold: float) -> float:
     """MB of 2^20 bytes, from DeAR's two ways to say it: MB, or elements of 4 bytes, which are never as few."""
-    return float(threshold * 4 / 2**20 if threshold >= _ELEMENTS_FROM else threshold)
+    return threshold * 4 / 2**20 if threshold >= _ELEMENTS_FROM else threshold
 
 
 def _times(names: Any, times: Any, strategy: str) -> Any:
