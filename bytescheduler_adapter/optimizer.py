@@ -16,6 +16,7 @@ from overlap.core.wire import DecoupledCollectives
 from overlap.job.process_set import ProcessSet, global_process_set
 from overlap.job.session import current
 from overlap.optimizer.arguments import SharedArguments, refuses_unknown
+from overlap.optimizer.dears_arguments import understands_dears_names
 from overlap.optimizer.distributed import DistributedOptimizer as Shell
 from overlap.optimizer.start import agree_on_strategy
 from overlap.optimizer.tuning import tune as start_tuning
@@ -107,6 +108,7 @@ def _dispatchers() -> Dispatchers:
     return service
 
 
+@understands_dears_names
 @refuses_unknown()
 def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,

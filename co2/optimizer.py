@@ -19,6 +19,7 @@ from overlap.job.groups import Membership
 from overlap.job.process_set import ProcessSet, global_process_set
 from overlap.job.session import Session, current
 from overlap.optimizer.arguments import SharedArguments, refuses_unknown
+from overlap.optimizer.dears_arguments import understands_dears_names
 from overlap.optimizer.distributed import DistributedOptimizer as Shell
 from overlap.optimizer.start import agree_on_strategy
 from overlap.plan.partition import TensorSpec, fuse
@@ -206,6 +207,7 @@ def _make_rounds(
     return rounds
 
 
+@understands_dears_names
 @refuses_unknown()
 def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,

@@ -18,6 +18,7 @@ from overlap.core.wire import DecoupledCollectives
 from overlap.job.process_set import ProcessSet, global_process_set
 from overlap.job.session import current
 from overlap.optimizer.arguments import SharedArguments, refuse_unknown
+from overlap.optimizer.dears_arguments import understands_dears_names
 from overlap.optimizer.distributed import DistributedOptimizer as Shell
 from overlap.optimizer.planning import plan_by_itself
 from overlap.optimizer.start import agree_on_strategy
@@ -199,6 +200,7 @@ class Dear(Strategy):
         )
 
 
+@understands_dears_names
 def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,
     named_parameters: torch.nn.Module | Iterable[tuple[str, torch.nn.Parameter]] | None = None,
@@ -313,7 +315,7 @@ def _suited(optimizer: torch.optim.Optimizer, arguments: SharedArguments) -> str
 
 
 _NAMES = tuple(name for name in inspect.signature(DistributedOptimizer).parameters if name != "others")
-_DEFAULTS: dict[str, Any] = dict(DistributedOptimizer.__kwdefaults__ or {})
+_DEFAULTS: dict[str, Any] = dict(inspect.unwrap(DistributedOptimizer).__kwdefaults__ or {})
 _SIBLINGS = ("bytescheduler_adapter", "co2", "mgwfbp", "oss", "wfbp")
 
 

@@ -15,6 +15,7 @@ from overlap.job.groups import beside, leader
 from overlap.job.process_set import ProcessSet, global_process_set
 from overlap.job.session import current
 from overlap.optimizer.arguments import SharedArguments, refuses_unknown
+from overlap.optimizer.dears_arguments import understands_dears_names
 from overlap.optimizer.distributed import DistributedOptimizer as Shell
 from overlap.optimizer.start import agree_on_strategy, collect_slots
 from overlap.optimizer.tuning import tune as start_tuning
@@ -103,6 +104,7 @@ class MgWfbp(Strategy):
         return plan
 
 
+@understands_dears_names
 @refuses_unknown()
 def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,

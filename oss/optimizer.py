@@ -20,6 +20,7 @@ from oss.fairscale import refuse_fairscales_names
 from overlap.job.process_set import ProcessSet, global_process_set
 from overlap.job.session import current
 from overlap.optimizer.arguments import SharedArguments, refuses_unknown
+from overlap.optimizer.dears_arguments import understands_dears_names
 from overlap.optimizer.distributed import DistributedOptimizer as Shell
 from overlap.optimizer.start import agree_on_strategy
 from overlap.optimizer.tuning import tune as start_tuning
@@ -84,6 +85,7 @@ class Oss(Strategy):
         return Plan(buckets, tuple(shardable[bucket.tensors[0]] for bucket in buckets))
 
 
+@understands_dears_names
 @refuses_unknown(refuse_fairscales_names)
 def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,

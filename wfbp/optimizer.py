@@ -9,6 +9,7 @@ import torch
 
 from overlap.job.process_set import ProcessSet, global_process_set
 from overlap.optimizer.arguments import SharedArguments, refuses_unknown
+from overlap.optimizer.dears_arguments import understands_dears_names
 from overlap.optimizer.distributed import DistributedOptimizer as Shell
 from overlap.optimizer.start import agree_on_strategy
 from overlap.plan.partition import TensorSpec, per_tensor
@@ -30,6 +31,7 @@ class Wfbp(Strategy):
         return Plan(buckets, (False,) * len(buckets))
 
 
+@understands_dears_names
 @refuses_unknown()
 def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,

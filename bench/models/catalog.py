@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from bench.models import language, mlp
-from bench.models.densenet import densenet201
-from bench.models.inception import inceptionv4
-from bench.models.resnet import resnet50
-from bench.models.vgg import vgg16
+from bench.models.densenet import DENSENETS
+from bench.models.inception import googlenet, inception_v3, inceptionv4
+from bench.models.resnet import RESNETS
+from bench.models.vgg import VGGS, alexnet
 
 __all__ = ["MODELS", "Workload", "workload"]
 
@@ -74,17 +74,22 @@ def _own_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
     return loss
 
 
-def _of_pictures(name: str, build: Callable[[], nn.Module], *, batch_size: int, small: int = 64) -> Workload:
-    return Workload(name, "img", build, _pictures, _cross_entropy, 224, small, batch_size)
+def _of_pictures(
+    name: str, build: Callable[[], nn.Module], *, batch_size: int = 64, size: int = 224, small: int = 64
+) -> Workload:
+    return Workload(name, "img", build, _pictures, _cross_entropy, size, small, batch_size)
 
 
 MODELS = {
     model.name: model
     for model in (
-        _of_pictures("resnet50", resnet50, batch_size=64),
-        _of_pictures("densenet201", densenet201, batch_size=32),
-        _of_pictures("inceptionv4", inceptionv4, batch_size=64, small=96),
-        _of_pictures("vgg16", vgg16, batch_size=32),
+        *(_of_pictures(name, build) for name, build in RESNETS.items()),
+        *(_of_pictures(name, build, batch_size=32) for name, build in DENSENETS.items()),
+        _of_pictures("googlenet", googlenet),
+        _of_pictures("inception_v3", inception_v3, size=227, small=96),  # DeAR's benchmark takes 227, the paper 299
+        _of_pictures("inceptionv4", inceptionv4, small=96),
+        *(_of_pictures(name, build, batch_size=32) for name, build in VGGS.items()),
+        _of_pictures("alexnet", alexnet),
         Workload(
             "bert_base", "sen", lambda: language.bert(large=False), _masked_sentences, _own_loss, 64, 16, 64, 2e-5
         ),

@@ -44,7 +44,8 @@ def main() -> int:
                 outputs.json.write_text(json.dumps(about, indent=1))
             return 0
         end_in_order()
-        launcher.launch(settings, chosen, ["-m", "bench.train", *argv], outputs.timeline)
+        command = [*launcher.interpreter_arguments(sys.orig_argv), "-m", "bench.train", *argv]
+        launcher.launch(settings, chosen, command, outputs.timeline)
         return 0
     except MethodUnavailable as error:
         sys.stderr.write(f"bench.train: {error}\n")

@@ -21,7 +21,17 @@ from bench.models.catalog import workload
 from bench.program import ROOT
 from bench.train.settings import Settings
 
-__all__ = ["GOODPUT", "LAUNCHED", "LauncherError", "first_host", "for_method", "launch", "local_command", "narrowed"]
+__all__ = [
+    "GOODPUT",
+    "LAUNCHED",
+    "LauncherError",
+    "first_host",
+    "for_method",
+    "interpreter_arguments",
+    "launch",
+    "local_command",
+    "narrowed",
+]
 
 LAUNCHED = "DEAR_BENCH_LAUNCHED"  # set in workers: do not start workers again
 GOODPUT = "DEAR_BENCH_GOODPUT"  # bytes per second through an emulated link
@@ -106,6 +116,11 @@ def local_command(launcher: str, settings: Settings, argv: Sequence[str], export
         for name in exported:
             command += ["-x", name]
     return [*command, sys.executable, *argv]
+
+
+def interpreter_arguments(command: Sequence[str]) -> list[str]:
+    """Python's own arguments in ``sys.orig_argv``, which workers get, too: ``-W ignore`` of ``python -W ignore -m …``."""
+    return list(command[1 : command.index("-m")]) if "-m" in command else []
 
 
 def needed_bytes(settings: Settings) -> int:

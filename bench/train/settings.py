@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.models.catalog import MODELS, workload
+from bench.train.dears_flags import add_flags, in_our_words
 
 __all__ = ["OPTIMIZERS", "Outputs", "Settings", "check", "parse", "to_argv"]
 
@@ -92,6 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--json", type=Path, help="write the result here")
     add("--timeline", metavar="FILE", help="record a Chrome trace; {rank} in the name gives every rank one")
     add("--breakdown", action="store_true", help="print forward, backward, update and exposed communication")
+    add_flags(parser)
     return parser
 
 
@@ -120,10 +122,12 @@ def check(settings: Settings) -> None:
 def parse(argv: Sequence[str], job: int | None = None) -> tuple[Settings, Outputs]:
     """The settings, and what to leave where; `job` is the size of the job of mpirun or torchrun that this is a rank of.
 
-    Exits with a message for bad arguments, as argparse does, also for what only whoever starts the workers can heed.
+    Exits with a message for bad arguments, as argparse does, also for what only whoever starts the workers can heed. Raises
+    ``ValueError`` for what a flag of DeAR's asks for and the method does not do.
     """
     parser = _parser()
     given = vars(parser.parse_args(argv))
+    in_our_words(given)
     if job is not None:
         for name in ("network", "hostfile", "launcher", "timeout"):
             if given[name] is not None:

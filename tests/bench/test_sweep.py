@@ -102,7 +102,7 @@ def test_defaults_are_for_tables_without() -> None:
             r"\[defaults\] does not know network; .* is networks meant\?",
         ),
         ({"runs": [{"models": "mlp"}]}, "models of a sweep should be a list and is 'mlp'"),
-        ({"runs": [{"models": ["alexnet"]}]}, "is 'alexnet'"),
+        ({"runs": [{"models": ["lenet"]}]}, "is 'lenet'"),
         ({"runs": [{"methods": ["deer"]}]}, "'deer' should be one of"),
         ({"runs": [{"workers": [0]}]}, "workers should be at least 1 and is 0"),
         ({"runs": [{}], "bars": [{"method": "dear", "at_most": 1, "where": {"hosts": 2}}]}, "does not know hosts"),

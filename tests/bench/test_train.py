@@ -21,6 +21,7 @@ from bench.train import launcher
 from bench.train.launcher import LauncherError, first_host, local_command, narrowed, needed_bytes, pick
 from bench.train.settings import Settings, parse
 from bench.train.stepping import alone, breakdown, warm_up
+from tests.bench.test_dears_flags import asked_of_python
 from tests.harness import ROOT, run_ranks
 
 
@@ -285,34 +286,17 @@ def test_the_script_of_a_strategy_trains_and_ends_with_the_throughput(tmp_path: 
     assert min(measured["step_seconds"]) >= 0.02
 
 
-def run_script(folder: str, python: Path, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """The script of a folder under `python`, with nothing in its environment that could decide beside `env`."""
-    plain = {key: value for key, value in os.environ.items() if not key.startswith(("ETH_", "IB_", "MAKEFLAGS"))}
-    command, env = ["./horovod_mpi_cj.sh"], {**plain, "PY": str(python), "hostfile": "none", **env}
-    return subprocess.run(command, cwd=ROOT / folder, env=env, capture_output=True, text=True, timeout=60, check=False)
-
-
 @pytest.mark.parametrize(
     ("folder", "env", "told"),
     [
-        ("dear", {"compressor": "topk"}, "compressor=topk is not supported; use compressor=none, fp16 or bf16"),
-        ("bench/baselines/horovod", {"compressor": "fp16"}, "compressor=fp16 is not supported here"),
-        ("wfbp", {"mgwfbp": "1"}, "gradients are merged by mgwfbp/horovod_mpi_cj.sh"),
-        ("mgwfbp", {"mgwfbp": "0"}, "gradients are left apart by wfbp/horovod_mpi_cj.sh"),
-        ("mgwfbp", {"threshold": "4"}, "threshold=4: mgwfbp has no such setting"),
-        ("wfbp", {"asc": "1"}, "asc=1 belongs to mgwfbp"),
-        ("wfbp", {"exclude_parts": "allgather"}, "exclude_parts=allgather belongs to dear"),
-        ("dear", {"use_zero": "1"}, "use_zero=1 belongs to ddp"),
-        ("dear", {"nstreams": "2"}, "use nstreams=1"),
         ("dear", {"network": "1gbit", "hostfile": "h"}, "hostfile=h names real hosts, and network=1gbit emulates some"),
-        ("dear", {"rdma": "1"}, "InfiniBand verbs are not supported"),
         ("dear", {"rdma": "2"}, "name the interface in IB_INTERFACE"),
         ("bench/baselines/pytorch-ddp", {"node_count": "2"}, "node_count=2: the number of workers is nworkers"),
     ],
 )
-def test_the_script_refuses_what_it_cannot_honour(folder: str, env: dict[str, str], told: str) -> None:
-    job = run_script(folder, Path("/bin/echo"), env)
-    assert (job.returncode, job.stdout) == (2, "")
+def test_the_script_refuses_what_it_cannot_honour(folder: str, env: dict[str, str], told: str, tmp_path: Path) -> None:
+    job, asked = asked_of_python(folder, env, tmp_path)
+    assert (job.returncode, job.stdout, asked) == (2, "", [])
     assert told in job.stderr
 
 
@@ -322,12 +306,11 @@ def test_the_script_refuses_what_it_cannot_honour(folder: str, env: dict[str, st
         ("dear", {"dnn": "bert", "bs": "2", "nworkers": "4"},
          "dear --model bert --batch-size 2 --workers 4 --sentence-len 64 tcp="),
         ("dear", {"threshold": "4", "exclude_parts": "reducescatter,allgather"},
-         "dear:threshold_mb=4,exclude_parts=reducescatter allgather --model resnet50"),
-        ("mgwfbp", {"asc": "1", "mgwfbp": "1", "compressor": "bf16"}, "mgwfbp:compression=bf16,asc=True --model resnet50"),
+         "--threshold=4 --exclude-parts=reducescatter,allgather"),
+        ("mgwfbp", {"asc": "1", "mgwfbp": "1", "compressor": "bf16"}, "--compressor=bf16 --asc=1 --mgwfbp=1"),
         ("bench/baselines/pytorch-ddp", {"use_zero": "1", "threshold": "8", "senlen": "9", "dnn": "gpt2"},
-         "ddp-zero:bucket_mb=8 --model gpt2 --batch-size 64 --workers 2 --sentence-len 9"),
-        ("bench/baselines/horovod", {"threshold": "8", "small": "1"},
-         "horovod:fusion_mb=8 --model resnet50 --batch-size 64 --workers 2 --small"),
+         "ddp --model gpt2 --batch-size 64 --workers 2 --sentence-len 9 --threshold=8 --use-zero=1"),
+        ("bench/baselines/horovod", {"small": "1"}, "horovod --model resnet50 --batch-size 64 --workers 2 --small tcp="),
         ("oss", {"network": "1gbit", "emulate_compute": "mlp@even:9", "dilate": "3"},
          "--network 1gbit --emulate-compute mlp@even:9 --dilate 3"),
         ("oss", {"network": "10gbit", "dilate": "50"}, "--network 10gbit --dilate 50"),
@@ -341,10 +324,6 @@ def test_the_script_refuses_what_it_cannot_honour(folder: str, env: dict[str, st
     ],
 )  # fmt: skip
 def test_the_script_hands_its_variables_on(folder: str, env: dict[str, str], asked: str, tmp_path: Path) -> None:
-    says = tmp_path / "python"
-    says.write_text('#!/bin/sh\necho "$@" "tcp=$ETH_MPI_BTC_TCP_IF_INCLUDE"\n')
-    says.chmod(0o755)
-    job = run_script(folder, says, env)
+    job, given = asked_of_python(folder, env, tmp_path)
     assert job.returncode == 0, job.stderr
-    assert asked in job.stdout
-    assert job.stdout.startswith("-m bench.train --method ")
+    assert asked in " ".join([*given, *job.stdout.split()])
