@@ -5,17 +5,18 @@ method = "dear"                     # several settings of one method: the fastes
 of = "bound"                        # the default; or a method
 at_most = 1.2
 where = {workers = 2}               # left out: every group that has runs of both
+as_it_comes = true                  # method without options, and not its fastest setting; of may be its other settings
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from bench.methods.registry import METHODS
 from bench.methods.spec import family_of, parse_spec, refuse_unknown
-from bench.sweep.summary import GROUP, Group, titles
+from bench.sweep.summary import GROUP, Group, Row, titles
 from bench.train.settings import Settings
 
 __all__ = ["BOUND", "Bar", "Verdict", "judge", "parse"]
@@ -25,12 +26,17 @@ BOUND = "bound"
 
 @dataclass(frozen=True)
 class Bar:
-    """`method`'s median step is to be at most `at_most` times that of `of`, in the groups that `where` describes."""
+    """`method`'s median step is to be at most `at_most` times that of `of`, in the groups that `where` describes.
+
+    With `as_it_comes`, the run of `method` without options counts, and not the fastest setting; where `of` is the same
+    method, its other settings.
+    """
 
     method: str
     of: str
     at_most: float
     where: Mapping[str, Any]
+    as_it_comes: bool = False
 
     @property
     def sides(self) -> tuple[str, str]:
@@ -43,7 +49,8 @@ class Bar:
 
     def __str__(self) -> str:
         where = " and ".join(f"{name}={value}" for name, value in self.where.items())
-        text = f"{self.method} at most {self.at_most:.2f} x {'L' if self.of == BOUND else self.of}"
+        name = f"{self.method} as it comes" if self.as_it_comes else self.method
+        text = f"{name} at most {self.at_most:.2f} x {'L' if self.of == BOUND else self.of}"
         return f"{text} where {where}" if where else text
 
 
@@ -99,7 +106,12 @@ def parse(tables: Iterable[Mapping[str, Any]], families: Collection[str]) -> tup
         _check_side("method", table["method"], families)
         if of != BOUND:
             _check_side("of", of, families)
-        bars.append(Bar(table["method"], of, float(at_most), where))
+        plain = table.get("as_it_comes", False)
+        if plain and parse_spec(table["method"])[1]:
+            raise ValueError(
+                f"as_it_comes of [[bars]] is about a method without options, and method is {table['method']!r}"
+            )
+        bars.append(Bar(table["method"], of, float(at_most), where, bool(plain)))
     return tuple(bars)
 
 
@@ -158,19 +170,25 @@ def _verdict(bar: Bar, place: _Place) -> Verdict | None:
 
 def _compare(bar: Bar, group: Group) -> tuple[str, float]:
     """A line about a group in which both sides were measured, and the ratio it tells."""
-    mine = group.best[family_of(bar.method)]
+    mine = _fastest(group, bar.method, lambda row: not bar.as_it_comes or row.method == bar.method)
     if bar.of == BOUND:
         other = min((row for row in group.rows if row.family == "none"), key=lambda row: row.median)
         assert group.bound is not None
         reference, name = group.bound, "L"
     else:
-        other = group.best[family_of(bar.of)]
+        other = _fastest(group, bar.of, lambda row: not bar.as_it_comes or row.method != bar.method)
         reference, name = other.median, other.method
     ratio = mine.median / reference
-    text = f"{mine.method} {ratio:.2f} x {name}, bar {bar.at_most:.2f}"
+    text = f"{mine.method}{' as it comes' if bar.as_it_comes else ''} {ratio:.2f} x {name}, bar {bar.at_most:.2f}"
     if mine.origin != other.origin:
         text += f"; not of the same code: {mine.method} of {mine.origin}, {other.method} of {other.origin}"
     return text, ratio
+
+
+def _fastest(group: Group, method: str, counts: Callable[[Row], bool]) -> Row:
+    """Of a family's runs in the group; of those that count, if there are any."""
+    rows = [row for row in group.rows if row.family == family_of(method)]
+    return min([row for row in rows if counts(row)] or rows, key=lambda row: row.median)
 
 
 def judge(
