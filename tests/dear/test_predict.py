@@ -22,7 +22,7 @@ def test_a_table_of_all_methods(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--model", "resnet50", "--workers", "64", "--network", "10gbit"]) == 0
     text = capsys.readouterr().out
     rows = _rows(text)
-    assert set(rows) == {*METHODS, "mgwfbp"} == set(methods())
+    assert set(rows) == {*METHODS, "mgwfbp", "oss"} == set(methods())
     for step, best, worst, efficiency in rows.values():
         assert best <= step <= worst
         assert efficiency == pytest.approx(100 * 64.4 / step, abs=0.1)

@@ -10,7 +10,7 @@ from overlap.plan.simulation.network import Link, Network
 from overlap.plan.simulation.schedules import all_reduced, by_priority, decoupled, negotiated
 from overlap.plan.simulation.workload import Costs, Layer, Workload, fused, in_one_order, per_tensor
 
-__all__ = ["METHODS", "Guess", "Method", "Prediction", "predict"]
+__all__ = ["METHODS", "Guess", "Method", "Prediction", "auto_threshold", "predict"]
 
 MB = 2**20
 _AUTO = 32, 1 * MB, 25 * MB  # as `overlap.plan.fusion` fuses: a so many'th of the model, at least and at most
@@ -18,15 +18,18 @@ _AUTO = 32, 1 * MB, 25 * MB  # as `overlap.plan.fusion` fuses: a so many'th of t
 Method = Callable[[Workload, Network], Run]
 
 
-def _auto(work: Workload) -> float:
+def auto_threshold(work: Workload) -> float:
+    """The bytes of a bucket that `overlap.plan.fusion` chooses by itself."""
     parts, least, most = _AUTO
     return min(max(work.nbytes / parts, least), most)
 
 
 #: By name; each with the settings that it has as it comes, but where the name says others.
 METHODS: dict[str, Method] = {
-    "dear": lambda work, network: decoupled(work, network, fused(work.layers, _auto(work))),
-    "dear, early updates": lambda work, network: decoupled(work, network, fused(work.layers, _auto(work)), early=True),
+    "dear": lambda work, network: decoupled(work, network, fused(work.layers, auto_threshold(work))),
+    "dear, early updates": lambda work, network: decoupled(
+        work, network, fused(work.layers, auto_threshold(work)), early=True
+    ),
     "dear, 25 MB": lambda work, network: decoupled(work, network, fused(work.layers, 25 * MB)),
     "wfbp": lambda work, network: all_reduced(work, network, per_tensor(work.layers)),
     "bytescheduler": lambda work, network: by_priority(work, network, partition=MB, credit=2 * MB),

@@ -6,6 +6,7 @@ the bytes each (Patarasuk and Yuan, 2009); an all-reduce is one of each.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from overlap.plan.simulation.events import Cost
@@ -70,6 +71,16 @@ class Network:
             return _ring(self.within, self.per_host, nbytes) + _ring(self.between, self.hosts, nbytes)
         slowest = Link(max(self.between.alpha, self.within.alpha), max(self.between.beta, self.within.beta))
         return _ring(slowest, self.workers, nbytes)
+
+    def filled(self, shares: Sequence[float]) -> float:
+        """How much of the links a half can fill whose ranks own `shares` of the bytes: 1 where these are equal, else less.
+
+        In a ring, each link carries all shares but one. Where they are equal, all links carry as much.
+        """
+        total = sum(shares)
+        if len(shares) == 1 or not total:
+            return 1.0
+        return (len(shares) - 1) / len(shares) * total / (total - min(shares))
 
     def all_reduce(self, nbytes: float) -> Cost:
         half = self.half(nbytes)
