@@ -86,6 +86,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, help="folder of what was measured (default: logs/NAME)")
     parser.add_argument("--json", type=Path, help="write every cell here")
     parser.add_argument("--report", type=Path, metavar="FILE", help="write Markdown here, and the picture beside it")
+    parser.add_argument("--keep", action="store_true", help="reuse what was measured with other code, too")
     parser.add_argument("--report-only", action="store_true", help="run nothing, report what is there")
     arguments = parser.parse_args()
     folder = (arguments.output or ROOT / "logs" / arguments.table.stem).resolve()
@@ -96,7 +97,7 @@ def main() -> int:
         return 2
     folder.mkdir(parents=True, exist_ok=True)
     if arguments.report_only:
-        return leave(sweep, Workshop(folder, today(), run=False), arguments)
+        return leave(sweep, Workshop(folder, today(), run=False, keep=True), arguments)
     if os.geteuid() != 0:
         say("emulated links need root")
         return 2
@@ -105,7 +106,7 @@ def main() -> int:
     end_in_order()
     try:
         with alone(folder):
-            return leave(sweep, Workshop(folder, today(), run=True), arguments)
+            return leave(sweep, Workshop(folder, today(), keep=arguments.keep), arguments)
     except Occupied as error:
         say(str(error))
         return 2

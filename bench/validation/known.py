@@ -15,7 +15,6 @@ from typing import Any
 from bench.methods.spec import parse_spec
 from bench.train.launcher import narrowed
 from bench.train.settings import Settings
-from overlap.plan.cost_model import fit
 from overlap.plan.simulation.network import Link
 from overlap.plan.simulation.workload import Costs, Layer
 
@@ -92,10 +91,18 @@ def probe_of(cell: Settings) -> tuple[str, int, str]:
 
 
 def link_of(probe: Mapping[str, Any], operation: str) -> Link:
-    """The link whose ring takes as long as was measured."""
-    cost = fit([(nbytes, seconds) for nbytes, seconds in probe["samples"][operation]])
+    """The link whose ring takes as long as was measured.
+
+    The largest operations tell what a byte takes: there a start is nothing. What a start takes is what the others leave,
+    with the least squares of their relative errors. (Fitted together, small operations would decide both: part of a start
+    passes while the one before is still on its way.)
+    """
+    samples = sorted(probe["samples"][operation])
+    beta = samples[-1][1] / samples[-1][0]
+    weights = [1 / seconds**2 for _, seconds in samples]
+    alpha = sum((t - beta * n) * weight for (n, t), weight in zip(samples, weights, strict=True)) / sum(weights)
     halves, turns = (2 if operation == "whole" else 1), probe["workers"] - 1
-    return Link(cost.alpha / (halves * turns), cost.beta / (halves * turns / probe["workers"]))
+    return Link(max(0.0, alpha) / (halves * turns), beta / (halves * turns / probe["workers"]))
 
 
 def contention(probe: Mapping[str, Any], operation: str, cores: int) -> float:

@@ -32,19 +32,19 @@ class Unknown(RuntimeError):
 
 
 class Workshop:
-    """What is known, kept in `folder`. Unless `run`, nothing is measured, and results of other code count too."""
+    """What is known, kept in `folder`. `keep`: results of other code count, too. Unless `run`, nothing is measured."""
 
-    def __init__(self, folder: Path, origin: Origin, *, run: bool) -> None:
-        self.journal = Journal(folder / "results.jsonl", origin, keep=not run)
+    def __init__(self, folder: Path, origin: Origin, *, run: bool = True, keep: bool = False) -> None:
+        self.journal = Journal(folder / "results.jsonl", origin, keep=keep)
         self.failures = Failures(folder / "failures.jsonl")
         self._logs, self._probes, self._profiles = folder / "logs", folder / "probes", folder / "profiles"
         for place in (self._logs, self._probes, self._profiles):
             place.mkdir(parents=True, exist_ok=True)
-        self._origin, self._run = origin, run
+        self._origin, self._run, self._keep = origin, run, keep
 
     def run(self, settings: Settings, tries: int = 2) -> Mapping[str, Any] | None:
         """The result of a run; None where it fails."""
-        if self._run:
+        if self._run and self.journal.get(settings) is None:
             run_all([settings], self.journal, self.failures, self._logs, tries)
         return self.journal.get(settings)
 
@@ -63,7 +63,7 @@ class Workshop:
     def _probe(self, kind: str, hosts: int, rate: str) -> Mapping[str, Any]:
         path = self._probes / f"{kind}-{hosts}x{rate}.json"
         found: dict[str, Any] | None = json.loads(path.read_text()) if path.exists() else None
-        if self._run and (found is None or found["origin"] != self._origin.to_dict()):
+        if self._run and (found is None or not (self._keep or found["origin"] == self._origin.to_dict())):
             found = {**probe.measure(kind, hosts, rate), "origin": self._origin.to_dict()}
             path.write_text(json.dumps(found))
         if found is None:
@@ -85,7 +85,8 @@ class Workshop:
         run = known.profiled(cell)
         path = self._profiles / f"{name_of(run)}.json"
         stamp = path.with_suffix(".origin")
-        if self._run and not (path.exists() and stamp.exists() and stamp.read_text() == str(self._origin)):
+        there = stamp.exists() and (self._keep or stamp.read_text() == str(self._origin))
+        if self._run and not there:
             _, reason, _ = attempt(run, self._logs / f"profile-{name_of(run)}.log", ["--profile", str(path)])
             if reason:
                 raise Unknown(f"the layers of {cell.model} could not be measured: {reason}")

@@ -12,7 +12,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,9 @@ __all__ = ["METHODS", "measure"]
 
 METHODS = {"ours": "dear:threshold_mb=1", "gloo": "ddp"}  # whose launcher and environment a probe has, by its kind
 _SIZES = [4 * 2**10, 32 * 2**10, 256 * 2**10, 2**20, 4 * 2**20, 16 * 2**20]
-_STREAM = 4 * 2**20  # bytes sent without a pause, where 16 operations come to as much
-_FEWEST, _MOST, _REPEATS = 2, 16, 3
-_BUDGET = 6.0  # seconds of an operation, after which larger sizes are left out, but for the first three
+_STREAM = 0.3  # seconds that operations are sent without a pause: what links let through at once is little then
+_FEWEST, _MOST, _REPEATS = 2, 64, 3
+_BUDGET = 8.0  # seconds that a size may take; larger ones are left out, as links are slow
 
 Wait = Callable[[], object]
 Issue = Callable[[int], Callable[[], Wait]]  # of a buffer of so many elements
@@ -84,23 +84,24 @@ def _gloo() -> dict[str, Issue]:
 def _samples(comm: Communicator, make: Issue) -> list[tuple[int, float]]:
     """Seconds that one operation takes among others, by its bytes; medians. On every rank."""
     samples: list[tuple[int, float]] = []
-    begun = time.perf_counter()
-    for number, nbytes in enumerate(_SIZES):
-        spent = torch.tensor([time.perf_counter() - begun])
-        comm.broadcast(spent)
-        if number >= 3 and float(spent) > _BUDGET:
+    for nbytes in _SIZES:
+        once = _row(comm, [make(nbytes // 4)] * _FEWEST)
+        if samples and (1 + _REPEATS) * _FEWEST * once > _BUDGET:
             break
-        issues = [make(nbytes // 4) for _ in range(min(max(_STREAM // nbytes, _FEWEST), _MOST))]
-        times = []
-        for repeat in range(1 + _REPEATS):
-            comm.barrier()
-            since = time.perf_counter()
-            for wait in [issue() for issue in issues]:
-                wait()
-            if repeat:
-                times.append((time.perf_counter() - since) / len(issues))
-        samples.append((nbytes, statistics.median(times)))
+        issues = [make(nbytes // 4) for _ in range(min(max(int(_STREAM / once), _FEWEST), _MOST))]
+        samples.append((nbytes, statistics.median(_row(comm, issues) for _ in range(_REPEATS))))
     return samples
+
+
+def _row(comm: Communicator, issues: Sequence[Callable[[], Wait]]) -> float:
+    """Seconds of each of some operations in a row, by rank 0's clock. On every rank."""
+    comm.barrier()
+    since = time.perf_counter()
+    for wait in [issue() for issue in issues]:
+        wait()
+    taken = torch.tensor([(time.perf_counter() - since) / len(issues)], dtype=torch.float64)
+    comm.broadcast(taken)
+    return float(taken)
 
 
 def main() -> None:
