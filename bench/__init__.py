@@ -3,7 +3,8 @@
 What lies in bench/ itself, but for `program`, is a command of one file, and nothing imports it. The rest are rooms, which
 import those before them and none behind:
 
-    program < models < emulation < methods < train < collectives < sweep < accuracy < integrations < validation < claims < gpu
+    program < models < emulation < methods < train < collectives < sweep
+            < accuracy < integrations < validation < claims < gpu
 
 program      what all commands share
 models       what is trained, and the batches it is fed with
