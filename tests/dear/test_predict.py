@@ -52,6 +52,17 @@ def test_a_profile_of_ones_own_and_a_picture(tmp_path: Path, capsys: pytest.Capt
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_horovods_copies_take_time_on_cpus_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    layers = tuple(Layer(f"{number}", 0.0001, 0.0002, (2**20, 2**12)) for number in range(10))
+    steps = []
+    for device in ("x86_64 cpu, 1 thread(s)", "gpu"):
+        own = tmp_path / "own.json"
+        own.write_text(to_text(Profile("mine", device, 16, "measured here", layers)))
+        assert main(["--profile", str(own), "--workers", "2", "--network", "100gbit"]) == 0
+        steps.append(_rows(capsys.readouterr().out)["Horovod"][0])
+    assert steps[0] > steps[1] + 1  # ms; 10 MB are copied twice
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
