@@ -21,6 +21,7 @@ from bench.train import launcher
 from bench.train.launcher import LauncherError, first_host, local_command, narrowed, needed_bytes, pick
 from bench.train.settings import Settings, parse
 from bench.train.stepping import alone, breakdown, warm_up
+from overlap.plan.simulation.profile import from_text
 from tests.harness import ROOT, run_ranks
 
 
@@ -212,6 +213,24 @@ def test_a_method_is_timed_after_it_has_settled_on_its_buckets(tmp_path: Path) -
     done = run_ranks(2, [*argv, *counts], env={"PYTHONPATH": str(ROOT)}, cwd=ROOT).check()
     assert "Warmed up for 8 steps instead of 2: mgwfbp was searching its buckets" in done.output
     assert json.loads(output.read_text())["warmup_steps"] == 8
+
+
+@pytest.mark.full
+def test_layers_are_measured_beside_a_run(tmp_path: Path) -> None:
+    profile = tmp_path / "profile.json"
+    argv = ["-m", "bench.train", "--method", "dear:threshold_mb=4", "--model", "narrow_mlp"]
+    argv += ["--emulate-compute", "narrow_mlp@even:60", "--num-warmup-batches", "12", "--num-iters", "1"]
+    argv += ["--num-batches-per-iter", "1", "--profile", str(profile)]
+    run_ranks(2, argv, env={"PYTHONPATH": str(ROOT)}, cwd=ROOT).check()
+    found = from_text(profile.read_text())
+    assert (len(found.layers), found.batch_size) == (400, 32)
+    assert found.seconds > 0.06
+
+
+def test_only_our_strategies_measure_layers() -> None:
+    assert parse(["--profile", "x.json"])[1].profile == Path("x.json").absolute()
+    with pytest.raises(ValueError, match="ddp does not measure layers: --profile is for our own strategies"):
+        method("ddp").save_profile(torch.optim.SGD([torch.zeros(1)]), Path("x.json"), 8)
 
 
 def test_only_methods_that_record_a_timeline_are_asked_for_one() -> None:
