@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from bench.methods.spec import parse_spec
+from bench.models.catalog import workload
 from bench.train.launcher import narrowed
 from bench.train.settings import Settings
 from overlap.plan.simulation.network import Link
@@ -52,7 +53,7 @@ class Thread:
 
 def alone(cell: Settings) -> Settings:
     """The cell's computation, on as many ranks, without a network."""
-    return replace(cell, method="none", network="local", launcher=None, warmup=2, iterations=2, batches=3)
+    return replace(cell, method="none", network="local", launcher=None, warmup=2, iterations=1, batches=4)
 
 
 def profiled(cell: Settings) -> Settings:
@@ -61,15 +62,16 @@ def profiled(cell: Settings) -> Settings:
     return replace(one, warmup=12, iterations=1, batches=1)  # save_profile() takes eleven steps
 
 
-def references(model: str, batch_size: int, size: int) -> dict[str, Settings]:
+def references(model: str) -> dict[str, Settings]:
     """By method, the runs on one rank that tell what the thread costs with a model's parameters."""
+    chosen = workload(model)
     methods = ("none", ONE_BUCKET, "ddp", *((EACH_LAYER,) if model == SMALL else ()))
     return {
         name: Settings(
             method=name,
             model=model,
-            batch_size=batch_size,
-            size=size,
+            batch_size=chosen.batch_size,
+            size=chosen.size,
             emulate_compute=f"{model}@even:100",
             warmup=3,
             iterations=4,

@@ -55,9 +55,7 @@ class Workshop:
         return result
 
     def _references(self, cell: Settings) -> tuple[dict[str, Any], dict[str, Any]]:
-        small = workload(known.SMALL)
-        ours = known.references(known.SMALL, small.batch_size, small.size)
-        model = known.references(cell.model, cell.batch_size, cell.size) if cell.model != known.SMALL else ours
+        ours, model = known.references(known.SMALL), known.references(cell.model)
         return {n: self._needed(s) for n, s in ours.items()}, {n: self._needed(s) for n, s in model.items()}
 
     def _probe(self, kind: str, hosts: int, rate: str) -> Mapping[str, Any]:

@@ -80,7 +80,7 @@ def test_nothing_that_is_known_is_of_the_cells_own_method_on_its_network() -> No
     assert known.alone(wide).method == "none"
     assert known.alone(wide).network == "local"
     assert (known.alone(wide).workers, known.alone(wide).dilate) == (8, 2.0)
-    assert {run.workers for run in known.references("mlp", 32, 500).values()} == {1}
+    assert {run.workers for run in known.references("mlp").values()} == {1}
     assert known.probe_of(wide) == ("ours", 8, "500000000bit")
     assert known.probe_of(replace(CELL, method="ddp")) == ("gloo", 2, "1000000000bit")
     assert known.profiled(replace(CELL, emulate_compute=None)).workers == 1
