@@ -1,6 +1,6 @@
 """``python -m bench.validation``: each cell of a table predicted, then run, and both compared.
 
-    python -m bench.validation                                   configs/sweeps/prediction.toml, as root; about 40 minutes
+    python -m bench.validation                                   configs/sweeps/prediction.toml, as root; about 45 minutes
     python -m bench.validation --only model=mlp --only workers=2
     python -m bench.validation --report-only --report docs/results/prediction/reports.md
 

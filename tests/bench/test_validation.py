@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from bench.emulation.accelerator import Accelerator, gradient_bytes
+from bench.models.catalog import workload
 from bench.sweep.failures import Failure
 from bench.sweep.table import read
 from bench.train.cores import busy_share, of_stat
+from bench.train.launcher import narrowed
 from bench.train.origin import Origin
 from bench.train.settings import Settings
 from bench.validation import known
+from bench.validation.__main__ import main
 from bench.validation.judge import Cell, order, summary
 from bench.validation.measure import Unknown, Workshop
 from bench.validation.report import draw, markdown
@@ -44,6 +50,19 @@ def test_the_table_has_what_it_should_spread_over() -> None:
     assert {one.network for one in slept} == {"100mbit", "1gbit", "2gbit"}
     assert {one.model for one in slept} == {"mlp", "narrow_mlp", "resnet50", "vgg16", "bert_base"}
     assert {one.method.partition(":")[0] for one in slept} == set(KNOWN)
+
+
+def test_neither_computation_nor_wire_of_a_cell_is_next_to_nothing() -> None:
+    for one in read(TABLE).runs:
+        if one.emulate_compute is None:
+            continue
+        with torch.device("meta"):
+            skeleton = workload(one.model).build()
+        compute = Accelerator.named(one.emulate_compute, one.batch_size).profile(skeleton).seconds
+        nbytes = sum(map(sum, gradient_bytes(skeleton).values()))
+        bits_per_second = 0.95 * float(narrowed(one.network, 1).removesuffix("bit"))
+        wire = 2 * (one.workers - 1) / one.workers * nbytes * 8 / bits_per_second
+        assert 0.3 < compute / wire < 3, one
 
 
 @pytest.mark.parametrize("spec", sorted({one.method for one in read(TABLE).runs}))
@@ -144,6 +163,45 @@ def test_layers_take_what_the_method_none_took() -> None:
 def test_without_what_has_to_be_known_nothing_is_predicted(tmp_path: Path) -> None:
     with pytest.raises(Unknown, match=r"none-mlp@even-560-bs32-2x-local has no result"):
         Workshop(tmp_path, Origin("abc", "2", {}), run=False).predict(CELL)
+
+
+def _keep(folder: Path, cell: Settings, seconds: float) -> None:
+    """What has to be known of `cell`, as if it had been measured: nothing costs the thread anything, or the network."""
+    runs = [known.alone(cell), *known.references(cell.model).values(), *known.references(known.SMALL).values()]
+    phases = {"forward": seconds / 3, "backward": 2 * seconds / 3, "step": 0.0}
+    told = {"step_seconds": [seconds], "phase_seconds": phases, "parameter_bytes": 10**8, "cores_busy": 0.25}
+    told |= {"versions": {}, "origin": Origin("abc", "2", {}).to_dict()}
+    lines = [json.dumps({"settings": asdict(run), **told}) + "\n" for run in (*runs, cell)]
+    (folder / "results.jsonl").write_text("".join(lines))
+    (folder / "probes").mkdir()
+    samples = [[4096, 1e-9], [2**24, 4096e-9]]
+    (folder / "probes" / "ours-2x1000000000bit.json").write_text(
+        json.dumps({"workers": 2, "samples": {"half": samples}, "cores_busy": {"half": 0.1}})
+    )
+
+
+def test_what_was_measured_is_reported_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _keep(tmp_path, CELL, 0.56)
+    table, report, data = (tmp_path / name for name in ("table.toml", "reports.md", "reports.json"))
+    table.write_text(
+        'title = "Two cells"\n[[runs]]\nmethods = ["dear:threshold_mb=2", "ddp"]\nmodels = ["mlp"]\nnetworks = ["1gbit"]\n'
+        'emulate_compute = "mlp@even:560"\nwarmup = 10\niterations = 5\nbatches = 10\n'
+    )
+    argv = ["bench.validation", str(table), "--output", str(tmp_path), "--report-only", "--only", "workers=2"]
+    monkeypatch.setattr("sys.argv", [*argv, "--report", str(report), "--json", str(data)])
+    assert main() == 1  # one of them has not been measured
+    assert "| dear:threshold_mb=2 | mlp@even:560 | 2 | 1gbit | 560 | 560 | +0.0% | 25% |" in report.read_text()
+    assert "* ddp, mlp@even:560, 2 hosts, 1gbit: no prediction: gloo-2x1000000000bit.json" in report.read_text()
+    assert report.with_suffix(".png").exists()
+    kept = json.loads(data.read_text())
+    assert [one["measured"] for one in kept["cells"]] == [0.56]
+    assert kept["cells"][0]["predicted"] == pytest.approx(0.56, rel=1e-3)
+    assert [one["settings"]["method"] for one in kept["failures"]] == ["ddp"]
+    monkeypatch.setattr("sys.argv", [*argv[:-1], "workers=3"])
+    assert main() == 2
+    assert "no run of the sweep has workers=3" in capsys.readouterr().err
 
 
 def test_cores_are_busy_with_everything_but_waiting() -> None:
