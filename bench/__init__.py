@@ -3,7 +3,8 @@
 What lies in bench/ itself, but for `program`, is a command of one file, and nothing imports it. The rest are rooms, which
 import those before them and none behind:
 
-    program < models < emulation < methods < train < collectives < sweep < accuracy < integrations < claims < gpu
+    program < models < emulation < methods < train < collectives < sweep
+            < accuracy < integrations < validation < claims < gpu
 
 program      what all commands share
 models       what is trained, and the batches it is fed with
@@ -14,6 +15,7 @@ collectives  the communicators' operations beside gloo's: `python -m bench.colle
 sweep        many runs, kept, judged and reported: `python benchmarks.py`
 accuracy     the loss over wall time: `python -m bench.accuracy`
 integrations other libraries' trainers, their own DDP beside dear: `python -m bench.integrations`
+validation   predictions held to measurement: `python -m bench.validation`
 claims       what README.md and docs say of results: `python -m bench.claims`
 gpu          what a machine with one GPU has to show: `python -m bench.gpu`
 

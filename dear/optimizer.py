@@ -240,7 +240,7 @@ def DistributedOptimizer(
             no fusion. ``"auto"``: what the environment variable ``DEAR_THRESHOLD_MB`` (MB), or
             ``HOROVOD_FUSION_THRESHOLD`` (bytes), says; else it is planned: the first steps have a 32nd of the parameters
             that are trained, at least 1 and at most 25 ([Note: how much to fuse] in `overlap.plan.fusion`); they are
-            measured, and what follows is simulated to be the fastest, from 1 to 25. 25 is the paper's.
+            measured, and what follows is simulated to be the fastest, from 1 to 64. 25 is the paper's.
         num_nearby_layers: at most this many layers per bucket; with both limits, the first one reached closes a bucket.
             ``threshold_mb=None, num_nearby_layers=1`` is DeAR without tensor fusion.
         exclude_parts: ``"reducescatter"``, ``"allgather"`` or both (``"reduce"``, ``"bcast"`` under the policy "rb")

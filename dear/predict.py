@@ -9,16 +9,18 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from overlap.plan.simulation.events import Run
-from overlap.plan.simulation.methods import METHODS, Guess, Method, Prediction, predict
-from overlap.plan.simulation.network import Link, Medium
+from overlap.plan.simulation.methods import METHODS, Guess, Method, Prediction, auto_threshold, predict
+from overlap.plan.simulation.network import Link, Network
+from overlap.plan.simulation.owned import owned, shares_of
 from overlap.plan.simulation.profile import Profile, from_text, known, load
-from overlap.plan.simulation.schedules import all_reduced
-from overlap.plan.simulation.workload import Bucket, Costs, Layer, Workload
+from overlap.plan.simulation.schedules import all_reduced, negotiated
+from overlap.plan.simulation.workload import Bucket, Costs, Layer, Workload, fused
 
-__all__ = ["NETWORKS", "guesses", "main", "methods", "table"]
+__all__ = ["NETWORKS", "guesses", "main", "merged", "methods", "owned_by_rank", "table"]
 
 _KINDS = ("likely", "best", "worst")
 # Gbit/s, and microseconds that a message takes besides its bytes: likely, best, worst. Those of Ethernet are for TCP, where
@@ -42,6 +44,8 @@ _DERIVED = (1.0, 0.8, 1.3)  # of the seconds of a profile that was not measured
 _MEASURED = (1.0, 0.97, 1.03)
 _THREAD = (Costs(5e-6, 2e-5), Costs(), Costs(1.5e-5, 6e-5))  # hooks and issuing; a GPU computes meanwhile
 _POWERS = range(1, 13)
+MB = 2**20
+_COPY = 1.7e-10  # seconds of a byte, on a CPU; a GPU copies it in a hundredth of that
 
 
 def guesses(profile: Profile, network: str, within: str) -> list[Guess]:
@@ -58,27 +62,47 @@ def guesses(profile: Profile, network: str, within: str) -> list[Guess]:
     ]
 
 
-def methods() -> dict[str, Method]:
-    """Those of the simulation, and MG-WFBP, which has a rule of its own."""
-    return {**METHODS, "mgwfbp": _mgwfbp}
+def methods(copy: float = 0.0) -> dict[str, Method]:
+    """Those of the simulation, and MG-WFBP and oss, which have rules of their own.
+
+    `copy`: seconds of a byte that Horovod's thread copies in memory.
+    """
+    horovod = partial(negotiated, threshold=128 * MB, cycle=1e-3, copy=copy)
+    return {**METHODS, "Horovod": horovod, "mgwfbp": merged, "oss": owned_by_rank}
 
 
-def _mgwfbp(work: Workload, network: Medium) -> Run:
-    from mgwfbp.merge import merge
+def _methods(profile: Profile) -> dict[str, Method]:
+    return methods(_COPY if " cpu" in profile.device else 0.0)
+
+
+def merged(work: Workload, network: Network) -> Run:
+    """mgwfbp, with buckets by the rule of its own."""
+    from mgwfbp.merge import least_bytes, merge
     from overlap.plan.cost_model import CostModel
 
-    start, one = network.all_reduce(1).latency, network.all_reduce(2**20).transfer / 2**20
+    start, one = network.all_reduce(1).latency, network.all_reduce(MB).transfer / MB
+    cost = CostModel(start, one, work.costs.per_bucket)
     tensors = [(index, size) for index, layer in reversed(list(enumerate(work.layers))) for size in layer.tensors[::-1]]
-    seconds, before = [], len(work.layers)
+    sizes, seconds, before = [size for _, size in tensors], [], len(work.layers)
     for index, _ in tensors:
         seconds.append(sum(layer.backward for layer in work.layers[index:before]))
         before = index
-    groups = merge([size for _, size in tensors], seconds, CostModel(start, one, work.costs.per_bucket))
+    groups = merge(sizes, seconds, cost, merge_below=least_bytes(sizes, seconds, cost))
     buckets = [
         Bucket(tensors[group.tensors[-1]][0], tensors[group.tensors[0]][0], group.nbytes, len(group.tensors))
         for group in groups
     ]
     return all_reduced(work, network, buckets)
+
+
+def owned_by_rank(work: Workload, network: Network, threshold: float | None = None) -> Run:
+    """oss, with buckets of at most `threshold` bytes (None: as it fuses by itself)."""
+    from oss.assignment import assign_owners
+
+    sizes = [size for layer in work.layers for size in layer.tensors]
+    buckets = fused(work.layers, auto_threshold(work) if threshold is None else threshold)
+    owners = assign_owners(sizes, [0] * network.workers)
+    return owned(work, network, buckets, shares_of(work, buckets, owners, network.workers))
 
 
 def table(predictions: Sequence[Prediction], batch_size: int, workers: int) -> str:
@@ -118,7 +142,7 @@ def draw(profile: Profile, options: argparse.Namespace, path: Path) -> None:
     likely = guesses(profile, options.network, options.within)[0]
     figure, axes = pyplot.subplots(figsize=(8, 5))
     highest, ranks = 0.0, _columns(options.per_host)
-    for name, method in methods().items():
+    for name, method in _methods(profile).items():
         shares = [_predicted(name, method, profile.layers, workers, options, [likely]).efficiency for workers in ranks]
         highest = max(highest, *shares)
         axes.plot(ranks, shares, marker="o", markersize=3, label=name)
@@ -180,14 +204,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         kinds = guesses(profile, options.network, options.within)
         found = [
             _predicted(name, method, profile.layers, options.workers, options, kinds)
-            for name, method in methods().items()
+            for name, method in _methods(profile).items()
         ]
         _say(
             _head(profile, options, found[0]),
             "",
             table(found, profile.batch_size, options.workers),
             "",
-            "Simulated, not measured. oss is as dear, for optimizers that need whole parameters.",
+            "Simulated, not measured.",
         )
         if options.picture is not None:
             draw(profile, options, options.picture)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -65,6 +66,10 @@ class Method(ABC):
     def tuning(self, optimizer: Optimizer) -> bool:
         """Whether the method still changes itself by what it measures: such steps are not timed. The same on every rank."""
         return False
+
+    def save_profile(self, optimizer: Optimizer, path: Path, batch_size: int) -> None:
+        """Measure layers in the next steps, and write them to `path`. Raises ``ValueError`` where the method cannot."""
+        raise ValueError(f"{self.name} does not measure layers: --profile is for our own strategies")
 
     def settle(self, optimizer: Optimizer) -> None:  # noqa: B027  most methods leave nothing in flight
         """Wait for what the last step left in flight."""

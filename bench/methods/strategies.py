@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import inspect
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -64,6 +65,9 @@ class Strategy(Method):
 
     def tuning(self, optimizer: torch.optim.Optimizer) -> bool:
         return bool(optimizer.tuning)  # type: ignore[attr-defined]
+
+    def save_profile(self, optimizer: torch.optim.Optimizer, path: Path, batch_size: int) -> None:
+        optimizer.save_profile(path, batch_size=batch_size)  # type: ignore[attr-defined]
 
     def settle(self, optimizer: torch.optim.Optimizer) -> None:
         optimizer.synchronize()  # type: ignore[attr-defined]

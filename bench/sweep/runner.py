@@ -36,12 +36,15 @@ def name_of(settings: Settings) -> str:
     return re.sub(r"[^A-Za-z0-9.=@,+-]+", "-", "_".join(parts))
 
 
-def attempt(settings: Settings, log: Path) -> tuple[dict[str, Any] | None, str, bool]:
-    """One run: its result with its origin or None, why there is none, and whether trying again makes sense."""
+def attempt(settings: Settings, log: Path, outputs: Sequence[str] = ()) -> tuple[dict[str, Any] | None, str, bool]:
+    """One run: its result with its origin or None, why there is none, and whether trying again makes sense.
+
+    `outputs`: arguments that say what it leaves besides.
+    """
     origin = today()  # of each run anew: code may change while a sweep runs
     with tempfile.TemporaryDirectory() as folder, log.open("w") as sink:
         output = Path(folder) / "result.json"
-        argv = [*to_argv(settings), "--json", str(output)]
+        argv = [*to_argv(settings), *outputs, "--json", str(output)]
         sink.write(" ".join(["-m", "bench.train", *argv]) + "\n")
         sink.flush()
         # Forked: this process has imported torch already, which takes seconds each time.

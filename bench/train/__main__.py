@@ -38,7 +38,7 @@ def main() -> int:
                 os.environ.update(launcher.for_method(chosen, outputs.timeline))
             from bench.train.trainer import speak, train  # only workers need it
 
-            result = train(settings, chosen, speak, breakdown_wanted=outputs.breakdown)
+            result = train(settings, chosen, speak, breakdown_wanted=outputs.breakdown, profile=outputs.profile)
             if result is not None and outputs.json is not None:
                 about = {**asdict(result), "total": result.total, "plus_minus": result.plus_minus}
                 outputs.json.write_text(json.dumps(about, indent=1))

@@ -49,6 +49,7 @@ class Outputs:
     json: Path | None = None
     timeline: str | None = None
     breakdown: bool = False
+    profile: Path | None = None
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -92,6 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--timeout", type=float, help=f"seconds for the whole run (default: {default.timeout:g})")
     add("--json", type=Path, help="write the result here")
     add("--timeline", metavar="FILE", help="record a Chrome trace; {rank} in the name gives every rank one")
+    add("--profile", type=Path, metavar="FILE", help="measure each layer too, of our strategies; see docs/predict.md")
     add("--breakdown", action="store_true", help="print forward, backward, update and exposed communication")
     add_flags(parser)
     return parser
@@ -142,8 +144,13 @@ def parse(argv: Sequence[str], job: int | None = None) -> tuple[Settings, Output
             given[name] = getattr(Settings(), name)
     chosen = workload(given["model"])
     small = given.pop("small")
-    json, timeline = given.pop("json"), given.pop("timeline")
-    outputs = Outputs(json and json.absolute(), timeline and str(Path(timeline).absolute()), given.pop("breakdown"))
+    json, timeline, profile = given.pop("json"), given.pop("timeline"), given.pop("profile")
+    outputs = Outputs(
+        json and json.absolute(),
+        timeline and str(Path(timeline).absolute()),
+        given.pop("breakdown"),
+        profile and profile.absolute(),
+    )
     if given["batch_size"] is None:
         given["batch_size"] = min(8, chosen.batch_size) if small else chosen.batch_size
     if given["size"] is None:

@@ -9,6 +9,7 @@ import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from bench.emulation.accelerator import Accelerator
 from bench.methods.method import MakeOptimizer, Method
 from bench.models.catalog import Batch, Workload, workload
 from bench.program import ROOT
+from bench.train.cores import busy_share, core_seconds
 from bench.train.launcher import GOODPUT
 from bench.train.origin import commit_of
 from bench.train.settings import Settings
@@ -46,6 +48,7 @@ class Result:
     warmup_steps: int  # before the clock ran: as many as were asked for, and those of a method's own search
     versions: dict[str, str]
     breakdown: dict[str, float] | None  # seconds of computation alone, and what communication adds
+    cores_busy: float | None  # share of this machine's cores while the clock ran, whoever used them; None where unknown
     goodput: float | None  # bytes per second of plain TCP through a link, measured in the same run
 
     @property
@@ -100,7 +103,9 @@ def _versions() -> dict[str, str]:
     }
 
 
-def train(settings: Settings, method: Method, say: Say, *, breakdown_wanted: bool = False) -> Result | None:
+def train(
+    settings: Settings, method: Method, say: Say, *, breakdown_wanted: bool = False, profile: Path | None = None
+) -> Result | None:
     """Warm up, measure; rank 0 gets the figures and calls `say` with the lines of the report. On every rank."""
     torch.set_num_threads(settings.threads)
     chosen, device = workload(settings.model), _device(settings)
@@ -122,6 +127,8 @@ def train(settings: Settings, method: Method, say: Say, *, breakdown_wanted: boo
     parameters = list(model.parameters())
     count, nbytes = sum(p.numel() for p in parameters), sum(p.numel() * p.element_size() for p in parameters)
     model, optimizer = method.distribute(model, make)
+    if profile is not None:
+        method.save_profile(optimizer, profile, settings.batch_size)
     say(f"Model: {settings.model}, {count:,} parameters")
     if settings.emulate_compute:
         say(f"Emulated accelerator: {settings.emulate_compute}, dilated {settings.dilate:g} times; rates are undilated")
@@ -135,7 +142,7 @@ def train(settings: Settings, method: Method, say: Say, *, breakdown_wanted: boo
         say(f"Warmed up for {warmed} steps instead of {settings.warmup}: {settings.method} was searching its buckets")
 
     say("Running benchmark...")
-    begun = clock.settled()
+    begun, cores = clock.settled(), core_seconds()
     clock, rates = Clock(device), []
     for number in range(settings.iterations):
         for _ in range(settings.batches):
@@ -160,6 +167,7 @@ def train(settings: Settings, method: Method, say: Say, *, breakdown_wanted: boo
         peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         warmup_steps=warmed,
         versions=_versions(),
+        cores_busy=busy_share(cores, core_seconds()),
         goodput=None if goodput is None else float(goodput),
     )
     method.leave()

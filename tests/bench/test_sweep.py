@@ -15,6 +15,7 @@ from bench.methods.spec import _SEARCHED, family_of
 from bench.methods.strategies import PACKAGES
 from bench.sweep import table
 from bench.sweep.bars import Bar, judge
+from bench.sweep.bars import parse as parse_bars
 from bench.sweep.failures import Failure, Failures
 from bench.sweep.journal import Journal
 from bench.sweep.plots import draw
@@ -269,6 +270,25 @@ def test_bars_compare_with_the_bound_and_with_the_best_setting_of_a_method() -> 
     assert [verdict.met for verdict in verdicts] == [False, True, None]
     assert "dear 1.10 x L, bar 1.08" in verdicts[0].text
     assert "dear 0.92 x ddp:bucket_mb=25, bar 0.95" in verdicts[1].text
+
+
+def test_a_bar_may_speak_of_a_method_as_it_comes() -> None:
+    (one,) = group(
+        [
+            result_of(Settings(method="none"), 0.8, goodput=1e8),
+            result_of(Settings(method="dear"), 1.0, goodput=1e8),
+            result_of(Settings(method="dear:threshold_mb=1"), 0.9, goodput=1e8),
+            result_of(Settings(method="dear:threshold_mb=25"), 1.2, goodput=1e8),
+            result_of(Settings(method="ddp:bucket_mb=1"), 1.1, goodput=1e8),
+        ]
+    )
+    bars = [Bar("dear", "dear", 1.03, {}, as_it_comes=True), Bar("dear", "ddp", 1.0, {}, as_it_comes=True)]
+    found = judge([one], bars)
+    assert [verdict.met for verdict in found] == [False, True]
+    assert "dear as it comes 1.11 x dear:threshold_mb=1, bar 1.03" in found[0].text
+    assert "dear as it comes 0.91 x ddp:bucket_mb=1" in found[1].text
+    with pytest.raises(ValueError, match="about a method without options"):
+        parse_bars([{"method": "dear:eager=True", "at_most": 1, "as_it_comes": True}], ["dear:eager=True"])
 
 
 def test_every_bar_gets_a_verdict() -> None:

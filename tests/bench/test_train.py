@@ -21,6 +21,7 @@ from bench.train import launcher
 from bench.train.launcher import LauncherError, first_host, local_command, narrowed, needed_bytes, pick
 from bench.train.settings import Settings, parse
 from bench.train.stepping import alone, breakdown, warm_up
+from overlap.plan.simulation.profile import from_text
 from tests.bench.test_dears_flags import asked_of_python
 from tests.harness import ROOT, run_ranks
 
@@ -70,7 +71,17 @@ def test_a_rank_of_somebodys_job_refuses_what_comes_too_late(
 def test_a_rank_of_somebodys_job_sets_what_its_method_reads(tmp_path: Path) -> None:
     timeline, result = tmp_path / "t-{rank}.json", tmp_path / "result.json"
     counts = ["--num-iters", "1", "--num-batches-per-iter", "2", "--num-warmup-batches", "2", "--breakdown"]
-    argv = ["-m", "bench.train", "--model", "narrow_mlp", "--emulate-compute", "narrow_mlp@even:5", *counts]
+    argv = [
+        "-m",
+        "bench.train",
+        "--method",
+        "dear:threshold_mb=1",
+        "--model",
+        "narrow_mlp",
+        "--emulate-compute",
+        "narrow_mlp@even:5",
+        *counts,
+    ]
     argv += ["--timeline", str(timeline), "--json", str(result)]
     run_ranks(2, argv, env={"PYTHONPATH": str(ROOT)}, cwd=ROOT).check()
     assert json.loads(result.read_text())["settings"]["workers"] == 2
@@ -213,6 +224,24 @@ def test_a_method_is_timed_after_it_has_settled_on_its_buckets(tmp_path: Path) -
     done = run_ranks(2, [*argv, *counts], env={"PYTHONPATH": str(ROOT)}, cwd=ROOT).check()
     assert "Warmed up for 8 steps instead of 2: mgwfbp was searching its buckets" in done.output
     assert json.loads(output.read_text())["warmup_steps"] == 8
+
+
+@pytest.mark.full
+def test_layers_are_measured_beside_a_run(tmp_path: Path) -> None:
+    profile = tmp_path / "profile.json"
+    argv = ["-m", "bench.train", "--method", "dear:threshold_mb=4", "--model", "narrow_mlp"]
+    argv += ["--emulate-compute", "narrow_mlp@even:60", "--num-warmup-batches", "12", "--num-iters", "1"]
+    argv += ["--num-batches-per-iter", "1", "--profile", str(profile)]
+    run_ranks(2, argv, env={"PYTHONPATH": str(ROOT)}, cwd=ROOT).check()
+    found = from_text(profile.read_text())
+    assert (len(found.layers), found.batch_size) == (400, 32)
+    assert found.seconds > 0.06
+
+
+def test_only_our_strategies_measure_layers() -> None:
+    assert parse(["--profile", "x.json"])[1].profile == Path("x.json").absolute()
+    with pytest.raises(ValueError, match="ddp does not measure layers: --profile is for our own strategies"):
+        method("ddp").save_profile(torch.optim.SGD([torch.zeros(1)]), Path("x.json"), 8)
 
 
 def test_only_methods_that_record_a_timeline_are_asked_for_one() -> None:

@@ -22,7 +22,7 @@ def test_a_table_of_all_methods(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--model", "resnet50", "--workers", "64", "--network", "10gbit"]) == 0
     text = capsys.readouterr().out
     rows = _rows(text)
-    assert set(rows) == {*METHODS, "mgwfbp"} == set(methods())
+    assert set(rows) == {*METHODS, "mgwfbp", "oss"} == set(methods())
     for step, best, worst, efficiency in rows.values():
         assert best <= step <= worst
         assert efficiency == pytest.approx(100 * 64.4 / step, abs=0.1)
@@ -50,6 +50,17 @@ def test_a_profile_of_ones_own_and_a_picture(tmp_path: Path, capsys: pytest.Capt
     assert "mine on laptop, 16 samples a rank: 10 layers, 10 MB" in text
     assert _rows(text)["dear"][0] == pytest.approx(300, rel=0.05)
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_horovods_copies_take_time_on_cpus_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    layers = tuple(Layer(f"{number}", 0.0001, 0.0002, (2**20, 2**12)) for number in range(10))
+    steps = []
+    for device in ("x86_64 cpu, 1 thread(s)", "gpu"):
+        own = tmp_path / "own.json"
+        own.write_text(to_text(Profile("mine", device, 16, "measured here", layers)))
+        assert main(["--profile", str(own), "--workers", "2", "--network", "100gbit"]) == 0
+        steps.append(_rows(capsys.readouterr().out)["Horovod"][0])
+    assert steps[0] > steps[1] + 1  # ms; 10 MB are copied twice
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """One computing thread and one wire, event by event. Pure.
 
     thread   computes, and waits for operations, as a program tells it
-    wire     operations queue in lanes, a communicator each; the first ones of all lanes share the wire evenly
+    wire     operations queue in lanes, a communicator each; the first ones of all lanes share the wire
 
 Ranks are taken to be equal, so one of them is enough. Times are seconds.
 """
@@ -9,7 +9,7 @@ Ranks are taken to be equal, so one of them is enough. Times are seconds.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 
 __all__ = ["Compute", "Cost", "Operation", "Program", "Run", "Span", "Step", "Wire", "run"]
@@ -43,12 +43,12 @@ class Span:
 
 
 class Operation:
-    """One collective; `then` is called when it is done."""
+    """One collective; `then` is called when it is done. `most`: the share of the wire that it can use."""
 
-    __slots__ = ("begun", "done", "label", "latency", "left", "then")
+    __slots__ = ("begun", "done", "label", "latency", "left", "most", "then")
 
-    def __init__(self, label: str, cost: Cost, then: Callable[[], None] | None = None) -> None:
-        self.label, self.then, self.done = label, then, False
+    def __init__(self, label: str, cost: Cost, then: Callable[[], None] | None = None, most: float = 1.0) -> None:
+        self.label, self.then, self.most, self.done = label, then, most, False
         self.begun = 0.0  # when it was the first of its lane
         self.latency, self.left = cost.latency, cost.transfer
 
@@ -76,16 +76,13 @@ class Wire:
         if not first:
             self._now += most
             return most
-        sharing = sum(operation.latency <= _NOTHING for operation in first)
-        seconds = most
-        for operation in first:
-            needed = operation.latency if operation.latency > _NOTHING else operation.left * sharing
-            seconds = min(seconds, needed)
-        for operation in first:
-            if operation.latency > _NOTHING:
-                operation.latency -= seconds
-            else:
-                operation.left -= seconds / sharing
+        starting = [operation for operation in first if operation.latency > _NOTHING]
+        moving = _shares([operation for operation in first if operation.latency <= _NOTHING])
+        seconds = min(most, *(operation.latency for operation in starting), *(op.left / share for op, share in moving))
+        for operation in starting:
+            operation.latency -= seconds
+        for operation, share in moving:
+            operation.left -= seconds * share
         self._now += seconds
         ended = []
         for name, lane in self._lanes.items():
@@ -99,6 +96,16 @@ class Wire:
             if operation.then is not None:
                 operation.then()
         return seconds
+
+
+def _shares(operations: Sequence[Operation]) -> list[tuple[Operation, float]]:
+    """How much of the wire each has: as much as the others, and what those leave that cannot use as much."""
+    found, free = [], 1.0
+    for number, operation in enumerate(sorted(operations, key=lambda one: one.most)):
+        share = min(operation.most, free / (len(operations) - number))
+        free -= share
+        found.append((operation, share))
+    return found
 
 
 @dataclass(frozen=True, slots=True)

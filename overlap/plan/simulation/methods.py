@@ -5,28 +5,48 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from overlap.plan.early import spread
 from overlap.plan.simulation.events import Run
 from overlap.plan.simulation.network import Link, Medium, Network
 from overlap.plan.simulation.schedules import all_reduced, by_priority, decoupled, negotiated
 from overlap.plan.simulation.workload import Costs, Layer, Workload, fused, in_one_order, per_tensor
 
-__all__ = ["METHODS", "Guess", "Method", "Prediction", "predict"]
+__all__ = ["METHODS", "Guess", "Method", "Prediction", "auto_threshold", "planned", "predict"]
 
 MB = 2**20
 _AUTO = 32, 1 * MB, 25 * MB  # as `overlap.plan.fusion` fuses: a so many'th of the model, at least and at most
 
-Method = Callable[[Workload, Medium], Run]
+Method = Callable[[Workload, Network], Run]
+_SIZES = (1, 2, 4, 8, 25, 64)  # MB of a bucket, and …
+_SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2)  # … shares of buckets that are all-reduced: what dear's own planner tries first
 
 
-def _auto(work: Workload) -> float:
+def auto_threshold(work: Workload) -> float:
+    """The bytes of a bucket that `overlap.plan.fusion` chooses by itself."""
     parts, least, most = _AUTO
     return min(max(work.nbytes / parts, least), most)
 
 
+def planned(work: Workload, network: Medium) -> Run:
+    """`dear` as it comes, which chooses by itself: the best size of buckets, and with that the best share all-reduced."""
+    runs = []
+    for size in _SIZES:
+        buckets = fused(work.layers, size * MB)
+        runs.append((decoupled(work, network, buckets), buckets))
+    best, buckets = min(runs, key=lambda one: one[0].step)
+    for share in _SHARES:
+        last = len(buckets) - 1  # the first one that is reduced
+        whole = [last - place for place in spread(len(buckets), round(share * len(buckets)))]
+        best = min(best, decoupled(work, network, buckets, whole=whole), key=lambda run: run.step)
+    return best
+
+
 #: By name; each with the settings that it has as it comes, but where the name says others.
-METHODS: dict[str, Method] = {
-    "dear": lambda work, network: decoupled(work, network, fused(work.layers, _auto(work))),
-    "dear, early updates": lambda work, network: decoupled(work, network, fused(work.layers, _auto(work)), early=True),
+METHODS: dict[str, Callable[[Workload, Medium], Run]] = {
+    "dear": planned,
+    "dear, early updates": lambda work, network: decoupled(
+        work, network, fused(work.layers, auto_threshold(work)), early=True
+    ),
     "dear, 25 MB": lambda work, network: decoupled(work, network, fused(work.layers, 25 * MB)),
     "wfbp": lambda work, network: all_reduced(work, network, per_tensor(work.layers)),
     "bytescheduler": lambda work, network: by_priority(work, network, partition=MB, credit=2 * MB),

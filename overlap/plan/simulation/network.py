@@ -6,6 +6,7 @@ the bytes each (Patarasuk and Yuan, 2009); an all-reduce is one of each.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -90,6 +91,16 @@ class Network:
 
     def all_gather(self, nbytes: float) -> Cost:
         return self.half(nbytes)
+
+    def filled(self, shares: Sequence[float]) -> float:
+        """How much of the links a half can fill whose ranks own `shares` of the bytes: 1 where these are equal, else less.
+
+        In a ring, each link carries all shares but one. Where they are equal, all links carry as much.
+        """
+        total = sum(shares)
+        if len(shares) == 1 or not total:
+            return 1.0
+        return (len(shares) - 1) / len(shares) * total / (total - min(shares))
 
     def all_reduce(self, nbytes: float) -> Cost:
         half = self.half(nbytes)

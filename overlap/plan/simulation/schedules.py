@@ -189,15 +189,18 @@ def _all_reduced(work: Workload, network: Medium, buckets: Sequence[Bucket], wir
         yield Compute(costs.update * work.nbytes)
 
 
-def negotiated(work: Workload, network: Medium, *, threshold: float, cycle: float) -> Run:
+def negotiated(work: Workload, network: Medium, *, threshold: float, cycle: float, copy: float = 0.0) -> Run:
     """Horovod (1802.05799): a thread looks every `cycle` seconds which gradients all ranks have, and all-reduces these in
     buffers of at most `threshold` bytes, one after the other. All are awaited after backward.
+
+    `copy`: seconds of a byte that is copied in memory. The same thread copies what shares a buffer into it and out of it,
+    and the wire waits meanwhile.
     """
     wire = Wire()
-    return run(_negotiated(work, network, threshold, cycle, wire), wire, contention=work.contention)
+    return run(_negotiated(work, network, threshold, cycle, copy, wire), wire, contention=work.contention)
 
 
-def _negotiated(work: Workload, network: Medium, threshold: float, cycle: float, wire: Wire) -> Program:
+def _negotiated(work: Workload, network: Medium, threshold: float, cycle: float, copy: float, wire: Wire) -> Program:
     waiting: list[int] = []
     expected = 0  # gradients of this step that are not reduced yet
     drained = Operation("all-reduces", Cost(0.0, 0.0))
@@ -212,7 +215,8 @@ def _negotiated(work: Workload, network: Medium, threshold: float, cycle: float,
         taken = [waiting.pop(0)]
         while waiting and sum(taken) + waiting[0] <= threshold:
             taken.append(waiting.pop(0))
-        cost = network.all_reduce(sum(taken)) + Cost(negotiation + wait, 0.0)
+        copies = 2 * copy * sum(taken) if len(taken) > 1 else 0.0
+        cost = network.all_reduce(sum(taken)) + Cost(negotiation + wait + copies, 0.0)
 
         def over() -> None:
             nonlocal expected

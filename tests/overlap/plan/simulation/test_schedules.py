@@ -6,9 +6,13 @@ import time
 from collections.abc import Callable
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from overlap.plan.simulation.events import Cost, Operation, Run, Wire
 from overlap.plan.simulation.network import Link, Network
+from overlap.plan.simulation.owned import owned, shares_of
+from overlap.plan.simulation.profile import load
 from overlap.plan.simulation.schedules import all_reduced, by_priority, decoupled, negotiated
 from overlap.plan.simulation.workload import Costs, Layer, Workload, fused, in_one_order, per_tensor
 
@@ -111,6 +115,81 @@ def test_lanes_wait_side_by_side_and_share_what_moves_bytes() -> None:
     assert both(Cost(1.0, 0.0)) == pytest.approx(1.0)
     assert both(Cost(0.0, 1.0)) == pytest.approx(2.0)
     assert both(Cost(1.0, 1.0)) == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize(
+    ("most", "seconds"),
+    [
+        ((1.0,), [1.0]),
+        ((0.5,), [2.0]),  # alone, and cannot use more
+        ((0.5, 0.5), [2.0, 2.0]),  # side by side, and not in each other's way
+        ((1.0, 0.25), [4 / 3, 4.0]),  # one has what the other leaves
+        ((1.0, 1.0, 0.5), [3.0, 3.0, 3.0]),
+    ],
+)
+def test_an_operation_that_cannot_fill_the_wire_leaves_the_rest_to_others(
+    most: tuple[float, ...], seconds: list[float]
+) -> None:
+    wire, now = Wire(), 0.0
+    ended: dict[int, float] = {}
+    for lane, share in enumerate(most):
+        wire.send(str(lane), Operation("", Cost(0.0, 1.0), lambda lane=lane: ended.setdefault(lane, now), share))  # type: ignore[misc]
+    while wire.busy:
+        before, step = now, 1e-3  # looked at so often
+        now = before + wire.advance(step)
+    assert [ended[lane] for lane in range(len(most))] == pytest.approx(seconds, abs=5e-3)
+
+
+def _of_owners(owners: list[int], ranks: int, compute: float, wire: float) -> Run:
+    work = even(compute)
+    buckets = fused(work.layers, 3 * SIZE)
+    network = Network(ranks, Link(0.0, wire / (LAYERS * SIZE)))
+    return owned(work, network, buckets, shares_of(work, buckets, owners, ranks))
+
+
+def test_owners_of_whole_parameters_send_what_they_own() -> None:
+    work = Workload((Layer("a", 0, 0, (3, 1)), Layer("b", 0, 0, (5,)), Layer("c", 0, 0, (7,))))
+    buckets = fused(work.layers, 9)
+    assert shares_of(work, buckets, [0, 1, 1, 0], 2) == [[3, 6], [7, 0]]
+    network = Network(4, Link(0.0, 1.0))
+    assert network.filled([2, 2, 2, 2]) == pytest.approx(1.0)
+    assert network.filled([8, 0, 0, 0]) == pytest.approx(3 / 4)  # links carry all of it, and not three quarters
+    assert Network(1, Link(0.0, 1.0)).filled([8]) == 1.0
+
+
+def test_unequal_shards_in_turn_fill_both_directions_and_those_of_one_owner_do_not() -> None:
+    bytes_alone = 0.0
+    equal = decoupled(even(bytes_alone), two(1.0), fused(even().layers, 3 * SIZE)).step
+    in_turn = _of_owners([place % 2 for place in range(LAYERS)], 2, bytes_alone, 1.0).step
+    one = _of_owners([0] * LAYERS, 2, bytes_alone, 1.0).step
+    assert equal == pytest.approx(1.0)
+    assert in_turn == pytest.approx(1.0, rel=0.07)  # the first bucket and the last one are alone in theirs
+    assert one == pytest.approx(2.0)
+    assert _of_owners([place % 2 for place in range(LAYERS)], 2, 1.0, 0.0).step == pytest.approx(1.0)
+
+
+def test_copies_into_the_fusion_buffer_hold_up_the_wire() -> None:
+    work, network, cycle = even(0.1), two(1.0), 1e-6
+
+    def step(copy: float, threshold: float) -> float:
+        return negotiated(work, network, threshold=threshold, cycle=cycle, copy=copy).step
+
+    second = 1 / (LAYERS * SIZE)  # of each byte, so that all of them take one
+    assert step(second, 6 * SIZE) - step(0.0, 6 * SIZE) == pytest.approx(2.0, rel=0.1)  # in, and out
+    assert step(second, SIZE) == pytest.approx(step(0.0, SIZE))  # alone, a gradient is reduced where it is
+
+
+@pytest.mark.parametrize("model", ["resnet50@rtx2080ti:64", "densenet201@rtx2080ti:32", "bert@rtx2080ti:32"])
+def test_buckets_of_ddp_are_those_that_torch_makes(model: str) -> None:
+    name, _, rest = model.partition("@")
+    device, _, batch_size = rest.partition(":")
+    layers, mb = load(name, device, int(batch_size)).layers, 2**20
+    sizes = [bucket.nbytes for bucket in per_tensor(layers)]
+    tensors = [torch.empty(nbytes // 4, device="meta") for nbytes in sizes]
+    limits = [dist._DEFAULT_FIRST_BUCKET_BYTES, 25 * mb]
+    made, _ = dist._compute_bucket_assignment_by_size(tensors, limits, [False] * len(tensors))
+    ours = [(bucket.tensors, bucket.nbytes) for bucket in in_one_order(layers, 25 * mb, mb)]
+    assert ours == [(len(bucket), sum(sizes[index] for index in bucket)) for bucket in made]
 
 
 def test_two_layers_one_by_one() -> None:

@@ -1,0 +1,83 @@
+"""How far predictions are from what was measured, and whether they order methods right. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+from bench.sweep.summary import GROUP
+from bench.train.settings import Settings
+
+__all__ = ["CLOSE", "Cell", "Order", "Summary", "order", "summary"]
+
+CLOSE = 0.05  # errors within it are counted, and methods that differ by less have no order
+_BUSY = 0.9  # of all cores: from here on they, and not the links, may be what was measured
+_ALIKE = tuple(name for name in GROUP if name != "warmup")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Seconds of a step, predicted and measured (the median), and the share of the machine's cores that was busy."""
+
+    settings: Settings
+    predicted: float
+    measured: float
+    cores_busy: float | None
+
+    @property
+    def error(self) -> float:
+        """Above 0 where the prediction is too slow."""
+        return self.predicted / self.measured - 1
+
+    @property
+    def real(self) -> bool:
+        return self.settings.emulate_compute is None
+
+    @property
+    def limited_by_cores(self) -> bool:
+        return self.cores_busy is not None and self.cores_busy >= _BUSY
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Of `count` cells; `worst` is the largest error, with its sign."""
+
+    count: int
+    median: float
+    within: int
+    worst: float
+
+
+def summary(cells: Sequence[Cell]) -> Summary | None:
+    """None where there are no cells."""
+    if not cells:
+        return None
+    errors = [cell.error for cell in cells]
+    within = sum(abs(error) <= CLOSE for error in errors)
+    return Summary(len(cells), statistics.median(map(abs, errors)), within, max(errors, key=abs))
+
+
+@dataclass(frozen=True)
+class Order:
+    """Pairs of methods of one group whose steps differ by more than 5 %, and those that were predicted otherwise."""
+
+    pairs: int
+    wrong: tuple[tuple[Cell, Cell], ...]
+
+
+def order(cells: Iterable[Cell]) -> Order:
+    """Cells that differ only in the method are of one group. Of a wrong pair, the faster one comes first."""
+    groups: dict[tuple[object, ...], list[Cell]] = {}
+    for cell in cells:
+        groups.setdefault(tuple(getattr(cell.settings, name) for name in _ALIKE), []).append(cell)
+    pairs, wrong = 0, []
+    for group in groups.values():
+        for fast, slow in combinations(sorted(group, key=lambda cell: cell.measured), 2):
+            if slow.measured <= (1 + CLOSE) * fast.measured:
+                continue
+            pairs += 1
+            if slow.predicted <= fast.predicted:
+                wrong.append((fast, slow))
+    return Order(pairs, tuple(wrong))
