@@ -23,6 +23,7 @@ from dearrun.course import Course
 from dearrun.errors import LaunchError, RankError
 from dearrun.exchange import VARIABLE, Answer, Exchange
 from dearrun.hosts import others
+from dearrun.inherited import without_launcher
 from overlap.job import cores
 from overlap.transport import unpickling
 
@@ -35,13 +36,6 @@ log = logging.getLogger("dear")
 _WORKER = (sys.executable, "-m", "dearrun.function")
 _LOOK_SECONDS = 0.2
 _END_SECONDS = 60.0  # until a job that was told to end is killed: dearrun itself waits for less
-# What a launcher of the caller's own has told it, and what it is told of a world of its own, are not the ranks'.
-_OF_THE_CALLER = ("OMPI_COMM_WORLD_", "PMIX_", "PMI_", "TORCHELASTIC_")
-_OF_THE_CALLER_TOO = {
-    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "DEAR_RANK_PROCESS"),
-    *("MPI_LOCALNRANKS", "MPI_LOCALRANKID"),
-    *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE"),
-}
 
 
 def run(
@@ -91,7 +85,7 @@ def run(
         LaunchError: the ranks could not be started, in one sentence that says why.
         SettingError: an environment variable does not hold what it should.
     """
-    environ = _without_launcher(os.environ) | dict(env or {})
+    environ = without_launcher(os.environ) | dict(env or {})
     over_mpi = _has_mpi(environ) if use_mpi is None else use_mpi
     flags = _flags(
         {
@@ -138,14 +132,6 @@ def _parsed(argv: Sequence[str]) -> argparse.Namespace:
         return parser.parse_args(argv)
     except argparse.ArgumentError as error:
         raise LaunchError(str(error)) from error
-
-
-def _without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
-    return {
-        name: value
-        for name, value in environ.items()
-        if not name.startswith(_OF_THE_CALLER) and name not in _OF_THE_CALLER_TOO
-    }
 
 
 def _has_mpi(environ: Mapping[str, str]) -> bool:

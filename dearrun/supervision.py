@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from dearrun import mpirun
+from dearrun.meeting import Meeting
 from dearrun.reports import Place, Reports
 
 __all__ = ["supervise", "told"]
@@ -39,12 +40,14 @@ def supervise(
     command: Sequence[str],
     environ: Mapping[str, str],
     reports: Reports,
+    meeting: Meeting | None,
     *,
     failure_ends: bool,
     before_lines: bytes,
 ) -> NoReturn:
     """Run `program`, an mpirun, and end as it did; where it ended with 0, as `reports` say.
 
+    `meeting` is given for a job whose workers should meet: there, or by ``dear.init()``.
     `failure_ends` says whether this mpirun ends the whole job once a worker has failed.
     `before_lines` is written before lines of stderr: what makes room on a terminal where a progress bar may be.
     """
@@ -71,7 +74,7 @@ def supervise(
     os.close(outgoing)
     copier = threading.Thread(target=_copy, args=(incoming, reports, before_lines), daemon=True)
     copier.start()
-    code, killed = _ended(child, heard, reports if failure_ends else None)
+    code, killed = _ended(child, heard, reports if failure_ends else None, meeting)
     copier.join(_LAST_WORDS_SECONDS)
     left = _left(reports)
     if killed:
@@ -82,6 +85,8 @@ def supervise(
         sys.stderr.write(f"dearrun: {told(left)}\n")
     elif code == 0:
         code, said = reports.verdict()
+        if code == 0 and meeting is not None:
+            said = reports.strangers(meeting)
         if said:
             sys.stderr.write(f"dearrun: {said}\n")
     if killed:
@@ -108,16 +113,20 @@ def _write(text: bytes) -> None:
             text = text[os.write(2, text) :]
 
 
-def _ended(child: int, heard: set[signal.Signals], reports: Reports | None) -> tuple[int, bool]:
+def _ended(
+    child: int, heard: set[signal.Signals], reports: Reports | None, meeting: Meeting | None
+) -> tuple[int, bool]:
     """The exit code of `child`, negative where a signal ended it, and whether it had to be killed.
 
     Until then signals are handed on. What the kernel sends, such as SIGINT for Ctrl-C, goes to the whole process group:
     `child` got it as well. If it has not ended a while after such a signal, or after a worker has failed, as `reports` may
-    say, it is killed.
+    say, it is killed. Meanwhile it is seen whether workers have come to `meeting`.
     """
     until, killed = math.inf, False
     while True:
         info = signal.sigtimedwait(heard, _LOOK_SECONDS)
+        if meeting is not None:
+            meeting.look()
         now = time.monotonic()
         if until == math.inf and reports is not None and reports.failed:
             until = now + _PATIENCE_SECONDS
