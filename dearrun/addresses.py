@@ -8,8 +8,7 @@ from __future__ import annotations
 import shutil
 import socket
 import subprocess
-from collections.abc import Sequence
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 __all__ = ["has_address", "own_toward", "resolved_elsewhere"]
 

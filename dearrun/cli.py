@@ -59,7 +59,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.stderr.write(f"dearrun: mpirun's status alone counts, since workers cannot report their ends: {obstacle}\n")
         sys.stderr.flush()
         if not job.several_programs:
-            command = build(program, flavor, job, lambda command: worker.telling(command, meeting.address, meeting.port))
+            command = build(
+                program, flavor, job, lambda command: worker.telling(command, meeting.address, meeting.port)
+            )
         meeting.outlast()
         mpirun.become(program, command, environ)
     told_where = any(environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT"))  # by the user

@@ -8,7 +8,16 @@ from dataclasses import dataclass
 
 from dearrun.errors import LaunchError
 
-__all__ = ["Host", "is_here", "others", "parse_hostfile", "parse_hosts", "require_addresses", "require_shell", "require_slots"]
+__all__ = [
+    "Host",
+    "is_here",
+    "others",
+    "parse_hostfile",
+    "parse_hosts",
+    "require_addresses",
+    "require_shell",
+    "require_slots",
+]
 
 _NAME = r"[A-Za-z0-9_](?:[A-Za-z0-9_.\-]*[A-Za-z0-9_])?"
 _HOST = re.compile(rf"({_NAME})(?::(\d+))?")

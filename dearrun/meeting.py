@@ -1,8 +1,8 @@
 """Where the ranks of a job meet that make torch.distributed's group by themselves: ``MASTER_ADDR`` and ``MASTER_PORT``.
 
-They do so by ``init_process_group()``, before ``dear.init()`` or without it; rank 0 then listens there. On rank 0's host
-the port is kept free until then: the kernel gives a port that is bound, where nobody listens, to nobody who does not ask for
-it by its number. So dearrun also sees whether they have met.
+They do so by ``init_process_group()``, before ``dear.init()`` or without it; rank 0 then listens there. The port is kept
+free for that, where rank 0 is on dearrun's host: Linux gives one that is bound only to who asks for its number, as rank 0
+will. So dearrun also sees whether they have met.
 """
 
 from __future__ import annotations
@@ -29,16 +29,12 @@ class Meeting:
     """
 
     def __init__(self, hosts: Sequence[Host], here: str) -> None:
-        self._kept: socket.socket | None = None
-        if not hosts or is_here(hosts[0].name, here):
-            self._kept = _bound(0)
-            self.port = int(self._kept.getsockname()[1])
-        else:
-            self.port = secrets.choice(_PORTS)
-        self.address = ""
-        if hosts:
-            strangers = others(hosts, here)
-            self.address = own_toward(strangers)[0] if self._kept is not None and strangers else hosts[0].name
+        first = hosts[0].name if hosts else here
+        named_so = is_here(first, here)
+        strangers = others(hosts, here)
+        self.address = own_toward(strangers[-1:])[0] if named_so and strangers else first if hosts else ""
+        self._kept = _bound(0) if named_so or _is_own(first) else None
+        self.port = secrets.choice(_PORTS) if self._kept is None else int(self._kept.getsockname()[1])
         self._met = False
 
     def outlast(self) -> None:
@@ -68,6 +64,16 @@ def _remembered(port: int) -> bool:
         with contextlib.suppress(OSError):
             rows += Path(f"/proc/self/net/{name}").read_text().splitlines()[1:]
     return any(address.endswith(f":{port:04X}") for row in rows for address in row.split()[1:3])
+
+
+def _is_own(name: str) -> bool:
+    """Whether it leads to an address of this host."""
+    with contextlib.suppress(OSError):
+        for family, _, _, _, place in socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM):
+            with socket.socket(family) as probe:
+                probe.bind(place)
+                return True
+    return False
 
 
 def _bound(port: int) -> socket.socket:

@@ -17,7 +17,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from dearrun.command import Job
-from dearrun.meeting import Meeting
 from dearrun.mpirun import Flavor
 from overlap.job.launch import ALONE_VARIABLE
 
@@ -80,13 +79,13 @@ def _names(words: Sequence[str]) -> Iterator[str]:
 
 
 def is_script(command: Sequence[str]) -> bool:
-    """Whether it runs Python."""
+    """Whether it runs Python, and no function of ``dear.run``: those are called to do other things than training, too."""
     name = command[0].rpartition("/")[2]
-    return name.startswith("python") or name.endswith(".py")
+    return (name.startswith("python") or name.endswith(".py")) and "dearrun.function" not in command
 
 
 def reporting(command: Sequence[str], token: str, *, watched: bool) -> list[str]:
-    """`command`, whose end is reported by lines that hold `token`; if `watched`, with whether it called ``dear.init()``."""
+    """`command`, whose end is reported by lines that hold `token`; if `watched`, with whether init() was called."""
     return ["sh", "-c", _SHELL, token, "watched" if watched else "", *command]
 
 
@@ -167,11 +166,11 @@ class Reports:
             "the job again"
         )
 
-    def strangers(self, meeting: Meeting) -> str:
-        """What to say of a job that has succeeded, whose workers have met in no way that is known; empty of others."""
-        if len(self._alone) < self._workers or not meeting.missed():
+    def strangers(self) -> str:
+        """What to say of a job of which no watched worker called ``dear.init()``, if they met nowhere else; empty of others."""
+        if len(self._alone) < self._workers:
             return ""
         return (
-            f"{self._workers} processes ran, and none of them called dear.init() or made torch.distributed's group: if they "
-            "were to train together, each has trained alone"
+            f"{self._workers} processes ran, and none of them called dear.init() or made torch.distributed's group: if "
+            "they were to train together, each has trained alone"
         )

@@ -53,6 +53,7 @@ def run(
     output_filename: str | None = None,
     verbose: bool = False,
     use_mpi: bool | None = None,
+    use_gloo: bool | None = None,
     mpi_args: str = "",
     network_interface: str | None = None,
 ) -> list[T]:
@@ -77,16 +78,18 @@ def run(
         verbose: show the command that starts the ranks.
         use_mpi: over MPI, by dearrun; False: over torch.distributed, by torchrun, on this machine alone; None: over MPI
             where comm_core has it and an mpirun is found.
+        use_gloo: the same from the other side, as in Horovod: True is ``use_mpi=False``.
         mpi_args: as ``dearrun --mpi-args``.
         network_interface: as ``dearrun --network-interface``.
 
     Raises:
         RankError: a rank raised, or ended without an answer. The other ranks are ended.
-        LaunchError: the ranks could not be started, in one sentence that says why.
+        LaunchError: the ranks could not be started, in one sentence that says why; or `use_mpi` and `use_gloo` are alike.
         SettingError: an environment variable does not hold what it should.
     """
     environ = without_launcher(os.environ) | dict(env or {})
-    over_mpi = _has_mpi(environ) if use_mpi is None else use_mpi
+    wanted = _over_mpi(use_mpi, use_gloo)
+    over_mpi = _has_mpi(environ) if wanted is None else wanted
     flags = _flags(
         {
             "-np": np,
@@ -132,6 +135,18 @@ def _parsed(argv: Sequence[str]) -> argparse.Namespace:
         return parser.parse_args(argv)
     except argparse.ArgumentError as error:
         raise LaunchError(str(error)) from error
+
+
+def _over_mpi(use_mpi: bool | None, use_gloo: bool | None) -> bool | None:
+    """What the caller wants; None: what is there."""
+    if use_gloo is None:
+        return use_mpi
+    if use_mpi is not None and use_mpi == use_gloo:
+        raise LaunchError(
+            f"use_mpi={use_mpi} and use_gloo={use_gloo} contradict each other: ranks talk over MPI (use_mpi=True) or over "
+            "torch.distributed's gloo (use_gloo=True); give one of them, or neither"
+        )
+    return not use_gloo
 
 
 def _has_mpi(environ: Mapping[str, str]) -> bool:

@@ -85,8 +85,8 @@ def supervise(
         sys.stderr.write(f"dearrun: {told(left)}\n")
     elif code == 0:
         code, said = reports.verdict()
-        if code == 0 and meeting is not None:
-            said = reports.strangers(meeting)
+        if code == 0 and meeting is not None and meeting.missed():
+            said = reports.strangers()
         if said:
             sys.stderr.write(f"dearrun: {said}\n")
     if killed:

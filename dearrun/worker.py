@@ -39,7 +39,8 @@ _TELL = (
     'shift 2; exec "$@"'
 )
 _START = (
-    _RANK + 'printf "\\036%s %s %s:%s:%s\\n" "$0" "$dearrun_rank" "$(uname -n)" $$ "$(cut -d" " -f22 /proc/$$/stat)" >&2; '
+    _RANK
+    + 'printf "\\036%s %s %s:%s:%s\\n" "$0" "$dearrun_rank" "$(uname -n)" $$ "$(cut -d" " -f22 /proc/$$/stat)" >&2; '
     'if [ -z "$OMP_NUM_THREADS" ]; then '
     'dearrun_threads=$("$1" -I -S "$2" "${OMPI_COMM_WORLD_LOCAL_SIZE:-$MPI_LOCALNRANKS}" $PPID 2>/dev/null); '
     '[ -z "$dearrun_threads" ] || export OMP_NUM_THREADS=$dearrun_threads; '

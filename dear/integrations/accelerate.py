@@ -73,7 +73,7 @@ class Accelerator(accelerate.Accelerator):
         if not torch.cuda.is_available():
             dear.init()
             given["cpu"] = given.get("cpu", False) or dear.size() > 1
-        elif detect(os.environ).launcher is not Launcher.TORCHRUN:  # torchrun's ranks get NCCL's group from Accelerate first
+        elif detect(os.environ).launcher is not Launcher.TORCHRUN:  # whose ranks get NCCL's group from Accelerate
             dear.init()
         super().__init__(**given)
         dear.init()

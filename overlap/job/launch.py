@@ -86,8 +86,9 @@ def detect(environ: Mapping[str, str]) -> Launch:
     """Decide between mpirun, torchrun and a single process.
 
     Both families can be present: torchrun, which names its job in every worker, is the inner one where it was started by
-    ``srun`` or ``mpirun``, one for each host. Else (dearrun, which sets RANK for scripts that ask before ``init()``) the one
-    that promises more processes than one wins, MPI when both do or neither. ``DEAR_BACKEND=mpi|torch|single`` overrides; empty, it is not set.
+    ``srun`` or ``mpirun``, one for each host. Else (dearrun sets RANK for scripts that ask before ``init()``) the one that
+    promises more than one process wins, MPI when both do or neither. ``DEAR_BACKEND=mpi|torch|single`` overrides; empty, it
+    is not set.
 
     Raises :class:`LaunchError` for numbers that are none and for a launcher that cannot be followed.
     """
