@@ -167,7 +167,7 @@ class Reports:
         )
 
     def strangers(self) -> str:
-        """What to say of a job of which no watched worker called ``dear.init()``, if they met nowhere else; empty of others."""
+        """What to say of a job in which nobody has called ``dear.init()``, if they met nowhere else; empty of others."""
         if len(self._alone) < self._workers:
             return ""
         return (
