@@ -42,19 +42,32 @@ class Meeting:
         if self._kept is not None:
             self._kept.set_inheritable(True)
 
-    def look(self) -> None:
-        """See whether rank 0 listens now. To be called now and then: the kernel forgets what :meth:`missed` asks it for."""
+    def look(self, process: int | None = None) -> None:
+        """See whether rank 0 listens now, or a rank in that process of this host has loaded MPI, where they may meet, too.
+
+        To be called now and then: :meth:`missed` asks the kernel, which forgets.
+        """
         if self._kept is not None and not self._met:
-            try:
-                with contextlib.closing(_bound(self.port)):
-                    pass
-            except OSError:
-                self._met = True
+            self._met = _is_listened_at(self.port) or (process is not None and _has_mpi(process))
 
     def missed(self) -> bool:
         """Whether nobody has been there; False where that cannot be seen from here."""
         self.look()
         return self._kept is not None and not self._met and not _remembered(self.port)
+
+
+def _is_listened_at(port: int) -> bool:
+    try:
+        with contextlib.closing(_bound(port)):
+            return False
+    except OSError:
+        return True
+
+
+def _has_mpi(process: int) -> bool:
+    with contextlib.suppress(OSError):
+        return "/libmpi" in Path(f"/proc/{process}/maps").read_text()
+    return False
 
 
 def _remembered(port: int) -> bool:

@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -30,6 +30,7 @@ _PATIENCE_SECONDS = 30.0  # with an mpirun that was told to end, or whose job ha
 _KILLED_SECONDS = 5.0  # until what was sent SIGKILL has to be gone
 _LAST_WORDS_SECONDS = 1.0  # that stderr is read after mpirun's end: a process that it left behind may keep it open
 _LOOK_SECONDS = 0.5
+_FIRST_LOOK_SECONDS = 0.05  # what a short script does is over soon
 _NAP_SECONDS = 0.05
 _CHUNK = 1 << 16
 _PR_SET_PDEATHSIG = 1
@@ -74,7 +75,12 @@ def supervise(
     os.close(outgoing)
     copier = threading.Thread(target=_copy, args=(incoming, reports, before_lines), daemon=True)
     copier.start()
-    code, killed = _ended(child, heard, reports if failure_ends else None, meeting)
+
+    def look() -> None:
+        if meeting is not None:
+            meeting.look(next((place.process for _, place in _mine(reports)), None))
+
+    code, killed = _ended(child, heard, reports if failure_ends else None, look)
     copier.join(_LAST_WORDS_SECONDS)
     left = _left(reports)
     if killed:
@@ -114,19 +120,19 @@ def _write(text: bytes) -> None:
 
 
 def _ended(
-    child: int, heard: set[signal.Signals], reports: Reports | None, meeting: Meeting | None
+    child: int, heard: set[signal.Signals], reports: Reports | None, look: Callable[[], None]
 ) -> tuple[int, bool]:
     """The exit code of `child`, negative where a signal ended it, and whether it had to be killed.
 
     Until then signals are handed on. What the kernel sends, such as SIGINT for Ctrl-C, goes to the whole process group:
     `child` got it as well. If it has not ended a while after such a signal, or after a worker has failed, as `reports` may
-    say, it is killed. Meanwhile it is seen whether workers have come to `meeting`.
+    say, it is killed. Meanwhile `look` is called now and then, more often at first.
     """
-    until, killed = math.inf, False
+    until, killed, pause = math.inf, False, _FIRST_LOOK_SECONDS
     while True:
-        info = signal.sigtimedwait(heard, _LOOK_SECONDS)
-        if meeting is not None:
-            meeting.look()
+        info = signal.sigtimedwait(heard, pause)
+        pause = min(_LOOK_SECONDS, pause * 1.05)
+        look()
         now = time.monotonic()
         if until == math.inf and reports is not None and reports.failed:
             until = now + _PATIENCE_SECONDS
@@ -147,10 +153,15 @@ def _ended(
                 until = min(until, now + _PATIENCE_SECONDS)
 
 
+def _mine(reports: Reports) -> list[tuple[int, Place]]:
+    """The workers of this machine that have begun and not ended, as far as reported."""
+    here = os.uname().nodename
+    return [(rank, place) for rank, place in reports.left().items() if place.host == here]
+
+
 def _left(reports: Reports) -> dict[tuple[int, Place], str]:
     """The workers of this machine that are there after mpirun's end, and after SIGKILL: their states."""
-    here = os.uname().nodename
-    mine = [(rank, place) for rank, place in reports.left().items() if place.host == here]
+    mine = _mine(reports)
     now = time.monotonic()
     patience, until = now + _LAST_WORDS_SECONDS, now + _LAST_WORDS_SECONDS + _KILLED_SECONDS
     while True:

@@ -87,6 +87,7 @@ ALONE = "dearrun: 2 processes ran, and none of them called dear.init() or made t
         ("pass", 2, 0, True),
         ("pass", 1, 0, False),
         (INIT, 2, 0, False),
+        ("import comm_core, time; comm_core.mpi(); time.sleep(0.7)", 2, 0, False),
         ("import sys; sys.exit(5)", 2, 5, False),
     ],
 )
