@@ -1,13 +1,16 @@
-"""Whether a name leads to a host, as ssh would look for it: of one that does not, mpirun says a page about firewalls."""
+"""Whether a name leads to a host, as ssh would look for it, and which addresses of this host others reach.
+
+Of a name that leads to none, mpirun says a page about firewalls.
+"""
 
 from __future__ import annotations
 
 import shutil
 import socket
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-__all__ = ["has_address", "resolved_elsewhere"]
+__all__ = ["has_address", "own_toward", "resolved_elsewhere"]
 
 _SSH_SECONDS = 10
 
@@ -36,3 +39,16 @@ def has_address(name: str) -> bool:
 def resolved_elsewhere(settings: Mapping[str, str]) -> bool:
     """Whether ssh, whose `settings` for a host these are, leaves the name to another program or host (pure)."""
     return any(settings.get(key, "none") != "none" for key in ("proxyjump", "proxycommand"))
+
+
+def own_toward(names: Sequence[str]) -> list[str]:
+    """This host's, by which those of these names may reach it, and its name last."""
+    found = [socket.gethostname()]
+    for name in names:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect((name, 9))  # sends nothing
+            except OSError:
+                continue
+            found.insert(0, probe.getsockname()[0])
+    return list(dict.fromkeys(found))

@@ -21,7 +21,9 @@ from dearrun.addresses import has_address
 from dearrun.command import Job, build
 from dearrun.errors import LaunchError
 from dearrun.hosts import require_addresses, require_shell
+from dearrun.inherited import without_torchrun
 from dearrun.interfaces import of_all, remote_shell, require_interfaces
+from dearrun.meeting import Meeting
 from dearrun.supervision import supervise
 from overlap.job import settings
 from overlap.job.settings import SettingError
@@ -51,15 +53,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.verbose:
         sys.stderr.write(f"dearrun: {shlex.join(command)}\n")
         sys.stderr.flush()
+    meeting = Meeting(job.hosts, socket.gethostname())
     obstacle = reports.obstacle(flavor, job)
     if obstacle:
         sys.stderr.write(f"dearrun: mpirun's status alone counts, since workers cannot report their ends: {obstacle}\n")
         sys.stderr.flush()
+        if not job.several_programs:
+            command = build(
+                program, flavor, job, lambda command: worker.telling(command, meeting.address, meeting.port)
+            )
+        meeting.outlast()
         mpirun.become(program, command, environ)
+    told_where = any(environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT"))  # by the user
+    watched = job.workers > 1 and reports.is_script(job.command) and not told_where
     token, streams = secrets.token_hex(8), _streams(job)
 
     def around(command: Sequence[str]) -> list[str]:
-        return reports.reporting(worker.starting(command, token, streams), token)
+        started = worker.telling(worker.starting(command, token, streams), meeting.address, meeting.port)
+        return reports.reporting(started, token, watched=watched)
 
     command = build(program, flavor, job, around)
     on_terminal = streams.err and os.isatty(2) and environ.get("TERM", "dumb") != "dumb"
@@ -69,6 +80,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         command,
         environ,
         found,
+        meeting if watched else None,
         failure_ends=mpirun.failure_ends(flavor, environ, job.mpi_arguments),
         before_lines=_ERASE_LINE if on_terminal else b"",
     )
@@ -85,7 +97,7 @@ class Prepared(NamedTuple):
 
 def prepare(args: argparse.Namespace, environ: Mapping[str, str]) -> Prepared:
     """Raises :class:`LaunchError` or :class:`SettingError` for what would not work; starts nothing."""
-    told = options.environment(args, environ)
+    told = options.environment(args, without_torchrun(environ))
     settings.read(told)  # else every worker says it, once all have started
     transport.check(told)
     program = mpirun.find(told, VENV)

@@ -33,6 +33,11 @@ class Job:
     ssh_identity: str | None = None
     mpi_arguments: tuple[str, ...] = ()
 
+    @property
+    def several_programs(self) -> bool:
+        """As in ``a : -np 2 b``."""
+        return ":" in self.command
+
 
 def build(mpirun: str, flavor: Flavor, job: Job, around: Callable[[Sequence[str]], Sequence[str]] = tuple) -> list[str]:
     """The whole command line. Raises :class:`LaunchError` for what this kind of mpirun cannot do.

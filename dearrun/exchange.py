@@ -23,6 +23,7 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
 from typing import Any
 
+from dearrun.addresses import own_toward
 from dearrun.errors import LaunchError
 
 __all__ = ["VARIABLE", "Answer", "Exchange", "Hello", "Lost", "call", "reply"]
@@ -71,7 +72,7 @@ class Exchange:
         if names:
             self._listener = Listener(("", 0), "AF_INET", backlog=4096)
             port = self._listener.address[1]
-            places: list[Any] = [[address, port] for address in _addresses(names)]
+            places: list[Any] = [[address, port] for address in own_toward(names)]
         else:
             short = len(os.fsencode(tempfile.gettempdir())) <= _PATH_BYTES
             self._folder = tempfile.mkdtemp(prefix="dear-run-", dir=None if short else "/tmp")
@@ -131,19 +132,6 @@ def _shut(descriptor: int) -> None:
     """Whoever waits on this socket is woken."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as twin:
         twin.shutdown(socket.SHUT_RDWR)
-
-
-def _addresses(names: Sequence[str]) -> list[str]:
-    """This host's, by which those of these names may reach it."""
-    found = [socket.gethostname()]
-    for name in names:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            try:
-                probe.connect((name, 9))  # sends nothing
-            except OSError:
-                continue
-            found.insert(0, probe.getsockname()[0])
-    return list(dict.fromkeys(found))
 
 
 def call(environ: Mapping[str, str], rank: int, size: int) -> tuple[Connection[Any, Any], bytes]:

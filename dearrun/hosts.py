@@ -8,7 +8,16 @@ from dataclasses import dataclass
 
 from dearrun.errors import LaunchError
 
-__all__ = ["Host", "others", "parse_hostfile", "parse_hosts", "require_addresses", "require_shell", "require_slots"]
+__all__ = [
+    "Host",
+    "is_here",
+    "others",
+    "parse_hostfile",
+    "parse_hosts",
+    "require_addresses",
+    "require_shell",
+    "require_slots",
+]
 
 _NAME = r"[A-Za-z0-9_](?:[A-Za-z0-9_.\-]*[A-Za-z0-9_])?"
 _HOST = re.compile(rf"({_NAME})(?::(\d+))?")
@@ -78,9 +87,14 @@ def require_slots(hosts: Sequence[Host], workers: int) -> None:
         )
 
 
+def is_here(name: str, here: str) -> bool:
+    """Whether it is a name of this host, which is called `here`."""
+    return name in ("localhost", "127.0.0.1", here)
+
+
 def others(hosts: Sequence[Host], here: str) -> list[str]:
     """The names of those that are not this one, which is called `here`."""
-    return [host.name for host in hosts if host.name not in ("localhost", "127.0.0.1", here)]
+    return [host.name for host in hosts if not is_here(host.name, here)]
 
 
 def require_addresses(hosts: Sequence[Host], here: str, has_address: Callable[[str], bool]) -> None:

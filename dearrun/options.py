@@ -18,7 +18,7 @@ from overlap.job.settings import LOG_LEVELS
 __all__ = ["environment", "job", "parser"]
 
 # Handed to all workers on all hosts, beside what -x names.
-_PASSED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "OMP_NUM_THREADS")
+_PASSED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "OMP_NUM_THREADS", "MASTER_ADDR", "MASTER_PORT")
 _PASSED_PREFIXES = ("DEAR_", "HOROVOD_", "BYTESCHEDULER_")
 _VARIABLE = re.compile(r"[A-Za-z_]\w*")
 # Flags of horovodrun that ask for what dearrun does anyway.

@@ -5,6 +5,9 @@ stays beside every worker and, once that has ended, reports its status in a line
 over the connection in question. dearrun takes these lines out, and without one from every worker it does not end with 0.
 A line before says where the worker runs (`dearrun.worker`): of one that does not end, dearrun says where it is.
 Whether a worker uses MPI or `dear` makes no difference.
+
+Of a script's worker the report also says whether it ended without having called ``dear.init()``, which removes a file that
+the shell has made.
 """
 
 from __future__ import annotations
@@ -15,8 +18,9 @@ from dataclasses import dataclass
 
 from dearrun.command import Job
 from dearrun.mpirun import Flavor
+from overlap.job.launch import ALONE_VARIABLE
 
-__all__ = ["Place", "Reports", "obstacle", "reporting"]
+__all__ = ["Place", "Reports", "is_script", "obstacle", "reporting"]
 
 _BEGIN = "\x1e"  # "record separator": held back until its line is whole, and nearly no program writes it
 _LONGEST = 120  # bytes of a report
@@ -28,12 +32,17 @@ _TAG_BEGINS = re.compile(rb"(?:^|\n)(\[[^\]\n]{0,99}(?:\](?:<[stder]{0,6}>?)?:? 
 # The report comes twice: where mpirun cuts what it forwards into blocks, one of the two is whole. A worker that a signal
 # ended looks to mpirun as if it had no shell.
 _SHELL = (
+    f"unset {ALONE_VARIABLE}; "
+    f'[ -z "$1" ] || export {ALONE_VARIABLE}="$(mktemp "${{TMPDIR:-/tmp}}/dearrun.XXXXXX" 2>/dev/null)"; '
+    "shift; "
     "for fd in 9 8 7 6 5 4 3; do { true >&$fd; } 2>/dev/null || break; done; "
     'eval "exec $fd>&2 2>/dev/null"; '
     "trap : HUP INT QUIT TERM USR1 USR2; "
     'eval "(exec \\"\\$@\\" 2>&$fd $fd>&-)"; '
     "status=$?; "
-    'report="$(printf "\\036")$0 ${OMPI_COMM_WORLD_RANK:-$PMI_RANK} $status"; '
+    "alone=; "
+    f'if [ "${ALONE_VARIABLE}" ] && [ -e "${ALONE_VARIABLE}" ]; then rm -f "${ALONE_VARIABLE}"; alone=" alone"; fi; '
+    'report="$(printf "\\036")$0 ${OMPI_COMM_WORLD_RANK:-$PMI_RANK} $status$alone"; '
     'eval "printf \'%s\\n%s\\n\' \\"\\$report\\" \\"\\$report\\" >&$fd"; '
     "if [ $status -gt 128 ]; then "
     "ulimit -c 0; trap - HUP INT QUIT TERM USR1 USR2; kill -$((status - 128)) $$; "
@@ -52,7 +61,7 @@ def obstacle(flavor: Flavor, job: Job) -> str:
     """
     if flavor is Flavor.OTHER:
         return "this mpirun is neither Open MPI nor MPICH"
-    if ":" in job.command:
+    if job.several_programs:
         return "the command starts several programs"
     redirecting = next((name for name in _names(job.mpi_arguments) if _ELSEWHERE.search(name)), None)
     return f"with {redirecting} of --mpi-args their stderr may go elsewhere" if redirecting else ""
@@ -69,9 +78,15 @@ def _names(words: Sequence[str]) -> Iterator[str]:
             yield word.partition("=")[0]
 
 
-def reporting(command: Sequence[str], token: str) -> list[str]:
-    """`command`, whose end is reported by lines that hold `token`."""
-    return ["sh", "-c", _SHELL, token, *command]
+def is_script(command: Sequence[str]) -> bool:
+    """Whether it runs Python, and no function of ``dear.run``: those are called to do other things than training, too."""
+    name = command[0].rpartition("/")[2]
+    return (name.startswith("python") or name.endswith(".py")) and "dearrun.function" not in command
+
+
+def reporting(command: Sequence[str], token: str, *, watched: bool) -> list[str]:
+    """`command`, whose end is reported by lines that hold `token`; if `watched`, with whether init() was called."""
+    return ["sh", "-c", _SHELL, token, "watched" if watched else "", *command]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +108,10 @@ class Reports:
         self._workers, self._tagged = workers, tagged
         self._places: dict[int, Place] = {}  # by rank
         self._statuses: dict[int, int] = {}  # by rank
+        self._alone: set[int] = set()  # watched ranks that have ended without dear.init()
         begin = _BEGIN.encode()
         self._report = re.compile(
-            rb"(" + _TAG + rb")?" + begin + token.encode() + rb" (\d+) (?:(\d+)|(\S+):(\d+):(\d+))\r?\n"
+            rb"(" + _TAG + rb")?" + begin + token.encode() + rb" (\d+) (?:(\d+)( alone)?|(\S+):(\d+):(\d+))\r?\n"
         )
         self._begin, self._held = begin, b""
 
@@ -120,11 +136,13 @@ class Reports:
         return rest
 
     def _note(self, found: re.Match[bytes]) -> bytes:
-        tag, rank, status, host, process, began = found.groups()
+        tag, rank, status, alone, host, process, began = found.groups()
         if status is None:
             self._places[int(rank)] = Place(host.decode(errors="replace"), int(process), int(began))
             return b""
         self._statuses[int(rank)] = int(status)
+        if alone:
+            self._alone.add(int(rank))
         return b"" if tag or not self._tagged else b"\n"  # behind a last line without an end
 
     @property
@@ -146,4 +164,13 @@ class Reports:
             f"mpirun ended with status 0, but the end of {len(missing)} of {self._workers} workers was not reported (ranks "
             f"{named}): the connection to their hosts was probably lost; see what still runs there, and start "
             "the job again"
+        )
+
+    def strangers(self) -> str:
+        """What to say of a job in which nobody has called ``dear.init()``, if they met nowhere else; empty of others."""
+        if len(self._alone) < self._workers:
+            return ""
+        return (
+            f"{self._workers} processes ran, and none of them called dear.init() or made torch.distributed's group: if "
+            "they were to train together, each has trained alone"
         )

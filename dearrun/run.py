@@ -23,6 +23,7 @@ from dearrun.course import Course
 from dearrun.errors import LaunchError, RankError
 from dearrun.exchange import VARIABLE, Answer, Exchange
 from dearrun.hosts import others
+from dearrun.inherited import without_launcher
 from overlap.job import cores
 from overlap.transport import unpickling
 
@@ -35,13 +36,6 @@ log = logging.getLogger("dear")
 _WORKER = (sys.executable, "-m", "dearrun.function")
 _LOOK_SECONDS = 0.2
 _END_SECONDS = 60.0  # until a job that was told to end is killed: dearrun itself waits for less
-# What a launcher of the caller's own has told it, and what it is told of a world of its own, are not the ranks'.
-_OF_THE_CALLER = ("OMPI_COMM_WORLD_", "PMIX_", "PMI_", "TORCHELASTIC_")
-_OF_THE_CALLER_TOO = {
-    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "DEAR_RANK_PROCESS"),
-    *("MPI_LOCALNRANKS", "MPI_LOCALRANKID"),
-    *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE"),
-}
 
 
 def run(
@@ -59,6 +53,7 @@ def run(
     output_filename: str | None = None,
     verbose: bool = False,
     use_mpi: bool | None = None,
+    use_gloo: bool | None = None,
     mpi_args: str = "",
     network_interface: str | None = None,
 ) -> list[T]:
@@ -83,16 +78,18 @@ def run(
         verbose: show the command that starts the ranks.
         use_mpi: over MPI, by dearrun; False: over torch.distributed, by torchrun, on this machine alone; None: over MPI
             where comm_core has it and an mpirun is found.
+        use_gloo: the same from the other side, as in Horovod: True is ``use_mpi=False``.
         mpi_args: as ``dearrun --mpi-args``.
         network_interface: as ``dearrun --network-interface``.
 
     Raises:
         RankError: a rank raised, or ended without an answer. The other ranks are ended.
-        LaunchError: the ranks could not be started, in one sentence that says why.
+        LaunchError: the ranks could not be started, in one sentence that says why; or `use_mpi` and `use_gloo` are alike.
         SettingError: an environment variable does not hold what it should.
     """
-    environ = _without_launcher(os.environ) | dict(env or {})
-    over_mpi = _has_mpi(environ) if use_mpi is None else use_mpi
+    environ = without_launcher(os.environ) | dict(env or {})
+    wanted = _over_mpi(use_mpi, use_gloo)
+    over_mpi = _has_mpi(environ) if wanted is None else wanted
     flags = _flags(
         {
             "-np": np,
@@ -140,12 +137,16 @@ def _parsed(argv: Sequence[str]) -> argparse.Namespace:
         raise LaunchError(str(error)) from error
 
 
-def _without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
-    return {
-        name: value
-        for name, value in environ.items()
-        if not name.startswith(_OF_THE_CALLER) and name not in _OF_THE_CALLER_TOO
-    }
+def _over_mpi(use_mpi: bool | None, use_gloo: bool | None) -> bool | None:
+    """What the caller wants; None: what is there."""
+    if use_gloo is None:
+        return use_mpi
+    if use_mpi is not None and use_mpi == use_gloo:
+        raise LaunchError(
+            f"use_mpi={use_mpi} and use_gloo={use_gloo} contradict each other: ranks talk over MPI (use_mpi=True) or over "
+            "torch.distributed's gloo (use_gloo=True); give one of them, or neither"
+        )
+    return not use_gloo
 
 
 def _has_mpi(environ: Mapping[str, str]) -> bool:

@@ -14,11 +14,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from dearrun import mpirun
+from dearrun.meeting import Meeting
 from dearrun.reports import Place, Reports
 
 __all__ = ["supervise", "told"]
@@ -29,6 +30,7 @@ _PATIENCE_SECONDS = 30.0  # with an mpirun that was told to end, or whose job ha
 _KILLED_SECONDS = 5.0  # until what was sent SIGKILL has to be gone
 _LAST_WORDS_SECONDS = 1.0  # that stderr is read after mpirun's end: a process that it left behind may keep it open
 _LOOK_SECONDS = 0.5
+_FIRST_LOOK_SECONDS = 0.05  # what a short script does is over soon
 _NAP_SECONDS = 0.05
 _CHUNK = 1 << 16
 _PR_SET_PDEATHSIG = 1
@@ -39,12 +41,14 @@ def supervise(
     command: Sequence[str],
     environ: Mapping[str, str],
     reports: Reports,
+    meeting: Meeting | None,
     *,
     failure_ends: bool,
     before_lines: bytes,
 ) -> NoReturn:
     """Run `program`, an mpirun, and end as it did; where it ended with 0, as `reports` say.
 
+    `meeting` is given for a job whose workers should meet: there, or by ``dear.init()``.
     `failure_ends` says whether this mpirun ends the whole job once a worker has failed.
     `before_lines` is written before lines of stderr: what makes room on a terminal where a progress bar may be.
     """
@@ -71,7 +75,12 @@ def supervise(
     os.close(outgoing)
     copier = threading.Thread(target=_copy, args=(incoming, reports, before_lines), daemon=True)
     copier.start()
-    code, killed = _ended(child, heard, reports if failure_ends else None)
+
+    def look() -> None:
+        if meeting is not None:
+            meeting.look(next((place.process for _, place in _mine(reports)), None))
+
+    code, killed = _ended(child, heard, reports if failure_ends else None, look)
     copier.join(_LAST_WORDS_SECONDS)
     left = _left(reports)
     if killed:
@@ -82,6 +91,8 @@ def supervise(
         sys.stderr.write(f"dearrun: {told(left)}\n")
     elif code == 0:
         code, said = reports.verdict()
+        if code == 0 and meeting is not None and meeting.missed():
+            said = reports.strangers()
         if said:
             sys.stderr.write(f"dearrun: {said}\n")
     if killed:
@@ -108,16 +119,20 @@ def _write(text: bytes) -> None:
             text = text[os.write(2, text) :]
 
 
-def _ended(child: int, heard: set[signal.Signals], reports: Reports | None) -> tuple[int, bool]:
+def _ended(
+    child: int, heard: set[signal.Signals], reports: Reports | None, look: Callable[[], None]
+) -> tuple[int, bool]:
     """The exit code of `child`, negative where a signal ended it, and whether it had to be killed.
 
     Until then signals are handed on. What the kernel sends, such as SIGINT for Ctrl-C, goes to the whole process group:
     `child` got it as well. If it has not ended a while after such a signal, or after a worker has failed, as `reports` may
-    say, it is killed.
+    say, it is killed. Meanwhile `look` is called now and then, more often at first.
     """
-    until, killed = math.inf, False
+    until, killed, pause = math.inf, False, _FIRST_LOOK_SECONDS
     while True:
-        info = signal.sigtimedwait(heard, _LOOK_SECONDS)
+        info = signal.sigtimedwait(heard, pause)
+        pause = min(_LOOK_SECONDS, pause * 1.05)
+        look()
         now = time.monotonic()
         if until == math.inf and reports is not None and reports.failed:
             until = now + _PATIENCE_SECONDS
@@ -138,10 +153,15 @@ def _ended(child: int, heard: set[signal.Signals], reports: Reports | None) -> t
                 until = min(until, now + _PATIENCE_SECONDS)
 
 
+def _mine(reports: Reports) -> list[tuple[int, Place]]:
+    """The workers of this machine that have begun and not ended, as far as reported."""
+    here = os.uname().nodename
+    return [(rank, place) for rank, place in reports.left().items() if place.host == here]
+
+
 def _left(reports: Reports) -> dict[tuple[int, Place], str]:
     """The workers of this machine that are there after mpirun's end, and after SIGKILL: their states."""
-    here = os.uname().nodename
-    mine = [(rank, place) for rank, place in reports.left().items() if place.host == here]
+    mine = _mine(reports)
     now = time.monotonic()
     patience, until = now + _LAST_WORDS_SECONDS, now + _LAST_WORDS_SECONDS + _KILLED_SECONDS
     while True:

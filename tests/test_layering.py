@@ -29,6 +29,7 @@ PURE = (
     "overlap/job/settings.py",
     "overlap/health/deadlock.py",
     "dearrun/hosts.py",
+    "dearrun/inherited.py",
     "dearrun/command.py",
     "dearrun/options.py",
     "dearrun/reports.py",

@@ -25,6 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import dear
 from dear.integrations.options import checked
+from overlap.job.launch import Launcher, detect
 from overlap.job.session import current
 from overlap.optimizer.distributed import DistributedOptimizer
 
@@ -72,7 +73,7 @@ class Accelerator(accelerate.Accelerator):
         if not torch.cuda.is_available():
             dear.init()
             given["cpu"] = given.get("cpu", False) or dear.size() > 1
-        elif "LOCAL_RANK" not in os.environ:  # under MPI; torchrun's ranks get NCCL's group from Accelerate first
+        elif detect(os.environ).launcher is not Launcher.TORCHRUN:  # whose ranks get NCCL's group from Accelerate
             dear.init()
         super().__init__(**given)
         dear.init()

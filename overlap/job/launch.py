@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-__all__ = ["BACKEND_VARIABLE", "Launch", "LaunchError", "Launcher", "adopted", "detect", "rank_in"]
+__all__ = ["ALONE_VARIABLE", "BACKEND_VARIABLE", "Launch", "LaunchError", "Launcher", "adopted", "detect", "rank_in"]
 
 BACKEND_VARIABLE = "DEAR_BACKEND"
+#: Names a file to a script that dearrun has started: init() removes it, and so tells that this rank is not alone.
+ALONE_VARIABLE = "DEARRUN_ALONE"
 
 
 class LaunchError(RuntimeError):
@@ -84,8 +86,9 @@ def detect(environ: Mapping[str, str]) -> Launch:
     """Decide between mpirun, torchrun and a single process.
 
     Both families can be present: torchrun, which names its job in every worker, is the inner one where it was started by
-    ``srun`` or ``mpirun``, one for each host. Else (an mpirun that exports RANK) the one that promises more than one
-    process wins, MPI when both do. ``DEAR_BACKEND=mpi|torch|single`` overrides; empty, it is not set.
+    ``srun`` or ``mpirun``, one for each host. Else (dearrun sets RANK for scripts that ask before ``init()``) the one that
+    promises more than one process wins, MPI when both do or neither. ``DEAR_BACKEND=mpi|torch|single`` overrides; empty, it
+    is not set.
 
     Raises :class:`LaunchError` for numbers that are none and for a launcher that cannot be followed.
     """
@@ -104,8 +107,8 @@ def detect(environ: Mapping[str, str]) -> Launch:
             raise LaunchError(f"{BACKEND_VARIABLE}=torch, but RANK and WORLD_SIZE are not set: start with torchrun")
         return chosen
     if mpi and torchrun:
-        inner = torchrun.size > 1 and _TORCHRUN_JOB in environ
-        return torchrun if inner or mpi.size == 1 else mpi
+        inner, several = _TORCHRUN_JOB in environ, torchrun.size > 1
+        return torchrun if (inner and several) or (mpi.size == 1 and (inner or several)) else mpi
     if mpi is None and torchrun is None and (_integer(environ, _GLOO_SIZE) or 1) > 1:
         raise LaunchError(
             f"started by horovodrun over gloo ({_GLOO_SIZE}={environ[_GLOO_SIZE]}), whose rendezvous only Horovod "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import multiprocessing
 import os
@@ -21,7 +22,7 @@ from overlap.health.stacks import is_front_door
 from overlap.health.watchdog import Watchdog
 from overlap.job import cores, logs, settings
 from overlap.job.channels import Channels
-from overlap.job.launch import BACKEND_VARIABLE, Launch, Launcher, LaunchError, adopted, detect, rank_in
+from overlap.job.launch import ALONE_VARIABLE, BACKEND_VARIABLE, Launch, Launcher, LaunchError, adopted, detect, rank_in
 from overlap.job.registry import Registry
 from overlap.job.services import Issuer, Participant, Service
 from overlap.job.settings import SettingError, Settings
@@ -296,6 +297,8 @@ def init(comm: Any = None, torch_distributed: bool = True) -> Session:
         )
     _session, _process = Session(connected, launch, wanted, torch_distributed), os.getpid()
     os.environ[_RANKS_PROCESS] = str(_process)
+    with contextlib.suppress(KeyError, OSError):
+        os.unlink(os.environ.pop(ALONE_VARIABLE))
     atexit.register(shutdown)
     return _session
 

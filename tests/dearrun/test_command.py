@@ -180,11 +180,11 @@ def _parsed(*argv: str, environ: dict[str, str] | None = None) -> tuple[Job, dic
 def test_flags_become_the_workers_environment() -> None:
     flags = ["--timeline-filename", "t-{rank}.json", "--timeline-mark-cycles", "--log-level", "INFO"]
     flags += ["--fusion-threshold-mb", "8"]
-    job, environ = _parsed("-np", "2", "-x", "A=1=2", "-x", "B", *flags, *TRAIN, environ={"B": "b", "HOROVOD_X": "1"})
+    mine = {"B": "b", "HOROVOD_X": "1", "MASTER_PORT": "8"}
+    job, environ = _parsed("-np", "2", "-x", "A=1=2", "-x", "B", *flags, *TRAIN, environ=mine)
     assert environ == {
         "A": "1=2",
-        "B": "b",
-        "HOROVOD_X": "1",
+        **mine,
         "DEAR_TIMELINE": "t-{rank}.json",
         "DEAR_TIMELINE_MARK_CYCLES": "1",
         "DEAR_LOG_LEVEL": "info",

@@ -60,6 +60,14 @@ def test_the_verdict_names_who_is_missing() -> None:
     assert "35, ...): the connection" in said
 
 
+def test_it_is_known_whether_nobody_called_init() -> None:
+    for second, said in ((" alone", True), ("", False)):
+        reports = Reports("T", 2, tagged=False)
+        assert reports.without(f"a\n\x1eT 0 0 alone\n\x1eT 1 0{second}\n".encode()) == b"a\n"
+        assert reports.verdict() == (0, "")
+        assert ("2 processes ran, and none of them called" in reports.strangers()) is said
+
+
 def test_who_has_begun_and_not_ended_is_known_with_its_place() -> None:
     reports = Reports("T", 3, tagged=False)
     assert reports.without(b"\x1eT 1 b.org:8:20\n\x1eT 0 a:7:10\n\x1eT 2 c:9:30\n") == b""

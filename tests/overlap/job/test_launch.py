@@ -12,6 +12,7 @@ OMPI = {
     "OMPI_COMM_WORLD_LOCAL_RANK": "0",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
 }
+ONE = {**OMPI, "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}
 SRUN = {"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "5"}
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "3"}
 
@@ -26,8 +27,10 @@ TORCHRUN = {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE
         ({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, Launcher.SINGLE, 0, 1),  # sbatch without srun
         (TORCHRUN, Launcher.TORCHRUN, 1, 3),
         ({**OMPI, **TORCHRUN}, Launcher.MPI, 2, 4),
-        ({**OMPI, "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0", **TORCHRUN}, Launcher.TORCHRUN, 1, 3),
+        ({**ONE, **TORCHRUN}, Launcher.TORCHRUN, 1, 3),
         ({**OMPI, **TORCHRUN, "DEAR_BACKEND": ""}, Launcher.MPI, 2, 4),
+        ({**ONE, "RANK": "0", "WORLD_SIZE": "1"}, Launcher.MPI, 0, 1),  # dearrun -np 1
+        ({**ONE, "RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "none"}, Launcher.TORCHRUN, 0, 1),
         ({**OMPI, **TORCHRUN, "TORCHELASTIC_RUN_ID": "none"}, Launcher.TORCHRUN, 1, 3),
         ({**SRUN, **TORCHRUN, "TORCHELASTIC_RUN_ID": "none"}, Launcher.TORCHRUN, 1, 3),  # one torchrun for each host
         ({**OMPI, "RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "none"}, Launcher.MPI, 2, 4),
