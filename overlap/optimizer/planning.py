@@ -27,7 +27,7 @@ from overlap.job.process_set import ProcessSet
 from overlap.job.session import current
 from overlap.optimizer.decision import Report, decided, in_a_line, layers_of, work_of
 from overlap.optimizer.distributed import DistributedOptimizer
-from overlap.optimizer.explain import Explained
+from overlap.optimizer.explain import Explained, explanation
 from overlap.plan.choice import Job, simulated
 from overlap.plan.link_probe import start_cost
 from overlap.plan.simulation.events import Run
@@ -197,20 +197,19 @@ class Planning:
         assert clock is not None, "this phase measures"
         measured = statistics.median(self._seconds)
         report = decided(self._comm, self._engine, optimizer, clock, measured)
-        self.report = report
+        self.report, self.checked = report, None
         if report.problem:
             if self._comm.rank == 0:
                 log.warning("buckets stay as they are: %s", report.problem)
             self._end()
         elif report.setting == report.before:
-            self._settle(measured)
+            self._settle(optimizer, measured)
         else:
+            if self._comm.rank == 0:
+                log.info("%s", in_a_line(optimizer.strategy.name, report))
             self._earlier = optimizer.strategy
-            self._usual = measured
             self._replan(optimizer, optimizer.strategy.at(report.setting))
             self._turn(Phase.CHECK_WARM_UP)
-        if self._comm.rank == 0 and not report.problem:
-            log.info("%s", in_a_line(optimizer.strategy.name, report))
 
     def _replan(self, optimizer: DistributedOptimizer, strategy: Strategy) -> None:
         optimizer._replan(strategy)
@@ -218,10 +217,11 @@ class Planning:
         self._last = time.perf_counter()
 
     def _check(self, optimizer: DistributedOptimizer) -> None:
-        before = self._usual
+        assert self.report is not None, "a plan is checked"
+        before = self.report.measured
         seconds = agree(self._comm, statistics.median(self._seconds))
-        stays = agree(self._comm, seconds <= _WORSE * before)
-        self.checked = seconds
+        stays = seconds <= _WORSE * before
+        self.checked = seconds if stays else None
         if self._comm.rank == 0:
             log.info(
                 "%s: a step takes %.4g ms, and took %.4g; the %s plan stays",
@@ -233,13 +233,15 @@ class Planning:
         if not stays:
             assert self._earlier is not None, "there was a plan before"
             self._replan(optimizer, self._earlier)
-        self._settle(seconds if stays else before)
+        self._settle(optimizer, seconds if stays else before)
 
     # - Afterwards
 
-    def _settle(self, seconds: float) -> None:
+    def _settle(self, optimizer: DistributedOptimizer, seconds: float) -> None:
         self._usual = seconds
         self._turn(Phase.SETTLED)
+        if self._comm.rank == 0 and log.isEnabledFor(logging.INFO):  # it simulates
+            log.info("%s", explanation(self.explained(optimizer)))
 
     def _watch(self, optimizer: DistributedOptimizer, took: float) -> None:
         """Rank 0 looks at what steps take; all hear of it, and measure anew, in the same step."""
