@@ -74,10 +74,18 @@ class Slot:
     _version: int = 0  # … and its version then
 
     def move_in(self, bucket: Bucket, place: torch.Tensor) -> None:
-        """From now on, gradients go to `place` in `bucket`. A ``.grad`` that shows the place before was used already."""
-        if self.param.grad is not None and self.param.grad is self.view:
-            self._spent = weakref.ref(self.param.grad)
-        self.bucket, self.place, self.view = bucket, place, place.data
+        """From now on, gradients go to `place` in `bucket`. A ``.grad`` that shows the place before, and was used already,
+        shows the new one: the old memory can go. Not where the parameter has become another type.
+        """
+        gradient, view = self.param.grad, place.data
+        if gradient is not None and gradient is self.view:
+            if gradient.dtype is view.dtype and gradient.device == view.device and gradient.shape == view.shape:
+                with torch.no_grad():
+                    view.copy_(gradient)
+                self.param.grad = view
+            else:
+                self._spent = weakref.ref(gradient)
+        self.bucket, self.place, self.view = bucket, place, view
 
     def fill(self) -> None:
         """Move the gradient into the bucket, where ``.grad`` becomes a view, or mark the parameter as unused here."""
@@ -368,6 +376,15 @@ class Bucket:
                 tuple(slot.place.stride()),
             )
         self._warned = True
+
+    def release(self) -> None:
+        """All of its slots are in other buckets: its memory goes. Not of rounded parameters, whose exact values it has."""
+        if self.master is None:
+            nothing = self.gradients.new_empty(0)
+            self.gradients = self.outgoing = self.incoming = self.reduced = nothing
+            if self.holds_parameters:
+                self.parameters = self.travelling = nothing
+            self.reduction = self.gathering = self.wide_gradients = None
 
     def find_unused(self) -> None:
         """Read from whole reduced gradients which parameters no rank used."""

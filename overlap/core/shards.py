@@ -96,6 +96,12 @@ class ShardUpdate:
     def _piece_of(self, shard: torch.Tensor, inside: slice, param: torch.Tensor) -> torch.Tensor:
         return view_like(shard, int(shard.storage_offset()) + inside.start, param) if self.whole else shard[inside]
 
+    def release(self, bucket: Bucket) -> None:
+        """The bucket's parameters are in other buckets: its pieces keep their state, and no memory of its own."""
+        if bucket.master is None:
+            for one in self.pieces_of(bucket):
+                one.proxy.data = one.gradient = one.proxy.data.new_empty(0)
+
     def take(self, bucket: Bucket) -> None:
         """Give the bucket's pieces their reduced gradients; those that no rank used get None and are left alone."""
         starts, stops = self._extents[bucket]

@@ -26,7 +26,7 @@ from overlap.transport.objects import agree, allgather_object
 
 __all__ = ["Report", "decided", "in_a_line", "layers_of", "work_of"]
 
-_ROOM = 0.25  # of the memory that is free, which optimizer state may take that would be elsewhere otherwise
+_ROOM = 0.25  # of the memory that is free, which a plan may take
 _GAIN = 0.98  # a new plan has to be simulated to take less than this share of the old one's time
 
 
@@ -81,14 +81,10 @@ def decided(
         state, room = max(each[2] for each in told), min(each[3] for each in told)
 
         def fits(plan: Plan) -> bool:
-            """Whether a rank can hold the optimizer's whole state of what is not sharded."""
-            return (
-                state
-                * sum(
-                    _nbytes(bucket, engine) for bucket, cut in zip(plan.buckets, plan.sharded, strict=True) if not cut
-                )
-                <= room
-            )
+            """Whether a rank can hold the optimizer's whole state of what is not sharded, and some buckets twice meanwhile."""
+            buckets = zip(plan.buckets, plan.sharded, strict=True)
+            whole = sum(_nbytes(bucket, engine) for bucket, sharded in buckets if not sharded)
+            return state * whole + nbytes <= room
 
         try:
             report = _chosen(engine, optimizer, sent, (took.tolist(), [late for _, late in found]), start, empty, fits)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
@@ -88,7 +89,10 @@ class Planner:
         self._unguarded.update(late)
 
     def draft(self, strategy: Strategy) -> tuple[list[Bucket], ShardUpdate | None]:
-        """`strategy`'s buckets for the same parameters, whose values move in, and their pieces, without state yet."""
+        """`strategy`'s buckets for the same parameters, whose values move in, and their pieces, without state yet.
+
+        A bucket of the order before goes as soon as all that was in it is elsewhere.
+        """
         plan = self.preview(strategy)
         shards = None if self.shards is None else ShardUpdate(self._optimizer, whole=self.shards.whole)
         return self._build(strategy, plan, shards), shards
@@ -172,14 +176,25 @@ class Planner:
         enough where buckets are larger than the holes: see `overlap.core.buckets.heap`.
         """
         order = []
+        left = Counter(slot.bucket for slot in self.slots if slot.bucket is not None)
         with Freed() as freed:
             for number, (spec, sharded) in enumerate(zip(plan.buckets, plan.sharded, strict=True), first):
+                before = Counter(self.slots[index].bucket for index in spec.tensors)
                 bucket = self._bucket(strategy, number, spec, sharded=sharded)
                 order.append(bucket)
                 if sharded:
                     assert shards is not None, "a strategy shards only what is shardable"
                     shards.add(bucket, self._comm.rank)
                     self._states.placed(shards, bucket)
+                else:
+                    _take_out(bucket, before)
+                left.subtract(before)
+                for old in before:
+                    if old is not None and not left[old]:
+                        if self.shards is not None:
+                            self.shards.release(old)
+                        freed.more(old.nbytes if old.gradients.device.type == "cpu" else 0)
+                        old.release()
                 if fill:
                     for slot in bucket.slots:
                         slot.fill()
@@ -201,6 +216,13 @@ class Planner:
             carried=strategy.carries and self._comm.rounds,
             lane=lane_of(spec.shares(self._comm.size), self._lanes),
         )
+
+
+def _take_out(bucket: Bucket, before: Iterable[Bucket | None]) -> None:
+    """Parameters of a bucket that does not hold any, and came from some that did, get memory of their own."""
+    if any(old is not None and old.holds_parameters for old in before):
+        for slot in bucket.slots:
+            slot.param.data = slot.param.detach().clone()
 
 
 def _without(facts: Facts, frozen: set[int]) -> Facts:

@@ -175,7 +175,7 @@ def run(program: Program, wire: Wire, *, contention: float = 0.0) -> Run:
     for step in waits[half:-1]:
         for label, seconds in step.items():
             found[label] = found.get(label, 0.0) + seconds / number
-    first = begun[-min(3, len(begun))]
+    first = begun[-min(2, len(begun))]
     last = [
         Span(one.row, one.label, one.begun - first, one.ended - first)
         for one in (*spans, *wire.spans)

@@ -65,7 +65,10 @@ def _decoupled(
         (
             starting.get(first, ()),
             Compute(sum(layer.forward for layer in work.layers[first:end]), "forward"),
-            Compute(sum(layer.backward + costs.per_tensor * len(layer.tensors) for layer in work.layers[first:end])),
+            Compute(
+                sum(layer.backward + costs.per_tensor * len(layer.tensors) for layer in work.layers[first:end]),
+                "backward",
+            ),
         )
         for first, end in pairwise(borders)
     ]
