@@ -81,7 +81,7 @@ def decided(
         state, room = max(each[2] for each in told), min(each[3] for each in told)
 
         def fits(plan: Plan) -> bool:
-            """Whether a rank can hold the whole optimizer state of what is not sharded, and some buckets twice meanwhile."""
+            """Whether a rank can hold the whole optimizer state of what is not sharded, and some buckets twice."""
             buckets = zip(plan.buckets, plan.sharded, strict=True)
             whole = sum(_nbytes(bucket, engine) for bucket, sharded in buckets if not sharded)
             return state * whole + nbytes <= room
