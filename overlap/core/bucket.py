@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
 from overlap.core.gates.holders import Strangers
+from overlap.core.master_weights import MakeMaster, MasterWeights
 from overlap.plan.partition import BucketSpec
 from overlap.plan.strategy import Collectives
 from overlap.transport.communicator import Communicator, ReduceOp, Start, Wide, Work
 from overlap.transport.cut_pickles import cut_when_pickled
 from overlap.transport.memory import copy_used, unused_mark, unused_positions, view_like
 
-__all__ = ["Bucket", "Known", "MakeMaster", "MasterWeights", "Phase", "Slot", "changed", "clear", "line"]
+__all__ = ["Bucket", "Known", "Phase", "Slot", "changed", "clear", "line"]
 
 log = logging.getLogger("dear")
 
@@ -206,32 +207,6 @@ class Known(NamedTuple):
     wide: Wide | None
     places: tuple[object, ...]  # addresses: ``model.share_memory()``, or a queue, moves memory under the same tensors
     start: Start
-
-
-class MasterWeights(Protocol):
-    """The exact shard of a bucket whose parameters travel, and are used, rounded to 16 bits."""
-
-    values: torch.Tensor  # exact: what an update writes to
-    wire: torch.Tensor  # all ranks' shards, as they travel
-
-    def follow(self) -> None:
-        """Before an update: what a script has written to the parameters counts."""
-
-    def pack(self) -> None:
-        """After it: `values`, rounded, into this rank's part of `wire`."""
-
-    def land(self) -> None:
-        """Every rank's shard is in `wire`: make them the parameters."""
-
-    def put(self, piece: torch.Tensor, values: torch.Tensor) -> None:
-        """Replace `piece`, a view of `values`."""
-
-    def forget(self) -> None:
-        """The exact values are not known: the parameters count."""
-
-
-#: From a bucket's flat parameters, and this rank's shard of them.
-MakeMaster = Callable[[torch.Tensor, slice], MasterWeights]
 
 
 class Bucket:

@@ -38,7 +38,7 @@ class RoundedParameters(Feature):
         check_gather_dtype(self._dtype, named, self._optimizer, sharding=True)
 
     def master(self, parameters: torch.Tensor, own: slice) -> Master:
-        """Of a bucket's flat parameters; see :data:`overlap.core.bucket.MakeMaster`."""
+        """Of a bucket's flat parameters; see :data:`overlap.core.master_weights.MakeMaster`."""
         return Master(parameters, own, self._dtype)
 
 

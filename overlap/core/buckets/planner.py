@@ -8,9 +8,10 @@ from dataclasses import replace
 
 import torch
 
-from overlap.core.bucket import Bucket, MakeMaster, Slot
+from overlap.core.bucket import Bucket, Slot
 from overlap.core.buckets.heap import Freed
 from overlap.core.feature import StatePlacement
+from overlap.core.master_weights import MakeMaster
 from overlap.core.shards import ShardUpdate
 from overlap.core.wire import COLLECTIVES, Exchange
 from overlap.plan.groups import Groups, members_of, plan_groups
@@ -176,7 +177,7 @@ class Planner:
         enough where buckets are larger than the holes: see `overlap.core.buckets.heap`.
         """
         order = []
-        left = Counter(slot.bucket for slot in self.slots if slot.bucket is not None)
+        left = Counter(slot.bucket for slot in self.slots)
         with Freed() as freed:
             for number, (spec, sharded) in enumerate(zip(plan.buckets, plan.sharded, strict=True), first):
                 before = Counter(self.slots[index].bucket for index in spec.tensors)
