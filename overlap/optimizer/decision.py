@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -22,11 +23,12 @@ from overlap.plan.simulation.workload import Workload
 from overlap.plan.tuning.space import describe
 from overlap.transport.communicator import Communicator, ReduceOp
 from overlap.transport.encoding import travels
-from overlap.transport.objects import agree, allgather_object
+from overlap.transport.objects import agree, allgather_object, broadcast_object
 
 __all__ = ["Report", "decided", "in_a_line", "layers_of", "work_of"]
 
 _ROOM = 0.25  # of the memory that is free, which a plan may take
+_LEAST_PATIENCE = 0.3  # seconds of simulation, or as long as a step
 _GAIN = 0.98  # a new plan has to be simulated to take less than this share of the old one's time
 
 
@@ -66,13 +68,13 @@ def decided(
     found = services(sent)
     took = torch.tensor([seconds for seconds, _ in found], dtype=torch.float64)
     room = available_bytes() / current().local_size * _ROOM
-    told = allgather_object(comm, (len(sent), mine, _state_per_byte(engine), room))
+    told = allgather_object(comm, (len(sent), 0.0 if mine is None else mine.computed, _state_per_byte(engine), room))
     known = {length for length, *_ in told}
     if took.numel() and len(known) == 1:
         comm.all_reduce(took, took, ReduceOp.MIN, label="plan")
-    computed = [0.0 if times is None else times.computed for _, times, *_ in told]
+    computed = [each[1] for each in told]
     slowest = max(range(len(computed)), key=computed.__getitem__)
-    times = told[slowest][1]
+    times = broadcast_object(comm, mine, slowest)  # that one's alone: of many ranks and layers, all would be much
     report: Report | None = None
     if comm.rank == 0:
         before = dict(optimizer.strategy.planned)
@@ -108,7 +110,7 @@ def _chosen(
     units = engine.planner.units
     work = work_of(engine, empty.times, units)
     job = Job(work, network, engine.planner.specs, layers_of(units, behind=1))
-    choice = choose(optimizer.strategy, optimizer.preview, job, fits)
+    choice = choose(optimizer.strategy, optimizer.preview, job, fits, _patience(empty.measured))
     worth = choice.seconds < _GAIN * choice.before
     return replace(
         empty,
@@ -119,6 +121,12 @@ def _chosen(
         network=(network.start, network.reduce, network.gather),
         tried=choice.tried,
     )
+
+
+def _patience(step: float) -> Callable[[], bool]:
+    """Whether the search has taken long enough: all ranks wait for it."""
+    begun = time.perf_counter()
+    return lambda: time.perf_counter() - begun > max(_LEAST_PATIENCE, step)
 
 
 def _nbytes(bucket: BucketSpec, engine: Engine) -> int:

@@ -83,6 +83,7 @@ class Planning:
         self._mine: weakref.ref[DistributedOptimizer] | None = None
         self._strategy: Strategy | None = None  # the last one that was chosen here
         self._earlier: Strategy | None = None
+        self._units: list[tuple[int, ...]] = []  # layers, as they were when they were measured
         self._clock: StepClock | None = None
         self._handle: RemovableHandle | None = None
         self._steps = 0  # of this phase
@@ -107,7 +108,7 @@ class Planning:
             why = report.problem if report is not None else "it is made from the first steps; make some more"
             raise RuntimeError(f"there is no plan to explain: {why}")
         times = report.times
-        units = engine.planner.units
+        units = self._units
         work = work_of(engine, times, units)
         strategy = optimizer.strategy
         plan, specs = optimizer.preview(strategy), engine.planner.specs
@@ -197,17 +198,18 @@ class Planning:
         assert clock is not None, "this phase measures"
         measured = statistics.median(self._seconds)
         report = decided(self._comm, self._engine, optimizer, clock, measured)
-        self.report, self.checked = report, None
+        self.report, self.checked, self._units = report, None, self._engine.planner.units
         if report.problem:
             if self._comm.rank == 0:
-                log.warning("buckets stay as they are: %s", report.problem)
+                level = logging.INFO if report.times is None else logging.WARNING
+                log.log(level, "buckets stay as they are: %s", report.problem)
             self._end()
         elif report.setting == report.before:
             self._settle(optimizer, measured)
         else:
             if self._comm.rank == 0:
                 log.info("%s", in_a_line(optimizer.strategy.name, report))
-            self._earlier = optimizer.strategy
+            self._earlier, self._pause = optimizer.strategy, _PAUSE
             self._replan(optimizer, optimizer.strategy.at(report.setting))
             self._turn(Phase.CHECK_WARM_UP)
 

@@ -64,8 +64,12 @@ def choose(
     preview: Callable[[Strategy], Plan],
     job: Job,
     fits: Callable[[Plan], bool] = lambda _plan: True,
+    enough: Callable[[], bool] = lambda: False,
 ) -> Choice:
-    """The best of `current`'s settings that fit. `preview` gives the plan that a strategy would make."""
+    """The best of `current`'s settings that fit. `preview` gives the plan that a strategy would make.
+
+    The search ends early when it is `enough`.
+    """
     runs: dict[Hashable, tuple[float, Strategy, Run]] = {}
 
     def cost(strategy: Strategy) -> None:
@@ -78,12 +82,14 @@ def choose(
     cost(current)
     before = next(iter(runs.values()))[0]
     for candidate in current.candidates:
-        cost(candidate)
-    while len(runs) < _MOST:
+        if not enough():
+            cost(candidate)
+    while len(runs) < _MOST and not enough():
         _, best, _ = _simplest(list(runs.values()))
         known = len(runs)
         for neighbour in best.neighbours:
-            cost(neighbour)
+            if not enough():
+                cost(neighbour)
         if len(runs) == known:
             break
     seconds, best, run = _simplest(list(runs.values()))

@@ -34,10 +34,11 @@ def _scripted(monkeypatch: pytest.MonkeyPatch, *settings: dict[str, float]) -> l
     """Rank 0 chooses these, one after the other. Returns what it was given."""
     left, seen = list(settings), []
 
-    def choose(current: Any, preview: Any, job: Job, fits: Any) -> Choice:
+    def choose(current: Any, preview: Any, job: Job, fits: Any, enough: Any) -> Choice:
         seen.append(job)
         setting = {**current.planned, **(left.pop(0) if left else {})}
         assert fits(preview(current.at(setting)))
+        assert not enough()
         return Choice(setting, 0.5, {}, 1.0, 7)
 
     monkeypatch.setattr(decision, "choose", choose)

@@ -74,6 +74,13 @@ def test_a_plan_that_does_not_fit_is_not_chosen() -> None:
     assert choice.tried > 1
 
 
+def test_a_search_that_takes_too_long_ends_with_the_best_so_far() -> None:
+    left = iter([False, False, *[True] * 100])
+    choice = choose(dear(), preview, job(0.85), enough=lambda: next(left))
+    assert 1 < choice.tried < 4
+    assert choice.seconds <= choice.before
+
+
 def test_what_no_planner_may_choose_stays() -> None:
     fixed = dear(auto=frozenset())
     choice = choose(fixed, preview, job(0.8))
