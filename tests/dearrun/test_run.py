@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import pickle
@@ -229,7 +230,8 @@ def test_ranks_end_with_their_caller(launcher: str, number: signal.Signals, tmp_
         "except KeyboardInterrupt: sys.exit(7)\n"
     )
     command = [sys.executable, "-c", typed, str(int(launcher == "mpi"))]
-    with subprocess.Popen(command, env=environ(), stderr=subprocess.DEVNULL) as caller:
+    heeding = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # tests in a shell's background do not
+    with subprocess.Popen(command, env=environ(), stderr=subprocess.DEVNULL, preexec_fn=heeding) as caller:
         deadline = time.monotonic() + 60
         while len(there := list(tmp_path.glob("*.there"))) < 2:
             assert time.monotonic() < deadline
