@@ -15,9 +15,11 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
+from torch.autograd import profiler
 
 import comm_core
 from comm_core import TransportError
@@ -95,6 +97,23 @@ class PendingWork:
         self._unfinished.release()
 
 
+@contextmanager
+def _unrecorded() -> Iterator[None]:
+    """Inside, this thread hides what it does from torch's profiler.
+
+    torch 2.13's crashes, when its result is freed, where an operation of gloo's ends after the profile has. What is issued
+    and waited for is shown without that (`overlap.transport.work`).
+    """
+    if not profiler._is_profiler_enabled:
+        yield
+        return
+    torch.autograd._enable_record_function(False)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.autograd._enable_record_function(True)  # type: ignore[attr-defined]
+
+
 class _Entry:
     """An operation in line."""
 
@@ -149,7 +168,7 @@ class WorkerThread:
         if entry.error is not None:
             return
         try:
-            with torch.inference_mode():  # [Note: inference mode]
+            with torch.inference_mode(), _unrecorded():  # [Note: inference mode]
                 part()
         except BaseException as raised:  # it belongs to whoever waits for the work
             self._failure = entry.error = raised
