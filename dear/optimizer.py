@@ -27,11 +27,12 @@ from overlap.plan.fusion import limits, trained_bytes
 from overlap.plan.partition import TensorSpec
 from overlap.plan.plan import Facts, Plan, Updates
 from overlap.plan.simulation.events import Run
+from overlap.plan.simulation.methods import SIZES_MB
 from overlap.plan.simulation.network import Medium
 from overlap.plan.simulation.schedules import decoupled
 from overlap.plan.simulation.workload import Bucket as PlannedBucket
 from overlap.plan.simulation.workload import Workload
-from overlap.plan.strategy import Collectives, Strategy
+from overlap.plan.strategy import Collectives, PlannedStrategy
 from overlap.plan.tuning.options import Tuning
 from overlap.plan.tuning.space import Dimension, Setting
 from overlap.state.elementwise import is_elementwise, is_per_parameter
@@ -40,14 +41,6 @@ from overlap.transport.compression import NoneCompressor
 
 __all__ = ["Dear", "DistributedOptimizer"]
 
-_SIZES_MB = (
-    1.0,
-    2.0,
-    4.0,
-    8.0,
-    25.0,
-)  # with which the planner begins; no less than DDP's first bucket has, no more than
-# DeAR's paper takes
 _SHARE_STEPS = (-1 / 8, -1 / 16, 1 / 16, 1 / 8)  # by which it varies the share of buckets that are all-reduced …
 _SIZE_STEPS = (0.5, 0.7, 1.4, 2.0)
 _LARGEST_SHARE = 0.5  # … to no more than this: ranks keep the whole optimizer state of that share
@@ -71,7 +64,7 @@ class Breakdown(DecoupledCollectives):
             super().gather(comm, bucket)
 
 
-class Dear(Strategy):
+class Dear(PlannedStrategy):
     """Reduce-scatter as buckets fill, the update on this rank's shard, all-gather awaited layer by layer.
 
     With the policy "rb", a shard is a whole bucket: reduced to the rank that owns it, updated there, and broadcast.
@@ -128,7 +121,7 @@ class Dear(Strategy):
 
     @property
     def candidates(self) -> Sequence[Dear]:
-        return [self._with(threshold_mb=mb) for mb in _SIZES_MB] if "threshold_mb" in self.auto else ()
+        return [self._with(threshold_mb=mb) for mb in SIZES_MB] if "threshold_mb" in self.auto else ()
 
     @property
     def neighbours(self) -> Sequence[Dear]:
@@ -138,7 +131,7 @@ class Dear(Strategy):
             near += [self._with(all_reduced=share) for share in shares if 0 <= share <= _LARGEST_SHARE]
         if "threshold_mb" in self.auto and self.threshold_mb is not None:
             sizes = [self.threshold_mb * factor for factor in _SIZE_STEPS]
-            near += [self._with(threshold_mb=mb) for mb in sizes if _SIZES_MB[0] <= mb <= _SIZES_MB[-1]]
+            near += [self._with(threshold_mb=mb) for mb in sizes if SIZES_MB[0] <= mb <= SIZES_MB[-1]]
         return near
 
     @property
@@ -148,8 +141,6 @@ class Dear(Strategy):
     def simulate(
         self, work: Workload, network: Medium, buckets: Sequence[PlannedBucket], whole: Collection[int]
     ) -> Run:
-        if self.updates is Updates.EAGER:
-            return decoupled(work, network, buckets, early=True)
         return decoupled(work, network, buckets, whole=whole, steps=4)
 
     @property

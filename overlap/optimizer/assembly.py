@@ -52,7 +52,7 @@ from overlap.optimizer.start import (
 )
 from overlap.plan.groups import Groups
 from overlap.plan.plan import Updates
-from overlap.plan.strategy import Strategy
+from overlap.plan.strategy import PlannedStrategy, Strategy
 from overlap.state.elementwise import decides_by_loss, is_elementwise, is_per_parameter
 from overlap.state.full_state import FullState, exporter
 from overlap.state.shard_state import ShardState
@@ -181,7 +181,8 @@ def _assemble(
     pairs = ((slot.name, slot.param) for slot in slots if slot.param.requires_grad)
     check_gather_dtype(dtype, pairs, optimizer, sharding=updates.in_shards)
     rounded = None if dtype is None else RoundedParameters(dtype, optimizer)
-    replanning = Replanning() if strategy.planned and comm.size > 1 else None
+    plans = isinstance(strategy, PlannedStrategy) and bool(strategy.planned) and comm.size > 1
+    replanning = Replanning() if plans else None
     features = features_of(
         members,
         slots,

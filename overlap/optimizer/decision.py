@@ -12,7 +12,6 @@ from overlap.core.clock import StepClock
 from overlap.core.engine import Engine
 from overlap.job.memory import available_bytes
 from overlap.job.session import current
-from overlap.optimizer.distributed import DistributedOptimizer
 from overlap.plan.choice import Job, choose
 from overlap.plan.link_probe import start_cost
 from overlap.plan.measurement import Sent, Times, fitted, layer_times, services, thread_costs, workload
@@ -20,6 +19,7 @@ from overlap.plan.partition import BucketSpec
 from overlap.plan.plan import Plan
 from overlap.plan.simulation.network import Fitted
 from overlap.plan.simulation.workload import Workload
+from overlap.plan.strategy import PlannedStrategy
 from overlap.plan.tuning.space import describe
 from overlap.transport.communicator import Communicator, ReduceOp
 from overlap.transport.encoding import travels
@@ -42,20 +42,15 @@ class Report:
     measured: float  # seconds of a step, as it was
     simulated_before: float
     simulated: float
-    waits: dict[str, float]  # in the simulated step, by operation
     times: Times | None  # of the rank that computes longest
-    slowest: int  # that rank
     computed: list[float]  # seconds, by rank; 0 where a rank had no batch
     network: tuple[float, float, float]  # seconds of a start, per reduced byte and per gathered byte
-    nbytes: int  # of all gradients
     tried: int
     problem: str = ""
 
 
-def decided(
-    comm: Communicator, engine: Engine, optimizer: DistributedOptimizer, clock: StepClock, measured: float
-) -> Report:
-    """Rank 0's decision. On every rank, with what each has measured."""
+def decided(comm: Communicator, engine: Engine, strategy: PlannedStrategy, clock: StepClock, measured: float) -> Report:
+    """Rank 0's decision about `strategy`, which is in force. On every rank, with what each has measured."""
     units = engine.planner.units
     layer_of = layers_of(units)
     start, handling = start_cost(comm)
@@ -77,9 +72,9 @@ def decided(
     times = broadcast_object(comm, mine, slowest)  # that one's alone: of many ranks and layers, all would be much
     report: Report | None = None
     if comm.rank == 0:
-        before = dict(optimizer.strategy.planned)
+        before = dict(strategy.planned)
         nbytes = sum(slot.param.nbytes for slot in engine.slots if slot.index in layer_of)
-        empty = Report(before, before, measured, 0.0, 0.0, {}, times, slowest, computed, (0.0, 0.0, 0.0), nbytes, 0)
+        empty = Report(before, before, measured, 0.0, 0.0, times, computed, (0.0, 0.0, 0.0), 0)
         state, room = max(each[2] for each in told), min(each[3] for each in told)
 
         def fits(plan: Plan) -> bool:
@@ -89,7 +84,7 @@ def decided(
             return state * whole + nbytes <= room
 
         try:
-            report = _chosen(engine, optimizer, sent, (took.tolist(), [late for _, late in found]), start, empty, fits)
+            report = _chosen(engine, strategy, sent, (took.tolist(), [late for _, late in found]), start, empty, fits)
         except (ArithmeticError, LookupError, ValueError) as error:
             report = replace(empty, problem=f"what was measured cannot be simulated ({type(error).__name__}: {error})")
     return agree(comm, report)  # type: ignore[return-value]
@@ -97,7 +92,7 @@ def decided(
 
 def _chosen(
     engine: Engine,
-    optimizer: DistributedOptimizer,
+    strategy: PlannedStrategy,
     sent: list[Sent],
     took: tuple[list[float], list[bool]],
     start: float,
@@ -110,14 +105,13 @@ def _chosen(
     units = engine.planner.units
     work = work_of(engine, empty.times, units)
     job = Job(work, network, engine.planner.specs, layers_of(units, behind=1))
-    choice = choose(optimizer.strategy, optimizer.preview, job, fits, _patience(empty.measured))
+    choice = choose(strategy, engine.planner.preview, job, fits, _patience(empty.measured))
     worth = choice.seconds < _GAIN * choice.before
     return replace(
         empty,
         setting=dict(choice.setting) if worth else empty.before,
         simulated_before=choice.before,
         simulated=choice.seconds if worth else choice.before,
-        waits=choice.waits,
         network=(network.start, network.reduce, network.gather),
         tried=choice.tried,
     )

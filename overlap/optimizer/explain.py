@@ -18,8 +18,8 @@ __all__ = ["NO_PLAN", "Explained", "explanation", "rows"]
 __all__ = ["Explained", "explanation", "rows"]
 
 NO_PLAN = (
-    "there is no plan to explain: an option has chosen the buckets (threshold_mb, eager, policy, …), or there is one rank, "
-    "or parameters are on a GPU, where nothing is measured"
+    "there is no plan to explain: an option (threshold_mb, eager, policy, …) or replan() has chosen the buckets, or there "
+    "is one rank, or parameters are on a GPU, where nothing is measured"
 )
 
 _OTHERS = ("wfbp", "bytescheduler", "DDP")  # of the simulation, with the settings that they have as they come
@@ -29,7 +29,7 @@ _LONGEST = 3  # waits that are named
 _SIMULATED = 1.1  # a measured step that is so much longer than the simulated one is commented upon
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Explained:
     """What there is to explain. `simulate` runs a step of the plan on a network."""
 

@@ -27,13 +27,13 @@ from overlap.job.process_set import ProcessSet
 from overlap.job.session import current
 from overlap.optimizer.decision import Report, decided, in_a_line, layers_of, work_of
 from overlap.optimizer.distributed import DistributedOptimizer
-from overlap.optimizer.explain import Explained, explanation
+from overlap.optimizer.explain import NO_PLAN, Explained, explanation
 from overlap.plan.choice import Job, simulated
 from overlap.plan.link_probe import start_cost
 from overlap.plan.simulation.events import Run
 from overlap.plan.simulation.network import Fitted
 from overlap.plan.simulation.workload import Workload
-from overlap.plan.strategy import Strategy
+from overlap.plan.strategy import PlannedStrategy
 from overlap.transport.communicator import Communicator
 from overlap.transport.objects import agree
 
@@ -75,14 +75,16 @@ _NEXT = {
 class Planning:
     """Called after each step of one optimizer; a :class:`.Study` of it. `news` travels with the calls of its steps."""
 
-    def __init__(self, comm: Communicator, engine: Engine, news: Replanning, *, follow: bool) -> None:
+    def __init__(
+        self, comm: Communicator, engine: Engine, strategy: PlannedStrategy, news: Replanning, *, follow: bool
+    ) -> None:
         self.report: Report | None = None
         self.checked: float | None = None  # median seconds of a step with the plan that was made
         self._comm, self._engine, self._news, self._follow = comm, engine, news, follow
         self._phase = Phase.FIRST
         self._mine: weakref.ref[DistributedOptimizer] | None = None
-        self._strategy: Strategy | None = None  # the last one that was chosen here
-        self._earlier: Strategy | None = None
+        self._strategy = strategy  # the last one that was chosen here …
+        self._earlier = strategy  # … and the one before
         self._units: list[tuple[int, ...]] = []  # layers, as they were when they were measured
         self._clock: StepClock | None = None
         self._handle: RemovableHandle | None = None
@@ -94,7 +96,7 @@ class Planning:
 
     def attach(self, optimizer: DistributedOptimizer) -> None:
         """Begin with `optimizer`'s next step, before which no step was made."""
-        self._mine, self._strategy = weakref.ref(optimizer), optimizer.strategy
+        self._mine = weakref.ref(optimizer)
         optimizer._study(self)
 
     @property
@@ -107,33 +109,34 @@ class Planning:
         if report is None or report.times is None:
             why = report.problem if report is not None else "it is made from the first steps; make some more"
             raise RuntimeError(f"there is no plan to explain: {why}")
+        if optimizer.strategy is not self._strategy:
+            raise RuntimeError(NO_PLAN)
         times = report.times
         units = self._units
         work = work_of(engine, times, units)
-        strategy = optimizer.strategy
+        strategy = self._strategy
         plan, specs = optimizer.preview(strategy), engine.planner.specs
 
         def simulate(work: Workload, network: Fitted) -> Run:
             return simulated(strategy, plan, Job(work, network, specs, layers_of(units, behind=1)))
 
-        whole = plan.sharded.count(False)
         shards = sum(
             bucket.nbytes if not bucket.holds_parameters else bucket.nbytes / self._comm.size for bucket in engine.order
         )
         handling = sum(times.hooks) + times.handling * len(plan.buckets) + times.update * shards
         return Explained(
-            strategy.name,
-            self._comm.size,
-            strategy.planned,
-            len(plan.buckets),
-            whole,
-            work,
-            Fitted(self._comm.size, *report.network),
-            report.computed,
-            handling,
-            report.measured,
-            self.checked,
-            simulate,
+            strategy=strategy.name,
+            ranks=self._comm.size,
+            setting=strategy.planned,
+            buckets=len(plan.buckets),
+            whole=plan.sharded.count(False),
+            work=work,
+            network=Fitted(self._comm.size, *report.network),
+            computed=report.computed,
+            handling=handling,
+            before=report.measured,
+            after=self.checked,
+            simulate=simulate,
         )
 
     def __call__(self, optimizer: DistributedOptimizer, _args: Any, _kwargs: Any) -> None:
@@ -197,7 +200,7 @@ class Planning:
         clock = self._stop_measuring()
         assert clock is not None, "this phase measures"
         measured = statistics.median(self._seconds)
-        report = decided(self._comm, self._engine, optimizer, clock, measured)
+        report = decided(self._comm, self._engine, self._strategy, clock, measured)
         self.report, self.checked, self._units = report, None, self._engine.planner.units
         if report.problem:
             if self._comm.rank == 0:
@@ -209,11 +212,11 @@ class Planning:
         else:
             if self._comm.rank == 0:
                 log.info("%s", in_a_line(optimizer.strategy.name, report))
-            self._earlier, self._pause = optimizer.strategy, _PAUSE
-            self._replan(optimizer, optimizer.strategy.at(report.setting))
+            self._earlier, self._pause = self._strategy, _PAUSE
+            self._replan(optimizer, self._strategy.at(report.setting))
             self._turn(Phase.CHECK_WARM_UP)
 
-    def _replan(self, optimizer: DistributedOptimizer, strategy: Strategy) -> None:
+    def _replan(self, optimizer: DistributedOptimizer, strategy: PlannedStrategy) -> None:
         optimizer._replan(strategy)
         self._strategy = strategy
         self._last = time.perf_counter()
@@ -233,7 +236,6 @@ class Planning:
                 "new" if stays else "earlier",
             )
         if not stays:
-            assert self._earlier is not None, "there was a plan before"
             self._replan(optimizer, self._earlier)
         self._settle(optimizer, seconds if stays else before)
 
@@ -275,17 +277,19 @@ class Planning:
 
 
 def plan_by_itself(optimizer: DistributedOptimizer, process_set: ProcessSet, *, follow: bool = True) -> Planning | None:
-    """Let `optimizer`'s strategy choose what it may (`Strategy.planned`) by what its first steps show.
+    """Let `optimizer`'s strategy choose what it may (`PlannedStrategy.planned`) by what its first steps show.
 
     On every rank of the job, before the first step. With `follow`, it looks again when steps become longer or shorter.
     None where there is nothing to plan: a rank alone, and parameters on a GPU, whose times the host does not see.
     """
     comm = beside(current(), process_set)
-    engine, news = optimizer._engine, optimizer._replanning
-    if news is None or any(slot.param.device.type != "cpu" for slot in engine.slots):
+    engine, strategy, news = optimizer._engine, optimizer.strategy, optimizer._replanning
+    if news is None or not isinstance(strategy, PlannedStrategy):
+        return None
+    if any(slot.param.device.type != "cpu" for slot in engine.slots):
         return None
     start_cost(comm)  # now, while nothing else is in flight
-    planning = Planning(comm, engine, news, follow=follow)
+    planning = Planning(comm, engine, strategy, news, follow=follow)
     planning.attach(optimizer)
     optimizer._planned = planning
     return planning

@@ -13,7 +13,7 @@ from overlap.plan.plan import Plan
 from overlap.plan.simulation.events import Run
 from overlap.plan.simulation.network import Medium
 from overlap.plan.simulation.workload import Bucket, Workload
-from overlap.plan.strategy import Strategy
+from overlap.plan.strategy import PlannedStrategy
 from overlap.plan.tuning.space import Setting
 
 __all__ = ["Choice", "Job", "choose", "simulated"]
@@ -34,16 +34,15 @@ class Job:
 
 @dataclass(frozen=True)
 class Choice:
-    """`seconds` of a step, and `waits` for operations in it, as simulated with `setting`; `before`: as it was set."""
+    """`seconds` of a step as simulated with `setting`; `before`: as it was set. So many settings were `tried`."""
 
     setting: Setting
     seconds: float
-    waits: dict[str, float]
     before: float
     tried: int
 
 
-def simulated(strategy: Strategy, plan: Plan, job: Job) -> Run:
+def simulated(strategy: PlannedStrategy, plan: Plan, job: Job) -> Run:
     """A step with these buckets."""
     buckets: list[Bucket] = []
     whole: set[int] = set()
@@ -60,8 +59,8 @@ def simulated(strategy: Strategy, plan: Plan, job: Job) -> Run:
 
 
 def choose(
-    current: Strategy,
-    preview: Callable[[Strategy], Plan],
+    current: PlannedStrategy,
+    preview: Callable[[PlannedStrategy], Plan],
     job: Job,
     fits: Callable[[Plan], bool] = lambda _plan: True,
     enough: Callable[[], bool] = lambda: False,
@@ -70,14 +69,13 @@ def choose(
 
     The search ends early when it is `enough`.
     """
-    runs: dict[Hashable, tuple[float, Strategy, Run]] = {}
+    runs: dict[Hashable, tuple[float, PlannedStrategy]] = {}
 
-    def cost(strategy: Strategy) -> None:
+    def cost(strategy: PlannedStrategy) -> None:
         plan = preview(strategy)
         key = plan, strategy.conduct
         if key not in runs and (strategy is current or fits(plan)):
-            run = simulated(strategy, plan, job)
-            runs[key] = run.step, strategy, run
+            runs[key] = simulated(strategy, plan, job).step, strategy
 
     cost(current)
     before = next(iter(runs.values()))[0]
@@ -85,18 +83,18 @@ def choose(
         if not enough():
             cost(candidate)
     while len(runs) < _MOST and not enough():
-        _, best, _ = _simplest(list(runs.values()))
+        _, best = _simplest(list(runs.values()))
         known = len(runs)
         for neighbour in best.neighbours:
             if not enough():
                 cost(neighbour)
         if len(runs) == known:
             break
-    seconds, best, run = _simplest(list(runs.values()))
-    return Choice(dict(best.planned), seconds, dict(run.waits), before, len(runs))
+    seconds, best = _simplest(list(runs.values()))
+    return Choice(dict(best.planned), seconds, before, len(runs))
 
 
-def _simplest(found: Sequence[tuple[float, Strategy, Run]]) -> tuple[float, Strategy, Run]:
-    fastest = min(seconds for seconds, _, _ in found)
+def _simplest(found: Sequence[tuple[float, PlannedStrategy]]) -> tuple[float, PlannedStrategy]:
+    fastest = min(seconds for seconds, _ in found)
     same = [one for one in found if one[0] <= _SAME * fastest]
     return min(same, key=lambda one: one[1].burden)

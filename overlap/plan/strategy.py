@@ -16,7 +16,7 @@ from overlap.plan.simulation.workload import Bucket, Workload
 from overlap.plan.tuning.space import Dimension, Setting
 from overlap.transport.communicator import Communicator
 
-__all__ = ["Collectives", "Strategy"]
+__all__ = ["Collectives", "PlannedStrategy", "Strategy"]
 
 
 class Collectives(Protocol):
@@ -82,32 +82,6 @@ class Strategy(ABC):
         """The same strategy with another setting; what it does not name stays."""
         raise NotImplementedError(f"strategy {self.name!r} has nothing to tune")
 
-    # - What a planner may choose by simulation; nothing, unless the strategy says otherwise
-
-    @property
-    def planned(self) -> dict[str, float]:
-        """Where this strategy stands, in what a planner chooses. :meth:`at` takes it, too."""
-        return {}
-
-    @property
-    def candidates(self) -> Sequence[Strategy]:
-        """Settings to begin with, where this one was not chosen by the user."""
-        return ()
-
-    @property
-    def neighbours(self) -> Sequence[Strategy]:
-        """Settings near this one."""
-        return ()
-
-    @property
-    def burden(self) -> tuple[float, ...]:
-        """What this setting costs beside time; of two that are as fast, the one with less is chosen."""
-        return ()
-
-    def simulate(self, work: Workload, network: Medium, buckets: Sequence[Bucket], whole: Collection[int]) -> Run:
-        """A step. `buckets`: nearest the input first; those at the places `whole` are updated in full by every rank."""
-        raise NotImplementedError(f"strategy {self.name!r} is not planned by simulation")
-
     def refuse_successor(self, other: Strategy) -> None:
         """Raise ``ValueError`` where `other` cannot take over while training goes on."""
         if other.updates is not self.updates:
@@ -129,3 +103,35 @@ class Strategy(ABC):
     @abstractmethod
     def plan(self, facts: Facts, specs: Sequence[TensorSpec], shardable: Sequence[bool], world_size: int) -> Plan:
         """Decide the buckets, the same on every rank. `shardable[i]`: may tensor i be updated by the owner of its shard?"""
+
+
+class PlannedStrategy(Strategy):
+    """One of which a planner may choose settings, by simulation (`overlap.plan.choice`)."""
+
+    @property
+    @abstractmethod
+    def planned(self) -> dict[str, float]:
+        """Where this strategy stands, in what a planner chooses; empty where the user has chosen all of it."""
+
+    @abstractmethod
+    def at(self, setting: Setting) -> PlannedStrategy:
+        """As :meth:`Strategy.at`, of what is :attr:`planned`, too."""
+
+    @property
+    @abstractmethod
+    def candidates(self) -> Sequence[PlannedStrategy]:
+        """Settings to begin with."""
+
+    @property
+    @abstractmethod
+    def neighbours(self) -> Sequence[PlannedStrategy]:
+        """Settings near this one."""
+
+    @property
+    @abstractmethod
+    def burden(self) -> tuple[float, ...]:
+        """What this setting costs beside time; of two that are as fast, the one with less is chosen."""
+
+    @abstractmethod
+    def simulate(self, work: Workload, network: Medium, buckets: Sequence[Bucket], whole: Collection[int]) -> Run:
+        """A step. `buckets`: nearest the input first; those at the places `whole` are updated in full by every rank."""

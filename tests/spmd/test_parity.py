@@ -178,6 +178,30 @@ def _assert_close(actual: Any, expected: Any, where: str) -> None:
         assert actual == expected, where
 
 
+def check_while_it_trains(kind: str, wrap: Callable[..., Any], steps: int, look: Callable[[int, Any], None]) -> None:
+    """Plain steps are those of one process, whatever becomes of buckets meanwhile: `look` is called after each."""
+
+    def train(distributed: bool) -> Any:
+        model = _model("Mlp")
+        optimizer: Any = OPTIMIZERS[kind](list(model.parameters()))
+        if distributed:
+            optimizer = wrap(optimizer, model)
+        run = Run(model, optimizer, dear.rank() if distributed else None, dear.size())
+        for step in range(steps):
+            optimizer.zero_grad()
+            run.loss(step).backward()
+            optimizer.step()
+            if distributed:
+                look(step, optimizer)
+        if distributed:
+            optimizer.synchronize()
+        return model.state_dict(), optimizer.state_dict()
+
+    actual, expected = train(True), train(False)
+    _assert_close(actual[0], expected[0], "model")
+    _assert_close(actual[1], expected[1], "optimizer")
+
+
 def _check(model: str, optimizer: str, loop: str, strategy: str) -> None:
     expected = _alone(model, optimizer, loop)
     actual = _train(model, optimizer, loop, strategy)

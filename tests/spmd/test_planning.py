@@ -16,8 +16,7 @@ from overlap.optimizer import decision, planning
 from overlap.optimizer.planning import plan_by_itself
 from overlap.plan.choice import Choice, Job
 from tests.spmd.listening import heard
-from tests.spmd.loops import Run
-from tests.spmd.test_parity import OPTIMIZERS, _assert_close, _model
+from tests.spmd.test_parity import check_while_it_trains
 from tests.spmd_plugin import SIZE
 
 alone = pytest.mark.skipif(SIZE == 1, reason="a rank alone has nothing to plan")
@@ -39,7 +38,7 @@ def _scripted(monkeypatch: pytest.MonkeyPatch, *settings: dict[str, float]) -> l
         setting = {**current.planned, **(left.pop(0) if left else {})}
         assert fits(preview(current.at(setting)))
         assert not enough()
-        return Choice(setting, 0.5, {}, 1.0, 7)
+        return Choice(setting, 0.5, 1.0, 7)
 
     monkeypatch.setattr(decision, "choose", choose)
     return seen
@@ -77,29 +76,15 @@ def test_results_are_those_of_one_process_while_buckets_change(kind: str, monkey
     small = {"threshold_mb": 300 / MIB, "all_reduced": 0.5}
     _scripted(monkeypatch, small)
 
-    def train(distributed: bool) -> Any:
-        model = _model("Mlp")
-        optimizer: Any = OPTIMIZERS[kind](list(model.parameters()))
-        if distributed:
-            optimizer = dear.DistributedOptimizer(optimizer, model)
-        run = Run(model, optimizer, dear.rank() if distributed else None, dear.size())
-        for step in range(12):
-            optimizer.zero_grad()
-            run.loss(step).backward()
-            optimizer.step()
-            if distributed and step == STEPS:
-                assert {name: getattr(optimizer.strategy, name) for name in small} == small
-                assert len(optimizer.buckets) > 2
-                held = [bucket.holds_parameters for bucket in optimizer.buckets]
-                assert any(held) is (kind != "adafactor")
-                assert not all(held)
-        if distributed:
-            optimizer.synchronize()
-        return model.state_dict(), optimizer.state_dict()
+    def look(step: int, optimizer: Any) -> None:
+        if step == STEPS:
+            assert {name: getattr(optimizer.strategy, name) for name in small} == small
+            assert len(optimizer.buckets) > 2
+            held = [bucket.holds_parameters for bucket in optimizer.buckets]
+            assert any(held) is (kind != "adafactor")
+            assert not all(held)
 
-    actual, expected = train(True), train(False)
-    _assert_close(actual[0], expected[0], "model")
-    _assert_close(actual[1], expected[1], "optimizer")
+    check_while_it_trains(kind, dear.DistributedOptimizer, 12, look)
 
 
 @alone
@@ -191,6 +176,8 @@ def test_a_script_that_replans_has_the_last_word(monkeypatch: pytest.MonkeyPatch
     assert optimizer.strategy.threshold_mb == 400 / MIB
     assert not optimizer.tuning
     assert not jobs
+    with pytest.raises(RuntimeError, match="no plan to explain"):
+        optimizer.explain()
 
 
 @alone
@@ -203,7 +190,7 @@ def test_who_chooses_buckets_gets_them(options: dict[str, Any]) -> None:
     _steps(model, optimizer, STEPS + 2)
     assert optimizer.strategy.threshold_mb == before
     assert not optimizer.tuning
-    with pytest.raises(RuntimeError, match="an option has chosen the buckets"):
+    with pytest.raises(RuntimeError, match="has chosen the buckets"):
         optimizer.explain()
 
 

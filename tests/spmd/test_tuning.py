@@ -20,7 +20,7 @@ from overlap.plan.tuning import bayes
 from overlap.plan.tuning.options import Tuning
 from tests.spmd.listening import heard
 from tests.spmd.loops import LOOPS, Run
-from tests.spmd.test_parity import OPTIMIZERS, _assert_close, _model
+from tests.spmd.test_parity import OPTIMIZERS, _assert_close, _model, check_while_it_trains
 
 EVERY_STEP = {"warmup": 0, "window": 1, "pairs": 2}
 MB = 2**-20
@@ -66,26 +66,11 @@ def test_parity_while_every_step_has_other_buckets(strategy: str, kind: str, mon
     monkeypatch.setattr(bayes, "BayesianSearch", Scripted)
     plans, searching = [], []
 
-    def train(distributed: bool) -> Any:
-        model = _model("Mlp")
-        optimizer: Any = OPTIMIZERS[kind](list(model.parameters()))
-        if distributed:
-            optimizer = TUNED[strategy](optimizer, model)
-        run = Run(model, optimizer, dear.rank() if distributed else None, dear.size())
-        for step in range(12):
-            optimizer.zero_grad()
-            run.loss(step).backward()
-            optimizer.step()
-            if distributed:
-                plans.append(_plan(optimizer))
-                searching.append(optimizer.tuning)
-        if distributed:
-            optimizer.synchronize()
-        return model.state_dict(), optimizer.state_dict()
+    def look(_step: int, optimizer: Any) -> None:
+        plans.append(_plan(optimizer))
+        searching.append(optimizer.tuning)
 
-    actual, expected = train(True), train(False)
-    _assert_close(actual[0], expected[0], "model")
-    _assert_close(actual[1], expected[1], "optimizer")
+    check_while_it_trains(kind, TUNED[strategy], 12, look)
     first = 1 + (strategy == "mgwfbp") * 2  # the buckets of the first step, and those after the backward was timed
     assert len({str(plan) for plan in plans[first - 1 : first + 3]}) == 4
     assert plans[-1] == plans[-2]

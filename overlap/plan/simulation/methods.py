@@ -11,14 +11,14 @@ from overlap.plan.simulation.network import Link, Medium, Network
 from overlap.plan.simulation.schedules import all_reduced, by_priority, decoupled, negotiated
 from overlap.plan.simulation.workload import Costs, Layer, Workload, fused, in_one_order, per_tensor
 
-__all__ = ["METHODS", "Guess", "Method", "Prediction", "auto_threshold", "planned", "predict"]
+__all__ = ["METHODS", "SIZES_MB", "Guess", "Method", "Prediction", "auto_threshold", "planned", "predict"]
 
 MB = 2**20
 _AUTO = 32, 1 * MB, 25 * MB  # as `overlap.plan.fusion` fuses: a so many'th of the model, at least and at most
 
 Method = Callable[[Workload, Network], Run]
-_SIZES = (1, 2, 4, 8, 25, 64)  # MB of a bucket, and …
-_SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2)  # … shares of buckets that are all-reduced: what dear's own planner tries first
+SIZES_MB = (1.0, 2.0, 4.0, 8.0, 25.0, 64.0)  # of a bucket: what dear's planner begins with, and …
+_SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2)  # … shares of buckets that are all-reduced, up to its most
 
 
 def auto_threshold(work: Workload) -> float:
@@ -30,7 +30,7 @@ def auto_threshold(work: Workload) -> float:
 def planned(work: Workload, network: Medium) -> Run:
     """`dear` as it comes, which chooses by itself: the best size of buckets, and with that the best share all-reduced."""
     runs = []
-    for size in _SIZES:
+    for size in SIZES_MB:
         buckets = fused(work.layers, size * MB)
         runs.append((decoupled(work, network, buckets), buckets))
     best, buckets = min(runs, key=lambda one: one[0].step)

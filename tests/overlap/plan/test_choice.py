@@ -12,7 +12,7 @@ from overlap.plan.partition import TensorSpec
 from overlap.plan.plan import Facts, Plan
 from overlap.plan.simulation.network import Fitted
 from overlap.plan.simulation.workload import Costs, Layer, Workload
-from overlap.plan.strategy import Strategy
+from overlap.plan.strategy import PlannedStrategy
 
 LAYERS, NUMEL = 96, 262144  # 1 MB each
 AUTO = frozenset({"threshold_mb", "all_reduced"})
@@ -28,7 +28,7 @@ def job(compute: float, wire: float = 0.8, start: float = 5e-5, handling: float 
     return Job(Workload(layers, Costs(0.0, handling, 1e-10)), Fitted(2, start, pace, pace), specs, places)
 
 
-def preview(strategy: Strategy) -> Plan:
+def preview(strategy: PlannedStrategy) -> Plan:
     order = tuple(range(LAYERS))
     facts = Facts(tuple((index,) for index in order), order[::-1], (1,) * LAYERS, frozenset(), frozenset())
     return strategy.plan(facts, [TensorSpec(NUMEL, 4)] * LAYERS, [True] * LAYERS, 2)
