@@ -161,22 +161,30 @@ def _verdict(bar: Bar, place: _Place) -> Verdict | None:
     lacking = [method for side in bar.sides for method in missing[side]]
     if group is None or lacking:
         return Verdict(None, f"{place.title}: {bar}: no result of {', '.join(dict.fromkeys(lacking))}")
-    text, ratio = _compare(bar, group)
+    compared = _compare(bar, group)
+    if compared is None:
+        return Verdict(None, f"{place.title}: {bar}: no result of it as it comes, or of another setting")
+    text, ratio = compared
     few = [method for side in bar.sides for method in left_out[side]]
     if few:
         text += f", without {', '.join(dict.fromkeys(few))}, left out by --only"
     return Verdict(ratio <= bar.at_most, f"{place.title}: {text}")
 
 
-def _compare(bar: Bar, group: Group) -> tuple[str, float]:
-    """A line about a group in which both sides were measured, and the ratio it tells."""
+def _compare(bar: Bar, group: Group) -> tuple[str, float] | None:
+    """A line about a group in which both sides were measured, and the ratio it tells; None without what it means."""
     mine = _fastest(group, bar.method, lambda row: not bar.as_it_comes or row.method == bar.method)
+    if mine is None:
+        return None
     if bar.of == BOUND:
         other = min((row for row in group.rows if row.family == "none"), key=lambda row: row.median)
         assert group.bound is not None
         reference, name = group.bound, "L"
     else:
-        other = _fastest(group, bar.of, lambda row: not bar.as_it_comes or row.method != bar.method)
+        fastest = _fastest(group, bar.of, lambda row: not bar.as_it_comes or row.method != bar.method)
+        if fastest is None:
+            return None
+        other = fastest
         reference, name = other.median, other.method
     ratio = mine.median / reference
     text = f"{mine.method}{' as it comes' if bar.as_it_comes else ''} {ratio:.2f} x {name}, bar {bar.at_most:.2f}"
@@ -185,10 +193,10 @@ def _compare(bar: Bar, group: Group) -> tuple[str, float]:
     return text, ratio
 
 
-def _fastest(group: Group, method: str, counts: Callable[[Row], bool]) -> Row:
-    """Of a family's runs in the group; of those that count, if there are any."""
-    rows = [row for row in group.rows if row.family == family_of(method)]
-    return min([row for row in rows if counts(row)] or rows, key=lambda row: row.median)
+def _fastest(group: Group, method: str, counts: Callable[[Row], bool]) -> Row | None:
+    """Of a family's runs in the group that count."""
+    rows = [row for row in group.rows if row.family == family_of(method) and counts(row)]
+    return min(rows, key=lambda row: row.median, default=None)
 
 
 def judge(

@@ -19,7 +19,7 @@ from bench.emulation.accelerator import Accelerator
 from bench.methods.method import MakeOptimizer, Method
 from bench.models.catalog import Batch, Workload, workload
 from bench.program import ROOT
-from bench.train.cores import busy_share, core_seconds
+from bench.train.cores import busy_share, core_ticks
 from bench.train.launcher import GOODPUT
 from bench.train.origin import commit_of
 from bench.train.settings import Settings
@@ -142,7 +142,7 @@ def train(
         say(f"Warmed up for {warmed} steps instead of {settings.warmup}: {settings.method} was searching its buckets")
 
     say("Running benchmark...")
-    begun, cores = clock.settled(), core_seconds()
+    begun, cores = clock.settled(), core_ticks()
     clock, rates = Clock(device), []
     for number in range(settings.iterations):
         for _ in range(settings.batches):
@@ -167,7 +167,7 @@ def train(
         peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         warmup_steps=warmed,
         versions=_versions(),
-        cores_busy=busy_share(cores, core_seconds()),
+        cores_busy=busy_share(cores, core_ticks()),
         goodput=None if goodput is None else float(goodput),
     )
     method.leave()

@@ -20,7 +20,7 @@ import torch
 
 from bench.methods.registry import method
 from bench.train import launcher
-from bench.train.cores import busy_share, core_seconds
+from bench.train.cores import busy_share, core_ticks
 from bench.train.settings import Settings
 from overlap.job import session
 from overlap.job.launch import Launcher, detect
@@ -110,9 +110,9 @@ def main() -> None:
     gloo = detect(os.environ).launcher is Launcher.TORCHRUN
     found: dict[str, Any] = {"workers": comm.size, "samples": {}, "cores_busy": {}}
     for name, make in (_gloo() if gloo else _ours(comm)).items():
-        before = core_seconds()
+        before = core_ticks()
         found["samples"][name] = _samples(comm, make)
-        found["cores_busy"][name] = busy_share(before, core_seconds())
+        found["cores_busy"][name] = busy_share(before, core_ticks())
     found["goodput"] = float(os.environ[launcher.GOODPUT])
     if comm.rank == 0:
         Path(sys.argv[1]).write_text(json.dumps(found))

@@ -287,6 +287,10 @@ def test_a_bar_may_speak_of_a_method_as_it_comes() -> None:
     assert [verdict.met for verdict in found] == [False, True]
     assert "dear as it comes 1.11 x dear:threshold_mb=1, bar 1.03" in found[0].text
     assert "dear as it comes 0.91 x ddp:bucket_mb=1" in found[1].text
+    (without,) = group([result_of(Settings(method=name), 1.0) for name in ("none", "dear:threshold_mb=1")])
+    (verdict,) = judge([without], [Bar("dear", "bound", 1.1, {}, as_it_comes=True)])
+    assert verdict.met is None
+    assert "no result of it as it comes" in verdict.text
     with pytest.raises(ValueError, match="about a method without options"):
         parse_bars([{"method": "dear:eager=True", "at_most": 1, "as_it_comes": True}], ["dear:eager=True"])
 
