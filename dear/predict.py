@@ -15,10 +15,9 @@ from pathlib import Path
 from overlap.plan.simulation.events import Run
 from overlap.plan.simulation.methods import METHODS, Guess, Method, Prediction, auto_threshold, predict
 from overlap.plan.simulation.network import Link, Network
-from overlap.plan.simulation.owned import owned, shares_of
 from overlap.plan.simulation.profile import Profile, from_text, known, load
-from overlap.plan.simulation.schedules import all_reduced, negotiated
-from overlap.plan.simulation.workload import Bucket, Costs, Layer, Workload, fused
+from overlap.plan.simulation.schedules import all_reduced, decoupled, negotiated
+from overlap.plan.simulation.workload import Bucket, Costs, Layer, Workload, fused, owned
 
 __all__ = ["NETWORKS", "guesses", "main", "merged", "methods", "owned_by_rank", "table"]
 
@@ -98,11 +97,12 @@ def merged(work: Workload, network: Network) -> Run:
 def owned_by_rank(work: Workload, network: Network, threshold: float | None = None) -> Run:
     """oss, with buckets of at most `threshold` bytes (None: as it fuses by itself)."""
     from oss.assignment import assign_owners
+    from oss.optimizer import Oss
 
     sizes = [size for layer in work.layers for size in layer.tensors]
     buckets = fused(work.layers, auto_threshold(work) if threshold is None else threshold)
     owners = assign_owners(sizes, [0] * network.workers)
-    return owned(work, network, buckets, shares_of(work, buckets, owners, network.workers))
+    return decoupled(work, network, owned(work.layers, buckets, owners, network.workers), lanes=Oss.lanes)
 
 
 def table(predictions: Sequence[Prediction], batch_size: int, workers: int) -> str:

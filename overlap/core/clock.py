@@ -14,6 +14,7 @@ import torch
 
 from overlap.core.bucket import Bucket
 from overlap.plan.measurement import Lap, Sent
+from overlap.plan.simulation.network import filled
 from overlap.plan.strategy import Collectives
 from overlap.transport.communicator import Communicator
 from overlap.transport.work import Work
@@ -113,14 +114,17 @@ class StepClock:
 
 
 def _sent(one: _Issued) -> Sent:
-    bucket, halves = one.bucket, 1
+    bucket, halves, most = one.bucket, 1, 1.0
     if one.kind == "gather":
         wire = bucket.travelling
     else:
         wire = bucket.outgoing
         halves = 1 if bucket.holds_parameters else 2
+    if bucket.holds_parameters:
+        most = filled(bucket.shares)
     nbytes = wire.numel() * wire.element_size()
-    return Sent(one.kind, bucket.index, bucket.nbytes, nbytes, halves, bucket.lane, one.at, one.at + one.work.seconds)
+    ended = one.at + one.work.seconds
+    return Sent(one.kind, bucket.index, bucket.nbytes, nbytes, halves, bucket.lane, one.at, ended, most)
 
 
 class _Noted:

@@ -121,7 +121,8 @@ class Planning:
             return simulated(strategy, plan, Job(work, network, specs, layers_of(units, behind=1)))
 
         shards = sum(
-            bucket.nbytes if not bucket.holds_parameters else bucket.nbytes / self._comm.size for bucket in engine.order
+            bucket.nbytes * (max(bucket.shares) / sum(bucket.shares) if bucket.holds_parameters else 1)
+            for bucket in engine.order
         )
         handling = sum(times.hooks) + times.handling * len(plan.buckets) + times.update * shards
         return Explained(

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import dear
+import oss
 from overlap.job.process_set import global_process_set
 from overlap.optimizer import decision, planning
 from overlap.optimizer.planning import plan_by_itself
@@ -88,8 +89,24 @@ def test_results_are_those_of_one_process_while_buckets_change(kind: str, monkey
 
 
 @alone
-def test_the_plan_is_made_from_what_was_measured_and_explained(tmp_path: Path) -> None:
-    model, optimizer = _job()
+@pytest.mark.parametrize("kind", ["sgd", "adafactor"])
+def test_results_of_owners_are_the_same_while_buckets_change(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = _scripted(monkeypatch, {"threshold_mb": 300 / MIB})
+
+    def look(step: int, optimizer: Any) -> None:
+        if step == STEPS:
+            assert optimizer.strategy.threshold_mb == 300 / MIB
+            assert len(optimizer.buckets) > 2
+
+    check_while_it_trains(kind, oss.DistributedOptimizer, 12, look)
+    if dear.rank() == 0:
+        assert jobs[0].network.reduce > 0
+
+
+@alone
+@pytest.mark.parametrize("strategy", ["dear", "oss"])
+def test_the_plan_is_made_from_what_was_measured_and_explained(strategy: str, tmp_path: Path) -> None:
+    model, optimizer = _job(strategy=strategy)
     with pytest.raises(RuntimeError, match="made from the first steps"):
         optimizer.explain()
     with heard(logging.INFO) as said:

@@ -11,13 +11,14 @@ from overlap.plan.simulation.network import Link, Medium, Network
 from overlap.plan.simulation.schedules import all_reduced, by_priority, decoupled, negotiated
 from overlap.plan.simulation.workload import Costs, Layer, Workload, fused, in_one_order, per_tensor
 
-__all__ = ["METHODS", "SIZES_MB", "Guess", "Method", "Prediction", "auto_threshold", "planned", "predict"]
+__all__ = ["METHODS", "SIZES_MB", "Guess", "Method", "Prediction", "auto_threshold", "planned", "predict", "sizes_near"]
 
 MB = 2**20
 _AUTO = 32, 1 * MB, 25 * MB  # as `overlap.plan.fusion` fuses: a so many'th of the model, at least and at most
 
 Method = Callable[[Workload, Network], Run]
 SIZES_MB = (1.0, 2.0, 4.0, 8.0, 25.0, 64.0)  # of a bucket: what dear's planner begins with, and …
+_SIZE_STEPS = (0.5, 0.7, 1.4, 2.0)  # … what it goes on with, and …
 _SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2)  # … shares of buckets that are all-reduced, up to its most
 
 
@@ -25,6 +26,11 @@ def auto_threshold(work: Workload) -> float:
     """The bytes of a bucket that `overlap.plan.fusion` chooses by itself."""
     parts, least, most = _AUTO
     return min(max(work.nbytes / parts, least), most)
+
+
+def sizes_near(mb: float) -> list[float]:
+    """Sizes of buckets, in MB, that a planner tries beside this one."""
+    return [mb * factor for factor in _SIZE_STEPS if SIZES_MB[0] <= mb * factor <= SIZES_MB[-1]]
 
 
 def planned(work: Workload, network: Medium) -> Run:

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from overlap.plan.simulation.events import Cost
 
-__all__ = ["Fitted", "Link", "Medium", "Network"]
+__all__ = ["Fitted", "Link", "Medium", "Network", "filled"]
 
 
 class Medium(Protocol):
@@ -92,16 +92,6 @@ class Network:
     def all_gather(self, nbytes: float) -> Cost:
         return self.half(nbytes)
 
-    def filled(self, shares: Sequence[float]) -> float:
-        """How much of the links a half can fill whose ranks own `shares` of the bytes: 1 where these are equal, else less.
-
-        In a ring, each link carries all shares but one. Where they are equal, all links carry as much.
-        """
-        total = sum(shares)
-        if len(shares) == 1 or not total:
-            return 1.0
-        return (len(shares) - 1) / len(shares) * total / (total - min(shares))
-
     def all_reduce(self, nbytes: float) -> Cost:
         half = self.half(nbytes)
         return half + half
@@ -126,6 +116,17 @@ class Fitted:
 
     def all_reduce(self, nbytes: float) -> Cost:
         return self.reduce_scatter(nbytes) + Cost(self.start, self.reduce * nbytes)
+
+
+def filled(shares: Sequence[float]) -> float:
+    """How much of the links a half can fill whose ranks own `shares` of the bytes: 1 where these are equal, else less.
+
+    In a ring, each link carries all shares but one. Where they are equal, all links carry as much.
+    """
+    total = sum(shares)
+    if len(shares) == 1 or not total:
+        return 1.0
+    return (len(shares) - 1) / len(shares) * total / (total - min(shares))
 
 
 def _ring(link: Link, ranks: int, nbytes: float) -> Cost:

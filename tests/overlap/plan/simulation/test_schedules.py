@@ -10,11 +10,10 @@ import torch
 import torch.distributed as dist
 
 from overlap.plan.simulation.events import Cost, Operation, Run, Wire
-from overlap.plan.simulation.network import Link, Network
-from overlap.plan.simulation.owned import owned, shares_of
+from overlap.plan.simulation.network import Link, Network, filled
 from overlap.plan.simulation.profile import load
 from overlap.plan.simulation.schedules import all_reduced, by_priority, decoupled, negotiated
-from overlap.plan.simulation.workload import Costs, Layer, Workload, fused, in_one_order, per_tensor
+from overlap.plan.simulation.workload import Costs, Layer, Workload, fused, in_one_order, owned, per_tensor
 
 LAYERS = 60
 SIZE = 1000  # bytes of a layer
@@ -144,17 +143,16 @@ def _of_owners(owners: list[int], ranks: int, compute: float, wire: float) -> Ru
     work = even(compute)
     buckets = fused(work.layers, 3 * SIZE)
     network = Network(ranks, Link(0.0, wire / (LAYERS * SIZE)))
-    return owned(work, network, buckets, shares_of(work, buckets, owners, ranks))
+    return decoupled(work, network, owned(work.layers, buckets, owners, ranks), lanes=2)
 
 
 def test_owners_of_whole_parameters_send_what_they_own() -> None:
     work = Workload((Layer("a", 0, 0, (3, 1)), Layer("b", 0, 0, (5,)), Layer("c", 0, 0, (7,))))
     buckets = fused(work.layers, 9)
-    assert shares_of(work, buckets, [0, 1, 1, 0], 2) == [[3, 6], [7, 0]]
-    network = Network(4, Link(0.0, 1.0))
-    assert network.filled([2, 2, 2, 2]) == pytest.approx(1.0)
-    assert network.filled([8, 0, 0, 0]) == pytest.approx(3 / 4)  # links carry all of it, and not three quarters
-    assert Network(1, Link(0.0, 1.0)).filled([8]) == 1.0
+    assert [one.shares for one in owned(work.layers, buckets, [0, 1, 1, 0], 2)] == [(3, 6), (7, 0)]
+    assert filled([2, 2, 2, 2]) == pytest.approx(1.0)
+    assert filled([8, 0, 0, 0]) == pytest.approx(3 / 4)  # links carry all of it, and not three quarters
+    assert filled([8]) == 1.0
 
 
 def test_unequal_shards_in_turn_fill_both_directions_and_those_of_one_owner_do_not() -> None:
