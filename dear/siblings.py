@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TypedDict
+from typing import Literal, TypedDict
 
 __all__ = ["OwnOptions"]
 
@@ -18,8 +18,8 @@ class OwnOptions(TypedDict, total=False):
     profile_steps: int
     alpha_beta: tuple[float, float] | None
     # bytescheduler_adapter
-    partition_mb: float | None
-    credit_mb: float | None
+    partition_mb: float | Literal["auto"] | None
+    credit_mb: float | Literal["auto"] | None
     # co2
     outer_frequency: int
     outer_lr: float

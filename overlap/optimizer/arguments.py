@@ -169,6 +169,8 @@ def _or_none(kind: _Kind) -> _Kind:
     return f"{words.replace(' or ', ', ')} or None", lambda value: value is None or fits(value)
 
 
+_NUMBER_OR_AUTO = _or_none(("a number, 'auto'", lambda value: _is_number(value) or value == "auto"))
+
 #: What an argument should be, in words and as a predicate. Those that are not here are checked where they are used.
 KINDS: Mapping[str, _Kind] = {
     "all_reduced": ("a share from 0 to 1, or 'auto'", lambda value: _is_number(value) or value == "auto"),
@@ -176,7 +178,7 @@ KINDS: Mapping[str, _Kind] = {
     "asc": _FLAG,
     "backward_passes_per_step": _WHOLE,
     "broadcast_buffers": _FLAG,
-    "credit_mb": _or_none(_NUMBER),
+    "credit_mb": _NUMBER_OR_AUTO,
     "eager": _FLAG,
     "elementwise": _or_none(_FLAG),
     "exclude_parts": _TEXT,
@@ -191,7 +193,7 @@ KINDS: Mapping[str, _Kind] = {
     "outer_clip": _or_none(_NUMBER),
     "outer_lr": _NUMBER,
     "outer_momentum": _NUMBER,
-    "partition_mb": _or_none(_NUMBER),
+    "partition_mb": _NUMBER_OR_AUTO,
     "per_parameter": _or_none(_FLAG),
     "poison": _or_none(_FLAG),
     "policy": _TEXT,

@@ -30,6 +30,7 @@ from overlap.optimizer.distributed import DistributedOptimizer
 from overlap.optimizer.explain import NO_PLAN, Explained, explanation
 from overlap.plan.choice import Job, simulated
 from overlap.plan.link_probe import start_cost
+from overlap.plan.plan import Updates
 from overlap.plan.simulation.events import Run
 from overlap.plan.simulation.network import Fitted
 from overlap.plan.simulation.workload import Workload
@@ -179,7 +180,8 @@ class Planning:
     def _begin(self, optimizer: DistributedOptimizer) -> None:
         """Measure from here, where a step has just ended."""
         self._turn(Phase.MEASURE)
-        self._clock = StepClock({id(slot.param): slot.index for slot in self._engine.slots})
+        late = "reduce" if self._strategy.updates is Updates.DEFERRED else "gather"
+        self._clock = StepClock({id(slot.param): slot.index for slot in self._engine.slots}, late)
         self._engine.measure(self._clock)
         clock = self._clock
         self._handle = optimizer.register_step_pre_hook(lambda *_: clock.stepping())

@@ -262,22 +262,27 @@ def _negotiated(work: Workload, network: Medium, threshold: float, cycle: float,
         yield Compute(work.costs.per_bucket + work.costs.update * work.nbytes)
 
 
-def by_priority(work: Workload, network: Medium, *, partition: float, credit: float) -> Run:
+def by_priority(work: Workload, network: Medium, *, partition: float, credit: float, steps: int = _STEPS) -> Run:
     """ByteScheduler (SOSP 2019): layers in partitions of `partition` bytes, the most urgent first while fewer than `credit`
     bytes are under way; each layer is awaited, and updated, by the next forward.
+
+    Rank 0 decides, and the others hear of it in a message. They wait for it where nothing else is under way meanwhile.
     """
     wire = Wire()
-    return run(_by_priority(work, network, wire, partition, credit), wire, contention=work.contention)
+    return run(_by_priority(work, network, wire, partition, credit, steps), wire, contention=work.contention)
 
 
-def _by_priority(work: Workload, network: Medium, wire: Wire, partition: float, credit: float) -> Program:
+def _by_priority(work: Workload, network: Medium, wire: Wire, partition: float, credit: float, steps: int) -> Program:
     waiting: list[tuple[int, int, int, int, Operation]] = []  # by step, urgency, arrival
     under_way, arrivals, costs = 0.0, count(), work.costs
+    telling = network.reduce_scatter(1).latency
 
     def admit() -> None:
         nonlocal under_way
         while waiting and under_way < credit:
             *_, nbytes, operation = heapq.heappop(waiting)
+            if not under_way:
+                operation.latency += telling
             under_way += nbytes
             wire.send("all-reduces", operation)
 
@@ -287,7 +292,7 @@ def _by_priority(work: Workload, network: Medium, wire: Wire, partition: float, 
         admit()
 
     reductions: list[list[Operation]] = [[] for _ in work.layers]
-    for step in range(_STEPS + 1):
+    for step in range(steps + 1):
         yield Step()
         for index, layer in enumerate(work.layers):
             yield from reductions[index]
