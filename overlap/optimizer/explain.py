@@ -35,7 +35,7 @@ class Explained:
     ranks: int
     setting: Mapping[str, float]
     buckets: int
-    whole: int  # of them, updated in full by every rank
+    whole: int  # of them, all-reduced under backward and updated in full by every rank
     work: Workload
     network: Fitted
     computed: Sequence[float]  # seconds by rank, without communication; 0 where nothing was measured

@@ -131,7 +131,7 @@ class Planning:
             ranks=self._comm.size,
             setting=strategy.planned,
             buckets=len(plan.buckets),
-            whole=plan.sharded.count(False),
+            whole=0 if strategy.updates is Updates.DEFERRED else plan.sharded.count(False),
             work=work,
             network=Fitted(self._comm.size, *report.network),
             computed=report.computed,
