@@ -101,12 +101,21 @@ class Cluster:
             for name in ("lo", "eth0"):
                 _run("ip", "-n", space, "link", "set", name, "up")
             _run("ip", "-n", switch, "link", "set", port, "master", "br0", "up")
-            for where, device in ((space, "eth0"), (switch, port)):
-                shape = ("tbf", "rate", self.rate, "burst", "128kb", "latency", "100ms")
-                _run("tc", "-n", where, "qdisc", "add", "dev", device, "root", *shape)
+        self._shape("add")
         agent = Path(self.agent)
         agent.write_text(_AGENT.format(prefix=self._prefix))
         agent.chmod(0o755)
+
+    def _shape(self, action: str) -> None:
+        switch, shape = f"{self._prefix}sw", ("tbf", "rate", self.rate, "burst", "128kb", "latency", "100ms")
+        for host in range(self.hosts):
+            for where, device in ((self._namespace(host), "eth0"), (switch, f"port{host}")):
+                _run("tc", "-n", where, "qdisc", action, "dev", device, "root", *shape)
+
+    def set_rate(self, rate: str) -> None:
+        """Another rate for all links from now on, whatever is on its way. Raises :class:`ClusterError`."""
+        self.rate = rate
+        self._shape("change")
 
     def _remove(self) -> None:
         for name in _namespaces():

@@ -25,12 +25,14 @@ __all__ = [
     "GOODPUT",
     "LAUNCHED",
     "LauncherError",
+    "environment",
     "first_host",
     "for_method",
     "interpreter_arguments",
     "launch",
     "local_command",
     "narrowed",
+    "pick",
 ]
 
 LAUNCHED = "DEAR_BENCH_LAUNCHED"  # set in workers: do not start workers again
