@@ -78,6 +78,9 @@ class Method(ABC):
     def settle(self, optimizer: Optimizer) -> None:  # noqa: B027  most methods leave nothing in flight
         """Wait for what the last step left in flight."""
 
+    def average(self, optimizer: Optimizer) -> None:  # noqa: B027  parameters are the same on all ranks but for local SGD
+        """Give all ranks the same parameters, the ones to be evaluated. On every rank."""
+
     def state_bytes(self, optimizer: Optimizer) -> int:
         """Bytes of optimizer state on this rank."""
         return tensor_bytes(optimizer.state)

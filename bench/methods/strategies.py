@@ -79,5 +79,9 @@ class Strategy(Method):
     def settle(self, optimizer: torch.optim.Optimizer) -> None:
         optimizer.synchronize()  # type: ignore[attr-defined]
 
+    def average(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.name == "co2":
+            optimizer.average_parameters()  # type: ignore[attr-defined]
+
     def leave(self) -> None:
         self._package.shutdown()
