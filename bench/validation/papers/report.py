@@ -97,12 +97,15 @@ def _claim_in_short(claim: Claim, rows: Sequence[Claimed]) -> list[str]:
         there = [row for row in rows if row.network == network]
         best = max(there, key=lambda row: max(row.speedups.values()))
         name, most = max(best.speedups.items(), key=lambda item: item[1])
-        first = max(there, key=lambda row: min(row.speedups.values()))
-        lines.append(
+        fastest: dict[str, Claimed] = {}
+        for row in sorted(there, key=lambda row: min(row.speedups.values())):
+            fastest[row.method.method] = row
+        over = "; ".join(f"{name} {min(row.speedups.values()):.2f} ({row.model})" for name, row in fastest.items())
+        lines += [
             f"* {claim.name}, {claim.workers} GPUs, {network}: up to {up_to:.2f} published over others. The largest "
-            f"predicted is {most:.2f}, of {best.method.method} over {name} on {best.model}; over the fastest other of its group, "
-            f"{min(first.speedups.values()):.2f}, of {first.method.method} on {first.model}."
-        )
+            f"predicted is {most:.2f}, of {best.method.method} over {name} on {best.model}.",
+            f"    * Over the fastest other of its group at most: {over}.",
+        ]
     return lines
 
 
