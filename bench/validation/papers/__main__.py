@@ -3,7 +3,7 @@
     python -m bench.validation.papers                            configs/papers.toml; about a minute, on any machine
     python -m bench.validation.papers --report docs/results/prediction/papers.md --json docs/results/prediction/papers.json
 
-Nothing is measured, and nothing is fitted to what was published.
+Nothing is measured, and no number is fitted to what was published.
 """
 
 from __future__ import annotations
