@@ -32,9 +32,10 @@ def markdown(
     lines = ["# Held to the papers", "", about, ""]
     lines += [
         "Published figures beside the simulation of `dear.predict`. It was told a job's model, GPUs, network and methods, "
-        "and how long a step takes on one GPU, where that is published. No number is fitted. That one ring goes through all "
-        "GPUs of all hosts, and not one within each host first, was learnt from these figures. Pairs of methods that differ by "
-        f"{CLOSE:.0%} or less as published are not judged; pairs predicted to differ by {ALIKE:.0%} or less are alike."
+        "and how long a step takes on one GPU, where that is published. No number is fitted. That one ring goes through "
+        "all GPUs of all hosts, and not one within each host first, was learnt from these figures. Pairs of methods that "
+        f"differ by {CLOSE:.0%} or less as published are not judged; pairs predicted to differ by {ALIKE:.0%} or less are "
+        "alike."
     ]
     lines.append("")
     if picture is not None:
