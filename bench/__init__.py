@@ -16,7 +16,7 @@ collectives  the communicators' operations beside gloo's: `python -m bench.colle
 sweep        many runs, kept, judged and reported: `python benchmarks.py`
 accuracy     the loss over wall time: `python -m bench.accuracy`
 integrations other libraries' trainers, their own DDP beside dear: `python -m bench.integrations`
-validation   predictions held to measurement: `python -m bench.validation`
+validation   predictions held to measurement: `python -m bench.validation`; to papers: `python -m bench.validation.papers`
 claims       what README.md and docs say of results: `python -m bench.claims`
 gpu          what a machine with one GPU has to show: `python -m bench.gpu`
 

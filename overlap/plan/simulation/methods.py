@@ -98,8 +98,7 @@ class Guess:
     def network(self, workers: int, per_host: int) -> Network:
         if workers < 1 or per_host < 1:
             raise ValueError(f"there should be at least one worker, and one on each host, not {workers} and {per_host}")
-        hosts = workers // per_host
-        return Network(workers, self.between, per_host, self.within, hierarchical=per_host > 1 and hosts > 1)
+        return Network(workers, self.between, per_host, self.within)
 
 
 @dataclass(frozen=True, slots=True)

@@ -202,12 +202,12 @@ def test_contention_stretches_what_is_computed_while_bytes_move() -> None:
     assert free + 0.2 * 0.4 < held < free + 0.2 * 0.6  # bytes move for half a second
 
 
-def test_a_ring_within_hosts_and_between_them() -> None:
+def test_a_ring_through_hosts() -> None:
     fast, slow = Link(1.0, 1e-3), Link(10.0, 1e-2)
-    flat = Network(8, slow, per_host=4, within=fast).half(8000)
-    assert (flat.latency, flat.transfer) == pytest.approx((7 * 10.0, 7 / 8 * 80))
-    levels = Network(8, slow, per_host=4, within=fast, hierarchical=True).half(8000)
-    assert (levels.latency, levels.transfer) == pytest.approx((3 * 1.0 + 1 * 10.0, 3 / 4 * 8 + 1 / 2 * 80))
+    ring = Network(8, slow, per_host=4, within=fast).half(8000)
+    assert (ring.latency, ring.transfer) == pytest.approx((2 * 10.0 + 5 * 1.0, 7 / 8 * 80))
+    fast_start = Network(8, Link(0.5, 1e-2), per_host=4, within=fast).half(8000)
+    assert fast_start.latency == pytest.approx(6 * 1.0 + 1 * 0.5)  # all links of the circle but one, a cheapest
     assert Network(4, slow, per_host=4, within=fast).half(8000).seconds == pytest.approx(3 * 1.0 + 3 / 4 * 8)
     assert Network(1, slow).all_reduce(8000).seconds == 0.0
     with pytest.raises(ValueError, match="7 workers do not fill hosts of 4"):
@@ -225,7 +225,7 @@ def test_buckets_of_each_kind() -> None:
 def test_a_large_job_is_simulated_in_seconds() -> None:
     layers = tuple(Layer(str(number), 1e-4, 2e-4, (2_000_000, 2_000)) for number in range(400))
     work = Workload(layers, Costs(1e-6, 1e-5, 1e-11))
-    network = Network(4096, Link.of_gbit(100, 1e-6), per_host=8, within=Link.of_gbit(2400, 1e-6), hierarchical=True)
+    network = Network(4096, Link.of_gbit(100, 1e-6), per_host=8, within=Link.of_gbit(2400, 1e-6))
     begun = time.process_time()
     for early in (False, True):
         decoupled(work, network, fused(layers, 0), early=early)
