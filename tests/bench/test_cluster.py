@@ -108,7 +108,9 @@ def test_a_link_with_a_delay() -> None:
     with Cluster(2, "50mbit+30ms") as cluster:
         answer = "import socket; s = socket.create_server(('', 5000)); c, _ = s.accept(); c.sendall(c.recv(1))"
         ask = (
-            "import socket, time\nfor _ in range(100):\n    try: c = socket.create_connection(('10.77.0.2', 5000), 5); break\n"
+            "import socket, time\n"
+            "for _ in range(100):\n"
+            "    try: c = socket.create_connection(('10.77.0.2', 5000), 5); break\n"
             "    except OSError: time.sleep(0.05)\n"
             "begun = time.perf_counter(); c.sendall(b'x'); c.recv(1); print(time.perf_counter() - begun)"
         )
