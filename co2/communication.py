@@ -43,21 +43,26 @@ class RoundCommunication:
             gap = self._rule.gap(moved, self.longest)
             for part in parts:
                 if part in sent:
-                    part.settle(self._rule, gap, idle)
+                    part.settle(gap, idle)
                 else:
                     part.rest()
         self._gather(sent)
 
     @torch.no_grad()
     def carry_average(
-        self, sent: Sequence[Part], idle: Collection[int], trained: Sequence[str], shards: dict[Part, torch.Tensor]
+        self,
+        sent: Sequence[Part],
+        trained: Sequence[str],
+        shards: dict[Part, torch.Tensor],
+        outcome: Callable[[Part], torch.Tensor],
     ) -> None:
-        """An average without an outer step. What this rank's shards become is left in `shards`. Raises as :meth:`carry`."""
+        """An average that is waited for. What this rank's shards become, the `outcome`, is left in `shards`. Raises as
+        :meth:`carry`."""
         self._reduced(sent, trained)
         with self._changed:
             self._met()
+            shards.update((part, outcome(part)) for part in sent)
         for part in sent:
-            shards[part] = part.blend(idle)
             part.whole[part.own] = shards[part]
         self._gather(sent)
 
@@ -89,10 +94,13 @@ class RoundCommunication:
 
 
 class RoundThread:
-    """Runs `work` at once, on a thread that ends with it. What it raises, :meth:`land` raises."""
+    """Runs `work` at once, on a thread that ends with it. What it raises, :meth:`land` raises; `landed` follows there.
 
-    def __init__(self, work: Callable[[], None]) -> None:
-        self._work = work
+    It carries event number `event`, of all averages and rounds.
+    """
+
+    def __init__(self, event: int, work: Callable[[], None], landed: Callable[[], None] = lambda: None) -> None:
+        self.event, self._work, self._landed = event, work, landed
         self._error: BaseException | None = None
         self._done = threading.Event()
         threading.Thread(target=self._run, name="dear-co2-round", daemon=True).start()
@@ -114,7 +122,8 @@ class RoundThread:
         return self._done.wait(seconds)
 
     def land(self) -> None:
-        """Wait until it is done."""
+        """Wait until it is done; what becomes of it."""
         self._done.wait()
         if self._error is not None:
             raise self._error
+        self._landed()
