@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from co2.backward_end import BackwardEnd
+from co2.call_order import CallOrder, follow_steps
 from co2.fairscale_arguments import cut, in_our_words
 from co2.optimizer import Co2Optimizer
 from overlap.job.session import Session, init
@@ -110,16 +112,21 @@ class CO2DistributedDataParallel(torch.nn.Module):
         self.module = module
         parameters = list(module.parameters())
         self._known = {id(param) for param in parameters}
-        self._outer = Co2Optimizer(_NoUpdates(parameters), module, arguments, schedule, rule, nprocs, broadcast_buffers)
+        inner = _NoUpdates(parameters)
+        self._outer = Co2Optimizer(inner, module, arguments, schedule, rule, nprocs, broadcast_buffers)
         self._checked: weakref.ref[torch.optim.Optimizer] | None = None
-        self._backward_end = _BackwardEnd(parameters, weakref.WeakMethod(self._average_gradients))
+        self._backward_end = BackwardEnd(parameters, weakref.WeakMethod(self._average_gradients))
+        self._calls = CallOrder()
+        follow_steps(self._calls, parameters, but=inner)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self._backward_end.watch()
-        return self.module(*args, **kwargs)
+        output = self.module(*args, **kwargs)
+        self._backward_end.watch(output)
+        return output
 
     def _average_gradients(self) -> None:
         self._outer.local_step()
+        self._calls.passed()
 
     def perform_co2(self, optimizer: torch.optim.Optimizer, fp32_params: Any = None) -> None:
         """A local step of `optimizer` was made. Every `localsgd_frequency`-th call ends a round. On every rank.
@@ -138,6 +145,8 @@ class CO2DistributedDataParallel(torch.nn.Module):
         if self._checked is None or self._checked() is not optimizer:
             self._check(optimizer)
             self._checked = weakref.ref(optimizer)
+        self._calls.told()
+        self._backward_end.forget()
         self._outer.end_local_step()
 
     def _check(self, optimizer: torch.optim.Optimizer) -> None:
@@ -197,37 +206,3 @@ class _NoUpdates(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         return None
-
-
-class _BackwardEnd:
-    """Calls `then`, while what it is a method of lives, at the end of each backward pass that reaches one of `parameters`.
-
-    Made after what else listens to them. What a parameter holds does not hold the model's wrapper: the garbage collector
-    cannot see through a parameter's hooks.
-    """
-
-    def __init__(self, parameters: list[torch.nn.Parameter], then: weakref.WeakMethod[Callable[[], None]]) -> None:
-        self._then, self._left = then, parameters  # those that are not watched yet
-        self._pass = -1  # whose end is asked for already; a pass that raises has no end
-        self.watch()
-
-    def watch(self) -> None:
-        """Those too that were frozen until now."""
-        left = []
-        for param in self._left:
-            if param.requires_grad:
-                param.register_post_accumulate_grad_hook(self._gradient)
-            else:
-                left.append(param)
-        self._left = left
-
-    def _gradient(self, _param: torch.Tensor) -> None:
-        current = torch._C._current_graph_task_id()
-        if current != self._pass:
-            self._pass = current
-            torch.autograd.Variable._execution_engine.queue_callback(self._ended)  # type: ignore[attr-defined]
-
-    def _ended(self) -> None:
-        then = self._then()
-        if then is not None:
-            then()

@@ -279,22 +279,28 @@ class Rounds:
     def finish(self, last: Standing) -> None:
         """Training ends: a round on its way arrives. What the rank that stands furthest, at `last`, sent is sent here, too:
         all but what had rested there, whatever this rank trained since its own last event. Parameters stay as they are."""
-        self.arrive()
-        if last.sent <= self._sent:
+        behind = last.sent > self._sent
+        if not behind and not (self._thread is not None and self._awaits(self._last_sent)):
+            self.arrive()
             return
+        params = [as_real(slot.param) for slot in self._slots]
+        values = [param.clone() for param in params]
+        self.arrive()
+        if behind:
+            self._send_as_it_is(last)
+        for param, value in zip(params, values, strict=True):
+            overwrite(param, value)
+
+    def _send_as_it_is(self, last: Standing) -> None:
         log.warning("co2: rank %d ends one round before others; it sends that round as it is", self._comm.rank)
         with self._changed:
             for batch in last.batches[len(self._averaged.batches) :]:
                 self._take_in(batch)
-        params = [as_real(self._slots[index].param) for index in self._averaged.known]
-        values = [param.clone() for param in params]
         if self._awaits(last.event):
             self._send_average(last.rested, last.event)
         else:
             self._turn(last.rested)
         self.arrive()
-        for param, value in zip(params, values, strict=True):
-            overwrite(param, value)
 
     # - State
 

@@ -292,19 +292,32 @@ def test_joining_together_is_fine_and_alone_is_refused_everywhere() -> None:
     _end_of_a_failed_join()
 
 
+WAITING: dict[str, tuple[dict[str, Any], int]] = {  # what rank 1 never sends, as the others have come to it, by number
+    "round": ({"outer_frequency": 2}, 1),
+    "own outer steps": ({"outer": "eager", "outer_frequency": 2}, 1),
+    "waited round": ({"outer": "localsgd", "outer_frequency": 2}, 1),
+    "warm-up": ({"warmup_steps": 9}, 2),
+}
+
+
 @pytest.mark.timeout(30)
-def test_joining_while_others_wait_for_the_rank_is_refused_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ends", [True, False])
+@pytest.mark.parametrize("case", list(WAITING))
+def test_joining_while_others_wait_for_the_rank_is_refused_everywhere(
+    case: str, ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if co2.size() == 1:
         return
     monkeypatch.setattr("co2.rounds._LOOK_SECONDS", 0.02)
-    model, optimizer = _wrapped(outer_frequency=2)
+    arguments, number = WAITING[case]
+    model, optimizer = _wrapped(**arguments)
     rounds, waiting = optimizer._rounds, threading.Semaphore(0)
     current().peer_queries.on("test/waiting", lambda _sender, _news: waiting.release())
     _steps(model, optimizer, range(2))
     arrive = rounds.arrive
 
     def arrive_telling(**options: Any) -> None:
-        if rounds.events == 2:  # for what rank 1 never sends
+        if rounds._thread is not None and rounds._thread.event == number:
             current().peer_queries.tell(1, "test/waiting")
         arrive(**options)
 
@@ -318,8 +331,20 @@ def test_joining_while_others_wait_for_the_rank_is_refused_everywhere(monkeypatc
     go_on = join_late if co2.rank() == 1 else functools.partial(_steps, model, optimizer, range(2, 6))
     with pytest.raises(CannotJoin, match=r"an average of parameters needs every rank, and ranks \[1\] have joined"):
         go_on()
+    rounds.arrive = arrive
     _end_of_a_failed_join()
-    current().services["co2"].close()  # which sends the round that is missing
+    if ends:
+        before = [value.clone() for value in model.parameters()]
+        current().services["co2"].close()  # which sends the round that is missing
+        assert set(co2.allgather_object(rounds.standing)) == {rounds.standing}
+        assert all(torch.equal(value, kept) for value, kept in zip(model.parameters(), before, strict=True))
+        return
+    if co2.rank() == 1:  # or training goes on, where rank 1 has to make up for it
+        _steps(model, optimizer, range(2, 3 if case == "warm-up" else 4))
+    elif rounds._awaits(rounds._last_sent):
+        rounds.begin()
+    optimizer.average_parameters()
+    assert _everywhere(model)
 
 
 @pytest.mark.parametrize("behind", [0, 1, 2])

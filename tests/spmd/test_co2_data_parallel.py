@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import co2
 from tests.spmd.co2_simulation import Simulation
 from tests.spmd.co2_training import _everywhere, _loss, _model, _momentum, _same, _sgd
 from tests.spmd.listening import heard
+from tests.spmd.models import WIDTH
 
 ALONE: dict[str, Any] = {"nprocs_per_node": 1, "outer_lr": 0.8, "co2_clip": True, "co2_clip_threshold": 0.02}
 RULE: dict[str, Any] = {"frequency": 3, "lr": 0.8, "momentum": 0.5, "clip": 0.02, "penalty": False}
@@ -96,6 +98,43 @@ def test_what_scripts_do_between_backward_and_step_they_do_to_averages() -> None
     _same(model.module, alone)
 
 
+class _Checkpointed(nn.Module):
+    """Backward passes inside of one another, first of all in the layer that gradients come to first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.inp = nn.Linear(WIDTH, 16)
+        self.mid = nn.Sequential(nn.Linear(16, 16), nn.Tanh())
+        self.out = nn.Linear(16, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in (self.mid, self.mid, self.out):
+            x = checkpoint(layer, self.inp(x) if x.shape[-1] == WIDTH else x, use_reentrant=True)
+        return x
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_passes_inside_of_one_another_end_once(whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the outermost is not seen, as the script calls what is inside, gradients are averaged more often than once."""
+    size, model, alone = co2.size(), _Checkpointed().double(), _Checkpointed().double()
+    wrapper = co2.CO2DistributedDataParallel(model, nprocs_per_node=size)
+    optimizer, plain, ends = _momentum(model.parameters()), _momentum(alone.parameters()), []
+    average = wrapper._outer.local_step
+    monkeypatch.setattr(wrapper._outer, "local_step", lambda: (ends.append(None), average()))
+    for step in range(2):
+        _loss(wrapper if whole else model, co2.rank(), step).backward()
+        (sum(_loss(alone, rank, step) for rank in range(size)) / size).backward()
+        optimizer.step()
+        plain.step()
+        wrapper.zero_grad()
+        plain.zero_grad()
+        wrapper.perform_co2(optimizer)
+    assert len(ends) == (2 if whole else 8)
+    for value, wanted in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(value, wanted, rtol=1e-12, atol=1e-12)
+
+
 def test_a_pass_that_raises_leaves_the_next_one_its_end() -> None:
     model, expected = _wrapped(**ALONE), _wrapped(**ALONE)
     optimizer, other = _sgd(model.parameters()), _sgd(expected.parameters())
@@ -109,9 +148,13 @@ def test_a_pass_that_raises_leaves_the_next_one_its_end() -> None:
         def backward(ctx: Any, *_gradients: torch.Tensor) -> Any:
             raise ArithmeticError("in backward")
 
-    x = torch.zeros(4, model.module[0].in_features, dtype=torch.float64)
+    x = torch.zeros(4, WIDTH, dtype=torch.float64)
     with pytest.raises(ArithmeticError, match="in backward"):
         model.module[2](Fails.apply(model.module[0](x))).sum().backward()
+    fails = model.module[1].register_forward_hook(lambda _module, _inputs, output: Fails.apply(output))
+    with pytest.raises(ArithmeticError, match="in backward"):
+        model(x).sum().backward()
+    fails.remove()
     model.zero_grad()
     _steps(model, optimizer, range(5))
     _steps(expected, other, range(5))
@@ -159,6 +202,22 @@ def test_what_it_refuses() -> None:
         co2.CO2DistributedDataParallel(torch.zeros(1), 1)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="localsgd_frequency=3: every round"):
         _wrapped(nprocs_per_node=1, outer_frequency=48)
+
+
+def test_a_forgotten_call_and_one_that_comes_too_early() -> None:
+    model = _wrapped(**ALONE)
+    optimizer = _sgd(model.parameters())
+    _steps(model, optimizer, range(4))
+    _loss(model, co2.rank(), 4).backward()
+    optimizer.step()
+    _loss(model, co2.rank(), 5).backward()
+    with pytest.raises(RuntimeError, match=r"call model\.perform_co2\(optimizer\) after every optimizer\.step\(\)"):
+        optimizer.step()
+    _steps(model, optimizer, range(4))
+    _loss(model, co2.rank(), 4).backward()
+    model.perform_co2(optimizer)
+    with pytest.raises(RuntimeError, match=r"perform_co2\(\) was called before optimizer\.step\(\)"):
+        optimizer.step()
 
 
 def test_a_module_wrapped_again_belongs_to_the_new_one() -> None:
