@@ -85,7 +85,7 @@ class EagerPart(Part):
     @torch.no_grad()
     def load_average(self) -> None:
         """What is on its way counts before: the outer step of the others' parts of the last round."""
-        pending = self.whole - self._weight * self.progress
+        pending = self._pending()
         self.momentum = self.momentum + pending
         self.pack()
         self.whole -= self._eager.lr * (1 + self._eager.momentum) * pending
@@ -103,7 +103,7 @@ class EagerPart(Part):
     def adopt(self, kept: Collection[int]) -> None:
         """What the script wrote is taken over at the end of the round."""
 
-    # - Whole tensors, for checkpoints: each rank's own
+    # - Whole tensors, for checkpoints: each rank's own. `pending` is what arrives late: it counts whoever takes it over
 
     def share(self, *, passed: bool) -> Shares:
         return {}
@@ -115,18 +115,20 @@ class EagerPart(Part):
     @torch.no_grad()
     def complete(self) -> Vectors:
         """With no round on its way."""
+        flats = {"start": self.start, "momentum": self.momentum, "pending": self._pending()}
         found: Vectors = {slot.index: {} for slot in self.slots}
-        for name, flat in self._flats.items():
+        for name, flat in flats.items():
             for slot, place in self._views(flat):
                 found[slot.index][name] = place.clone()
         return found
 
     @torch.no_grad()
     def load(self, vectors: Vectors) -> None:
-        for name, flat in self._flats.items():
+        self.progress = torch.zeros_like(self.start)
+        for name, flat in (("start", self.start), ("momentum", self.momentum), ("pending", self.whole)):
             for slot, place in self._views(flat):
                 place.copy_(vectors[slot.index][name])
 
-    @property
-    def _flats(self) -> dict[str, torch.Tensor]:
-        return {"start": self.start, "momentum": self.momentum, "progress": self.progress, "mean": self.whole}
+    def _pending(self) -> torch.Tensor:
+        """The others' part of the last round."""
+        return self.whole - self._weight * self.progress
