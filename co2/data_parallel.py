@@ -103,7 +103,7 @@ class CO2DistributedDataParallel(torch.nn.Module):
         super().__init__()
         if not isinstance(module, torch.nn.Module):
             raise TypeError(f"module should be a torch.nn.Module and is a {type(module).__name__}")
-        check_kinds({name: given[name] for name in ("broadcast_buffers", "outer_lr", "outer_momentum")})
+        check_kinds({"broadcast_buffers": broadcast_buffers})
         session = init()
         schedule, rule = in_our_words(given, session.comm.rank, session.comm.size)
         agree_on_strategy("co2")

@@ -262,6 +262,6 @@ def outer_rule(name: str, given: Mapping[str, Any]) -> OuterRule:
     if foreign:
         takes = [word for word, field in _WORDS.items() if field in known]
         raise ValueError(
-            f"{', '.join(foreign)}: outer={name!r} " + (f"knows {', '.join(takes)}" if takes else "has no options")
+            f"{', '.join(foreign)}: outer={name!r} takes {' and '.join(takes) or 'no options of its own'}; leave it out"
         )
     return rule(**{_WORDS[word]: value for word, value in chosen.items()})

@@ -5,6 +5,7 @@ Each counts, or what it asks for is so anyway, or it raises with what stands in 
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,7 +33,7 @@ _ONLY: Mapping[str, tuple[Any, str]] = {
 
 
 def in_our_words(given: Mapping[str, Any], rank: int, size: int) -> tuple[Schedule, Co2Rule]:
-    """Rounds and outer rule, from all arguments of the class, on `rank` of `size`. Raises ``ValueError``, with a remedy."""
+    """Rounds and outer rule, from all arguments of the class, on `rank` of `size`. Raises ``ValueError``, ``TypeError``."""
     for name, (only, why) in _ONLY.items():
         if given[name] is not only and given[name] != only:
             raise ValueError(f"{name}={given[name]!r}: {why}; leave it out")
@@ -50,11 +51,23 @@ def in_our_words(given: Mapping[str, Any], rank: int, size: int) -> tuple[Schedu
             f"outer_frequency={outer_steps!r} and localsgd_frequency={steps}: every round of localsgd_frequency steps ends "
             "in an outer step, as in the paper; leave outer_frequency out"
         )
+    _check_numbers(given)
     clips, threshold = given["co2_clip"], given["co2_clip_threshold"]
     if not clips and threshold != 1.0:
         raise ValueError(f"co2_clip_threshold={threshold!r} counts with co2_clip=True alone: give both or neither")
+    if not threshold > 0:
+        raise ValueError(f"co2_clip_threshold should be above 0 and is {threshold}")
     clip = threshold if clips else None
     return Schedule(steps), Co2Rule(given["outer_lr"], given["outer_momentum"], clip, given["co2_gap_penalty"])
+
+
+def _check_numbers(given: Mapping[str, Any]) -> None:
+    for name in ("outer_momentum", "outer_lr", "co2_clip_threshold", "co2_gap_penalty"):
+        value, may_be_flag = given[name], name == "co2_gap_penalty"
+        if not isinstance(value, numbers.Real) or (isinstance(value, bool) and not may_be_flag):
+            raise TypeError(f"{name} should be a number{', True or False' * may_be_flag} and is {value!r}")
+    if not isinstance(given["co2_clip"], bool):
+        raise TypeError(f"co2_clip should be True or False and is {given['co2_clip']!r}")
 
 
 def _check_algorithm(wanted: Any) -> None:

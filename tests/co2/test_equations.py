@@ -143,9 +143,11 @@ def test_options_are_the_rules_own() -> None:
     auto = dict.fromkeys(("outer_lr", "outer_momentum", "outer_clip", "gap_penalty"), "auto")
     assert {name: outer_rule(name, auto) for name in RULES} == {name: rule() for name, rule in RULES.items()}
     assert outer_rule("diloco", {**auto, "outer_lr": 1.0}) == DiLoCo(lr=1.0)
-    with pytest.raises(ValueError, match=r"outer_lr=1\.0: outer='localsgd' has no options"):
+    with pytest.raises(ValueError, match=r"outer_lr=1\.0: outer='localsgd' takes no options of its own; leave it out"):
         outer_rule("localsgd", {**auto, "outer_lr": 1.0})
-    with pytest.raises(ValueError, match="outer_clip=None: outer='slowmo' knows outer_lr, outer_momentum"):
+    with pytest.raises(
+        ValueError, match="outer_clip=None: outer='slowmo' takes outer_lr and outer_momentum; leave it out"
+    ):
         outer_rule("slowmo", {**auto, "outer_clip": None})
     with pytest.raises(ValueError, match=r"outer should be one of 'co2', 'localsgd'.* and is 'adam'"):
         outer_rule("adam", auto)

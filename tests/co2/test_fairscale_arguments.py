@@ -90,6 +90,24 @@ def test_what_cannot_be_had_says_why(given: dict[str, Any], message: str) -> Non
         _words(**given)
 
 
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("outer_momentum", "a number"),
+        ("outer_lr", "a number"),
+        ("co2_clip_threshold", "a number"),
+        ("co2_gap_penalty", "a number, True or False"),
+        ("co2_clip", "True or False"),
+    ],
+)
+def test_what_is_of_the_wrong_kind(name: str, kind: str) -> None:
+    for value in ("auto", None):
+        with pytest.raises(TypeError, match=f"^{name} should be {kind} and is {value!r}$"):
+            _words(**{name: value})
+    with pytest.raises(ValueError, match="co2_clip_threshold should be above 0 and is -1"):
+        _words(co2_clip=True, co2_clip_threshold=-1)
+
+
 def test_every_argument_but_the_first_three_is_looked_at() -> None:
     """Each of them changes what comes out, or raises, for some other value than its default."""
     others: dict[str, Any] = {"outer_momentum": 0.1, "outer_lr": 0.5, "localsgd_frequency": 7, "co2_gap_penalty": 2.0}
@@ -99,7 +117,7 @@ def test_every_argument_but_the_first_three_is_looked_at() -> None:
         assert other != default
         try:
             found = _words(**{name: other})
-        except ValueError:
+        except (TypeError, ValueError):
             continue
         assert found != _words(), name
 
