@@ -11,8 +11,9 @@ model = co2.CO2DistributedDataParallel(model, outer_momentum=0.2, nprocs_per_nod
 
 from co2.data_parallel import CO2DistributedDataParallel
 from co2.optimizer import DistributedOptimizer
+from co2.suggestion import suggest_frequency
 from overlap import api
 from overlap.api import *  # noqa: F403  (the facade is the same for every strategy)
 
-__all__ = ["CO2DistributedDataParallel", "DistributedOptimizer"]
+__all__ = ["CO2DistributedDataParallel", "DistributedOptimizer", "suggest_frequency"]
 __all__ += api.__all__

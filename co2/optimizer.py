@@ -12,6 +12,7 @@ import torch
 from co2.equations import OuterRule, outer_rule
 from co2.join import JoinRefusal
 from co2.lifetime import Ownership, Shutdown
+from co2.pace import ENOUGH, explained
 from co2.rounds import Rounds
 from co2.schedule import Schedule
 from overlap.core.bucket import Slot
@@ -146,6 +147,23 @@ class Co2Optimizer(Shell):
         self._rounds.average(current().control)
         if self._broadcast_buffers and self._model is not None:
             broadcast_tensors(self._everyone, list(self._model.buffers()), 0)
+
+    def explain(self) -> str:
+        """Whether a round hides the exchange of parameters, as this rank has measured both in its last rounds.
+
+        On any rank. Raises ``RuntimeError`` before three rounds have arrived, and under an outer rule that waits.
+        """
+        rounds = self._rounds
+        if rounds.rule.waits:
+            raise RuntimeError(
+                f"there is nothing to explain: with outer={rounds.rule.name!r} every round waits for its average"
+            )
+        if rounds.pace.rounds < ENOUGH:
+            raise RuntimeError(
+                f"there is nothing to explain yet: of {ENOUGH} rounds, {rounds.pace.rounds} are measured"
+            )
+        nbytes = sum(part.whole.nbytes for part in rounds.parts)
+        return explained(self._everyone.size, rounds.schedule.frequency, rounds.pace.step, rounds.pace.exchange, nbytes)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters: they take rank 0's values, and take part from the next step on. On every rank."""

@@ -96,6 +96,7 @@ class Rounds:
         self._communication = RoundCommunication(comm, rule, self._changed, self._met)
         self._query = ShareQuery(peer_queries, refusal.topic, [rank for rank in range(comm.size) if rank != comm.rank])
         self._before_load: tuple[int, Shares] | None = None  # [Note: who has loaded by when], after so many events
+        self.pace = self._communication.pace
         self._lateness = Lateness(comm.rank, schedule.frequency)
         self._thread: RoundThread | None = None
         self._phase = _Phase.TRAINING
@@ -150,6 +151,8 @@ class Rounds:
             )
         self.steps, self.in_round = self.steps + 1, self.in_round + 1
         event = self.schedule.after(self.steps, self.in_round)
+        if event is Event.ROUND:
+            self.pace.stepped((time.perf_counter() - self._since) / self.in_round)
         if event is not Event.NOTHING:
             self.refusal.refuse_to_send(self.events)
             self.arrive(in_step=True)
