@@ -17,6 +17,10 @@ class CallOrder:
     """Backward, ``optimizer.step()``, ``perform_co2()``, as they are called. Steps may be skipped, and passes repeated."""
 
     def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """What is loaded goes on from between two steps."""
         self._stepped: set[int] = set()  # optimizers that nobody has told of
         self._passes = 0  # since perform_co2()
         self._early = False  # perform_co2() was called after a pass, and before a step

@@ -102,7 +102,7 @@ class RoundCommunication:
 
 
 class RoundThread:
-    """Runs `work` at once, on a thread that ends with it. What it raises, :meth:`land` raises; `landed` follows there.
+    """Runs `work` at once, on a thread that ends with it. Who waits raises what it raises; :meth:`land` calls `landed`.
 
     It carries event number `event`, of all averages and rounds.
     """
@@ -129,9 +129,13 @@ class RoundThread:
         """Whether it is done, at the latest after so many seconds."""
         return self._done.wait(seconds)
 
-    def land(self) -> None:
-        """Wait until it is done; what becomes of it."""
+    def end(self) -> None:
+        """Wait until it is done."""
         self._done.wait()
         if self._error is not None:
             raise self._error
+
+    def land(self) -> None:
+        """Wait until it is done; what becomes of it."""
+        self.end()
         self._landed()

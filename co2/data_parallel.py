@@ -138,7 +138,8 @@ class CO2DistributedDataParallel(torch.nn.Module):
             fp32_params: None: the outer state is fp32 whatever the parameters are.
 
         Raises ``ValueError`` for an optimizer with parameters that are not the module's, ``TypeError`` for none or a
-        distributed one.
+        distributed one. Where it is forgotten, or called before ``optimizer.step()``, the next ``optimizer.step()`` raises
+        ``RuntimeError``.
         """
         if fp32_params is not None:
             raise ValueError("fp32_params: the outer state is kept in fp32 by itself; leave it out")
@@ -182,6 +183,7 @@ class CO2DistributedDataParallel(torch.nn.Module):
     def load_outer_state_dict(self, state: dict[str, Any]) -> None:
         """What :meth:`outer_state_dict` gave, of any world size. On every rank, beside loading model and optimizer."""
         self._outer.load_outer_state_dict(state)
+        self._calls.restart()
 
 
 def _ranks_of_a_group(session: Session, wanted: int) -> int:
@@ -190,10 +192,13 @@ def _ranks_of_a_group(session: Session, wanted: int) -> int:
     possible = cut(wanted, allgather_object(session.control, mine))
     if possible != wanted and session.comm.rank == 0:
         log.warning(
-            "co2: nprocs_per_node=%d, and a host has %d rank(s): gradients are averaged in groups of %d",
+            "co2: nprocs_per_node=%d, and a host has %d rank(s): gradients are averaged in groups of %d%s",
             wanted,
             possible,
             possible,
+            ", which is all of them: with nprocs_per_node=1 each rank steps alone"
+            if possible == session.comm.size > 1
+            else "",
         )
     return possible
 

@@ -174,7 +174,8 @@ class Co2Optimizer(Shell):
     def state_dict(self) -> dict[str, Any]:
         """Plain torch format; of the user's optimizer, this rank's state. On any subset of ranks, at any time.
 
-        ``["co2"]`` beside it holds the outer state of all ranks, for which it waits until every rank has begun the round.
+        ``["co2"]`` beside it holds the outer state of all ranks, for which it waits until every rank has begun the round;
+        with ``outer="eager"`` this rank's own.
         """
         state = super().state_dict()
         state["co2"] = self.outer_state_dict()
@@ -182,7 +183,8 @@ class Co2Optimizer(Shell):
 
     @torch.inference_mode(False)
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of any world size, on every rank; its ``["co2"]`` with it, which is the same on all ranks.
+        """Load a state dict of any world size, on every rank; its ``["co2"]`` with it, which is the same on all ranks (with
+        ``outer="eager"`` as its own, or rank 0's for all). Raises ``ValueError`` for that of another outer rule.
 
         Without that, a first round begins at the next step, with the parameters that the model has then. Where every rank
         saved its own model and optimizer, and loads them, training goes on bit for bit; from rank 0's alone, all go on

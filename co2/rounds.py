@@ -368,7 +368,7 @@ class Rounds:
         """Nobody steps any more. What is on its way arrives, which every rank has sent, and is dropped."""
         self._phase = _Phase.RETIRED
         if self._thread is not None:
-            self._thread.land()
+            self._thread.end()
         self._thread, self.parts = None, []
         self._peer_queries.off(self.refusal.topic)
 

@@ -54,6 +54,14 @@ def test_told_too_early(before: str) -> None:
     _calls(order, "PaT")
 
 
+def test_a_loop_that_is_left_in_the_middle_and_begun_again() -> None:
+    for before in ("Pa", "PT"):
+        order = CallOrder()
+        _calls(order, before)
+        order.restart()
+        _calls(order, "a")
+
+
 def test_the_steps_of_whoever_has_the_parameters_and_no_others() -> None:
     mine, strange = torch.nn.Parameter(torch.zeros(1)), torch.nn.Parameter(torch.zeros(1))
     inner, optimizer, other = (torch.optim.SGD([param], 0.1) for param in (mine, mine, strange))

@@ -60,6 +60,8 @@ def test_the_readmes_line_is_cut_to_the_ranks_of_the_host_which_average_gradient
     with heard(logging.WARNING) as said:
         model = _wrapped(outer_momentum=0.2, nprocs_per_node=8)
     told = f"nprocs_per_node=8, and a host has {size} rank(s): gradients are averaged in groups of {size}"
+    if size > 1:
+        told += ", which is all of them: with nprocs_per_node=1 each rank steps alone"
     assert any(told in text for text in said) == (co2.rank() == 0)
     optimizer = _sgd(model.parameters())
     simulation = Simulation(_model(), _sgd, 1, frequency=3, lr=1.0, momentum=0.2, clip=None, penalty=False)
