@@ -21,10 +21,11 @@ class OwnOptions(TypedDict, total=False):
     partition_mb: float | Literal["auto"] | None
     credit_mb: float | Literal["auto"] | None
     # co2
+    outer: str
     outer_frequency: int
-    outer_lr: float
-    outer_momentum: float
-    outer_clip: float | None
-    gap_penalty: bool | float
+    outer_lr: float | Literal["auto"]
+    outer_momentum: float | Literal["auto"]
+    outer_clip: float | Literal["auto"] | None
+    gap_penalty: bool | float | Literal["auto"]
     warmup_steps: int
     nprocs_per_node: int | None
