@@ -4,6 +4,9 @@
                                      ▲                                                                     │
                                      └───────── steps have become longer or shorter: rank 0 says so ◀──────┘
 
+A plan that turns out slower is compared with the earlier one once more, which comes back for some steps: where these have
+become as slow, something else was, and the plan stays.
+
 Every rank counts the same steps, measures, and takes over what rank 0 has decided. No rank acts on what it measured alone.
 """
 
@@ -58,6 +61,8 @@ class Phase(Enum):
     MEASURE = auto()
     CHECK_WARM_UP = auto()
     CHECK = auto()
+    EARLIER_WARM_UP = auto()
+    EARLIER = auto()  # the earlier plan is measured again, as the new one has turned out slower
     SETTLED = auto()
     ENDED = auto()  # the script has chosen buckets itself, or there was nothing to measure
 
@@ -67,7 +72,9 @@ _NEXT = {
     Phase.WARM_UP: {Phase.MEASURE, Phase.ENDED},
     Phase.MEASURE: {Phase.CHECK_WARM_UP, Phase.SETTLED, Phase.ENDED},
     Phase.CHECK_WARM_UP: {Phase.CHECK, Phase.ENDED},
-    Phase.CHECK: {Phase.SETTLED, Phase.ENDED},
+    Phase.CHECK: {Phase.SETTLED, Phase.EARLIER_WARM_UP, Phase.ENDED},
+    Phase.EARLIER_WARM_UP: {Phase.EARLIER, Phase.ENDED},
+    Phase.EARLIER: {Phase.SETTLED, Phase.ENDED},
     Phase.SETTLED: {Phase.WARM_UP, Phase.ENDED},
     Phase.ENDED: set[Phase](),
 }
@@ -93,6 +100,7 @@ class Planning:
         self._last = 0.0  # when the last step ended
         self._seconds: deque[float] = deque(maxlen=_WATCHED)
         self._usual = 0.0
+        self._checked_at = 0.0  # seconds of a step with the new plan, while it is checked
         self._pause = _PAUSE
 
     def attach(self, optimizer: DistributedOptimizer) -> None:
@@ -164,12 +172,15 @@ class Planning:
             self._begin(optimizer)
         elif self._phase is Phase.CHECK_WARM_UP:
             self._turn(Phase.CHECK)
+        elif self._phase is Phase.EARLIER_WARM_UP:
+            self._turn(Phase.EARLIER)
         else:
             self._seconds.append(took)
             if self._clock is not None:
                 self._clock.stepped()
             if self._steps == _MEASURED:
-                self._decide(optimizer) if self._phase is Phase.MEASURE else self._check(optimizer)
+                act = {Phase.MEASURE: self._decide, Phase.CHECK: self._check, Phase.EARLIER: self._compare}
+                act[self._phase](optimizer)
 
     def _turn(self, to: Phase) -> None:
         if to not in _NEXT[self._phase]:
@@ -227,20 +238,44 @@ class Planning:
     def _check(self, optimizer: DistributedOptimizer) -> None:
         assert self.report is not None, "a plan is checked"
         before = self.report.measured
-        seconds = agree(self._comm, statistics.median(self._seconds))
-        stays = seconds <= _WORSE * before
-        self.checked = seconds if stays else None
+        self._checked_at = seconds = agree(self._comm, statistics.median(self._seconds))
+        if seconds <= _WORSE * before:
+            self._keep(optimizer, seconds, before)
+            return
+        self._turn(Phase.EARLIER_WARM_UP)
+        self._exchange(optimizer)
+
+    def _compare(self, optimizer: DistributedOptimizer) -> None:
+        again = agree(self._comm, statistics.median(self._seconds))
+        if self._checked_at <= _WORSE * again:
+            self._exchange(optimizer)
+            self._keep(optimizer, self._checked_at, again)
+            return
         if self._comm.rank == 0:
             log.info(
-                "%s: a step takes %.4g ms, and took %.4g; the %s plan stays",
+                "%s: a step takes %.4g ms with the new plan and %.4g with the earlier one, which stays",
+                optimizer.strategy.name,
+                1e3 * self._checked_at,
+                1e3 * again,
+            )
+        self._settle(optimizer, again)
+
+    def _exchange(self, optimizer: DistributedOptimizer) -> None:
+        """The other one of the new and the earlier plan."""
+        here = self._strategy
+        self._replan(optimizer, self._earlier)
+        self._earlier = here
+
+    def _keep(self, optimizer: DistributedOptimizer, seconds: float, before: float) -> None:
+        self.checked = seconds
+        if self._comm.rank == 0:
+            log.info(
+                "%s: a step takes %.4g ms, and took %.4g before; the new plan stays",
                 optimizer.strategy.name,
                 1e3 * seconds,
                 1e3 * before,
-                "new" if stays else "earlier",
             )
-        if not stays:
-            self._replan(optimizer, self._earlier)
-        self._settle(optimizer, seconds if stays else before)
+        self._settle(optimizer, seconds)
 
     # - Afterwards
 

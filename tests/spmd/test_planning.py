@@ -206,7 +206,26 @@ def test_a_plan_that_turns_out_slower_is_taken_back(monkeypatch: pytest.MonkeyPa
     assert optimizer.tuning
     _steps(model, optimizer, 4, clock, 1.05)
     assert optimizer.strategy.threshold_mb == first
+    assert optimizer.tuning
+    _steps(model, optimizer, 4, clock, 1.0)
+    assert optimizer.strategy.threshold_mb == first
     assert not optimizer.tuning
+
+
+@alone
+def test_a_plan_stays_where_everything_has_become_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    _scripted(monkeypatch, {"threshold_mb": 300 / MIB, "all_reduced": 0.0})
+    clock = Clock()
+    monkeypatch.setattr(planning, "time", clock)
+    model, optimizer = _job()
+    first = optimizer.strategy.threshold_mb
+    _steps(model, optimizer, STEPS, clock, 1.0)
+    _steps(model, optimizer, 4, clock, 1.2)
+    assert optimizer.strategy.threshold_mb == first
+    _steps(model, optimizer, 4, clock, 1.25)
+    assert optimizer.strategy.threshold_mb == 300 / MIB
+    assert not optimizer.tuning
+    assert "1,200 ms measured" in optimizer.explain()
 
 
 @alone
