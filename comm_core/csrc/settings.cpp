@@ -27,7 +27,10 @@ Settings read_all() {
   Settings s;
   s.segment_bytes = read("COMM_CORE_SEGMENT_BYTES", s.segment_bytes, 64, 1 << 30);
   s.segment_bytes -= s.segment_bytes % 8;  // whole elements of every dtype
-  s.window = read("COMM_CORE_WINDOW", s.window, 1, 1024);
+  constexpr std::int64_t kNotGiven = 0;
+  const auto window = read("COMM_CORE_WINDOW", kNotGiven, 1, 1024);
+  s.window_is_given = window != kNotGiven;
+  if (s.window_is_given) s.window = window;
   s.small_bytes = read("COMM_CORE_SMALL_BYTES", s.small_bytes, 0, 1 << 30);
   s.idle = std::chrono::milliseconds(read("COMM_CORE_IDLE_MS", s.idle.count(), 1, 1000));
   s.exit_patience = std::chrono::seconds(read("COMM_CORE_EXIT_SECONDS", s.exit_patience.count(), 1, 86400));

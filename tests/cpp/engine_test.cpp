@@ -225,6 +225,18 @@ void a_forked_child_does_not_wait_for_a_lock_of_its_parents() {
   expect(WIFEXITED(status) && WEXITSTATUS(status) == 0, "receive_post() should raise in the child, at once");
 }
 
+void a_window_grows_with_what_a_message_takes() {
+  Settings settings;
+  expect(window_over(0, settings) == 12, "nothing");
+  expect(window_over(100e-6, settings) == 12, "an Ethernet");
+  expect(window_over(500e-6, settings) == 21, "half a millisecond");
+  expect(window_over(20e-3, settings) == 64, "a country");
+  expect(window_over(std::numeric_limits<double>::infinity(), settings) == 64, "for ever");
+  settings.window_is_given = true;
+  settings.window = 7;
+  expect(window_over(20e-3, settings) == 7, "given");
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -235,6 +247,7 @@ int main(int argc, char** argv) {
       {"unknown", a_peer_that_means_nothing_known_is_described},
       {"roots", sixteen_roots_are_told_apart},
       {"message refused", a_message_that_was_refused_is_not_waited_for},
+      {"window", a_window_grows_with_what_a_message_takes},
       {"fork", a_forked_child_does_not_wait_for_a_lock_of_its_parents},
   };
   try {

@@ -2,8 +2,10 @@
 
 #include <utility>
 
+#include "../schedule/flow.hpp"
 #include "blocking.hpp"
 #include "check.hpp"
+#include "comm_core/settings.hpp"
 #include "group.hpp"
 #include "job_order.hpp"
 
@@ -65,7 +67,9 @@ void Connector::complete(const Pending&, const Outcome& outcome) {
 
 void Connector::make() {
   const TurnLock::Return at_the_end(turn_);
-  hand_over_(MpiGroup::make(context_, duplicate(comm_, turn_), turn_));
+  Settings settings = comm_core::settings();
+  settings.window = window_over(latency(comm_, turn_), settings);
+  hand_over_(MpiGroup::make(context_, duplicate(comm_, turn_), turn_, settings));
   work_->finish();
 }
 

@@ -45,11 +45,12 @@ std::pair<int, int> neighbours(MPI_Comm comm, int rank) {
 
 }  // namespace
 
-std::shared_ptr<MpiGroup> MpiGroup::make(MpiContext& context, MPI_Comm comm, const TurnLock::Holder& turn) {
+std::shared_ptr<MpiGroup> MpiGroup::make(MpiContext& context, MPI_Comm comm, const TurnLock::Holder& turn,
+                                         const Settings& settings) {
   MPI_Comm beside = MPI_COMM_NULL;
   try {
     beside = duplicate(comm, turn);
-    auto group = std::make_shared<MpiGroup>(context, comm, beside);
+    auto group = std::make_shared<MpiGroup>(context, comm, beside, settings);
     context.groups.emplace(group.get(), group);
     if (context.closing) group->close(std::make_shared<Work>("close", "", "", 0));
     return group;
@@ -60,8 +61,9 @@ std::shared_ptr<MpiGroup> MpiGroup::make(MpiContext& context, MPI_Comm comm, con
   }
 }
 
-MpiGroup::MpiGroup(MpiContext& context, MPI_Comm comm, MPI_Comm beside)
+MpiGroup::MpiGroup(MpiContext& context, MPI_Comm comm, MPI_Comm beside, const Settings& settings)
     : context_(context),
+      settings_(settings),
       comm_(returning_errors(comm)),
       beside_(returning_errors(beside)),
       largest_tag_(largest_tag()),
@@ -99,8 +101,9 @@ void MpiGroup::submit(Operation operation, std::shared_ptr<Work> work, KeepAlive
   operation.narrow();
   const auto shared = std::make_shared<Operation>(std::move(operation));
   const int tag = is_message ? Mailbox::kNumTags + shared->tag : signature_of(*shared, largest_tag_);
-  strand.add({tag, [shared, rank = rank_, size = size_] { return plan(*shared, rank, size, settings()); },
-              std::move(work), std::move(memory), [shared] { shared->widen(); }});
+  strand.add(
+      {tag, [shared, rank = rank_, size = size_, settings = settings_] { return plan(*shared, rank, size, settings); },
+       std::move(work), std::move(memory), [shared] { shared->widen(); }});
 }
 
 void MpiGroup::split(std::optional<int> color, int key, std::shared_ptr<Work> work,
@@ -111,14 +114,14 @@ void MpiGroup::split(std::optional<int> color, int key, std::shared_ptr<Work> wo
   const auto go_through = [this, color, key, turn, hand_over = std::move(hand_over)] {
     const TurnLock::Return at_the_end(*turn);
     const MPI_Comm part = divide(comm_, color.value_or(MPI_UNDEFINED), key, *turn);
-    hand_over(part == MPI_COMM_NULL ? nullptr : make(context_, part, *turn));
+    hand_over(part == MPI_COMM_NULL ? nullptr : make(context_, part, *turn, settings_));
   };
   // See [Note: nothing blocks alone]: all have come to this one; all have kept the others out; all go in.
   const auto go_in = [this, turn]() -> std::unique_ptr<Schedule> {
     Sequence::Parts parts;
-    parts.push_back(plan(Operation{}, rank_, size_, settings()));
+    parts.push_back(plan(Operation{}, rank_, size_, settings_));
     parts.push_back(std::make_unique<Turn>(turn, before_, after_));
-    parts.push_back(plan(Operation{}, rank_, size_, settings()));
+    parts.push_back(plan(Operation{}, rank_, size_, settings_));
     return std::make_unique<Sequence>(std::move(parts));
   };
   // Peers may never take what it has sent, so it is not to keep the turn until then.

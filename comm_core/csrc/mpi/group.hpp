@@ -13,6 +13,7 @@
 
 #include "abandonment.hpp"
 #include "comm_core/operation.hpp"
+#include "comm_core/settings.hpp"
 #include "context.hpp"
 #include "mailbox.hpp"
 #include "strand.hpp"
@@ -24,10 +25,11 @@ namespace comm_core {
 class MpiGroup {
  public:
   /// Takes `comm` over and duplicates it for what is not a collective, and drives the group until nothing of it is
-  /// left. Collective.
-  static std::shared_ptr<MpiGroup> make(MpiContext& context, MPI_Comm comm, const TurnLock::Holder& turn);
+  /// left. Collective, with the same `settings` on all ranks.
+  static std::shared_ptr<MpiGroup> make(MpiContext& context, MPI_Comm comm, const TurnLock::Holder& turn,
+                                        const Settings& settings);
   /// Takes both communicators over.
-  MpiGroup(MpiContext& context, MPI_Comm comm, MPI_Comm beside);
+  MpiGroup(MpiContext& context, MPI_Comm comm, MPI_Comm beside, const Settings& settings);
   MpiGroup(const MpiGroup&) = delete;
   MpiGroup& operator=(const MpiGroup&) = delete;
 
@@ -76,6 +78,7 @@ class MpiGroup {
   void wake();
 
   MpiContext& context_;
+  const Settings settings_;
   MPI_Comm comm_, beside_;                              // of collectives; of letters and messages
   int rank_ = 0, size_ = 1, before_ = -1, after_ = -1;  // the last two: see Turn
   const int largest_tag_;

@@ -2,8 +2,10 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 
+#include "comm_core/settings.hpp"
 #include "schedule.hpp"
 
 namespace comm_core {
@@ -12,6 +14,18 @@ struct Pieces {
   std::int64_t segment_bytes;
   std::int64_t window;
 };
+
+/// [Note: long networks] What is in flight has to last until the peer has said that it took something, twice the
+/// `seconds` that a message takes: at 10 Gbit/s, or the wire is idle meanwhile. A larger window than that costs more in
+/// memory that caches do not hold, on short networks half of the speed.
+inline std::int64_t window_over(double seconds, const Settings& settings) {
+  if (settings.window_is_given) return settings.window;
+  constexpr double kBytesPerSecond = 1.25e9;
+  constexpr std::int64_t kMost = 64;
+  const double segments = std::ceil(2 * seconds * kBytesPerSecond / static_cast<double>(settings.segment_bytes));
+  if (segments >= static_cast<double>(kMost)) return std::max(settings.window, kMost);
+  return std::max(settings.window, static_cast<std::int64_t>(segments));
+}
 
 /// The segments of one stream to one peer. Twice a window, and at its end, a segment is sent kMatched: its completion
 /// tells that the peer took everything before it, and lets the next ones leave. So at most a window of segments is
