@@ -6,11 +6,12 @@ optimizer = dear.DistributedOptimizer(optimizer, model)
 """
 
 from oss.checkpoint import checkpoint_wrapper
+from oss.grad_scaler import ShardedGradScaler
 from oss.optimizer import DistributedOptimizer
 from oss.sharded_optimizer import OSS
 from overlap import api
 from overlap.api import *  # noqa: F403  (the facade is the same for every strategy)
 from overlap.plan.tuning.options import Tuning
 
-__all__ = ["OSS", "DistributedOptimizer", "Tuning", "checkpoint_wrapper"]
+__all__ = ["OSS", "DistributedOptimizer", "ShardedGradScaler", "Tuning", "checkpoint_wrapper"]
 __all__ += api.__all__

@@ -45,7 +45,9 @@ class OwnedUpdates:
         self._loads = [0] * ranks.size
         self._exact: dict[torch.Tensor, torch.Tensor] = {}  # of what this rank owns
         self._consolidated: dict[str, Any] | None = None
-        self._compared = ranks.size == 1  # whether gradients are the same on all ranks
+        self._reduced = (
+            True if ranks.size == 1 else None
+        )  # whether gradients are the same on all ranks; None: not known
         self._assign()
 
     def _assign(self) -> None:
@@ -133,8 +135,9 @@ class OwnedUpdates:
         hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
 
         def hide() -> None:
-            if not self._compared:
+            if self._reduced is None:
                 self._compare()
+                self._warn()
             for parameter in self._parameters:
                 if parameter.grad is not None and not self._mine(parameter):
                     hidden.append((parameter, parameter.grad))
@@ -147,17 +150,30 @@ class OwnedUpdates:
                 parameter.grad = gradient
 
     def _compare(self) -> None:
-        """Warn, on the first rank, in the first step that has gradients, where these are each rank's own."""
+        """Find out, from the first gradients that there are, whether these are each rank's own."""
         norms = [_norm(parameter.grad, 2.0) for parameter in self._parameters if parameter.grad is not None]
         norm = math.hypot(*norms)
         known = norm if math.isfinite(norm) else 0.0
         largest, smallest = self._ranks.reduce([known, -known])
-        self._compared = largest > 0
-        if largest + smallest > _ALIKE * largest and self._ranks.rank == 0:
+        if largest > 0:
+            self._reduced = largest + smallest <= _ALIKE * largest
+
+    def _warn(self) -> None:
+        if self._reduced is False and self._ranks.rank == 0:
             log.warning(
                 "gradients differ between ranks in OSS.step(), so nothing has reduced them: each parameter is trained by "
                 "the gradients of the rank that owns it, on that rank's data alone. DistributedDataParallel(model) "
                 "averages them"
+            )
+
+    def refuse_local_scaler(self) -> None:
+        """A scaler asks whose ranks do not agree. On every rank; raises on all where it could skip a step on some."""
+        if self._reduced is None:
+            self._compare()
+        if self._reduced is False:
+            raise RuntimeError(
+                "gradients differ between ranks, so torch's GradScaler could skip the step of an OSS on some of them: use "
+                "oss.ShardedGradScaler()"
             )
 
     # - Broadcasts

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from oss.grad_scaler import ShardedGradScaler
 from oss.owned import OwnedUpdates
 from oss.ranks import ranks_of
+from overlap.features.loss_scale import is_scaler_step
 
 __all__ = ["OSS"]
 
@@ -85,6 +88,14 @@ class OSS(torch.optim.Optimizer):
     @property
     def group(self) -> Any:
         return self._ranks.group
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """A GradScaler asks, and is answered no: it unscales and looks at gradients itself."""
+        caller = sys._getframe(1)
+        if is_scaler_step(caller) and not isinstance(caller.f_locals["self"], ShardedGradScaler):
+            self._updates.refuse_local_scaler()
+        return False
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("an OSS holds a process group and cannot be copied or pickled; use state_dict()")
