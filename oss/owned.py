@@ -162,15 +162,18 @@ class OwnedUpdates:
         if self._reduced is False and self._ranks.rank == 0:
             log.warning(
                 "gradients differ between ranks in OSS.step(), so nothing has reduced them: each parameter is trained by "
-                "the gradients of the rank that owns it, on that rank's data alone. DistributedDataParallel(model) "
-                "averages them"
+                "the gradients of the rank that owns it, on that rank's data alone. ShardedDataParallel(model, optimizer) "
+                "or DistributedDataParallel(model) averages them"
             )
 
-    def refuse_local_scaler(self) -> None:
-        """A scaler asks whose ranks do not agree. On every rank; raises on all where it could skip a step on some."""
-        if self._reduced is None:
+    def check_scaler(self, agreed: bool) -> None:
+        """A GradScaler is about to step, whose ranks have `agreed` on infinities or not.
+
+        On every rank; raises ``RuntimeError`` on all where it could skip the step on some.
+        """
+        if not agreed and self._reduced is None:
             self._compare()
-        if self._reduced is False:
+        if not agreed and self._reduced is False:
             raise RuntimeError(
                 "gradients differ between ranks, so torch's GradScaler could skip the step of an OSS on some of them: use "
                 "oss.ShardedGradScaler()"
@@ -274,6 +277,14 @@ class OwnedUpdates:
         self.shown.add_param_group(param_group)
         self._assign()
         self._consolidated = None
+
+    def leave(self) -> dict[str, Any] | None:
+        """All state on every rank, for whoever takes over; None where there is none on any rank. It is gone here."""
+        (used,) = self._ranks.reduce([float(bool(self.shown.state))])
+        if used:
+            self.consolidate(-1)
+            self.shown.state.clear()
+        return self._consolidated if used else None
 
 
 def _merged(parts: Sequence[Mapping[int, Any]]) -> dict[int, Any]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,13 +43,21 @@ def ranks_of(group: Any) -> Ranks:
     return Ranks(chosen)
 
 
+# gloo's threads let go of a tensor a moment after its broadcast is done. One that does so while Python ends aborts the
+# process, so a script that ends right behind its last step() waits for them.
+_LET_GO_SECONDS = 0.05
+
+
 class Ranks:
     """The members of `group`, numbered from 0; None: this process alone. All methods: on every member."""
+
+    _waits = False  # whether this process does at its end
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)
+        self.members = [0] if group is None else dist.get_process_group_ranks(group)
 
     @property
     def _device(self) -> torch.device:
@@ -66,6 +76,9 @@ class Ranks:
     def broadcast(self, values: torch.Tensor, root: int) -> Any:
         """Start to overwrite `values` with those of member `root`; returns what to ``wait()`` for."""
         assert self.group is not None, "a process alone has nothing to send"
+        if not Ranks._waits:
+            Ranks._waits = True
+            atexit.register(time.sleep, _LET_GO_SECONDS)
         return dist.broadcast(values, dist.get_global_rank(self.group, root), group=self.group, async_op=True)
 
     def gather(self, value: Any, recipient: int) -> list[Any] | None:

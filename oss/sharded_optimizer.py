@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
 
 import torch
 
@@ -14,15 +14,31 @@ from oss.owned import OwnedUpdates
 from oss.ranks import ranks_of
 from overlap.features.loss_scale import is_scaler_step
 
-__all__ = ["OSS"]
+__all__ = ["OSS", "Updates"]
+
+
+class Updates(Protocol):
+    """How steps are made: alone (`oss.owned`), or by who reduces the gradients (`oss.data_parallel`)."""
+
+    @property
+    def shown(self) -> Any: ...  # the optimizer whose groups and state scripts see
+    @property
+    def owners(self) -> Mapping[torch.Tensor, int]: ...
+    def step(self, closure: Callable[[], Any] | None, **options: Any) -> Any: ...
+    def check_scaler(self, agreed: bool) -> None: ...
+    def clip(self, wanted: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor: ...
+    def consolidate(self, recipient: int) -> None: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+    def add_param_group(self, param_group: dict[str, Any]) -> None: ...
 
 
 class OSS(torch.optim.Optimizer):
     """`optim` over `params`, each of which has one owner: the rank that keeps its state, updates it and sends it.
 
     It works over torch.distributed's process group, which the script makes by ``init_process_group()`` or ``oss.init()``,
-    and reduces no gradients: DistributedDataParallel does. Where nothing does, each owner trains on its own, and the first
-    rank warns once.
+    and reduces no gradients: :class:`.ShardedDataParallel` does, or DistributedDataParallel. Where nothing does, each owner
+    trains on its own, and the first rank warns once.
 
     Args:
         params: parameters, or groups of them; the same on every rank.
@@ -57,10 +73,10 @@ class OSS(torch.optim.Optimizer):
             )
         if broadcast_buffer_size != -1:
             raise ValueError(f"broadcast_buffer_size={broadcast_buffer_size} is deprecated in fairscale: leave it out")
-        self._ranks = ranks_of(group)
+        self.ranks = ranks_of(group)
         self.optim = optim(params, **defaults)
         self.broadcast_fp16 = broadcast_fp16
-        self._updates = OwnedUpdates(self.optim, self._ranks, rounds=broadcast_fp16)
+        self._updates: Updates = OwnedUpdates(self.optim, self.ranks, rounds=broadcast_fp16)
         for name in vars(self.optim):
             if name.startswith("_optimizer_"):
                 setattr(self, name, OrderedDict())  # hooks on either are its own
@@ -70,16 +86,16 @@ class OSS(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        return self.optim.param_groups
+        return self._updates.shown.param_groups
 
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self.optim.param_groups = groups
+        self._updates.shown.param_groups = groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]
         """By parameter, of those that this rank owns."""
-        return self.optim.state
+        return self._updates.shown.state
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
@@ -87,18 +103,27 @@ class OSS(torch.optim.Optimizer):
 
     @property
     def group(self) -> Any:
-        return self._ranks.group
+        return self.ranks.group
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """A GradScaler asks, and is answered no: it unscales and looks at gradients itself."""
         caller = sys._getframe(1)
-        if is_scaler_step(caller) and not isinstance(caller.f_locals["self"], ShardedGradScaler):
-            self._updates.refuse_local_scaler()
-        return False
+        if is_scaler_step(caller):
+            self._updates.check_scaler(agreed=isinstance(caller.f_locals["self"], ShardedGradScaler))
+        # Alone, the scaler unscales and looks at gradients itself, whatever the optimizer could do.
+        return self._updates.shown is not self.optim and self._updates.shown._step_supports_amp_scaling
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("an OSS holds a process group and cannot be copied or pickled; use state_dict()")
+
+    def reduced_by(self, make: Callable[[OSS], Updates]) -> None:
+        """Let what `make` gives make the steps from now on. On every rank; raises ``ValueError`` the second time."""
+        if not isinstance(self._updates, OwnedUpdates):
+            raise ValueError("this OSS belongs to a ShardedDataParallel already: make an OSS for each model")
+        before = self._updates.leave()
+        self._updates = make(self)
+        if before is not None:
+            self._updates.load_state_dict(before)
 
     # - What scripts call
 
@@ -107,7 +132,7 @@ class OSS(torch.optim.Optimizer):
         return self._updates.step(closure, **options)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        self.optim.zero_grad(set_to_none)
+        self._updates.shown.zero_grad(set_to_none)
 
     def clip_grad_norm(
         self, max_norm: float, norm_type: float = 2.0, filter_params_fn: Callable[[Any], Any] | None = None
@@ -115,12 +140,16 @@ class OSS(torch.optim.Optimizer):
         """Clip by the norm of the gradients that the owners have. On every rank, which all get that norm."""
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         wanted = parameters if filter_params_fn is None else list(filter_params_fn(parameters))
+        if not {id(parameter) for parameter in wanted} <= {id(parameter) for parameter in parameters}:
+            raise ValueError(
+                "OSS.clip_grad_norm(): filter_params_fn should choose among the parameters that it is given"
+            )
         return self._updates.clip(wanted, max_norm, norm_type)
 
     def consolidate_state_dict(self, recipient_rank: int = 0) -> None:
         """Gather all state on one rank of the group, with -1 on all. On every rank."""
-        if not -1 <= recipient_rank < self._ranks.size:
-            raise ValueError(f"recipient_rank should be from -1 to {self._ranks.size - 1} and is {recipient_rank}")
+        if not -1 <= recipient_rank < self.ranks.size:
+            raise ValueError(f"recipient_rank should be from -1 to {self.ranks.size - 1} and is {recipient_rank}")
         self._updates.consolidate(recipient_rank)
 
     def state_dict(self, all_ranks: bool = False) -> dict[str, Any]:
@@ -159,5 +188,5 @@ class OSS(torch.optim.Optimizer):
         owners = self._updates.owners
         return [
             [{**group, "params": [p for p in group["params"] if owners.get(p) == rank]} for group in self.param_groups]
-            for rank in range(self._ranks.size)
+            for rank in range(self.ranks.size)
         ]
