@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -27,6 +29,38 @@ def test_it_learns(name: str, launcher: str) -> None:
         assert len(losses) == 3
         assert losses == sorted(losses, reverse=True)
     assert result.output.count("nothing has reduced them") == (name == "fairscale_oss")
+
+
+@pytest.mark.full
+@pytest.mark.timeout(240)
+@pytest.mark.skipif(importlib.util.find_spec("fairscale") is None, reason="needs fairscale")
+@pytest.mark.parametrize("name", ["fairscale_oss", "fairscale_sharded_ddp"])
+def test_fairscale_itself_has_the_same_losses(name: str, tmp_path: Path) -> None:
+    shutil.copy(ROOT / "examples" / "fairscale_job.py", tmp_path)
+    theirs = tmp_path / f"{name}.py"
+    text = (ROOT / "examples" / f"{name}.py").read_text()
+    text = text.replace("from oss import OSS\n", "from fairscale.optim.oss import OSS\n")
+    theirs.write_text(text.replace("from oss import Sharded", "from fairscale.nn.data_parallel import Sharded"))
+    assert "from oss" not in theirs.read_text()
+    ours, found = (
+        run_ranks(1, [str(script)], "single", end_as_ever=True).check().output
+        for script in (ROOT / "examples" / f"{name}.py", theirs)
+    )
+    losses = sorted(re.findall(r"^rank .*: loss .*$", ours, re.MULTILINE))
+    assert len(losses) == 6
+    assert sorted(re.findall(r"^rank .*: loss .*$", found, re.MULTILINE)) == losses
+
+
+@pytest.mark.full
+@pytest.mark.timeout(240)
+def test_the_benchmark_measures_three_methods_that_learn_the_same() -> None:
+    script = str(ROOT / "examples" / "oss_benchmark.py")
+    options = ["--width", "4", "--steps", "2", "--batch-size", "4"]
+    output = run_ranks(1, [script, *options], "single").check().output
+    found = re.findall(r"^(\w+) +(\S+) images/s +(\S+) MB peak +loss (\S+)$", output, re.MULTILINE)
+    assert [method for method, *_ in found] == ["vanilla", "oss_ddp", "oss_sharded_ddp"]
+    assert all(float(images) > 0 and float(memory) > 0 for _, images, memory, _ in found)
+    assert len({loss for *_, loss in found}) == 1
 
 
 def test_a_spawned_process_without_a_group_is_told_so(tmp_path: Path) -> None:
