@@ -43,6 +43,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
         """Called by torch's ``unscale_()`` and ``step()``. Gives its flag for each device, the same on all ranks."""
         ranks = ranks_of(self._process_group)  # now: the script may have made its group after the scaler
         found = super()._unscale_grads_(optimizer, inv_scale, found_inf, True)
-        (agreed,) = ranks.reduce([max((float(flag) for flag in found.values()), default=0.0)])
+        near = next(iter(found), found_inf.device)
+        (agreed,) = ranks.reduce([max((float(flag) for flag in found.values()), default=0.0)], near)
         # A rank without gradients has looked at none, and goes on by what the others have found.
         return {device: torch.full_like(found_inf, agreed, device=device) for device in (found or [found_inf.device])}

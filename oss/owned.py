@@ -28,7 +28,7 @@ __all__ = ["OwnedUpdates"]
 log = logging.getLogger("dear")
 
 _IN_FLIGHT = 4
-_ALIKE = 1e-3  # relative; reduced gradients are the same on all ranks, or differ by rounding
+_ALIKE = 1e-5  # relative; reduced gradients are the same on all ranks, or differ by rounding
 _MASTER = "master"  # as in `overlap.state.masters`
 
 
@@ -78,10 +78,13 @@ class OwnedUpdates:
     def _mine(self, parameter: torch.Tensor) -> bool:
         return self._owners[parameter] == self._ranks.rank
 
+    def _reduce(self, values: Sequence[float], op: Any = dist.ReduceOp.MAX) -> list[float]:
+        return self._ranks.reduce(values, self._parameters[0].device, op)
+
     def _differs(self, what: str) -> bool:
         """Whether the text is not the same on all ranks. On every rank."""
         number = float(zlib.crc32(what.encode()))
-        largest, smallest = self._ranks.reduce([number, -number])
+        largest, smallest = self._reduce([number, -number])
         return largest + smallest != 0
 
     # - The step
@@ -116,9 +119,6 @@ class OwnedUpdates:
             )
 
     def _stepped(self, *closure: Any, **options: Any) -> Any:
-        with torch.no_grad():
-            for parameter, exact in self._exact.items():  # where a script has written to it since, what it wrote counts
-                parameter.copy_(torch.where(_rounded(exact).to(exact.dtype) == parameter, exact, parameter))
         result = self.shown.step(*closure, **options)
         self._forget_others()
         if self._rounds:
@@ -129,15 +129,25 @@ class OwnedUpdates:
                         parameter.copy_(_rounded(parameter))
         return result
 
+    @torch.no_grad()
+    def _restore_exact(self) -> None:
+        """Before the update, when no forward pass looks any more. Where a script has written since, that counts."""
+        for parameter, exact in self._exact.items():
+            parameter.copy_(torch.where(_rounded(exact).to(exact.dtype) == parameter, exact, parameter))
+
     @contextlib.contextmanager
     def _only_mine(self) -> Iterator[Callable[[], None]]:
-        """Gives a function that hides the gradients of what others own: torch's optimizers leave such parameters alone."""
+        """Gives a function that makes ready for the update, and hides the gradients of what others own.
+
+        torch's optimizers leave parameters without gradients alone.
+        """
         hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
 
         def hide() -> None:
             if self._reduced is None:
                 self._compare()
                 self._warn()
+            self._restore_exact()
             for parameter in self._parameters:
                 if parameter.grad is not None and not self._mine(parameter):
                     hidden.append((parameter, parameter.grad))
@@ -154,7 +164,7 @@ class OwnedUpdates:
         norms = [_norm(parameter.grad, 2.0) for parameter in self._parameters if parameter.grad is not None]
         norm = math.hypot(*norms)
         known = norm if math.isfinite(norm) else 0.0
-        largest, smallest = self._ranks.reduce([known, -known])
+        largest, smallest = self._reduce([known, -known])
         if largest > 0:
             self._reduced = largest + smallest <= _ALIKE * largest
 
@@ -213,9 +223,9 @@ class OwnedUpdates:
         mine = [_norm(gradient, order) for parameter, gradient in gradients if self._mine(parameter)]
         if math.isinf(order):
             known = [math.inf if math.isnan(norm) else norm for norm in mine]
-            (total,) = self._ranks.reduce([max(known, default=0.0)])
+            (total,) = self._reduce([max(known, default=0.0)])
         else:
-            (total,) = self._ranks.reduce([math.fsum(norm**order for norm in mine)], dist.ReduceOp.SUM)
+            (total,) = self._reduce([math.fsum(norm**order for norm in mine)], dist.ReduceOp.SUM)
             total **= 1 / order
         coefficient = min(1.0, max_norm / (total + 1e-6)) if not math.isnan(total) else math.nan
         for _, gradient in gradients:
@@ -239,7 +249,7 @@ class OwnedUpdates:
                 own[number] = _on_host(self.shown.state[parameter])
             if parameter in self._exact:
                 exact[number] = _on_host(self._exact[parameter])
-        found = self._ranks.gather((own, exact), recipient)
+        found = self._ranks.gather((own, exact), recipient, self._parameters[0].device)
         if found is None:
             self._consolidated = None
             return
@@ -280,7 +290,7 @@ class OwnedUpdates:
 
     def leave(self) -> dict[str, Any] | None:
         """All state on every rank, for whoever takes over; None where there is none on any rank. It is gone here."""
-        (used,) = self._ranks.reduce([float(bool(self.shown.state))])
+        (used,) = self._reduce([float(bool(self.shown.state))])
         if used:
             self.consolidate(-1)
             self.shown.state.clear()

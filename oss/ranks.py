@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import multiprocessing
 import os
 import time
@@ -59,17 +60,11 @@ class Ranks:
         self.size = 1 if group is None else dist.get_world_size(group)
         self.members = [0] if group is None else dist.get_process_group_ranks(group)
 
-    @property
-    def _device(self) -> torch.device:
-        """Where tensors lie that every backend of the group takes."""
-        host = self.group is None or any(name in dist.get_backend(self.group) for name in ("gloo", "mpi"))
-        return torch.device("cpu" if host else "cuda")
-
-    def reduce(self, values: Sequence[float], op: Any = dist.ReduceOp.MAX) -> list[float]:
-        """Each of the numbers, reduced over the members in float64."""
+    def reduce(self, values: Sequence[float], near: torch.device, op: Any = dist.ReduceOp.MAX) -> list[float]:
+        """Each of the numbers, reduced over the members in float64, on the device `near`, where the parameters are."""
         if self.size == 1:
             return list(values)
-        flat = torch.tensor(values, dtype=torch.float64, device=self._device)
+        flat = torch.tensor(values, dtype=torch.float64, device=near)
         dist.all_reduce(flat, op, group=self.group)
         return flat.tolist()
 
@@ -81,14 +76,15 @@ class Ranks:
             atexit.register(time.sleep, _LET_GO_SECONDS)
         return dist.broadcast(values, dist.get_global_rank(self.group, root), group=self.group, async_op=True)
 
-    def gather(self, value: Any, recipient: int) -> list[Any] | None:
+    def gather(self, value: Any, recipient: int, near: torch.device) -> list[Any] | None:
         """What each member gave, pickled on the way: on `recipient`, with -1 on all of them; None elsewhere."""
         if self.size == 1:
             return [value]
+        assert self.group is not None, "there are others"
         found: list[Any] | None = [None] * self.size if recipient in (-1, self.rank) else None
-        if recipient == -1:
-            dist.all_gather_object(found, value, group=self.group)
-        else:
-            assert self.group is not None, "there are others"
-            dist.gather_object(value, found, dist.get_global_rank(self.group, recipient), group=self.group)
+        with torch.cuda.device(near) if near.type == "cuda" else contextlib.nullcontext():  # NCCL sends from it
+            if recipient == -1:
+                dist.all_gather_object(found, value, group=self.group)
+            else:
+                dist.gather_object(value, found, dist.get_global_rank(self.group, recipient), group=self.group)
         return found

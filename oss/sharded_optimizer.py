@@ -121,9 +121,11 @@ class OSS(torch.optim.Optimizer):
         if not isinstance(self._updates, OwnedUpdates):
             raise ValueError("this OSS belongs to a ShardedDataParallel already: make an OSS for each model")
         before = self._updates.leave()
-        self._updates = make(self)
-        if before is not None:
-            self._updates.load_state_dict(before)
+        try:
+            self._updates = make(self)
+        finally:  # it goes on as before where that has raised
+            if before is not None:
+                self._updates.load_state_dict(before)
 
     # - What scripts call
 

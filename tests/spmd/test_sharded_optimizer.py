@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -123,10 +124,17 @@ def test_under_ddp_it_is_the_plain_optimizer_with_clipping_and_a_schedule(order:
         torch.testing.assert_close(mine, reference)
 
 
+def _gradients(model: nn.Module, optimizer: Any, step: int) -> torch.Tensor:
+    """The same on every rank. Returns the loss."""
+    optimizer.zero_grad()
+    loss = _loss(model, step, 0)
+    loss.backward()
+    return loss
+
+
 def _steps(model: nn.Module, optimizer: Any, steps: range) -> None:
     for step in steps:
-        optimizer.zero_grad()
-        _loss(model, step, 0).backward()
+        _gradients(model, optimizer, step)
         optimizer.step()
 
 
@@ -169,9 +177,12 @@ def test_in_float16_all_compute_with_rounded_values_and_owners_keep_exact_ones()
             saved = copy.deepcopy(optimizer.state_dict(all_ranks=True))
             optimizer = make(mine)
             optimizer.load_state_dict(saved)
-        _steps(mine, optimizer, range(step, step + 1))
-        plain.zero_grad()
-        _loss(reference, step, 0).backward()
+        if step == 3:
+            loss = optimizer.step(functools.partial(_gradients, mine, optimizer, 3))
+            assert torch.equal(loss, _loss(reference, 3, 0))
+        else:
+            _steps(mine, optimizer, range(step, step + 1))
+        _gradients(reference, plain, step)
         with torch.no_grad():
             for parameter, kept in zip(reference.parameters(), exact, strict=True):
                 parameter.copy_(kept)
