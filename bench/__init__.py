@@ -3,7 +3,7 @@
 What lies in bench/ itself, but for `program`, is a command of one file, and nothing imports it. The rest are rooms, which
 import those before them and none behind:
 
-    program < models < emulation < methods < train < collectives < sweep
+    program < models < emulation < methods < train < steps < collectives < sweep
             < accuracy < integrations < validation < claims < gpu
 
 program      what all commands share
@@ -11,11 +11,12 @@ models       what is trained, and the batches it is fed with
 emulation    hosts and links (network namespaces) and accelerators (layers that sleep) that are not there
 methods      the ways to train on several ranks: ours, and what people use today
 train        one run: `python -m bench.train`, its settings, its launcher, and what a rank does
+steps        every step of a run from the first on: `python -m bench.steps`
 collectives  the communicators' operations beside gloo's: `python -m bench.collectives`
 sweep        many runs, kept, judged and reported: `python benchmarks.py`
 accuracy     the loss over wall time: `python -m bench.accuracy`
 integrations other libraries' trainers, their own DDP beside dear: `python -m bench.integrations`
-validation   predictions held to measurement: `python -m bench.validation`
+validation   predictions held to measurement: `python -m bench.validation`; to papers: `python -m bench.validation.papers`
 claims       what README.md and docs say of results: `python -m bench.claims`
 gpu          what a machine with one GPU has to show: `python -m bench.gpu`
 

@@ -1,14 +1,16 @@
-"""What the programs of the benchmarks share: where the project is, options that count, and an end in order."""
+"""What the programs of the benchmarks share: where the project is, options that count, tables, and an end in order."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-__all__ = ["ROOT", "at_least", "end_in_order"]
+__all__ = ["ROOT", "at_least", "end_in_order", "from_toml"]
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -26,6 +28,14 @@ def at_least(least: int) -> Callable[[str], int]:
         return value
 
     return read
+
+
+def from_toml(path: Path) -> dict[str, Any]:
+    """What a TOML file holds. Raises ``OSError``, and ``ValueError`` where it is none."""
+    # Python 3.10 has no tomllib; requirements.txt names the package it was made from.
+    toml = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+    found: dict[str, Any] = toml.loads(path.read_text())
+    return found
 
 
 def end_in_order() -> None:

@@ -47,7 +47,8 @@ class Part:
     recv: torch.Tensor
     op: ReduceOp
     label: str
-    work: Work | None = None  # once it is issued
+    work: Work | None = None  # once it is issued …
+    issued: float = 0.0  # … and when, by time.perf_counter()
 
     @property
     def nbytes(self) -> int:
@@ -65,6 +66,11 @@ class PartsWork:
     @property
     def seconds(self) -> float:
         return time.monotonic() - self._started
+
+    @property
+    def operations(self) -> list[tuple[float, Work]]:
+        """See :func:`overlap.transport.work.operations`."""
+        return [(part.issued, part.work) for part in self._parts if part.work is not None]
 
     def wait(self, timeout: float | None = None) -> None:
         limit = check_timeout("wait", timeout)
@@ -159,9 +165,10 @@ class Dispatcher:
                 self._changed.notify_all()
 
     def _issue(self, part: Part) -> Work:
+        issued = time.perf_counter()
         work = self._channel.all_reduce_async(part.send, part.recv, part.op, label=part.label)
         with self._changed:
-            part.work = work
+            part.work, part.issued = work, issued
             self._changed.notify_all()
         return work
 

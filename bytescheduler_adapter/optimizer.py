@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Iterable, Sequence
-from typing import Any
+from collections.abc import Collection, Hashable, Iterable, Sequence
+from typing import Any, Literal
 
 import torch
 
@@ -18,11 +18,18 @@ from overlap.job.session import current
 from overlap.optimizer.arguments import SharedArguments, refuses_unknown
 from overlap.optimizer.dears_arguments import understands_dears_names
 from overlap.optimizer.distributed import DistributedOptimizer as Shell
+from overlap.optimizer.planning import plan_by_itself
 from overlap.optimizer.start import agree_on_strategy
 from overlap.optimizer.tuning import tune as start_tuning
 from overlap.plan.partition import TensorSpec
 from overlap.plan.plan import Facts, Plan, Updates
-from overlap.plan.strategy import Collectives, Strategy
+from overlap.plan.simulation.events import Run
+from overlap.plan.simulation.methods import PARTITIONS_MB
+from overlap.plan.simulation.network import Medium
+from overlap.plan.simulation.schedules import by_priority
+from overlap.plan.simulation.workload import Bucket as PlannedBucket
+from overlap.plan.simulation.workload import Workload
+from overlap.plan.strategy import Collectives, PlannedStrategy
 from overlap.plan.tuning.options import Tuning
 from overlap.plan.tuning.space import Dimension, Setting
 from overlap.transport.communicator import Communicator, ReduceOp
@@ -33,10 +40,10 @@ __all__ = ["ByteScheduler", "DistributedOptimizer"]
 
 _SERVICE = "bytescheduler"
 _NO_LIMIT = 2**62  # in place of an infinity: partitions and credit are counted in whole bytes
-_PARTITION_MB, _CREDIT_MB = 1.0, 2.0
+_FIRST = {"partition_mb": 1.0, "credit_mb": 2.0}  # before anything is planned
 
 
-class ByteScheduler(Strategy):
+class ByteScheduler(PlannedStrategy):
     """A bucket per layer, all-reduced in partitions; the layer nearest the input preempts the others between partitions.
 
     Reductions go on after ``step()``; a layer is updated when the next forward, or anybody else, needs it.
@@ -46,13 +53,46 @@ class ByteScheduler(Strategy):
     updates = Updates.DEFERRED
     ordered = False
 
-    def __init__(self, partition_mb: float, credit_mb: float) -> None:
+    def __init__(self, partition_mb: float, credit_mb: float, auto: frozenset[str] = frozenset()) -> None:
         if not partition_mb > 0:
             raise ValueError(f"partition_mb should be above 0 and is {partition_mb}")
         if not credit_mb > 0:
             raise ValueError(f"credit_mb should be above 0 and is {credit_mb}")
         self.partition_mb, self.credit_mb = partition_mb, credit_mb
+        self.auto = auto  # what a planner may choose: "partition_mb", "credit_mb"
         self.lease: Lease | None = None  # before the first reduction; all settings of one optimizer share it
+
+    @property
+    def planned(self) -> dict[str, float]:
+        return {name: value for name, value in self.setting.items() if name in self.auto}
+
+    @property
+    def candidates(self) -> Sequence[ByteScheduler]:
+        return [self._within({"partition_mb": part, "credit_mb": credit}) for part, credit in PARTITIONS_MB]
+
+    @property
+    def neighbours(self) -> Sequence[ByteScheduler]:
+        return [self._within({name: value * by}) for name, value in self.planned.items() for by in (0.5, 2.0)]
+
+    def _within(self, setting: Setting) -> ByteScheduler:
+        """With as much of `setting` as may be planned, within the bounds of a search."""
+        bounds = {dimension.name: dimension for dimension in self.space}
+        chosen = {
+            name: min(max(value, bounds[name].low), bounds[name].high)
+            for name, value in setting.items()
+            if name in self.auto
+        }
+        return self.at({**self.setting, **chosen})
+
+    @property
+    def burden(self) -> tuple[float, ...]:
+        return (-self.partition_mb, self.credit_mb)
+
+    def simulate(
+        self, work: Workload, network: Medium, buckets: Sequence[PlannedBucket], whole: Collection[int]
+    ) -> Run:
+        partition, credit = (mb * 2**20 for mb in (self.partition_mb, self.credit_mb))
+        return by_priority(work, network, partition=partition, credit=credit, steps=4)
 
     @property
     def space(self) -> tuple[Dimension, ...]:
@@ -64,7 +104,7 @@ class ByteScheduler(Strategy):
 
     def at(self, setting: Setting) -> ByteScheduler:
         other = copy.copy(self)
-        other.partition_mb, other.credit_mb = setting["partition_mb"], setting["credit_mb"]
+        vars(other).update(setting)
         return other
 
     @property
@@ -122,8 +162,8 @@ def DistributedOptimizer(
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
     *,
-    partition_mb: float | None = None,
-    credit_mb: float | None = None,
+    partition_mb: float | Literal["auto"] | None = "auto",
+    credit_mb: float | Literal["auto"] | None = "auto",
     tune: bool | Tuning = False,
     elementwise: bool | None = None,
     per_parameter: bool | None = None,
@@ -141,10 +181,11 @@ def DistributedOptimizer(
             Horovod; see :class:`overlap.optimizer.arguments.HorovodArguments`.
         process_set: all ranks; rank 0 decides the order for all of them. Raises ``ValueError`` for any other.
         partition_mb: layers travel in partitions of at most this many MB (2^20 bytes), between which a more urgent layer
-            goes first. None: ``BYTESCHEDULER_PARTITION`` (elements of 4 bytes), else 1. Rank 0's counts.
+            goes first. ``"auto"``, or None: ``BYTESCHEDULER_PARTITION`` (elements of 4 bytes), else it is planned: the
+            first steps have 1; they are measured, and what follows is simulated to be the fastest. Rank 0's counts.
         credit_mb: a partition is issued while fewer MB than this are under way; less credit preempts sooner, more keeps
-            the wire busier. Two partitions by default: one on the wire, one behind it. None:
-            ``BYTESCHEDULER_CREDIT`` (elements of 4 bytes), else 2. Rank 0's counts.
+            the wire busier. ``"auto"``, or None: ``BYTESCHEDULER_CREDIT`` (elements of 4 bytes), else it is planned; the
+            first steps have 2. Rank 0's counts.
         tune: True or ``Tuning(...)`` searches both while training goes on; see :class:`overlap.plan.tuning.options.Tuning`.
             ``BYTESCHEDULER_CREDIT_TUNING=1`` stands for True.
         elementwise: this, and `per_parameter`, `sync_start`, `poison`, `broadcast_buffers`: see
@@ -159,11 +200,16 @@ def DistributedOptimizer(
     wished = current().settings
     tune = tune or wished.tune_credit
     agree_on_strategy("bytescheduler_adapter", tune)
-    partition_mb = (wished.partition_mb or _PARTITION_MB) if partition_mb is None else partition_mb
-    credit_mb = (wished.credit_mb or _CREDIT_MB) if credit_mb is None else credit_mb
-    partition_mb, credit_mb = agree(current().comm, (partition_mb, credit_mb))
-    strategy = ByteScheduler(partition_mb, credit_mb)
+    given: dict[str, float | None] = {
+        "partition_mb": wished.partition_mb if partition_mb is None or partition_mb == "auto" else partition_mb,
+        "credit_mb": wished.credit_mb if credit_mb is None or credit_mb == "auto" else credit_mb,
+    }
+    given = agree(current().comm, given)
+    chosen = {name: value for name, value in given.items() if value is not None}
+    auto = frozenset(given.keys() - chosen.keys())
+    strategy = ByteScheduler(**{**_FIRST, **chosen}, auto=auto)
     distributed = Shell(optimizer, named_parameters, strategy, arguments)
     strategy.lease = _dispatchers().lease(current().registry.topic_of(distributed))
-    start_tuning(distributed, tune, process_set)
+    planning = plan_by_itself(distributed, process_set, follow=tune is False) if auto else None
+    start_tuning(distributed, tune, process_set, ready=lambda: planning is None or not planning.under_way)
     return distributed

@@ -29,7 +29,6 @@ class AveragedParameters:
     def __init__(self, slots: Sequence[Slot]) -> None:
         self._slots = slots
         self.batches: list[Batch] = []
-        self.rested: frozenset[int] = frozenset()  # those that did not travel in the last round or average
         self._known: set[int] = set()
         self._active: set[int] = set()  # those that were trained since the last event
         self._coming: frozenset[int] = frozenset()  # those for which the last round may bring something
@@ -69,7 +68,7 @@ class AveragedParameters:
 
     def close(self, event: Event, idle: frozenset[int]) -> None:
         """A round or an average of all but `idle` ones."""
-        self._active, self.rested = set(), idle
+        self._active = set()
         self._coming = frozenset(self._known - idle) if event is Event.ROUND else frozenset()
         self._stamp()
 

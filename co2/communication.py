@@ -6,12 +6,14 @@ A round on its way: a thread that sees it through while the main thread makes lo
 from __future__ import annotations
 
 import threading
+import time
 import zlib
 from collections.abc import Callable, Collection, Sequence
 
 import torch
 
 from co2.equations import OuterRule
+from co2.pace import Pace
 from co2.part import Part
 from overlap.transport.communicator import Communicator, ReduceOp
 from overlap.transport.objects import allgather_object, compare
@@ -28,6 +30,7 @@ class RoundCommunication:
     def __init__(self, comm: Communicator, rule: OuterRule, changed: threading.Lock, met: Callable[[], None]) -> None:
         self._comm, self._rule, self._changed, self._met = comm, rule, changed, met
         self.longest = 0.0  # step of an average so far, where the rule measures it
+        self.pace = Pace()
 
     @torch.no_grad()
     def carry(self, parts: Sequence[Part], sent: Sequence[Part], idle: Collection[int], trained: Sequence[str]) -> None:
@@ -35,7 +38,7 @@ class RoundCommunication:
 
         Raises ``RuntimeError`` on every rank, before anything travels, where the names in `trained` differ.
         """
-        self._reduced(sent, trained)
+        met = self._reduced(sent, trained)
         moved = self._moved(sent, idle) if self._rule.measures_gap and sent else 0.0
         with self._changed:
             self._met()
@@ -43,36 +46,46 @@ class RoundCommunication:
             gap = self._rule.gap(moved, self.longest)
             for part in parts:
                 if part in sent:
-                    part.settle(self._rule, gap, idle)
+                    part.settle(gap, idle)
                 else:
                     part.rest()
         self._gather(sent)
+        if sent:
+            self.pace.exchanged(time.perf_counter() - met)
 
     @torch.no_grad()
     def carry_average(
-        self, sent: Sequence[Part], idle: Collection[int], trained: Sequence[str], shards: dict[Part, torch.Tensor]
+        self,
+        sent: Sequence[Part],
+        trained: Sequence[str],
+        shards: dict[Part, torch.Tensor],
+        outcome: Callable[[Part], torch.Tensor],
     ) -> None:
-        """An average without an outer step. What this rank's shards become is left in `shards`. Raises as :meth:`carry`."""
+        """An average that is waited for. What this rank's shards become, the `outcome`, is left in `shards`. Raises as
+        :meth:`carry`."""
         self._reduced(sent, trained)
         with self._changed:
             self._met()
+            shards.update((part, outcome(part)) for part in sent)
         for part in sent:
-            shards[part] = part.blend(idle)
             part.whole[part.own] = shards[part]
         self._gather(sent)
 
-    def _reduced(self, parts: Sequence[Part], trained: Sequence[str]) -> None:
+    def _reduced(self, parts: Sequence[Part], trained: Sequence[str]) -> float:
+        """When every rank had come."""
         # Where nothing travels, ranks meet all the same: none is further than one round ahead.
         digest = zlib.crc32("\n".join(trained).encode())
         ends = torch.tensor([digest, -digest], dtype=torch.int64, device="cpu")
         self._comm.all_reduce(ends, ends, ReduceOp.MAX, label="co2 round")
         if int(ends[0]) != -int(ends[1]):
             compare("parameters trained in this round", allgather_object(self._comm, list(trained)))
+        met = time.perf_counter()
         works = [
             self._comm.reduce_scatter_async(part.whole, part.mean, ReduceOp.AVG, label="co2 average") for part in parts
         ]
         for work in works:
             work.wait()
+        return met
 
     def _moved(self, parts: Sequence[Part], idle: Collection[int]) -> float:
         """How far parameters that travel moved. What rests beside some of them makes no difference."""
@@ -89,10 +102,13 @@ class RoundCommunication:
 
 
 class RoundThread:
-    """Runs `work` at once, on a thread that ends with it. What it raises, :meth:`land` raises."""
+    """Runs `work` at once, on a thread that ends with it. Who waits raises what it raises; :meth:`land` calls `landed`.
 
-    def __init__(self, work: Callable[[], None]) -> None:
-        self._work = work
+    It carries event number `event`, of all averages and rounds.
+    """
+
+    def __init__(self, event: int, work: Callable[[], None], landed: Callable[[], None] = lambda: None) -> None:
+        self.event, self._work, self._landed = event, work, landed
         self._error: BaseException | None = None
         self._done = threading.Event()
         threading.Thread(target=self._run, name="dear-co2-round", daemon=True).start()
@@ -113,8 +129,13 @@ class RoundThread:
         """Whether it is done, at the latest after so many seconds."""
         return self._done.wait(seconds)
 
-    def land(self) -> None:
+    def end(self) -> None:
         """Wait until it is done."""
         self._done.wait()
         if self._error is not None:
             raise self._error
+
+    def land(self) -> None:
+        """Wait until it is done; what becomes of it."""
+        self.end()
+        self._landed()

@@ -1,14 +1,36 @@
-"""CO2's outer step (Sun et al., ICLR 2024, arXiv 2401.16265, section 3), as functions of tensors. Pure.
+"""Outer rules: what becomes of a round of local steps, as functions of tensors. Pure.
 
-Every rank starts round t at the same parameters x[t] and makes its own local steps. While it does, the mean a[t-1] over
-ranks of what round t-1 ended in arrives, and with it the start of round t+1 is made:
+Ranks make tau local steps of their own from x[t], which is the same on all of them but with "eager". They end in y[t], and
+a[t] is the mean of that over ranks. ``x[t] - a[t]`` is called the pseudo-gradient: it takes the place of a gradient.
+
+**co2** (Sun et al., ICLR 2024, arXiv 2401.16265, section 3). Nobody waits: while ranks make round t, a[t-1] arrives, and
+with it the start of round t+1 is made. With alpha = 1, beta = 0, no clipping and gap = 1, the progress of a round is
+applied whole, one round late.
 
     m[t]   = clip(beta m[t-1] + (x[t-1] - a[t-1]) / gap[t], -phi, phi)
     x[t+1] = x[t] - alpha m[t]
 
-The round's own end is sent off and counts one round later. So with alpha = 1, beta = 0, no clipping and gap = 1, the
-progress of a round is applied whole, one round late: periodic averaging, delayed. With x[t] = x[t-1] (nothing moved
-meanwhile) it is periodic averaging itself.
+**localsgd** (Stich, ICLR 2019, arXiv 1805.09767, algorithm 1). Ranks wait for a[t].
+
+    x[t+1] = a[t]
+
+**slowmo** (Wang et al., ICLR 2020, arXiv 1910.00643, algorithm 1). Ranks wait for a[t]. gamma is the learning rate of the
+inner optimizer in round t.
+
+    m[t]   = beta m[t-1] + (x[t] - a[t]) / gamma[t]
+    x[t+1] = x[t] - alpha gamma[t] m[t]
+
+**diloco** (Douillard et al., arXiv 2311.08105, algorithm 1). Ranks wait for a[t]. The outer optimizer is SGD with
+Nesterov's momentum, as ``torch.optim.SGD(nesterov=True)`` has it.
+
+    m[t]   = beta m[t-1] + g[t]                       g[t] = x[t] - a[t]
+    x[t+1] = x[t] - alpha (g[t] + beta m[t])
+
+**eager** (Kale, Douillard, Donchev, arXiv 2502.12996). DiLoCo, and nobody waits: a rank's own part of the
+pseudo-gradient counts at once, that of the others when it has arrived, one round late. Each rank has an x and an m of its
+own. With d[t] = x[t] - y[t], and w this rank's weight in the mean (one over the number of workers):
+
+    g[t] = w d[t] + (mean(d[t-1]) - w d[t-1])         then as diloco
 
 [Note: the staleness gap]
 What a[t-1] proposes was found from x[t-1] and is applied to x[t]. The paper divides it by a gap Lambda[t] between the two,
@@ -17,35 +39,117 @@ of Barkai, Hakimi and Schuster, "Gap-Aware Mitigation of Gradient Staleness" (IC
 of steps: one plus the distance, in units of the longest outer step so far.
 
     gap[t] = 1 + |x[t] - x[t-1]| / max over s <= t of |x[s] - x[s-1]|        from 1, nothing moved, to 2
+
+[Note: parameters of 16 bits]
+Local steps begin at x[t] rounded. Rules take where they began and x[t] itself, so that what is not learned is not lost.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from enum import Enum, auto
+from typing import Any, ClassVar
 
 import torch
 
-__all__ = ["OuterRule", "outer_step"]
+__all__ = [
+    "RULES",
+    "Co2Rule",
+    "DiLoCo",
+    "Eager",
+    "Ended",
+    "LocalSgd",
+    "OuterRule",
+    "Shared",
+    "SlowMo",
+    "Timing",
+    "eager_gradient",
+    "nesterov",
+    "outer_rule",
+]
+
+
+class Timing(Enum):
+    """Who waits for whom at the end of a round."""
+
+    DELAYED = auto()  # nobody: the average counts a round later, for all ranks alike
+    WAITED = auto()  # all ranks, for the average of the round that has just ended
+    OWN = auto()  # nobody: a rank's own part counts at once, the others' a round later
 
 
 @dataclass(frozen=True)
 class OuterRule:
-    """alpha, beta, phi (None: no clipping), and the gap: True measures it, False is 1, a number is that constant.
+    """What all have in common. Raises ``ValueError`` for values outside of their ranges."""
 
-    Raises ``ValueError`` for values outside of their ranges.
+    name: ClassVar[str]
+    timing: ClassVar[Timing]
+    needs_inner_lr: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        lr, momentum = getattr(self, "lr", 1.0), getattr(self, "momentum", 0.0)
+        if not (lr > 0 and math.isfinite(lr)):
+            raise ValueError(f"outer_lr should be above 0 and is {lr}")
+        if not 0 <= momentum < 1:
+            raise ValueError(f"outer_momentum should be at least 0 and below 1 and is {momentum}")
+
+    @property
+    def waits(self) -> bool:
+        return self.timing is Timing.WAITED
+
+    @property
+    def measures_gap(self) -> bool:
+        """Whether the step depends on how far the parameters moved."""
+        return False
+
+    def gap(self, moved: float, longest: float) -> float:
+        """The staleness gap, from the norms of the last outer step and of the longest, where the rule has one."""
+        return 1.0
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """As :func:`outer_rule` takes them."""
+        return {word: getattr(self, name) for word, name in _WORDS.items() if hasattr(self, name)}
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A round whose average is there, for its outer step. Tensors of one shape and type.
+
+    Local steps began at `began`, and ended at `mean` on average; the outer step is made from `current` and `momentum`.
     """
 
+    began: torch.Tensor
+    mean: torch.Tensor
+    current: torch.Tensor
+    momentum: torch.Tensor
+    gap: float = 1.0  # [Note: the staleness gap]
+    inner_lr: torch.Tensor | float = 1.0  # of the inner optimizer, element by element, where the rule needs it
+
+
+class Shared(OuterRule, ABC):
+    """A rule whose x and m are the same for all ranks, so that each rank makes the outer step of its shard alone."""
+
+    @abstractmethod
+    def step(self, ended: Ended) -> tuple[torch.Tensor, torch.Tensor]:
+        """The next start and the new momentum: new tensors."""
+
+
+@dataclass(frozen=True)
+class Co2Rule(Shared):
+    """alpha, beta, phi (None: no clipping), and the gap: True measures it, False is 1, a number is that constant."""
+
+    name = "co2"
+    timing = Timing.DELAYED
     lr: float = 1.0
     momentum: float = 0.2
     clip: float | None = 1.0
     gap_penalty: bool | float = True
 
     def __post_init__(self) -> None:
-        if not (self.lr > 0 and math.isfinite(self.lr)):
-            raise ValueError(f"outer_lr should be above 0 and is {self.lr}")
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"outer_momentum should be at least 0 and below 1 and is {self.momentum}")
+        super().__post_init__()
         if self.clip is not None and not self.clip > 0:
             raise ValueError(f"outer_clip should be above 0, or None for no clipping, and is {self.clip}")
         if not isinstance(self.gap_penalty, bool) and not (self.gap_penalty > 0 and math.isfinite(self.gap_penalty)):
@@ -53,7 +157,6 @@ class OuterRule:
 
     @property
     def measures_gap(self) -> bool:
-        """Whether the gap depends on how far the parameters moved."""
         return self.gap_penalty is True
 
     def gap(self, moved: float, longest: float) -> float:
@@ -62,20 +165,103 @@ class OuterRule:
             return 1.0 if self.gap_penalty is False else float(self.gap_penalty)
         return 1.0 + moved / longest if longest > 0 else 1.0
 
+    def step(self, ended: Ended) -> tuple[torch.Tensor, torch.Tensor]:
+        momentum = self.momentum * ended.momentum + (ended.began - ended.mean) / ended.gap
+        if self.clip is not None:
+            momentum = momentum.clamp(-self.clip, self.clip)
+        return ended.current - self.lr * momentum, momentum
 
-def outer_step(
-    rule: OuterRule,
-    started: torch.Tensor,
-    mean: torch.Tensor,
-    current: torch.Tensor,
-    momentum: torch.Tensor,
-    gap: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The next round's start and the new momentum; new tensors, shaped as the arguments, which all have one shape and type.
 
-    `started` is where the averaged round began, `mean` where it ended on average, `current` where the current one began.
+@dataclass(frozen=True)
+class LocalSgd(Shared):
+    """Plain averaging."""
+
+    name = "localsgd"
+    timing = Timing.WAITED
+
+    def step(self, ended: Ended) -> tuple[torch.Tensor, torch.Tensor]:
+        following = ended.mean + (ended.current - ended.began)  # the mean itself, but for 16 bits
+        return following, torch.zeros_like(ended.momentum)
+
+
+@dataclass(frozen=True)
+class SlowMo(Shared):
+    """alpha and beta. Where the inner learning rate is 0, nothing was learned, and momentum moves nothing."""
+
+    name = "slowmo"
+    timing = Timing.WAITED
+    needs_inner_lr = True
+    lr: float = 1.0
+    momentum: float = 0.5
+
+    def step(self, ended: Ended) -> tuple[torch.Tensor, torch.Tensor]:
+        moved = ended.began - ended.mean
+        gamma = torch.as_tensor(ended.inner_lr, dtype=moved.dtype, device=moved.device)
+        momentum = self.momentum * ended.momentum + torch.where(gamma == 0, 0.0, moved / gamma)
+        return ended.current - self.lr * gamma * momentum, momentum
+
+
+@dataclass(frozen=True)
+class DiLoCo(Shared):
+    """alpha and beta of the outer Nesterov; the paper's."""
+
+    name = "diloco"
+    timing = Timing.WAITED
+    lr: float = 0.7
+    momentum: float = 0.9
+
+    def step(self, ended: Ended) -> tuple[torch.Tensor, torch.Tensor]:
+        return nesterov(ended.current, ended.began - ended.mean, ended.momentum, self.lr, self.momentum)
+
+
+@dataclass(frozen=True)
+class Eager(OuterRule):
+    """alpha and beta of each rank's own outer Nesterov, whose pseudo-gradient :func:`eager_gradient` makes.
+
+    What comes late asks for shorter outer steps than DiLoCo's.
     """
-    momentum = rule.momentum * momentum + (started - mean) / gap
-    if rule.clip is not None:
-        momentum = momentum.clamp(-rule.clip, rule.clip)
-    return current - rule.lr * momentum, momentum
+
+    name = "eager"
+    timing = Timing.OWN
+    lr: float = 0.4
+    momentum: float = 0.9
+
+
+def nesterov(
+    x: torch.Tensor, gradient: torch.Tensor, momentum: torch.Tensor, lr: float, beta: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The next x and momentum, of tensors of one shape and type. The momentum is zero before the first step."""
+    momentum = beta * momentum + gradient
+    return x - lr * (gradient + beta * momentum), momentum
+
+
+def eager_gradient(
+    own: torch.Tensor, own_before: torch.Tensor, mean_before: torch.Tensor, weight: float
+) -> torch.Tensor:
+    """This rank's part of the round that has just ended, and all others' of the one before; zeros where there was none."""
+    return weight * own + (mean_before - weight * own_before)
+
+
+#: By the name that users give.
+RULES: Mapping[str, type[OuterRule]] = {rule.name: rule for rule in (Co2Rule, LocalSgd, SlowMo, DiLoCo, Eager)}
+#: What users call the fields of rules.
+_WORDS = {"outer_lr": "lr", "outer_momentum": "momentum", "outer_clip": "clip", "gap_penalty": "gap_penalty"}
+
+
+def outer_rule(name: str, given: Mapping[str, Any]) -> OuterRule:
+    """The rule that users call `name`, with their options: those that are ``"auto"`` are as the rule has them.
+
+    Raises ``ValueError`` for names and values that are none, and for an option that the rule does not know.
+    """
+    if name not in RULES:
+        raise ValueError(f"outer should be one of {', '.join(map(repr, RULES))} and is {name!r}")
+    rule = RULES[name]
+    known = {field.name for field in fields(rule)}
+    chosen = {word: value for word, value in given.items() if not (isinstance(value, str) and value == "auto")}
+    foreign = [f"{word}={value!r}" for word, value in chosen.items() if _WORDS[word] not in known]
+    if foreign:
+        takes = [word for word, field in _WORDS.items() if field in known]
+        raise ValueError(
+            f"{', '.join(foreign)}: outer={name!r} takes {' and '.join(takes) or 'no options of its own'}; leave it out"
+        )
+    return rule(**{_WORDS[word]: value for word, value in chosen.items()})

@@ -34,6 +34,10 @@ class Shutdown:
     def add(self, topic: str, rounds: Rounds) -> None:
         self._rounds[topic] = rounds
 
+    def training(self, parameters: Sequence[torch.nn.Parameter]) -> Rounds | None:
+        """Those that have one of `parameters`."""
+        return next((rounds for rounds in self._rounds.values() if rounds.has(parameters)), None)
+
     def close(self) -> None:
         """On every rank."""
         finish_together(self._control, dict(self._rounds.items()))

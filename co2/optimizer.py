@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from co2.equations import OuterRule
+from co2.equations import OuterRule, outer_rule
 from co2.join import JoinRefusal
 from co2.lifetime import Ownership, Shutdown
+from co2.pace import ENOUGH, explained
 from co2.rounds import Rounds
 from co2.schedule import Schedule
+from overlap.core.bucket import Slot
 from overlap.features.join import joined_ranks_of
 from overlap.job.groups import Membership
 from overlap.job.process_set import ProcessSet, global_process_set
@@ -26,13 +28,14 @@ from overlap.plan.partition import TensorSpec, fuse
 from overlap.plan.plan import Facts, Plan
 from overlap.plan.strategy import Strategy
 from overlap.transport.broadcast import broadcast_tensors
-from overlap.transport.communicator import Communicator, ReduceOp
+from overlap.transport.communicator import ReduceOp
 from overlap.transport.compression import NoneCompressor
 from overlap.transport.objects import allgather_object
 
 __all__ = ["Co2", "Co2Optimizer", "DistributedOptimizer"]
 
 _FUSION_BYTES = 25 * 2**20
+_RULES_OPTIONS = ("outer_lr", "outer_momentum", "outer_clip", "gap_penalty")
 
 
 class Co2(Strategy):
@@ -42,11 +45,9 @@ class Co2(Strategy):
 
     def __init__(self, schedule: Schedule, rule: OuterRule, nprocs: int | None, broadcast_buffers: bool) -> None:
         self._terms = {
+            "outer": rule.name,
             "outer_frequency": schedule.frequency,
-            "outer_lr": rule.lr,
-            "outer_momentum": rule.momentum,
-            "outer_clip": rule.clip,
-            "gap_penalty": rule.gap_penalty,
+            **rule.options,
             "warmup_steps": schedule.warmup,
             "nprocs_per_node": nprocs,
             "broadcast_buffers": bool(broadcast_buffers),
@@ -86,6 +87,7 @@ class Co2Optimizer(Shell):
                 "supported"
             )
         _refuse_devices(optimizer)
+        _check_inner_lr(optimizer, rule)
         strategy = Co2(schedule, rule, nprocs, broadcast_buffers)
         groups = partial(_node_groups, nprocs=nprocs)
         arguments = replace(arguments, broadcast_buffers=False)  # they are local until average_parameters()
@@ -95,7 +97,17 @@ class Co2Optimizer(Shell):
         refusal = JoinRefusal(
             joined_ranks_of(session), f"{topic}/outer", range(session.comm.size), self._engine.participants.ranks
         )
-        self._rounds = _make_rounds(session, self._everyone, self._engine.slots, schedule, rule, refusal, topic)
+        self._rounds = Rounds(
+            self._everyone,
+            self._engine.slots,
+            schedule,
+            rule,
+            refusal,
+            session.peer_queries,
+            len(self._engine.participants.ranks) / session.comm.size,
+            partial(_rates, optimizer, self._engine.slots),
+        )
+        _enroll(session, self._rounds, topic)
 
     @property
     def local_steps(self) -> int:
@@ -107,10 +119,18 @@ class Co2Optimizer(Shell):
 
         A step that a GradScaler skips counts, too: ranks may skip different ones.
         """
-        self._rounds.begin()
-        result = self._step(closure)
-        self._rounds.stepped()
+        result = self.local_step(closure)
+        self.end_local_step()
         return result
+
+    def local_step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """The first half of :meth:`step`: a step of the user's optimizer on this group's gradients. On every rank of it."""
+        self._rounds.begin()
+        return self._step(closure)
+
+    def end_local_step(self) -> None:
+        """The second half: perhaps the round is over. On every rank, also where a rank of another group stepped nothing."""
+        self._rounds.stepped()
 
     @torch.inference_mode(False)  # what is made here is trained with
     def average_parameters(self) -> None:
@@ -128,6 +148,23 @@ class Co2Optimizer(Shell):
         if self._broadcast_buffers and self._model is not None:
             broadcast_tensors(self._everyone, list(self._model.buffers()), 0)
 
+    def explain(self) -> str:
+        """Whether a round hides the exchange of parameters, as this rank has measured both in its last rounds.
+
+        On any rank. Raises ``RuntimeError`` before three rounds have arrived, and under an outer rule that waits.
+        """
+        rounds = self._rounds
+        if rounds.rule.waits:
+            raise RuntimeError(
+                f"there is nothing to explain: with outer={rounds.rule.name!r} every round waits for its average"
+            )
+        if rounds.pace.rounds < ENOUGH:
+            raise RuntimeError(
+                f"there is nothing to explain yet: of {ENOUGH} rounds, {rounds.pace.rounds} are measured"
+            )
+        nbytes = sum(part.whole.nbytes for part in rounds.parts)
+        return explained(self._everyone.size, rounds.schedule.frequency, rounds.pace.step, rounds.pace.exchange, nbytes)
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters: they take rank 0's values, and take part from the next step on. On every rank."""
         self._rounds.arrive()  # whose channel this uses
@@ -137,22 +174,34 @@ class Co2Optimizer(Shell):
     def state_dict(self) -> dict[str, Any]:
         """Plain torch format; of the user's optimizer, this rank's state. On any subset of ranks, at any time.
 
-        ``["co2"]`` beside it holds the outer state of all ranks, for which it waits until every rank has begun the round.
+        ``["co2"]`` beside it holds the outer state of all ranks, for which it waits until every rank has begun the round;
+        with ``outer="eager"`` this rank's own.
         """
         state = super().state_dict()
-        state["co2"] = self._rounds.collect()
+        state["co2"] = self.outer_state_dict()
         return state
 
     @torch.inference_mode(False)
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of any world size, on every rank; its ``["co2"]`` with it, which is the same on all ranks.
+        """Load a state dict of any world size, on every rank; its ``["co2"]`` with it, which is the same on all ranks (with
+        ``outer="eager"`` as its own, or rank 0's for all). Raises ``ValueError`` for that of another outer rule.
 
         Without that, a first round begins at the next step, with the parameters that the model has then. Where every rank
         saved its own model and optimizer, and loads them, training goes on bit for bit; from rank 0's alone, all go on
         from rank 0's point in the round.
         """
         super().load_state_dict(state_dict)
-        self._rounds.load(state_dict.get("co2"))
+        self.load_outer_state_dict(state_dict.get("co2"))
+
+    @torch.inference_mode(False)
+    def outer_state_dict(self) -> dict[str, Any]:
+        """``state_dict()["co2"]`` alone."""
+        return self._rounds.collect()
+
+    @torch.inference_mode(False)
+    def load_outer_state_dict(self, section: dict[str, Any] | None) -> None:
+        """What :meth:`outer_state_dict` gave, or None; see :meth:`load_state_dict`."""
+        self._rounds.load(section)
 
 
 def _check_nprocs(nprocs: int | None, size: int) -> None:
@@ -189,22 +238,27 @@ def _refuse_devices(optimizer: torch.optim.Optimizer) -> None:
             )
 
 
-def _make_rounds(
-    session: Session,
-    comm: Communicator,
-    slots: list[Any],
-    schedule: Schedule,
-    rule: OuterRule,
-    refusal: JoinRefusal,
-    topic: str,
-) -> Rounds:
-    rounds = Rounds(comm, slots, schedule, rule, refusal, session.peer_queries)
-    joined_ranks_of(session).enroll(refusal)
+def _check_inner_lr(optimizer: torch.optim.Optimizer, rule: OuterRule) -> None:
+    groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
+    if rule.needs_inner_lr and any("lr" not in group for group in groups):
+        raise ValueError(
+            f"outer={rule.name!r} divides by the learning rate, and a parameter group of the {type(optimizer).__name__} "
+            "has no 'lr'"
+        )
+
+
+def _rates(optimizer: torch.optim.Optimizer, slots: Sequence[Slot]) -> dict[int, float]:
+    """Learning rates as they are now, by slot."""
+    rates = {id(param): float(group["lr"]) for group in optimizer.param_groups for param in group["params"]}
+    return {slot.index: rates[id(slot.param)] for slot in slots}
+
+
+def _enroll(session: Session, rounds: Rounds, topic: str) -> None:
+    joined_ranks_of(session).enroll(rounds.refusal)
     session.registry.add_owner(topic, Ownership(rounds, session.control))
     shutdown = session.services.setdefault("co2", Shutdown(session.control))
     assert isinstance(shutdown, Shutdown), "nobody else has that name"
     shutdown.add(topic, rounds)
-    return rounds
 
 
 @understands_dears_names
@@ -221,11 +275,12 @@ def DistributedOptimizer(
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
     *,
+    outer: str = "co2",
     outer_frequency: int = 12,
-    outer_lr: float = 1.0,
-    outer_momentum: float = 0.2,
-    outer_clip: float | None = 1.0,
-    gap_penalty: bool | float = True,
+    outer_lr: float | Literal["auto"] = "auto",
+    outer_momentum: float | Literal["auto"] = "auto",
+    outer_clip: float | Literal["auto"] | None = "auto",
+    gap_penalty: bool | float | Literal["auto"] = "auto",
     warmup_steps: int = 0,
     nprocs_per_node: int | None = None,
     broadcast_buffers: bool = True,
@@ -234,7 +289,7 @@ def DistributedOptimizer(
     sync_start: bool = True,
     poison: bool | None = None,
 ) -> Co2Optimizer:
-    """Local steps of `optimizer`, and CO2's outer step on their averages. On every rank, after ``co2.init()``.
+    """Local steps of `optimizer`, and an outer step on averages, CO2's or another. On every rank, after ``co2.init()``.
 
     This is not synchronous SGD: between averages ranks hold different parameters, and results depend on their number.
     Call ``average_parameters()`` before parameters are evaluated or saved, also at the end: ``shutdown()`` waits for the
@@ -247,11 +302,17 @@ def DistributedOptimizer(
             Horovod, for gradients, which are averaged within `nprocs_per_node` only; see
             :class:`overlap.optimizer.arguments.HorovodArguments`. Parameters travel in their own type, 16 bits as float32.
         process_set: only the global one, as averages are over all ranks. Raises ``ValueError`` for others.
-        outer_frequency: local steps in a round (the paper's tau). As many as hide one reduce-scatter and one all-gather
-            of all parameters; the paper tries 1 to 48.
-        outer_lr, outer_momentum, outer_clip: alpha, beta and phi (None: no clipping) of `co2.equations`.
-        gap_penalty: True divides what an average proposes by the measured staleness gap, 1 to 2; a number divides by
-            that; False by nothing.
+        outer: the rule by which averages count, of `co2.equations`, which has the sources. Nobody waits with ``"co2"``,
+            whose averages count a round late, and with ``"eager"`` (DiLoCo, where a rank's own part counts at once and that
+            of others a round late). At the end of a round all ranks wait for each other with ``"localsgd"`` (plain
+            averaging), ``"slowmo"`` (slow momentum) and ``"diloco"`` (Nesterov's momentum).
+        outer_frequency: local steps in a round (CO2's tau, DiLoCo's H). Where nobody waits, as many as hide one
+            reduce-scatter and one all-gather of all parameters. CO2's paper tries 1 to 48, DiLoCo's 50 to 2,000.
+        outer_lr, outer_momentum, outer_clip: alpha, beta and phi (None: no clipping) of the rule. ``"auto"``: 1, 0.2 and 1
+            with ``"co2"``; 1 and 0.5 with ``"slowmo"``; 0.7 and 0.9 with ``"diloco"``; 0.4 and 0.9 with ``"eager"``. An
+            option that the rule does not know raises ``ValueError``.
+        gap_penalty: of ``"co2"``. True, which is ``"auto"``, divides what an average proposes by the measured staleness
+            gap, 1 to 2; a number divides by that; False by nothing.
         warmup_steps: the first steps are each followed by an average that is waited for. With SGD, that is synchronous
             training.
         nprocs_per_node: ranks in a block that averages gradients in every step, so that its parameters are the same. None:
@@ -261,14 +322,15 @@ def DistributedOptimizer(
         elementwise: this, and `per_parameter`, `sync_start`, `poison`: see
             :class:`overlap.optimizer.arguments.SharedArguments`.
     """
-    arguments = SharedArguments.of(locals())
+    given = dict(locals())
+    arguments = SharedArguments.of(given)
     agree_on_strategy("co2")
     return Co2Optimizer(
         optimizer,
         named_parameters,
         arguments,
         Schedule(outer_frequency, warmup_steps),
-        OuterRule(outer_lr, outer_momentum, outer_clip, gap_penalty),
+        outer_rule(outer, {word: given[word] for word in _RULES_OPTIONS}),
         nprocs_per_node,
         broadcast_buffers,
     )

@@ -7,11 +7,11 @@ written in place, so that one vector may have several names, and whoever holds o
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
-from co2.equations import OuterRule, outer_step
+from co2.equations import Ended, Shared
 from overlap.core.bucket import Slot
 from overlap.plan.partition import BucketSpec, TensorSpec, fuse, piece
 from overlap.transport.broadcast import overwrite
@@ -39,7 +39,9 @@ def as_real(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(plain) if plain.is_complex() else plain
 
 
-def make_parts(slots: Sequence[Slot], rank: int, size: int) -> list[Part]:
+def make_parts(
+    slots: Sequence[Slot], rank: int, size: int, make: Callable[[Sequence[Slot], BucketSpec, int, int], Part]
+) -> list[Part]:
     """Parts for `slots`, in their order, the same on every rank. All parameters hold the same values on every rank."""
     specs = []
     for slot in slots:
@@ -48,38 +50,47 @@ def make_parts(slots: Sequence[Slot], rank: int, size: int) -> list[Part]:
         specs.append(TensorSpec(as_real(param).numel(), width, (str(param.dtype), str(param.device))))
     units = [(index,) for index in range(len(slots))]
     plans = fuse(units, specs, size, threshold_bytes=_FUSION_BYTES)
-    return [Part([slots[index] for index in plan.tensors], plan, rank, size) for plan in plans]
+    return [make([slots[index] for index in plan.tensors], plan, rank, size) for plan in plans]
 
 
 class Part:
     """One flat buffer, and of it this rank's share: 1-D tensors of :attr:`dtype`.
 
     `start` is where the current round began, `next` where the next one begins (the same, if no round was averaged since),
-    `before` where the round on its way to being averaged began.
+    `before` where the round on its way to being averaged began. `rule` makes the outer step.
     """
 
-    def __init__(self, slots: Sequence[Slot], spec: BucketSpec, rank: int, size: int) -> None:
+    def __init__(self, rule: Shared, slots: Sequence[Slot], spec: BucketSpec, rank: int, size: int) -> None:
+        self._rule = rule
+        self._lay_out(slots, spec, rank, size)
+        self.pack()
+        self.start = self.next = self.before = self.whole[self.own].clone()
+        self.momentum = torch.zeros_like(self.start)
+        # Until the first event, what all ranks begin with is known here: from what was loaded, or from the buffer.
+        self._fresh = True
+        self._loaded: Vectors | None = None
+
+    def _lay_out(self, slots: Sequence[Slot], spec: BucketSpec, rank: int, size: int) -> None:
         params = [slot.param for slot in slots]
         self.slots, self.param_dtype, self.dtype = list(slots), params[0].dtype, outer_dtype(params[0].dtype)
         self.whole = torch.zeros(spec.padded_numel, dtype=self.dtype, device=params[0].device)
         self.own = spec.own(rank, size)
-        self._places = [
-            (slot, view_like(self.whole, offset, as_real(slot.param)))
-            for slot, offset in zip(slots, spec.offsets, strict=True)
-        ]
+        self._offsets = spec.offsets
+        self._places = self._views(self.whole)
         numel = self.own.stop - self.own.start
         self.pieces = {
             slot.index: (extent, slice(offset + extent[0] - self.own.start, offset + extent[1] - self.own.start))
             for slot, offset in zip(slots, spec.offsets, strict=True)
             if (extent := piece(offset, as_real(slot.param).numel(), self.own.start, numel)) is not None
         }
-        self.pack()
-        self.start = self.next = self.before = self.whole[self.own].clone()
-        self.momentum = torch.zeros_like(self.start)
         self.mean = torch.empty(0, device="cpu")  # what the reduction gives, while it is needed
-        # Until the first event, what all ranks begin with is known here: from what was loaded, or from the buffer.
-        self._fresh = True
-        self._loaded: Vectors | None = None
+
+    def _views(self, flat: torch.Tensor) -> list[tuple[Slot, torch.Tensor]]:
+        """Where each slot's values are in `flat`, which is laid out as `whole`."""
+        return [
+            (slot, view_like(flat, offset, as_real(slot.param)))
+            for slot, offset in zip(self.slots, self._offsets, strict=True)
+        ]
 
     def check(self) -> None:
         """Raise ``RuntimeError`` if parameters were converted to another type: the outer state would not fit them."""
@@ -94,6 +105,11 @@ class Part:
         """Parameters into the buffer."""
         for slot, place in self._places:
             place.copy_(as_real(slot.param))
+
+    def load_average(self) -> None:
+        """Parameters into the buffer, to be averaged and waited for."""
+        self.pack()
+        self.mean = torch.empty_like(self.start)
 
     @torch.no_grad()
     def unpack(self, kept: Collection[int]) -> None:
@@ -154,21 +170,41 @@ class Part:
             index: float(step[inside].square().sum()) for index, (_, inside) in self.pieces.items() if index not in idle
         }
 
-    def settle(self, rule: OuterRule, gap: float, idle: Collection[int]) -> None:
+    def settle(self, gap: float, idle: Collection[int]) -> None:
         """From `mean`, the share of where the next round starts, which goes into the buffer; `idle` ones stay."""
-        started = self.before
-        if self.param_dtype in _HALF:  # local steps began at rounded values
-            started = started.to(self.param_dtype).to(self.dtype)
-        following, momentum = outer_step(rule, started, self.mean, self.start, self.momentum, gap)
+        self.next, self.momentum = self._stepped(self.before, idle, gap, 1.0)
+        self.whole[self.own] = self.next
+
+    def advance(self, idle: Collection[int], rates: Mapping[int, float]) -> torch.Tensor:
+        """For a rule that waits: from `mean`, the share of where the next round starts; `idle` ones stay.
+
+        `rates`: the inner learning rates by slot, where the rule needs them.
+        """
+        inner_lr: torch.Tensor | float = 1.0
+        if self._rule.needs_inner_lr:
+            inner_lr = torch.zeros_like(self.start)
+            for index, (_, inside) in self.pieces.items():
+                inner_lr[inside] = rates[index]
+        following, self.momentum = self._stepped(self.start, idle, 1.0, inner_lr)
+        return following
+
+    def _stepped(
+        self, began: torch.Tensor, idle: Collection[int], gap: float, inner_lr: torch.Tensor | float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ended = Ended(self._rounded(began), self.mean, self.start, self.momentum, gap, inner_lr)
+        following, momentum = self._rule.step(ended)
         for index, (_, inside) in self.pieces.items():
             if index in idle:
                 following[inside] = self.start[inside]
                 momentum[inside] = 0
-        self.next, self.momentum = following, momentum
-        self.whole[self.own] = following
+        return following, momentum
+
+    def _rounded(self, values: torch.Tensor) -> torch.Tensor:
+        """As parameters hold them, where local steps begin."""
+        return values.to(self.param_dtype).to(self.dtype) if self.param_dtype in _HALF else values
 
     def rest(self) -> None:
-        """What :meth:`settle` is for a part that rests: it is not sent."""
+        """What :meth:`settle` and :meth:`advance` are for a part that rests: it is not sent."""
         self.next, self.momentum = self.start, torch.zeros_like(self.start)
 
     def blend(self, idle: Collection[int]) -> torch.Tensor:

@@ -6,6 +6,8 @@
     [1] parameters are sent as they are, and go back to where the round began: nothing has arrived yet
     [2] parameters become what round 0's average led to; round 1's, sent now, counts one round later
 
+A rule that waits (`co2.equations`) has its average in place of that: it is sent, awaited, and training goes on from it.
+
 Whoever owns a shard makes its outer step between reduce-scatter and all-gather, on the round's own thread, so that no
 rank's main thread is needed for a round to be completed once every rank has begun it. Ranks agree by counting: the
 channel carries rounds alone, and each is sent only when the one before has arrived.
@@ -19,8 +21,6 @@ where they were before it.
 load() waits for nobody: Horovod's scripts load on rank 0 alone and broadcast afterwards. A rank that has loaded keeps all
 it loaded until its next event, and asks nobody; and it keeps the share it had before, which is the answer for those who
 have not loaded. They all have once a round that it sent afterwards has come back.
-
-Whether rounds are hidden behind the steps they belong to; said once where they are not.
 """
 
 from __future__ import annotations
@@ -28,17 +28,20 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import partial
 from typing import Any
 
 import torch
 
 from co2.averaged_parameters import AveragedParameters, Batch
 from co2.communication import RoundCommunication, RoundThread
-from co2.equations import OuterRule
+from co2.eager_part import EagerPart
+from co2.equations import Eager, OuterRule, Shared
 from co2.join import JoinRefusal
+from co2.lateness import Lateness
 from co2.outer_state import ShareQuery, assemble, check_shapes
 from co2.part import Part, Shares, as_real, make_parts
 from co2.schedule import Event, Schedule
@@ -48,7 +51,7 @@ from overlap.transport.communicator import Communicator
 from overlap.transport.objects import allgather_object
 from overlap.transport.peer_queries import PeerQueries
 
-__all__ = ["Lateness", "Rounds", "Standing"]
+__all__ = ["Rounds", "Standing"]
 
 
 log = logging.getLogger("dear")
@@ -61,7 +64,8 @@ class Standing:
     """How far a rank has come: what another needs to know to send the same rounds."""
 
     sent: int  # rounds and averages; loading a state does not change it
-    rested: frozenset[int]  # slots that did not travel in the last one
+    event: Event  # what the last of them was
+    rested: frozenset[int]  # slots that did not travel in it
     batches: tuple[Batch, ...]
 
 
@@ -81,17 +85,23 @@ class Rounds:
         rule: OuterRule,
         refusal: JoinRefusal,
         peer_queries: PeerQueries,
+        weight: float,
+        inner_rates: Callable[[], Mapping[int, float]],
     ) -> None:
+        """`weight`: of this rank in a mean, with those of its group. `inner_rates`: learning rates now, by slot."""
         self._comm, self._slots, self.schedule, self.rule = comm, slots, schedule, rule
+        self._make_part, self._inner_rates = _part_of(rule, weight), inner_rates
         self.refusal, self._peer_queries = refusal, peer_queries
         self._changed = threading.Lock()  # around changes of what the others may ask for
         self._communication = RoundCommunication(comm, rule, self._changed, self._met)
         self._query = ShareQuery(peer_queries, refusal.topic, [rank for rank in range(comm.size) if rank != comm.rank])
         self._before_load: tuple[int, Shares] | None = None  # [Note: who has loaded by when], after so many events
+        self.pace = self._communication.pace
         self._lateness = Lateness(comm.rank, schedule.frequency)
         self._thread: RoundThread | None = None
         self._phase = _Phase.TRAINING
-        self._sent = 0  # in all, whatever is loaded meanwhile
+        self._sent, self._last_sent = 0, Event.NOTHING  # in all, whatever is loaded meanwhile
+        self._rested: frozenset[int] = frozenset()
         self._forget()
         peer_queries.on(refusal.topic, self._answer)
 
@@ -111,6 +121,8 @@ class Rounds:
         """Before every step: parameters that are trained for the first time are taken in. All ranks hold them alike."""
         if self._phase is _Phase.RETIRED:
             return  # the step is going to raise
+        if self._thread is not None and self._awaits(self._last_sent):
+            self.arrive()  # it was refused to wait for it, as a rank had joined, and all have come back since
         for part in self.parts:
             part.check()
         trained = [slot.index for slot in self._slots if slot.param.requires_grad]
@@ -121,27 +133,47 @@ class Rounds:
         self._averaged.train(trained)
 
     def _take_in(self, batch: Batch) -> list[Part]:
-        parts = make_parts([self._slots[index] for index in batch], self._comm.rank, self._comm.size)
+        slots = [self._slots[index] for index in batch]
+        parts = make_parts(slots, self._comm.rank, self._comm.size, self._make_part)
         self.parts += parts
         self._averaged.take_in(batch)
         return parts
 
     def stepped(self) -> None:
-        """After every step, also one that was skipped for its infinities: what the schedule says."""
+        """After every step, also one that was skipped for its infinities: what the schedule says.
+
+        Raises ``RuntimeError`` where another optimizer has the parameters.
+        """
+        if self._phase is _Phase.RETIRED:
+            raise RuntimeError(
+                "the parameters of this co2 optimizer went to another one that was made later, here or on another rank: "
+                "step that one"
+            )
         self.steps, self.in_round = self.steps + 1, self.in_round + 1
         event = self.schedule.after(self.steps, self.in_round)
+        if event is Event.ROUND:
+            self.pace.stepped((time.perf_counter() - self._since) / self.in_round)
         if event is not Event.NOTHING:
             self.refusal.refuse_to_send(self.events)
             self.arrive(in_step=True)
-            if event is Event.AVERAGE:
-                self._average(self._averaged.idle)
+            idle = self._averaged.idle
+            if self._awaits(event):
+                self._average(idle if isinstance(self.rule, Shared) else frozenset(), event)
             else:
-                self._turn(self._averaged.idle)
+                self._turn(idle)
+
+    def _awaits(self, event: Event) -> bool:
+        """Whether training goes on only when it has arrived."""
+        return event is Event.AVERAGE or self.rule.waits
+
+    def _send(self, thread: RoundThread, event: Event, idle: frozenset[int]) -> None:
+        self._thread = thread
+        self._sent, self._last_sent, self._rested = self._sent + 1, event, idle
 
     def _close(self, event: Event, idle: frozenset[int]) -> None:
         self._averaged.close(event, idle)
         self._last = event
-        self.events, self.in_round, self._sent = self.events + 1, 0, self._sent + 1
+        self.events, self.in_round = self.events + 1, 0
         self.refusal.events = self.events
         self._since = time.perf_counter()
 
@@ -157,7 +189,8 @@ class Rounds:
                 part.turn(idle, kept)
             self._close(Event.ROUND, idle)
         parts, sent = list(self.parts), [part for part in self.parts if not part.rests(idle)]
-        self._thread = RoundThread(lambda: self._communication.carry(parts, sent, idle, trained))
+        work = partial(self._communication.carry, parts, sent, idle, trained)
+        self._send(RoundThread(self.events - 1, work), Event.ROUND, idle)
 
     def arrive(self, *, in_step: bool = False) -> None:
         """Wait for the round on its way. Raises :class:`CannotJoin` if a rank has joined meanwhile."""
@@ -167,7 +200,7 @@ class Rounds:
         now = time.perf_counter()
         late = not thread.done
         while not thread.wait(_LOOK_SECONDS):
-            self.refusal.refuse(self.events - 1)
+            self.refusal.refuse(thread.event)
         self._thread = None
         thread.land()
         if in_step and late:
@@ -183,32 +216,51 @@ class Rounds:
         self._agree(control)
         self.begin()
         self.arrive()
-        written = allgather_object(control, self._written())
-        self._average(self._averaged.idle - frozenset().union(*written))
+        idle: frozenset[int] = frozenset()
+        if isinstance(self.rule, Shared):
+            written = allgather_object(control, self._written())
+            idle = self._averaged.idle - frozenset().union(*written)
+        self._average(idle, Event.AVERAGE)  # else ranks have parameters of their own, of idle slots, too
 
     def _written(self) -> frozenset[int]:
         """Idle slots to which the script has written, as far as they are its. With no round on its way."""
         theirs = self._averaged.script_owned
         return self._averaged.written_over.union(*(part.written(theirs) for part in self.parts))
 
-    def _average(self, idle: frozenset[int]) -> None:
-        kept = self._averaged.kept(idle)
+    def _average(self, idle: frozenset[int], event: Event) -> None:
+        """Go on from the mean of all ranks; or, of a round, from where that leads to by a rule that waits."""
+        self._send_average(idle, event)
+        self.arrive()
+
+    def _send_average(self, idle: frozenset[int], event: Event) -> None:
+        kept, outer = self._averaged.kept(idle), event is Event.ROUND
         sent = [part for part in self.parts if not part.rests(idle)]
         with self._changed:
             for part in self.parts:
                 part.adopt(kept)
         for part in sent:
-            part.pack()
-            part.mean = torch.empty_like(part.start)
+            part.load_average()
         shards: dict[Part, torch.Tensor] = {}
-        trained = self._averaged.travelling(idle)
-        self._thread = RoundThread(lambda: self._communication.carry_average(sent, idle, trained, shards))
-        self.arrive()
-        with self._changed:
-            for part in self.parts:
-                part.unpack(kept)
-                part.restart(shards.get(part, part.next))
-            self._close(Event.AVERAGE, idle)
+        rates = self._inner_rates() if outer and self.rule.needs_inner_lr else {}
+        parts, trained = list(self.parts), self._averaged.travelling(idle)
+
+        def outcome(part: Part) -> torch.Tensor:
+            return part.advance(idle, rates) if outer else part.blend(idle)
+
+        def landed() -> None:
+            with self._changed:
+                for part in parts:
+                    part.unpack(kept)
+                    if part in shards:
+                        part.restart(shards[part])
+                        continue
+                    if outer:
+                        part.rest()
+                    part.restart(part.next)
+                self._close(Event.AVERAGE, idle)
+
+        work = partial(self._communication.carry_average, sent, trained, shards, outcome)
+        self._send(RoundThread(self.events, work, landed), event, idle)
 
     def _agree(self, control: Communicator) -> None:
         """Raise ``RuntimeError`` on every rank where they have not come to the same round. On every rank of `control`."""
@@ -224,25 +276,34 @@ class Rounds:
 
     @property
     def standing(self) -> Standing:
-        return Standing(self._sent, self._averaged.rested, tuple(self._averaged.batches))
+        return Standing(self._sent, self._last_sent, self._rested, tuple(self._averaged.batches))
 
     @torch.inference_mode(False)
     def finish(self, last: Standing) -> None:
         """Training ends: a round on its way arrives. What the rank that stands furthest, at `last`, sent is sent here, too:
         all but what had rested there, whatever this rank trained since its own last event. Parameters stay as they are."""
-        self.arrive()
-        if last.sent <= self._sent:
+        behind = last.sent > self._sent
+        if not behind and not (self._thread is not None and self._awaits(self._last_sent)):
+            self.arrive()
             return
+        params = [as_real(slot.param) for slot in self._slots]
+        values = [param.clone() for param in params]
+        self.arrive()
+        if behind:
+            self._send_as_it_is(last)
+        for param, value in zip(params, values, strict=True):
+            overwrite(param, value)
+
+    def _send_as_it_is(self, last: Standing) -> None:
         log.warning("co2: rank %d ends one round before others; it sends that round as it is", self._comm.rank)
         with self._changed:
             for batch in last.batches[len(self._averaged.batches) :]:
                 self._take_in(batch)
-        params = [as_real(self._slots[index].param) for index in self._averaged.known]
-        values = [param.clone() for param in params]
-        self._turn(last.rested)
+        if self._awaits(last.event):
+            self._send_average(last.rested, last.event)
+        else:
+            self._turn(last.rested)
         self.arrive()
-        for param, value in zip(params, values, strict=True):
-            overwrite(param, value)
 
     # - State
 
@@ -268,11 +329,18 @@ class Rounds:
         with self._changed:
             outer = assemble(self.parts, [self._shares(passed=False), *shares])
         counters = {name: getattr(self, name) for name in ("steps", "in_round", "events")}
-        return {"parameters": outer, **counters, "longest": self._communication.longest, **self._averaged.state()}
+        counters |= {"longest": self._communication.longest, "outer": self.rule.name}
+        return {"parameters": outer, **counters, **self._averaged.state()}
 
     def load(self, section: dict[str, Any] | None) -> None:
         """Go on from what :meth:`collect` gave; without it, from the parameters as they are at the next step."""
         if section is not None:
+            saved = section.get("outer", "co2")
+            if saved != self.rule.name:
+                raise ValueError(
+                    f"the outer state was saved with outer={saved!r}, and this optimizer has outer={self.rule.name!r}: "
+                    "leave it out, and a round begins at the parameters as they are"
+                )
             check_shapes(self._slots, section["parameters"])
         self.arrive()
         with self._changed:
@@ -300,33 +368,13 @@ class Rounds:
         """Nobody steps any more. What is on its way arrives, which every rank has sent, and is dropped."""
         self._phase = _Phase.RETIRED
         if self._thread is not None:
-            self._thread.land()
+            self._thread.end()
         self._thread, self.parts = None, []
         self._peer_queries.off(self.refusal.topic)
 
 
-log = logging.getLogger("dear")
-
-_WORTH_SAYING = 0.05  # of a round's time
-
-
-class Lateness:
-    """Of the rounds of `frequency` steps that one rank sends."""
-
-    def __init__(self, rank: int, frequency: int) -> None:
-        self._rank, self._frequency = rank, frequency
-        self._said = False
-
-    def note(self, waited: float, took: float) -> None:
-        """A step waited so many seconds for the average of a round whose own steps took `took`."""
-        if self._said or waited <= _WORTH_SAYING * took:
-            return
-        self._said = True
-        log.warning(
-            "co2: rank %d waited %.3g s for the average of a round whose %d step(s) took %.3g s: the network, or "
-            "another rank, is slower than that; a larger outer_frequency hides it (this is said once)",
-            self._rank,
-            waited,
-            self._frequency,
-            took,
-        )
+def _part_of(rule: OuterRule, weight: float) -> Callable[..., Part]:
+    if isinstance(rule, Eager):
+        return partial(EagerPart, rule, weight)
+    assert isinstance(rule, Shared), "there is no other kind"
+    return partial(Part, rule)

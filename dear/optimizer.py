@@ -27,7 +27,7 @@ from overlap.plan.fusion import limits, trained_bytes
 from overlap.plan.partition import TensorSpec
 from overlap.plan.plan import Facts, Plan, Updates
 from overlap.plan.simulation.events import Run
-from overlap.plan.simulation.methods import SIZES_MB
+from overlap.plan.simulation.methods import SIZES_MB, sizes_near
 from overlap.plan.simulation.network import Medium
 from overlap.plan.simulation.schedules import decoupled
 from overlap.plan.simulation.workload import Bucket as PlannedBucket
@@ -42,7 +42,6 @@ from overlap.transport.compression import NoneCompressor
 __all__ = ["Dear", "DistributedOptimizer"]
 
 _SHARE_STEPS = (-1 / 8, -1 / 16, 1 / 16, 1 / 8)  # by which it varies the share of buckets that are all-reduced …
-_SIZE_STEPS = (0.5, 0.7, 1.4, 2.0)
 _LARGEST_SHARE = 0.5  # … to no more than this: ranks keep the whole optimizer state of that share
 _PARTS = {"rsag": ("reducescatter", "allgather"), "rb": ("reduce", "bcast")}  # the two halves, by policy
 
@@ -130,8 +129,7 @@ class Dear(PlannedStrategy):
             shares = [self.all_reduced + step for step in _SHARE_STEPS]
             near += [self._with(all_reduced=share) for share in shares if 0 <= share <= _LARGEST_SHARE]
         if "threshold_mb" in self.auto and self.threshold_mb is not None:
-            sizes = [self.threshold_mb * factor for factor in _SIZE_STEPS]
-            near += [self._with(threshold_mb=mb) for mb in sizes if SIZES_MB[0] <= mb <= SIZES_MB[-1]]
+            near += [self._with(threshold_mb=mb) for mb in sizes_near(self.threshold_mb)]
         return near
 
     @property

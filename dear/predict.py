@@ -13,12 +13,11 @@ from functools import partial
 from pathlib import Path
 
 from overlap.plan.simulation.events import Run
-from overlap.plan.simulation.methods import METHODS, Guess, Method, Prediction, auto_threshold, predict
+from overlap.plan.simulation.methods import METHODS, SIZES_MB, Guess, Method, Prediction, predict
 from overlap.plan.simulation.network import Link, Network
-from overlap.plan.simulation.owned import owned, shares_of
 from overlap.plan.simulation.profile import Profile, from_text, known, load
-from overlap.plan.simulation.schedules import all_reduced, negotiated
-from overlap.plan.simulation.workload import Bucket, Costs, Layer, Workload, fused
+from overlap.plan.simulation.schedules import all_reduced, decoupled, negotiated
+from overlap.plan.simulation.workload import Bucket, Costs, Layer, Workload, fused, owned
 
 __all__ = ["NETWORKS", "guesses", "main", "merged", "methods", "owned_by_rank", "table"]
 
@@ -96,13 +95,19 @@ def merged(work: Workload, network: Network) -> Run:
 
 
 def owned_by_rank(work: Workload, network: Network, threshold: float | None = None) -> Run:
-    """oss, with buckets of at most `threshold` bytes (None: as it fuses by itself)."""
+    """oss, with buckets of at most `threshold` bytes (None: the best of those that its planner begins with)."""
     from oss.assignment import assign_owners
+    from oss.optimizer import Oss
 
     sizes = [size for layer in work.layers for size in layer.tensors]
-    buckets = fused(work.layers, auto_threshold(work) if threshold is None else threshold)
     owners = assign_owners(sizes, [0] * network.workers)
-    return owned(work, network, buckets, shares_of(work, buckets, owners, network.workers))
+
+    def simulated(threshold: float) -> Run:
+        buckets = owned(work.layers, fused(work.layers, threshold), owners, network.workers)
+        return decoupled(work, network, buckets, lanes=Oss.lanes)
+
+    limits = [mb * MB for mb in SIZES_MB] if threshold is None else [threshold]
+    return min(map(simulated, limits), key=lambda run: run.step)
 
 
 def table(predictions: Sequence[Prediction], batch_size: int, workers: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TypedDict
+from typing import Literal, TypedDict
 
 __all__ = ["OwnOptions"]
 
@@ -18,13 +18,14 @@ class OwnOptions(TypedDict, total=False):
     profile_steps: int
     alpha_beta: tuple[float, float] | None
     # bytescheduler_adapter
-    partition_mb: float | None
-    credit_mb: float | None
+    partition_mb: float | Literal["auto"] | None
+    credit_mb: float | Literal["auto"] | None
     # co2
+    outer: str
     outer_frequency: int
-    outer_lr: float
-    outer_momentum: float
-    outer_clip: float | None
-    gap_penalty: bool | float
+    outer_lr: float | Literal["auto"]
+    outer_momentum: float | Literal["auto"]
+    outer_clip: float | Literal["auto"] | None
+    gap_penalty: bool | float | Literal["auto"]
     warmup_steps: int
     nprocs_per_node: int | None

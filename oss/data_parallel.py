@@ -36,7 +36,8 @@ class ShardedDataParallel(torch.nn.Module):
         process_group: the group of the OSS, which is what None means. Other groups raise ``ValueError``.
         broadcast_buffers: every ``step()`` of the first optimizer gives all ranks the first rank's buffers.
         sync_models_at_startup: take the first rank's parameters, buffers and optimizer state now.
-        reduce_buffer_size: elements of a bucket; 0: a bucket for each layer; None: a 32nd of the model, 1 to 25 MB.
+        reduce_buffer_size: elements of a bucket; 0: a bucket for each layer; None: ``threshold_mb="auto"`` of
+            ``oss.DistributedOptimizer``, which plans by itself.
         auto_refresh_trainable: ``False`` raises ``ValueError``: parameters that are frozen or thawed are always followed.
         reduce_fp16: gradients travel in float16, and are summed in float32.
         warn_on_trainable_params_changed: log a warning when other parameters are trained than in the forward pass before.

@@ -10,7 +10,7 @@ owner end, so that what was a reduction to each owner is one reduce-scatter, whi
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -22,12 +22,18 @@ from overlap.job.session import current
 from overlap.optimizer.arguments import SharedArguments, refuses_unknown
 from overlap.optimizer.dears_arguments import understands_dears_names
 from overlap.optimizer.distributed import DistributedOptimizer as Shell
+from overlap.optimizer.planning import plan_by_itself
 from overlap.optimizer.start import agree_on_strategy
 from overlap.optimizer.tuning import tune as start_tuning
 from overlap.plan.fusion import fused_in_order_of_use, limits, trained_bytes
 from overlap.plan.partition import TensorSpec
 from overlap.plan.plan import Facts, Plan, Updates
-from overlap.plan.strategy import Strategy
+from overlap.plan.simulation.events import Run
+from overlap.plan.simulation.methods import SIZES_MB, sizes_near
+from overlap.plan.simulation.network import Medium
+from overlap.plan.simulation.schedules import decoupled
+from overlap.plan.simulation.workload import Bucket, Workload
+from overlap.plan.strategy import PlannedStrategy
 from overlap.plan.tuning.options import Tuning
 from overlap.plan.tuning.space import Dimension, Setting
 from overlap.transport.communicator import ReduceOp
@@ -36,7 +42,7 @@ from overlap.transport.compression import NoneCompressor
 __all__ = ["DistributedOptimizer", "Oss"]
 
 
-class Oss(Strategy):
+class Oss(PlannedStrategy):
     """Reduce-scatter to the owners of whole parameters as buckets fill, updates there, all-gathers awaited layer by layer.
 
     Where an optimizer has to see all parameters at once, buckets are all-reduced and every rank updates everything.
@@ -48,11 +54,38 @@ class Oss(Strategy):
     carries = True
 
     def __init__(
-        self, threshold_mb: float | None, num_nearby_layers: int | None, gather_dtype: torch.dtype | None
+        self,
+        threshold_mb: float | None,
+        num_nearby_layers: int | None,
+        gather_dtype: torch.dtype | None,
+        *,
+        auto: bool = False,
     ) -> None:
         if threshold_mb is not None and not threshold_mb > 0:
             raise ValueError(f"threshold_mb should be at least 0 and is {threshold_mb}")
         self.threshold_mb, self.num_nearby_layers, self.gather_dtype = threshold_mb, num_nearby_layers, gather_dtype
+        self.auto = auto  # whether a planner may choose `threshold_mb`
+
+    @property
+    def planned(self) -> dict[str, float]:
+        return self.setting if self.auto else {}
+
+    @property
+    def candidates(self) -> Sequence[Oss]:
+        return [self.at({"threshold_mb": mb}) for mb in SIZES_MB] if self.auto else ()
+
+    @property
+    def neighbours(self) -> Sequence[Oss]:
+        if not self.auto or self.threshold_mb is None:
+            return ()
+        return [self.at({"threshold_mb": mb}) for mb in sizes_near(self.threshold_mb)]
+
+    @property
+    def burden(self) -> tuple[float, ...]:
+        return (-(self.threshold_mb or 0.0),)
+
+    def simulate(self, work: Workload, network: Medium, buckets: Sequence[Bucket], whole: Collection[int]) -> Run:
+        return decoupled(work, network, buckets, whole=whole, lanes=self.lanes, steps=4)
 
     @property
     def space(self) -> tuple[Dimension, ...]:
@@ -99,7 +132,7 @@ def DistributedOptimizer(
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
     *,
-    threshold_mb: float | Literal["auto"] | None = None,
+    threshold_mb: float | Literal["auto"] | None = "auto",
     gather_dtype: torch.dtype | None = None,
     tune: bool | Tuning = False,
     elementwise: bool | None = None,
@@ -119,9 +152,10 @@ def DistributedOptimizer(
             :class:`overlap.optimizer.arguments.HorovodArguments`. A compression of one's
             own needs whole gradients: every rank updates everything then.
         threshold_mb: layers are fused, in the order of their use, while a bucket stays below this many MB (2^20 bytes); 0:
-            a bucket for each layer. ``"auto"``: a 32nd of the parameters that are trained, at least 1 and at most 25.
-            None: the environment variable ``DEAR_THRESHOLD_MB`` (MB, or ``auto``), or ``HOROVOD_FUSION_THRESHOLD`` in
-            bytes, else ``"auto"``. A parameter that is larger has a bucket of its own; none is split.
+            a bucket for each layer. ``"auto"``: what the environment variable ``DEAR_THRESHOLD_MB`` (MB), or
+            ``HOROVOD_FUSION_THRESHOLD`` (bytes), says; else it is planned: it begins with a 32nd of the parameters that are
+            trained, at least 1 and at most 25, and after some steps takes what is simulated to be the fastest, from 1 to
+            64. None is ``"auto"``, too. A parameter that is larger has a bucket of its own; none is split.
         gather_dtype: ``torch.bfloat16`` or ``torch.float16``: updated parameters travel, and are used by every rank,
             rounded to this type; owners keep the exact ones, which ``optimizer.state_dict()["master"]`` holds. Raises
             ``ValueError`` where every rank updates everything, ``TypeError`` for parameters of other types than float32
@@ -135,8 +169,10 @@ def DistributedOptimizer(
     """
     arguments = SharedArguments.of(locals())
     agree_on_strategy("oss", tune)
-    wished = current().settings.threshold_mb if threshold_mb is None else threshold_mb
+    wished = current().settings.threshold_mb if threshold_mb in ("auto", None) else threshold_mb
+    auto = wished in ("auto", None)
     chosen = limits("auto" if wished is None else wished, None, trained_bytes(optimizer))
-    distributed = Shell(optimizer, named_parameters, Oss(*chosen, gather_dtype), arguments)
-    start_tuning(distributed, tune, process_set)
+    distributed = Shell(optimizer, named_parameters, Oss(*chosen, gather_dtype, auto=auto), arguments)
+    planning = plan_by_itself(distributed, process_set, follow=tune is False) if auto else None
+    start_tuning(distributed, tune, process_set, ready=lambda: planning is None or not planning.under_way)
     return distributed

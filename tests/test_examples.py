@@ -23,6 +23,7 @@ SMALL: dict[str, dict[str, Any]] = {
         "num_batches_per_iter": 2,
         "num_iters": 2,
     },
+    "co2_mnist": {"epochs": 4},
     "horovod_imagenet": {"batch_size": 8, "warmup_epochs": 1},
 }
 

@@ -1,6 +1,7 @@
 """``python -m bench.accuracy``: the loss over wall time, method by method, on the same batches in the same order.
 
 python -m bench.accuracy --task gpt2 --methods dear ddp horovod --workers 2 --network 1gbit
+python -m bench.accuracy --task cnn --methods dear co2 co2:outer_frequency=3 --steps 600 --seeds 3
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from bench.accuracy.curve import draw, report
+from bench.accuracy.report import markdown
 from bench.accuracy.tasks import TASKS
 from bench.emulation.cluster import ClusterError
 from bench.methods.method import Method, MethodUnavailable
 from bench.methods.registry import method
-from bench.program import end_in_order
+from bench.program import at_least, end_in_order
 from bench.train import launcher
 from bench.train.origin import today
 from bench.train.settings import Settings, check
@@ -33,19 +35,27 @@ def prepare(spec: str, arguments: argparse.Namespace) -> tuple[Settings, Method]
 
 
 def run(spec: str, settings: Settings, chosen: Method, arguments: argparse.Namespace) -> dict[str, Any]:
-    """One method's losses and times, and the code they are of."""
-    with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / "curve.json"
-        task = {"method": spec, "task": arguments.task, "steps": arguments.steps, "output": str(output)}
-        launcher.launch(settings, chosen, ["-m", "bench.accuracy.worker", json.dumps(task)])
-        curve: dict[str, Any] = json.loads(output.read_text())
-    return {**curve, "origin": today().to_dict()}
+    """One method's losses and times by the first seed, the `runs` of all seeds, and the code they are of."""
+    runs: list[dict[str, Any]] = []
+    for seed in range(1, arguments.seeds + 1):
+        with tempfile.TemporaryDirectory() as folder:
+            output = Path(folder) / "curve.json"
+            task = {"method": spec, "task": arguments.task, "steps": arguments.steps, "seed": seed}
+            argv = ["-m", "bench.accuracy.worker", json.dumps({**task, "output": str(output)})]
+            launcher.launch(settings, chosen, argv)
+            runs.append(json.loads(output.read_text()))
+        print(f"bench.accuracy: {spec}, seed {seed}: {runs[-1]['seconds'][-1]:.0f} s", file=sys.stderr)
+    return {**{key: runs[0][key] for key in ("loss", "seconds")}, "runs": runs, "origin": today().to_dict()}
 
 
 def leave(curves: dict[str, dict[str, Any]], arguments: argparse.Namespace) -> None:
-    """The numbers and the picture of the methods so far; the next one may fail."""
+    """The numbers, the picture and the report of the methods so far; the next one may fail."""
     arguments.output.with_suffix(".json").write_text(json.dumps(curves))
-    draw(curves, f"{arguments.task}, {arguments.workers} workers, {arguments.network}", arguments.output)
+    about = f"{arguments.task}, {arguments.workers} workers, {arguments.network}"
+    draw(curves, about, arguments.output)
+    seeds = f"{arguments.seeds} seed{'s' if arguments.seeds > 1 else ''}"
+    text = markdown(f"{about}; {arguments.steps} steps, {seeds}.", {name: one["runs"] for name, one in curves.items()})
+    arguments.output.with_suffix(".md").write_text(text)
 
 
 def main() -> int:
@@ -54,10 +64,14 @@ def main() -> int:
     parser.add_argument("--methods", nargs="+", default=["dear", "ddp"], metavar="METHOD")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--network", default="local", help="local, or the rate of emulated links: 1gbit, 100mbit, …")
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for each method")
+    parser.add_argument("--steps", type=at_least(1), default=100)
+    parser.add_argument("--seeds", type=at_least(1), default=1, help="so many runs of each method, with other batches")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for each run")
     parser.add_argument(
-        "--output", type=Path, default=Path("accuracy.png"), help="the picture; numbers beside it as .json"
+        "--output",
+        type=Path,
+        default=Path("accuracy.png"),
+        help="the picture; beside it numbers, .json, and tables, .md",
     )
     arguments = parser.parse_args()
     end_in_order()

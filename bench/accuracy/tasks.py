@@ -1,4 +1,8 @@
-"""Two small things to learn for real: handwritten digits, and the next byte of this project's own text with a GPT-2."""
+"""Small things to learn for real: handwritten digits, and the next byte of a text with a GPT-2.
+
+`digits` and `gpt2`, which learns this project's own text, compare methods with equal results step by step. `cnn` and
+`language` hold a part of their data out, for methods whose results are others.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +18,24 @@ from bench.program import ROOT
 __all__ = ["TASKS", "WORDS", "Task", "text"]
 
 WORDS = 64  # bytes that the GPT-2 sees at once
+_SEEN = 0.8  # of the data, where the rest is held out
+_EVALUATED = 512  # pieces of text at most
+
+LossOf = Callable[[nn.Module, torch.Generator], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Task:
-    """A model, what makes its loss (of a batch that a generator picks), and the optimizer that suits both."""
+    """A model, what makes its loss (of a batch that a generator picks), and the optimizer that suits both.
+
+    `held_out`: by name, what a trained model is worth on data that it has not seen.
+    """
 
     build: Callable[[], nn.Module]
-    loss: Callable[[], Callable[[nn.Module, torch.Generator], torch.Tensor]]
+    loss: Callable[[], LossOf]
     optimizer: Callable[..., torch.optim.Optimizer]
     arguments: Mapping[str, Any]
+    held_out: Callable[[nn.Module], dict[str, float]] | None = None
 
 
 def _perceptron() -> nn.Module:
@@ -32,13 +44,44 @@ def _perceptron() -> nn.Module:
     )
 
 
-def _digits() -> Callable[[nn.Module, torch.Generator], torch.Tensor]:
+def _convolutions() -> nn.Module:
+    return nn.Sequential(
+        *(nn.Unflatten(1, (1, 8)), nn.Conv2d(1, 32, 3, padding=1), nn.ReLU()),
+        *(nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),
+        *(nn.Linear(64 * 16, 128), nn.ReLU(), nn.Linear(128, 10)),
+    )
+
+
+def _pictures() -> tuple[torch.Tensor, torch.Tensor]:
+    """All of scikit-learn's digits, in an order of chance that is always the same."""
     from sklearn.datasets import load_digits
 
     data = load_digits()
-    images = torch.tensor(data.images, dtype=torch.float32) / 16
-    labels = torch.tensor(data.target)
+    order = torch.randperm(len(data.target), generator=torch.Generator().manual_seed(0))
+    return torch.tensor(data.images, dtype=torch.float32)[order] / 16, torch.tensor(data.target)[order]
 
+
+def _seen_digits() -> LossOf:
+    images, labels = _pictures()
+    return _of_digits(images[: int(_SEEN * len(labels))], labels[: int(_SEEN * len(labels))])
+
+
+def _held_out_digits(model: nn.Module) -> dict[str, float]:
+    images, labels = _pictures()
+    images, labels = images[int(_SEEN * len(labels)) :], labels[int(_SEEN * len(labels)) :]
+    scores = model(images)
+    right = (scores.argmax(1) == labels).double().mean()
+    return {"loss": nn.functional.cross_entropy(scores, labels).item(), "accuracy": right.item()}
+
+
+def _digits() -> LossOf:
+    from sklearn.datasets import load_digits
+
+    data = load_digits()
+    return _of_digits(torch.tensor(data.images, dtype=torch.float32) / 16, torch.tensor(data.target))
+
+
+def _of_digits(images: torch.Tensor, labels: torch.Tensor) -> LossOf:
     def loss(model: nn.Module, generator: torch.Generator) -> torch.Tensor:
         chosen = torch.randint(len(labels), (32,), generator=generator)
         return nn.functional.cross_entropy(model(images[chosen]), labels[chosen])
@@ -70,9 +113,33 @@ def text() -> torch.Tensor:
     return torch.tensor([byte for byte in everything if byte < 128])
 
 
-def _next_byte() -> Callable[[nn.Module, torch.Generator], torch.Tensor]:
-    words = text()
+def manual() -> torch.Tensor:
+    """The language reference that comes with Python, a number below 128 for each byte."""
+    from pydoc_data.topics import topics
 
+    everything = "\n".join(topics[name] for name in sorted(topics)).encode()
+    return torch.tensor([byte for byte in everything if byte < 128])
+
+
+def _seen_words() -> LossOf:
+    words = manual()
+    return _of_words(words[: int(_SEEN * len(words))])
+
+
+def _held_out_words(model: nn.Module) -> dict[str, float]:
+    words = manual()
+    words = words[int(_SEEN * len(words)) :]
+    starts = range(0, len(words) - WORDS - 1, max(WORDS, (len(words) - WORDS) // _EVALUATED))
+    pieces = torch.stack([words[start : start + WORDS + 1] for start in starts])
+    scores = model(pieces[:, :-1]).logits
+    return {"loss": nn.functional.cross_entropy(scores.flatten(0, 1), pieces[:, 1:].flatten()).item()}
+
+
+def _next_byte() -> LossOf:
+    return _of_words(text())
+
+
+def _of_words(words: torch.Tensor) -> LossOf:
     def loss(model: nn.Module, generator: torch.Generator) -> torch.Tensor:
         starts = torch.randint(len(words) - WORDS - 1, (8,), generator=generator)
         piece = torch.stack([words[start : start + WORDS + 1] for start in starts.tolist()])
@@ -85,4 +152,6 @@ def _next_byte() -> Callable[[nn.Module, torch.Generator], torch.Tensor]:
 TASKS = {
     "digits": Task(_perceptron, _digits, torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
     "gpt2": Task(_small_gpt2, _next_byte, torch.optim.AdamW, {"lr": 1e-3}),
+    "cnn": Task(_convolutions, _seen_digits, torch.optim.AdamW, {"lr": 1e-3}, _held_out_digits),
+    "language": Task(_small_gpt2, _seen_words, torch.optim.AdamW, {"lr": 1e-3}, _held_out_words),
 }

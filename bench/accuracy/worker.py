@@ -16,14 +16,16 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Arguments: a JSON object with method, task, steps and output."""
+    """Arguments: a JSON object with method, task, steps, seed and output."""
     settings = json.loads(sys.argv[1])
     torch.set_num_threads(1)
     task, chosen = TASKS[settings["task"]], method(settings["method"])
     place = chosen.join(torch.device("cpu"))
-    torch.manual_seed(1)
-    model, optimizer = chosen.distribute(task.build(), (task.optimizer, task.arguments))
-    loss_of, generator = task.loss(), torch.Generator().manual_seed(1000 + place.rank)
+    seed = settings["seed"]
+    torch.manual_seed(seed)
+    bare = task.build()
+    model, optimizer = chosen.distribute(bare, (task.optimizer, task.arguments))
+    loss_of, generator = task.loss(), torch.Generator().manual_seed(1000 * seed + place.rank)
     losses, ended, begun = [], [], time.perf_counter()
     for _ in range(settings["steps"]):
         optimizer.zero_grad()
@@ -33,9 +35,15 @@ def main() -> None:
         losses.append(loss.item())
         ended.append(time.perf_counter() - begun)
     chosen.settle(optimizer)
+    chosen.average(optimizer)
+    run = {"seed": seed, "loss": losses, "seconds": ended}
+    if task.held_out is not None:
+        bare.eval()
+        with torch.no_grad():
+            run["held_out"] = task.held_out(bare)
     chosen.leave()
     if place.rank == 0:
-        Path(settings["output"]).write_text(json.dumps({"loss": losses, "seconds": ended}))
+        Path(settings["output"]).write_text(json.dumps(run))
 
 
 if __name__ == "__main__":

@@ -62,7 +62,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, default=2, help="ranks, one per host (default 2)")
     parser.add_argument(
-        "--network", default="local", help="local, or a rate for the emulated cluster: 1gbit, 100mbit, …"
+        "--network",
+        default="local",
+        help="local, or a rate for the emulated cluster: 1gbit, 1gbit+20ms with a delay, …",
     )
     parser.add_argument("--launcher", choices=["mpi", "torchrun"], default="mpi")
     parser.add_argument("--ops", nargs="+", choices=list(OPERATIONS), default=list(OPERATIONS), metavar="OP")

@@ -4,14 +4,16 @@
         cluster.run_mpi(["-m", "bench.collectives.worker"])
 
 A token bucket of 128 KB at both ends of every link passes `rate` in each direction, as a switched full-duplex network
-does; a larger bucket would let a whole message through after an idle moment. Needs root. Every host has a name of its
-own (UTS namespace). Only addresses inside these namespaces are ever used. Hosts that a killed process left behind are
-removed when the next cluster is made.
+does; a larger bucket would let a whole message through after an idle moment. With ``rate="1gbit+20ms"`` packets arrive
+20 ms later, and a process carries them (`bench.emulation.delayed`). Needs root. Every host has a name of its own (UTS
+namespace). Only addresses inside these namespaces are ever used. Hosts that a killed process left behind are removed
+when the next cluster is made.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -22,12 +24,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
+from bench.emulation.delayed import MTU
 from bench.program import ROOT
 
-__all__ = ["Cluster", "ClusterError"]
+__all__ = ["Cluster", "ClusterError", "parse_rate"]
 
 PREFIX = "dearemu"
 SUBNET = "10.77.0"
+_UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 _NAP_SECONDS = 0.05
 _LAST_WORDS_SECONDS = 5.0  # of the others when one has failed: they may be about to say why
 _AGENT = """#!/bin/sh
@@ -48,8 +52,21 @@ def _run(*command: str) -> None:
         raise ClusterError(f"{' '.join(command)} failed: {done.stderr.strip() or done.returncode}")
 
 
+def parse_rate(text: str) -> tuple[float, float]:
+    """Bits per second, and seconds that each packet takes besides, of ``"1gbit"`` or ``"100mbit+20ms"``.
+
+    Raises ``ValueError``.
+    """
+    found = re.fullmatch(r"([0-9.]+)([kmg]?)bit(?:\+([0-9.]+)ms)?", text)
+    if found is None:
+        raise ValueError(
+            f"a network is local or a rate like 1gbit, 100mbit, or 100mbit+20ms with a delay, and not {text!r}"
+        )
+    return float(found[1]) * _UNITS[found[2]], float(found[3] or 0) / 1e3
+
+
 class Cluster:
-    """`hosts` namespaces with links of `rate` (as `tc` writes them: 1gbit, 100mbit), while the context lasts."""
+    """`hosts` namespaces with links of `rate` (1gbit, 100mbit, 1gbit+20ms), while the context lasts."""
 
     def __init__(self, hosts: int, rate: str = "1gbit") -> None:
         if hosts < 1:
@@ -60,6 +77,8 @@ class Cluster:
             if shutil.which(tool) is None:
                 raise ClusterError(f"{tool} was not found (Debian: iproute2, util-linux)")
         self.hosts, self.rate = hosts, rate
+        self._bits, self._delay = parse_rate(rate)
+        self._carrier: subprocess.Popen[str] | None = None
         self._prefix = f"{PREFIX}{os.getpid()}x"
         self._folder = Path(tempfile.mkdtemp(prefix=PREFIX))
 
@@ -89,6 +108,12 @@ class Cluster:
 
     def _make(self) -> None:
         _remove_abandoned()
+        agent = Path(self.agent)
+        agent.write_text(_AGENT.format(prefix=self._prefix))
+        agent.chmod(0o755)
+        if self._delay:
+            self._make_delayed()
+            return
         switch = f"{self._prefix}sw"
         _run("ip", "netns", "add", switch)
         _run("ip", "-n", switch, "link", "add", "br0", "type", "bridge")
@@ -101,14 +126,46 @@ class Cluster:
             for name in ("lo", "eth0"):
                 _run("ip", "-n", space, "link", "set", name, "up")
             _run("ip", "-n", switch, "link", "set", port, "master", "br0", "up")
-            for where, device in ((space, "eth0"), (switch, port)):
-                shape = ("tbf", "rate", self.rate, "burst", "128kb", "latency", "100ms")
-                _run("tc", "-n", where, "qdisc", "add", "dev", device, "root", *shape)
-        agent = Path(self.agent)
-        agent.write_text(_AGENT.format(prefix=self._prefix))
-        agent.chmod(0o755)
+        self._shape("add")
+
+    def _make_delayed(self) -> None:
+        spaces = [self._namespace(host) for host in range(self.hosts)]
+        for space in spaces:
+            _run("ip", "netns", "add", space)
+        command = [sys.executable, "-m", "bench.emulation.delayed", str(self._bits), str(self._delay), *spaces]
+        self._carrier = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        assert self._carrier.stdout is not None
+        if self._carrier.stdout.readline().strip() != "ready":
+            raise ClusterError("the process that carries packets with a delay did not start: see above")
+        for host, space in enumerate(spaces):
+            _run("ip", "-n", space, "addr", "add", f"{self.address(host)}/24", "dev", "eth0")
+            _run("ip", "-n", space, "link", "set", "lo", "up")
+            _run("ip", "-n", space, "link", "set", "eth0", "up", "mtu", str(MTU))
+
+    def _shape(self, action: str) -> None:
+        switch, shape = (
+            f"{self._prefix}sw",
+            ("tbf", "rate", f"{self._bits:.0f}bit", "burst", "128kb", "latency", "100ms"),
+        )
+        for host in range(self.hosts):
+            for where, device in ((self._namespace(host), "eth0"), (switch, f"port{host}")):
+                _run("tc", "-n", where, "qdisc", action, "dev", device, "root", *shape)
+
+    def set_rate(self, rate: str) -> None:
+        """Another rate for all links from now on, whatever is on its way.
+
+        Raises :class:`ClusterError`, and ``ValueError`` where there is a delay, or was.
+        """
+        bits, delay = parse_rate(rate)
+        if delay or self._delay:
+            raise ValueError(f"links change their rate, but no delay: not from {self.rate} to {rate}")
+        self.rate, self._bits = rate, bits
+        self._shape("change")
 
     def _remove(self) -> None:
+        if self._carrier is not None:
+            self._carrier.kill()
+            self._carrier.wait()
         for name in _namespaces():
             if name.startswith(self._prefix):
                 _remove_namespace(name)

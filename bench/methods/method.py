@@ -67,12 +67,19 @@ class Method(ABC):
         """Whether the method still changes itself by what it measures: such steps are not timed. The same on every rank."""
         return False
 
+    def setting(self, optimizer: Optimizer) -> str:
+        """What the method has chosen by now, in words; empty where it chooses nothing."""
+        return ""
+
     def save_profile(self, optimizer: Optimizer, path: Path, batch_size: int) -> None:
         """Measure layers in the next steps, and write them to `path`. Raises ``ValueError`` where the method cannot."""
         raise ValueError(f"{self.name} does not measure layers: --profile is for our own strategies")
 
     def settle(self, optimizer: Optimizer) -> None:  # noqa: B027  most methods leave nothing in flight
         """Wait for what the last step left in flight."""
+
+    def average(self, optimizer: Optimizer) -> None:  # noqa: B027  parameters are the same on all ranks but for local SGD
+        """Give all ranks the same parameters, the ones to be evaluated. On every rank."""
 
     def state_bytes(self, optimizer: Optimizer) -> int:
         """Bytes of optimizer state on this rank."""

@@ -14,6 +14,8 @@ from torch import nn
 
 from bench.methods.method import MakeOptimizer, Method, MethodUnavailable, Place
 from bench.methods.spec import refuse_unknown
+from overlap.plan.strategy import PlannedStrategy
+from overlap.plan.tuning.space import describe
 
 __all__ = ["PACKAGES", "Strategy"]
 
@@ -66,11 +68,20 @@ class Strategy(Method):
     def tuning(self, optimizer: torch.optim.Optimizer) -> bool:
         return bool(optimizer.tuning)  # type: ignore[attr-defined]
 
+    def setting(self, optimizer: torch.optim.Optimizer) -> str:
+        strategy = optimizer.strategy  # type: ignore[attr-defined]
+        planned = strategy.planned if isinstance(strategy, PlannedStrategy) else {}
+        return describe({**strategy.setting, **planned})
+
     def save_profile(self, optimizer: torch.optim.Optimizer, path: Path, batch_size: int) -> None:
         optimizer.save_profile(path, batch_size=batch_size)  # type: ignore[attr-defined]
 
     def settle(self, optimizer: torch.optim.Optimizer) -> None:
         optimizer.synchronize()  # type: ignore[attr-defined]
+
+    def average(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.name == "co2":
+            optimizer.average_parameters()  # type: ignore[attr-defined]
 
     def leave(self) -> None:
         self._package.shutdown()

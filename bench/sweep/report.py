@@ -16,8 +16,8 @@ from bench.train.origin import origin_of
 __all__ = ["bound_of", "markdown", "provenance", "write"]
 
 _HEAD = (
-    "| method | {unit}/sec | ± | step, median s | quartiles | n | × L | optimizer state MB | peak MB |\n"
-    + "|---" * 9
+    "| method | {unit}/sec | ± | step, median s | quartiles | n | after steps | × L | optimizer state MB | peak MB |\n"
+    + "|---" * 10
     + "|"
 )
 _CODE = (" code |", "---|")  # a column more where rows are of several
@@ -30,7 +30,8 @@ def _table(group: Group, code: bool) -> list[str]:
     for row in sorted(group.rows, key=lambda row: row.median):
         bound = f"{row.median / group.bound:.2f}" if group.bound else ""
         cells = [row.method, f"{row.total:.1f}", f"{row.plus_minus:.1f}", f"{row.median:.3f}"]
-        cells += [f"{row.low:.3f} – {row.high:.3f}", str(row.n), bound]
+        cells += [f"{row.low:.3f} – {row.high:.3f}", str(row.n)]
+        cells += ["" if row.warmup_steps is None else str(row.warmup_steps), bound]
         cells += [f"{row.state_bytes / 2**20:.1f}", f"{row.peak_bytes / 2**20:.0f}"]
         cells += [row.origin] if code else []
         lines.append("| " + " | ".join(cells) + " |")

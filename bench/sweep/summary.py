@@ -37,6 +37,7 @@ class Row:
     peak_bytes: int
     unit: str
     origin: str
+    warmup_steps: int | None  # that were not timed, with those of a search; None: of an older run, which did not say
 
     @property
     def family(self) -> str:
@@ -109,6 +110,7 @@ def _row(result: Mapping[str, Any]) -> Row:
         peak_bytes=result["peak_bytes"],
         unit=result["unit"],
         origin=str(origin_of(result)),
+        warmup_steps=result.get("warmup_steps"),
     )
 
 

@@ -18,10 +18,8 @@ at_most = 1.2
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -30,6 +28,7 @@ from typing import Any
 from bench.methods.registry import METHODS
 from bench.methods.spec import family_of, parse_spec, refuse_unknown
 from bench.models.catalog import workload
+from bench.program import from_toml
 from bench.sweep import bars
 from bench.train.settings import Settings, check
 
@@ -129,9 +128,7 @@ def parse(data: Mapping[str, Any]) -> Sweep:
 
 
 def read(path: Path) -> Sweep:
-    # Python 3.10 has no tomllib; requirements.txt names the package it was made from.
-    toml = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
     try:
-        return parse(toml.loads(path.read_text()))
+        return parse(from_toml(path))
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: {error}") from None

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from bench.emulation.cluster import Cluster, ClusterError
+from bench.emulation.cluster import Cluster, ClusterError, parse_rate
 from bench.emulation.goodput import goodput
 from bench.methods.method import Method
 from bench.models.catalog import workload
@@ -25,12 +25,14 @@ __all__ = [
     "GOODPUT",
     "LAUNCHED",
     "LauncherError",
+    "environment",
     "first_host",
     "for_method",
     "interpreter_arguments",
     "launch",
     "local_command",
     "narrowed",
+    "pick",
 ]
 
 LAUNCHED = "DEAR_BENCH_LAUNCHED"  # set in workers: do not start workers again
@@ -43,7 +45,6 @@ _BASE_BYTES = 400 * 10**6
 # step in one run and, with 23,500 page faults a step, 1.03 s in another. Here it is kept, whatever the method (not
 # that of tensors above 32 MiB, which glibc never keeps).
 _ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(32 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(2**40)}
-_UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 
 
 class LauncherError(RuntimeError):
@@ -51,11 +52,9 @@ class LauncherError(RuntimeError):
 
 
 def narrowed(network: str, dilate: float) -> str:
-    """A link's rate divided by `dilate`, as ``tc`` writes it: ``("10gbit", 50)`` to ``"200000000bit"``."""
-    found = re.fullmatch(r"([0-9.]+)([kmg]?)bit", network)
-    if found is None:
-        raise ValueError(f"a network is local or a rate like 1gbit, 100mbit, and not {network!r}")
-    return f"{float(found[1]) * _UNITS[found[2]] / dilate:.0f}bit"
+    """A link's rate divided by `dilate`, and its delay times that: ``("10gbit", 50)`` to ``"200000000bit"``."""
+    bits, delay = parse_rate(network)
+    return f"{bits / dilate:.0f}bit" + (f"+{1e3 * delay * dilate:g}ms" if delay else "")
 
 
 def first_host(hostfile: Path) -> str:

@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--workers", type=int, help=f"default: {default.workers}, or those of the job that this is started in")
     add(
         "--network",
-        help="local, or the rate of emulated links between hosts: 1gbit, 100mbit, …",
+        help="local, or the rate of emulated links between hosts: 1gbit, 100mbit, 1gbit+20ms with a delay, …",
     )
     add("--hostfile", help="Open MPI's hostfile of a real cluster")
     add("--launcher", choices=["mpi", "torchrun"], help="default: what the method prefers")

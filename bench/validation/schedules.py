@@ -39,12 +39,16 @@ KNOWN: dict[str, tuple[Callable[[Workload, Network, Options], Run], frozenset[st
     "mgwfbp": (lambda work, network, _: merged(work, network), frozenset({"profile_steps"})),
     "bytescheduler": (
         lambda work, network, options: by_priority(
-            work, network, partition=options.get("partition_mb", 1) * MB, credit=options.get("credit_mb", 2) * MB
+            work, network, partition=options["partition_mb"] * MB, credit=options["credit_mb"] * MB
         ),
         frozenset({"partition_mb", "credit_mb"}),
     ),
     "ddp": (_ddp, frozenset({"bucket_mb"})),
 }
+
+
+#: What methods choose while they run, unless they are told.
+_PLANNED = {"dear": ("threshold_mb",), "oss": ("threshold_mb",), "bytescheduler": ("partition_mb", "credit_mb")}
 
 
 def simulate(spec: str, work: Workload, network: Network) -> Run:
@@ -56,6 +60,7 @@ def simulate(spec: str, work: Workload, network: Network) -> Run:
     strangers = sorted(options.keys() - known)
     if strangers:
         raise ValueError(f"the simulation of {name} does not know {', '.join(strangers)}; it knows {', '.join(known)}")
-    if name in ("dear", "oss") and not isinstance(options.get("threshold_mb"), int | float):
-        raise ValueError(f"{spec} chooses its buckets while it runs: give it a threshold_mb")
+    missing = [one for one in _PLANNED.get(name, ()) if not isinstance(options.get(one), int | float)]
+    if missing:
+        raise ValueError(f"{spec} is planned while it runs: give it {' and '.join(missing)}")
     return method(work, network, options)

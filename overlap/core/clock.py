@@ -14,9 +14,10 @@ import torch
 
 from overlap.core.bucket import Bucket
 from overlap.plan.measurement import Lap, Sent
+from overlap.plan.simulation.network import filled
 from overlap.plan.strategy import Collectives
 from overlap.transport.communicator import Communicator
-from overlap.transport.work import Work
+from overlap.transport.work import Work, operations
 
 __all__ = ["StepClock"]
 
@@ -32,10 +33,14 @@ class _Issued:
 
 
 class StepClock:
-    """Collects laps, a step each. `slot_of` has the index of each parameter's slot, by ``id()``."""
+    """Collects laps, a step each. `slot_of` has the index of each parameter's slot, by ``id()``.
 
-    def __init__(self, slot_of: Mapping[int, int]) -> None:
+    `late`: which operations of a step are on their way still when it ends, "gather" or "reduce".
+    """
+
+    def __init__(self, slot_of: Mapping[int, int], late: str = "gather") -> None:
         self.laps: list[Lap] = []
+        self._late = late
         self._slot_of, self._lap, self._issued = slot_of, Lap(begun=_now()), list[_Issued]()
         self._depth, self._unwatched = 0, 0  # modules that forward is inside of; of which this many without gradients
         self._watched: list[tuple[Bucket, Collectives]] = []
@@ -67,9 +72,13 @@ class StepClock:
         elif not self._depth:
             self._lap.left.append(_now())
 
-    def waited(self, since: float) -> None:
-        """For parameters, until now."""
-        self._lap.waits.append((since, _now()))
+    def waited(self, since: float, updated: Bucket | None) -> None:
+        """For parameters, until now; those of a bucket that was `updated` when its reduction was over, until it was."""
+        until = _now()
+        if updated is not None:
+            mine = (one for one in reversed(self._issued) if one.bucket is updated)
+            until = min(until, max(since, next((max(_ends(one), default=until) for one in mine), until)))
+        self._lap.waits.append((since, until))
 
     def gradient(self, index: int, came: float) -> None:
         """It is handled by now."""
@@ -101,26 +110,49 @@ class StepClock:
         self._watched = []
 
     def sent(self) -> list[Sent]:
-        """The operations of all laps that are over, in order of issue; gathers of the last lap are on their way still."""
+        """The operations of all laps that are over, in order of issue; but those that were late in the last lap."""
         if not self.laps:
             return []
         last = self.laps[-1]
-        return [
-            _sent(one)
-            for one in self._issued
-            if one.at <= last.ended and not (one.kind == "gather" and one.at >= last.stepping)
-        ]
+        until = {self._late: last.begun}
+        over = (one for one in self._issued if one.at < until.get(one.kind, last.ended))
+        return sorted((sent for one in over for sent in _sent(one)), key=lambda sent: sent.issued)
 
 
-def _sent(one: _Issued) -> Sent:
-    bucket, halves = one.bucket, 1
+def _ends(one: _Issued) -> list[float]:
+    """When its operations were over."""
+    parts = operations(one.work)
+    return [one.at + one.work.seconds] if parts is None else [at + work.seconds for at, work in parts]
+
+
+def _sent(one: _Issued) -> list[Sent]:
+    bucket, halves, most = one.bucket, 1, 1.0
     if one.kind == "gather":
         wire = bucket.travelling
     else:
         wire = bucket.outgoing
         halves = 1 if bucket.holds_parameters else 2
+    if bucket.holds_parameters:
+        most = filled(bucket.shares)
     nbytes = wire.numel() * wire.element_size()
-    return Sent(one.kind, bucket.index, bucket.nbytes, nbytes, halves, bucket.lane, one.at, one.at + one.work.seconds)
+    parts = operations(one.work)
+    if parts is None:
+        ended = one.at + one.work.seconds
+        return [Sent(one.kind, bucket.index, bucket.nbytes, nbytes, halves, bucket.lane, one.at, ended, most)]
+    return [
+        Sent(
+            one.kind,
+            bucket.index,
+            bucket.nbytes * work.nbytes // max(1, nbytes),
+            work.nbytes,
+            halves,
+            bucket.lane,
+            at,
+            at + work.seconds,
+            most,
+        )
+        for at, work in parts
+    ]
 
 
 class _Noted:

@@ -69,9 +69,10 @@ class Transit:
             self._arriving.add(bucket)
             since = 0.0 if self.clock is None else time.perf_counter()
             try:
-                self._complete(bucket, self.pending[bucket])
+                update = self.pending[bucket]
+                self._complete(bucket, update)
                 if self.clock is not None:
-                    self.clock.waited(since)
+                    self.clock.waited(since, None if update is None else bucket)
             finally:
                 self._arriving.discard(bucket)
                 del self.pending[bucket]  # last: from now on nobody waits

@@ -169,6 +169,13 @@ def _or_none(kind: _Kind) -> _Kind:
     return f"{words.replace(' or ', ', ')} or None", lambda value: value is None or fits(value)
 
 
+def _or_auto(kind: _Kind) -> _Kind:
+    words, fits = kind
+    return f"{words.replace(' or ', ', ')} or 'auto'", lambda value: fits(value) or value == "auto"
+
+
+_NUMBER_OR_AUTO = _or_none(_or_auto(_NUMBER))
+
 #: What an argument should be, in words and as a predicate. Those that are not here are checked where they are used.
 KINDS: Mapping[str, _Kind] = {
     "all_reduced": ("a share from 0 to 1, or 'auto'", lambda value: _is_number(value) or value == "auto"),
@@ -176,11 +183,11 @@ KINDS: Mapping[str, _Kind] = {
     "asc": _FLAG,
     "backward_passes_per_step": _WHOLE,
     "broadcast_buffers": _FLAG,
-    "credit_mb": _or_none(_NUMBER),
+    "credit_mb": _NUMBER_OR_AUTO,
     "eager": _FLAG,
     "elementwise": _or_none(_FLAG),
     "exclude_parts": _TEXT,
-    "gap_penalty": ("True, False or a number", lambda value: isinstance(value, bool) or _is_number(value)),
+    "gap_penalty": _or_auto(("True, False or a number", lambda value: isinstance(value, bool) or _is_number(value))),
     "gradient_predivide_factor": _NUMBER,
     "groups": ("a number or a list of lists of parameters", lambda value: not isinstance(value, bool)),
     "layerwise_times": _or_none(("a mapping of names to seconds", lambda value: isinstance(value, Mapping))),
@@ -188,10 +195,11 @@ KINDS: Mapping[str, _Kind] = {
     "nprocs_per_node": _or_none(_WHOLE),
     "num_groups": _WHOLE,
     "num_nearby_layers": _or_none(_WHOLE),
-    "outer_clip": _or_none(_NUMBER),
-    "outer_lr": _NUMBER,
-    "outer_momentum": _NUMBER,
-    "partition_mb": _or_none(_NUMBER),
+    "outer": _TEXT,
+    "outer_clip": _NUMBER_OR_AUTO,
+    "outer_lr": _or_auto(_NUMBER),
+    "outer_momentum": _or_auto(_NUMBER),
+    "partition_mb": _NUMBER_OR_AUTO,
     "per_parameter": _or_none(_FLAG),
     "poison": _or_none(_FLAG),
     "policy": _TEXT,

@@ -15,8 +15,6 @@ from overlap.trace.picture import Bar, Row
 
 __all__ = ["NO_PLAN", "Explained", "explanation", "rows"]
 
-__all__ = ["Explained", "explanation", "rows"]
-
 NO_PLAN = (
     "there is no plan to explain: an option (threshold_mb, eager, policy, …) or replan() has chosen the buckets, or there "
     "is one rank, or parameters are on a GPU, where nothing is measured"
@@ -37,7 +35,7 @@ class Explained:
     ranks: int
     setting: Mapping[str, float]
     buckets: int
-    whole: int  # of them, updated in full by every rank
+    whole: int  # of them, all-reduced under backward and updated in full by every rank
     work: Workload
     network: Fitted
     computed: Sequence[float]  # seconds by rank, without communication; 0 where nothing was measured
@@ -132,9 +130,19 @@ def rows(run: Run) -> list[Row]:
         kind = kinds.get(words[0], words[0])
         return Bar(" ".join(short.get(word, word) for word in words), kind, 1e3 * begun, 1e3 * (ended - begun))
 
-    titles = {"thread": "computation", "reductions": "reductions", "gathers": "all-gathers"}
+    titles = {
+        "thread": "computation",
+        "reductions": "reductions",
+        "all-reduces": "all-reduces",
+        "gathers": "all-gathers",
+    }
+    names = sorted({one.row for one in run.spans})  # a lane's is that of its kind, and more
     return [
-        Row(title, tuple(bar(one.label, one.begun, one.ended) for one in run.spans if one.row == name))
-        for name, title in titles.items()
-        if any(one.row == name for one in run.spans)
+        Row(
+            titles[kind] + name.removeprefix(kind),
+            tuple(bar(one.label, one.begun, one.ended) for one in run.spans if one.row == name),
+        )
+        for kind in titles
+        for name in names
+        if name.startswith(kind)
     ]

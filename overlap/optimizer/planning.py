@@ -30,6 +30,7 @@ from overlap.optimizer.distributed import DistributedOptimizer
 from overlap.optimizer.explain import NO_PLAN, Explained, explanation
 from overlap.plan.choice import Job, simulated
 from overlap.plan.link_probe import start_cost
+from overlap.plan.plan import Updates
 from overlap.plan.simulation.events import Run
 from overlap.plan.simulation.network import Fitted
 from overlap.plan.simulation.workload import Workload
@@ -121,7 +122,8 @@ class Planning:
             return simulated(strategy, plan, Job(work, network, specs, layers_of(units, behind=1)))
 
         shards = sum(
-            bucket.nbytes if not bucket.holds_parameters else bucket.nbytes / self._comm.size for bucket in engine.order
+            bucket.nbytes * (max(bucket.shares) / sum(bucket.shares) if bucket.holds_parameters else 1)
+            for bucket in engine.order
         )
         handling = sum(times.hooks) + times.handling * len(plan.buckets) + times.update * shards
         return Explained(
@@ -129,7 +131,7 @@ class Planning:
             ranks=self._comm.size,
             setting=strategy.planned,
             buckets=len(plan.buckets),
-            whole=plan.sharded.count(False),
+            whole=0 if strategy.updates is Updates.DEFERRED else plan.sharded.count(False),
             work=work,
             network=Fitted(self._comm.size, *report.network),
             computed=report.computed,
@@ -178,7 +180,8 @@ class Planning:
     def _begin(self, optimizer: DistributedOptimizer) -> None:
         """Measure from here, where a step has just ended."""
         self._turn(Phase.MEASURE)
-        self._clock = StepClock({id(slot.param): slot.index for slot in self._engine.slots})
+        late = "reduce" if self._strategy.updates is Updates.DEFERRED else "gather"
+        self._clock = StepClock({id(slot.param): slot.index for slot in self._engine.slots}, late)
         self._engine.measure(self._clock)
         clock = self._clock
         self._handle = optimizer.register_step_pre_hook(lambda *_: clock.stepping())

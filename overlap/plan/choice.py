@@ -53,8 +53,9 @@ def simulated(strategy: PlannedStrategy, plan: Plan, job: Job) -> Run:
     for spec, sharded, layers in sorted((one for one in known if one[2]), key=lambda one: min(one[2])):
         if not sharded:
             whole.add(len(buckets))
-        nbytes = spec.padded_numel * job.specs[spec.tensors[0]].itemsize
-        buckets.append(Bucket(min(layers), max(layers), nbytes, len(spec.tensors)))
+        size = job.specs[spec.tensors[0]].itemsize
+        shares = None if spec.counts is None else tuple(numel * size for numel in spec.counts)
+        buckets.append(Bucket(min(layers), max(layers), spec.padded_numel * size, len(spec.tensors), shares))
     return strategy.simulate(job.work, job.network, buckets, whole)
 
 

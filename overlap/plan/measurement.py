@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from overlap.plan.simulation.events import shared
 from overlap.plan.simulation.network import Fitted
 from overlap.plan.simulation.workload import Costs, Layer, Workload
 from overlap.transport.encoding import travels
@@ -35,6 +36,7 @@ class Sent:
     lane: int
     issued: float
     ended: float
+    most: float = 1.0  # the share of the links that it can fill
 
 
 @dataclass(slots=True)
@@ -162,17 +164,34 @@ def thread_costs(
 
 
 def services(sent: Iterable[Sent]) -> list[tuple[float, bool]]:
-    """For each operation: seconds from when it could begin, issued and with those before it in its lane over, to its end;
-    and whether it had to wait for those.
+    """For each operation: the seconds that it would have taken with the links to itself, and whether it had to wait for
+    those before it in its lane.
+
+    It could begin when it was issued and these were over. Lanes share the links as in a simulation, as if bytes flowed all
+    the time: an operation that could fill half of them, or that had another beside it, did half of its work in a second.
     """
     free: dict[tuple[str, int], float] = {}
-    found = []
-    for one in sent:
-        lane = one.kind, one.lane
-        before = free.get(lane, 0.0)
-        found.append((max(0.0, one.ended - max(one.issued, before)), one.issued < before))
-        free[lane] = one.ended
-    return found
+    begun, queued, borders = list[float](), list[bool](), list[tuple[float, bool, int]]()
+    sent = list(sent)
+    for place, one in enumerate(sent):
+        before = free.get((one.kind, one.lane), 0.0)
+        begun.append(max(one.issued, before))
+        queued.append(one.issued < before)
+        free[one.kind, one.lane] = one.ended
+        if one.ended > begun[place]:
+            borders += [(begun[place], True, place), (one.ended, False, place)]
+    seconds, now = [0.0] * len(sent), 0.0
+    under_way: dict[int, float] = {}  # what each can fill
+    for when, begins, place in sorted(borders):
+        if when > now:
+            for other, share in zip(under_way, shared(list(under_way.values())), strict=True):
+                seconds[other] += (when - now) * share
+            now = when
+        if begins:
+            under_way[place] = sent[place].most
+        else:
+            del under_way[place]
+    return list(zip(seconds, queued, strict=True))
 
 
 def fitted(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,7 +12,7 @@ from torch.autograd.profiler import record_function
 import comm_core
 from overlap.transport.encoding import travels
 
-__all__ = ["Line", "ProfiledWork", "WatchedWork", "Work", "arrive"]
+__all__ = ["Line", "ProfiledWork", "WatchedWork", "Work", "arrive", "operations"]
 
 
 class Work(Protocol):
@@ -60,6 +60,13 @@ def arrive(work: Work) -> None:
     this happens for every bucket of every step, and ``isinstance()`` of a protocol takes 10 µs.
     """
     getattr(work, "arrive", work.wait)()
+
+
+def operations(work: Work) -> Sequence[tuple[float, Work]] | None:
+    """Of a work that stands for several, those that have been issued, each with its time by ``time.perf_counter()``; else
+    None.
+    """
+    return getattr(work, "operations", None)
 
 
 class WatchedWork(ABC):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from bench.accuracy.curve import apart, draw, report, smooth
+from bench.accuracy.report import markdown, mean_and_spread, seconds_to, targets
 from bench.accuracy.tasks import TASKS
 
 CURVES = {
@@ -16,9 +17,10 @@ CURVES = {
 }
 
 
-def test_the_digits_are_learned_in_a_few_steps() -> None:
+@pytest.mark.parametrize("name", ["digits", "cnn"])
+def test_the_digits_are_learned_in_a_few_steps(name: str) -> None:
     torch.manual_seed(1)
-    task = TASKS["digits"]
+    task = TASKS[name]
     model, loss_of, generator = task.build(), task.loss(), torch.Generator().manual_seed(1)
     optimizer = task.optimizer(model.parameters(), **task.arguments)
     losses = []
@@ -29,6 +31,38 @@ def test_the_digits_are_learned_in_a_few_steps() -> None:
         optimizer.step()
         losses.append(loss.item())
     assert smooth(losses)[-1] < 0.5 * losses[0]
+    if task.held_out is not None:
+        found = task.held_out(model)
+        assert found["accuracy"] > 0.6
+        assert found["loss"] < losses[0]
+
+
+def test_the_language_has_a_loss_on_text_that_was_held_out() -> None:
+    torch.manual_seed(1)
+    task = TASKS["language"]
+    with torch.no_grad():
+        assert task.held_out is not None
+        assert task.held_out(task.build())["loss"] == pytest.approx(
+            4.85, abs=0.3
+        )  # of 128 bytes, one as likely as another
+
+
+def test_losses_are_timed_and_averaged_over_seeds() -> None:
+    falling = [4.0 - step / 50 for step in range(100)]
+    runs = [
+        {"loss": falling, "seconds": [0.5 * step for step in range(100)], "held_out": {"loss": 2.0, "accuracy": 0.9}},
+        {"loss": falling, "seconds": [1.5 * step for step in range(100)], "held_out": {"loss": 3.0, "accuracy": 0.8}},
+    ]
+    slow = [{**runs[0], "loss": [4.0] * 100, "held_out": {"loss": 2.75, "accuracy": 0.5}}]
+    assert mean_and_spread([2.0, 3.0]) == pytest.approx((2.5, 0.7071), rel=1e-3)
+    assert mean_and_spread([2.0]) == (2.0, 0.0)
+    assert targets(runs) == pytest.approx([4.0 - 12 / 50, 4.0 - 37 / 50, 4.0 - 87 / 50])
+    assert seconds_to(runs[0], targets(runs)[1]) == pytest.approx(0.5 * 49)
+    assert seconds_to(slow[0], 3.0) is None
+    text = markdown("About it.", {"dear": runs, "co2": slow})
+    assert "| dear | 2.5000 ± 0.7071 | 0.8500 ± 0.0707 | +0.0% |" in text
+    assert "| co2 | 2.7500 ± 0.0000 | 0.5000 ± 0.0000 | +10.0% |" in text
+    assert "| co2 | never | never | never | 49.5 ± 0.0 |" in text
 
 
 def test_curves_are_compared_at_the_same_step(tmp_path: Path) -> None:

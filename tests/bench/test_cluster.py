@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import time
 
 import pytest
 
-from bench.emulation.cluster import Cluster, ClusterError, _namespaces
+from bench.emulation.cluster import Cluster, ClusterError, _namespaces, parse_rate
+from bench.emulation.delayed import Links
 from bench.emulation.goodput import TOTAL_BYTES, goodput, rate, wanted
 
 
@@ -78,3 +80,46 @@ def test_a_sender_takes_longer_on_slow_links_only() -> None:
 def test_nonsense_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 1 host, not 0"):
         Cluster(0)
+
+
+def test_rates_and_delays_are_read() -> None:
+    assert parse_rate("1gbit") == (1e9, 0.0)
+    assert parse_rate("2.5mbit+20ms") == (2.5e6, pytest.approx(0.02))
+    for text in ("1gbps", "1gbit+20", "local", "1gbit + 20ms"):
+        with pytest.raises(ValueError, match="like 1gbit, 100mbit, or 100mbit"):
+            parse_rate(text)
+
+
+def test_packets_follow_one_another_and_arrive_later() -> None:
+    links = Links(3, rate=8e6, delay=0.5)  # a byte takes a microsecond
+    assert links.arrival(1.0, 0, 1, 1000) == pytest.approx(1.501)
+    assert links.arrival(1.0, 0, 2, 1000) == pytest.approx(1.502)  # the sender's link sends one after the other
+    assert links.arrival(1.0, 1, 0, 1000) == pytest.approx(1.501)  # the other direction is another one's
+    assert links.arrival(1.0, 1, 2, 1000) == pytest.approx(
+        1.503
+    )  # the receiver's link is free when the first is through
+    assert links.arrival(2.0, 0, 1, 200_000) == pytest.approx(2.7)
+    assert links.arrival(2.0, 0, 1, 1000) is None  # more than a tenth of a second waits
+    assert links.arrival(2.15, 0, 1, 1000) == pytest.approx(2.701)
+
+
+@pytest.mark.needs_root
+def test_a_link_with_a_delay() -> None:
+    with Cluster(2, "50mbit+30ms") as cluster:
+        answer = "import socket; s = socket.create_server(('', 5000)); c, _ = s.accept(); c.sendall(c.recv(1))"
+        ask = (
+            "import socket, time\n"
+            "for _ in range(100):\n"
+            "    try: c = socket.create_connection(('10.77.0.2', 5000), 5); break\n"
+            "    except OSError: time.sleep(0.05)\n"
+            "begun = time.perf_counter(); c.sendall(b'x'); c.recv(1); print(time.perf_counter() - begun)"
+        )
+        with subprocess.Popen(cluster.enter(1, [sys.executable, "-c", answer])) as other:
+            told = subprocess.run(
+                cluster.enter(0, [sys.executable, "-c", ask]), capture_output=True, text=True, timeout=30
+            )
+            other.wait(30)
+        assert 0.06 <= float(told.stdout) < 0.2
+        assert 35 < goodput(cluster) * 8 / 1e6 < 55
+        with pytest.raises(ValueError, match="but no delay: not from 50mbit"):
+            cluster.set_rate("1gbit")

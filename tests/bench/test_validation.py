@@ -77,7 +77,8 @@ def test_every_method_of_the_table_can_be_simulated(spec: str) -> None:
     [
         ("horovod", "does not know horovod; it knows dear, oss"),
         ("ddp:view=True", "the simulation of ddp does not know view; it knows bucket_mb"),
-        ("dear", "dear chooses its buckets while it runs: give it a threshold_mb"),
+        ("dear", "dear is planned while it runs: give it threshold_mb"),
+        ("bytescheduler:credit_mb=2", "planned while it runs: give it partition_mb"),
     ],
 )
 def test_what_the_simulation_does_not_know_is_said(spec: str, message: str) -> None:

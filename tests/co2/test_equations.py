@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 
-from co2.equations import OuterRule, outer_step
+from co2.equations import RULES, Co2Rule, DiLoCo, Ended, LocalSgd, SlowMo, eager_gradient, outer_rule
 from co2.schedule import Event, Schedule
 
-PLAIN = OuterRule(lr=1.0, momentum=0.0, clip=None, gap_penalty=False)
+PLAIN = Co2Rule(lr=1.0, momentum=0.0, clip=None, gap_penalty=False)
 
 
 def _t(*values: float) -> torch.Tensor:
@@ -18,9 +18,9 @@ def _t(*values: float) -> torch.Tensor:
 
 
 def test_by_hand() -> None:
-    rule = OuterRule(lr=0.5, momentum=0.25, clip=1.0, gap_penalty=2.0)
+    rule = Co2Rule(lr=0.5, momentum=0.25, clip=1.0, gap_penalty=2.0)
     started, mean, current = _t(4.0, 1.0, 0.0), _t(3.0, 9.0, 0.0), _t(3.5, 2.0, 7.0)
-    following, momentum = outer_step(rule, started, mean, current, _t(0.8, 0.4, -0.4), rule.gap(0, 0))
+    following, momentum = rule.step(Ended(started, mean, current, _t(0.8, 0.4, -0.4), rule.gap(0, 0)))
     # 0.25 * 0.8 + (4 - 3) / 2;  0.25 * 0.4 + (1 - 9) / 2 = -3.9, clipped;  0.25 * -0.4
     assert momentum.tolist() == pytest.approx([0.7, -1.0, -0.1], abs=1e-15)
     assert following.tolist() == pytest.approx([3.5 - 0.35, 2.0 + 0.5, 7.0 + 0.05], abs=1e-15)
@@ -29,13 +29,14 @@ def test_by_hand() -> None:
 def test_arguments_are_left_alone() -> None:
     vectors = [_t(1, 2), _t(3, 4), _t(5, 6), _t(7, 8)]
     kept = [vector.clone() for vector in vectors]
-    outer_step(OuterRule(), *vectors, gap=1.5)
+    for rule in (Co2Rule(), LocalSgd(), SlowMo(), DiLoCo()):
+        rule.step(Ended(*vectors, gap=1.5, inner_lr=0.1))
     assert all(torch.equal(vector, copy) for vector, copy in zip(vectors, kept, strict=True))
 
 
 def test_without_staleness_momentum_or_clipping_it_is_periodic_averaging() -> None:
     started, mean = _t(1.0, -2.0), _t(0.25, 8.0)
-    following, _ = outer_step(PLAIN, started, mean, started, _t(5.0, 5.0), 1.0)
+    following, _ = PLAIN.step(Ended(started, mean, started, _t(5.0, 5.0)))
     assert following.tolist() == mean.tolist()
 
 
@@ -44,18 +45,18 @@ def test_one_step_rounds_of_sgd_are_sgd_with_gradients_one_step_old() -> None:
     x, before, seen = _t(1.0), _t(1.0), []
     for _ in range(4):
         mean = before - 0.25 * before
-        x, before = outer_step(PLAIN, before, mean, x, _t(0.0), 1.0)[0], x
+        x, before = PLAIN.step(Ended(before, mean, x, _t(0.0)))[0], x
         seen.append(float(x))
     assert seen == [0.75, 0.5, 0.3125, 0.1875]
 
 
 def test_gap_by_hand() -> None:
-    measured = OuterRule(gap_penalty=True)
+    measured = Co2Rule(gap_penalty=True)
     assert measured.gap(0.0, 0.0) == 1  # nothing has moved yet
     assert measured.gap(3.0, 3.0) == 2  # the longest step so far
     assert measured.gap(1.0, 4.0) == 1.25
-    assert OuterRule(gap_penalty=False).gap(3.0, 3.0) == 1
-    assert OuterRule(gap_penalty=1.5).gap(3.0, 3.0) == 1.5
+    assert Co2Rule(gap_penalty=False).gap(3.0, 3.0) == 1
+    assert Co2Rule(gap_penalty=1.5).gap(3.0, 3.0) == 1.5
 
 
 @pytest.mark.parametrize("phi", [0.1, 2.0])
@@ -63,7 +64,7 @@ def test_momentum_never_leaves_the_clip(phi: float) -> None:
     torch.manual_seed(0)
     momentum = torch.zeros(50)
     for _ in range(5):
-        _, momentum = outer_step(OuterRule(clip=phi, momentum=0.9), *torch.randn(3, 50), momentum, 1.0)
+        _, momentum = Co2Rule(clip=phi, momentum=0.9).step(Ended(*torch.randn(3, 50), momentum))
         assert momentum.abs().max() <= phi
     assert phi == 2.0 or bool((momentum.abs() == torch.tensor(phi)).any())
 
@@ -80,7 +81,7 @@ def test_momentum_never_leaves_the_clip(phi: float) -> None:
 )
 def test_what_is_no_rule_is_refused(arguments: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        OuterRule(**arguments)
+        Co2Rule(**arguments)
 
 
 def test_calendar() -> None:
@@ -98,3 +99,55 @@ def test_calendar() -> None:
             Schedule(wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="warmup_steps should be a number of steps, at least 0, and is -1"):
         Schedule(1, -1)
+
+
+def test_rules_that_wait_by_hand() -> None:
+    began, mean, momentum = _t(4.0, 1.0), _t(3.0, 2.0), _t(0.5, 0.0)
+    following, kept = LocalSgd().step(Ended(began, mean, began, momentum))
+    assert (following.tolist(), kept.tolist()) == ([3.0, 2.0], [0.0, 0.0])
+    following, kept = SlowMo(lr=0.5, momentum=0.5).step(Ended(began, mean, began, momentum, inner_lr=_t(0.1, 0.0)))
+    assert kept.tolist() == pytest.approx([0.25 + 10, 0.0])
+    assert following.tolist() == pytest.approx([4 - 0.5 * 0.1 * 10.25, 1.0])
+    following, kept = DiLoCo(lr=0.5, momentum=0.9).step(Ended(began, mean, began, momentum))
+    assert kept.tolist() == pytest.approx([1.45, -1.0])
+    assert following.tolist() == pytest.approx([4 - 0.5 * (1 + 0.9 * 1.45), 1 + 0.5 * 1.9])
+
+
+def test_dilocos_outer_step_is_torchs_nesterov() -> None:
+    torch.manual_seed(0)
+    x, momentum = torch.randn(9, dtype=torch.float64), torch.zeros(9, dtype=torch.float64)
+    param = torch.nn.Parameter(x.clone())
+    outer = torch.optim.SGD([param], 0.7, momentum=0.9, nesterov=True)
+    for _ in range(4):
+        mean = torch.randn(9, dtype=torch.float64)
+        param.grad = param.detach() - mean
+        outer.step()
+        x, momentum = DiLoCo().step(Ended(x, mean, x, momentum))
+        torch.testing.assert_close(x, param.detach(), rtol=1e-14, atol=1e-14)
+
+
+def test_every_part_of_a_pseudo_gradient_counts_once_under_eager() -> None:
+    """Whoever it is from, within two rounds."""
+    torch.manual_seed(0)
+    rounds = [torch.randn(3, 5, dtype=torch.float64) for _ in range(4)]  # of three workers
+    zero = torch.zeros(5, dtype=torch.float64)
+    for worker in range(3):
+        seen, before, arrived = zero, zero, zero
+        for each in [*rounds, torch.zeros(3, 5, dtype=torch.float64)]:
+            seen = seen + eager_gradient(each[worker], before, arrived, 1 / 3)
+            before, arrived = each[worker], each.mean(0)
+        torch.testing.assert_close(seen, sum(each.mean(0) for each in rounds))
+
+
+def test_options_are_the_rules_own() -> None:
+    auto = dict.fromkeys(("outer_lr", "outer_momentum", "outer_clip", "gap_penalty"), "auto")
+    assert {name: outer_rule(name, auto) for name in RULES} == {name: rule() for name, rule in RULES.items()}
+    assert outer_rule("diloco", {**auto, "outer_lr": 1.0}) == DiLoCo(lr=1.0)
+    with pytest.raises(ValueError, match=r"outer_lr=1\.0: outer='localsgd' takes no options of its own; leave it out"):
+        outer_rule("localsgd", {**auto, "outer_lr": 1.0})
+    with pytest.raises(
+        ValueError, match="outer_clip=None: outer='slowmo' takes outer_lr and outer_momentum; leave it out"
+    ):
+        outer_rule("slowmo", {**auto, "outer_clip": None})
+    with pytest.raises(ValueError, match=r"outer should be one of 'co2', 'localsgd'.* and is 'adam'"):
+        outer_rule("adam", auto)

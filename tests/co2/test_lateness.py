@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from co2.rounds import Lateness
+from co2.lateness import Lateness
 
 
 def test_what_is_worth_saying_is_said_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -132,7 +132,7 @@ def test_whoever_has_to_wait_says_so_once(monkeypatch: pytest.MonkeyPatch) -> No
         threading.Timer(0.02, awaited.release).start()
         arrive(**options)
 
-    monkeypatch.setattr("co2.rounds._WORTH_SAYING", 0.0)
+    monkeypatch.setattr("co2.lateness._WORTH_SAYING", 0.0)
     rounds._communication.carry, rounds.arrive = carry_when_awaited, arrive_late
     with heard(logging.WARNING) as said:
         _steps(model, optimizer, range(4))
@@ -209,3 +209,25 @@ def test_outer_state_of_another_model_is_refused() -> None:
     saved["co2"]["parameters"][0] = {name: torch.zeros(2, 3) for name in ("start", "next", "momentum")}
     with pytest.raises(ValueError, match=r"parameter 0 has shape \(2, 3\), and the optimizer's parameter \(16, 9\)"):
         optimizer.load_state_dict(saved)
+
+
+def test_a_frequency_is_suggested_from_what_all_ranks_have_measured() -> None:
+    model, optimizer = _wrapped(outer_frequency=2)
+    with pytest.raises(RuntimeError, match="rank 0 has measured fewer than 3 rounds"):
+        co2.suggest_frequency(model)
+    with pytest.raises(RuntimeError, match="there is nothing to explain yet: of 3 rounds, 0 are measured"):
+        optimizer.explain()
+    _steps(model, optimizer, range(8))
+    assert co2.suggest_frequency(model) >= 1
+    assert "outer_frequency=" in optimizer.explain() or "would do" in optimizer.explain()
+    for _ in range(9):  # a fast rank, and a slow network to the last one
+        optimizer._rounds.pace.stepped(0.01 if co2.rank() == 0 else 0.02)
+        optimizer._rounds.pace.exchanged(0.03 + 0.02 * co2.rank())
+    assert co2.suggest_frequency(model) == 3 + 2 * (co2.size() - 1)
+    _, waits = _wrapped(outer="localsgd")
+    with pytest.raises(RuntimeError, match="with outer='localsgd' every round waits"):
+        waits.explain()
+    with pytest.raises(ValueError, match="outer='localsgd' waits for the exchange"):
+        co2.suggest_frequency(_)
+    with pytest.raises(RuntimeError, match="no co2 optimizer trains this model"):
+        co2.suggest_frequency(_model())

@@ -1,11 +1,8 @@
-"""What co2 has to do with every strategy's contract: scalers, frozen parameters, types, groups, join, mistakes."""
+"""What co2 has to do with every strategy's contract: scalers, frozen parameters, types, groups, mistakes."""
 
 from __future__ import annotations
 
-import functools
 import gc
-import threading
-import time
 from typing import Any
 
 import pytest
@@ -14,7 +11,6 @@ from torch import nn
 
 import co2
 import dear
-from overlap.features.join import CannotJoin
 from overlap.job.session import current
 from tests.spmd.co2_simulation import Simulation
 from tests.spmd.co2_training import (
@@ -29,7 +25,6 @@ from tests.spmd.co2_training import (
     _wrapped,
 )
 from tests.spmd.models import WIDTH
-from tests.spmd.test_uneven_refused import _end_of_a_failed_join
 
 
 @pytest.fixture(autouse=True)
@@ -277,66 +272,6 @@ def test_ranks_that_disagree_are_told() -> None:
     with pytest.raises(RuntimeError, match="gradients wait for step"):
         optimizer.average_parameters()
     optimizer.zero_grad()
-
-
-def test_joining_together_is_fine_and_alone_is_refused_everywhere() -> None:
-    model, optimizer = _wrapped(outer_frequency=3)
-    _steps(model, optimizer, range(4))
-    co2.join()
-    _steps(model, optimizer, range(4, 5))
-    if co2.size() == 1:
-        return
-    go_on = co2.join if co2.rank() == 1 else functools.partial(_steps, model, optimizer, range(5, 12))
-    with pytest.raises(CannotJoin, match="an average of parameters needs every rank, and ranks"):
-        go_on()
-    _end_of_a_failed_join()
-
-
-@pytest.mark.timeout(30)
-def test_joining_while_others_wait_for_the_rank_is_refused_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    if co2.size() == 1:
-        return
-    monkeypatch.setattr("co2.rounds._LOOK_SECONDS", 0.02)
-    model, optimizer = _wrapped(outer_frequency=2)
-    rounds, waiting = optimizer._rounds, threading.Semaphore(0)
-    current().peer_queries.on("test/waiting", lambda _sender, _news: waiting.release())
-    _steps(model, optimizer, range(2))
-    arrive = rounds.arrive
-
-    def arrive_telling(**options: Any) -> None:
-        if rounds.events == 2:  # for what rank 1 never sends
-            current().peer_queries.tell(1, "test/waiting")
-        arrive(**options)
-
-    def join_late() -> None:
-        for _ in range(co2.size() - 1):
-            assert waiting.acquire(timeout=20), "the others wait in the round's end"
-        co2.join()
-
-    rounds.arrive = arrive_telling
-    co2.barrier()
-    go_on = join_late if co2.rank() == 1 else functools.partial(_steps, model, optimizer, range(2, 6))
-    with pytest.raises(CannotJoin, match=r"an average of parameters needs every rank, and ranks \[1\] have joined"):
-        go_on()
-    _end_of_a_failed_join()
-    current().services["co2"].close()  # which sends the round that is missing
-
-
-@pytest.mark.parametrize("behind", [0, 1, 2])
-def test_joining_alone_in_a_group_is_refused_everywhere(behind: int) -> None:
-    """The others of the group need the rank's part in their gradients until they have come to the average."""
-    if co2.size() == 1:
-        return
-    model, optimizer = _wrapped(outer_frequency=4, nprocs_per_node=2)
-    _steps(model, optimizer, range(2))
-    joined = co2.rank() == 1
-    if co2.rank() == 0:  # the other group may come to the average before
-        time.sleep(0.03 * behind)
-    go_on = co2.join if joined else functools.partial(_steps, model, optimizer, range(2, 9))
-    with pytest.raises(CannotJoin, match=r"an average of parameters needs every rank, and ranks \[1\] have joined"):
-        go_on()
-    assert optimizer._rounds.events == 0 or co2.rank() > 1
-    _end_of_a_failed_join()
 
 
 @pytest.mark.parametrize("steps", [2, 3])

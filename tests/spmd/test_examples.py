@@ -98,5 +98,9 @@ def test_horovod_imagenet_resumes_bit_for_bit(example: Any, tmp_path: Path) -> N
     _same({name: resumed[name] for name in trained}, {name: whole[name] for name in trained})
 
 
+def test_co2_learns_as_fairscales_readme_has_it(example: Any) -> None:
+    assert _agreed(example("co2_mnist").main(["--small"])) > 0.7
+
+
 def test_horovod_benchmark_measures(example: Any) -> None:
     assert example("horovod_synthetic_benchmark").main(["--small", "--fp16-allreduce"]) > 0

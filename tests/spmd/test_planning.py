@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+import bytescheduler_adapter
 import dear
+import oss
 from overlap.job.process_set import global_process_set
 from overlap.optimizer import decision, planning
 from overlap.optimizer.planning import plan_by_itself
 from overlap.plan.choice import Choice, Job
+from overlap.plan.measurement import Sent, services
 from tests.spmd.listening import heard
 from tests.spmd.test_parity import check_while_it_trains
 from tests.spmd_plugin import SIZE
@@ -88,8 +91,69 @@ def test_results_are_those_of_one_process_while_buckets_change(kind: str, monkey
 
 
 @alone
-def test_the_plan_is_made_from_what_was_measured_and_explained(tmp_path: Path) -> None:
-    model, optimizer = _job()
+@pytest.mark.parametrize("kind", ["sgd", "adafactor"])
+def test_results_of_owners_are_the_same_while_buckets_change(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _scripted(monkeypatch, {"threshold_mb": 300 / MIB})
+
+    def look(step: int, optimizer: Any) -> None:
+        if step == STEPS:
+            assert optimizer.strategy.threshold_mb == 300 / MIB
+            assert len(optimizer.buckets) > 2
+
+    check_while_it_trains(kind, oss.DistributedOptimizer, 12, look)
+
+
+@alone
+@pytest.mark.parametrize("kind", ["sgd", "adafactor"])
+def test_results_are_the_same_while_partitions_change(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = {"partition_mb": 300 / MIB, "credit_mb": 500 / MIB}
+    _scripted(monkeypatch, small)
+
+    def look(step: int, optimizer: Any) -> None:
+        if step == STEPS:
+            assert optimizer.strategy.setting == small
+
+    check_while_it_trains(kind, bytescheduler_adapter.DistributedOptimizer, 12, look)
+
+
+@alone
+@pytest.mark.parametrize("given", ["partition_mb", "credit_mb"])
+def test_what_is_given_of_partitions_and_credit_stays(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = "credit_mb" if given == "partition_mb" else "partition_mb"
+    _scripted(monkeypatch, {other: 1000 / MIB})
+    model, optimizer = _job(strategy="bytescheduler_adapter", **{given: 600 / MIB})
+    _steps(model, optimizer, STEPS)
+    assert optimizer.strategy.setting == {given: 600 / MIB, other: 1000 / MIB}
+    both = {"partition_mb": 600 / MIB, "credit_mb": 900 / MIB}
+    model, optimizer = _job(strategy="bytescheduler_adapter", **both)
+    assert not optimizer.tuning
+    _steps(model, optimizer, STEPS)
+    assert optimizer.strategy.setting == both
+
+
+@alone
+def test_partitions_are_measured_one_by_one_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Sent] = []
+
+    def noted(sent: list[Sent]) -> list[tuple[float, bool]]:
+        found.extend(sent)
+        return services(sent)
+
+    monkeypatch.setattr(decision, "services", noted)
+    model, optimizer = _job(strategy="bytescheduler_adapter", partition_mb=300 / MIB)
+    _steps(model, optimizer, STEPS)
+    nbytes = sum(parameter.nbytes for parameter in model.parameters())
+    assert sum(one.nbytes for one in found) >= 2 * nbytes  # of three laps, the last one's are on their way still
+    assert max(one.nbytes for one in found) <= 320
+    assert all(one.ended > one.issued for one in found)
+    orders = dear.allgather_object([(one.bucket, one.nbytes) for one in found])
+    assert all(order == orders[0] for order in orders)
+
+
+@alone
+@pytest.mark.parametrize("strategy", ["dear", "oss", "bytescheduler_adapter"])
+def test_the_plan_is_made_from_what_was_measured_and_explained(strategy: str, tmp_path: Path) -> None:
+    model, optimizer = _job(strategy=strategy)
     with pytest.raises(RuntimeError, match="made from the first steps"):
         optimizer.explain()
     with heard(logging.INFO) as said:
@@ -100,7 +164,7 @@ def test_the_plan_is_made_from_what_was_measured_and_explained(tmp_path: Path) -
         assert line in text
     reports = dear.allgather_object(text)
     assert all(one == reports[0] for one in reports)
-    assert [line for line in said if "simulated" in line and "threshold_mb=" in line] or dear.rank() > 0
+    assert [line for line in said if "simulated" in line and "_mb=" in line] or dear.rank() > 0
     if dear.rank() == 0:
         optimizer.draw_plan(tmp_path / "plan.png")
         assert (tmp_path / "plan.png").stat().st_size > 5000

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["Compute", "Cost", "Operation", "Program", "Run", "Span", "Step", "Wire", "run"]
+__all__ = ["Compute", "Cost", "Operation", "Program", "Run", "Span", "Step", "Wire", "run", "shared"]
 
 _NOTHING = 1e-12
 
@@ -77,7 +77,8 @@ class Wire:
             self._now += most
             return most
         starting = [operation for operation in first if operation.latency > _NOTHING]
-        moving = _shares([operation for operation in first if operation.latency <= _NOTHING])
+        flowing = [operation for operation in first if operation.latency <= _NOTHING]
+        moving = list(zip(flowing, shared([operation.most for operation in flowing]), strict=True))
         seconds = min(most, *(operation.latency for operation in starting), *(op.left / share for op, share in moving))
         for operation in starting:
             operation.latency -= seconds
@@ -98,13 +99,16 @@ class Wire:
         return seconds
 
 
-def _shares(operations: Sequence[Operation]) -> list[tuple[Operation, float]]:
-    """How much of the wire each has: as much as the others, and what those leave that cannot use as much."""
-    found, free = [], 1.0
-    for number, operation in enumerate(sorted(operations, key=lambda one: one.most)):
-        share = min(operation.most, free / (len(operations) - number))
-        free -= share
-        found.append((operation, share))
+def shared(most: Sequence[float]) -> list[float]:
+    """How much of the wire each operation has, of which it can use so much at `most`: as much as the others, and what those
+    leave that cannot use as much.
+    """
+    if len(most) == 1:
+        return [min(1.0, most[0])]
+    found, free = [0.0] * len(most), 1.0
+    for number, place in enumerate(sorted(range(len(most)), key=most.__getitem__)):
+        found[place] = min(most[place], free / (len(most) - number))
+        free -= found[place]
     return found
 
 

@@ -11,20 +11,39 @@ from overlap.plan.simulation.network import Link, Medium, Network
 from overlap.plan.simulation.schedules import all_reduced, by_priority, decoupled, negotiated
 from overlap.plan.simulation.workload import Costs, Layer, Workload, fused, in_one_order, per_tensor
 
-__all__ = ["METHODS", "SIZES_MB", "Guess", "Method", "Prediction", "auto_threshold", "planned", "predict"]
+__all__ = [
+    "METHODS",
+    "PARTITIONS_MB",
+    "SIZES_MB",
+    "Guess",
+    "Method",
+    "Prediction",
+    "auto_threshold",
+    "planned",
+    "predict",
+    "sizes_near",
+]
 
 MB = 2**20
 _AUTO = 32, 1 * MB, 25 * MB  # as `overlap.plan.fusion` fuses: a so many'th of the model, at least and at most
 
 Method = Callable[[Workload, Network], Run]
-SIZES_MB = (1.0, 2.0, 4.0, 8.0, 25.0, 64.0)  # of a bucket: what dear's planner begins with, and …
-_SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2)  # … shares of buckets that are all-reduced, up to its most
+#: What planners begin with: MB of a bucket, and ByteScheduler's partitions and credit.
+SIZES_MB = (1.0, 2.0, 4.0, 8.0, 25.0, 64.0)
+PARTITIONS_MB = ((1.0, 2.0), (4.0, 8.0), (2.0, 4.0), (0.5, 1.0), (4.0, 16.0), (16.0, 64.0))
+_SIZE_STEPS = (0.5, 0.7, 1.4, 2.0)  # what they go on with
+_SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2)  # of buckets that are all-reduced, up to the most that dear plans
 
 
 def auto_threshold(work: Workload) -> float:
     """The bytes of a bucket that `overlap.plan.fusion` chooses by itself."""
     parts, least, most = _AUTO
     return min(max(work.nbytes / parts, least), most)
+
+
+def sizes_near(mb: float) -> list[float]:
+    """Sizes of buckets, in MB, that a planner tries beside this one."""
+    return [mb * factor for factor in _SIZE_STEPS if SIZES_MB[0] <= mb * factor <= SIZES_MB[-1]]
 
 
 def planned(work: Workload, network: Medium) -> Run:
@@ -41,6 +60,13 @@ def planned(work: Workload, network: Medium) -> Run:
     return best
 
 
+def scheduled(work: Workload, network: Medium) -> Run:
+    """ByteScheduler as it comes here, which chooses partitions and credit by itself."""
+    sizes = ((part * MB, credit * MB) for part, credit in PARTITIONS_MB)
+    runs = (by_priority(work, network, partition=part, credit=credit, steps=4) for part, credit in sizes)
+    return min(runs, key=lambda run: run.step)
+
+
 #: By name; each with the settings that it has as it comes, but where the name says others.
 METHODS: dict[str, Callable[[Workload, Medium], Run]] = {
     "dear": planned,
@@ -49,7 +75,7 @@ METHODS: dict[str, Callable[[Workload, Medium], Run]] = {
     ),
     "dear, 25 MB": lambda work, network: decoupled(work, network, fused(work.layers, 25 * MB)),
     "wfbp": lambda work, network: all_reduced(work, network, per_tensor(work.layers)),
-    "bytescheduler": lambda work, network: by_priority(work, network, partition=MB, credit=2 * MB),
+    "bytescheduler": scheduled,
     "bytescheduler, 16 and 64 MB": lambda work, network: by_priority(work, network, partition=16 * MB, credit=64 * MB),
     "DDP": lambda work, network: all_reduced(work, network, in_one_order(work.layers, 25 * MB, MB)),
     "Horovod": lambda work, network: negotiated(work, network, threshold=128 * MB, cycle=1e-3),
@@ -72,8 +98,7 @@ class Guess:
     def network(self, workers: int, per_host: int) -> Network:
         if workers < 1 or per_host < 1:
             raise ValueError(f"there should be at least one worker, and one on each host, not {workers} and {per_host}")
-        hosts = workers // per_host
-        return Network(workers, self.between, per_host, self.within, hierarchical=per_host > 1 and hosts > 1)
+        return Network(workers, self.between, per_host, self.within)
 
 
 @dataclass(frozen=True, slots=True)

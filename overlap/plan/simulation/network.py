@@ -12,7 +12,7 @@ from typing import Protocol
 
 from overlap.plan.simulation.events import Cost
 
-__all__ = ["Fitted", "Link", "Medium", "Network"]
+__all__ = ["Fitted", "Link", "Medium", "Network", "filled"]
 
 
 class Medium(Protocol):
@@ -53,8 +53,8 @@ class Link:
 class Network:
     """`workers` ranks on hosts of `per_host`; `between` hosts and `within` one. The ranks of a host share its link.
 
-    With `hierarchical`, ranks of a host first reduce among themselves, and only a share of the bytes goes into the ring of
-    hosts for each rank. Else one ring goes through all ranks, host by host, and its slowest link is its pace.
+    One ring goes through all ranks, host by host, as ours and NCCL's do. Its slowest link is the pace of bytes. A rank
+    waits for its neighbour only, so a piece takes the links' starts one after the other.
 
     Raises ``ValueError`` where the workers do not fill their hosts.
     """
@@ -63,7 +63,6 @@ class Network:
     between: Link
     per_host: int = 1
     within: Link = Link(0.0, 0.0)
-    hierarchical: bool = False
 
     def __post_init__(self) -> None:
         if self.workers < 1 or self.per_host < 1 or self.workers % self.per_host:
@@ -81,26 +80,16 @@ class Network:
             return _ring(self.within, self.workers, nbytes)
         if self.per_host == 1:
             return _ring(self.between, self.workers, nbytes)
-        if self.hierarchical:
-            return _ring(self.within, self.per_host, nbytes) + _ring(self.between, self.hosts, nbytes)
-        slowest = Link(max(self.between.alpha, self.within.alpha), max(self.between.beta, self.within.beta))
-        return _ring(slowest, self.workers, nbytes)
+        starts = self.hosts * self.between.alpha + (self.workers - self.hosts) * self.within.alpha
+        starts -= min(self.between.alpha, self.within.alpha)  # a piece passes all links of the circle but one
+        slowest = Link(0.0, max(self.between.beta, self.within.beta))
+        return Cost(starts, _ring(slowest, self.workers, nbytes).transfer)
 
     def reduce_scatter(self, nbytes: float) -> Cost:
         return self.half(nbytes)
 
     def all_gather(self, nbytes: float) -> Cost:
         return self.half(nbytes)
-
-    def filled(self, shares: Sequence[float]) -> float:
-        """How much of the links a half can fill whose ranks own `shares` of the bytes: 1 where these are equal, else less.
-
-        In a ring, each link carries all shares but one. Where they are equal, all links carry as much.
-        """
-        total = sum(shares)
-        if len(shares) == 1 or not total:
-            return 1.0
-        return (len(shares) - 1) / len(shares) * total / (total - min(shares))
 
     def all_reduce(self, nbytes: float) -> Cost:
         half = self.half(nbytes)
@@ -126,6 +115,17 @@ class Fitted:
 
     def all_reduce(self, nbytes: float) -> Cost:
         return self.reduce_scatter(nbytes) + Cost(self.start, self.reduce * nbytes)
+
+
+def filled(shares: Sequence[float]) -> float:
+    """How much of the links a half can fill whose ranks own `shares` of the bytes: 1 where these are equal, else less.
+
+    In a ring, each link carries all shares but one. Where they are equal, all links carry as much.
+    """
+    total = sum(shares)
+    if len(shares) == 1 or not total:
+        return 1.0
+    return (len(shares) - 1) / len(shares) * total / (total - min(shares))
 
 
 def _ring(link: Link, ranks: int, nbytes: float) -> Cost:

@@ -11,8 +11,9 @@ from collections.abc import Collection, Sequence
 from itertools import count, pairwise
 
 from overlap.plan.early import next_count, spread
+from overlap.plan.partition import lane_of
 from overlap.plan.simulation.events import Compute, Cost, Operation, Program, Run, Step, Wire, run
-from overlap.plan.simulation.network import Medium
+from overlap.plan.simulation.network import Medium, filled
 from overlap.plan.simulation.workload import Bucket, Workload
 
 __all__ = ["all_reduced", "by_priority", "decoupled", "negotiated"]
@@ -28,23 +29,32 @@ def decoupled(
     *,
     whole: Collection[int] = (),
     early: bool = False,
+    lanes: int = 1,
     steps: int = _STEPS,
 ) -> Run:
     """DeAR (2302.12445, section III): reduce-scatter under backward, update of shards, all-gather under the next forward.
 
     `buckets`: nearest the input first. Those at the places `whole` are all-reduced under backward, and updated in full by
-    every rank. `early`: with early updates, by the rules of `overlap.features.early`; then none is whole.
+    every rank. `early`: with early updates, by the rules of `overlap.features.early`; then none is whole, nor has shares.
+    Unequal shares (ZeRO-1, OSS of FairScale) leave links idle in one direction, which another bucket may use meanwhile
+    where there are several `lanes` (:func:`overlap.plan.partition.lane_of`). The rank that owns most updates last.
     """
     wire = Wire()
     if early:
         program = _early(work, network, buckets, wire)
     else:
-        program = _decoupled(work, network, buckets, frozenset(whole), wire, steps)
+        program = _decoupled(work, network, buckets, frozenset(whole), lanes, wire, steps)
     return run(program, wire, contention=work.contention)
 
 
 def _decoupled(
-    work: Workload, network: Medium, buckets: Sequence[Bucket], whole: frozenset[int], wire: Wire, steps: int
+    work: Workload,
+    network: Medium,
+    buckets: Sequence[Bucket],
+    whole: frozenset[int],
+    lanes: int,
+    wire: Wire,
+    steps: int,
 ) -> Program:
     """What is computed between two events of the wire is one piece: a model has many more layers than it has buckets."""
     costs, places = work.costs, range(len(buckets))
@@ -53,8 +63,10 @@ def _decoupled(
         for place, bucket in enumerate(buckets)
     ]
     gathers_cost = [network.all_gather(bucket.nbytes) for bucket in buckets]
-    share = costs.update / network.workers
-    updates = [Compute(costs.per_bucket / 2 + share * bucket.nbytes, "step") for bucket in buckets]
+    most = [1.0 if bucket.shares is None else filled(bucket.shares) for bucket in buckets]
+    lane = [0 if bucket.shares is None else lane_of(bucket.shares, lanes) for bucket in buckets]
+    shares = [bucket.nbytes / network.workers if bucket.shares is None else max(bucket.shares) for bucket in buckets]
+    updates = [Compute(costs.per_bucket / 2 + costs.update * share, "step") for share in shares]
     at_last = Compute(sum(costs.per_bucket / 2 + costs.update * buckets[place].nbytes for place in whole), "step")
     issue = Compute(costs.per_bucket / 2, "backward")
     starting: dict[int, list[int]] = {}
@@ -73,6 +85,14 @@ def _decoupled(
         for first, end in pairwise(borders)
     ]
     gathers: dict[int, Operation] = {}
+
+    def send(row: str, place: int) -> Operation:
+        if place in whole:
+            return wire.send(row, Operation(f"all-reduce {place}", reductions_cost[place]))
+        half, cost = ("all-gather", gathers_cost) if row == "gathers" else ("reduce-scatter", reductions_cost)
+        operation = Operation(f"{half} {place}", cost[place], most=most[place])
+        return wire.send(f"{row}, lane {lane[place]}" if lane[place] else row, operation)
+
     for _ in range(steps + 1):
         yield Step()
         for waited, forward, _ in pieces:
@@ -85,13 +105,12 @@ def _decoupled(
             yield backward
             for place in reversed(ready):
                 yield issue
-                kind = "all-reduce" if place in whole else "reduce-scatter"
-                reductions[place] = wire.send("reductions", Operation(f"{kind} {place}", reductions_cost[place]))
+                reductions[place] = send("reductions", place)
         for place in places:
             yield reductions[place]
             if place not in whole:
                 yield updates[place]
-                gathers[place] = wire.send("gathers", Operation(f"all-gather {place}", gathers_cost[place]))
+                gathers[place] = send("gathers", place)
         yield at_last
 
 
@@ -243,22 +262,27 @@ def _negotiated(work: Workload, network: Medium, threshold: float, cycle: float,
         yield Compute(work.costs.per_bucket + work.costs.update * work.nbytes)
 
 
-def by_priority(work: Workload, network: Medium, *, partition: float, credit: float) -> Run:
+def by_priority(work: Workload, network: Medium, *, partition: float, credit: float, steps: int = _STEPS) -> Run:
     """ByteScheduler (SOSP 2019): layers in partitions of `partition` bytes, the most urgent first while fewer than `credit`
     bytes are under way; each layer is awaited, and updated, by the next forward.
+
+    Rank 0 decides, and the others hear of it in a message. They wait for it where nothing else is under way meanwhile.
     """
     wire = Wire()
-    return run(_by_priority(work, network, wire, partition, credit), wire, contention=work.contention)
+    return run(_by_priority(work, network, wire, partition, credit, steps), wire, contention=work.contention)
 
 
-def _by_priority(work: Workload, network: Medium, wire: Wire, partition: float, credit: float) -> Program:
+def _by_priority(work: Workload, network: Medium, wire: Wire, partition: float, credit: float, steps: int) -> Program:
     waiting: list[tuple[int, int, int, int, Operation]] = []  # by step, urgency, arrival
     under_way, arrivals, costs = 0.0, count(), work.costs
+    telling = network.reduce_scatter(1).latency
 
     def admit() -> None:
         nonlocal under_way
         while waiting and under_way < credit:
             *_, nbytes, operation = heapq.heappop(waiting)
+            if not under_way:
+                operation.latency += telling
             under_way += nbytes
             wire.send("all-reduces", operation)
 
@@ -268,7 +292,7 @@ def _by_priority(work: Workload, network: Medium, wire: Wire, partition: float, 
         admit()
 
     reductions: list[list[Operation]] = [[] for _ in work.layers]
-    for step in range(_STEPS + 1):
+    for step in range(steps + 1):
         yield Step()
         for index, layer in enumerate(work.layers):
             yield from reductions[index]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-__all__ = ["Bucket", "Costs", "Layer", "Workload", "fused", "in_one_order", "per_tensor"]
+__all__ = ["Bucket", "Costs", "Layer", "Workload", "fused", "in_one_order", "owned", "per_tensor"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +51,13 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Gradients of layers `first` to `last`, which travel together."""
+    """Gradients of layers `first` to `last`, which travel together. `shares`: bytes of each rank; None: equal ones."""
 
     first: int
     last: int
     nbytes: int
     tensors: int
+    shares: tuple[int, ...] | None = None
 
 
 def fused(layers: Sequence[Layer], threshold: float) -> list[Bucket]:
@@ -71,6 +72,20 @@ def fused(layers: Sequence[Layer], threshold: float) -> list[Bucket]:
         else:
             buckets.append(Bucket(index, index, layer.nbytes, len(layer.tensors)))
     return buckets
+
+
+def owned(layers: Sequence[Layer], buckets: Sequence[Bucket], owners: Sequence[int], ranks: int) -> list[Bucket]:
+    """The same buckets, with the shares of so many ranks; `owners` of all tensors, in the order of forward."""
+    by_layer: list[list[int]] = []
+    places = iter(owners)
+    for layer in layers:
+        held = [0] * ranks
+        for nbytes in layer.tensors:
+            held[next(places)] += nbytes
+        by_layer.append(held)
+    return [
+        replace(one, shares=tuple(map(sum, zip(*by_layer[one.first : one.last + 1], strict=True)))) for one in buckets
+    ]
 
 
 def per_tensor(layers: Sequence[Layer]) -> list[Bucket]:

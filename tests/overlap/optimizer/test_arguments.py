@@ -38,7 +38,7 @@ WRONG: list[tuple[str, Any]] = [
     *(("process_set", value) for value in (3, None, [0, 1])),
     *(("alpha_beta", value) for value in (3, (1e-5,), ("a", "b"))),
     *(("layerwise_times", value) for value in (3, [("a", 0.1)])),
-    *((name, value) for name in ("policy", "exclude_parts") for value in (None, 3)),
+    *((name, value) for name in ("policy", "exclude_parts", "outer") for value in (None, 3)),
     ("groups", True),
     *(("all_reduced", value) for value in (None, "half", True)),
 ]

@@ -7,6 +7,7 @@ import math
 import pytest
 
 from overlap.plan.measurement import Lap, Sent, fitted, layer_times, services, thread_costs, workload
+from overlap.plan.simulation.events import Cost, Operation, Wire
 
 LAYER_OF = {0: 0, 1: 0, 2: 1}  # two parameters, then one
 
@@ -64,15 +65,43 @@ def test_medians_and_steps_without_a_batch() -> None:
     assert layer_times([Lap(), Lap()], LAYER_OF, 2) is None
 
 
+def test_operations_share_the_links_and_what_they_cannot_fill() -> None:
+    def one(lane: int, issued: float, ended: float, most: float) -> Sent:
+        return Sent("reduce", lane, 100, 100, 1, lane, issued, ended, most)
+
+    def seconds(*sent: Sent) -> list[float]:
+        return [took for took, _ in services(sent)]
+
+    assert seconds(one(0, 0.0, 4.0, 0.5)) == [2.0]
+    assert seconds(one(0, 0.0, 4.0, 0.5), one(1, 0.0, 4.0, 0.5)) == [2.0, 2.0]  # in different directions
+    assert seconds(one(0, 0.0, 6.0, 1.0), one(1, 2.0, 4.0, 1.0)) == [5.0, 1.0]
+    assert seconds(one(0, 0.0, 4.0, 0.25), one(1, 0.0, 4.0, 1.0)) == [1.0, 3.0]
+    assert seconds(one(0, 1.0, 1.0, 1.0)) == [0.0]
+
+
+def test_what_a_simulation_sends_is_measured_as_what_it_was() -> None:
+    """Two lanes of operations of unequal shares: their spans, read as stamps, give back what each takes alone."""
+    wire, costs, most = Wire(), [0.5, 1.0, 0.25, 2.0, 0.75], [0.5, 0.75, 1.0, 0.6, 0.5]
+    for place, (cost, share) in enumerate(zip(costs, most, strict=True)):
+        wire.send(str(place % 2), Operation(str(place), Cost(0.0, cost), most=share))
+    while wire.busy:
+        wire.advance(math.inf)
+    by_place = sorted(wire.spans, key=lambda span: int(span.label))
+    sent = [
+        Sent("reduce", place, 1, 1, 1, place % 2, 0.0, span.ended, most[place]) for place, span in enumerate(by_place)
+    ]
+    assert [took for took, _ in services(sent)] == pytest.approx(costs)
+
+
 def test_an_operation_begins_when_those_before_it_are_over() -> None:
     sent = [
         Sent("reduce", 0, 100, 100, 1, 0, issued=0.0, ended=4.0),
         Sent("reduce", 1, 100, 100, 1, 0, issued=1.0, ended=6.0),
-        Sent("reduce", 2, 100, 100, 1, 1, issued=2.0, ended=7.0),  # another lane
+        Sent("reduce", 2, 100, 100, 1, 1, issued=6.0, ended=7.0),  # another lane
         Sent("gather", 0, 100, 100, 1, 0, issued=8.0, ended=9.0),
         Sent("reduce", 3, 100, 100, 1, 0, issued=9.0, ended=11.0),
     ]
-    assert services(sent) == [(4.0, False), (2.0, True), (5.0, False), (1.0, False), (2.0, False)]
+    assert services(sent) == [(4.0, False), (2.0, True), (1.0, False), (1.0, False), (2.0, False)]
 
 
 def test_the_network_is_fitted_to_operations_that_were_queued() -> None:

@@ -10,11 +10,10 @@ import torch
 import torch.distributed as dist
 
 from overlap.plan.simulation.events import Cost, Operation, Run, Wire
-from overlap.plan.simulation.network import Link, Network
-from overlap.plan.simulation.owned import owned, shares_of
+from overlap.plan.simulation.network import Link, Network, filled
 from overlap.plan.simulation.profile import load
 from overlap.plan.simulation.schedules import all_reduced, by_priority, decoupled, negotiated
-from overlap.plan.simulation.workload import Costs, Layer, Workload, fused, in_one_order, per_tensor
+from overlap.plan.simulation.workload import Costs, Layer, Workload, fused, in_one_order, owned, per_tensor
 
 LAYERS = 60
 SIZE = 1000  # bytes of a layer
@@ -144,17 +143,16 @@ def _of_owners(owners: list[int], ranks: int, compute: float, wire: float) -> Ru
     work = even(compute)
     buckets = fused(work.layers, 3 * SIZE)
     network = Network(ranks, Link(0.0, wire / (LAYERS * SIZE)))
-    return owned(work, network, buckets, shares_of(work, buckets, owners, ranks))
+    return decoupled(work, network, owned(work.layers, buckets, owners, ranks), lanes=2)
 
 
 def test_owners_of_whole_parameters_send_what_they_own() -> None:
     work = Workload((Layer("a", 0, 0, (3, 1)), Layer("b", 0, 0, (5,)), Layer("c", 0, 0, (7,))))
     buckets = fused(work.layers, 9)
-    assert shares_of(work, buckets, [0, 1, 1, 0], 2) == [[3, 6], [7, 0]]
-    network = Network(4, Link(0.0, 1.0))
-    assert network.filled([2, 2, 2, 2]) == pytest.approx(1.0)
-    assert network.filled([8, 0, 0, 0]) == pytest.approx(3 / 4)  # links carry all of it, and not three quarters
-    assert Network(1, Link(0.0, 1.0)).filled([8]) == 1.0
+    assert [one.shares for one in owned(work.layers, buckets, [0, 1, 1, 0], 2)] == [(3, 6), (7, 0)]
+    assert filled([2, 2, 2, 2]) == pytest.approx(1.0)
+    assert filled([8, 0, 0, 0]) == pytest.approx(3 / 4)  # links carry all of it, and not three quarters
+    assert filled([8]) == 1.0
 
 
 def test_unequal_shards_in_turn_fill_both_directions_and_those_of_one_owner_do_not() -> None:
@@ -204,12 +202,12 @@ def test_contention_stretches_what_is_computed_while_bytes_move() -> None:
     assert free + 0.2 * 0.4 < held < free + 0.2 * 0.6  # bytes move for half a second
 
 
-def test_a_ring_within_hosts_and_between_them() -> None:
+def test_a_ring_through_hosts() -> None:
     fast, slow = Link(1.0, 1e-3), Link(10.0, 1e-2)
-    flat = Network(8, slow, per_host=4, within=fast).half(8000)
-    assert (flat.latency, flat.transfer) == pytest.approx((7 * 10.0, 7 / 8 * 80))
-    levels = Network(8, slow, per_host=4, within=fast, hierarchical=True).half(8000)
-    assert (levels.latency, levels.transfer) == pytest.approx((3 * 1.0 + 1 * 10.0, 3 / 4 * 8 + 1 / 2 * 80))
+    ring = Network(8, slow, per_host=4, within=fast).half(8000)
+    assert (ring.latency, ring.transfer) == pytest.approx((2 * 10.0 + 5 * 1.0, 7 / 8 * 80))
+    fast_start = Network(8, Link(0.5, 1e-2), per_host=4, within=fast).half(8000)
+    assert fast_start.latency == pytest.approx(6 * 1.0 + 1 * 0.5)  # all links of the circle but one, a cheapest
     assert Network(4, slow, per_host=4, within=fast).half(8000).seconds == pytest.approx(3 * 1.0 + 3 / 4 * 8)
     assert Network(1, slow).all_reduce(8000).seconds == 0.0
     with pytest.raises(ValueError, match="7 workers do not fill hosts of 4"):
@@ -227,7 +225,7 @@ def test_buckets_of_each_kind() -> None:
 def test_a_large_job_is_simulated_in_seconds() -> None:
     layers = tuple(Layer(str(number), 1e-4, 2e-4, (2_000_000, 2_000)) for number in range(400))
     work = Workload(layers, Costs(1e-6, 1e-5, 1e-11))
-    network = Network(4096, Link.of_gbit(100, 1e-6), per_host=8, within=Link.of_gbit(2400, 1e-6), hierarchical=True)
+    network = Network(4096, Link.of_gbit(100, 1e-6), per_host=8, within=Link.of_gbit(2400, 1e-6))
     begun = time.process_time()
     for early in (False, True):
         decoupled(work, network, fused(layers, 0), early=early)

@@ -1,0 +1,70 @@
+"""What methods are worth whose results are others: the loss on data held out, by seeds, and the time to a loss. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+__all__ = ["markdown", "mean_and_spread", "seconds_to", "targets"]
+
+_WINDOW = 25  # steps whose mean loss counts as reached
+_WHERE = (0.25, 0.5, 1.0)  # of the first method's steps: its losses there are what others are timed to
+
+Run = Mapping[str, Any]
+
+
+def mean_and_spread(values: Sequence[float]) -> tuple[float, float]:
+    """The mean, and the standard deviation of so many seeds; 0 of one."""
+    return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def _smooth(losses: Sequence[float]) -> list[float]:
+    return [statistics.mean(losses[max(0, end - _WINDOW) : end]) for end in range(1, len(losses) + 1)]
+
+
+def targets(runs: Sequence[Run]) -> list[float]:
+    """Losses that these runs have reached, in the mean, after a quarter, after half and after all of their steps."""
+    curves = [_smooth(run["loss"]) for run in runs]
+    return [statistics.mean(curve[round(where * len(curve)) - 1] for curve in curves) for where in _WHERE]
+
+
+def seconds_to(run: Run, loss: float) -> float | None:
+    """When the mean loss of some steps was as small for the first time; None: never."""
+    for reached, seconds in zip(_smooth(run["loss"]), run["seconds"], strict=True):
+        if reached <= loss:
+            return float(seconds)
+    return None
+
+
+def _in_words(values: Sequence[float | None], digits: int) -> str:
+    known = [value for value in values if value is not None]
+    if len(known) < len(values):
+        return f"{len(known)} of {len(values)} seeds" if known else "never"
+    mean, spread = mean_and_spread(known)
+    return f"{mean:.{digits}f} ± {spread:.{digits}f}"
+
+
+def markdown(about: str, methods: Mapping[str, Sequence[Run]]) -> str:
+    """`methods`: the runs of each, a seed each; the first one is what others are compared with."""
+    first = next(iter(methods.values()))
+    kinds = list(first[0].get("held_out", {}))
+    lines = ["# Learned", "", about, ""]
+    if kinds:
+        reference = mean_and_spread([run["held_out"]["loss"] for run in first])[0]
+        lines += ["On data that was held out, after the last step, by the parameters that all ranks agree upon:", ""]
+        lines += ["| method | " + " | ".join(kinds) + " | loss, to the first's |", "|" + "---|" * (len(kinds) + 2)]
+        for name, runs in methods.items():
+            cells = [_in_words([run["held_out"][kind] for run in runs], 4) for kind in kinds]
+            loss = mean_and_spread([run["held_out"]["loss"] for run in runs])[0]
+            lines.append(f"| {name} | " + " | ".join(cells) + f" | {loss / reference - 1:+.1%} |")
+        lines.append("")
+    losses = targets(first)
+    lines += [f"Seconds to a training loss, the mean of {_WINDOW} steps on rank 0:", ""]
+    lines += ["| method | " + " | ".join(f"{loss:.3f}" for loss in losses) + " | all steps |"]
+    lines.append("|" + "---|" * (len(losses) + 2))
+    for name, runs in methods.items():
+        cells = [_in_words([seconds_to(run, loss) for run in runs], 1) for loss in losses]
+        cells.append(_in_words([run["seconds"][-1] for run in runs], 1))
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join([*lines, ""])

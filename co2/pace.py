@@ -1,0 +1,66 @@
+"""How long a local step takes, and how long the exchange of all parameters: whether a round hides it.
+
+An exchange is measured from when every rank has come to it: who waits for a slow rank waits with any number of steps.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+
+__all__ = ["ENOUGH", "Pace", "explained", "hiding"]
+
+ENOUGH = 3  # rounds, from which on a median says something
+_KEPT = 9
+
+
+class Pace:
+    """Of one rank's last rounds, as their local steps end and their exchanges; seconds."""
+
+    def __init__(self) -> None:
+        self._steps, self._exchanges = deque[float](maxlen=_KEPT), deque[float](maxlen=_KEPT)
+
+    def stepped(self, seconds: float) -> None:
+        """A round's steps took so long, one on average."""
+        self._steps.append(seconds)
+
+    def exchanged(self, seconds: float) -> None:
+        self._exchanges.append(seconds)
+
+    @property
+    def rounds(self) -> int:
+        """That both are known of."""
+        return min(len(self._steps), len(self._exchanges))
+
+    @property
+    def step(self) -> float:
+        """The median; needs a round."""
+        return statistics.median(self._steps)
+
+    @property
+    def exchange(self) -> float:
+        """The median; needs a round."""
+        return statistics.median(self._exchanges)
+
+
+def hiding(step: float, exchange: float) -> int:
+    """The smallest number of steps that take as long as the exchange (pure)."""
+    return max(1, math.ceil(exchange / step)) if step > 0 else 1
+
+
+def explained(ranks: int, frequency: int, step: float, exchange: float, nbytes: int) -> str:
+    """Whether rounds of `frequency` steps hide the exchange of `nbytes`, as one rank has measured it (pure)."""
+    needed = hiding(step, exchange)
+    if frequency >= needed:
+        hidden = f"yes: {frequency} steps take {1e3 * frequency * step:,.4g} ms, and {needed} would do"
+    else:
+        hidden = f"no: {frequency} steps take {1e3 * frequency * step:,.4g} ms; outer_frequency={needed} hides it"
+    lines = {
+        "step": f"{1e3 * step:,.4g} ms",
+        "exchange": f"{1e3 * exchange:,.4g} ms: a reduce-scatter and an all-gather of {nbytes / 2**20:,.4g} MB",
+        "hidden": hidden,
+    }
+    return "\n".join(
+        [f"co2 on {ranks} ranks, as measured here", *(f"  {name:<8}  {line}" for name, line in lines.items())]
+    )

@@ -1,0 +1,185 @@
+"""Outer rules beside co2's own are equal to a simulation of all workers in one process."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+import co2
+from tests.spmd.co2_simulation import Simulation
+from tests.spmd.co2_training import _adamw, _everywhere, _loss, _model, _momentum, _same, _sgd, _steps, _wrapped
+
+
+@pytest.fixture(autouse=True)
+def _session() -> None:
+    co2.init()
+
+
+class Waiting(Simulation):
+    """Rules that wait: x and m are the same for all workers."""
+
+    def __init__(self, rule: str, *arguments: Any, inner_lr: float, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.rule, self.inner_lr = rule, inner_lr
+
+    def turn(self) -> None:
+        moved = [x - a for x, a in zip(self.start, self._mean(), strict=True)]
+        if self.rule == "localsgd":
+            self.start = self._mean()
+        elif self.rule == "slowmo":
+            self.m = [self.beta * m + d / self.inner_lr for m, d in zip(self.m, moved, strict=True)]
+            self.start = [x - self.lr * self.inner_lr * m for x, m in zip(self.start, self.m, strict=True)]
+        else:
+            self.m = [self.beta * m + d for m, d in zip(self.m, moved, strict=True)]
+            steps = [d + self.beta * m for d, m in zip(moved, self.m, strict=True)]
+            self.start = [x - self.lr * step for x, step in zip(self.start, steps, strict=True)]
+        self.next = list(self.start)
+        self._set(self.start)
+        self.in_round = 0
+
+
+class Eagerly(Simulation):
+    """Each worker has an x and an m of its own."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        zeros = [torch.zeros_like(value) for value in self.start]
+        self.x = [list(self.start) for _ in self._all]
+        self.own, self.momenta = [zeros for _ in self._all], [zeros for _ in self._all]
+        self.arrived = zeros
+
+    def turn(self) -> None:
+        progress = [[x - y for x, y in zip(self.x[worker], self._values(worker), strict=True)] for worker in self._all]
+        weight = 1 / len(self.workers)
+        for worker in self._all:
+            pairs = zip(progress[worker], self.own[worker], self.arrived, strict=True)
+            gradients = [weight * d + (a - weight * before) for d, before, a in pairs]
+            self.momenta[worker] = [self.beta * m + g for m, g in zip(self.momenta[worker], gradients, strict=True)]
+            steps = [g + self.beta * m for g, m in zip(gradients, self.momenta[worker], strict=True)]
+            self.x[worker] = [x - self.lr * step for x, step in zip(self.x[worker], steps, strict=True)]
+            with torch.no_grad():
+                for param, value in zip(self.workers[worker][0].parameters(), self.x[worker], strict=True):
+                    param.copy_(value)
+        self.own = progress
+        self.arrived = [sum(column[1:], column[0]) / len(column) for column in zip(*progress, strict=True)]
+        self.in_round = 0
+
+    def average(self) -> None:
+        """What would arrive late counts before, as part of the last outer step."""
+        weight = 1 / len(self.workers)
+        for worker in self._all:
+            late = [a - weight * before for before, a in zip(self.own[worker], self.arrived, strict=True)]
+            self.momenta[worker] = [m + g for m, g in zip(self.momenta[worker], late, strict=True)]
+            with torch.no_grad():
+                for param, g in zip(self.workers[worker][0].parameters(), late, strict=True):
+                    param -= self.lr * (1 + self.beta) * g
+        self._set(self._mean())
+        self.x = [self._values(worker) for worker in self._all]
+        zeros = [torch.zeros_like(value) for value in self.start]
+        self.own, self.arrived, self.in_round = [zeros for _ in self._all], zeros, 0
+
+
+RULES = {"localsgd": (1.0, 0.0), "slowmo": (1.0, 0.5), "diloco": (0.7, 0.9), "eager": (0.4, 0.9)}
+
+
+def _simulation(rule: str, make: Any, inner_lr: float, workers: int) -> Any:
+    lr, momentum = RULES[rule]
+    options = {"frequency": 3, "lr": lr, "momentum": momentum}
+    if rule == "eager":
+        return Eagerly(_model(), make, workers, **options)
+    return Waiting(rule, _model(), make, workers, inner_lr=inner_lr, **options)
+
+
+@pytest.mark.parametrize("rule", list(RULES))
+@pytest.mark.parametrize(("make", "inner_lr"), [(_momentum, 0.1), (_adamw, 0.01)], ids=["sgd", "adamw"])
+def test_equals_its_equations_on_one_process(rule: str, make: Any, inner_lr: float) -> None:
+    model, optimizer = _wrapped(make, outer=rule, outer_frequency=3)
+    simulation = _simulation(rule, make, inner_lr, co2.size())
+    for step in range(17):
+        rate = simulation.inner_lr = inner_lr * 0.9**step  # as a scheduler has it
+        for each in (optimizer, *(one for _, one in simulation.workers)):
+            each.param_groups[0]["lr"] = rate
+        _steps(model, optimizer, range(step, step + 1))
+        simulation.step(lambda m, worker, step=step: _loss(m, worker, step))
+        if step == 9:  # one step into a round
+            optimizer.average_parameters()
+            simulation.average()
+            assert _everywhere(model)
+        _same(model, simulation.workers[co2.rank()][0])
+        assert rule == "eager" or simulation.in_round > 0 or _everywhere(model)
+
+
+@pytest.mark.parametrize("rule", ["diloco", "eager"])
+def test_a_group_is_one_worker(rule: str) -> None:
+    if co2.size() % 2:
+        return
+    model, optimizer = _wrapped(_sgd, outer=rule, outer_frequency=3, nprocs_per_node=2)
+    simulation = _simulation(rule, _sgd, 0.1, co2.size() // 2)
+    for step in range(8):
+        _steps(model, optimizer, range(step, step + 1))
+        simulation.step(lambda m, worker, step=step: sum(_loss(m, 2 * worker + i, step) for i in (0, 1)) / 2)
+    mine = simulation.workers[co2.rank() // 2][0]
+    for value, wanted in zip(model.parameters(), mine.parameters(), strict=True):
+        torch.testing.assert_close(value, wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("rule", list(RULES))
+def test_a_frozen_layer_rests_and_resumes_bit_for_bit(rule: str) -> None:
+    """It takes over what is on its way, and moves no more until it is trained again."""
+    model, optimizer = _wrapped(outer=rule, outer_frequency=3)
+    _steps(model, optimizer, range(6))
+    model[0].requires_grad_(False)
+    _steps(model, optimizer, range(6, 10))
+    frozen = [value.clone() for value in model[0].parameters()]
+    assert len(set(co2.allgather_object(frozen[0].sum().item()))) == 1 or rule == "eager"
+    _steps(model, optimizer, range(10, 14))
+    assert all(torch.equal(value, kept) for value, kept in zip(model[0].parameters(), frozen, strict=True))
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    outer = saved[1]["co2"]["parameters"]
+    assert not outer[0]["momentum"].any()
+    assert outer[2]["momentum"].any() != (rule == "localsgd")
+    model[0].requires_grad_(True)
+    _steps(model, optimizer, range(14, 22))
+    assert not torch.equal(model[0].weight, frozen[0])
+    other, resumed = _wrapped(outer=rule, outer_frequency=3)
+    resumed.load_state_dict(saved[1])
+    other.load_state_dict(saved[0])
+    _steps(other, resumed, range(14, 22))
+    for value, wanted in zip(other.parameters(), model.parameters(), strict=True):
+        assert torch.equal(value, wanted)
+
+
+def test_muon_may_be_the_inner_optimizer() -> None:
+    """MuLoCo: its matrices, and nothing else."""
+    if not hasattr(torch.optim, "Muon"):
+        pytest.skip("this torch has no Muon")
+
+    def muon(params: Any) -> torch.optim.Optimizer:
+        return torch.optim.Muon([param for param in params if param.ndim == 2], lr=0.02)
+
+    model, optimizer = _wrapped(muon, outer="diloco", outer_frequency=3)
+    simulation = Waiting("diloco", _model(), muon, co2.size(), inner_lr=0.02, frequency=3, lr=0.7, momentum=0.9)
+    for step in range(7):
+        _steps(model, optimizer, range(step, step + 1))
+        simulation.step(lambda m, worker, step=step: _loss(m, worker, step))
+    _same(model, simulation.workers[co2.rank()][0])
+
+
+@pytest.mark.parametrize("rule", list(RULES))
+def test_resumes_bit_for_bit(rule: str) -> None:
+    model, optimizer = _wrapped(_adamw, outer=rule, outer_frequency=3)
+    _steps(model, optimizer, range(7))
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    _steps(model, optimizer, range(7, 14))
+    other, resumed = _wrapped(_adamw, outer=rule, outer_frequency=3)
+    resumed.load_state_dict(saved[1])
+    other.load_state_dict(saved[0])
+    _steps(other, resumed, range(7, 14))
+    for value, wanted in zip(other.parameters(), model.parameters(), strict=True):
+        assert torch.equal(value, wanted)
+    _, another = _wrapped(_adamw, outer_frequency=3)
+    with pytest.raises(ValueError, match=f"was saved with outer='{rule}', and this optimizer has outer='co2'"):
+        another.load_state_dict(saved[1])
