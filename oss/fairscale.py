@@ -27,4 +27,6 @@ def refuse_fairscales_names(arguments: Mapping[str, Any]) -> None:
     """Raise ``TypeError`` with the counterpart for the first argument that is fairscale's."""
     for name, value in arguments.items():
         if name in _INSTEAD:
-            raise TypeError(f"{name}={value!r} is fairscale's; {_INSTEAD[name]}")
+            raise TypeError(
+                f"{name}={value!r} is fairscale's; {_INSTEAD[name]}. oss.OSS and oss.ShardedDataParallel take these names"
+            )

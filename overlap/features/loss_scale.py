@@ -29,12 +29,20 @@ __all__ = ["is_scaler_step", "is_unscaling", "reveal_infinities"]
 
 def is_unscaling(caller: FrameType) -> bool:
     """Whether a GradScaler (or one derived from it) reads gradients to unscale or check them."""
-    return caller.f_code.co_name == "_unscale_grads_"
+    return _asking(caller).f_code.co_name == "_unscale_grads_"
 
 
 def is_scaler_step(caller: FrameType) -> bool:
     """Whether ``GradScaler.step()`` asks; others only want to know what the optimizer can do."""
-    return caller.f_code.co_name == "step" and caller.f_globals.get("__name__") == "torch.amp.grad_scaler"
+    asking = _asking(caller)
+    return asking.f_code.co_name == "step" and asking.f_globals.get("__name__") == "torch.amp.grad_scaler"
+
+
+def _asking(caller: FrameType) -> FrameType:
+    """Behind the properties of an optimizer that hands questions on to ours (OSS)."""
+    while caller.f_code.co_name in ("param_groups", "_step_supports_amp_scaling") and caller.f_back is not None:
+        caller = caller.f_back
+    return caller
 
 
 @torch.no_grad()
