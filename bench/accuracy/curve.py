@@ -12,15 +12,17 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 
-__all__ = ["apart", "draw", "report", "smooth"]
+__all__ = ["LONG_WINDOW", "apart", "draw", "report", "smooth"]
 
 Curve = Mapping[str, Sequence[float]]
 WINDOW = 5
+LONG_WINDOW = 25  # where losses of methods are not the same
+_ALIKE = 0.1  # losses that are farther apart are
 
 
-def smooth(values: Sequence[float]) -> list[float]:
-    """Means over the last `WINDOW` values; of fewer at the beginning."""
-    return [statistics.mean(values[max(0, end - WINDOW) : end]) for end in range(1, len(values) + 1)]
+def smooth(values: Sequence[float], window: int = WINDOW) -> list[float]:
+    """Means over the last `window` values; of fewer at the beginning."""
+    return [statistics.mean(values[max(0, end - window) : end]) for end in range(1, len(values) + 1)]
 
 
 def apart(curves: Mapping[str, Curve]) -> float:
@@ -41,22 +43,30 @@ def report(curves: Mapping[str, Curve]) -> str:
 
 
 def draw(curves: Mapping[str, Curve], title: str, path: Path) -> None:
-    """Two panels: the loss over steps, where methods should be one line, and over wall time, where they come apart."""
+    """Two panels: the loss over steps, where methods with equal results are one line, and over wall time.
+
+    Where results differ, means are over more steps, and the scale is logarithmic.
+    """
     figure, panels = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained", sharey=True)
     over_steps, over_time = list(panels)
+    alike = apart(curves) < _ALIKE
+    window = WINDOW if alike else LONG_WINDOW
     slowest_first = sorted(curves.items(), key=lambda item: -item[1]["seconds"][-1])
     for place, (name, curve) in enumerate(slowest_first):
-        losses = smooth(curve["loss"])
+        losses = smooth(curve["loss"], window)
         # Lines that coincide stay visible: the first drawn is the widest.
-        width = 1.4 + 2.0 * (len(curves) - 1 - place)
+        width = 1.4 + 2.0 * (len(curves) - 1 - place) if alike else 1.4
         line = over_steps.plot(range(1, len(losses) + 1), losses, lw=width, label=name)[0]
         over_time.plot(curve["seconds"], losses, lw=1.6, color=line.get_color(), label=name)
         over_time.axvline(curve["seconds"][-1], color=line.get_color(), lw=0.8, ls=":")
     over_steps.set_xlabel("steps")
     over_time.set_xlabel("seconds; dotted: all steps done")
-    over_steps.set_ylabel(f"loss on rank 0, mean of {WINDOW} steps")
-    over_steps.set_ylim(bottom=0)
-    over_steps.legend(frameon=False)
+    over_steps.set_ylabel(f"loss on rank 0, mean of {window} steps")
+    if alike:
+        over_steps.set_ylim(bottom=0)
+    else:
+        over_steps.set_yscale("log")
+    over_steps.legend(frameon=False, fontsize="small")
     figure.suptitle(title, fontsize=10)
     figure.savefig(path, dpi=120)
     plt.close(figure)

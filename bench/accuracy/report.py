@@ -1,4 +1,7 @@
-"""What methods are worth whose results are others: the loss on data held out, by seeds, and the time to a loss. Pure."""
+"""What methods are worth whose results are others: the loss on data held out, by seeds, and the time to a loss. Pure.
+
+A loss is the mean of `LONG_WINDOW` steps.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from bench.accuracy.curve import LONG_WINDOW, smooth
+
 __all__ = ["markdown", "mean_and_spread", "seconds_to", "targets"]
 
-_WINDOW = 25  # steps whose mean loss counts as reached
 _WHERE = (0.25, 0.5, 1.0)  # of the first method's steps: its losses there are what others are timed to
 
 Run = Mapping[str, Any]
@@ -19,19 +23,15 @@ def mean_and_spread(values: Sequence[float]) -> tuple[float, float]:
     return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0
 
 
-def _smooth(losses: Sequence[float]) -> list[float]:
-    return [statistics.mean(losses[max(0, end - _WINDOW) : end]) for end in range(1, len(losses) + 1)]
-
-
 def targets(runs: Sequence[Run]) -> list[float]:
     """Losses that these runs have reached, in the mean, after a quarter, after half and after all of their steps."""
-    curves = [_smooth(run["loss"]) for run in runs]
+    curves = [smooth(run["loss"], LONG_WINDOW) for run in runs]
     return [statistics.mean(curve[round(where * len(curve)) - 1] for curve in curves) for where in _WHERE]
 
 
 def seconds_to(run: Run, loss: float) -> float | None:
     """When the mean loss of some steps was as small for the first time; None: never."""
-    for reached, seconds in zip(_smooth(run["loss"]), run["seconds"], strict=True):
+    for reached, seconds in zip(smooth(run["loss"], LONG_WINDOW), run["seconds"], strict=True):
         if reached <= loss:
             return float(seconds)
     return None
@@ -60,7 +60,7 @@ def markdown(about: str, methods: Mapping[str, Sequence[Run]]) -> str:
             lines.append(f"| {name} | " + " | ".join(cells) + f" | {loss / reference - 1:+.1%} |")
         lines.append("")
     losses = targets(first)
-    lines += [f"Seconds to a training loss, the mean of {_WINDOW} steps on rank 0:", ""]
+    lines += [f"Seconds to a training loss, the mean of {LONG_WINDOW} steps on rank 0:", ""]
     lines += ["| method | " + " | ".join(f"{loss:.3f}" for loss in losses) + " | all steps |"]
     lines.append("|" + "---|" * (len(losses) + 2))
     for name, runs in methods.items():
