@@ -158,6 +158,7 @@ class Dear(PlannedStrategy):
             "policy": self.policy,
             "exclude_parts": sorted(self.excluded),
             "gather_dtype": self.gather_dtype,
+            "planned": sorted(self.planned),  # only some ranks would measure
         }
 
     @property

@@ -97,7 +97,11 @@ class Oss(PlannedStrategy):
 
     @property
     def terms(self) -> dict[str, Any]:
-        return {"threshold_mb": self.threshold_mb or 0, "gather_dtype": self.gather_dtype}
+        return {
+            "threshold_mb": self.threshold_mb or 0,
+            "gather_dtype": self.gather_dtype,
+            "planned": sorted(self.planned),  # only some ranks would measure
+        }
 
     def at(self, setting: Setting) -> Oss:
         other = copy.copy(self)

@@ -78,9 +78,14 @@ class Cluster:
                 raise ClusterError(f"{tool} was not found (Debian: iproute2, util-linux)")
         self.hosts, self.rate = hosts, rate
         self._bits, self._delay = parse_rate(rate)
-        self._carrier: subprocess.Popen[str] | None = None
+        self._carrier: subprocess.Popen[str] | None = None  # of packets, where there is a delay
         self._prefix = f"{PREFIX}{os.getpid()}x"
         self._folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+
+    @property
+    def delay(self) -> float:
+        """Seconds that a packet takes from host to host, besides its bytes."""
+        return self._delay
 
     @property
     def agent(self) -> str:
@@ -165,7 +170,7 @@ class Cluster:
     def _remove(self) -> None:
         if self._carrier is not None:
             self._carrier.kill()
-            self._carrier.wait()
+            self._carrier.communicate()
         for name in _namespaces():
             if name.startswith(self._prefix):
                 _remove_namespace(name)
@@ -192,7 +197,7 @@ class Cluster:
         root |= {"PRTE_ALLOW_RUN_AS_ROOT": "1", "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
         environ = {**os.environ, **root, **env}
         job = subprocess.Popen(self.enter(0, [*command, sys.executable, *argv]), env=environ, cwd=ROOT)
-        _finish([job], timeout)
+        self._finish([job], timeout)
 
     def run_torch(self, argv: Sequence[str], *, env: Mapping[str, str] | None = None, timeout: float = 600) -> None:
         """``python argv`` on one rank per host, with the environment that torchrun would set."""
@@ -202,27 +207,28 @@ class Cluster:
             meet = {"MASTER_ADDR": self.address(0), "MASTER_PORT": "29400"}
             environ = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0", **(env or {}), **ranks, **meet}
             jobs.append(subprocess.Popen(self.enter(host, [sys.executable, *argv]), env=environ, cwd=ROOT))
-        _finish(jobs, timeout)
+        self._finish(jobs, timeout)
 
-
-def _finish(jobs: list[subprocess.Popen[bytes]], timeout: float) -> None:
-    """Wait for `jobs`, one of all hosts or one of each; where one fails, the others are ended soon, and it is named."""
-    deadline, failed = time.monotonic() + timeout, ""
-    try:
-        while None in [job.poll() for job in jobs]:
-            if time.monotonic() > deadline:
-                raise ClusterError(failed or f"a job on the cluster did not end within {timeout:g} s")
-            time.sleep(_NAP_SECONDS)
-            if not failed and (failed := _failure(jobs)):
-                deadline = min(deadline, time.monotonic() + _LAST_WORDS_SECONDS)
-        failed = failed or _failure(jobs)
-        if failed:
-            raise ClusterError(failed)
-    finally:
-        for job in jobs:
-            if job.poll() is None:
-                job.kill()
-                job.wait()
+    def _finish(self, jobs: list[subprocess.Popen[bytes]], timeout: float) -> None:
+        """Wait for `jobs`, one of all hosts or one of each; where one fails, the others are ended soon, and it is named."""
+        deadline, failed = time.monotonic() + timeout, ""
+        try:
+            while None in [job.poll() for job in jobs]:
+                if time.monotonic() > deadline:
+                    raise ClusterError(failed or f"a job on the cluster did not end within {timeout:g} s")
+                if self._carrier is not None and self._carrier.poll() is not None:
+                    raise ClusterError(f"the process that carries packets ended with {self._carrier.returncode}")
+                time.sleep(_NAP_SECONDS)
+                if not failed and (failed := _failure(jobs)):
+                    deadline = min(deadline, time.monotonic() + _LAST_WORDS_SECONDS)
+            failed = failed or _failure(jobs)
+            if failed:
+                raise ClusterError(failed)
+        finally:
+            for job in jobs:
+                if job.poll() is None:
+                    job.kill()
+                    job.wait()
 
 
 def _failure(jobs: Sequence[subprocess.Popen[bytes]]) -> str:

@@ -14,7 +14,7 @@ from bench.emulation.cluster import Cluster, ClusterError
 from bench.program import ROOT
 
 PORT = 29401
-TOTAL_BYTES = 64 * 2**20
+TOTAL_BYTES, _NO_LIMIT = 64 * 2**20, 2**62
 _ENOUGH_SECONDS, _ENOUGH_BYTES = 5, 2 * 2**20  # both are sent, where that takes less than _MOST_SECONDS
 _MOST_SECONDS, _PATIENCE_SECONDS = 20, 30  # of the sender, and of the receiver for what is still on its way
 _BURST = 2**18  # what the buckets of both ends of a link let through at once
@@ -24,10 +24,14 @@ _BLOCK = bytes(1 << 16)
 def goodput(cluster: Cluster) -> float:
     """Bytes per second of payload from host 0 to host 1, over 64 MB or five seconds, the first eighth not counted.
 
+    With a delay, TCP takes some round trips to become fast: five seconds, of whose bytes the second half counts.
+
     Raises ``ClusterError`` where too little arrives to tell.
     """
-    receiver = cluster.enter(1, [sys.executable, "-m", "bench.emulation.goodput", "receive"])
-    sender = cluster.enter(0, [sys.executable, "-m", "bench.emulation.goodput", "send", cluster.address(1)])
+    program = [sys.executable, "-m", "bench.emulation.goodput"]
+    receiver = cluster.enter(1, [*program, "receive"])
+    total = _NO_LIMIT if cluster.delay else TOTAL_BYTES
+    sender = cluster.enter(0, [*program, "send", cluster.address(1), str(total)])
     with subprocess.Popen(receiver, cwd=ROOT, stdout=subprocess.PIPE, text=True) as job:
         try:
             subprocess.run(sender, cwd=ROOT, check=True, timeout=60)
@@ -42,17 +46,17 @@ def goodput(cluster: Cluster) -> float:
             job.kill()
     if job.returncode:
         raise ClusterError(f"measuring goodput at {cluster.rate}: the receiver exited with {job.returncode}")
-    return rate(json.loads(text))
+    return rate(json.loads(text), 2 if cluster.delay else 8)
 
 
-def rate(arrivals: Sequence[tuple[float, int]]) -> float:
+def rate(arrivals: Sequence[tuple[float, int]], parts: int = 8) -> float:
     """Bytes per second, from pairs of a time and the bytes that had arrived by then (pure).
 
-    The first eighth is left out, and at least what a link lets through at once, before it is as slow as it should be.
-    Raises ``ClusterError`` unless as much again is left to count.
+    The first one of so many parts is left out, and at least what a link lets through at once, before it is as slow as it
+    should be. Raises ``ClusterError`` unless as much again is left to count.
     """
     total = arrivals[-1][1] if arrivals else 0
-    begun, skipped = next(((at, seen) for at, seen in arrivals if seen >= max(total // 8, _BURST)), (0.0, total))
+    begun, skipped = next(((at, seen) for at, seen in arrivals if seen >= max(total // parts, _BURST)), (0.0, total))
     if total - skipped < _BURST:
         raise ClusterError(
             f"the link is too slow to measure its goodput: {total / 2**10:.0f} KB arrived, "
@@ -74,7 +78,7 @@ def receive() -> None:
     print(json.dumps(arrivals))
 
 
-def send(address: str) -> None:
+def send(address: str, total: int) -> None:
     deadline = time.monotonic() + 10
     while True:
         try:
@@ -88,7 +92,7 @@ def send(address: str) -> None:
         connection.settimeout(2 * _PATIENCE_SECONDS)
         begun, sent = time.monotonic(), 0
         with contextlib.suppress(ConnectionError):  # the receiver has waited long enough
-            while sent < TOTAL_BYTES and wanted(time.monotonic() - begun, sent):
+            while sent < total and wanted(time.monotonic() - begun, sent):
                 connection.sendall(_BLOCK)
                 sent += len(_BLOCK)
 
@@ -102,4 +106,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "receive":
         receive()
     else:
-        send(sys.argv[2])
+        send(sys.argv[2], int(sys.argv[3]))

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from bench.emulation.cluster import Cluster, ClusterError
+from bench.emulation.cluster import Cluster, ClusterError, parse_rate
 from bench.methods.method import MethodUnavailable
 from bench.methods.registry import method
 from bench.program import at_least, end_in_order
@@ -33,10 +33,14 @@ _NAP = 0.02
 
 
 def _change(cluster: Cluster, rate: str, folder: Path, over: threading.Event) -> None:
-    """Give the links another rate as soon as the ranks ask for it."""
+    """Give the links another rate as soon as the ranks ask for it; they give up where that fails."""
     while not over.wait(_NAP):
         if (folder / ASK).exists():
-            cluster.set_rate(rate)
+            try:
+                cluster.set_rate(rate)
+            except ClusterError as error:
+                sys.stderr.write(f"bench.steps: {error}\n")
+                return
             (folder / DONE).touch()
             return
 
@@ -71,12 +75,20 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", default="mlp")
     parser.add_argument("--milliseconds", type=at_least(1), default=760, help="of computation in a step, slept through")
     parser.add_argument("--workers", type=at_least(2), default=2)
-    parser.add_argument("--network", default="1gbit", help="rate of the links, as tc writes it")
+    parser.add_argument("--network", default="1gbit", help="rate of the links: 1gbit, 100mbit, 1gbit+20ms, …")
     parser.add_argument("--then", metavar="RATE", help="rate that they have later")
     parser.add_argument("--after", type=at_least(1), default=40, metavar="STEPS", help="how many steps before")
     parser.add_argument("--report", type=Path, metavar="FILE.md", help="written together with a picture")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args(argv)
+    for name in ("network", "then"):
+        text = getattr(options, name)
+        try:
+            delay = parse_rate(text)[1] if text is not None else 0.0
+        except ValueError as error:
+            parser.error(f"--{name}: {error}")
+        if delay and options.then:
+            parser.error(f"--{name} {text}: links with a delay keep their rate; leave the delay out, or --then")
     if options.then and options.after >= options.steps:
         parser.error(f"--after {options.after} leaves none of {options.steps} steps on the other network")
     return options
@@ -88,14 +100,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     emulated = f"{options.model}@even:{options.milliseconds}"
     base = Settings(model=options.model, workers=options.workers, network=options.network, emulate_compute=emulated)
     courses: list[Course] = []
+    failed = False
     for spec in options.methods:
         begun = time.monotonic()
         try:
             courses.append(run(replace(base, method=spec), options.steps, options.then, options.after))
         except (ValueError, ClusterError, LauncherError, MethodUnavailable) as error:
             sys.stderr.write(f"bench.steps: {spec}: {error}\n")
-            return 2
+            failed = True
+            continue
         print(f"bench.steps: {spec} took {time.monotonic() - begun:.0f} s", file=sys.stderr)
+    if not courses:
+        return 2
     change = f", {options.then} after {options.after} steps" if options.then else ""
     about = (
         f"{options.steps} steps of {emulated} on {options.workers} hosts, {options.network}{change}; from the first on, "
@@ -111,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.json is not None:
         data = {"about": about, "origin": today().to_dict(), "courses": [asdict(course) for course in courses]}
         options.json.write_text(json.dumps(data, indent=1))
-    return 0
+    return 2 if failed else 0
 
 
 if __name__ == "__main__":

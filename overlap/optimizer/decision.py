@@ -60,7 +60,7 @@ def decided(comm: Communicator, engine: Engine, strategy: PlannedStrategy, clock
         share = {bucket.index: bucket.shares[rank] * bucket.gradients.element_size() for bucket in engine.order}
         per_byte, bucket_cost = thread_costs(sent, clock.laps, share, handling)
         mine = replace(mine, update=per_byte, handling=bucket_cost)
-    found = services(sent)
+    found = services(sent, start / 2)
     took = torch.tensor([seconds for seconds, _ in found], dtype=torch.float64)
     room = available_bytes() / current().local_size * _ROOM
     told = allgather_object(comm, (len(sent), 0.0 if mine is None else mine.computed, _state_per_byte(engine), room))

@@ -75,7 +75,10 @@ def explanation(told: Explained) -> str:
         + (f"; {_ms(told.before)} before the plan" if told.after is not None else ""),
         "not hidden": _not_hidden(run, told.handling),
         "ranks": _ranks(told.computed),
-        "others": "; ".join(f"{name} {_ms(METHODS[name](work, network).step)}" for name in _OTHERS) + ", simulated",
+        "others": "; ".join(
+            f"{name} {_ms(METHODS[name](work, network).step)}" for name in _OTHERS if not told.strategy.startswith(name)
+        )
+        + ", simulated",
         "would help": _helpful(told, run.step),
     }
     if measured > _SIMULATED * run.step:

@@ -163,12 +163,13 @@ def thread_costs(
     return per_byte, 2 * call
 
 
-def services(sent: Iterable[Sent]) -> list[tuple[float, bool]]:
-    """For each operation: the seconds that it would have taken with the links to itself, and whether it had to wait for
-    those before it in its lane.
+def services(sent: Iterable[Sent], start: float) -> list[tuple[float, bool]]:
+    """For each operation: the seconds that its bytes would have taken with the links to themselves, and whether it had to
+    wait for those before it in its lane.
 
-    It could begin when it was issued and these were over. Lanes share the links as in a simulation, as if bytes flowed all
-    the time: an operation that could fill half of them, or that had another beside it, did half of its work in a second.
+    It could begin when it was issued and these were over. First come the seconds of its `start`, of each half. Then lanes
+    share the links as in a simulation: an operation that could fill half of them, or that had another beside it, did half
+    of its work in a second.
     """
     free: dict[tuple[str, int], float] = {}
     begun, queued, borders = list[float](), list[bool](), list[tuple[float, bool, int]]()
@@ -178,8 +179,9 @@ def services(sent: Iterable[Sent]) -> list[tuple[float, bool]]:
         begun.append(max(one.issued, before))
         queued.append(one.issued < before)
         free[one.kind, one.lane] = one.ended
-        if one.ended > begun[place]:
-            borders += [(begun[place], True, place), (one.ended, False, place)]
+        flows = begun[place] + start * one.halves
+        if one.ended > flows:
+            borders += [(flows, True, place), (one.ended, False, place)]
     seconds, now = [0.0] * len(sent), 0.0
     under_way: dict[int, float] = {}  # what each can fill
     for when, begins, place in sorted(borders):
@@ -197,24 +199,24 @@ def services(sent: Iterable[Sent]) -> list[tuple[float, bool]]:
 def fitted(
     workers: int, sent: Sequence[Sent], seconds: Sequence[float], queued: Sequence[bool], start: float
 ) -> Fitted:
-    """The network, from what operations took: `seconds` of each, the least of all ranks. `start`: of half an all-reduce,
-    whatever its size, as a probe says.
+    """The network, from what the bytes of operations took: `seconds` of each, the least of all ranks. `start`: of half an
+    all-reduce, whatever its size, as a probe says.
 
     Who is late makes all others wait, so the least is what an operation took. Those that were `queued` count, if there are
     any: of others, buffers on the way take a part, and they are over before all their bytes have passed the network.
     Medians by the byte, over the larger half, whose start counts least.
     """
     known = [
-        (one.wire * one.halves, took - start * one.halves, waited)
+        (one.wire * one.halves, took, waited)
         for one, took, waited in zip(sent, seconds, queued, strict=True)
-        if one.wire and 0 < took < math.inf
+        if one.wire and took < math.inf
     ]
     if not known:
         return Fitted(workers, start, 0.0, 0.0)
     if any(waited for *_, waited in known):
         known = [one for one in known if one[2]]
     middle = statistics.median(nbytes for nbytes, *_ in known)
-    pace = statistics.median(max(0.0, took) / nbytes for nbytes, took, _ in known if nbytes >= middle)
+    pace = statistics.median(took / nbytes for nbytes, took, _ in known if nbytes >= middle)
     shares: dict[str, float] = {}
     for kind in ("reduce", "gather"):
         mine = [one for one in sent if one.kind == kind and one.nbytes]

@@ -23,6 +23,13 @@ def _session() -> None:
 # What the last rank gives, what the others do, and how the message goes on after the name of the argument.
 DIFFERENT: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"threshold_mb": 4}, {"threshold_mb": 1}, "threshold_mb=1» on rank 0 and «threshold_mb=4"),
+    # As large as the first buckets are that are planned: who plans measures, and would wait for the others.
+    ({"threshold_mb": 1}, {}, r"planned=\['all_reduced', 'threshold_mb'\]» on rank 0 and «planned=\[\]"),
+    (
+        {"strategy": "oss", "threshold_mb": 1},
+        {"strategy": "oss"},
+        r"planned=\['threshold_mb'\]» on rank 0 and «planned=\[\]",
+    ),
     ({"strategy": "wfbp"}, {}, "strategy=dear» on rank 0 and «strategy=wfbp"),
     # These measure, or ask rank 0 for, something of their own before they wrap.
     ({"strategy": "mgwfbp"}, {}, "strategy=dear» on rank 0 and «strategy=mgwfbp"),

@@ -135,9 +135,9 @@ def test_what_is_given_of_partitions_and_credit_stays(given: str, monkeypatch: p
 def test_partitions_are_measured_one_by_one_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[Sent] = []
 
-    def noted(sent: list[Sent]) -> list[tuple[float, bool]]:
+    def noted(sent: list[Sent], start: float) -> list[tuple[float, bool]]:
         found.extend(sent)
-        return services(sent)
+        return services(sent, start)
 
     monkeypatch.setattr(decision, "services", noted)
     model, optimizer = _job(strategy="bytescheduler_adapter", partition_mb=300 / MIB)

@@ -69,28 +69,35 @@ def test_operations_share_the_links_and_what_they_cannot_fill() -> None:
     def one(lane: int, issued: float, ended: float, most: float) -> Sent:
         return Sent("reduce", lane, 100, 100, 1, lane, issued, ended, most)
 
-    def seconds(*sent: Sent) -> list[float]:
-        return [took for took, _ in services(sent)]
+    def seconds(*sent: Sent, start: float = 0.0) -> list[float]:
+        return [took for took, _ in services(sent, start)]
 
     assert seconds(one(0, 0.0, 4.0, 0.5)) == [2.0]
     assert seconds(one(0, 0.0, 4.0, 0.5), one(1, 0.0, 4.0, 0.5)) == [2.0, 2.0]  # in different directions
     assert seconds(one(0, 0.0, 6.0, 1.0), one(1, 2.0, 4.0, 1.0)) == [5.0, 1.0]
     assert seconds(one(0, 0.0, 4.0, 0.25), one(1, 0.0, 4.0, 1.0)) == [1.0, 3.0]
     assert seconds(one(0, 1.0, 1.0, 1.0)) == [0.0]
+    assert seconds(one(0, 0.0, 4.0, 0.5), start=1.0) == [1.5]
+    assert seconds(one(0, 0.0, 0.5, 1.0), start=1.0) == [0.0]
+    assert seconds(one(0, 0.0, 6.0, 1.0), one(1, 2.0, 5.0, 1.0), start=1.0) == [
+        4.0,
+        1.0,
+    ]  # 1 to 3 and 5 to 6, and half of 2
 
 
-def test_what_a_simulation_sends_is_measured_as_what_it_was() -> None:
+@pytest.mark.parametrize("start", [0.0, 0.3])
+def test_what_a_simulation_sends_is_measured_as_what_it_was(start: float) -> None:
     """Two lanes of operations of unequal shares: their spans, read as stamps, give back what each takes alone."""
     wire, costs, most = Wire(), [0.5, 1.0, 0.25, 2.0, 0.75], [0.5, 0.75, 1.0, 0.6, 0.5]
     for place, (cost, share) in enumerate(zip(costs, most, strict=True)):
-        wire.send(str(place % 2), Operation(str(place), Cost(0.0, cost), most=share))
+        wire.send(str(place % 2), Operation(str(place), Cost(start, cost), most=share))
     while wire.busy:
         wire.advance(math.inf)
     by_place = sorted(wire.spans, key=lambda span: int(span.label))
     sent = [
         Sent("reduce", place, 1, 1, 1, place % 2, 0.0, span.ended, most[place]) for place, span in enumerate(by_place)
     ]
-    assert [took for took, _ in services(sent)] == pytest.approx(costs)
+    assert [took for took, _ in services(sent, start)] == pytest.approx(costs)
 
 
 def test_an_operation_begins_when_those_before_it_are_over() -> None:
@@ -101,14 +108,14 @@ def test_an_operation_begins_when_those_before_it_are_over() -> None:
         Sent("gather", 0, 100, 100, 1, 0, issued=8.0, ended=9.0),
         Sent("reduce", 3, 100, 100, 1, 0, issued=9.0, ended=11.0),
     ]
-    assert services(sent) == [(4.0, False), (2.0, True), (1.0, False), (1.0, False), (2.0, False)]
+    assert services(sent, 0.0) == [(4.0, False), (2.0, True), (1.0, False), (1.0, False), (2.0, False)]
 
 
 def test_the_network_is_fitted_to_operations_that_were_queued() -> None:
     pace, start = 2e-9, 1e-4
 
     def one(kind: str, nbytes: int, wire: int, halves: int = 1) -> tuple[Sent, float]:
-        return Sent(kind, 0, nbytes, wire, halves, 0, 0.0, 0.0), halves * (start + pace * wire)
+        return Sent(kind, 0, nbytes, wire, halves, 0, 0.0, 0.0), halves * pace * wire
 
     pairs = [one("reduce", 10**6, 5 * 10**5), one("reduce", 10**6, 5 * 10**5, 2), one("gather", 10**6, 10**6)]
     quick = Sent("reduce", 0, 10**6, 5 * 10**5, 1, 0, 0.0, 0.0)  # was not queued: buffers took it
