@@ -24,9 +24,9 @@ def _session() -> None:
 DIFFERENT: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"threshold_mb": 4}, {"threshold_mb": 1}, "threshold_mb=1» on rank 0 and «threshold_mb=4"),
     # As large as the first buckets are that are planned: who plans measures, and would wait for the others.
-    ({"threshold_mb": 1}, {}, r"planned=\['all_reduced', 'threshold_mb'\]» on rank 0 and «planned=\[\]"),
+    ({"threshold_mb": 1.0}, {}, r"planned=\['all_reduced', 'threshold_mb'\]» on rank 0 and «planned=\[\]"),
     (
-        {"strategy": "oss", "threshold_mb": 1},
+        {"strategy": "oss", "threshold_mb": 1.0},
         {"strategy": "oss"},
         r"planned=\['threshold_mb'\]» on rank 0 and «planned=\[\]",
     ),
