@@ -58,7 +58,8 @@ def in_our_words(given: Mapping[str, Any], rank: int, size: int) -> tuple[Schedu
     if not threshold > 0:
         raise ValueError(f"co2_clip_threshold should be above 0 and is {threshold}")
     clip = threshold if clips else None
-    return Schedule(steps), Co2Rule(given["outer_lr"], given["outer_momentum"], clip, given["co2_gap_penalty"])
+    schedule = Schedule(steps, option="localsgd_frequency")
+    return schedule, Co2Rule(given["outer_lr"], given["outer_momentum"], clip, given["co2_gap_penalty"])
 
 
 def _check_numbers(given: Mapping[str, Any]) -> None:

@@ -98,7 +98,7 @@ class Rounds:
         self._query = ShareQuery(peer_queries, refusal.topic, [rank for rank in range(comm.size) if rank != comm.rank])
         self._before_load: tuple[int, Shares] | None = None  # [Note: who has loaded by when], after so many events
         self.pace = self._communication.pace
-        self._lateness = Lateness(comm.rank, schedule.frequency)
+        self._lateness = Lateness(comm.rank, schedule.frequency, schedule.option)
         self._thread: RoundThread | None = None
         self._phase = _Phase.TRAINING
         self._sent, self._last_sent = 0, Event.NOTHING  # in all, whatever is loaded meanwhile

@@ -48,6 +48,7 @@ def test_arguments_stand_in_the_order_of_the_original() -> None:
 
 
 def test_what_counts() -> None:
+    assert _words()[0].option == "localsgd_frequency", "in what is said of a round's length"
     assert _words() == (Schedule(3), Co2Rule(1.0, 0.5, None, 1.0))
     told = {
         "outer_momentum": 0.2,
