@@ -20,7 +20,7 @@ import torch
 
 from co2.backward_end import BackwardEnd
 from co2.call_order import CallOrder, follow_steps
-from co2.fairscale_arguments import cut, in_our_words
+from co2.fairscale_arguments import cut, in_our_words, told_of_cut
 from co2.optimizer import Co2Optimizer
 from overlap.job.session import Session, init
 from overlap.optimizer.arguments import SharedArguments, check_kinds
@@ -49,8 +49,9 @@ class CO2DistributedDataParallel(torch.nn.Module):
 
     Args:
         module: the model, on the CPU. Parameters that it gets later are not known here.
-        nprocs_per_node: ranks in a group, which averages gradients in every backward pass. No more than a host has: 8 on a
-            host of 2 are 2, and rank 0 logs a warning. Divides the number of ranks.
+        nprocs_per_node: ranks in a group, which averages gradients in every backward pass. Divides the number of ranks.
+            Where a host has fewer, it is the most that each host has and that divide the number of ranks, and rank 0 logs
+            a warning: 8 on a host of 2 are 2, and on hosts of 4 and 2.
         broadcast_buffers: ``average_parameters()`` gives every rank rank 0's buffers. Not before each forward, as in the
             original: every forward would wait for all ranks.
         co2_base_algorithm: LOCALSGD or None. Gossip raises.
@@ -188,19 +189,11 @@ class CO2DistributedDataParallel(torch.nn.Module):
 
 def _ranks_of_a_group(session: Session, wanted: int) -> int:
     """On every rank of the job."""
-    mine = cut(wanted, [session.local_size])
-    possible = cut(wanted, allgather_object(session.control, mine))
-    if possible != wanted and session.comm.rank == 0:
-        log.warning(
-            "co2: nprocs_per_node=%d, and a host has %d rank(s): gradients are averaged in groups of %d%s",
-            wanted,
-            possible,
-            possible,
-            ", which is all of them: with nprocs_per_node=1 each rank steps alone"
-            if possible == session.comm.size > 1
-            else "",
-        )
-    return possible
+    hosts = allgather_object(session.control, session.local_size)
+    told = told_of_cut(wanted, hosts, session.comm.size)
+    if told is not None and session.comm.rank == 0:
+        log.warning("co2: %s", told)
+    return cut(wanted, hosts, session.comm.size)
 
 
 class _NoUpdates(torch.optim.Optimizer):
