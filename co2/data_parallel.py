@@ -20,8 +20,10 @@ import torch
 
 from co2.backward_end import BackwardEnd
 from co2.call_order import CallOrder, follow_steps
-from co2.fairscale_arguments import cut, in_our_words, told_of_cut
+from co2.equations import Co2Rule
+from co2.fairscale_arguments import cut, in_our_words, refusal_of_all, told_of_cut
 from co2.optimizer import Co2Optimizer
+from co2.schedule import Schedule
 from overlap.job.session import Session, init
 from overlap.optimizer.arguments import SharedArguments, check_kinds
 from overlap.optimizer.distributed import DistributedOptimizer as Shell
@@ -71,8 +73,8 @@ class CO2DistributedDataParallel(torch.nn.Module):
         global_group, master_group, local_node_group: None. Groups follow from `nprocs_per_node`.
         comm_device: None or the CPU.
 
-    Raises ``ValueError`` for any other value, with what stands in its place. Other outer rules, and warm-up, are in
-    :func:`co2.DistributedOptimizer`.
+    Raises ``ValueError`` for any other value, with what stands in its place: on every rank, also where one rank alone has
+    it. Other outer rules, and warm-up, are in :func:`co2.DistributedOptimizer`.
     """
 
     def __init__(
@@ -106,7 +108,7 @@ class CO2DistributedDataParallel(torch.nn.Module):
             raise TypeError(f"module should be a torch.nn.Module and is a {type(module).__name__}")
         check_kinds({"broadcast_buffers": broadcast_buffers})
         session = init()
-        schedule, rule = in_our_words(given, session.comm.rank, session.comm.size)
+        schedule, rule = _agreed_words(session, given)
         agree_on_strategy("co2")
         nprocs = _ranks_of_a_group(session, nprocs_per_node)
         arguments = SharedArguments(elementwise=True)  # of an optimizer that updates nothing
@@ -185,6 +187,21 @@ class CO2DistributedDataParallel(torch.nn.Module):
         """What :meth:`outer_state_dict` gave, of any world size. On every rank, beside loading model and optimizer."""
         self._outer.load_outer_state_dict(state)
         self._calls.restart()
+
+
+def _agreed_words(session: Session, given: dict[str, Any]) -> tuple[Schedule, Co2Rule]:
+    """On every rank of the job. Raises on all of them what the first rank raises whose arguments cannot be had."""
+    words: tuple[Schedule, Co2Rule] | None = None
+    refusal: tuple[type[Exception], str] | None = None
+    try:
+        words = in_our_words(given, session.comm.rank, session.comm.size)
+    except (TypeError, ValueError) as error:
+        refusal = type(error), str(error)
+    refused = refusal_of_all(allgather_object(session.control, refusal))
+    if refused is not None:
+        raise refused
+    assert words is not None, "or this rank would have refused"
+    return words
 
 
 def _ranks_of_a_group(session: Session, wanted: int) -> int:

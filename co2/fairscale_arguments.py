@@ -14,7 +14,7 @@ import torch
 from co2.equations import Co2Rule
 from co2.schedule import Schedule
 
-__all__ = ["cut", "in_our_words", "told_of_cut"]
+__all__ = ["cut", "in_our_words", "refusal_of_all", "told_of_cut"]
 
 #: Of arguments that cannot count here: what they may be, as where they are left out, and why they cannot be anything else.
 _ONLY: Mapping[str, tuple[Any, str]] = {
@@ -60,6 +60,15 @@ def in_our_words(given: Mapping[str, Any], rank: int, size: int) -> tuple[Schedu
     clip = threshold if clips else None
     schedule = Schedule(steps, option="localsgd_frequency")
     return schedule, Co2Rule(given["outer_lr"], given["outer_momentum"], clip, given["co2_gap_penalty"])
+
+
+def refusal_of_all(refusals: Sequence[tuple[type[Exception], str] | None]) -> Exception | None:
+    """What all ranks raise, from what each would: the first one's, with its rank unless all say the same."""
+    found = [(rank, refusal) for rank, refusal in enumerate(refusals) if refusal is not None]
+    if not found:
+        return None
+    rank, (kind, message) = found[0]
+    return kind(message if set(refusals) == {refusals[0]} else f"on rank {rank}: {message}")
 
 
 def _check_numbers(given: Mapping[str, Any]) -> None:

@@ -206,6 +206,21 @@ def test_what_it_refuses() -> None:
         _wrapped(nprocs_per_node=1, outer_frequency=48)
 
 
+def test_what_one_rank_refuses_all_do() -> None:
+    """A script of one rank, started as several: nobody is left to wait for the others."""
+    size = co2.size()
+    if size > 1:
+        with pytest.raises(
+            ValueError, match=r"^on rank 1: process_rank=0, and the launcher says 1; leave it out$"
+        ) as said:
+            _wrapped(**ALONE, process_rank=0)
+        assert len(set(co2.allgather_object(str(said.value)))) == 1
+        with pytest.raises(TypeError, match=r"^on rank 0: outer_lr should be a number"):
+            _wrapped(nprocs_per_node=1, outer_lr="auto" if co2.rank() == 0 else 1.0)
+    with pytest.raises(ValueError, match=f"^process_world_size={size + 1}, and the launcher says {size}"):
+        _wrapped(**ALONE, process_world_size=size + 1)
+
+
 def test_a_forgotten_call_and_one_that_comes_too_early() -> None:
     model = _wrapped(**ALONE)
     optimizer = _sgd(model.parameters())
