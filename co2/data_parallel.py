@@ -118,6 +118,7 @@ class CO2DistributedDataParallel(torch.nn.Module):
         inner = _NoUpdates(parameters)
         self._outer = Co2Optimizer(inner, module, arguments, schedule, rule, nprocs, broadcast_buffers)
         self._checked: weakref.ref[torch.optim.Optimizer] | None = None
+        self._told = weakref.WeakSet[torch.optim.Optimizer]()  # of, so far
         self._backward_end = BackwardEnd(parameters, weakref.WeakMethod(self._average_gradients))
         self._calls = CallOrder()
         follow_steps(self._calls, parameters, but=inner)
@@ -134,21 +135,24 @@ class CO2DistributedDataParallel(torch.nn.Module):
     def perform_co2(self, optimizer: torch.optim.Optimizer, fp32_params: Any = None) -> None:
         """A local step of `optimizer` was made. Every `localsgd_frequency`-th call ends a round. On every rank.
 
-        Steps that a GradScaler skips count, too. Waits only for the round before, which a whole round has hidden.
+        To be called once per ``optimizer.step()``, not per micro-batch, and of one optimizer; another one may take its
+        place for good. Where two step, it is called of one of them, after both. Steps that a GradScaler skips count, too.
+        Waits only for the round before, which a whole round has hidden.
 
         Args:
             optimizer: the plain ``torch.optim.Optimizer`` that has stepped.
             fp32_params: None: the outer state is fp32 whatever the parameters are.
 
         Raises ``ValueError`` for an optimizer with parameters that are not the module's, ``TypeError`` for none or a
-        distributed one. Where it is forgotten, or called before ``optimizer.step()``, the next ``optimizer.step()`` raises
-        ``RuntimeError``.
+        distributed one, ``RuntimeError`` for two in turn. Where it is forgotten, or called before ``optimizer.step()``, the
+        next ``optimizer.step()`` raises ``RuntimeError``.
         """
         if fp32_params is not None:
             raise ValueError("fp32_params: the outer state is kept in fp32 by itself; leave it out")
         if self._checked is None or self._checked() is not optimizer:
             self._check(optimizer)
             self._checked = weakref.ref(optimizer)
+            self._told.add(optimizer)
         self._calls.told()
         self._backward_end.forget()
         self._outer.end_local_step()
@@ -158,6 +162,11 @@ class CO2DistributedDataParallel(torch.nn.Module):
             raise TypeError(
                 "perform_co2() should get the plain torch.optim.Optimizer that has stepped, and gets a "
                 f"{type(optimizer).__name__}"
+            )
+        if optimizer in self._told:
+            raise RuntimeError(
+                "perform_co2() is called of two optimizers in turn, and each call counts as a local step: let both step, "
+                "and call it once, always of the same one"
             )
         mine = [param for group in optimizer.param_groups for param in group["params"]]
         strangers = [param for param in mine if id(param) not in self._known]

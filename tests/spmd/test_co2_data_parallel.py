@@ -237,6 +237,25 @@ def test_a_forgotten_call_and_one_that_comes_too_early() -> None:
         optimizer.step()
 
 
+def test_one_optimizer_is_told_of() -> None:
+    """Another may take its place, or step beside it; two that are told of in turn would end rounds at half their length."""
+    model, expected = _wrapped(**ALONE), _wrapped(**ALONE)
+    first, second = (_sgd(model.module[layer].parameters()) for layer in (0, 2))
+    whole = _sgd(expected.parameters())
+    for step in range(7):
+        _loss(model, co2.rank(), step).backward()
+        for optimizer in (first, second):
+            optimizer.step()
+        model.zero_grad()
+        model.perform_co2(first)
+    _steps(expected, whole, range(7))
+    assert model.local_steps == expected.local_steps == 1
+    _same(model.module, expected.module)
+    _steps(model, second, range(7, 10))
+    with pytest.raises(RuntimeError, match=r"perform_co2\(\) is called of two optimizers in turn"):
+        _steps(model, first, range(10, 11))
+
+
 def test_a_module_wrapped_again_belongs_to_the_new_one() -> None:
     first = _wrapped(**ALONE)
     optimizer = _sgd(first.parameters())
