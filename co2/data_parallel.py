@@ -20,8 +20,10 @@ import torch
 
 from co2.backward_end import BackwardEnd
 from co2.call_order import CallOrder, follow_steps
-from co2.fairscale_arguments import cut, in_our_words
+from co2.equations import Co2Rule
+from co2.fairscale_arguments import cut, in_our_words, refusal_of_all, told_of_cut
 from co2.optimizer import Co2Optimizer
+from co2.schedule import Schedule
 from overlap.job.session import Session, init
 from overlap.optimizer.arguments import SharedArguments, check_kinds
 from overlap.optimizer.distributed import DistributedOptimizer as Shell
@@ -49,8 +51,9 @@ class CO2DistributedDataParallel(torch.nn.Module):
 
     Args:
         module: the model, on the CPU. Parameters that it gets later are not known here.
-        nprocs_per_node: ranks in a group, which averages gradients in every backward pass. No more than a host has: 8 on a
-            host of 2 are 2, and rank 0 logs a warning. Divides the number of ranks.
+        nprocs_per_node: ranks in a group, which averages gradients in every backward pass. Divides the number of ranks.
+            Where a host has fewer, it is the most that each host has and that divide the number of ranks, and rank 0 logs
+            a warning: 8 on a host of 2 are 2, and on hosts of 4 and 2.
         broadcast_buffers: ``average_parameters()`` gives every rank rank 0's buffers. Not before each forward, as in the
             original: every forward would wait for all ranks.
         co2_base_algorithm: LOCALSGD or None. Gossip raises.
@@ -70,8 +73,8 @@ class CO2DistributedDataParallel(torch.nn.Module):
         global_group, master_group, local_node_group: None. Groups follow from `nprocs_per_node`.
         comm_device: None or the CPU.
 
-    Raises ``ValueError`` for any other value, with what stands in its place. Other outer rules, and warm-up, are in
-    :func:`co2.DistributedOptimizer`.
+    Raises ``ValueError`` for any other value, with what stands in its place: on every rank, also where one rank alone has
+    it. Other outer rules, and warm-up, are in :func:`co2.DistributedOptimizer`.
     """
 
     def __init__(
@@ -105,7 +108,7 @@ class CO2DistributedDataParallel(torch.nn.Module):
             raise TypeError(f"module should be a torch.nn.Module and is a {type(module).__name__}")
         check_kinds({"broadcast_buffers": broadcast_buffers})
         session = init()
-        schedule, rule = in_our_words(given, session.comm.rank, session.comm.size)
+        schedule, rule = _agreed_words(session, given)
         agree_on_strategy("co2")
         nprocs = _ranks_of_a_group(session, nprocs_per_node)
         arguments = SharedArguments(elementwise=True)  # of an optimizer that updates nothing
@@ -115,6 +118,7 @@ class CO2DistributedDataParallel(torch.nn.Module):
         inner = _NoUpdates(parameters)
         self._outer = Co2Optimizer(inner, module, arguments, schedule, rule, nprocs, broadcast_buffers)
         self._checked: weakref.ref[torch.optim.Optimizer] | None = None
+        self._told = weakref.WeakSet[torch.optim.Optimizer]()  # of, so far
         self._backward_end = BackwardEnd(parameters, weakref.WeakMethod(self._average_gradients))
         self._calls = CallOrder()
         follow_steps(self._calls, parameters, but=inner)
@@ -131,21 +135,24 @@ class CO2DistributedDataParallel(torch.nn.Module):
     def perform_co2(self, optimizer: torch.optim.Optimizer, fp32_params: Any = None) -> None:
         """A local step of `optimizer` was made. Every `localsgd_frequency`-th call ends a round. On every rank.
 
-        Steps that a GradScaler skips count, too. Waits only for the round before, which a whole round has hidden.
+        To be called once per ``optimizer.step()``, not per micro-batch, and of one optimizer; another one may take its
+        place for good. Where two step, it is called of one of them, after both. Steps that a GradScaler skips count, too.
+        Waits only for the round before, which a whole round has hidden.
 
         Args:
             optimizer: the plain ``torch.optim.Optimizer`` that has stepped.
             fp32_params: None: the outer state is fp32 whatever the parameters are.
 
         Raises ``ValueError`` for an optimizer with parameters that are not the module's, ``TypeError`` for none or a
-        distributed one. Where it is forgotten, or called before ``optimizer.step()``, the next ``optimizer.step()`` raises
-        ``RuntimeError``.
+        distributed one, ``RuntimeError`` for two in turn. Where it is forgotten, or called before ``optimizer.step()``, the
+        next ``optimizer.step()`` raises ``RuntimeError``.
         """
         if fp32_params is not None:
             raise ValueError("fp32_params: the outer state is kept in fp32 by itself; leave it out")
         if self._checked is None or self._checked() is not optimizer:
             self._check(optimizer)
             self._checked = weakref.ref(optimizer)
+            self._told.add(optimizer)
         self._calls.told()
         self._backward_end.forget()
         self._outer.end_local_step()
@@ -155,6 +162,11 @@ class CO2DistributedDataParallel(torch.nn.Module):
             raise TypeError(
                 "perform_co2() should get the plain torch.optim.Optimizer that has stepped, and gets a "
                 f"{type(optimizer).__name__}"
+            )
+        if optimizer in self._told:
+            raise RuntimeError(
+                "perform_co2() is called of two optimizers in turn, and each call counts as a local step: let both step, "
+                "and call it once, always of the same one"
             )
         mine = [param for group in optimizer.param_groups for param in group["params"]]
         strangers = [param for param in mine if id(param) not in self._known]
@@ -186,21 +198,28 @@ class CO2DistributedDataParallel(torch.nn.Module):
         self._calls.restart()
 
 
+def _agreed_words(session: Session, given: dict[str, Any]) -> tuple[Schedule, Co2Rule]:
+    """On every rank of the job. Raises on all of them what the first rank raises whose arguments cannot be had."""
+    words: tuple[Schedule, Co2Rule] | None = None
+    refusal: tuple[type[Exception], str] | None = None
+    try:
+        words = in_our_words(given, session.comm.rank, session.comm.size)
+    except (TypeError, ValueError) as error:
+        refusal = type(error), str(error)
+    refused = refusal_of_all(allgather_object(session.control, refusal))
+    if refused is not None:
+        raise refused
+    assert words is not None, "or this rank would have refused"
+    return words
+
+
 def _ranks_of_a_group(session: Session, wanted: int) -> int:
     """On every rank of the job."""
-    mine = cut(wanted, [session.local_size])
-    possible = cut(wanted, allgather_object(session.control, mine))
-    if possible != wanted and session.comm.rank == 0:
-        log.warning(
-            "co2: nprocs_per_node=%d, and a host has %d rank(s): gradients are averaged in groups of %d%s",
-            wanted,
-            possible,
-            possible,
-            ", which is all of them: with nprocs_per_node=1 each rank steps alone"
-            if possible == session.comm.size > 1
-            else "",
-        )
-    return possible
+    hosts = allgather_object(session.control, session.local_size)
+    told = told_of_cut(wanted, hosts, session.comm.size)
+    if told is not None and session.comm.rank == 0:
+        log.warning("co2: %s", told)
+    return cut(wanted, hosts, session.comm.size)
 
 
 class _NoUpdates(torch.optim.Optimizer):

@@ -15,7 +15,8 @@ applied whole, one round late.
     x[t+1] = a[t]
 
 **slowmo** (Wang et al., ICLR 2020, arXiv 1910.00643, algorithm 1). Ranks wait for a[t]. gamma is the learning rate of the
-inner optimizer in round t.
+inner optimizer in round t, which is constant in the paper; here the mean over the steps of the round. Where that is 0,
+there are no units to measure in: m decays, and x[t+1] = a[t].
 
     m[t]   = beta m[t-1] + (x[t] - a[t]) / gamma[t]
     x[t+1] = x[t] - alpha gamma[t] m[t]
@@ -126,7 +127,7 @@ class Ended:
     current: torch.Tensor
     momentum: torch.Tensor
     gap: float = 1.0  # [Note: the staleness gap]
-    inner_lr: torch.Tensor | float = 1.0  # of the inner optimizer, element by element, where the rule needs it
+    inner_lr: torch.Tensor | float = 1.0  # mean over the round's steps, element by element, where the rule needs it
 
 
 class Shared(OuterRule, ABC):
@@ -186,7 +187,7 @@ class LocalSgd(Shared):
 
 @dataclass(frozen=True)
 class SlowMo(Shared):
-    """alpha and beta. Where the inner learning rate is 0, nothing was learned, and momentum moves nothing."""
+    """alpha and beta. Where the mean inner learning rate is 0, parameters become their mean, and momentum moves nothing."""
 
     name = "slowmo"
     timing = Timing.WAITED
@@ -198,7 +199,8 @@ class SlowMo(Shared):
         moved = ended.began - ended.mean
         gamma = torch.as_tensor(ended.inner_lr, dtype=moved.dtype, device=moved.device)
         momentum = self.momentum * ended.momentum + torch.where(gamma == 0, 0.0, moved / gamma)
-        return ended.current - self.lr * gamma * momentum, momentum
+        averaged = ended.mean + (ended.current - ended.began)
+        return torch.where(gamma == 0, averaged, ended.current - self.lr * gamma * momentum), momentum
 
 
 @dataclass(frozen=True)

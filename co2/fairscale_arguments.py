@@ -6,7 +6,7 @@ Each counts, or what it asks for is so anyway, or it raises with what stands in 
 from __future__ import annotations
 
 import numbers
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ import torch
 from co2.equations import Co2Rule
 from co2.schedule import Schedule
 
-__all__ = ["cut", "in_our_words"]
+__all__ = ["cut", "in_our_words", "refusal_of_all", "told_of_cut"]
 
 #: Of arguments that cannot count here: what they may be, as where they are left out, and why they cannot be anything else.
 _ONLY: Mapping[str, tuple[Any, str]] = {
@@ -58,7 +58,17 @@ def in_our_words(given: Mapping[str, Any], rank: int, size: int) -> tuple[Schedu
     if not threshold > 0:
         raise ValueError(f"co2_clip_threshold should be above 0 and is {threshold}")
     clip = threshold if clips else None
-    return Schedule(steps), Co2Rule(given["outer_lr"], given["outer_momentum"], clip, given["co2_gap_penalty"])
+    schedule = Schedule(steps, option="localsgd_frequency")
+    return schedule, Co2Rule(given["outer_lr"], given["outer_momentum"], clip, given["co2_gap_penalty"])
+
+
+def refusal_of_all(refusals: Sequence[tuple[type[Exception], str] | None]) -> Exception | None:
+    """What all ranks raise, from what each would: the first one's, with its rank unless all say the same."""
+    found = [(rank, refusal) for rank, refusal in enumerate(refusals) if refusal is not None]
+    if not found:
+        return None
+    rank, (kind, message) = found[0]
+    return kind(message if set(refusals) == {refusals[0]} else f"on rank {rank}: {message}")
 
 
 def _check_numbers(given: Mapping[str, Any]) -> None:
@@ -78,8 +88,29 @@ def _check_algorithm(wanted: Any) -> None:
         )
 
 
-def cut(wanted: int, ranks_of_hosts: list[int]) -> int:
-    """Ranks in a group: as many as `wanted`, and no more than a host has, by the ranks of each host."""
+def cut(wanted: int, ranks_of_hosts: Sequence[int], size: int) -> int:
+    """Ranks in a group: as many as `wanted`. Where a host has fewer, the most that each host has and that divide `size`.
+
+    Raises ``ValueError`` for a number that no host is too small for, and that does not divide `size`.
+    """
     if not isinstance(wanted, int) or isinstance(wanted, bool) or wanted < 1:
         raise ValueError(f"nprocs_per_node should be a number of ranks, at least 1, and is {wanted!r}")
-    return min(wanted, *ranks_of_hosts)
+    smallest = min(ranks_of_hosts)
+    if wanted > smallest:
+        return max(ranks for ranks in range(1, smallest + 1) if size % ranks == 0)
+    if size % wanted:
+        raise ValueError(f"nprocs_per_node should divide the number of ranks, {size}, and is {wanted}")
+    return wanted
+
+
+def told_of_cut(wanted: int, ranks_of_hosts: Sequence[int], size: int) -> str | None:
+    """What a user should know where :func:`cut` gives another number than `wanted`."""
+    ranks, smallest = cut(wanted, ranks_of_hosts, size), min(ranks_of_hosts)
+    if ranks == wanted:
+        return None
+    told = f"nprocs_per_node={wanted}, and a host has {smallest} rank(s): gradients are averaged in groups of {ranks}"
+    if ranks < smallest:
+        told += f", the most up to {smallest} that divide the {size} ranks"
+    if ranks == size > 1:
+        told += ", which is all of them: with nprocs_per_node=1 each rank steps alone"
+    return told

@@ -12,10 +12,10 @@ _WORTH_SAYING = 0.05  # of a round's time
 
 
 class Lateness:
-    """Of the rounds of `frequency` steps that one rank sends."""
+    """Of the rounds of `frequency` steps that one rank sends. `option`: what its user calls that number."""
 
-    def __init__(self, rank: int, frequency: int) -> None:
-        self._rank, self._frequency = rank, frequency
+    def __init__(self, rank: int, frequency: int, option: str) -> None:
+        self._rank, self._frequency, self._option = rank, frequency, option
         self._said = False
 
     def note(self, waited: float, took: float) -> None:
@@ -25,9 +25,10 @@ class Lateness:
         self._said = True
         log.warning(
             "co2: rank %d waited %.3g s for the average of a round whose %d step(s) took %.3g s: the network, or "
-            "another rank, is slower than that; a larger outer_frequency hides it (this is said once)",
+            "another rank, is slower than that; a larger %s hides it (this is said once)",
             self._rank,
             waited,
             self._frequency,
             took,
+            self._option,
         )

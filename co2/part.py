@@ -178,7 +178,7 @@ class Part:
     def advance(self, idle: Collection[int], rates: Mapping[int, float]) -> torch.Tensor:
         """For a rule that waits: from `mean`, the share of where the next round starts; `idle` ones stay.
 
-        `rates`: the inner learning rates by slot, where the rule needs them.
+        `rates`: the mean inner learning rates of the round by slot, where the rule needs them.
         """
         inner_lr: torch.Tensor | float = 1.0
         if self._rule.needs_inner_lr:

@@ -40,6 +40,7 @@ from co2.averaged_parameters import AveragedParameters, Batch
 from co2.communication import RoundCommunication, RoundThread
 from co2.eager_part import EagerPart
 from co2.equations import Eager, OuterRule, Shared
+from co2.inner_rates import InnerRates
 from co2.join import JoinRefusal
 from co2.lateness import Lateness
 from co2.outer_state import ShareQuery, assemble, check_shapes
@@ -90,14 +91,14 @@ class Rounds:
     ) -> None:
         """`weight`: of this rank in a mean, with those of its group. `inner_rates`: learning rates now, by slot."""
         self._comm, self._slots, self.schedule, self.rule = comm, slots, schedule, rule
-        self._make_part, self._inner_rates = _part_of(rule, weight), inner_rates
+        self._make_part, self._inner_rates = _part_of(rule, weight), InnerRates(inner_rates)
         self.refusal, self._peer_queries = refusal, peer_queries
         self._changed = threading.Lock()  # around changes of what the others may ask for
         self._communication = RoundCommunication(comm, rule, self._changed, self._met)
         self._query = ShareQuery(peer_queries, refusal.topic, [rank for rank in range(comm.size) if rank != comm.rank])
         self._before_load: tuple[int, Shares] | None = None  # [Note: who has loaded by when], after so many events
         self.pace = self._communication.pace
-        self._lateness = Lateness(comm.rank, schedule.frequency)
+        self._lateness = Lateness(comm.rank, schedule.frequency, schedule.option)
         self._thread: RoundThread | None = None
         self._phase = _Phase.TRAINING
         self._sent, self._last_sent = 0, Event.NOTHING  # in all, whatever is loaded meanwhile
@@ -112,6 +113,7 @@ class Rounds:
         self.events = self.refusal.events = 0  # averages and rounds so far, the same on all ranks
         self._last = Event.NOTHING
         self._communication.longest = 0.0
+        self._inner_rates.begin_round()
         self._since = time.perf_counter()
 
     # - A step
@@ -150,6 +152,8 @@ class Rounds:
                 "step that one"
             )
         self.steps, self.in_round = self.steps + 1, self.in_round + 1
+        if self.rule.needs_inner_lr:
+            self._inner_rates.stepped()
         event = self.schedule.after(self.steps, self.in_round)
         if event is Event.ROUND:
             self.pace.stepped((time.perf_counter() - self._since) / self.in_round)
@@ -175,6 +179,7 @@ class Rounds:
         self._last = event
         self.events, self.in_round = self.events + 1, 0
         self.refusal.events = self.events
+        self._inner_rates.begin_round()
         self._since = time.perf_counter()
 
     def _met(self) -> None:
@@ -241,7 +246,7 @@ class Rounds:
         for part in sent:
             part.load_average()
         shards: dict[Part, torch.Tensor] = {}
-        rates = self._inner_rates() if outer and self.rule.needs_inner_lr else {}
+        rates = self._inner_rates.mean() if outer and self.rule.needs_inner_lr else {}
         parts, trained = list(self.parts), self._averaged.travelling(idle)
 
         def outcome(part: Part) -> torch.Tensor:
@@ -330,7 +335,7 @@ class Rounds:
             outer = assemble(self.parts, [self._shares(passed=False), *shares])
         counters = {name: getattr(self, name) for name in ("steps", "in_round", "events")}
         counters |= {"longest": self._communication.longest, "outer": self.rule.name}
-        return {"parameters": outer, **counters, **self._averaged.state()}
+        return {"parameters": outer, **counters, **self._averaged.state(), **self._inner_rates.state()}
 
     def load(self, section: dict[str, Any] | None) -> None:
         """Go on from what :meth:`collect` gave; without it, from the parameters as they are at the next step."""
@@ -354,6 +359,7 @@ class Rounds:
                 for part in self._take_in(tuple(batch)):
                     part.load(outer)
             self._averaged.load(section)
+            self._inner_rates.load(section)
             self.steps, self.in_round, self.events = (section[name] for name in ("steps", "in_round", "events"))
             self.refusal.events = self.events
             self._communication.longest = section["longest"]

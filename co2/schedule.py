@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
 __all__ = ["Event", "Schedule"]
@@ -20,14 +20,15 @@ class Event(Enum):
 class Schedule:
     """Rounds of `frequency` steps, after `warmup` steps that are averaged one by one.
 
-    Raises ``ValueError`` for counts that are none.
+    `option`: what users call `frequency`. Raises ``ValueError`` for counts that are none.
     """
 
     frequency: int
     warmup: int = 0
+    option: str = field(default="outer_frequency", compare=False)
 
     def __post_init__(self) -> None:
-        for name, value, least in (("outer_frequency", self.frequency, 1), ("warmup_steps", self.warmup, 0)):
+        for name, value, least in ((self.option, self.frequency, 1), ("warmup_steps", self.warmup, 0)):
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"{name} should be a number of steps, at least {least}, and is {value!r}")
 

@@ -1,4 +1,10 @@
-"""Handwritten digits as fairscale-CO2's README trains: a plain optimizer, and perform_co2(). Only the import is ours.
+"""Handwritten digits as fairscale-CO2's README trains: a plain optimizer, and perform_co2().
+
+A script of fairscale-CO2 changes in its import, and calls average_parameters() before it evaluates or saves. co2.init() is
+for co2.rank() and co2.size(): the class calls it where a script has not.
+
+On one host all ranks (up to 8) are one group, which averages gradients in every step: pass nprocs_per_node=1 to
+CO2DistributedDataParallel to see local steps.
 
 .venv/bin/torchrun --nproc-per-node 2 examples/co2_mnist.py
 .venv/bin/dearrun -np 2 .venv/bin/python examples/co2_mnist.py         # over MPI; also scripts/mpirun -np 2

@@ -107,7 +107,7 @@ def test_rules_that_wait_by_hand() -> None:
     assert (following.tolist(), kept.tolist()) == ([3.0, 2.0], [0.0, 0.0])
     following, kept = SlowMo(lr=0.5, momentum=0.5).step(Ended(began, mean, began, momentum, inner_lr=_t(0.1, 0.0)))
     assert kept.tolist() == pytest.approx([0.25 + 10, 0.0])
-    assert following.tolist() == pytest.approx([4 - 0.5 * 0.1 * 10.25, 1.0])
+    assert following.tolist() == pytest.approx([4 - 0.5 * 0.1 * 10.25, 2.0]), "where the rate is 0, the mean itself"
     following, kept = DiLoCo(lr=0.5, momentum=0.9).step(Ended(began, mean, began, momentum))
     assert kept.tolist() == pytest.approx([1.45, -1.0])
     assert following.tolist() == pytest.approx([4 - 0.5 * (1 + 0.9 * 1.45), 1 + 0.5 * 1.9])

@@ -11,7 +11,7 @@ import torch
 
 from co2.data_parallel import CO2DistributedDataParallel
 from co2.equations import Co2Rule
-from co2.fairscale_arguments import cut, in_our_words
+from co2.fairscale_arguments import cut, in_our_words, told_of_cut
 from co2.schedule import Schedule
 
 DEFAULTS: dict[str, Any] = {
@@ -48,6 +48,7 @@ def test_arguments_stand_in_the_order_of_the_original() -> None:
 
 
 def test_what_counts() -> None:
+    assert _words()[0].option == "localsgd_frequency", "in what is said of a round's length"
     assert _words() == (Schedule(3), Co2Rule(1.0, 0.5, None, 1.0))
     told = {
         "outer_momentum": 0.2,
@@ -123,10 +124,22 @@ def test_every_argument_but_the_first_three_is_looked_at() -> None:
 
 
 def test_a_group_is_no_larger_than_a_host() -> None:
-    assert cut(8, [2]) == 2
-    assert cut(8, [8, 8]) == 8
-    assert cut(2, [4, 4]) == 2
-    assert cut(8, [4, 2]) == 2
+    assert cut(8, [2, 2], 2) == 2
+    assert cut(8, [8] * 16, 16) == 8
+    assert cut(2, [4] * 8, 8) == 2
+    assert cut(8, [4, 4, 4, 4, 2, 2], 6) == 2
+    assert cut(8, [3, 3, 3, 2, 2], 5) == 1
+    assert cut(8, [5, 5, 5, 5, 5, 4, 4, 4, 4], 9) == 3
+    with pytest.raises(ValueError, match="should divide the number of ranks, 4, and is 3"):
+        cut(3, [4] * 4, 4)
     for wrong in (0, -1, True, 1.5, None):
         with pytest.raises(ValueError, match="nprocs_per_node should be a number of ranks, at least 1"):
-            cut(wrong, [2])  # type: ignore[arg-type]
+            cut(wrong, [2], 2)  # type: ignore[arg-type]
+
+
+def test_what_is_said_of_a_smaller_group() -> None:
+    assert told_of_cut(2, [4] * 4, 4) is None
+    told = "nprocs_per_node=8, and a host has 2 rank(s): gradients are averaged in groups of"
+    assert told_of_cut(8, [2] * 4, 4) == f"{told} 2"
+    assert told_of_cut(8, [3, 3, 3, 2, 2], 5) == f"{told} 1, the most up to 2 that divide the 5 ranks"
+    assert told_of_cut(8, [2] * 2, 2) == f"{told} 2, which is all of them: with nprocs_per_node=1 each rank steps alone"

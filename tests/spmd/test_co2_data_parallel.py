@@ -206,6 +206,21 @@ def test_what_it_refuses() -> None:
         _wrapped(nprocs_per_node=1, outer_frequency=48)
 
 
+def test_what_one_rank_refuses_all_do() -> None:
+    """A script of one rank, started as several: nobody is left to wait for the others."""
+    size = co2.size()
+    if size > 1:
+        with pytest.raises(
+            ValueError, match=r"^on rank 1: process_rank=0, and the launcher says 1; leave it out$"
+        ) as said:
+            _wrapped(**ALONE, process_rank=0)
+        assert len(set(co2.allgather_object(str(said.value)))) == 1
+        with pytest.raises(TypeError, match=r"^on rank 0: outer_lr should be a number"):
+            _wrapped(nprocs_per_node=1, outer_lr="auto" if co2.rank() == 0 else 1.0)
+    with pytest.raises(ValueError, match=f"^process_world_size={size + 1}, and the launcher says {size}"):
+        _wrapped(**ALONE, process_world_size=size + 1)
+
+
 def test_a_forgotten_call_and_one_that_comes_too_early() -> None:
     model = _wrapped(**ALONE)
     optimizer = _sgd(model.parameters())
@@ -220,6 +235,25 @@ def test_a_forgotten_call_and_one_that_comes_too_early() -> None:
     model.perform_co2(optimizer)
     with pytest.raises(RuntimeError, match=r"perform_co2\(\) was called before optimizer\.step\(\)"):
         optimizer.step()
+
+
+def test_one_optimizer_is_told_of() -> None:
+    """Another may take its place, or step beside it; two that are told of in turn would end rounds at half their length."""
+    model, expected = _wrapped(**ALONE), _wrapped(**ALONE)
+    first, second = (_sgd(model.module[layer].parameters()) for layer in (0, 2))
+    whole = _sgd(expected.parameters())
+    for step in range(7):
+        _loss(model, co2.rank(), step).backward()
+        for optimizer in (first, second):
+            optimizer.step()
+        model.zero_grad()
+        model.perform_co2(first)
+    _steps(expected, whole, range(7))
+    assert model.local_steps == expected.local_steps == 1
+    _same(model.module, expected.module)
+    _steps(model, second, range(7, 10))
+    with pytest.raises(RuntimeError, match=r"perform_co2\(\) is called of two optimizers in turn"):
+        _steps(model, first, range(10, 11))
 
 
 def test_a_module_wrapped_again_belongs_to_the_new_one() -> None:

@@ -21,24 +21,33 @@ def _session() -> None:
 class Waiting(Simulation):
     """Rules that wait: x and m are the same for all workers."""
 
-    def __init__(self, rule: str, *arguments: Any, inner_lr: float, **options: Any) -> None:
+    def __init__(self, rule: str, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.rule, self.inner_lr = rule, inner_lr
+        self.rule, self.rates = rule, list[float]()
+
+    def step(self, *arguments: Any, **options: Any) -> None:
+        self.rates.append(self.workers[0][1].param_groups[0]["lr"])
+        super().step(*arguments, **options)
 
     def turn(self) -> None:
         moved = [x - a for x, a in zip(self.start, self._mean(), strict=True)]
         if self.rule == "localsgd":
             self.start = self._mean()
         elif self.rule == "slowmo":
-            self.m = [self.beta * m + d / self.inner_lr for m, d in zip(self.m, moved, strict=True)]
-            self.start = [x - self.lr * self.inner_lr * m for x, m in zip(self.start, self.m, strict=True)]
+            gamma = sum(self.rates) / len(self.rates)
+            self.m = [self.beta * m + d / gamma for m, d in zip(self.m, moved, strict=True)]
+            self.start = [x - self.lr * gamma * m for x, m in zip(self.start, self.m, strict=True)]
         else:
             self.m = [self.beta * m + d for m, d in zip(self.m, moved, strict=True)]
             steps = [d + self.beta * m for d, m in zip(moved, self.m, strict=True)]
             self.start = [x - self.lr * step for x, step in zip(self.start, steps, strict=True)]
         self.next = list(self.start)
         self._set(self.start)
-        self.in_round = 0
+        self.in_round, self.rates = 0, []
+
+    def average(self) -> None:
+        super().average()
+        self.rates = []
 
 
 class Eagerly(Simulation):
@@ -85,21 +94,21 @@ class Eagerly(Simulation):
 RULES = {"localsgd": (1.0, 0.0), "slowmo": (1.0, 0.5), "diloco": (0.7, 0.9), "eager": (0.4, 0.9)}
 
 
-def _simulation(rule: str, make: Any, inner_lr: float, workers: int) -> Any:
+def _simulation(rule: str, make: Any, workers: int) -> Any:
     lr, momentum = RULES[rule]
     options = {"frequency": 3, "lr": lr, "momentum": momentum}
     if rule == "eager":
         return Eagerly(_model(), make, workers, **options)
-    return Waiting(rule, _model(), make, workers, inner_lr=inner_lr, **options)
+    return Waiting(rule, _model(), make, workers, **options)
 
 
 @pytest.mark.parametrize("rule", list(RULES))
 @pytest.mark.parametrize(("make", "inner_lr"), [(_momentum, 0.1), (_adamw, 0.01)], ids=["sgd", "adamw"])
 def test_equals_its_equations_on_one_process(rule: str, make: Any, inner_lr: float) -> None:
     model, optimizer = _wrapped(make, outer=rule, outer_frequency=3)
-    simulation = _simulation(rule, make, inner_lr, co2.size())
+    simulation = _simulation(rule, make, co2.size())
     for step in range(17):
-        rate = simulation.inner_lr = inner_lr * 0.9**step  # as a scheduler has it
+        rate = inner_lr * 0.9**step  # as a scheduler has it
         for each in (optimizer, *(one for _, one in simulation.workers)):
             each.param_groups[0]["lr"] = rate
         _steps(model, optimizer, range(step, step + 1))
@@ -117,7 +126,7 @@ def test_a_group_is_one_worker(rule: str) -> None:
     if co2.size() % 2:
         return
     model, optimizer = _wrapped(_sgd, outer=rule, outer_frequency=3, nprocs_per_node=2)
-    simulation = _simulation(rule, _sgd, 0.1, co2.size() // 2)
+    simulation = _simulation(rule, _sgd, co2.size() // 2)
     for step in range(8):
         _steps(model, optimizer, range(step, step + 1))
         simulation.step(lambda m, worker, step=step: sum(_loss(m, 2 * worker + i, step) for i in (0, 1)) / 2)
@@ -161,11 +170,54 @@ def test_muon_may_be_the_inner_optimizer() -> None:
         return torch.optim.Muon([param for param in params if param.ndim == 2], lr=0.02)
 
     model, optimizer = _wrapped(muon, outer="diloco", outer_frequency=3)
-    simulation = Waiting("diloco", _model(), muon, co2.size(), inner_lr=0.02, frequency=3, lr=0.7, momentum=0.9)
+    simulation = Waiting("diloco", _model(), muon, co2.size(), frequency=3, lr=0.7, momentum=0.9)
     for step in range(7):
         _steps(model, optimizer, range(step, step + 1))
         simulation.step(lambda m, worker, step=step: _loss(m, worker, step))
     _same(model, simulation.workers[co2.rank()][0])
+
+
+CYCLIC = [0.1, 0.1, 0.1, 1e-4, 0.1, 0.1, 0.1, 0.1]
+
+
+def test_slowmos_learning_rate_is_the_mean_of_the_round_also_where_training_resumes_inside_it() -> None:
+    """In units of the last step's, 1e-4, a round would leave a momentum that is a thousand times too large for the next."""
+    model, optimizer = _wrapped(_sgd, outer="slowmo", outer_frequency=4)
+    simulation = Waiting("slowmo", _model(), _sgd, co2.size(), frequency=4, lr=1.0, momentum=0.5)
+    for step in range(24):
+        if step == 10:  # two steps into a round
+            saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+            model, optimizer = _wrapped(_sgd, outer="slowmo", outer_frequency=4)
+            optimizer.load_state_dict(saved[1])
+            model.load_state_dict(saved[0])
+        for each in (optimizer, *(one for _, one in simulation.workers)):
+            each.param_groups[0]["lr"] = CYCLIC[step % 8]
+        _steps(model, optimizer, range(step, step + 1))
+        simulation.step(lambda m, worker, step=step: _loss(m, worker, step))
+        _same(model, simulation.workers[co2.rank()][0])
+    assert all(value.abs().max() < 10 for value in model.parameters())
+
+
+def test_slowmo_keeps_what_was_learned_before_the_learning_rate_came_to_0() -> None:
+    """A round of a linear schedule that ends with it, and the next one, in which only a script's own write counts."""
+    model, optimizer = _wrapped(_sgd, outer="slowmo", outer_frequency=12)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=11)
+    before = [value.clone() for value in model.parameters()]
+    simulation = Waiting("localsgd", _model(), _sgd, co2.size(), frequency=12)
+    schedules = [torch.optim.lr_scheduler.LinearLR(one, 1.0, 0.0, total_iters=11) for _, one in simulation.workers]
+    for step in range(12):
+        _steps(model, optimizer, range(step, step + 1))
+        simulation.step(lambda m, worker, step=step: _loss(m, worker, step))
+        for each in (schedule, *schedules):
+            each.step()
+    assert optimizer.param_groups[0]["lr"] == 0
+    _same(model, simulation.workers[0][0])  # of a first round, SlowMo is the mean
+    assert not any(torch.equal(value, start) for value, start in zip(model.parameters(), before, strict=True))
+    with torch.no_grad():
+        model[0].weight += 1 + co2.rank()
+    wanted = model[0].weight.detach().mean() + (co2.size() - 1) / 2 - co2.rank()
+    _steps(model, optimizer, range(12, 24))
+    torch.testing.assert_close(model[0].weight.detach().mean(), wanted)
 
 
 @pytest.mark.parametrize("rule", list(RULES))
