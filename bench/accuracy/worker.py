@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -36,7 +37,8 @@ def main() -> None:
         ended.append(time.perf_counter() - begun)
     chosen.settle(optimizer)
     chosen.average(optimizer)
-    run = {"seed": seed, "loss": losses, "seconds": ended}
+    run: dict[str, Any] = {"seed": seed, "loss": [round(loss, 6) for loss in losses]}
+    run["seconds"] = [round(seconds, 3) for seconds in ended]
     if task.held_out is not None:
         bare.eval()
         with torch.no_grad():
