@@ -99,13 +99,13 @@ def test_a_method_is_written_with_its_options() -> None:
     assert parse_spec("dear:exclude_parts=reducescatter allgather")[1] == {"exclude_parts": "reducescatter allgather"}
     with pytest.raises(ValueError, match="holds 'fast'"):
         parse_spec("dear:fast")
-    assert method("ddp:bucket_mb=4").options == {"bucket_mb": 4, "view": False}
+    assert method("ddp:bucket_mb=4").options == {"bucket_mb": 4, "view": False, "powersgd": None}
 
 
 def test_unknown_methods_and_options_are_named() -> None:
     with pytest.raises(ValueError, match=r"one of dear, .* and is 'deer'"):
         method("deer")
-    with pytest.raises(ValueError, match="ddp does not know bucket; it knows bucket_mb, view"):
+    with pytest.raises(ValueError, match="ddp does not know bucket; it knows bucket_mb, view, powersgd"):
         method("ddp:bucket=4")
     with pytest.raises(ValueError, match=r"dear does not know treshold_mb; it knows .*; is threshold_mb meant\?"):
         method("dear:treshold_mb=3")
@@ -119,6 +119,7 @@ def test_unknown_methods_and_options_are_named() -> None:
         ("fsdp2:reshard=7", "reshard of fsdp2 should be True or False and is 7"),
         ("ddp:view=maybe", "view of ddp should be True or False and is 'maybe'"),
         ("ddp:bucket_mb=big", "bucket_mb of ddp should be a number of at least 0 and is 'big'"),
+        ("ddp:powersgd=2,bucket_mb=4", "powersgd has all gradients in one bucket: leave bucket_mb out"),
         ("ddp:view=0.5", "view of ddp should be True or False and is 0.5"),
         ("fsdp2:unit_layers=0", "unit_layers of fsdp2 should be a whole number of at least 1, or None, and is 0"),
         ("fsdp2:unit_layers=2.5", "unit_layers of fsdp2 should be a whole number of at least 1, or None, and is 2.5"),
