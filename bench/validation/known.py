@@ -35,6 +35,7 @@ __all__ = [
 
 Result = Mapping[str, Any]
 
+_CACHED = 16 * 2**20  # bytes of an operation
 ONE_BUCKET, EACH_LAYER = "dear:threshold_mb=4096", "dear:threshold_mb=0"
 SMALL = "narrow_mlp"  # its bytes are few, and its tensors many: what it costs is the number of these
 
@@ -92,14 +93,15 @@ def probe_of(cell: Settings) -> tuple[str, int, str]:
     return kind_of(cell)[0], cell.workers, narrowed(cell.network, cell.dilate)
 
 
-def link_of(probe: Mapping[str, Any], operation: str) -> Link:
-    """The link whose ring takes as long as was measured.
+def link_of(probe: Mapping[str, Any], operation: str, largest: int = _CACHED) -> Link:
+    """The link whose ring takes as long as was measured, for a model whose `largest` layer has so many bytes.
 
-    The largest operations tell what a byte takes: there a start is nothing. What a start takes is what the others leave,
-    with the least squares of their relative errors. (Fitted together, small operations would decide both: part of a start
-    passes while the one before is still on its way.)
+    Operations that are larger than that, and than what caches hold, do not count: they are slower. Of the others, the
+    largest tell what a byte takes: there a start is nothing. What a start takes is what is left, with the least squares of
+    relative errors. (Fitted together, small operations would decide both: part of a start passes while the one before is
+    still on its way.)
     """
-    samples = sorted(probe["samples"][operation])
+    samples = sorted((n, t) for n, t in probe["samples"][operation] if n <= max(largest, _CACHED))
     beta = samples[-1][1] / samples[-1][0]
     weights = [1 / seconds**2 for _, seconds in samples]
     alpha = sum((t - beta * n) * weight for (n, t), weight in zip(samples, weights, strict=True)) / sum(weights)

@@ -111,7 +111,9 @@ class Workshop:
         work = Workload(layers, costs)
         if not slept:
             work = replace(work, contention=known.contention(link, operation, os.cpu_count() or 1))
-        return simulate(cell.method, work, Network(cell.workers, known.link_of(link, operation))).step
+        return simulate(
+            cell.method, work, Network(cell.workers, known.link_of(link, operation, max(map(sum, sizes.values()))))
+        ).step
 
 
 def _sizes(model: str) -> dict[str, tuple[int, ...]]:

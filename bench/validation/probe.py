@@ -29,7 +29,7 @@ from overlap.transport.communicator import Communicator
 __all__ = ["METHODS", "measure"]
 
 METHODS = {"ours": "dear:threshold_mb=1", "gloo": "ddp"}  # whose launcher and environment a probe has, by its kind
-_SIZES = [4 * 2**10, 32 * 2**10, 256 * 2**10, 2**20, 4 * 2**20, 16 * 2**20]
+_SIZES = [2**power for power in (12, 15, 18, 20, 22, 24, 26, 28)]
 _STREAM = 0.3  # seconds that operations are sent without a pause: what links let through at once is little then
 _FEWEST, _MOST, _REPEATS = 2, 64, 3
 _BUDGET = 8.0  # seconds that a size may take; larger ones are left out, as links are slow

@@ -111,7 +111,7 @@ def test_a_probe_tells_the_link_that_would_take_as_long(operation: str, halves: 
     link = Link(1e-4, 1e-8)
     ring = Network(4, link)
     samples = [(n, halves * ring.half(n).seconds) for n in (2**12, 2**16, 2**20, 2**26)]
-    found = known.link_of({"workers": 4, "samples": {operation: samples}}, operation)
+    found = known.link_of({"workers": 4, "samples": {operation: samples}}, operation, 2**26)
     assert found.beta == pytest.approx(link.beta, rel=1e-3)
     assert found.alpha == pytest.approx(link.alpha, rel=0.01)
 
@@ -121,6 +121,14 @@ def test_starts_that_pass_behind_others_do_not_make_bytes_cheap() -> None:
     found = known.link_of({"workers": 2, "samples": {"half": samples}}, "half")
     assert found.beta == pytest.approx(2e-8)
     assert 0 < found.alpha < 1e-4
+
+
+def test_operations_that_caches_do_not_hold_count_for_layers_that_are_as_large() -> None:
+    mib = 2**20
+    samples = [(n, n * (1e-8 if n <= 16 * mib else 1.1e-8)) for n in (mib, 4 * mib, 16 * mib, 64 * mib, 256 * mib)]
+    probe = {"workers": 2, "samples": {"half": samples}}
+    assert known.link_of(probe, "half", 3 * mib).beta == pytest.approx(2e-8)
+    assert known.link_of(probe, "half", 100 * mib).beta == pytest.approx(2.2e-8)
 
 
 def test_cores_that_move_bytes_do_not_compute() -> None:
