@@ -33,7 +33,7 @@ OUTER = {
 }
 
 ASKS_FIRST = f"""
-import os, sys, torch
+import os, sys, time, torch
 import torch.distributed as dist
 told = [os.environ.get(name) for name in {NAMES}]
 rank = int(told[0])
@@ -57,6 +57,7 @@ if sys.argv[1] == "dear":
     assert [os.environ.get(name) for name in {NAMES}] == told
 dist.destroy_process_group()
 print("the end", flush=True)
+time.sleep(0.2)  # gloo's thread lets go of the last tensor a moment later, and aborts a process that ends meanwhile
 """
 
 
