@@ -44,9 +44,9 @@ def ranks_of(group: Any) -> Ranks:
     return Ranks(chosen)
 
 
-# gloo's threads let go of a tensor a moment after its broadcast is done. One that does so while Python ends aborts the
+# gloo's threads let go of a tensor a moment after its operation is done. One that does so while Python ends aborts the
 # process, so a script that ends right behind its last step() waits for them.
-_LET_GO_SECONDS = 0.05
+_LET_GO_SECONDS = 0.2
 
 
 class Ranks:
@@ -64,6 +64,7 @@ class Ranks:
         """Each of the numbers, reduced over the members in float64, on the device `near`, where the parameters are."""
         if self.size == 1:
             return list(values)
+        self._wait_at_exit()
         flat = torch.tensor(values, dtype=torch.float64, device=near)
         dist.all_reduce(flat, op, group=self.group)
         return flat.tolist()
@@ -71,16 +72,21 @@ class Ranks:
     def broadcast(self, values: torch.Tensor, root: int) -> Any:
         """Start to overwrite `values` with those of member `root`; returns what to ``wait()`` for."""
         assert self.group is not None, "a process alone has nothing to send"
+        self._wait_at_exit()
+        return dist.broadcast(values, dist.get_global_rank(self.group, root), group=self.group, async_op=True)
+
+    @staticmethod
+    def _wait_at_exit() -> None:
         if not Ranks._waits:
             Ranks._waits = True
             atexit.register(time.sleep, _LET_GO_SECONDS)
-        return dist.broadcast(values, dist.get_global_rank(self.group, root), group=self.group, async_op=True)
 
     def gather(self, value: Any, recipient: int, near: torch.device) -> list[Any] | None:
         """What each member gave, pickled on the way: on `recipient`, with -1 on all of them; None elsewhere."""
         if self.size == 1:
             return [value]
         assert self.group is not None, "there are others"
+        self._wait_at_exit()
         found: list[Any] | None = [None] * self.size if recipient in (-1, self.rank) else None
         with torch.cuda.device(near) if near.type == "cuda" else contextlib.nullcontext():  # NCCL sends from it
             if recipient == -1:
