@@ -37,7 +37,7 @@ def test_it_learns(name: str, launcher: str) -> None:
 @pytest.mark.skipif(importlib.util.find_spec("fairscale") is None, reason="needs fairscale")
 @pytest.mark.parametrize("name", ["fairscale_oss", "fairscale_sharded_ddp"])
 def test_fairscale_itself_has_the_same_losses(name: str, tmp_path: Path) -> None:
-    # gloo's threads let go of the last tensors a moment later, and abort a process that ends meanwhile; ours waits for them.
+    # gloo's threads let go of the last tensors a moment later, and abort a process that ends meanwhile. Ours waits.
     waits = "\nimport atexit, time\natexit.register(time.sleep, 0.5)\n"
     (tmp_path / "fairscale_job.py").write_text((ROOT / "examples" / "fairscale_job.py").read_text() + waits)
     theirs = tmp_path / f"{name}.py"
