@@ -272,7 +272,32 @@ def collectives(source: Source) -> str:
     return f"{where}{goodput}:\n\n{_table(head, cells)}"
 
 
-_ALL = (about, methods, against, pivot, ratio, peak, bars, search, curve, curves, collectives)
+def rings(source: Source) -> str:
+    """rings NAME …: large reduce-scatters and all-gathers of ``docs/results/collectives/NAME.json``, a line for each file.
+
+    What a ring reaches of the goodput of plain TCP, with the largest operation that was measured.
+    """
+    cells = []
+    for name in source.words:
+        found = json.loads((source.folder / "collectives" / f"{name}.json").read_text())
+        largest = max(row["bytes"] for row in found["rows"])
+        rows = {row["operation"]: row for row in found["rows"] if row["bytes"] == largest}
+        shares = [f"{1 / rows[one]['to_wire']:.2f}" for one in ("reduce_scatter", "all_gather")]
+        busy = max(row["cores_busy"] for row in rows.values())
+        goodput = f"{found['goodput'] * 8 / 1e9:.3g}"
+        cells.append([found["network"], str(found["connections"]), goodput, *shares, f"{busy:.0%}"])
+    head = [
+        "network",
+        "connections",
+        "plain TCP, Gbit/s",
+        "reduce-scatter, of that",
+        "all-gather, of that",
+        "cores busy",
+    ]
+    return _table(head, cells)
+
+
+_ALL = (about, methods, against, pivot, ratio, peak, bars, search, curve, curves, collectives, rings)
 VIEWS: Mapping[str, Callable[[Source], str]] = {view.__name__: view for view in _ALL}
 
 

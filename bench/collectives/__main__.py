@@ -1,8 +1,9 @@
 """``python -m bench.collectives``: every collective from 4 KB to 64 MB against torch.distributed/gloo and the wire.
 
 Ours and gloo's run in the same processes, in turn, on the same tensors. Times are medians of the slowest rank; CPU is
-that of all ranks' processes, per byte that crossed a link. Bus bandwidth is the bytes that cross each rank's link in each
-direction, divided by the time. Wire time is those bytes at the goodput of plain TCP, measured in the same run.
+that of all ranks' processes, per byte that crossed a link; cores are how busy all of the machine's were with ours. Bus
+bandwidth is the bytes that cross each rank's link in each direction, divided by the time. Wire time is those bytes at the
+goodput of plain TCP, measured in the same run.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from bench.collectives.operations import OPERATIONS
 from bench.collectives.rows import Row, row_of, table
 from bench.emulation.cluster import Cluster, ClusterError
 from bench.emulation.goodput import goodput
-from bench.program import ROOT, end_in_order
+from bench.program import ROOT, at_least, end_in_order
 from bench.train.launcher import local_command
+from bench.train.origin import today
 from bench.train.settings import Settings
 
 SIZES = [4 * 2**10, 16 * 2**10, 64 * 2**10, 256 * 2**10, 2**20, 4 * 2**20, 16 * 2**20, 64 * 2**20]
@@ -45,13 +47,15 @@ def run(arguments: argparse.Namespace) -> tuple[list[Row], float | None, str]:
         )
         argv = ["-m", "bench.collectives.worker", settings]
         env = {"DEAR_BENCH_STORE": str(Path(folder) / "store"), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        if arguments.connections > 1:
+            env["OMPI_MCA_btl_tcp_links"] = str(arguments.connections)
         wire = None
         if arguments.network == "local":
             command = local_command(arguments.launcher, Settings(workers=arguments.hosts), argv, [])
             subprocess.run(command, env={**os.environ, **env}, cwd=ROOT, timeout=arguments.timeout, check=True)
         else:
             with Cluster(arguments.hosts, arguments.network) as cluster:
-                wire = goodput(cluster) if arguments.hosts > 1 else None
+                wire = goodput(cluster, arguments.connections) if arguments.hosts > 1 else None
                 start = cluster.run_mpi if arguments.launcher == "mpi" else cluster.run_torch
                 start(argv, env=env, timeout=arguments.timeout)
         measured = json.loads(output.read_text())
@@ -66,6 +70,12 @@ def main() -> int:
         default="local",
         help="local, or a rate for the emulated cluster: 1gbit, 1gbit+20ms with a delay, …",
     )
+    parser.add_argument(
+        "--connections",
+        type=at_least(1),
+        default=1,
+        help="of TCP between two hosts, for Open MPI and for plain TCP (default 1)",
+    )
     parser.add_argument("--launcher", choices=["mpi", "torchrun"], default="mpi")
     parser.add_argument("--ops", nargs="+", choices=list(OPERATIONS), default=list(OPERATIONS), metavar="OP")
     parser.add_argument("--sizes", nargs="+", type=int, default=SIZES, metavar="BYTES", help="of the whole buffer")
@@ -76,6 +86,8 @@ def main() -> int:
         "--check-bars", action="store_true", help="exit with 1 unless every bar is met, and one was there"
     )
     arguments = parser.parse_args()
+    if arguments.connections > 1 and (arguments.network == "local" or arguments.launcher != "mpi"):
+        parser.error("--connections: several need --network and --launcher mpi; gloo has one")
     end_in_order()
     try:
         rows, wire, backend = run(arguments)
@@ -89,6 +101,7 @@ def main() -> int:
     print(table(rows))
     if arguments.json:
         about = {"hosts": arguments.hosts, "network": arguments.network, "backend": backend, "goodput": wire}
+        about |= {"connections": arguments.connections, "origin": today().to_dict()}
         arguments.json.write_text(json.dumps({**about, "rows": [asdict(row) for row in rows]}, indent=1))
     verdicts = judge(rows, arguments.hosts, backend)
     if arguments.check_bars:

@@ -25,6 +25,9 @@ class Row:
     to_wire: float | None
     cpu_to_gloo: float | None  # CPU per byte, ours to gloo's
     cpu_ns_per_byte: float
+    cores_busy: (
+        float | None
+    )  # of the machine while ours ran, 0 to 1: near 1 they are the limit, not the links
 
 
 def row_of(result: dict[str, Any], goodput_bytes: float | None) -> Row:
@@ -47,6 +50,7 @@ def row_of(result: dict[str, Any], goodput_bytes: float | None) -> Row:
         to_wire=middle / wire if wire else None,
         cpu_to_gloo=cpu["ours"] / cpu["gloo"] if gloo and cpu["gloo"] else None,
         cpu_ns_per_byte=1e9 * cpu["ours"] / (crossing * result["ranks"]) if crossing else 0.0,
+        cores_busy=result["cores_busy"],
     )
 
 
@@ -60,7 +64,7 @@ def _size(nbytes: int) -> str:
 def table(rows: list[Row]) -> str:
     """The rows as text, one block per operation."""
     head = f"{'operation':<15}{'size':>8}{'n':>5}{'ms':>10}{'quartiles':>19}{'MB/s':>8}{'gloo ms':>10}"
-    head += f"{'x gloo':>8}{'x wire':>8}{'CPU x gloo':>12}{'ns/byte':>9}"
+    head += f"{'x gloo':>8}{'x wire':>8}{'CPU x gloo':>12}{'ns/byte':>9}{'cores':>7}"
     lines = [head]
     for before, row in zip([None, *rows], rows, strict=False):
         if before is not None and before.operation != row.operation:
@@ -72,5 +76,6 @@ def table(rows: list[Row]) -> str:
         spread = f"{row.low_ms:.2f} - {row.high_ms:.2f}"
         line = f"{row.operation:<15}{_size(row.bytes):>8}{row.n:>5}{row.ms:>10.2f}{spread:>19}"
         line += f"{row.bus_mb_per_s:>8.1f}{cell(row.gloo_ms, 10)}{cell(row.to_gloo, 8)}{cell(row.to_wire, 8)}"
-        lines.append(line + f"{cell(row.cpu_to_gloo, 12)}{row.cpu_ns_per_byte:>9.2f}")
+        cores = f"{row.cores_busy:>7.0%}" if row.cores_busy is not None else f"{'n/a':>7}"
+        lines.append(line + f"{cell(row.cpu_to_gloo, 12)}{row.cpu_ns_per_byte:>9.2f}{cores}")
     return "\n".join(lines)

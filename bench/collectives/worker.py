@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from bench.collectives.operations import OPERATIONS, Call
+from bench.train.cores import busy_share, core_ticks
 from overlap.job import session
 from overlap.transport.communicator import Communicator, ReduceOp
 
@@ -71,9 +72,14 @@ def measure(
         calls["gloo"] = theirs
     count = _iterations(comm, list(calls.values()), iterations)
     samples: dict[str, list[tuple[float, float]]] = {who: [] for who in calls}
+    busy = {who: [0, 0] for who in calls}
     for number in range(count):
         for who in sorted(calls, reverse=bool(number % 2)):  # nobody always goes first
+            before = core_ticks()
             samples[who].append(_time(comm, calls[who]))
+            after = core_ticks()
+            if before is not None and after is not None:
+                busy[who] = [total + b - a for total, a, b in zip(busy[who], before, after, strict=True)]
     report(f"{name} {nbytes} bytes: {count} pairs")
     return {
         "operation": name,
@@ -81,6 +87,7 @@ def measure(
         "ranks": comm.size,
         "wire_share": OPERATIONS[name].wire(comm.size),
         "seconds": {who: [wall for wall, _ in values] for who, values in samples.items()},
+        "cores_busy": busy_share((0, 0), (busy["ours"][0], busy["ours"][1])),
         "cpu_seconds": {who: [cpu for _, cpu in values] for who, values in samples.items()},
     }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import selectors
 import socket
 import subprocess
 import sys
@@ -21,29 +22,31 @@ _BURST = 2**18  # what the buckets of both ends of a link let through at once
 _BLOCK = bytes(1 << 16)
 
 
-def goodput(cluster: Cluster) -> float:
+def goodput(cluster: Cluster, connections: int = 1) -> float:
     """Bytes per second of payload from host 0 to host 1, over 64 MB or five seconds, the first eighth not counted.
 
-    With a delay, TCP takes some round trips to become fast: five seconds, of whose bytes the second half counts.
+    With a delay, TCP takes some round trips to become fast: five seconds, of whose bytes the second half counts. Several
+    connections are summed, from senders that are a process each.
 
     Raises ``ClusterError`` where too little arrives to tell.
     """
     program = [sys.executable, "-m", "bench.emulation.goodput"]
-    receiver = cluster.enter(1, [*program, "receive"])
-    total = _NO_LIMIT if cluster.delay else TOTAL_BYTES
+    receiver = cluster.enter(1, [*program, "receive", str(connections)])
+    total = _NO_LIMIT if cluster.delay else TOTAL_BYTES // connections
     sender = cluster.enter(0, [*program, "send", cluster.address(1), str(total)])
     with subprocess.Popen(receiver, cwd=ROOT, stdout=subprocess.PIPE, text=True) as job:
+        senders = [subprocess.Popen(sender, cwd=ROOT) for _ in range(connections)]
         try:
-            subprocess.run(sender, cwd=ROOT, check=True, timeout=60)
-            text, _ = job.communicate(timeout=60)
-        except subprocess.CalledProcessError as error:
-            raise ClusterError(
-                f"measuring goodput at {cluster.rate}: the sender exited with {error.returncode}"
-            ) from None
+            failed = [code for each in senders if (code := each.wait(timeout=60))]
+            text, _ = job.communicate(timeout=60) if not failed else ("", None)
         except subprocess.TimeoutExpired:
             raise ClusterError(f"measuring goodput at {cluster.rate} did not end within 60 s") from None
         finally:
-            job.kill()
+            for each in (*senders, job):
+                each.kill()
+                each.wait()
+    if failed:
+        raise ClusterError(f"measuring goodput at {cluster.rate}: a sender exited with {failed[0]}")
     if job.returncode:
         raise ClusterError(f"measuring goodput at {cluster.rate}: the receiver exited with {job.returncode}")
     return rate(json.loads(text), 2 if cluster.delay else 8)
@@ -65,16 +68,24 @@ def rate(arrivals: Sequence[tuple[float, int]], parts: int = 8) -> float:
     return (total - skipped) / (arrivals[-1][0] - begun)
 
 
-def receive() -> None:
-    with socket.create_server(("", PORT)) as server:
+def receive(connections: int) -> None:
+    with socket.create_server(("", PORT)) as server, selectors.DefaultSelector() as selector:
         server.settimeout(30)
-        connection, _ = server.accept()
+        for _ in range(connections):
+            selector.register(server.accept()[0], selectors.EVENT_READ)
         arrivals, seen = [], 0
-        with connection:
-            deadline = time.perf_counter() + _PATIENCE_SECONDS
-            while (data := connection.recv(1 << 18)) and time.perf_counter() < deadline:
+        deadline = time.perf_counter() + _PATIENCE_SECONDS
+        while selector.get_map() and time.perf_counter() < deadline:
+            for key, _ in selector.select(timeout=1):
+                connection = key.fileobj
+                assert isinstance(connection, socket.socket)
+                data = connection.recv(1 << 18)
                 seen += len(data)
-                arrivals.append((time.perf_counter(), seen))
+                if data:
+                    arrivals.append((time.perf_counter(), seen))
+                else:
+                    selector.unregister(connection)
+                    connection.close()
     print(json.dumps(arrivals))
 
 
@@ -104,6 +115,6 @@ def wanted(seconds: float, sent: int) -> bool:
 
 if __name__ == "__main__":
     if sys.argv[1] == "receive":
-        receive()
+        receive(int(sys.argv[2]))
     else:
         send(sys.argv[2], int(sys.argv[3]))

@@ -14,18 +14,47 @@ from bench.methods.method import MakeOptimizer, Method, MethodUnavailable, Place
 
 __all__ = ["Horovod"]
 
+# One warm-up and 21 points of five samples each, which Horovod counts by the tensors that were reduced.
+_SEARCH_STEPS = 120
+_AUTOTUNE = {
+    "HOROVOD_AUTOTUNE": "1",
+    "HOROVOD_AUTOTUNE_WARMUP_SAMPLES": "1",
+    "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE": "1",
+    "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES": "20",
+    "HOROVOD_HIERARCHICAL_ALLREDUCE": "0",
+    "HOROVOD_HIERARCHICAL_ALLGATHER": "0",
+    "HOROVOD_TORUS_ALLREDUCE": "0",
+    "HOROVOD_CACHE_CAPACITY": "1024",
+}
+
 
 class Horovod(Method):
     """``fusion_mb`` sets HOROVOD_FUSION_THRESHOLD (its default: 128), ``cycle_ms`` HOROVOD_CYCLE_TIME (1).
 
     ``yield_when_idle``: Open MPI's ``mpi_yield_when_idle``, with which ranks that wait give up their cores instead of
     spinning. False: where there are more workers than cores; see :func:`bench.train.launcher.environment`.
+
+    ``autotune``: Horovod searches fusion threshold and cycle time while it trains (HOROVOD_AUTOTUNE). It takes its own 21
+    points, with five samples for each; a sample is one step here, of its ten, so that the search ends after some 110 steps.
+    What is no choice between hosts of one rank is fixed.
     """
 
     name = "horovod"
     launchers = ("mpi",)
     timeline_variable = "HOROVOD_TIMELINE"
-    defaults: ClassVar[Mapping[str, Any]] = {"fusion_mb": None, "cycle_ms": None, "yield_when_idle": False}
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "fusion_mb": None,
+        "cycle_ms": None,
+        "autotune": False,
+        "yield_when_idle": False,
+    }
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        super().__init__(options)
+        given = [name for name in ("fusion_mb", "cycle_ms") if self.options[name] is not None]
+        if self.options["autotune"] and given:
+            raise ValueError(f"autotune of horovod searches {' and '.join(given)}: leave one of them out")
+        self._to_search = _SEARCH_STEPS if self.options["autotune"] else 0
 
     @property
     def environment(self) -> dict[str, str]:
@@ -34,6 +63,8 @@ class Horovod(Method):
             environment["HOROVOD_FUSION_THRESHOLD"] = str(int(self.options["fusion_mb"] * 2**20))
         if self.options["cycle_ms"] is not None:
             environment["HOROVOD_CYCLE_TIME"] = str(self.options["cycle_ms"])
+        if self.options["autotune"]:
+            environment |= _AUTOTUNE
         if self.options["yield_when_idle"]:
             environment["OMPI_MCA_mpi_yield_when_idle"] = "1"
         return environment
@@ -53,6 +84,11 @@ class Horovod(Method):
         optimizer = build(model.parameters(), **arguments)
         # A tied parameter has one name here: Horovod refuses a second one.
         return model, self._hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+
+    def tuning(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Horovod does not say when its search is over: its steps are counted, as this is called before each."""
+        self._to_search -= self._to_search > 0
+        return self._to_search > 0
 
     def leave(self) -> None:
         self._hvd.shutdown()

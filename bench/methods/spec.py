@@ -16,7 +16,7 @@ _SEARCHED = frozenset(
         *("threshold_mb", "num_nearby_layers", "num_groups", "tune"),
         *("merge_below_kb", "profile_steps", "partition_mb", "credit_mb"),
         *("bucket_mb", "view", "reshard", "unit_layers"),
-        *("fusion_mb", "cycle_ms", "yield_when_idle"),
+        *("fusion_mb", "cycle_ms", "autotune", "yield_when_idle"),
     }
 )
 # Values that say what is so anyway.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -90,13 +91,14 @@ MODELS = {
         _of_pictures("inceptionv4", inceptionv4, small=96),
         *(_of_pictures(name, build, batch_size=32) for name, build in VGGS.items()),
         _of_pictures("alexnet", alexnet),
-        Workload(
-            "bert_base", "sen", lambda: language.bert(large=False), _masked_sentences, _own_loss, 64, 16, 64, 2e-5
+        *(
+            Workload(name, "sen", partial(language.bert, shape), _masked_sentences, _own_loss, 64, 16, size, 2e-5)
+            for name, shape, size in (("bert_small", "small", 64), ("bert_base", "base", 64), ("bert", "large", 32))
         ),
-        Workload("bert", "sen", lambda: language.bert(large=True), _masked_sentences, _own_loss, 64, 16, 32, 2e-5),
         Workload("gpt2", "sen", language.gpt2, _sentences, _own_loss, 128, 16, 8, 2e-5),
         Workload("mlp", "img", mlp.mlp, _vectors, _cross_entropy, mlp.WIDTH, mlp.WIDTH, 32),
         Workload("narrow_mlp", "img", mlp.narrow_mlp, _vectors, _cross_entropy, mlp.NARROW, mlp.NARROW, 32),
+        Workload("uneven_mlp", "img", mlp.uneven_mlp, _vectors, _cross_entropy, mlp.WIDTH, mlp.WIDTH, 32),
     )
 }
 

@@ -1,4 +1,7 @@
-"""BERT (Devlin et al., NAACL 2019) with both pretraining heads, and GPT-2 small: built by transformers, not downloaded."""
+"""BERT with both pretraining heads, and GPT-2 small: built by transformers, not downloaded.
+
+BERT-Base and -Large are those of Devlin et al. (NAACL 2019), BERT-Small is that of Turc et al. (arXiv 1908.08962).
+"""
 
 from __future__ import annotations
 
@@ -25,14 +28,21 @@ class Pretraining(nn.Module):
         return loss
 
 
-def bert(*, large: bool) -> nn.Module:
+_SHAPES = {"small": (4, 512, 8), "base": (12, 768, 12), "large": (24, 1024, 16)}  # layers, width, heads
+
+
+def bert(shape: str) -> nn.Module:
     """Ids and masked-word labels (N, words) and next-sentence labels (N,) to the sum of both losses."""
     from transformers import BertConfig, BertForPreTraining
 
-    shape: dict[str, Any] = {"num_hidden_layers": 12, "hidden_size": 768, "num_attention_heads": 12}
-    if large:
-        shape = {"num_hidden_layers": 24, "hidden_size": 1024, "num_attention_heads": 16}
-    config = BertConfig(vocab_size=VOCABULARY, intermediate_size=4 * shape["hidden_size"], **shape)
+    layers, width, heads = _SHAPES[shape]
+    config = BertConfig(
+        vocab_size=VOCABULARY,
+        num_hidden_layers=layers,
+        hidden_size=width,
+        num_attention_heads=heads,
+        intermediate_size=4 * width,
+    )
     return Pretraining(BertForPreTraining(config), ("input_ids", "labels", "next_sentence_label"))
 
 

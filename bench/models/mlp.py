@@ -1,10 +1,13 @@
-"""Perceptrons of equal layers in equal blocks: 25 M parameters in a hundred layers, or 1.7 M in four hundred."""
+"""Perceptrons of equal layers in equal blocks: 25 M parameters in a hundred layers, or 1.7 M in four hundred.
+
+And one like a VGG, whose parameters are mostly in one layer near the output.
+"""
 
 from __future__ import annotations
 
 from torch import nn
 
-__all__ = ["NARROW", "WIDTH", "mlp", "narrow_mlp"]
+__all__ = ["NARROW", "WIDTH", "mlp", "narrow_mlp", "uneven_mlp"]
 
 WIDTH, NARROW = 500, 64
 
@@ -17,6 +20,12 @@ def mlp() -> nn.Module:
 def narrow_mlp() -> nn.Module:
     """Vectors (N, 64) to scores (N, 64): 16 KB a layer, so that it is the starts of operations that cost."""
     return _perceptron(NARROW, blocks=20, layers=20)
+
+
+def uneven_mlp() -> nn.Module:
+    """Vectors (N, 500) to scores (N, 500): 28 layers of 1 MB, one of 70 MB, and two of 1 MB."""
+    large = [nn.Linear(WIDTH, 70 * WIDTH), nn.MaxPool1d(70)]
+    return nn.Sequential(_perceptron(WIDTH, blocks=4, layers=7), *large, _perceptron(WIDTH, blocks=1, layers=2))
 
 
 def _perceptron(width: int, *, blocks: int, layers: int) -> nn.Module:

@@ -122,8 +122,8 @@ def _results(folder: Path) -> Path:
     (folder / "a" / "reports.json").write_text(json.dumps({"runs": runs, "bars": verdicts}))
     (folder / "collectives").mkdir()
     row = {"operation": "all_gather", "bytes": 2**20, "n": 9, "ms": 4.0, "low_ms": 3.9, "high_ms": 4.2}
-    row |= {"to_wire": 0.9, "to_gloo": None, "cpu_to_gloo": 0.5}
-    about = {"hosts": 2, "network": "1gbit", "backend": "mpi", "goodput": 1.2e8}
+    row |= {"to_wire": 0.9, "to_gloo": None, "cpu_to_gloo": 0.5, "cores_busy": 0.25}
+    about = {"hosts": 2, "network": "1gbit", "backend": "mpi", "goodput": 1.2e8, "connections": 1}
     (folder / "accuracy").mkdir()
     ends = {"dear": ("abc", 2.0), "ddp": ("abc", 4.0), "ddp:bucket_mb=1": ("abc", 3.0)}
     tasks = {"good": ends, "mixed": {**ends, "ddp": ("def", 4.0)}, "dirty": {"dear": ("abc-dirty.1f", 2.0)}}
@@ -135,6 +135,8 @@ def _results(folder: Path) -> Path:
         (folder / "accuracy" / f"{task}.json").write_text(json.dumps(curves))
     small = {**row, "bytes": 2**10}
     (folder / "collectives" / "two.json").write_text(json.dumps({**about, "rows": [small, row]}))
+    ring = {**row, "operation": "reduce_scatter", "to_wire": 1.25, "cores_busy": 0.5}
+    (folder / "collectives" / "rings.json").write_text(json.dumps({**about, "rows": [small, row, ring]}))
     return folder
 
 
@@ -154,6 +156,7 @@ def _results(folder: Path) -> Path:
         ("curve good dear ddp", "0.67"),
         ("curves good", "| `dear` | 2.0 | 1.00 |\n| `ddp:bucket_mb=1` | 3.0 | 0.67 |\n| `ddp` | 4.0 | 0.50 |"),
         ("collectives two", "| all_gather | 1 MB | 9 | 4.00 | 3.90 – 4.20 | 0.90 |  | 0.50 |"),
+        ("rings rings", "| 1gbit | 1 | 0.96 | 0.80 | 1.11 | 50% |"),
     ],
 )
 def test_views(source: str, given: str, tmp_path: Path) -> None:

@@ -53,6 +53,12 @@ def test_goodput_of_a_slow_link() -> None:
         assert 4.0 < goodput(cluster) * 8 / 1e6 < 5.2
 
 
+@pytest.mark.needs_root
+def test_goodput_of_several_connections_is_that_of_the_link() -> None:
+    with Cluster(2, "200mbit") as cluster:
+        assert 150 < goodput(cluster, 3) * 8 / 1e6 < 205
+
+
 def arrivals(bytes_per_second: float, seconds: float, burst: int = 2**18) -> list[tuple[float, int]]:
     """What arrives over a link every 10 ms: at once what its buckets let through, then as much as it carries."""
     return [(n / 100, burst + int(bytes_per_second * n / 100)) for n in range(1, int(100 * seconds) + 1)]

@@ -19,6 +19,7 @@ def _row(operation: str = "all_gather", nbytes: int = 2**20, **figures: float | 
         "bus_mb_per_s": 100.0,
         "gloo_ms": 1.0,
         "cpu_ns_per_byte": 1.0,
+        "cores_busy": 0.5,
     }
     ratios = {"to_gloo": 1.0, "to_wire": 1.0, "cpu_to_gloo": 1.0}
     return Row(operation=operation, bytes=nbytes, **{**base, **ratios, **figures})  # type: ignore[arg-type]
@@ -49,6 +50,7 @@ def _measured(ours: list[float], gloo: list[float]) -> dict[str, Any]:
         "ranks": 2,
         "wire_share": 0.5,
         "seconds": {"ours": ours, "gloo": gloo},
+        "cores_busy": 0.5,
         "cpu_seconds": {"ours": [1.0] * len(ours), "gloo": [2.0] * len(gloo)},
     }
 

@@ -28,10 +28,12 @@ PUBLISHED = {
     "alexnet": (61_100_840, 16),
     # Six words more than the published 30,522: their vectors, and their biases in the head.
     "bert_base": (110_106_428 + 6 * 769, 206),
+    "bert_small": (29_058_876 + 6 * 513, 78),
     "bert": (336_226_108 + 6 * 1025, 398),
     "gpt2": (124_439_808, 148),
     "mlp": (25_050_000, 200),
     "narrow_mlp": (1_664_000, 800),
+    "uneven_mlp": (25_050_000, 62),
 }
 
 

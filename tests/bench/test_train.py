@@ -16,7 +16,7 @@ from torch import nn
 from bench.methods.fsdp import layers, units
 from bench.methods.method import tensor_bytes
 from bench.methods.registry import METHODS, method
-from bench.methods.spec import parse_spec
+from bench.methods.spec import family_of, parse_spec
 from bench.train import launcher
 from bench.train.launcher import LauncherError, first_host, local_command, narrowed, needed_bytes, pick
 from bench.train.settings import Settings, parse
@@ -94,6 +94,16 @@ def test_a_rank_of_somebodys_job_sets_what_its_method_reads(tmp_path: Path) -> N
     assert launcher.for_method(method("horovod:cycle_ms=20"), None) == {"HOROVOD_CYCLE_TIME": "20"}
 
 
+def test_horovods_own_search_is_waited_for() -> None:
+    searching, other = method("horovod:autotune=True,yield_when_idle=True"), method("horovod")
+    assert searching.environment["HOROVOD_AUTOTUNE"] == "1"
+    assert "HOROVOD_AUTOTUNE" not in other.environment
+    optimizer = torch.optim.SGD([torch.zeros(1)])
+    assert warm_up(3, lambda: searching.tuning(optimizer), lambda: None) == 120
+    assert warm_up(3, lambda: other.tuning(optimizer), lambda: None) == 3
+    assert family_of("horovod:autotune=True") == "horovod"
+
+
 def test_a_method_is_written_with_its_options() -> None:
     assert parse_spec("ddp:bucket_mb=4,view=True") == ("ddp", {"bucket_mb": 4, "view": True})
     assert parse_spec("dear:exclude_parts=reducescatter allgather")[1] == {"exclude_parts": "reducescatter allgather"}
@@ -124,6 +134,7 @@ def test_unknown_methods_and_options_are_named() -> None:
         ("fsdp2:unit_layers=0", "unit_layers of fsdp2 should be a whole number of at least 1, or None, and is 0"),
         ("fsdp2:unit_layers=2.5", "unit_layers of fsdp2 should be a whole number of at least 1, or None, and is 2.5"),
         ("horovod:yield_when_idle=2", "yield_when_idle of horovod should be True or False and is 2"),
+        ("horovod:autotune=True,cycle_ms=5", "autotune of horovod searches cycle_ms: leave one of them out"),
         ("horovod:cycle_ms=-1", "cycle_ms of horovod should be a number of at least 0 and is -1"),
     ],
 )
