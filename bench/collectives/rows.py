@@ -25,9 +25,7 @@ class Row:
     to_wire: float | None
     cpu_to_gloo: float | None  # CPU per byte, ours to gloo's
     cpu_ns_per_byte: float
-    cores_busy: (
-        float | None
-    )  # of the machine while ours ran, 0 to 1: near 1 they are the limit, not the links
+    cores_busy: float | None  # of the machine while ours ran, 0 to 1: near 1 they are the limit, not the links
 
 
 def row_of(result: dict[str, Any], goodput_bytes: float | None) -> Row:

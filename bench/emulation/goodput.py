@@ -35,7 +35,7 @@ def goodput(cluster: Cluster, connections: int = 1) -> float:
     total = _NO_LIMIT if cluster.delay else TOTAL_BYTES // connections
     sender = cluster.enter(0, [*program, "send", cluster.address(1), str(total)])
     with subprocess.Popen(receiver, cwd=ROOT, stdout=subprocess.PIPE, text=True) as job:
-        senders = [subprocess.Popen(sender, cwd=ROOT) for _ in range(connections)]
+        senders = [subprocess.Popen(sender, cwd=ROOT, text=True) for _ in range(connections)]
         try:
             failed = [code for each in senders if (code := each.wait(timeout=60))]
             text, _ = job.communicate(timeout=60) if not failed else ("", None)
