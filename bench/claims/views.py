@@ -13,12 +13,12 @@ import json
 import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from bench.accuracy.curve import apart
-from bench.methods.spec import family_of
+from bench.methods.spec import family_of, parse_spec
 from bench.program import ROOT
 from bench.sweep.report import bound_of, provenance
 from bench.sweep.summary import GROUP, Group, Row, group
@@ -133,6 +133,21 @@ def against(source: Source) -> str:
             cells.append([*_place(one), _ratio(one), *texts[0], *texts[1], f"{sides[0].median / sides[1].median:.2f}"])
     head = [*_PLACE, "wire/compute", mine, "s", "× L", other, "s", "× L", f"{mine} / {other}"]
     return _table(head, cells)
+
+
+def as_it_comes(source: Source) -> str:
+    """as_it_comes SWEEP …: `dear` without options, beside its fastest fixed setting and the fastest DDP."""
+    cells = []
+    for name in source.words:
+        for one in replace(source, words=(name,)).groups():
+            plain = [row for row in one.rows if row.method == "dear"]
+            fixed = [row for row in one.rows if parse_spec(row.method)[0] == "dear" and row.method != "dear"]
+            if plain and fixed and "ddp" in one.best:
+                sides = [min(fixed, key=lambda row: row.median), one.best["ddp"]]
+                texts = [[f"`{row.method}`{_mark(row)}", f"{plain[0].median / row.median:.2f}"] for row in sides]
+                mine = [f"{plain[0].median:.3f}{_mark(plain[0])}", _bounded(plain[0], one)]
+                cells.append([*_place(one), _ratio(one), *mine, *texts[0], *texts[1]])
+    return _table([*_PLACE, "wire/compute", "`dear`, s", "× L", "fixed", "`dear` / it", "DDP", "`dear` / it"], cells)
 
 
 def _fastest(one: Group, name: str) -> Row | None:
@@ -255,6 +270,15 @@ def curve(source: Source) -> str:
     return f"{mine / other:.2f}"
 
 
+def steps(source: Source) -> str:
+    """steps NAME METHOD: seconds of all steps of one method in ``docs/results/steps/NAME.json``."""
+    courses = json.loads((source.folder / "steps" / f"{source.words[0]}.json").read_text())["courses"]
+    found = [sum(course["seconds"]) for course in courses if course["method"] == source.words[1]]
+    if not found:
+        raise ValueError(f"{source.words[0]} has {', '.join(course['method'] for course in courses)}")
+    return f"{found[0]:.0f}"
+
+
 def collectives(source: Source) -> str:
     """collectives NAME: ``docs/results/collectives/NAME.json``, as ``bench.collectives --json`` writes it, from 1 MB on."""
     found = json.loads((source.folder / "collectives" / f"{source.words[0]}.json").read_text())
@@ -297,7 +321,22 @@ def rings(source: Source) -> str:
     return _table(head, cells)
 
 
-_ALL = (about, methods, against, pivot, ratio, peak, bars, search, curve, curves, collectives, rings)
+_ALL = (
+    about,
+    methods,
+    against,
+    pivot,
+    ratio,
+    peak,
+    bars,
+    search,
+    curve,
+    curves,
+    collectives,
+    rings,
+    as_it_comes,
+    steps,
+)
 VIEWS: Mapping[str, Callable[[Source], str]] = {view.__name__: view for view in _ALL}
 
 

@@ -120,6 +120,13 @@ def _results(folder: Path) -> Path:
     runs.append({**found, "warmup_steps": 40})
     verdicts = [{"met": met, "text": ""} for met in (True, True, False, None)]
     (folder / "a" / "reports.json").write_text(json.dumps({"runs": runs, "bars": verdicts}))
+    planned = {"none": 0.8, "dear": 1.0, "dear:threshold_mb=1": 1.2, "dear:threshold_mb=2,eager=True": 1.1, "ddp": 1.5}
+    two = [result_of(Settings(method=name, workers=2, **base), took, goodput=1e8) for name, took in planned.items()]
+    (folder / "b").mkdir()
+    (folder / "b" / "reports.json").write_text(json.dumps({"runs": two, "bars": []}))
+    (folder / "steps").mkdir()
+    courses = [{"method": name, "seconds": [2.0, took]} for name, took in (("dear", 1.0), ("ddp", 3.4))]
+    (folder / "steps" / "first.json").write_text(json.dumps({"courses": courses}))
     (folder / "collectives").mkdir()
     row = {"operation": "all_gather", "bytes": 2**20, "n": 9, "ms": 4.0, "low_ms": 3.9, "high_ms": 4.2}
     row |= {"to_wire": 0.9, "to_gloo": None, "cpu_to_gloo": 0.5, "cores_busy": 0.25}
@@ -152,6 +159,11 @@ def _results(folder: Path) -> Path:
         ("against a dear ddp", "| mlp@even:800 | 4 | 0.94 | `dear:threshold_mb=2` | 2.200 | 1.38 | `ddp`\\* | 3.000 |"),
         ("pivot a show=ms columns=none;dear;ddp", "| mlp@even:800 | 2 | 1.25 | 800 | 1100 | 1500 | `dear` |\n"),
         ("pivot a show=ms columns=ddp", "| 3000\\* | `ddp` |\n\n\\* with changes that were not committed."),
+        (
+            "as_it_comes b a",
+            "| mlp@even:800 | 2 | 1.25 | 1.000 | 1.00 | `dear:threshold_mb=2,eager=True` | 0.91 | `ddp` | 0.67 |",
+        ),
+        ("steps first ddp", "5"),
         ("search a", "`dear:tune=True` 40"),
         ("curve good dear ddp", "0.67"),
         ("curves good", "| `dear` | 2.0 | 1.00 |\n| `ddp:bucket_mb=1` | 3.0 | 0.67 |\n| `ddp` | 4.0 | 0.50 |"),
