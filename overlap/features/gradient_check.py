@@ -17,22 +17,21 @@ _SAMPLES = 8  # of each gradient
 
 
 class Samples:
-    """Of gradients that lie in one flat buffer, on the CPU."""
+    """Of gradients of type `dtype` that lie in one flat buffer on the CPU, which is not kept: it may go before this."""
 
-    def __init__(self, flat: torch.Tensor, starts: Sequence[int], numels: Sequence[int]) -> None:
-        self._flat = flat
+    def __init__(self, dtype: torch.dtype, starts: Sequence[int], numels: Sequence[int]) -> None:
         spread = torch.arange(_SAMPLES, device="cpu")
         last = torch.tensor([max(numel - 1, 0) for numel in numels], device="cpu")[:, None]
         self._places = (torch.tensor(starts, device="cpu")[:, None] + last * spread // (_SAMPLES - 1)).flatten()
-        self._kept = flat.new_empty(len(self._places))
+        self._kept = torch.empty(len(self._places), dtype=dtype, device="cpu")
 
-    def take(self) -> None:
-        """The gradients are sent as they are now."""
-        take_samples(self._kept, self._flat, self._places)
+    def take(self, flat: torch.Tensor) -> None:
+        """The gradients in `flat` are sent as they are now."""
+        take_samples(self._kept, flat, self._places)
 
-    def broken(self) -> int | None:
-        """Which gradient was changed since :meth:`take`, by its samples."""
-        changed = changed_sample(self._kept, self._flat, self._places)  # by its bits: a NaN is what it was
+    def broken(self, flat: torch.Tensor) -> int | None:
+        """Which gradient in `flat` was changed since :meth:`take`, by its samples."""
+        changed = changed_sample(self._kept, flat, self._places)  # by its bits: a NaN is what it was
         return None if changed is None else changed // _SAMPLES
 
 
@@ -60,12 +59,12 @@ class GradientCheck(Feature):
     def filled(self, bucket: Bucket) -> None:
         samples = self._samples.get(bucket)
         if samples is not None:
-            samples.take()
+            samples.take(bucket.gradients)
             self._taken.append(bucket)
 
     def verify(self) -> None:
         for bucket in self._taken:
-            broken = self._samples[bucket].broken()
+            broken = self._samples[bucket].broken(bucket.gradients)
             if broken is not None:
                 raise gradient_changed(bucket.slots[broken], "changed")
 
@@ -76,4 +75,4 @@ class GradientCheck(Feature):
 def _samples(bucket: Bucket) -> Samples:
     # A tensor without elements may start behind the last one; looking one earlier is harmless, it has no extent.
     starts = [min(offset, bucket.spec.padded_numel - 1) for offset in bucket.spec.offsets]
-    return Samples(bucket.gradients, starts, [slot.param.numel() for slot in bucket.slots])
+    return Samples(bucket.gradients.dtype, starts, [slot.param.numel() for slot in bucket.slots])

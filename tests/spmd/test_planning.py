@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import bytescheduler_adapter
 import dear
@@ -18,6 +19,7 @@ from overlap.optimizer import decision, planning
 from overlap.optimizer.planning import plan_by_itself
 from overlap.plan.choice import Choice, Job
 from overlap.plan.measurement import Sent, services
+from overlap.state.shard_state import ShardState
 from tests.spmd.listening import heard
 from tests.spmd.test_parity import check_while_it_trains
 from tests.spmd_plugin import SIZE
@@ -305,3 +307,29 @@ def test_a_rank_alone_and_what_cannot_be_measured() -> None:
         assert not optimizer.tuning
         with pytest.raises(RuntimeError, match="no rank has seen a forward"):
             optimizer.explain()
+
+
+def test_memory_of_the_buckets_before_is_gone_when_state_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a new plan would need gradients, or parameters, twice for a moment."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(6)))
+    wrapped = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    optimizer: Any = dear.DistributedOptimizer(wrapped, model, threshold_mb=0.004)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.full((4, 32), 1.0 + dear.rank())).square().mean().backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    buckets = list(optimizer._engine.order)
+    kept = [StorageWeakRef(one.untyped_storage()) for each in buckets for one in (each.gradients, each.parameters)]
+    del buckets
+    seen: list[bool] = []
+    move = ShardState.moved
+
+    def moved(self: ShardState, *others: Any) -> None:
+        seen.extend(each.expired() for each in kept)
+        move(self, *others)
+
+    monkeypatch.setattr(ShardState, "moved", moved)
+    optimizer.replan(optimizer.strategy.at({"threshold_mb": 0.012}))
+    assert len(seen) >= 8
+    assert all(seen)
