@@ -201,11 +201,21 @@ def pivot(source: Source) -> str:
 
 def ratio(source: Source) -> str:
     """ratio SWEEP MINE OTHER|L [SETTING=…]: the fastest settings' medians, or L; of several groups a range."""
-    mine, other = source.methods()
-    groups = [one for one in source.groups() if {mine, other} - {"L"} <= one.best.keys()]
-    _committed([one.best[name] for one in groups for name in {mine, other} - {"L"}])
-    below = [one.bound if other == "L" else one.best[other].median for one in groups]
-    return _range([one.best[mine].median / value for one, value in zip(groups, below, strict=True) if value], 2)
+    return _ratios(source, source.methods(), lambda one: one.best)
+
+
+def exactly(source: Source) -> str:
+    """exactly SWEEP MINE OTHER|L [SETTING=…]: as ratio, with the medians of exactly these settings."""
+    return _ratios(source, source.words[1:], lambda one: {row.method: row for row in one.rows})
+
+
+def _ratios(source: Source, sides: Sequence[str], rows_of: Callable[[Group], Mapping[str, Row]]) -> str:
+    mine, other = sides
+    found = [(one, rows_of(one)) for one in source.groups()]
+    there = [(one, rows) for one, rows in found if {mine, other} - {"L"} <= rows.keys()]
+    _committed([rows[name] for _, rows in there for name in {mine, other} - {"L"}])
+    below = [one.bound if other == "L" else rows[other].median for one, rows in there]
+    return _range([rows[mine].median / value for (_, rows), value in zip(there, below, strict=True) if value], 2)
 
 
 def peak(source: Source) -> str:

@@ -152,6 +152,8 @@ def _results(folder: Path) -> Path:
     [
         ("ratio a dear ddp workers=2", "0.73"),
         ("ratio a dear L", "1.10 – 1.38"),
+        ("exactly a dear:threshold_mb=1 ddp workers=2", "0.80"),
+        ("exactly a dear:threshold_mb=1 L workers=2", "1.20"),
         ("peak a dear", "1024"),
         ("bars a", "2 met, 1 missed, 1 not judged"),
         ("methods a workers=2", "| `dear:threshold_mb=2` | 1.100 | 1.045 – 1.155 | 3 | 1.10 |\n| `ddp` | 1.500 |"),
