@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from overlap.plan.early import spread
 from overlap.plan.simulation.events import Run
 from overlap.plan.simulation.network import Link, Medium, Network
 from overlap.plan.simulation.schedules import all_reduced, by_priority, decoupled, negotiated
-from overlap.plan.simulation.workload import Costs, Layer, Workload, fused, in_one_order, per_tensor
+from overlap.plan.simulation.workload import Bucket, Costs, Layer, Workload, fused, in_one_order, per_tensor
 
 __all__ = [
     "METHODS",
@@ -31,7 +31,8 @@ Method = Callable[[Workload, Network], Run]
 #: What planners begin with: MB of a bucket, and ByteScheduler's partitions and credit.
 SIZES_MB = (1.0, 2.0, 4.0, 8.0, 25.0, 64.0)
 PARTITIONS_MB = ((1.0, 2.0), (4.0, 8.0), (2.0, 4.0), (0.5, 1.0), (4.0, 16.0), (16.0, 64.0))
-_SIZE_STEPS = (0.5, 0.7, 1.4, 2.0)  # what they go on with
+_SIZE_STEPS = (0.5, 0.7, 1.4, 2.0)  # what they go on with, from the smallest size on: small models need small buckets
+_SMALLEST_MB = 0.25
 _SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2)  # of buckets that are all-reduced, up to the most that dear plans
 
 
@@ -43,16 +44,24 @@ def auto_threshold(work: Workload) -> float:
 
 def sizes_near(mb: float) -> list[float]:
     """Sizes of buckets, in MB, that a planner tries beside this one."""
-    return [mb * factor for factor in _SIZE_STEPS if SIZES_MB[0] <= mb * factor <= SIZES_MB[-1]]
+    return [mb * factor for factor in _SIZE_STEPS if _SMALLEST_MB <= mb * factor <= SIZES_MB[-1]]
 
 
 def planned(work: Workload, network: Medium) -> Run:
     """`dear` as it comes, which chooses by itself: the best size of buckets, and with that the best share all-reduced."""
-    runs = []
-    for size in SIZES_MB:
-        buckets = fused(work.layers, size * MB)
-        runs.append((decoupled(work, network, buckets), buckets))
-    best, buckets = min(runs, key=lambda one: one[0].step)
+    runs: dict[float, tuple[Run, list[Bucket]]] = {}
+
+    def look(sizes: Iterable[float]) -> float:
+        for size in sizes:
+            if size not in runs:
+                buckets = fused(work.layers, size * MB)
+                runs[size] = decoupled(work, network, buckets), buckets
+        return min(runs, key=lambda size: runs[size][0].step)
+
+    best_size = look(SIZES_MB)
+    while best_size != (better := look(sizes_near(best_size))):
+        best_size = better
+    best, buckets = runs[best_size]
     for share in _SHARES:
         last = len(buckets) - 1  # the first one that is reduced
         whole = [last - place for place in spread(len(buckets), round(share * len(buckets)))]

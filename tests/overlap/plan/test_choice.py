@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 
 import pytest
 
@@ -18,20 +19,20 @@ LAYERS, NUMEL = 96, 262144  # 1 MB each
 AUTO = frozenset({"threshold_mb", "all_reduced"})
 
 
-def job(compute: float, wire: float = 0.8, start: float = 5e-5, handling: float = 2e-4) -> Job:
+def job(compute: float, wire: float = 0.8, start: float = 5e-5, handling: float = 2e-4, numel: int = NUMEL) -> Job:
     """Equal layers on two ranks, a third of `compute` in forward."""
     each = compute / LAYERS / 3
-    layers = tuple(Layer(str(number), each, 2 * each, (4 * NUMEL,)) for number in range(LAYERS))
-    pace = wire / 2 / (LAYERS * 4 * NUMEL)
-    specs = [TensorSpec(NUMEL, 4)] * LAYERS
+    layers = tuple(Layer(str(number), each, 2 * each, (4 * numel,)) for number in range(LAYERS))
+    pace = wire / 2 / (LAYERS * 4 * numel)
+    specs = [TensorSpec(numel, 4)] * LAYERS
     places = {number: number for number in range(LAYERS)}
     return Job(Workload(layers, Costs(0.0, handling, 1e-10)), Fitted(2, start, pace, pace), specs, places)
 
 
-def preview(strategy: PlannedStrategy) -> Plan:
+def preview(strategy: PlannedStrategy, numel: int = NUMEL) -> Plan:
     order = tuple(range(LAYERS))
     facts = Facts(tuple((index,) for index in order), order[::-1], (1,) * LAYERS, frozenset(), frozenset())
-    return strategy.plan(facts, [TensorSpec(NUMEL, 4)] * LAYERS, [True] * LAYERS, 2)
+    return strategy.plan(facts, [TensorSpec(numel, 4)] * LAYERS, [True] * LAYERS, 2)
 
 
 def dear(threshold_mb: float = 3.0, all_reduced: float = 0.0, auto: frozenset[str] = AUTO) -> Dear:
@@ -60,6 +61,14 @@ def test_buckets_are_all_reduced_where_forward_is_too_short_and_backward_is_not(
 def test_a_start_that_costs_much_makes_larger_buckets() -> None:
     cheap, dear_one = (choose(dear(), preview, job(0.4, start=start)) for start in (1e-5, 2e-2))
     assert dear_one.setting["threshold_mb"] > 2 * cheap.setting["threshold_mb"]
+
+
+def test_a_small_model_gets_small_buckets() -> None:
+    """Of 6 MB on a slow network, a bucket of 1 MB is a sixth, which nothing hides at the ends."""
+    small = 16384
+    choice = choose(dear(1.0), partial(preview, numel=small), job(0.7, wire=0.56, numel=small))
+    assert choice.setting["threshold_mb"] < 1
+    assert choice.seconds < 0.95 * choice.before
 
 
 def test_it_takes_no_longer_than_a_step() -> None:
