@@ -33,6 +33,16 @@ own. With d[t] = x[t] - y[t], and w this rank's weight in the mean (one over the
 
     g[t] = w d[t] + (mean(d[t-1]) - w d[t-1])         then as diloco
 
+**streaming-diloco** (Douillard et al., arXiv 2501.18512, algorithm 2). DiLoCo by fragments of the model, each sent in its
+turn every H steps, and nobody waits: what it leads to counts tau steps later, mixed with what the rank has learned in
+these. Q is what travels, of which there is more in `co2.codec`: with it, e is what Q has left out so far, of this rank's
+progress, and r of the outer step. x and m are the same for all ranks, e is each rank's own. Of one fragment:
+
+    d = x - y;       q = Q(d + e);               e <- d + e - q          each rank, when it is sent
+    g = mean(q);     m <- beta m + g
+    s = r - alpha (g + beta m);                  r <- s - Q(s)           x <- x + Q(s)
+    y <- mixing y + (1 - mixing) x                                       each rank, tau steps later
+
 [Note: the staleness gap]
 What a[t-1] proposes was found from x[t-1] and is applied to x[t]. The paper divides it by a gap Lambda[t] between the two,
 whose formula we could not confirm; its authors' program divides by a constant that the user gives. Here the gap is that
@@ -66,6 +76,7 @@ __all__ = [
     "OuterRule",
     "Shared",
     "SlowMo",
+    "StreamingDiLoCo",
     "Timing",
     "eager_gradient",
     "nesterov",
@@ -79,6 +90,7 @@ class Timing(Enum):
     DELAYED = auto()  # nobody: the average counts a round later, for all ranks alike
     WAITED = auto()  # all ranks, for the average of the round that has just ended
     OWN = auto()  # nobody: a rank's own part counts at once, the others' a round later
+    OVERLAPPED = auto()  # nobody: the average of a fragment counts some steps later, for all ranks alike
 
 
 @dataclass(frozen=True)
@@ -229,6 +241,34 @@ class Eager(OuterRule):
     momentum: float = 0.9
 
 
+@dataclass(frozen=True)
+class StreamingDiLoCo(OuterRule):
+    """alpha and beta of the outer Nesterov, tau, the mixing factor, and the bits of an element that travels; the paper's.
+
+    `fragments` None: as many as `co2.fragments` finds. `bits` None: elements travel as they are.
+    """
+
+    name = "streaming-diloco"
+    timing = Timing.OVERLAPPED
+    lr: float = 0.4
+    momentum: float = 0.9
+    fragments: int | None = None
+    overlap_steps: int = 1
+    bits: int | None = 4
+    mixing: float = 0.5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.fragments is not None and self.fragments < 1:
+            raise ValueError(f"fragments should be a number of fragments, at least 1, and is {self.fragments}")
+        if self.overlap_steps < 0:
+            raise ValueError(f"overlap_steps should be a number of steps, at least 0, and is {self.overlap_steps}")
+        if self.bits not in (None, 8, 4):
+            raise ValueError(f"bits should be 8, 4 or None, for elements as they are, and is {self.bits}")
+        if not 0 <= self.mixing < 1:
+            raise ValueError(f"mixing should be at least 0 and below 1 and is {self.mixing}")
+
+
 def nesterov(
     x: torch.Tensor, gradient: torch.Tensor, momentum: torch.Tensor, lr: float, beta: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -245,9 +285,20 @@ def eager_gradient(
 
 
 #: By the name that users give.
-RULES: Mapping[str, type[OuterRule]] = {rule.name: rule for rule in (Co2Rule, LocalSgd, SlowMo, DiLoCo, Eager)}
+RULES: Mapping[str, type[OuterRule]] = {
+    rule.name: rule for rule in (Co2Rule, LocalSgd, SlowMo, DiLoCo, Eager, StreamingDiLoCo)
+}
 #: What users call the fields of rules.
-_WORDS = {"outer_lr": "lr", "outer_momentum": "momentum", "outer_clip": "clip", "gap_penalty": "gap_penalty"}
+_WORDS = {
+    "outer_lr": "lr",
+    "outer_momentum": "momentum",
+    "outer_clip": "clip",
+    "gap_penalty": "gap_penalty",
+    "fragments": "fragments",
+    "overlap_steps": "overlap_steps",
+    "bits": "bits",
+    "mixing": "mixing",
+}
 
 
 def outer_rule(name: str, given: Mapping[str, Any]) -> OuterRule:
