@@ -14,6 +14,7 @@ from co2.join import JoinRefusal
 from co2.lifetime import Ownership, Shutdown
 from co2.pace import ENOUGH, explained
 from co2.rounds import Rounds
+from co2.rounds_of_rules import rounds_of, schedule_of
 from co2.schedule import Schedule
 from overlap.core.bucket import Slot
 from overlap.features.join import joined_ranks_of
@@ -35,7 +36,10 @@ from overlap.transport.objects import allgather_object
 __all__ = ["Co2", "Co2Optimizer", "DistributedOptimizer"]
 
 _FUSION_BYTES = 25 * 2**20
-_RULES_OPTIONS = ("outer_lr", "outer_momentum", "outer_clip", "gap_penalty")
+_RULES_OPTIONS = (
+    *("outer_lr", "outer_momentum", "outer_clip", "gap_penalty"),
+    *("fragments", "overlap_steps", "bits", "mixing"),
+)
 
 
 class Co2(Strategy):
@@ -97,21 +101,21 @@ class Co2Optimizer(Shell):
         refusal = JoinRefusal(
             joined_ranks_of(session), f"{topic}/outer", range(session.comm.size), self._engine.participants.ranks
         )
-        self._rounds = Rounds(
+        self._rounds = rounds_of(
+            rule,
+            schedule,
+            len(self._engine.participants.ranks) / session.comm.size,
             self._everyone,
             self._engine.slots,
-            schedule,
-            rule,
             refusal,
             session.peer_queries,
-            len(self._engine.participants.ranks) / session.comm.size,
             partial(_rates, optimizer, self._engine.slots),
         )
         _enroll(session, self._rounds, topic)
 
     @property
     def local_steps(self) -> int:
-        """Steps since the current round began."""
+        """Steps since the current round began, or since a fragment was sent."""
         return self._rounds.in_round
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -149,7 +153,8 @@ class Co2Optimizer(Shell):
             broadcast_tensors(self._everyone, list(self._model.buffers()), 0)
 
     def explain(self) -> str:
-        """Whether a round hides the exchange of parameters, as this rank has measured both in its last rounds.
+        """Whether a round hides the exchange of parameters, as this rank has measured both in its last rounds; with
+        ``outer="streaming-diloco"``, whether `overlap_steps` hide that of a fragment.
 
         On any rank. Raises ``RuntimeError`` before three rounds have arrived, and under an outer rule that waits.
         """
@@ -162,8 +167,9 @@ class Co2Optimizer(Shell):
             raise RuntimeError(
                 f"there is nothing to explain yet: of {ENOUGH} rounds, {rounds.pace.rounds} are measured"
             )
-        nbytes = sum(part.whole.nbytes for part in rounds.parts)
-        return explained(self._everyone.size, rounds.schedule.frequency, rounds.pace.step, rounds.pace.exchange, nbytes)
+        steps, option = rounds.schedule.hiding
+        pace, nbytes = rounds.pace, rounds.exchanged_bytes
+        return explained(self._everyone.size, steps, pace.step, pace.exchange, nbytes, option)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters: they take rank 0's values, and take part from the next step on. On every rank."""
@@ -175,7 +181,7 @@ class Co2Optimizer(Shell):
         """Plain torch format; of the user's optimizer, this rank's state. On any subset of ranks, at any time.
 
         ``["co2"]`` beside it holds the outer state of all ranks, for which it waits until every rank has begun the round;
-        with ``outer="eager"`` this rank's own.
+        with ``outer="eager"`` this rank's own, and with ``"streaming-diloco"`` its own remainder of what has travelled.
         """
         state = super().state_dict()
         state["co2"] = self.outer_state_dict()
@@ -184,7 +190,8 @@ class Co2Optimizer(Shell):
     @torch.inference_mode(False)
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of any world size, on every rank; its ``["co2"]`` with it, which is the same on all ranks (with
-        ``outer="eager"`` as its own, or rank 0's for all). Raises ``ValueError`` for that of another outer rule.
+        ``outer="eager"`` and ``"streaming-diloco"`` as its own, or rank 0's for all). Raises ``ValueError`` for that of
+        another outer rule, or of other fragments.
 
         Without that, a first round begins at the next step, with the parameters that the model has then. Where every rank
         saved its own model and optimizer, and loads them, training goes on bit for bit; from rank 0's alone, all go on
@@ -281,6 +288,10 @@ def DistributedOptimizer(
     outer_momentum: float | Literal["auto"] = "auto",
     outer_clip: float | Literal["auto"] | None = "auto",
     gap_penalty: bool | float | Literal["auto"] = "auto",
+    fragments: int | Literal["auto"] = "auto",
+    overlap_steps: int | Literal["auto"] = "auto",
+    bits: int | Literal["auto"] | None = "auto",
+    mixing: float | Literal["auto"] = "auto",
     warmup_steps: int = 0,
     nprocs_per_node: int | None = None,
     broadcast_buffers: bool = True,
@@ -305,14 +316,23 @@ def DistributedOptimizer(
         outer: the rule by which averages count, of `co2.equations`, which has the sources. Nobody waits with ``"co2"``,
             whose averages count a round late, and with ``"eager"`` (DiLoCo, where a rank's own part counts at once and that
             of others a round late). At the end of a round all ranks wait for each other with ``"localsgd"`` (plain
-            averaging), ``"slowmo"`` (slow momentum) and ``"diloco"`` (Nesterov's momentum).
-        outer_frequency: local steps in a round (CO2's tau, DiLoCo's H). Where nobody waits, as many as hide one
+            averaging), ``"slowmo"`` (slow momentum) and ``"diloco"`` (Nesterov's momentum). ``"streaming-diloco"`` is
+            DiLoCo by fragments of the model in turn, each on its way under some of the steps that follow.
+        outer_frequency: local steps in a round (CO2's tau, DiLoCo's H), in which each fragment is sent once. Where nobody waits, as many as hide one
             reduce-scatter and one all-gather of all parameters. CO2's paper tries 1 to 48, DiLoCo's 50 to 2,000.
         outer_lr, outer_momentum, outer_clip: alpha, beta and phi (None: no clipping) of the rule. ``"auto"``: 1, 0.2 and 1
-            with ``"co2"``; 1 and 0.5 with ``"slowmo"``; 0.7 and 0.9 with ``"diloco"``; 0.4 and 0.9 with ``"eager"``. An
-            option that the rule does not know raises ``ValueError``.
+            with ``"co2"``; 1 and 0.5 with ``"slowmo"``; 0.7 and 0.9 with ``"diloco"``; 0.4 and 0.9 with ``"eager"`` and
+            ``"streaming-diloco"``. An option that the rule does not know raises ``ValueError``.
         gap_penalty: of ``"co2"``. True, which is ``"auto"``, divides what an average proposes by the measured staleness
             gap, 1 to 2; a number divides by that; False by nothing.
+        fragments: this, and the next three, of ``"streaming-diloco"``, with the paper's values as ``"auto"``. How many
+            fragments there are, at most `outer_frequency`. ``"auto"``: of 3 layers each, as long as `overlap_steps` fit
+            between two.
+        overlap_steps: tau, the steps between sending a fragment and applying what came of it; at most as many as there are
+            between two fragments. ``"auto"``: 1. 0 waits.
+        bits: of an element that travels, 8 or 4 with a scale per 128; None: parameters' outer state as it is. ``"auto"``: 4.
+            What is left out is kept and sent with the next turn.
+        mixing: how much of a rank's own values stays where a fragment is applied; at least 0, below 1. ``"auto"``: 0.5.
         warmup_steps: the first steps are each followed by an average that is waited for. With SGD, that is synchronous
             training.
         nprocs_per_node: ranks in a block that averages gradients in every step, so that its parameters are the same. None:
@@ -325,12 +345,13 @@ def DistributedOptimizer(
     given = dict(locals())
     arguments = SharedArguments.of(given)
     agree_on_strategy("co2")
+    rule = outer_rule(outer, {word: given[word] for word in _RULES_OPTIONS})
     return Co2Optimizer(
         optimizer,
         named_parameters,
         arguments,
-        Schedule(outer_frequency, warmup_steps),
-        outer_rule(outer, {word: given[word] for word in _RULES_OPTIONS}),
+        schedule_of(rule, outer_frequency, warmup_steps),
+        rule,
         nprocs_per_node,
         broadcast_buffers,
     )

@@ -49,13 +49,15 @@ def hiding(step: float, exchange: float) -> int:
     return max(1, math.ceil(exchange / step)) if step > 0 else 1
 
 
-def explained(ranks: int, frequency: int, step: float, exchange: float, nbytes: int) -> str:
-    """Whether rounds of `frequency` steps hide the exchange of `nbytes`, as one rank has measured it (pure)."""
+def explained(
+    ranks: int, steps: int, step: float, exchange: float, nbytes: int, option: str = "outer_frequency"
+) -> str:
+    """Whether so many `steps`, which users call `option`, hide the exchange of `nbytes`, as one rank has measured it (pure)."""
     needed = hiding(step, exchange)
-    if frequency >= needed:
-        hidden = f"yes: {frequency} steps take {1e3 * frequency * step:,.4g} ms, and {needed} would do"
+    if steps >= needed:
+        hidden = f"yes: {steps} steps take {1e3 * steps * step:,.4g} ms, and {needed} would do"
     else:
-        hidden = f"no: {frequency} steps take {1e3 * frequency * step:,.4g} ms; outer_frequency={needed} hides it"
+        hidden = f"no: {steps} steps take {1e3 * steps * step:,.4g} ms; {option}={needed} hides it"
     lines = {
         "step": f"{1e3 * step:,.4g} ms",
         "exchange": f"{1e3 * exchange:,.4g} ms: a reduce-scatter and an all-gather of {nbytes / 2**20:,.4g} MB",

@@ -38,8 +38,7 @@ import torch
 
 from co2.averaged_parameters import AveragedParameters, Batch
 from co2.communication import RoundCommunication, RoundThread
-from co2.eager_part import EagerPart
-from co2.equations import Eager, OuterRule, Shared
+from co2.equations import OuterRule, Shared
 from co2.inner_rates import InnerRates
 from co2.join import JoinRefusal
 from co2.lateness import Lateness
@@ -84,21 +83,21 @@ class Rounds:
         slots: list[Slot],
         schedule: Schedule,
         rule: OuterRule,
+        make_part: Callable[..., Part],
         refusal: JoinRefusal,
         peer_queries: PeerQueries,
-        weight: float,
         inner_rates: Callable[[], Mapping[int, float]],
     ) -> None:
-        """`weight`: of this rank in a mean, with those of its group. `inner_rates`: learning rates now, by slot."""
+        """`inner_rates`: learning rates now, by slot."""
         self._comm, self._slots, self.schedule, self.rule = comm, slots, schedule, rule
-        self._make_part, self._inner_rates = _part_of(rule, weight), InnerRates(inner_rates)
+        self._make_part, self._inner_rates = make_part, InnerRates(inner_rates)
         self.refusal, self._peer_queries = refusal, peer_queries
         self._changed = threading.Lock()  # around changes of what the others may ask for
         self._communication = RoundCommunication(comm, rule, self._changed, self._met)
         self._query = ShareQuery(peer_queries, refusal.topic, [rank for rank in range(comm.size) if rank != comm.rank])
         self._before_load: tuple[int, Shares] | None = None  # [Note: who has loaded by when], after so many events
         self.pace = self._communication.pace
-        self._lateness = Lateness(comm.rank, schedule.frequency, schedule.option)
+        self._lateness = Lateness(comm.rank, *schedule.hiding)
         self._thread: RoundThread | None = None
         self._phase = _Phase.TRAINING
         self._sent, self._last_sent = 0, Event.NOTHING  # in all, whatever is loaded meanwhile
@@ -135,11 +134,21 @@ class Rounds:
         self._averaged.train(trained)
 
     def _take_in(self, batch: Batch) -> list[Part]:
-        slots = [self._slots[index] for index in batch]
-        parts = make_parts(slots, self._comm.rank, self._comm.size, self._make_part)
+        parts = []
+        for together in self._together(batch):
+            slots = [self._slots[index] for index in together]
+            parts += make_parts(slots, self._comm.rank, self._comm.size, self._make_part)
         self.parts += parts
         self._averaged.take_in(batch)
         return parts
+
+    def _together(self, batch: Batch) -> list[Batch]:
+        """Slots of `batch` that rounds concern together."""
+        return [batch]
+
+    def _due(self) -> Event:
+        """What follows the step just made."""
+        return self.schedule.after(self.steps, self.in_round)
 
     def stepped(self) -> None:
         """After every step, also one that was skipped for its infinities: what the schedule says.
@@ -154,7 +163,7 @@ class Rounds:
         self.steps, self.in_round = self.steps + 1, self.in_round + 1
         if self.rule.needs_inner_lr:
             self._inner_rates.stepped()
-        event = self.schedule.after(self.steps, self.in_round)
+        event = self._due()
         if event is Event.ROUND:
             self.pace.stepped((time.perf_counter() - self._since) / self.in_round)
         if event is not Event.NOTHING:
@@ -175,7 +184,8 @@ class Rounds:
         self._sent, self._last_sent, self._rested = self._sent + 1, event, idle
 
     def _close(self, event: Event, idle: frozenset[int]) -> None:
-        self._averaged.close(event, idle)
+        parts = self._concerned() if event is Event.ROUND else self.parts
+        self._averaged.close(event, idle, frozenset(slot.index for part in parts for slot in part.slots))
         self._last = event
         self.events, self.in_round = self.events + 1, 0
         self.refusal.events = self.events
@@ -187,13 +197,23 @@ class Rounds:
 
     # - A round
 
+    def _concerned(self) -> list[Part]:
+        """The parts of the current round."""
+        return list(self.parts)
+
+    @property
+    def exchanged_bytes(self) -> int:
+        """How many a reduce-scatter and an all-gather of a round carry, each."""
+        return sum(part.exchanged_bytes for part in self.parts)
+
     def _turn(self, idle: frozenset[int]) -> None:
         kept, trained = self._averaged.kept(idle), self._averaged.travelling(idle)
+        parts = self._concerned()
+        sent = [part for part in parts if not part.rests(idle)]
         with self._changed:
-            for part in self.parts:
+            for part in parts:
                 part.turn(idle, kept)
             self._close(Event.ROUND, idle)
-        parts, sent = list(self.parts), [part for part in self.parts if not part.rests(idle)]
         work = partial(self._communication.carry, parts, sent, idle, trained)
         self._send(RoundThread(self.events - 1, work), Event.ROUND, idle)
 
@@ -327,13 +347,15 @@ class Rounds:
     def _shares(self, *, passed: bool) -> Shares:
         return {index: value for part in self.parts for index, value in part.share(passed=passed).items()}
 
+    _COUNTERS: tuple[str, ...] = ("steps", "in_round", "events")  # of a checkpoint
+
     def collect(self) -> dict[str, Any]:
         """The outer state of all ranks, as a checkpoint has it. On any subset of ranks."""
         self.arrive()
         shares = self._query.ask(self.events) if any(part.moved_on for part in self.parts) else []
         with self._changed:
             outer = assemble(self.parts, [self._shares(passed=False), *shares])
-        counters = {name: getattr(self, name) for name in ("steps", "in_round", "events")}
+        counters = {name: getattr(self, name) for name in self._COUNTERS}
         counters |= {"longest": self._communication.longest, "outer": self.rule.name}
         return {"parameters": outer, **counters, **self._averaged.state(), **self._inner_rates.state()}
 
@@ -360,7 +382,8 @@ class Rounds:
                     part.load(outer)
             self._averaged.load(section)
             self._inner_rates.load(section)
-            self.steps, self.in_round, self.events = (section[name] for name in ("steps", "in_round", "events"))
+            for name in self._COUNTERS:
+                setattr(self, name, section[name])
             self.refusal.events = self.events
             self._communication.longest = section["longest"]
 
@@ -377,10 +400,3 @@ class Rounds:
             self._thread.end()
         self._thread, self.parts = None, []
         self._peer_queries.off(self.refusal.topic)
-
-
-def _part_of(rule: OuterRule, weight: float) -> Callable[..., Part]:
-    if isinstance(rule, Eager):
-        return partial(EagerPart, rule, weight)
-    assert isinstance(rule, Shared), "there is no other kind"
-    return partial(Part, rule)
