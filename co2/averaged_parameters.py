@@ -110,7 +110,7 @@ class AveragedParameters:
         return {
             "batches": [list(batch) for batch in self.batches],
             "active": sorted(self._active),
-            "coming": sorted(self._coming - self._overwritten()),
+            "coming": sorted(self.arriving),
         }
 
     def load(self, section: dict[str, Any]) -> None:

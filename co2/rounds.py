@@ -77,6 +77,8 @@ class _Phase(Enum):
 class Rounds:
     """The outer half of one optimizer over `slots`, a list that may grow. `comm` carries nothing else."""
 
+    _COUNTERS: tuple[str, ...] = ("steps", "in_round", "events")  # in a checkpoint
+
     def __init__(
         self,
         comm: Communicator,
@@ -134,10 +136,9 @@ class Rounds:
         self._averaged.train(trained)
 
     def _take_in(self, batch: Batch) -> list[Part]:
-        parts = []
-        for together in self._together(batch):
-            slots = [self._slots[index] for index in together]
-            parts += make_parts(slots, self._comm.rank, self._comm.size, self._make_part)
+        divided = [[self._slots[index] for index in together] for together in self._together(batch)]
+        rank, size = self._comm.rank, self._comm.size
+        parts = [part for slots in divided for part in make_parts(slots, rank, size, self._make_part)]
         self.parts += parts
         self._averaged.take_in(batch)
         return parts
@@ -347,8 +348,6 @@ class Rounds:
     def _shares(self, *, passed: bool) -> Shares:
         return {index: value for part in self.parts for index, value in part.share(passed=passed).items()}
 
-    _COUNTERS: tuple[str, ...] = ("steps", "in_round", "events")  # of a checkpoint
-
     def collect(self) -> dict[str, Any]:
         """The outer state of all ranks, as a checkpoint has it. On any subset of ranks."""
         self.arrive()
@@ -382,8 +381,7 @@ class Rounds:
                     part.load(outer)
             self._averaged.load(section)
             self._inner_rates.load(section)
-            for name in self._COUNTERS:
-                setattr(self, name, section[name])
+            vars(self).update({name: section[name] for name in self._COUNTERS})
             self.refusal.events = self.events
             self._communication.longest = section["longest"]
 
