@@ -52,7 +52,7 @@ def hiding(step: float, exchange: float) -> int:
 def explained(
     ranks: int, steps: int, step: float, exchange: float, nbytes: int, option: str = "outer_frequency"
 ) -> str:
-    """Whether so many `steps`, which users call `option`, hide the exchange of `nbytes`, as one rank has measured it (pure)."""
+    """Whether so many `steps`, called `option`, hide the exchange of `nbytes`, as one rank has measured it (pure)."""
     needed = hiding(step, exchange)
     if steps >= needed:
         hidden = f"yes: {steps} steps take {1e3 * steps * step:,.4g} ms, and {needed} would do"

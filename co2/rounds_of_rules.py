@@ -25,9 +25,7 @@ def schedule_of(rule: OuterRule, frequency: int, warmup: int) -> Schedule:
     return StreamingSchedule(frequency, warmup, fragments=rule.fragments or 1, overlap=rule.overlap_steps)
 
 
-def rounds_of(
-    rule: OuterRule, schedule: Schedule, weight: float, comm: Any, slots: Any, *others: Any
-) -> Rounds:
+def rounds_of(rule: OuterRule, schedule: Schedule, weight: float, comm: Any, slots: Any, *others: Any) -> Rounds:
     """`weight`: of this rank in a mean, with those of its group. The others are as :class:`Rounds` takes them."""
     kind: Callable[..., Rounds] = StreamingRounds if isinstance(rule, StreamingDiLoCo) else Rounds
     return kind(comm, slots, schedule, rule, _part_of(rule, weight), *others)

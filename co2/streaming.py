@@ -24,12 +24,12 @@ the shards of all ranks, x, and this rank's own remainder; `turns` and `pending`
 its own and loads it, training goes on bit for bit, from anywhere between two steps; also while a fragment is on its way,
 as saving waits for it, and what is applied later is x. From rank 0's alone, all ranks take rank 0's remainder over.
 
-**average_parameters()** applies what is pending, and then all parameters become their mean, in full precision; that is
-x, and the turns begin anew with fragment 0. Momentum and remainders stay. Frozen parameters are averaged as well, since mixing
-leaves ranks with values of their own. **warmup_steps** are such averages. **finish()** waits for a turn on its way, or sends
-the one that other ranks have sent; parameters stay as they are, so what is pending is not applied. **join()**: a turn needs
-every rank, as every average; who goes on to send one, or to apply one that a joined rank has not sent, raises, and so does
-that rank. What was refused is made up for after the next step.
+**average_parameters()** applies what is pending, and then all parameters become their mean, in full precision; that
+is x, and the turns begin anew with fragment 0. Momentum and remainders stay. Frozen parameters are averaged as well, since
+mixing leaves ranks with values of their own. **warmup_steps** are such averages. **finish()** waits for a turn on its way,
+or sends the one that other ranks have sent; parameters stay as they are, so what is pending is not applied. **join()**: a
+turn needs every rank, as every average; who goes on to send one, or to apply one that a joined rank has not sent, raises,
+and so does that rank. What was refused is made up for after the next step.
 
 **A frozen parameter** takes over what was on its way when it was frozen; at the next turn of its fragment it sends nothing
 more, and stays. What a script writes to it stays, too, and counts as progress once it is trained again.

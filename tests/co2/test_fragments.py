@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -52,7 +53,7 @@ def test_each_fragment_is_sent_once_a_round_and_applied_before_the_next_is_sent(
     sent = [schedule.sent_after(turn) for turn in turns]
     for fragment in range(fragments):
         steps = [step for turn, step in zip(turns, sent, strict=True) if schedule.fragment(turn) == fragment]
-        assert [later - step for step, later in zip(steps, steps[1:], strict=False)] == [frequency] * 2
+        assert [later - step for step, later in itertools.pairwise(steps)] == [frequency] * 2
     assert sent[fragments - 1] == frequency
     assert all(schedule.applied_after(turn) <= sent[turn + 1] for turn in turns[:-1])
     seen, in_round, turn = [], 0, 0
@@ -75,7 +76,9 @@ def test_what_does_not_fit_is_refused() -> None:
     assert schedule_of(rule, 12, 0) == StreamingSchedule(12, fragments=4, overlap=3)
     with pytest.raises(ValueError, match=r"fragments=4 are sent one by one within outer_frequency=3 steps"):
         schedule_of(rule, 3, 0)
-    with pytest.raises(ValueError, match=r"overlap_steps=3: 4 fragments in outer_frequency=11 steps leave 2 between two"):
+    with pytest.raises(
+        ValueError, match=r"overlap_steps=3: 4 fragments in outer_frequency=11 steps leave 2 between two"
+    ):
         schedule_of(rule, 11, 0)
     with pytest.raises(ValueError, match=r"overlap_steps=3"):
         schedule_of(replace(rule, fragments=None), 2, 0)

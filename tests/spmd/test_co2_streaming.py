@@ -208,7 +208,7 @@ def test_rank_0_alone_saves_while_others_go_on() -> None:
 
 
 def test_no_rank_waits_between_sending_and_applying() -> None:
-    """The others make all steps in between while one rank, which has sent, does not do anything."""
+    """The others send, and make all steps but the last before they apply, while one rank does not do anything."""
     model, optimizer = _wrapped(**RULE, outer_frequency=4, fragments=1, overlap_steps=3)
     _steps(model, optimizer, range(3))
     gate = threading.Event()
@@ -216,7 +216,7 @@ def test_no_rank_waits_between_sending_and_applying() -> None:
         current().peer_queries.on("test/gate", lambda _sender, _news: gate.set())
         co2.barrier()
         if co2.rank() == 0:
-            assert gate.wait(30), "another rank waits for this one though the steps of its overlap go on"
+            assert gate.wait(30), "another rank waits for this one though steps of the overlap are left"
     _steps(model, optimizer, range(3, 6))
     if co2.size() > 1 and co2.rank() == 1:
         current().peer_queries.tell(0, "test/gate")
