@@ -1,4 +1,4 @@
-"""What travels of rows of numbers, as bytes (pure functions of tensors). Another codec with these methods may take its place.
+"""What travels of rows of numbers, as bytes (pure functions of tensors). Another codec may take its place.
 
 Who sends keeps what the bytes leave out, and adds it to what it sends next (error feedback; Seide et al., Interspeech
 2014): that is its user's, and here is only what a row becomes.

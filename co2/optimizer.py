@@ -318,9 +318,9 @@ def DistributedOptimizer(
             of others a round late). At the end of a round all ranks wait for each other with ``"localsgd"`` (plain
             averaging), ``"slowmo"`` (slow momentum) and ``"diloco"`` (Nesterov's momentum). ``"streaming-diloco"`` is
             DiLoCo by fragments of the model in turn, each on its way under some of the steps that follow.
-        outer_frequency: local steps in a round (CO2's tau, DiLoCo's H), in which each fragment is sent once. With ``"co2"`` and
-            ``"eager"``, as many as hide one reduce-scatter and one all-gather of all parameters. CO2's paper tries 1 to 48,
-            DiLoCo's 50 to 2,000, that of Streaming DiLoCo has 100.
+        outer_frequency: local steps in a round (CO2's tau, DiLoCo's H), in which each fragment is sent once. With ``"co2"``
+            and ``"eager"``, as many as hide one reduce-scatter and one all-gather of all parameters. CO2's paper tries 1 to
+            48, DiLoCo's 50 to 2,000, that of Streaming DiLoCo has 100.
         outer_lr, outer_momentum, outer_clip: alpha, beta and phi (None: no clipping) of the rule. ``"auto"``: 1, 0.2 and 1
             with ``"co2"``; 1 and 0.5 with ``"slowmo"``; 0.7 and 0.9 with ``"diloco"``; 0.4 and 0.9 with ``"eager"`` and
             ``"streaming-diloco"``. An option that the rule does not know raises ``ValueError``.
@@ -331,8 +331,8 @@ def DistributedOptimizer(
             between two.
         overlap_steps: tau, the steps between sending a fragment and applying what came of it; at most as many as there are
             between two fragments. ``"auto"``: 1. 0 waits.
-        bits: of an element that travels, 8 or 4, with a scale per 128 elements; None: in full precision. ``"auto"``: 4. What
-            is left out is kept and sent with the next turn.
+        bits: of an element that travels, 8 or 4, with a scale per 128 elements; None: in full precision. ``"auto"``: 4.
+            What is left out is kept and sent with the next turn.
         mixing: how much of a rank's own values stays where a fragment is applied; at least 0, below 1. ``"auto"``: 0.5.
         warmup_steps: the first steps are each followed by an average that is waited for. With SGD, that is synchronous
             training.
