@@ -98,7 +98,7 @@ class Blockwise:
     def _unpacked(self, codes: torch.Tensor) -> torch.Tensor:
         if self._bits == 8:
             return codes.contiguous().view(torch.int8)
-        halves = torch.stack((codes & 15, codes >> 4), -1).view(codes.shape[0], -1)
+        halves = torch.stack((codes & 15, codes >> 4), -1).reshape(codes.shape[0], -1)
         return halves.to(torch.int8) - 8
 
 

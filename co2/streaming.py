@@ -106,7 +106,7 @@ class StreamingRounds(Rounds):
 
     def _apply(self) -> None:
         """The last turn's fragment counts for parameters, once it is here."""
-        self.arrive(in_step=True)
+        self.arrive(in_step=self.schedule.overlap > 0)
         arriving = self._averaged.arriving
         for part in self._of_turn(self.turns - 1):
             part.apply(arriving)
