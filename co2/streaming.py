@@ -46,6 +46,7 @@ from co2.fragments import fitting, fragments_of
 from co2.part import Part
 from co2.rounds import Rounds
 from co2.schedule import Event, StreamingSchedule
+from co2.streaming_part import StreamingPart
 from overlap.core.bucket import Slot
 from overlap.transport.communicator import Communicator
 
@@ -109,6 +110,7 @@ class StreamingRounds(Rounds):
         self.arrive(in_step=self.schedule.overlap > 0)
         arriving = self._averaged.arriving
         for part in self._of_turn(self.turns - 1):
+            assert isinstance(part, StreamingPart)
             part.apply(arriving)
         self.pending = False
 
