@@ -95,9 +95,10 @@ class RoundCommunication:
         return float(squares.sqrt())
 
 
-def _finish(issued: Sequence[Work]) -> None:
+def _finish(issued: Sequence[Work | None]) -> None:
     for work in issued:
-        work.wait()
+        if work is not None:
+            work.wait()
 
 
 class RoundThread:

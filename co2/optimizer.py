@@ -38,7 +38,7 @@ __all__ = ["Co2", "Co2Optimizer", "DistributedOptimizer"]
 _FUSION_BYTES = 25 * 2**20
 _RULES_OPTIONS = (
     *("outer_lr", "outer_momentum", "outer_clip", "gap_penalty"),
-    *("fragments", "overlap_steps", "bits", "mixing"),
+    *("fragments", "overlap_steps", "bits", "mixing", "top_k"),
 )
 
 
@@ -153,8 +153,8 @@ class Co2Optimizer(Shell):
             broadcast_tensors(self._everyone, list(self._model.buffers()), 0)
 
     def explain(self) -> str:
-        """Whether a round hides the exchange of parameters, as this rank has measured both in its last rounds; with
-        ``outer="streaming-diloco"``, whether `overlap_steps` hide that of a fragment.
+        """Whether a round hides the exchange of parameters, as this rank has measured both in its last rounds; where there
+        are `overlap_steps`, whether they hide that of a fragment.
 
         On any rank. Raises ``RuntimeError`` before three rounds have arrived, and under an outer rule that waits.
         """
@@ -169,7 +169,7 @@ class Co2Optimizer(Shell):
             )
         steps, option = rounds.schedule.hiding
         pace, nbytes = rounds.pace, rounds.exchanged_bytes
-        return explained(self._everyone.size, steps, pace.step, pace.exchange, nbytes, option)
+        return explained(self._everyone.size, steps, pace.step, pace.exchange, nbytes, option, rounds.rule.exchange)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters: they take rank 0's values, and take part from the next step on. On every rank."""
@@ -181,7 +181,8 @@ class Co2Optimizer(Shell):
         """Plain torch format; of the user's optimizer, this rank's state. On any subset of ranks, at any time.
 
         ``["co2"]`` beside it holds the outer state of all ranks, for which it waits until every rank has begun the round;
-        with ``outer="eager"`` this rank's own, and with ``"streaming-diloco"`` its own remainder of what has travelled.
+        with ``outer="eager"`` this rank's own, and with ``"streaming-diloco"`` and ``"sparseloco"`` its own remainder of
+        what has travelled.
         """
         state = super().state_dict()
         state["co2"] = self.outer_state_dict()
@@ -190,7 +191,7 @@ class Co2Optimizer(Shell):
     @torch.inference_mode(False)
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of any world size, on every rank; its ``["co2"]`` with it, which is the same on all ranks (with
-        ``outer="eager"`` and ``"streaming-diloco"`` as its own, or rank 0's for all). Raises ``ValueError`` for that of
+        ``outer="eager"`` and those two as its own, or rank 0's for all). Raises ``ValueError`` for that of
         another outer rule, or of other fragments.
 
         Without that, a first round begins at the next step, with the parameters that the model has then. Where every rank
@@ -292,6 +293,7 @@ def DistributedOptimizer(
     overlap_steps: int | Literal["auto"] = "auto",
     bits: int | Literal["auto"] | None = "auto",
     mixing: float | Literal["auto"] = "auto",
+    top_k: int | Literal["auto"] = "auto",
     warmup_steps: int = 0,
     nprocs_per_node: int | None = None,
     broadcast_buffers: bool = True,
@@ -317,23 +319,27 @@ def DistributedOptimizer(
             whose averages count a round late, and with ``"eager"`` (DiLoCo, where a rank's own part counts at once and that
             of others a round late). At the end of a round all ranks wait for each other with ``"localsgd"`` (plain
             averaging), ``"slowmo"`` (slow momentum) and ``"diloco"`` (Nesterov's momentum). ``"streaming-diloco"`` is
-            DiLoCo by fragments of the model in turn, each on its way under some of the steps that follow.
+            DiLoCo by fragments of the model in turn, each on its way under some of the steps that follow. With
+            ``"sparseloco"`` the largest elements travel, and all ranks wait, unless `overlap_steps` says otherwise.
         outer_frequency: local steps in a round (CO2's tau, DiLoCo's H), in which each fragment is sent once. With ``"co2"``
             and ``"eager"``, as many as hide one reduce-scatter and one all-gather of all parameters. CO2's paper tries 1 to
-            48, DiLoCo's 50 to 2,000, that of Streaming DiLoCo has 100.
+            48, DiLoCo's 50 to 2,000, SparseLoCo's 15 to 250, that of Streaming DiLoCo has 100.
         outer_lr, outer_momentum, outer_clip: alpha, beta and phi (None: no clipping) of the rule. ``"auto"``: 1, 0.2 and 1
             with ``"co2"``; 1 and 0.5 with ``"slowmo"``; 0.7 and 0.9 with ``"diloco"``; 0.4 and 0.9 with ``"eager"`` and
-            ``"streaming-diloco"``. An option that the rule does not know raises ``ValueError``.
+            ``"streaming-diloco"``; alpha is 1 with ``"sparseloco"``. An option that the rule does not know raises
+            ``ValueError``.
         gap_penalty: of ``"co2"``. True, which is ``"auto"``, divides what an average proposes by the measured staleness
             gap, 1 to 2; a number divides by that; False by nothing.
-        fragments: this, and the next three, of ``"streaming-diloco"``, with the paper's values as ``"auto"``. How many
-            fragments there are, at most `outer_frequency`. ``"auto"``: of 3 layers each, as long as `overlap_steps` fit
-            between two.
+        fragments: this, and the next three, of ``"streaming-diloco"`` and ``"sparseloco"``. How many fragments there are,
+            at most `outer_frequency`. ``"auto"``: of 3 layers each, as long as `overlap_steps` fit between two; 1 with
+            ``"sparseloco"``.
         overlap_steps: tau, the steps between sending a fragment and applying what came of it; at most as many as there are
-            between two fragments. ``"auto"``: 1. 0 waits.
-        bits: of an element that travels, 8 or 4, with a scale per 128 elements; None: in full precision. ``"auto"``: 4.
-            What is left out is kept and sent with the next turn.
-        mixing: how much of a rank's own values stays where a fragment is applied; at least 0, below 1. ``"auto"``: 0.5.
+            between two fragments. 0 waits. ``"auto"``: 1, and 0 with ``"sparseloco"``.
+        bits: of an element that travels, 8 or 4, with a scale per 128 elements, or 2 with ``"sparseloco"``; None: in full
+            precision. ``"auto"``: 4 and 2. What is left out is kept and sent with a later turn.
+        mixing: how much of a rank's own values stays where a fragment is applied; at least 0, below 1. ``"auto"``: 0.5, and
+            0 with ``"sparseloco"``.
+        top_k: of ``"sparseloco"``, how many of 4,096 elements travel, 1 to 4096. ``"auto"``: 64.
         warmup_steps: the first steps are each followed by an average that is waited for. With SGD, that is synchronous
             training.
         nprocs_per_node: ranks in a block that averages gradients in every step, so that its parameters are the same. None:

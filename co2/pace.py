@@ -50,7 +50,13 @@ def hiding(step: float, exchange: float) -> int:
 
 
 def explained(
-    ranks: int, steps: int, step: float, exchange: float, nbytes: int, option: str = "outer_frequency"
+    ranks: int,
+    steps: int,
+    step: float,
+    exchange: float,
+    nbytes: int,
+    option: str = "outer_frequency",
+    carried_by: str = "a reduce-scatter and an all-gather",
 ) -> str:
     """Whether so many `steps`, called `option`, hide the exchange of `nbytes`, as one rank has measured it (pure)."""
     needed = hiding(step, exchange)
@@ -60,7 +66,7 @@ def explained(
         hidden = f"no: {steps} steps take {1e3 * steps * step:,.4g} ms; {option}={needed} hides it"
     lines = {
         "step": f"{1e3 * step:,.4g} ms",
-        "exchange": f"{1e3 * exchange:,.4g} ms: a reduce-scatter and an all-gather of {nbytes / 2**20:,.4g} MB",
+        "exchange": f"{1e3 * exchange:,.4g} ms: {carried_by} of {nbytes / 2**20:,.4g} MB",
         "hidden": hidden,
     }
     return "\n".join(

@@ -154,8 +154,8 @@ class Part:
         """What they made of it comes back into the buffer."""
         return comm.all_gather_async(self.whole[self.own], self.whole, label="co2 gather")
 
-    def reduce(self, comm: Communicator) -> Work:
-        """What :meth:`turn` prepared goes to the owners of shards."""
+    def reduce(self, comm: Communicator) -> Work | None:
+        """What :meth:`turn` prepared goes to the owners of shards, where there are any."""
         return self.reduce_whole(comm)
 
     def gather(self, comm: Communicator) -> Work:

@@ -1,4 +1,5 @@
-"""Rounds of "streaming-diloco": fragments of the model in turn, each on its way under a few of the steps that follow.
+"""Rounds of "streaming-diloco" and "sparseloco": fragments of the model in turn, each on its way under a few of the steps
+that follow; with sparseloco as it comes, one fragment, which is waited for.
 
     step        1   2   3   4   5   6   7   8   9      two fragments, outer_frequency=6, overlap_steps=2
     fragment 0          s   .   a               s
@@ -13,16 +14,19 @@ one fragment is on its way at a time, and the mechanism is that of all rounds (`
 of the parts: a turn is a round and an event, and all that holds for events, of who may ask whom and when, holds for turns.
 At the end of a turn no parameter changes. Between sending and applying, this rank knows that something is `pending`.
 
-**What travels** (`co2.codec`): each rank's progress since the last outer step of the fragment, encoded, in an all-to-all;
-the owner of each shard sums in fp32, or fp64 where parameters are, and makes the outer step; that is encoded, too, and
-gathered. So a turn moves 2 (P-1)/P of the fragment's encoded bytes from each rank, as a reduce-scatter and an all-gather
-do. What the encoding leaves out is kept, by whoever encoded, and sent with the next turn of the fragment.
+**What travels** with streaming-diloco (`co2.codec`, `co2.streaming_part`): each rank's progress since the last outer step
+of the fragment, encoded, in an all-to-all; the owner of each shard sums in fp32, or fp64 where parameters are, and makes
+the outer step; that is encoded, too, and gathered. So a turn moves 2 (P-1)/P of the fragment's encoded bytes from each
+rank, as a reduce-scatter and an all-gather do. With sparseloco (`co2.sparse_codec`, `co2.sparse_part`) everybody's progress
+goes to everybody, in an all-gather: P - 1 times what one rank has encoded, which is little. What the encoding leaves out is
+kept, by whoever encoded, and sent with a later turn of the fragment.
 
-**The state** of a rank (`co2.streaming_part`), beside its parameters and inner optimizer: x, which is the same on all
-ranks; its shard of the momentum and of what the outer steps left out; and what its own progress left out. A checkpoint has
-the shards of all ranks, x, and this rank's own remainder; `turns` and `pending` say what comes next. Where every rank saves
-its own and loads it, training goes on bit for bit, from anywhere between two steps; also while a fragment is on its way,
-as saving waits for it, and what is applied later is x. From rank 0's alone, all ranks take rank 0's remainder over.
+**The state** of a rank (`co2.overlapped_part`), beside its parameters and inner optimizer: x, which is the same on all
+ranks, and what its own progress left out; with streaming-diloco its shard of the momentum and of what the outer steps left
+out. A checkpoint has x, this rank's own remainder, and the shards of all ranks; `turns` and `pending` say what comes next.
+Where every rank saves its own and loads it, training goes on bit for bit, from anywhere between two steps; also while a
+fragment is on its way, as saving waits for it, and what is applied later is x. From rank 0's alone, all ranks take rank
+0's remainder over.
 
 **average_parameters()** applies what is pending, and then all parameters become their mean, in full precision; that
 is x, and the turns begin anew with fragment 0. Momentum and remainders stay. Frozen parameters are averaged as well, since
@@ -41,12 +45,12 @@ from dataclasses import replace
 from typing import Any
 
 from co2.averaged_parameters import Batch
-from co2.equations import StreamingDiLoCo
+from co2.equations import Overlapped
 from co2.fragments import fitting, fragments_of
+from co2.overlapped_part import OverlappedPart
 from co2.part import Part
 from co2.rounds import Rounds
 from co2.schedule import Event, StreamingSchedule
-from co2.streaming_part import StreamingPart
 from overlap.core.bucket import Slot
 from overlap.transport.communicator import Communicator
 
@@ -60,7 +64,7 @@ class StreamingRounds(Rounds):
     _COUNTERS = (*Rounds._COUNTERS, "turns", "pending")
 
     def __init__(
-        self, comm: Communicator, slots: list[Slot], schedule: StreamingSchedule, rule: StreamingDiLoCo, *others: Any
+        self, comm: Communicator, slots: list[Slot], schedule: StreamingSchedule, rule: Overlapped, *others: Any
     ) -> None:
         if rule.fragments is None:
             names = [slot.name for slot in slots]
@@ -110,7 +114,7 @@ class StreamingRounds(Rounds):
         self.arrive(in_step=self.schedule.overlap > 0)
         arriving = self._averaged.arriving
         for part in self._of_turn(self.turns - 1):
-            assert isinstance(part, StreamingPart)
+            assert isinstance(part, OverlappedPart)
             part.apply(arriving)
         self.pending = False
 

@@ -21,7 +21,7 @@ def suggest_frequency(model: torch.nn.Module) -> int:
     longer ones learn from older averages.
 
     Raises ``RuntimeError`` on every rank before that, or where no co2 optimizer trains `model`; ``ValueError`` under an
-    outer rule that waits, where nothing is hidden, and under ``"streaming-diloco"``, where `overlap_steps` hide a fragment.
+    outer rule that waits, where nothing is hidden, and where `overlap_steps` hide a fragment.
     """
     session = current()
     service = session.services.get("co2")

@@ -31,5 +31,6 @@ class OwnOptions(TypedDict, total=False):
     overlap_steps: int | Literal["auto"]
     bits: int | Literal["auto"] | None
     mixing: float | Literal["auto"]
+    top_k: int | Literal["auto"]
     warmup_steps: int
     nprocs_per_node: int | None
