@@ -54,7 +54,7 @@ class OverlappedPart(Part):
         for slot, place in self._views(self.outgoing):
             place.sub_(as_real(slot.param))
         if self.residual is not None:
-            self.outgoing.add_(self.residual, alpha=self._feedback)
+            self.outgoing += self._feedback * self.residual  # rounded twice, as in the equations, whatever the processor
         for index in self._extents.keys() & self._idle:
             self.outgoing[self._extents[index]] = 0
 
@@ -71,8 +71,9 @@ class OverlappedPart(Part):
     ) -> torch.Tensor:
         """What the bytes left out; of idle slots, of which nothing was sent, what they had left out `before`."""
         left = meant - said
-        for index in extents.keys() & self._idle if before is not None else ():
-            left[extents[index]] = before[extents[index]]
+        if before is not None:
+            for index in extents.keys() & self._idle:
+                left[extents[index]] = before[extents[index]]
         return left
 
     def rest(self) -> None:
