@@ -55,7 +55,7 @@ class RoundCommunication:
             work.wait()
             part.received()
         if sent:
-            self.pace.exchanged(time.perf_counter() - met)
+            self.pace.exchanged(time.perf_counter() - met, parts[0].slots[0].index)
 
     @torch.no_grad()
     def carry_average(

@@ -255,14 +255,15 @@ class Eager(OuterRule):
 class Overlapped(OuterRule):
     """A rule by fragments of the model in turn: tau, the mixing factor, and the bits of an element that travels.
 
-    `fragments` None: as many as `co2.fragments` finds. `bits` None: elements travel as they are.
+    `fragments` None: as many as `co2.fragments` finds. `bits` None: elements travel as they are. `mixing` None: the paper's
+    0.5 where there are steps between, else 0.
     """
 
     timing = Timing.OVERLAPPED
     fragments: int | None = None
     overlap_steps: int = 0
     bits: int | None = None
-    mixing: float = 0.0
+    mixing: float | None = None
     _BITS: ClassVar[tuple[int, ...]] = ()
     feedback: ClassVar[float] = 1.0  # how much of what was left out is added to what is sent next
 
@@ -275,6 +276,8 @@ class Overlapped(OuterRule):
         if self.bits is not None and self.bits not in self._BITS:
             known = ", ".join(map(str, self._BITS))
             raise ValueError(f"bits should be {known} or None, for elements as they are, and is {self.bits}")
+        if self.mixing is None:
+            object.__setattr__(self, "mixing", 0.5 if self.overlap_steps > 0 else 0.0)
         if not 0 <= self.mixing < 1:
             raise ValueError(f"mixing should be at least 0 and below 1 and is {self.mixing}")
 
@@ -284,11 +287,11 @@ class StreamingDiLoCo(Overlapped):
     """alpha and beta of the outer Nesterov, and the rest; the paper's."""
 
     name = "streaming-diloco"
+    exchange = "an all-to-all and an all-gather"
     lr: float = 0.4
     momentum: float = 0.9
     overlap_steps: int = 1
     bits: int | None = 4
-    mixing: float = 0.5
     _BITS: ClassVar[tuple[int, ...]] = (8, 4)
 
 

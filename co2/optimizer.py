@@ -142,6 +142,8 @@ class Co2Optimizer(Shell):
 
         Exactly: the mean over ranks of the parameters as they are, plus the outer step that is on its way, which they
         have not made yet (it is waited for). Nothing is lost or counted twice. The optimizer's own state stays local.
+        With ``"streaming-diloco"`` and ``"sparseloco"`` a fragment on its way is applied first, and then the mean is taken;
+        what bytes have left out until then is in nobody's parameters, and is sent with later turns.
         Buffers become rank 0's, with `broadcast_buffers`. On every rank, after the same number of steps and not between
         backward and ``step()``; raises ``RuntimeError`` on every rank where some have come to another round.
         """
@@ -159,7 +161,7 @@ class Co2Optimizer(Shell):
         On any rank. Raises ``RuntimeError`` before three rounds have arrived, and under an outer rule that waits.
         """
         rounds = self._rounds
-        if rounds.rule.waits:
+        if rounds.waits:
             raise RuntimeError(
                 f"there is nothing to explain: with outer={rounds.rule.name!r} every round waits for its average"
             )
@@ -168,8 +170,9 @@ class Co2Optimizer(Shell):
                 f"there is nothing to explain yet: of {ENOUGH} rounds, {rounds.pace.rounds} are measured"
             )
         steps, option = rounds.schedule.hiding
-        pace, nbytes = rounds.pace, rounds.exchanged_bytes
-        return explained(self._everyone.size, steps, pace.step, pace.exchange, nbytes, option, rounds.rule.exchange)
+        pace, nbytes, most = rounds.pace, rounds.exchanged_bytes, rounds.schedule.most
+        by, size = rounds.rule.exchange, self._everyone.size
+        return explained(size, steps, pace.step, pace.exchange, nbytes, option, by, most)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters: they take rank 0's values, and take part from the next step on. On every rank."""
@@ -331,14 +334,15 @@ def DistributedOptimizer(
         gap_penalty: of ``"co2"``. True, which is ``"auto"``, divides what an average proposes by the measured staleness
             gap, 1 to 2; a number divides by that; False by nothing.
         fragments: this, and the next three, of ``"streaming-diloco"`` and ``"sparseloco"``. How many fragments there are,
-            at most `outer_frequency`. ``"auto"``: of 3 layers each, as long as `overlap_steps` fit between two; 1 with
+            at most `outer_frequency`. They are of whole layers, as names tell; parameters given without names are a layer
+            each. ``"auto"``: of 3 layers each, as long as `overlap_steps` fit between two; 1 with
             ``"sparseloco"``.
         overlap_steps: tau, the steps between sending a fragment and applying what came of it; at most as many as there are
             between two fragments. 0 waits. ``"auto"``: 1, and 0 with ``"sparseloco"``.
         bits: of an element that travels, 8 or 4, with a scale per 128 elements, or 2 with ``"sparseloco"``; None: in full
             precision. ``"auto"``: 4 and 2. What is left out is kept and sent with a later turn.
-        mixing: how much of a rank's own values stays where a fragment is applied; at least 0, below 1. ``"auto"``: 0.5, and
-            0 with ``"sparseloco"``.
+        mixing: how much of a rank's own values stays where a fragment is applied; at least 0, below 1. The other part of
+            what it has learned in `overlap_steps` is dropped. ``"auto"``: 0.5, and 0 where `overlap_steps` is 0.
         top_k: of ``"sparseloco"``, how many of 4,096 elements travel, 1 to 4096. ``"auto"``: 64.
         warmup_steps: the first steps are each followed by an average that is waited for. With SGD, that is synchronous
             training.

@@ -28,7 +28,7 @@ class OverlappedPart(Part):
     shared: tuple[str, ...] = ()
 
     def __init__(self, rule: Overlapped, slots: Sequence[Slot], spec: BucketSpec, rank: int, size: int) -> None:
-        self._mixing, self._feedback = rule.mixing, rule.feedback
+        self._mixing, self._feedback = rule.mixing or 0.0, rule.feedback
         self._lay_out(slots, spec, rank, size)
         self._extents = {
             slot.index: slice(offset, offset + as_real(slot.param).numel())
@@ -54,7 +54,9 @@ class OverlappedPart(Part):
         for slot, place in self._views(self.outgoing):
             place.sub_(as_real(slot.param))
         if self.residual is not None:
-            self.outgoing += self._feedback * self.residual  # rounded twice, as in the equations, whatever the processor
+            self.outgoing += (
+                self._feedback * self.residual
+            )  # rounded twice, as in the equations, whatever the processor
         for index in self._extents.keys() & self._idle:
             self.outgoing[self._extents[index]] = 0
 
@@ -64,7 +66,8 @@ class OverlappedPart(Part):
         for slot, place in self._places:
             if slot.index in arriving:
                 real = as_real(slot.param)
-                overwrite(real, self._mixing * real.to(self.dtype) + (1 - self._mixing) * place)
+                mixed = place if self._mixing == 0 else self._mixing * real.to(self.dtype) + (1 - self._mixing) * place
+                overwrite(real, mixed)
 
     def _left_out(
         self, meant: torch.Tensor, said: torch.Tensor, before: torch.Tensor | None, extents: Mapping[int, slice]

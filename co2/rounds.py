@@ -29,7 +29,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
 from typing import Any
@@ -44,29 +43,19 @@ from co2.join import JoinRefusal
 from co2.lateness import Lateness
 from co2.outer_state import ShareQuery, assemble, check_shapes
 from co2.part import Part, Shares, as_real, make_parts
-from co2.schedule import Event, Schedule
+from co2.schedule import Event, Schedule, Standing
 from overlap.core.bucket import Slot
 from overlap.transport.broadcast import overwrite
 from overlap.transport.communicator import Communicator
 from overlap.transport.objects import allgather_object
 from overlap.transport.peer_queries import PeerQueries
 
-__all__ = ["Rounds", "Standing"]
+__all__ = ["Rounds"]
 
 
 log = logging.getLogger("dear")
 
 _LOOK_SECONDS = 1.0
-
-
-@dataclass(frozen=True)
-class Standing:
-    """How far a rank has come: what another needs to know to send the same rounds."""
-
-    sent: int  # rounds and averages; loading a state does not change it
-    event: Event  # what the last of them was
-    rested: frozenset[int]  # slots that did not travel in it
-    batches: tuple[Batch, ...]
 
 
 class _Phase(Enum):
@@ -115,7 +104,7 @@ class Rounds:
         self._last = Event.NOTHING
         self._communication.longest = 0.0
         self._inner_rates.begin_round()
-        self._since = time.perf_counter()
+        self._since, self._waited = time.perf_counter(), 0.0  # seconds, of which a wait is no step's time
 
     # - A step
 
@@ -166,7 +155,7 @@ class Rounds:
             self._inner_rates.stepped()
         event = self._due()
         if event is Event.ROUND:
-            self.pace.stepped((time.perf_counter() - self._since) / self.in_round)
+            self.pace.stepped((time.perf_counter() - self._since - self._waited) / self.in_round)
         if event is not Event.NOTHING:
             self.refusal.refuse_to_send(self.events)
             self.arrive(in_step=True)
@@ -191,7 +180,7 @@ class Rounds:
         self.events, self.in_round = self.events + 1, 0
         self.refusal.events = self.events
         self._inner_rates.begin_round()
-        self._since = time.perf_counter()
+        self._since, self._waited = time.perf_counter(), 0.0
 
     def _met(self) -> None:
         self._before_load = None  # [Note: who has loaded by when]
@@ -202,13 +191,22 @@ class Rounds:
         """The parts of the current round."""
         return list(self.parts)
 
+    def _travelling(self, idle: frozenset[int], event: Event) -> list[str]:
+        """What has to be the same on all ranks for `event`."""
+        return self._averaged.travelling(idle)
+
+    @property
+    def waits(self) -> bool:
+        """Whether every round is waited for."""
+        return self.rule.waits
+
     @property
     def exchanged_bytes(self) -> int:
         """How many a reduce-scatter and an all-gather of a round carry, each."""
         return sum(part.exchanged_bytes for part in self.parts)
 
     def _turn(self, idle: frozenset[int]) -> None:
-        kept, trained = self._averaged.kept(idle), self._averaged.travelling(idle)
+        kept, trained = self._averaged.kept(idle), self._travelling(idle, Event.ROUND)
         parts = self._concerned()
         sent = [part for part in parts if not part.rests(idle)]
         with self._changed:
@@ -231,6 +229,7 @@ class Rounds:
         thread.land()
         if in_step and late:
             self._lateness.note(time.perf_counter() - now, now - self._since)
+        self._waited += time.perf_counter() - now
 
     # - An average that is waited for
 
@@ -268,7 +267,7 @@ class Rounds:
             part.load_average()
         shards: dict[Part, torch.Tensor] = {}
         rates = self._inner_rates.mean() if outer and self.rule.needs_inner_lr else {}
-        parts, trained = list(self.parts), self._averaged.travelling(idle)
+        parts, trained = list(self.parts), self._travelling(idle, event)
 
         def outcome(part: Part) -> torch.Tensor:
             return part.advance(idle, rates) if outer else part.blend(idle)

@@ -23,6 +23,11 @@ def schedule_of(rule: OuterRule, frequency: int, warmup: int) -> Schedule:
     schedule = Schedule(frequency, warmup)
     if not isinstance(rule, Overlapped):
         return schedule
+    if rule.mixing == 0 and rule.overlap_steps == frequency and (rule.fragments or 1) == 1:
+        raise ValueError(
+            f"mixing=0 with overlap_steps={frequency}, as many as outer_frequency: all that ranks learn would be dropped "
+            "when a round arrives; take fewer overlap_steps, or a larger mixing"
+        )
     return StreamingSchedule(frequency, warmup, fragments=rule.fragments or 1, overlap=rule.overlap_steps)
 
 

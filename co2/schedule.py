@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-__all__ = ["Event", "Schedule", "StreamingSchedule"]
+__all__ = ["Event", "Schedule", "Standing", "StreamingSchedule"]
 
 
 class Event(Enum):
@@ -14,6 +14,16 @@ class Event(Enum):
     NOTHING = auto()  # the next step is local, too
     AVERAGE = auto()  # warm-up: wait for the average of all ranks and go on from there
     ROUND = auto()  # take over what the last round led to, and send this one's parameters
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How far a rank has come: what another needs to know to send the same rounds."""
+
+    sent: int  # rounds and averages; loading a state does not change it
+    event: Event  # what the last of them was
+    rested: frozenset[int]  # slots that did not travel in it
+    batches: tuple[tuple[int, ...], ...]  # of slots that were taken in together
 
 
 @dataclass(frozen=True)
@@ -49,6 +59,11 @@ class Schedule:
     def hiding(self) -> tuple[int, str]:
         """How many steps hide a round's exchange, and the option that says so."""
         return self.frequency, self.option
+
+    @property
+    def most(self) -> int | None:
+        """How many there can be."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -93,3 +108,7 @@ class StreamingSchedule(Schedule):
     @property
     def hiding(self) -> tuple[int, str]:
         return self.overlap, "overlap_steps"
+
+    @property
+    def most(self) -> int | None:
+        return self.frequency // self.fragments

@@ -50,18 +50,24 @@ class SparseCodec:
             indices = chunks.abs().topk(kept, dim=1, sorted=False).indices.sort(dim=1).values
             values = chunks.gather(1, indices)
             wires.append(torch.cat((_packed_indices(indices), self._packed_values(values)), dim=1).view(-1))
-        return torch.cat(wires)
+        return torch.cat(wires) if wires else torch.empty(0, dtype=torch.uint8, device=vector.device)
 
     def decode(self, wire: torch.Tensor, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """With zeros for what did not travel."""
-        vector, begin, read = torch.zeros(numel, dtype=dtype, device=wire.device), 0, 0
-        for n, size, kept in self._cut(numel):
-            nbytes, head = self._chunk_bytes(kept, dtype), -(-kept // 2) * 3
-            rows = wire[read : read + n * nbytes].view(n, nbytes)
-            values = self._unpacked_values(rows[:, head:], kept, dtype)
-            vector[begin : begin + n * size].view(n, size).scatter_(1, _unpacked_indices(rows[:, :head], kept), values)
-            begin, read = begin + n * size, read + n * nbytes
+        vector = torch.zeros(numel, dtype=dtype, device=wire.device)
+        self.add(wire, vector)
         return vector
+
+    def add(self, wire: torch.Tensor, total: torch.Tensor) -> None:
+        """Add what travelled to `total`, a vector; the rest of it is not touched."""
+        begin, read = 0, 0
+        for n, size, kept in self._cut(total.numel()):
+            nbytes, head = self._chunk_bytes(kept, total.dtype), -(-kept // 2) * 3
+            rows = wire[read : read + n * nbytes].view(n, nbytes)
+            values = self._unpacked_values(rows[:, head:], kept, total.dtype)
+            indices = _unpacked_indices(rows[:, :head], kept)
+            total[begin : begin + n * size].view(n, size).scatter_add_(1, indices, values)
+            begin, read = begin + n * size, read + n * nbytes
 
     def _packed_values(self, values: torch.Tensor) -> torch.Tensor:
         if self._bits is None:

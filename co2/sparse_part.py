@@ -62,6 +62,6 @@ class SparsePart(OverlappedPart):
                 continue
             total = torch.zeros_like(self.whole[extent])
             for wire in self._wire[:, self._bytes[index]]:
-                total += self._codec.decode(wire, total.numel(), self.dtype)
+                self._codec.add(wire, total)
             self.whole[extent] -= self._lr * (total / self._size)
         self.outgoing = self._wire = torch.empty(0, device="cpu")

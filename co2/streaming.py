@@ -44,9 +44,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from co2.averaged_parameters import Batch
 from co2.equations import Overlapped
-from co2.fragments import fitting, fragments_of
+from co2.fragments import fitting, fragments_of, layer_of, layers_of
 from co2.overlapped_part import OverlappedPart
 from co2.part import Part
 from co2.rounds import Rounds
@@ -66,10 +68,26 @@ class StreamingRounds(Rounds):
     def __init__(
         self, comm: Communicator, slots: list[Slot], schedule: StreamingSchedule, rule: Overlapped, *others: Any
     ) -> None:
+        names = [slot.name for slot in slots]
+        layers = len(set(layers_of(names)))
         if rule.fragments is None:
-            names = [slot.name for slot in slots]
             schedule = replace(schedule, fragments=fitting(names, schedule.frequency, schedule.overlap))
+        elif rule.fragments > layers:
+            raise ValueError(
+                f"fragments={rule.fragments} are of whole layers, and the names of parameters tell of {layers}, such as "
+                f"{layer_of(names[0])!r}: take at most as many"
+            )
         super().__init__(comm, slots, schedule, rule, *others)
+
+    @torch.inference_mode(False)
+    def begin(self) -> None:
+        if self.pending and self.waits:
+            self._apply()  # it was refused to wait for it, as a rank had joined
+        super().begin()
+
+    @property
+    def waits(self) -> bool:
+        return self.schedule.overlap == 0
 
     def _forget(self) -> None:
         super()._forget()
@@ -93,6 +111,11 @@ class StreamingRounds(Rounds):
 
     def _concerned(self) -> list[Part]:
         return self._of_turn(self.turns)
+
+    def _travelling(self, idle: frozenset[int], event: Event) -> list[str]:
+        """Ranks that have come to another turn would move one layer by another's progress: they are told apart here."""
+        what = f"fragment {self.schedule.fragment(self.turns)}" if event is Event.ROUND else "an average"
+        return [f"{what}, after {self.turns} turns", *super()._travelling(idle, event)]
 
     @property
     def exchanged_bytes(self) -> int:
@@ -135,7 +158,7 @@ class StreamingRounds(Rounds):
     # - State
 
     def collect(self) -> dict[str, Any]:
-        return {**super().collect(), "fragments": self.schedule.fragments}
+        return {**super().collect(), "fragments": self.schedule.fragments, "fragment": self._fragments()}
 
     def load(self, section: dict[str, Any] | None) -> None:
         saved = None if section is None else section.get("fragments", self.schedule.fragments)
@@ -144,4 +167,10 @@ class StreamingRounds(Rounds):
                 f"the outer state was saved with {saved} fragments, and this optimizer has {self.schedule.fragments}: pass "
                 f"fragments={saved}, or leave the state out, and turns begin at the parameters as they are"
             )
+        for slot, before, now in zip(self._slots, (section or {}).get("fragment", ()), self._fragments(), strict=False):
+            if before != now:
+                raise ValueError(
+                    f"the outer state was saved with parameter {slot.index} in fragment {before}, and {slot.name!r} is in "
+                    f"fragment {now}: names of parameters, or their order, were others; give named_parameters as then"
+                )
         super().load(section)

@@ -28,7 +28,7 @@ def suggest_frequency(model: torch.nn.Module) -> int:
     rounds = service.training(list(model.parameters())) if isinstance(service, Shutdown) else None
     if rounds is None:
         raise RuntimeError("no co2 optimizer trains this model: wrap its optimizer first, and train for three rounds")
-    if rounds.rule.waits:
+    if rounds.waits:
         raise ValueError(
             f"outer={rounds.rule.name!r} waits for the exchange at the end of every round, whatever its length: longer "
             'rounds wait less often, and "co2" and "eager" do not wait'

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from co2.equations import StreamingDiLoCo, outer_rule
+from co2.equations import SparseLoCo, StreamingDiLoCo, outer_rule
 from co2.fragments import fitting, fragments_of, layer_of
 from co2.rounds_of_rules import schedule_of
 from co2.schedule import Event, StreamingSchedule
@@ -82,6 +82,11 @@ def test_what_does_not_fit_is_refused() -> None:
         schedule_of(rule, 11, 0)
     with pytest.raises(ValueError, match=r"overlap_steps=3"):
         schedule_of(replace(rule, fragments=None), 2, 0)
+    with pytest.raises(
+        ValueError, match=r"mixing=0 with overlap_steps=3, as many as outer_frequency: all that ranks learn"
+    ):
+        schedule_of(SparseLoCo(overlap_steps=3, mixing=0.0), 3, 0)
+    assert schedule_of(SparseLoCo(overlap_steps=3), 3, 0).most == 3
     with pytest.raises(ValueError, match="outer_frequency should be a number of steps, at least 1"):
         schedule_of(rule, 0, 0)
 
@@ -99,6 +104,11 @@ def test_what_does_not_fit_is_refused() -> None:
 def test_an_option_out_of_range_is_refused(option: str, value: float, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         outer_rule("streaming-diloco", {option: value})
+
+
+def test_what_stays_of_own_values_is_half_where_there_are_steps_between() -> None:
+    assert (StreamingDiLoCo().mixing, StreamingDiLoCo(overlap_steps=0).mixing) == (0.5, 0.0)
+    assert (SparseLoCo().mixing, SparseLoCo(overlap_steps=2).mixing, SparseLoCo(mixing=0.25).mixing) == (0.0, 0.5, 0.25)
 
 
 def test_options_of_fragments_are_its_own() -> None:

@@ -17,7 +17,7 @@ def _there_and_back(codec: SparseCodec, vector: torch.Tensor) -> torch.Tensor:
     return codec.decode(wire, vector.numel(), vector.dtype)
 
 
-@pytest.mark.parametrize("numel", [1, 63, 64, 65, 4095, 4096, 4097, 10_000])
+@pytest.mark.parametrize("numel", [0, 1, 63, 64, 65, 4095, 4096, 4097, 10_000])
 @pytest.mark.parametrize("top_k", [1, 3, 64, 4096])
 @pytest.mark.parametrize("bits", [2, None])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -40,6 +40,16 @@ def test_the_largest_of_each_chunk_come_back(numel: int, top_k: int, bits: int |
         for group in (sizes > mean, sizes <= mean):
             found = decoded[largest].abs()[group]
             torch.testing.assert_close(found, sizes[group].mean().expand_as(found), rtol=1e-6, atol=0)
+
+
+def test_several_are_added() -> None:
+    torch.manual_seed(0)
+    vectors, codec = torch.randn(3, 5000), SparseCodec(64, 2)
+    total = torch.zeros(5000)
+    for vector in vectors:
+        codec.add(codec.encode(vector), total)
+    said = [_there_and_back(codec, vector) for vector in vectors]
+    assert torch.equal(total, said[0] + said[1] + said[2])
 
 
 def test_by_hand() -> None:

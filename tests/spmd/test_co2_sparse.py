@@ -135,6 +135,11 @@ def test_an_average_is_of_all_elements() -> None:
 
 
 def test_what_is_explained_and_what_is_refused() -> None:
+    model, optimizer = _wrapped(**RULE, outer_frequency=2)
+    with pytest.raises(RuntimeError, match="with outer='sparseloco' every round waits"):
+        optimizer.explain()
+    with pytest.raises(ValueError, match="outer='sparseloco' waits for the exchange"):
+        co2.suggest_frequency(model)
     model, optimizer = _wrapped(**RULE, outer_frequency=2, overlap_steps=2)
     _steps(model, optimizer, range(8))
     assert "an all-gather of" in optimizer.explain()

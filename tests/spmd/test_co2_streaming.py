@@ -263,3 +263,71 @@ def test_what_is_explained() -> None:
     assert "overlap_steps=" in optimizer.explain() or "1 would do" in optimizer.explain()
     with pytest.raises(ValueError, match="hides the exchange of a fragment behind overlap_steps"):
         co2.suggest_frequency(model)
+
+
+@pytest.mark.parametrize("outer", ["streaming-diloco", "sparseloco"])
+def test_other_types_and_layouts(outer: str) -> None:
+    torch.manual_seed(3)
+    tensors = [
+        torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last),
+        torch.randn(5, dtype=torch.complex64),
+        torch.randn(7).bfloat16(),
+        torch.zeros(0, 3),
+        torch.tensor(1.0, dtype=torch.float64),
+    ]
+    params = [torch.nn.Parameter(tensor) for tensor in tensors]
+    named = [(f"{number}.weight", param) for number, param in enumerate(params)]
+    sgd = torch.optim.SGD(params, 0.5)
+    optimizer = co2.DistributedOptimizer(sgd, named, outer=outer, outer_frequency=2, fragments=2, overlap_steps=1)
+    for step in range(6):
+        torch.manual_seed(100 * step + co2.rank())
+        optimizer.zero_grad()
+        sum((param * torch.randn_like(param)).sum().abs() for param in params).backward()
+        optimizer.step()
+    saved = optimizer.state_dict()["co2"]["parameters"]
+    assert [saved[number]["start"].dtype for number in range(5)] == [torch.float32] * 4 + [torch.float64]
+    assert saved[1]["residual"].shape == (5, 2)
+    optimizer.average_parameters()
+    for param in params:
+        values = co2.allgather_object(torch.view_as_real(param.detach()) if param.is_complex() else param.detach())
+        assert all(torch.equal(value, values[0]) for value in values)
+
+
+def test_ranks_at_different_turns_are_told_so() -> None:
+    model, optimizer = _wrapped(**RULE, outer_frequency=2, fragments=2)
+    _steps(model, optimizer, range(2))
+    if co2.size() == 1:
+        return
+    if co2.rank() == 1:  # as after loading a state that was saved a turn later
+        optimizer._rounds.turns += 1
+    with pytest.raises(
+        RuntimeError, match=r"entry 0 is «fragment 0, after 2 turns» on rank 0 and «fragment 1, after 3 turns»"
+    ):
+        _steps(model, optimizer, range(2, 6))
+
+
+def test_fragments_are_of_layers_and_those_of_the_state() -> None:
+    with pytest.raises(
+        ValueError, match="fragments=3 are of whole layers, and the names of parameters tell of 2, such as '0'"
+    ):
+        _wrapped(**RULE, outer_frequency=6, fragments=3)
+    model, optimizer = _wrapped(**RULE, outer_frequency=2, fragments=2)
+    _steps(model, optimizer, range(3))
+    saved = optimizer.state_dict()
+    saved["co2"]["fragment"] = [1, 1, 0, 0]
+    with pytest.raises(ValueError, match=r"with parameter 0 in fragment 1, and '0.weight' is in fragment 0"):
+        optimizer.load_state_dict(saved)
+
+
+def test_a_step_that_waits_is_no_longer_step() -> None:
+    """Else steps that wait for the network would seem to hide it."""
+    _, optimizer = _wrapped(**RULE, outer_frequency=4, fragments=1, overlap_steps=1)
+    rounds, steps = optimizer._rounds, []
+    rounds.pace.stepped = steps.append
+    for seconds in (0.0, 0.0, 0.0, 0.0, 0.3, 0.0, 0.0, 0.0):
+        rounds.begin()
+        rounds._waited += seconds
+        rounds._since -= seconds
+        rounds.stepped()
+    assert len(steps) == 2
+    assert max(steps) < 0.05
