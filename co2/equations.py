@@ -278,7 +278,7 @@ class Overlapped(OuterRule):
             raise ValueError(f"bits should be {known} or None, for elements as they are, and is {self.bits}")
         if self.mixing is None:
             object.__setattr__(self, "mixing", 0.5 if self.overlap_steps > 0 else 0.0)
-        if not 0 <= self.mixing < 1:
+        elif not 0 <= self.mixing < 1:
             raise ValueError(f"mixing should be at least 0 and below 1 and is {self.mixing}")
 
 
