@@ -301,7 +301,7 @@ def test_ranks_at_different_turns_are_told_so() -> None:
     if co2.rank() == 1:  # as after loading a state that was saved a turn later
         optimizer._rounds.turns += 1
     with pytest.raises(
-        RuntimeError, match=r"entry 0 is «fragment 0, after 2 turns» on rank 0 and «fragment 1, after 3 turns»"
+        ValueError, match=r"entry 0 is «fragment 0, after 2 turns» on rank 0 and «fragment 1, after 3 turns»"
     ):
         _steps(model, optimizer, range(2, 6))
 
