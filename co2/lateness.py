@@ -25,7 +25,7 @@ class Lateness:
         self._said = True
         log.warning(
             "co2: rank %d waited %.3g s for the average of a round whose %d step(s) took %.3g s: the network, or "
-            "another rank, is slower than that; explain() says how many would hide it, as %s (this is said once)",
+            "another rank, is slower than that; a larger %s hides it (this is said once)",
             self._rank,
             waited,
             self._frequency,

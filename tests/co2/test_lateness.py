@@ -20,4 +20,4 @@ def test_what_is_worth_saying_is_said_once(option: str, caplog: pytest.LogCaptur
     (record,) = caplog.records
     message = record.getMessage()
     assert message.startswith("co2: rank 3 waited 0.2 s for the average of a round whose 12 step(s) took 1 s")
-    assert f"explain() says how many would hide it, as {option}" in message
+    assert f"a larger {option} hides it" in message
