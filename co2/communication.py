@@ -56,6 +56,8 @@ class RoundCommunication:
             part.received()
         if sent:
             self.pace.exchanged(time.perf_counter() - met, parts[0].slots[0].index)
+        else:
+            self._meet(trained)  # so that here, too, whoever is done knows that all ranks' parts have come as far
 
     @torch.no_grad()
     def carry_average(
