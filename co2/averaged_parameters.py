@@ -63,19 +63,21 @@ class AveragedParameters:
     def train(self, trained: Collection[int]) -> None:
         """A step begins for `trained`, all of which are taken in."""
         if self._versions is None:
-            self._stamp()
+            self._versions = self._stamped(self._coming)
         self._active.update(trained)
 
-    def close(self, event: Event, idle: frozenset[int]) -> None:
-        """A round or an average of all but `idle` ones."""
-        self._active = set()
-        self._coming = frozenset(self._known - idle) if event is Event.ROUND else frozenset()
-        self._stamp()
+    def close(self, event: Event, idle: frozenset[int], among: frozenset[int]) -> None:
+        """A round or an average of all but `idle` ones, of those `among` which it is; the others go on as they were."""
+        self._active -= among
+        coming = among - idle if event is Event.ROUND else frozenset()
+        self._coming = (self._coming - among) | coming
+        kept = self._versions if self._versions is not None else Versions()
+        self._versions = kept.renewed(among, self._stamped(coming))
 
     # - Whose they are
 
-    def _stamp(self) -> None:
-        self._versions = Versions(self._slots[index] for index in self._coming)
+    def _stamped(self, indices: Iterable[int]) -> Versions:
+        return Versions(self._slots[index] for index in indices)
 
     def _overwritten(self) -> frozenset[int]:
         """Those for which something is on its way, and to which something was written since the last event."""
@@ -85,6 +87,11 @@ class AveragedParameters:
     def kept(self, idle: frozenset[int]) -> frozenset[int]:
         """Those of `idle` that are the script's."""
         return idle - (self._coming - self._overwritten())
+
+    @property
+    def arriving(self) -> frozenset[int]:
+        """Those for which something is on its way, but for what is the script's."""
+        return self._coming - self.kept(self.idle)
 
     @property
     def script_owned(self) -> frozenset[int]:
@@ -103,7 +110,7 @@ class AveragedParameters:
         return {
             "batches": [list(batch) for batch in self.batches],
             "active": sorted(self._active),
-            "coming": sorted(self._coming - self._overwritten()),
+            "coming": sorted(self.arriving),
         }
 
     def load(self, section: dict[str, Any]) -> None:
@@ -117,6 +124,12 @@ class Versions:
 
     def __init__(self, slots: Iterable[Slot] = ()) -> None:
         self._seen = {slot.index: _stamp(slot) for slot in slots}
+
+    def renewed(self, indices: Collection[int], now: Versions) -> Versions:
+        """These, but of the slots `indices`, those that are in `now`."""
+        merged = Versions()
+        merged._seen = {i: seen for i, seen in self._seen.items() if i not in indices} | now._seen
+        return merged
 
     def differs(self, slot: Slot) -> bool:
         """Whether it was written to. Never so of a slot that was not stamped."""

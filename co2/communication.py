@@ -15,7 +15,7 @@ import torch
 from co2.equations import OuterRule
 from co2.pace import Pace
 from co2.part import Part
-from overlap.transport.communicator import Communicator, ReduceOp
+from overlap.transport.communicator import Communicator, ReduceOp, Work
 from overlap.transport.objects import allgather_object, compare
 
 __all__ = ["RoundCommunication", "RoundThread"]
@@ -38,7 +38,8 @@ class RoundCommunication:
 
         Raises ``RuntimeError`` on every rank, before anything travels, where the names in `trained` differ.
         """
-        met = self._reduced(sent, trained)
+        met = self._meet(trained)
+        _finish([part.reduce(self._comm) for part in sent])
         moved = self._moved(sent, idle) if self._rule.measures_gap and sent else 0.0
         with self._changed:
             self._met()
@@ -49,9 +50,14 @@ class RoundCommunication:
                     part.settle(gap, idle)
                 else:
                     part.rest()
-        self._gather(sent)
+        issued = [part.gather(self._comm) for part in sent]
+        for part, work in zip(sent, issued, strict=True):
+            work.wait()
+            part.received()
         if sent:
-            self.pace.exchanged(time.perf_counter() - met)
+            self.pace.exchanged(time.perf_counter() - met, parts[0].slots[0].index)
+        else:
+            self._meet(trained)  # so that here, too, whoever is done knows that all ranks' parts have come as far
 
     @torch.no_grad()
     def carry_average(
@@ -63,15 +69,16 @@ class RoundCommunication:
     ) -> None:
         """An average that is waited for. What this rank's shards become, the `outcome`, is left in `shards`. Raises as
         :meth:`carry`."""
-        self._reduced(sent, trained)
+        self._meet(trained)
+        _finish([part.reduce_whole(self._comm) for part in sent])
         with self._changed:
             self._met()
             shards.update((part, outcome(part)) for part in sent)
         for part in sent:
             part.whole[part.own] = shards[part]
-        self._gather(sent)
+        _finish([part.gather_whole(self._comm) for part in sent])
 
-    def _reduced(self, parts: Sequence[Part], trained: Sequence[str]) -> float:
+    def _meet(self, trained: Sequence[str]) -> float:
         """When every rank had come."""
         # Where nothing travels, ranks meet all the same: none is further than one round ahead.
         digest = zlib.crc32("\n".join(trained).encode())
@@ -79,13 +86,7 @@ class RoundCommunication:
         self._comm.all_reduce(ends, ends, ReduceOp.MAX, label="co2 round")
         if int(ends[0]) != -int(ends[1]):
             compare("parameters trained in this round", allgather_object(self._comm, list(trained)))
-        met = time.perf_counter()
-        works = [
-            self._comm.reduce_scatter_async(part.whole, part.mean, ReduceOp.AVG, label="co2 average") for part in parts
-        ]
-        for work in works:
-            work.wait()
-        return met
+        return time.perf_counter()
 
     def _moved(self, parts: Sequence[Part], idle: Collection[int]) -> float:
         """How far parameters that travel moved. What rests beside some of them makes no difference."""
@@ -95,9 +96,10 @@ class RoundCommunication:
         self._comm.all_reduce(squares, squares, ReduceOp.SUM, label="co2 gap")
         return float(squares.sqrt())
 
-    def _gather(self, parts: Sequence[Part]) -> None:
-        issued = [self._comm.all_gather_async(p.whole[p.own], p.whole, label="co2 gather") for p in parts]
-        for work in issued:
+
+def _finish(issued: Sequence[Work | None]) -> None:
+    for work in issued:
+        if work is not None:
             work.wait()
 
 

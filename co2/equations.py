@@ -33,6 +33,23 @@ own. With d[t] = x[t] - y[t], and w this rank's weight in the mean (one over the
 
     g[t] = w d[t] + (mean(d[t-1]) - w d[t-1])         then as diloco
 
+**streaming-diloco** (Douillard et al., arXiv 2501.18512, algorithm 2). DiLoCo by fragments of the model, each sent in its
+turn every H steps, and nobody waits: what it leads to counts tau steps later, mixed with what the rank has learned in
+these. Q is what travels, of which there is more in `co2.codec`: with it, e is what Q has left out so far, of this rank's
+progress, and r of the outer step. x and m are the same for all ranks, e is each rank's own. Of one fragment:
+
+    d = x - y;       q = Q(d + e);               e <- d + e - q          each rank, when it is sent
+    g = mean(q);     m <- beta m + g
+    s = r - alpha (g + beta m);                  r <- s - Q(s)           x <- x + Q(s)
+    y <- mixing y + (1 - mixing) x                                       each rank, tau steps later
+
+**sparseloco** (Sarfi et al., arXiv 2508.15706, algorithm 1). What the largest elements of e leave out takes the place of
+the outer momentum: it is kept, decays, and is sent once it has become large. Q is top-k in chunks, in 2 bits
+(`co2.sparse_codec`). All ranks wait, for the whole model, unless `fragments` and `overlap_steps` say otherwise:
+
+    e <- 0.95 e + d;   q = Q(e);   e <- e - q            each rank
+    x <- x - alpha mean(q)
+
 [Note: the staleness gap]
 What a[t-1] proposes was found from x[t-1] and is applied to x[t]. The paper divides it by a gap Lambda[t] between the two,
 whose formula we could not confirm; its authors' program divides by a constant that the user gives. Here the gap is that
@@ -64,8 +81,11 @@ __all__ = [
     "Ended",
     "LocalSgd",
     "OuterRule",
+    "Overlapped",
     "Shared",
     "SlowMo",
+    "SparseLoCo",
+    "StreamingDiLoCo",
     "Timing",
     "eager_gradient",
     "nesterov",
@@ -79,6 +99,7 @@ class Timing(Enum):
     DELAYED = auto()  # nobody: the average counts a round later, for all ranks alike
     WAITED = auto()  # all ranks, for the average of the round that has just ended
     OWN = auto()  # nobody: a rank's own part counts at once, the others' a round later
+    OVERLAPPED = auto()  # the average of a fragment counts some steps later, for all ranks alike; after none, all wait
 
 
 @dataclass(frozen=True)
@@ -88,6 +109,7 @@ class OuterRule:
     name: ClassVar[str]
     timing: ClassVar[Timing]
     needs_inner_lr: ClassVar[bool] = False
+    exchange: ClassVar[str] = "a reduce-scatter and an all-gather"  # what carries a round
 
     def __post_init__(self) -> None:
         lr, momentum = getattr(self, "lr", 1.0), getattr(self, "momentum", 0.0)
@@ -229,6 +251,69 @@ class Eager(OuterRule):
     momentum: float = 0.9
 
 
+@dataclass(frozen=True)
+class Overlapped(OuterRule):
+    """A rule by fragments of the model in turn: tau, the mixing factor, and the bits of an element that travels.
+
+    `fragments` None: as many as `co2.fragments` finds. `bits` None: elements travel as they are. `mixing` None: the paper's
+    0.5 where there are steps between, else 0.
+    """
+
+    timing = Timing.OVERLAPPED
+    fragments: int | None = None
+    overlap_steps: int = 0
+    bits: int | None = None
+    mixing: float | None = None
+    _BITS: ClassVar[tuple[int, ...]] = ()
+    feedback: ClassVar[float] = 1.0  # how much of what was left out is added to what is sent next
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.fragments is not None and self.fragments < 1:
+            raise ValueError(f"fragments should be a number of fragments, at least 1, and is {self.fragments}")
+        if self.overlap_steps < 0:
+            raise ValueError(f"overlap_steps should be a number of steps, at least 0, and is {self.overlap_steps}")
+        if self.bits is not None and self.bits not in self._BITS:
+            known = ", ".join(map(str, self._BITS))
+            raise ValueError(f"bits should be {known} or None, for elements as they are, and is {self.bits}")
+        if self.mixing is None:
+            object.__setattr__(self, "mixing", 0.5 if self.overlap_steps > 0 else 0.0)
+        elif not 0 <= self.mixing < 1:
+            raise ValueError(f"mixing should be at least 0 and below 1 and is {self.mixing}")
+
+
+@dataclass(frozen=True)
+class StreamingDiLoCo(Overlapped):
+    """alpha and beta of the outer Nesterov, and the rest; the paper's."""
+
+    name = "streaming-diloco"
+    exchange = "an all-to-all and an all-gather"
+    lr: float = 0.4
+    momentum: float = 0.9
+    overlap_steps: int = 1
+    bits: int | None = 4
+    _BITS: ClassVar[tuple[int, ...]] = (8, 4)
+
+
+@dataclass(frozen=True)
+class SparseLoCo(Overlapped):
+    """alpha, and k of 4,096 elements that travel; the paper's, which sends the whole model at once and waits for it."""
+
+    name = "sparseloco"
+    exchange = "an all-gather"
+    lr: float = 1.0
+    top_k: int = 64
+    fragments: int | None = 1
+    bits: int | None = 2
+    _BITS: ClassVar[tuple[int, ...]] = (2,)
+    feedback: ClassVar[float] = 0.95
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 1 <= self.top_k <= 4096:
+            raise ValueError(f"top_k should be how many of 4096 elements travel, 1 to 4096, and is {self.top_k}")
+
+
 def nesterov(
     x: torch.Tensor, gradient: torch.Tensor, momentum: torch.Tensor, lr: float, beta: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -245,9 +330,21 @@ def eager_gradient(
 
 
 #: By the name that users give.
-RULES: Mapping[str, type[OuterRule]] = {rule.name: rule for rule in (Co2Rule, LocalSgd, SlowMo, DiLoCo, Eager)}
+RULES: Mapping[str, type[OuterRule]] = {
+    rule.name: rule for rule in (Co2Rule, LocalSgd, SlowMo, DiLoCo, Eager, StreamingDiLoCo, SparseLoCo)
+}
 #: What users call the fields of rules.
-_WORDS = {"outer_lr": "lr", "outer_momentum": "momentum", "outer_clip": "clip", "gap_penalty": "gap_penalty"}
+_WORDS = {
+    "outer_lr": "lr",
+    "outer_momentum": "momentum",
+    "outer_clip": "clip",
+    "gap_penalty": "gap_penalty",
+    "fragments": "fragments",
+    "overlap_steps": "overlap_steps",
+    "bits": "bits",
+    "mixing": "mixing",
+    "top_k": "top_k",
+}
 
 
 def outer_rule(name: str, given: Mapping[str, Any]) -> OuterRule:

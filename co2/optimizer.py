@@ -14,6 +14,7 @@ from co2.join import JoinRefusal
 from co2.lifetime import Ownership, Shutdown
 from co2.pace import ENOUGH, explained
 from co2.rounds import Rounds
+from co2.rounds_of_rules import rounds_of, schedule_of
 from co2.schedule import Schedule
 from overlap.core.bucket import Slot
 from overlap.features.join import joined_ranks_of
@@ -35,7 +36,10 @@ from overlap.transport.objects import allgather_object
 __all__ = ["Co2", "Co2Optimizer", "DistributedOptimizer"]
 
 _FUSION_BYTES = 25 * 2**20
-_RULES_OPTIONS = ("outer_lr", "outer_momentum", "outer_clip", "gap_penalty")
+_RULES_OPTIONS = (
+    *("outer_lr", "outer_momentum", "outer_clip", "gap_penalty"),
+    *("fragments", "overlap_steps", "bits", "mixing", "top_k"),
+)
 
 
 class Co2(Strategy):
@@ -97,21 +101,21 @@ class Co2Optimizer(Shell):
         refusal = JoinRefusal(
             joined_ranks_of(session), f"{topic}/outer", range(session.comm.size), self._engine.participants.ranks
         )
-        self._rounds = Rounds(
+        self._rounds = rounds_of(
+            rule,
+            schedule,
+            len(self._engine.participants.ranks) / session.comm.size,
             self._everyone,
             self._engine.slots,
-            schedule,
-            rule,
             refusal,
             session.peer_queries,
-            len(self._engine.participants.ranks) / session.comm.size,
             partial(_rates, optimizer, self._engine.slots),
         )
         _enroll(session, self._rounds, topic)
 
     @property
     def local_steps(self) -> int:
-        """Steps since the current round began."""
+        """Steps since the current round began, or since a fragment was sent."""
         return self._rounds.in_round
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -138,6 +142,8 @@ class Co2Optimizer(Shell):
 
         Exactly: the mean over ranks of the parameters as they are, plus the outer step that is on its way, which they
         have not made yet (it is waited for). Nothing is lost or counted twice. The optimizer's own state stays local.
+        With ``"streaming-diloco"`` and ``"sparseloco"`` a fragment on its way is applied first, and then the mean is taken;
+        what bytes have left out until then is in nobody's parameters, and is sent with later turns.
         Buffers become rank 0's, with `broadcast_buffers`. On every rank, after the same number of steps and not between
         backward and ``step()``; raises ``RuntimeError`` on every rank where some have come to another round.
         """
@@ -149,12 +155,13 @@ class Co2Optimizer(Shell):
             broadcast_tensors(self._everyone, list(self._model.buffers()), 0)
 
     def explain(self) -> str:
-        """Whether a round hides the exchange of parameters, as this rank has measured both in its last rounds.
+        """Whether a round hides the exchange of parameters, as this rank has measured both in its last rounds; where there
+        are `overlap_steps`, whether they hide that of a fragment.
 
         On any rank. Raises ``RuntimeError`` before three rounds have arrived, and under an outer rule that waits.
         """
         rounds = self._rounds
-        if rounds.rule.waits:
+        if rounds.waits:
             raise RuntimeError(
                 f"there is nothing to explain: with outer={rounds.rule.name!r} every round waits for its average"
             )
@@ -162,8 +169,10 @@ class Co2Optimizer(Shell):
             raise RuntimeError(
                 f"there is nothing to explain yet: of {ENOUGH} rounds, {rounds.pace.rounds} are measured"
             )
-        nbytes = sum(part.whole.nbytes for part in rounds.parts)
-        return explained(self._everyone.size, rounds.schedule.frequency, rounds.pace.step, rounds.pace.exchange, nbytes)
+        steps, option = rounds.schedule.hiding
+        pace, nbytes, most = rounds.pace, rounds.exchanged_bytes, rounds.schedule.most
+        by, size = rounds.rule.exchange, self._everyone.size
+        return explained(size, steps, pace.step, pace.exchange, nbytes, option, by, most)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters: they take rank 0's values, and take part from the next step on. On every rank."""
@@ -175,7 +184,8 @@ class Co2Optimizer(Shell):
         """Plain torch format; of the user's optimizer, this rank's state. On any subset of ranks, at any time.
 
         ``["co2"]`` beside it holds the outer state of all ranks, for which it waits until every rank has begun the round;
-        with ``outer="eager"`` this rank's own.
+        with ``outer="eager"`` this rank's own, and with ``"streaming-diloco"`` and ``"sparseloco"`` its own remainder of
+        what has travelled.
         """
         state = super().state_dict()
         state["co2"] = self.outer_state_dict()
@@ -184,7 +194,8 @@ class Co2Optimizer(Shell):
     @torch.inference_mode(False)
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of any world size, on every rank; its ``["co2"]`` with it, which is the same on all ranks (with
-        ``outer="eager"`` as its own, or rank 0's for all). Raises ``ValueError`` for that of another outer rule.
+        ``outer="eager"`` and those two as its own, or rank 0's for all). Raises ``ValueError`` for that of
+        another outer rule, or of other fragments.
 
         Without that, a first round begins at the next step, with the parameters that the model has then. Where every rank
         saved its own model and optimizer, and loads them, training goes on bit for bit; from rank 0's alone, all go on
@@ -281,6 +292,11 @@ def DistributedOptimizer(
     outer_momentum: float | Literal["auto"] = "auto",
     outer_clip: float | Literal["auto"] | None = "auto",
     gap_penalty: bool | float | Literal["auto"] = "auto",
+    fragments: int | Literal["auto"] = "auto",
+    overlap_steps: int | Literal["auto"] = "auto",
+    bits: int | Literal["auto"] | None = "auto",
+    mixing: float | Literal["auto"] = "auto",
+    top_k: int | Literal["auto"] = "auto",
     warmup_steps: int = 0,
     nprocs_per_node: int | None = None,
     broadcast_buffers: bool = True,
@@ -305,14 +321,29 @@ def DistributedOptimizer(
         outer: the rule by which averages count, of `co2.equations`, which has the sources. Nobody waits with ``"co2"``,
             whose averages count a round late, and with ``"eager"`` (DiLoCo, where a rank's own part counts at once and that
             of others a round late). At the end of a round all ranks wait for each other with ``"localsgd"`` (plain
-            averaging), ``"slowmo"`` (slow momentum) and ``"diloco"`` (Nesterov's momentum).
-        outer_frequency: local steps in a round (CO2's tau, DiLoCo's H). Where nobody waits, as many as hide one
-            reduce-scatter and one all-gather of all parameters. CO2's paper tries 1 to 48, DiLoCo's 50 to 2,000.
+            averaging), ``"slowmo"`` (slow momentum) and ``"diloco"`` (Nesterov's momentum). ``"streaming-diloco"`` is
+            DiLoCo by fragments of the model in turn, each on its way under some of the steps that follow. With
+            ``"sparseloco"`` the largest elements travel, and all ranks wait, unless `overlap_steps` says otherwise.
+        outer_frequency: local steps in a round (CO2's tau, DiLoCo's H), in which each fragment is sent once. With ``"co2"``
+            and ``"eager"``, as many as hide one reduce-scatter and one all-gather of all parameters. CO2's paper tries 1 to
+            48, DiLoCo's 50 to 2,000, SparseLoCo's 15 to 250, that of Streaming DiLoCo has 100.
         outer_lr, outer_momentum, outer_clip: alpha, beta and phi (None: no clipping) of the rule. ``"auto"``: 1, 0.2 and 1
-            with ``"co2"``; 1 and 0.5 with ``"slowmo"``; 0.7 and 0.9 with ``"diloco"``; 0.4 and 0.9 with ``"eager"``. An
-            option that the rule does not know raises ``ValueError``.
+            with ``"co2"``; 1 and 0.5 with ``"slowmo"``; 0.7 and 0.9 with ``"diloco"``; 0.4 and 0.9 with ``"eager"`` and
+            ``"streaming-diloco"``; alpha is 1 with ``"sparseloco"``. An option that the rule does not know raises
+            ``ValueError``.
         gap_penalty: of ``"co2"``. True, which is ``"auto"``, divides what an average proposes by the measured staleness
             gap, 1 to 2; a number divides by that; False by nothing.
+        fragments: this, and the next three, of ``"streaming-diloco"`` and ``"sparseloco"``. How many fragments there are,
+            at most `outer_frequency`. They are of whole layers, as names tell; parameters given without names are a layer
+            each. ``"auto"``: of 3 layers each, as long as `overlap_steps` fit between two; 1 with
+            ``"sparseloco"``.
+        overlap_steps: tau, the steps between sending a fragment and applying what came of it; at most as many as there are
+            between two fragments. 0 waits. ``"auto"``: 1, and 0 with ``"sparseloco"``.
+        bits: of an element that travels, 8 or 4, with a scale per 128 elements, or 2 with ``"sparseloco"``; None: in full
+            precision. ``"auto"``: 4 and 2. What is left out is kept and sent with a later turn.
+        mixing: how much of a rank's own values stays where a fragment is applied; at least 0, below 1. The other part of
+            what it has learned in `overlap_steps` is dropped. ``"auto"``: 0.5, and 0 where `overlap_steps` is 0.
+        top_k: of ``"sparseloco"``, how many of 4,096 elements travel, 1 to 4096. ``"auto"``: 64.
         warmup_steps: the first steps are each followed by an average that is waited for. With SGD, that is synchronous
             training.
         nprocs_per_node: ranks in a block that averages gradients in every step, so that its parameters are the same. None:
@@ -325,12 +356,13 @@ def DistributedOptimizer(
     given = dict(locals())
     arguments = SharedArguments.of(given)
     agree_on_strategy("co2")
+    rule = outer_rule(outer, {word: given[word] for word in _RULES_OPTIONS})
     return Co2Optimizer(
         optimizer,
         named_parameters,
         arguments,
-        Schedule(outer_frequency, warmup_steps),
-        outer_rule(outer, {word: given[word] for word in _RULES_OPTIONS}),
+        schedule_of(rule, outer_frequency, warmup_steps),
+        rule,
         nprocs_per_node,
         broadcast_buffers,
     )

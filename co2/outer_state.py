@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from co2.part import VECTORS, Part, Shares, Vectors, as_real
+from co2.part import Part, Shares, Vectors, as_real
 from overlap.core.bucket import Slot
 from overlap.transport.memory import from_flat
 from overlap.transport.peer_queries import NoAnswer, PeerQueries
@@ -26,14 +26,18 @@ def assemble(parts: Sequence[Part], shares: Sequence[Shares]) -> Vectors:
     outer: Vectors = {}
     for part in parts:
         complete = part.complete()
+        if complete is not None:
+            outer.update(complete)
+            continue
+        own = part.own_vectors()
         for slot in part.slots:
-            outer[slot.index] = _joined(part, slot, shares) if complete is None else complete[slot.index]
+            outer[slot.index] = {**_joined(part, slot, shares), **own[slot.index]}
     return outer
 
 
 def _joined(part: Part, slot: Slot, shares: Sequence[Shares]) -> dict[str, torch.Tensor]:
     like = as_real(slot.param)
-    flats = {name: torch.empty(like.numel(), dtype=part.dtype, device=like.device) for name in VECTORS}
+    flats = {name: torch.empty(like.numel(), dtype=part.dtype, device=like.device) for name in part.shared}
     found = [share[slot.index] for share in shares if slot.index in share]
     covered = sum(high - low for low, high, _ in found)  # shards do not overlap
     if covered != like.numel():

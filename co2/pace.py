@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import deque
+from collections import defaultdict, deque
 
 __all__ = ["ENOUGH", "Pace", "explained", "hiding"]
 
@@ -19,19 +19,21 @@ class Pace:
     """Of one rank's last rounds, as their local steps end and their exchanges; seconds."""
 
     def __init__(self) -> None:
-        self._steps, self._exchanges = deque[float](maxlen=_KEPT), deque[float](maxlen=_KEPT)
+        self._steps = deque[float](maxlen=_KEPT)
+        self._exchanges = defaultdict[int, deque[float]](lambda: deque(maxlen=_KEPT))
 
     def stepped(self, seconds: float) -> None:
         """A round's steps took so long, one on average."""
         self._steps.append(seconds)
 
-    def exchanged(self, seconds: float) -> None:
-        self._exchanges.append(seconds)
+    def exchanged(self, seconds: float, what: int) -> None:
+        """The exchange of `what`, of all that rounds carry in turn, took so long."""
+        self._exchanges[what].append(seconds)
 
     @property
     def rounds(self) -> int:
         """That both are known of."""
-        return min(len(self._steps), len(self._exchanges))
+        return min(len(self._steps), sum(map(len, self._exchanges.values())))
 
     @property
     def step(self) -> float:
@@ -40,8 +42,8 @@ class Pace:
 
     @property
     def exchange(self) -> float:
-        """The median; needs a round."""
-        return statistics.median(self._exchanges)
+        """The median, of what takes longest; needs a round."""
+        return max(statistics.median(seconds) for seconds in self._exchanges.values())
 
 
 def hiding(step: float, exchange: float) -> int:
@@ -49,16 +51,30 @@ def hiding(step: float, exchange: float) -> int:
     return max(1, math.ceil(exchange / step)) if step > 0 else 1
 
 
-def explained(ranks: int, frequency: int, step: float, exchange: float, nbytes: int) -> str:
-    """Whether rounds of `frequency` steps hide the exchange of `nbytes`, as one rank has measured it (pure)."""
+def explained(
+    ranks: int,
+    steps: int,
+    step: float,
+    exchange: float,
+    nbytes: int,
+    option: str = "outer_frequency",
+    carried_by: str = "a reduce-scatter and an all-gather",
+    most: int | None = None,
+) -> str:
+    """Whether so many `steps`, called `option`, hide the exchange of `nbytes`, as one rank has measured it (pure).
+
+    There can be at `most` so many.
+    """
     needed = hiding(step, exchange)
-    if frequency >= needed:
-        hidden = f"yes: {frequency} steps take {1e3 * frequency * step:,.4g} ms, and {needed} would do"
+    if steps >= needed:
+        hidden = f"yes: {steps} steps take {1e3 * steps * step:,.4g} ms, and {needed} would do"
+    elif most is not None and needed > most:
+        hidden = f"no: {needed} steps would, and {most} fit between two; a larger outer_frequency makes room for them"
     else:
-        hidden = f"no: {frequency} steps take {1e3 * frequency * step:,.4g} ms; outer_frequency={needed} hides it"
+        hidden = f"no: {steps} steps take {1e3 * steps * step:,.4g} ms; {option}={needed} hides it"
     lines = {
         "step": f"{1e3 * step:,.4g} ms",
-        "exchange": f"{1e3 * exchange:,.4g} ms: a reduce-scatter and an all-gather of {nbytes / 2**20:,.4g} MB",
+        "exchange": f"{1e3 * exchange:,.4g} ms: {carried_by} of {nbytes / 2**20:,.4g} MB",
         "hidden": hidden,
     }
     return "\n".join(

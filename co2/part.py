@@ -15,6 +15,7 @@ from co2.equations import Ended, Shared
 from overlap.core.bucket import Slot
 from overlap.plan.partition import BucketSpec, TensorSpec, fuse, piece
 from overlap.transport.broadcast import overwrite
+from overlap.transport.communicator import Communicator, ReduceOp, Work
 from overlap.transport.memory import view_like
 
 __all__ = ["VECTORS", "Part", "Shares", "Vectors", "as_real", "make_parts", "outer_dtype"]
@@ -60,6 +61,8 @@ class Part:
     `before` where the round on its way to being averaged began. `rule` makes the outer step.
     """
 
+    shared: tuple[str, ...] = VECTORS  # vectors of which each rank has a share
+
     def __init__(self, rule: Shared, slots: Sequence[Slot], spec: BucketSpec, rank: int, size: int) -> None:
         self._rule = rule
         self._lay_out(slots, spec, rank, size)
@@ -91,6 +94,11 @@ class Part:
             (slot, view_like(flat, offset, as_real(slot.param)))
             for slot, offset in zip(self.slots, self._offsets, strict=True)
         ]
+
+    @property
+    def exchanged_bytes(self) -> int:
+        """Of all ranks' shards, as they travel in a round."""
+        return self.whole.nbytes
 
     def check(self) -> None:
         """Raise ``RuntimeError`` if parameters were converted to another type: the outer state would not fit them."""
@@ -135,6 +143,27 @@ class Part:
         self.before, self.start = self.start, self.next
         self.adopt(kept)
         self.mean = torch.empty_like(self.start)
+
+    # - On the thread of a round, in this order: reduce, settle, gather, received; of an average, the two of the buffer
+
+    def reduce_whole(self, comm: Communicator) -> Work:
+        """The buffer goes to the owners of its shards, averaged, as `mean`."""
+        return comm.reduce_scatter_async(self.whole, self.mean, ReduceOp.AVG, label="co2 average")
+
+    def gather_whole(self, comm: Communicator) -> Work:
+        """What they made of it comes back into the buffer."""
+        return comm.all_gather_async(self.whole[self.own], self.whole, label="co2 gather")
+
+    def reduce(self, comm: Communicator) -> Work | None:
+        """What :meth:`turn` prepared goes to the owners of shards, where there are any."""
+        return self.reduce_whole(comm)
+
+    def gather(self, comm: Communicator) -> Work:
+        """What :meth:`settle` made of it comes back."""
+        return self.gather_whole(comm)
+
+    def received(self) -> None:
+        """It is here."""
 
     def written(self, among: Collection[int]) -> set[int]:
         """Those slots whose parameters are not what is in the buffer, which no round uses now."""
@@ -233,6 +262,10 @@ class Part:
             index: (*extent, {name: vector[inside].clone() for name, vector in vectors.items()})
             for index, (extent, inside) in self.pieces.items()
         }
+
+    def own_vectors(self) -> Vectors:
+        """Vectors that no other rank is asked for, whole, by slot."""
+        return {slot.index: {} for slot in self.slots}
 
     @property
     def moved_on(self) -> bool:

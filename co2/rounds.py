@@ -29,7 +29,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
 from typing import Any
@@ -38,36 +37,25 @@ import torch
 
 from co2.averaged_parameters import AveragedParameters, Batch
 from co2.communication import RoundCommunication, RoundThread
-from co2.eager_part import EagerPart
-from co2.equations import Eager, OuterRule, Shared
+from co2.equations import OuterRule, Shared
 from co2.inner_rates import InnerRates
 from co2.join import JoinRefusal
 from co2.lateness import Lateness
 from co2.outer_state import ShareQuery, assemble, check_shapes
 from co2.part import Part, Shares, as_real, make_parts
-from co2.schedule import Event, Schedule
+from co2.schedule import Event, Schedule, Standing
 from overlap.core.bucket import Slot
 from overlap.transport.broadcast import overwrite
 from overlap.transport.communicator import Communicator
 from overlap.transport.objects import allgather_object
 from overlap.transport.peer_queries import PeerQueries
 
-__all__ = ["Rounds", "Standing"]
+__all__ = ["Rounds"]
 
 
 log = logging.getLogger("dear")
 
 _LOOK_SECONDS = 1.0
-
-
-@dataclass(frozen=True)
-class Standing:
-    """How far a rank has come: what another needs to know to send the same rounds."""
-
-    sent: int  # rounds and averages; loading a state does not change it
-    event: Event  # what the last of them was
-    rested: frozenset[int]  # slots that did not travel in it
-    batches: tuple[Batch, ...]
 
 
 class _Phase(Enum):
@@ -78,27 +66,29 @@ class _Phase(Enum):
 class Rounds:
     """The outer half of one optimizer over `slots`, a list that may grow. `comm` carries nothing else."""
 
+    _COUNTERS: tuple[str, ...] = ("steps", "in_round", "events")  # in a checkpoint
+
     def __init__(
         self,
         comm: Communicator,
         slots: list[Slot],
         schedule: Schedule,
         rule: OuterRule,
+        make_part: Callable[..., Part],
         refusal: JoinRefusal,
         peer_queries: PeerQueries,
-        weight: float,
         inner_rates: Callable[[], Mapping[int, float]],
     ) -> None:
-        """`weight`: of this rank in a mean, with those of its group. `inner_rates`: learning rates now, by slot."""
+        """`inner_rates`: learning rates now, by slot."""
         self._comm, self._slots, self.schedule, self.rule = comm, slots, schedule, rule
-        self._make_part, self._inner_rates = _part_of(rule, weight), InnerRates(inner_rates)
+        self._make_part, self._inner_rates = make_part, InnerRates(inner_rates)
         self.refusal, self._peer_queries = refusal, peer_queries
         self._changed = threading.Lock()  # around changes of what the others may ask for
         self._communication = RoundCommunication(comm, rule, self._changed, self._met)
         self._query = ShareQuery(peer_queries, refusal.topic, [rank for rank in range(comm.size) if rank != comm.rank])
         self._before_load: tuple[int, Shares] | None = None  # [Note: who has loaded by when], after so many events
         self.pace = self._communication.pace
-        self._lateness = Lateness(comm.rank, schedule.frequency, schedule.option)
+        self._lateness = Lateness(comm.rank, *schedule.hiding)
         self._thread: RoundThread | None = None
         self._phase = _Phase.TRAINING
         self._sent, self._last_sent = 0, Event.NOTHING  # in all, whatever is loaded meanwhile
@@ -114,7 +104,7 @@ class Rounds:
         self._last = Event.NOTHING
         self._communication.longest = 0.0
         self._inner_rates.begin_round()
-        self._since = time.perf_counter()
+        self._since, self._waited = time.perf_counter(), 0.0  # seconds, of which a wait is no step's time
 
     # - A step
 
@@ -135,11 +125,20 @@ class Rounds:
         self._averaged.train(trained)
 
     def _take_in(self, batch: Batch) -> list[Part]:
-        slots = [self._slots[index] for index in batch]
-        parts = make_parts(slots, self._comm.rank, self._comm.size, self._make_part)
+        divided = [[self._slots[index] for index in together] for together in self._together(batch)]
+        rank, size = self._comm.rank, self._comm.size
+        parts = [part for slots in divided for part in make_parts(slots, rank, size, self._make_part)]
         self.parts += parts
         self._averaged.take_in(batch)
         return parts
+
+    def _together(self, batch: Batch) -> list[Batch]:
+        """Slots of `batch` that rounds concern together."""
+        return [batch]
+
+    def _due(self) -> Event:
+        """What follows the step just made."""
+        return self.schedule.after(self.steps, self.in_round)
 
     def stepped(self) -> None:
         """After every step, also one that was skipped for its infinities: what the schedule says.
@@ -154,9 +153,9 @@ class Rounds:
         self.steps, self.in_round = self.steps + 1, self.in_round + 1
         if self.rule.needs_inner_lr:
             self._inner_rates.stepped()
-        event = self.schedule.after(self.steps, self.in_round)
+        event = self._due()
         if event is Event.ROUND:
-            self.pace.stepped((time.perf_counter() - self._since) / self.in_round)
+            self.pace.stepped((time.perf_counter() - self._since - self._waited) / self.in_round)
         if event is not Event.NOTHING:
             self.refusal.refuse_to_send(self.events)
             self.arrive(in_step=True)
@@ -175,25 +174,45 @@ class Rounds:
         self._sent, self._last_sent, self._rested = self._sent + 1, event, idle
 
     def _close(self, event: Event, idle: frozenset[int]) -> None:
-        self._averaged.close(event, idle)
+        parts = self._concerned() if event is Event.ROUND else self.parts
+        self._averaged.close(event, idle, frozenset(slot.index for part in parts for slot in part.slots))
         self._last = event
         self.events, self.in_round = self.events + 1, 0
         self.refusal.events = self.events
         self._inner_rates.begin_round()
-        self._since = time.perf_counter()
+        self._since, self._waited = time.perf_counter(), 0.0
 
     def _met(self) -> None:
         self._before_load = None  # [Note: who has loaded by when]
 
     # - A round
 
+    def _concerned(self) -> list[Part]:
+        """The parts of the current round."""
+        return list(self.parts)
+
+    def _travelling(self, idle: frozenset[int], event: Event) -> list[str]:
+        """What has to be the same on all ranks for `event`."""
+        return self._averaged.travelling(idle)
+
+    @property
+    def waits(self) -> bool:
+        """Whether every round is waited for."""
+        return self.rule.waits
+
+    @property
+    def exchanged_bytes(self) -> int:
+        """How many a reduce-scatter and an all-gather of a round carry, each."""
+        return sum(part.exchanged_bytes for part in self.parts)
+
     def _turn(self, idle: frozenset[int]) -> None:
-        kept, trained = self._averaged.kept(idle), self._averaged.travelling(idle)
+        kept, trained = self._averaged.kept(idle), self._travelling(idle, Event.ROUND)
+        parts = self._concerned()
+        sent = [part for part in parts if not part.rests(idle)]
         with self._changed:
-            for part in self.parts:
+            for part in parts:
                 part.turn(idle, kept)
             self._close(Event.ROUND, idle)
-        parts, sent = list(self.parts), [part for part in self.parts if not part.rests(idle)]
         work = partial(self._communication.carry, parts, sent, idle, trained)
         self._send(RoundThread(self.events - 1, work), Event.ROUND, idle)
 
@@ -210,6 +229,7 @@ class Rounds:
         thread.land()
         if in_step and late:
             self._lateness.note(time.perf_counter() - now, now - self._since)
+        self._waited += time.perf_counter() - now
 
     # - An average that is waited for
 
@@ -247,7 +267,7 @@ class Rounds:
             part.load_average()
         shards: dict[Part, torch.Tensor] = {}
         rates = self._inner_rates.mean() if outer and self.rule.needs_inner_lr else {}
-        parts, trained = list(self.parts), self._averaged.travelling(idle)
+        parts, trained = list(self.parts), self._travelling(idle, event)
 
         def outcome(part: Part) -> torch.Tensor:
             return part.advance(idle, rates) if outer else part.blend(idle)
@@ -333,7 +353,7 @@ class Rounds:
         shares = self._query.ask(self.events) if any(part.moved_on for part in self.parts) else []
         with self._changed:
             outer = assemble(self.parts, [self._shares(passed=False), *shares])
-        counters = {name: getattr(self, name) for name in ("steps", "in_round", "events")}
+        counters = {name: getattr(self, name) for name in self._COUNTERS}
         counters |= {"longest": self._communication.longest, "outer": self.rule.name}
         return {"parameters": outer, **counters, **self._averaged.state(), **self._inner_rates.state()}
 
@@ -360,7 +380,7 @@ class Rounds:
                     part.load(outer)
             self._averaged.load(section)
             self._inner_rates.load(section)
-            self.steps, self.in_round, self.events = (section[name] for name in ("steps", "in_round", "events"))
+            vars(self).update({name: section[name] for name in self._COUNTERS})
             self.refusal.events = self.events
             self._communication.longest = section["longest"]
 
@@ -377,10 +397,3 @@ class Rounds:
             self._thread.end()
         self._thread, self.parts = None, []
         self._peer_queries.off(self.refusal.topic)
-
-
-def _part_of(rule: OuterRule, weight: float) -> Callable[..., Part]:
-    if isinstance(rule, Eager):
-        return partial(EagerPart, rule, weight)
-    assert isinstance(rule, Shared), "there is no other kind"
-    return partial(Part, rule)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-__all__ = ["Event", "Schedule"]
+__all__ = ["Event", "Schedule", "Standing", "StreamingSchedule"]
 
 
 class Event(Enum):
@@ -14,6 +14,16 @@ class Event(Enum):
     NOTHING = auto()  # the next step is local, too
     AVERAGE = auto()  # warm-up: wait for the average of all ranks and go on from there
     ROUND = auto()  # take over what the last round led to, and send this one's parameters
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How far a rank has come: what another needs to know to send the same rounds."""
+
+    sent: int  # rounds and averages; loading a state does not change it
+    event: Event  # what the last of them was
+    rested: frozenset[int]  # slots that did not travel in it
+    batches: tuple[tuple[int, ...], ...]  # of slots that were taken in together
 
 
 @dataclass(frozen=True)
@@ -32,8 +42,73 @@ class Schedule:
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"{name} should be a number of steps, at least {least}, and is {value!r}")
 
-    def after(self, steps: int, in_round: int) -> Event:
-        """Of `steps` since the beginning, `in_round` belong to the current round; both count the step just made."""
+    def after(self, steps: int, in_round: int, turn: int = 0) -> Event:
+        """Of `steps` since the beginning, `in_round` belong to the current round; both count the step just made.
+
+        `turn`: the number of that round since the last average.
+        """
         if steps <= self.warmup:
             return Event.AVERAGE
-        return Event.ROUND if in_round >= self.frequency else Event.NOTHING
+        return Event.ROUND if in_round >= self.length(turn) else Event.NOTHING
+
+    def length(self, turn: int) -> int:
+        """Steps of a round."""
+        return self.frequency
+
+    @property
+    def hiding(self) -> tuple[int, str]:
+        """How many steps hide a round's exchange, and the option that says so."""
+        return self.frequency, self.option
+
+    @property
+    def most(self) -> int | None:
+        """How many there can be."""
+        return None
+
+
+@dataclass(frozen=True)
+class StreamingSchedule(Schedule):
+    """Every `frequency` steps each of the `fragments` is sent once, at even distances; a round is a fragment's turn.
+
+    What is sent is applied `overlap` steps later, at the latest just before the next fragment is sent: one is on its way at
+    a time. Steps are counted from the last average of all parameters. Raises ``ValueError`` where they do not fit.
+    """
+
+    fragments: int = 1
+    overlap: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.fragments > self.frequency:
+            raise ValueError(
+                f"fragments={self.fragments} are sent one by one within outer_frequency={self.frequency} steps: there "
+                "should be at most as many"
+            )
+        if self.overlap > self.frequency // self.fragments:
+            raise ValueError(
+                f"overlap_steps={self.overlap}: {self.fragments} fragments in outer_frequency={self.frequency} steps leave "
+                f"{self.frequency // self.fragments} between two; take fewer fragments, or a larger outer_frequency"
+            )
+
+    def sent_after(self, turn: int) -> int:
+        """The step after which that turn's fragment is sent; 0 for the turn before the first."""
+        return (turn + 1) * self.frequency // self.fragments
+
+    def applied_after(self, turn: int) -> int:
+        """The step after which it is applied."""
+        return self.sent_after(turn) + self.overlap
+
+    def length(self, turn: int) -> int:
+        return self.sent_after(turn) - self.sent_after(turn - 1)
+
+    def fragment(self, turn: int) -> int:
+        """Whose turn it is."""
+        return turn % self.fragments
+
+    @property
+    def hiding(self) -> tuple[int, str]:
+        return self.overlap, "overlap_steps"
+
+    @property
+    def most(self) -> int | None:
+        return self.frequency // self.fragments

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from co2.equations import Timing
 from co2.lifetime import Shutdown
 from co2.pace import ENOUGH, hiding
 from overlap.job.session import current
@@ -20,17 +21,22 @@ def suggest_frequency(model: torch.nn.Module) -> int:
     longer ones learn from older averages.
 
     Raises ``RuntimeError`` on every rank before that, or where no co2 optimizer trains `model`; ``ValueError`` under an
-    outer rule that waits, where nothing is hidden.
+    outer rule that waits, where nothing is hidden, and where `overlap_steps` hide a fragment.
     """
     session = current()
     service = session.services.get("co2")
     rounds = service.training(list(model.parameters())) if isinstance(service, Shutdown) else None
     if rounds is None:
         raise RuntimeError("no co2 optimizer trains this model: wrap its optimizer first, and train for three rounds")
-    if rounds.rule.waits:
+    if rounds.waits:
         raise ValueError(
             f"outer={rounds.rule.name!r} waits for the exchange at the end of every round, whatever its length: longer "
             'rounds wait less often, and "co2" and "eager" do not wait'
+        )
+    if rounds.rule.timing is Timing.OVERLAPPED:
+        raise ValueError(
+            f"outer={rounds.rule.name!r} hides the exchange of a fragment behind overlap_steps, not behind a round: "
+            "optimizer.explain() says how many do"
         )
     pace = rounds.pace
     known = allgather_object(session.control, (pace.step, pace.exchange) if pace.rounds >= ENOUGH else None)

@@ -27,5 +27,10 @@ class OwnOptions(TypedDict, total=False):
     outer_momentum: float | Literal["auto"]
     outer_clip: float | Literal["auto"] | None
     gap_penalty: bool | float | Literal["auto"]
+    fragments: int | Literal["auto"]
+    overlap_steps: int | Literal["auto"]
+    bits: int | Literal["auto"] | None
+    mixing: float | Literal["auto"]
+    top_k: int | Literal["auto"]
     warmup_steps: int
     nprocs_per_node: int | None

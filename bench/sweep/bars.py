@@ -73,7 +73,7 @@ class Verdict:
 
 def _check_side(name: str, spec: Any, families: Collection[str]) -> None:
     """Raises ``ValueError`` unless runs of `families` can be what `spec` means."""
-    known = [method for method in METHODS if method != "none"]
+    known = [method for method in METHODS if method != "none" or name == "of"]
     if not isinstance(spec, str) or parse_spec(spec)[0] not in known:
         bound = f"{BOUND}, " if name == "of" else ""
         raise ValueError(f"{name} of [[bars]] should be one of {bound}{', '.join(known)} and is {spec!r}")

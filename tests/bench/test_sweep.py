@@ -110,8 +110,13 @@ def test_defaults_are_for_tables_without() -> None:
         ({"runs": [{}], "bars": [{"method": "dear", "at_most": 1, "where": {"iterations": 3}}]}, "not know iterations"),
         ({"runs": [{}], "bars": [{"method": "deer", "at_most": 1}]}, "method of .* one of dear, .* and is 'deer'"),
         (
+            {"runs": [{}], "bars": [{"method": "dear", "of": "no", "at_most": 1}]},
+            "of of .* one of bound, .* is 'no'",
+        ),
+        ({"runs": [{}], "bars": [{"method": "none", "at_most": 1}]}, "method of .* one of dear, .* is 'none'"),
+        (
             {"runs": [{}], "bars": [{"method": "dear", "of": "none", "at_most": 1}]},
-            "of of .* one of bound, .* is 'none'",
+            "is 'none', and the sweep runs dear",
         ),
         ({"runs": [{}], "bars": [{"method": "dear", "of": "ddp", "at_most": 1}]}, "is 'ddp', and the sweep runs dear"),
         ({"runs": [{}], "bars": [{"method": "dear:threshold_mb=4", "at_most": 1}]}, "write 'dear'"),
@@ -264,10 +269,12 @@ def test_bars_compare_with_the_bound_and_with_the_best_setting_of_a_method() -> 
     bars = [
         Bar("dear", "bound", 1.08, {"workers": 2}),
         Bar("dear", "ddp", 0.95, {"workers": 4}),
+        Bar("dear", "none", 1.4, {"workers": 4}),
         Bar("dear", "horovod", 0.7, {}),
     ]
     verdicts = judge(group(some_results()), bars)
-    assert [verdict.met for verdict in verdicts] == [False, True, None]
+    assert [verdict.met for verdict in verdicts] == [False, True, True, None]
+    assert "dear 1.38 x none, bar 1.40" in verdicts[2].text
     assert "dear 1.10 x L, bar 1.08" in verdicts[0].text
     assert "dear 0.92 x ddp:bucket_mb=25, bar 0.95" in verdicts[1].text
 

@@ -22,8 +22,15 @@ def test_medians_of_the_last_rounds() -> None:
         pace.stepped(seconds)
     assert pace.rounds == 0
     for seconds in (0.3, 5.0, 0.2):
-        pace.exchanged(seconds)
+        pace.exchanged(seconds, 0)
     assert (pace.rounds, pace.step, pace.exchange) == (3, 0.1, 0.3)
+
+
+def test_what_takes_longest_counts() -> None:
+    pace = Pace()
+    for what, seconds in ((0, 1.0), (1, 3.0), (0, 1.2), (1, 2.0), (0, 9.0), (1, 2.5)):
+        pace.exchanged(seconds, what)
+    assert pace.exchange == 2.5
 
 
 def test_what_is_explained() -> None:
@@ -35,3 +42,6 @@ def test_what_is_explained() -> None:
         "  hidden    no: 3 steps take 30 ms; outer_frequency=4 hides it",
     ]
     assert explained(4, 12, 0.01, 0.035, 0).endswith("yes: 12 steps take 120 ms, and 4 would do")
+    full = explained(4, 3, 0.01, 0.035, 0, "overlap_steps", "an all-gather", most=3)
+    assert full.endswith("no: 4 steps would, and 3 fit between two; a larger outer_frequency makes room for them")
+    assert explained(4, 3, 0.01, 0.035, 0, "overlap_steps", most=4).endswith("overlap_steps=4 hides it")

@@ -222,7 +222,7 @@ def test_a_frequency_is_suggested_from_what_all_ranks_have_measured() -> None:
     assert "outer_frequency=" in optimizer.explain() or "would do" in optimizer.explain()
     for _ in range(9):  # a fast rank, and a slow network to the last one
         optimizer._rounds.pace.stepped(0.01 if co2.rank() == 0 else 0.02)
-        optimizer._rounds.pace.exchanged(0.03 + 0.02 * co2.rank())
+        optimizer._rounds.pace.exchanged(0.03 + 0.02 * co2.rank(), 0)
     assert co2.suggest_frequency(model) == 3 + 2 * (co2.size() - 1)
     _, waits = _wrapped(outer="localsgd")
     with pytest.raises(RuntimeError, match="with outer='localsgd' every round waits"):

@@ -38,6 +38,8 @@ def test_joining_together_is_fine_and_alone_is_refused_everywhere() -> None:
 WAITING: dict[str, tuple[dict[str, Any], int]] = {  # what rank 1 never sends, as the others have come to it, by number
     "round": ({"outer_frequency": 2}, 1),
     "own outer steps": ({"outer": "eager", "outer_frequency": 2}, 1),
+    "fragment": ({"outer": "streaming-diloco", "outer_frequency": 2, "fragments": 1, "overlap_steps": 2}, 1),
+    "waited fragment": ({"outer": "sparseloco", "outer_frequency": 2}, 1),
     "waited round": ({"outer": "localsgd", "outer_frequency": 2}, 1),
     "warm-up": ({"warmup_steps": 9}, 2),
 }

@@ -1,0 +1,48 @@
+"""Which schedule, rounds and parts an outer rule has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from co2.eager_part import EagerPart
+from co2.equations import Eager, OuterRule, Overlapped, Shared, SparseLoCo, StreamingDiLoCo
+from co2.part import Part
+from co2.rounds import Rounds
+from co2.schedule import Schedule, StreamingSchedule
+from co2.sparse_part import SparsePart
+from co2.streaming import StreamingRounds
+from co2.streaming_part import StreamingPart
+
+__all__ = ["rounds_of", "schedule_of"]
+
+
+def schedule_of(rule: OuterRule, frequency: int, warmup: int) -> Schedule:
+    """Raises ``ValueError`` for steps that are none, or that do not fit together."""
+    schedule = Schedule(frequency, warmup)
+    if not isinstance(rule, Overlapped):
+        return schedule
+    if rule.mixing == 0 and rule.overlap_steps == frequency and (rule.fragments or 1) == 1:
+        raise ValueError(
+            f"mixing=0 with overlap_steps={frequency}, as many as outer_frequency: all that ranks learn would be dropped "
+            "when a round arrives; take fewer overlap_steps, or a larger mixing"
+        )
+    return StreamingSchedule(frequency, warmup, fragments=rule.fragments or 1, overlap=rule.overlap_steps)
+
+
+def rounds_of(rule: OuterRule, schedule: Schedule, weight: float, comm: Any, slots: Any, *others: Any) -> Rounds:
+    """`weight`: of this rank in a mean, with those of its group. The others are as :class:`Rounds` takes them."""
+    kind: Callable[..., Rounds] = StreamingRounds if isinstance(rule, Overlapped) else Rounds
+    return kind(comm, slots, schedule, rule, _part_of(rule, weight), *others)
+
+
+def _part_of(rule: OuterRule, weight: float) -> Callable[..., Part]:
+    if isinstance(rule, Eager):
+        return partial(EagerPart, rule, weight)
+    if isinstance(rule, StreamingDiLoCo):
+        return partial(StreamingPart, rule)
+    if isinstance(rule, SparseLoCo):
+        return partial(SparsePart, rule)
+    assert isinstance(rule, Shared), "there is no other kind"
+    return partial(Part, rule)

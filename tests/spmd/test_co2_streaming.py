@@ -1,0 +1,333 @@
+"""Streaming DiLoCo is equal to a simulation of all workers in one process, bit for bit, at any number of ranks."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import co2
+from co2.codec import codec_of
+from overlap.job.session import current
+from tests.spmd.co2_simulation import Simulation
+from tests.spmd.co2_training import _adamw, _everywhere, _loss, _model, _momentum, _same, _steps, _wrapped
+
+RULE: dict[str, Any] = {"outer": "streaming-diloco", "outer_lr": 0.6, "outer_momentum": 0.8}
+CASES: dict[str, dict[str, Any]] = {
+    "two fragments": {"outer_frequency": 5, "fragments": 2, "overlap_steps": 1, "mixing": 0.5},
+    "hidden": {"outer_frequency": 3, "fragments": 1, "overlap_steps": 3, "mixing": 0.25},
+    "waiting": {"outer_frequency": 4, "fragments": 2, "overlap_steps": 0, "mixing": 0.0},
+}
+MEMBERS = {1: [[0, 1, 2, 3]], 2: [[0, 1], [2, 3]]}  # parameters by fragment
+ALIGNED = 8  # fp64 elements, where parameters and shards begin
+
+
+@pytest.fixture(autouse=True)
+def _session() -> None:
+    co2.init()
+
+
+class Streaming(Simulation):
+    """Of each fragment: x, m and r, and of each worker e, as rows, one per shard."""
+
+    def __init__(self, *arguments: Any, outer_frequency: int, fragments: int, bits: int | None, **options: Any) -> None:
+        self.overlap, self.mixing = options.pop("overlap_steps"), options.pop("mixing")
+        super().__init__(*arguments, frequency=outer_frequency, **options)
+        self.members, self.codec, self.bits = MEMBERS[fragments], codec_of(bits), bits
+        self.x = [self._rows(self.start, fragment) for fragment in range(fragments)]
+        self.momenta, self.r = ([torch.zeros_like(x) for x in self.x] for _ in range(2))
+        self.e = [[torch.zeros_like(x) for x in self.x] for _ in self._all]
+        self._begin()
+
+    def _begin(self) -> None:
+        self.steps = self.turns = 0
+        self.due: int | None = None
+
+    def _places(self, fragment: int) -> list[tuple[int, int]]:
+        """Where parameters begin, and where they end."""
+        places, end = [], 0
+        for index in self.members[fragment]:
+            begin = -(-end // ALIGNED) * ALIGNED
+            end = begin + self.start[index].numel()
+            places.append((begin, end))
+        return places
+
+    def _rows(self, values: Sequence[torch.Tensor], fragment: int) -> torch.Tensor:
+        places, workers = self._places(fragment), len(self.workers)
+        step = ALIGNED * workers
+        flat = torch.zeros(-(-places[-1][1] // step) * step, dtype=torch.float64)
+        for index, (begin, end) in zip(self.members[fragment], places, strict=True):
+            flat[begin:end] = values[index].flatten()
+        return flat.view(workers, -1)
+
+    def _said(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.codec.decode(self.codec.encode(rows), rows.shape[1], rows.dtype)
+
+    def step(self, *arguments: Any, **options: Any) -> None:
+        self.in_round = -1  # the turns are counted here
+        super().step(*arguments, **options)
+        self.steps += 1
+        if self.due == self.steps:
+            self._apply()
+        if self.steps == (self.turns + 1) * self.frequency // len(self.members):
+            self._send(self.turns % len(self.members))
+            self.turns, self.due = self.turns + 1, self.steps + self.overlap
+            if self.overlap == 0:
+                self._apply()
+
+    def _send(self, fragment: int) -> None:
+        said = []
+        for worker in self._all:
+            meant = self.x[fragment] - self._rows(self._values(worker), fragment) + self.e[worker][fragment]
+            said.append(self._said(meant))
+            self.e[worker][fragment] = meant - said[-1]
+        mean = sum(said[1:], said[0]) / len(said)
+        self.momenta[fragment] = self.beta * self.momenta[fragment] + mean
+        meant = self.r[fragment] - self.lr * (mean + self.beta * self.momenta[fragment])
+        self.r[fragment] = meant - self._said(meant)
+        self.x[fragment] = self.x[fragment] + self._said(meant)
+
+    def _apply(self) -> None:
+        fragment = (self.turns - 1) % len(self.members)
+        flat = self.x[fragment].flatten()
+        for worker in self._all:
+            params = list(self.workers[worker][0].parameters())
+            for index, (begin, end) in zip(self.members[fragment], self._places(fragment), strict=True):
+                arrived = flat[begin:end].view_as(params[index])
+                with torch.no_grad():
+                    params[index].copy_(self.mixing * params[index] + (1 - self.mixing) * arrived)
+        self.due = None
+
+    def average(self) -> None:
+        if self.due is not None:
+            self._apply()
+        mean = self._mean()
+        self._set(mean)
+        self.x = [self._rows(mean, fragment) for fragment in range(len(self.members))]
+        self._begin()
+
+
+def _simulation(make: Any, bits: int | None, case: dict[str, Any]) -> Streaming:
+    return Streaming(_model(), make, co2.size(), bits=bits, lr=0.6, momentum=0.8, **case)
+
+
+def _equal(model: torch.nn.Module, other: torch.nn.Module) -> None:
+    for (name, value), wanted in zip(model.state_dict().items(), other.state_dict().values(), strict=True):
+        assert torch.equal(value, wanted), name
+
+
+@pytest.mark.parametrize("bits", [None, 8, 4])
+@pytest.mark.parametrize("case", list(CASES))
+def test_equals_its_equations_on_one_process_bit_for_bit(case: str, bits: int | None) -> None:
+    make = _adamw if case == "hidden" else _momentum
+    model, optimizer = _wrapped(make, **RULE, **CASES[case], bits=bits)
+    simulation = _simulation(make, bits, CASES[case])
+    for step in range(14):
+        _steps(model, optimizer, range(step, step + 1))
+        simulation.step(lambda m, worker, step=step: _loss(m, worker, step))
+        _equal(model, simulation.workers[co2.rank()][0])
+    assert co2.size() == 1 or not _everywhere(model)
+
+
+@pytest.mark.parametrize("after", [5, 6, 7])
+def test_an_average_takes_what_is_on_its_way_along(after: int) -> None:
+    """5: before it is applied."""
+    case = CASES["two fragments"]
+    model, optimizer = _wrapped(**RULE, **case, bits=4)
+    simulation = _simulation(_momentum, 4, case)
+    for step in range(14):
+        _steps(model, optimizer, range(step, step + 1))
+        simulation.step(lambda m, worker, step=step: _loss(m, worker, step))
+        if step + 1 == after:
+            optimizer.average_parameters()
+            simulation.average()
+            assert _everywhere(model)
+            assert optimizer.local_steps == 0
+            _same(model, simulation.workers[0][0], measured_gap=False)
+    if co2.size() <= 2:  # else the order of sums is the transport's, and codes follow it
+        _equal(model, simulation.workers[co2.rank()][0])
+
+
+def test_one_fragment_waited_for_is_diloco() -> None:
+    options = {"outer_lr": 0.7, "outer_momentum": 0.9, "outer_frequency": 3}
+    model, optimizer = _wrapped(outer="diloco", **options)
+    plain = {"fragments": 1, "overlap_steps": 0, "bits": None, "mixing": 0.0}
+    other, streaming = _wrapped(outer="streaming-diloco", **options, **plain)
+    _steps(model, optimizer, range(7))
+    _steps(other, streaming, range(7))
+    for value, wanted in zip(other.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(value, wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("steps", [4, 5, 6, 7])
+@pytest.mark.parametrize("bits", [None, 4])
+def test_resumes_bit_for_bit_wherever_it_was_saved(steps: int, bits: int | None) -> None:
+    """Sent after 2, 5, 7, 10 steps, applied after 4, 7, 9."""
+    options = {**RULE, "outer_frequency": 5, "fragments": 2, "overlap_steps": 2, "bits": bits}
+    model, optimizer = _wrapped(_adamw, **options)
+    _steps(model, optimizer, range(steps))
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    _steps(model, optimizer, range(steps, 13))
+    other, resumed = _wrapped(_adamw, **options)
+    _steps(other, resumed, range(2))  # something else, with a fragment on its way
+    resumed.load_state_dict(saved[1])
+    other.load_state_dict(saved[0])
+    again = copy.deepcopy(resumed.state_dict()["co2"])
+    for index, vectors in saved[1]["co2"]["parameters"].items():
+        assert all(torch.equal(again["parameters"][index][name], value) for name, value in vectors.items())
+    _steps(other, resumed, range(steps, 13))
+    _equal(other, model)
+
+
+def test_rank_0_alone_saves_while_others_go_on() -> None:
+    case = CASES["two fragments"]
+    model, optimizer = _wrapped(**RULE, **case, bits=8)
+    simulation = _simulation(_momentum, 8, case)
+    saved = None
+    for step in range(9):
+        _steps(model, optimizer, range(step, step + 1))
+        if step <= 6:
+            simulation.step(lambda m, worker, step=step: _loss(m, worker, step))
+        if step == 6 and co2.rank() == 0:
+            saved = optimizer.state_dict()["co2"]
+    if saved is not None:
+        assert (saved["steps"], saved["events"], saved["turns"], saved["fragments"]) == (7, 3, 3, 2)
+        for fragment, members in enumerate(simulation.members):
+            for index, (begin, end) in zip(members, simulation._places(fragment), strict=True):
+                vectors = saved["parameters"][index]
+                wanted = {"start": simulation.x, "momentum": simulation.momenta, "owed": simulation.r}
+                wanted["residual"] = simulation.e[0]
+                for name, rows in wanted.items():
+                    assert torch.equal(vectors[name].flatten(), rows[fragment].flatten()[begin:end]), name
+        with pytest.raises(ValueError, match="saved with 3 fragments, and this optimizer has 2: pass fragments=3"):
+            optimizer._rounds.load({**saved, "fragments": 3})
+
+
+def test_no_rank_waits_between_sending_and_applying() -> None:
+    """The others send, and make all steps but the last before they apply, while one rank does not do anything."""
+    model, optimizer = _wrapped(**RULE, outer_frequency=4, fragments=1, overlap_steps=3)
+    _steps(model, optimizer, range(3))
+    gate = threading.Event()
+    if co2.size() > 1:
+        current().peer_queries.on("test/gate", lambda _sender, _news: gate.set())
+        co2.barrier()
+        if co2.rank() == 0:
+            assert gate.wait(30), "another rank waits for this one though steps of the overlap are left"
+    _steps(model, optimizer, range(3, 6))
+    if co2.size() > 1 and co2.rank() == 1:
+        current().peer_queries.tell(0, "test/gate")
+    _steps(model, optimizer, range(6, 8))
+
+
+def test_a_frozen_layer_takes_over_what_is_on_its_way_and_stays() -> None:
+    model, optimizer = _wrapped(**RULE, **CASES["two fragments"], bits=4)
+    _steps(model, optimizer, range(2))  # which send layer 0, applied after the next
+    before = model[0].weight.clone()
+    model[0].requires_grad_(False)
+    _steps(model, optimizer, range(2, 3))
+    taken = model[0].weight.clone()
+    assert not torch.equal(taken, before)
+    _steps(model, optimizer, range(3, 9))  # its turn comes after 7
+    assert torch.equal(model[0].weight, taken)
+    assert not optimizer.state_dict()["co2"]["parameters"][0]["momentum"].any()
+    with torch.no_grad():
+        model[0].weight.fill_(0.25)
+    _steps(model, optimizer, range(9, 13))
+    assert (model[0].weight == 0.25).all()
+    model[0].requires_grad_(True)
+    _steps(model, optimizer, range(13, 19))
+    assert not (model[0].weight == 0.25).any()
+    optimizer.average_parameters()
+    assert _everywhere(model)
+
+
+def test_parameters_of_16_bits() -> None:
+    model = _model(torch.bfloat16)
+    optimizer = co2.DistributedOptimizer(_momentum(model.parameters()), model, **RULE, **CASES["two fragments"])
+    for step in range(8):
+        optimizer.zero_grad()
+        _loss(model, co2.rank(), step, torch.bfloat16).backward()
+        optimizer.step()
+    assert all(part.whole.dtype is torch.float32 for part in optimizer._rounds.parts)
+    optimizer.average_parameters()
+    assert _everywhere(model)
+
+
+def test_what_is_explained() -> None:
+    model, optimizer = _wrapped(**RULE, outer_frequency=2, fragments=2)
+    _steps(model, optimizer, range(8))
+    assert "an all-to-all and an all-gather of" in optimizer.explain()
+    with pytest.raises(ValueError, match="hides the exchange of a fragment behind overlap_steps"):
+        co2.suggest_frequency(model)
+
+
+@pytest.mark.parametrize("outer", ["streaming-diloco", "sparseloco"])
+def test_other_types_and_layouts(outer: str) -> None:
+    torch.manual_seed(3)
+    tensors = [
+        torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last),
+        torch.randn(5, dtype=torch.complex64),
+        torch.randn(7).bfloat16(),
+        torch.zeros(0, 3),
+        torch.tensor(1.0, dtype=torch.float64),
+    ]
+    params = [torch.nn.Parameter(tensor) for tensor in tensors]
+    named = [(f"{number}.weight", param) for number, param in enumerate(params)]
+    sgd = torch.optim.SGD(params, 0.5)
+    optimizer = co2.DistributedOptimizer(sgd, named, outer=outer, outer_frequency=2, fragments=2, overlap_steps=1)
+    for step in range(6):
+        torch.manual_seed(100 * step + co2.rank())
+        optimizer.zero_grad()
+        sum((param * torch.randn_like(param)).sum().abs() for param in params).backward()
+        optimizer.step()
+    saved = optimizer.state_dict()["co2"]["parameters"]
+    assert [saved[number]["start"].dtype for number in range(5)] == [torch.float32] * 4 + [torch.float64]
+    assert saved[1]["residual"].shape == (5, 2)
+    optimizer.average_parameters()
+    for param in params:
+        values = co2.allgather_object(torch.view_as_real(param.detach()) if param.is_complex() else param.detach())
+        assert all(torch.equal(value, values[0]) for value in values)
+
+
+def test_ranks_at_different_turns_are_told_so() -> None:
+    model, optimizer = _wrapped(**RULE, outer_frequency=2, fragments=2)
+    _steps(model, optimizer, range(2))
+    if co2.size() == 1:
+        return
+    if co2.rank() == 1:  # as after loading a state that was saved a turn later
+        optimizer._rounds.turns += 1
+    with pytest.raises(
+        ValueError, match=r"entry 0 is «fragment 0, after 2 turns» on rank 0 and «fragment 1, after 3 turns»"
+    ):
+        _steps(model, optimizer, range(2, 6))
+
+
+def test_fragments_are_of_layers_and_those_of_the_state() -> None:
+    with pytest.raises(
+        ValueError, match="fragments=3 are of whole layers, and the names of parameters tell of 2, such as '0'"
+    ):
+        _wrapped(**RULE, outer_frequency=6, fragments=3)
+    model, optimizer = _wrapped(**RULE, outer_frequency=2, fragments=2)
+    _steps(model, optimizer, range(3))
+    saved = optimizer.state_dict()
+    saved["co2"]["fragment"] = [1, 1, 0, 0]
+    with pytest.raises(ValueError, match=r"with parameter 0 in fragment 1, and '0.weight' is in fragment 0"):
+        optimizer.load_state_dict(saved)
+
+
+def test_a_step_that_waits_is_no_longer_step() -> None:
+    """Else steps that wait for the network would seem to hide it."""
+    _, optimizer = _wrapped(**RULE, outer_frequency=4, fragments=1, overlap_steps=1)
+    rounds, steps = optimizer._rounds, []
+    rounds.pace.stepped = steps.append
+    for seconds in (0.0, 0.0, 0.0, 0.0, 0.3, 0.0, 0.0, 0.0):
+        rounds.begin()
+        rounds._waited += seconds
+        rounds._since -= seconds
+        rounds.stepped()
+    assert len(steps) == 2
+    assert max(steps) < 0.05
