@@ -332,20 +332,8 @@ def rings(source: Source) -> str:
 
 
 _ALL = (
-    about,
-    methods,
-    against,
-    pivot,
-    ratio,
-    peak,
-    bars,
-    search,
-    curve,
-    curves,
-    collectives,
-    rings,
-    as_it_comes,
-    steps,
+    *(about, methods, against, pivot, ratio, exactly, peak, bars, search),
+    *(curve, curves, collectives, rings, as_it_comes, steps),
 )
 VIEWS: Mapping[str, Callable[[Source], str]] = {view.__name__: view for view in _ALL}
 
