@@ -185,7 +185,7 @@ def test_views(source: str, given: str, tmp_path: Path) -> None:
         ("methods a", "3 groups of runs are meant, not one: mlp@even:800"),
         ("methods a workers=16", r"a has no runs with {'workers': '16'}"),
         ("methods a hosts=8", "names hosts; runs are told apart by model, "),
-        ("methods b", "No such file"),
+        ("methods c", "No such file"),
         ("curve mixed dear ddp", "its curves are of abc, def, not of one commit"),
         ("curves dirty", "its curves are of abc-dirty.1f, not of one commit"),
         ("pivot a show=ms", "columns= is missing"),

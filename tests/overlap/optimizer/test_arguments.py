@@ -41,6 +41,9 @@ WRONG: list[tuple[str, Any]] = [
     *((name, value) for name in ("policy", "exclude_parts", "outer") for value in (None, 3)),
     ("groups", True),
     *(("all_reduced", value) for value in (None, "half", True)),
+    *((name, value) for name in ("fragments", "overlap_steps", "top_k") for value in (None, 1.5, True, "2")),
+    *(("bits", value) for value in (4.0, "4", True)),
+    *(("mixing", value) for value in (None, "x", True)),
 ]
 RIGHT: list[tuple[str, Any]] = [
     *(("eager", value) for value in (True, False, 0, 1, numpy.bool_(True), numpy.int64(0))),
@@ -50,6 +53,12 @@ RIGHT: list[tuple[str, Any]] = [
     *(("gap_penalty", value) for value in (True, 1.5)),
     *(("alpha_beta", value) for value in ((1e-5, 0), [1e-5, numpy.float64(1e-9)], None)),
     *(("groups", value) for value in (2, None, [[torch.zeros(1)]])),
+    *(
+        (name, value)
+        for name in ("fragments", "overlap_steps", "top_k", "bits")
+        for value in (2, numpy.int64(4), "auto")
+    ),
+    *(("bits", None), ("mixing", 0), ("mixing", 0.25), ("mixing", "auto")),
     ("unknown", object()),
 ]
 
