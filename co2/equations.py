@@ -35,8 +35,8 @@ own. With d[t] = x[t] - y[t], and w this rank's weight in the mean (one over the
 
 **streaming-diloco** (Douillard et al., arXiv 2501.18512, algorithm 2). DiLoCo by fragments of the model, each sent in its
 turn every H steps, and nobody waits: what it leads to counts tau steps later, mixed with what the rank has learned in
-these. Q is what travels, of which there is more in `co2.codec`: with it, e is what Q has left out so far, of this rank's
-progress, and r of the outer step. x and m are the same for all ranks, e is each rank's own. Of one fragment:
+these. Q is what travels, of which there is more in `co2.fragments.codec`: with it, e is what Q has left out so far, of this
+rank's progress, and r of the outer step. x and m are the same for all ranks, e is each rank's own. Of one fragment:
 
     d = x - y;       q = Q(d + e);               e <- d + e - q          each rank, when it is sent
     g = mean(q);     m <- beta m + g
@@ -45,7 +45,7 @@ progress, and r of the outer step. x and m are the same for all ranks, e is each
 
 **sparseloco** (Sarfi et al., arXiv 2508.15706, algorithm 1). What the largest elements of e leave out takes the place of
 the outer momentum: it is kept, decays, and is sent once it has become large. Q is top-k in chunks, in 2 bits
-(`co2.sparse_codec`). All ranks wait, for the whole model, unless `fragments` and `overlap_steps` say otherwise:
+(`co2.fragments.sparse_codec`). All ranks wait, for the whole model, unless `fragments` and `overlap_steps` say otherwise:
 
     e <- 0.95 e + d;   q = Q(e);   e <- e - q            each rank
     x <- x - alpha mean(q)
@@ -255,8 +255,8 @@ class Eager(OuterRule):
 class Overlapped(OuterRule):
     """A rule by fragments of the model in turn: tau, the mixing factor, and the bits of an element that travels.
 
-    `fragments` None: as many as `co2.fragments` finds. `bits` None: elements travel as they are. `mixing` None: the paper's
-    0.5 where there are steps between, else 0.
+    `fragments` None: as many as `co2.fragments.layers` finds. `bits` None: elements travel as they are. `mixing` None: the
+    paper's 0.5 where there are steps between, else 0.
     """
 
     timing = Timing.OVERLAPPED

@@ -8,12 +8,12 @@ from typing import Any
 
 from co2.eager_part import EagerPart
 from co2.equations import Eager, OuterRule, Overlapped, Shared, SparseLoCo, StreamingDiLoCo
+from co2.fragments.rounds import StreamingRounds
+from co2.fragments.sparse_part import SparsePart
+from co2.fragments.streaming_part import StreamingPart
 from co2.part import Part
 from co2.rounds import Rounds
 from co2.schedule import Schedule, StreamingSchedule
-from co2.sparse_part import SparsePart
-from co2.streaming import StreamingRounds
-from co2.streaming_part import StreamingPart
 
 __all__ = ["rounds_of", "schedule_of"]
 

@@ -39,7 +39,7 @@ PURE = (
     *(f"overlap/horovod/controller/{name}.py" for name in ("coordinator", "request")),
     "overlap/plan/plan.py",
     *(f"overlap/plan/tuning/{name}.py" for name in TUNING),
-    "co2/fragments.py",
+    "co2/fragments/layers.py",
     "co2/schedule.py",
     "dear/schedule.py",
     "oss/assignment.py",

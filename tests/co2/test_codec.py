@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from co2.codec import Blockwise, Codec, codec_of
+from co2.fragments.codec import Blockwise, Codec, codec_of
 
 CODECS = {None: codec_of(None), 8: codec_of(8), 4: codec_of(4)}
 

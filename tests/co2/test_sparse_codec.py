@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from co2.sparse_codec import CHUNK, SparseCodec
+from co2.fragments.sparse_codec import CHUNK, SparseCodec
 
 
 def _there_and_back(codec: SparseCodec, vector: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import co2
-from co2.sparse_codec import SparseCodec
+from co2.fragments.sparse_codec import SparseCodec
 from tests.spmd.co2_simulation import Simulation
 from tests.spmd.co2_training import _adamw, _everywhere, _loss, _model, _momentum, _steps, _wrapped
 

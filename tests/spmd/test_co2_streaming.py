@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import co2
-from co2.codec import codec_of
+from co2.fragments.codec import codec_of
 from overlap.job.session import current
 from tests.spmd.co2_simulation import Simulation
 from tests.spmd.co2_training import _adamw, _everywhere, _loss, _model, _momentum, _same, _steps, _wrapped

@@ -1,6 +1,6 @@
 """A part under "sparseloco" (`co2.equations`).
 
-One operation carries a round: an all-gather of each rank's progress, as bytes of `co2.sparse_codec`, parameter by
+One operation carries a round: an all-gather of each rank's progress, as bytes of `co2.fragments.sparse_codec`, parameter by
 parameter. Every rank decodes them one after the other, in the order of ranks, and sums in the outer state's own type
 (fp32): so all move `whole` alike, and results depend on no transport. There is no outer state but that and e.
 """
@@ -12,8 +12,8 @@ from collections.abc import Collection, Sequence
 import torch
 
 from co2.equations import SparseLoCo
-from co2.overlapped_part import OverlappedPart
-from co2.sparse_codec import SparseCodec
+from co2.fragments.part import OverlappedPart
+from co2.fragments.sparse_codec import SparseCodec
 from overlap.core.bucket import Slot
 from overlap.plan.partition import BucketSpec
 from overlap.transport.communicator import Communicator, Work

@@ -5,8 +5,8 @@ that follow; with sparseloco as it comes, one fragment, which is waited for.
     fragment 0          s   .   a               s
     fragment 1                      s   .   a          s: sent after this step, a: applied after it
 
-**Fragments** are of whole layers, strided (`co2.fragments`): found from the names of parameters, so the same on all ranks.
-A parameter that is added or thawed later joins the fragment of its layer.
+**Fragments** are of whole layers, strided (`co2.fragments.layers`): found from the names of parameters, so the same on all
+ranks. A parameter that is added or thawed later joins the fragment of its layer.
 
 **The schedule** is a function of the step's number since the last average of all parameters (`co2.schedule`): turn j sends
 fragment j mod F after step (j + 1) H / F, rounded down, and applies it overlap_steps later, before turn j + 1 is sent. So
@@ -14,14 +14,14 @@ one fragment is on its way at a time, and the mechanism is that of all rounds (`
 of the parts: a turn is a round and an event, and all that holds for events, of who may ask whom and when, holds for turns.
 At the end of a turn no parameter changes. Between sending and applying, this rank knows that something is `pending`.
 
-**What travels** with streaming-diloco (`co2.codec`, `co2.streaming_part`): each rank's progress since the last outer step
+**What travels** with streaming-diloco (`codec`, `streaming_part`): each rank's progress since the last outer step
 of the fragment, encoded, in an all-to-all; the owner of each shard sums in fp32, or fp64 where parameters are, and makes
 the outer step; that is encoded, too, and gathered. So a turn moves 2 (P-1)/P of the fragment's encoded bytes from each
-rank, as a reduce-scatter and an all-gather do. With sparseloco (`co2.sparse_codec`, `co2.sparse_part`) everybody's progress
+rank, as a reduce-scatter and an all-gather do. With sparseloco (`sparse_codec`, `sparse_part`) everybody's progress
 goes to everybody, in an all-gather: P - 1 times what one rank has encoded, which is little. What the encoding leaves out is
 kept, by whoever encoded, and sent with a later turn of the fragment.
 
-**The state** of a rank (`co2.overlapped_part`), beside its parameters and inner optimizer: x, which is the same on all
+**The state** of a rank (`co2.fragments.part`), beside its parameters and inner optimizer: x, which is the same on all
 ranks, and what its own progress left out; with streaming-diloco its shard of the momentum and of what the outer steps left
 out. A checkpoint has x, this rank's own remainder, and the shards of all ranks; `turns` and `pending` say what comes next.
 Where every rank saves its own and loads it, training goes on bit for bit, from anywhere between two steps; also while a
@@ -48,8 +48,8 @@ import torch
 
 from co2.averaged_parameters import Batch
 from co2.equations import Overlapped
-from co2.fragments import fitting, fragments_of, layer_of, layers_of
-from co2.overlapped_part import OverlappedPart
+from co2.fragments.layers import fitting, fragments_of, layer_of, layers_of
+from co2.fragments.part import OverlappedPart
 from co2.part import Part
 from co2.rounds import Rounds
 from co2.schedule import Event, StreamingSchedule

@@ -1,4 +1,4 @@
-"""Parameters of one fragment that are averaged together while training goes on, or is waited for (`co2.streaming`).
+"""Parameters of one fragment that are averaged together while training goes on, or is waited for (`co2.fragments.rounds`).
 
     whole       x, where the outer steps have come to: the same on every rank, and where every round of the fragment begins
     residual    e: whole, what the bytes of this rank's progress left out; None while that is nothing

@@ -3,8 +3,8 @@
     momentum    m: this rank's shard
     owed        r: what the bytes of this rank's shard of outer steps left out; None while that is nothing
 
-Two operations carry a round. An all-to-all brings each rank's progress to the owner of each shard, as bytes of `co2.codec`.
-The owner decodes them one after the other, in the order of ranks, and sums in the outer state's own type (fp32), so that
+Two operations carry a round. An all-to-all brings each rank's progress to the owner of each shard, as bytes of
+`co2.fragments.codec`. The owner decodes them one after the other, in the order of ranks, and sums in the outer state's own type (fp32), so that
 results depend on no transport; its outer step goes back as bytes in an all-gather. Everybody moves `whole` by what the
 bytes say, the owner as well.
 """
@@ -15,9 +15,9 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from co2.codec import codec_of
 from co2.equations import StreamingDiLoCo, nesterov
-from co2.overlapped_part import OverlappedPart
+from co2.fragments.codec import codec_of
+from co2.fragments.part import OverlappedPart
 from overlap.core.bucket import Slot
 from overlap.plan.partition import BucketSpec
 from overlap.transport.communicator import Communicator, Work
