@@ -4,9 +4,9 @@
     owed        r: what the bytes of this rank's shard of outer steps left out; None while that is nothing
 
 Two operations carry a round. An all-to-all brings each rank's progress to the owner of each shard, as bytes of
-`co2.fragments.codec`. The owner decodes them one after the other, in the order of ranks, and sums in the outer state's own type (fp32), so that
-results depend on no transport; its outer step goes back as bytes in an all-gather. Everybody moves `whole` by what the
-bytes say, the owner as well.
+`co2.fragments.codec`. The owner decodes them one after the other, in the order of ranks, and sums in the outer state's own
+type (fp32), so that results depend on no transport; its outer step goes back as bytes in an all-gather. Everybody moves
+`whole` by what the bytes say, the owner as well.
 """
 
 from __future__ import annotations
