@@ -50,6 +50,16 @@ the outer momentum: it is kept, decays, and is sent once it has become large. Q 
     e <- 0.95 e + d;   q = Q(e);   e <- e - q            each rank
     x <- x - alpha mean(q)
 
+**acco** (Nabli et al., NeurIPS 2025, arXiv 2406.02613, "ACCO"). No rank steps by itself, and nobody waits: a round is half
+a batch. What ranks send is not parameters but the gradients of a round, summed over its steps, and the inner optimizer, Opt,
+steps at the owner of each shard. While the second half's gradients g are computed at x[t], the first half's, h, lead to an
+estimate of x[t+1], whose state Opt forgets; at that estimate the next first half is computed, while both halves lead to
+x[t+1]. So every gradient is of the parameters that it is applied to, or of an estimate of them, and not a step late. n and k
+count the gradients in g and h, over all ranks; h[0] is computed at x[0]:
+
+    e[t+1] = Opt(x[t], sum h[t] / sum k[t])                      while g[t] is computed at x[t]
+    x[t+1] = Opt(x[t], (sum h[t] + sum g[t]) / (sum k[t] + sum n[t]))        while h[t+1] is computed at e[t+1]
+
 [Note: the staleness gap]
 What a[t-1] proposes was found from x[t-1] and is applied to x[t]. The paper divides it by a gap Lambda[t] between the two,
 whose formula we could not confirm; its authors' program divides by a constant that the user gives. Here the gap is that
@@ -66,15 +76,16 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, ClassVar
 
 import torch
 
 __all__ = [
-    "RULES",
+    "WORDS",
+    "Acco",
+    "Averaging",
     "Co2Rule",
     "DiLoCo",
     "Eager",
@@ -89,8 +100,21 @@ __all__ = [
     "Timing",
     "eager_gradient",
     "nesterov",
-    "outer_rule",
 ]
+
+
+#: What users call the fields of rules.
+WORDS = {
+    "outer_lr": "lr",
+    "outer_momentum": "momentum",
+    "outer_clip": "clip",
+    "gap_penalty": "gap_penalty",
+    "fragments": "fragments",
+    "overlap_steps": "overlap_steps",
+    "bits": "bits",
+    "mixing": "mixing",
+    "top_k": "top_k",
+}
 
 
 class Timing(Enum):
@@ -109,6 +133,7 @@ class OuterRule:
     name: ClassVar[str]
     timing: ClassVar[Timing]
     needs_inner_lr: ClassVar[bool] = False
+    frequency: ClassVar[int] = 12  # steps of a round, unless a user says otherwise
     exchange: ClassVar[str] = "a reduce-scatter and an all-gather"  # what carries a round
 
     def __post_init__(self) -> None:
@@ -133,8 +158,8 @@ class OuterRule:
 
     @property
     def options(self) -> dict[str, Any]:
-        """As :func:`outer_rule` takes them."""
-        return {word: getattr(self, name) for word, name in _WORDS.items() if hasattr(self, name)}
+        """Its own, by the names that users give them."""
+        return {word: getattr(self, name) for word, name in WORDS.items() if hasattr(self, name)}
 
 
 @dataclass(frozen=True)
@@ -152,8 +177,12 @@ class Ended:
     inner_lr: torch.Tensor | float = 1.0  # mean over the round's steps, element by element, where the rule needs it
 
 
-class Shared(OuterRule, ABC):
-    """A rule whose x and m are the same for all ranks, so that each rank makes the outer step of its shard alone."""
+class Shared(OuterRule):
+    """A rule whose x is the same for all ranks, so that each rank makes the outer step of its shard alone."""
+
+
+class Averaging(Shared, ABC):
+    """A rule that makes the outer step of the average of what ranks come to."""
 
     @abstractmethod
     def step(self, ended: Ended) -> tuple[torch.Tensor, torch.Tensor]:
@@ -161,7 +190,7 @@ class Shared(OuterRule, ABC):
 
 
 @dataclass(frozen=True)
-class Co2Rule(Shared):
+class Co2Rule(Averaging):
     """alpha, beta, phi (None: no clipping), and the gap: True measures it, False is 1, a number is that constant."""
 
     name = "co2"
@@ -196,7 +225,7 @@ class Co2Rule(Shared):
 
 
 @dataclass(frozen=True)
-class LocalSgd(Shared):
+class LocalSgd(Averaging):
     """Plain averaging."""
 
     name = "localsgd"
@@ -208,7 +237,7 @@ class LocalSgd(Shared):
 
 
 @dataclass(frozen=True)
-class SlowMo(Shared):
+class SlowMo(Averaging):
     """alpha and beta. Where the mean inner learning rate is 0, parameters become their mean, and momentum moves nothing."""
 
     name = "slowmo"
@@ -226,7 +255,7 @@ class SlowMo(Shared):
 
 
 @dataclass(frozen=True)
-class DiLoCo(Shared):
+class DiLoCo(Averaging):
     """alpha and beta of the outer Nesterov; the paper's."""
 
     name = "diloco"
@@ -314,6 +343,15 @@ class SparseLoCo(Overlapped):
             raise ValueError(f"top_k should be how many of 4096 elements travel, 1 to 4096, and is {self.top_k}")
 
 
+@dataclass(frozen=True)
+class Acco(Shared):
+    """Gradients travel, and the inner optimizer steps on shards. It has no options of its own."""
+
+    name = "acco"
+    timing = Timing.DELAYED
+    frequency = 1
+
+
 def nesterov(
     x: torch.Tensor, gradient: torch.Tensor, momentum: torch.Tensor, lr: float, beta: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -327,40 +365,3 @@ def eager_gradient(
 ) -> torch.Tensor:
     """This rank's part of the round that has just ended, and all others' of the one before; zeros where there was none."""
     return weight * own + (mean_before - weight * own_before)
-
-
-#: By the name that users give.
-RULES: Mapping[str, type[OuterRule]] = {
-    rule.name: rule for rule in (Co2Rule, LocalSgd, SlowMo, DiLoCo, Eager, StreamingDiLoCo, SparseLoCo)
-}
-#: What users call the fields of rules.
-_WORDS = {
-    "outer_lr": "lr",
-    "outer_momentum": "momentum",
-    "outer_clip": "clip",
-    "gap_penalty": "gap_penalty",
-    "fragments": "fragments",
-    "overlap_steps": "overlap_steps",
-    "bits": "bits",
-    "mixing": "mixing",
-    "top_k": "top_k",
-}
-
-
-def outer_rule(name: str, given: Mapping[str, Any]) -> OuterRule:
-    """The rule that users call `name`, with their options: those that are ``"auto"`` are as the rule has them.
-
-    Raises ``ValueError`` for names and values that are none, and for an option that the rule does not know.
-    """
-    if name not in RULES:
-        raise ValueError(f"outer should be one of {', '.join(map(repr, RULES))} and is {name!r}")
-    rule = RULES[name]
-    known = {field.name for field in fields(rule)}
-    chosen = {word: value for word, value in given.items() if not (isinstance(value, str) and value == "auto")}
-    foreign = [f"{word}={value!r}" for word, value in chosen.items() if _WORDS[word] not in known]
-    if foreign:
-        takes = [word for word, field in _WORDS.items() if field in known]
-        raise ValueError(
-            f"{', '.join(foreign)}: outer={name!r} takes {' and '.join(takes) or 'no options of its own'}; leave it out"
-        )
-    return rule(**{_WORDS[word]: value for word, value in chosen.items()})

@@ -9,12 +9,14 @@ from typing import Any, Literal
 
 import torch
 
-from co2.equations import OuterRule, outer_rule
+from co2.acco.rounds import check as check_for_acco
+from co2.equations import Acco, OuterRule
 from co2.join import JoinRefusal
 from co2.lifetime import Ownership, Shutdown
 from co2.pace import ENOUGH, explained
 from co2.rounds import Rounds
 from co2.rounds_of_rules import rounds_of, schedule_of
+from co2.rules import outer_rule
 from co2.schedule import Schedule
 from overlap.core.bucket import Slot
 from overlap.features.join import joined_ranks_of
@@ -97,6 +99,8 @@ class Co2Optimizer(Shell):
         arguments = replace(arguments, broadcast_buffers=False)  # they are local until average_parameters()
         super().__init__(optimizer, named_parameters, strategy, arguments, groups_of=groups)
         self._broadcast_buffers = broadcast_buffers
+        if isinstance(rule, Acco):
+            check_for_acco(optimizer, self._engine.slots, arguments.elementwise)
         topic = session.registry.topic_of(self)
         refusal = JoinRefusal(
             joined_ranks_of(session), f"{topic}/outer", range(session.comm.size), self._engine.participants.ranks
@@ -105,12 +109,14 @@ class Co2Optimizer(Shell):
             rule,
             schedule,
             len(self._engine.participants.ranks) / session.comm.size,
+            optimizer,
             self._everyone,
             self._engine.slots,
             refusal,
             session.peer_queries,
             partial(_rates, optimizer, self._engine.slots),
         )
+        self._stepper.update = self._rounds.local_update(self._stepper.update)
         _enroll(session, self._rounds, topic)
 
     @property
@@ -142,6 +148,7 @@ class Co2Optimizer(Shell):
 
         Exactly: the mean over ranks of the parameters as they are, plus the outer step that is on its way, which they
         have not made yet (it is waited for). Nothing is lost or counted twice. The optimizer's own state stays local.
+        With ``"acco"``, where parameters are the same on all ranks, the update is made that gradients so far lead to.
         With ``"streaming-diloco"`` and ``"sparseloco"`` a fragment on its way is applied first, and then the mean is taken;
         what bytes have left out until then is in nobody's parameters, and is sent with later turns.
         Buffers become rank 0's, with `broadcast_buffers`. On every rank, after the same number of steps and not between
@@ -185,10 +192,12 @@ class Co2Optimizer(Shell):
 
         ``["co2"]`` beside it holds the outer state of all ranks, for which it waits until every rank has begun the round;
         with ``outer="eager"`` this rank's own, and with ``"streaming-diloco"`` and ``"sparseloco"`` its own remainder of
-        what has travelled.
+        what has travelled; with ``"acco"`` its own gradients of the round. Of the user's optimizer, ``"acco"`` has the
+        state of all ranks, in the type of exact parameters.
         """
         state = super().state_dict()
-        state["co2"] = self.outer_state_dict()
+        state["co2"] = section = self.outer_state_dict()
+        state["state"] |= section.pop("state", {})  # where ranks have shards of it
         return state
 
     @torch.inference_mode(False)
@@ -202,7 +211,7 @@ class Co2Optimizer(Shell):
         from rank 0's point in the round.
         """
         super().load_state_dict(state_dict)
-        self.load_outer_state_dict(state_dict.get("co2"))
+        self._rounds.load(state_dict.get("co2"), state_dict["state"])
 
     @torch.inference_mode(False)
     def outer_state_dict(self) -> dict[str, Any]:
@@ -287,7 +296,7 @@ def DistributedOptimizer(
     process_set: ProcessSet = global_process_set,
     *,
     outer: str = "co2",
-    outer_frequency: int = 12,
+    outer_frequency: int | Literal["auto"] = "auto",
     outer_lr: float | Literal["auto"] = "auto",
     outer_momentum: float | Literal["auto"] = "auto",
     outer_clip: float | Literal["auto"] | None = "auto",
@@ -323,10 +332,14 @@ def DistributedOptimizer(
             of others a round late). At the end of a round all ranks wait for each other with ``"localsgd"`` (plain
             averaging), ``"slowmo"`` (slow momentum) and ``"diloco"`` (Nesterov's momentum). ``"streaming-diloco"`` is
             DiLoCo by fragments of the model in turn, each on its way under some of the steps that follow. With
-            ``"sparseloco"`` the largest elements travel, and all ranks wait, unless `overlap_steps` says otherwise.
-        outer_frequency: local steps in a round (CO2's tau, DiLoCo's H), in which each fragment is sent once. With ``"co2"``
-            and ``"eager"``, as many as hide one reduce-scatter and one all-gather of all parameters. CO2's paper tries 1 to
-            48, DiLoCo's 50 to 2,000, SparseLoCo's 15 to 250, that of Streaming DiLoCo has 100.
+            ``"sparseloco"`` the largest elements travel, and all ranks wait, unless `overlap_steps` says otherwise. With
+            ``"acco"`` gradients travel, each ``step()`` adds its own to those of the round, and two rounds, each half a
+            batch, make one step of `optimizer`, on shards: ranks hold the same parameters at all times. `optimizer` has to
+            update element by element.
+        outer_frequency: local steps in a round (CO2's tau, DiLoCo's H), in which each fragment is sent once. With ``"co2"``,
+            ``"eager"`` and ``"acco"``, as many as hide one reduce-scatter and one all-gather of all parameters. CO2's paper
+            tries 1 to 48, DiLoCo's 50 to 2,000, SparseLoCo's 15 to 250, that of Streaming DiLoCo has 100. ``"auto"``: 12,
+            and 1 with ``"acco"``.
         outer_lr, outer_momentum, outer_clip: alpha, beta and phi (None: no clipping) of the rule. ``"auto"``: 1, 0.2 and 1
             with ``"co2"``; 1 and 0.5 with ``"slowmo"``; 0.7 and 0.9 with ``"diloco"``; 0.4 and 0.9 with ``"eager"`` and
             ``"streaming-diloco"``; alpha is 1 with ``"sparseloco"``. An option that the rule does not know raises
@@ -361,7 +374,7 @@ def DistributedOptimizer(
         optimizer,
         named_parameters,
         arguments,
-        schedule_of(rule, outer_frequency, warmup_steps),
+        schedule_of(rule, rule.frequency if outer_frequency == "auto" else outer_frequency, warmup_steps),
         rule,
         nprocs_per_node,
         broadcast_buffers,

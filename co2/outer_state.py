@@ -46,8 +46,8 @@ def _joined(part: Part, slot: Slot, shares: Sequence[Shares]) -> dict[str, torch
             "do not train the same parameters"
         )
     for low, high, vectors in found:
-        for name, vector in vectors.items():
-            flats[name][low:high] = vector
+        for name, flat in flats.items():
+            flat[low:high] = vectors[name]
     return {name: from_flat(flat, like) for name, flat in flats.items()}
 
 

@@ -8,10 +8,11 @@ written in place, so that one vector may have several names, and whoever holds o
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 
-from co2.equations import Ended, Shared
+from co2.equations import Averaging, Ended
 from overlap.core.bucket import Slot
 from overlap.plan.partition import BucketSpec, TensorSpec, fuse, piece
 from overlap.transport.broadcast import overwrite
@@ -21,8 +22,9 @@ from overlap.transport.memory import view_like
 __all__ = ["VECTORS", "Part", "Shares", "Vectors", "as_real", "make_parts", "outer_dtype"]
 
 _FUSION_BYTES = 25 * 2**20  # one operation for as much; small enough that owners update while more is on the wire
-# By slot: from where to where in the flattened parameter a rank's share goes, and that share of each vector.
-Shares = dict[int, tuple[int, int, dict[str, torch.Tensor]]]
+# By slot: from where to where in the flattened parameter a rank's share goes, and that share of each vector that is
+# `shared`; and what else belongs to these elements.
+Shares = dict[int, tuple[int, int, dict[str, Any]]]
 Vectors = dict[int, dict[str, torch.Tensor]]  # by slot, whole
 VECTORS = ("start", "momentum", "next")
 _HALF = (torch.float16, torch.bfloat16)
@@ -63,7 +65,7 @@ class Part:
 
     shared: tuple[str, ...] = VECTORS  # vectors of which each rank has a share
 
-    def __init__(self, rule: Shared, slots: Sequence[Slot], spec: BucketSpec, rank: int, size: int) -> None:
+    def __init__(self, rule: Averaging, slots: Sequence[Slot], spec: BucketSpec, rank: int, size: int) -> None:
         self._rule = rule
         self._lay_out(slots, spec, rank, size)
         self.pack()

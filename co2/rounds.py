@@ -108,6 +108,10 @@ class Rounds:
 
     # - A step
 
+    def local_update(self, update: Callable[[torch.optim.Optimizer], Any]) -> Callable[[torch.optim.Optimizer], Any]:
+        """What a local step does once gradients are there: `update`, the user's optimizer's, if no rule says otherwise."""
+        return update
+
     @torch.inference_mode(False)
     def begin(self) -> None:
         """Before every step: parameters that are trained for the first time are taken in. All ranks hold them alike."""
@@ -352,13 +356,21 @@ class Rounds:
         self.arrive()
         shares = self._query.ask(self.events) if any(part.moved_on for part in self.parts) else []
         with self._changed:
-            outer = assemble(self.parts, [self._shares(passed=False), *shares])
+            shares = [self._shares(passed=False), *shares]
+            outer, beside = assemble(self.parts, shares), self._beside(shares)
         counters = {name: getattr(self, name) for name in self._COUNTERS}
         counters |= {"longest": self._communication.longest, "outer": self.rule.name}
-        return {"parameters": outer, **counters, **self._averaged.state(), **self._inner_rates.state()}
+        return {"parameters": outer, **counters, **self._averaged.state(), **self._inner_rates.state(), **beside}
 
-    def load(self, section: dict[str, Any] | None) -> None:
-        """Go on from what :meth:`collect` gave; without it, from the parameters as they are at the next step."""
+    def _beside(self, shares: Sequence[Shares]) -> dict[str, Any]:
+        """What else ranks have a share of."""
+        return {}
+
+    def load(self, section: dict[str, Any] | None, inner: Mapping[int, Mapping[str, Any]] | None = None) -> None:
+        """Go on from what :meth:`collect` gave; without it, from the parameters as they are at the next step.
+
+        `inner`: the state of the user's optimizer, by slot, which has been given to it, in the parameters' types.
+        """
         if section is not None:
             saved = section.get("outer", "co2")
             if saved != self.rule.name:

@@ -6,8 +6,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
+
+from co2.acco.part import AccoPart
+from co2.acco.rounds import AccoRounds
+from co2.acco.update import ShardSteps
 from co2.eager_part import EagerPart
-from co2.equations import Eager, OuterRule, Overlapped, Shared, SparseLoCo, StreamingDiLoCo
+from co2.equations import Acco, Averaging, Eager, OuterRule, Overlapped, SparseLoCo, StreamingDiLoCo
 from co2.fragments.rounds import StreamingRounds
 from co2.fragments.sparse_part import SparsePart
 from co2.fragments.streaming_part import StreamingPart
@@ -31,8 +36,13 @@ def schedule_of(rule: OuterRule, frequency: int, warmup: int) -> Schedule:
     return StreamingSchedule(frequency, warmup, fragments=rule.fragments or 1, overlap=rule.overlap_steps)
 
 
-def rounds_of(rule: OuterRule, schedule: Schedule, weight: float, comm: Any, slots: Any, *others: Any) -> Rounds:
+def rounds_of(
+    rule: OuterRule, schedule: Schedule, weight: float, optimizer: torch.optim.Optimizer, comm: Any, slots: Any, *others: Any
+) -> Rounds:
     """`weight`: of this rank in a mean, with those of its group. The others are as :class:`Rounds` takes them."""
+    if isinstance(rule, Acco):
+        steps = ShardSteps(optimizer)
+        return AccoRounds(steps, comm, slots, schedule, rule, partial(AccoPart, steps), *others)
     kind: Callable[..., Rounds] = StreamingRounds if isinstance(rule, Overlapped) else Rounds
     return kind(comm, slots, schedule, rule, _part_of(rule, weight), *others)
 
@@ -44,5 +54,5 @@ def _part_of(rule: OuterRule, weight: float) -> Callable[..., Part]:
         return partial(StreamingPart, rule)
     if isinstance(rule, SparseLoCo):
         return partial(SparsePart, rule)
-    assert isinstance(rule, Shared), "there is no other kind"
+    assert isinstance(rule, Averaging), "there is no other kind"
     return partial(Part, rule)

@@ -22,7 +22,7 @@ class OwnOptions(TypedDict, total=False):
     credit_mb: float | Literal["auto"] | None
     # co2
     outer: str
-    outer_frequency: int
+    outer_frequency: int | Literal["auto"]
     outer_lr: float | Literal["auto"]
     outer_momentum: float | Literal["auto"]
     outer_clip: float | Literal["auto"] | None

@@ -41,6 +41,7 @@ more, and stays. What a script writes to it stays, too, and counts as progress o
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -160,7 +161,7 @@ class StreamingRounds(Rounds):
     def collect(self) -> dict[str, Any]:
         return {**super().collect(), "fragments": self.schedule.fragments, "fragment": self._fragments()}
 
-    def load(self, section: dict[str, Any] | None) -> None:
+    def load(self, section: dict[str, Any] | None, inner: Mapping[int, Mapping[str, Any]] | None = None) -> None:
         saved = None if section is None else section.get("fragments", self.schedule.fragments)
         if saved is not None and saved != self.schedule.fragments:
             raise ValueError(
@@ -173,4 +174,4 @@ class StreamingRounds(Rounds):
                     f"the outer state was saved with parameter {slot.index} in fragment {before}, and {slot.name!r} is in "
                     f"fragment {now}: names of parameters, or their order, were others; give named_parameters as then"
                 )
-        super().load(section)
+        super().load(section, inner)

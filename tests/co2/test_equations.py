@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from co2.equations import RULES, Co2Rule, DiLoCo, Ended, LocalSgd, SlowMo, eager_gradient, outer_rule
+from co2.equations import Co2Rule, DiLoCo, Ended, LocalSgd, SlowMo, eager_gradient
+from co2.rules import RULES, outer_rule
 from co2.schedule import Event, Schedule
 
 PLAIN = Co2Rule(lr=1.0, momentum=0.0, clip=None, gap_penalty=False)

@@ -39,6 +39,7 @@ WAITING: dict[str, tuple[dict[str, Any], int]] = {  # what rank 1 never sends, a
     "round": ({"outer_frequency": 2}, 1),
     "own outer steps": ({"outer": "eager", "outer_frequency": 2}, 1),
     "fragment": ({"outer": "streaming-diloco", "outer_frequency": 2, "fragments": 1, "overlap_steps": 2}, 1),
+    "gradients": ({"outer": "acco", "outer_frequency": 2}, 1),
     "waited fragment": ({"outer": "sparseloco", "outer_frequency": 2}, 1),
     "waited round": ({"outer": "localsgd", "outer_frequency": 2}, 1),
     "warm-up": ({"warmup_steps": 9}, 2),

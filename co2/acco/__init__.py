@@ -1,0 +1,1 @@
+"""ACCO: gradients travel half a batch late, and the inner optimizer steps at the owners of shards."""

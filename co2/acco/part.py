@@ -1,0 +1,200 @@
+"""Parameters of one type whose gradients are averaged together, and this rank's shard of them (`co2.acco.rounds`).
+
+    whole       carries the gradients of a round off, and brings back what parameters become at the end of the next one
+    gathered    the other buffer: gradients of the current round add up in it. At the end of a round the two change places
+    start       x, this rank's shard of the exact parameters
+    first       the sum over ranks of the first half's gradients, until the second half is there
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from co2.acco.update import OwnedPiece, ShardSteps
+from co2.part import Part, Shares, Vectors, as_real
+from overlap.core.bucket import Slot
+from overlap.plan.partition import BucketSpec
+from overlap.transport.communicator import Communicator, ReduceOp, Work
+from overlap.transport.memory import copy_used, unused_mark, unused_positions, values_of
+
+__all__ = ["AccoPart"]
+
+
+class AccoPart(Part):
+    """`steps` makes this rank's updates. :attr:`second` says, before a round is sent, which half of a batch it is."""
+
+    shared = ("start", "first")
+
+    def __init__(self, steps: ShardSteps, slots: Sequence[Slot], spec: BucketSpec, rank: int, size: int) -> None:
+        self._lay_out(slots, spec, rank, size)
+        self._steps = steps
+        self.pack()
+        self.start = self.next = self.whole[self.own].clone()
+        self.first = torch.full_like(self.start, -0.0)
+        self._first_counts: dict[int, float] = {}  # gradients in `first`, by slot
+        self.gathered = torch.empty_like(self.whole)
+        self._gathered_places = self._views(self.gathered)
+        self.second = False
+        self._empty()
+        self._counted = torch.zeros(1, dtype=torch.float64, device="cpu")
+        self._fresh, self._loaded = True, None
+        # Until the first event the whole state is known here.
+        self._whole_states: dict[int, dict[str, Any]] = {slot.index: steps.whole_state(slot) for slot in slots}
+        self.owned: dict[int, OwnedPiece] = {
+            slot.index: steps.piece(slot, *self.pieces[slot.index][0], self._whole_states[slot.index])
+            for slot in slots
+            if slot.index in self.pieces
+        }
+
+    def _empty(self) -> None:
+        unused_mark(self.gathered)
+        self.count = 0  # gradients in it, of this rank
+        self._used: set[int] = set()
+
+    # - A round
+
+    def accumulate(self) -> None:
+        """Gradients that are in ``.grad`` now are added to those of the round."""
+        self.count += 1
+        for slot, place in self._gathered_places:
+            gradient = slot.param.grad
+            if gradient is None:
+                continue
+            dense = values_of(gradient.to_dense()) if gradient.is_sparse else gradient
+            if slot.index in self._used:
+                place.add_(dense)
+            else:
+                copy_used(place, dense)
+                self._used.add(slot.index)
+
+    def _exchange(self) -> None:
+        """What was gathered is to travel; the buffer that brought parameters is empty."""
+        self.whole, self.gathered = self.gathered, self.whole
+        self._places, self._gathered_places = self._gathered_places, self._places
+        self._counted.fill_(self.count)
+        self.mean = torch.empty_like(self.start)
+        self._empty()
+
+    @torch.no_grad()
+    def turn(self, idle: Collection[int], kept: Collection[int]) -> None:
+        self._fresh, self._loaded, self._whole_states = False, None, {}
+        self.adopt(kept)
+        self.unpack(kept)
+        self._exchange()
+
+    def reduce_whole(self, comm: Communicator) -> Work:
+        counting = comm.all_reduce_async(self._counted, self._counted, label="co2 gradients")
+        work = comm.reduce_scatter_async(self.whole, self.mean, ReduceOp.SUM, label="co2 gradients")
+        counting.wait()
+        return work
+
+    def settle(self, gap: float, idle: Collection[int]) -> None:
+        if self.second:
+            self.start = self.next = self._updated(idle)
+            self._forget_first()
+        else:
+            self.next = self._updated(idle, forget=True)
+            self.first = self.mean
+            self._first_counts = {slot.index: float(self._counted) for slot in self.slots if slot.index not in idle}
+        self.whole[self.own] = self.next
+
+    def _updated(self, idle: Collection[int], *, forget: bool = False) -> torch.Tensor:
+        """x after a step by the mean of all gradients that are here; with `forget`, of those of this round."""
+        values = self.start.clone()
+        summed = self.mean if forget else self.mean + self.first
+        inside = {index: self.pieces[index][1] for index in self.owned}
+        steps: dict[OwnedPiece, tuple[torch.Tensor, torch.Tensor]] = {}
+        starts = torch.tensor([one.start for one in inside.values()], dtype=torch.int64, device="cpu")
+        unused = unused_positions(summed, starts, [one.stop for one in inside.values()])
+        for (index, one), nobody in zip(inside.items(), unused, strict=True):
+            count = float(self._counted) + (0.0 if forget else self._first_counts.get(index, 0.0))
+            if not nobody and count > 0 and index not in idle:
+                steps[self.owned[index]] = values[one], summed[one] / count
+        self._steps(steps, forget=forget)
+        return values
+
+    def _forget_first(self) -> None:
+        self.first = torch.full_like(self.start, -0.0)
+        self._first_counts = {}
+
+    def rest(self) -> None:
+        """It is not sent: a first half that was is dropped, with the parameters frozen since."""
+        self.next = self.start
+        self._forget_first()
+
+    # - What is not committed yet is, and waited for
+
+    def load_average(self) -> None:
+        self._exchange()
+
+    def blend(self, idle: Collection[int]) -> torch.Tensor:
+        return self._updated(idle)
+
+    def restart(self, shard: torch.Tensor) -> None:
+        """The buffer has all ranks' shards, and parameters are that."""
+        self._fresh, self._loaded, self._whole_states = False, None, {}
+        self.start = self.next = shard
+        self._forget_first()
+
+    def advance(self, idle: Collection[int], rates: Mapping[int, float]) -> torch.Tensor:
+        raise AssertionError("nobody waits under this rule")
+
+    # - Whole tensors, for checkpoints
+
+    def share(self, *, passed: bool) -> Shares:
+        """This rank's, the same before and after :meth:`turn`; with the optimizer's ``state``."""
+        vectors = {"start": self.start, "first": self.first}
+        return {
+            index: (
+                *extent,
+                {name: vector[inside].clone() for name, vector in vectors.items()}
+                | {"state": self.owned[index].copied_state()},
+            )
+            for index, (extent, inside) in self.pieces.items()
+        }
+
+    def fresh_states(self) -> dict[int, dict[str, Any]]:
+        """The optimizer's whole state, by slot, before the first event."""
+        return {index: copy.deepcopy(state) for index, state in self._whole_states.items()}
+
+    def own_vectors(self) -> Vectors:
+        """With how many gradients `gathered` and `first` have, as 0-d tensors."""
+        vectors: Vectors = {slot.index: {"next": place.clone()} for slot, place in self._places}
+        for slot, place in self._gathered_places:
+            counts = {"first_count": self._first_counts.get(slot.index, 0.0), "count": float(self.count)}
+            vectors[slot.index] |= {name: torch.tensor(count, device="cpu") for name, count in counts.items()}
+            vectors[slot.index]["gathered"] = place.clone()
+        return vectors
+
+    def complete(self) -> Vectors | None:
+        if not self._fresh:
+            return None
+        own = self.own_vectors()
+        for slot, place in self._places:
+            if self._loaded is None:
+                own[slot.index] |= {"start": place.clone(), "first": torch.full_like(place, -0.0)}
+            else:
+                own[slot.index] |= {name: self._loaded[slot.index][name].clone() for name in self.shared}
+        return own
+
+    @torch.no_grad()
+    def load(self, vectors: Vectors) -> None:
+        self._loaded = {
+            slot.index: {name: vectors[slot.index][name].clone() for name in self.shared} for slot in self.slots
+        }
+        shards = {}
+        for name in (*self.shared, "next"):  # the last one stays in the buffer
+            for slot, place in self._places:
+                place.copy_(vectors[slot.index][name])
+            shards[name] = self.whole[self.own].clone()
+        self.start, self.first, self.next = shards["start"], shards["first"], shards["next"]
+        for slot, place in self._gathered_places:
+            one = vectors[slot.index]
+            place.copy_(one["gathered"])
+            self.count, self._first_counts[slot.index] = int(one["count"]), float(one["first_count"])
+            if not (torch.signbit(place) & (place == 0)).all():
+                self._used.add(slot.index)
