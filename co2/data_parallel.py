@@ -50,7 +50,7 @@ class CO2DistributedDataParallel(torch.nn.Module):
     Names in ``state_dict()`` begin with ``module.``, as DDP's do.
 
     Args:
-        module: the model, on the CPU. Parameters that it gets later are not known here.
+        module: the model. Parameters that it gets later are not known here.
         nprocs_per_node: ranks in a group, which averages gradients in every backward pass. Divides the number of ranks.
             Where a host has fewer, it is the most that each host has and that divide the number of ranks, and rank 0 logs
             a warning: 8 on a host of 2 are 2, and on hosts of 4 and 2.

@@ -92,7 +92,6 @@ class Co2Optimizer(Shell):
                 f"co2 averages over all ranks, in groups of nprocs_per_node; process_set={arguments.process_set} is not "
                 "supported"
             )
-        _refuse_devices(optimizer)
         _check_inner_lr(optimizer, rule)
         strategy = Co2(schedule, rule, nprocs, broadcast_buffers)
         groups = partial(_node_groups, nprocs=nprocs)
@@ -246,16 +245,6 @@ def _node_groups(session: Session, nprocs: int | None) -> Membership:
         everyone, comm, calls = *session.channels.lease(1), *session.channels.lease(2, colors)
     lane = (comm,)
     return Membership(lane, lane, calls, members, everyone)
-
-
-def _refuse_devices(optimizer: torch.optim.Optimizer) -> None:
-    groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
-    for param in (param for group in groups for param in group["params"]):
-        if param.device.type != "cpu":
-            raise ValueError(
-                "co2 sends parameters from a thread of its own, which knows nothing of the streams that they are "
-                f"computed on: they should be on the CPU, and one is on {param.device}"
-            )
 
 
 def _check_inner_lr(optimizer: torch.optim.Optimizer, rule: OuterRule) -> None:

@@ -37,7 +37,7 @@ def assemble(parts: Sequence[Part], shares: Sequence[Shares]) -> Vectors:
 
 def _joined(part: Part, slot: Slot, shares: Sequence[Shares]) -> dict[str, torch.Tensor]:
     like = as_real(slot.param)
-    flats = {name: torch.empty(like.numel(), dtype=part.dtype, device=like.device) for name in part.shared}
+    flats = {name: torch.empty(like.numel(), dtype=part.dtype, device="cpu") for name in part.shared}
     found = [share[slot.index] for share in shares if slot.index in share]
     covered = sum(high - low for low, high, _ in found)  # shards do not overlap
     if covered != like.numel():

@@ -3,6 +3,9 @@
 `whole` is one flat buffer that serves twice: it carries what a round ended in to the owners of its shards, and brings
 back from them where the next round but one starts. Between the two it holds that start, on every rank. Shards are never
 written in place, so that one vector may have several names, and whoever holds one may go on reading it.
+
+All of it is in the host's memory, where a round's thread sends it from and updates it. Parameters on a GPU are copied there
+and back by the main thread, which waits for that: once a round.
 """
 
 from __future__ import annotations
@@ -78,7 +81,7 @@ class Part:
     def _lay_out(self, slots: Sequence[Slot], spec: BucketSpec, rank: int, size: int) -> None:
         params = [slot.param for slot in slots]
         self.slots, self.param_dtype, self.dtype = list(slots), params[0].dtype, outer_dtype(params[0].dtype)
-        self.whole = torch.zeros(spec.padded_numel, dtype=self.dtype, device=params[0].device)
+        self.whole = torch.zeros(spec.padded_numel, dtype=self.dtype, device="cpu")
         self.own = spec.own(rank, size)
         self._offsets = spec.offsets
         self._places = self._views(self.whole)
@@ -139,7 +142,7 @@ class Part:
         for slot, place in self._places:
             if slot.index in kept:
                 continue
-            ended = as_real(slot.param).clone() if travels else place
+            ended = as_real(slot.param).to("cpu", copy=True) if travels else place
             overwrite(as_real(slot.param), place)
             place.copy_(ended)
         self.before, self.start = self.start, self.next
@@ -172,7 +175,7 @@ class Part:
         found = set()
         for slot, place in self._places:
             real = as_real(slot.param)
-            if slot.index in among and not torch.equal(real, place.to(real.dtype)):
+            if slot.index in among and not torch.equal(real, place.to(real)):
                 found.add(slot.index)
         return found
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+import co2
 import dear
 import mgwfbp
 import oss
@@ -28,6 +29,10 @@ STRATEGIES: dict[str, Callable[..., Any]] = {
     "dear-eager": lambda o, m: dear.DistributedOptimizer(o, m, threshold_mb=0.01, eager=True),
     "oss": lambda o, m: oss.DistributedOptimizer(o, m, threshold_mb=0.01),
     "wfbp": wfbp.DistributedOptimizer,
+    "co2-localsgd": lambda o, m: co2.DistributedOptimizer(
+        o, m, outer="localsgd", outer_frequency=2, nprocs_per_node=dear.size()
+    ),
+    "co2-acco": lambda o, m: co2.DistributedOptimizer(o, m, outer="acco", warmup_steps=_STEPS),
     "mgwfbp": lambda o, m: mgwfbp.DistributedOptimizer(o, m, alpha_beta=(3e-5, 1e-9), profile_steps=2),
 }
 _STEPS = 6

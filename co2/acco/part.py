@@ -64,7 +64,7 @@ class AccoPart(Part):
             gradient = slot.param.grad
             if gradient is None:
                 continue
-            dense = values_of(gradient.to_dense()) if gradient.is_sparse else gradient
+            dense = (values_of(gradient.to_dense()) if gradient.is_sparse else gradient).cpu()
             if slot.index in self._used:
                 place.add_(dense)
             else:

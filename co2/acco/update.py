@@ -59,8 +59,10 @@ class ShardSteps:
         self._optimizer.state[slot.param] = dict(state)
 
     def piece(self, slot: Slot, start: int, stop: int, state: Mapping[str, Any]) -> OwnedPiece:
-        """With its part of the whole `state`."""
-        return OwnedPiece(slot, start, stop, part_of(state, slot.param, start, stop, whole=False))
+        """With its part of the whole `state`, in the host's memory."""
+        part = part_of(state, slot.param, start, stop, whole=False)
+        held = {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in part.items()}
+        return OwnedPiece(slot, start, stop, held)
 
     @torch.no_grad()
     def __call__(

@@ -52,7 +52,7 @@ class OverlappedPart(Part):
             return
         self.outgoing = self._rounded(self.whole).clone()
         for slot, place in self._views(self.outgoing):
-            place.sub_(as_real(slot.param))
+            place.sub_(as_real(slot.param).cpu())
         if self.residual is not None:
             self.outgoing += (
                 self._feedback * self.residual
@@ -66,7 +66,7 @@ class OverlappedPart(Part):
         for slot, place in self._places:
             if slot.index in arriving:
                 real = as_real(slot.param)
-                mixed = place if self._mixing == 0 else self._mixing * real.to(self.dtype) + (1 - self._mixing) * place
+                mixed = place if self._mixing == 0 else self._mixing * real.to(place) + (1 - self._mixing) * place
                 overwrite(real, mixed)
 
     def _left_out(

@@ -31,7 +31,7 @@ _HOST_ONLY = {
     "test_event_order.py": "operations on tensors of a device are issued by carriers",
     "test_examples.py": "the examples choose their device themselves",
     "bytescheduler": "refuses models on a GPU",
-    "co2": "refuses models on a GPU",
+    "test_co2": "their simulations are on the host",
 }
 
 
