@@ -2,6 +2,7 @@
 
 python -m bench.accuracy --task gpt2 --methods dear ddp horovod --workers 2 --network 1gbit
 python -m bench.accuracy --task cnn --methods dear co2 co2:outer_frequency=3 --steps 600 --seeds 3
+python -m bench.accuracy --task cnn --methods co2:outer=acco --steps 600 --seeds 3 --add
 """
 
 from __future__ import annotations
@@ -52,10 +53,26 @@ def leave(curves: dict[str, dict[str, Any]], arguments: argparse.Namespace) -> N
     """The numbers, the picture and the report of the methods so far; the next one may fail."""
     arguments.output.with_suffix(".json").write_text(json.dumps(curves))
     about = f"{arguments.task}, {arguments.workers} workers, {arguments.network}"
-    draw(curves, about, arguments.output)
+    timed = arguments.network != "local"
+    draw(curves, about, arguments.output, timed=timed)
     seeds = f"{arguments.seeds} seed{'s' if arguments.seeds > 1 else ''}"
-    text = markdown(f"{about}; {arguments.steps} steps, {seeds}.", {name: one["runs"] for name, one in curves.items()})
+    runs = {name: one["runs"] for name, one in curves.items()}
+    text = markdown(f"{about}; {arguments.steps} steps, {seeds}.", runs, timed=timed)
     arguments.output.with_suffix(".md").write_text(text)
+
+
+def earlier(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """What `--add` adds to. Raises ``ValueError`` where its runs are others than those that are asked for."""
+    file = arguments.output.with_suffix(".json")
+    curves: dict[str, dict[str, Any]] = json.loads(file.read_text())
+    for name, one in curves.items():
+        there = len(one["loss"]), len(one["runs"])
+        if there != (arguments.steps, arguments.seeds):
+            raise ValueError(
+                f"{file} has {there[0]} steps and {there[1]} seeds of {name}, and --steps {arguments.steps} --seeds "
+                f"{arguments.seeds} are asked for: pass those, or another --output"
+            )
+    return curves
 
 
 def main() -> int:
@@ -66,6 +83,7 @@ def main() -> int:
     parser.add_argument("--network", default="local", help="local, or the rate of emulated links: 1gbit, 100mbit, …")
     parser.add_argument("--steps", type=at_least(1), default=100)
     parser.add_argument("--seeds", type=at_least(1), default=1, help="so many runs of each method, with other batches")
+    parser.add_argument("--add", action="store_true", help="to what the output has of other methods")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for each run")
     parser.add_argument(
         "--output",
@@ -79,6 +97,8 @@ def main() -> int:
     try:
         prepared = {spec: prepare(spec, arguments) for spec in arguments.methods}  # all of them, before any is trained
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        if arguments.add:
+            curves = earlier(arguments)
         for spec, (settings, chosen) in prepared.items():
             curves[spec] = run(spec, settings, chosen, arguments)
             leave(curves, arguments)

@@ -42,13 +42,13 @@ def report(curves: Mapping[str, Curve]) -> str:
     return "\n".join(lines)
 
 
-def draw(curves: Mapping[str, Curve], title: str, path: Path) -> None:
-    """Two panels: the loss over steps, where methods with equal results are one line, and over wall time.
+def draw(curves: Mapping[str, Curve], title: str, path: Path, *, timed: bool) -> None:
+    """The loss over steps, where methods with equal results are one line; beside it, if `timed`, over wall time.
 
     Where results differ, means are over more steps, and the scale is logarithmic.
     """
-    figure, panels = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained", sharey=True)
-    over_steps, over_time = list(panels)
+    figure, panels = plt.subplots(1, 2 if timed else 1, figsize=(11, 4.2), layout="constrained", sharey=True, squeeze=False)
+    over_steps, over_time = panels[0, 0], panels[0, 1] if timed else None
     alike = apart(curves) < _ALIKE
     window = WINDOW if alike else LONG_WINDOW
     slowest_first = sorted(curves.items(), key=lambda item: -item[1]["seconds"][-1])
@@ -57,10 +57,13 @@ def draw(curves: Mapping[str, Curve], title: str, path: Path) -> None:
         # Lines that coincide stay visible: the first drawn is the widest.
         width = 1.4 + 2.0 * (len(curves) - 1 - place) if alike else 1.4
         line = over_steps.plot(range(1, len(losses) + 1), losses, lw=width, label=name)[0]
+        if over_time is None:
+            continue
         over_time.plot(curve["seconds"], losses, lw=1.6, color=line.get_color(), label=name)
         over_time.axvline(curve["seconds"][-1], color=line.get_color(), lw=0.8, ls=":")
     over_steps.set_xlabel("steps")
-    over_time.set_xlabel("seconds; dotted: all steps done")
+    if over_time is not None:
+        over_time.set_xlabel("seconds; dotted: all steps done")
     over_steps.set_ylabel(f"loss on rank 0, mean of {window} steps")
     if alike:
         over_steps.set_ylim(bottom=0)

@@ -1,4 +1,4 @@
-"""What methods are worth whose results are others: the loss on data held out, by seeds, and the time to a loss. Pure.
+"""What methods are worth whose results are others: the loss on data held out, by seeds, and how long to a loss. Pure.
 
 A loss is the mean of `LONG_WINDOW` steps.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 from bench.accuracy.curve import LONG_WINDOW, smooth
 
-__all__ = ["markdown", "mean_and_spread", "seconds_to", "targets"]
+__all__ = ["markdown", "mean_and_spread", "seconds_to", "steps_to", "targets"]
 
 _WHERE = (0.25, 0.5, 1.0)  # of the first method's steps: its losses there are what others are timed to
 
@@ -37,6 +37,12 @@ def seconds_to(run: Run, loss: float) -> float | None:
     return None
 
 
+def steps_to(run: Run, loss: float) -> float | None:
+    """After how many steps that was."""
+    curve = smooth(run["loss"], LONG_WINDOW)
+    return next((float(step) for step, reached in enumerate(curve, 1) if reached <= loss), None)
+
+
 def _in_words(values: Sequence[float | None], digits: int) -> str:
     known = [value for value in values if value is not None]
     if len(known) < len(values):
@@ -45,8 +51,11 @@ def _in_words(values: Sequence[float | None], digits: int) -> str:
     return f"{mean:.{digits}f} ± {spread:.{digits}f}"
 
 
-def markdown(about: str, methods: Mapping[str, Sequence[Run]]) -> str:
-    """`methods`: the runs of each, a seed each; the first one is what others are compared with."""
+def markdown(about: str, methods: Mapping[str, Sequence[Run]], *, timed: bool) -> str:
+    """`methods`: the runs of each, a seed each; the first one is what others are compared with.
+
+    `timed`: whether seconds say anything, as they do where ranks are on a network; else steps are counted.
+    """
     first = next(iter(methods.values()))
     kinds = list(first[0].get("held_out", {}))
     lines = ["# Learned", "", about, ""]
@@ -60,11 +69,14 @@ def markdown(about: str, methods: Mapping[str, Sequence[Run]]) -> str:
             lines.append(f"| {name} | " + " | ".join(cells) + f" | {loss / reference - 1:+.1%} |")
         lines.append("")
     losses = targets(first)
-    lines += [f"Seconds to a training loss, the mean of {LONG_WINDOW} steps on rank 0:", ""]
-    lines += ["| method | " + " | ".join(f"{loss:.3f}" for loss in losses) + " | all steps |"]
-    lines.append("|" + "---|" * (len(losses) + 2))
+    unit, reach, digits = ("Seconds", seconds_to, 1) if timed else ("Steps", steps_to, 0)
+    lines += [f"{unit} to a training loss, the mean of {LONG_WINDOW} steps on rank 0:", ""]
+    last = ["all steps"] if timed else []
+    lines += ["| " + " | ".join(["method", *(f"{loss:.3f}" for loss in losses), *last]) + " |"]
+    lines.append("|" + "---|" * (len(losses) + 1 + len(last)))
     for name, runs in methods.items():
-        cells = [_in_words([seconds_to(run, loss) for run in runs], 1) for loss in losses]
-        cells.append(_in_words([run["seconds"][-1] for run in runs], 1))
+        cells = [_in_words([reach(run, loss) for run in runs], digits) for loss in losses]
+        if timed:
+            cells.append(_in_words([run["seconds"][-1] for run in runs], 1))
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join([*lines, ""])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bench.accuracy.curve import apart, draw, report, smooth
-from bench.accuracy.report import markdown, mean_and_spread, seconds_to, targets
+from bench.accuracy.report import markdown, mean_and_spread, seconds_to, steps_to, targets
 from bench.accuracy.tasks import TASKS
 
 CURVES = {
@@ -59,7 +59,12 @@ def test_losses_are_timed_and_averaged_over_seeds() -> None:
     assert targets(runs) == pytest.approx([4.0 - 12 / 50, 4.0 - 37 / 50, 4.0 - 87 / 50])
     assert seconds_to(runs[0], targets(runs)[1]) == pytest.approx(0.5 * 49)
     assert seconds_to(slow[0], 3.0) is None
-    text = markdown("About it.", {"dear": runs, "co2": slow})
+    assert steps_to(runs[0], targets(runs)[1]) == 50
+    assert steps_to(slow[0], targets(runs)[1]) is None
+    counted = markdown("About it.", {"dear": runs, "co2": slow}, timed=False)
+    assert "Steps to a training loss" in counted
+    assert "| dear | 25 ± 0 | 50 ± 0 | 100 ± 0 |" in counted
+    text = markdown("About it.", {"dear": runs, "co2": slow}, timed=True)
     assert "| dear | 2.5000 ± 0.7071 | 0.8500 ± 0.0707 | +0.0% |" in text
     assert "| co2 | 2.7500 ± 0.0000 | 0.5000 ± 0.0000 | +10.0% |" in text
     assert "| co2 | never | never | never | 49.5 ± 0.0 |" in text
@@ -71,5 +76,6 @@ def test_curves_are_compared_at_the_same_step(tmp_path: Path) -> None:
     lines = report(CURVES).splitlines()
     assert lines[1].split() == ["dear", "1.1667", "3.0", "0.50"]
     assert "at most 0.001 apart, over 3 steps" in lines[-1]
-    draw(CURVES, "a title", tmp_path / "x.png")
+    draw(CURVES, "a title", tmp_path / "x.png", timed=True)
+    draw(CURVES, "a title", tmp_path / "y.png", timed=False)
     assert (tmp_path / "x.png").stat().st_size > 5000
