@@ -62,7 +62,7 @@ class AccoPart(Part):
         self.count += 1
         for slot, place in self._gathered_places:
             gradient = slot.param.grad
-            if gradient is None:
+            if gradient is None or not slot.param.requires_grad:  # the script may leave there what was used before
                 continue
             dense = (values_of(gradient.to_dense()) if gradient.is_sparse else gradient).cpu()
             if slot.index in self._used:
@@ -84,7 +84,10 @@ class AccoPart(Part):
         self._fresh, self._loaded, self._whole_states = False, None, {}
         self.adopt(kept)
         self.unpack(kept)
-        self._exchange()
+        if self.rests(idle):
+            self._empty()
+        else:
+            self._exchange()
 
     def reduce_whole(self, comm: Communicator) -> Work:
         counting = comm.all_reduce_async(self._counted, self._counted, label="co2 gradients")
