@@ -12,7 +12,7 @@ Whether anything was written to parameters meanwhile, where nobody keeps the val
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from co2.schedule import Event
 from overlap.core.bucket import Slot
@@ -21,6 +21,12 @@ __all__ = ["AveragedParameters", "Batch", "Versions"]
 
 
 Batch = tuple[int, ...]  # slots that were taken in together, on which the parts depend
+
+
+class Buffered(Protocol):
+    """A part: what a round brought for some parameters, in a buffer."""
+
+    def written(self, among: Collection[int]) -> set[int]: ...
 
 
 class AveragedParameters:
@@ -97,6 +103,11 @@ class AveragedParameters:
     def script_owned(self) -> frozenset[int]:
         """Idle ones for which nothing is on its way."""
         return self.idle - self._coming
+
+    def written_in(self, parts: Iterable[Buffered]) -> frozenset[int]:
+        """Idle ones to which the script has written, as far as they are its. With no round on its way."""
+        theirs = self.script_owned
+        return self.written_over.union(*(part.written(theirs) for part in parts))
 
     @property
     def written_over(self) -> frozenset[int]:

@@ -18,7 +18,7 @@ from co2.part import Part
 from overlap.transport.communicator import Communicator, ReduceOp, Work
 from overlap.transport.objects import allgather_object, compare
 
-__all__ = ["RoundCommunication", "RoundThread"]
+__all__ = ["RoundCommunication", "RoundThread", "agree_on_events"]
 
 
 class RoundCommunication:
@@ -101,6 +101,17 @@ def _finish(issued: Sequence[Work | None]) -> None:
     for work in issued:
         if work is not None:
             work.wait()
+
+
+def agree_on_events(control: Communicator, mine: int) -> None:
+    """Raise ``RuntimeError`` on every rank where they have not come to the same round. On every rank of `control`."""
+    events = allgather_object(control, mine)
+    if len(set(events)) > 1:
+        other = next(rank for rank, count in enumerate(events) if count != events[0])
+        raise RuntimeError(
+            f"average_parameters() needs all ranks at the same round, and rank 0 has made {events[0]} and rank "
+            f"{other} {events[other]}: every rank should make the same number of steps"
+        )
 
 
 class RoundThread:

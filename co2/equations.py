@@ -50,12 +50,12 @@ the outer momentum: it is kept, decays, and is sent once it has become large. Q 
     e <- 0.95 e + d;   q = Q(e);   e <- e - q            each rank
     x <- x - alpha mean(q)
 
-**acco** (Nabli et al., NeurIPS 2025, arXiv 2406.02613, "ACCO"). No rank steps by itself, and nobody waits: a round is half
-a batch. What ranks send is not parameters but the gradients of a round, summed over its steps, and the inner optimizer, Opt,
-steps at the owner of each shard. While the second half's gradients g are computed at x[t], the first half's, h, lead to an
-estimate of x[t+1], whose state Opt forgets; at that estimate the next first half is computed, while both halves lead to
-x[t+1]. So every gradient is of the parameters that it is applied to, or of an estimate of them, and not a step late. n and k
-count the gradients in g and h, over all ranks; h[0] is computed at x[0]:
+**acco** (Nabli et al., NeurIPS 2025, arXiv 2406.02613, "ACCO"). No rank steps by itself, and nobody waits: a round is
+half a batch. What ranks send is not parameters but the gradients of a round, summed over its steps, and the inner
+optimizer, Opt, steps at the owner of each shard. While the second half's gradients g are computed at x[t], the first
+half's, h, lead to an estimate of x[t+1], whose state Opt forgets; at that estimate the next first half is computed, while
+both halves lead to x[t+1]. So every gradient is of the parameters that it is applied to, or of an estimate of them, and
+not a step late. n and k count the gradients in g and h, over all ranks; h[0] is computed at x[0]:
 
     e[t+1] = Opt(x[t], sum h[t] / sum k[t])                      while g[t] is computed at x[t]
     x[t+1] = Opt(x[t], (sum h[t] + sum g[t]) / (sum k[t] + sum n[t]))        while h[t+1] is computed at e[t+1]

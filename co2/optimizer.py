@@ -325,10 +325,10 @@ def DistributedOptimizer(
             ``"acco"`` gradients travel, each ``step()`` adds its own to those of the round, and two rounds, each half a
             batch, make one step of `optimizer`, on shards: ranks hold the same parameters at all times. `optimizer` has to
             update element by element.
-        outer_frequency: local steps in a round (CO2's tau, DiLoCo's H), in which each fragment is sent once. With ``"co2"``,
-            ``"eager"`` and ``"acco"``, as many as hide one reduce-scatter and one all-gather of all parameters. CO2's paper
-            tries 1 to 48, DiLoCo's 50 to 2,000, SparseLoCo's 15 to 250, that of Streaming DiLoCo has 100. ``"auto"``: 12,
-            and 1 with ``"acco"``.
+        outer_frequency: local steps in a round (CO2's tau, DiLoCo's H), in which each fragment is sent once. With
+            ``"co2"``, ``"eager"`` and ``"acco"``, as many as hide one reduce-scatter and one all-gather of all parameters.
+            CO2's paper tries 1 to 48, DiLoCo's 50 to 2,000, SparseLoCo's 15 to 250, that of Streaming DiLoCo has 100.
+            ``"auto"``: 12, and 1 with ``"acco"``.
         outer_lr, outer_momentum, outer_clip: alpha, beta and phi (None: no clipping) of the rule. ``"auto"``: 1, 0.2 and 1
             with ``"co2"``; 1 and 0.5 with ``"slowmo"``; 0.7 and 0.9 with ``"diloco"``; 0.4 and 0.9 with ``"eager"`` and
             ``"streaming-diloco"``; alpha is 1 with ``"sparseloco"``. An option that the rule does not know raises

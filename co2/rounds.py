@@ -36,7 +36,7 @@ from typing import Any
 import torch
 
 from co2.averaged_parameters import AveragedParameters, Batch
-from co2.communication import RoundCommunication, RoundThread
+from co2.communication import RoundCommunication, RoundThread, agree_on_events
 from co2.equations import OuterRule, Shared
 from co2.inner_rates import InnerRates
 from co2.join import JoinRefusal
@@ -242,19 +242,14 @@ class Rounds:
 
         Raises ``RuntimeError`` on every rank where they have not come to the same round.
         """
-        self._agree(control)
+        agree_on_events(control, self.events)
         self.begin()
         self.arrive()
         idle: frozenset[int] = frozenset()
         if isinstance(self.rule, Shared):
-            written = allgather_object(control, self._written())
+            written = allgather_object(control, self._averaged.written_in(self.parts))
             idle = self._averaged.idle - frozenset().union(*written)
         self._average(idle, Event.AVERAGE)  # else ranks have parameters of their own, of idle slots, too
-
-    def _written(self) -> frozenset[int]:
-        """Idle slots to which the script has written, as far as they are its. With no round on its way."""
-        theirs = self._averaged.script_owned
-        return self._averaged.written_over.union(*(part.written(theirs) for part in self.parts))
 
     def _average(self, idle: frozenset[int], event: Event) -> None:
         """Go on from the mean of all ranks; or, of a round, from where that leads to by a rule that waits."""
@@ -290,16 +285,6 @@ class Rounds:
 
         work = partial(self._communication.carry_average, sent, trained, shards, outcome)
         self._send(RoundThread(self.events, work, landed), event, idle)
-
-    def _agree(self, control: Communicator) -> None:
-        """Raise ``RuntimeError`` on every rank where they have not come to the same round. On every rank of `control`."""
-        events = allgather_object(control, self.events)
-        if len(set(events)) > 1:
-            other = next(rank for rank, count in enumerate(events) if count != events[0])
-            raise RuntimeError(
-                f"average_parameters() needs all ranks at the same round, and rank 0 has made {events[0]} and rank "
-                f"{other} {events[other]}: every rank should make the same number of steps"
-            )
 
     # - The end
 

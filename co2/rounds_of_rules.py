@@ -37,7 +37,13 @@ def schedule_of(rule: OuterRule, frequency: int, warmup: int) -> Schedule:
 
 
 def rounds_of(
-    rule: OuterRule, schedule: Schedule, weight: float, optimizer: torch.optim.Optimizer, comm: Any, slots: Any, *others: Any
+    rule: OuterRule,
+    schedule: Schedule,
+    weight: float,
+    optimizer: torch.optim.Optimizer,
+    comm: Any,
+    slots: Any,
+    *others: Any,
 ) -> Rounds:
     """`weight`: of this rank in a mean, with those of its group. The others are as :class:`Rounds` takes them."""
     if isinstance(rule, Acco):

@@ -47,7 +47,9 @@ def draw(curves: Mapping[str, Curve], title: str, path: Path, *, timed: bool) ->
 
     Where results differ, means are over more steps, and the scale is logarithmic.
     """
-    figure, panels = plt.subplots(1, 2 if timed else 1, figsize=(11, 4.2), layout="constrained", sharey=True, squeeze=False)
+    figure, panels = plt.subplots(
+        1, 2 if timed else 1, figsize=(11, 4.2), layout="constrained", sharey=True, squeeze=False
+    )
     over_steps, over_time = panels[0, 0], panels[0, 1] if timed else None
     alike = apart(curves) < _ALIKE
     window = WINDOW if alike else LONG_WINDOW

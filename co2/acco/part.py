@@ -1,9 +1,9 @@
 """Parameters of one type whose gradients are averaged together, and this rank's shard of them (`co2.acco.rounds`).
 
-    whole       carries the gradients of a round off, and brings back what parameters become at the end of the next one
-    gathered    the other buffer: gradients of the current round add up in it. At the end of a round the two change places
-    start       x, this rank's shard of the exact parameters
-    first       the sum over ranks of the first half's gradients, until the second half is there
+whole       carries the gradients of a round off, and brings back what parameters become at the end of the next one
+gathered    the other buffer: gradients of the current round add up in it. At the end of a round the two change places
+start       x, this rank's shard of the exact parameters
+first       the sum over ranks of the first half's gradients, until the second half is there
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from co2.acco.update import OwnedPiece, ShardSteps
-from co2.part import Part, Shares, Vectors, as_real
+from co2.part import Part, Shares, Vectors
 from overlap.core.bucket import Slot
 from overlap.plan.partition import BucketSpec
 from overlap.transport.communicator import Communicator, ReduceOp, Work

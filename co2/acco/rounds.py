@@ -43,8 +43,8 @@ __all__ = ["AccoRounds", "check"]
 log = logging.getLogger("dear")
 
 _WRITTEN = (
-    "co2: something was written to parameter %r between steps. With outer='acco' parameters become what the optimizer makes "
-    "of exact ones that ranks have shards of, so it is replaced when the next round arrives"
+    "co2: something was written to parameter %r between steps. With outer='acco' parameters become what the optimizer "
+    "makes of exact ones that ranks have shards of, so it is replaced when the next round arrives"
 )
 
 
@@ -52,9 +52,9 @@ def check(optimizer: torch.optim.Optimizer, slots: Sequence[Slot], elementwise: 
     """Raise ``ValueError`` where shards of parameters cannot be updated."""
     if not (is_elementwise(optimizer) if elementwise is None else elementwise):
         raise ValueError(
-            f"outer='acco' updates shards of parameters, and {type(optimizer).__name__} is not known to update each element "
-            "from its own gradient and state alone (elementwise=True promises that it does): take another optimizer, or "
-            "another rule"
+            f"outer='acco' updates shards of parameters, and {type(optimizer).__name__} is not known to update each "
+            "element from its own gradient and state alone (elementwise=True promises that it does): take "
+            "another optimizer, or another rule"
         )
     strange = next((slot for slot in slots if slot.param.is_complex()), None)
     if strange is not None:
@@ -125,9 +125,9 @@ class AccoRounds(Rounds):
         for part in self._of_acco():
             states.update(part.fresh_states())
         pieces = [{i: (low, high, vectors["state"]) for i, (low, high, vectors) in share.items()} for share in shares]
-        known = {slot.param: slot.index for slot in self._slots}
-        for param, state in assemble(self._slots, pieces, whole=False).items():
-            states.setdefault(known[param], state)
+        held = assemble(self._slots, pieces, whole=False)
+        for slot in self._slots:
+            states.setdefault(slot.index, held.get(slot.param, {}))
         return {"state": {index: state for index, state in sorted(states.items()) if state}}
 
     def load(self, section: dict[str, Any] | None, inner: Mapping[int, Mapping[str, Any]] | None = None) -> None:

@@ -65,9 +65,7 @@ class ShardSteps:
         return OwnedPiece(slot, start, stop, held)
 
     @torch.no_grad()
-    def __call__(
-        self, steps: Mapping[OwnedPiece, tuple[torch.Tensor, torch.Tensor]], *, forget: bool = False
-    ) -> None:
+    def __call__(self, steps: Mapping[OwnedPiece, tuple[torch.Tensor, torch.Tensor]], *, forget: bool = False) -> None:
         """Update values in place, of each piece by its gradient: 1-D tensors. `forget`: the state stays as it was."""
         stepped: dict[OwnedPiece, torch.nn.Parameter] = {}
         by_group: dict[int, list[torch.nn.Parameter]] = {}

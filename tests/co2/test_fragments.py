@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from co2.equations import SparseLoCo, StreamingDiLoCo
-from co2.rules import outer_rule
 from co2.fragments.layers import fitting, fragments_of, layer_of
 from co2.rounds_of_rules import schedule_of
+from co2.rules import outer_rule
 from co2.schedule import Event, StreamingSchedule
 
 NAMES = ["embed.weight", *(f"h.{i}.{part}" for i in range(5) for part in ("attn.weight", "attn.bias")), "head.weight"]
