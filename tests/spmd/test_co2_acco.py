@@ -13,6 +13,7 @@ from torch import nn
 
 import co2
 from tests.spmd.co2_training import DOUBLE, _adamw, _everywhere, _loss, _model, _momentum, _sgd, _steps, _wrapped
+from tests.spmd.listening import heard
 
 Values = list[torch.Tensor]
 
@@ -287,19 +288,16 @@ def test_added_parameters_are_trained_too() -> None:
     assert extra.tolist()[0] < 0
 
 
-def test_what_is_written_to_parameters_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    def said() -> list[str]:
-        return [message for message in caplog.messages if "written" in message]
-
+def test_what_is_written_to_parameters_is_told_once() -> None:
     model, optimizer = _acco()
-    with caplog.at_level(logging.WARNING, "dear"):
+    with heard(logging.WARNING) as said:
         _steps(model, optimizer, range(4))
-        assert not said()
+        assert not any("written" in message for message in said)
         for step in (4, 5):
             with torch.no_grad():
                 model[0].weight.clamp_(-0.1, 0.1)
             _steps(model, optimizer, range(step, step + 1))
-    assert said() == [
+    assert [message for message in said if "written" in message] == [
         "co2: something was written to parameter '0.weight' between steps. With outer='acco' parameters become what the "
         "optimizer makes of exact ones that ranks have shards of, so it is replaced when the next round arrives"
     ]
