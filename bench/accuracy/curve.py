@@ -18,6 +18,7 @@ Curve = Mapping[str, Sequence[float]]
 WINDOW = 5
 LONG_WINDOW = 25  # where losses of methods are not the same
 _ALIKE = 0.1  # losses that are farther apart are
+_COLORS = 10  # of matplotlib's cycle; more lines are dashed
 
 
 def smooth(values: Sequence[float], window: int = WINDOW) -> list[float]:
@@ -58,7 +59,9 @@ def draw(curves: Mapping[str, Curve], title: str, path: Path, *, timed: bool) ->
         losses = smooth(curve["loss"], window)
         # Lines that coincide stay visible: the first drawn is the widest.
         width = 1.4 + 2.0 * (len(curves) - 1 - place) if alike else 1.4
-        line = over_steps.plot(range(1, len(losses) + 1), losses, lw=width, label=name)[0]
+        line = over_steps.plot(
+            range(1, len(losses) + 1), losses, lw=width, ls="-" if place < _COLORS else "--", label=name
+        )[0]
         if over_time is None:
             continue
         over_time.plot(curve["seconds"], losses, lw=1.6, color=line.get_color(), label=name)
@@ -71,7 +74,8 @@ def draw(curves: Mapping[str, Curve], title: str, path: Path, *, timed: bool) ->
         over_steps.set_ylim(bottom=0)
     else:
         over_steps.set_yscale("log")
-    over_steps.legend(frameon=False, fontsize="small")
+    beside = {} if timed else {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)}
+    over_steps.legend(frameon=False, fontsize="small", **beside)
     figure.suptitle(title, fontsize=10)
     figure.savefig(path, dpi=120)
     plt.close(figure)
