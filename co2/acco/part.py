@@ -3,7 +3,8 @@
 whole       carries the gradients of a round off, and brings back what parameters become at the end of the next one
 gathered    the other buffer: gradients of the current round add up in it. At the end of a round the two change places
 start       x, this rank's shard of the exact parameters
-first       the sum over ranks of the first half's gradients, until the second half is there
+mean        the sum over ranks of the gradients of the round on its way; divided by their number when it is used
+first       that of the first half, until the second half is there
 """
 
 from __future__ import annotations
@@ -129,7 +130,7 @@ class AccoPart(Part):
         self.next = self.start
         self._forget_first()
 
-    # - What is not committed yet is, and waited for
+    # - An average: the update that is not made yet is made, and waited for
 
     def load_average(self) -> None:
         self._exchange()

@@ -50,6 +50,17 @@ def _steps(model: nn.Module, optimizer: Any, steps: range) -> None:
         optimizer.step()
 
 
+def _add_and_train(model: nn.Module, optimizer: Any, steps: range) -> nn.Parameter:
+    """A parameter that ranks hold with other values, which is added before the first of `steps`, in which it falls."""
+    extra = nn.Parameter(torch.full((3,), float(co2.rank()), dtype=DOUBLE))
+    optimizer.add_param_group({"params": [extra], "lr": 1.0})
+    for step in steps:
+        optimizer.zero_grad()
+        (_loss(model, co2.rank(), step) + extra.sum() * (co2.rank() + 1)).backward()
+        optimizer.step()
+    return extra
+
+
 def _same(model: nn.Module, expected: nn.Module, *, measured_gap: bool = True) -> None:
     """Equal bit for bit at up to two ranks, where no measured gap has been at work.
 

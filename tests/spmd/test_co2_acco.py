@@ -12,7 +12,18 @@ import torch
 from torch import nn
 
 import co2
-from tests.spmd.co2_training import DOUBLE, _adamw, _everywhere, _loss, _model, _momentum, _sgd, _steps, _wrapped
+from tests.spmd.co2_training import (
+    DOUBLE,
+    _adamw,
+    _add_and_train,
+    _everywhere,
+    _loss,
+    _model,
+    _momentum,
+    _sgd,
+    _steps,
+    _wrapped,
+)
 from tests.spmd.listening import heard
 
 Values = list[torch.Tensor]
@@ -278,12 +289,7 @@ def test_parameters_of_16_bits_have_exact_values_in_shards() -> None:
 def test_added_parameters_are_trained_too() -> None:
     model, optimizer = _acco()
     _steps(model, optimizer, range(3))
-    extra = nn.Parameter(torch.full((3,), float(co2.rank()), dtype=DOUBLE))
-    optimizer.add_param_group({"params": [extra], "lr": 1.0})
-    for step in range(3, 8):
-        optimizer.zero_grad()
-        (_loss(model, co2.rank(), step) + extra.sum() * (co2.rank() + 1)).backward()
-        optimizer.step()
+    extra = _add_and_train(model, optimizer, range(3, 8))
     assert len({tuple(values) for values in co2.allgather_object(extra.tolist())}) == 1
     assert extra.tolist()[0] < 0
 

@@ -16,6 +16,7 @@ from tests.spmd.co2_simulation import Simulation
 from tests.spmd.co2_training import (
     DOUBLE,
     FULL,
+    _add_and_train,
     _everywhere,
     _loss,
     _model,
@@ -94,12 +95,7 @@ def test_frozen_and_late_parameters() -> None:
 def test_added_parameters_are_averaged_too() -> None:
     model, optimizer = _wrapped(outer_frequency=2, **FULL)
     _steps(model, optimizer, range(3))
-    extra = nn.Parameter(torch.full((3,), float(co2.rank()), dtype=DOUBLE))
-    optimizer.add_param_group({"params": [extra], "lr": 1.0})
-    for step in range(3, 8):
-        optimizer.zero_grad()
-        (_loss(model, co2.rank(), step) + extra.sum() * (co2.rank() + 1)).backward()
-        optimizer.step()
+    extra = _add_and_train(model, optimizer, range(3, 8))
     optimizer.average_parameters()
     assert len({tuple(values) for values in co2.allgather_object(extra.tolist())}) == 1
     assert extra.tolist()[0] < 0
