@@ -14,7 +14,7 @@ reductions is issued, no other rank's can be done, and nobody has updated anythi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -30,7 +30,7 @@ from overlap.core.round import Stage, TooManyGradients
 from overlap.core.shards import unhooked_step
 from overlap.transport.encoding import can_travel
 
-__all__ = ["Closure", "Stepper", "hyper_parameters"]
+__all__ = ["Closure", "Stepper", "hyper_parameters", "take_hyper_parameters"]
 
 Closure = Callable[[], Any]
 
@@ -215,3 +215,14 @@ def hyper_parameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
         }
         for group in optimizer.param_groups
     ]
+
+
+def take_hyper_parameters(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Make what :func:`hyper_parameters` gave on another rank this one's."""
+    for group, values in zip(optimizer.param_groups, groups, strict=True):
+        for key, value in values.items():
+            mine = group.get(key)
+            if isinstance(mine, torch.Tensor) and isinstance(value, torch.Tensor):
+                mine.copy_(value)  # a scheduler may hold it
+            else:
+                group[key] = value

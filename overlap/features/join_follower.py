@@ -10,7 +10,7 @@ import torch
 
 from overlap.core.averages import Averages
 from overlap.core.engine import Engine
-from overlap.core.step import Stepper, hyper_parameters
+from overlap.core.step import Stepper, hyper_parameters, take_hyper_parameters
 from overlap.features.clipping import clip
 from overlap.features.join import CannotJoin, Word
 from overlap.features.join_rounds import JoinRounds
@@ -70,13 +70,7 @@ class Follower:
 
     def take_over(self, groups: Sequence[dict[str, Any]]) -> None:
         """Make these hyper-parameters this rank's."""
-        for group, values in zip(self._optimizer.param_groups, groups, strict=True):
-            for key, value in values.items():
-                mine = group.get(key)
-                if isinstance(mine, torch.Tensor) and isinstance(value, torch.Tensor):
-                    mine.copy_(value)  # a scheduler may hold it
-                else:
-                    group[key] = value
+        take_hyper_parameters(self._optimizer, groups)
 
     def catch_up(self) -> None:
         """Others are past the current round, which they have dropped."""
