@@ -301,5 +301,6 @@ def joined_ranks_of(session: Session) -> JoinedRanks:
             return participant
     watchdog = session.watchdog
     joined_ranks = JoinedRanks(session.comm, session.peer_queries, lambda: watchdog.left)
+    watchdog.is_patient = lambda: joined_ranks.following
     session.participants.append(joined_ranks)
     return joined_ranks

@@ -10,7 +10,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -68,6 +68,7 @@ class Watchdog:
         self._where = f"{host}, pid {os.getpid()}"
         self._warn_after, self._abort_after = warn_after, abort_after
         self._left: dict[int, float] = {}  # and when
+        self.is_patient: Callable[[], bool] = lambda: False  # out of data: it waits as long as others train
         self._here = "training"
         self._last_warning = -math.inf
         self._closing = threading.Event()
@@ -166,7 +167,7 @@ class Watchdog:
         """Of the oldest unfinished operation; `mine`: this rank waits in it, and not only others."""
         now = time.monotonic()
         quiet = now - self._last_warning < self._warn_after
-        late = self._warn_after and work.seconds > self._warn_after and not quiet
+        late = self._warn_after and work.seconds > self._warn_after and not quiet and not self.is_patient()
         dead = self._abort_after and work.seconds > self._abort_after
         here = self._standing()
         left = [rank for rank, since in list(self._left.items()) if now - since > _GRACE_SECONDS]
