@@ -1,5 +1,8 @@
 """What a round does between its two ends, on its own thread: from the reductions to the gathers.
 
+Before anything travels, ranks meet in one small all-reduce: each learns whether all mean the same, and how the others take
+part (`co2.join`). Where some have joined, the first rank that trains tells them about the event.
+
 A round on its way: a thread that sees it through while the main thread makes local steps.
 """
 
@@ -9,40 +12,97 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Collection, Sequence
+from enum import IntEnum
+from typing import Any, NamedTuple
 
 import torch
 
 from co2.equations import OuterRule
 from co2.pace import Pace
-from co2.part import Part
+from co2.part import Contributors, Part
+from co2.schedule import Event
 from overlap.transport.communicator import Communicator, ReduceOp, Work
-from overlap.transport.objects import allgather_object, compare
+from overlap.transport.objects import allgather_object, broadcast_object, compare
 
-__all__ = ["RoundCommunication", "RoundThread", "agree_on_events"]
+__all__ = ["Met", "RoundCommunication", "RoundThread", "Told", "agree_on_events"]
+
+_NO_DIGEST = -(2**62)  # less than any, of either sign
+
+
+class _Presence(IntEnum):
+    """How a rank takes part in an event."""
+
+    TRAINS = 0
+    JOINED = 1  # what it had learned before it was out of data is in it
+    OUT = 2  # it contributes nothing
+
+
+class Met(NamedTuple):
+    """What all ranks have said of an event, before anything travels."""
+
+    when: float  # all had come, by this rank's clock
+    presence: tuple[int, ...]  # by rank
+    news: int  # the largest that a rank has given
+
+    @property
+    def over(self) -> bool:
+        """Whether all have joined, so that there is no such event."""
+        return min(self.presence) > _Presence.TRAINS
+
+    @property
+    def teller(self) -> int | None:
+        """The first rank that trains, where some have joined, and one has not."""
+        return self.presence.index(_Presence.TRAINS) if any(self.presence) and not self.over else None
+
+    @property
+    def among(self) -> Contributors:
+        out = (rank for rank, presence in enumerate(self.presence) if presence == _Presence.OUT)
+        return Contributors(len(self.presence), frozenset(out))
+
+
+class Told(NamedTuple):
+    """What a rank that has joined cannot know by itself of an event."""
+
+    event: Event
+    steps: int  # so far
+    idle: frozenset[int]  # slots that do not travel
+    batches: tuple[tuple[int, ...], ...]  # of slots that were taken in together
+    trainable: frozenset[int]
+    hyper_parameters: list[dict[str, Any]]
+    rates: dict[int, float]  # mean inner learning rates of the round by slot, where the rule needs them
 
 
 class RoundCommunication:
     """Sees the parts of one optimizer through, a round at a time. `changed` is held where others may look at a part.
 
-    `met` is called, with `changed` held, once every rank has sent its part of a round, and before any rank can see it done.
+    `arrived` is called, with `changed` held, once every rank has sent its part of a round, and before any rank can see it
+    done.
     """
 
-    def __init__(self, comm: Communicator, rule: OuterRule, changed: threading.Lock, met: Callable[[], None]) -> None:
-        self._comm, self._rule, self._changed, self._met = comm, rule, changed, met
+    def __init__(
+        self, comm: Communicator, rule: OuterRule, changed: threading.Lock, arrived: Callable[[], None]
+    ) -> None:
+        self._comm, self._rule, self._changed, self._arrived = comm, rule, changed, arrived
         self.longest = 0.0  # step of an average so far, where the rule measures it
         self.pace = Pace()
 
     @torch.no_grad()
-    def carry(self, parts: Sequence[Part], sent: Sequence[Part], idle: Collection[int], trained: Sequence[str]) -> None:
+    def carry(
+        self, parts: Sequence[Part], sent: Sequence[Part], idle: Collection[int], meet: Callable[[], Met]
+    ) -> None:
         """A round of `parts`, of which those in `sent` travel: this rank's shards make their outer step.
 
-        Raises ``RuntimeError`` on every rank, before anything travels, where the names in `trained` differ.
+        Raises what `meet()` does, before anything travels.
         """
-        met = self._meet(trained)
+        met = meet()
+        for part in sent:
+            part.among = met.among
         _finish([part.reduce(self._comm) for part in sent])
+        for part in sent:
+            part.reduced()
         moved = self._moved(sent, idle) if self._rule.measures_gap and sent else 0.0
         with self._changed:
-            self._met()
+            self._arrived()
             self.longest = max(self.longest, moved)
             gap = self._rule.gap(moved, self.longest)
             for part in parts:
@@ -55,38 +115,71 @@ class RoundCommunication:
             work.wait()
             part.received()
         if sent:
-            self.pace.exchanged(time.perf_counter() - met, parts[0].slots[0].index)
+            self.pace.exchanged(time.perf_counter() - met.when, parts[0].slots[0].index)
         else:
-            self._meet(trained)  # so that here, too, whoever is done knows that all ranks' parts have come as far
+            self._comm.barrier(
+                label="co2 round"
+            )  # so that here, too, who is done knows that all parts have come as far
 
     @torch.no_grad()
     def carry_average(
         self,
         sent: Sequence[Part],
-        trained: Sequence[str],
+        meet: Callable[[], Met],
         shards: dict[Part, torch.Tensor],
         outcome: Callable[[Part], torch.Tensor],
     ) -> None:
         """An average that is waited for. What this rank's shards become, the `outcome`, is left in `shards`. Raises as
         :meth:`carry`."""
-        self._meet(trained)
+        met = meet()
+        for part in sent:
+            part.among = met.among
         _finish([part.reduce_whole(self._comm) for part in sent])
+        for part in sent:
+            part.reduced_whole()
         with self._changed:
-            self._met()
+            self._arrived()
             shards.update((part, outcome(part)) for part in sent)
         for part in sent:
             part.whole[part.own] = shards[part]
         _finish([part.gather_whole(self._comm) for part in sent])
 
-    def _meet(self, trained: Sequence[str]) -> float:
-        """When every rank had come."""
-        # Where nothing travels, ranks meet all the same: none is further than one round ahead.
-        digest = zlib.crc32("\n".join(trained).encode())
-        ends = torch.tensor([digest, -digest], dtype=torch.int64, device="cpu")
-        self._comm.all_reduce(ends, ends, ReduceOp.MAX, label="co2 round")
-        if int(ends[0]) != -int(ends[1]):
-            compare("parameters trained in this round", allgather_object(self._comm, list(trained)))
-        return time.perf_counter()
+    # - Before anything travels. Where nothing does, ranks meet all the same: none is further than one round ahead
+
+    def meet(self, trained: Sequence[str], told: Told) -> Met:
+        """On a rank that trains. `told` is for those that have joined.
+
+        Raises ``ValueError`` on every rank that contributes, and on those that do not, where names in `trained` differ.
+        """
+        met = self._meet(_Presence.TRAINS, trained)
+        self._tell(met, told)
+        return met
+
+    def meet_joined(self, trained: Sequence[str] | None) -> tuple[Met, Told | None]:
+        """On a rank that has joined, which contributes nothing where `trained` is None. Nothing is told if all have joined.
+
+        Raises as :meth:`meet`.
+        """
+        met = self._meet(_Presence.OUT if trained is None else _Presence.JOINED, trained)
+        return met, self._tell(met, None)
+
+    def _meet(self, presence: _Presence, trained: Sequence[str] | None, news: int = 0) -> Met:
+        rank, size = self._comm.rank, self._comm.size
+        digest = 0 if trained is None else zlib.crc32("\n".join(trained).encode())
+        ends = [_NO_DIGEST, _NO_DIGEST] if trained is None else [digest, -digest]
+        mine = [int(presence) if other == rank else 0 for other in range(size)]
+        said = torch.tensor([*ends, news, *mine], dtype=torch.int64, device="cpu")
+        self._comm.all_reduce(said, said, ReduceOp.MAX, label="co2 round")
+        most, least, heard, *everybodys = said.tolist()
+        met = Met(time.perf_counter(), tuple(everybodys), heard)
+        if most != -least and not met.over:
+            found = allgather_object(self._comm, None if trained is None else list(trained))
+            first = next(names for names in found if names is not None)
+            compare("parameters trained in this round", [first if names is None else names for names in found])
+        return met
+
+    def _tell(self, met: Met, told: Told | None) -> Told | None:
+        return told if met.teller is None else broadcast_object(self._comm, told, met.teller)
 
     def _moved(self, parts: Sequence[Part], idle: Collection[int]) -> float:
         """How far parameters that travel moved. What rests beside some of them makes no difference."""
@@ -103,9 +196,8 @@ def _finish(issued: Sequence[Work | None]) -> None:
             work.wait()
 
 
-def agree_on_events(control: Communicator, mine: int) -> None:
-    """Raise ``RuntimeError`` on every rank where they have not come to the same round. On every rank of `control`."""
-    events = allgather_object(control, mine)
+def agree_on_events(events: Sequence[int]) -> None:
+    """Raise ``RuntimeError`` where ranks, of which each has made so many, have not come to the same round (pure)."""
     if len(set(events)) > 1:
         other = next(rank for rank, count in enumerate(events) if count != events[0])
         raise RuntimeError(
@@ -115,13 +207,10 @@ def agree_on_events(control: Communicator, mine: int) -> None:
 
 
 class RoundThread:
-    """Runs `work` at once, on a thread that ends with it. Who waits raises what it raises; :meth:`land` calls `landed`.
+    """Runs `work` at once, on a thread that ends with it. Who waits raises what it raises; :meth:`land` calls `landed`."""
 
-    It carries event number `event`, of all averages and rounds.
-    """
-
-    def __init__(self, event: int, work: Callable[[], None], landed: Callable[[], None] = lambda: None) -> None:
-        self.event, self._work, self._landed = event, work, landed
+    def __init__(self, work: Callable[[], None], landed: Callable[[], None] = lambda: None) -> None:
+        self._work, self._landed = work, landed
         self._error: BaseException | None = None
         self._done = threading.Event()
         threading.Thread(target=self._run, name="dear-co2-round", daemon=True).start()
@@ -138,13 +227,13 @@ class RoundThread:
     def done(self) -> bool:
         return self._done.is_set()
 
-    def wait(self, seconds: float) -> bool:
-        """Whether it is done, at the latest after so many seconds."""
-        return self._done.wait(seconds)
+    def wait(self) -> None:
+        """Until it is done."""
+        self._done.wait()
 
     def end(self) -> None:
-        """Wait until it is done."""
-        self._done.wait()
+        """Wait until it is done; what it raised."""
+        self.wait()
         if self._error is not None:
             raise self._error
 

@@ -116,12 +116,12 @@ class CO2DistributedDataParallel(torch.nn.Module):
         parameters = list(module.parameters())
         self._known = {id(param) for param in parameters}
         inner = _NoUpdates(parameters)
-        self._outer = Co2Optimizer(inner, module, arguments, schedule, rule, nprocs, broadcast_buffers)
+        self._outer = _Outer(inner, module, arguments, schedule, rule, nprocs, broadcast_buffers)
         self._checked: weakref.ref[torch.optim.Optimizer] | None = None
         self._told = weakref.WeakSet[torch.optim.Optimizer]()  # of, so far
         self._backward_end = BackwardEnd(parameters, weakref.WeakMethod(self._average_gradients))
         self._calls = CallOrder()
-        follow_steps(self._calls, parameters, but=inner)
+        follow_steps(self._calls, parameters, but=self._outer)  # which a rank out of data steps with its group
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         output = self.module(*args, **kwargs)
@@ -220,6 +220,16 @@ def _ranks_of_a_group(session: Session, wanted: int) -> int:
     if told is not None and session.comm.rank == 0:
         log.warning("co2: %s", told)
     return cut(wanted, hosts, session.comm.size)
+
+
+class _Outer(Co2Optimizer):
+    """Steps with the script's optimizer. A rank out of data is not told of that: it takes part in averages alone."""
+
+    _follows_group = False
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """What a rank out of data makes of its group's: gradients are averaged, and no local step is counted."""
+        return self._step(closure)
 
 
 class _NoUpdates(torch.optim.Optimizer):

@@ -24,12 +24,15 @@ __all__ = ["EagerPart"]
 
 
 class EagerPart(Part):
-    """`weight` is this rank's in the mean, with those of its group: one over the number of groups."""
+    """`weight` is this rank's in the mean of all, with those of its group: one over the number of groups.
+
+    Where ranks are out of data, the others weigh more. That is known a round late: a round's own part counts before.
+    """
 
     def __init__(
         self, eager: Eager, weight: float, slots: Sequence[Slot], spec: BucketSpec, rank: int, size: int
     ) -> None:
-        self._eager, self._weight = eager, weight
+        self._eager, self._weight, self._counted = eager, weight, weight
         self._lay_out(slots, spec, rank, size)
         self.start = self._values()
         self.momentum, self.progress = torch.zeros_like(self.start), torch.zeros_like(self.start)
@@ -58,7 +61,8 @@ class EagerPart(Part):
         progress = self._rounded(self.start) - ended
         for index in self._extents.keys() & idle:
             progress[self._extents[index]] = 0
-        gradient = eager_gradient(progress, self.progress, self.whole, self._weight)
+        weight = self._weight if not self.among.out else self._weight * (self._size / self.among.count)
+        gradient = eager_gradient(progress, self.progress, self.whole, weight, self._counted)
         following, momentum = nesterov(self.start, gradient, self.momentum, self._eager.lr, self._eager.momentum)
         for index in self._extents.keys() & idle:
             momentum[self._extents[index]] = 0
@@ -67,7 +71,7 @@ class EagerPart(Part):
         for slot, place in self._views(following):
             if slot.index not in kept:
                 overwrite(as_real(slot.param), place)
-        self.start, self.momentum, self.progress = following, momentum, progress
+        self.start, self.momentum, self.progress, self._counted = following, momentum, progress, weight
         self.whole.copy_(progress)
         self.mean = torch.empty_like(self.whole[self.own])
 
@@ -131,4 +135,4 @@ class EagerPart(Part):
 
     def _pending(self) -> torch.Tensor:
         """The others' part of the last round."""
-        return self.whole - self._weight * self.progress
+        return self.whole - self._counted * self.progress

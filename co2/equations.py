@@ -29,9 +29,10 @@ Nesterov's momentum, as ``torch.optim.SGD(nesterov=True)`` has it.
 
 **eager** (Kale, Douillard, Donchev, arXiv 2502.12996). DiLoCo, and nobody waits: a rank's own part of the
 pseudo-gradient counts at once, that of the others when it has arrived, one round late. Each rank has an x and an m of its
-own. With d[t] = x[t] - y[t], and w this rank's weight in the mean (one over the number of workers):
+own. With d[t] = x[t] - y[t], and w[t] this rank's weight in the mean: one over the number of workers, or of those that were
+left in the round before, if some are out of data.
 
-    g[t] = w d[t] + (mean(d[t-1]) - w d[t-1])         then as diloco
+    g[t] = w[t] d[t] + (mean(d[t-1]) - w[t-1] d[t-1])      then as diloco
 
 **streaming-diloco** (Douillard et al., arXiv 2501.18512, algorithm 2). DiLoCo by fragments of the model, each sent in its
 turn every H steps, and nobody waits: what it leads to counts tau steps later, mixed with what the rank has learned in
@@ -361,7 +362,10 @@ def nesterov(
 
 
 def eager_gradient(
-    own: torch.Tensor, own_before: torch.Tensor, mean_before: torch.Tensor, weight: float
+    own: torch.Tensor, own_before: torch.Tensor, mean_before: torch.Tensor, weight: float, weight_before: float
 ) -> torch.Tensor:
-    """This rank's part of the round that has just ended, and all others' of the one before; zeros where there was none."""
-    return weight * own + (mean_before - weight * own_before)
+    """This rank's part of the round that has just ended, and all others' of the one before; zeros where there was none.
+
+    `weight_before` is that with which `own_before` has counted.
+    """
+    return weight * own + (mean_before - weight_before * own_before)

@@ -28,6 +28,10 @@ class InnerRates:
         """Over the steps of the round; of a slot that has made none, as it is now."""
         return {**self._now(), **{index: total / steps for index, (total, steps) in self._noted.items()}}
 
+    def take_over(self, means: Mapping[int, float]) -> None:
+        """These are the means of the round."""
+        self._noted = {index: (mean, 1) for index, mean in means.items()}
+
     def state(self) -> dict[str, Any]:
         """For a checkpoint inside a round."""
         return {"inner_rates": dict(self._noted)}

@@ -1,71 +1,159 @@
-"""What ``join()`` finds of a co2 optimizer: averages need every rank, and a rank out of data is told so."""
+"""What ``join()`` finds of a co2 optimizer: a rank out of data takes part in the others' averages, and gives nothing.
+
+Each event, a round or an average, begins with a small all-reduce, by which every rank learns how the others take part in it
+(`co2.communication`). A rank that has joined comes to that first, on a thread of its own, and then does what a rank that
+trains says about the event: it sends, owns its shards, and takes over what comes of it, as ever. What it has learned before
+it was out of data counts once more, in the next event of these parameters; from then on averages are over those that are
+left. When all have joined, they see it there, too: nothing is done, and whoever was inside a round goes on inside it.
+
+A rank of a group (`nprocs_per_node`) makes the group's steps, which the others of it tell of (`overlap.features.join`), and
+with them its rounds, as long as one of them trains: it has their parameters, and counts as they do.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import threading
+import weakref
+from collections.abc import Collection, Sequence
+from typing import Any, Protocol
+
+import torch
 
 from overlap.features.join import CannotJoin, JoinedRanks, Word
+from overlap.transport.communicator import Communicator
+from overlap.transport.objects import allgather_object
 
-__all__ = ["JoinRefusal"]
+__all__ = ["Following"]
 
 
-class JoinRefusal:
-    """What `JoinedRanks` asks of an optimizer: after how many `events` a rank has joined. Its owner counts them here.
+class _Rounds(Protocol):
+    @property
+    def retired(self) -> bool: ...  # nobody steps any more, on any rank
+    def take_part(self) -> bool: ...  # in the others' next event; False where all have joined
 
-    All ranks may join together. Who goes on to an average without a rank that has joined raises, and so does that rank:
-    at once, or, while others of its `group` make steps that need it, when they have come to that average, too.
+
+class Following:
+    """What `JoinedRanks` asks of the rounds of one optimizer. `group`: the ranks whose steps this one makes, too.
+
+    `optimizer` is the user's, whose hyper-parameters become those of the ranks that train.
     """
 
-    def __init__(self, joined_ranks: JoinedRanks, topic: str, ranks: Sequence[int], group: Sequence[int]) -> None:
-        self._joined_ranks = joined_ranks
-        self.topic, self.ranks, self._group = topic, tuple(ranks), frozenset(group)
-        self._refused = ""  # what other ranks said that have come to an average, where this one has not
-        self.events = 0
-        self.obstacle = ""  # there is nothing to be contributed before the next average
-        self.hyper_parameters: list[dict[str, Any]] = []
+    def __init__(
+        self,
+        joined_ranks: JoinedRanks,
+        control: Communicator,
+        topic: str,
+        group: Sequence[int],
+        optimizer: torch.optim.Optimizer,
+    ) -> None:
+        self._joined_ranks, self._control = joined_ranks, control
+        self.topic, self.ranks, self._group = topic, range(control.size), frozenset(group)
+        self.optimizer = optimizer
+        self._rounds: weakref.ref[_Rounds] | None = None  # whose this is
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._missing: frozenset[int] = frozenset()  # who had not joined, when join() ended
+        self._calls = 0  # of those that wait for all ranks
+        self.obstacle = ""
+        self.hyper_parameters: list[dict[str, Any]] = []  # they are told with each event
+
+    def bind(self, rounds: _Rounds) -> None:
+        """They are what this is about, as long as they live."""
+        self._rounds = weakref.ref(rounds)
+
+    # - On a rank that has joined
 
     @property
     def place(self) -> tuple[int, int]:
-        return self.events, 0
-
-    def refuse_to_send(self, event: int) -> None:
-        """As :meth:`refuse`, where all of this rank's group are sure to do it now, too.
-
-        They average gradients, and so know alike of a rank of theirs; of others, when what they have sent does not arrive.
-        """
-        if len(self._group) == 1 or not self._group.isdisjoint(self._joined_ranks.joined(self.topic)):
-            self.refuse(event)
-
-    def refuse(self, event: int) -> None:
-        """Raise :class:`CannotJoin`, there too, if ranks have joined without a part in event `event`."""
-        joined = self._joined_ranks.joined(self.topic)
-        missing = sorted(rank for rank, since in joined.items() if since <= event)
-        if missing:
-            text = (
-                f"an average of parameters needs every rank, and ranks {missing} have joined: give every rank the same "
-                "number of steps between averages"
-            )
-            for number in sorted(set(joined.values())):  # each of them follows the one at its own place
-                self._joined_ranks.say(Word(self.topic, number, 0, "refused", {"text": text}), self.ranks, keep=False)
-            self._refused = ""
-            raise self._joined_ranks.cannot_join(text)
+        return self._calls, 0
 
     def catch_up(self) -> None:
         """No round of gradients is this object's."""
 
     def take_over(self, groups: list[dict[str, Any]]) -> None:
-        """Hyper-parameters belong to the ranks that average gradients."""
+        """Nothing was told here."""
+
+    def keep_up(self, missing: Collection[int]) -> None:
+        """All but `missing` have joined: take part once nobody of the group is left. Raises what that has raised."""
+        self._missing = frozenset(missing)
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        rounds = None if self._rounds is None else self._rounds()
+        if self._thread is None and rounds is not None and not rounds.retired and self._group.isdisjoint(missing):
+            self._thread = threading.Thread(target=self._run, args=(rounds,), name="dear-co2-join", daemon=True)
+            self._thread.start()
+
+    def _run(self, rounds: _Rounds) -> None:
+        try:
+            while rounds.take_part():
+                pass
+        except BaseException as error:
+            self._error = error
 
     def arrive(self) -> None:
-        """A round on its way arrives by itself. All ranks are here, those too that were refused an average."""
-        if self._refused:
-            self._refused, text = "", self._refused
-            raise CannotJoin(text)
+        """When all are here: they have seen it, and this rank has all that was averaged before."""
+        if not self._missing:
+            self.wait()
 
     def follow(self, word: Word) -> None:
-        text: str = word.details["text"]
-        if not self._group.issubset(self._joined_ranks.joined(self.topic)):
-            self._refused = text  # the others of the group wait for this rank's gradients until they are refused, too
-            return
-        raise CannotJoin(text)
+        """Raise, as the others do: they have called what needs this rank."""
+        if word.what == "call":
+            self._gather(None, word.details["what"])
+        else:
+            raise CannotJoin(word.details["text"])
+
+    # - On any rank
+
+    @property
+    def under_way(self) -> bool:
+        """Whether this rank takes part in what others do, having joined."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Until no event follows: all ranks have joined, or end."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+            error, self._error = self._error, None
+            if error is not None:
+                raise error
+
+    def end(self) -> None:
+        """Before anything else is done with the rounds: where join() has raised, they go on until all have called it."""
+        if self._thread is not None:
+            self._joined_ranks.check()
+            self.wait()
+
+    def call(self, what: str, mine: int) -> list[int]:
+        """Before `what` waits for all ranks: what each of them gives as `mine`. On every rank.
+
+        Raises :class:`CannotJoin` on all of them where some have joined.
+        """
+        word = Word(self.topic, self._calls, 0, "call", {"what": what})
+        self._joined_ranks.say(
+            word, self.ranks, keep=True
+        )  # whoever has joined, or does before coming here, comes here
+        return self._gather(mine, what)
+
+    def _gather(self, mine: int | None, what: str) -> list[int]:
+        found = allgather_object(self._control, mine)
+        self._calls += 1
+        self._joined_ranks.let_go(self.topic, ("call",))
+        joined = [rank for rank, given in enumerate(found) if given is None]
+        if joined:
+            raise self._joined_ranks.cannot_join(_needs_everybody(what, joined))
+        return [given for given in found if given is not None]
+
+    def refuse(self, what: str) -> None:
+        """Raise :class:`CannotJoin`, there too, if ranks are known to have joined. Waits for nobody."""
+        joined = sorted(self._joined_ranks.joined(self.topic))
+        if joined and not self._joined_ranks.following:
+            text = _needs_everybody(what, joined)
+            word = Word(self.topic, self._calls, 0, "refused", {"text": text})
+            self._joined_ranks.say(word, self.ranks, keep=False)
+            raise self._joined_ranks.cannot_join(text)
+
+
+def _needs_everybody(what: str, joined: Sequence[int]) -> str:
+    return f"{what} needs every rank, and ranks {list(joined)} have joined; call it after join()"

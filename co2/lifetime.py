@@ -18,10 +18,15 @@ __all__ = ["Ownership", "Shutdown", "finish_together"]
 
 
 def finish_together(control: Communicator, mine: Mapping[str, Rounds]) -> None:
-    """Whoever is a round behind others sends it, and all have arrived, by topic. On every rank of `control`."""
+    """Whoever is a round behind others sends it, and all have arrived, by topic. On every rank of `control`.
+
+    Those that are in the others' rounds still, out of data, are told that there are no more.
+    """
     everybodys = allgather_object(control, {topic: rounds.standing for topic, rounds in mine.items()})
     for topic in sorted(mine):
-        mine[topic].finish(max((each[topic] for each in everybodys if topic in each), key=lambda last: last.sent))
+        standings = [each[topic] for each in everybodys if topic in each]
+        last = max(standings, key=lambda standing: standing.sent)
+        mine[topic].finish(last, any(standing.joined for standing in standings))
 
 
 class Shutdown:

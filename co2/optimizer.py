@@ -11,7 +11,7 @@ import torch
 
 from co2.acco.rounds import check as check_for_acco
 from co2.equations import Acco, OuterRule
-from co2.join import JoinRefusal
+from co2.join import Following
 from co2.lifetime import Ownership, Shutdown
 from co2.pace import ENOUGH, explained
 from co2.rounds import Rounds
@@ -75,6 +75,8 @@ class Co2(Strategy):
 class Co2Optimizer(Shell):
     """What :func:`DistributedOptimizer` returns; see there for the arguments."""
 
+    _follows_group = True  # a rank out of data, in its steps
+
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -101,17 +103,17 @@ class Co2Optimizer(Shell):
         if isinstance(rule, Acco):
             check_for_acco(optimizer, self._engine.slots, arguments.elementwise)
         topic = session.registry.topic_of(self)
-        refusal = JoinRefusal(
-            joined_ranks_of(session), f"{topic}/outer", range(session.comm.size), self._engine.participants.ranks
-        )
+        ranks = self._engine.participants.ranks
+        group = ranks if self._follows_group else (session.comm.rank,)
+        following = Following(joined_ranks_of(session), session.control, f"{topic}/outer", group, optimizer)
         self._rounds = rounds_of(
             rule,
             schedule,
-            len(self._engine.participants.ranks) / session.comm.size,
+            len(ranks) / session.comm.size,
             optimizer,
             self._everyone,
             self._engine.slots,
-            refusal,
+            following,
             session.peer_queries,
             partial(_rates, optimizer, self._engine.slots),
         )
@@ -151,7 +153,7 @@ class Co2Optimizer(Shell):
         With ``"streaming-diloco"`` and ``"sparseloco"`` a fragment on its way is applied first, and then the mean is taken;
         what bytes have left out until then is in nobody's parameters, and is sent with later turns.
         Buffers become rank 0's, with `broadcast_buffers`. On every rank, after the same number of steps and not between
-        backward and ``step()``; raises ``RuntimeError`` on every rank where some have come to another round.
+        backward and ``step()``; raises ``RuntimeError`` on every rank where some have joined, or come to another round.
         """
         self._engine.policy.refuse("average_parameters()")
         if self._engine.round.touched:
@@ -182,6 +184,7 @@ class Co2Optimizer(Shell):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters: they take rank 0's values, and take part from the next step on. On every rank."""
+        self._rounds.following.call("add_param_group()", 0)
         self._rounds.arrive()  # whose channel this uses
         super().add_param_group(param_group)
 
@@ -209,6 +212,7 @@ class Co2Optimizer(Shell):
         saved its own model and optimizer, and loads them, training goes on bit for bit; from rank 0's alone, all go on
         from rank 0's point in the round.
         """
+        self._rounds.following.refuse("load_state_dict()")
         super().load_state_dict(state_dict)
         self._rounds.load(state_dict.get("co2"), state_dict["state"])
 
@@ -220,6 +224,7 @@ class Co2Optimizer(Shell):
     @torch.inference_mode(False)
     def load_outer_state_dict(self, section: dict[str, Any] | None) -> None:
         """What :meth:`outer_state_dict` gave, or None; see :meth:`load_state_dict`."""
+        self._rounds.following.refuse("load_outer_state_dict()")
         self._rounds.load(section)
 
 
@@ -263,7 +268,7 @@ def _rates(optimizer: torch.optim.Optimizer, slots: Sequence[Slot]) -> dict[int,
 
 
 def _enroll(session: Session, rounds: Rounds, topic: str) -> None:
-    joined_ranks_of(session).enroll(rounds.refusal)
+    joined_ranks_of(session).enroll(rounds.following)
     session.registry.add_owner(topic, Ownership(rounds, session.control))
     shutdown = session.services.setdefault("co2", Shutdown(session.control))
     assert isinstance(shutdown, Shutdown), "nobody else has that name"

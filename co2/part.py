@@ -11,6 +11,7 @@ and back by the main thread, which waits for that: once a round.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from overlap.transport.broadcast import overwrite
 from overlap.transport.communicator import Communicator, ReduceOp, Work
 from overlap.transport.memory import view_like
 
-__all__ = ["VECTORS", "Part", "Shares", "Vectors", "as_real", "make_parts", "outer_dtype"]
+__all__ = ["VECTORS", "Contributors", "Part", "Shares", "Vectors", "as_real", "make_parts", "outer_dtype"]
 
 _FUSION_BYTES = 25 * 2**20  # one operation for as much; small enough that owners update while more is on the wire
 # By slot: from where to where in the flattened parameter a rank's share goes, and that share of each vector that is
@@ -31,6 +32,18 @@ Shares = dict[int, tuple[int, int, dict[str, Any]]]
 Vectors = dict[int, dict[str, torch.Tensor]]  # by slot, whole
 VECTORS = ("start", "momentum", "next")
 _HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Contributors:
+    """Ranks whose mean an average is: all of `size`, but for those that are `out` of data."""
+
+    size: int
+    out: frozenset[int] = frozenset()
+
+    @property
+    def count(self) -> int:
+        return self.size - len(self.out)
 
 
 def outer_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -63,7 +76,8 @@ class Part:
     """One flat buffer, and of it this rank's share: 1-D tensors of :attr:`dtype`.
 
     `start` is where the current round began, `next` where the next one begins (the same, if no round was averaged since),
-    `before` where the round on its way to being averaged began. `rule` makes the outer step.
+    `before` where the round on its way to being averaged began. `rule` makes the outer step. :attr:`among` says, before a
+    round or an average is sent, whose it is; all ranks send, and own their shards.
     """
 
     shared: tuple[str, ...] = VECTORS  # vectors of which each rank has a share
@@ -80,6 +94,7 @@ class Part:
 
     def _lay_out(self, slots: Sequence[Slot], spec: BucketSpec, rank: int, size: int) -> None:
         params = [slot.param for slot in slots]
+        self._rank, self._size, self.among = rank, size, Contributors(size)
         self.slots, self.param_dtype, self.dtype = list(slots), params[0].dtype, outer_dtype(params[0].dtype)
         self.whole = torch.zeros(spec.padded_numel, dtype=self.dtype, device="cpu")
         self.own = spec.own(rank, size)
@@ -149,11 +164,25 @@ class Part:
         self.adopt(kept)
         self.mean = torch.empty_like(self.start)
 
-    # - On the thread of a round, in this order: reduce, settle, gather, received; of an average, the two of the buffer
+    # - On the thread of a round, in this order: reduce, reduced, settle, gather, received; of an average, the three of the
+    #   buffer
+
+    @property
+    def contributes(self) -> bool:
+        """Whether what this rank sends counts."""
+        return self._rank not in self.among.out
 
     def reduce_whole(self, comm: Communicator) -> Work:
         """The buffer goes to the owners of its shards, averaged, as `mean`."""
-        return comm.reduce_scatter_async(self.whole, self.mean, ReduceOp.AVG, label="co2 average")
+        if not self.contributes:
+            self.whole.zero_()
+        op = ReduceOp.SUM if self.among.out else ReduceOp.AVG
+        return comm.reduce_scatter_async(self.whole, self.mean, op, label="co2 average")
+
+    def reduced_whole(self) -> None:
+        """It is there."""
+        if self.among.out:
+            self.mean /= self.among.count
 
     def gather_whole(self, comm: Communicator) -> Work:
         """What they made of it comes back into the buffer."""
@@ -162,6 +191,10 @@ class Part:
     def reduce(self, comm: Communicator) -> Work | None:
         """What :meth:`turn` prepared goes to the owners of shards, where there are any."""
         return self.reduce_whole(comm)
+
+    def reduced(self) -> None:
+        """It is there."""
+        self.reduced_whole()
 
     def gather(self, comm: Communicator) -> Work:
         """What :meth:`settle` made of it comes back."""

@@ -24,6 +24,7 @@ class Standing:
     event: Event  # what the last of them was
     rested: frozenset[int]  # slots that did not travel in it
     batches: tuple[tuple[int, ...], ...]  # of slots that were taken in together
+    joined: bool = False  # it takes part in what others send, until they end
 
 
 @dataclass(frozen=True)

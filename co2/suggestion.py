@@ -38,6 +38,7 @@ def suggest_frequency(model: torch.nn.Module) -> int:
             f"outer={rounds.rule.name!r} hides the exchange of a fragment behind overlap_steps, not behind a round: "
             "optimizer.explain() says how many do"
         )
+    rounds.following.call("suggest_frequency()", 0)
     pace = rounds.pace
     known = allgather_object(session.control, (pace.step, pace.exchange) if pace.rounds >= ENOUGH else None)
     paces = [one for one in known if one is not None]

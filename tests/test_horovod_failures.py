@@ -116,8 +116,11 @@ def test_a_handle_of_an_earlier_session_is_none(tmp_path: Path) -> None:
 
 LATE = """
 import time
-import dear as hvd
+import torch
+import co2 as hvd
 hvd.init()
+model = torch.nn.Linear(2, 2)
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model)  # whose averages it waits for, too
 if hvd.rank() == 1:
     time.sleep(5)
 hvd.join()

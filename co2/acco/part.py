@@ -96,6 +96,9 @@ class AccoPart(Part):
         counting.wait()
         return work
 
+    def reduced_whole(self) -> None:
+        """A sum, of counted gradients: whoever is out of data has none."""
+
     def settle(self, gap: float, idle: Collection[int]) -> None:
         if self.second:
             self.start = self.next = self._updated(idle)

@@ -34,7 +34,6 @@ class OverlappedPart(Part):
             slot.index: slice(offset, offset + as_real(slot.param).numel())
             for slot, offset in zip(slots, spec.offsets, strict=True)
         }
-        self._rank, self._size = rank, size
         self._numel = self.own.stop - self.own.start  # of a shard
         self.pack()
         self.residual: torch.Tensor | None = None
@@ -78,6 +77,9 @@ class OverlappedPart(Part):
             for index in extents.keys() & self._idle:
                 left[extents[index]] = before[extents[index]]
         return left
+
+    def reduced(self) -> None:
+        """What arrives is encoded still."""
 
     def rest(self) -> None:
         """It does not travel, and there is nothing to forget."""

@@ -31,9 +31,9 @@ fragment is on its way, as saving waits for it, and what is applied later is x. 
 **average_parameters()** applies what is pending, and then all parameters become their mean, in full precision; that
 is x, and the turns begin anew with fragment 0. Momentum and remainders stay. Frozen parameters are averaged as well, since
 mixing leaves ranks with values of their own. **warmup_steps** are such averages. **finish()** waits for a turn on its way,
-or sends the one that other ranks have sent; parameters stay as they are, so what is pending is not applied. **join()**: a
-turn needs every rank, as every average; who goes on to send one, or to apply one that a joined rank has not sent, raises,
-and so does that rank. What was refused is made up for after the next step.
+or sends the one that other ranks have sent; parameters stay as they are, so what is pending is not applied. **join()**:
+what a rank had learned before it was out of data is sent with the next turn of each fragment; then it sends nothing that
+counts, and keeps what bytes have left out until it trains again (`co2.join`).
 
 **A frozen parameter** takes over what was on its way when it was frozen; at the next turn of its fragment it sends nothing
 more, and stays. What a script writes to it stays, too, and counts as progress once it is trained again.
@@ -48,6 +48,7 @@ from typing import Any
 import torch
 
 from co2.averaged_parameters import Batch
+from co2.communication import Told
 from co2.equations import Overlapped
 from co2.fragments.layers import fitting, fragments_of, layer_of, layers_of
 from co2.fragments.part import OverlappedPart
@@ -83,7 +84,7 @@ class StreamingRounds(Rounds):
     @torch.inference_mode(False)
     def begin(self) -> None:
         if self.pending and self.waits:
-            self._apply()  # it was refused to wait for it, as a rank had joined
+            self._apply()  # whoever waited for it was interrupted
         super().begin()
 
     @property
@@ -115,6 +116,9 @@ class StreamingRounds(Rounds):
 
     def _travelling(self, idle: frozenset[int], event: Event) -> list[str]:
         """Ranks that have come to another turn would move one layer by another's progress: they are told apart here."""
+        if event is Event.ROUND:  # of other fragments, a rank that has joined may have learned nothing more
+            concerned = {slot.index for part in self._concerned() for slot in part.slots}
+            idle = idle.union(index for index in self._averaged.known if index not in concerned)
         what = f"fragment {self.schedule.fragment(self.turns)}" if event is Event.ROUND else "an average"
         return [f"{what}, after {self.turns} turns", *super()._travelling(idle, event)]
 
@@ -155,6 +159,11 @@ class StreamingRounds(Rounds):
     def _close(self, event: Event, idle: frozenset[int]) -> None:
         super()._close(event, idle)
         self.turns, self.pending = (self.turns + 1, True) if event is Event.ROUND else (0, False)
+
+    def _take_over(self, told: Told) -> None:
+        super()._take_over(told)
+        if self.pending:
+            self._apply()  # as those that train have, before they sent the next one
 
     # - State
 

@@ -39,14 +39,15 @@ class SparsePart(OverlappedPart):
         return self._size * self._nbytes
 
     def reduce(self, comm: Communicator) -> None:
-        """Encodes what travels; nobody owns anything that it would be sent to."""
+        """Encodes what travels; nobody owns anything that it would be sent to. Out of data, what was left out stays."""
         self._wire = torch.empty(self._size, self._nbytes, dtype=torch.uint8, device=self.whole.device)
         said = torch.zeros_like(self.outgoing)
         for index, extent in self._extents.items():
             own = self._codec.encode(self.outgoing[extent])
             self._wire[self._rank, self._bytes[index]] = own
             said[extent] = self._codec.decode(own, extent.stop - extent.start, self.dtype)
-        self.residual = self._left_out(self.outgoing, said, self.residual, self._extents)
+        if self.contributes:
+            self.residual = self._left_out(self.outgoing, said, self.residual, self._extents)
 
     def settle(self, gap: float, idle: Collection[int]) -> None:
         """The step is made when all progress is here."""
@@ -61,7 +62,8 @@ class SparsePart(OverlappedPart):
             if index in self._idle:
                 continue
             total = torch.zeros_like(self.whole[extent])
-            for wire in self._wire[:, self._bytes[index]]:
-                self._codec.add(wire, total)
-            self.whole[extent] -= self._lr * (total / self._size)
+            for rank, wire in enumerate(self._wire[:, self._bytes[index]]):
+                if rank not in self.among.out:
+                    self._codec.add(wire, total)
+            self.whole[extent] -= self._lr * (total / self.among.count)
         self.outgoing = self._wire = torch.empty(0, device="cpu")

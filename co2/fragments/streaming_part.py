@@ -43,22 +43,24 @@ class StreamingPart(OverlappedPart):
         return self._size * self._codec.nbytes(self._numel, self.dtype)
 
     def reduce(self, comm: Communicator) -> Work:
-        """Encodes what travels, and sends it to the owners of shards."""
+        """Encodes what travels, and sends it to the owners of shards. Out of data, what was left out stays."""
         rows = self.outgoing.view(self._size, self._numel)
         wire = self._codec.encode(rows)
         said = self._codec.decode(wire, self._numel, self.dtype).reshape(-1)
-        if self._codec.lossy or self.residual is not None:
+        if self.contributes and (self._codec.lossy or self.residual is not None):
             self.residual = self._left_out(self.outgoing, said, self.residual, self._extents)
         self._wire = torch.empty_like(wire)
         return comm.all_to_all_async(wire.view(-1), self._wire.view(-1), label="co2 average")
 
     def settle(self, gap: float, idle: Collection[int]) -> None:
-        """The outer step of this rank's shard, from all ranks' progress."""
+        """The outer step of this rank's shard, from the mean of progress."""
         total = torch.zeros_like(self.momentum)
-        for wire in self._wire.split(1):
+        for rank, wire in enumerate(self._wire.split(1)):
+            if rank in self.among.out:
+                continue
             total += self._codec.decode(wire, self._numel, self.dtype).reshape(-1)
         rule, still = self._streaming, torch.zeros_like(total)
-        step, self.momentum = nesterov(still, total / self._size, self.momentum, rule.lr, rule.momentum)
+        step, self.momentum = nesterov(still, total / self.among.count, self.momentum, rule.lr, rule.momentum)
         if self.owed is not None:
             step += self.owed
         insides = {index: inside for index, (_, inside) in self.pieces.items()}

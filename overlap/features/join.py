@@ -19,12 +19,12 @@ every rank says the same words: the first letter with a word counts, its number 
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -78,6 +78,7 @@ class _Optimizer(Protocol):
     @property
     def obstacle(self) -> str: ...  # why this rank cannot join now, or ""
     def catch_up(self) -> None: ...  # with others, who are past the current round and have dropped it
+    def keep_up(self, missing: Collection[int]) -> None: ...  # in what takes no words: all but these have joined
     @property
     def hyper_parameters(self) -> list[dict[str, Any]]: ...
     def take_over(self, groups: list[dict[str, Any]]) -> None: ...
@@ -136,7 +137,7 @@ class JoinedRanks:
         for rank in away:
             self._peer_queries.tell(rank, _WORD, (self._generation, word))
 
-    @contextmanager
+    @contextlib.contextmanager
     def needing_everybody(self, what: str) -> Iterator[None]:
         """Around what waits for all ranks. Raises :class:`CannotJoin` if some have joined, there too."""
         word = Word(_NOBODYS, 0, 0, "refused", {"text": f"{what} needs every rank; rank {self._rank} is in it"})
@@ -239,6 +240,8 @@ class JoinedRanks:
             self._failed.clear()
         except BaseException as error:
             self._failed = {self._rank: str(error) or type(error).__name__}
+            with contextlib.suppress(Exception):  # of what has raised this error, perhaps
+                self._keep_up(())  # no words are followed any more
             raise
         finally:
             self.following = False
@@ -251,6 +254,7 @@ class JoinedRanks:
         missing = set(range(self._size)) - {self._rank}
         later = []
         while missing and not (self._heard.empty() and missing.intersection(self._left())):
+            self._keep_up(missing)
             try:
                 generation, heard = self._heard.get(timeout=_LOOK_SECONDS)
             except queue.Empty:
@@ -265,6 +269,11 @@ class JoinedRanks:
                 missing.discard(heard)
         for letter in later:
             self._heard.put(letter)
+        self._keep_up(missing)
+
+    def _keep_up(self, missing: Collection[int]) -> None:
+        for optimizer in list(self._optimizers.values()):
+            optimizer.keep_up(missing)
 
     def _catch_up(self, topic: str, optimizer: _Optimizer) -> None:
         """Go on with the hyper-parameters of those who joined last, whose scripts may have changed them since."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -71,6 +71,9 @@ class Follower:
     def take_over(self, groups: Sequence[dict[str, Any]]) -> None:
         """Make these hyper-parameters this rank's."""
         take_hyper_parameters(self._optimizer, groups)
+
+    def keep_up(self, missing: Collection[int]) -> None:
+        """Words tell all that is to be done."""
 
     def catch_up(self) -> None:
         """Others are past the current round, which they have dropped."""

@@ -128,15 +128,16 @@ def test_dilocos_outer_step_is_torchs_nesterov() -> None:
 
 
 def test_every_part_of_a_pseudo_gradient_counts_once_under_eager() -> None:
-    """Whoever it is from, within two rounds."""
+    """Whoever it is from, within two rounds, also where weights change with the number of workers."""
     torch.manual_seed(0)
     rounds = [torch.randn(3, 5, dtype=torch.float64) for _ in range(4)]  # of three workers
     zero = torch.zeros(5, dtype=torch.float64)
     for worker in range(3):
-        seen, before, arrived = zero, zero, zero
-        for each in [*rounds, torch.zeros(3, 5, dtype=torch.float64)]:
-            seen = seen + eager_gradient(each[worker], before, arrived, 1 / 3)
-            before, arrived = each[worker], each.mean(0)
+        seen, before, arrived, earlier = zero, zero, zero, 0.0
+        each_and_last = [*rounds, torch.zeros(3, 5, dtype=torch.float64)]
+        for each, weight in zip(each_and_last, (1 / 3, 1 / 2, 1, 1 / 3, 1), strict=True):
+            seen = seen + eager_gradient(each[worker], before, arrived, weight, earlier)
+            before, arrived, earlier = each[worker], each.mean(0), weight
         torch.testing.assert_close(seen, sum(each.mean(0) for each in rounds))
 
 

@@ -9,9 +9,9 @@ from co2.communication import RoundThread
 
 def test_what_is_dropped_ends_and_does_not_land() -> None:
     done: list[str] = []
-    thread = RoundThread(3, lambda: done.append("work"), lambda: done.append("landed"))
+    thread = RoundThread(lambda: done.append("work"), lambda: done.append("landed"))
     thread.end()
-    assert (thread.event, done) == (3, ["work"])
+    assert done == ["work"]
     thread.land()
     assert done == ["work", "landed"]
 
@@ -22,7 +22,7 @@ def test_what_fails_raises_where_it_is_awaited_and_does_not_land() -> None:
     def fail() -> None:
         raise ArithmeticError("in a round")
 
-    thread = RoundThread(0, fail, lambda: done.append("landed"))
+    thread = RoundThread(fail, lambda: done.append("landed"))
     for wait in (thread.end, thread.land):
         with pytest.raises(ArithmeticError, match="in a round"):
             wait()

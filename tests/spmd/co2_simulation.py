@@ -34,12 +34,19 @@ class Simulation:
         self.m = [torch.zeros_like(value) for value in self.start]
         self.longest, self.in_round = 0.0, 0
         self.gaps: list[float] = []
+        self.joined: set[int] = set()  # workers that are out of data
+        self.steps_of = [0] * workers  # local ones
+        self.counted = [0] * workers  # of those, before the round that is under way
 
     def _values(self, worker: int) -> list[torch.Tensor]:
         return [param.detach().clone() for param in self.workers[worker][0].parameters()]
 
     def _mean(self) -> list[torch.Tensor]:
-        return [sum(column[1:], column[0]) / len(column) for column in zip(*map(self._values, self._all), strict=True)]
+        return _mean_of([self._values(worker) for worker in self._left(self.counted)])
+
+    def _left(self, counted: Sequence[int]) -> list[int]:
+        """Workers that count in a mean: a joined one does once more, for steps beyond those that are `counted`."""
+        return [worker for worker in self._all if worker not in self.joined or self.steps_of[worker] > counted[worker]]
 
     @property
     def _all(self) -> range:
@@ -52,8 +59,11 @@ class Simulation:
                     param.copy_(value)
 
     def step(self, loss: Callable[[torch.nn.Module, int], torch.Tensor], skip: Sequence[int] = ()) -> None:
-        """Every worker but those of `skip` makes a local step; then perhaps the outer one."""
+        """Every worker that has data, but those of `skip`, makes a local step; then perhaps the outer one."""
         for number, (model, optimizer) in enumerate(self.workers):
+            if number in self.joined:
+                continue
+            self.steps_of[number] += 1
             optimizer.zero_grad()
             loss(model, number).backward()
             if number not in skip:
@@ -61,6 +71,7 @@ class Simulation:
         self.in_round += 1
         if self.in_round == self.frequency:
             self.turn()
+            self.counted = list(self.steps_of)
 
     def turn(self) -> None:
         mean, before = self._mean(), self.start
@@ -84,3 +95,8 @@ class Simulation:
         self.start = list(self.next)
         self._set(self.start)
         self.in_round = 0
+        self.counted = list(self.steps_of)
+
+
+def _mean_of(values: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+    return [sum(column[1:], column[0]) / len(column) for column in zip(*values, strict=True)]

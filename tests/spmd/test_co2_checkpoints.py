@@ -152,7 +152,7 @@ def test_a_question_that_cannot_be_answered_yet_holds_up_no_other() -> None:
     peer_queries.on("test/other", lambda _sender, question: question + 1)
     co2.barrier()
     if co2.rank() == 0 and co2.size() > 1:
-        early = peer_queries.ask(1, rounds.refusal.topic, 7)
+        early = peer_queries.ask(1, rounds.following.topic, 7)
         assert peer_queries.ask(1, "test/other", 1).result(30) == 2
         assert early.result(30) is None
     co2.barrier()

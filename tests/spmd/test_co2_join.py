@@ -1,20 +1,31 @@
-"""Ranks out of data: averages need every rank, and whoever waits for one that has joined is told so."""
+"""Ranks out of data: averages are over those that are left, as in a simulation of all workers in one process."""
 
 from __future__ import annotations
 
-import functools
-import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 import co2
-from overlap.features.join import CannotJoin
+from overlap.features.join import CannotJoin, joined_ranks_of
 from overlap.job.session import current
-from tests.spmd.co2_training import _everywhere, _steps, _wrapped
+from tests.spmd.co2_simulation import Simulation
+from tests.spmd.co2_training import FULL, _everywhere, _loss, _model, _momentum, _same, _sgd, _steps, _wrapped
+from tests.spmd.test_co2_acco import Halves
+from tests.spmd.test_co2_data_parallel import ALONE
+from tests.spmd.test_co2_data_parallel import RULE as PLAIN
+from tests.spmd.test_co2_rules import _simulation as waiting_or_eager
+from tests.spmd.test_co2_sparse import Sparse
+from tests.spmd.test_co2_streaming import CASES
+from tests.spmd.test_co2_streaming import RULE as STREAMING
+from tests.spmd.test_co2_streaming import _simulation as streaming
 from tests.spmd.test_uneven_refused import _end_of_a_failed_join
+
+STEPS = 12  # of the rank that has most
+AFTER = 4
 
 
 @pytest.fixture(autouse=True)
@@ -22,89 +33,336 @@ def _session() -> None:
     co2.init()
 
 
-def test_joining_together_is_fine_and_alone_is_refused_everywhere() -> None:
-    model, optimizer = _wrapped(outer_frequency=3)
-    _steps(model, optimizer, range(4))
-    co2.join()
-    _steps(model, optimizer, range(4, 5))
-    if co2.size() == 1:
-        return
-    go_on = co2.join if co2.rank() == 1 else functools.partial(_steps, model, optimizer, range(5, 12))
-    with pytest.raises(CannotJoin, match="an average of parameters needs every rank, and ranks"):
-        go_on()
-    _end_of_a_failed_join()
+def _lower_first(rank: int) -> int:
+    """Rank 0 in the middle of a round."""
+    return STEPS if rank == co2.size() - 1 else (7, 3, 8)[rank]
 
 
-WAITING: dict[str, tuple[dict[str, Any], int]] = {  # what rank 1 never sends, as the others have come to it, by number
-    "round": ({"outer_frequency": 2}, 1),
-    "own outer steps": ({"outer": "eager", "outer_frequency": 2}, 1),
-    "fragment": ({"outer": "streaming-diloco", "outer_frequency": 2, "fragments": 1, "overlap_steps": 2}, 1),
-    "gradients": ({"outer": "acco", "outer_frequency": 2}, 1),
-    "waited fragment": ({"outer": "sparseloco", "outer_frequency": 2}, 1),
-    "waited round": ({"outer": "localsgd", "outer_frequency": 2}, 1),
-    "warm-up": ({"warmup_steps": 9}, 2),
+def _higher_first(rank: int) -> int:
+    """Some between two rounds."""
+    return (STEPS, 3, 10, 7)[rank]
+
+
+def _none_at_first(rank: int) -> int:
+    """The last rank has no data at all, but for what follows."""
+    return STEPS if rank == 0 else 0 if rank == co2.size() - 1 else 4
+
+
+class _Acco(Halves):
+    """As the others."""
+
+    def __init__(self) -> None:
+        super().__init__(_momentum, 3)
+        self.joined: set[int] = set()
+        self.workers = [(self.model, self.optimizer)] * co2.size()
+
+    def step(self, _loss: Any, number: int = 0) -> None:
+        super().step(number, tuple(self.joined))
+
+
+def _co2() -> Simulation:
+    rule = {"lr": 0.8, "momentum": 0.5, "clip": 0.02, "penalty": True}
+    return Simulation(_model(), _momentum, co2.size(), frequency=3, **rule)
+
+
+def _sparse() -> Simulation:
+    options = {"top_k": 300, "bits": 2, "overlap": 2, "frequency": 3, "lr": 0.9}
+    return Sparse(_model(), _momentum, co2.size(), **options)
+
+
+def _streaming() -> Simulation:
+    return streaming(_momentum, 4, CASE)
+
+
+CASE = {**CASES["two fragments"], "outer_frequency": 6}
+RULES: dict[str, tuple[dict[str, Any], Callable[[], Any], Callable[[int], int]]] = {
+    "co2": ({"outer_frequency": 3, **FULL}, _co2, _lower_first),
+    "localsgd": ({}, lambda: waiting_or_eager("localsgd", _momentum, co2.size()), _none_at_first),
+    "slowmo": ({}, lambda: waiting_or_eager("slowmo", _momentum, co2.size()), _lower_first),
+    "diloco": ({}, lambda: waiting_or_eager("diloco", _momentum, co2.size()), _higher_first),
+    "eager": ({}, lambda: waiting_or_eager("eager", _momentum, co2.size()), _higher_first),
+    "streaming-diloco": ({**STREAMING, **CASE, "bits": 4}, _streaming, _higher_first),
+    "sparseloco": ({"outer_lr": 0.9, "top_k": 300, "overlap_steps": 2}, _sparse, _higher_first),
+    "acco": ({}, _Acco, _lower_first),
 }
 
 
-@pytest.mark.timeout(30)
-@pytest.mark.parametrize("ends", [True, False])
-@pytest.mark.parametrize("case", list(WAITING))
-def test_joining_while_others_wait_for_the_rank_is_refused_everywhere(
-    case: str, ends: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if co2.size() == 1:
-        return
-    monkeypatch.setattr("co2.rounds._LOOK_SECONDS", 0.02)
-    arguments, number = WAITING[case]
-    model, optimizer = _wrapped(**arguments)
-    rounds, waiting = optimizer._rounds, threading.Semaphore(0)
-    current().peer_queries.on("test/waiting", lambda _sender, _news: waiting.release())
-    _steps(model, optimizer, range(2))
-    arrive = rounds.arrive
+def _rate(step: int) -> float:
+    return 0.1 * 0.9**step
 
-    def arrive_telling(**options: Any) -> None:
-        if rounds._thread is not None and rounds._thread.event == number:
-            current().peer_queries.tell(1, "test/waiting")
-        arrive(**options)
 
-    def join_late() -> None:
-        for _ in range(co2.size() - 1):
-            assert waiting.acquire(timeout=20), "the others wait in the round's end"
+def _train(model: Any, optimizer: Any, simulation: Any, steps: range) -> None:
+    """With a rate that falls, on this rank and in the simulation."""
+    for step in steps:
+        for each in (optimizer, *(one for _, one in simulation.workers)):
+            each.param_groups[0]["lr"] = _rate(step)
+        _steps(model, optimizer, range(step, step + 1))
+        _simulate(simulation, step)
+        _agree(model, simulation)
+
+
+def _simulate(simulation: Any, step: int) -> None:
+    for _, one in simulation.workers:
+        one.param_groups[0]["lr"] = _rate(step)
+    options = {"number": step} if isinstance(simulation, _Acco) else {}
+    simulation.step(lambda m, worker: _loss(m, worker, step), **options)
+
+
+def _agree(model: Any, simulation: Any) -> None:
+    if isinstance(simulation, _Acco):
+        for value, wanted in zip(model.parameters(), simulation.model.parameters(), strict=True):
+            torch.testing.assert_close(value, wanted, rtol=1e-12, atol=1e-12)
+    else:
+        _same(model, simulation.workers[co2.rank()][0])
+
+
+@pytest.mark.parametrize("rule", list(RULES))
+def test_averages_are_over_those_that_are_left(rule: str) -> None:
+    arguments, simulate, amount = RULES[rule]
+    model, optimizer = _wrapped(**{"outer": rule, "outer_frequency": 3, **arguments})
+    simulation = simulate()
+    for step in range(STEPS):
+        simulation.joined = {rank for rank in range(co2.size()) if amount(rank) <= step}
+        if step < amount(co2.rank()):
+            _train(model, optimizer, simulation, range(step, step + 1))
+        else:
+            _simulate(simulation, step)
+        if step == STEPS - 2 and step < amount(co2.rank()):
+            saved = optimizer.state_dict()["co2"]  # from others' shares, too, some of which have joined
+            assert saved["steps"] == STEPS - 1
+            if rule in ("co2", "localsgd", "slowmo", "diloco"):
+                for index, value in enumerate(simulation.next):
+                    torch.testing.assert_close(saved["parameters"][index]["next"], value, rtol=1e-12, atol=1e-12)
+    co2.join()
+    _agree(model, simulation)
+    simulation.joined = set()
+    _train(model, optimizer, simulation, range(STEPS, STEPS + AFTER))
+    optimizer.average_parameters()
+    simulation.average()
+    _agree(model, simulation)
+    assert _everywhere(model)
+
+
+def test_joining_together_leaves_everything_as_it_is() -> None:
+    """In the middle of a round, which some have come farther in than others, and with a round on its way."""
+    model, optimizer = _wrapped(outer_frequency=3, **FULL)
+    simulation = _co2()
+    for steps in (range(2), range(2, 5), range(5, 11)):
+        _train(model, optimizer, simulation, steps)
         co2.join()
-
-    rounds.arrive = arrive_telling
-    co2.barrier()
-    go_on = join_late if co2.rank() == 1 else functools.partial(_steps, model, optimizer, range(2, 6))
-    with pytest.raises(CannotJoin, match=r"an average of parameters needs every rank, and ranks \[1\] have joined"):
-        go_on()
-    rounds.arrive = arrive
-    _end_of_a_failed_join()
-    if ends:
-        before = [value.clone() for value in model.parameters()]
-        current().services["co2"].close()  # which sends the round that is missing
-        assert set(co2.allgather_object(rounds.standing)) == {rounds.standing}
-        assert all(torch.equal(value, kept) for value, kept in zip(model.parameters(), before, strict=True))
-        return
-    if co2.rank() == 1:  # or training goes on, where rank 1 has to make up for it
-        _steps(model, optimizer, range(2, 3 if case == "warm-up" else 4))
-    elif rounds._awaits(rounds._last_sent):
-        rounds.begin()
+    _steps(model, optimizer, range(11, 12 + (co2.rank() == 0)))
+    before = [value.clone() for value in model.parameters()]
+    co2.join()
+    assert all(torch.equal(value, kept) for value, kept in zip(model.parameters(), before, strict=True))
+    assert optimizer.local_steps == (co2.rank() == 0)
+    assert set(co2.allgather_object(optimizer._rounds.events)) == {4}
     optimizer.average_parameters()
     assert _everywhere(model)
 
 
-@pytest.mark.parametrize("behind", [0, 1, 2])
-def test_joining_alone_in_a_group_is_refused_everywhere(behind: int) -> None:
-    """The others of the group need the rank's part in their gradients until they have come to the average."""
+def test_a_rank_joins_in_warm_up() -> None:
+    model, optimizer = _wrapped(_sgd, outer="diloco", outer_frequency=3, warmup_steps=4)
+    simulation = waiting_or_eager("diloco", _sgd, co2.size())
+    for step in range(10):
+        simulation.joined = {rank for rank in range(1, co2.size()) if step >= 2 * rank - 1}
+        if co2.rank() not in simulation.joined:
+            _steps(model, optimizer, range(step, step + 1))
+        simulation.step(lambda m, worker, step=step: _loss(m, worker, step))
+        if step < 4:
+            simulation.average()
+    co2.join()
+    _same(model, simulation.workers[co2.rank()][0])
+    assert set(co2.allgather_object(optimizer._rounds.steps)) == {10}
+
+
+def test_several_optimizers() -> None:
+    """Whose rounds end at different steps; one waits, the other does not."""
+    model, first = _wrapped(outer_frequency=2, **FULL)
+    other, second = _wrapped(outer="localsgd", outer_frequency=3)
+    simulations = [_co2(), waiting_or_eager("localsgd", _momentum, co2.size())]
+    simulations[0].frequency = 2
+    for step in range(12):
+        joined = {rank for rank in range(1, co2.size()) if step >= 3 * rank + 1}
+        if co2.rank() not in joined:
+            _steps(model, first, range(step, step + 1))
+            _steps(other, second, range(step, step + 1))
+        for simulation in simulations:
+            simulation.joined = joined
+            simulation.step(lambda m, worker, step=step: _loss(m, worker, step))
+    co2.join()
+    _same(model, simulations[0].workers[co2.rank()][0])
+    _same(other, simulations[1].workers[co2.rank()][0])
+
+
+AMOUNTS = (12, 4, 5, 8)  # rank 1 in a round that rank 0 goes on with, and the other group one after the other
+
+
+def _of_group(worker: int, step: int) -> list[int]:
+    """Ranks of a group of two that have data."""
+    return [rank for rank in (2 * worker, 2 * worker + 1) if step < AMOUNTS[rank]]
+
+
+@pytest.mark.parametrize("rule", ["diloco", "eager", "acco"])
+def test_a_rank_of_a_group_makes_its_groups_steps(rule: str) -> None:
+    """A group is out of data when all of its ranks are; until then it counts as before."""
+    if co2.size() % 2:
+        return
+    model, optimizer = _wrapped(_sgd, outer=rule, outer_frequency=3, nprocs_per_node=2)
+    if rule == "acco":
+        simulation: Any = _Groups()
+    else:
+        simulation = waiting_or_eager(rule, _sgd, co2.size() // 2)
+    for step in range(12):
+        groups = range(co2.size() // 2)
+        simulation.joined = {worker for worker in groups if not _of_group(worker, step)}
+        if step < AMOUNTS[co2.rank()]:
+            _steps(model, optimizer, range(step, step + 1))
+        if rule == "acco":
+            simulation.step(step)
+        else:
+            simulation.step(
+                lambda m, worker, step=step: _mean_loss(m, _of_group(worker, step), step),
+            )
+    assert co2.join() == 0
+    wanted = simulation.model if rule == "acco" else simulation.workers[co2.rank() // 2][0]
+    for value, other in zip(model.parameters(), wanted.parameters(), strict=True):
+        torch.testing.assert_close(value, other, rtol=1e-12, atol=1e-12)
+    optimizer.average_parameters()
+    assert _everywhere(model)
+
+
+def _mean_loss(model: torch.nn.Module, ranks: list[int], step: int) -> torch.Tensor:
+    return sum((_loss(model, rank, step) for rank in ranks), torch.zeros(())) / len(ranks)
+
+
+class _Groups(Halves):
+    """Each rank has the average of its group's gradients."""
+
+    def __init__(self) -> None:
+        super().__init__(_sgd, 3)
+
+    def step(self, step: int, skip: Any = ()) -> None:
+        for rank in range(co2.size()):
+            ranks = _of_group(rank // 2, step)
+            if ranks:
+                loss = _mean_loss(self.model, ranks, step)
+                gradients = torch.autograd.grad(loss, list(self.model.parameters()))
+                self.sums[rank] = [a + b for a, b in zip(self.sums[rank], gradients, strict=True)]
+                self.count += 1
+        self.in_round += 1
+        if self.in_round == self.frequency:
+            self.turn()
+
+
+@pytest.mark.parametrize("nprocs", [1, 2])
+def test_a_plain_optimizer(nprocs: int) -> None:
+    """Nobody makes its steps on a rank that is out of data, so that it contributes nothing even where its group goes on."""
+    if co2.size() % nprocs:
+        return
+    model = co2.CO2DistributedDataParallel(_model(), **{**ALONE, "nprocs_per_node": nprocs})
+    optimizer = _sgd(model.parameters())
+    simulation = Simulation(_model(), _sgd, co2.size(), **PLAIN)
+
+    def of_group(rank: int, step: int) -> list[int]:
+        first = rank - rank % nprocs
+        return [mate for mate in range(first, first + nprocs) if step < AMOUNTS[mate]]
+
+    for step in range(12):
+        simulation.joined = {rank for rank in range(co2.size()) if step >= AMOUNTS[rank]}
+        if co2.rank() not in simulation.joined:
+            _loss(model, co2.rank(), step).backward()
+            optimizer.step()
+            model.zero_grad(set_to_none=True)
+            model.perform_co2(optimizer)
+        simulation.step(lambda m, rank, step=step: _mean_loss(m, of_group(rank, step), step))
+    assert co2.join() == 0
+    for value, wanted in zip(model.parameters(), simulation.workers[co2.rank()][0].parameters(), strict=True):
+        torch.testing.assert_close(value, wanted, rtol=1e-12, atol=1e-12)
+    model.average_parameters()
+    assert _everywhere(model)
+
+
+def test_a_layer_that_others_thaw_meanwhile_is_trained_here_too() -> None:
+    model, optimizer = _wrapped(outer="localsgd", outer_frequency=3)
+    simulation = waiting_or_eager("localsgd", _momentum, co2.size())
+    models = [model, *(one for one, _ in simulation.workers)]
+    for one in models:
+        one[0].requires_grad_(False)
+    for step in range(12):
+        simulation.joined = set(range(1, co2.size())) if step >= 4 else set()
+        if step == 8:
+            for one in models[1:] if co2.rank() in simulation.joined else models:
+                one[0].requires_grad_(True)
+        if co2.rank() not in simulation.joined:
+            _steps(model, optimizer, range(step, step + 1))
+        simulation.step(lambda m, worker, step=step: _loss(m, worker, step))
+    co2.join()
+    assert all(param.requires_grad for param in model.parameters())
+    _same(model, simulation.workers[co2.rank()][0])
+    _steps(model, optimizer, range(12, 15))
+    assert _everywhere(model)
+
+
+def test_ranks_that_learned_of_other_layers_are_told_so_where_they_join() -> None:
+    """What was learned before counts once more, which needs the same layers."""
     if co2.size() == 1:
         return
-    model, optimizer = _wrapped(outer_frequency=4, nprocs_per_node=2)
-    _steps(model, optimizer, range(2))
-    joined = co2.rank() == 1
-    if co2.rank() == 0:  # the other group may come to the average before
-        time.sleep(0.03 * behind)
-    go_on = co2.join if joined else functools.partial(_steps, model, optimizer, range(2, 9))
-    with pytest.raises(CannotJoin, match=r"an average of parameters needs every rank, and ranks \[1\] have joined"):
-        go_on()
-    assert optimizer._rounds.events == 0 or co2.rank() > 1
+    model, optimizer = _wrapped(outer_frequency=3, **FULL)
+    _steps(model, optimizer, range(3))
+    model[0].requires_grad_(co2.rank() == 0)
+    _steps(model, optimizer, range(3, 5))
+    with pytest.raises(ValueError, match="parameters trained in this round differ between ranks"):  # noqa: PT012
+        if co2.rank() == 0:
+            _steps(model, optimizer, range(5, 6))
+            optimizer._rounds.arrive()
+        co2.join()
+    optimizer._rounds.retired = True  # it is of no use any more
+    current().control.barrier()
+    co2.join()
+
+
+NEEDING: dict[str, Callable[[Any], Any]] = {
+    "average_parameters()": lambda optimizer: optimizer.average_parameters(),
+    "add_param_group()": lambda optimizer: optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]}),
+    "load_state_dict()": lambda optimizer: optimizer.load_state_dict(optimizer.state_dict()),
+}
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("what", list(NEEDING))
+def test_what_needs_every_rank_is_refused_everywhere(what: str, late: bool) -> None:
+    """Also where others wait in it when a rank joins."""
+    if co2.size() == 1 or (late and what == "load_state_dict()"):
+        return
+    model, optimizer = _wrapped(outer_frequency=2, **FULL)
+    _steps(model, optimizer, range(3))
+    if co2.rank() == 1:
+        if late:
+            time.sleep(0.1)
+        act: Callable[[], Any] = co2.join
+    else:
+        deadline = time.monotonic() + 20
+        while not late and 1 not in joined_ranks_of(current()).joined(optimizer._rounds.following.topic):
+            assert time.monotonic() < deadline
+        act = lambda: NEEDING[what](optimizer)  # noqa: E731
+    with pytest.raises(CannotJoin) as raised:
+        act()
+    assert f"{what} needs every rank, and ranks [1] have joined" in str(raised.value)
     _end_of_a_failed_join()
+    _steps(model, optimizer, range(3, 6))
+    optimizer.average_parameters()
+    assert _everywhere(model)
+
+
+def test_training_ends_while_a_rank_is_out_of_data() -> None:
+    """As at shutdown(), where the others did not call join(), and some end a round before others."""
+    model, optimizer = _wrapped(outer_frequency=2, **FULL)
+    rounds = optimizer._rounds
+    _steps(model, optimizer, range(2))
+    if co2.rank() == 1:
+        rounds.following.keep_up(())  # as in join()
+    else:
+        _steps(model, optimizer, range(2, 7 if co2.rank() == 0 else 5))
+    current().services["co2"].close()
+    assert set(co2.allgather_object(rounds.standing)) == {rounds.standing}
+    assert rounds.events == 3

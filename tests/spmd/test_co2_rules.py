@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import co2
-from tests.spmd.co2_simulation import Simulation
+from tests.spmd.co2_simulation import Simulation, _mean_of
 from tests.spmd.co2_training import _adamw, _everywhere, _loss, _model, _momentum, _same, _sgd, _steps, _wrapped
 
 
@@ -59,28 +59,29 @@ class Eagerly(Simulation):
         self.x = [list(self.start) for _ in self._all]
         self.own, self.momenta = [zeros for _ in self._all], [zeros for _ in self._all]
         self.arrived = zeros
+        self.weight, self.left = 0.0, len(self.workers)
 
     def turn(self) -> None:
         progress = [[x - y for x, y in zip(self.x[worker], self._values(worker), strict=True)] for worker in self._all]
-        weight = 1 / len(self.workers)
+        weight = 1 / (self.left if self.joined else len(self.workers))  # who is left is known a round late
         for worker in self._all:
             pairs = zip(progress[worker], self.own[worker], self.arrived, strict=True)
-            gradients = [weight * d + (a - weight * before) for d, before, a in pairs]
+            gradients = [weight * d + (a - self.weight * before) for d, before, a in pairs]
             self.momenta[worker] = [self.beta * m + g for m, g in zip(self.momenta[worker], gradients, strict=True)]
             steps = [g + self.beta * m for g, m in zip(gradients, self.momenta[worker], strict=True)]
             self.x[worker] = [x - self.lr * step for x, step in zip(self.x[worker], steps, strict=True)]
             with torch.no_grad():
                 for param, value in zip(self.workers[worker][0].parameters(), self.x[worker], strict=True):
                     param.copy_(value)
-        self.own = progress
-        self.arrived = [sum(column[1:], column[0]) / len(column) for column in zip(*progress, strict=True)]
+        left = self._left(self.counted)
+        self.own, self.weight, self.left = progress, weight, len(left)
+        self.arrived = _mean_of([progress[worker] for worker in left])
         self.in_round = 0
 
     def average(self) -> None:
         """What would arrive late counts before, as part of the last outer step."""
-        weight = 1 / len(self.workers)
         for worker in self._all:
-            late = [a - weight * before for before, a in zip(self.own[worker], self.arrived, strict=True)]
+            late = [a - self.weight * before for before, a in zip(self.own[worker], self.arrived, strict=True)]
             self.momenta[worker] = [m + g for m, g in zip(self.momenta[worker], late, strict=True)]
             with torch.no_grad():
                 for param, g in zip(self.workers[worker][0].parameters(), late, strict=True):
@@ -89,12 +90,13 @@ class Eagerly(Simulation):
         self.x = [self._values(worker) for worker in self._all]
         zeros = [torch.zeros_like(value) for value in self.start]
         self.own, self.arrived, self.in_round = [zeros for _ in self._all], zeros, 0
+        self.counted = list(self.steps_of)
 
 
 RULES = {"localsgd": (1.0, 0.0), "slowmo": (1.0, 0.5), "diloco": (0.7, 0.9), "eager": (0.4, 0.9)}
 
 
-def _simulation(rule: str, make: Any, workers: int) -> Any:
+def _simulation(rule: str, make: Any, workers: int) -> Simulation:
     lr, momentum = RULES[rule]
     options = {"frequency": 3, "lr": lr, "momentum": momentum}
     if rule == "eager":

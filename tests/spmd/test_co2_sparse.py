@@ -39,7 +39,7 @@ class Sparse(Simulation):
         if self.pending:
             self._apply()
         said = []
-        for worker in self._all:
+        for worker in self._left(self.counted):
             meant = [(x - y) + 0.95 * e for x, y, e in zip(self.x, self._values(worker), self.e[worker], strict=True)]
             said.append([self._said(one) for one in meant])
             self.e[worker] = [a - b for a, b in zip(meant, said[-1], strict=True)]
@@ -59,6 +59,13 @@ class Sparse(Simulation):
                 with torch.no_grad():
                     param.copy_(self.mixing * param + (1 - self.mixing) * x)
         self.pending = False
+
+    def average(self) -> None:
+        if self.pending:
+            self._apply()
+        self.x = self._mean()
+        self._set(self.x)
+        self.in_round, self.counted = 0, list(self.steps_of)
 
 
 def _equal(model: torch.nn.Module, other: torch.nn.Module) -> None:

@@ -41,6 +41,7 @@ class Streaming(Simulation):
         self.x = [self._rows(self.start, fragment) for fragment in range(fragments)]
         self.momenta, self.r = ([torch.zeros_like(x) for x in self.x] for _ in range(2))
         self.e = [[torch.zeros_like(x) for x in self.x] for _ in self._all]
+        self.sent = [list(self.steps_of) for _ in self.x]  # steps that were in the last turn of each fragment
         self._begin()
 
     def _begin(self) -> None:
@@ -81,10 +82,11 @@ class Streaming(Simulation):
 
     def _send(self, fragment: int) -> None:
         said = []
-        for worker in self._all:
+        for worker in self._left(self.sent[fragment]):
             meant = self.x[fragment] - self._rows(self._values(worker), fragment) + self.e[worker][fragment]
             said.append(self._said(meant))
             self.e[worker][fragment] = meant - said[-1]
+        self.sent[fragment] = list(self.steps_of)
         mean = sum(said[1:], said[0]) / len(said)
         self.momenta[fragment] = self.beta * self.momenta[fragment] + mean
         meant = self.r[fragment] - self.lr * (mean + self.beta * self.momenta[fragment])
@@ -108,6 +110,7 @@ class Streaming(Simulation):
         mean = self._mean()
         self._set(mean)
         self.x = [self._rows(mean, fragment) for fragment in range(len(self.members))]
+        self.sent = [list(self.steps_of) for _ in self.x]
         self._begin()
 
 
