@@ -9,13 +9,13 @@ import importlib.util
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 
 from tests.skipped import table
-from tests.tiers import ALONE, JOBS, Tier, jobs_of
+from tests.tiers import ALONE, JOBS, Tier, is_beside, jobs_of
 
 # A missed wait then shows as NaN instead of as an old value.
 os.environ.setdefault("DEAR_POISON", "1")
@@ -58,8 +58,8 @@ def _no_session_is_left() -> Iterator[None]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The longest first: several processes then end at about the same time.
 
-    ``DEAR_TESTS=fast`` takes the fast tier (`tests.tiers`), ``DEAR_TESTS=rest`` what that leaves out. The jobs of whole
-    suites run in both, and choose among what runs inside them.
+    ``DEAR_TESTS=fast`` takes the fast tier (`tests.tiers`), ``DEAR_TESTS=rest`` what that leaves out, and
+    ``DEAR_TESTS=beside`` a part of it. The jobs of whole suites run in all, and choose among what runs inside them.
     With ``DEAR_SLOW_TESTS=only``, nothing but what is slow: here and, since they inherit the variable, in the suites' jobs.
     """
     items.sort(key=lambda item: item.path.name != "test_spmd.py")
@@ -68,6 +68,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         fast = _in_ranks(items) if "DEAR_SPMD_SUITE" in os.environ else _in_this_process(items)
         both = {item for item in items if item.path.name == "test_spmd.py" and _is_fast(item)}
         out = [item for item in items if item not in both and not tier.takes(item in fast)]
+        if tier is Tier.BESIDE and "DEAR_SPMD_SUITE" in os.environ:
+            out += [item for item in _not_beside(items) if item not in fast]
         config.hook.pytest_deselected(items=out)
         left = set(out)
         items[:] = [item for item in items if item not in left]
@@ -97,11 +99,27 @@ def _has_launcher(item: pytest.Item) -> bool:
     return "launcher" in getattr(getattr(item, "callspec", None), "params", ())
 
 
-def _in_ranks(items: list[pytest.Item]) -> set[pytest.Item]:
-    """Those that the fast tier runs in this job, which all of its ranks find alike."""
+def _job() -> str:
     from tests.spmd_plugin import OVER_MPI, SIZE
 
-    job = f"{'mpi' if OVER_MPI else 'torchrun'}-{SIZE}"
+    return f"{'mpi' if OVER_MPI else 'torchrun'}-{SIZE}"
+
+
+def _not_beside(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Those that need not be green in this job. Cases are numbered test by test, in all jobs alike."""
+    job, numbers = _job(), Counter[str]()
+    out = []
+    for item in items:
+        name = item.nodeid.partition("[")[0]
+        if not is_beside(numbers[name], job):
+            out.append(item)
+        numbers[name] += 1
+    return out
+
+
+def _in_ranks(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Those that the fast tier runs in this job, which all of its ranks find alike."""
+    job = _job()
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
         tests.setdefault(item.nodeid.partition("[")[0], []).append(item)

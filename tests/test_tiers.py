@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from tests.tiers import ALONE, JOBS, Tier, jobs_of
+from tests.tiers import ALONE, JOBS, Tier, is_beside, jobs_of
 
 CASES = [
     [()],
@@ -57,3 +57,13 @@ def test_what_shows_at_two_ranks_only_runs_there() -> None:
 def test_the_tiers_are_disjoint_and_complete(fast: bool) -> None:
     assert Tier.ALL.takes(fast)
     assert Tier.FAST.takes(fast) is not Tier.REST.takes(fast)
+
+
+def test_what_has_to_be_green_is_every_case_at_one_and_two_ranks_and_in_one_of_the_other_jobs() -> None:
+    for number in range(4):
+        assert is_beside(number, ALONE)
+        assert is_beside(number, "mpi-2")
+        assert [is_beside(number, job) for job in JOBS].count(True) == len(JOBS) - 1
+    assert {job for job in JOBS if not is_beside(0, job)} != {job for job in JOBS if not is_beside(1, job)}
+    assert Tier.BESIDE.takes(fast=False)
+    assert not Tier.BESIDE.takes(fast=True)
