@@ -11,9 +11,10 @@ model = co2.CO2DistributedDataParallel(model, outer_momentum=0.2, nprocs_per_nod
 
 from co2.data_parallel import CO2DistributedDataParallel
 from co2.optimizer import DistributedOptimizer
+from co2.recovery.keep_going import keep_going
 from co2.suggestion import suggest_frequency
 from overlap import api
 from overlap.api import *  # noqa: F403  (the facade is the same for every strategy)
 
-__all__ = ["CO2DistributedDataParallel", "DistributedOptimizer", "suggest_frequency"]
+__all__ = ["CO2DistributedDataParallel", "DistributedOptimizer", "keep_going", "suggest_frequency"]
 __all__ += api.__all__

@@ -42,7 +42,6 @@ class Met(NamedTuple):
 
     when: float  # all had come, by this rank's clock
     presence: tuple[int, ...]  # by rank
-    news: int  # the largest that a rank has given
 
     @property
     def over(self) -> bool:
@@ -80,9 +79,16 @@ class RoundCommunication:
     """
 
     def __init__(
-        self, comm: Communicator, rule: OuterRule, changed: threading.Lock, arrived: Callable[[], None]
+        self,
+        comm: Communicator,
+        rule: OuterRule,
+        changed: threading.Lock,
+        arrived: Callable[[], None],
+        waits: Callable[[], bool],
     ) -> None:
-        self._comm, self._rule, self._changed, self._arrived = comm, rule, changed, arrived
+        """`waits`: whether this rank knows of one that waits to come in."""
+        self._comm, self._rule, self._changed, self._arrived, self._waits = comm, rule, changed, arrived, waits
+        self.somebody_waits = False  # as all ranks have agreed in the last event
         self.longest = 0.0  # step of an average so far, where the rule measures it
         self.pace = Pace()
 
@@ -163,15 +169,16 @@ class RoundCommunication:
         met = self._meet(_Presence.OUT if trained is None else _Presence.JOINED, trained)
         return met, self._tell(met, None)
 
-    def _meet(self, presence: _Presence, trained: Sequence[str] | None, news: int = 0) -> Met:
+    def _meet(self, presence: _Presence, trained: Sequence[str] | None) -> Met:
         rank, size = self._comm.rank, self._comm.size
         digest = 0 if trained is None else zlib.crc32("\n".join(trained).encode())
         ends = [_NO_DIGEST, _NO_DIGEST] if trained is None else [digest, -digest]
         mine = [int(presence) if other == rank else 0 for other in range(size)]
-        said = torch.tensor([*ends, news, *mine], dtype=torch.int64, device="cpu")
+        said = torch.tensor([*ends, self._waits(), *mine], dtype=torch.int64, device="cpu")
         self._comm.all_reduce(said, said, ReduceOp.MAX, label="co2 round")
         most, least, heard, *everybodys = said.tolist()
-        met = Met(time.perf_counter(), tuple(everybodys), heard)
+        self.somebody_waits = bool(heard)
+        met = Met(time.perf_counter(), tuple(everybodys))
         if most != -least and not met.over:
             found = allgather_object(self._comm, None if trained is None else list(trained))
             first = next(names for names in found if names is not None)

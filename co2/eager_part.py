@@ -112,6 +112,12 @@ class EagerPart(Part):
     def share(self, *, passed: bool) -> Shares:
         return {}
 
+    def lasting(self) -> Shares:
+        return {
+            index: (0, extent.stop - extent.start, {"momentum": self.momentum[extent].clone()})
+            for index, extent in self._extents.items()
+        }
+
     @property
     def moved_on(self) -> bool:
         return False

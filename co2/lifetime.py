@@ -47,6 +47,12 @@ class Shutdown:
         """On every rank."""
         finish_together(self._control, dict(self._rounds.items()))
 
+    def interrupt(self) -> None:
+        """Nobody waits here."""
+
+    def abandon(self) -> None:
+        """Rounds end with their optimizers; see :meth:`Rounds.give_up`."""
+
 
 class Ownership:
     """The hold of `rounds` on their parameters; see :class:`overlap.job.registry.Owner`, which this is."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -14,6 +16,7 @@ from co2.equations import Acco, OuterRule
 from co2.join import Following
 from co2.lifetime import Ownership, Shutdown
 from co2.pace import ENOUGH, explained
+from co2.recovery.inheritance import inherit
 from co2.rounds import Rounds
 from co2.rounds_of_rules import rounds_of, schedule_of
 from co2.rules import outer_rule
@@ -36,6 +39,8 @@ from overlap.transport.compression import NoneCompressor
 from overlap.transport.objects import allgather_object
 
 __all__ = ["Co2", "Co2Optimizer", "DistributedOptimizer"]
+
+log = logging.getLogger("dear")
 
 _FUSION_BYTES = 25 * 2**20
 _RULES_OPTIONS = (
@@ -88,6 +93,7 @@ class Co2Optimizer(Shell):
         broadcast_buffers: bool,
     ) -> None:
         session = current()
+        nprocs = _where_ranks_are_lost(nprocs, session)
         _check_nprocs(nprocs, session.comm.size)
         if arguments.process_set is not global_process_set and arguments.process_set.process_set_id != 0:
             raise ValueError(
@@ -119,6 +125,12 @@ class Co2Optimizer(Shell):
         )
         self._stepper.update = self._rounds.local_update(self._stepper.update)
         _enroll(session, self._rounds, topic)
+        inherit(session, self._rounds)
+
+    @property
+    def rounds(self) -> Rounds:
+        """The outer half."""
+        return self._rounds
 
     @property
     def local_steps(self) -> int:
@@ -226,6 +238,16 @@ class Co2Optimizer(Shell):
         """What :meth:`outer_state_dict` gave, or None; see :meth:`load_state_dict`."""
         self._rounds.following.refuse("load_outer_state_dict()")
         self._rounds.load(section)
+
+
+def _where_ranks_are_lost(nprocs: int | None, session: Session) -> int | None:
+    """Of ranks of which some were lost since the beginning, blocks that fit; one line where they are smaller."""
+    if not isinstance(nprocs, int) or session.roster is None or session.roster.number == 1:
+        return nprocs
+    fits = math.gcd(nprocs, session.comm.size)
+    if fits != nprocs and session.comm.rank == 0:
+        log.warning("co2: nprocs_per_node is %d, not %d, with %d ranks", fits, nprocs, session.comm.size)
+    return fits
 
 
 def _check_nprocs(nprocs: int | None, size: int) -> None:

@@ -15,6 +15,7 @@ have not loaded. They all have once a round that it sent afterwards has come bac
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -24,7 +25,7 @@ from typing import Any
 import torch
 
 from co2.averaged_parameters import AveragedParameters, Batch
-from co2.communication import RoundCommunication
+from co2.communication import RoundCommunication, RoundThread
 from co2.equations import OuterRule
 from co2.inner_rates import InnerRates
 from co2.join import Following
@@ -117,6 +118,7 @@ class SavedRounds(ABC):
     rule: OuterRule
     following: Following
     parts: list[Part]
+    steps: int
     events: int  # averages and rounds so far, the same on all ranks
     _last: Event
     _slots: list[Slot]
@@ -125,6 +127,7 @@ class SavedRounds(ABC):
     _communication: RoundCommunication
     _changed: threading.Lock  # around changes of what the others may ask for
     _query: ShareQuery
+    _thread: RoundThread | None
 
     def __init__(self) -> None:
         self._before_load: tuple[int, Shares] | None = None  # [Note: who has loaded by when], after so many events
@@ -204,3 +207,32 @@ class SavedRounds(ABC):
             self._inner_rates.load(section)
             vars(self).update({name: section[name] for name in self._COUNTERS})
             self._communication.longest = section["longest"]
+
+    # - Where ranks are lost: see `co2.recovery`
+
+    def left(self) -> dict[str, Any]:
+        """Which rounds these were. What was on its way has failed, and is dropped."""
+        with contextlib.suppress(Exception):
+            self.following.wait()
+        if self._thread is not None:
+            self._thread.wait()
+        self._thread = None
+        return {
+            "outer": self.rule.name,
+            "names": [slot.name for slot in self._slots],
+            "batches": [list(batch) for batch in self._averaged.batches],
+            "steps": self.steps,
+            "longest": self._communication.longest,
+        }
+
+    def begin_at(self, left: Mapping[str, Any]) -> None:
+        """Begin a round with the outer state that others have `left`. On every rank; none has made a step yet."""
+        start = {
+            **dict.fromkeys(self._COUNTERS, 0),
+            "pending": False,
+            "active": [],
+            "coming": [],
+            "outer": self.rule.name,
+        }
+        self.load({**start, **left})
+        self._forget_loaded()

@@ -23,7 +23,7 @@ from overlap.transport.broadcast import overwrite
 from overlap.transport.communicator import Communicator, ReduceOp, Work
 from overlap.transport.memory import view_like
 
-__all__ = ["VECTORS", "Contributors", "Part", "Shares", "Vectors", "as_real", "make_parts", "outer_dtype"]
+__all__ = ["LASTING", "VECTORS", "Contributors", "Part", "Shares", "Vectors", "as_real", "make_parts", "outer_dtype"]
 
 _FUSION_BYTES = 25 * 2**20  # one operation for as much; small enough that owners update while more is on the wire
 # By slot: from where to where in the flattened parameter a rank's share goes, and that share of each vector that is
@@ -31,6 +31,7 @@ _FUSION_BYTES = 25 * 2**20  # one operation for as much; small enough that owner
 Shares = dict[int, tuple[int, int, dict[str, Any]]]
 Vectors = dict[int, dict[str, torch.Tensor]]  # by slot, whole
 VECTORS = ("start", "momentum", "next")
+LASTING = ("momentum", "owed")  # vectors that are more than where a round began and what is on its way
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -299,6 +300,13 @@ class Part:
         return {
             index: (*extent, {name: vector[inside].clone() for name, vector in vectors.items()})
             for index, (extent, inside) in self.pieces.items()
+        }
+
+    def lasting(self) -> Shares:
+        """Of the vectors that are :data:`LASTING`, what this rank has; flat."""
+        return {
+            index: (low, high, {name: vector for name, vector in vectors.items() if name in LASTING})
+            for index, (low, high, vectors) in self.share(passed=False).items()
         }
 
     def own_vectors(self) -> Vectors:

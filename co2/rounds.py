@@ -35,6 +35,8 @@ from co2.part import Contributors, Part, as_real, make_parts
 from co2.schedule import Event, Schedule, Standing
 from overlap.core.bucket import Slot
 from overlap.core.step import hyper_parameters, take_hyper_parameters
+from overlap.job.regrouping import RanksChange
+from overlap.job.session import current
 from overlap.transport.broadcast import overwrite
 from overlap.transport.communicator import Communicator
 from overlap.transport.objects import allgather_object
@@ -65,11 +67,15 @@ class Rounds(SavedRounds):
         """`inner_rates`: learning rates now, by slot."""
         super().__init__()
         self._comm, self._slots, self.schedule, self.rule = comm, slots, schedule, rule
+        self.slots: Sequence[Slot] = slots
         self._make_part, self._inner_rates = make_part, InnerRates(inner_rates)
         self.following, self._peer_queries = following, peer_queries
         following.bind(self)
         self._changed = threading.Lock()  # around changes of what the others may ask for
-        self._communication = RoundCommunication(comm, rule, self._changed, self._forget_loaded)
+        roster = current().roster
+        self._communication = RoundCommunication(
+            comm, rule, self._changed, self._forget_loaded, lambda: roster is not None and roster.somebody_waits
+        )
         others = [rank for rank in range(comm.size) if rank != comm.rank]
         self._query = ShareQuery(peer_queries, following.topic, others)
         self.pace = self._communication.pace
@@ -104,6 +110,7 @@ class Rounds(SavedRounds):
         self.following.end()
         if self.retired:
             return  # the step is going to raise
+        current().heed()
         if self._thread is not None and self._awaits(self._last_sent):
             self.arrive()  # whoever waited for it was interrupted
         for part in self.parts:
@@ -149,6 +156,7 @@ class Rounds(SavedRounds):
             self.pace.stepped((time.perf_counter() - self._since - self._waited) / self.in_round)
         if event is not Event.NOTHING:
             self.arrive(in_step=True)
+            self._let_in()
             self._make(event, self._averaged.idle)
 
     def _make(self, event: Event, idle: frozenset[int]) -> None:
@@ -263,6 +271,11 @@ class Rounds(SavedRounds):
         self._inner_rates.take_over(told.rates)
         self.steps = told.steps
 
+    def _let_in(self) -> None:
+        """Raise :class:`RanksChange`, on every rank, if all know since the last event that somebody waits to come in."""
+        if self._communication.somebody_waits:
+            raise RanksChange("a rank has come, and waits for the others")
+
     # - An average that is waited for
 
     def average(self, control: Communicator) -> None:
@@ -271,6 +284,7 @@ class Rounds(SavedRounds):
         agree_on_events(self.following.call("average_parameters()", self.events))
         self.begin()
         self.arrive()
+        self._let_in()
         idle: frozenset[int] = frozenset()
         if isinstance(self.rule, Shared):
             written = allgather_object(control, self._averaged.written_in(self.parts))

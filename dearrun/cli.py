@@ -54,13 +54,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.stderr.write(f"dearrun: {shlex.join(command)}\n")
         sys.stderr.flush()
     meeting = Meeting(job.hosts, socket.gethostname())
+
+    def agent(command: Sequence[str]) -> Sequence[str]:
+        return worker.restarting(command, job.restarts) if job.restarts else command
+
     obstacle = reports.obstacle(flavor, job)
     if obstacle:
         sys.stderr.write(f"dearrun: mpirun's status alone counts, since workers cannot report their ends: {obstacle}\n")
         sys.stderr.flush()
         if not job.several_programs:
             command = build(
-                program, flavor, job, lambda command: worker.telling(command, meeting.address, meeting.port)
+                program, flavor, job, lambda command: worker.telling(agent(command), meeting.address, meeting.port)
             )
         meeting.outlast()
         mpirun.become(program, command, environ)
@@ -69,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     token, streams = secrets.token_hex(8), _streams(job)
 
     def around(command: Sequence[str]) -> list[str]:
-        started = worker.telling(worker.starting(command, token, streams), meeting.address, meeting.port)
+        started = worker.telling(worker.starting(agent(command), token, streams), meeting.address, meeting.port)
         return reports.reporting(started, token, watched=watched)
 
     command = build(program, flavor, job, around)

@@ -28,6 +28,7 @@ class Job:
     tagged: bool = True
     first_as_is: bool | None = None  # rank 0's lines are not tagged; None: where a terminal shows them
     output_folder: str | None = None
+    restarts: int = 0  # of each worker that fails, while the others go on
     interfaces: str | None = None
     ssh_port: int | None = None
     ssh_identity: str | None = None

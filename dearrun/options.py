@@ -72,6 +72,12 @@ def parser() -> argparse.ArgumentParser:
         help="whose lines begin with the rank: all, or all but those of rank 0 (others, which is so on a terminal)",
     )
     tags.add_argument("--no-tag-output", action="store_true", help="do not put the rank in front of every line")
+    made.add_argument(
+        "--restarts",
+        type=_positive,
+        metavar="N",
+        help="start a worker that fails again, up to N times; others go on (co2.keep_going), or are started again, too",
+    )
     made.add_argument("--log-level", type=str.lower, choices=sorted(LOG_LEVELS, key=LOG_LEVELS.__getitem__))
     made.add_argument(
         "--fusion-threshold-mb", type=_megabytes, metavar="MB", help="how much dear and oss fuse, or auto (auto)"
@@ -131,6 +137,8 @@ def environment(args: argparse.Namespace, environ: Mapping[str, str]) -> dict[st
             made[name] = value
         elif name not in environ:
             raise LaunchError(f"-x {name}: the variable is not set here; write -x {name}=VALUE, or leave it out")
+    if args.restarts is not None:
+        made["DEAR_KEEP_GOING"] = "1"
     if args.log_level is not None:
         made["DEAR_LOG_LEVEL"] = args.log_level
     if args.fusion_threshold_mb is not None:
@@ -175,6 +183,8 @@ def job(args: argparse.Namespace, environ: Mapping[str, str]) -> Job:
     workers = args.num_proc if args.num_proc is not None else sum(host.slots for host in hosts)
     if hosts:
         require_slots(hosts, workers)
+    if args.restarts is not None and ":" in command:
+        raise LaunchError("--restarts is for one program, and the command starts several")
     named = [item.partition("=")[0] for item in args.env]
     found = [name for name in environ if name in _PASSED or name.startswith(_PASSED_PREFIXES)]
     return Job(
@@ -185,6 +195,7 @@ def job(args: argparse.Namespace, environ: Mapping[str, str]) -> Job:
         tagged=not args.no_tag_output,
         first_as_is=None if args.tag_output is None else args.tag_output == "others",
         output_folder=args.output_filename,
+        restarts=args.restarts or 0,
         interfaces=None if args.network_interfaces is None else ",".join(args.network_interfaces),
         ssh_port=args.ssh_port,
         ssh_identity=args.ssh_identity_file,

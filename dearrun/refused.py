@@ -8,7 +8,10 @@ from typing import Any
 
 __all__ = ["add_refused"]
 
-_ELASTIC = "the number of workers does not change while a job runs; commit with dear.elastic and start the job again"
+_ELASTIC = (
+    "no workers are added to those that a job begins with; --restarts N starts those again that fail, and with "
+    "dear.elastic a job can be started again with other ones"
+)
 _TUNING = "give tune=True, or tune=Tuning(...), to DistributedOptimizer"
 _ROUTE = "strategies choose how tensors travel; there is nothing to set"
 

@@ -4,6 +4,7 @@
 * It sets the variables by which torchrun tells workers of each other. Many scripts ask for them before ``dear.init()``, or
   call ``init_process_group()`` themselves: where they found nothing, each rank would train alone.
 * Without ``OMP_NUM_THREADS``, it takes the cores of its host divided by the workers there: `overlap.job.cores`.
+* With ``--restarts`` the worker's command is started, and started again, by an agent of torchrun's of its own.
 * Rank 0 writes straight to where dearrun does, if it runs beside dearrun and is to be shown as it is. mpirun would put its
   rank in front of every line, and hold back what has no end of a line yet: a progress bar comes when all is over.
 """
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 
 from overlap.job import cores
 
-__all__ = ["HERE", "Streams", "starting", "telling"]
+__all__ = ["HERE", "Streams", "restarting", "starting", "telling"]
 
 #: Prints what no other machine, and no container of it with processes of its own, prints.
 HERE = "cat /proc/sys/kernel/random/boot_id; readlink /proc/self/ns/pid"
@@ -53,6 +54,14 @@ _START = (
 )
 
 
+# $1: how often the worker may be started again. Agents meet where ranks would; that of rank 0 has the store for all.
+_RESTART = (
+    'dearrun_restarts=$1; shift; exec "$0" -m dearrun.torchrun --nnodes "$WORLD_SIZE" --node-rank "$RANK" '
+    '--nproc-per-node 1 --master-addr "${MASTER_ADDR:-127.0.0.1}" --master-port "$MASTER_PORT" '
+    '--max-restarts "$dearrun_restarts" --no-python "$@"'
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Streams:
     """Files that rank 0 writes to as it is, empty: as the others; on the machine and in the container `here`."""
@@ -68,6 +77,11 @@ def telling(command: Sequence[str], address: str, port: int) -> list[str]:
     A ``MASTER_ADDR`` or ``MASTER_PORT`` of the user's is kept.
     """
     return ["sh", "-c", _TELL, "sh", address, str(port), *command]
+
+
+def restarting(command: Sequence[str], restarts: int) -> list[str]:
+    """`command`, in an environment that :func:`telling` has made, started again up to so many times where it fails."""
+    return ["sh", "-c", _RESTART, sys.executable, str(restarts), *command]
 
 
 def starting(command: Sequence[str], token: str, streams: Streams) -> list[str]:

@@ -253,9 +253,11 @@ class Engine:
 
     def retire(self) -> None:
         """Another optimizer has the parameters, or all ranks have dropped this one."""
-        self.transit.arrive_all()
-        self.round.abandon()
-        self.detach()
+        try:
+            self.transit.arrive_all()
+            self.round.abandon()
+        finally:  # also where ranks are lost
+            self.detach()
 
 
 def _hook(reference: weakref.ref[Engine], slot: Slot) -> Callable[[torch.Tensor], None]:

@@ -104,6 +104,10 @@ class ObjectState(State):
                 raise ValueError(f"a state cannot hold an attribute named {name!r}: the name has a meaning already")
             setattr(self, name, value)
 
+    def attributes(self) -> dict[str, Any]:
+        """Those that are committed, by name."""
+        return {name: getattr(self, name) for name in self._names}
+
     def _capture(self) -> dict[str, Any]:
         values = {}
         for name in self._names:

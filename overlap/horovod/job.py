@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch.distributed
 
 import comm_core
+from comm_core import TransportError
 from overlap.horovod.allreduce import stand_in
 from overlap.horovod.controller.enqueue import attach, runtime, telling_others
 from overlap.horovod.controller.errors import NotInitialized
@@ -15,6 +17,7 @@ from overlap.horovod.controller.operation import Nothing
 from overlap.horovod.controller.request import Kind, Request
 from overlap.job import session
 from overlap.job.process_set import ProcessSet, global_process_set
+from overlap.job.regrouping import ranks_change
 from overlap.job.session import Session, is_initialized, shutdown
 
 __all__ = [
@@ -36,11 +39,14 @@ __all__ = [
     "mpi_threads_supported",
     "nccl_built",
     "rank",
+    "regroup",
     "remove_process_set",
     "rocm_built",
     "shutdown",
     "size",
 ]
+
+log = logging.getLogger("dear")
 
 _SETS = "process set"  # what requests about them are called
 
@@ -67,8 +73,7 @@ def init(
     if isinstance(process_sets, str) and process_sets.lower() != "dynamic":
         raise ValueError(f"process_sets should be a list of ProcessSet or 'dynamic' and is {process_sets!r}")
     wanted = None if isinstance(comm, list | tuple | range) else comm
-    started = session.init(wanted, torch_distributed)
-    attach(started, stand_in)
+    started = _join(wanted, torch_distributed)
     if wanted is not comm and len(comm) > 0 and sorted(comm) != list(range(started.comm.size)):
         raise ValueError(
             f"comm={list(comm)} names some of {started.comm.size} ranks; start only those, or pass "
@@ -78,6 +83,31 @@ def init(
         if process_set.process_set_id is None:
             add_process_set(process_set)
     return started
+
+
+def _join(comm: Any, torch_distributed: bool) -> Session:
+    """Once more where ranks are lost meanwhile, if this job goes on without them."""
+    while True:
+        try:
+            started = session.init(comm, torch_distributed)
+            attach(started, stand_in)
+            return started
+        except TransportError as error:
+            if not ranks_change():
+                raise
+            log.warning("once more, since ranks have changed: %s", error)
+        session.abandon()
+
+
+def regroup() -> Session:
+    """The session of those that train together from now on, where ranks are lost or wait to come in.
+
+    On every rank of the old one that is left; see `overlap.job.regrouping`. Not inside ``except``. Optimizers of the old
+    session are at their end.
+    """
+    torch_distributed = session.current().torch_distributed
+    session.abandon()
+    return _join(None, torch_distributed)
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:

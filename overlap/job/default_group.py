@@ -68,6 +68,12 @@ class DefaultGroup:
         self._group = weakref.ref(dist.group.WORLD)
         self._variables = variables
 
+    def tear_down(self) -> None:
+        """End with an error what is under way, here and on the peers."""
+        group = self._group()
+        if group is not None and dist.group.WORLD is group:
+            tear_down(group._get_backend(torch.device("cpu")))
+
     def end(self) -> None:
         """Destroy it, and the groups that the script has made of its ranks, unless the script has done so.
 

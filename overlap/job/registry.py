@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -13,6 +14,8 @@ from overlap.transport.objects import allgather_object
 from overlap.transport.peer_queries import PeerQueries
 
 __all__ = ["Owner", "Registry"]
+
+log = logging.getLogger("dear")
 
 
 class Owner(Protocol):
@@ -94,6 +97,15 @@ class Registry:
     def abandoned(self) -> set[str]:
         """Topics of optimizers that are dead on this rank; what they shared still answers the other ranks."""
         return {topic for topic, (optimizer, _) in self._entries.items() if optimizer() is None}
+
+    def abandon(self) -> None:
+        """Ranks are lost: no optimizer goes on. Their hooks are taken off, on this rank."""
+        for _, owners in self._entries.values():
+            for owner in owners:
+                try:
+                    owner.retire()
+                except Exception as error:  # what it waited for
+                    log.debug("an optimizer ends: %s", error)
 
     def forget(self, topic: str) -> None:
         """Let go of an optimizer that all ranks have dropped, with the same operations issued."""

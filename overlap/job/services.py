@@ -14,6 +14,12 @@ class Service(Protocol):
     def close(self) -> None:
         """End it. On every rank, in the same order among services."""
 
+    def interrupt(self) -> None:
+        """Others are lost: who waits for them here gets an error. On any rank and thread."""
+
+    def abandon(self) -> None:
+        """After :meth:`interrupt`: end it, on this rank."""
+
 
 class Issuer(Protocol):
     """Something whose threads issue what optimizers hand it."""

@@ -11,17 +11,20 @@ import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 import comm_core
+from comm_core import TransportError
 from overlap.health import failures
 from overlap.health.shutdown import close_all, find_uneven, report
 from overlap.health.stacks import is_front_door
 from overlap.health.watchdog import Watchdog
-from overlap.job import cores, logs, settings
+from overlap.job import cores, logs, regrouping, settings
 from overlap.job.channels import Channels
+from overlap.job.connecting import connect, meet
 from overlap.job.launch import ALONE_VARIABLE, BACKEND_VARIABLE, Launch, Launcher, LaunchError, adopted, detect, rank_in
 from overlap.job.registry import Registry
 from overlap.job.services import Issuer, Participant, Service
@@ -36,6 +39,7 @@ from overlap.transport.torch import interfaces
 __all__ = [
     "NotInitialized",
     "Session",
+    "abandon",
     "current",
     "init",
     "is_initialized",
@@ -89,6 +93,8 @@ class Session:
         self.issuers: dict[str, Issuer] = {}  # closed once optimizers have finished
         self.participants: list[Participant] = []  # what join() drives; see overlap.horovod.synchronization
         self._adopted: list[Communicator] = []
+        self.roster = regrouping.roster()  # where ranks come and go
+        self.late = self.roster is not None and self.roster.late  # until this rank is where others are
         self.registry = Registry(self.control, self.peer_queries)
         self.channels = Channels(self.control, self.watchdog.watch, self.registry.abandoned, self._forget)
         failures.install(comm.rank, comm.size, comm.abort)
@@ -98,9 +104,12 @@ class Session:
             self.start_timeline(
                 self.settings.timeline, self.settings.timeline_mark_cycles, self.settings.timeline_max_mb
             )
+        self.torch_distributed = torch_distributed
         self._default_group = self._make_default_group(torch_distributed)
         if comm.size > 1 and torch.distributed.is_available() and torch.distributed.is_initialized():
             log.info("rank %d: gloo's connections go over %s", comm.rank, interfaces.in_use())
+        if self.roster is not None:
+            self.roster.watch(self.tear_down)
 
     def _make_default_group(self, wanted: bool) -> DefaultGroup | None:
         if self.comm.size == 1 or not torch.distributed.is_available():
@@ -140,12 +149,46 @@ class Session:
         """Let go of `communicator` with the session, before those adopted earlier. On every rank of it."""
         self._adopted.append(communicator)
 
+    def heed(self) -> None:
+        """Raise ``TransportError`` where ranks are lost or others have begun to meet without them. On any rank."""
+        if self.roster is not None and self.roster.news:
+            raise TransportError(self.roster.news)
+
+    def tear_down(self) -> None:
+        """End with an error what is under way on connections, here and on the peers. On any rank and thread."""
+        for communicator in (*self._communicators(), self.control, self.comm):
+            communicator.abandon()
+        group = self._default_group
+        if group is not None:
+            group.tear_down()
+        for service in list(self.services.values()):
+            service.interrupt()
+        self.peer_queries.interrupt("ranks are lost")
+
+    def abandon(self) -> None:
+        """Let go without a word to other ranks, of which some are lost."""
+        self.tear_down()
+        self.watchdog.close()
+        for service in self.services.values():
+            service.abandon()
+        self.registry.abandon()
+        self.end_default_group()
+        self.peer_queries.close()
+        timeline.stop()
+        failures.remove()
+        for communicator in (*self._communicators(), self.control, self.comm):
+            communicator.close()
+
+    def _communicators(self) -> list[Communicator]:
+        """Those beside the main one and `control`, in the order in which they are let go."""
+        return [*reversed(self._adopted), *self.channels.all]
+
     def close(self) -> None:
         """Wait for the other ranks, finish what is in flight, let go. Questions are answered until all are here."""
         self.watchdog.leaving()
         for service in self.services.values():
             service.close()
-        communicators = [*reversed(self._adopted), *self.channels.all]
+        communicators = self._communicators()
         given_up = find_uneven(self.control, communicators)
         for optimizer in self.registry.optimizers:
             optimizer.finish(given_up)
@@ -194,39 +237,6 @@ def _share_cores(comm: Communicator, local: Sequence[int], local_size: int) -> N
         log.info("%d ranks share this host: %d thread(s) each (set OMP_NUM_THREADS to choose)", local_size, threads)
 
 
-def _connect(launch: Launch, comm: Any) -> Communicator:
-    if isinstance(comm, Communicator):
-        return comm
-    if comm is not None and hasattr(comm, "py2f"):
-        return NativeCommunicator(comm_core.mpi(comm))
-    if _is_process_group(comm):
-        from overlap.transport.torch.communicator import connect
-
-        return connect(comm)
-    if comm is not None:
-        raise TypeError(
-            "comm should be an mpi4py communicator, a process group of torch.distributed or an overlap Communicator and "
-            f"is {type(comm).__name__}"
-        )
-    if launch.launcher is Launcher.MPI:
-        if launch.size > 1 and not comm_core.mpi_available():
-            raise LaunchError(
-                f"started by {launch.source}, but comm_core was built without MPI: every process would train alone. "
-                "Build the MPI backend with 'python -m comm_core.build', or start with torchrun"
-            )
-        native = comm_core.mpi() if comm_core.mpi_available() else comm_core.local()
-        return NativeCommunicator(native)
-    if launch.launcher is Launcher.TORCHRUN:
-        from overlap.transport.torch.communicator import connect
-
-        return connect()
-    return NativeCommunicator(comm_core.local())
-
-
-def _is_process_group(comm: Any) -> bool:
-    return torch.distributed.is_available() and isinstance(comm, torch.distributed.ProcessGroup)
-
-
 def _refuse_helpers() -> None:
     """Raise :class:`LaunchError` in a process that a rank has started by multiprocessing, which runs the script again."""
     rank = os.environ.get(_RANKS_PROCESS, str(os.getpid()))
@@ -252,18 +262,6 @@ def _told(environ: Mapping[str, str]) -> tuple[Settings, Launch]:
         raise
 
 
-def _connected(launch: Launch, comm: Any) -> Communicator:
-    """As :func:`_connect`; what is wrong with comm_core's own variables, which it reads then, ends a script likewise."""
-    try:
-        return _connect(launch, comm)
-    except comm_core.InvalidUsage as error:
-        if not str(error).startswith("COMM_CORE_"):
-            raise
-        wrong = SettingError(f"environment variable {error}; correct or unset it")
-        failures.say_in_one_line(wrong, launch.rank)
-        raise wrong from error
-
-
 def init(comm: Any = None, torch_distributed: bool = True) -> Session:
     """Join the job that started this process. On every rank; calling it again changes nothing.
 
@@ -286,7 +284,12 @@ def init(comm: Any = None, torch_distributed: bool = True) -> Session:
         return _session
     _refuse_helpers()
     wanted, launch = _told(os.environ)
-    connected = _connected(launch, comm)
+    if wanted.keep_going:
+        connected = meet(launch, comm)
+        local_rank, local_size = regrouping.place()
+        launch = replace(launch, rank=connected.rank, size=connected.size, local_rank=local_rank, local_size=local_size)
+    else:
+        connected = connect(launch, comm)
     if comm is None and connected.size != launch.size and launch.launcher is not Launcher.SINGLE:
         size = connected.size
         connected.close()
@@ -295,7 +298,13 @@ def init(comm: Any = None, torch_distributed: bool = True) -> Session:
             "process was probably started by the mpirun of another MPI than the one comm_core was built with, or by "
             f"another launcher inside that job ({BACKEND_VARIABLE}=torch: torchrun)"
         )
-    _session, _process = Session(connected, launch, wanted, torch_distributed), os.getpid()
+    try:
+        made = Session(connected, launch, wanted, torch_distributed)
+    except TransportError:
+        failures.remove()
+        connected.abandon()  # the others may wait for this rank
+        raise
+    _session, _process = made, os.getpid()
     os.environ[_RANKS_PROCESS] = str(_process)
     with contextlib.suppress(KeyError, OSError):
         os.unlink(os.environ.pop(ALONE_VARIABLE))
@@ -341,5 +350,25 @@ def shutdown() -> None:
         failures.say_what_is_under_way(session.comm.rank, session.comm.size)
         try:
             session.close()
+        except TransportError as error:
+            if session.roster is None:
+                raise
+            log.warning("a rank was lost during shutdown(): %s", error)
+            session.abandon()
         finally:
             session.end_default_group()
+        if session.roster is not None:
+            session.roster.end()
+
+
+def abandon() -> None:
+    """End the session, if there is one, without the other ranks, of which some are lost; :func:`init` may follow.
+
+    Not inside ``except``: a traceback has buffers.
+    """
+    global _session
+    session, _session = _session, None
+    atexit.unregister(shutdown)
+    os.environ.pop(_RANKS_PROCESS, None)
+    if session is not None:
+        session.abandon()

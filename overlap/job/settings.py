@@ -47,6 +47,8 @@ class Settings:
     """``DEAR_TIMELINE_MAX_MB``: no timeline gets larger, in MB of 2^20 bytes."""
     threshold_mb: float | str | None = None
     """``DEAR_THRESHOLD_MB`` (or "auto"), ``HOROVOD_FUSION_THRESHOLD`` in bytes; 0: no fusion; None: the strategy's."""
+    keep_going: bool = False
+    """``DEAR_KEEP_GOING``: ranks come and go; see `overlap.job.regrouping`."""
     cuda_transport: str = "auto"
     """``DEAR_CUDA_TRANSPORT``: one of :data:`CUDA_TRANSPORTS`; see `overlap.transport.cuda.route`."""
     partition_mb: float | None = None
@@ -131,6 +133,7 @@ _VARIABLES: dict[str, tuple[Callable[[str], Any], tuple[str, ...]]] = {
     "timeline": (_file, ("DEAR_TIMELINE", "HOROVOD_TIMELINE")),
     "timeline_mark_cycles": (_switch, ("DEAR_TIMELINE_MARK_CYCLES", "HOROVOD_TIMELINE_MARK_CYCLES")),
     "timeline_max_mb": (_number, ("DEAR_TIMELINE_MAX_MB",)),
+    "keep_going": (_switch, ("DEAR_KEEP_GOING",)),
     "cuda_transport": (_transport, ("DEAR_CUDA_TRANSPORT",)),
     "threshold_mb": (_number_or_auto, ("DEAR_THRESHOLD_MB",)),
     "partition_mb": (_elements, ("BYTESCHEDULER_PARTITION",)),

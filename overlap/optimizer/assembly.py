@@ -307,5 +307,7 @@ class Ownership:
         self.retire()
 
     def retire(self) -> None:
-        self._engine.retire()
-        self._wrapped.remove()
+        try:
+            self._engine.retire()
+        finally:
+            self._wrapped.remove()

@@ -43,6 +43,7 @@ class PeerQueries:
         self._lock = threading.Lock()  # these three
         self._answers: dict[int, Future[Any]] = {}
         self._numbers = itertools.count()
+        self._interrupted = ""  # why nobody answers any more
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         if comm.size > 1:
@@ -75,7 +76,17 @@ class PeerQueries:
         future: Future[Any] = Future()
         self._answers[number] = future
         self._comm.post(rank, letter)
+        if self._interrupted:
+            self.interrupt(self._interrupted)
         return future
+
+    def interrupt(self, why: str) -> None:
+        """Questions fail, those that are asked and those to come: :class:`NoAnswer`. On any thread."""
+        self._interrupted = why
+        for number in list(self._answers):
+            future = self._answers.pop(number, None)
+            if future is not None:
+                future.set_exception(NoAnswer(why))
 
     def tell(self, rank: int, topic: str, news: Any = None) -> None:
         """Post something that needs no answer."""

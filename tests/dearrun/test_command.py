@@ -196,6 +196,8 @@ def test_flags_become_the_workers_environment() -> None:
         "DEAR_STALL_WARN_SECONDS": "0",
         "DEAR_STALL_ABORT_SECONDS": "9.0",
     }
+    job, environ = _parsed("-np", "2", "--restarts", "3", *TRAIN)
+    assert (job.restarts, environ, job.passed) == (3, {"DEAR_KEEP_GOING": "1"}, ("DEAR_KEEP_GOING",))
 
 
 def test_hosts_say_how_many_workers(tmp_path: Path) -> None:
@@ -224,6 +226,7 @@ def test_hosts_say_how_many_workers(tmp_path: Path) -> None:
         (["-np", "2", "--mpi-args", "--foo 'bar", *TRAIN], "--foo 'bar.* cannot be taken apart: No closing quotation"),
         (["-np", "2", "-x", "UNSET_VARIABLE", *TRAIN], "UNSET_VARIABLE: the variable is not set"),
         (["-np", "2", "-x", "1A=2", *TRAIN], "'1A' is no name"),
+        (["-np", "2", "--restarts", "1", "a", ":", "-np", "1", "b"], "--restarts is for one program"),
     ],
 )
 def test_mistakes(argv: list[str], message: str) -> None:
@@ -235,7 +238,7 @@ def test_mistakes(argv: list[str], message: str) -> None:
     ("flag", "reason"),
     [
         ("--gloo", "torchrun"),
-        ("--min-np=2", "commit with dear.elastic"),
+        ("--min-np=2", "--restarts N starts those again"),
         ("--autotune", "tune=True"),
         ("--cycle-time-ms=1", "cycle"),
         ("--fusion-threshold-mb=much", "should be a number of at least 0, or auto, and is much"),

@@ -36,6 +36,13 @@ def _dearrun(*argv: str, **variables: str) -> str:
 _SAY = ["sh", "-c", "echo ${OMP_NUM_THREADS-none} $(sed -n 's/Cpus_allowed_list:.//p' /proc/self/status)"]
 
 
+def test_a_worker_that_fails_is_started_again_and_others_are_not(tmp_path: Path) -> None:
+    script = tmp_path / "script.sh"
+    script.write_text('n=$TORCHELASTIC_RESTART_COUNT; echo "$RANK of $WORLD_SIZE, $n"; test "$RANK,$n" != 1,0')
+    said = _dearrun("-np", "2", "--restarts", "2", "sh", str(script))
+    assert sorted(said.splitlines()) == ["0 of 2, 0", "1 of 2, 0", "1 of 2, 1"]
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_ranks_share_the_cores_and_are_bound_to_none(ranks: int) -> None:
     threads = cores.among(cores.cores(), [cores.cores()] * ranks, cores.limit())

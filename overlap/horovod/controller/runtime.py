@@ -95,6 +95,11 @@ class Runtime:
         """Ask for an operation. Raises ``ValueError`` while another one of the same kind and name is under way."""
         if request.kind is not Kind.JOIN:
             joined_ranks_of(self._session).check()
+        if self._session.late:
+            raise HorovodInternalError(
+                f"{request.title}: rank {self.rank} has come back to ranks that are inside the function of keep_going, and "
+                "would wait for them: between init() and that function, call nothing that all ranks take part in"
+            )
         pending = Pending(request, operation)
         key = _key(request)
         refused = self._open.get(key)
@@ -196,6 +201,27 @@ class Runtime:
             self._leave(_SHUT_DOWN)
             self._thread.join()
         self._fail_open(HorovodInternalError("the session was shut down before every rank had asked for it"))
+        for number in list(self._registered):
+            self.forget(number)
+        for number in [number for number in self._groups if number]:
+            self._drop(number)
+
+    def interrupt(self) -> None:
+        """Ranks are lost: whatever is under way fails."""
+        with self._lock:
+            self._closed_by = HorovodInternalError("ranks are lost")
+            comms = self._set_communicators()
+        self._ended = True
+        for comm in comms:
+            comm.abandon()
+        if self._thread is not None:
+            self._tell(self.rank, _END)  # wakes it
+        self._fail_open(self._closed_by)
+
+    def abandon(self) -> None:
+        """After :meth:`interrupt`: let go."""
+        if self._thread is not None:
+            self._thread.join()
         for number in list(self._registered):
             self.forget(number)
         for number in [number for number in self._groups if number]:

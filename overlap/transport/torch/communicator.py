@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import datetime
 import itertools
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 import comm_core
-from comm_core import ReduceOp
+from comm_core import ReduceOp, TransportError
 from overlap.transport.checks import check_average, check_rank, check_timeout
 from overlap.transport.communicator import Communicator, Start, Wide, Work
 from overlap.transport.forks import Origin
@@ -29,13 +31,13 @@ from overlap.transport.requests import (
 )
 from overlap.transport.torch.gloo import Link
 from overlap.transport.torch.mailbox import OwnMailbox, StoreMailbox
-from overlap.transport.torch.rendezvous import Rendezvous, connecting, join_world, name_interface
+from overlap.transport.torch.rendezvous import Rendezvous, connecting, corner_of, join_world, name_interface
 from overlap.transport.torch.routes import Routes
 from overlap.transport.torch.stages import Local, Stage, StagedTask
 from overlap.transport.torch.variables import Variables
 from overlap.transport.torch.worker_thread import PendingWork, WorkerThread
 
-__all__ = ["ProcessGroupCommunicator", "connect"]
+__all__ = ["ProcessGroupCommunicator", "connect", "connect_generation"]
 
 _sessions: defaultdict[tuple[int, ...] | None, Iterator[int]] = defaultdict(itertools.count)  # by ranks; None: all
 _COLLECTIVE_TAGS = 1024  # user tags lie below, in a context of their own
@@ -50,11 +52,30 @@ def connect(group: dist.ProcessGroup | None = None) -> ProcessGroupCommunicator:
     session = next(_sessions[ranks])
     created = not dist.is_initialized()
     named = join_world(session) if created else None
-    meeting = Rendezvous(dist.distributed_c10d._get_default_store(), session, ranks)
+    meeting = Rendezvous(dist.distributed_c10d._get_default_store(), corner_of(session, ranks))
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     if named is None:
         named = name_interface(meeting.connect("interfaces"), rank, size)
     return ProcessGroupCommunicator(meeting, rank, size, owns_world=created, named=named)
+
+
+def connect_generation(
+    store: Any, number: int, rank: int, size: int, patience: datetime.timedelta
+) -> ProcessGroupCommunicator:
+    """The communicator of generation `number` of a job whose ranks come and go, as `rank` of `size`. On every rank of it.
+
+    `store` outlives them; ranks may take `patience` to connect. torch.distributed is left alone.
+    """
+    meeting = Rendezvous(store, f"dear/generation-{number}", patience, attempts=True)
+    try:
+        named = name_interface(meeting.connect("interfaces"), rank, size)
+    except RuntimeError as error:  # a rank was lost before it had said where it is
+        raise TransportError(f"generation {number}: {error}") from error
+    try:
+        return ProcessGroupCommunicator(meeting, rank, size, named=named)
+    except TransportError:
+        named.restore()
+        raise
 
 
 class ProcessGroupCommunicator(Communicator):
@@ -83,7 +104,7 @@ class ProcessGroupCommunicator(Communicator):
 
     def _new_link(self, purpose: str) -> Link:
         with connecting():
-            return Link(PrefixStore(purpose, self._store), self._rank, self._size)
+            return Link(PrefixStore(purpose, self._store), self._rank, self._size, self._meeting.patience)
 
     @property
     def rank(self) -> int:

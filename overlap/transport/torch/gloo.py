@@ -19,7 +19,6 @@ from comm_core import TransportError
 
 __all__: list[str] = []
 
-_SETUP_TIMEOUT = datetime.timedelta(minutes=5)
 # A rank may be away for hours (an evaluation on rank 0); that is the watchdog's to report, not the transport's to end.
 _FOREVER = datetime.timedelta(days=7)
 _AT_ONCE = datetime.timedelta(milliseconds=1)
@@ -37,18 +36,22 @@ class Message(NamedTuple):
 
 def tear_down(gloo: Any) -> None:
     """Close all connections of a ``ProcessGroupGloo``, so that every wait on them ends with an error, on the peers too."""
-    peer = (gloo.rank() + 1) % gloo.size()
-    with contextlib.suppress(RuntimeError):
-        gloo.recv([torch.empty(1, device="cpu")], peer, _TAG_OF_THE_END).wait(_AT_ONCE)
+    for step in range(
+        1, gloo.size()
+    ):  # from a peer whose connection is closed already a receive fails, and closes nothing
+        peer = (gloo.rank() + step) % gloo.size()
+        with contextlib.suppress(RuntimeError):
+            gloo.recv([torch.empty(1, device="cpu")], peer, _TAG_OF_THE_END).wait(_AT_ONCE)
 
 
 class Link:
     """Nonblocking sends and receives, matched by peer and tag in posting order, and polite waits for them."""
 
-    def __init__(self, store: Any, rank: int, size: int) -> None:
+    def __init__(self, store: Any, rank: int, size: int, setup: datetime.timedelta) -> None:
+        """`setup`: how long peers may take to connect."""
         self.rank = rank
         self.size = size
-        self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, _SETUP_TIMEOUT) if size > 1 else None
+        self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, setup) if size > 1 else None
         self._broken = False
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Message:

@@ -22,10 +22,11 @@ from comm_core import TransportError
 from overlap.transport.torch.interfaces import VARIABLE, Address, other_host, own_addresses, refusal, toward
 from overlap.transport.torch.variables import Variables
 
-__all__ = ["Rendezvous", "begin_group", "connecting", "join_world", "name_interface"]
+__all__ = ["Rendezvous", "begin_group", "connecting", "corner_of", "join_world", "name_interface"]
 
 _ATTEMPT = "TORCHELASTIC_RESTART_COUNT"
 _CONNECT = datetime.timedelta(minutes=2)  # for ranks that have all arrived at the store
+_PATIENCE = datetime.timedelta(minutes=5)
 
 
 def join_world(session: int) -> Variables:
@@ -99,12 +100,16 @@ def _tcp_store(store: Any) -> Any:
 
 
 class Rendezvous:
-    """Connections to `store` for the ranks of one session, numbered from 0: all, or those in `ranks`."""
+    """Connections to `store` for the ranks that meet in one `corner` of it: see :func:`corner_of`.
 
-    def __init__(self, store: Any, session: int, ranks: Sequence[int] | None = None) -> None:
-        self._store, self._corner = store, f"dear/session-{session}"
-        if ranks is not None:  # others may have a session at the same time
-            self._corner = f"dear/ranks-{'-'.join(map(str, ranks))}/session-{session}"
+    `patience` is how long they may take to connect to each other. `attempts`: processes of several attempts meet there.
+    """
+
+    def __init__(
+        self, store: Any, corner: str, patience: datetime.timedelta = _PATIENCE, *, attempts: bool = False
+    ) -> None:
+        self._store, self._corner, self.patience = store, corner, patience
+        self._attempt = "" if attempts else f"attempt-{os.environ.get(_ATTEMPT, 0)}/"
 
     def connect(self, prefix: str) -> Any:
         """A store by a connection of its own, so that a blocking wait on it holds up nobody else."""
@@ -115,5 +120,10 @@ class Rendezvous:
         below = _tcp_store(self._store)
         if below is None:
             return PrefixStore(f"{self._corner}/{prefix}", self._store)
-        client = TCPStore(below.host, below.port, wait_for_workers=False)
-        return PrefixStore(f"attempt-{os.environ.get(_ATTEMPT, 0)}/{self._corner}/{prefix}", client)
+        client = TCPStore(below.host, below.port, timeout=self.patience, wait_for_workers=False)
+        return PrefixStore(f"{self._attempt}{self._corner}/{prefix}", client)
+
+
+def corner_of(session: int, ranks: Sequence[int] | None = None) -> str:
+    """Of a session, numbered from 0, of all ranks, or of those in `ranks`: others may have one at the same time."""
+    return f"dear/session-{session}" if ranks is None else f"dear/ranks-{'-'.join(map(str, ranks))}/session-{session}"

@@ -1,0 +1,74 @@
+"""Which communicator of all ranks this process gets: that of its launcher, or one that the script gives."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+import comm_core
+from overlap.health import failures
+from overlap.job import regrouping
+from overlap.job.launch import Launch, Launcher, LaunchError
+from overlap.job.settings import SettingError
+from overlap.transport.communicator import Communicator
+from overlap.transport.native import NativeCommunicator
+
+__all__ = ["connect", "meet"]
+
+
+def meet(launch: Launch, comm: Any) -> Communicator:
+    """In a job whose ranks come and go, with those of them that train together next. On every one of them."""
+    adopted = comm is not None or (torch.distributed.is_available() and torch.distributed.is_initialized())
+    problem = regrouping.obstacle(os.environ, launch, adopted)
+    if problem is not None:
+        wrong = LaunchError(problem)
+        failures.say_in_one_line(wrong, launch.rank)
+        raise wrong
+    return regrouping.connect(launch)
+
+
+def connect(launch: Launch, comm: Any) -> Communicator:
+    """As the launcher says, or `comm`. What is wrong with comm_core's own variables, which it reads then, ends a script."""
+    try:
+        return _connection(launch, comm)
+    except comm_core.InvalidUsage as error:
+        if not str(error).startswith("COMM_CORE_"):
+            raise
+        wrong = SettingError(f"environment variable {error}; correct or unset it")
+        failures.say_in_one_line(wrong, launch.rank)
+        raise wrong from error
+
+
+def _connection(launch: Launch, comm: Any) -> Communicator:
+    if isinstance(comm, Communicator):
+        return comm
+    if comm is not None and hasattr(comm, "py2f"):
+        return NativeCommunicator(comm_core.mpi(comm))
+    if _is_process_group(comm):
+        from overlap.transport.torch.communicator import connect
+
+        return connect(comm)
+    if comm is not None:
+        raise TypeError(
+            "comm should be an mpi4py communicator, a process group of torch.distributed or an overlap Communicator and "
+            f"is {type(comm).__name__}"
+        )
+    if launch.launcher is Launcher.MPI:
+        if launch.size > 1 and not comm_core.mpi_available():
+            raise LaunchError(
+                f"started by {launch.source}, but comm_core was built without MPI: every process would train alone. "
+                "Build the MPI backend with 'python -m comm_core.build', or start with torchrun"
+            )
+        native = comm_core.mpi() if comm_core.mpi_available() else comm_core.local()
+        return NativeCommunicator(native)
+    if launch.launcher is Launcher.TORCHRUN:
+        from overlap.transport.torch.communicator import connect
+
+        return connect()
+    return NativeCommunicator(comm_core.local())
+
+
+def _is_process_group(comm: Any) -> bool:
+    return torch.distributed.is_available() and isinstance(comm, torch.distributed.ProcessGroup)
