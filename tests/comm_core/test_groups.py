@@ -326,6 +326,8 @@ def test_what_other_ranks_never_issue_can_be_given_up(comm: Communicator) -> Non
     assert not any(work.done() for work in works if work.op != "send")
     part.abandon()
     for work in works:
+        if work.op == "send" and work.done() and work.exception() is None:
+            continue  # the last rank came to abandon() first, and has taken it
         with pytest.raises(comm_core.TransportError, match="given up: other ranks never issued it"):
             work.wait(10)
     part.close()
