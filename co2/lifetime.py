@@ -51,7 +51,7 @@ class Shutdown:
         """Nobody waits here."""
 
     def abandon(self) -> None:
-        """Rounds end with their optimizers; see :meth:`Rounds.give_up`."""
+        """Rounds end with their optimizers."""
 
 
 class Ownership:
