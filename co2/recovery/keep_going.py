@@ -38,7 +38,7 @@ class _Outcome(NamedTuple):
 
 
 @dataclass
-class _Mine:
+class _BroughtAlong:
     """What this rank brings along where ranks change."""
 
     has_state: bool = False  # that of training, from its beginning or from the others
@@ -83,7 +83,7 @@ def _train(session: Session, func: Callable[[], R], state: State) -> R:
         alone = func()
         state.finished()
         return alone
-    mine = _Mine()
+    mine = _BroughtAlong()
     while True:
         outcome = _call(session, mine, func, state)
         if not outcome.again:
@@ -92,7 +92,7 @@ def _train(session: Session, func: Callable[[], R], state: State) -> R:
         session = _go_on()
         assert session.roster is not None
         if not session.roster.stayed:
-            mine = _Mine()
+            mine = _BroughtAlong()
 
 
 def _take_up(state: State) -> None:
@@ -101,7 +101,7 @@ def _take_up(state: State) -> None:
         state.sync()
 
 
-def _call(session: Session, mine: _Mine, func: Callable[[], Any], state: State) -> _Outcome:
+def _call(session: Session, mine: _BroughtAlong, func: Callable[[], Any], state: State) -> _Outcome:
     assert session.roster is not None
     try:
         _begin(session, mine, state)
@@ -140,7 +140,7 @@ def _go_on() -> Session:
     return session
 
 
-def _begin(session: Session, mine: _Mine, state: State) -> None:
+def _begin(session: Session, mine: _BroughtAlong, state: State) -> None:
     """All ranks have the state of the first of those that go on, and the mean of all of theirs as parameters."""
     session.late = False
     going_on = sum(allgather_object(session.control, mine.has_state))

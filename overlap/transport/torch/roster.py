@@ -62,9 +62,8 @@ class Roster:
         self.stayed = False  # in this generation from the one before
         self.late = False  # others did
         self._telling = threading.Lock()  # of the last four and the next
-        self._seen: dict[
-            int, tuple[Member, int, float]
-        ] = {}  # by rank: the last process, its signs of life, since when
+        # By rank: the process that was started last, how many signs of life it has given, and since when.
+        self._seen: dict[int, tuple[Member, int, float]] = {}
         self._seeing = threading.Lock()
         self._on_news: Callable[[], None] = _nothing
         self._closing = threading.Event()
