@@ -75,7 +75,8 @@ def test_those_that_are_left_go_on_and_who_comes_back_is_let_in(start: Start) ->
         back = pool.submit(again.regroup)
         _until(lambda: first.somebody_waits and third.somebody_waits)
         assert not first.news, "those that train are not disturbed"
-        assert _regroup([first, third]) == [0, 1]
+        while again.me not in first.members:
+            assert _regroup([first, third]) == [0, 1]
         assert back.result(20) == 2
     assert not again.stayed
     assert again.late
@@ -104,7 +105,8 @@ def test_who_was_taken_for_lost_comes_back_without_what_it_had(start: Start) -> 
     with ThreadPoolExecutor(1) as pool:
         back = pool.submit(rosters[2].regroup)
         _until(lambda: rosters[0].somebody_waits)
-        assert _regroup(rosters[:2]) == [0, 1]
+        while rosters[2].me not in rosters[0].members:  # they may meet before they see that it is alive
+            assert _regroup(rosters[:2]) == [0, 1]
         assert back.result(20) == 2
     assert not rosters[2].stayed
 
