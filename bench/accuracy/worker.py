@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LambdaLR
 
 from bench.accuracy.tasks import TASKS
 from bench.methods.registry import method
@@ -26,6 +27,9 @@ def main() -> None:
     torch.manual_seed(seed)
     bare = task.build()
     model, optimizer = chosen.distribute(bare, (task.optimizer, task.arguments))
+    scheduler = None
+    if (schedule := task.schedule) is not None:
+        scheduler = LambdaLR(optimizer, lambda step: schedule(step, settings["steps"]))
     loss_of, generator = task.loss(), torch.Generator().manual_seed(1000 * seed + place.rank)
     losses, ended, begun = [], [], time.perf_counter()
     for _ in range(settings["steps"]):
@@ -33,6 +37,8 @@ def main() -> None:
         loss = loss_of(model, generator)
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
         losses.append(loss.item())
         ended.append(time.perf_counter() - begun)
     chosen.settle(optimizer)

@@ -9,7 +9,7 @@ import torch
 
 from bench.accuracy.curve import apart, draw, report, smooth
 from bench.accuracy.report import markdown, mean_and_spread, seconds_to, steps_to, targets
-from bench.accuracy.tasks import TASKS
+from bench.accuracy.tasks import TASKS, warm_up_and_cosine
 
 CURVES = {
     "dear": {"loss": [2.0, 1.0, 0.5], "seconds": [1.0, 2.0, 3.0]},
@@ -45,6 +45,15 @@ def test_the_language_has_a_loss_on_text_that_was_held_out() -> None:
         assert task.held_out(task.build())["loss"] == pytest.approx(
             4.85, abs=0.3
         )  # of 128 bytes, one as likely as another
+
+
+def test_a_learning_rate_rises_and_falls() -> None:
+    rates = [warm_up_and_cosine(step, 1000) for step in range(1001)]
+    assert rates[:2] == [0.01, 0.02]
+    assert rates[99] == rates[100] == max(rates) == 1.0
+    assert rates[550] == pytest.approx(0.55)
+    assert rates[1000] == pytest.approx(0.1)  # a scheduler computes one more than there are steps
+    assert warm_up_and_cosine(0, 1) == 1.0
 
 
 def test_losses_are_timed_and_averaged_over_seeds() -> None:
