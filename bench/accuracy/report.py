@@ -11,8 +11,9 @@ from typing import Any
 
 from bench.accuracy.curve import LONG_WINDOW, smooth
 
-__all__ = ["markdown", "mean_and_spread", "seconds_to", "steps_to", "targets"]
+__all__ = ["held_out", "markdown", "mean_and_spread", "reached", "seconds_to", "steps_to", "targets"]
 
+_PERCENT = {"accuracy"}
 _WHERE = (0.25, 0.5, 1.0)  # of the first method's steps: its losses there are what others are timed to
 
 Run = Mapping[str, Any]
@@ -51,32 +52,53 @@ def _in_words(values: Sequence[float | None], digits: int) -> str:
     return f"{mean:.{digits}f} ± {spread:.{digits}f}"
 
 
+def held_out(methods: Mapping[str, Sequence[Run]]) -> list[list[str]]:
+    """Rows of cells, the head first: means and standard deviations on data that was held out; none where none was."""
+    first = next(iter(methods.values()))
+    kinds = list(first[0].get("held_out", {}))
+    if not kinds:
+        return []
+    reference = mean_and_spread([run["held_out"]["loss"] for run in first])[0]
+    rows = [["method", *(f"{kind}, %" if kind in _PERCENT else kind for kind in kinds), "loss, to the first's"]]
+    for name, runs in methods.items():
+        cells = [
+            _in_words([100 * run["held_out"][kind] for run in runs], 1)
+            if kind in _PERCENT
+            else _in_words([run["held_out"][kind] for run in runs], 4)
+            for kind in kinds
+        ]
+        loss = mean_and_spread([run["held_out"]["loss"] for run in runs])[0]
+        rows.append([name, *cells, f"{loss / reference - 1:+.1%}"])
+    return rows
+
+
+def reached(methods: Mapping[str, Sequence[Run]], *, timed: bool) -> list[list[str]]:
+    """Rows of cells, the head first: how many steps, or seconds, it takes to three losses of the first method."""
+    losses = targets(next(iter(methods.values())))
+    reach, digits = (seconds_to, 1) if timed else (steps_to, 0)
+    rows = [["method", *(f"{loss:.3f}" for loss in losses), *(["all steps"] if timed else [])]]
+    for name, runs in methods.items():
+        cells = [_in_words([reach(run, loss) for run in runs], digits) for loss in losses]
+        if timed:
+            cells.append(_in_words([run["seconds"][-1] for run in runs], 1))
+        rows.append([name, *cells])
+    return rows
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    lines = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
+    return ["| " + " | ".join(cells) + " |" for cells in lines]
+
+
 def markdown(about: str, methods: Mapping[str, Sequence[Run]], *, timed: bool) -> str:
     """`methods`: the runs of each, a seed each; the first one is what others are compared with.
 
     `timed`: whether seconds say anything, as they do where ranks are on a network; else steps are counted.
     """
-    first = next(iter(methods.values()))
-    kinds = list(first[0].get("held_out", {}))
     lines = ["# Learned", "", about, ""]
-    if kinds:
-        reference = mean_and_spread([run["held_out"]["loss"] for run in first])[0]
+    if rows := held_out(methods):
         lines += ["On data that was held out, after the last step, by the parameters that all ranks agree upon:", ""]
-        lines += ["| method | " + " | ".join(kinds) + " | loss, to the first's |", "|" + "---|" * (len(kinds) + 2)]
-        for name, runs in methods.items():
-            cells = [_in_words([run["held_out"][kind] for run in runs], 4) for kind in kinds]
-            loss = mean_and_spread([run["held_out"]["loss"] for run in runs])[0]
-            lines.append(f"| {name} | " + " | ".join(cells) + f" | {loss / reference - 1:+.1%} |")
-        lines.append("")
-    losses = targets(first)
-    unit, reach, digits = ("Seconds", seconds_to, 1) if timed else ("Steps", steps_to, 0)
+        lines += [*_table(rows), ""]
+    unit = "Seconds" if timed else "Steps"
     lines += [f"{unit} to a training loss, the mean of {LONG_WINDOW} steps on rank 0:", ""]
-    last = ["all steps"] if timed else []
-    lines += ["| " + " | ".join(["method", *(f"{loss:.3f}" for loss in losses), *last]) + " |"]
-    lines.append("|" + "---|" * (len(losses) + 1 + len(last)))
-    for name, runs in methods.items():
-        cells = [_in_words([reach(run, loss) for run in runs], digits) for loss in losses]
-        if timed:
-            cells.append(_in_words([run["seconds"][-1] for run in runs], 1))
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return "\n".join([*lines, ""])
+    return "\n".join([*lines, *_table(reached(methods, timed=timed)), ""])

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.accuracy.curve import apart
+from bench.accuracy.report import held_out, reached
 from bench.methods.spec import family_of, parse_spec
 from bench.program import ROOT
 from bench.sweep.report import bound_of, provenance
@@ -199,6 +200,23 @@ def pivot(source: Source) -> str:
     return _table(head + ["fastest"] * (show == "ms"), rows)
 
 
+def speed(source: Source) -> str:
+    """speed SWEEP [SETTING=…]: a row for every method, with the mean seconds of a step on each network, and its part of
+    the speed without communication, which the method `none` of its group has."""
+    cells: dict[str, dict[str, str]] = {}
+    places: list[str] = []
+    for one in source.groups():
+        place = f"{one.settings['workers']} hosts, {one.settings['network']}"
+        places += [] if place in places else [place]
+        alone = _fastest(one, "none")
+        for row in one.rows if alone is not None else ():
+            if row.family != "none":
+                told = f"{row.mean:.2f} s{_mark(row)}, {alone.mean / row.mean:.0%}"
+                cells.setdefault(row.method, {})[place] = told
+    rows = [[f"`{name}`", *(there.get(place, "") for place in places)] for name, there in cells.items()]
+    return _table(["method", *places], rows)
+
+
 def ratio(source: Source) -> str:
     """ratio SWEEP MINE OTHER|L [SETTING=…]: the fastest settings' medians, or L; of several groups a range."""
     return _ratios(source, source.methods(), lambda one: one.best)
@@ -280,6 +298,27 @@ def curve(source: Source) -> str:
     return f"{mine / other:.2f}"
 
 
+def _runs(source: Source) -> dict[str, Any]:
+    """The runs of every method of ``docs/results/FILE.json``, by its name as a cell."""
+    found = json.loads((source.folder / f"{source.words[0]}.json").read_text())
+    return {
+        f"`{name}`" + ("\\*" if UNCOMMITTED in one["origin"]["commit"] else ""): one["runs"]
+        for name, one in found.items()
+    }
+
+
+def learned(source: Source) -> str:
+    """learned FILE: what methods of ``bench.accuracy`` are worth on data that was held out; its means over seeds."""
+    head, *rows = held_out(_runs(source))
+    return _table(head, rows)
+
+
+def seconds_to(source: Source) -> str:
+    """seconds_to FILE: how long methods of ``bench.accuracy`` take to three losses of the first one."""
+    head, *rows = reached(_runs(source), timed=True)
+    return _table(head, rows)
+
+
 def steps(source: Source) -> str:
     """steps NAME METHOD: seconds of all steps of one method in ``docs/results/steps/NAME.json``."""
     courses = json.loads((source.folder / "steps" / f"{source.words[0]}.json").read_text())["courses"]
@@ -332,8 +371,8 @@ def rings(source: Source) -> str:
 
 
 _ALL = (
-    *(about, methods, against, pivot, ratio, exactly, peak, bars, search),
-    *(curve, curves, collectives, rings, as_it_comes, steps),
+    *(about, methods, against, as_it_comes, pivot, speed, ratio, exactly, peak, bars, search),
+    *(curve, curves, learned, seconds_to, steps, collectives, rings),
 )
 VIEWS: Mapping[str, Callable[[Source], str]] = {view.__name__: view for view in _ALL}
 

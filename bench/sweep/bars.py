@@ -5,6 +5,7 @@ method = "dear"                     # several settings of one method: the fastes
 of = "bound"                        # the default; or a method
 at_most = 1.2
 where = {workers = 2}               # left out: every group that has runs of both
+mean = true                         # means of steps, for methods of which one step in many takes longer; else medians
 as_it_comes = true                  # method without options, and not its fastest setting; of may be its other settings
 """
 
@@ -26,7 +27,8 @@ BOUND = "bound"
 
 @dataclass(frozen=True)
 class Bar:
-    """`method`'s median step is to be at most `at_most` times that of `of`, in the groups that `where` describes.
+    """`method`'s median step is to be at most `at_most` times that of `of`, in the groups that `where` describes; with
+    `mean`, its mean step.
 
     With `as_it_comes`, the run of `method` without options counts, and not the fastest setting; where `of` is the same
     method, its other settings.
@@ -37,6 +39,7 @@ class Bar:
     at_most: float
     where: Mapping[str, Any]
     as_it_comes: bool = False
+    mean: bool = False
 
     @property
     def sides(self) -> tuple[str, str]:
@@ -46,6 +49,10 @@ class Bar:
     def speaks_of(self, settings: Mapping[str, Any]) -> bool:
         """A bar that names no launcher speaks of runs for which none was chosen."""
         return all(settings.get(name) == value for name, value in {"launcher": None, **self.where}.items())
+
+    def seconds(self, row: Row) -> float:
+        """Of a step, as this bar counts it."""
+        return row.mean if self.mean else row.median
 
     def __str__(self) -> str:
         where = " and ".join(f"{name}={value}" for name, value in self.where.items())
@@ -106,12 +113,14 @@ def parse(tables: Iterable[Mapping[str, Any]], families: Collection[str]) -> tup
         _check_side("method", table["method"], families)
         if of != BOUND:
             _check_side("of", of, families)
-        plain = table.get("as_it_comes", False)
+        plain, mean = table.get("as_it_comes", False), table.get("mean", False)
+        if mean and of == BOUND:
+            raise ValueError("mean of [[bars]] compares two methods, and there is no of")
         if plain and parse_spec(table["method"])[1]:
             raise ValueError(
                 f"as_it_comes of [[bars]] is about a method without options, and method is {table['method']!r}"
             )
-        bars.append(Bar(table["method"], of, float(at_most), where, bool(plain)))
+        bars.append(Bar(table["method"], of, float(at_most), where, bool(plain), bool(mean)))
     return tuple(bars)
 
 
@@ -173,7 +182,7 @@ def _verdict(bar: Bar, place: _Place) -> Verdict | None:
 
 def _compare(bar: Bar, group: Group) -> tuple[str, float] | None:
     """A line about a group in which both sides were measured, and the ratio it tells; None without what it means."""
-    mine = _fastest(group, bar.method, lambda row: not bar.as_it_comes or row.method == bar.method)
+    mine = _fastest(bar, group, bar.method, lambda row: not bar.as_it_comes or row.method == bar.method)
     if mine is None:
         return None
     if bar.of == BOUND:
@@ -181,22 +190,22 @@ def _compare(bar: Bar, group: Group) -> tuple[str, float] | None:
         assert group.bound is not None
         reference, name = group.bound, "L"
     else:
-        fastest = _fastest(group, bar.of, lambda row: not bar.as_it_comes or row.method != bar.method)
+        fastest = _fastest(bar, group, bar.of, lambda row: not bar.as_it_comes or row.method != bar.method)
         if fastest is None:
             return None
         other = fastest
-        reference, name = other.median, other.method
-    ratio = mine.median / reference
+        reference, name = bar.seconds(other), other.method
+    ratio = bar.seconds(mine) / reference
     text = f"{mine.method}{' as it comes' if bar.as_it_comes else ''} {ratio:.2f} x {name}, bar {bar.at_most:.2f}"
     if mine.origin != other.origin:
         text += f"; not of the same code: {mine.method} of {mine.origin}, {other.method} of {other.origin}"
     return text, ratio
 
 
-def _fastest(group: Group, method: str, counts: Callable[[Row], bool]) -> Row | None:
+def _fastest(bar: Bar, group: Group, method: str, counts: Callable[[Row], bool]) -> Row | None:
     """Of a family's runs in the group that count."""
     rows = [row for row in group.rows if row.family == family_of(method) and counts(row)]
-    return min(rows, key=lambda row: row.median, default=None)
+    return min(rows, key=bar.seconds, default=None)
 
 
 def judge(

@@ -28,6 +28,7 @@ class Row:
 
     method: str
     n: int
+    mean: float
     median: float
     low: float
     high: float
@@ -101,6 +102,7 @@ def _row(result: Mapping[str, Any]) -> Row:
     return Row(
         method=result["settings"]["method"],
         n=len(steps),
+        mean=statistics.fmean(steps),
         median=statistics.median(steps),
         low=quartiles[0],
         high=quartiles[2],

@@ -74,8 +74,8 @@ def test_losses_are_timed_and_averaged_over_seeds() -> None:
     assert "Steps to a training loss" in counted
     assert "| dear | 25 ± 0 | 50 ± 0 | 100 ± 0 |" in counted
     text = markdown("About it.", {"dear": runs, "co2": slow}, timed=True)
-    assert "| dear | 2.5000 ± 0.7071 | 0.8500 ± 0.0707 | +0.0% |" in text
-    assert "| co2 | 2.7500 ± 0.0000 | 0.5000 ± 0.0000 | +10.0% |" in text
+    assert "| dear | 2.5000 ± 0.7071 | 85.0 ± 7.1 | +0.0% |" in text
+    assert "| co2 | 2.7500 ± 0.0000 | 50.0 ± 0.0 | +10.0% |" in text
     assert "| co2 | never | never | never | 49.5 ± 0.0 |" in text
 
 

@@ -140,6 +140,14 @@ def _results(folder: Path) -> Path:
             for name, (commit, end) in methods.items()
         }
         (folder / "accuracy" / f"{task}.json").write_text(json.dumps(curves))
+    seeds = [
+        {"loss": [3.0, 2.0], "seconds": [1.0, end], "held_out": {"loss": end, "accuracy": 0.5}} for end in (3.0, 5.0)
+    ]
+    of = {
+        "dear": {"runs": seeds, "origin": {"commit": "abc"}},
+        "co2": {"runs": seeds[1:], "origin": {"commit": "d-dirty.1"}},
+    }
+    (folder / "learned.json").write_text(json.dumps(of))
     small = {**row, "bytes": 2**10}
     (folder / "collectives" / "two.json").write_text(json.dumps({**about, "rows": [small, row]}))
     ring = {**row, "operation": "reduce_scatter", "to_wire": 1.25, "cores_busy": 0.5}
@@ -169,6 +177,12 @@ def _results(folder: Path) -> Path:
         ("search a", "`dear:tune=True` 40"),
         ("curve good dear ddp", "0.67"),
         ("curves good", "| `dear` | 2.0 | 1.00 |\n| `ddp:bucket_mb=1` | 3.0 | 0.67 |\n| `ddp` | 4.0 | 0.50 |"),
+        (
+            "learned learned",
+            "| `dear` | 4.0000 ± 1.4142 | 50.0 ± 0.0 | +0.0% |\n| `co2`\\* | 5.0000 ± 0.0000 | 50.0 ± 0.0 | +25.0% |",
+        ),
+        ("seconds_to learned", "| `dear` | 4.0 ± 1.4 | 1.0 ± 0.0 | 4.0 ± 1.4 | 4.0 ± 1.4 |"),
+        ("speed a workers=2", "| `dear:threshold_mb=2` | 1.10 s, 73% |\n"),
         ("collectives two", "| all_gather | 1 MB | 9 | 4.00 | 3.90 – 4.20 | 0.90 |  | 0.50 |"),
         ("rings rings", "| 1gbit | 1 | 0.96 | 0.80 | 1.11 | 50% |"),
     ],

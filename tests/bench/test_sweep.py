@@ -302,6 +302,22 @@ def test_a_bar_may_speak_of_a_method_as_it_comes() -> None:
         parse_bars([{"method": "dear:eager=True", "at_most": 1, "as_it_comes": True}], ["dear:eager=True"])
 
 
+def test_a_bar_may_compare_means() -> None:
+    waits = result_of(Settings(method="co2:outer=localsgd"), 1.0, step_seconds=[0.6, 0.6, 0.6, 9.0])
+    found = judge(
+        group([result_of(Settings(method="none"), 0.6), waits]), [Bar("co2:outer=localsgd", "none", 1.03, {})]
+    )
+    assert [verdict.met for verdict in found] == [True]
+    bars = parse_bars(
+        [{"method": "co2:outer=localsgd", "of": "none", "at_most": 1.03, "mean": True}], ["none", "co2:outer=localsgd"]
+    )
+    (verdict,) = judge(group([result_of(Settings(method="none"), 0.6), waits]), bars)
+    assert verdict.met is False
+    assert "co2:outer=localsgd 4.50 x none" in verdict.text
+    with pytest.raises(ValueError, match="compares two methods"):
+        parse_bars([{"method": "dear", "at_most": 1, "mean": True}], ["dear"])
+
+
 def test_every_bar_gets_a_verdict() -> None:
     nowhere = judge(group(some_results()), [Bar("dear", "ddp", 2.0, {"workers": "2"})])
     assert [(one.met, one.passes, one.word) for one in nowhere] == [(None, False, "not judged")]
