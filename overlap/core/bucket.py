@@ -93,16 +93,19 @@ class Slot:
         place, view, param = self.place, self.view, self.param
         assert place is not None
         assert view is not None
-        if view.data_ptr() != place.data_ptr() or view.dtype is not place.dtype:
+        gradient, lone = param.grad, self.bucket is not None and self.bucket.lone
+        if not lone and (view.data_ptr() != place.data_ptr() or view.dtype is not place.dtype):
             self.view = view = place.data  # ``model.half().double()`` has given the old one other memory
-        gradient = param.grad
         if gradient is None or param.dtype is not place.dtype or param.device != place.device:
             unused_mark(place)
             self._given = None
         else:
             if gradient.layout is not torch.strided:
                 raise _not_dense(self)
-            copy_used(place, gradient)
+            if lone:
+                self.view = view = gradient.detach() if gradient.requires_grad else gradient
+            else:
+                copy_used(place, gradient)
             if not gradient.requires_grad:  # backward(create_graph=True): the graph hangs on the user's own tensor
                 param.grad = gradient = view
             self._given, self._version = gradient, gradient._version
@@ -216,6 +219,7 @@ class Bucket:
     issue its operations on the communicators of its `lane`; gradients are reduced with `op`. With `make_master`, parameters
     travel rounded, and :attr:`master` has the exact values of this rank's shard.
 
+    One that is `lone` is reduced with nobody: gradients stay where backward left them, and the buffer is not used.
     Where the bucket is `carried`, who moves it also rounds what is sent and widens what arrives, as
     :attr:`wide_gradients` and :attr:`wide_parameters` say.
     """
@@ -233,10 +237,12 @@ class Bucket:
         op: ReduceOp = ReduceOp.AVG,
         make_master: MakeMaster | None = None,
         carried: bool = False,
+        lone: bool = False,
         lane: int = 0,
     ) -> None:
         self.index, self.spec, self.slots = index, spec, slots
         self.collectives, self.lane = collectives, lane
+        self.lone = lone and not holds_parameters
         self._rank, self._warned = rank, False
         self.phase = Phase.FILLING
         self.work: Work | None = None
@@ -363,7 +369,8 @@ class Bucket:
 
     def find_unused(self) -> None:
         """Read from whole reduced gradients which parameters no rank used."""
-        for slot, unused in zip(self.slots, unused_positions(self.gradients, *self._extents), strict=True):
+        marks = [s.absent for s in self.slots] if self.lone else unused_positions(self.gradients, *self._extents)
+        for slot, unused in zip(self.slots, marks, strict=True):
             slot.unused = unused if slot.param.numel() else slot.param.grad is None
 
     def expose(self) -> None:

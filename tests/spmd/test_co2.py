@@ -211,6 +211,25 @@ def test_outer_state_of_another_model_is_refused() -> None:
         optimizer.load_state_dict(saved)
 
 
+def test_gradients_of_a_rank_by_itself_stay_where_backward_left_them() -> None:
+    model = _model()
+    came: dict[torch.nn.Parameter, int] = {}
+
+    def note(param: torch.nn.Parameter) -> None:
+        assert param.grad is not None
+        came[param] = param.grad.data_ptr()
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(note)  # before the optimizer's
+    optimizer = co2.DistributedOptimizer(_momentum(model.parameters()), model, nprocs_per_node=1)
+    for step in range(3):  # buckets are made in the first one
+        optimizer.zero_grad()
+        _loss(model, co2.rank(), step).backward()
+        assert came
+        assert all(param.grad is not None and param.grad.data_ptr() == place for param, place in came.items())
+        optimizer.step()
+
+
 def test_a_frequency_is_suggested_from_what_all_ranks_have_measured() -> None:
     model, optimizer = _wrapped(outer_frequency=2)
     with pytest.raises(RuntimeError, match="rank 0 has measured fewer than 3 rounds"):

@@ -16,7 +16,7 @@ from overlap.core.shards import ShardUpdate
 from overlap.core.wire import COLLECTIVES, Exchange
 from overlap.plan.groups import Groups, members_of, plan_groups
 from overlap.plan.partition import BucketSpec, TensorSpec, lane_of
-from overlap.plan.plan import Facts, Plan
+from overlap.plan.plan import Facts, Plan, Updates
 from overlap.plan.strategy import Strategy
 from overlap.transport.communicator import Communicator
 from overlap.transport.memory import is_dense
@@ -204,6 +204,7 @@ class Planner:
         return order
 
     def _bucket(self, strategy: Strategy, number: int, spec: BucketSpec, *, sharded: bool) -> Bucket:
+        on_cpu = self.slots[spec.tensors[0]].param.is_cpu  # where a buffer that is not used takes no memory
         return Bucket(
             number,
             spec,
@@ -215,6 +216,7 @@ class Planner:
             op=self._exchange.op,
             make_master=self._make_master,
             carried=strategy.carries and self._comm.rounds,
+            lone=on_cpu and self._comm.size == 1 and self._exchange.plain and strategy.updates is Updates.WHOLE,
             lane=lane_of(spec.shares(self._comm.size), self._lanes),
         )
 
