@@ -9,6 +9,7 @@ PYBIND11_MODULE(_C, m) {
   register_work(m);
   register_communicator(m);
   register_backend(m);
+  register_blockwise(m);
   register_copies(m);
   register_halves(m);
   register_samples(m);

@@ -19,6 +19,7 @@ void register_types(py::module_& m);
 void register_work(py::module_& m);
 void register_communicator(py::module_& m);
 void register_backend(py::module_& m);
+void register_blockwise(py::module_& m);
 void register_copies(py::module_& m);
 void register_halves(py::module_& m);
 void register_samples(py::module_& m);

@@ -1,6 +1,7 @@
 # libcomm_core, and the modules that need no MPI. Paths are relative to the folder above.
 # The engine and its types exist once; both extension modules stand on this library.
 add_library(comm_core SHARED
+  csrc/blockwise.cpp
   csrc/communicator.cpp
   csrc/copies.cpp
   csrc/halves.cpp
@@ -29,10 +30,11 @@ add_library(comm_core SHARED
   csrc/schedule/schedule.cpp)
 target_include_directories(comm_core PUBLIC include)
 target_link_libraries(comm_core PUBLIC Threads::Threads PRIVATE comm_core_warnings)
-set_source_files_properties(csrc/copies.cpp csrc/reduce/half.cpp csrc/reduce/kernels.cpp PROPERTIES COMPILE_OPTIONS "-O3")
+set_source_files_properties(csrc/blockwise.cpp csrc/copies.cpp csrc/reduce/half.cpp csrc/reduce/kernels.cpp PROPERTIES COMPILE_OPTIONS "-O3")
 
 pybind11_add_module(_C
   bindings/backend_py.cpp
+  bindings/blockwise_py.cpp
   bindings/communicator_py.cpp
   bindings/copies_py.cpp
   bindings/errors_py.cpp

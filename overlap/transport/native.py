@@ -188,6 +188,26 @@ def copy_plus_zero(target: torch.Tensor, source: torch.Tensor) -> None:
     comm_core.copy_plus_zero(target.data_ptr(), source.data_ptr(), target.numel(), DTYPES[target.dtype])
 
 
+def blockwise_bytes(numel: int, bits: int) -> int:
+    """How many bytes :func:`encode_blockwise` makes of `numel` numbers, a multiple of 4."""
+    return int(comm_core.blockwise_bytes(numel, bits))
+
+
+def encode_blockwise(values: torch.Tensor, bits: int) -> torch.Tensor:
+    """Numbers as bytes: 8 or 4 bits each, and a scale of fp32 for every 128. ``comm_core/blockwise.hpp`` has the layout.
+
+    A flat fp32 or fp64 tensor on the CPU, without gaps; gives a flat one of uint8. No graph.
+    """
+    wire = torch.empty(blockwise_bytes(values.numel(), bits), dtype=torch.uint8, device="cpu")
+    comm_core.encode_blockwise(wire.data_ptr(), values.data_ptr(), values.numel(), bits, DTYPES[values.dtype])
+    return wire
+
+
+def decode_blockwise(wire: torch.Tensor, values: torch.Tensor, bits: int) -> None:
+    """What :func:`encode_blockwise` made becomes `values`, of the size and type that they were encoded from."""
+    comm_core.decode_blockwise(values.data_ptr(), wire.data_ptr(), values.numel(), bits, DTYPES[values.dtype])
+
+
 def take_samples(kept: torch.Tensor, source: torch.Tensor, places: torch.Tensor) -> None:
     """``kept[i] = source[places[i]]``: flat tensors on the CPU, two of one type and int64."""
     addresses = kept.data_ptr(), source.data_ptr(), places.data_ptr()

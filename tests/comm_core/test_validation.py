@@ -181,6 +181,18 @@ def test_the_stub_names_what_the_module_has() -> None:
     assert {e.name for e in ReduceOp} == {"SUM", "AVG", "MIN", "MAX", "PROD"}
 
 
+def test_blocks_are_of_8_or_4_bits_and_of_wide_numbers() -> None:
+    numbers, wire = np.zeros(3, np.float32), np.zeros(8, np.uint8)
+    addresses = wire.ctypes.data, numbers.ctypes.data
+    assert comm_core.blockwise_bytes(3, 4) == 8
+    with pytest.raises(InvalidUsage, match="8 or 4 bits, got 3"):
+        comm_core.blockwise_bytes(3, 3)
+    with pytest.raises(InvalidUsage, match="8 or 4 bits, got 2"):
+        comm_core.encode_blockwise(*addresses, 3, 2, DType.FLOAT32)
+    with pytest.raises(InvalidUsage, match="float32 or float64, got float16"):
+        comm_core.decode_blockwise(*reversed(addresses), 3, 4, DType.FLOAT16)
+
+
 def test_plus_zero_is_of_floating_point_numbers() -> None:
     numbers = np.zeros(3, np.int32)
     address = numbers.ctypes.data
