@@ -209,8 +209,8 @@ def speed(source: Source) -> str:
         place = f"{one.settings['workers']} hosts, {one.settings['network']}"
         places += [] if place in places else [place]
         alone = _fastest(one, "none")
-        for row in one.rows if alone is not None else ():
-            if row.family != "none":
+        for row in one.rows:
+            if alone is not None and row.family != "none":
                 told = f"{row.mean:.2f} s{_mark(row)}, {alone.mean / row.mean:.0%}"
                 cells.setdefault(row.method, {})[place] = told
     rows = [[f"`{name}`", *(there.get(place, "") for place in places)] for name, there in cells.items()]
