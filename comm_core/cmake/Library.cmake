@@ -30,7 +30,9 @@ add_library(comm_core SHARED
   csrc/schedule/schedule.cpp)
 target_include_directories(comm_core PUBLIC include)
 target_link_libraries(comm_core PUBLIC Threads::Threads PRIVATE comm_core_warnings)
-set_source_files_properties(csrc/blockwise.cpp csrc/copies.cpp csrc/reduce/half.cpp csrc/reduce/kernels.cpp PROPERTIES COMPILE_OPTIONS "-O3")
+set_source_files_properties(
+  csrc/blockwise.cpp csrc/copies.cpp csrc/reduce/half.cpp csrc/reduce/kernels.cpp
+  PROPERTIES COMPILE_OPTIONS "-O3")
 
 pybind11_add_module(_C
   bindings/backend_py.cpp

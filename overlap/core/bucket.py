@@ -97,7 +97,8 @@ class Slot:
         if not lone and (view.data_ptr() != place.data_ptr() or view.dtype is not place.dtype):
             self.view = view = place.data  # ``model.half().double()`` has given the old one other memory
         if gradient is None or param.dtype is not place.dtype or param.device != place.device:
-            unused_mark(place)
+            if not lone:
+                unused_mark(place)
             self._given = None
         else:
             if gradient.layout is not torch.strided:
