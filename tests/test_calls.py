@@ -17,7 +17,7 @@ from tests.harness import ROOT
 CALLS = {
     "dear": (124, 172, 215, 13),
     "oss": (124, 172, 215, 13),
-    "wfbp": (84, 217, 210, 9),
+    "wfbp": (84, 185, 210, 9),
 }
 SCRIPT = """
 import sys
