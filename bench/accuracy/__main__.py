@@ -3,6 +3,9 @@
 python -m bench.accuracy --task gpt2 --methods dear ddp horovod --workers 2 --network 1gbit
 python -m bench.accuracy --task cnn --methods dear co2 co2:outer_frequency=3 --steps 600 --seeds 3
 python -m bench.accuracy --task cnn --methods co2:outer=acco --steps 600 --seeds 3 --add
+
+Methods are compared after as many steps. With a --network, which makes them take longer, --add may give others more or fewer
+of them: those that fit in the same time.
 """
 
 from __future__ import annotations
@@ -57,7 +60,9 @@ def leave(curves: dict[str, dict[str, Any]], arguments: argparse.Namespace) -> N
     draw(curves, about, arguments.output, timed=timed)
     seeds = f"{arguments.seeds} seed{'s' if arguments.seeds > 1 else ''}"
     runs = {name: one["runs"] for name, one in curves.items()}
-    text = markdown(f"{about}; {arguments.steps} steps, {seeds}.", runs, timed=timed)
+    steps = sorted({len(one["loss"]) for one in curves.values()})
+    made = f"{steps[0]:,} steps" if len(steps) == 1 else f"{steps[0]:,} to {steps[-1]:,} steps"
+    text = markdown(f"{about}; {made}, {seeds}.", runs, timed=timed)
     arguments.output.with_suffix(".md").write_text(text)
 
 
@@ -66,10 +71,11 @@ def earlier(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
     file = arguments.output.with_suffix(".json")
     curves: dict[str, dict[str, Any]] = json.loads(file.read_text())
     for name, one in curves.items():
-        there = len(one["loss"]), len(one["runs"])
-        if there != (arguments.steps, arguments.seeds):
+        steps, seeds = len(one["loss"]), len(one["runs"])
+        comparable = steps == arguments.steps or arguments.network != "local"  # else where losses are over seconds
+        if seeds != arguments.seeds or not comparable:
             raise ValueError(
-                f"{file} has {there[0]} steps and {there[1]} seeds of {name}, and --steps {arguments.steps} --seeds "
+                f"{file} has {steps} steps and {seeds} seeds of {name}, and --steps {arguments.steps} --seeds "
                 f"{arguments.seeds} are asked for: pass those, or another --output"
             )
     return curves

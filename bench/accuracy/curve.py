@@ -27,18 +27,20 @@ def smooth(values: Sequence[float], window: int = WINDOW) -> list[float]:
 
 
 def apart(curves: Mapping[str, Curve]) -> float:
-    """The largest difference of losses between methods at the same step."""
-    return max(max(losses) - min(losses) for losses in zip(*(curve["loss"] for curve in curves.values()), strict=True))
+    """The largest difference of losses between methods at the same step, of those that all have made."""
+    return max(max(losses) - min(losses) for losses in zip(*(curve["loss"] for curve in curves.values()), strict=False))
 
 
 def report(curves: Mapping[str, Curve]) -> str:
     """A line for every method, and how far apart they are."""
     slowest = max(curve["seconds"][-1] for curve in curves.values())
-    lines = [f"{'method':<28}{'last loss':>10}{'seconds':>9}{'of slowest':>12}"]
+    lines = [f"{'method':<44}{'last loss':>10}{'steps':>7}{'seconds':>9}{'of slowest':>12}"]
     for name, curve in sorted(curves.items(), key=lambda item: item[1]["seconds"][-1]):
         seconds = curve["seconds"][-1]
-        lines.append(f"{name:<28}{smooth(curve['loss'])[-1]:>10.4f}{seconds:>9.1f}{seconds / slowest:>12.2f}")
-    steps = len(next(iter(curves.values()))["loss"])
+        losses = curve["loss"]
+        figures = f"{smooth(losses)[-1]:>10.4f}{len(losses):>7}{seconds:>9.1f}{seconds / slowest:>12.2f}"
+        lines.append(f"{name:<44}{figures}")
+    steps = min(len(curve["loss"]) for curve in curves.values())
     lines.append(f"losses at the same step are at most {apart(curves):.2g} apart, over {steps} steps")
     return "\n".join(lines)
 

@@ -73,14 +73,17 @@ def held_out(methods: Mapping[str, Sequence[Run]]) -> list[list[str]]:
 
 
 def reached(methods: Mapping[str, Sequence[Run]], *, timed: bool) -> list[list[str]]:
-    """Rows of cells, the head first: how many steps, or seconds, it takes to three losses of the first method."""
+    """Rows of cells, the head first: how many steps, or seconds, it takes to three losses of the first method.
+
+    Where seconds count, methods may have made other numbers of steps, which are told.
+    """
     losses = targets(next(iter(methods.values())))
     reach, digits = (seconds_to, 1) if timed else (steps_to, 0)
-    rows = [["method", *(f"{loss:.3f}" for loss in losses), *(["all steps"] if timed else [])]]
+    rows = [["method", *(f"{loss:.3f}" for loss in losses), *(["steps", "seconds of all"] if timed else [])]]
     for name, runs in methods.items():
         cells = [_in_words([reach(run, loss) for run in runs], digits) for loss in losses]
         if timed:
-            cells.append(_in_words([run["seconds"][-1] for run in runs], 1))
+            cells += [f"{len(runs[0]['loss']):,}", _in_words([run["seconds"][-1] for run in runs], 1)]
         rows.append([name, *cells])
     return rows
 

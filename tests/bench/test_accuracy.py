@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import torch
 
+from bench.accuracy.__main__ import earlier
 from bench.accuracy.curve import apart, draw, report, smooth
 from bench.accuracy.report import markdown, mean_and_spread, seconds_to, steps_to, targets
 from bench.accuracy.tasks import TASKS, warm_up_and_cosine
@@ -76,15 +79,31 @@ def test_losses_are_timed_and_averaged_over_seeds() -> None:
     text = markdown("About it.", {"dear": runs, "co2": slow}, timed=True)
     assert "| dear | 2.5000 ± 0.7071 | 85.0 ± 7.1 | +0.0% |" in text
     assert "| co2 | 2.7500 ± 0.0000 | 50.0 ± 0.0 | +10.0% |" in text
-    assert "| co2 | never | never | never | 49.5 ± 0.0 |" in text
+    assert "| co2 | never | never | never | 100 | 49.5 ± 0.0 |" in text
 
 
 def test_curves_are_compared_at_the_same_step(tmp_path: Path) -> None:
     assert apart(CURVES) == pytest.approx(0.001)
     assert smooth([1, 2, 3, 4, 5, 6, 7]) == [1, 1.5, 2, 2.5, 3, 4, 5]
     lines = report(CURVES).splitlines()
-    assert lines[1].split() == ["dear", "1.1667", "3.0", "0.50"]
+    assert lines[1].split() == ["dear", "1.1667", "3", "3.0", "0.50"]
     assert "at most 0.001 apart, over 3 steps" in lines[-1]
     draw(CURVES, "a title", tmp_path / "x.png", timed=True)
     draw(CURVES, "a title", tmp_path / "y.png", timed=False)
     assert (tmp_path / "x.png").stat().st_size > 5000
+
+
+def test_methods_may_make_as_many_steps_as_fit_in_the_same_time(tmp_path: Path) -> None:
+    more = {**CURVES, "co2": {"loss": [2.5, 2.0, 0.4, 0.3], "seconds": [0.5, 1.0, 1.5, 2.0]}}
+    assert apart(more) == pytest.approx(1.0)  # at the second step
+    assert "co2                                             1.3000      4      2.0        0.33" in report(more)
+    assert report(more).endswith("over 3 steps")
+    draw(more, "a title", tmp_path / "x.png", timed=True)
+    there = tmp_path / "curves.json"
+    there.write_text(json.dumps({name: {**curve, "runs": [curve]} for name, curve in more.items()}))
+    asked = {"steps": 4, "seeds": 1, "network": "100mbit", "output": tmp_path / "curves.png"}
+    assert earlier(Namespace(**asked)).keys() == more.keys()
+    with pytest.raises(ValueError, match="3 steps and 1 seeds of dear, and --steps 4"):
+        earlier(Namespace(**{**asked, "network": "local"}))
+    with pytest.raises(ValueError, match="--seeds 2"):
+        earlier(Namespace(**{**asked, "seeds": 2}))
