@@ -4,8 +4,8 @@ python -m bench.accuracy --task gpt2 --methods dear ddp horovod --workers 2 --ne
 python -m bench.accuracy --task cnn --methods dear co2 co2:outer_frequency=3 --steps 600 --seeds 3
 python -m bench.accuracy --task cnn --methods co2:outer=acco --steps 600 --seeds 3 --add
 
-Methods are compared after as many steps. With a --network, which makes them take longer, --add may give others more or fewer
-of them: those that fit in the same time.
+Methods are compared after as many steps. With a --network, which makes them take longer, --add may give others more or
+fewer of them: those that fit in the same time.
 """
 
 from __future__ import annotations

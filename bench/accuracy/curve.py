@@ -11,6 +11,7 @@ import matplotlib
 matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
+from matplotlib.ticker import LogFormatter
 
 __all__ = ["LONG_WINDOW", "apart", "draw", "report", "smooth"]
 
@@ -51,7 +52,7 @@ def draw(curves: Mapping[str, Curve], title: str, path: Path, *, timed: bool) ->
     Where results differ, means are over more steps, and the scale is logarithmic.
     """
     figure, panels = plt.subplots(
-        1, 2 if timed else 1, figsize=(11, 4.2), layout="constrained", sharey=True, squeeze=False
+        1, 2 if timed else 1, figsize=(13 if timed else 11, 4.2), layout="constrained", sharey=True, squeeze=False
     )
     over_steps, over_time = panels[0, 0], panels[0, 1] if timed else None
     alike = apart(curves) < _ALIKE
@@ -66,7 +67,7 @@ def draw(curves: Mapping[str, Curve], title: str, path: Path, *, timed: bool) ->
         )[0]
         if over_time is None:
             continue
-        over_time.plot(curve["seconds"], losses, lw=1.6, color=line.get_color(), label=name)
+        over_time.plot(curve["seconds"], losses, lw=1.6, ls=line.get_linestyle(), color=line.get_color(), label=name)
         over_time.axvline(curve["seconds"][-1], color=line.get_color(), lw=0.8, ls=":")
     over_steps.set_xlabel("steps")
     if over_time is not None:
@@ -76,8 +77,10 @@ def draw(curves: Mapping[str, Curve], title: str, path: Path, *, timed: bool) ->
         over_steps.set_ylim(bottom=0)
     else:
         over_steps.set_yscale("log")
-    beside = {} if timed else {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)}
-    over_steps.legend(frameon=False, fontsize="small", **beside)
+        over_steps.yaxis.set_major_formatter(LogFormatter())  # 2, not 2 x 10^0
+        over_steps.yaxis.set_minor_formatter(LogFormatter())
+    # One legend for both panels, on the right, where no line is.
+    panels[0, -1].legend(frameon=False, fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5))
     figure.suptitle(title, fontsize=10)
     figure.savefig(path, dpi=120)
     plt.close(figure)

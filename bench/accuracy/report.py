@@ -49,7 +49,7 @@ def _in_words(values: Sequence[float | None], digits: int) -> str:
     if len(known) < len(values):
         return f"{len(known)} of {len(values)} seeds" if known else "never"
     mean, spread = mean_and_spread(known)
-    return f"{mean:.{digits}f} ± {spread:.{digits}f}"
+    return f"{mean:.{digits}f} ± {spread:.{digits}f}" if len(known) > 1 else f"{mean:.{digits}f}"
 
 
 def held_out(methods: Mapping[str, Sequence[Run]]) -> list[list[str]]:

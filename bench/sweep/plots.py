@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,9 @@ _COLORS = {
     "fsdp2": "#b5485d",
     "horovod": "#7f7f7f",
 }
+_LINES = ("o-", "s--", "^:", "v-.", "D-", "P--", "X:", "<-.", ">-", "*--")  # for methods of one color
 _PER_ROW = 2
+_NEAR = 0.9  # of L
 
 
 def _color(method: str) -> str:
@@ -68,7 +71,7 @@ def throughput(groups: Sequence[Group], path: Path) -> Path:
                   color=[_color(name) for name in names], error_kw={"lw": 1})  # fmt: skip
         for place, row in enumerate(rows):
             axis.annotate(f" {row.total:.4g}", (row.total + row.plus_minus, place), va="center", fontsize=8)
-        axis.margins(x=0.15)
+        axis.set_xlim(0, 1.2 * max(row.total + row.plus_minus for row in rows))  # with room for the numbers
         axis.tick_params(labelsize=8)
         axis.set_xlabel(f"{rows[0].unit}/sec, all workers", fontsize=8)
         _title(axis, group)
@@ -111,13 +114,15 @@ def scaling(families: Sequence[Sequence[Group]], path: Path) -> Path:
         ]
         if alone:
             axis.plot(workers, [max(alone) * count for count in workers], "--", color="black", lw=0.8, label="linear")
+        lines = {color: cycle(_LINES) for color in [*_COLORS.values(), _color("")]}
         for method in dict.fromkeys(name for group in ordered for name in group.best):
             points = [
                 (group.settings["workers"], group.best[method].total) for group in ordered if method in group.best
             ]
             if len(points) == 1:
                 continue
-            axis.plot(*zip(*points, strict=True), "o-", color=_color(method), label=method, ms=4)
+            color = _color(method)
+            axis.plot(*zip(*points, strict=True), next(lines[color]), color=color, label=method, ms=4)
         axis.set_xticks(workers, [str(count) for count in workers])
         axis.set_ylim(bottom=0)
         axis.set_xlabel("workers", fontsize=8)
@@ -141,8 +146,11 @@ def draw(groups: Sequence[Group], folder: Path) -> list[Path]:
     shown = bounded or compared
     if shown:
         pictures.append(throughput(shown, folder / "throughput.png"))
-    if bounded:
-        pictures.append(distance(bounded, folder / "distance.png"))
+    # No distance from L where no method sends every gradient: local SGD takes a small part of it.
+    slowest = [(max(row.median for row in group.best.values()), group) for group in bounded]
+    near = [group for median, group in slowest if group.bound and median > _NEAR * group.bound]
+    if near:
+        pictures.append(distance(near, folder / "distance.png"))
     same: dict[tuple[Any, ...], list[Group]] = {}
     for group in shown:
         # Rates are undilated and of steps after the warm-up: both may be chosen anew for every number of hosts.

@@ -366,3 +366,10 @@ def test_reports_name_everything_and_pictures_are_drawn(tmp_path: Path) -> None:
     for part in ("# A title", "**missed**", "wire/compute 1.25", "ddp:bucket_mb=1 |", "not installed (tried 1 times)"):
         assert part in text
     assert (tmp_path / "reports.json").exists()
+
+
+def test_no_distance_from_l_is_drawn_where_nobody_sends_every_gradient(tmp_path: Path) -> None:
+    base = {"model": "mlp", "workers": 2, "network": "1gbit"}
+    steps = {"none": 0.3, "co2": 0.31, "co2:outer=acco": 0.32}
+    runs = [result_of(Settings(method=name, **base), seconds, goodput=1e8) for name, seconds in steps.items()]  # type: ignore[arg-type]
+    assert [picture.name for picture in draw(group(runs), tmp_path)] == ["throughput.png"]
