@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -114,7 +115,7 @@ def scaling(families: Sequence[Sequence[Group]], path: Path) -> Path:
         ]
         if alone:
             axis.plot(workers, [max(alone) * count for count in workers], "--", color="black", lw=0.8, label="linear")
-        lines = {color: cycle(_LINES) for color in [*_COLORS.values(), _color("")]}
+        lines: dict[str, Iterator[str]] = defaultdict(lambda: cycle(_LINES))
         for method in dict.fromkeys(name for group in ordered for name in group.best):
             points = [
                 (group.settings["workers"], group.best[method].total) for group in ordered if method in group.best
