@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from bench.emulation.cluster import Cluster
+from dearrun import meeting as meetings
 from dearrun import worker
 from dearrun.addresses import own_toward
 from dearrun.hosts import Host
@@ -155,6 +156,20 @@ def test_the_port_is_kept_for_who_asks_for_it() -> None:
         with socket.create_server(("", meeting.port)):
             meeting.look()
     assert not meeting.missed()
+
+
+def test_a_port_that_others_have_just_left_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Linux may give it: the side that hung up first is remembered for a minute, and its peer's port is free."""
+    with socket.create_server(("", 0)) as server:
+        left = server.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", left)):
+            other = server.accept()[0]
+        other.close()
+    given, bound = iter([left]), meetings._bound
+    monkeypatch.setattr(meetings, "_bound", lambda port: bound(port or next(given, 0)))
+    meeting = Meeting([], "here")
+    assert meeting.port != left
+    assert meeting.missed()
 
 
 def test_a_group_that_lasted_no_longer_than_a_look_has_met() -> None:
