@@ -5,7 +5,7 @@ python -m bench.accuracy --task cnn --methods dear co2 co2:outer_frequency=3 --s
 python -m bench.accuracy --task cnn --methods co2:outer=acco --steps 600 --seeds 3 --add
 
 Methods are compared after as many steps. With a --network, which makes them take longer, --add may give others more or
-fewer of them: those that fit in the same time.
+fewer of them: those that fit in the same time. It also gives methods that are there the seeds that they lack.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import argparse
 import json
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,45 +39,58 @@ def prepare(spec: str, arguments: argparse.Namespace) -> tuple[Settings, Method]
     return settings, chosen
 
 
-def run(spec: str, settings: Settings, chosen: Method, arguments: argparse.Namespace) -> dict[str, Any]:
-    """One method's losses and times by the first seed, the `runs` of all seeds, and the code they are of."""
-    runs: list[dict[str, Any]] = []
-    for seed in range(1, arguments.seeds + 1):
-        with tempfile.TemporaryDirectory() as folder:
-            output = Path(folder) / "curve.json"
-            task = {"method": spec, "task": arguments.task, "steps": arguments.steps, "seed": seed}
-            argv = ["-m", "bench.accuracy.worker", json.dumps({**task, "output": str(output)})]
-            launcher.launch(settings, chosen, argv)
-            runs.append(json.loads(output.read_text()))
-        print(f"bench.accuracy: {spec}, seed {seed}: {runs[-1]['seconds'][-1]:.0f} s", file=sys.stderr)
-    return {**{key: runs[0][key] for key in ("loss", "seconds")}, "runs": runs, "origin": today().to_dict()}
+def run(spec: str, seed: int, settings: Settings, chosen: Method, arguments: argparse.Namespace) -> dict[str, Any]:
+    """One method's losses and times by one seed, and the code that they are of."""
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "curve.json"
+        task = {"method": spec, "task": arguments.task, "steps": arguments.steps, "seed": seed}
+        argv = ["-m", "bench.accuracy.worker", json.dumps({**task, "output": str(output)})]
+        launcher.launch(settings, chosen, argv)
+        made: dict[str, Any] = json.loads(output.read_text())
+    print(f"bench.accuracy: {spec}, seed {seed}: {made['seconds'][-1]:.0f} s", file=sys.stderr)
+    return {**made, "origin": today().to_dict()}
+
+
+def curve(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One method's `runs`, a seed each; the first of them is what is drawn."""
+    return {**{key: runs[0][key] for key in ("loss", "seconds", "origin")}, "runs": runs}
 
 
 def leave(curves: dict[str, dict[str, Any]], arguments: argparse.Namespace) -> None:
-    """The numbers, the picture and the report of the methods so far; the next one may fail."""
+    """The numbers, the picture and the report of what has been run so far; the next one may fail."""
     arguments.output.with_suffix(".json").write_text(json.dumps(curves))
     about = f"{arguments.task}, {arguments.workers} workers, {arguments.network}"
     timed = arguments.network != "local"
     draw(curves, about, arguments.output, timed=timed)
-    seeds = f"{arguments.seeds} seed{'s' if arguments.seeds > 1 else ''}"
     runs = {name: one["runs"] for name, one in curves.items()}
-    steps = sorted({len(one["loss"]) for one in curves.values()})
-    made = f"{steps[0]:,} steps" if len(steps) == 1 else f"{steps[0]:,} to {steps[-1]:,} steps"
-    text = markdown(f"{about}; {made}, {seeds}.", runs, timed=timed)
+    made = ", ".join(
+        (
+            count([len(one["loss"]) for one in curves.values()], "step"),
+            count([len(seeds) for seeds in runs.values()], "seed"),
+        )
+    )
+    text = markdown(f"{about}; {made}.", runs, timed=timed)
     arguments.output.with_suffix(".md").write_text(text)
 
 
+def count(numbers: Sequence[int], thing: str) -> str:
+    """How many of them methods have made, in words."""
+    least, most = min(numbers), max(numbers)
+    return f"{least:,} to {most:,} {thing}s" if least < most else f"{most:,} {thing}{'s' if most > 1 else ''}"
+
+
 def earlier(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """What `--add` adds to. Raises ``ValueError`` where its runs are others than those that are asked for."""
+    """What `--add` adds to. Raises ``ValueError`` where its steps are others than those that are asked for."""
     file = arguments.output.with_suffix(".json")
     curves: dict[str, dict[str, Any]] = json.loads(file.read_text())
     for name, one in curves.items():
-        steps, seeds = len(one["loss"]), len(one["runs"])
-        comparable = steps == arguments.steps or arguments.network != "local"  # else where losses are over seconds
-        if seeds != arguments.seeds or not comparable:
+        steps = len(one["loss"])
+        # Methods of other steps are compared over seconds, on a network; seeds of one method are averaged.
+        comparable = steps == arguments.steps or (arguments.network != "local" and name not in arguments.methods)
+        if not comparable:
             raise ValueError(
-                f"{file} has {steps} steps and {seeds} seeds of {name}, and --steps {arguments.steps} --seeds "
-                f"{arguments.seeds} are asked for: pass those, or another --output"
+                f"{file} has {steps} steps of {name}, and --steps {arguments.steps} is asked for: pass --steps {steps}, "
+                "or another --output"
             )
     return curves
 
@@ -89,7 +103,7 @@ def main() -> int:
     parser.add_argument("--network", default="local", help="local, or the rate of emulated links: 1gbit, 100mbit, …")
     parser.add_argument("--steps", type=at_least(1), default=100)
     parser.add_argument("--seeds", type=at_least(1), default=1, help="so many runs of each method, with other batches")
-    parser.add_argument("--add", action="store_true", help="to what the output has of other methods")
+    parser.add_argument("--add", action="store_true", help="to what the output has: methods, and seeds of them")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for each run")
     parser.add_argument(
         "--output",
@@ -106,8 +120,11 @@ def main() -> int:
         if arguments.add:
             curves = earlier(arguments)
         for spec, (settings, chosen) in prepared.items():
-            curves[spec] = run(spec, settings, chosen, arguments)
-            leave(curves, arguments)
+            runs = curves[spec]["runs"] if spec in curves else []
+            for seed in range(len(runs) + 1, arguments.seeds + 1):
+                runs.append(run(spec, seed, settings, chosen, arguments))
+                curves[spec] = curve(runs)
+                leave(curves, arguments)
     except (ValueError, OSError, MethodUnavailable, ClusterError, launcher.LauncherError) as error:
         sys.stderr.write(f"bench.accuracy: {error}\n")
         return 2

@@ -301,10 +301,12 @@ def curve(source: Source) -> str:
 def _runs(source: Source) -> dict[str, Any]:
     """The runs of every method of ``docs/results/FILE.json``, by its name as a cell."""
     found = json.loads((source.folder / f"{source.words[0]}.json").read_text())
-    return {
-        f"`{name}`" + ("\\*" if UNCOMMITTED in one["origin"]["commit"] else ""): one["runs"]
-        for name, one in found.items()
-    }
+    named = {}
+    for name, one in found.items():
+        commits = [run.get("origin", one["origin"])["commit"] for run in one["runs"]]
+        mark = "\\*" if any(UNCOMMITTED in commit for commit in commits) else ""
+        named[f"`{name}`{mark}"] = one["runs"]
+    return named
 
 
 def learned(source: Source) -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import torch
 
-from bench.accuracy.__main__ import earlier
+from bench.accuracy.__main__ import earlier, main
 from bench.accuracy.curve import apart, draw, report, smooth
 from bench.accuracy.report import markdown, mean_and_spread, seconds_to, steps_to, targets
 from bench.accuracy.tasks import TASKS, warm_up_and_cosine
@@ -101,9 +102,28 @@ def test_methods_may_make_as_many_steps_as_fit_in_the_same_time(tmp_path: Path) 
     draw(more, "a title", tmp_path / "x.png", timed=True)
     there = tmp_path / "curves.json"
     there.write_text(json.dumps({name: {**curve, "runs": [curve]} for name, curve in more.items()}))
-    asked = {"steps": 4, "seeds": 1, "network": "100mbit", "output": tmp_path / "curves.png"}
+    asked = {"steps": 4, "methods": ["co2"], "network": "100mbit", "output": tmp_path / "curves.png"}
     assert earlier(Namespace(**asked)).keys() == more.keys()
-    with pytest.raises(ValueError, match="3 steps and 1 seeds of dear, and --steps 4"):
-        earlier(Namespace(**{**asked, "network": "local"}))
-    with pytest.raises(ValueError, match="--seeds 2"):
-        earlier(Namespace(**{**asked, "seeds": 2}))
+    for others in ({"network": "local"}, {"methods": ["co2", "dear"]}):
+        with pytest.raises(ValueError, match="3 steps of dear, and --steps 4 is asked for: pass --steps 3"):
+            earlier(Namespace(**{**asked, **others}))
+
+
+def test_seeds_that_a_method_lacks_are_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, int]] = []
+
+    def run(spec: str, seed: int, *_: object) -> dict[str, object]:
+        asked.append((spec, seed))
+        return {**CURVES["dear"], "seed": seed, "origin": {"commit": f"abc{seed}"}}
+
+    monkeypatch.setattr("bench.accuracy.__main__.run", run)
+    monkeypatch.setattr("bench.accuracy.__main__.end_in_order", lambda: None)  # signals stay pytest's
+    output = tmp_path / "x.png"
+    command = ["bench.accuracy", "--task", "language", "--steps", "3", "--output", str(output), "--methods", "dear"]
+    for more in (["ddp"], ["--seeds", "3", "--add"]):
+        monkeypatch.setattr(sys, "argv", command + more)
+        assert main() == 0
+    assert asked == [("dear", 1), ("ddp", 1), ("dear", 2), ("dear", 3)]
+    found = json.loads(output.with_suffix(".json").read_text())["dear"]
+    assert (found["origin"], [run["seed"] for run in found["runs"]]) == ({"commit": "abc1"}, [1, 2, 3])
+    assert "language, 2 workers, local; 3 steps, 1 to 3 seeds." in output.with_suffix(".md").read_text()

@@ -145,7 +145,7 @@ def _results(folder: Path) -> Path:
     ]
     of = {
         "dear": {"runs": seeds, "origin": {"commit": "abc"}},
-        "co2": {"runs": seeds[1:], "origin": {"commit": "d-dirty.1"}},
+        "co2": {"runs": [{**seeds[1], "origin": {"commit": "d-dirty.1"}}], "origin": {"commit": "abc"}},
     }
     (folder / "learned.json").write_text(json.dumps(of))
     small = {**row, "bytes": 2**10}
