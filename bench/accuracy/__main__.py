@@ -92,6 +92,7 @@ def earlier(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
                 f"{file} has {steps} steps of {name}, and --steps {arguments.steps} is asked for: pass --steps {steps}, "
                 "or another --output"
             )
+        one["runs"] = [{"origin": one["origin"], **run} for run in one["runs"]]  # of before each run had its own
     return curves
 
 
