@@ -15,7 +15,7 @@ setup-tests:
 
 build: setup ## the same: setup builds comm_core when its sources changed
 
-test: setup-tests ## run the fast tier, ten to twelve minutes: every case of every test in one job, all pairs of values and jobs
+test: setup-tests ## run the fast tier, twelve to eighteen minutes: every case of every test in one job, all pairs of values and jobs
 	@DEAR_TESTS=fast $(BIN)/python -m pytest tests -n 2 --dist worksteal
 
 test-all: setup-tests ## run all tests: every strategy by every model, option and number of ranks
