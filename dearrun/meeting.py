@@ -33,7 +33,7 @@ class Meeting:
         named_so = is_here(first, here)
         strangers = others(hosts, here)
         self.address = own_toward(strangers[-1:])[0] if named_so and strangers else first if hosts else ""
-        self._kept = _unknown() if named_so or _is_own(first) else None
+        self._kept = _bound_to_free_port() if named_so or _is_own(first) else None
         self.port = secrets.choice(_PORTS) if self._kept is None else int(self._kept.getsockname()[1])
         self._met = False
 
@@ -79,8 +79,8 @@ def _remembered(port: int) -> bool:
     return any(address.endswith(f":{port:04X}") for row in rows for address in row.split()[1:3])
 
 
-def _unknown() -> socket.socket:
-    """Bound to a port of which the kernel remembers nothing: Linux gives one, too, that others were at a moment ago."""
+def _bound_to_free_port() -> socket.socket:
+    """At a port of which the kernel remembers no connection. Linux also gives ports that others were at a moment ago."""
     with contextlib.ExitStack() as passed_over:
         while True:
             bound = _bound(0)

@@ -63,18 +63,14 @@ def leave(curves: dict[str, dict[str, Any]], arguments: argparse.Namespace) -> N
     timed = arguments.network != "local"
     draw(curves, about, arguments.output, timed=timed)
     runs = {name: one["runs"] for name, one in curves.items()}
-    made = ", ".join(
-        (
-            count([len(one["loss"]) for one in curves.values()], "step"),
-            count([len(seeds) for seeds in runs.values()], "seed"),
-        )
-    )
-    text = markdown(f"{about}; {made}.", runs, timed=timed)
+    steps = count([len(one["loss"]) for one in curves.values()], "step")
+    seeds = count([len(made) for made in runs.values()], "seed")
+    text = markdown(f"{about}; {steps}, {seeds}.", runs, timed=timed)
     arguments.output.with_suffix(".md").write_text(text)
 
 
 def count(numbers: Sequence[int], thing: str) -> str:
-    """How many of them methods have made, in words."""
+    """The least and the largest of `numbers`, with the unit `thing`."""
     least, most = min(numbers), max(numbers)
     return f"{least:,} to {most:,} {thing}s" if least < most else f"{most:,} {thing}{'s' if most > 1 else ''}"
 
