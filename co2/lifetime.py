@@ -22,11 +22,12 @@ def finish_together(control: Communicator, mine: Mapping[str, Rounds]) -> None:
 
     Those that are in the others' rounds still, out of data, are told that there are no more.
     """
-    everybodys = allgather_object(control, {topic: rounds.standing for topic, rounds in mine.items()})
+    said = {topic: rounds.standing for topic, rounds in mine.items()}
+    everybodys = allgather_object(control, said)
     for topic in sorted(mine):
         standings = [each[topic] for each in everybodys if topic in each]
         last = max(standings, key=lambda standing: standing.sent)
-        mine[topic].finish(last, any(standing.joined for standing in standings))
+        mine[topic].finish(said[topic], last, any(standing.joined for standing in standings))
 
 
 class Shutdown:

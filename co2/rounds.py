@@ -334,13 +334,13 @@ class Rounds(SavedRounds):
         return Standing(self._sent, self._last_sent, self._rested, batches, self.following.under_way)
 
     @torch.inference_mode(False)
-    def finish(self, last: Standing, joined: bool) -> None:
+    def finish(self, said: Standing, last: Standing, joined: bool) -> None:
         """Training ends: a round on its way arrives. What the rank that stands furthest, at `last`, sent is sent here, too:
         all but what had rested there, whatever this rank trained since its own last event. Parameters stay as they are.
 
-        `joined`: some ranks have, and end with the others.
+        `said`: what this rank has told the others of itself. `joined`: some ranks have, and end with the others.
         """
-        if self.following.under_way:
+        if said.joined:  # so the others end it: they may have done by now
             self.following.wait()
             return
         self._finish(last)

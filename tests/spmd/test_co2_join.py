@@ -354,8 +354,12 @@ def test_what_needs_every_rank_is_refused_everywhere(what: str, late: bool) -> N
     assert _everywhere(model)
 
 
-def test_training_ends_while_a_rank_is_out_of_data() -> None:
-    """As at shutdown(), where the others did not call join(), and some end a round before others."""
+@pytest.mark.parametrize("slow", [False, True])
+def test_training_ends_while_a_rank_is_out_of_data(slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As at shutdown(), where the others did not call join(), and some end a round before others.
+
+    `slow`: the others have ended the rounds of the rank that has joined before that has heard that it may.
+    """
     model, optimizer = _wrapped(outer_frequency=2, **FULL)
     rounds = optimizer._rounds
     _steps(model, optimizer, range(2))
@@ -363,6 +367,14 @@ def test_training_ends_while_a_rank_is_out_of_data() -> None:
         rounds.following.keep_up(())  # as in join()
     else:
         _steps(model, optimizer, range(2, 7 if co2.rank() == 0 else 5))
+    if slow and co2.rank() == 1:
+        finish = rounds.finish
+
+        def finish_late(*arguments: Any) -> None:
+            rounds.following._thread.join()
+            finish(*arguments)
+
+        monkeypatch.setattr(rounds, "finish", finish_late)
     current().services["co2"].close()
     assert set(co2.allgather_object(rounds.standing)) == {rounds.standing}
     assert rounds.events == 3
