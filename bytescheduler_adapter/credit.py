@@ -47,6 +47,15 @@ class CreditQueue(Generic[K]):
             admitted.append(key)
         return admitted
 
+    def admit_all(self) -> list[K]:
+        """What waits, in order, whatever the credit; it counts as under way."""
+        admitted = []
+        while self._waiting:
+            _, _, key, nbytes, _ = heapq.heappop(self._waiting)
+            self._under_way[key] = nbytes
+            admitted.append(key)
+        return admitted
+
     def release(self, key: K) -> None:
         """`key` is done: its bytes return to the credit. Raises ``KeyError`` for what is not under way."""
         del self._under_way[key]

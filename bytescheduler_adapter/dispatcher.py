@@ -12,13 +12,19 @@ its letters arrive in order in the channel's mailbox, and every rank issues its 
 partition is not ready yet waits for it: it becomes ready in backward or, unused, in step(). On rank 0 the thread waits
 for one thing at a time: without credit, for the oldest operation under way (nothing else returns credit sooner); with
 credit and nothing ready, for a gradient. The others wait for a letter, then for the gradients it names.
+
+[Note: the same end on all ranks] Ranks close their dispatchers at different times. Whatever was submitted is issued all the
+same: by rank 0 at once, whatever the credit, and by the others until they read rank 0's last letter, which names nothing.
+What rank 0 names and a rank never submitted, where backward passes differed, ends that rank's thread.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -35,8 +41,10 @@ __all__ = ["Dispatcher", "Part", "PartsWork"]
 
 Key = tuple[int, int, int, int]  # optimizer, bucket, how often that was submitted before, partition
 
-_WAIT_SECONDS = 3600.0  # in one receive; close() wakes the thread with a letter to itself
+_WAIT_SECONDS = 3600.0  # in one receive; the last letter wakes the thread
+_LOOK_SECONDS = 1.0  # of rank 0, without credit, for close()
 _JOIN_SECONDS = 5.0
+_LAST: list[Key] = []
 
 
 @dataclass(eq=False)
@@ -98,7 +106,7 @@ _OVER = "the session that this optimizer belongs to was shut down"
 
 
 class Dispatcher:
-    """The order of one optimizer at a time, on `channel`; ended by :meth:`close`, then :meth:`join`."""
+    """The order of one optimizer at a time, on `channel`; ended by :meth:`close`, then :meth:`join`, on all ranks."""
 
     def __init__(self, channel: Communicator) -> None:
         self._channel, self._origin = channel, Origin()
@@ -106,7 +114,7 @@ class Dispatcher:
         self._ready: dict[Key, Part] = {}
         self._queue: CreditQueue[Key] = CreditQueue()
         self._failure: BaseException | None = None
-        self._closing = False
+        self._closing = self._given_up = False
         self._registered = 0
         self._steps: Counter[int] = Counter()  # by optimizer
         self._submitted: Counter[tuple[int, int]] = Counter()  # one may be submitted again before its credit returned
@@ -154,15 +162,16 @@ class Dispatcher:
                 self._changed.wait(left)
             return part.work
 
-    def _run(self, body: object) -> None:
-        assert callable(body)
+    def _run(self, body: Callable[[], None]) -> None:
+        failure: BaseException = comm_core.InvalidUsage(_OVER)
         try:
             body()
-        except BaseException as error:  # it belongs to whoever waits for a partition
-            with self._changed:
-                if not self._closing:
-                    self._failure = error
-                self._changed.notify_all()
+        except BaseException as error:
+            if not self._closing:
+                failure = error
+        with self._changed:  # whoever waits for a partition that is not issued is told
+            self._failure = self._failure or failure
+            self._changed.notify_all()
 
     def _issue(self, part: Part) -> Work:
         issued = time.perf_counter()
@@ -173,50 +182,69 @@ class Dispatcher:
         return work
 
     def _lead(self) -> None:
-        others = range(1, self._channel.size)
         under_way: deque[tuple[Key, Work]] = deque()
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._queue or self._closing)
-                if self._closing:
-                    return
-                keys = self._queue.admit()
-                parts = [self._ready.pop(key) for key in keys]
-            if parts:
-                letter = encode(keys)
-                for rank in others:
-                    self._channel.post(rank, letter)
-                under_way.extend((key, self._issue(part)) for key, part in zip(keys, parts, strict=True))
-            else:
-                under_way[0][1].wait()
-            with self._changed:
-                while under_way and under_way[0][1].done():
-                    self._queue.release(under_way.popleft()[0])
+        try:
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._queue or self._closing)
+                    if self._closing:
+                        break
+                    keys = self._queue.admit()
+                if keys:
+                    under_way.extend(zip(keys, self._lead_with(keys), strict=True))
+                else:
+                    with contextlib.suppress(comm_core.TimeoutError):
+                        under_way[0][1].wait(_LOOK_SECONDS)
+                with self._changed:
+                    while under_way and under_way[0][1].done():
+                        self._queue.release(under_way.popleft()[0])
+            if not self._given_up:
+                self._lead_with(self._queue.admit_all())
+        finally:
+            if not self._given_up:
+                with contextlib.suppress(Exception):  # of a connection that is lost
+                    self._tell(_LAST)
+
+    def _lead_with(self, keys: list[Key]) -> list[Work]:
+        if keys:
+            self._tell(keys)
+        with self._changed:
+            parts = [self._ready.pop(key) for key in keys]
+        return [self._issue(part) for part in parts]
+
+    def _tell(self, keys: list[Key]) -> None:
+        letter = encode(keys)
+        for rank in range(1, self._channel.size):
+            self._channel.post(rank, letter)
 
     def _follow(self) -> None:
         while True:
             letter = self._channel.receive_post(_WAIT_SECONDS)
             if letter is None:
                 continue
-            for key in decode(letter[1]):
+            keys = decode(letter[1])
+            if keys == _LAST:
+                return
+            for key in keys:
                 with self._changed:
                     self._changed.wait_for(lambda key=key: key in self._ready or self._closing)  # type: ignore[misc]
-                    if self._closing:
+                    if self._given_up or key not in self._ready:
                         return
                     part = self._ready.pop(key)
                 self._issue(part)
-            if self._closing:
-                return
 
-    def close(self) -> None:
-        """Tell the thread to end; what was not issued never will be, and whoever waits for it is told."""
+    def close(self, *, given_up: bool) -> None:
+        """Take nothing more. What was submitted is issued, as on all ranks, and who waits for anything else is told.
+
+        `given_up`: ranks have not submitted the same, so nothing more is issued.
+        """
         with self._changed:
-            self._closing = True
-            self._failure = self._failure or comm_core.InvalidUsage(_OVER)
+            self._closing, self._given_up = True, given_up
             self._changed.notify_all()
-        if self._channel.rank > 0:
-            self._channel.post(self._channel.rank, encode([]))
+        if given_up and self._channel.rank > 0:
+            self._channel.post(self._channel.rank, encode(_LAST))
 
-    def join(self) -> None:
-        """Wait for the thread to end after :meth:`close`. On rank 0 it may wait for what is under way on the channel."""
-        self._thread.join(_JOIN_SECONDS)
+    def join(self, *, given_up: bool) -> None:
+        """Wait for the thread to end after :meth:`close`, with `given_up` for some seconds: it may wait for other ranks."""
+        self._thread.join(_JOIN_SECONDS if given_up else None)
+        self._channel.promised = self._channel.issued

@@ -50,11 +50,12 @@ class Dispatchers:
     def close(self, given_up: Collection[str]) -> None:
         """See :meth:`overlap.job.services.Issuer.close`."""
         for channel, dispatcher in self._by_channel.items():
-            dispatcher.close()
+            dispatcher.close(given_up=channel.name in given_up)
+        for channel, dispatcher in self._by_channel.items():
             if channel.name not in given_up:
-                dispatcher.join()
+                dispatcher.join(given_up=False)
 
     def join(self) -> None:
         """See :meth:`overlap.job.services.Issuer.join`."""
         for dispatcher in self._by_channel.values():
-            dispatcher.join()
+            dispatcher.join(given_up=True)

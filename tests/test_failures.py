@@ -197,6 +197,61 @@ print(f"the end {bool(torch.isfinite(model[0].weight).all())}\\n", end="", flush
     assert "rank 0: at shutdown" in result.output
 
 
+_LATE_LETTERS = """
+import gc
+import bytescheduler_adapter
+from bytescheduler_adapter import dispatcher
+rank = dear.rank()
+torch.manual_seed(0)
+def late(letter, decode=dispatcher.decode):  # as on a slow network, where shutdown() begins before its letters are read
+    time.sleep(0.1 * rank)
+    return decode(letter)
+model = torch.nn.Sequential(*[torch.nn.Linear(300, 300) for _ in range(4)])
+def train(last):
+    inner = torch.optim.SGD(model.parameters(), 0.01)
+    optimizer = bytescheduler_adapter.DistributedOptimizer(inner, model, partition_mb=0.1, credit_mb=0.2)
+    for step in range(3):
+        loss = model(torch.full((3, 300), 1.0 + rank)).square().mean()
+        if step == 2:
+            dispatcher.decode = late
+        last(loss, optimizer) if step == 2 else step_by(loss, optimizer)
+def step_by(loss, optimizer):
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+_END = """
+gc.collect()
+dear.shutdown()
+print(f"the end {float(sum(p.detach().double().abs().sum() for p in model.parameters())):.9f}\\n", end="", flush=True)
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_partitions_of_an_optimizer_that_is_gone_are_sent_before_the_end(launcher: str, tmp_path: Path) -> None:
+    """As in main(), whose optimizer is garbage when the process ends: every rank ends, with the last step made."""
+    result = _run(tmp_path, f"{_LATE_LETTERS}\ntrain(step_by)\n{_END}", launcher).check()
+    kept = _run(tmp_path, f"{_LATE_LETTERS}\ntrain(step_by)\nmodel(torch.ones(3, 300))\n{_END}", launcher).check()
+    ends = [line for run in (result, kept) for line in re.findall(r"the end (\S+)", run.output)]
+    assert len(ends) == 4
+    assert len(set(ends)) == 1
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_backward_pass_of_other_layers_on_each_rank_is_given_up_at_the_end(launcher: str, tmp_path: Path) -> None:
+    """Ranks have submitted as much as one another, and not the same."""
+    text = """
+def other_layers(loss, optimizer):
+    model[1 + 2 * rank](torch.ones(3, 300)).sum().backward()
+train(other_layers)
+"""
+    result = _run(tmp_path, _LATE_LETTERS + text + _END, launcher).check()
+    assert result.output.count("the end") == 2
+    assert "operation(s) are given up that other ranks never issued: " in result.output
+
+
 @pytest.mark.parametrize(
     ("launcher", "whose"),
     [pytest.param("mpi", "optimizer", marks=pytest.mark.full), ("mpi", "model"), ("torchrun", "model")],

@@ -25,7 +25,8 @@ class Issuer(Protocol):
     """Something whose threads issue what optimizers hand it."""
 
     def close(self, given_up: Collection[str]) -> None:
-        """Issue nothing more. Does not wait for what is under way on communicators that are `given_up`, by name."""
+        """Take nothing more, and issue what was handed in, as all ranks do; nothing on communicators that are `given_up`, by
+        name. On every rank. Afterwards communicators count what was issued."""
 
     def join(self) -> None:
         """Wait for its threads, now that nothing is under way any more."""

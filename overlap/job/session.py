@@ -194,6 +194,8 @@ class Session:
             optimizer.finish(given_up)
         for issuer in self.issuers.values():
             issuer.close(given_up)
+        if self.issuers:  # ranks may have handed in as much as one another, and not the same
+            given_up |= find_uneven(self.control, communicators)
         report(self.comm.rank, communicators, given_up)
         self.control.barrier(label="shutdown")
         self.end_default_group()

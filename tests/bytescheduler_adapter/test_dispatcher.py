@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import comm_core
-from bytescheduler_adapter.dispatcher import Dispatcher, Part
+from bytescheduler_adapter.dispatcher import Dispatcher, Part, PartsWork
 from overlap.transport.communicator import ReduceOp
 from overlap.transport.native import NativeCommunicator
 from overlap.transport.torch.worker_thread import PendingWork
@@ -21,8 +21,7 @@ class Slow(NativeCommunicator):
     """Reductions end when they are told to."""
 
     def all_reduce_async(self, *_: Any, **__: Any) -> PendingWork:  # type: ignore[override]
-        self.last = PendingWork("all_reduce", "", 0, 1, 16)
-        return self.last
+        return PendingWork("all_reduce", "", 0, 1, 16)
 
 
 def _part() -> Part:
@@ -30,19 +29,36 @@ def _part() -> Part:
     return Part(flat, flat, ReduceOp.SUM, "")
 
 
-def test_what_a_closed_dispatcher_has_not_issued_is_an_error_and_no_wait() -> None:
-    channel = Slow(comm_core.local())
-    dispatcher = Dispatcher(channel)
+def _waiting_for_credit() -> tuple[Dispatcher, int, PartsWork, Part, Part]:
+    """A dispatcher that has issued one of two partitions, the optimizer's number, both partitions as one, and each."""
+    dispatcher = Dispatcher(Slow(comm_core.local()))
     number = dispatcher.register()
     issued, waits = _part(), _part()
     work = dispatcher.submit(number, 0, [issued, waits], "b0", credit=1)  # for one at a time
     dispatcher.await_issue(issued, work, None)
     with pytest.raises(comm_core.TimeoutError, match="1 of 2 partitions issued"):
         dispatcher.await_issue(waits, work, 0.0)
-    dispatcher._closing = True  # as its thread sees it that has just been waiting for the first
-    channel.last.finish()
-    dispatcher.close()
-    dispatcher.join()
+    return dispatcher, number, work, issued, waits
+
+
+def test_what_was_submitted_is_issued_at_the_end_whatever_the_credit() -> None:
+    dispatcher, number, work, issued, waits = _waiting_for_credit()
+    dispatcher.close(given_up=False)
+    with pytest.raises(comm_core.InvalidUsage, match=f"b1: {OVER}"):
+        dispatcher.submit(number, 1, [_part()], "b1", credit=1)
+    dispatcher.join(given_up=False)  # while the first is under way
+    for part in (issued, waits):
+        assert part.work is not None
+        assert not part.work.done()
+        part.work.finish()  # type: ignore[attr-defined]
+    work.wait()
+
+
+def test_what_is_given_up_is_an_error_and_no_wait() -> None:
+    dispatcher, number, work, issued, _ = _waiting_for_credit()
+    dispatcher.close(given_up=True)
+    issued.work.finish()  # type: ignore[union-attr]
+    dispatcher.join(given_up=True)
     issued.work.wait()  # type: ignore[union-attr]
     for timeout in (None, math.inf, 1e300):
         with pytest.raises(comm_core.TransportError, match=f"'b0'.*{OVER}"):
