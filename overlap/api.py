@@ -163,14 +163,15 @@ def clip_grad_norm_(
             f"parameters should be tensors, such as model.parameters(), and a {strangers[0]} is none; all that an "
             "optimizer holds are clipped by optimizer.clip_grad_norm_(max_norm)"
         )
+    if not chosen:
+        return torch.tensor(0.0)
     wanted = {id(parameter) for parameter in chosen}
-    for optimizer in current().registry.optimizers:
+    for optimizer in current().registry.having(chosen):
         held = {id(param) for group in optimizer.param_groups for param in group["params"]}
         if wanted <= held:
             return optimizer._clip(lambda param: id(param) in wanted, max_norm, norm_type, error_if_nonfinite)
-        if wanted & held:
-            raise ValueError(
-                f"{len(wanted - held)} of {len(wanted)} parameters do not belong to the distributed optimizer that holds "
-                "the others; clip each optimizer's parameters by themselves"
-            )
+        raise ValueError(
+            f"{len(wanted - held)} of {len(wanted)} parameters do not belong to the distributed optimizer that holds "
+            "the others; clip each optimizer's parameters by themselves"
+        )
     raise ValueError("the parameters belong to no distributed optimizer; wrap their optimizer first")

@@ -89,8 +89,16 @@ class _Optimizer(Protocol):
 class JoinedRanks:
     """Joined ranks of the job, and this rank's part once it is one of them. A generation ends when all have joined."""
 
-    def __init__(self, comm: Communicator, peer_queries: PeerQueries, left: Callable[[], Collection[int]]) -> None:
-        self._rank, self._size, self._peer_queries, self._left = comm.rank, comm.size, peer_queries, left
+    def __init__(
+        self,
+        comm: Communicator,
+        peer_queries: PeerQueries,
+        left: Callable[[], Collection[int]],
+        heed: Callable[[], None],
+    ) -> None:
+        """`left`: who has left the job. `heed` raises where ranks are lost."""
+        self._rank, self._size, self._peer_queries = comm.rank, comm.size, peer_queries
+        self._left, self._heed = left, heed
         self._lock = threading.Lock()
         self._generation = 0
         self._joined: dict[int, dict[int, News]] = defaultdict(dict)  # by generation and rank
@@ -253,7 +261,8 @@ class JoinedRanks:
     def _follow_until_all_are_here(self) -> None:
         missing = set(range(self._size)) - {self._rank}
         later = []
-        while missing and not (self._heard.empty() and missing.intersection(self._left())):
+        while missing and not (missing.intersection(self._left()) and self._heard.empty()):
+            self._heed()
             self._keep_up(missing)
             try:
                 generation, heard = self._heard.get(timeout=_LOOK_SECONDS)
@@ -309,7 +318,7 @@ def joined_ranks_of(session: Session) -> JoinedRanks:
         if isinstance(participant, JoinedRanks):
             return participant
     watchdog = session.watchdog
-    joined_ranks = JoinedRanks(session.comm, session.peer_queries, lambda: watchdog.left)
+    joined_ranks = JoinedRanks(session.comm, session.peer_queries, lambda: watchdog.left, session.heed)
     watchdog.is_patient = lambda: joined_ranks.following
     session.participants.append(joined_ranks)
     return joined_ranks

@@ -150,7 +150,9 @@ def test_arguments_may_come_by_position() -> None:
     optimizer.synchronize()
 
 
-def test_an_optimizer_that_has_lost_its_parameters_is_not_asked() -> None:
+@pytest.mark.parametrize("clip", [clip_grad_norm_, dear.clip_grad_norm_])
+@pytest.mark.parametrize("before", [lambda model: model, lambda model: model[0]])
+def test_an_optimizer_that_has_lost_its_parameters_is_not_asked(clip: Any, before: Callable[[Any], nn.Module]) -> None:
     kept: list[Any] = []
 
     def script(model: nn.Module, optimizer: Any, alone: bool) -> None:
@@ -160,13 +162,14 @@ def test_an_optimizer_that_has_lost_its_parameters_is_not_asked() -> None:
         for step in range(3):
             optimizer.zero_grad()
             loss_of(model, step, alone).backward()
-            clip_grad_norm_(model.parameters(), 0.02)
+            (clip_grad_norm_ if alone else clip)(model.parameters(), 0.02)
             optimizer.step()
         if not alone:
             optimizer.synchronize()
 
     model, reference = small_model(), small_model()
     script(reference, torch.optim.SGD(reference.parameters(), 0.1, momentum=0.9), True)
-    script(model, WRAP["dear-layerwise"](torch.optim.SGD(model.parameters(), 0.1), model), False)
+    first = before(model)
+    script(model, WRAP["dear-layerwise"](torch.optim.SGD(first.parameters(), 0.1), first), False)
     assert kept
     torch.testing.assert_close([*model.parameters()], [*reference.parameters()], rtol=1e-9, atol=1e-12)

@@ -190,7 +190,11 @@ class Roster:
     def _judge(self, there: Collection[Member]) -> None:
         with self._telling:
             number, members = self.number, self.members
-        self.somebody_waits = self._signs.check([f"{number + 1}/waiting"])
+        waits = self._signs.check([f"{number + 1}/waiting"])
+        with self._telling:
+            if number != self.number:
+                return  # ranks have met since
+            self.somebody_waits = waits
         lost = [rank for rank, member in enumerate(members) if member not in there]
         if lost:
             self._tell(number, f"rank(s) {lost} of {len(members)} are lost")
