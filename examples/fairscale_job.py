@@ -40,7 +40,8 @@ def start(train: Callable[[int, int, int], None]) -> None:
     if "RANK" in os.environ:
         train(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), EPOCHS)
         return
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        os.environ["MASTER_PORT"] = str(found.getsockname()[1])
-    mp.spawn(train, args=(WORLD_SIZE, EPOCHS), nprocs=WORLD_SIZE, join=True)
+    with socket.socket() as kept:  # bound, it keeps the port from all who ask for any; rank 0 may listen there
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        kept.bind(("127.0.0.1", 0))
+        os.environ["MASTER_PORT"] = str(kept.getsockname()[1])
+        mp.spawn(train, args=(WORLD_SIZE, EPOCHS), nprocs=WORLD_SIZE, join=True)

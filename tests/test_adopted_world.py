@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from dearrun.meeting import Meeting
 from overlap.job.launch import Launch, Launcher, LaunchError, adopted
 from tests.harness import ROOT, run_ranks
 
@@ -48,21 +49,18 @@ if __name__ == "__main__":
 """
 
 
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+@pytest.fixture
+def meeting() -> Meeting:
+    """Its port is kept free until the test is over: rank 0 listens there."""
+    return Meeting([], "here")
 
 
 @pytest.mark.parametrize("way", ["world", "subgroup"])
-def test_spawned_processes_train_together(way: str, tmp_path: Path) -> None:
+def test_spawned_processes_train_together(way: str, meeting: Meeting, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SPAWNED)
-    result = run_ranks(
-        1, [str(script), str(_free_port()), way], "single", timeout=90, env={"PYTHONPATH": str(ROOT)}
-    ).check()
+    argv = [str(script), str(meeting.port), way]
+    result = run_ranks(1, argv, "single", env={"PYTHONPATH": str(ROOT)}).check()
     assert result.output.count("the end") == (4 if way == "subgroup" else 2)
 
 
@@ -107,10 +105,10 @@ print("the end", flush=True)
 """
 
 
-def test_under_mpi_the_scripts_world_is_left_alone_and_messages_go_over_mpi(tmp_path: Path) -> None:
+def test_under_mpi_the_scripts_world_is_left_alone_and_messages_go_over_mpi(meeting: Meeting, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(UNDER_MPI)
-    result = run_ranks(2, [str(script), str(_free_port())], timeout=60, env={"PYTHONPATH": str(ROOT)}).check()
+    result = run_ranks(2, [str(script), str(meeting.port)], timeout=60, env={"PYTHONPATH": str(ROOT)}).check()
     assert result.output.count("the end") == 2
 
 

@@ -12,7 +12,8 @@ import pytest
 from tests.harness import ROOT, run_ranks
 
 SCRIPT = """
-import pathlib, sys, torch, dear
+import sys, torch, dear
+from tests.threads import wait_for_no_thread_named
 if sys.argv[1:] == ["beside"]:
     torch.distributed.init_process_group("gloo")
 for session in range(3):
@@ -34,8 +35,7 @@ if sys.argv[1:] == ["beside"]:
     assert found == 2
     torch.distributed.destroy_process_group()
 # What still runs of gloo when Python ends may abort the process. The script's first optimizer came after its group.
-left = [thread.read_text() for thread in pathlib.Path("/proc/self/task").glob("*/comm")]
-assert not any("gloo" in name for name in left), left
+wait_for_no_thread_named("gloo")
 print("the end")
 """
 

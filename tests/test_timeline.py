@@ -8,7 +8,8 @@ from pathlib import Path
 from tests.harness import ROOT, run_ranks
 
 SCRIPT = """
-import os, signal, time
+import os, signal
+from pathlib import Path
 import torch
 import dear
 dear.init()
@@ -18,8 +19,10 @@ while True:
     optimizer.zero_grad()
     model(torch.ones(3, 4)).sum().backward()
     optimizer.step()
-    if os.path.getsize(f"{FOLDER}/{dear.rank()}.json") > 4000 and dear.rank() == dear.size() - 1:
-        os.kill(os.getpid(), signal.SIGKILL)
+    if dear.rank() == dear.size() - 1:
+        written = [Path(f"{FOLDER}/{rank}.json").read_text() for rank in range(dear.size())]
+        if all('"name":"step"' in events for events in written):
+            os.kill(os.getpid(), signal.SIGKILL)
 """
 
 

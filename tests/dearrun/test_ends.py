@@ -11,6 +11,7 @@ from pathlib import Path
 
 from dearrun.reports import Place
 from dearrun.supervision import told
+from tests.dearrun.processes import runs, wait_for
 
 # An mpirun that starts one worker, whose output it does not wait for.
 _MPIRUN = """#!/bin/sh
@@ -43,10 +44,7 @@ def _job(folder: Path, then: str, *program: str) -> subprocess.Popen[str]:
 
 
 def _number(folder: Path) -> int:
-    deadline = time.monotonic() + 30
-    while not (folder / "number").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_for((folder / "number").exists)
     return int((folder / "number").read_text())
 
 
@@ -54,15 +52,14 @@ def test_a_worker_that_mpirun_has_left_is_killed(tmp_path: Path) -> None:
     with _job(tmp_path, "exit 4", "-m", "dearrun") as process:
         _, said = process.communicate(timeout=30)
         assert (process.returncode, said.strip()) == (4, "")
-    assert not Path(f"/proc/{_number(tmp_path)}").exists()
+    wait_for(lambda: not runs(_number(tmp_path)))
 
 
 def test_a_worker_that_cannot_be_killed_is_named(tmp_path: Path) -> None:
-    with _job(
-        tmp_path, "trap '' TERM; while :; do sleep 0.1; done", "-c", _IMPATIENT, str(tmp_path / "number")
-    ) as process:
+    then = f"trap '' TERM; touch {tmp_path}/trapped; while :; do sleep 0.1; done"
+    with _job(tmp_path, then, "-c", _IMPATIENT, str(tmp_path / "number")) as process:
         number = _number(tmp_path)
-        time.sleep(0.2)  # mpirun is in its loop
+        wait_for((tmp_path / "trapped").exists)
         began = time.monotonic()
         process.terminate()
         try:

@@ -7,14 +7,13 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from bench.emulation.cluster import Cluster
+from tests.dearrun.processes import runs, wait_for
 from tests.harness import ROOT
 
 
@@ -198,25 +197,18 @@ def test_signals_reach_the_workers(number: signal.Signals, succeeds: bool, tmp_p
 
 def test_a_dearrun_that_is_killed_takes_its_job_with_it(tmp_path: Path) -> None:
     with _started(tmp_path, f"echo $$ > {tmp_path}/number; touch {tmp_path}/ready; exec sleep 60") as process:
-        worker = Path("/proc") / (tmp_path / "number").read_text().strip()
-        assert worker.exists()
+        worker = int((tmp_path / "number").read_text())
+        assert runs(worker)
         process.kill()
-    _wait_for(lambda: not worker.exists())
+    wait_for(lambda: not runs(worker))
 
 
 def _started(folder: Path, script: str) -> subprocess.Popen[bytes]:
     """A job of one worker, which has made a file named ready."""
     command = _command("-np", "1", "sh", "-c", script)
     process = subprocess.Popen(command, env=_environ(), stderr=subprocess.DEVNULL)
-    _wait_for((folder / "ready").exists)
+    wait_for((folder / "ready").exists)
     return process
-
-
-def _wait_for(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize(

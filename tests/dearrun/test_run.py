@@ -29,6 +29,7 @@ from dearrun.errors import LaunchError, RankError
 from dearrun.exchange import VARIABLE, Exchange
 from overlap.job import cores
 from overlap.job.settings import SettingError
+from tests.dearrun.processes import runs
 from tests.dearrun.test_worker import environ
 
 LAUNCHERS = ["torchrun", *(["mpi"] if comm_core.mpi_available() else [])]
@@ -74,7 +75,7 @@ def _rank() -> str:
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_what_ranks_raise_is_raised_with_their_tracebacks(launcher: str) -> None:
+def test_what_ranks_raise_is_raised_with_their_tracebacks(launcher: str, tmp_path: Path) -> None:
     """Of each that has raised by then; those that wait for them are ended."""
     rank_of = _by_value(_rank)
 
@@ -84,11 +85,14 @@ def test_what_ranks_raise_is_raised_with_their_tracebacks(launcher: str) -> None
 
     def fail() -> None:
         rank = int(rank_of())
+        if rank == 0:
+            time.sleep(60)
+        (tmp_path / str(rank)).touch()
+        while not (tmp_path / str(3 - rank)).exists():  # however much later that rank starts
+            time.sleep(0.01)
         if rank == 1:
             raise ValueError(f"rank {rank} cannot go on")
-        if rank == 2:
-            raise OddError(rank, "odd")
-        time.sleep(60)
+        raise OddError(rank, "odd")
 
     began = time.monotonic()
     with pytest.raises(RankError) as caught:
@@ -241,7 +245,7 @@ def test_ranks_end_with_their_caller(launcher: str, number: signal.Signals, tmp_
             7 if number == signal.SIGINT else -number
         )  # a job that does not end is killed after 60
     deadline = time.monotonic() + (0 if number == signal.SIGINT else 30)
-    while any(_runs(int(file.stem)) for file in there):
+    while any(runs(int(file.stem)) for file in there):
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
@@ -252,13 +256,6 @@ def _all_of(connection: Connection[Any, Any]) -> bytes:
         while True:
             heard += connection.recv_bytes()
     return heard
-
-
-def _runs(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def test_nobody_without_the_key_gets_or_says_anything() -> None:
