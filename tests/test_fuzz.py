@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import dear
-from tests.fuzz.__main__ import run, script_of
+from tests.fuzz.__main__ import job_seconds, run, script_of
 from tests.fuzz.script import End, Kind, Use, Zero, generate, smaller
 from tests.fuzz.training import STRATEGIES, check
 
@@ -82,6 +82,12 @@ def _run(launcher: str, ranks: int, seeds: list[int]) -> None:
     )
 
 
+def _seconds(seeds: int) -> float:
+    """Of a test of so many, and those that are kept: also where a job deadlocks, and another one goes on behind it."""
+    return job_seconds(len(STRATEGIES) * (len(KEPT) + seeds)) + 300
+
+
+@pytest.mark.timeout(_seconds(FEW))
 @pytest.mark.parametrize(("launcher", "ranks"), FAST)
 def test_random_scripts(launcher: str, ranks: int) -> None:
     """Other seeds for each job: the strategies decide alike whoever carries their messages."""
@@ -90,7 +96,7 @@ def test_random_scripts(launcher: str, ranks: int) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(60 + 2 * MANY)
+@pytest.mark.timeout(_seconds(MANY // PARTS))
 @pytest.mark.parametrize(("launcher", "ranks"), JOBS)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_many_random_scripts(launcher: str, ranks: int, part: int) -> None:

@@ -13,8 +13,13 @@ from tests.fuzz.training import STRATEGIES, check
 from tests.harness import ROOT, Result, run_ranks
 
 _ENV = {"PYTHONPATH": str(ROOT), "DEAR_STALL_WARN_SECONDS": "3", "DEAR_STALL_ABORT_SECONDS": "240"}
-_SECONDS = 1.0  # of a script, at most; a job gets half a minute more
+_SECONDS, _MORE_SECONDS = 3.0, 120.0  # of a script, and what a job gets beside its scripts
 _CHUNK = 25
+
+
+def job_seconds(scripts: int) -> float:
+    """What a job of so many scripts may take: several times what it does, since the machine may be busy."""
+    return _MORE_SECONDS + _SECONDS * scripts
 
 
 def script_of(seed: int, ranks: int, strategy: str) -> Script:
@@ -56,7 +61,7 @@ def run(
         rest = sorted({seed for seed, _ in todo})
         argv = ["-m", "tests.fuzz", "--worker", "--seeds", ",".join(map(str, rest)), "--strategy", *strategies]
         argv += ["--less", ",".join(map(str, less))] if less else []
-        result = run_ranks(ranks, argv, launcher, timeout=30 + _SECONDS * len(todo), env=_ENV, cwd=ROOT)
+        result = run_ranks(ranks, argv, launcher, timeout=job_seconds(len(todo)), env=_ENV, cwd=ROOT)
         found = re.findall(r"^wrong (\d+) (\S+): (.*)$", result.output, re.MULTILINE)
         wrong |= {(int(seed), strategy): text for seed, strategy, text in found}
         if result.returncode == 0 and not result.timed_out:

@@ -162,7 +162,7 @@ def test_a_job_that_was_killed_keeps_no_directory(tmp_path: Path) -> None:
         said = _claimed(tmp_path)
         child = os.fork()
         if child == 0:
-            time.sleep(5)
+            time.sleep(600)
             os._exit(0)
         return f"{said} {child}"
 
