@@ -14,12 +14,20 @@ from bench.emulation.delayed import Links
 from bench.emulation.goodput import TOTAL_BYTES, goodput, rate, wanted
 
 
+def _check_goodput(cluster: Cluster, least: float, most: float, connections: int = 1) -> None:
+    """In Mbit/s. The best of three counts: what else runs on this machine makes it lower."""
+    found: list[float] = []
+    while len(found) < 3 and max(found, default=0.0) <= least:
+        found.append(goodput(cluster, connections) * 8 / 1e6)
+    assert least < max(found) < most, found
+
+
 @pytest.mark.needs_root
 def test_links_are_shaped_and_hosts_disappear() -> None:
     with Cluster(2, "100mbit") as cluster:
         mine = [name for name in _namespaces() if name.startswith(cluster._prefix)]
         assert len(mine) == 3
-        rate = goodput(cluster) * 8 / 1e6
+        _check_goodput(cluster, 70, 105)
         with pytest.raises(ClusterError, match="exited with 3"):
             cluster.run_torch(["-c", "import sys; sys.exit(3)"], timeout=30)
         begun = time.monotonic()  # host 0 is waited for first, and does not end by itself
@@ -27,7 +35,6 @@ def test_links_are_shaped_and_hosts_disappear() -> None:
         with pytest.raises(ClusterError, match="a job on the cluster on host 1 was ended by SIGKILL"):
             cluster.run_torch(["-c", dies], timeout=30)
         assert time.monotonic() - begun < 20
-    assert 70 < rate < 105
     assert not set(mine) & set(_namespaces())
 
 
@@ -50,13 +57,13 @@ def test_hosts_of_a_process_that_was_killed_are_removed_by_the_next_cluster() ->
 @pytest.mark.needs_root
 def test_goodput_of_a_slow_link() -> None:
     with Cluster(2, "5mbit") as cluster:
-        assert 4.0 < goodput(cluster) * 8 / 1e6 < 5.2
+        _check_goodput(cluster, 4.0, 5.2)
 
 
 @pytest.mark.needs_root
 def test_goodput_of_several_connections_is_that_of_the_link() -> None:
     with Cluster(2, "200mbit") as cluster:
-        assert 150 < goodput(cluster, 3) * 8 / 1e6 < 205
+        _check_goodput(cluster, 150, 205, connections=3)
 
 
 def arrivals(bytes_per_second: float, seconds: float, burst: int = 2**18) -> list[tuple[float, int]]:
@@ -112,13 +119,19 @@ def test_packets_follow_one_another_and_arrive_later() -> None:
 @pytest.mark.needs_root
 def test_a_link_with_a_delay() -> None:
     with Cluster(2, "50mbit+30ms") as cluster:
-        answer = "import socket; s = socket.create_server(('', 5000)); c, _ = s.accept(); c.sendall(c.recv(1))"
+        answer = (
+            "import socket; s = socket.create_server(('', 5000)); c, _ = s.accept()\n"
+            "for _ in range(10): c.sendall(c.recv(1))"
+        )
         ask = (
             "import socket, time\n"
             "for _ in range(100):\n"
             "    try: c = socket.create_connection(('10.77.0.2', 5000), 5); break\n"
             "    except OSError: time.sleep(0.05)\n"
-            "begun = time.perf_counter(); c.sendall(b'x'); c.recv(1); print(time.perf_counter() - begun)"
+            "took = []\n"
+            "for _ in range(10):\n"
+            "    begun = time.perf_counter(); c.sendall(b'x'); c.recv(1); took.append(time.perf_counter() - begun)\n"
+            "print(min(took))"
         )
         with subprocess.Popen(cluster.enter(1, [sys.executable, "-c", answer])) as other:
             told = subprocess.run(
@@ -126,6 +139,6 @@ def test_a_link_with_a_delay() -> None:
             )
             other.wait(30)
         assert 0.06 <= float(told.stdout) < 0.2
-        assert 35 < goodput(cluster) * 8 / 1e6 < 55
+        _check_goodput(cluster, 35, 55)
         with pytest.raises(ValueError, match="but no delay: not from 50mbit"):
             cluster.set_rate("1gbit")
