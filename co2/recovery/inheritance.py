@@ -21,18 +21,26 @@ from overlap.job.session import Session
 from overlap.transport.memory import from_flat
 from overlap.transport.objects import allgather_object
 
-__all__ = ["bequeath", "inherit", "left_of", "outer_vectors"]
+__all__ = ["bequeath", "inherit", "left_by", "outer_vectors"]
 
 log = logging.getLogger("dear")
 
-Left = dict[str, Any]  # see left_of()
+Left = dict[str, Any]  # see left_by()
 
 # What the optimizers of a session take over on this rank, in the order in which they are made.
 _bequeathed: weakref.WeakKeyDictionary[Session, list[Left]] = weakref.WeakKeyDictionary()
 
 
-def left_of(rounds: Rounds) -> Left:
-    """What this rank has of the outer state, once what was on its way has failed or arrived."""
+def left_by(several: Sequence[Rounds], before: Sequence[Left]) -> list[Left]:
+    """What this rank has of the outer state of `several` optimizers, once what was on its way has failed or arrived.
+
+    What it had `before` where none of them has begun; nothing of one whose parameters went to another.
+    """
+    training = [rounds for rounds in several if not rounds.retired]
+    return [_left_of(rounds) for rounds in training] if any(rounds.parts for rounds in training) else list(before)
+
+
+def _left_of(rounds: Rounds) -> Left:
     left = rounds.left()
     parts = [] if isinstance(rounds.rule, Acco) else rounds.parts
     own = {index: vectors for part in parts for index, vectors in part.own_vectors().items()}

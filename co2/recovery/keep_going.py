@@ -12,7 +12,7 @@ import torch
 
 from co2.optimizer import Co2Optimizer
 from co2.part import as_real, outer_dtype
-from co2.recovery.inheritance import Left, bequeath, left_of
+from co2.recovery.inheritance import Left, bequeath, left_by
 from comm_core import TransportError
 from overlap.elastic import State, stop_request
 from overlap.elastic.state import ObjectState
@@ -116,8 +116,7 @@ def _call(session: Session, mine: _BroughtAlong, func: Callable[[], Any], state:
             log.warning("rank %d of %d: this error is passed over", session.comm.rank, session.comm.size, exc_info=True)
         session.tear_down()
         optimizers = [each for each in session.registry.optimizers if isinstance(each, Co2Optimizer)]
-        if optimizers:
-            mine.left = [left_of(optimizer.rounds) for optimizer in optimizers]
+        mine.left = left_by([optimizer.rounds for optimizer in optimizers], mine.left)
         return _Outcome(again=True)
     try:
         state.finished()

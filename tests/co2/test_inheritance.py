@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from co2.recovery.inheritance import outer_vectors
+from co2.recovery.inheritance import left_by, outer_vectors
 
 VALUES = torch.arange(6.0).view(2, 3)
 
@@ -24,3 +26,31 @@ def test_of_what_each_rank_has_the_mean_counts() -> None:
     assert vectors["momentum"].tolist() == [[2] * 3] * 2
     assert vectors["owed"].tolist() == [[1] * 3] * 2
     assert vectors["residual"].tolist() == [[1] * 3] * 2
+
+
+class _Rounds:
+    """Of which `name` is left."""
+
+    rule = None
+
+    def __init__(self, name: str, *, begun: bool = True, retired: bool = False) -> None:
+        self.name, self.retired = name, retired
+        self.parts: list[Any] = [_Part()] if begun else []
+
+    def left(self) -> dict[str, Any]:
+        return {"name": self.name}
+
+
+class _Part:
+    def own_vectors(self) -> dict[int, dict[str, torch.Tensor]]:
+        return {}
+
+    def lasting(self) -> dict[int, Any]:
+        return {}
+
+
+def test_what_is_left_is_of_optimizers_that_train() -> None:
+    before: Any = [{"name": "before"}]
+    lost, first, second = _Rounds("lost", retired=True), _Rounds("first", begun=False), _Rounds("second")
+    found: list[Any] = [left_by(several, before) for several in ([lost, first, second], [lost, first], [])]  # type: ignore[arg-type]
+    assert [[left["name"] for left in each] for each in found] == [["first", "second"], ["before"], ["before"]]
