@@ -50,9 +50,11 @@ def _refused(
         _end_of_a_failed_join(meanwhile)
 
 
-@pytest.mark.parametrize("strategy", ["dear", "wfbp"])
+@pytest.mark.parametrize("strategy", ["dear", "dear-whole", "oss", "wfbp"])
 @pytest.mark.parametrize("left_over", ["reduced", "accumulated"])
-def test_gradients_that_nobody_stepped_are_refused_on_all_ranks(left_over: str, strategy: str) -> None:
+@pytest.mark.parametrize("step", ["meanwhile", "before", "after"])
+def test_gradients_that_nobody_stepped_are_refused_on_all_ranks(step: str, left_over: str, strategy: str) -> None:
+    """The others' `step` begins before they hear that a rank has joined, or after."""
     run, last = _two(strategy)[0], dear.size() - 1
     joined = dear.rank() == last
     _backward(run, run.batch(0))
@@ -61,7 +63,12 @@ def test_gradients_that_nobody_stepped_are_refused_on_all_ranks(left_over: str, 
     with run.optimizer.no_sync() if joined and left_over == "accumulated" else contextlib.nullcontext():
         _backward(run, run.batch(1))
 
+    if joined and step == "before":
+        time.sleep(0.1)
+
     def go_on() -> None:
+        while step == "after" and not joined_ranks_of(current()).joined_now:
+            time.sleep(0.001)
         run.optimizer.step()
         _backward(run, run.batch(2))  # where all was issued in backward, it is the next step that is not possible
         run.optimizer.step()
