@@ -157,16 +157,17 @@ def clip_grad_norm_(
     """
     several = isinstance(parameters, Iterable) and not isinstance(parameters, torch.Tensor)
     chosen = list(parameters) if several else [parameters]
-    strangers = [type(one).__name__ for one in chosen if not isinstance(one, torch.Tensor)]
-    if strangers:
+    tensors = [one for one in chosen if isinstance(one, torch.Tensor)]
+    if len(tensors) < len(chosen):
+        stranger = next(type(one).__name__ for one in chosen if not isinstance(one, torch.Tensor))
         raise TypeError(
-            f"parameters should be tensors, such as model.parameters(), and a {strangers[0]} is none; all that an "
+            f"parameters should be tensors, such as model.parameters(), and a {stranger} is none; all that an "
             "optimizer holds are clipped by optimizer.clip_grad_norm_(max_norm)"
         )
-    if not chosen:
+    if not tensors:
         return torch.tensor(0.0)
-    wanted = {id(parameter) for parameter in chosen}
-    for optimizer in current().registry.having(chosen):
+    wanted = {id(parameter) for parameter in tensors}
+    for optimizer in current().registry.having(tensors):
         held = {id(param) for group in optimizer.param_groups for param in group["params"]}
         if wanted <= held:
             return optimizer._clip(lambda param: id(param) in wanted, max_norm, norm_type, error_if_nonfinite)

@@ -25,8 +25,8 @@ class Issuer(Protocol):
     """Something whose threads issue what optimizers hand it."""
 
     def close(self, given_up: Collection[str]) -> None:
-        """Take nothing more, and issue what was handed in, as all ranks do; nothing on communicators that are `given_up`, by
-        name. On every rank. Afterwards communicators count what was issued."""
+        """Take nothing more, and issue what was handed in, as all ranks do. On every rank. Nothing goes to communicators
+        that are `given_up`, by name. Afterwards they count what was issued."""
 
     def join(self) -> None:
         """Wait for its threads, now that nothing is under way any more."""
