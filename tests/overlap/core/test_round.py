@@ -17,11 +17,12 @@ def _bucket(phase: Phase, done: bool | None) -> Any:
     return bucket
 
 
-def _round(order: list[Any], monkeypatch: pytest.MonkeyPatch) -> tuple[Round, list[Any]]:
+def _round(order: list[Any], monkeypatch: pytest.MonkeyPatch, absent: bool = False) -> tuple[Round, list[Any]]:
     settled: list[Any] = []
     planner: Any = SimpleNamespace(slots=[], order=order, shards=None)
     nothing: Any = SimpleNamespace()
-    round = Round(planner, [], nothing, nothing, nothing, (), passes=1, hold_last=True, ordered=True, deferred=False)
+    others: Any = SimpleNamespace(absent=absent)
+    round = Round(planner, [], nothing, nothing, others, (), passes=1, hold_last=True, ordered=True, deferred=False)
     monkeypatch.setattr(round, "reduced", settled.append)
     return round, settled
 
@@ -43,6 +44,13 @@ def test_only_what_is_reduced_is_settled_in_order_of_issue(
     round.settle_done()
     assert [order.index(bucket) for bucket in settled] == expected
     assert [order[number].phase for number in expected] == [Phase.REDUCED] * len(expected)
+
+
+def test_nothing_is_settled_early_where_a_rank_has_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it could is known when all ranks have said their part."""
+    round, settled = _round([_bucket(Phase.REDUCING, True)], monkeypatch, absent=True)
+    round.settle_done()
+    assert not settled
 
 
 def test_averages_do_not_become_local_again_before_the_round_ends(monkeypatch: pytest.MonkeyPatch) -> None:
