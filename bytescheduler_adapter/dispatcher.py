@@ -163,14 +163,13 @@ class Dispatcher:
             return part.work
 
     def _run(self, body: Callable[[], None]) -> None:
-        failure: BaseException = comm_core.InvalidUsage(_OVER)
+        failure: BaseException = comm_core.TransportError("rank 0, which decides the order, issues nothing any more")
         try:
             body()
         except BaseException as error:
-            if not self._closing:
-                failure = error
+            failure = error
         with self._changed:  # whoever waits for a partition that is not issued is told
-            self._failure = self._failure or failure
+            self._failure = comm_core.InvalidUsage(_OVER) if self._closing else failure
             self._changed.notify_all()
 
     def _issue(self, part: Part) -> Work:
@@ -244,7 +243,11 @@ class Dispatcher:
         if given_up and self._channel.rank > 0:
             self._channel.post(self._channel.rank, encode(_LAST))
 
-    def join(self, *, given_up: bool) -> None:
-        """Wait for the thread to end after :meth:`close`, with `given_up` for some seconds: it may wait for other ranks."""
-        self._thread.join(_JOIN_SECONDS if given_up else None)
+    def join(self, heed: Callable[[], None] | None = None) -> None:
+        """Wait for the thread to end after :meth:`close`; without `heed`, which raises where ranks are lost, for some
+        seconds, as it may wait for other ranks."""
+        self._thread.join(_LOOK_SECONDS if heed else _JOIN_SECONDS)
+        while heed and self._thread.is_alive():
+            heed()
+            self._thread.join(_LOOK_SECONDS)
         self._channel.promised = self._channel.issued

@@ -8,7 +8,7 @@ channel of its own.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from bytescheduler_adapter.dispatcher import Dispatcher, Part, PartsWork
 from overlap.job.channels import Channels
@@ -34,8 +34,9 @@ class Dispatchers:
     An issuer of the session, which ends it.
     """
 
-    def __init__(self, channels: Channels) -> None:
-        self._channels = channels
+    def __init__(self, channels: Channels, heed: Callable[[], None]) -> None:
+        """`heed` raises where ranks are lost."""
+        self._channels, self._heed = channels, heed
         self._by_channel: dict[Communicator, Dispatcher] = {}
 
     def lease(self, topic: str) -> Lease:
@@ -53,9 +54,9 @@ class Dispatchers:
             dispatcher.close(given_up=channel.name in given_up)
         for channel, dispatcher in self._by_channel.items():
             if channel.name not in given_up:
-                dispatcher.join(given_up=False)
+                dispatcher.join(self._heed)
 
     def join(self) -> None:
         """See :meth:`overlap.job.services.Issuer.join`."""
         for dispatcher in self._by_channel.values():
-            dispatcher.join(given_up=True)
+            dispatcher.join()

@@ -144,7 +144,7 @@ def _dispatchers() -> Dispatchers:
     session = current()
     service = session.issuers.get(_SERVICE)
     if not isinstance(service, Dispatchers):
-        service = session.issuers[_SERVICE] = Dispatchers(session.channels)
+        service = session.issuers[_SERVICE] = Dispatchers(session.channels, session.heed)
     return service
 
 

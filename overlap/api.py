@@ -164,10 +164,8 @@ def clip_grad_norm_(
             f"parameters should be tensors, such as model.parameters(), and a {stranger} is none; all that an "
             "optimizer holds are clipped by optimizer.clip_grad_norm_(max_norm)"
         )
-    if not tensors:
-        return torch.tensor(0.0)
-    wanted = {id(parameter) for parameter in tensors}
-    for optimizer in current().registry.having(tensors):
+    wanted, registry = {id(parameter) for parameter in tensors}, current().registry
+    for optimizer in registry.having(tensors) if tensors else registry.optimizers:
         held = {id(param) for group in optimizer.param_groups for param in group["params"]}
         if wanted <= held:
             return optimizer._clip(lambda param: id(param) in wanted, max_norm, norm_type, error_if_nonfinite)

@@ -111,8 +111,9 @@ class Closing:
         if not self.closed:
             self._complete(heard, converted, late)
         self._alike = heard.alike
-        # Raises, on every rank, where one has joined that cannot: settle_done() may have asked before that was known.
-        self._participants.factor(self._participants.round)
+        if self._participants.away:
+            # Raises, on every rank, where one has joined that cannot: settle_done() may have asked before that was known.
+            self._participants.factor(self._participants.round)
         return True
 
     def _complete(self, heard: Heard, converted: list[Change], late: list[Slot]) -> None:

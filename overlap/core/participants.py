@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from overlap.transport.communicator import Communicator
@@ -49,6 +49,8 @@ class Participants:
 
     def end(self) -> None:
         """No round follows, on any rank."""
+
+    away: Collection[int] = ()  # who is known to have joined; of them, some may contribute to this round
 
     # - Who is there. Certain, and the same on all ranks, once a reduction of the round is done
 

@@ -306,7 +306,7 @@ class Round:
 
         A reduction of which this rank needs nothing may be done before all ranks have issued it, and tells nothing.
         """
-        if not self._hold_last or self._participants.absent or not all(map(_meets, self.order)):
+        if not self._hold_last or self._participants.away or not all(map(_meets, self.order)):
             return
         for bucket in self.order:
             if bucket.phase is Phase.REDUCING:

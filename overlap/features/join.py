@@ -102,6 +102,7 @@ class JoinedRanks:
         self._lock = threading.Lock()
         self._generation = 0
         self._joined: dict[int, dict[int, News]] = defaultdict(dict)  # by generation and rank
+        self.away: set[int] = set()  # who has joined, of a later generation, too
         self._said: list[Word] = []  # what a rank that joins now may have to catch up with
         self._behind: dict[str, int] = {}  # rounds of each optimizer, of those too that the script dropped since
         self._optimizers: weakref.WeakValueDictionary[str, _Optimizer] = weakref.WeakValueDictionary()
@@ -209,6 +210,7 @@ class JoinedRanks:
     def _hear_joined(self, sender: int, news: News) -> list[Word]:
         with self._lock:
             self._joined[news.generation][sender] = news
+            self.away.add(sender)
             # What was said before this rank, too, joined: who is out of data once more has missed nothing of it.
             missed = self._said if news.generation == self._generation else []
             said = [word for word in missed if word.round >= news.rounds.get(word.topic, word.round)]
@@ -233,6 +235,7 @@ class JoinedRanks:
         news = News(self._generation, rounds, obstacles, groups)
         with self._lock:
             self._joined[self._generation][self._rank] = news
+            self.away.add(self._rank)
         self.following = True
         try:
             others = [rank for rank in range(self._size) if rank != self._rank]
@@ -256,6 +259,7 @@ class JoinedRanks:
             with self._lock:
                 self._joined.pop(self._generation, None)
                 self._generation += 1
+                self.away.intersection_update(self._joined.get(self._generation, {}))
                 self._said.clear()  # before all came here, as every rank has: nobody has to catch up with it any more
 
     def _follow_until_all_are_here(self) -> None:

@@ -131,8 +131,7 @@ class Follower:
         engine = self._engine
         if not self._rounds.shared_order:
             self._open(trainable)
-        if engine.close(call) and self._rounds.hindered:
-            engine.round.settle()  # raises, on every rank
+        engine.close(call)
 
     def _forget_gradients(self) -> None:
         """Of an earlier round: they would count."""

@@ -33,6 +33,7 @@ class JoinRounds(Participants):
     ) -> None:
         super().__init__(comm, ranks)
         self._joined_ranks, self._slots, self.shared_order = joined_ranks, slots, shared_order
+        self.away = joined_ranks.away
         self.topic = ""  # what the optimizer is called between ranks
         self._number = 0  # of the next word
         self._started = self._said_last = self._over = False

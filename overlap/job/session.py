@@ -190,10 +190,12 @@ class Session:
             service.close()
         communicators = self._communicators()
         given_up = find_uneven(self.control, communicators)
-        for optimizer in self.registry.optimizers:
-            optimizer.finish(given_up)
-        for issuer in self.issuers.values():
-            issuer.close(given_up)
+        try:
+            for optimizer in self.registry.optimizers:
+                optimizer.finish(given_up)
+        finally:  # others may wait for what this rank issues
+            for issuer in self.issuers.values():
+                issuer.close(given_up)
         if self.issuers:  # ranks may have handed in as much as one another, and not the same
             given_up |= find_uneven(self.control, communicators)
         report(self.comm.rank, communicators, given_up)

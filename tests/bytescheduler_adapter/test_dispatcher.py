@@ -46,7 +46,7 @@ def test_what_was_submitted_is_issued_at_the_end_whatever_the_credit() -> None:
     dispatcher.close(given_up=False)
     with pytest.raises(comm_core.InvalidUsage, match=f"b1: {OVER}"):
         dispatcher.submit(number, 1, [_part()], "b1", credit=1)
-    dispatcher.join(given_up=False)  # while the first is under way
+    dispatcher.join(lambda: None)  # while the first is under way
     for part in (issued, waits):
         assert part.work is not None
         assert not part.work.done()
@@ -58,7 +58,7 @@ def test_what_is_given_up_is_an_error_and_no_wait() -> None:
     dispatcher, number, work, issued, _ = _waiting_for_credit()
     dispatcher.close(given_up=True)
     issued.work.finish()  # type: ignore[union-attr]
-    dispatcher.join(given_up=True)
+    dispatcher.join()
     issued.work.wait()  # type: ignore[union-attr]
     for timeout in (None, math.inf, 1e300):
         with pytest.raises(comm_core.TransportError, match=f"'b0'.*{OVER}"):

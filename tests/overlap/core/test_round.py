@@ -17,11 +17,11 @@ def _bucket(phase: Phase, done: bool | None) -> Any:
     return bucket
 
 
-def _round(order: list[Any], monkeypatch: pytest.MonkeyPatch, absent: bool = False) -> tuple[Round, list[Any]]:
+def _round(order: list[Any], monkeypatch: pytest.MonkeyPatch, away: tuple[int, ...] = ()) -> tuple[Round, list[Any]]:
     settled: list[Any] = []
     planner: Any = SimpleNamespace(slots=[], order=order, shards=None)
     nothing: Any = SimpleNamespace()
-    others: Any = SimpleNamespace(absent=absent)
+    others: Any = SimpleNamespace(away=away)
     round = Round(planner, [], nothing, nothing, others, (), passes=1, hold_last=True, ordered=True, deferred=False)
     monkeypatch.setattr(round, "reduced", settled.append)
     return round, settled
@@ -48,7 +48,7 @@ def test_only_what_is_reduced_is_settled_in_order_of_issue(
 
 def test_nothing_is_settled_early_where_a_rank_has_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether it could is known when all ranks have said their part."""
-    round, settled = _round([_bucket(Phase.REDUCING, True)], monkeypatch, absent=True)
+    round, settled = _round([_bucket(Phase.REDUCING, True)], monkeypatch, away=(1,))
     round.settle_done()
     assert not settled
 
