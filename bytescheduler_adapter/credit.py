@@ -8,6 +8,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Hashable
 from itertools import count
+from operator import itemgetter
 from typing import Generic, TypeVar
 
 __all__ = ["CreditQueue"]
@@ -48,13 +49,9 @@ class CreditQueue(Generic[K]):
         return admitted
 
     def admit_all(self) -> list[K]:
-        """What waits, in order, whatever the credit; it counts as under way."""
-        admitted = []
-        while self._waiting:
-            _, _, key, nbytes, _ = heapq.heappop(self._waiting)
-            self._under_way[key] = nbytes
-            admitted.append(key)
-        return admitted
+        """What waits, in order, whatever the credit. Nothing is admitted after it."""
+        waiting, self._waiting = sorted(self._waiting, key=itemgetter(0, 1)), []
+        return [key for _, _, key, _, _ in waiting]
 
     def release(self, key: K) -> None:
         """`key` is done: its bytes return to the credit. Raises ``KeyError`` for what is not under way."""

@@ -16,6 +16,15 @@ def test_the_most_urgent_goes_first_and_of_equals_who_came_first() -> None:
     assert queue.admit() == ["a0", "a1", "b", "c"]
 
 
+def test_at_the_end_all_go_in_the_same_order_whatever_the_credit() -> None:
+    queue: CreditQueue[str] = CreditQueue()
+    for key, priority, step in (("c", 2, 0), ("a0", 0, 0), ("next", 0, 1), ("b", 1, 0), ("a1", 0, 0)):
+        queue.push(key, priority, 10, credit=10, step=step)
+    assert queue.admit() == ["a0"]
+    assert queue.admit_all() == ["a1", "b", "c", "next"]
+    assert not queue
+
+
 def test_no_step_overtakes_another() -> None:
     queue: CreditQueue[str] = CreditQueue()
     queue.push("urgent, of the next step", 0, 10, credit=1000, step=1)
