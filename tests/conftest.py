@@ -5,6 +5,7 @@ That is the table of multi-rank suites, and which tests did not run.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests import forkserver
 from tests.skipped import table
 from tests.tiers import ALONE, JOBS, Tier, is_beside, jobs_of
 
@@ -37,6 +39,23 @@ CONDITIONS = {
     "needs_horovod": (lambda: importlib.util.find_spec("horovod") is not None, "needs Horovod"),
     "slow": (lambda: os.environ.get("DEAR_SLOW_TESTS") in ("1", "only"), "slow; make test-slow runs it"),
 }
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The first process of a run has the servers that fork its jobs, and those of the processes that it starts."""
+    if not os.environ.get(forkserver.VARIABLE):
+        stack = contextlib.ExitStack()
+        stack.enter_context(forkserver.listening())
+        config.add_cleanup(stack.close)
+
+
+@pytest.fixture(autouse=True)
+def _real_start(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.node.get_closest_marker("real_start") is not None:
+        for name in (forkserver.VARIABLE, "PYTHONPATH"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in forkserver.environment(os.environ, real_start=True).items():
+            monkeypatch.setenv(name, value)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

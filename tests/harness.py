@@ -16,14 +16,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tests import notes
+from tests import forkserver, notes
 
 ROOT = Path(__file__).resolve().parent.parent
 _TAG = "DEAR_TEST_JOB"
+_NAME = 15  # characters that Linux keeps of a process's name
 _SHOWN = 16_000  # characters of a failed job's output
 _LOOK_SECONDS = 1.0
 _PATIENCE_SECONDS = 30.0  # with a rank that should have ended its job, since its test took too long
-_AT_START = Path(__file__).parent / "at_start"
 
 
 class JobFailed(AssertionError):
@@ -94,13 +94,13 @@ def run_ranks(
     timeout: float = 120.0,
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
-    end_as_ever: bool = False,
+    real_start: bool = False,
     stuck: Callable[[], bool] = lambda: False,
 ) -> Result:
     """Run ``python argv`` on `nranks` ranks; never longer than `timeout` seconds, and nothing is left behind.
 
     A job that does not end, or is `stuck`, is aborted rank by rank, so that every rank prints the stacks of its threads
-    first. A process ends as described in ``at_start/sitecustomize.py``, or with `end_as_ever` as a user's does.
+    first. Its processes are forked (`tests.forkserver`), or with `real_start` start and end as a user's do.
     """
     tag = uuid.uuid4().hex
     # Jobs of a test may themselves run under a launcher of the test's caller; they are no part of that job.
@@ -108,8 +108,7 @@ def run_ranks(
     inherited.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes: what one has compiled, the next one reads
     inherited.pop("PYTHONUNBUFFERED", None)  # it writes a line in pieces, between which other ranks write theirs
     environ = {**inherited, "PYTHONFAULTHANDLER": "1", "OMP_NUM_THREADS": "1", **(env or {}), _TAG: tag}
-    if not end_as_ever:
-        environ["PYTHONPATH"] = os.pathsep.join([str(_AT_START), *filter(None, [environ.get("PYTHONPATH")])])
+    environ = forkserver.environment(environ, real_start=real_start)
     command = command_for(launcher, nranks, argv)
     started = time.monotonic()
     with tempfile.TemporaryFile("w+b") as sink:
@@ -190,15 +189,16 @@ def run_script(folder: Path, text: str, ranks: int = 2, timeout: float = 60, **e
     script = folder / "script.py"
     script.write_text(text)
     environ = {"PYTHONPATH": str(ROOT), **env}
-    return run_ranks(ranks, [str(script)], timeout=timeout, env=environ, cwd=folder, end_as_ever=True)
+    return run_ranks(ranks, [str(script)], timeout=timeout, env=environ, cwd=folder, real_start=True)
 
 
 def _job_pids(tag: str) -> Iterator[int]:
-    needle = f"{_TAG}={tag}".encode()
+    """Of processes that were started with the tag, and of those that were forked for one of these."""
+    needle, name = f"{_TAG}={tag}".encode(), tag[:_NAME].encode()
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
             with contextlib.suppress(OSError):
-                if needle in (entry / "environ").read_bytes():
+                if needle in (entry / "environ").read_bytes() or (entry / "comm").read_bytes().strip() == name:
                     yield int(entry.name)
 
 

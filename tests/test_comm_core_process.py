@@ -96,7 +96,7 @@ try:
 except comm_core.Unsupported as e:
     print("refused:", e)
 """
-    result = run_ranks(1, ["-c", text], "single", cwd=tmp_path, end_as_ever=True).check()
+    result = run_ranks(1, ["-c", text], "single", cwd=tmp_path, real_start=True).check()
     assert "refused:" in result.output
     assert "MPI_THREAD_MULTIPLE" in result.output
 
@@ -350,7 +350,7 @@ c.barrier()
 assert len(released) == 1000, len(released)
 assert set(released) == {threading.get_native_id()}
 """
-    run_ranks(1, ["-c", text], "single", cwd=tmp_path, end_as_ever=True).check()
+    run_ranks(1, ["-c", text], "single", cwd=tmp_path, real_start=True).check()
 
 
 def test_a_finalizer_may_use_the_communicator_that_held_its_object(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ c = comm_core.mpi()
 faulthandler.enable()
 c.all_reduce(comm_core.Buffer(64, 1, comm_core.DType.FLOAT32), np.zeros(1, np.float32))
 """
-    result = run_ranks(1, ["-c", text], "single", cwd=tmp_path, end_as_ever=True)
+    result = run_ranks(1, ["-c", text], "single", cwd=tmp_path, real_start=True)
     assert "Fatal Python error: Segmentation fault" in result.output
 
 

@@ -185,37 +185,6 @@ def test_what_notes_of_ranks_say(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.full
-def test_the_compiler_comes_when_it_is_asked_for(tmp_path: Path) -> None:
-    """Optimizers import it; at_start/sitecustomize.py puts that off."""
-    text = """
-import sys
-import torch
-
-def compiler_is_there():
-    return "torch._dynamo.convert_frame" in sys.modules
-
-assert not compiler_is_there()
-weight = torch.nn.Parameter(torch.ones(2))
-optimizer = torch.optim.SGD([weight], lr=1.0)
-
-def step(compile=lambda loss: loss):
-    optimizer.zero_grad()
-    compile(lambda: weight.square().sum())().backward()
-    optimizer.step()
-
-step()
-assert not compiler_is_there()
-step(lambda loss: torch.compile(loss, backend="eager", fullgraph=True))
-assert compiler_is_there()
-assert "at_start" not in torch._dynamo.disable.__code__.co_filename
-step()
-assert weight.tolist() == [-1.0, -1.0]
-optimizer.add_param_group({"params": torch.nn.Parameter(torch.ones(1))})
-"""
-    run_ranks(1, _script(tmp_path, text), "single", timeout=60).check()
-
-
 def test_a_rank_that_fails_under_mpirun_ends_its_peers(tmp_path: Path) -> None:
     text = FAIL_ON_1.replace('"RANK"', '"OMPI_COMM_WORLD_RANK"')
     result = run_ranks(2, _script(tmp_path, text), "mpi", timeout=60)

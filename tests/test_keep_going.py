@@ -62,7 +62,7 @@ note(step=state.step, momentum=None)
 def _run(folder: Path, script: str, launcher: str, ranks: int, **env: str) -> Result:
     (folder / "train.py").write_text(script)
     env = {"PYTHONPATH": str(ROOT), "DEAR_ELASTIC_DIR": str(folder / "commits"), **env}
-    return run_ranks(ranks, [str(folder / "train.py")], launcher, timeout=150, env=env, cwd=folder, end_as_ever=True)
+    return run_ranks(ranks, [str(folder / "train.py")], launcher, timeout=150, env=env, cwd=folder, real_start=True)
 
 
 def _calls(folder: Path, who: str) -> list[dict[str, Any]]:

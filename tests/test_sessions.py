@@ -45,5 +45,5 @@ def test_sessions_follow_each_other(more: list[str], tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     environ = {"PYTHONPATH": str(ROOT)}
-    result = run_ranks(2, [str(script), *more], "torchrun", timeout=60, env=environ, end_as_ever=True).check()
+    result = run_ranks(2, [str(script), *more], "torchrun", timeout=60, env=environ, real_start=True).check()
     assert result.output.count("the end") == 2

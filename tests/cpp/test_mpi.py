@@ -89,7 +89,7 @@ for _ in range(200):
 """
     preload = ":".join(filter(None, [os.environ.get("LD_PRELOAD"), str(mpi_error)]))
     environ = {"PYTHONPATH": str(ROOT), "LD_PRELOAD": preload, "FAILING_RANK": "1", "FAILING_AFTER": str(after)}
-    result = run_ranks(3, ["-c", text], timeout=60, env=environ, cwd=tmp_path, end_as_ever=True)
+    result = run_ranks(3, ["-c", text], timeout=60, env=environ, cwd=tmp_path, real_start=True)
     assert not result.timed_out, result.output
     assert result.returncode != 0
     assert "comm_core.MpiError: " in result.output
@@ -129,5 +129,5 @@ print("went on", flush=True)
     environ = {"FAILING_RANK": "1", "FAILING_AFTER": "7", "FAILING_TIMES": "1"}
     preload = ":".join(filter(None, [os.environ.get("LD_PRELOAD"), str(mpi_error)]))
     environ |= {"PYTHONPATH": str(ROOT), "LD_PRELOAD": preload}
-    result = run_ranks(2, ["-c", text], timeout=30, env=environ, cwd=tmp_path, end_as_ever=True).check()
+    result = run_ranks(2, ["-c", text], timeout=30, env=environ, cwd=tmp_path, real_start=True).check()
     assert [result.output.count(line) for line in ("failed", "went on")] == [2, 2]

@@ -75,7 +75,7 @@ def _script(folder: Path, body: str, launcher: str, size: int, *argv: str, packa
     script = folder / "script.py"
     text = SCRIPT.format(imports=f"import torch, {package}", body=body + MODEL.format(package=package))
     script.write_text(text)
-    return run_ranks(size, [str(script), *argv], launcher, env={"PYTHONPATH": str(ROOT)}, cwd=folder, end_as_ever=True)
+    return run_ranks(size, [str(script), *argv], launcher, env={"PYTHONPATH": str(ROOT)}, cwd=folder, real_start=True)
 
 
 @pytest.mark.full

@@ -27,7 +27,7 @@ def test_the_example_trains_in_two_workers(tmp_path: Path) -> None:
     script.write_text(SCRIPT.replace("EXAMPLE", str(ROOT / "examples" / "ray_train.py")))
     environ = {"PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0", "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "300"}
     argv = [str(script), str(tmp_path / "storage")]
-    result = run_ranks(1, argv, "single", timeout=300, env=environ, end_as_ever=True).check()
+    result = run_ranks(1, argv, "single", timeout=300, env=environ, real_start=True).check()
     assert "the end" in result.output
     found = re.search(r"^(\S+): \{'epoch': 1, 'loss': (\S+), 'workers': 2\}$", result.output, re.MULTILINE)
     assert found is not None, result.output

@@ -1,0 +1,92 @@
+"""Starts the processes of tests in milliseconds: they are forked from one in which torch is imported.
+
+Python runs `client/sitecustomize.py` before anything else wherever that folder is on PYTHONPATH. It hands the process over to
+a server: arguments, environment, open files, namespaces and limits. The server (`server.py`) forks; its child becomes what was
+to be started. The process that asked stays, passes signals on, and ends as the child did, so launchers notice nothing.
+
+    mpirun, torchrun, dearrun ──starts──▶ python script.py ──asks──▶ server ──forks──▶ script.py
+                     ▲                     waits for it                                   │
+                     └────────── ends as that did ◀────────── how it ended ◀──────────────┘
+
+A process that cannot be forked starts as ever: with options of Python's, or with variables that torch reads when it is
+imported. Tests of the start itself, or of the end, ask for that (the marker `real_start`, and `tests.harness.run_ranks`).
+
+There are two servers, and ranks take them in turn: each has hashes of its own, as real processes have.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ["CLIENT", "VARIABLE", "environment", "listening"]
+
+VARIABLE = "DEAR_TESTS_FORKSERVER"  # the servers' folder; without it, and where it is empty, processes start as ever
+CLIENT = Path(__file__).parent / "client"
+SERVERS = 2
+_SERVER = Path(__file__).parent / "server.py"
+
+
+def environment(env: Mapping[str, str], *, real_start: bool = False) -> dict[str, str]:
+    """`env` for a process that a server is to fork, or that is to start as a user's does."""
+    others = [folder for folder in env.get("PYTHONPATH", "").split(os.pathsep) if folder not in ("", str(CLIENT))]
+    path = {"PYTHONPATH": os.pathsep.join(others if real_start else [str(CLIENT), *others])}
+    return {**{name: value for name, value in env.items() if not (real_start and name == VARIABLE)}, **path}
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[None]:
+    """Have servers for all processes that are started meanwhile; each begins when it is asked for the first time."""
+    folder = tempfile.mkdtemp(prefix="dear-forkserver-")
+    sockets = []
+    for number in range(SERVERS):
+        sockets.append(socket.socket(socket.AF_UNIX))
+        sockets[-1].bind(os.path.join(folder, str(number)))
+        sockets[-1].listen(128)
+    over, stop = os.pipe()
+    thread = threading.Thread(target=_serve, args=(sockets, over), name="forkserver", daemon=True)
+    thread.start()
+    before = dict(os.environ)
+    os.environ.update(environment({**os.environ, VARIABLE: folder}))
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        os.close(stop)
+        thread.join()
+        os.close(over)
+        shutil.rmtree(folder)
+
+
+def _serve(sockets: Sequence[socket.socket], over: int) -> None:
+    """Begin a server when somebody comes, until nobody can write to `over` any more; then end them."""
+    processes: list[subprocess.Popen[bytes]] = []
+    waiting = list(sockets)
+    while True:
+        readable, _, _ = select.select([*waiting, over], [], [])
+        for listener in readable:
+            if listener is over:
+                for process in processes:
+                    process.terminate()
+                    process.wait()
+                for listener in waiting:
+                    listener.close()
+                return
+            waiting.remove(listener)
+            # With one thread there is none that a fork would lack.
+            env = {**environment(os.environ, real_start=True), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+            command = [sys.executable, str(_SERVER), str(listener.fileno())]
+            options: dict[str, Any] = {"pass_fds": [listener.fileno()], "start_new_session": True}
+            processes.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, env=env, **options))
+            listener.close()

@@ -1,0 +1,11 @@
+"""All tables, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tests.mutations.mutation import Mutation
+
+__all__ = ["TABLES"]
+
+TABLES: dict[str, Sequence[Mutation]] = {}
