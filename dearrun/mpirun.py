@@ -57,6 +57,9 @@ def flavor_of(version: str) -> Flavor:
 
 
 _SHARED_BYTES = 64 * 2**20  # of a worker, at most
+# It carries one-sided messages alone, which nothing here sends, and looking for its interfaces takes a worker a second.
+_WITHOUT_OFI = {"OMPI_MCA_btl": "^ofi"}
+_WITHOUT_TCP = {"OMPI_MCA_btl": "^tcp,ofi"}
 
 
 def defaults(flavor: Flavor, agent: str | None) -> dict[str, str]:
@@ -68,24 +71,32 @@ def defaults(flavor: Flavor, agent: str | None) -> dict[str, str]:
     found: dict[str, str] = {}
     as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     if flavor is Flavor.OPEN_MPI_4:
-        found = as_root | {
-            "OMPI_MCA_rmaps_base_oversubscribe": "1",
-            "OMPI_MCA_hwloc_base_binding_policy": "none",
-            # Containers forbid reading a peer's memory; without this every message prints an error first.
-            "OMPI_MCA_btl_vader_single_copy_mechanism": "none",
-            "OMPI_MCA_mpi_yield_when_idle": "1",
-        }
+        found = (
+            as_root
+            | _WITHOUT_OFI
+            | {
+                "OMPI_MCA_rmaps_base_oversubscribe": "1",
+                "OMPI_MCA_hwloc_base_binding_policy": "none",
+                # Containers forbid reading a peer's memory; without this every message prints an error first.
+                "OMPI_MCA_btl_vader_single_copy_mechanism": "none",
+                "OMPI_MCA_mpi_yield_when_idle": "1",
+            }
+        )
         if agent:
             found["OMPI_MCA_plm_rsh_agent"] = agent
     elif flavor is Flavor.OPEN_MPI_5:
-        found = as_root | {
-            "PRTE_ALLOW_RUN_AS_ROOT": "1",
-            "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-            # With ":oversubscribe" alone, all workers come to the first host: it takes more than it has slots.
-            "PRTE_MCA_rmaps_default_mapping_policy": "slot:oversubscribe",
-            "PRTE_MCA_hwloc_default_binding_policy": "none",
-            "OMPI_MCA_mpi_yield_when_idle": "1",
-        }
+        found = (
+            as_root
+            | _WITHOUT_OFI
+            | {
+                "PRTE_ALLOW_RUN_AS_ROOT": "1",
+                "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+                # With ":oversubscribe" alone, all workers come to the first host: it takes more than it has slots.
+                "PRTE_MCA_rmaps_default_mapping_policy": "slot:oversubscribe",
+                "PRTE_MCA_hwloc_default_binding_policy": "none",
+                "OMPI_MCA_mpi_yield_when_idle": "1",
+            }
+        )
         if agent:
             found["PRTE_MCA_plm_ssh_agent"] = agent
     return found
@@ -102,14 +113,14 @@ def on_one_host(flavor: Flavor, environ: Mapping[str, str], workers: int, shared
     Not where ``/dev/shm`` has too little room for that, `shared_bytes`, nor inside an allocation of a scheduler, whose
     hosts Open MPI takes by itself: messages then go by TCP.
     """
-    environ = dict(environ)
+    wished = {name: value for name, value in environ.items() if (name, value) not in _WITHOUT_OFI.items()}
     if (
         flavor in (Flavor.OPEN_MPI_4, Flavor.OPEN_MPI_5)
         and not in_allocation(environ)
         and shared_bytes >= workers * _SHARED_BYTES
     ):
-        environ.setdefault("OMPI_MCA_btl", "^tcp")
-    return environ
+        return {**_WITHOUT_TCP, **wished}
+    return dict(environ)
 
 
 def _recorded(venv: Path) -> str | None:

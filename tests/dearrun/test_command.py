@@ -343,7 +343,9 @@ def test_defaults_yield_to_the_caller(tmp_path: Path) -> None:
 def test_workers_of_one_host_need_no_network() -> None:
     room = 2 * 64 * 2**20
     for flavor in (Flavor.OPEN_MPI_4, Flavor.OPEN_MPI_5):
-        assert on_one_host(flavor, {"A": "1"}, 2, room) == {"A": "1", "OMPI_MCA_btl": "^tcp"}
+        assert on_one_host(flavor, {"A": "1"}, 2, room) == {"A": "1", "OMPI_MCA_btl": "^tcp,ofi"}
+        assert on_one_host(flavor, defaults(flavor, None), 2, room)["OMPI_MCA_btl"] == "^tcp,ofi"
+        assert on_one_host(flavor, defaults(flavor, None), 3, room)["OMPI_MCA_btl"] == "^ofi"
         assert on_one_host(flavor, {"OMPI_MCA_btl": "tcp,self"}, 2, room) == {"OMPI_MCA_btl": "tcp,self"}
         assert on_one_host(flavor, {}, 3, room) == {}
     assert on_one_host(Flavor.MPICH, {}, 2, room) == {}
