@@ -10,14 +10,14 @@ import importlib.util
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import pytest
 
 from tests import forkserver
 from tests.skipped import table
-from tests.tiers import ALONE, JOBS, Tier, is_beside, jobs_of
+from tests.tiers import FOUR, OVER_MPI, STRATEGY, TWO, Tier, is_beside, is_known, jobs_of, strategies_of
 
 # A missed wait then shows as NaN instead of as an old value.
 os.environ.setdefault("DEAR_POISON", "1")
@@ -88,7 +88,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         both = {item for item in items if item.path.name == "test_spmd.py" and _is_fast(item)}
         out = [item for item in items if item not in both and not tier.takes(item in fast)]
         if tier is Tier.BESIDE and "DEAR_SPMD_SUITE" in os.environ:
-            out += [item for item in _not_beside(items) if item not in fast]
+            out += [item for item in items if item not in fast and not is_beside(item.nodeid, _job())]
         config.hook.pytest_deselected(items=out)
         left = set(out)
         items[:] = [item for item in items if item not in left]
@@ -108,7 +108,9 @@ def _in_this_process(items: list[pytest.Item]) -> set[pytest.Item]:
     for item in items:
         if _is_fast(item):
             others = (
-                [value for value in _values(item) if value[0] != "launcher"] if _has_launcher(item) else [item.nodeid]
+                [value for value in _values(item).items() if value[0] != "launcher"]
+                if _has_launcher(item)
+                else [item.nodeid]
             )
             same.setdefault((item.nodeid.partition("[")[0], *others), []).append(item)
     return {cases[number % len(cases)] for number, cases in enumerate(same.values())}
@@ -124,37 +126,38 @@ def _job() -> str:
     return f"{'mpi' if OVER_MPI else 'torchrun'}-{SIZE}"
 
 
-def _not_beside(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """Those that need not be green in this job. Cases are numbered test by test, in all jobs alike."""
-    job, numbers = _job(), Counter[str]()
-    out = []
-    for item in items:
-        name = item.nodeid.partition("[")[0]
-        if not is_beside(numbers[name], job):
-            out.append(item)
-        numbers[name] += 1
-    return out
-
-
 def _in_ranks(items: list[pytest.Item]) -> set[pytest.Item]:
     """Those that the fast tier runs in this job, which all of its ranks find alike."""
     job = _job()
-    tests: dict[str, list[pytest.Item]] = {}
+    promises: dict[str, dict[str, list[pytest.Item]]] = {}
     for item in items:
-        tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        if _is_fast(item):
+            promise, strategy = _promise(item)
+            promises.setdefault(promise, {}).setdefault(strategy, []).append(item)
     found = set()
-    for name, cases in tests.items():
-        two_ranks = cases[0].get_closest_marker("two_ranks") is not None
-        jobs = jobs_of(name, [_values(case) for case in cases], two_ranks=two_ranks)
-        known = job in (*JOBS, ALONE)
-        found |= {case for case, its in zip(cases, jobs, strict=True) if _is_fast(case) and (job in its or not known)}
+    for promise, cases in promises.items():
+        item = next(iter(cases.values()))[0]
+        spread = OVER_MPI if os.environ["DEAR_SPMD_SUITE"] == "comm_core" else FOUR if _takes_four(item) else TWO
+        if job in jobs_of(promise, spread) or not is_known(job):
+            found |= {case for strategy in strategies_of(promise, list(cases)) for case in cases[strategy]}
     return found
 
 
-def _values(item: pytest.Item) -> list[tuple[str, str]]:
+def _takes_four(item: pytest.Item) -> bool:
+    return item.get_closest_marker("four_ranks") is not None
+
+
+def _promise(item: pytest.Item) -> tuple[str, str]:
+    """A test with all of its values but the strategy, and that; the strategy is empty where the test has none."""
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    strategy = next((params[name] for name in STRATEGY if isinstance(params.get(name), str)), "")
+    return (item.nodeid.replace(strategy, "*", 1), strategy) if strategy else (item.nodeid, "")
+
+
+def _values(item: pytest.Item) -> dict[str, Hashable]:
     """Of its parameters, as far as they are names or numbers: another object is the case itself."""
     params = item.callspec.params if hasattr(item, "callspec") else {}
-    return [(name, repr(value)) for name, value in params.items() if isinstance(value, (str, int, float, type(None)))]
+    return {name: value for name, value in params.items() if isinstance(value, (str, int, float, type(None)))}
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -2,55 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import product
+from collections import Counter
 
 import pytest
 
-from tests.tiers import ALONE, JOBS, Tier, is_beside, jobs_of
+from tests.tiers import FOUR, OVER_MPI, TWO, Tier, is_beside, is_known, jobs_of, strategies_of
 
-CASES = [
-    [()],
-    [(name,) for name in "abcdefgh"],
-    list(product("abcdef", range(9))),
-    list(product("abc", range(3), "xyz")),
-]
+PROMISES = [f"test_this[{number}]" for number in range(400)]
+STRATEGIES = ("dear", "dear-layerwise", "oss", "wfbp", "mgwfbp", "bytescheduler")
 
 
-@pytest.mark.parametrize("cases", CASES)
-def test_every_case_runs_in_one_job_of_several_ranks(cases: Sequence[tuple[object, ...]]) -> None:
-    for jobs in jobs_of("test_this", cases):
-        assert len(jobs - {ALONE}) == 1
-        assert jobs <= {*JOBS, ALONE}
+@pytest.mark.parametrize("promise", PROMISES[:20])
+def test_a_promise_is_shown_in_shards_in_full_and_once_more(promise: str) -> None:
+    shown = strategies_of(promise, STRATEGIES)
+    assert len(shown) == 3
+    assert "dear" in shown
+    assert shown & {"wfbp", "mgwfbp", "bytescheduler"}
 
 
-@pytest.mark.parametrize("cases", CASES[2:])
-def test_every_value_meets_every_job_of_several_ranks(cases: Sequence[tuple[object, ...]]) -> None:
-    met = {
-        (number, value, job)
-        for case, jobs in zip(cases, jobs_of("test_this", cases), strict=True)
-        for number, value in enumerate(case)
-        for job in jobs
-    }
-    values = {(number, value) for case in cases for number, value in enumerate(case)}
-    assert met >= {(*value, job) for value in values for job in JOBS}
+def test_every_strategy_has_its_turn() -> None:
+    assert set.union(*(strategies_of(promise, STRATEGIES) for promise in PROMISES)) == set(STRATEGIES)
 
 
-def test_every_job_has_its_share() -> None:
-    counts = {job: sum(job in jobs for jobs in jobs_of("test_this", CASES[2])) for job in JOBS}
-    assert sum(counts.values()) == len(CASES[2])
-    for job, count in counts.items():
-        assert abs(count - len(CASES[2]) * JOBS[job] / sum(JOBS.values())) <= 4, counts
+@pytest.mark.parametrize("names", [("",), ("oss",), ("wfbp", "mgwfbp"), ("diloco", "eager")])
+def test_two_names_are_both_shown(names: tuple[str, ...]) -> None:
+    assert strategies_of("test_this", names) == set(names)
 
 
-def test_tests_without_cases_are_spread() -> None:
-    assert {job for number in range(20) for jobs in jobs_of(f"test_{number}", [()]) for job in jobs} == {*JOBS, ALONE}
+@pytest.mark.parametrize("possible", [TWO, FOUR, OVER_MPI])
+def test_a_promise_is_shown_in_one_job_and_some_also_alone(possible: tuple[str, ...]) -> None:
+    found = [jobs_of(promise, possible) for promise in PROMISES]
+    assert all(len(jobs - {"mpi-1"}) == 1 for jobs in found)
+    counts = Counter(job for jobs in found for job in jobs)
+    assert set(counts) == {*possible, "mpi-1"}
+    assert counts["mpi-1"] == pytest.approx(len(PROMISES) / 8, rel=0.3)
+    for job in possible:
+        assert counts[job] == pytest.approx(len(PROMISES) * possible.count(job) / len(possible), rel=0.3)
 
 
-def test_what_shows_at_two_ranks_only_runs_there() -> None:
-    found = jobs_of("test_this", CASES[2], two_ranks=True)
-    assert {frozenset(jobs - {ALONE}) for jobs in found} == {frozenset({"mpi-2"}), frozenset({"torchrun-2"})}
-    assert {ALONE} < set.union(*found)
+def test_a_job_of_another_size_runs_everything() -> None:
+    assert all(is_known(job) for job in (*TWO, *FOUR, *OVER_MPI, "mpi-1"))
+    assert not is_known("mpi-3")
 
 
 @pytest.mark.parametrize("fast", [True, False])
@@ -59,11 +51,11 @@ def test_the_tiers_are_disjoint_and_complete(fast: bool) -> None:
     assert Tier.FAST.takes(fast) is not Tier.REST.takes(fast)
 
 
-def test_what_has_to_be_green_is_every_case_at_one_and_two_ranks_and_in_one_of_the_other_jobs() -> None:
-    for number in range(4):
-        assert is_beside(number, ALONE)
-        assert is_beside(number, "mpi-2")
-        assert [is_beside(number, job) for job in JOBS].count(True) == len(JOBS) - 1
-    assert {job for job in JOBS if not is_beside(0, job)} != {job for job in JOBS if not is_beside(1, job)}
+def test_what_has_to_be_green_is_every_case_at_two_ranks_and_in_one_of_the_other_jobs() -> None:
+    others = ("mpi-1", "mpi-4", "torchrun-2")
+    for promise in PROMISES:
+        assert is_beside(promise, "mpi-2")
+        assert [is_beside(promise, job) for job in others].count(True) == 1
+    assert all(any(is_beside(promise, job) for promise in PROMISES) for job in others)
     assert Tier.BESIDE.takes(fast=False)
     assert not Tier.BESIDE.takes(fast=True)

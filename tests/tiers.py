@@ -1,26 +1,33 @@
 """Which tests run in the fast tier. Pure.
 
 A test that runs inside every rank has cases, of strategies, models, options; it runs in jobs of several sizes, under two
-launchers. The full tier has all products. The fast one runs every case in one job of several ranks, so that each value of a
-parameter meets each job, as far as there are cases enough; and every fourth case on a rank alone. What has to be green is
-that and, beside it, every case at one and at two ranks over MPI, and in one of the two jobs that cost twice as much.
+launchers. The full tier has all products. The fast one shows a promise, a test with all values but the strategy,
+
+* for three strategies: one that updates in shards, one in which every rank updates all, and one more;
+* in one job of two ranks, or of four where it takes four to show all of it (the marker `four_ranks`); some also alone.
+
+A hash of the promise says which ones, so it is the same in every job and every run. What has to be green is that and the
+second tier: every case at two ranks over MPI, and in one of the other jobs.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from enum import Enum
 
-__all__ = ["ALONE", "JOBS", "Tier", "is_beside", "jobs_of"]
+__all__ = ["FOUR", "OVER_MPI", "STRATEGY", "TWO", "Tier", "is_beside", "is_known", "jobs_of", "strategies_of"]
 
-# How many cases each takes, beside the others: at four ranks and over gloo a case costs twice as much.
-JOBS = {"mpi-2": 3, "mpi-4": 1, "torchrun-2": 1}
-ALONE = "mpi-1"
-_DEAR = ("mpi-4", "torchrun-2")
-_TWO = ("mpi-2", "torchrun-2")
-_ALONE_EVERY = 4
+STRATEGY = ("strategy", "way")  # parameters of tests that say which
+_IN_SHARDS = ("dear", "oss")  # so begin the names of those in which a rank updates a part
+_IN_FULL = ("wfbp", "mgwfbp", "bytescheduler")
+
+# The jobs among which promises are spread; over gloo a case costs more.
+TWO = ("mpi-2", "mpi-2", "mpi-2", "mpi-2", "torchrun-2")
+FOUR = ("mpi-2", "mpi-2", "mpi-4", "torchrun-2")  # of what takes four ranks to show all of it
+OVER_MPI = ("mpi-2", "mpi-4")  # of comm_core's own tests
+_ALONE, _ALONE_EVERY = "mpi-1", 8
+_OTHERS = ("mpi-4", "torchrun-2", _ALONE)
 
 
 class Tier(Enum):
@@ -29,35 +36,39 @@ class Tier(Enum):
     ALL = ""
     FAST = "fast"
     REST = "rest"  # what is not in the fast one
-    BESIDE = "beside"  # of that, what has to be green
+    BESIDE = "beside"  # of that, what has to be green: the second tier
 
     def takes(self, fast: bool) -> bool:
         """Whether it has a test that is in the fast tier, or is not."""
         return self is Tier.ALL or fast is (self is Tier.FAST)
 
 
-def is_beside(number: int, job: str) -> bool:
-    """Whether a test's case of this number has to be green in that job, if the fast tier does not run it there."""
-    return job not in _DEAR or _DEAR[number % len(_DEAR)] == job
+def is_beside(case: str, job: str) -> bool:
+    """Whether a case of a test has to be green in that job, if the fast tier does not run it there."""
+    return job not in _OTHERS or _OTHERS[_hash(case) % len(_OTHERS)] == job
 
 
-def jobs_of(test: str, cases: Sequence[Sequence[Hashable]], *, two_ranks: bool = False) -> list[set[str]]:
-    """In which jobs the fast tier runs each of a test's `cases`, which are given by the values of their parameters.
+def strategies_of(promise: str, strategies: Sequence[str]) -> set[str]:
+    """By which of the strategies that a test knows the fast tier shows its promise: by all that are not told apart here."""
+    turn = _hash(promise)
+    in_shards = [name for name in strategies if name.startswith(_IN_SHARDS)]
+    in_full = [name for name in strategies if name.startswith(_IN_FULL)]
+    chosen = [*in_shards[:1], *([in_full[turn % len(in_full)]] if in_full else [])]
+    left = [name for name in (*in_shards, *in_full) if name not in chosen]
+    others = {*strategies} - {*in_shards, *in_full}
+    return {*chosen, *([left[turn % len(left)]] if left else []), *others}
 
-    With `two_ranks`, it runs at one and two ranks only: it shows nothing else at four, or costs too much there.
-    """
-    possible = [job for job, share in JOBS.items() if job in _TWO or not two_ranks for _ in range(share)]
-    first = zlib.crc32(test.encode()) % len(possible)  # tests without parameters are spread, too
-    order = [*possible[first:], *possible[:first]]
-    met: Counter[tuple[Hashable, str]] = Counter()  # how often a value runs in a job
-    load = Counter[str]()
-    found = []
-    for case in cases:
-        values = list(enumerate(case))
-        job = min(
-            order, key=lambda job: (sorted(met[value, job] / JOBS[job] for value in values), load[job] / JOBS[job])
-        )
-        load[job] += 1
-        met.update((value, job) for value in values)
-        found.append({job} if len(found) % _ALONE_EVERY else {job, ALONE})
-    return found
+
+def jobs_of(promise: str, possible: Sequence[str]) -> set[str]:
+    """In which of the `possible` jobs the fast tier shows a promise, and whether also by a rank alone."""
+    turn, alone = divmod(_hash(promise), _ALONE_EVERY)
+    return {possible[turn % len(possible)], *([_ALONE] if alone == 0 else [])}
+
+
+def is_known(job: str) -> bool:
+    """Whether the fast tier chooses among the tests of that job: it runs all in jobs that a person starts otherwise."""
+    return job in (*TWO, *FOUR, _ALONE)
+
+
+def _hash(text: str) -> int:
+    return zlib.crc32(text.encode())

@@ -1,8 +1,8 @@
 """Starts the processes of tests in milliseconds: they are forked from one in which torch is imported.
 
-Python runs `client/sitecustomize.py` before anything else wherever that folder is on PYTHONPATH. It hands the process over to
-a server: arguments, environment, open files, namespaces and limits. The server (`server.py`) forks; its child becomes what was
-to be started. The process that asked stays, passes signals on, and ends as the child did, so launchers notice nothing.
+Python runs `client/sitecustomize.py` before anything else wherever that folder is on PYTHONPATH. It hands the process over
+to a server: arguments, environment, open files, namespaces and limits. The server (`server.py`) forks, and its child runs
+the program. The process that asked stays, passes signals on, and ends as the child did, so launchers notice nothing.
 
     mpirun, torchrun, dearrun ──starts──▶ python script.py ──asks──▶ server ──forks──▶ script.py
                      ▲                     waits for it                                   │

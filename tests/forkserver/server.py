@@ -1,42 +1,31 @@
 """``python server.py SOCKET``: imports torch, then forks a process for each client that asks (`tests/forkserver`).
 
-The child leaves `_serve` and runs its program at the end of this file, below no frame but the module's: what it raises, and
-how it ends, is Python's own business then, as in a process that was started.
+The child leaves `_serve`, takes over what its client had, and runs the program at the end of this file.
 """
 
 from __future__ import annotations
 
 import atexit
-import gc
-import os
-import sys
-
-_ENVIRON = dict(os.environ)  # torch changes it while it is imported
-
-
-@atexit.register  # before torch's: the first to be registered is the last to run
-def _freeze() -> None:
-    """End without a last look at what torch has made, which takes up to a second."""
-    gc.freeze()
-
-
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import importlib
 import importlib.machinery
 import io
 import marshal
+import os
 import resource
 import runpy
 import selectors
 import signal
 import socket
-import struct
+import sys
+import threading
 import types
-from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
+_ENVIRON = dict(os.environ)  # torch changes it while it is imported
 _IMPORTED = (
     *("numpy", "torch", "torch._dynamo", "torch.distributed.launcher.api", "torch.distributed.elastic.multiprocessing"),
     *("pytest", "mpi4py", "tqdm"),
@@ -228,10 +217,10 @@ def _code(request: dict[str, Any]) -> types.CodeType:
     """The program, if it is a script or was given as text."""
     if request["kind"] == "-c":
         return compile(request["what"], "<string>", "exec", dont_inherit=True)
-    path = request["what"]
+    path = os.path.abspath(request["what"])
     loader = importlib.machinery.SourceFileLoader("__main__", path)
     sys.modules["__main__"].__dict__.update(__file__=path, __cached__=None, __loader__=loader)
-    with io.open_code(os.path.abspath(path)) as file:
+    with io.open_code(path) as file:
         return compile(file.read(), path, "exec", dont_inherit=True)
 
 
@@ -242,19 +231,32 @@ def _run(request: dict[str, Any]) -> None:
         exec(_code(request), sys.modules["__main__"].__dict__)
 
 
-@contextlib.contextmanager
-def _as_python_ends() -> Iterator[None]:
-    """Tell of an exception as Python does, but without the frames of this file."""
+def _status(request: dict[str, Any]) -> int:
+    """Run the program, tell of an exception as Python does, and return the exit status."""
     try:
-        yield
-    except SystemExit:
-        raise
+        _run(request)
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return (end.code or 0) & 0xFF
+        print(end.code, file=sys.stderr)
+        return 1
     except BaseException as error:
         traceback = error.__traceback__
-        while traceback is not None and traceback.tb_frame.f_code.co_filename in (__file__, contextlib.__file__):
-            traceback = traceback.tb_next
+        while traceback is not None and traceback.tb_frame.f_code.co_filename == __file__:
+            traceback = traceback.tb_next  # without the frames of this file
         sys.excepthook(type(error), error.with_traceback(traceback), traceback)
-        sys.exit(1)
+        return 1
+    return 0
+
+
+def _end(status: int) -> NoReturn:
+    """End as Python does, but without taking its modules apart: for those of torch that takes a third of a second."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status)
 
 
 if __name__ == "__main__":
@@ -265,5 +267,4 @@ if __name__ == "__main__":
     _request, _files = _serve(socket.socket(fileno=int(sys.argv[1])))
     _inherit(_request, _files)
     _prepare(_request)
-    with _as_python_ends():
-        _run(_request)
+    _end(_status(_request))

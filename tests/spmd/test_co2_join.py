@@ -24,6 +24,8 @@ from tests.spmd.test_co2_streaming import RULE as STREAMING
 from tests.spmd.test_co2_streaming import _simulation as streaming
 from tests.spmd.test_uneven_refused import _end_of_a_failed_join
 
+pytestmark = pytest.mark.four_ranks
+
 STEPS = 12  # of the rank that has most
 AFTER = 4
 

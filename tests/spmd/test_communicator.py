@@ -13,6 +13,8 @@ from overlap.transport import objects
 from overlap.transport.communicator import Communicator, Wide
 from overlap.transport.torch import pipeline
 
+pytestmark = pytest.mark.four_ranks
+
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.int64, torch.uint8]
 COUNTS = [0, 1, 7, 1000, 70_001]
 Reference = Callable[[torch.Tensor], torch.Tensor]

@@ -17,7 +17,6 @@ from tests.spmd.test_parity import NAMELESS, OPTIMIZERS, WRAP, _assert_close
 from tests.spmd_plugin import OVER_MPI, SIZE
 
 Call = Callable[[torch.Tensor], torch.Tensor]
-pytestmark = pytest.mark.two_ranks  # to import the compiler takes a rank longer than all of these
 
 
 @pytest.fixture(autouse=True)

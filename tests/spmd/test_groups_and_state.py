@@ -13,6 +13,8 @@ import dear
 from tests.spmd.one_process import SGD, WAYS, as_in_one_process, loss_of, small_model, train
 from tests.spmd.test_parity import PACKAGES, WRAP
 
+pytestmark = pytest.mark.four_ranks
+
 
 @pytest.fixture(autouse=True)
 def _session() -> None:

@@ -12,6 +12,8 @@ import torch
 import dear as hvd
 from overlap.horovod.reduction import FUSED_BYTES
 
+pytestmark = pytest.mark.four_ranks
+
 DTYPES = [
     torch.float16,
     torch.bfloat16,

@@ -11,6 +11,8 @@ import torch
 import dear as hvd
 from overlap.horovod.controller.errors import Mismatch
 
+pytestmark = pytest.mark.four_ranks
+
 
 @pytest.fixture(autouse=True)
 def _init() -> None:

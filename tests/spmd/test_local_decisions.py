@@ -11,7 +11,6 @@ ENDS_ITS_JOB = "a_cause_behind_shutdown"  # tests/test_local_decisions.py runs i
 CASES = [(name, each) for name, (_, strategies) in SCENARIOS.items() for each in strategies if name != ENDS_ITS_JOB]
 
 
-@pytest.mark.two_ranks
 @pytest.mark.parametrize(("name", "strategy"), CASES)
 def test_two_ranks(name: str, strategy: str) -> None:
     dear.init()

@@ -22,6 +22,8 @@ from tests.spmd.test_gather_dtype import _model as _single_precision
 from tests.spmd.test_gather_dtype import _step as _step_single
 from tests.spmd.test_parity import OPTIMIZERS, WRAP, _alone, _assert_close, _halves, _model, _train
 
+pytestmark = pytest.mark.four_ranks
+
 
 @pytest.fixture(autouse=True)
 def _session() -> None:

@@ -292,7 +292,6 @@ def _averaging_alone(optimizer: str) -> list[torch.Tensor]:
     return list(model.parameters())
 
 
-@pytest.mark.two_ranks
 @pytest.mark.parametrize("strategy", WRAP)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_fp32_is_bit_identical_to_the_averaged_halves(optimizer: str, strategy: str) -> None:

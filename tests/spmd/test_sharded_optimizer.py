@@ -19,6 +19,8 @@ from oss import OSS
 from oss.assignment import assign_owners
 from tests.spmd.listening import heard
 
+pytestmark = pytest.mark.four_ranks
+
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
     "adamw": (torch.optim.AdamW, {"lr": 0.01}),

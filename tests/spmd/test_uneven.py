@@ -17,6 +17,8 @@ from tests.spmd.test_parity import OPTIMIZERS as KNOWN
 from tests.spmd.test_parity import WRAP as PATIENT
 from tests.spmd.test_parity import _assert_close, _model
 
+pytestmark = pytest.mark.four_ranks
+
 # Early updates as they happen to come: a gradient hook must not wait for ranks that have joined.
 LIKE_OTHERS = ("dear-layerwise",)
 WRAP = {name: wrap for name, wrap in PATIENT.items() if name not in LIKE_OTHERS} | {
