@@ -3,7 +3,7 @@ PYTHON_PACKAGES = comm_core overlap dearrun dear wfbp mgwfbp bytescheduler_adapt
 CPP = $(shell find comm_core -name '*.hpp' -o -name '*.cpp')
 BIN = .venv/bin
 
-.PHONY: docs docs-serve help setup setup-tests build test test-all test-rest test-beside test-1 test-2 test-4 test-slow sanitize wheel lint format ci bench horovod compare-horovod clean
+.PHONY: docs docs-serve help setup setup-tests build test test-all test-rest test-beside mutations test-1 test-2 test-4 test-slow sanitize wheel lint format ci bench horovod compare-horovod clean
 help: ## show the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
 
@@ -15,17 +15,22 @@ setup-tests:
 
 build: setup ## the same: setup builds comm_core when its sources changed
 
-test: setup-tests ## run the fast tier, twelve to eighteen minutes: every case of every test in one job, all pairs of values and jobs
-	@DEAR_TESTS=fast $(BIN)/python -m pytest tests -n 2 --dist worksteal
+PYTEST = $(BIN)/python -m pytest tests -n 3 --dist worksteal
+
+test: setup-tests ## run the fast tier, about five minutes on two cores: every promise, for three strategies
+	@DEAR_TESTS=fast $(PYTEST)
 
 test-all: setup-tests ## run all tests: every strategy by every model, option and number of ranks
-	@$(BIN)/python -m pytest tests -n 2 --dist worksteal
+	@$(PYTEST)
 
 test-rest: setup-tests ## what test-all has and test has not
-	@DEAR_TESTS=rest $(BIN)/python -m pytest tests -n 2 --dist worksteal
+	@DEAR_TESTS=rest $(PYTEST)
 
-test-beside: setup-tests ## of that, what has to be green: each case at 1 and 2 ranks, and either at 4 or over gloo
-	@DEAR_TESTS=beside $(BIN)/python -m pytest tests -n 2 --dist worksteal
+test-beside: setup-tests ## of that, what has to be green: each case at two ranks, and at one, at four or over gloo
+	@DEAR_TESTS=beside $(PYTEST)
+
+mutations: setup-tests ## break promises, one after the other; each has a test that fails then (minutes)
+	@$(BIN)/python -m tests.mutations
 
 test-1 test-2 test-4: setup-tests ## only the suites that run inside every rank, at that many ranks over MPI
 	@$(BIN)/python -m pytest tests/test_spmd.py -k "mpi-$(@:test-%=%)"
@@ -45,7 +50,7 @@ wheel: setup ## dist/*.whl, for this Python, without MPI: whoever installs it ne
 lint: setup ## ruff, mypy, clang-format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy $(PYTHON_PACKAGES) benchmarks.py tests/compare_horovod
+	$(BIN)/mypy $(PYTHON_PACKAGES) benchmarks.py tests/compare_horovod tests/forkserver tests/mutations tests/tiers.py
 	$(BIN)/clang-format --dry-run -Werror $(CPP)
 
 format: setup ## format Python and C++

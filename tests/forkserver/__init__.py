@@ -27,7 +27,6 @@ import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 __all__ = ["CLIENT", "VARIABLE", "environment", "listening"]
 
@@ -48,13 +47,12 @@ def environment(env: Mapping[str, str], *, real_start: bool = False) -> dict[str
 def listening() -> Iterator[None]:
     """Have servers for all processes that are started meanwhile; each begins when it is asked for the first time."""
     folder = tempfile.mkdtemp(prefix="dear-forkserver-")
-    sockets = []
-    for number in range(SERVERS):
-        sockets.append(socket.socket(socket.AF_UNIX))
-        sockets[-1].bind(os.path.join(folder, str(number)))
-        sockets[-1].listen(128)
-    over, stop = os.pipe()
-    thread = threading.Thread(target=_serve, args=(sockets, over), name="forkserver", daemon=True)
+    listeners = [socket.socket(socket.AF_UNIX) for _ in range(SERVERS)]
+    for number, listener in enumerate(listeners):
+        listener.bind(os.path.join(folder, str(number)))
+        listener.listen(128)
+    stop, over = socket.socketpair()
+    thread = threading.Thread(target=_serve, args=(listeners, over), name="forkserver", daemon=True)
     thread.start()
     before = dict(os.environ)
     os.environ.update(environment({**os.environ, VARIABLE: folder}))
@@ -63,30 +61,35 @@ def listening() -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
-        os.close(stop)
+        stop.close()
         thread.join()
-        os.close(over)
+        over.close()
         shutil.rmtree(folder)
 
 
-def _serve(sockets: Sequence[socket.socket], over: int) -> None:
-    """Begin a server when somebody comes, until nobody can write to `over` any more; then end them."""
-    processes: list[subprocess.Popen[bytes]] = []
-    waiting = list(sockets)
+def _serve(listeners: Sequence[socket.socket], over: socket.socket) -> None:
+    """Begin a server when somebody comes, until the other end of `over` is closed; then end them."""
+    servers: list[subprocess.Popen[bytes]] = []
+    waiting = list(listeners)
     while True:
         readable, _, _ = select.select([*waiting, over], [], [])
+        if over in readable:
+            break
         for listener in readable:
-            if listener is over:
-                for process in processes:
-                    process.terminate()
-                    process.wait()
-                for listener in waiting:
-                    listener.close()
-                return
+            servers.append(_start(listener))
             waiting.remove(listener)
-            # With one thread there is none that a fork would lack.
-            env = {**environment(os.environ, real_start=True), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-            command = [sys.executable, str(_SERVER), str(listener.fileno())]
-            options: dict[str, Any] = {"pass_fds": [listener.fileno()], "start_new_session": True}
-            processes.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, env=env, **options))
             listener.close()
+    for server in servers:
+        server.terminate()
+        server.wait()
+    for listener in waiting:
+        listener.close()
+
+
+def _start(listener: socket.socket) -> subprocess.Popen[bytes]:
+    # With one thread there is none that a fork would lack.
+    env = {**environment(os.environ, real_start=True), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    command = [sys.executable, str(_SERVER), str(listener.fileno())]
+    return subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, env=env, pass_fds=[listener.fileno()], start_new_session=True
+    )

@@ -40,6 +40,7 @@ _READ_LATER = (
     *("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TORCH_NCCL_"),
 )
 _SIZE = 8  # bytes of a number on the wire, as in client/sitecustomize.py
+_FILES = 250  # at most in one message, by the kernel's rule
 
 
 class _Client:
@@ -47,19 +48,17 @@ class _Client:
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
-        self.child = 0
+        self.child = 0  # the number of the process that was forked for it, until that has ended
+        self.is_there = True
 
-    def request(self) -> tuple[dict[str, Any], list[int]] | None:
-        """What it asks for, with the files that are to have the numbers in ``request["files"]``."""
+    def request(self) -> tuple[dict[str, Any] | None, list[int]]:
+        """What it asks for, and the files that are to have the numbers in ``request["files"]``."""
         with contextlib.suppress(EOFError, ConnectionError):
             size = int.from_bytes(self._read(_SIZE), "little")
             wanted = marshal.loads(self._read(size))
-            _, files, _, _ = socket.recv_fds(self.connection, 1, 250)
-            if len(files) == len(wanted["files"]):
-                return wanted, files
-            for file in files:
-                os.close(file)
-        return None
+            _, files, _, _ = socket.recv_fds(self.connection, 1, _FILES)
+            return (wanted if len(files) == len(wanted["files"]) else None), list(files)
+        return None, []
 
     def _read(self, count: int) -> bytes:
         data = b""
@@ -69,6 +68,12 @@ class _Client:
                 raise EOFError
             data += more
         return data
+
+    def child_ended(self) -> None:
+        _, status = os.waitpid(self.child, 0)
+        self.child = 0
+        self.tell(os.waitstatus_to_exitcode(status))
+        self.connection.close()
 
     def tell(self, number: int) -> None:
         with contextlib.suppress(OSError):  # it has ended
@@ -83,37 +88,42 @@ def _serve(listener: socket.socket) -> tuple[dict[str, Any], list[int]]:
         for key, _ in selector.select():
             if key.fileobj is listener:
                 client = _Client(listener.accept()[0])
-                found = client.request()
-                if found is None or not _possible(found[0]):
-                    client.tell(0)
-                    client.connection.close()
-                    for file in found[1] if found else []:
-                        os.close(file)
-                    continue
-                client.child = os.fork()
-                if client.child == 0:
+                asked = _fork_for(client)
+                if client.child == 0 and asked is not None:
                     # Closed where they are known: what is collected later would close numbers that are others' by then.
                     for other in [listener, client.connection, *(k.fileobj for k in selector.get_map().values())]:
                         if isinstance(other, socket.socket):
                             other.close()
                     selector.close()
-                    return found
-                for file in found[1]:
-                    os.close(file)
-                client.tell(client.child)
-                selector.register(client.connection, selectors.EVENT_READ, client)
-                selector.register(os.pidfd_open(client.child), selectors.EVENT_READ, client)
-            elif key.fileobj is key.data.connection:  # it has ended, and will not be told how its child ends
+                    return asked
+                if client.child:
+                    selector.register(client.connection, selectors.EVENT_READ, client)
+                    selector.register(os.pidfd_open(client.child), selectors.EVENT_READ, client)
+            elif key.fileobj is not key.data.connection:
+                selector.unregister(key.fileobj)
+                os.close(key.fd)
+                if key.data.is_there:
+                    selector.unregister(key.data.connection)
+                key.data.child_ended()
+            elif key.data.child:  # the client has ended, and nobody waits for its child
                 os.kill(key.data.child, signal.SIGKILL)
                 selector.unregister(key.fileobj)
-            else:
-                _, status = os.waitpid(key.data.child, 0)
-                key.data.tell(os.waitstatus_to_exitcode(status))
-                selector.unregister(key.fileobj)
-                os.close(int(key.fd))
-                with contextlib.suppress(KeyError):
-                    selector.unregister(key.data.connection)
-                key.data.connection.close()
+                key.data.is_there = False
+
+
+def _fork_for(client: _Client) -> tuple[dict[str, Any], list[int]] | None:
+    """In the child, what it has to become; None in the server, where the client has a child unless that is impossible."""
+    request, files = client.request()
+    if request is not None and _possible(request):
+        client.child = os.fork()
+        if client.child == 0:
+            return request, files
+    for file in files:
+        os.close(file)
+    client.tell(client.child)
+    if client.child == 0:
+        client.connection.close()
+    return None
 
 
 def _possible(request: dict[str, Any]) -> bool:
@@ -170,7 +180,7 @@ def _enter(request: dict[str, Any]) -> None:
 def _open(numbers: list[int], files: list[int]) -> None:
     """Give `files` these numbers, and close all others."""
     beyond = max([*numbers, *files]) + 1
-    moved = []
+    moved: list[int] = []
     for file in files:
         moved.append(beyond + len(moved))
         os.dup2(file, moved[-1])
