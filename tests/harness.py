@@ -100,14 +100,23 @@ def run_ranks(
     """Run ``python argv`` on `nranks` ranks; never longer than `timeout` seconds, and nothing is left behind.
 
     A job that does not end, or is `stuck`, is aborted rank by rank, so that every rank prints the stacks of its threads
-    first. Its processes are forked (`tests.forkserver`), or with `real_start` start and end as a user's do.
+    first. Its processes import from this checkout. They are forked (`tests.forkserver`), or with `real_start` start and end
+    as a user's do.
     """
     tag = uuid.uuid4().hex
     # Jobs of a test may themselves run under a launcher of the test's caller; they are no part of that job.
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_", "PRTE_"))}
     inherited.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes: what one has compiled, the next one reads
     inherited.pop("PYTHONUNBUFFERED", None)  # it writes a line in pieces, between which other ranks write theirs
-    environ = {**inherited, "PYTHONFAULTHANDLER": "1", "OMP_NUM_THREADS": "1", **(env or {}), _TAG: tag}
+    path = os.pathsep.join(filter(None, [inherited.get("PYTHONPATH"), str(ROOT)]))
+    environ = {
+        **inherited,
+        "PYTHONFAULTHANDLER": "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": path,
+        **(env or {}),
+        _TAG: tag,
+    }
     environ = forkserver.environment(environ, real_start=real_start)
     command = command_for(launcher, nranks, argv)
     started = time.monotonic()
@@ -184,12 +193,20 @@ def _run_behind(
         return replace(result, killed_in=killed_in, ended_in=notes.first(left_behind))
 
 
-def run_script(folder: Path, text: str, ranks: int = 2, timeout: float = 60, **env: str) -> Result:
-    """Run `text` as a script of `ranks` MPI processes that end as they would without tests."""
+def run_script(
+    folder: Path,
+    text: str,
+    ranks: int = 2,
+    launcher: str = "mpi",
+    *,
+    real_start: bool = False,
+    timeout: float = 60,
+    **env: str,
+) -> Result:
+    """Run `text` as a script of `ranks` processes, in `folder`, with these variables; see :func:`run_ranks`."""
     script = folder / "script.py"
     script.write_text(text)
-    environ = {"PYTHONPATH": str(ROOT), **env}
-    return run_ranks(ranks, [str(script)], timeout=timeout, env=environ, cwd=folder, real_start=True)
+    return run_ranks(ranks, [str(script)], launcher, timeout=timeout, env=env, cwd=folder, real_start=real_start)
 
 
 def _job_pids(tag: str) -> Iterator[int]:

@@ -60,7 +60,7 @@ def test_spawned_processes_train_together(way: str, meeting: Meeting, tmp_path: 
     script = tmp_path / "script.py"
     script.write_text(SPAWNED)
     argv = [str(script), str(meeting.port), way]
-    result = run_ranks(1, argv, "single", env={"PYTHONPATH": str(ROOT)}).check()
+    result = run_ranks(1, argv, "single").check()
     assert result.output.count("the end") == (4 if way == "subgroup" else 2)
 
 
@@ -85,7 +85,7 @@ print("the end", flush=True)
 def test_all_ranks_meet_after_some_had_sessions_of_their_own(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(ONE_AFTER_ANOTHER)
-    result = run_ranks(2, [str(script)], "torchrun", timeout=60, env={"PYTHONPATH": str(ROOT)}).check()
+    result = run_ranks(2, [str(script)], "torchrun", timeout=60).check()
     assert result.output.count("the end") == 2
 
 
@@ -108,7 +108,7 @@ print("the end", flush=True)
 def test_under_mpi_the_scripts_world_is_left_alone_and_messages_go_over_mpi(meeting: Meeting, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(UNDER_MPI)
-    result = run_ranks(2, [str(script), str(meeting.port)], timeout=60, env={"PYTHONPATH": str(ROOT)}).check()
+    result = run_ranks(2, [str(script), str(meeting.port)], timeout=60).check()
     assert result.output.count("the end") == 2
 
 
@@ -122,7 +122,7 @@ dear.init()
 def test_a_launcher_that_disagrees_is_named(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(DISAGREES)
-    result = run_ranks(2, [str(script)], "mpi", timeout=60, env={"PYTHONPATH": str(ROOT)})
+    result = run_ranks(2, [str(script)], "mpi", timeout=60)
     assert result.returncode != 0
     assert "rank 0 of 2, and the script has initialised torch.distributed as rank 0 of 1" in result.output
 

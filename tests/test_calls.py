@@ -5,13 +5,9 @@ Of the thread that computes, which everything waits for. Comprehensions do not c
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 
-from tests.harness import ROOT
+from tests.harness import run_ranks
 
 #: Sixteen parameters, under `dear` and `oss` in eight buckets: forward, backward, step(), zero_grad().
 CALLS = {
@@ -64,7 +60,5 @@ dear.shutdown()
 
 @pytest.mark.parametrize("strategy", CALLS)
 def test_calls_of_a_step(strategy: str) -> None:
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", SCRIPT, strategy]
-    result = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120, env=env)
-    assert tuple(map(int, result.stdout.split())) == CALLS[strategy]
+    result = run_ranks(1, ["-c", SCRIPT, strategy], "single").check()
+    assert tuple(map(int, result.output.split())) == CALLS[strategy]

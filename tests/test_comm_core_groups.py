@@ -21,7 +21,7 @@ for seed in (10, 11):
     play(c, seed)
 print("done", flush=True)
 """
-    assert run_script(tmp_path, text, ranks).check().output.count("done") == ranks
+    assert run_script(tmp_path, text, ranks, real_start=True).check().output.count("done") == ranks
 
 
 def test_a_communicator_of_two_worlds_connects_and_splits(tmp_path: Path) -> None:
@@ -48,7 +48,7 @@ comm_core.finalize()
 both.Free()
 between.Disconnect()
 """
-    assert run_script(tmp_path, text).check().output.count("done") == 4
+    assert run_script(tmp_path, text, real_start=True).check().output.count("done") == 4
 
 
 @pytest.mark.full
@@ -63,7 +63,7 @@ if c.rank == 1:
     time.sleep(2.5)
 print("ends", flush=True)
 """
-    result = run_script(tmp_path, text, COMM_CORE_EXIT_SECONDS="1").check()
+    result = run_script(tmp_path, text, real_start=True, COMM_CORE_EXIT_SECONDS="1").check()
     assert result.output.count("ends") == 2
     assert "rror" not in result.output, result.output
 
@@ -99,6 +99,6 @@ def test_a_number_is_given_away_when_nothing_is_on_its_way(what: str, tmp_path: 
     """The next communicator with that number would receive it. MPI gives the lowest number that is free."""
     again = f"comes_again(before, tries={50 if what == 'nothing' else 1})"
     text = f"{NUMBERS}{LEFT_BEHIND[what]}print('again' if {again} else 'another', flush=True)\n"
-    output = run_script(tmp_path, text).check().output
+    output = run_script(tmp_path, text, real_start=True).check().output
     assert output.count("again" if what == "nothing" else "another") == 2, output
     assert "rror" not in output, output

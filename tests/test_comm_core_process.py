@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import ROOT, run_ranks
+from tests.harness import run_ranks
 from tests.harness import run_script as _run
 
 WORK = """
@@ -73,7 +73,7 @@ from mpi4py import MPI
 assert not MPI.Is_initialized()
 print(comm_core.build_info())
 """
-    result = run_ranks(1, ["-c", text], "single", env={"PYTHONPATH": str(ROOT)}, cwd=tmp_path).check()
+    result = run_ranks(1, ["-c", text], "single", cwd=tmp_path).check()
     assert "MPI" in result.output
 
 

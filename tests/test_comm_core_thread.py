@@ -42,7 +42,7 @@ for count in (13, 300_000):
     c.all_reduce(bits.view(np.float32), bits.view(np.float32))
     assert (bits == 140_000).all(), bits
 """
-    run_script(tmp_path, text).check()
+    run_script(tmp_path, text, real_start=True).check()
 
 
 def test_the_engine_hears_of_crashes_and_of_no_other_signal(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ engine = [task for task, name in tasks.items() if name == "comm_core"]  # and wh
 others = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGCHLD}
 assert engine and all(others <= blocked(task) for task in engine)
 """
-    run_script(tmp_path, text).check()
+    run_script(tmp_path, text, real_start=True).check()
 
 
 def test_a_crash_of_the_engine_is_reported(tmp_path: Path) -> None:
@@ -109,5 +109,5 @@ kept.clear()
 assert comes_again(before), "closed here, dropped there"
 """
     )
-    result = run_script(tmp_path, text).check()
+    result = run_script(tmp_path, text, real_start=True).check()
     assert "left" in result.output

@@ -101,7 +101,7 @@ print("the end", flush=True)
 
 
 def test_a_part_of_the_ranks_has_a_group_of_its_own_until_the_script_makes_one(tmp_path: Path) -> None:
-    result = run_script(tmp_path, OF_A_PART, ranks=3).check()
+    result = run_script(tmp_path, OF_A_PART, ranks=3, real_start=True).check()
     assert result.output.count("the end") == 3
 
 
@@ -119,7 +119,7 @@ print("the end", flush=True)
 
 
 def test_a_rank_that_cannot_make_it_stops_nobody(tmp_path: Path) -> None:
-    result = run_script(tmp_path, FAILS, timeout=60).check()
+    result = run_script(tmp_path, FAILS).check()
     assert result.output.count("the end") == 2
     assert result.output.count("torch.distributed stays uninitialised") == 1, result.output
     assert "rank 1 of 2: RuntimeError" in result.output
@@ -143,7 +143,7 @@ print("the end", flush=True)
 
 
 def test_it_ends_with_the_interpreter_whatever_is_left_waiting(tmp_path: Path) -> None:
-    result = run_script(tmp_path, LEFT_WAITING, timeout=60).check()
+    result = run_script(tmp_path, LEFT_WAITING, real_start=True).check()
     assert result.output.count("the end") == 2
     assert "terminate" not in result.output
     assert "Warning" not in result.output

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from tests.harness import ROOT, run_ranks
+from tests.harness import run_ranks
 
 SAMPLES, GLOBAL_BATCH, EPOCHS = 48, 12, 2
 SCRIPT = """
@@ -77,7 +77,7 @@ def _never_killed() -> dict[str, torch.Tensor]:
 def test_a_killed_job_continues_at_another_size_under_another_launcher(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    env = {"PYTHONPATH": str(ROOT), "DEAR_ELASTIC_DIR": str(tmp_path / "commits")}
+    env = {"DEAR_ELASTIC_DIR": str(tmp_path / "commits")}
 
     first = run_ranks(2, [str(script)], timeout=90, env={**env, "KILL_AT": "2"}, cwd=tmp_path)
     assert not first.timed_out

@@ -33,7 +33,7 @@ LAUNCHERS = ["mpi", "torchrun"]
 def _run(folder: Path, text: str, launcher: str, timeout: float = 60, **env: str) -> Result:
     script = folder / "script.py"
     script.write_text(PRELUDE + text)
-    return run_ranks(2, [str(script)], launcher, timeout=timeout, env={"PYTHONPATH": str(ROOT), **env})
+    return run_ranks(2, [str(script)], launcher, timeout=timeout, env=env)
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)

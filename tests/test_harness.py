@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests import harness, notes
-from tests.harness import ROOT, JobFailed, Result, run_ranks, run_suite
+from tests.harness import JobFailed, Result, run_ranks, run_suite
 
 FAIL_ON_1 = """
 import os, sys, time
@@ -62,7 +62,7 @@ def test_a_test_that_hangs_shows_where_each_rank_is(tmp_path: Path, launcher: st
     (tmp_path / "conftest.py").write_text("import dear\ndear.init()\n")
     (tmp_path / "test_late.py").write_text(SLOW_ON_1)
     argv = ["-m", "pytest", "-q", "-x", "-p", "tests.spmd_plugin", "--timeout", "3", str(tmp_path / "test_late.py")]
-    result = run_ranks(2, argv, launcher, timeout=90, env={"PYTHONPATH": str(ROOT)}, cwd=tmp_path)
+    result = run_ranks(2, argv, launcher, timeout=90, cwd=tmp_path)
     assert not result.timed_out
     shown = result.first_failure()
     assert "test_one_rank_is_late is not over after 3 s" in shown
@@ -102,7 +102,7 @@ def _suite(folder: Path, text: str, *options: str, launcher: str = "mpi") -> lis
     (folder / "conftest.py").write_text("import dear\ndear.init()\n")
     (folder / "test_cases.py").write_text(text)
     argv = ["-m", "pytest", "-v", "-p", "tests.spmd_plugin", "-p", "no:cacheprovider", "--color", "no", *options]
-    return run_suite(2, [*argv, "test_cases.py"], launcher, timeout=180, env={"PYTHONPATH": str(ROOT)}, cwd=folder)
+    return run_suite(2, [*argv, "test_cases.py"], launcher, timeout=180, cwd=folder)
 
 
 WITHOUT_A_WORD = """

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import ROOT, run_ranks
+from tests.harness import run_ranks
 
 SCRIPT = """
 import torch, dear
@@ -29,7 +29,7 @@ if __name__ == "__main__":
 def test_init_at_the_top_of_a_script_is_refused_in_a_worker(method: str, launcher: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(top="dear.init()", method=method))
-    result = run_ranks(2, [str(script)], launcher, env={"PYTHONPATH": str(ROOT)})
+    result = run_ranks(2, [str(script)], launcher)
     assert not result.timed_out
     assert result.returncode != 0
     assert "under if __name__ == '__main__':" in result.output
@@ -40,5 +40,5 @@ def test_init_at_the_top_of_a_script_is_refused_in_a_worker(method: str, launche
 def test_workers_of_a_guarded_script_work(launcher: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(top="", method="spawn"))
-    result = run_ranks(2, [str(script)], launcher, env={"PYTHONPATH": str(ROOT)}).check()
+    result = run_ranks(2, [str(script)], launcher).check()
     assert result.output.count("the end") == 2

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import ROOT, run_ranks
+from tests.harness import run_ranks
 
 SCRIPT = """
 import logging, time
@@ -34,7 +34,7 @@ for call, handle in ((hvd.synchronize, mine[0]), (hvd.synchronize, mine[1]), (la
 def test_a_rank_that_never_asks_is_named_and_then_not_waited_for(launcher: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    env = {"PYTHONPATH": str(ROOT), "DEAR_STALL_WARN_SECONDS": "2"}
+    env = {"DEAR_STALL_WARN_SECONDS": "2"}
     output = run_ranks(2, [str(script)], launcher, timeout=60, env=env).check().output
     # The watchdog, while rank 1 sleeps: which tensor, who asked, who is missing.
     assert "has waited" in output
@@ -78,7 +78,7 @@ def test_a_rank_that_cannot_start_an_operation_takes_part_in_nothing_more(launch
     """What it would start next would meet the others' operation before that."""
     script = tmp_path / "script.py"
     script.write_text(NO_MEMORY)
-    result = run_ranks(2, [str(script)], launcher, env={"PYTHONPATH": str(ROOT)})
+    result = run_ranks(2, [str(script)], launcher)
     output, failed = result.output, "allreduce 'large' could not be started on rank 1: no room"
     assert "rank 1: MemoryError: no room" in output
     assert f"rank 1: HorovodInternalError: allreduce 'later': {failed}" in output
@@ -110,7 +110,7 @@ assert hvd.synchronize(new).item() == 7.0 * hvd.size()
 def test_a_handle_of_an_earlier_session_is_none(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(AGAIN)
-    output = run_ranks(2, [str(script)], "torchrun", timeout=60, env={"PYTHONPATH": str(ROOT)}).check().output
+    output = run_ranks(2, [str(script)], "torchrun", timeout=60).check().output
     assert output.count("was never given out since init()") == 2
 
 
@@ -135,7 +135,7 @@ def test_who_has_joined_is_not_waiting_too_long(tmp_path: Path) -> None:
     """From the moment at which no rank is behind any more: before, and at the end, one may be waited for."""
     script = tmp_path / "script.py"
     script.write_text(LATE)
-    env = {"PYTHONPATH": str(ROOT), "DEAR_STALL_WARN_SECONDS": "1"}
+    env = {"DEAR_STALL_WARN_SECONDS": "1"}
     output = run_ranks(2, [str(script)], "mpi", timeout=60, env=env).check().output
     assert output.count("joins now") == output.count("has joined") == 2
     assert "waited" not in output.rpartition("joins now")[2].partition("has joined")[0]

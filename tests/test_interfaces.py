@@ -16,7 +16,6 @@ import pytest
 
 from bench.emulation.cluster import Cluster
 from overlap.transport.torch.interfaces import Address, described, other_host, refusal
-from tests.harness import ROOT
 
 JOB = """
 import logging, os, torch, dear
@@ -57,7 +56,6 @@ def _torch_job(hosts: Cluster, script: Path, masters: tuple[str, str], interface
             "MASTER_ADDR": master,
             "MASTER_PORT": "29401",
             "GLOO_SOCKET_IFNAME": interface,
-            "PYTHONPATH": str(ROOT),
         }
         command = hosts.enter(rank, [sys.executable, str(script)])
         jobs.append(
@@ -103,7 +101,7 @@ def test_under_mpi_it_is_the_one_that_reaches_rank_0(
 ) -> None:
     script = tmp_path / "script.py"
     script.write_text(JOB)
-    hosts.run_mpi([str(script)], env={"GLOO_SOCKET_IFNAME": "", "PYTHONPATH": str(ROOT)}, timeout=60)
+    hosts.run_mpi([str(script)], env={"GLOO_SOCKET_IFNAME": ""}, timeout=60)
     output = capfd.readouterr().out
     for rank in range(2):
         assert f"rank {rank} of 2 over eth0: 4" in output, output

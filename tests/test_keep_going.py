@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from co2.equations import nesterov
-from tests.harness import ROOT, Result, run_ranks, run_script
+from tests.harness import Result, run_ranks, run_script
 
 FREQUENCY, KILLED_AT, MORE = 4, 21, 9
 ROUNDS = KILLED_AT // FREQUENCY  # that are complete by then
@@ -61,8 +61,8 @@ note(step=state.step, momentum=None)
 
 def _run(folder: Path, script: str, launcher: str, ranks: int, **env: str) -> Result:
     (folder / "train.py").write_text(script)
-    env = {"PYTHONPATH": str(ROOT), "DEAR_ELASTIC_DIR": str(folder / "commits"), **env}
-    return run_ranks(ranks, [str(folder / "train.py")], launcher, timeout=150, env=env, cwd=folder, real_start=True)
+    env = {"DEAR_ELASTIC_DIR": str(folder / "commits"), **env}
+    return run_ranks(ranks, [str(folder / "train.py")], launcher, timeout=150, env=env, cwd=folder)
 
 
 def _calls(folder: Path, who: str) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ import pytest
 
 from tests.harness import ROOT, run_ranks
 
-ENV = {"PYTHONPATH": str(ROOT), "DEAR_STALL_WARN_SECONDS": "2", "DEAR_STALL_ABORT_SECONDS": "4"}
+ENV = {"DEAR_STALL_WARN_SECONDS": "2", "DEAR_STALL_ABORT_SECONDS": "4"}
 
 
 @pytest.mark.parametrize("launcher", ["mpi", "torchrun"])

@@ -60,7 +60,7 @@ def test_letters_of_a_third_process_run_nothing_and_stop_nothing(tmp_path: Path)
     (tmp_path / "job.py").write_text(JOB)
     ran = tmp_path / "ran"
     argv = [str(tmp_path / "job.py"), str(tmp_path / "attacker.py"), str(ran)]
-    result = run_ranks(2, argv, "torchrun", timeout=60, env={"PYTHONPATH": str(ROOT)}).check()
+    result = run_ranks(2, argv, "torchrun", timeout=60).check()
     assert "attacked 2" in result.output
     assert not ran.exists(), "a letter was executed"
     assert "saved 2 total 2.0" in result.output

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.harness import ROOT, run_ranks
+from tests.harness import run_ranks
 
 SCRIPT = """
 import os, signal
@@ -29,7 +29,7 @@ while True:
 def test_a_killed_job_leaves_complete_timelines(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(f"FOLDER = {str(tmp_path)!r}\n{SCRIPT}")
-    env = {"PYTHONPATH": str(ROOT), "HOROVOD_TIMELINE": f"{tmp_path}/{{rank}}.json"}
+    env = {"HOROVOD_TIMELINE": f"{tmp_path}/{{rank}}.json"}
     result = run_ranks(2, [str(script)], timeout=60, env=env)
     assert not result.timed_out
     assert result.returncode != 0

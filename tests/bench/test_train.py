@@ -83,7 +83,7 @@ def test_a_rank_of_somebodys_job_sets_what_its_method_reads(tmp_path: Path) -> N
         *counts,
     ]
     argv += ["--timeline", str(timeline), "--json", str(result)]
-    run_ranks(2, argv, env={"PYTHONPATH": str(ROOT)}, cwd=ROOT).check()
+    run_ranks(2, argv, cwd=ROOT).check()
     assert json.loads(result.read_text())["settings"]["workers"] == 2
     for rank in range(2):
         events = json.loads((tmp_path / f"t-{rank}.json").read_text())
@@ -233,7 +233,7 @@ def test_a_method_is_timed_after_it_has_settled_on_its_buckets(tmp_path: Path) -
     counts = ["--num-iters", "1", "--num-batches-per-iter", "1", "--num-warmup-batches", "2", "--json", str(output)]
     argv = ["-m", "bench.train", "--method", "mgwfbp"]
     argv += ["--model", "narrow_mlp", "--emulate-compute", "narrow_mlp@even:5"]
-    done = run_ranks(2, [*argv, *counts], env={"PYTHONPATH": str(ROOT)}, cwd=ROOT).check()
+    done = run_ranks(2, [*argv, *counts], cwd=ROOT).check()
     assert "Warmed up for 8 steps instead of 2: mgwfbp was searching its buckets" in done.output
     assert json.loads(output.read_text())["warmup_steps"] == 8
 
@@ -244,7 +244,7 @@ def test_layers_are_measured_beside_a_run(tmp_path: Path) -> None:
     argv = ["-m", "bench.train", "--method", "dear:threshold_mb=4", "--model", "narrow_mlp"]
     argv += ["--emulate-compute", "narrow_mlp@even:60", "--num-warmup-batches", "12", "--num-iters", "1"]
     argv += ["--num-batches-per-iter", "1", "--profile", str(profile)]
-    run_ranks(2, argv, env={"PYTHONPATH": str(ROOT)}, cwd=ROOT).check()
+    run_ranks(2, argv, cwd=ROOT).check()
     found = from_text(profile.read_text())
     assert (len(found.layers), found.batch_size) == (400, 32)
     assert found.seconds > 0.06

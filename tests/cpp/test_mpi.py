@@ -88,7 +88,7 @@ for _ in range(200):
     c.broadcast(data)
 """
     preload = ":".join(filter(None, [os.environ.get("LD_PRELOAD"), str(mpi_error)]))
-    environ = {"PYTHONPATH": str(ROOT), "LD_PRELOAD": preload, "FAILING_RANK": "1", "FAILING_AFTER": str(after)}
+    environ = {"LD_PRELOAD": preload, "FAILING_RANK": "1", "FAILING_AFTER": str(after)}
     result = run_ranks(3, ["-c", text], timeout=60, env=environ, cwd=tmp_path, real_start=True)
     assert not result.timed_out, result.output
     assert result.returncode != 0
@@ -128,6 +128,6 @@ print("went on", flush=True)
     # A receive for letters, and three of a split, twice; the last is that of the second split, when all have the turn.
     environ = {"FAILING_RANK": "1", "FAILING_AFTER": "7", "FAILING_TIMES": "1"}
     preload = ":".join(filter(None, [os.environ.get("LD_PRELOAD"), str(mpi_error)]))
-    environ |= {"PYTHONPATH": str(ROOT), "LD_PRELOAD": preload}
+    environ |= {"LD_PRELOAD": preload}
     result = run_ranks(2, ["-c", text], timeout=30, env=environ, cwd=tmp_path, real_start=True).check()
     assert [result.output.count(line) for line in ("failed", "went on")] == [2, 2]

@@ -87,8 +87,8 @@ def _serve(listeners: Sequence[socket.socket], over: socket.socket) -> None:
 
 
 def _start(listener: socket.socket) -> subprocess.Popen[bytes]:
-    # With one thread there is none that a fork would lack.
-    env = {**environment(os.environ, real_start=True), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    env |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # with one thread there is none that a fork would lack
     command = [sys.executable, str(_SERVER), str(listener.fileno())]
     return subprocess.Popen(
         command, stdin=subprocess.DEVNULL, env=env, pass_fds=[listener.fileno()], start_new_session=True

@@ -12,7 +12,7 @@ from tests.fuzz.script import Script, generate, smaller
 from tests.fuzz.training import STRATEGIES, check
 from tests.harness import ROOT, Result, run_ranks
 
-_ENV = {"PYTHONPATH": str(ROOT), "DEAR_STALL_WARN_SECONDS": "3", "DEAR_STALL_ABORT_SECONDS": "240"}
+_ENV = {"DEAR_STALL_WARN_SECONDS": "3", "DEAR_STALL_ABORT_SECONDS": "240"}
 _SECONDS, _MORE_SECONDS = 3.0, 120.0  # of a script, and what a job gets beside its scripts
 _CHUNK = 25
 

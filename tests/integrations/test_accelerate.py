@@ -16,7 +16,7 @@ ALONE = ("accumulated", "adversaries", "shared", "dispatched", "scaled")
 def job(launcher: str, folder: Path, *names: str) -> None:
     ranks = 1 if launcher == "single" else 2
     argv = ["-m", "tests.integrations.accelerate_job", str(folder), *names]
-    result = run_ranks(ranks, argv, launcher, timeout=120, env={"PYTHONPATH": str(ROOT)}, cwd=ROOT).check()
+    result = run_ranks(ranks, argv, launcher, timeout=120, cwd=ROOT).check()
     for name in names:
         assert name == "mistakes" or result.output.count(f"({name}) the same") == 1
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import ROOT, Result, run_ranks
+from tests.harness import Result, run_ranks
 from tests.integrations.jobs import in_ranks
 
 pytestmark = pytest.mark.timeout(480)
@@ -75,7 +75,7 @@ def _script(folder: Path, body: str, launcher: str, size: int, *argv: str, packa
     script = folder / "script.py"
     text = SCRIPT.format(imports=f"import torch, {package}", body=body + MODEL.format(package=package))
     script.write_text(text)
-    return run_ranks(size, [str(script), *argv], launcher, env={"PYTHONPATH": str(ROOT)}, cwd=folder, real_start=True)
+    return run_ranks(size, [str(script), *argv], launcher, cwd=folder)
 
 
 @pytest.mark.full
@@ -107,4 +107,4 @@ def test_other_processes_than_the_job_has_are_refused_in_one_line(launcher: str,
 
 def test_dear_itself_needs_no_lightning(tmp_path: Path) -> None:
     code = "import sys, dear; assert not {'lightning', 'pytorch_lightning', 'torchmetrics'} & {*sys.modules}"
-    run_ranks(1, ["-c", code], "single", env={"PYTHONPATH": str(ROOT)}, cwd=tmp_path).check()
+    run_ranks(1, ["-c", code], "single", cwd=tmp_path).check()

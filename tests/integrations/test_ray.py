@@ -25,7 +25,7 @@ print("the end", flush=True)
 def test_the_example_trains_in_two_workers(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.replace("EXAMPLE", str(ROOT / "examples" / "ray_train.py")))
-    environ = {"PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0", "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "300"}
+    environ = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "300"}
     argv = [str(script), str(tmp_path / "storage")]
     result = run_ranks(1, argv, "single", timeout=300, env=environ, real_start=True).check()
     assert "the end" in result.output

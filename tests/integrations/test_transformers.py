@@ -19,7 +19,7 @@ STRATEGIES = ("wfbp", "mgwfbp", "bytescheduler")
 def job(launcher: str, folder: Path, *names: str) -> None:
     ranks = 1 if launcher == "single" else 2
     argv = ["-m", "tests.integrations.trainer_job", str(folder), *names]
-    result = run_ranks(ranks, argv, launcher, timeout=240, env={"PYTHONPATH": str(ROOT)}, cwd=ROOT).check()
+    result = run_ranks(ranks, argv, launcher, timeout=240, cwd=ROOT).check()
     for name in names:
         assert name == "mistakes" or result.output.count(f"({name}) the same") == 1
 
@@ -42,5 +42,5 @@ def test_two_ranks_one_plain_process_and_two_ranks_continue_each_other(launcher:
     for started, stage in ((launcher, "begun"), ("single", "alone"), (launcher, "ended")):
         argv = ["-m", "tests.integrations.resumed_trainer_job", str(tmp_path), stage]
         ranks = 1 if started == "single" else 2
-        result = run_ranks(ranks, argv, started, timeout=120, env={"PYTHONPATH": str(ROOT)}, cwd=ROOT).check()
+        result = run_ranks(ranks, argv, started, timeout=120, cwd=ROOT).check()
         assert result.output.count(f"{stage}: done") == ranks

@@ -24,7 +24,7 @@ def test_it_learns(name: str, launcher: str) -> None:
         "torchrun": ("torchrun", 2, [script]),
         "dearrun": ("single", 1, [*dearrun, script]),
     }[launcher]
-    result = run_ranks(ranks, argv, how, real_start=True).check()
+    result = run_ranks(ranks, argv, how).check()
     for rank in (0, 1):
         losses = [float(loss) for loss in re.findall(rf"rank {rank}: epoch \d: loss (\d\.\d+)", result.output)]
         assert len(losses) == 3
@@ -46,8 +46,7 @@ def test_fairscale_itself_has_the_same_losses(name: str, tmp_path: Path) -> None
     theirs.write_text(text.replace("from oss import Sharded", "from fairscale.nn.data_parallel import Sharded"))
     assert "from oss" not in theirs.read_text()
     ours, found = (
-        run_ranks(1, [str(script)], "single", real_start=True).check().output
-        for script in (ROOT / "examples" / f"{name}.py", theirs)
+        run_ranks(1, [str(script)], "single").check().output for script in (ROOT / "examples" / f"{name}.py", theirs)
     )
     losses = sorted(_LOSS.findall(ours))
     assert len(losses) == 6
@@ -76,5 +75,5 @@ def test_a_spawned_process_without_a_group_is_told_so(tmp_path: Path) -> None:
         "if __name__ == '__main__':\n"
         "    mp.spawn(train, nprocs=1)\n"
     )
-    result = run_ranks(1, [str(script)], "single", env={"PYTHONPATH": str(ROOT)})
+    result = run_ranks(1, [str(script)], "single")
     assert "was spawned by another one: call torch.distributed.init_process_group()" in result.output
