@@ -163,7 +163,9 @@ class Gates:
 
 
 class ListedParameters(list[torch.nn.Parameter]):
-    """A group's parameters, final when they are handed out one by one or in a row. Copies and pickles are plain lists."""
+    """A group's parameters, final when they are handed out one by one or in a row. Copies, sums and pickles are plain
+    lists.
+    """
 
     def __init__(self, plain: list[torch.nn.Parameter], touch: Callable[[], None]) -> None:
         super().__init__(plain)
@@ -173,9 +175,26 @@ class ListedParameters(list[torch.nn.Parameter]):
         self._touch()
         return super().__iter__()
 
+    def __reversed__(self) -> Iterator[torch.nn.Parameter]:
+        self._touch()
+        return super().__reversed__()
+
     def __getitem__(self, index: Any) -> Any:
         self._touch()
         return super().__getitem__(index)
+
+    def __add__(self, other: Any) -> Any:
+        return self.copy() + other
+
+    def __radd__(self, other: Any) -> Any:
+        return other + self.copy()
+
+    def copy(self) -> list[torch.nn.Parameter]:
+        return list(self)
+
+    def pop(self, index: Any = -1) -> torch.nn.Parameter:
+        self._touch()
+        return super().pop(index)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return list, (list(listed(self)),)

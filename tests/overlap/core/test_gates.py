@@ -8,13 +8,15 @@ import subprocess
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from overlap.core.gates.compiled import GUARDS
-from overlap.core.gates.gates import GatedParameters, Gates
+from overlap.core.gates.gates import GatedParameters, Gates, GroupGates, ListedParameters, listed
 
 
 class _Log:
@@ -158,3 +160,55 @@ _notes: list[None] = []
 
 def _note(*_args: object) -> None:
     _notes.append(None)
+
+
+class _Transit:
+    """Parameters that are always on their way."""
+
+    busy = True
+
+    def __init__(self) -> None:
+        self.waits = 0
+
+    def arrive_all(self) -> None:
+        self.waits += 1
+
+
+GROUP_WAYS: dict[str, Callable[[list[torch.nn.Parameter]], object]] = {
+    "loop": lambda params: [param.shape for param in params],
+    "number": lambda params: params[0],
+    "part": lambda params: params[1:],
+    "list": lambda params: [*params],
+    "reversed": lambda params: list(reversed(params)),
+    "sum": lambda params: params + [],
+    "sum of groups": lambda params: sum([params, params], []),  # noqa: RUF017
+    "copy": lambda params: params.copy(),
+    "pop": lambda params: params.pop(0),
+}
+
+
+def _groups() -> tuple[_Transit, GroupGates, list[torch.nn.Parameter]]:
+    transit: Any = _Transit()
+    optimizer = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), 0.1)
+    return transit, GroupGates(optimizer, transit), optimizer.param_groups[0]["params"]
+
+
+@pytest.mark.parametrize("way", GROUP_WAYS)
+def test_every_way_to_a_parameter_of_a_group_waits(way: str) -> None:
+    transit, _gates, params = _groups()
+    assert type(GROUP_WAYS[way](params)) is not ListedParameters
+    assert transit.waits > 0
+
+
+def test_who_does_not_look_at_values_does_not_wait_and_other_threads_do() -> None:
+    transit, gates, params = _groups()
+    with gates.open():
+        assert len([*params]) == len(list(listed(params))) == len(params) == 2
+        assert transit.waits == 0
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(list, params).result()
+        assert transit.waits == 1
+    with pytest.raises(ValueError, match="of the update"), gates.open():
+        raise ValueError("of the update")
+    assert params[0] is not None
+    assert transit.waits == 2

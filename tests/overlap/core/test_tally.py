@@ -116,3 +116,28 @@ def test_gradients_that_were_dropped_alone_leave_a_doubt() -> None:
     assert calls.doubt
     calls.passed(0)
     assert not calls.doubt
+
+
+def test_steps_to_which_ranks_came_after_different_calls_teach_nothing() -> None:
+    """Else what is free would differ between ranks."""
+    calls = Calls()
+    for _ in range(12):
+        _count(calls, 2)
+        assert calls.doubt
+        calls.step(alike=False)
+
+
+def test_what_was_called_behind_the_call_in_which_others_dropped_is_a_doubt() -> None:
+    calls = Calls()
+    _count(calls, 2)
+    calls.passed(2)  # in the first one
+    assert calls.doubt
+
+
+def test_no_call_is_free_after_others_have_dropped() -> None:
+    calls = Calls()
+    calls.count()
+    calls.passed(2)
+    assert not calls.doubt
+    calls.count()
+    assert calls.doubt

@@ -1,0 +1,63 @@
+"""State of pieces, cut from that of whole parameters and put together again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from overlap.core.bucket import Slot
+from overlap.state.pieces import assemble, part_of, same_state
+
+NAN = float("nan")
+
+
+def _state(param: torch.Tensor) -> dict[str, Any]:
+    """As Adam's."""
+    return {"step": torch.tensor(3.0), "exp_avg": torch.arange(param.numel(), dtype=param.dtype).view(param.shape)}
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (2, 3)])
+def test_what_was_cut_is_put_together_as_it_was(shape: tuple[int, ...]) -> None:
+    """Also of a single number, beside which the number of steps looks alike."""
+    param = torch.nn.Parameter(torch.ones(shape))
+    full, numel = _state(param), param.numel()
+    parts = []
+    for start, stop in ((0, numel // 2), (numel // 2, numel)):
+        if start < stop:
+            state = part_of(full, param, start, stop, whole=False)
+            assert state["step"].shape == ()
+            assert state["exp_avg"].shape == (stop - start,)
+            parts.append({0: (start, stop, state)})
+    again = assemble([Slot(0, "0", param, 0)], parts, whole=False)
+    assert same_state(again[param], full)
+
+
+def test_what_was_cut_is_a_copy() -> None:
+    param = torch.nn.Parameter(torch.ones(4))
+    full = _state(param)
+    for whole in (False, True):
+        state = part_of(full, param, 0, 4, whole=whole)
+        state["exp_avg"].zero_()
+        state["step"].zero_()
+        assert same_state(full, _state(param))
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        (torch.tensor([1.0, NAN]), torch.tensor([1.0, NAN]), True),
+        (torch.tensor([1.0, NAN]), torch.tensor([NAN, 1.0]), False),
+        (torch.tensor([1.0]), torch.tensor([1.0, 1.0]), False),
+        (torch.tensor([1.0]), torch.tensor([1.0], dtype=torch.float64), False),
+        (NAN, NAN, True),
+        (1, 1.0, False),
+        ([1.0, {"a": torch.ones(1)}], [1.0, {"a": torch.ones(1)}], True),
+        ([1.0, {"a": torch.ones(1)}], [1.0, {"a": torch.zeros(1)}], False),
+        (None, None, True),
+    ],
+)
+def test_two_states_are_the_same_by_their_values(one: Any, other: Any, same: bool) -> None:
+    assert same_state({"key": one}, {"key": other}) is same
+    assert not same_state({"key": one}, {})
