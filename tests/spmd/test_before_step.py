@@ -84,15 +84,63 @@ def test_a_norm_that_should_be_finite_raises_on_every_rank(way: str) -> None:
 
 @pytest.mark.parametrize("way", PACKAGES)
 def test_gradients_that_are_kept_were_clipped_once(way: str) -> None:
-    """``synchronize()`` shows clipped averages; those of the next step are added to them, where nobody zeroes them."""
+    """By each call. ``synchronize()`` shows clipped averages; those of the next step are added to them, where nobody
+    zeroes them.
+    """
 
+    def script(model: nn.Module, optimizer: Any, alone: bool) -> None:
+        for step in range(6):
+            loss_of(model, step, alone).backward()
+            for max_norm in (0.02, 0.01)[: 1 + step % 2]:
+                _clip(alone)(model.parameters(), max_norm)
+            if not alone and step == 2:
+                optimizer.synchronize()
+            optimizer.step()
+
+    as_in_one_process(way, script)
+
+
+@pytest.mark.parametrize("way", PACKAGES)
+def test_gradients_that_are_kept_have_their_loss_scale_taken_out(way: str) -> None:
+    """Those of the next step, which are scaled, are added to them."""
+
+    def script(model: nn.Module, optimizer: Any, alone: bool) -> None:
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for step in range(4):
+            scaler.scale(loss_of(model, step, alone)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+    as_in_one_process(way, script)
+
+
+@pytest.mark.parametrize("way", ["dear", "dear-whole", "oss"])
+def test_gradients_that_are_kept_move_to_other_buckets(way: str) -> None:
     def script(model: nn.Module, optimizer: Any, alone: bool) -> None:
         for step in range(4):
             loss_of(model, step, alone).backward()
-            _clip(alone)(model.parameters(), 0.02)
-            if not alone and step % 2:
-                optimizer.synchronize()
             optimizer.step()
+            if not alone:
+                optimizer.replan(optimizer.strategy.at({"threshold_mb": (0.0001, 25)[step % 2]}))
+
+    as_in_one_process(way, script)
+
+
+@pytest.mark.parametrize("way", PACKAGES)
+def test_a_scaler_steps_on_a_rank_that_has_no_gradient(way: str) -> None:
+    """It insists on one."""
+
+    def script(model: nn.Module, optimizer: Any, alone: bool) -> None:
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for step in range(4):
+            optimizer.zero_grad()
+            if step != 2:
+                scaler.scale(loss_of(model, step, alone)).backward()
+            elif alone or dear.rank() == 0:
+                loss = model(torch.ones(2, 6, dtype=torch.float64)).square().sum()
+                scaler.scale(loss / (dear.size() if alone else 1)).backward()
+            scaler.step(optimizer)
+            scaler.update()
 
     as_in_one_process(way, script)
 

@@ -204,6 +204,19 @@ def test_what_a_script_changes_after_clipping_stays() -> None:
     assert model.seen.tolist() == [4, 4, 4]  # type: ignore[operator, union-attr]
 
 
+def test_a_buffer_whose_elements_share_memory_travels() -> None:
+    model = _model()
+    one = torch.zeros(1)
+    model.register_buffer("seen", one.expand(3))
+    optimizer = _wrapped(model)
+    for step in range(3):
+        optimizer.zero_grad()
+        _forward(model, step).backward()
+        one += 1 + dear.rank()
+        optimizer.step()
+        assert model.seen.tolist() == [step + 1.0] * 3  # type: ignore[operator, union-attr]
+
+
 def test_a_shape_that_changes_all_the_time_is_agreed_on_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model = _model()
     model.register_buffer("cache", torch.zeros(1))

@@ -34,8 +34,8 @@ def _layers(number: int = 4, width: int = WIDTH) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(width, width) for _ in range(number))).double()
 
 
-def _wrapped(model: nn.Module, **arguments: Any) -> Any:
-    inner = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+def _wrapped(model: nn.Module, rate: Any = 0.05, **arguments: Any) -> Any:
+    inner = torch.optim.SGD(model.parameters(), rate, momentum=0.9)
     return hvd.DistributedOptimizer(inner, model, **{"partition_mb": 0.0002, "credit_mb": 0.0001, **arguments})
 
 
@@ -132,12 +132,15 @@ def test_the_next_forward_is_released_layer_by_layer() -> None:
     assert [bucket.phase for bucket in optimizer.buckets] == [Phase.FILLING] * 4
 
 
-def test_hyper_parameters_are_those_of_the_step() -> None:
+@pytest.mark.parametrize("rate", [float, torch.tensor])
+def test_hyper_parameters_are_those_of_the_step(rate: Any) -> None:
+    """A rate that is a tensor is changed where it lies."""
+
     def train(distributed: bool) -> Any:
         model = _layers()
-        optimizer: Any = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+        optimizer: Any = torch.optim.SGD(model.parameters(), rate(0.05), momentum=0.9)
         if distributed:
-            optimizer = _wrapped(model)
+            optimizer = _wrapped(model, rate(0.05))
         run = Run(model, optimizer, dear.rank() if distributed else None, dear.size())
         for step in range(4):
             optimizer.zero_grad()

@@ -27,8 +27,8 @@ def _layers() -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))).double()
 
 
-def _wrapped(model: nn.Module, **arguments: Any) -> Any:
-    inner = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, weight_decay=0.1)
+def _wrapped(model: nn.Module, rate: Any = 0.05, **arguments: Any) -> Any:
+    inner = torch.optim.SGD(model.parameters(), rate, momentum=0.9, weight_decay=0.1)
     limits = {"threshold_mb": None, "num_nearby_layers": 1}
     return as_early_as_possible(dear.DistributedOptimizer(inner, model, eager=True, **{**limits, **arguments}))
 
@@ -38,10 +38,10 @@ def _backward(model: nn.Module, optimizer: Any, step: int = 0) -> None:
     Run(model, optimizer, dear.rank(), dear.size()).loss(step).backward()
 
 
-def _mid_step() -> tuple[nn.Sequential, Any]:
+def _mid_step(rate: Any = 0.05) -> tuple[nn.Sequential, Any]:
     """After a backward pass that updated its last layer, before the step."""
     model = _layers()
-    optimizer = _wrapped(model)
+    optimizer = _wrapped(model, rate)
     for step in range(2):
         _backward(model, optimizer, step)
         if step == 0:
@@ -106,12 +106,14 @@ def test_a_step_cannot_be_skipped() -> None:
     optimizer.step()
 
 
-def test_hyper_parameters_are_those_of_backward() -> None:
-    _, optimizer = _mid_step()
-    optimizer.param_groups[0]["lr"] = 0.01
-    with pytest.raises(UpdatedEarly, match=r"'lr' of parameter group 0 was 0\.05 .* and is 0\.01 at step"):
+@pytest.mark.parametrize("rate", [float, torch.tensor])
+def test_hyper_parameters_are_those_of_backward(rate: Any) -> None:
+    """A rate that is a tensor is changed where it lies."""
+    _, optimizer = _mid_step(rate(0.25))
+    optimizer.param_groups[0]["lr"] *= 0.5
+    with pytest.raises(UpdatedEarly, match=r"'lr' of parameter group 0 was 0\.25 .* and is .*0\.125.* at step"):
         optimizer.step()
-    optimizer.param_groups[0]["lr"] = 0.05
+    optimizer.param_groups[0]["lr"] *= 2.0
     optimizer.step()
 
 

@@ -183,6 +183,19 @@ def test_a_plain_optimizer_loads_it_and_what_a_plain_one_saved_is_loaded() -> No
     reference.check(model, optimizer)
 
 
+def test_of_two_states_that_are_loaded_before_the_first_step_the_last_one_counts() -> None:
+    model, optimizer = _wrapped()
+    _step(model, optimizer, 0)
+    saved = copy.deepcopy(optimizer.state_dict())
+    dear.barrier()
+    _, other = _wrapped()
+    other.load_state_dict(saved)
+    assert other.state_dict()["master"].keys() == saved["master"].keys()
+    del saved["master"]
+    other.load_state_dict(saved)
+    assert other.state_dict()["master"] == {}
+
+
 def _swapped(model: torch.nn.Module) -> Iterator[None]:
     """Averages come in for an evaluation, and what was there comes back."""
     kept = [param.detach().clone() for param in model.parameters()]

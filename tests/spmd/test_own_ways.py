@@ -198,6 +198,88 @@ def test_a_step_skipped_after_synchronize_leaves_nothing_behind(way: str, drop: 
     as_in_one_process(way, script)
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_a_step_skipped_with_zeros_leaves_zeros(way: str) -> None:
+    """While reductions of what was there are still under way."""
+
+    def script(model: torch.nn.Module, optimizer: Any, alone: bool) -> None:
+        for step in range(6):
+            loss_of(model, step, alone).backward()
+            if step % 2 == 0:
+                optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+            assert not any(bool(param.grad.any()) for param in model.parameters() if param.grad is not None)
+
+    as_in_one_process(way, script)
+
+
+@pytest.mark.parametrize("way", ["dear-layerwise", "wfbp"])
+def test_gradients_that_are_dropped_by_hand_are_gone_or_refused(way: str) -> None:
+    """A later layer's gradient then sends what was left of them, and its own is in one buffer with the average."""
+
+    def script(model: torch.nn.Module, optimizer: Any, alone: bool) -> None:
+        train(model, optimizer, alone)
+        optimizer.zero_grad()
+        model[0](torch.ones(2, 6, dtype=torch.float64)).sum().backward()
+        for param in model[0].parameters():
+            param.grad = None
+        loss = loss_of(model, 2, alone)
+        if not alone and way == "wfbp":
+            with pytest.raises(GradientChanged, match="dropped by hand after backward"):
+                loss.backward()
+            optimizer.zero_grad()
+            loss = loss_of(model, 2, alone)
+        loss.backward()
+        optimizer.step()
+
+    as_in_one_process(way, script)
+
+
+@pytest.mark.parametrize("way", PACKAGES)
+def test_what_is_frozen_and_has_a_gradient_on_some_rank_is_stepped(way: str) -> None:
+    """As by torch, from the first step on."""
+
+    def script(model: torch.nn.Module, optimizer: Any, alone: bool) -> None:
+        model[0].bias.requires_grad_(False)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(model, step, alone).backward()
+            if alone or dear.rank() == dear.size() - 1:
+                model[0].bias.grad = torch.ones_like(model[0].bias) / (dear.size() if alone else 1)
+            optimizer.step()
+
+    as_in_one_process(way, script)
+
+
+class _Hidden(torch.nn.Module):
+    """Has a parameter that it hands out to nobody: in a plain list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.default_generator.manual_seed(7)
+        self.linear = torch.nn.Linear(6, 3, dtype=torch.float64)
+        self.hidden = [torch.nn.Parameter(torch.ones(3, dtype=torch.float64))]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.hidden[0]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("since", [0, 2])
+def test_a_parameter_that_no_module_hands_out_is_final_in_the_next_forward(since: int, way: str) -> None:
+    """Whether it is there from the beginning or comes later."""
+
+    def script(model: torch.nn.Module, optimizer: Any, alone: bool) -> None:
+        for step in range(5):
+            if step == since:
+                optimizer.add_param_group({"params": model.hidden})
+            optimizer.zero_grad()
+            loss_of(model, step, alone).backward()
+            optimizer.step()
+
+    as_in_one_process(way, script, build=_Hidden)
+
+
 @pytest.mark.parametrize("accumulated", ["first", "no_sync", "incomplete"])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_change_of_gradients_that_are_local_still_is_refused(way: str, accumulated: str) -> None:

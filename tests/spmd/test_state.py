@@ -127,6 +127,19 @@ def test_rank_0_alone_may_save_around_the_loading_of_a_state(strategy: str) -> N
     assert all(torch.equal(mine, old + 1.0) for mine, old in zip(_momenta(optimizer), after, strict=True))
 
 
+@pytest.mark.parametrize("strategy", ["dear", "dear-rb", "oss"])
+def test_a_state_dict_may_be_changed_after_it_was_loaded_and_after_it_was_given_out(strategy: str) -> None:
+    _, optimizer = _trained(strategy)
+    before = _momenta(optimizer)
+    saved = optimizer.state_dict()
+    dear.barrier()
+    optimizer.load_state_dict(saved)
+    for one in (saved, optimizer.state_dict()):
+        for entry in one["state"].values():
+            entry["momentum_buffer"].zero_()
+        assert all(map(torch.equal, _momenta(optimizer), before))
+
+
 class _Remembers(torch.optim.SGD):
     """Keeps what cannot be pickled in its state, as some optimizers keep hooks."""
 

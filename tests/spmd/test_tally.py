@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 
 import dear
 from overlap.core.closing import OtherRankFailed
-from overlap.core.round import GradientChanged
+from overlap.core.round import GradientChanged, TooManyGradients
 from overlap.core.tally import Call, Said, Tally
 from overlap.job.session import current
 from tests.spmd.test_contract import _loss, _same_everywhere
@@ -100,17 +102,49 @@ def test_ranks_that_make_different_calls_raise(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", PACKAGES)
-def test_synchronize_waits_for_nobody_s_gradients_after_a_step(strategy: str) -> None:
+def test_a_closure_behind_a_backward_of_one_rank_raises_on_all(strategy: str) -> None:
+    """Its gradients would be added to those. Nothing is lost by that."""
+    model = _model("Mlp")
+    optimizer = WRAP[strategy](torch.optim.SGD(model.parameters(), 0.05), model)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = _loss(model, 1)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    optimizer.zero_grad()
+    if dear.rank() == 0:
+        _loss(model, 0).backward()
+    with pytest.raises(TooManyGradients, match="on some rank there were some already"):
+        optimizer.step(closure)
+    optimizer.zero_grad()
+    optimizer.step(closure)
+    for parameter in model.parameters():
+        _same_everywhere(parameter.detach())
+
+
+@pytest.mark.parametrize("gradients", ["", "of a window", "replaced"])
+@pytest.mark.parametrize("strategy", PACKAGES)
+def test_synchronize_waits_for_nobody_s_gradients_after_a_step(strategy: str, gradients: str) -> None:
     """On every rank, as often as one likes; nothing is averaged twice."""
     model = _model("Mlp")
     optimizer = WRAP[strategy](torch.optim.SGD(model.parameters(), 0.05), model)
     for step in range(3):
         optimizer.zero_grad()
-        _loss(model, step).backward()
+        with optimizer.no_sync() if gradients == "of a window" else contextlib.nullcontext():
+            _loss(model, step).backward()
+        if gradients == "replaced":
+            optimizer.synchronize()
+            for parameter in model.parameters():
+                parameter.grad = parameter.grad * 2.0
         optimizer.step()
         before = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+        rounds = optimizer._engine.participants.round
         for _ in range(2):
             optimizer.synchronize()
+        assert optimizer._engine.participants.round == rounds
         for parameter, gradient in zip(model.parameters(), before, strict=True):
             assert gradient is None or torch.equal(parameter.grad, gradient)  # type: ignore[arg-type]
     for parameter in model.parameters():

@@ -90,6 +90,26 @@ def test_a_norm_over_two_optimizers_and_what_belongs_to_none(way: str) -> None:
     torch.testing.assert_close([*model.parameters()], [*reference.parameters()], rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("way", ["dear-layerwise", "wfbp"])
+def test_a_norm_over_one_optimizer_and_what_belongs_to_none(way: str) -> None:
+    """Which is clipped by the norm of all of it, too."""
+    extras: list[torch.Tensor] = []
+
+    def script(model: nn.Module, optimizer: Any, alone: bool) -> None:
+        extra = nn.Parameter(torch.ones(3, dtype=torch.float64))
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(model, step, alone).backward()
+            extra.grad = torch.full_like(extra, 0.5)
+            clip_grad_norm_([*model.parameters(), extra], 0.02)
+            optimizer.step()
+        assert extra.grad is not None
+        extras.append(extra.grad)
+
+    as_in_one_process(way, script)
+    torch.testing.assert_close(extras[1], extras[0])
+
+
 @pytest.mark.parametrize("way", ["dear-layerwise", "wfbp", "bytescheduler"])
 def test_after_a_step_it_is_torchs_own(way: str) -> None:
     """Gradients that a step has used are nobody's round any more: all ranks find that, and training goes on."""

@@ -197,13 +197,14 @@ def closures(run: Run) -> None:
 def unfrozen(run: Run) -> None:
     first = next(iter(run.model.parameters()))
     first.requires_grad_(False)
-    for step, batch in enumerate(_batches(run, 0, 6, _fewer_on_higher)):
-        if step == 5:  # at several ranks, others have joined
-            first.requires_grad_(True)
-        run.optimizer.zero_grad()
-        _backward(run, batch)
-        run.optimizer.step()
-    _join(run)
+    for first_batch, steps, amount in ((0, 6, _fewer_on_higher), (6, 2, _fewer_on_lower)):
+        for step, batch in enumerate(_batches(run, first_batch, steps, amount)):
+            if step == 5:  # at several ranks, others have joined, and have it thawed when they go on
+                first.requires_grad_(True)
+            run.optimizer.zero_grad()
+            _backward(run, batch)
+            run.optimizer.step()
+        _join(run)
 
 
 LOOPS = {

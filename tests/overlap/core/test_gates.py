@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from overlap.core.gates.compiled import GUARDS
+from overlap.core.gates.compiled import GUARDS, outside_compilation
 from overlap.core.gates.gates import GatedParameters, Gates, GroupGates, ListedParameters, listed
 
 
@@ -103,6 +103,18 @@ def test_compiled_code_waits_on_entry_whoever_came_first() -> None:
     log.events.clear()
     before(torch.ones(1, 2))
     assert log.events == []
+
+
+def test_an_update_that_a_compilation_waits_for_is_not_compiled_and_what_follows_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with outside_compilation():
+        assert not torch.compiler.is_compiling()
+    assert not torch.compiler.is_compiling()
+    monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)
+    with outside_compilation():
+        assert not torch.compiler.is_compiling()
+    assert torch.compiler.is_compiling()
 
 
 # A process in which nothing of ours can be imported.

@@ -1,9 +1,16 @@
-"""Which buckets are updated early, and how many of them: pure decisions."""
+"""Which buckets are updated early, how many of them, and when."""
 
 from __future__ import annotations
 
-import pytest
+import contextlib
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
+import torch
+
+from overlap.core.bucket import Phase
+from overlap.features.early import EarlyUpdates
 from overlap.plan.early import next_count, spread
 
 
@@ -33,3 +40,49 @@ def test_places_are_spread_evenly(candidates, count):
 )
 def test_counts_grow_with_the_room_and_shrink_by_parts_of_what_was_too_much(planned, possible, candidates, expected):
     assert next_count(planned, possible, candidates) == expected
+
+
+class _Bucket:
+    """Reduced, or not yet; its gathering goes on until `work` is done."""
+
+    holds_parameters = True
+
+    def __init__(self) -> None:
+        self.phase, self.work = Phase.REDUCING, SimpleNamespace(done=lambda: self.done)
+        self.done = True
+
+    def adopt(self, _strangers: Any) -> None:
+        pass
+
+
+def test_buckets_are_updated_one_by_one_in_the_order_of_issue_when_the_one_before_has_arrived() -> None:
+    sent: list[_Bucket] = []
+
+    def send(bucket: _Bucket) -> None:
+        bucket.phase, bucket.done = Phase.GATHERING, False
+        sent.append(bucket)
+
+    round = SimpleNamespace(quiet=True, settle=lambda buckets: None)
+    transit, shards = SimpleNamespace(send=send), SimpleNamespace(step=lambda bucket: None)
+    states = SimpleNamespace(replacing=contextlib.nullcontext)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1)
+    parts: Any = (None, optimizer, round, transit, states)
+    policy = EarlyUpdates(*parts)
+    first, second, third, last = order = [_Bucket() for _ in range(4)]
+    policy.planned(order, shards, [])  # type: ignore[arg-type]
+
+    def gradient(of: Any = third) -> list[_Bucket]:
+        policy.gradient(of)
+        return sent
+
+    first.done = False
+    assert gradient() == []
+    first.done = True
+    assert gradient(last) == [], "the last reduction comes next"
+    round.quiet = False
+    assert gradient() == []
+    round.quiet = True
+    assert gradient() == [first]
+    assert gradient() == [first], "its gathering is under way"
+    first.done = True
+    assert gradient() == [first, second]

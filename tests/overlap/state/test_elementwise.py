@@ -59,3 +59,11 @@ def test_a_subclass_counts_as_its_base_if_it_updates_as_it_does(kind: Any, known
     assert is_elementwise(optimizer) is known
     assert is_per_parameter(optimizer) is known
     assert decides_by_loss(optimizer) is not known
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, Renamed])
+def test_a_graph_through_whole_parameters_is_not_cut(kind: Any) -> None:
+    optimizer = kind([torch.nn.Parameter(torch.ones(3))])
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))], "differentiable": True})
+    assert not is_elementwise(optimizer)
+    assert not is_per_parameter(optimizer)

@@ -94,3 +94,23 @@ def test_a_state_that_others_have_not_loaded_yet_is_not_given_to_them() -> None:
     assert rank.room.answer(0, 1) == _state(1)
     rank.step()
     assert rank.room.answer(0, 2) == _state(101)
+
+
+def test_who_loads_twice_gives_others_the_state_from_before_both() -> None:
+    rank = _Rank()
+    rank.step()
+    for steps in (100, 200):
+        with rank.share.loading():
+            rank.steps = steps
+    assert rank.room.answer(0, 1) == _state(1)
+
+
+def test_a_replacement_is_no_step_and_is_not_seen_half_made() -> None:
+    """As early updates make them, before step()."""
+    rank = _Rank()
+    rank.step()
+    with ThreadPoolExecutor(1) as peer_queries:
+        with rank.share.replacing():
+            answer = peer_queries.submit(rank.room.answer, 0, 1)
+            assert _waits(answer)
+        assert answer.result(timeout=5) == _state(1)
