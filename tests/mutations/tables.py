@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tests.mutations import core
 from tests.mutations.mutation import Mutation
 
 __all__ = ["TABLES"]
 
-TABLES: dict[str, Sequence[Mutation]] = {}
+TABLES: dict[str, Sequence[Mutation]] = {
+    "core": core.MUTATIONS,
+}
