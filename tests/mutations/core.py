@@ -40,7 +40,7 @@ MUTATIONS: list[Mutation] = [
         "overlap/core/round.py",
         "            if zeros and slot.param.grad is not None",
         "            if not zeros and slot.param.grad is not None",
-        "mpi-2 tests/spmd/test_own_ways.py::test_a_step_skipped_with_zeros_leaves_zeros[wfbp]",
+        "mpi-2 tests/spmd/test_before_step.py::test_a_step_skipped_with_zeros_leaves_zeros[wfbp]",
     ),
     Mutation(
         "the wire counts as quiet with one reduction under way, and not with two",
@@ -68,7 +68,7 @@ MUTATIONS: list[Mutation] = [
         "overlap/core/round.py",
         "            if other.bucket.phase is not Phase.FILLING and not other.bucket.holds_parameters:",
         "            if False:",
-        "mpi-2 tests/spmd/test_own_ways.py::test_gradients_that_are_dropped_by_hand_are_gone_or_refused[wfbp]",
+        "mpi-2 tests/spmd/test_before_step.py::test_gradients_that_are_dropped_by_hand_are_gone_or_refused[wfbp]",
     ),
     Mutation(
         "what a round was multiplied by is forgotten with it",
@@ -229,14 +229,14 @@ MUTATIONS: list[Mutation] = [
         "overlap/core/buckets/arrangement.py",
         "set().union(*(kept for *_, kept in learned))",
         "kept",
-        "mpi-2 tests/spmd/test_own_ways.py::test_what_is_frozen_and_has_a_gradient_on_some_rank_is_stepped[wfbp]",
+        "mpi-2 tests/spmd/test_before_step.py::test_what_is_frozen_and_has_a_gradient_on_some_rank_is_stepped[wfbp]",
     ),
     Mutation(
         "a parameter that came later and lives in no module is awaited when any forward starts",
         "overlap/core/buckets/planner.py",
         "        self._unguarded.update(late)\n",
         "",
-        "mpi-2 tests/spmd/test_own_ways.py -k hands_out and 2-dear-layerwise",
+        "mpi-2 tests/spmd/test_groups_and_state.py -k hands_out and 2-dear-layerwise",
     ),
     Mutation(
         "a norm over one optimizer's parameters and one that is none of its has both",

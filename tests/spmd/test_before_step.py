@@ -1,4 +1,4 @@
-"""What a script does with averaged gradients before step(): it replaces, clips and unscales them as in one process."""
+"""What a script does with gradients before step(): it replaces, clips, unscales, keeps and drops them as in one process."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import dear
+from overlap.core.round import GradientChanged
 from tests.spmd.one_process import as_in_one_process, loss_of, train
 from tests.spmd.test_parity import PACKAGES
 
@@ -205,3 +206,56 @@ def test_a_loss_scale_is_taken_out_of_gradients_that_cannot_be_cut(way: str, uns
     as_in_one_process(way, script, build=_Parts)
     assert scales[1] == scales[0]
     assert scales[0][-1] == 2.0**14, "two steps were skipped"
+
+
+@pytest.mark.parametrize("way", PACKAGES)
+def test_a_step_skipped_with_zeros_leaves_zeros(way: str) -> None:
+    """While reductions of what was there are still under way."""
+
+    def script(model: nn.Module, optimizer: Any, alone: bool) -> None:
+        for step in range(6):
+            loss_of(model, step, alone).backward()
+            if step % 2 == 0:
+                optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+            assert not any(bool(param.grad.any()) for param in model.parameters() if param.grad is not None)
+
+    as_in_one_process(way, script)
+
+
+@pytest.mark.parametrize("way", ["dear-layerwise", "wfbp"])
+def test_gradients_that_are_dropped_by_hand_are_gone_or_refused(way: str) -> None:
+    """A later layer's gradient then sends what was left of them, and its own is in one buffer with the average."""
+
+    def script(model: nn.Module, optimizer: Any, alone: bool) -> None:
+        train(model, optimizer, alone)
+        optimizer.zero_grad()
+        model[0](torch.ones(2, 6, dtype=torch.float64)).sum().backward()
+        for param in model[0].parameters():
+            param.grad = None
+        loss = loss_of(model, 2, alone)
+        if not alone and way == "wfbp":
+            with pytest.raises(GradientChanged, match="dropped by hand after backward"):
+                loss.backward()
+            optimizer.zero_grad()
+            loss = loss_of(model, 2, alone)
+        loss.backward()
+        optimizer.step()
+
+    as_in_one_process(way, script)
+
+
+@pytest.mark.parametrize("way", PACKAGES)
+def test_what_is_frozen_and_has_a_gradient_on_some_rank_is_stepped(way: str) -> None:
+    """As by torch, from the first step on."""
+
+    def script(model: nn.Module, optimizer: Any, alone: bool) -> None:
+        model[0].bias.requires_grad_(False)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(model, step, alone).backward()
+            if alone or dear.rank() == dear.size() - 1:
+                model[0].bias.grad = torch.ones_like(model[0].bias) / (dear.size() if alone else 1)
+            optimizer.step()
+
+    as_in_one_process(way, script)

@@ -74,6 +74,35 @@ def test_groups_may_be_replaced_by_others(way: str) -> None:
     as_in_one_process(way, script)
 
 
+class _Hidden(torch.nn.Module):
+    """Has a parameter that it hands out to nobody: in a plain list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.default_generator.manual_seed(7)
+        self.linear = torch.nn.Linear(6, 3, dtype=torch.float64)
+        self.hidden = [torch.nn.Parameter(torch.ones(3, dtype=torch.float64))]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.hidden[0]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("since", [0, 2])
+def test_a_parameter_that_no_module_hands_out_is_final_in_the_next_forward(since: int, way: str) -> None:
+    """Whether it is there from the beginning or comes later."""
+
+    def script(model: torch.nn.Module, optimizer: Any, alone: bool) -> None:
+        for step in range(5):
+            if step == since:
+                optimizer.add_param_group({"params": model.hidden})
+            optimizer.zero_grad()
+            loss_of(model, step, alone).backward()
+            optimizer.step()
+
+    as_in_one_process(way, script, build=_Hidden)
+
+
 @pytest.mark.parametrize("way", PACKAGES)
 def test_parameters_behind_the_wrapper_are_refused(way: str) -> None:
     model = small_model()

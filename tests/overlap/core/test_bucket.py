@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -11,7 +13,7 @@ from overlap.core.wire import COLLECTIVES
 from overlap.plan.partition import BucketSpec
 
 
-def _bucket(*parameters: torch.nn.Parameter, holds_parameters: bool) -> Bucket:
+def _bucket(*parameters: Any, holds_parameters: bool) -> Bucket:
     slots = [Slot(number, str(number), parameter, 0) for number, parameter in enumerate(parameters)]
     offsets = tuple(sum(parameter.numel() for parameter in parameters[:number]) for number in range(len(parameters)))
     numel = sum(parameter.numel() for parameter in parameters)

@@ -48,8 +48,8 @@ class _Bucket:
     holds_parameters = True
 
     def __init__(self) -> None:
-        self.phase, self.work = Phase.REDUCING, SimpleNamespace(done=lambda: self.done)
-        self.done = True
+        self.phase, self.done = Phase.REDUCING, True
+        self.work = SimpleNamespace(done=lambda: self.done)
 
     def adopt(self, _strangers: Any) -> None:
         pass
