@@ -141,10 +141,9 @@ def test_synchronize_waits_for_nobody_s_gradients_after_a_step(strategy: str, gr
                 parameter.grad = parameter.grad * 2.0
         optimizer.step()
         before = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
-        rounds = optimizer._engine.participants.round
         for _ in range(2):
             optimizer.synchronize()
-        assert optimizer._engine.participants.round == rounds
+        assert not optimizer._engine.closing.closed, "there was nothing to average"
         for parameter, gradient in zip(model.parameters(), before, strict=True):
             assert gradient is None or torch.equal(parameter.grad, gradient)  # type: ignore[arg-type]
     for parameter in model.parameters():
