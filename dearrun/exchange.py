@@ -80,18 +80,23 @@ class Exchange:
             self._listener = Listener(places[0], "AF_UNIX", backlog=4096)
         self.variable = json.dumps({"places": places, "key": self._key.hex()})
         self._closed = False
-        self._served: set[Connection[Any, Any]] = set()
+        self._lock = threading.Lock()  # whoever is served, as long as that is open
+        self._served: dict[Connection[Any, Any], threading.Thread] = {}
         self._accepting = threading.Thread(target=self._accept, daemon=True)
         self._accepting.start()
 
     def close(self) -> None:
-        """No rank may connect any more."""
+        """No rank may connect any more, and no connection is left open."""
         self._closed = True
         _shut(self._listener._listener._socket.fileno())  # type: ignore[attr-defined]  # ends accept()
         self._accepting.join()
         self._listener.close()
-        for connection in tuple(self._served):
-            _shut(connection.fileno())
+        with self._lock:
+            serving = tuple(self._served.values())
+            for connection in self._served:
+                _shut(connection.fileno())
+        for thread in serving:
+            thread.join()
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -104,34 +109,41 @@ class Exchange:
                     return
                 time.sleep(_AGAIN_SECONDS)  # such as too many open files
                 continue
-            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+            thread = threading.Thread(target=self._serve, args=(connection,), daemon=True)
+            with self._lock:
+                self._served[connection] = thread
+            thread.start()
 
     def _serve(self, connection: Connection[Any, Any]) -> None:
         rank = None
-        self._served.add(connection)
-        with connection:
-            try:
-                deliver_challenge(connection, self._key)
-                answer_challenge(connection, self._key)
-                told = json.loads(connection.recv_bytes(_HELLO_BYTES))
-                rank = int(told["rank"])
-                self.events.put(Hello(rank, int(told["size"])))
-                connection.send_bytes(self._payload)
-                told = json.loads(connection.recv_bytes())
-                self.events.put(Answer(rank, connection.recv_bytes(), told["traceback"], told["summary"]))
-                connection.recv_bytes()  # nothing comes but the end
-            except Exception:
-                # Also of strangers, who do not know the key.
-                if rank is not None:
-                    self.events.put(Lost(rank))
-            finally:
-                self._served.discard(connection)
+        try:
+            deliver_challenge(connection, self._key)
+            answer_challenge(connection, self._key)
+            told = json.loads(connection.recv_bytes(_HELLO_BYTES))
+            rank = int(told["rank"])
+            self.events.put(Hello(rank, int(told["size"])))
+            connection.send_bytes(self._payload)
+            told = json.loads(connection.recv_bytes())
+            self.events.put(Answer(rank, connection.recv_bytes(), told["traceback"], told["summary"]))
+            connection.recv_bytes()  # nothing comes but the end
+        except Exception:
+            # Also of strangers, who do not know the key.
+            if rank is not None:
+                self.events.put(Lost(rank))
+        finally:
+            with self._lock:  # close() shuts what is open
+                del self._served[connection]
+                connection.close()
 
 
 def _shut(descriptor: int) -> None:
     """Whoever waits on this socket is woken."""
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as twin:
-        twin.shutdown(socket.SHUT_RDWR)
+    shared = socket.socket(fileno=descriptor)
+    try:
+        with contextlib.suppress(OSError):
+            shared.shutdown(socket.SHUT_RDWR)
+    finally:
+        shared.detach()
 
 
 def call(environ: Mapping[str, str], rank: int, size: int) -> tuple[Connection[Any, Any], bytes]:
