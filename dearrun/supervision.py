@@ -133,6 +133,9 @@ def _ended(
         info = signal.sigtimedwait(heard, pause)
         pause = min(_LOOK_SECONDS, pause * 1.05)
         look()
+        done, status = os.waitpid(child, os.WNOHANG)  # whatever woke this thread: another one may have taken SIGCHLD
+        if done:
+            return os.waitstatus_to_exitcode(status), killed
         now = time.monotonic()
         if until == math.inf and reports is not None and reports.failed:
             until = now + _PATIENCE_SECONDS
@@ -140,17 +143,12 @@ def _ended(
             sys.stderr.write(f"dearrun: mpirun did not end within {_PATIENCE_SECONDS:g} s and is killed\n")
             os.kill(child, signal.SIGKILL)
             killed = True
-        if info is None:
+        if info is None or info.si_signo == signal.SIGCHLD:
             continue
-        if info.si_signo == signal.SIGCHLD:
-            done, status = os.waitpid(child, os.WNOHANG)
-            if done:
-                return os.waitstatus_to_exitcode(status), killed
-        else:
-            if info.si_code <= 0:  # by a process
-                os.kill(child, info.si_signo)
-            if info.si_signo in _ENDING:
-                until = min(until, now + _PATIENCE_SECONDS)
+        if info.si_code <= 0:  # by a process
+            os.kill(child, info.si_signo)
+        if info.si_signo in _ENDING:
+            until = min(until, now + _PATIENCE_SECONDS)
 
 
 def _mine(reports: Reports) -> list[tuple[int, Place]]:

@@ -180,7 +180,8 @@ def _parsed(*argv: str, environ: dict[str, str] | None = None) -> tuple[Job, dic
 def test_flags_become_the_workers_environment() -> None:
     flags = ["--timeline-filename", "t-{rank}.json", "--timeline-mark-cycles", "--log-level", "INFO"]
     flags += ["--fusion-threshold-mb", "8"]
-    mine = {"B": "b", "HOROVOD_X": "1", "MASTER_PORT": "8"}
+    names = "PATH PYTHONPATH LD_LIBRARY_PATH OMP_NUM_THREADS MASTER_ADDR MASTER_PORT HOROVOD_X BYTESCHEDULER_X"
+    mine = dict.fromkeys(["B", *names.split()], "8")
     job, environ = _parsed("-np", "2", "-x", "A=1=2", "-x", "B", *flags, *TRAIN, environ=mine)
     assert environ == {
         "A": "1=2",
@@ -243,6 +244,9 @@ def test_mistakes(argv: list[str], message: str) -> None:
         ("--cycle-time-ms=1", "cycle"),
         ("--fusion-threshold-mb=much", "should be a number of at least 0, or auto, and is much"),
         ("--stall-check-warning-time-seconds=soon", "should be a number of at least 0 and is soon"),
+        ("--stall-check-shutdown-time-seconds=inf", "should be a number of at least 0 and is inf"),
+        ("--fusion-threshold-mb=nan", "should be a number of at least 0, or auto, and is nan"),
+        ("--fusion-threshold-mb=-1", "should be a number of at least 0, or auto, and is -1"),
         ("--ssh-port=two", "should be a whole number of at least 1 and is two"),
     ],
 )

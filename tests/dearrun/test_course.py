@@ -69,6 +69,13 @@ def test_others_have_a_while_to_raise_as_well() -> None:
     assert (str(again), again.rank, again.tracebacks) == (str(both.value), 1, both.value.tracebacks)
 
 
+def test_a_call_that_has_failed_does_not_wait_for_ranks_that_begin_later() -> None:
+    course = _course(HERE[0], _raised(0), HERE[1])
+    course.require(None, 2.9)
+    with pytest.raises(RankError, match="rank 0 of 2 raised KeyError: 0"):
+        course.require(None, 3.0)
+
+
 def test_a_job_of_another_size_is_none() -> None:
     for second in (Hello(0, 2), Hello(0, 1)):
         with pytest.raises(LaunchError, match=f"it is rank 0 of {second.size}: the mpirun is probably not of the MPI"):

@@ -8,7 +8,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
+
+from dearrun import supervision
 from dearrun.reports import Place
 from dearrun.supervision import told
 from tests.dearrun.processes import runs, wait_for
@@ -81,6 +85,36 @@ def test_an_mpirun_that_does_not_end_a_job_that_has_failed_is_killed(tmp_path: P
         _, said = process.communicate(timeout=30)
         assert process.returncode == 1
     assert said.strip() == "dearrun: mpirun did not end within 0.4 s and is killed"
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "sent"),
+    [
+        (signal.SIGTERM, 0, [signal.SIGTERM, signal.SIGKILL]),
+        (signal.SIGINT, 128, [signal.SIGKILL]),  # Ctrl-C: the kernel has sent it to mpirun as well
+        (signal.SIGUSR1, 0, [signal.SIGUSR1]),
+        (signal.SIGCHLD, 1, []),
+    ],
+)
+def test_what_mpirun_is_sent(
+    number: signal.Signals, code: int, sent: list[signal.Signals], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a signal nothing comes for a minute. Then mpirun has ended, and another thread has taken SIGCHLD."""
+    coming = iter([SimpleNamespace(si_signo=number, si_code=code), None, None, None])
+    clock, ends, killed = iter(range(20, 200, 20)), iter([(0, 0), (0, 0), (0, 0), (7, 3 << 8)]), []
+    monkeypatch.setattr(signal, "sigtimedwait", lambda heard, seconds: next(coming))
+    monkeypatch.setattr(supervision, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
+    calls = {"waitpid": lambda child, options: next(ends), "kill": lambda child, number: killed.append(number)}
+    constants = {"WNOHANG": os.WNOHANG, "waitstatus_to_exitcode": os.waitstatus_to_exitcode}
+    monkeypatch.setattr(supervision, "os", SimpleNamespace(**calls, **constants))
+    assert supervision._ended(7, set(), None, lambda: None) == (3, signal.SIGKILL in sent)
+    assert killed == sent
+
+
+def test_a_process_that_has_the_number_of_a_worker_that_is_gone_is_another_one() -> None:
+    mine = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    states = [supervision._state(Place("here", os.getpid(), began)) for began in (mine, mine + 1)]
+    assert [bool(state) for state in states] == [True, False]
 
 
 def test_workers_of_other_hosts_are_named_with_them() -> None:

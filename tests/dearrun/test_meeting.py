@@ -158,6 +158,18 @@ def test_the_port_is_kept_for_who_asks_for_it() -> None:
     assert not meeting.missed()
 
 
+def test_the_port_is_kept_by_the_program_that_dearrun_becomes() -> None:
+    """A process that inherits files stands for it; here nobody keeps the port."""
+    meeting = Meeting([], "here")
+    meeting.outlast()
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, close_fds=False) as program:
+        assert meeting._kept is not None
+        meeting._kept.close()
+        with contextlib.closing(socket.socket()) as other, pytest.raises(OSError, match="in use"):
+            other.bind(("", meeting.port))
+        program.communicate()
+
+
 def test_a_port_that_others_have_just_left_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """As Linux may give it: the side that hung up first is remembered for a minute, and its peer's port is free."""
     with socket.create_server(("", 0)) as server:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from bench.emulation.cluster import Cluster
+from dearrun import cli
+from dearrun.errors import LaunchError
+from dearrun.options import parser
 from tests.dearrun.processes import runs, wait_for
 from tests.harness import ROOT
 
@@ -172,6 +178,32 @@ def test_each_host_gets_as_many_workers_as_it_has_slots(tmp_path: Path) -> None:
 
 def test_the_exit_status_is_the_workers() -> None:
     assert _dearrun("-np", "1", "sh", "-c", "exit 3").returncode == 3
+
+
+def test_a_parent_that_ignores_the_ends_of_processes_changes_nothing() -> None:
+    ignoring = functools.partial(signal.signal, signal.SIGCHLD, signal.SIG_IGN)
+    job = _command("-np", "1", "sh", "-c", "exit 3")
+    assert subprocess.run(job, timeout=60, env=_environ(), preexec_fn=ignoring, check=False).returncode == 3
+
+
+def _prepared(environ: dict[str, str], *argv: str) -> cli.Prepared:
+    return cli.prepare(parser().parse_args([*argv, sys.executable]), environ)
+
+
+def test_how_to_reach_hosts_is_left_to_mpis_own_arguments(tmp_path: Path) -> None:
+    environ, hosts = {**_fake_mpirun(tmp_path, ""), "PATH": str(tmp_path)}, ["-H", "no-such-host.invalid:1"]
+    with pytest.raises(LaunchError, match="neither ssh nor rsh"):
+        _prepared(environ, *hosts)
+    assert _prepared(environ, *hosts, "--mpi-args=--mca plm_rsh_agent mine").job.workers == 1
+
+
+def test_workers_listen_on_no_port_if_they_are_on_this_machine_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _folder: SimpleNamespace(free=1 << 40))
+    environ = {**_fake_mpirun(tmp_path, ""), "PATH": os.environ["PATH"]}
+    assert _prepared(environ, "-np", "2").environ["OMPI_MCA_btl"] == "^tcp"
+    assert "OMPI_MCA_btl" not in _prepared(environ, "-H", "localhost:2").environ
 
 
 def test_lines_carry_their_rank() -> None:

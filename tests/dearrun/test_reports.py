@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
+import subprocess
 
 import pytest
 
 from dearrun.command import Job
 from dearrun.mpirun import Flavor
-from dearrun.reports import Place, Reports, obstacle
+from dearrun.reports import Place, Reports, obstacle, reporting
 
 
 @pytest.mark.parametrize(
@@ -77,6 +80,18 @@ def test_who_has_begun_and_not_ended_is_known_with_its_place() -> None:
     assert not reports.failed
     reports.without(b"\x1eT 2 3\n")
     assert (set(reports.left()), reports.failed) == ({1}, True)
+
+
+@pytest.mark.parametrize(
+    ("does", "ends"), [("exit 3", 3), ("kill -TERM $$", -signal.SIGTERM), ("kill -KILL $$", -signal.SIGKILL)]
+)
+def test_a_worker_ends_as_if_it_had_no_shell_beside_it(does: str, ends: int) -> None:
+    """mpirun tells what has failed from what a signal has ended."""
+    command = reporting(["sh", "-c", does], "T", watched=False)
+    told = {"PATH": os.environ["PATH"], "PMI_RANK": "1"}
+    said = subprocess.run(command, capture_output=True, text=True, env=told, timeout=60, check=False)
+    assert said.returncode == ends
+    assert said.stderr == 2 * f"\x1eT 1 {ends if ends > 0 else 128 - ends}\n"
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,8 @@ import comm_core
 import dear
 from bench.emulation.cluster import Cluster
 from dearrun.errors import LaunchError, RankError
-from dearrun.exchange import VARIABLE, Exchange
+from dearrun.exchange import VARIABLE, Answer, Exchange
+from dearrun.run import _result
 from overlap.job import cores
 from overlap.job.settings import SettingError
 from tests.dearrun.processes import runs
@@ -155,6 +156,10 @@ def test_what_cannot_be_pickled_says_so() -> None:
         ({"np": 1, "use_gloo": True}, "use_mpi=True and use_gloo=True contradict each other"),
         ({"np": 1, "use_mpi": False, "use_gloo": False}, "use_mpi=False and use_gloo=False contradict each other"),
         ({"np": 1, "start_timeout": 0.0}, r"1 of 1 ranks did not start \(ranks 0\): start_timeout=0 s are over"),
+        (
+            {"np": 2, "env": {"SLURM_JOB_ID": "7"}},
+            "an allocation of a scheduler: name its hosts, hosts='host1:2,host2:2'",
+        ),
         ({"np": 1, "mpi_args": "--no-such-flag"}, r"did not start \(ranks 0\): their launcher ended with status"),
     ],
 )
@@ -171,10 +176,11 @@ def test_settings_that_make_no_sense_are_refused_here() -> None:
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_what_ranks_print_can_go_into_files(launcher: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     def say() -> None:
-        sys.stdout.write("to a file\n")
+        sys.stdout.write(f"{os.environ['OMP_NUM_THREADS']} to a file\n")
 
-    dear.run(say, np=1, use_mpi=launcher == "mpi", output_filename=str(tmp_path), verbose=True)
-    assert (tmp_path / "rank.0" / "stdout").read_text() == "to a file\n"
+    told = {"OMP_NUM_THREADS": "77"}  # the caller's own counts
+    dear.run(say, np=1, use_mpi=launcher == "mpi", env=told, output_filename=str(tmp_path), verbose=True)
+    assert (tmp_path / "rank.0" / "stdout").read_text() == "77 to a file\n"
     assert re.match(r"dear.?run: .* dearrun\.function\n", capfd.readouterr().err)
 
 
@@ -276,6 +282,12 @@ def test_nobody_without_the_key_gets_or_says_anything() -> None:
     finally:
         exchange.close()
     assert not Path(place).parent.exists()
+
+
+def test_a_result_that_cannot_be_unpickled_names_its_rank() -> None:
+    with pytest.raises(RankError, match=r"^what rank 3 returned cannot be unpickled here: \w*Error: ") as caught:
+        _result(Answer(3, b"nonsense"))
+    assert (caught.value.rank, set(caught.value.exceptions)) == (3, {3})
 
 
 @pytest.mark.needs_root

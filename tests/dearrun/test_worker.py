@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from dearrun import worker
 from overlap.job import cores
 
 _COLUMNS = 77
@@ -133,6 +134,20 @@ def test_a_progress_bar_of_rank_0_is_shown_as_it_grows_and_others_are_tagged(tmp
     bars = [bar for line in lines for bar in line.split("\r") if re.match(r" {0,2}\d+%\|", bar)]
     assert {len(bar) for bar in bars} == {_COLUMNS - 1}  # tqdm leaves one free, as in one process
     assert re.search(r"\r\x1b\[K\[[^]]*\b1\]\S* ?what went wrong\r\n", terminal.sent)  # where the bar was
+
+
+@pytest.mark.parametrize(("rank", "place", "expected"), [("0", "here", True), ("1", "here", False), ("0", "", False)])
+def test_only_a_rank_0_beside_dearrun_writes_where_dearrun_does(
+    rank: str, place: str, expected: bool, tmp_path: Path
+) -> None:
+    """On another host, or in another container, the same name is another file."""
+    here = subprocess.run(["sh", "-c", worker.HERE], capture_output=True, text=True, check=True).stdout.strip()
+    out = tmp_path / "terminal"
+    out.touch()
+    streams = worker.Streams(here if place else f"{here}, another one", str(out), "")
+    command = worker.starting(["echo", "a line"], "T", streams)
+    said = subprocess.run(command, capture_output=True, text=True, env=environ(PMI_RANK=rank), timeout=60, check=True)
+    assert (out.read_text(), said.stdout) == (("a line\n", "") if expected else ("", "a line\n"))
 
 
 def test_a_pipe_gets_rank_0_as_it_is_only_if_asked_to() -> None:
