@@ -153,6 +153,32 @@ def test_samplers_learn_what_all_ranks_processed(folder: Path) -> None:
     assert sorted(i for part in dear.allgather_object(list(other)) for i in part) == data
 
 
+def test_what_a_sampler_recorded_and_nobody_committed_is_forgotten(folder: Path) -> None:
+    """Where a job goes back, and where an epoch begins."""
+    sampler = elastic.ElasticSampler(range(10 * dear.size()))
+    state = elastic.ObjectState(sampler=sampler, elastic_dir=folder)
+    sampler.record_batch(0, 2)
+    state.commit()
+    committed = set(sampler.processed_indices)
+    assert len(committed) == 2 * dear.size()
+    sampler.record_batch(1, 2)
+    state.restore()
+    state.commit()
+    assert sampler.processed_indices == committed
+    sampler.record_batch(2, 2)
+    sampler.set_epoch(1)
+    state.commit()
+    assert sampler.processed_indices == set()
+
+
+def test_sync_keeps_what_any_ranks_sampler_recorded(folder: Path) -> None:
+    sampler = elastic.ElasticSampler(range(10 * dear.size()))
+    state = elastic.ObjectState(sampler=sampler, elastic_dir=folder)
+    sampler.record_batch(0, 2)
+    state.sync()
+    assert len(sampler.processed_indices) == 2 * dear.size()
+
+
 def test_run_continues_finishes_and_begins_anew(folder: Path) -> None:
     resets: list[int] = []
 

@@ -119,6 +119,21 @@ def _claimed(folder: Path) -> str:
     return "claimed"
 
 
+def test_a_commit_that_can_be_read_again_is_kept(tmp_path: Path) -> None:
+    """As on a file system that fails for a moment."""
+    store = CommitStore(tmp_path)
+    store.write("first")
+    store.write("second")
+    newest = tmp_path / "commit-00000002.pt"
+    good = newest.read_bytes()
+    newest.write_bytes(b"half")
+    assert store.newest() == (1, "first")
+    newest.write_bytes(good)
+    assert store.newest() == (2, "second")
+    store.write("third")
+    assert _commits(tmp_path) == ["commit-00000002.pt", "commit-00000003.pt"]
+
+
 def test_two_jobs_do_not_commit_into_one_directory(tmp_path: Path) -> None:
     store = CommitStore(tmp_path)
     store.write("first")
@@ -184,6 +199,15 @@ def test_a_directory_that_is_removed_meanwhile_is_made_and_locked_again(tmp_path
     assert "is in use by" in _in_a_child(lambda: _claimed(store.directory))
 
 
+def test_the_lock_of_another_job_is_left_where_it_is(tmp_path: Path) -> None:
+    """It has removed this job's directory, and made it again."""
+    lock.take(tmp_path)
+    (tmp_path / "lock").unlink()
+    (tmp_path / "lock").write_text("process 7 on another.example")
+    lock.release(tmp_path)
+    assert (tmp_path / "lock").exists()
+
+
 def test_where_there_are_no_locks_a_warning_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -222,6 +246,7 @@ def test_a_disk_that_fills_up_is_what_a_failed_commit_reports(tmp_path: Path) ->
 def test_a_finished_job_leaves_nothing_of_its_own(tmp_path: Path) -> None:
     store = CommitStore(tmp_path / "commits")
     store.write("first")
+    (store.directory / "commit-00000002.partial").touch()  # of a job that was killed
     store.clear()
     store.clear()
     assert list(tmp_path.iterdir()) == []

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from overlap.health.deadlock import Standing
 from overlap.health.watchdog import Watchdog
+from overlap.transport.work import Line
 
 
 class _Operation:
@@ -75,3 +78,87 @@ def test_an_operation_goes_on_being_reported_after_the_time_at_which_dead_ranks_
             watchdog._judge(operation)
     waited = [int(record.getMessage().split(" has waited ")[1].split()[0]) for record in caplog.records]
     assert waited == [4, 7, 10, 13, 16, 19]
+
+
+def _watchdog(rank: int = 0, *, warn_after: float = 0.0, abort_after: float = 60.0) -> Watchdog:
+    comm: Any = SimpleNamespace(rank=rank, size=1, abort=_end, pending=list, lines=dict)
+    others: Any = SimpleNamespace()
+    return Watchdog(comm, comm, others, "here", warn_after=warn_after, abort_after=abort_after)
+
+
+@pytest.mark.parametrize(
+    ("left_for", "still", "waited", "here", "ends"),
+    [
+        pytest.param(6.0, 6.0, 10.0, "training", True, id="it left before it came to this"),
+        pytest.param(4.0, 6.0, 10.0, "training", False, id="its threads may have come here meanwhile"),
+        pytest.param(6.0, 4.0, 10.0, "training", False, id="this rank has just gone on"),
+        pytest.param(6.0, 6.0, 10.0, "in shutdown", False, id="this rank leaves as well"),
+        pytest.param(6.0, 0.0, 61.0, "training", True, id="this rank computes, and its time is over"),
+        pytest.param(6.0, 0.0, 61.0, "in shutdown", False, id="its time is over, and this rank leaves as well"),
+    ],
+)
+def test_a_rank_that_has_left_ends_the_job_where_this_one_waits_for_it(
+    left_for: float, still: float, waited: float, here: str, ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watchdog, operation = _watchdog(), _Operation()
+    mine = Standing(text="", still_seconds=still, lines={"a": Line(8, ("barrier",))})
+    monkeypatch.setattr("overlap.health.watchdog.time.monotonic", lambda: 100.0)
+    monkeypatch.setattr(watchdog, "_standing", lambda: mine)
+    monkeypatch.setattr(watchdog, "_ask_all", lambda: {0: mine, 1: Standing(text="", lines={"a": Line(7, ())})})
+    watchdog._left[1] = 100.0 - left_for
+    watchdog._here, operation.seconds = here, waited
+    if ends:
+        with pytest.raises(_Ended):
+            watchdog._judge(operation)
+    else:
+        watchdog._judge(operation)
+
+
+def test_who_is_out_of_data_is_patient(caplog: pytest.LogCaptureFixture) -> None:
+    watchdog, operation = _watchdog(warn_after=3.0, abort_after=0.0), _Operation()
+    operation.seconds = 4.0
+    watchdog.is_patient = lambda: True
+    with caplog.at_level(logging.WARNING, "dear"):
+        watchdog._judge(operation)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_job_in_which_nobody_goes_on_is_ended_by_a_rank_that_waits(rank: int) -> None:
+    """The other one looks at nothing, since it has nothing under way that it could look at."""
+    answers = {
+        0: Standing(text="", still_seconds=60.0, lines={"a": Line(7, ())}),
+        1: Standing(text="", still_seconds=60.0, lines={"a": Line(8, ("barrier",))}),
+    }
+    if rank == 1:
+        with pytest.raises(_Ended):
+            _watchdog(rank)._end(answers, "")
+    else:
+        assert _watchdog(rank)._end(answers, "")
+
+
+def test_a_rank_can_be_told_if_its_threads_wait_for_names_alone() -> None:
+    """Those that live: one that has asked for something and ended does not wait."""
+    ended = threading.Thread(target=str)
+    ended.start()
+    ended.join()
+    main = threading.main_thread().ident
+    lines: dict[str, Line] = {}
+    names: Any = SimpleNamespace(threads={ended.ident}, asked=2, undecided=1, pending=list, lines=lambda: lines)
+    names.waits_for_a_decision = lambda thread: thread == main
+    watchdog = _watchdog()
+    watchdog.watch_names(names)
+    assert watchdog._standing().can_be_told
+    lines["set"] = Line(3, ("allreduce",))
+    assert not watchdog._standing().can_be_told
+    lines.clear()
+    names.waits_for_a_decision = lambda thread: False
+    assert not watchdog._standing().can_be_told
+
+
+def test_of_a_name_on_host_and_device_the_one_that_has_come_further_counts() -> None:
+    watchdog = _watchdog()
+    for line in (Line(4, ("barrier",)), Line(5, ())):
+        source: Any = SimpleNamespace(pending=list, lines=lambda line=line: {"a": line})
+        watchdog.watch(source)
+    assert watchdog._look() == {"a": Line(5, ("barrier",))}

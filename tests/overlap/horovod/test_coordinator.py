@@ -141,6 +141,15 @@ def test_what_needs_every_rank_fails_while_some_have_joined_and_leaves_no_trace(
     assert coordinator.missing() == []
 
 
+def test_what_the_last_join_completes_comes_before_the_join() -> None:
+    """After it, whoever has joined would be asked again."""
+    coordinator = Coordinator(2)
+    coordinator.submit(1, _ask("x"))
+    coordinator.submit(1, JOIN)
+    assert _titles(coordinator.submit(0, JOIN)) == ["x", "join"]
+    assert coordinator.missing() == []
+
+
 def test_join_is_answered_with_the_last_rank_once_everything_before_it_is_done() -> None:
     coordinator = Coordinator(2)
     coordinator.submit(1, JOIN)
@@ -169,6 +178,21 @@ def test_a_rank_that_asked_before_it_left_still_takes_part() -> None:
     assert _titles(coordinator.submit(0, _ask("x"))) == ["x"]
 
 
+def test_what_was_given_up_fails_once_and_the_ranks_that_joined_are_asked_again() -> None:
+    coordinator = Coordinator(2)
+    coordinator.submit(1, Request(Kind.BARRIER, "b"))
+    coordinator.submit(0, JOIN)
+    coordinator.submit(1, _ask("x"))
+    coordinator.submit(1, _ask("y", Kind.ALLGATHER))
+    coordinator.submit(0, _ask("z", Kind.BROADCAST))
+    given_up = coordinator.give_up("no rank goes on")
+    assert {(ranks, response.error) for ranks, response in given_up} == {((0, 1), "no rank goes on")}
+    assert set(_titles(given_up)) == {"join", "z"}
+    assert coordinator.missing() == coordinator.give_up("again") == []
+    assert coordinator.submit(1, _ask("next")) == []  # rank 0 has to ask for it
+    assert _titles(coordinator.submit(0, _ask("next"))) == ["next"]
+
+
 def _add(coordinator: Coordinator, *ranks: int) -> Decision:
     request = Request(Kind.ADD_PROCESS_SET, f"{ranks}", ranks=ranks)
     decisions = [coordinator.submit(rank, request) for rank in coordinator.members(0)]
@@ -186,8 +210,11 @@ def test_process_sets_come_and_go() -> None:
     assert told == (0, 2)
     assert "same ranks" in _add(coordinator, 0, 2)[1].error
     assert "not in this job" in _add(coordinator, 0, 7)[1].error
+    assert "set 0 has the same ranks" in _add(coordinator, 0, 1, 2)[1].error
+    assert "no ranks" in _add(coordinator)[1].error
     assert _add(coordinator, 1)[1].number == 2
     coordinator.submit(0, _ask("late", process_set=1))
+    coordinator.submit(0, _ask("another"))
     remove = Request(Kind.REMOVE_PROCESS_SET, "1", ranks=(0, 2))
     coordinator.submit(0, remove)
     coordinator.submit(1, remove)
@@ -195,6 +222,7 @@ def test_process_sets_come_and_go() -> None:
     assert _titles(decisions) == ["1", "late"]
     assert "removed" in decisions[1][1].error
     assert "removed" in _error(coordinator.submit(0, _ask("x", process_set=1)))
+    assert [waiting.title for waiting, _ in coordinator.missing()] == ["allreduce 'another'"]
 
 
 def test_a_factor_that_is_no_number_is_the_same_on_all_ranks() -> None:

@@ -63,6 +63,24 @@ def test_a_channel_whose_lease_came_to_nothing_is_free(monkeypatch: pytest.Monke
     assert ranks.channels.lease(1) == ranks.channels.lease(1)
 
 
+def test_many_channels_make_it_look_for_owners_in_cycles(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks(monkeypatch)
+    monkeypatch.setattr(module, "_MANY", 1)
+    monkeypatch.setattr(module.gc, "collect", lambda: ranks.mine.add("a"))
+    first = ranks.channels.lease(1)
+    ranks.channels.hold(first, "a")
+    ranks.theirs = {"a"}
+    assert ranks.channels.lease(1) == first
+
+
+def test_an_owner_without_channels_goes_on_answering(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody knows whether its ranks have issued as much as one another: it is of a process set."""
+    ranks = Ranks(monkeypatch)
+    ranks.mine = ranks.theirs = {"a"}
+    ranks.channels.lease(1)
+    assert ranks.forgotten == []
+
+
 def test_channels_of_groups_are_even_where_each_group_is() -> None:
     assert even((), (3, 3, 3, 3))
     assert not even((), (3, 3, 4, 4))

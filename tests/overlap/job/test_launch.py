@@ -44,6 +44,23 @@ def test_detect(environ: dict[str, str], launcher: Launcher, rank: int, size: in
 
 
 @pytest.mark.parametrize(
+    ("environ", "local_rank", "local_size"),
+    [
+        (OMPI, 0, 2),
+        ({"PMI_SIZE": "4", "PMI_RANK": "3", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}, 1, 2),
+        (SRUN, None, None),
+        ({**SRUN, "SLURM_LOCALID": "1"}, 1, None),
+        (TORCHRUN, 1, 3),
+    ],
+)
+def test_the_place_on_the_host_is_what_the_launcher_says(
+    environ: dict[str, str], local_rank: int | None, local_size: int | None
+) -> None:
+    launch = detect(environ)
+    assert (launch.local_rank, launch.local_size) == (local_rank, local_size)
+
+
+@pytest.mark.parametrize(
     ("environ", "message"),
     [
         ({"DEAR_BACKEND": "nccl"}, "nccl"),
