@@ -39,8 +39,6 @@ def mistakes(folder: Path) -> None:
     with pytest.raises(ValueError, match=r"bucket_cap_mb=10 is for DistributedDataParallel.*'threshold_mb': 10"):
         made(arguments(ddp_bucket_cap_mb=10))
     assert made(arguments(ddp_broadcast_buffers=False)).accelerator._dear_options == {"broadcast_buffers": False}
-    mine = made(arguments(ddp_broadcast_buffers=False), dear_options={"broadcast_buffers": True})
-    assert mine.accelerator._dear_options == {"broadcast_buffers": True}
     each_pass = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
     with pytest.raises(ValueError, match="sync_each_batch=True reduces gradients in every pass, and dear once"):
         made(arguments(accelerator_config=each_pass))

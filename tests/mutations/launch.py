@@ -7,6 +7,8 @@ from tests.mutations.mutation import Mutation
 __all__ = ["MUTATIONS"]
 
 _EXCHANGE = "tests/dearrun/test_exchange.py -k "
+_ACCELERATE = "tests/integrations/test_accelerate_parts.py -k "
+_LIGHTNING = "tests/integrations/test_lightning_parts.py -k "
 _COURSE = "tests/dearrun/test_course.py -k "
 
 MUTATIONS: list[Mutation] = [
@@ -202,13 +204,6 @@ MUTATIONS: list[Mutation] = [
         "tests/overlap/job/test_settings.py -k read",
     ),
     Mutation(
-        "a limit of dear's own counts where Horovod's check is switched off",
-        "overlap/job/settings.py",
-        "if not environ.get(_VARIABLES[field][1][0]):",
-        "if field not in found:",
-        "tests/overlap/job/test_settings.py -k read",
-    ),
-    Mutation(
         "the local rank is the launcher's",
         "overlap/job/launch.py",
         "return Launch(Launcher.MPI, rank, size, local_rank, local_size,",
@@ -329,10 +324,66 @@ MUTATIONS: list[Mutation] = [
         "tests/integrations/test_options.py",
     ),
     Mutation(
-        "the user's options are left as they are",
-        "dear/integrations/options.py",
-        "found = dict(options or {})",
-        "found: Any = options or {}",
-        "tests/integrations/test_options.py",
+        "dear's own broadcast_buffers wins over that of DistributedDataParallelKwargs",
+        "dear/integrations/accelerate.py",
+        'options.setdefault("broadcast_buffers", handler.broadcast_buffers)',
+        'options["broadcast_buffers"] = handler.broadcast_buffers',
+        _ACCELERATE + "own_option",
+    ),
+    Mutation(
+        "Accelerate and dear see the same job",
+        "dear/integrations/accelerate.py",
+        "    if theirs != ours:\n",
+        "    if theirs[0] != ours[0]:\n",
+        _ACCELERATE + "another_job",
+    ),
+    Mutation(
+        "every size of a parallelism_config is looked at",
+        "dear/integrations/accelerate.py",
+        ', "sp_size", "dp_shard_size")',
+        ', "sp_size")',
+        _ACCELERATE + "other_ways",
+    ),
+    Mutation(
+        "tied tensors stay tied in a checkpoint",
+        "dear/integrations/accelerate.py",
+        "            state[name] = copies[place]\n",
+        "            state[name] = value.clone()\n",
+        _ACCELERATE + "tied",
+    ),
+    Mutation(
+        "a scheduler stands still at a step that the scaler skipped",
+        "dear/integrations/accelerate.py",
+        "found is None or not bool(found > 0)",
+        "found is None or bool(found >= 0)",
+        _ACCELERATE + "infinity",
+    ),
+    Mutation(
+        "no_sync(model) holds back the optimizers of that model alone",
+        "dear/integrations/accelerate.py",
+        "                if optimizer.trains(plain):\n",
+        "                if True:\n",
+        _ACCELERATE + "another_model",
+    ),
+    Mutation(
+        "Lightning's co2 has one model on all ranks when training ends",
+        "dear/integrations/lightning.py",
+        "    def on_train_end(self) -> None:\n        self._meet()\n        self._training = False\n",
+        "    def on_train_end(self) -> None:\n        self._training = False\n        self._meet()\n",
+        _LIGHTNING + "training_ends",
+    ),
+    Mutation(
+        "Lightning validates with rank 0's buffers",
+        "dear/integrations/lightning.py",
+        "        self._meet()\n        if self._training:\n",
+        "        self._meet()\n        if not self._training:\n",
+        _LIGHTNING + "rank_0s_buffers",
+    ),
+    Mutation(
+        "Fabric's no_backward_sync(enabled=False) averages",
+        "dear/integrations/lightning.py",
+        "for reference in self.optimizers[module] if enabled else []:",
+        "for reference in self.optimizers[module]:",
+        _LIGHTNING + "fabric",
     ),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -66,7 +67,7 @@ def test_a_channel_whose_lease_came_to_nothing_is_free(monkeypatch: pytest.Monke
 def test_many_channels_make_it_look_for_owners_in_cycles(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = Ranks(monkeypatch)
     monkeypatch.setattr(module, "_MANY", 1)
-    monkeypatch.setattr(module.gc, "collect", lambda: ranks.mine.add("a"))
+    monkeypatch.setattr(gc, "collect", lambda: ranks.mine.add("a"))
     first = ranks.channels.lease(1)
     ranks.channels.hold(first, "a")
     ranks.theirs = {"a"}

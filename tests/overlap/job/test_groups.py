@@ -38,12 +38,16 @@ def test_whoever_waits_for_a_reduction_is_not_behind_a_gather_or_a_call(process_
     assert whole.calls is not whole.comm
 
 
+def _colors(*communicators: Any) -> set[object]:
+    return {each.color for each in communicators}
+
+
 def test_a_rank_outside_of_a_set_trains_alone() -> None:
     inside, outside = (membership(_session(rank), _set(rank, 1, 2), sharding=True) for rank in (1, 3))
     assert (inside.ranks, outside.ranks) == ((1, 2), (3,))
-    assert {each.color for each in (*inside.reductions, *inside.gathers, inside.calls)} == {3}
-    assert {each.color for each in (*outside.reductions, *outside.gathers, outside.calls)} == {None}
-    assert [beside(_session(rank), _set(rank, 1, 2)).color for rank in (1, 3)] == [3, None]
+    assert _colors(*inside.reductions, *inside.gathers, inside.calls) == {3}
+    assert _colors(*outside.reductions, *outside.gathers, outside.calls) == {None}
+    assert [_colors(beside(_session(rank), _set(rank, 1, 2))) for rank in (1, 3)] == [{3}, {None}]
     assert [leader(_set(rank, 1, 2), rank) for rank in (2, 3)] == [1, 3]
 
 
