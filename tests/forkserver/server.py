@@ -212,7 +212,10 @@ def _prepare(request: dict[str, Any]) -> None:
 
     numpy.random.seed()  # as at its import, by the system's randomness
     threads = os.environ.get("OMP_NUM_THREADS", "")
+    # It starts threads, which a real process does later: no signal may go astray there.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     torch.set_num_threads(int(threads) if threads.isdigit() else len(request["cores"]))
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     main.__dict__["__builtins__"] = __builtins__
 
