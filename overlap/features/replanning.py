@@ -18,6 +18,10 @@ class Replanning(Feature):
     def __init__(self) -> None:
         self.wanted = self.heard = False
 
+    def forget(self) -> None:
+        """All have heard, or nobody listens any more: else ranks would go on to agree on it in every step."""
+        self.wanted = self.heard = False
+
     def news(self) -> bool:
         return self.wanted
 

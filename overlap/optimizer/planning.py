@@ -208,6 +208,7 @@ class Planning:
 
     def _end(self) -> None:
         self._stop_measuring()
+        self._news.forget()
         self._turn(Phase.ENDED)
 
     def _decide(self, optimizer: DistributedOptimizer) -> None:
@@ -226,7 +227,7 @@ class Planning:
         else:
             if self._comm.rank == 0:
                 log.info("%s", in_a_line(optimizer.strategy.name, report))
-            self._earlier, self._pause = self._strategy, _PAUSE
+            self._earlier = self._strategy
             self._replan(optimizer, self._strategy.at(report.setting))
             self._turn(Phase.CHECK_WARM_UP)
 
@@ -267,7 +268,7 @@ class Planning:
         self._earlier = here
 
     def _keep(self, optimizer: DistributedOptimizer, seconds: float, before: float) -> None:
-        self.checked = seconds
+        self.checked, self._pause = seconds, _PAUSE
         if self._comm.rank == 0:
             log.info(
                 "%s: a step takes %.4g ms, and took %.4g before; the new plan stays",
@@ -290,7 +291,7 @@ class Planning:
         if not self._follow:
             return
         if self._news.heard:
-            self._news.heard = self._news.wanted = False
+            self._news.forget()
             if agree(self._comm, self._changed):
                 if self._comm.rank == 0:
                     log.info(
