@@ -34,8 +34,8 @@ def _session() -> None:
     dear.init()
 
 
-def _scripted(monkeypatch: pytest.MonkeyPatch, *settings: dict[str, float]) -> list[Job]:
-    """Rank 0 chooses these, one after the other. Returns what it was given."""
+def _scripted(monkeypatch: pytest.MonkeyPatch, *settings: dict[str, float], seconds: float = 0.5) -> list[Job]:
+    """Rank 0 chooses these, one after the other, for `seconds` instead of one. Returns what it was given."""
     left, seen = list(settings), []
 
     def choose(current: Any, preview: Any, job: Job, fits: Any, enough: Any) -> Choice:
@@ -43,7 +43,7 @@ def _scripted(monkeypatch: pytest.MonkeyPatch, *settings: dict[str, float]) -> l
         setting = {**current.planned, **(left.pop(0) if left else {})}
         assert fits(preview(current.at(setting)))
         assert not enough()
-        return Choice(setting, 0.5, 1.0, 7)
+        return Choice(setting, seconds, 1.0, 7)
 
     monkeypatch.setattr(decision, "choose", choose)
     return seen
@@ -60,11 +60,11 @@ class Clock:
 
 
 def _steps(model: torch.nn.Module, optimizer: Any, number: int, clock: Clock | None = None, took: float = 0.0) -> None:
-    """So many, each of which takes as long by the `clock`."""
+    """So many, each of which takes as long by rank 0's `clock`; by those of others, all take a second."""
     for _ in range(number):
         optimizer.zero_grad()
         if clock is not None:
-            clock.now += took
+            clock.now += took if dear.rank() == 0 else 1.0
         model(torch.full((4, 16), 1.0 + dear.rank())).square().mean().backward()
         optimizer.step()
 
@@ -194,6 +194,9 @@ def test_layers_are_measured_in_their_order(monkeypatch: pytest.MonkeyPatch) -> 
         assert seconds[0] > 0.05
         assert seconds[1] < 0.02
         assert job.network.all_reduce(2**20).seconds > 0
+        assert [
+            names[job.layer_of[slot.index]] for slot in optimizer._engine.slots if slot.name.endswith("weight")
+        ] == names[1:4]
 
 
 @alone
