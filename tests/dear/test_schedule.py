@@ -5,10 +5,11 @@ from __future__ import annotations
 import inspect
 
 import pytest
+import torch
 
 import dear
 from dear.schedule import plan_buckets
-from overlap.plan.fusion import limits
+from overlap.plan.fusion import limits, trained_bytes
 from overlap.plan.partition import TensorSpec
 from overlap.plan.plan import Facts
 
@@ -63,6 +64,13 @@ def test_limits(
     threshold_mb: float | str | None, layers: int | None, model_mb: int, expected: tuple[float | None, int | None]
 ) -> None:
     assert limits(threshold_mb, layers, model_mb * 2**20) == expected
+
+
+def test_a_model_is_as_large_as_what_is_trained_of_it() -> None:
+    frozen = torch.nn.Parameter(torch.ones(100), requires_grad=False)
+    trained = [torch.nn.Parameter(torch.ones(10)), torch.nn.Parameter(torch.ones(7, dtype=torch.bfloat16))]
+    optimizer = torch.optim.SGD([{"params": [trained[0], frozen]}, {"params": trained[1:]}], 0.1)
+    assert trained_bytes(optimizer) == 4 * 10 + 2 * 7
 
 
 def test_the_default_fits_the_model() -> None:

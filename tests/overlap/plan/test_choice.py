@@ -7,12 +7,14 @@ from functools import partial
 
 import pytest
 
+from bytescheduler_adapter.optimizer import ByteScheduler
 from dear.optimizer import Dear
 from overlap.plan.choice import Job, choose, simulated
-from overlap.plan.partition import TensorSpec
+from overlap.plan.partition import TensorSpec, layout
 from overlap.plan.plan import Facts, Plan
+from overlap.plan.simulation.events import Run
 from overlap.plan.simulation.network import Fitted
-from overlap.plan.simulation.workload import Costs, Layer, Workload
+from overlap.plan.simulation.workload import Bucket, Costs, Layer, Workload
 from overlap.plan.strategy import PlannedStrategy
 
 LAYERS, NUMEL = 96, 262144  # 1 MB each
@@ -95,3 +97,31 @@ def test_what_no_planner_may_choose_stays() -> None:
     choice = choose(fixed, preview, job(0.8))
     assert choice.setting == {}
     assert choice.tried == 1
+
+
+def test_a_plan_that_is_in_force_may_stay_although_it_does_not_fit() -> None:
+    choice = choose(dear(), preview, job(0.85), fits=lambda _plan: False)
+    assert choice.setting == dear().planned
+    assert choice.tried == 1
+
+
+def test_settings_of_the_same_buckets_that_travel_otherwise_are_tried() -> None:
+    """ByteScheduler's buckets are its layers; what is chosen is how they are cut."""
+    first = ByteScheduler(0.5, 1.0, frozenset({"partition_mb", "credit_mb"}))
+    choice = choose(first, preview, job(0.4, start=2e-3))
+    assert choice.setting["partition_mb"] >= 1.0
+    assert choice.seconds < 0.9 * choice.before
+
+
+def test_buckets_are_simulated_nearest_the_input_first_with_the_bytes_of_each_rank() -> None:
+    class Noting(Dear):
+        def simulate(self, work: Workload, network: Fitted, buckets: object, whole: object) -> Run:  # type: ignore[override]
+            seen.append((buckets, whole))
+            return Run(1.0)
+
+    seen: list[object] = []
+    specs = [TensorSpec(numel, 2, None, owner) for numel, owner in ((320, 1), (32, 0), (64, 0), (32, 1), (1, 1))]
+    plan = Plan(tuple(layout(tensors, specs, 2) for tensors in ([4], [2, 3], [0, 1])), (True, True, False))
+    what = Job(Workload(()), Fitted(2, 0.0, 0.0, 0.0), specs, {0: 1, 1: 1, 2: 2, 3: 3})  # 4 is in no layer
+    simulated(Noting(1.0, None, "", "rsag", False, None), plan, what)
+    assert seen == [([Bucket(1, 1, 704, 2, (64, 640)), Bucket(2, 3, 192, 2, (128, 64))], {0})]

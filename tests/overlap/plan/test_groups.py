@@ -7,8 +7,9 @@ import torch
 
 from overlap.core.bucket import Slot
 from overlap.optimizer.arguments import parse_groups
-from overlap.plan.groups import members_of
-from overlap.plan.plan import Facts
+from overlap.plan.groups import members_of, plan_groups
+from overlap.plan.partition import TensorSpec, per_tensor
+from overlap.plan.plan import Facts, Plan
 
 
 @pytest.mark.parametrize(
@@ -22,3 +23,12 @@ def test_a_number_of_groups_divides_the_order_of_arrival(asked: int, members: li
     for groups in (parse_groups(asked, None, slots), parse_groups(0, asked, slots)):
         assert groups == min(asked, len(slots))
         assert members_of(groups, facts) == members
+
+
+def test_a_group_is_issued_once_its_last_gradient_is_there() -> None:
+    facts = Facts(units=(), arrivals=(2, 1, 0), fires=(1, 1, 1), unseen=frozenset(), idle=frozenset())
+    specs = [TensorSpec(1, 4)] * 3
+    rest = Plan(per_tensor([1], specs, 2), (False,))
+    plan = plan_groups([[2, 0]], rest, facts, specs, [True] * 3, 2)
+    assert [bucket.tensors for bucket in plan.buckets] == [(1,), (2, 0)]
+    assert plan.sharded == (False, True)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from overlap.plan.measurement import Lap, Sent, fitted, layer_times, services, thread_costs, workload
 from overlap.plan.simulation.events import Cost, Operation, Wire
+from overlap.plan.simulation.workload import Costs
 
 LAYER_OF = {0: 0, 1: 0, 2: 1}  # two parameters, then one
 
@@ -56,6 +58,15 @@ def test_of_several_passes_the_first_forward_and_the_last_backward_count() -> No
     assert times.between == 9.0  # from the end of the first forward to that of the last one
 
 
+def test_waits_between_forward_and_backward_are_no_computation() -> None:
+    one = lap()
+    one.left.append(117.0)  # another pass, or what follows the model
+    one.waits.append((115.5, 116.0))
+    times = layer_times([one], LAYER_OF, 2)
+    assert times is not None
+    assert times.between == 1.5
+
+
 def test_medians_and_steps_without_a_batch() -> None:
     slow = lap()
     slow.used = [(slot, when - (5 if slot == 0 and when == 110 else 0)) for slot, when in slow.used]
@@ -66,8 +77,8 @@ def test_medians_and_steps_without_a_batch() -> None:
 
 
 def test_operations_share_the_links_and_what_they_cannot_fill() -> None:
-    def one(lane: int, issued: float, ended: float, most: float) -> Sent:
-        return Sent("reduce", lane, 100, 100, 1, lane, issued, ended, most)
+    def one(lane: int, issued: float, ended: float, most: float, halves: int = 1) -> Sent:
+        return Sent("reduce", lane, 100, 100, halves, lane, issued, ended, most)
 
     def seconds(*sent: Sent, start: float = 0.0) -> list[float]:
         return [took for took, _ in services(sent, start)]
@@ -78,6 +89,7 @@ def test_operations_share_the_links_and_what_they_cannot_fill() -> None:
     assert seconds(one(0, 0.0, 4.0, 0.25), one(1, 0.0, 4.0, 1.0)) == [1.0, 3.0]
     assert seconds(one(0, 1.0, 1.0, 1.0)) == [0.0]
     assert seconds(one(0, 0.0, 4.0, 0.5), start=1.0) == [1.5]
+    assert seconds(one(0, 0.0, 4.0, 0.5, halves=2), start=1.0) == [1.0]  # an all-reduce starts twice
     assert seconds(one(0, 0.0, 0.5, 1.0), start=1.0) == [0.0]
     assert seconds(one(0, 0.0, 6.0, 1.0), one(1, 2.0, 5.0, 1.0), start=1.0) == [
         4.0,
@@ -129,6 +141,14 @@ def test_the_network_is_fitted_to_operations_that_were_queued() -> None:
     assert fitted(4, sent[:1], [math.inf], [True], start).reduce == 0
 
 
+def test_the_pace_is_that_of_the_larger_operations() -> None:
+    """What small ones take is mostly their start, of which a probe says only what is usual."""
+    took = {10**3: 1e-3, 10**6: 2e-3}
+    sent = [Sent("reduce", 0, nbytes, nbytes, 1, 0, 0.0, 0.0) for nbytes in (10**3, 10**3, 10**6, 10**6)]
+    network = fitted(2, sent, [took[one.nbytes] for one in sent], [True] * 4, 0.0)
+    assert network.reduce == pytest.approx(2e-9)
+
+
 def test_costs_of_the_thread_from_gaps_between_gathers() -> None:
     one = lap()
     sent = [Sent("reduce", bucket, 8000, 8000, 1, 0, 120.0, 121.0) for bucket in range(3)]
@@ -143,6 +163,14 @@ def test_costs_of_the_thread_from_gaps_between_gathers() -> None:
     assert thread_costs([], [one], {}, 1e-3) == (0.0, 2e-3)
 
 
+def test_waiting_for_a_reduction_is_no_cost_of_an_update() -> None:
+    shares = dict.fromkeys(range(3), 4000)
+    sent = [Sent("reduce", bucket, 8000, 8000, 1, 0, 120.0, 128.4 - bucket / 10) for bucket in (2, 1, 0)]
+    sent += [Sent("gather", bucket, 8000, 8000, 1, 0, 128.45 - bucket / 10, 129.0) for bucket in (2, 1, 0)]
+    per_byte, handling = thread_costs(sent, [lap()], shares, 1e-3)
+    assert per_byte * 4000 + handling / 2 == pytest.approx(0.05)  # from the end of a reduction to the next operation
+
+
 def test_a_workload_has_what_is_around_forward() -> None:
     times = layer_times([lap()], LAYER_OF, 2)
     assert times is not None
@@ -150,3 +178,12 @@ def test_a_workload_has_what_is_around_forward() -> None:
     assert [layer.name for layer in work.layers] == ["before forward", "a", "b", "between forward and backward"]
     assert [layer.nbytes for layer in work.layers] == [0, 12, 12, 0]
     assert sum(layer.forward + layer.backward for layer in work.layers) == pytest.approx(times.computed + 1.0)
+
+
+@pytest.mark.parametrize(("handling", "hooks"), [(0.2, 0.4), (2.0, 0.25)])
+def test_issuing_a_bucket_in_a_hook_counts_once(handling: float, hooks: float) -> None:
+    times = layer_times([lap()], LAYER_OF, 2)
+    assert times is not None
+    work = workload(replace(times, handling=handling, update=3.0), [[4, 8], [12]], ["a", "b"])
+    assert [layer.backward for layer in work.layers[1:3]] == pytest.approx([5.75 + hooks, 5.0 + hooks])
+    assert work.costs == Costs(per_tensor=0.0, per_bucket=handling, update=3.0)
