@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import random
 import time
+from itertools import count
+from types import SimpleNamespace
 
 import numpy
 import pytest
 import torch
 from torch import nn
 
+from mgwfbp import backward_times
 from mgwfbp.backward_times import BackwardClock, arrival_moments, backward_seconds, profile_backward
 from tests.spmd.models import Pause
 
@@ -59,6 +62,20 @@ def test_times_name_the_slow_place_and_nothing_is_left_behind() -> None:
     for name, buffer in model.named_buffers():
         assert torch.equal(buffer, buffers[name]), name
     assert model.calls is calls
+
+
+def test_passes_that_warm_up_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, passes = count(), count()
+    pace = 1000  # by the clock, of which each look is so much later
+
+    def compute_loss() -> torch.Tensor:
+        nonlocal pace
+        pace = 1000 if next(passes) < 2 else 1
+        return model(torch.ones(1, 2)).sum()
+
+    monkeypatch.setattr(backward_times, "time", SimpleNamespace(perf_counter=lambda: pace * next(now)))
+    model = nn.Linear(2, 2)
+    assert profile_backward(model, compute_loss, warmup=2, iterations=1) == {"weight": 1, "bias": 1}
 
 
 def test_hooks_and_state_go_back_even_if_the_loss_fails() -> None:

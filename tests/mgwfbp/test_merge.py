@@ -84,6 +84,7 @@ def test_many_small_tensors_share_operations_although_the_link_has_time_for_each
     assert least_bytes(nbytes, seconds, shared) == 2**18  # 16 starts, and 2 ms for the last group
     assert least_bytes([4 * 10**6] * 50, [1e-3] * 50, shared) == 0  # large ones: nothing to win
     assert least_bytes([], [], shared) == 0
+    assert least_bytes(nbytes, seconds, shared, kinds=["a", "b"] * 500) == 0  # neighbours that cannot be merged
 
 
 @pytest.mark.parametrize("seed", range(60))

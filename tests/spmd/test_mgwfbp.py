@@ -161,6 +161,16 @@ def test_times_are_measured_while_training_and_hooks_are_gone_afterwards() -> No
     assert len(tables) == (dear.rank() == 0)
 
 
+@pytest.mark.skipif(SIZE == 1, reason="one rank has no other")
+def test_times_of_another_rank_decide_where_the_first_one_has_joined() -> None:
+    model = Changing().double()
+    optimizer = mgwfbp.DistributedOptimizer(_sgd(model), model, alpha_beta=(40e-3, 0.0), profile_steps=2)
+    _train(model, optimizer, dear.rank(), 4 if dear.rank() else 1)
+    dear.join()
+    layers = [len({name.split(".")[1] for name in group}) for group in _groups(optimizer)]
+    assert layers == [1, 3]
+
+
 class Slow(nn.Module):
     """20 ms of backward behind every layer."""
 
