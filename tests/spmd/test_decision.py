@@ -55,10 +55,10 @@ def test_what_an_operation_takes_is_the_least_of_all_ranks(monkeypatch: pytest.M
 
 
 def test_the_rank_with_the_least_memory_decides_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """AdamW's state of a parameter is twice as large. What is not sharded has all of it on each rank."""
+    """A plan takes as much as the model, and AdamW's state of what is not sharded, which is twice as large."""
     model, optimizer = _job()
-    plenty = 1000 * sum(parameter.nbytes for parameter in model.parameters())
-    scarce = plenty / 1000 * 2 / decision._ROOM * dear.local_size()  # what this rank may have is twice the model
+    nbytes = sum(parameter.nbytes for parameter in model.parameters())
+    scarce = 2.5 * nbytes / decision._ROOM * dear.local_size()  # the plan may have a share of it
     found: list[bool] = []
 
     def choose(current: Any, preview: Any, _job: Any, fits: Any, _enough: Any) -> Choice:

@@ -84,6 +84,7 @@ def test_what_was_measured_on_rank_0_decides_on_every_rank() -> None:
     with heard(logging.INFO) as said:
         optimizer = mgwfbp.DistributedOptimizer(_sgd(model), model, layerwise_times=mine, alpha_beta=(1e-3, 1e-9))
         _train(model, optimizer, dear.rank(), 2)
+        optimizer.preview(optimizer.strategy)  # the same plan, which was told
     assert len(optimizer.buckets) == len(names)
     tables = [text for text in said if text.startswith("mgwfbp: 8 tensors in 8")]
     assert len(tables) == (dear.rank() == 0)

@@ -139,6 +139,7 @@ def test_the_network_is_fitted_to_operations_that_were_queued() -> None:
     assert fitted(4, sent[:1], [1e-3], [False], 0.0).reduce > 0  # none was queued: all count
     assert fitted(4, [], [], [], start).all_gather(10**6).seconds == start
     assert fitted(4, sent[:1], [math.inf], [True], start).reduce == 0
+    assert fitted(4, [Sent("reduce", 0, 0, 0, 1, 0, 0.0, 0.0)], [1e-5], [True], start).reduce == 0  # of empty tensors
 
 
 def test_the_pace_is_that_of_the_larger_operations() -> None:

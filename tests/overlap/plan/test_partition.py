@@ -127,6 +127,12 @@ def test_kinds_of_one_layer_fill_buckets_side_by_side() -> None:
     assert [bucket.tensors for bucket in buckets] == [(0, 2, 4), (1, 3, 5)]
 
 
+def test_buckets_come_in_the_order_of_their_first_tensors() -> None:
+    specs = [TensorSpec(8, 4, "fp32"), TensorSpec(999, 2, "bf16"), TensorSpec(999, 2, "bf16"), TensorSpec(8, 4, "fp32")]
+    buckets = fuse([[0], [1], [2], [3]], specs, 1, threshold_bytes=1000)
+    assert [bucket.tensors for bucket in buckets] == [(0, 3), (1,), (2,)]
+
+
 def test_per_tensor_keeps_the_order() -> None:
     assert [bucket.tensors for bucket in per_tensor([3, 1, 2], FP32, 2)] == [(3,), (1,), (2,)]
 

@@ -242,6 +242,13 @@ def test_two_layers_one_by_one() -> None:
     assert found.waits == pytest.approx({"reduce-scatter 0": 2.0, "all-gather 0": 1.0, "all-gather 1": 1.0})
 
 
+def test_what_is_kept_for_a_picture_is_the_last_two_steps() -> None:
+    found = METHODS["dear"](even(), two(1.0))
+    computed = [span for span in found.spans if span.row == "thread"]
+    assert min(span.begun for span in computed) == pytest.approx(0.0, abs=1e-9)
+    assert max(span.ended for span in computed) == pytest.approx(2 * found.step)
+
+
 def test_contention_stretches_what_is_computed_while_bytes_move() -> None:
     free, held = (METHODS["dear"](even(contention=share), two(0.5)).step for share in (0.0, 0.2))
     assert free + 0.2 * 0.4 < held < free + 0.2 * 0.6  # bytes move for half a second
