@@ -164,6 +164,7 @@ def test_a_pass_that_raises_leaves_the_next_one_its_end() -> None:
 
 
 def test_resumes_bit_for_bit() -> None:
+    """Also in a loop that was left between a step and the call that tells of it."""
     model = _wrapped(**ALONE)
     optimizer = _momentum(model.parameters())
     _steps(model, optimizer, range(5))
@@ -172,6 +173,9 @@ def test_resumes_bit_for_bit() -> None:
     _steps(model, optimizer, range(5, 11))
     other = _wrapped(**ALONE)
     resumed = _momentum(other.parameters())
+    _loss(other, co2.rank(), 0).backward()
+    resumed.step()
+    other.zero_grad()
     other.load_state_dict(saved[0])
     resumed.load_state_dict(saved[1])
     other.load_outer_state_dict(saved[2])

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import co2
+from overlap.transport.communicator import Communicator, Work
 from tests.spmd.co2_training import FULL, _everywhere, _model, _steps, _wrapped
 
 
@@ -107,12 +108,44 @@ def test_ranks_that_write_different_values_to_a_frozen_parameter_get_the_mean(ho
     assert _everywhere(model)
 
 
-def test_what_is_written_in_warm_up_stays() -> None:
+@pytest.mark.parametrize("how", ["copied", "through .data"])
+def test_what_is_written_in_warm_up_stays(how: str) -> None:
+    """Nothing is on its way after an average, however it is written."""
     model, optimizer = _wrapped(outer_frequency=2, warmup_steps=3, **FULL)
     _steps(model, optimizer, range(1))
-    _freeze_and_write(model[0], 7.0)
+    model[0].requires_grad_(False)
+    for param in model[0].parameters():
+        param.data.fill_(7.0) if how == "through .data" else nn.init.constant_(param, 7.0)
     _steps(model, optimizer, range(1, 6))
     assert _holds(model[0], 7.0)
+
+
+@pytest.mark.parametrize("outer", ["co2", "localsgd"])
+def test_nothing_is_sent_of_a_part_that_is_frozen(outer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a round that nobody waits for, by one that all wait for, and by an average."""
+    model, optimizer = _wrapped(outer=outer, outer_frequency=1)
+    for steps, frozen in (
+        (range(2), 0),
+        (range(2, 4), None),
+        (range(4, 6), 2),
+    ):  # so that layers are parts of their own
+        for layer in (0, 2):
+            model[layer].requires_grad_(layer != frozen)
+        _steps(model, optimizer, steps)
+    assert len(optimizer._rounds.parts) == 2
+    optimizer._rounds.arrive()
+    sent: list[str] = []
+
+    def note(_comm: Communicator, work: Work) -> Work:
+        sent.append(work.label)
+        return work
+
+    monkeypatch.setattr(Communicator, "listener", note)
+    for act in (lambda: _steps(model, optimizer, range(6, 7)), optimizer.average_parameters):
+        sent.clear()
+        act()
+        optimizer._rounds.arrive()
+        assert [sent.count("co2 average"), sent.count("co2 gather")] == [1, 1]
 
 
 @pytest.mark.parametrize("apart", [False, True])

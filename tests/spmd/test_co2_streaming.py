@@ -248,6 +248,19 @@ def test_a_frozen_layer_takes_over_what_is_on_its_way_and_stays() -> None:
     assert _everywhere(model)
 
 
+def test_a_weight_frozen_beside_its_bias_loses_its_momentum_and_keeps_what_bytes_left_out() -> None:
+    model, optimizer = _wrapped(**RULE, outer_frequency=2, fragments=1, overlap_steps=0, bits=4)
+    _steps(model, optimizer, range(4))
+    before = optimizer.state_dict()["co2"]["parameters"][0]
+    assert all(before[name].any() for name in ("momentum", "owed", "residual"))
+    model[0].weight.requires_grad_(False)
+    _steps(model, optimizer, range(4, 8))
+    after = optimizer.state_dict()["co2"]["parameters"][0]
+    assert not after["momentum"].any()
+    for name in ("start", "owed", "residual"):
+        assert torch.equal(after[name], before[name]), name
+
+
 def test_parameters_of_16_bits() -> None:
     model = _model(torch.bfloat16)
     optimizer = co2.DistributedOptimizer(_momentum(model.parameters()), model, **RULE, **CASES["two fragments"])
