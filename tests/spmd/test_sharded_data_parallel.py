@@ -13,6 +13,7 @@ from torch import nn
 
 import dear
 from oss import OSS, ShardedDataParallel, ShardedDDP, ShardedGradScaler
+from overlap.transport.communicator import Communicator, Work
 from tests.spmd.listening import heard
 
 
@@ -59,9 +60,9 @@ def _close(mine: nn.Module, reference: nn.Module, **tolerance: float) -> None:
         torch.testing.assert_close(value, other, msg=lambda text, name=name: f"{name}: {text}", **tolerance)
 
 
-@pytest.mark.parametrize("buffer", [None, 0, 20])
+@pytest.mark.parametrize(("buffer", "buckets"), [(None, 1), (0, 3), (200, 1)])  # of three layers, of 99 elements
 @pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.AdamW])
-def test_it_trains_as_one_process(cls: type[torch.optim.Optimizer], buffer: int | None) -> None:
+def test_it_trains_as_one_process(cls: type[torch.optim.Optimizer], buffer: int | None, buckets: int) -> None:
     mine, reference = _model(dear.rank()), _model()
     optimizer = OSS(params=mine.parameters(), optim=cls, lr=0.05)
     model = ShardedDDP(mine, optimizer, reduce_buffer_size=buffer)
@@ -73,7 +74,12 @@ def test_it_trains_as_one_process(cls: type[torch.optim.Optimizer], buffer: int 
         optimizer.step()
         single.step(step)
     _close(mine, reference)
+    shell: Any = optimizer._updates.shown
+    assert len(shell.buckets) == buckets
     shares = optimizer.partition_parameters()
+    held = [parameter for group in shares[dear.rank()] for parameter in group["params"]]
+    if cls is torch.optim.AdamW:
+        assert set(map(id, held)) == {id(parameter) for parameter, state in optimizer.state.items() if state}
     found = [parameter for share in shares for group in share for parameter in group["params"]]
     assert sorted(map(id, found)) == sorted(map(id, optimizer.param_groups[0]["params"]))
     optimizer.consolidate_state_dict()
@@ -109,6 +115,10 @@ def test_clipping_accumulation_and_a_scaler() -> None:
     scaler.update()
     assert scaler.get_scale() == 2.0**9
     assert all(torch.equal(value, before[name]) for name, value in mine.state_dict().items())
+    optimizer.zero_grad()
+    _loss(model, 10, dear.rank()).backward()
+    optimizer.step()  # without the scaler, whose infinities were of that step alone
+    assert not torch.equal(mine[0].weight, before["0.weight"])
 
 
 def test_reduce_shows_averages() -> None:
@@ -146,7 +156,7 @@ def test_state_from_before_goes_on_and_float16_travels() -> None:
     assert saved["master"].keys() == saved["state"].keys()
 
 
-def test_several_optimizers_and_what_is_frozen() -> None:
+def test_several_optimizers_and_what_is_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
     mine, reference = _model(), _model()
     reference[0].requires_grad_(False)
     mine[0].requires_grad_(False)
@@ -156,6 +166,13 @@ def test_several_optimizers_and_what_is_frozen() -> None:
     head = [*reference[0].parameters(), *reference[2].parameters()]
     plain = torch.optim.SGD([{"params": head, "lr": 0.1}, {"params": reference[3].parameters(), "lr": 0.2}])
     single = _Reference(reference, plain)
+    issued: list[str] = []
+
+    def note(_comm: Communicator, work: Work) -> Work:
+        issued.append(work.op)
+        return work
+
+    monkeypatch.setattr(Communicator, "listener", note)
     with heard(logging.WARNING) as said:
         for step in range(4):
             if step == 2:
@@ -163,14 +180,30 @@ def test_several_optimizers_and_what_is_frozen() -> None:
                 reference[0].requires_grad_(True)
                 model.refresh_trainable()
             model.zero_grad()
-            _loss(model, step, dear.rank()).backward()
+            issued.clear()
+            with model.no_sync():
+                _loss(model, 2 * step, dear.rank()).backward()
+            assert not issued
+            _loss(model, 2 * step + 1, dear.rank()).backward()
             for optimizer in optimizers:
                 optimizer.step()
-            single.step(step)
+            single.step(2 * step, 2 * step + 1)
     _close(mine, reference)
     assert [text for text in said if "are trained" in text] == [
         "ShardedDataParallel: 6 parameters are trained, which were 4"
     ]
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_that_no_optimizer_knows_are_cleared_with_the_others(set_to_none: bool) -> None:
+    model = _model()
+    wrapped = ShardedDDP(model, OSS(model[0].parameters(), torch.optim.SGD, lr=0.1))
+    _loss(wrapped, 0, dear.rank()).backward()
+    assert model[3].weight.grad is not None
+    assert model[3].weight.grad.any()
+    wrapped.zero_grad(set_to_none)
+    for parameter in (model[3].weight, model[3].bias):
+        assert parameter.grad is None if set_to_none else not parameter.grad.any()
 
 
 @pytest.fixture

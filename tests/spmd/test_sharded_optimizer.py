@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -91,7 +92,9 @@ def test_owners_train_on_their_own_gradients_where_nothing_reduces_them(name: st
                 dist.all_reduce(loss, op=dist.ReduceOp.SUM)
             loss /= dear.size()
             loss.backward()
+            gradients = [parameter.grad for parameter in mine.parameters()]
             optimizer.step()
+            assert all(p.grad is gradient for p, gradient in zip(mine.parameters(), gradients, strict=True))
             _by_owners(reference, step, scale=1 / dear.size())
             plain.step()
             _same(mine, reference)
@@ -102,8 +105,8 @@ def test_owners_train_on_their_own_gradients_where_nothing_reduces_them(name: st
     _alike(optimizer.state_dict(all_ranks=True), plain.state_dict())
 
 
-@pytest.mark.parametrize("order", [2.0, float("inf")])
-def test_under_ddp_it_is_the_plain_optimizer_with_clipping_and_a_schedule(order: float) -> None:
+@pytest.mark.parametrize(("order", "max_norm"), [(2.0, 0.01), (math.inf, 0.01), (2.0, 1e6)])
+def test_under_ddp_it_is_the_plain_optimizer_with_clipping_and_a_schedule(order: float, max_norm: float) -> None:
     _needs_others()
     models = [DistributedDataParallel(_model()) for _ in range(2)]
     optimizer = OSS(models[0].parameters(), torch.optim.AdamW, lr=0.01)
@@ -114,8 +117,8 @@ def test_under_ddp_it_is_the_plain_optimizer_with_clipping_and_a_schedule(order:
             for each, model in zip((optimizer, plain), models, strict=True):
                 each.zero_grad()
                 _loss(model, step, dear.rank()).backward()
-            mine = optimizer.clip_grad_norm(0.01, order)
-            theirs = nn.utils.clip_grad_norm_(models[1].parameters(), 0.01, order)
+            mine = optimizer.clip_grad_norm(max_norm, order)
+            theirs = nn.utils.clip_grad_norm_(models[1].parameters(), max_norm, order)
             torch.testing.assert_close(mine, theirs)
             for each, schedule in zip((optimizer, plain), schedules, strict=True):
                 each.step()
@@ -124,6 +127,17 @@ def test_under_ddp_it_is_the_plain_optimizer_with_clipping_and_a_schedule(order:
     assert optimizer.param_groups[0]["lr"] == 0.01 / 8
     for mine, reference in zip(models[0].parameters(), models[1].parameters(), strict=True):
         torch.testing.assert_close(mine, reference)
+
+
+@pytest.mark.parametrize("order", [2.0, math.inf])
+def test_no_norm_hides_what_is_no_number(order: float) -> None:
+    for number in range(len(list(_model().parameters()))):
+        model = _model()
+        optimizer = OSS(model.parameters())
+        _gradients(model, optimizer, 0)
+        parameter = list(model.parameters())[number]
+        parameter.grad = torch.full_like(parameter, math.nan)
+        assert not math.isfinite(optimizer.clip_grad_norm(1.0, order)), number
 
 
 def _gradients(model: nn.Module, optimizer: Any, step: int) -> torch.Tensor:
@@ -161,7 +175,12 @@ def test_whole_state_is_on_the_recipient_and_goes_on_in_either_optimizer() -> No
 
     resumed = copy.deepcopy(plain)
     again = OSS(resumed.parameters(), torch.optim.AdamW)
+    again.consolidate_state_dict(-1)
     again.load_state_dict(copy.deepcopy(saved))  # which becomes its own
+    with pytest.raises(RuntimeError, match="consolidate_state_dict"):
+        again.state_dict()
+    held = [number for number, parameter in enumerate(resumed.parameters()) if parameter in again.state]
+    assert held == [number for number, owner in enumerate(_owners(resumed)) if owner == dear.rank()]
     _steps(resumed, again, range(2, 4))
     _same(resumed, mine)
     reference.load_state_dict(saved)
@@ -170,11 +189,16 @@ def test_whole_state_is_on_the_recipient_and_goes_on_in_either_optimizer() -> No
 
 
 def test_in_float16_all_compute_with_rounded_values_and_owners_keep_exact_ones() -> None:
+    """But of what a script has written, which counts as it is."""
     mine, reference = _model(), _model()
     make: Callable[..., Any] = lambda model: OSS(model.parameters(), torch.optim.SGD, broadcast_fp16=True, lr=0.01)  # noqa: E731
     optimizer, plain = make(mine), torch.optim.SGD(reference.parameters(), lr=0.01)
     exact = [parameter.detach().clone() for parameter in reference.parameters()]
     for step in range(4):
+        if step == 1:
+            with torch.no_grad():
+                for weight in (mine[0].weight, reference[0].weight, exact[0]):
+                    weight[0, 0] = 0.3
         if step == 2:
             saved = copy.deepcopy(optimizer.state_dict(all_ranks=True))
             optimizer = make(mine)
@@ -208,6 +232,9 @@ def test_what_is_frozen_added_and_thawed() -> None:
     plain.add_param_group({"params": reference[2].parameters(), "lr": 0.2})
     shares = optimizer.partition_parameters()
     assert len(shares) == dear.size()
+    frozen = assign_owners([1] * 4, [0] * dear.size())  # each counts as one element
+    for parameter, owner in zip(mine.parameters(), frozen, strict=True):
+        assert any(parameter is one for group in shares[owner] for one in group["params"])
     assert all([group["lr"] for group in share] == [0.1, 0.2] for share in shares)
     found = [parameter for share in shares for group in share for parameter in group["params"]]
     assert sorted(map(id, found)) == sorted(map(id, mine.parameters()))
@@ -219,6 +246,39 @@ def test_what_is_frozen_added_and_thawed() -> None:
         _steps(mine, optimizer, range(step, step + 1))
         _steps(reference, plain, range(step, step + 1))
         _same(mine, reference)
+
+
+def test_what_is_added_goes_to_the_rank_that_owns_least() -> None:
+    model = _model()
+    first, *others = model.parameters()
+    optimizer = OSS([first])
+    for parameter in others:
+        optimizer.add_param_group({"params": [parameter]})
+    shares = optimizer.partition_parameters()
+    for parameter, owner in zip(model.parameters(), _owners(model), strict=True):
+        assert any(parameter is one for group in shares[owner] for one in group["params"])
+
+
+def test_what_is_frozen_is_not_sent() -> None:
+    model = _model()
+    model[0].requires_grad_(False)
+    optimizer = OSS(model.parameters(), torch.optim.SGD, lr=0.1)
+    with torch.no_grad():
+        model[0].bias.fill_(float(dear.rank()))
+    _steps(model, optimizer, range(2))
+    assert model[0].bias.tolist() == [dear.rank()] * 8
+
+
+def test_it_goes_on_with_its_state_where_nobody_could_take_over() -> None:
+    mine, reference = _model(), _model()
+    optimizer = OSS(mine.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+    plain = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
+    _steps(mine, optimizer, range(2))
+    with pytest.raises(ZeroDivisionError):
+        optimizer.reduced_by(lambda _: 1 // 0)  # type: ignore[arg-type, return-value]
+    _steps(mine, optimizer, range(2, 4))
+    _steps(reference, plain, range(4))
+    _same(mine, reference)
 
 
 def test_a_group_of_some_ranks_is_all_it_talks_to() -> None:
