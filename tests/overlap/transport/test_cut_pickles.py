@@ -37,6 +37,10 @@ def test_a_view_is_saved_by_itself_with_its_layout() -> None:
     assert two.stride() == turned.stride()
     assert torch.equal(pickle.loads(pickle.dumps(plain)), plain)
     assert len(pickle.dumps(plain)) < 4000
+    noted: Any = flat[:10].detach().requires_grad_()
+    noted.note = "mine"
+    again = pickle.loads(pickle.dumps(noted))
+    assert (again.requires_grad, again.note) == (True, "mine")
     parameter = torch.nn.Parameter(torch.zeros(10))
     parameter.data = flat[:10]
     size, loaded = _saved(parameter)
@@ -54,6 +58,11 @@ def test_tied_views_stay_tied_in_one_file_and_every_file_has_the_values_of_its_m
     flat.add_(1)
     _, later = _saved(flat[:2500])
     assert torch.equal(later, loaded["a"] + 1)
+    writer = pickle.Pickler(io.BytesIO())
+    writer.dump(flat[:2500])  # whose copy it keeps
+    flat.add_(1)
+    assert torch.equal(pickle.loads(pickle.dumps(flat[:2500])), flat[:2500])
+    flat.sub_(1)
     with torch.inference_mode():
         _, unversioned = _saved(flat[:2500].detach())
     assert torch.equal(unversioned, later)
@@ -74,7 +83,9 @@ def test_other_tensors_are_saved_as_ever() -> None:
 def test_nothing_is_kept_of_a_buffer_that_is_gone() -> None:
     flat = _buffer()
     address = flat.untyped_storage()._cdata
-    _saved(flat[:10])
+    for end in range(1, 10):
+        _saved(flat[:end])
+    assert len(cut_pickles._copies) == 1, "copies that no file needs are forgotten"
     del flat
     gc.collect()
     _buffer()
