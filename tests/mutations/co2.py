@@ -103,6 +103,20 @@ MUTATIONS = [
         "self._coming = frozenset(self._known)",
         f"{_FROZEN} -k written_to and resumes",
     ),
+    Mutation(
+        "so does what it puts in place of a parameter's memory",
+        "co2/averaged_parameters.py",
+        "return slot.param.data_ptr(), slot.param._version",
+        "return 0, slot.param._version",
+        f"{_FROZEN} -k in_place_of",
+    ),
+    Mutation(
+        "a checkpoint inside a round knows what was trained in it",
+        "co2/averaged_parameters.py",
+        'self._active = set(section["active"])',
+        "self._active = set()",
+        f"{_FROZEN} -k trained_at_different_times",
+    ),
     # The staleness gap
     Mutation(
         "the gap is measured against the longest outer step so far",
@@ -152,6 +166,13 @@ MUTATIONS = [
         "co2/outer_state.py",
         "missing = [rank for rank, share in answers.items() if share is None]",
         "missing: list[int] = []",
+        "tests/co2/test_outer_state.py",
+    ),
+    Mutation(
+        "a rank that never comes so far is named",
+        "co2/outer_state.py",
+        "                if left == 0:\n",
+        "                if left < 0:\n",
         "tests/co2/test_outer_state.py",
     ),
     # Ranks out of data
@@ -240,6 +261,41 @@ MUTATIONS = [
         "(0.0 if forget else self._first_counts.get(index, 0.0))",
         "0.0",
         "mpi-2 tests/spmd/test_co2_acco.py -k equals_its_equations and adamw",
+    ),
+    Mutation(
+        "the rates of an update are those of the moment when it was sent",
+        "co2/acco/update.py",
+        "{key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in group.items()}",
+        "dict(group)",
+        "tests/co2/test_shard_steps.py",
+    ),
+    Mutation(
+        "a gradient that a script leaves on a frozen parameter is not added again",
+        "co2/acco/part.py",
+        "if gradient is None or not slot.param.requires_grad:",
+        "if gradient is None:",
+        "mpi-2 tests/spmd/test_co2_acco.py -k left_on",
+    ),
+    Mutation(
+        "the first half of a part that is frozen before the second is dropped",
+        "co2/acco/part.py",
+        "        self.next = self.start\n        self._forget_first()\n",
+        "        self.next = self.start\n",
+        "mpi-2 tests/spmd/test_co2_acco.py -k first_half",
+    ),
+    Mutation(
+        "where waiting for an average was interrupted, the next step begins with it",
+        "co2/rounds.py",
+        "            self.arrive()  # whoever waited for it was interrupted\n",
+        "            pass\n",
+        "mpi-2 tests/spmd/test_co2_rules.py -k interrupted and localsgd",
+    ),
+    Mutation(
+        "or with the fragment that was waited for",
+        "co2/fragments/rounds.py",
+        "            self._apply()  # whoever waited for it was interrupted\n",
+        "            pass\n",
+        "mpi-2 tests/spmd/test_co2_rules.py -k interrupted and streaming",
     ),
     # Where ranks are lost
     Mutation(

@@ -101,6 +101,13 @@ MUTATIONS = [
         "dist.broadcast(values, root, group=self.group, async_op=True)",
         "tests/oss/test_ranks.py",
     ),
+    Mutation(
+        "gradients that are all zero do not pass for reduced ones",
+        "oss/owned.py",
+        "        if largest > 0:\n",
+        "        if True:\n",
+        f"{_OPTIMIZER} -k all_zero",
+    ),
     # Clipping and scalers
     Mutation(
         "clipping leaves small gradients as they are",
@@ -166,7 +173,35 @@ MUTATIONS = [
         "        except ValueError:\n            raise\n        else:\n",
         f"{_OPTIMIZER} -k nobody_could_take_over",
     ),
+    Mutation(
+        "a hook may change what is loaded",
+        "oss/sharded_optimizer.py",
+        "            state_dict = state_dict if changed is None else changed\n",
+        "",
+        f"{_OPTIMIZER} -k hooks_may",
+    ),
+    Mutation(
+        "a hook may change what is saved",
+        "oss/sharded_optimizer.py",
+        "            found = found if changed is None else changed\n",
+        "",
+        f"{_OPTIMIZER} -k hooks_may",
+    ),
     # ShardedDataParallel
+    Mutation(
+        "with reduce_fp16 gradients travel in 16 bits",
+        "oss/data_parallel.py",
+        "Compression.fp16 if reduce_fp16 else Compression.none",
+        "Compression.none",
+        f"{_MODEL} -k reduce_shows",
+    ),
+    Mutation(
+        "ranks keep their own models at startup where they should",
+        "oss/data_parallel.py",
+        '"sync_start": sync_models_at_startup,',
+        '"sync_start": True,',
+        f"{_MODEL} -k keep_their_own",
+    ),
     Mutation(
         "no_sync() holds for all optimizers of a model",
         "oss/data_parallel.py",

@@ -250,6 +250,43 @@ def test_frozen_layers_stay_and_unused_ones_do_not_decay() -> None:
     assert all(torch.equal(value, kept) for value, kept in zip(model[2].parameters(), before, strict=True))
 
 
+def test_the_first_half_of_a_part_that_is_frozen_before_the_second_is_dropped() -> None:
+    def first_half() -> bool:
+        return bool(optimizer.state_dict()["co2"]["parameters"][0]["first"].any())
+
+    model, optimizer = _acco()
+    model[2].requires_grad_(False)
+    _steps(model, optimizer, range(1))
+    model[2].requires_grad_(True)
+    _steps(model, optimizer, range(1, 3))
+    assert len(optimizer._rounds.parts) == 2
+    assert first_half()
+    model[0].requires_grad_(False)
+    _steps(model, optimizer, range(3, 4))
+    assert not first_half()
+
+
+def test_a_gradient_that_is_left_on_a_frozen_parameter_is_not_added_again() -> None:
+    """Where it was trained earlier in the round."""
+
+    def train(leave: bool) -> list[nn.Parameter]:
+        model, optimizer = _acco(outer_frequency=2)
+        _steps(model, optimizer, range(1))
+        left = [param.grad for param in model[0].parameters()]
+        model[0].requires_grad_(False)
+        optimizer.zero_grad()
+        _loss(model, co2.rank(), 1).backward()
+        if leave:
+            for param, gradient in zip(model[0].parameters(), left, strict=True):
+                param.grad = gradient
+        optimizer.step()
+        _steps(model, optimizer, range(2, 6))
+        return list(model.parameters())
+
+    for value, wanted in zip(train(True), train(False), strict=True):
+        assert torch.equal(value, wanted)
+
+
 def test_groups_average_gradients_among_themselves_first() -> None:
     if co2.size() % 2:
         return

@@ -59,6 +59,16 @@ def test_what_is_written_to_a_frozen_parameter_stays(on_its_way: bool, dtype: to
     assert _everywhere(model)
 
 
+def test_memory_that_is_put_in_place_of_a_frozen_parameters_own_stays() -> None:
+    model, optimizer = _wrapped(outer_frequency=2, **FULL)
+    _steps(model, optimizer, range(4))
+    model[0].requires_grad_(False)
+    for param in model[0].parameters():
+        param.data = torch.full_like(param, 0.75)
+    _steps(model, optimizer, range(4, 7))
+    assert _holds(model[0], 0.75)
+
+
 def test_a_parameter_frozen_and_left_alone_takes_over_what_is_on_its_way() -> None:
     model, optimizer = _wrapped(outer_frequency=2, **FULL)
     _steps(model, optimizer, range(4))
@@ -202,12 +212,15 @@ def test_resumes_bit_for_bit_where_a_frozen_parameter_was_written_to(steps: int)
 
 @pytest.mark.parametrize("steps", [5, 7, 8])
 def test_resumes_bit_for_bit_where_layers_were_trained_at_different_times(steps: int) -> None:
-    """The gap is measured over what travels, whatever was taken in with it and rests."""
+    """The gap is measured over what travels, whatever was taken in with it and rests.
+
+    What is frozen inside a round travels at its end.
+    """
 
     def train(model: nn.Sequential, optimizer: Any, steps: range) -> None:
         for step in steps:
             model[2].requires_grad_(step >= 2)
-            model[0].requires_grad_(step < 6)
+            model[0].requires_grad_(step < 5)
             for group in optimizer.param_groups:
                 group["lr"] = 0.5 if step < 4 else 0.01
             _steps(model, optimizer, range(step, step + 1))

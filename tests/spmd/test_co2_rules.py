@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import co2
+from co2.communication import RoundThread
 from tests.spmd.co2_simulation import Simulation, _mean_of
 from tests.spmd.co2_training import _adamw, _everywhere, _loss, _model, _momentum, _same, _sgd, _steps, _wrapped
 
@@ -161,6 +162,29 @@ def test_a_frozen_layer_rests_and_resumes_bit_for_bit(rule: str) -> None:
     _steps(other, resumed, range(14, 22))
     for value, wanted in zip(other.parameters(), model.parameters(), strict=True):
         assert torch.equal(value, wanted)
+
+
+WAITED: list[dict[str, Any]] = [{"outer": "localsgd"}, {"outer": "streaming-diloco", "overlap_steps": 0}]
+
+
+@pytest.mark.parametrize("rule", WAITED, ids=["localsgd", "streaming-diloco"])
+def test_where_a_wait_was_interrupted_the_next_step_begins_with_what_it_waited_for(rule: dict[str, Any]) -> None:
+    def interrupted(_thread: RoundThread) -> None:
+        raise KeyboardInterrupt
+
+    model, optimizer = _wrapped(_sgd, **rule, outer_frequency=2)
+    expected, other = _wrapped(_sgd, **rule, outer_frequency=2)
+    _steps(expected, other, range(2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RoundThread, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            _steps(model, optimizer, range(2))
+    optimizer.zero_grad()
+    (_loss(model, co2.rank(), 2) * 0).backward()  # found from parameters that are not the average yet
+    optimizer.step()
+    for value, wanted in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(value, wanted)
+    assert optimizer.local_steps == 1
 
 
 def test_muon_may_be_the_inner_optimizer() -> None:

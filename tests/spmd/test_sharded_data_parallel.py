@@ -120,17 +120,26 @@ def test_clipping_accumulation_and_a_scaler() -> None:
     assert not torch.equal(mine[0].weight, before["0.weight"])
 
 
-def test_reduce_shows_averages() -> None:
+@pytest.mark.parametrize("fp16", [False, True])
+def test_reduce_shows_averages(fp16: bool) -> None:
     mine, reference = _model(), _model()
     optimizer = OSS(mine.parameters(), torch.optim.SGD, lr=0.1)
-    model = ShardedDataParallel(mine, optimizer)
+    model = ShardedDataParallel(mine, optimizer, reduce_fp16=fp16)
     _loss(model, 0, dear.rank()).backward()
     model.reduce()
     single = _Reference(reference, torch.optim.SGD(reference.parameters(), lr=0.1))
     single.averages([0])
     for parameter, other in zip(mine.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(parameter.grad, other.grad)
+        torch.testing.assert_close(parameter.grad, other.grad, **({"rtol": 0, "atol": 1e-3} if fp16 else {}))
+    assert all(torch.equal(p.grad, p.grad.half().float()) for p in mine.parameters()) == fp16
     optimizer.step()
+
+
+def test_ranks_keep_their_own_models_at_startup_where_they_should() -> None:
+    model = _model(dear.rank())
+    before = copy.deepcopy(model.state_dict())
+    ShardedDDP(model, OSS(model.parameters()), sync_models_at_startup=False)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def test_state_from_before_goes_on_and_float16_travels() -> None:

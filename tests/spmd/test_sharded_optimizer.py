@@ -105,6 +105,18 @@ def test_owners_train_on_their_own_gradients_where_nothing_reduces_them(name: st
     _alike(optimizer.state_dict(all_ranks=True), plain.state_dict())
 
 
+def test_gradients_that_are_all_zero_tell_nothing_yet() -> None:
+    _needs_others()
+    model = _model()
+    optimizer = OSS(model.parameters(), torch.optim.SGD, lr=0.1)
+    with heard(logging.WARNING) as said:
+        for factor in (0, 1):
+            optimizer.zero_grad()
+            (factor * _loss(model, factor, dear.rank())).backward()
+            optimizer.step()
+            assert len(said) == (factor if dear.rank() == 0 else 0)
+
+
 @pytest.mark.parametrize(("order", "max_norm"), [(2.0, 0.01), (math.inf, 0.01), (2.0, 1e6)])
 def test_under_ddp_it_is_the_plain_optimizer_with_clipping_and_a_schedule(order: float, max_norm: float) -> None:
     _needs_others()
@@ -186,6 +198,19 @@ def test_whole_state_is_on_the_recipient_and_goes_on_in_either_optimizer() -> No
     reference.load_state_dict(saved)
     _steps(plain, reference, range(2, 4))
     _same(plain, mine)
+
+
+def test_hooks_may_change_what_is_saved_and_what_is_loaded() -> None:
+    model = _model()
+    optimizer = OSS(model.parameters(), torch.optim.SGD, lr=0.1)
+    optimizer.register_state_dict_post_hook(lambda _, state: {**state, "note": 5})
+    saved = optimizer.state_dict(all_ranks=True)
+    assert saved["note"] == 5
+    other = copy.deepcopy(saved)
+    other["param_groups"][0]["lr"] = 0.5
+    optimizer.register_load_state_dict_pre_hook(lambda _, state: other)
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["lr"] == 0.5
 
 
 def test_in_float16_all_compute_with_rounded_values_and_owners_keep_exact_ones() -> None:
