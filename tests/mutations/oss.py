@@ -64,7 +64,14 @@ MUTATIONS = [
         "oss/owned.py",
         "trained = [parameter for parameter in self._parameters if parameter.requires_grad]\n        for part",
         "trained = self._parameters\n        for part",
-        f"{_OPTIMIZER} -k frozen_is_not_sent",
+        f"{_OPTIMIZER} -k frozen_is_neither",
+    ),
+    Mutation(
+        "their owners do not round them either",
+        "oss/owned.py",
+        "                    if parameter.requires_grad and narrows(parameter):\n",
+        "                    if narrows(parameter):\n",
+        f"{_OPTIMIZER} -k frozen_is_neither",
     ),
     Mutation(
         "all parts have arrived when step() returns",
@@ -158,6 +165,13 @@ MUTATIONS = [
         "        }\n        self._consolidated = None\n\n    def add_param_group",
         "        }\n\n    def add_param_group",
         f"{_OPTIMIZER} -k goes_on_in_either",
+    ),
+    Mutation(
+        "nor of fewer parameters",
+        "oss/owned.py",
+        "        self._assign()\n        self._consolidated = None\n",
+        "        self._assign()\n",
+        f"{_OPTIMIZER} -k added_goes_to",
     ),
     Mutation(
         "exact values are loaded again",

@@ -278,20 +278,25 @@ def test_what_is_added_goes_to_the_rank_that_owns_least() -> None:
     first, *others = model.parameters()
     optimizer = OSS([first])
     for parameter in others:
+        optimizer.consolidate_state_dict(-1)
         optimizer.add_param_group({"params": [parameter]})
+        with pytest.raises(RuntimeError, match="consolidate_state_dict"):
+            optimizer.state_dict()  # of fewer parameters
     shares = optimizer.partition_parameters()
     for parameter, owner in zip(model.parameters(), _owners(model), strict=True):
         assert any(parameter is one for group in shares[owner] for one in group["params"])
 
 
-def test_what_is_frozen_is_not_sent() -> None:
+@pytest.mark.parametrize("fp16", [False, True])
+def test_what_is_frozen_is_neither_sent_nor_rounded(fp16: bool) -> None:
     model = _model()
     model[0].requires_grad_(False)
-    optimizer = OSS(model.parameters(), torch.optim.SGD, lr=0.1)
+    optimizer = OSS(model.parameters(), torch.optim.SGD, broadcast_fp16=fp16, lr=0.1)
     with torch.no_grad():
-        model[0].bias.fill_(float(dear.rank()))
+        model[0].weight.add_(dear.rank())
+    before = model[0].weight.clone()
     _steps(model, optimizer, range(2))
-    assert model[0].bias.tolist() == [dear.rank()] * 8
+    assert torch.equal(model[0].weight, before)
 
 
 def test_it_goes_on_with_its_state_where_nobody_could_take_over() -> None:
