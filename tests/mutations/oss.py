@@ -90,8 +90,8 @@ MUTATIONS = [
     Mutation(
         "a part is no larger than 25 MB",
         "oss/parts.py",
-        "        if filled + size > _LARGEST:\n",
-        "        if filled > _LARGEST:\n",
+        "        filled += size\n",
+        "        filled = size\n",
         "tests/oss/test_parts.py",
     ),
     Mutation(
