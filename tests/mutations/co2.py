@@ -20,14 +20,14 @@ MUTATIONS = [
         f"{_FROZEN} -k outer_momentum and False",
     ),
     Mutation(
-        "so is that of a part of which all are frozen",
+        "the outer momentum of a part that is frozen as a whole is forgotten",
         "co2/part.py",
         "self.next, self.momentum = self.start, torch.zeros_like(self.start)\n\n    def blend",
         "self.next = self.start\n\n    def blend",
         f"{_FROZEN} -k outer_momentum and True",
     ),
     Mutation(
-        "under eager, too",
+        "under eager the momentum of a frozen parameter is forgotten",
         "co2/eager_part.py",
         "            momentum[self._extents[index]] = 0\n",
         "            pass\n",
@@ -55,14 +55,14 @@ MUTATIONS = [
         "mpi-2 tests/spmd/test_co2_streaming.py -k beside_its_bias",
     ),
     Mutation(
-        "a round does not send parts of which all are frozen",
+        "a round does not send parts that are frozen as a whole",
         "co2/rounds.py",
         "        sent = [part for part in parts if not part.rests(idle)]\n",
         "        sent = list(parts)\n",
         f"{_FROZEN} -k nothing_is_sent",
     ),
     Mutation(
-        "nor does an average",
+        "an average does not send parts that are frozen as a whole",
         "co2/rounds.py",
         "        sent = [part for part in self.parts if not part.rests(idle)]\n",
         "        sent = list(self.parts)\n",
@@ -104,7 +104,7 @@ MUTATIONS = [
         f"{_FROZEN} -k written_to and resumes",
     ),
     Mutation(
-        "so does what it puts in place of a parameter's memory",
+        "what a script puts in place of a frozen parameter's memory replaces what is on its way",
         "co2/averaged_parameters.py",
         "return slot.param.data_ptr(), slot.param._version",
         "return 0, slot.param._version",
@@ -291,7 +291,7 @@ MUTATIONS = [
         "mpi-2 tests/spmd/test_co2_rules.py -k interrupted and localsgd",
     ),
     Mutation(
-        "or with the fragment that was waited for",
+        "where waiting for a fragment was interrupted, the next step begins with it",
         "co2/fragments/rounds.py",
         "            self._apply()  # whoever waited for it was interrupted\n",
         "            pass\n",

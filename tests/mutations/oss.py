@@ -46,7 +46,7 @@ MUTATIONS = [
         f"{_OPTIMIZER} -k float16",
     ),
     Mutation(
-        "what was not written to stays exact beside it",
+        "with 16-bit broadcasts all else stays exact beside what a script wrote",
         "oss/owned.py",
         "parameter.copy_(torch.where(_rounded(exact).to(exact.dtype) == parameter, exact, parameter))",
         "parameter.copy_(exact if torch.equal(_rounded(exact).to(exact.dtype), parameter) else parameter)",
@@ -60,14 +60,14 @@ MUTATIONS = [
         f"{_OPTIMIZER} -k nothing_reduces_them",
     ),
     Mutation(
-        "frozen parameters are left alone",
+        "what is frozen is not sent",
         "oss/owned.py",
         "trained = [parameter for parameter in self._parameters if parameter.requires_grad]\n        for part",
         "trained = self._parameters\n        for part",
         f"{_OPTIMIZER} -k frozen_is_neither",
     ),
     Mutation(
-        "their owners do not round them either",
+        "owners do not round what is frozen",
         "oss/owned.py",
         "                    if parameter.requires_grad and narrows(parameter):\n",
         "                    if narrows(parameter):\n",
@@ -160,14 +160,14 @@ MUTATIONS = [
         f"{_OPTIMIZER} -k goes_on_in_either",
     ),
     Mutation(
-        "nor is it that of a moment before it was loaded",
+        "whole state is gathered anew after state was loaded",
         "oss/owned.py",
         "        }\n        self._consolidated = None\n\n    def add_param_group",
         "        }\n\n    def add_param_group",
         f"{_OPTIMIZER} -k goes_on_in_either",
     ),
     Mutation(
-        "nor of fewer parameters",
+        "whole state is gathered anew after parameters were added",
         "oss/owned.py",
         "        self._assign()\n        self._consolidated = None\n",
         "        self._assign()\n",

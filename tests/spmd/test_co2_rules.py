@@ -180,10 +180,10 @@ def test_where_a_wait_was_interrupted_the_next_step_begins_with_what_it_waited_f
         with pytest.raises(KeyboardInterrupt):
             _steps(model, optimizer, range(2))
     optimizer.zero_grad()
-    (_loss(model, co2.rank(), 2) * 0).backward()  # found from parameters that are not the average yet
+    sum(param.sum() for param in model.parameters()).backward()  # the same wherever parameters are
     optimizer.step()
     for value, wanted in zip(model.parameters(), expected.parameters(), strict=True):
-        assert torch.equal(value, wanted)
+        torch.testing.assert_close(value.detach(), wanted.detach() - 0.1, rtol=0, atol=1e-14)
     assert optimizer.local_steps == 1
 
 
