@@ -158,6 +158,10 @@ def test_resumes_bit_for_bit_wherever_it_was_saved(steps: int) -> None:
 
 
 def test_rank_0_alone_saves_while_others_go_on() -> None:
+    """They have sent one round more by then, and answer with where they were before."""
+    ahead, peer_queries = threading.Semaphore(0), current().peer_queries
+    peer_queries.on("test/ahead", lambda _sender, _news: ahead.release())
+    co2.barrier()
     model, optimizer = _wrapped(outer_frequency=2, **FULL)
     simulation = Simulation(_model(), _momentum, co2.size(), frequency=2, lr=0.8, momentum=0.5, clip=0.02, penalty=True)
     saved = None
@@ -166,7 +170,10 @@ def test_rank_0_alone_saves_while_others_go_on() -> None:
         if step <= 6:
             simulation.step(lambda m, worker, step=step: _loss(m, worker, step))
         if step == 6 and co2.rank() == 0:
+            assert all(ahead.acquire(timeout=30) for _ in range(1, co2.size()))
             saved = optimizer.state_dict()
+        if step == 7 and co2.rank() > 0:
+            peer_queries.tell(0, "test/ahead")
     if saved is not None:
         section = saved["co2"]
         assert (section["steps"], section["in_round"], section["events"]) == (7, 1, 3)
