@@ -52,10 +52,10 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(autouse=True)
 def _real_start(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.node.get_closest_marker("real_start") is not None:
-        for name in (forkserver.VARIABLE, "PYTHONPATH"):
-            monkeypatch.delenv(name, raising=False)
-        for name, value in forkserver.environment(os.environ, real_start=True).items():
-            monkeypatch.setenv(name, value)
+        real = forkserver.environment(os.environ, real_start=True)
+        monkeypatch.setenv("PYTHONPATH", real["PYTHONPATH"])
+        for name in os.environ.keys() - real.keys():
+            monkeypatch.delenv(name)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -47,13 +47,13 @@ def test_it_finds_what_a_started_process_finds(kind: str, tmp_path: Path) -> Non
         resource.setrlimit(resource.RLIMIT_NOFILE, (512, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
-    for threads in ({}, {"OMP_NUM_THREADS": "2"}):
-        forked, started = (
-            _python(*words, "--with", "a word", real=real, env=threads, cwd=tmp_path, input="typed", preexec_fn=others)
-            for real in (False, True)
-        )
-        assert forked.returncode == started.returncode == 0, forked.stderr + started.stderr
-        assert json.loads(forked.stdout) == json.loads(started.stdout)
+    threads = {"OMP_NUM_THREADS": "2"} if kind == "script" else {}
+    forked, started = (
+        _python(*words, "--with", "a word", real=real, env=threads, cwd=tmp_path, input="typed", preexec_fn=others)
+        for real in (False, True)
+    )
+    assert forked.returncode == started.returncode == 0, forked.stderr + started.stderr
+    assert json.loads(forked.stdout) == json.loads(started.stdout)
 
 
 @pytest.mark.parametrize(
@@ -87,13 +87,16 @@ def test_signals_reach_it_and_it_does_not_outlive_its_client() -> None:
     text = "import os, signal, sys; print(os.getpid(), flush=True); signal.pause()"
     env = forkserver.environment(os.environ)
     for number in (signal.SIGTERM, signal.SIGKILL):
-        with subprocess.Popen([sys.executable, "-c", text], env=env, stdout=subprocess.PIPE, text=True) as process:
+        process = subprocess.Popen([sys.executable, "-c", text], env=env, stdout=subprocess.PIPE, text=True)
+        try:
             assert process.stdout is not None
             child = int(process.stdout.readline())
             assert child != process.pid
             process.send_signal(number)
             assert process.wait(60) == -number
             process.stdout.read()  # until the child, too, has closed it
+        finally:
+            process.kill()
 
 
 @pytest.mark.parametrize(
@@ -146,3 +149,24 @@ def test_it_enters_the_namespaces_of_its_client() -> None:
     assert "apart" in forked.stdout, forked.stderr
     assert forked.stdout.split()[1:] == started.stdout.split()[1:]
     assert forked.stdout.split()[0] != os.readlink("/proc/self/ns/net")
+
+
+def test_servers_and_their_children_end_with_whoever_started_them() -> None:
+    text = f"""
+import os, signal, subprocess, sys
+from tests import forkserver
+with forkserver.listening():
+    env = forkserver.environment(os.environ)
+    child = "import os, signal; print(os.getpid(), os.getppid(), flush=True); signal.pause()"
+    subprocess.Popen([{sys.executable!r}, "-c", child], env=env)
+    signal.pause()
+"""
+    env = forkserver.environment(os.environ, real_start=True)
+    starter = subprocess.Popen([sys.executable, "-c", text], env=env, stdout=subprocess.PIPE, text=True)
+    assert starter.stdout is not None
+    child, server = map(int, starter.stdout.readline().split())
+    starter.kill()
+    starter.wait()
+    starter.stdout.read()  # until all of them have closed it
+    for number in (child, server):
+        assert not Path(f"/proc/{number}/cmdline").exists() or Path(f"/proc/{number}/cmdline").read_text() == ""

@@ -202,8 +202,8 @@ def test_workers_listen_on_no_port_if_they_are_on_this_machine_alone(
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _folder: SimpleNamespace(free=1 << 40))
     environ = {**_fake_mpirun(tmp_path, ""), "PATH": os.environ["PATH"]}
-    assert _prepared(environ, "-np", "2").environ["OMPI_MCA_btl"] == "^tcp"
-    assert "OMPI_MCA_btl" not in _prepared(environ, "-H", "localhost:2").environ
+    assert _prepared(environ, "-np", "2").environ["OMPI_MCA_btl"] == "^tcp,ofi"
+    assert _prepared(environ, "-H", "localhost:2").environ.get("OMPI_MCA_btl") != "^tcp,ofi"
 
 
 def test_lines_carry_their_rank() -> None:

@@ -40,12 +40,16 @@ def environment(env: Mapping[str, str], *, real_start: bool = False) -> dict[str
     """`env` for a process that a server is to fork, or that is to start as a user's does."""
     others = [folder for folder in env.get("PYTHONPATH", "").split(os.pathsep) if folder not in ("", str(CLIENT))]
     path = {"PYTHONPATH": os.pathsep.join(others if real_start else [str(CLIENT), *others])}
-    return {**{name: value for name, value in env.items() if not (real_start and name == VARIABLE)}, **path}
+    left_out = {"DEAR_TESTS_PID", *([VARIABLE] if real_start else [])}  # the first is of who starts the process
+    return {**{name: value for name, value in env.items() if name not in left_out}, **path}
 
 
 @contextlib.contextmanager
 def listening() -> Iterator[None]:
-    """Have servers for all processes that are started meanwhile; each begins when it is asked for the first time."""
+    """Have servers for all processes that are started meanwhile; each begins when it is asked for the first time.
+
+    They end with this process, whatever ends it, and what they have forked ends with them.
+    """
     folder = tempfile.mkdtemp(prefix="dear-forkserver-")
     listeners = [socket.socket(socket.AF_UNIX) for _ in range(SERVERS)]
     for number, listener in enumerate(listeners):
@@ -76,20 +80,18 @@ def _serve(listeners: Sequence[socket.socket], over: socket.socket) -> None:
         if over in readable:
             break
         for listener in readable:
-            servers.append(_start(listener))
+            servers.append(_start(listener, over))
             waiting.remove(listener)
             listener.close()
     for server in servers:
-        server.terminate()
         server.wait()
     for listener in waiting:
         listener.close()
 
 
-def _start(listener: socket.socket) -> subprocess.Popen[bytes]:
+def _start(listener: socket.socket, over: socket.socket) -> subprocess.Popen[bytes]:
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     env |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # with one thread there is none that a fork would lack
-    command = [sys.executable, str(_SERVER), str(listener.fileno())]
-    return subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, env=env, pass_fds=[listener.fileno()], start_new_session=True
-    )
+    files = [listener.fileno(), over.fileno()]
+    command = [sys.executable, str(_SERVER), *map(str, files)]
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, env=env, pass_fds=files, start_new_session=True)

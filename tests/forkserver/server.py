@@ -1,4 +1,6 @@
-"""``python server.py SOCKET``: imports torch, then forks a process for each client that asks (`tests/forkserver`).
+"""``python server.py SOCKET OVER``: imports torch, then forks a process for each client that asks (`tests/forkserver`).
+
+It ends when nobody holds the other end of OVER any more.
 
 The child leaves `_serve`, takes over what its client had, and runs the program at the end of this file.
 """
@@ -80,10 +82,11 @@ class _Client:
             self.connection.sendall(number.to_bytes(_SIZE, "little", signed=True))
 
 
-def _serve(listener: socket.socket) -> tuple[dict[str, Any], list[int]]:
+def _serve(listener: socket.socket, over: socket.socket) -> tuple[dict[str, Any], list[int]]:
     """Never returns but in a child, with what that has to become."""
     selector = selectors.DefaultSelector()
     selector.register(listener, selectors.EVENT_READ)
+    selector.register(over, selectors.EVENT_READ)
     while True:
         for key, _ in selector.select():
             if key.fileobj is listener:
@@ -91,7 +94,7 @@ def _serve(listener: socket.socket) -> tuple[dict[str, Any], list[int]]:
                 asked = _fork_for(client)
                 if client.child == 0 and asked is not None:
                     # Closed where they are known: what is collected later would close numbers that are others' by then.
-                    for other in [listener, client.connection, *(k.fileobj for k in selector.get_map().values())]:
+                    for other in [client.connection, *(k.fileobj for k in selector.get_map().values())]:
                         if isinstance(other, socket.socket):
                             other.close()
                     selector.close()
@@ -99,6 +102,11 @@ def _serve(listener: socket.socket) -> tuple[dict[str, Any], list[int]]:
                 if client.child:
                     selector.register(client.connection, selectors.EVENT_READ, client)
                     selector.register(os.pidfd_open(client.child), selectors.EVENT_READ, client)
+            elif key.fileobj is over:
+                for client in {other.data for other in selector.get_map().values()} - {None}:
+                    if client.child:
+                        os.kill(client.child, signal.SIGKILL)
+                os._exit(0)
             elif key.fileobj is not key.data.connection:
                 selector.unregister(key.fileobj)
                 os.close(key.fd)
@@ -277,7 +285,7 @@ if __name__ == "__main__":
         importlib.import_module(_name)
     gc.collect()
     gc.freeze()
-    _request, _files = _serve(socket.socket(fileno=int(sys.argv[1])))
+    _request, _files = _serve(*(socket.socket(fileno=int(number)) for number in sys.argv[1:]))
     _inherit(_request, _files)
     _prepare(_request)
     _end(_status(_request))

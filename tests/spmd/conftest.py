@@ -1,4 +1,4 @@
-"""Where the tensors of these suites lie: see tests/spmd/device.py."""
+"""Every test of these suites has a session, and tensors where tests/spmd/device.py says."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+import dear
 from tests.spmd.device import DEVICE, host_only, pretend, use_cuda
 
 if DEVICE == "cuda":
@@ -14,6 +15,11 @@ if DEVICE == "cuda":
 else:
     # Torch's own notes a traceback for every kind of accelerator that this process has not used: a second in each rank.
     torch.manual_seed = torch.default_generator.manual_seed
+
+
+@pytest.fixture(autouse=True)
+def session() -> None:
+    dear.init()
 
 
 @pytest.fixture(autouse=True)

@@ -15,11 +15,6 @@ from tests.spmd.one_process import as_in_one_process, loss_of, train
 from tests.spmd.test_parity import PACKAGES
 
 
-@pytest.fixture(autouse=True)
-def _session() -> None:
-    dear.init()
-
-
 def _spoiled(loss: torch.Tensor, param: torch.Tensor, alone: bool, by: float = float("inf")) -> torch.Tensor:
     """The last rank's gradient of one element becomes infinite or NaN, and so does the average."""
     return loss + param.reshape(-1)[0] * by if alone or dear.rank() == dear.size() - 1 else loss

@@ -20,11 +20,6 @@ from tests.spmd.test_parity import WRAP
 WAYS = ["dear", "dear-eager", "oss", "wfbp", "mgwfbp", "bytescheduler"]
 
 
-@pytest.fixture(autouse=True)
-def _session() -> None:
-    dear.init()
-
-
 def _model() -> nn.Sequential:
     torch.default_generator.manual_seed(1)
     return nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()

@@ -24,11 +24,6 @@ from tests.spmd.test_parity import _assert_close
 from tests.spmd.test_tuning import Clock
 
 
-@pytest.fixture(autouse=True)
-def _session() -> None:
-    dear.init()
-
-
 def _layers(number: int = 4, width: int = WIDTH) -> nn.Sequential:
     torch.manual_seed(5)
     return nn.Sequential(*(nn.Linear(width, width) for _ in range(number))).double()

@@ -27,11 +27,6 @@ from tests.spmd.co2_training import (
 from tests.spmd.listening import heard
 
 
-@pytest.fixture(autouse=True)
-def _session() -> None:
-    co2.init()
-
-
 @pytest.mark.parametrize(
     ("make", "frequency", "rule"),
     [

@@ -29,11 +29,6 @@ from tests.spmd.listening import heard
 Values = list[torch.Tensor]
 
 
-@pytest.fixture(autouse=True)
-def _session() -> None:
-    co2.init()
-
-
 class Halves:
     """`model` has what gradients are computed at, `exact` what the optimizer has come to."""
 

@@ -16,11 +16,6 @@ from overlap.job.session import current
 from tests.spmd.co2_training import DOUBLE, FULL, _everywhere, _loss, _model, _steps, _wrapped
 
 
-@pytest.fixture(autouse=True)
-def _session() -> None:
-    co2.init()
-
-
 def _on_rank_0_first(act: Callable[[], Any]) -> Any:
     """What `act` returns on rank 0; the others wait, their main threads doing nothing, and do not call it."""
     gate, peer_queries = threading.Event(), current().peer_queries

@@ -28,11 +28,6 @@ from tests.spmd.co2_training import (
 from tests.spmd.models import WIDTH
 
 
-@pytest.fixture(autouse=True)
-def _session() -> None:
-    co2.init()
-
-
 def test_a_scaler_may_skip_on_one_rank_alone() -> None:
     model, optimizer = _wrapped(_sgd, outer_frequency=2, **FULL)
     simulation = Simulation(_model(), _sgd, co2.size(), frequency=2, lr=0.8, momentum=0.5, clip=0.02, penalty=True)

@@ -23,11 +23,6 @@ ALONE: dict[str, Any] = {"nprocs_per_node": 1, "outer_lr": 0.8, "co2_clip": True
 RULE: dict[str, Any] = {"frequency": 3, "lr": 0.8, "momentum": 0.5, "clip": 0.02, "penalty": False}
 
 
-@pytest.fixture(autouse=True)
-def _session() -> None:
-    co2.init()
-
-
 def _wrapped(**arguments: Any) -> Any:
     return co2.CO2DistributedDataParallel(_model(), **arguments)
 

@@ -14,11 +14,6 @@ from overlap.transport.communicator import Communicator, Work
 from tests.spmd.co2_training import FULL, _everywhere, _model, _steps, _wrapped
 
 
-@pytest.fixture(autouse=True)
-def _session() -> None:
-    co2.init()
-
-
 def _freeze_and_write(layer: nn.Module, value: float) -> None:
     layer.requires_grad_(False)
     for param in layer.parameters():

@@ -30,11 +30,6 @@ STEPS = 12  # of the rank that has most
 AFTER = 4
 
 
-@pytest.fixture(autouse=True)
-def _session() -> None:
-    co2.init()
-
-
 def _lower_first(rank: int) -> int:
     """Rank 0 in the middle of a round."""
     return STEPS if rank == co2.size() - 1 else (7, 3, 8)[rank]

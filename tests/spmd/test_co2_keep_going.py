@@ -12,11 +12,6 @@ from co2.recovery.keep_going import _begin, _BroughtAlong
 from overlap.job.session import current
 
 
-@pytest.fixture(autouse=True)
-def _session() -> None:
-    co2.init()
-
-
 @pytest.mark.parametrize("back", [False, True])
 def test_parameters_become_the_mean_of_those_that_go_on(back: bool, tmp_path: Path) -> None:
     """All else is the first one's. `back`: the last rank has just come, with parameters that nobody has trained."""

@@ -14,11 +14,6 @@ from tests.spmd.co2_simulation import Simulation, _mean_of
 from tests.spmd.co2_training import _adamw, _everywhere, _loss, _model, _momentum, _same, _sgd, _steps, _wrapped
 
 
-@pytest.fixture(autouse=True)
-def _session() -> None:
-    co2.init()
-
-
 class Waiting(Simulation):
     """Rules that wait: x and m are the same for all workers."""
 

@@ -16,11 +16,6 @@ from tests.spmd.co2_training import _adamw, _everywhere, _loss, _model, _momentu
 RULE: dict[str, Any] = {"outer": "sparseloco", "outer_lr": 0.9, "top_k": 300}  # of 4096; one in 14
 
 
-@pytest.fixture(autouse=True)
-def _session() -> None:
-    co2.init()
-
-
 class Sparse(Simulation):
     """Of the one fragment x, and of each worker e: a list entry per parameter."""
 

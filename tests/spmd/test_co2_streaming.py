@@ -26,11 +26,6 @@ MEMBERS = {1: [[0, 1, 2, 3]], 2: [[0, 1], [2, 3]]}  # parameters by fragment
 ALIGNED = 8  # fp64 elements, where parameters and shards begin
 
 
-@pytest.fixture(autouse=True)
-def _session() -> None:
-    co2.init()
-
-
 class Streaming(Simulation):
     """Of each fragment: x, m and r, and of each worker e, as rows, one per shard."""
 

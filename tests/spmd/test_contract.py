@@ -23,11 +23,6 @@ from tests.spmd.models import MODELS
 from tests.spmd.test_parity import PACKAGES, WRAP, _model
 
 
-@pytest.fixture(autouse=True)
-def _session() -> None:
-    dear.init()
-
-
 def _loss(model: torch.nn.Module, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(100 * seed + dear.rank())
     return model(torch.randn(4, 9, generator=generator, dtype=torch.float64)).square().mean()

@@ -18,11 +18,6 @@ from tests.spmd.test_contract import _trained
 from tests.spmd.test_parity import OPTIMIZERS, WRAP, _model
 
 
-@pytest.fixture(autouse=True)
-def _session() -> None:
-    dear.init()
-
-
 def _loss(model: torch.nn.Module, seed: int, rank: int | None, *, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Of one rank's part of the batch, or of all parts."""
     parts = []

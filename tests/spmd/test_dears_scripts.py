@@ -14,11 +14,6 @@ from tests.overlap.optimizer.test_dears_arguments import PASSED
 from tests.spmd.test_parity import _model
 
 
-@pytest.fixture(autouse=True)
-def _session() -> None:
-    dear.init()
-
-
 def _train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     for step in range(3):
         generator = torch.Generator().manual_seed(10 * step + dear.rank())

@@ -19,11 +19,6 @@ from tests.spmd_plugin import SIZE
 pytestmark = pytest.mark.skipif(SIZE == 1, reason="a rank alone has nothing to plan")
 
 
-@pytest.fixture(autouse=True)
-def _session() -> None:
-    dear.init()
-
-
 def test_the_rank_that_computes_longest_is_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     def measured(_laps: Sequence[Lap], _layer_of: Mapping[int, int], layers: int) -> Times:
         each = (1.0 + dear.rank(),) * layers

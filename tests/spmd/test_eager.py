@@ -17,11 +17,6 @@ from tests.spmd.models import WIDTH, Mlp, adafactor
 from tests.spmd.test_parity import _assert_close, as_early_as_possible
 
 
-@pytest.fixture(autouse=True)
-def _session() -> None:
-    dear.init()
-
-
 def _layers() -> nn.Sequential:
     torch.manual_seed(5)
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))).double()

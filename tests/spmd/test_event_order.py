@@ -193,11 +193,6 @@ EXPECTED: dict[str, tuple[list[str], list[str]]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _session() -> None:
-    dear.init()
-
-
 def _made(
     strategy: str, frozen: Sequence[str] = (), inner: tuple[int, int] = (WIDTH, WIDTH)
 ) -> tuple[Three, Any, Recorder]:

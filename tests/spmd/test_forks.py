@@ -18,11 +18,6 @@ from overlap.job.session import current
 from tests.spmd.test_parity import PACKAGES, WRAP
 
 
-@pytest.fixture(autouse=True)
-def _session() -> None:
-    dear.init()
-
-
 def _in_child(act: Callable[[], object]) -> str:
     """What `act` raises in a forked child of this process, "" for nothing."""
     reading, writing = os.pipe()

@@ -26,11 +26,6 @@ WRAP: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _session() -> None:
-    dear.init()
-
-
 def _model(seed: int = 7) -> torch.nn.Module:
     torch.manual_seed(seed)
     return MODELS["Mlp"]()

@@ -13,11 +13,6 @@ import dear
 from oss import OSS, ShardedGradScaler, checkpoint_wrapper
 
 
-@pytest.fixture(autouse=True)
-def _session() -> None:
-    dear.init()
-
-
 class _Model(nn.Module):
     """The tutorial's, smaller."""
 

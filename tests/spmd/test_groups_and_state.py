@@ -16,11 +16,6 @@ from tests.spmd.test_parity import PACKAGES, WRAP
 pytestmark = pytest.mark.four_ranks
 
 
-@pytest.fixture(autouse=True)
-def _session() -> None:
-    dear.init()
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_parameters_of_groups_are_final_when_they_are_looked_up(way: str) -> None:
     """Weights are clamped after every step, through the optimizer, by an iterator and by an index."""

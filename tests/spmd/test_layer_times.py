@@ -15,11 +15,6 @@ from overlap.optimizer.layer_times import durations
 from overlap.plan.simulation.profile import from_text
 
 
-@pytest.fixture(autouse=True)
-def _session() -> None:
-    dear.init()
-
-
 class _Slow(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:

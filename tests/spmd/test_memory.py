@@ -17,11 +17,6 @@ from tests.spmd.test_parity import PACKAGES, WRAP
 SHARDED = ("dear-layerwise", "oss")
 
 
-@pytest.fixture(autouse=True)
-def _session() -> None:
-    dear.init()
-
-
 def _in_place(gradient: torch.Tensor) -> None:
     gradient.mul_(0.1)
 

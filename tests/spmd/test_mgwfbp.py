@@ -21,11 +21,6 @@ from tests.spmd.test_parity import _assert_close, _model
 from tests.spmd_plugin import SIZE
 
 
-@pytest.fixture(autouse=True)
-def _session() -> None:
-    dear.init()
-
-
 def _sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
 

@@ -14,12 +14,6 @@ from overlap.transport.objects import SignatureMismatch
 from tests.spmd.test_contract import _loss, _same_everywhere, _trained
 from tests.spmd.test_parity import WRAP, _model
 
-
-@pytest.fixture(autouse=True)
-def _session() -> None:
-    dear.init()
-
-
 # What the last rank gives, what the others do, and how the message goes on after the name of the argument.
 DIFFERENT: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"threshold_mb": 4}, {"threshold_mb": 1}, "threshold_mb=1» on rank 0 and «threshold_mb=4"),

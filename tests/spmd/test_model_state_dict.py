@@ -8,14 +8,8 @@ import io
 import pytest
 import torch
 
-import dear
 from tests.spmd.test_contract import _loss, _same_everywhere, _trained
 from tests.spmd.test_parity import PACKAGES
-
-
-@pytest.fixture(autouse=True)
-def _session() -> None:
-    dear.init()
 
 
 @pytest.mark.parametrize("strategy", PACKAGES)

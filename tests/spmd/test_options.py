@@ -37,11 +37,6 @@ HOROVODS_ORDER = (
 )
 
 
-@pytest.fixture(autouse=True)
-def _session() -> None:
-    dear.init()
-
-
 class Doubling(Compressor):
     """A user's own: what travels is twice as large and flat."""
 

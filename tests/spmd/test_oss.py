@@ -25,11 +25,6 @@ from tests.spmd.test_parity import OPTIMIZERS, WRAP, _alone, _assert_close, _hal
 pytestmark = pytest.mark.four_ranks
 
 
-@pytest.fixture(autouse=True)
-def _session() -> None:
-    dear.init()
-
-
 def _trained(optimizer: torch.optim.Optimizer, model: nn.Module, steps: int = 2, **options: Any) -> Any:
     distributed = oss.DistributedOptimizer(optimizer, model, threshold_mb=0.001, **options)
     run = Run(model, distributed, dear.rank(), dear.size())

@@ -18,11 +18,6 @@ from tests.spmd.one_process import SGD, WAYS, as_in_one_process, loss_of, small_
 from tests.spmd.test_parity import PACKAGES, WRAP
 
 
-@pytest.fixture(autouse=True)
-def _session() -> None:
-    dear.init()
-
-
 class Sam(SGD):
     """Sharpness-aware minimisation (Foret et al., 2021, algorithm 1), with its two steps as methods of their own."""
 

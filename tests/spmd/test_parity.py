@@ -118,11 +118,6 @@ SOMETIMES = ("plain", "zeros_kept", "skipped_steps", "scaled", "scaled_and_clipp
 LOOPED = ("sgd", "adamw", "adafactor")  # each with every loop at one and two ranks over MPI, elsewhere the first
 
 
-@pytest.fixture(autouse=True)
-def _session() -> None:
-    dear.init()
-
-
 def _model(name: str) -> torch.nn.Module:
     torch.manual_seed(1234)
     model = MODELS[name]()

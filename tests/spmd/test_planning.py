@@ -29,11 +29,6 @@ STEPS = 5  # a plan is made in this step's end
 MIB = 2**20
 
 
-@pytest.fixture(autouse=True)
-def _session() -> None:
-    dear.init()
-
-
 def _scripted(monkeypatch: pytest.MonkeyPatch, *settings: dict[str, float], seconds: float = 0.5) -> list[Job]:
     """Rank 0 chooses these, one after the other, for `seconds` instead of one. Returns what it was given."""
     left, seen = list(settings), []

@@ -21,11 +21,6 @@ KINDS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _session() -> None:
-    dear.init()
-
-
 def _build(dtype: torch.dtype) -> torch.nn.Module:
     torch.manual_seed(7)
     return MODELS["Mlp"]().to(dtype)

@@ -5,17 +5,11 @@ from __future__ import annotations
 import gc
 import time
 
-import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 import dear
 from overlap.transport.work import ProfiledWork
-
-
-@pytest.fixture(autouse=True)
-def _session() -> None:
-    dear.init()
 
 
 def _step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -16,11 +16,6 @@ from tests.spmd.listening import heard
 from tests.spmd.test_parity import PACKAGES, WRAP
 
 
-@pytest.fixture(autouse=True)
-def _session() -> None:
-    dear.init()
-
-
 def _told(way: str, seed: int, build: Any = lambda: nn.Linear(6, 3), **options: Any) -> list[str]:
     torch.default_generator.manual_seed(1)
     model = build()

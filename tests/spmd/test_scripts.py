@@ -20,11 +20,6 @@ NOT_EAGER = {"gan", "saved_by_rank_0_alone"}  # drop gradients, or look at the s
 Schedule = Callable[[torch.optim.Optimizer], Any]
 
 
-@pytest.fixture(autouse=True)
-def _session() -> None:
-    dear.init()
-
-
 @functools.cache
 def _alone(script: str) -> Any:
     return SCRIPTS[script](World(lambda optimizer, _model: optimizer, None, dear.size()))

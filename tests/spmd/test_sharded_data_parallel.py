@@ -16,11 +16,6 @@ from oss import OSS, ShardedDataParallel, ShardedDDP, ShardedGradScaler
 from tests.spmd.listening import heard
 
 
-@pytest.fixture(autouse=True)
-def _session() -> None:
-    dear.init()
-
-
 def _model(seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.BatchNorm1d(8), nn.Linear(8, 3))

@@ -30,11 +30,6 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 every_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
 
 
-@pytest.fixture(autouse=True)
-def _session() -> None:
-    dear.init()
-
-
 def _needs_others() -> None:
     if dear.size() == 1:
         pytest.skip("there are no others")

@@ -16,11 +16,6 @@ from tests.spmd.test_contract import _loss, _same_everywhere
 from tests.spmd.test_parity import WRAP, _model
 
 
-@pytest.fixture(autouse=True)
-def _session() -> None:
-    dear.init()
-
-
 def _complex(number: int) -> torch.Tensor:
     return torch.tensor([1 + 1j * number, 2 - 3j], device="cpu").conj()
 

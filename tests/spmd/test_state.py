@@ -16,11 +16,6 @@ from tests.spmd.test_contract import _loss, _same_everywhere, _trained
 from tests.spmd.test_parity import PACKAGES, _model
 
 
-@pytest.fixture(autouse=True)
-def _session() -> None:
-    dear.init()
-
-
 def _momenta(optimizer: Any) -> list[torch.Tensor]:
     return [entry["momentum_buffer"].clone() for _, entry in sorted(optimizer.state_dict()["state"].items())]
 

@@ -16,11 +16,6 @@ FEATURES = 3
 PLAIN = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
 
 
-@pytest.fixture(autouse=True)
-def _session() -> None:
-    dear.init()
-
-
 def _counts(uneven: bool) -> list[int]:
     """Samples by rank: 4 each, or 3, 4, 5, … with none on the last of several ranks."""
     if not uneven:

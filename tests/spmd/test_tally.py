@@ -16,11 +16,6 @@ from tests.spmd.test_contract import _loss, _same_everywhere
 from tests.spmd.test_parity import PACKAGES, WRAP, _model
 
 
-@pytest.fixture(autouse=True)
-def _session() -> None:
-    dear.init()
-
-
 def test_all_read_what_any_rank_said() -> None:
     tally = Tally(current().channels.named("test of a tally"))
     rank, size = dear.rank(), dear.size()

@@ -18,11 +18,6 @@ from tests.spmd.test_parity import PACKAGES, WRAP
 _Parameters = Callable[[nn.Module, Any], Any]
 
 
-@pytest.fixture(autouse=True)
-def _session() -> None:
-    dear.init()
-
-
 #: Where scripts have the parameters from that they clip.
 SOURCES: dict[str, _Parameters] = {
     "model.parameters()": lambda model, _: model.parameters(),

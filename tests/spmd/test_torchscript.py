@@ -13,11 +13,6 @@ from tests.spmd.one_process import SGD, small_model, train
 from tests.spmd.test_parity import PACKAGES, WRAP
 
 
-@pytest.fixture(autouse=True)
-def _session() -> None:
-    dear.init()
-
-
 def _scripted(module: torch.nn.Module) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch deprecates it

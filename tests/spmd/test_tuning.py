@@ -51,11 +51,6 @@ class Scripted:
         assert seconds > 0
 
 
-@pytest.fixture(autouse=True)
-def _session() -> None:
-    dear.init()
-
-
 def _plan(optimizer: Any) -> list[list[str]]:
     return [[slot.name for slot in bucket.slots] for bucket in optimizer.buckets]
 

@@ -37,11 +37,6 @@ OPTIMIZERS = KNOWN | {"unknown": lambda p: _Unknown(p, 0.05, momentum=0.9)}
 Batches = Iterator[tuple[torch.Tensor, torch.Tensor]]
 
 
-@pytest.fixture(autouse=True)
-def _session() -> None:
-    dear.init()
-
-
 def _none_on_rank_0(rank: int, steps: int) -> int:
     return 0 if rank == 0 and dear.size() > 1 else steps
 

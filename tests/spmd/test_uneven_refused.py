@@ -20,11 +20,6 @@ from tests.spmd.test_parity import _assert_close
 from tests.spmd.test_uneven import _backward, _two
 
 
-@pytest.fixture(autouse=True)
-def _session() -> None:
-    dear.init()
-
-
 def _end_of_a_failed_join(meanwhile: Callable[[], Any] = dear.barrier) -> None:
     """Nothing goes on until all ranks have called join(), the one where it raised again."""
     current().control.barrier()  # of what is not asked for by name

@@ -21,11 +21,6 @@ from tests.spmd.one_process import WAYS, as_in_one_process, loss_of, train
 from tests.spmd.test_parity import WRAP
 
 
-@pytest.fixture(autouse=True)
-def _session() -> None:
-    dear.init()
-
-
 def _without(monkeypatch: pytest.MonkeyPatch, *kinds: type[Feature]) -> None:
     """Optimizers that are made from now on have no feature of these kinds."""
     features_of = assembly.features_of

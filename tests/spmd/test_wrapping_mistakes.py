@@ -16,11 +16,6 @@ from overlap.core.round import GradientChanged
 from tests.spmd.listening import heard
 
 
-@pytest.fixture(autouse=True)
-def _session() -> None:
-    dear.init()
-
-
 class LionLike(torch.optim.Optimizer):
     """An optimizer of somebody else's, whose rule nobody knows."""
 

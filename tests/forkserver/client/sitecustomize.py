@@ -142,4 +142,5 @@ def _end_as(status: int | None) -> None:
     os._exit(status)
 
 
+os.environ.pop("DEAR_TESTS_PID", None)  # of the process that has started this one
 _hand_over()

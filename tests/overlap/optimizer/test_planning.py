@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -97,7 +98,8 @@ class Job:
 
 
 @pytest.fixture
-def job(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Job]:
+def job(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Callable[..., Job]:
+    caplog.set_level(logging.WARNING, logger="dear")  # what it says besides would be simulated for it
     return lambda *settings, follow=True: Job(monkeypatch, settings, follow)
 
 
