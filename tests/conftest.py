@@ -33,6 +33,7 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
+_ENVIRON = pytest.StashKey[dict[str, str]]()
 CONDITIONS = {
     "needs_root": (lambda: os.geteuid() == 0, "needs root"),
     "needs_gpu": (_has_gpu, "needs a CUDA device"),
@@ -47,6 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
         stack = contextlib.ExitStack()
         stack.enter_context(forkserver.listening())
         config.add_cleanup(stack.close)
+    config.stash[_ENVIRON] = dict(os.environ)
 
 
 @pytest.fixture(autouse=True)
@@ -58,10 +60,20 @@ def _real_start(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
             monkeypatch.delenv(name)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    if "DEAR_SPMD_SUITE" not in os.environ:
+        _restore_environ(item.config.stash[_ENVIRON])
     for name, (holds, reason) in CONDITIONS.items():
         if item.get_closest_marker(name) is not None and not holds():
             pytest.skip(reason)
+
+
+def _restore_environ(before: dict[str, str]) -> None:
+    """Take away what libraries that were imported since have set: jobs of tests would inherit it."""
+    for name in os.environ.keys() - before.keys() - {"PYTEST_CURRENT_TEST"}:
+        del os.environ[name]
+    os.environ.update(before)
 
 
 @pytest.fixture(autouse=True)

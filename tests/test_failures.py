@@ -10,7 +10,7 @@ import pytest
 
 from overlap.health import failures
 from overlap.job.settings import SettingError
-from tests.harness import ROOT, Result, run_ranks
+from tests.harness import ROOT, Result, run_ranks, run_script
 
 PRELUDE = """
 import logging, os, signal, sys, time
@@ -30,10 +30,8 @@ train(3)
 LAUNCHERS = ["mpi", "torchrun"]
 
 
-def _run(folder: Path, text: str, launcher: str, timeout: float = 60, **env: str) -> Result:
-    script = folder / "script.py"
-    script.write_text(PRELUDE + text)
-    return run_ranks(2, [str(script)], launcher, timeout=timeout, env=env)
+def _run(folder: Path, text: str, launcher: str, *, real_start: bool = False, **env: str) -> Result:
+    return run_script(folder, PRELUDE + text, 2, launcher, real_start=real_start, **env)
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
@@ -350,7 +348,7 @@ _, status = os.waitpid(child, 0)
 print("the child of", dear.rank(), "ended with", os.waitstatus_to_exitcode(status), flush=True)
 train(2)
 """
-    output = _run(tmp_path, text, "mpi").check().output
+    output = _run(tmp_path, text, "mpi", real_start=True).check().output
     assert "the child of 0 ended with 0" in output
     assert "the child of 1 ended with 1" in output
     assert "Traceback" not in output

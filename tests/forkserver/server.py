@@ -39,7 +39,7 @@ _READ_AT_IMPORT = (
 )
 _READ_LATER = (
     *("PYTHONPATH", "PYTHONFAULTHANDLER", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"),
-    *("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TORCH_NCCL_"),
+    *("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TORCH_NCCL_", "TORCHINDUCTOR_CACHE_DIR"),
 )
 _SIZE = 8  # bytes of a number on the wire, as in client/sitecustomize.py
 _FILES = 250  # at most in one message, by the kernel's rule
