@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import pytest
 
-from tests.harness import run_ranks
-from tests.harness import run_script as _run
+from tests.harness import run_ranks, run_script
+
+_run = functools.partial(run_script, real_start=True)
 
 WORK = """
 import numpy as np

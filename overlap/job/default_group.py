@@ -8,6 +8,8 @@ all of them. Where it did not on one, all go on without it.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import logging
 import os
 import socket
@@ -67,6 +69,7 @@ class DefaultGroup:
         # torch alone keeps it: a script that destroys it gets rid of its threads, and of the port of rank 0's store.
         self._group = weakref.ref(dist.group.WORLD)
         self._variables = variables
+        os.register_at_fork(after_in_child=functools.partial(_keep, self._group))
 
     def tear_down(self) -> None:
         """End with an error what is under way, here and on the peers."""
@@ -85,6 +88,12 @@ class DefaultGroup:
             tear_down(group._get_backend(torch.device("cpu")))
             dist.destroy_process_group()
         self._variables.restore()
+
+
+def _keep(group: weakref.ref[dist.ProcessGroup | None]) -> None:
+    """In a forked child, for as long as it lives: gloo's destructor waits for threads that are the parent's."""
+    if (there := group()) is not None:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(there))
 
 
 def make(comm: Communicator, wanted: bool, local_rank: int, local_size: int) -> DefaultGroup | None:
