@@ -200,7 +200,7 @@ def run_script(
     launcher: str = "mpi",
     *,
     real_start: bool = False,
-    timeout: float = 60,
+    timeout: float = 240,
     **env: str,
 ) -> Result:
     """Run `text` as a script of `ranks` processes, in `folder`, with these variables; see :func:`run_ranks`."""
