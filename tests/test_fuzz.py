@@ -13,7 +13,7 @@ from tests.fuzz.__main__ import job_seconds, run, script_of
 from tests.fuzz.script import End, Kind, Use, Zero, generate, smaller
 from tests.fuzz.training import STRATEGIES, check
 
-FEW, MANY, PARTS = 4, int(os.environ.get("DEAR_FUZZ_SEEDS", "200")), 4  # scripts of each job, in the two tiers
+FEW, MANY, PARTS = 4, int(os.environ.get("DEAR_FUZZ_SEEDS", "80")), 2  # scripts of each job, in the two tiers
 #: What has failed once: a call that drops nothing after clipping in the first iteration; gradients by hand in it after
 #: model.zero_grad(); no gradient anywhere in a first step that clips; gradients of no_sync() alone that are dropped;
 #: synchronize() where another rank has dropped a round unseen.
