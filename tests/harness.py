@@ -157,7 +157,13 @@ def _await(process: subprocess.Popen[bytes], until: float, stuck: Callable[[], b
 
 
 def run_suite(
-    nranks: int, argv: Sequence[str], launcher: str, *, timeout: float, env: Mapping[str, str], cwd: Path = ROOT
+    nranks: int,
+    argv: Sequence[str],
+    launcher: str,
+    *,
+    timeout: float,
+    env: Mapping[str, str] | None = None,
+    cwd: Path = ROOT,
 ) -> list[Result]:
     """Run pytest under `tests.spmd_plugin` in every rank; a red test costs that test, not those behind it.
 
@@ -176,12 +182,19 @@ def run_suite(
 
 
 def _run_behind(
-    test: str, nranks: int, argv: Sequence[str], launcher: str, *, until: float, env: Mapping[str, str], cwd: Path
+    test: str,
+    nranks: int,
+    argv: Sequence[str],
+    launcher: str,
+    *,
+    until: float,
+    env: Mapping[str, str] | None,
+    cwd: Path,
 ) -> Result:
     """A job of the tests behind that one."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        environ = {**env, "DEAR_SPMD_AFTER": test, "DEAR_SPMD_NOTES": name}
+        environ = {**(env or {}), "DEAR_SPMD_AFTER": test, "DEAR_SPMD_NOTES": name}
 
         def stuck() -> bool:
             return notes.overdue(notes.read(folder), time.time(), _PATIENCE_SECONDS)

@@ -194,7 +194,8 @@ class Communicator(ABC):
         """How far this rank has come here, by the communicator's name; nothing where it is alone."""
         if self.size == 1:
             return {}
-        kinds = tuple(work.op for work in self.pending() if work.op not in UNCOUNTED)
+        # A list first: a tuple that grows while another thread asks the garbage collector for all objects is an error.
+        kinds = tuple([work.op for work in self.pending() if work.op not in UNCOUNTED])
         return {self.name: Line(self.issued, kinds)}
 
     @abstractmethod
