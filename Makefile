@@ -17,7 +17,7 @@ build: setup ## the same: setup builds comm_core when its sources changed
 
 PYTEST = $(BIN)/python -m pytest tests -n 3 --dist worksteal
 
-test: setup-tests ## run the fast tier, six to ten minutes on two cores: every promise, for three strategies
+test: setup-tests ## run the fast tier, five to ten minutes on two cores: every promise, for three strategies
 	@DEAR_TESTS=fast $(PYTEST)
 
 test-all: setup-tests ## run all tests: every strategy by every model, option and number of ranks
