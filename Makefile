@@ -3,7 +3,7 @@ PYTHON_PACKAGES = comm_core overlap dearrun dear wfbp mgwfbp bytescheduler_adapt
 CPP = $(shell find comm_core -name '*.hpp' -o -name '*.cpp')
 BIN = .venv/bin
 
-.PHONY: docs docs-serve help setup setup-tests build test test-all test-rest test-beside mutations test-1 test-2 test-4 test-slow sanitize wheel lint format ci bench horovod compare-horovod clean
+.PHONY: docs docs-serve help setup setup-tests build test test-all test-newest test-rest test-beside mutations test-1 test-2 test-4 test-slow sanitize wheel lint format ci bench horovod compare-horovod clean
 help: ## show the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
 
@@ -17,11 +17,15 @@ build: setup ## the same: setup builds comm_core when its sources changed
 
 PYTEST = $(BIN)/python -m pytest tests -n 3 --dist worksteal
 
-test: setup-tests ## run the fast tier, five to ten minutes on two cores: every promise, for three strategies
+test: setup-tests ## run the fast tier, five to six minutes on two idle cores: every promise, for three strategies
 	@DEAR_TESTS=fast $(PYTEST)
 
-test-all: setup-tests ## run all tests: every strategy by every model, option and number of ranks
+test-all: setup-tests ## run all tests: every strategy by every model, option and number of ranks; then test-newest
 	@$(PYTEST)
+	@[ -n "$$INSTEAD" ] || bash scripts/newest.sh
+
+test-newest: ## the fast tier with the newest torch there is, in a checkout of its own (build/newest)
+	@bash scripts/newest.sh
 
 test-rest: setup-tests ## what test-all has and test has not
 	@DEAR_TESTS=rest $(PYTEST)

@@ -170,6 +170,8 @@ def DistributedOptimizer(
     sync_start: bool = True,
     poison: bool | None = None,
     broadcast_buffers: bool = True,
+    check_every: int | None = None,
+    on_nonfinite: str = "raise",
 ) -> Shell:
     """Distribute `optimizer` with ByteScheduler's schedule. On every rank, after ``bytescheduler_adapter.init()``.
 
@@ -188,8 +190,8 @@ def DistributedOptimizer(
             first steps have 2. Rank 0's counts.
         tune: True or ``Tuning(...)`` searches both while training goes on; see :class:`overlap.plan.tuning.options.Tuning`.
             ``BYTESCHEDULER_CREDIT_TUNING=1`` stands for True.
-        elementwise: this, and `per_parameter`, `sync_start`, `poison`, `broadcast_buffers`: see
-            :class:`overlap.optimizer.arguments.SharedArguments`.
+        elementwise: this, and `per_parameter`, `sync_start`, `poison`, `broadcast_buffers`, `check_every`,
+            `on_nonfinite`: see :class:`overlap.optimizer.arguments.SharedArguments`.
     """
     arguments = SharedArguments.of(locals())
     if process_set is not global_process_set:

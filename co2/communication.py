@@ -24,7 +24,7 @@ from co2.schedule import Event
 from overlap.transport.communicator import Communicator, ReduceOp, Work
 from overlap.transport.objects import allgather_object, broadcast_object, compare
 
-__all__ = ["Met", "RoundCommunication", "RoundThread", "Told", "agree_on_events"]
+__all__ = ["GRADIENTS_WAIT", "Met", "RoundCommunication", "RoundThread", "Told", "agree_on_events"]
 
 _NO_DIGEST = -(2**62)  # less than any, of either sign
 
@@ -203,8 +203,17 @@ def _finish(issued: Sequence[Work | None]) -> None:
             work.wait()
 
 
+#: In place of a number of events: this rank is between backward and ``step()``.
+GRADIENTS_WAIT = -1
+
+
 def agree_on_events(events: Sequence[int]) -> None:
     """Raise ``RuntimeError`` where ranks, of which each has made so many, have not come to the same round (pure)."""
+    if GRADIENTS_WAIT in events:
+        raise RuntimeError(
+            "gradients wait for step(): call it, or zero_grad(), before average_parameters(); they do on rank "
+            f"{list(events).index(GRADIENTS_WAIT)}"
+        )
     if len(set(events)) > 1:
         other = next(rank for rank, count in enumerate(events) if count != events[0])
         raise RuntimeError(

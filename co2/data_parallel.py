@@ -25,7 +25,7 @@ from co2.fairscale_arguments import cut, in_our_words, refusal_of_all, told_of_c
 from co2.optimizer import Co2Optimizer
 from co2.schedule import Schedule
 from overlap.job.session import Session, init
-from overlap.optimizer.arguments import SharedArguments, check_kinds
+from overlap.optimizer.arguments import SharedArguments, check_kinds, refuses_unknown
 from overlap.optimizer.distributed import DistributedOptimizer as Shell
 from overlap.optimizer.start import agree_on_strategy
 from overlap.transport.objects import allgather_object
@@ -77,6 +77,7 @@ class CO2DistributedDataParallel(torch.nn.Module):
     it. Other outer rules, and warm-up, are in :func:`co2.DistributedOptimizer`.
     """
 
+    @refuses_unknown(of="CO2DistributedDataParallel")
     def __init__(
         self,
         module: torch.nn.Module,
@@ -111,7 +112,7 @@ class CO2DistributedDataParallel(torch.nn.Module):
         schedule, rule = _agreed_words(session, given)
         agree_on_strategy("co2")
         nprocs = _ranks_of_a_group(session, nprocs_per_node)
-        arguments = SharedArguments(elementwise=True)  # of an optimizer that updates nothing
+        arguments = SharedArguments(elementwise=True, on_nonfinite="ignore")  # of an optimizer that updates nothing
         self.module = module
         parameters = list(module.parameters())
         self._known = {id(param) for param in parameters}

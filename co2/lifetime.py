@@ -69,6 +69,12 @@ class Ownership:
     def has(self, parameters: Sequence[torch.Tensor]) -> bool:
         return self._rounds.has(parameters)
 
+    channels = ()
+
+    def meaning(self, label: str) -> str:
+        """Labels of rounds are words."""
+        return ""
+
     def hand_over(self, unfinished: bool) -> None:
         """What is on its way arrives, also from ranks that are a round behind, and is dropped."""
         finish_together(self._control, {"": self._rounds})

@@ -19,7 +19,7 @@ from co2.pace import ENOUGH, explained
 from co2.recovery.inheritance import inherit
 from co2.rounds import Rounds
 from co2.rounds_of_rules import rounds_of, schedule_of
-from co2.rules import outer_rule
+from co2.rules import outer_rule, refuse_comparisons
 from co2.schedule import Schedule
 from overlap.core.bucket import Slot
 from overlap.features.join import joined_ranks_of
@@ -165,12 +165,10 @@ class Co2Optimizer(Shell):
         With ``"streaming-diloco"`` and ``"sparseloco"`` a fragment on its way is applied first, and then the mean is taken;
         what bytes have left out until then is in nobody's parameters, and is sent with later turns.
         Buffers become rank 0's, with `broadcast_buffers`. On every rank, after the same number of steps and not between
-        backward and ``step()``; raises ``RuntimeError`` on every rank where some have joined, or come to another round.
+        backward and ``step()``; raises ``RuntimeError`` on every rank where gradients wait on one, or some have joined, or
+        come to another round.
         """
-        self._engine.policy.refuse("average_parameters()")
-        if self._engine.round.touched:
-            raise RuntimeError("gradients wait for step(): call it, or zero_grad(), before average_parameters()")
-        self._rounds.average(current().control)
+        self._rounds.average(current().control, waiting=self._engine.round.touched)
         if self._broadcast_buffers and self._model is not None:
             broadcast_tensors(self._everyone, list(self._model.buffers()), 0)
 
@@ -325,6 +323,8 @@ def DistributedOptimizer(
     warmup_steps: int = 0,
     nprocs_per_node: int | None = None,
     broadcast_buffers: bool = True,
+    check_every: int | None = None,
+    on_nonfinite: str = "raise",
     elementwise: bool | None = None,
     per_parameter: bool | None = None,
     sync_start: bool = True,
@@ -379,12 +379,13 @@ def DistributedOptimizer(
             those of one host, or each rank by itself where all are on one.
         broadcast_buffers: ``average_parameters()`` gives every rank rank 0's buffers. They are local otherwise, and of
             parameters given without a module nobody knows any.
-        elementwise: this, and `per_parameter`, `sync_start`, `poison`: see
-            :class:`overlap.optimizer.arguments.SharedArguments`.
+        check_every: 0 or None: replicas differ between averages; ``check_replicas(model)`` after ``average_parameters()``.
+        elementwise: this, and `per_parameter`, `sync_start`, `poison`, `on_nonfinite`: see :class:`.SharedArguments`.
     """
     given = dict(locals())
     arguments = SharedArguments.of(given)
     agree_on_strategy("co2")
+    refuse_comparisons(check_every)
     rule = outer_rule(outer, {word: given[word] for word in _RULES_OPTIONS})
     return Co2Optimizer(
         optimizer,

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from co2.averaged_parameters import AveragedParameters, Batch
-from co2.communication import Met, RoundCommunication, RoundThread, Told, agree_on_events
+from co2.communication import GRADIENTS_WAIT, Met, RoundCommunication, RoundThread, Told, agree_on_events
 from co2.equations import OuterRule, Shared
 from co2.inner_rates import InnerRates
 from co2.join import Following
@@ -278,10 +278,13 @@ class Rounds(SavedRounds):
 
     # - An average that is waited for
 
-    def average(self, control: Communicator) -> None:
-        """Every rank goes on from the mean of all, and from what is on its way. On every rank; see the optimizer's."""
+    def average(self, control: Communicator, *, waiting: bool) -> None:
+        """Every rank goes on from the mean of all, and from what is on its way. On every rank; see the optimizer's.
+
+        `waiting`: this rank has gradients that no step has used.
+        """
         self.following.end()
-        agree_on_events(self.following.call("average_parameters()", self.events))
+        agree_on_events(self.following.call("average_parameters()", GRADIENTS_WAIT if waiting else self.events))
         self.begin()
         self.arrive()
         self._let_in()

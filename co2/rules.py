@@ -19,7 +19,7 @@ from co2.equations import (
     StreamingDiLoCo,
 )
 
-__all__ = ["RULES", "outer_rule"]
+__all__ = ["RULES", "outer_rule", "refuse_comparisons"]
 
 #: By the name that users give.
 RULES: Mapping[str, type[OuterRule]] = {
@@ -44,3 +44,12 @@ def outer_rule(name: str, given: Mapping[str, Any]) -> OuterRule:
             f"{', '.join(foreign)}: outer={name!r} takes {' and '.join(takes) or 'no options of its own'}; leave it out"
         )
     return rule(**{WORDS[word]: value for word, value in chosen.items()})
+
+
+def refuse_comparisons(check_every: int | None) -> None:
+    """Raise ``ValueError`` where ranks, which train apart, are to be compared in steps."""
+    if check_every:
+        raise ValueError(
+            f"check_every={check_every} compares ranks in step(), and with co2 replicas differ between averages: call "
+            "average_parameters(), and check_replicas(model) after it"
+        )

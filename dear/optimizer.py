@@ -6,6 +6,7 @@ import copy
 import importlib
 import inspect
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -17,7 +18,7 @@ from overlap.core.bucket import Bucket
 from overlap.core.wire import DecoupledCollectives
 from overlap.job.process_set import ProcessSet, global_process_set
 from overlap.job.session import current
-from overlap.optimizer.arguments import SharedArguments, refuse_unknown
+from overlap.optimizer.arguments import SharedArguments, refuse_unknown, suggested
 from overlap.optimizer.dears_arguments import understands_dears_names
 from overlap.optimizer.distributed import DistributedOptimizer as Shell
 from overlap.optimizer.planning import plan_by_itself
@@ -58,9 +59,8 @@ class Breakdown(DecoupledCollectives):
         elif bucket.holds_parameters:
             bucket.incoming.copy_(bucket.outgoing[bucket.own])
 
-    def gather(self, comm: Communicator, bucket: Bucket) -> None:
-        if self._gathers:
-            super().gather(comm, bucket)
+    def gather(self, comm: Communicator, bucket: Bucket) -> bool:
+        return self._gathers and super().gather(comm, bucket)
 
 
 class Dear(PlannedStrategy):
@@ -217,6 +217,8 @@ def DistributedOptimizer(
     sync_start: bool = True,
     poison: bool | None = None,
     broadcast_buffers: bool = True,
+    check_every: int | None = None,
+    on_nonfinite: str = "raise",
     **others: Unpack[OwnOptions],
 ) -> Shell:
     """Distribute `optimizer` with DeAR's schedule. On every rank, after ``dear.init()``.
@@ -255,11 +257,12 @@ def DistributedOptimizer(
             while training goes on; the results of training stay the same. See :class:`overlap.plan.tuning.options.Tuning`.
         strategy: ``"dear"``, or the name of another strategy's package (``"wfbp"``, ``"mgwfbp"``,
             ``"bytescheduler_adapter"``, ``"oss"``, or ``"co2"``, which is not synchronous), which then takes the
-            other arguments. ``"auto"``: ``"oss"`` for optimizers that need whole parameters, one by one (Adafactor, Muon),
-            so that their state is split, and ``"dear"`` for all others.
+            other arguments. ``"auto"``: ``"oss"`` for optimizers that need whole parameters, one by one
+            (Adafactor, Muon, SparseAdam of ``torch.optim``; others with `per_parameter`), so that their state is split, and
+            ``"dear"`` for all others.
         others: options of that strategy's own. Any other name raises ``TypeError``, with the one that is meant.
-        elementwise: this, and `per_parameter`, `sync_start`, `poison`, `broadcast_buffers`: see
-            :class:`overlap.optimizer.arguments.SharedArguments`.
+        elementwise: this, and `per_parameter`, `sync_start`, `poison`, `broadcast_buffers`, `check_every`,
+            `on_nonfinite`: see :class:`overlap.optimizer.arguments.SharedArguments`.
     """
     arguments = SharedArguments.of(locals())
     if strategy == "auto":
@@ -279,6 +282,8 @@ def DistributedOptimizer(
         theirs = {**vars(arguments), **others, **({} if tune is False else {"tune": tune})}
         return _sibling(strategy, optimizer, named_parameters, own, theirs)
     agree_on_strategy("dear", tune)
+    if exclude_parts:  # what is not sent may be anything
+        arguments = replace(arguments, on_nonfinite="ignore")
     wished_mb = current().settings.threshold_mb if threshold_mb == "auto" else None
     plain = not eager and policy == "rsag" and not exclude_parts and num_nearby_layers is None
     auto = set() if threshold_mb != "auto" or wished_mb not in (None, "auto") or not plain else {"threshold_mb"}
@@ -311,7 +316,10 @@ _SIBLINGS = ("bytescheduler_adapter", "co2", "mgwfbp", "oss", "wfbp")
 
 def _sibling(strategy: str, optimizer: torch.optim.Optimizer, model: Any, own: dict[str, Any], theirs: Any) -> Shell:
     if strategy not in _SIBLINGS:
-        raise ValueError(f"strategy should be 'dear', 'auto' or one of {_SIBLINGS} and is {strategy!r}")
+        known = ("dear", "auto", *_SIBLINGS)
+        raise ValueError(
+            f"strategy should be one of {', '.join(known)} and is {strategy!r}{suggested(strategy, known)}"
+        )
     make = importlib.import_module(strategy).DistributedOptimizer
     takes = inspect.signature(make).parameters
     chosen = {name: value for name, value in own.items() if value is not _DEFAULTS[name]}

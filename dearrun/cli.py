@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from comm_core import __version__
-from dearrun import check_build, mpirun, options, reports, transport, worker
+from dearrun import check_build, limits, mpirun, options, reports, transport, worker
 from dearrun.addresses import has_address
 from dearrun.command import Job, build
 from dearrun.errors import LaunchError
-from dearrun.hosts import require_addresses, require_shell
+from dearrun.hosts import require_addresses, require_room, require_shell
 from dearrun.inherited import without_torchrun
 from dearrun.interfaces import of_all, remote_shell, require_interfaces
 from dearrun.meeting import Meeting
@@ -118,6 +118,7 @@ def prepare(args: argparse.Namespace, environ: Mapping[str, str]) -> Prepared:
             shell = remote_shell(environ, job.ssh_port, job.ssh_identity)
             require_interfaces(job.interfaces, of_all(job.hosts, here, shell))
         elif not job.hosts:
+            require_room(job.workers, limits.of_processes())
             room = shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0
             told = mpirun.on_one_host(flavor, told, job.workers, room)
     _require_program(job.command[0], told)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dearrun.errors import LaunchError
@@ -15,6 +15,7 @@ __all__ = [
     "parse_hostfile",
     "parse_hosts",
     "require_addresses",
+    "require_room",
     "require_shell",
     "require_slots",
 ]
@@ -84,6 +85,15 @@ def require_slots(hosts: Sequence[Host], workers: int) -> None:
         named = ",".join(str(host) for host in hosts)
         raise LaunchError(
             f"-np {workers} needs {workers} slots, and {named} has {slots}; name more hosts or slots, or fewer workers"
+        )
+
+
+def require_room(workers: int, limits: Mapping[str, int]) -> None:
+    """Raises :class:`LaunchError` where this machine cannot start as many `workers`, by the name of each of its limits."""
+    name, most = min(limits.items(), key=lambda pair: pair[1], default=("", workers))
+    if workers > most:
+        raise LaunchError(
+            f"-np {workers}: this machine can start {most} workers at most ({name}); give fewer, or more hosts with -H"
         )
 
 

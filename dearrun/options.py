@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from dearrun.command import Job
 from dearrun.errors import LaunchError
@@ -35,8 +37,21 @@ _ALWAYS = {
 }
 
 
+class _Parser(argparse.ArgumentParser):
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """As argparse's, which does not say which flag is meant by one that there is not."""
+        found, strangers = self.parse_known_args(args, namespace)
+        if strangers:
+            flag = strangers[0].partition("=")[0]
+            near = difflib.get_close_matches(flag, self._option_string_actions, n=1)
+            self.error(
+                f"dearrun has no {flag}; " + (f"is {near[0]} meant?" if near else "dearrun --help has all flags")
+            )
+        return found
+
+
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    made = _Parser(
         prog="dearrun",
         usage="dearrun -np N [-H host1:2,host2:2] [options] command ...",
         description="Start a training job with the machine's mpirun. Without hosts, all workers run on this machine, also "

@@ -78,13 +78,13 @@ def run(
         verbose: show the command that starts the ranks.
         use_mpi: over MPI, by dearrun; False: over torch.distributed, by torchrun, on this machine alone; None: over MPI
             where comm_core has it and an mpirun is found.
-        use_gloo: the same from the other side, as in Horovod: True is ``use_mpi=False``.
+        use_gloo: the same from the other side, as in Horovod: True is ``use_mpi=False``. Both False is both None.
         mpi_args: as ``dearrun --mpi-args``.
         network_interface: as ``dearrun --network-interface``.
 
     Raises:
         RankError: a rank raised, or ended without an answer. The other ranks are ended.
-        LaunchError: the ranks could not be started, in one sentence that says why; or `use_mpi` and `use_gloo` are alike.
+        LaunchError: the ranks could not be started, in one sentence that says why; or both launchers are asked for.
         SettingError: an environment variable does not hold what it should.
     """
     environ = without_launcher(os.environ) | dict(env or {})
@@ -139,14 +139,14 @@ def _parsed(argv: Sequence[str]) -> argparse.Namespace:
 
 def _over_mpi(use_mpi: bool | None, use_gloo: bool | None) -> bool | None:
     """What the caller wants; None: what is there."""
-    if use_gloo is None:
-        return use_mpi
-    if use_mpi is not None and use_mpi == use_gloo:
+    if use_mpi and use_gloo:
         raise LaunchError(
-            f"use_mpi={use_mpi} and use_gloo={use_gloo} contradict each other: ranks talk over MPI (use_mpi=True) or over "
+            "use_mpi=True and use_gloo=True contradict each other: ranks talk over MPI (use_mpi=True) or over "
             "torch.distributed's gloo (use_gloo=True); give one of them, or neither"
         )
-    return not use_gloo
+    if use_mpi is False and use_gloo is False:
+        return None  # as in Horovod, whose own defaults these are
+    return use_mpi if use_gloo is None else not use_gloo
 
 
 def _has_mpi(environ: Mapping[str, str]) -> bool:
@@ -184,15 +184,15 @@ def _torchrun(
     launcher = [sys.executable, "-m", "dearrun.torchrun", "--standalone", "--nproc-per-node", str(np)]
     start = [*launcher, "--no-python", *worker]
     if verbose:
-        sys.stderr.write(f"dear.run: {shlex.join(start)}\n")
+        _write(sys.stderr, f"dear.run: {shlex.join(start)}\n")
     return start, np
 
 
 @contextlib.contextmanager
 def _started(start: Sequence[str], environ: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
     """The process that starts ranks, whose output goes to where this one's goes; nothing of it is left afterwards."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        _write(stream, "")
     own = [_is_own(sys.stdout, 1), _is_own(sys.stderr, 2)]
     out, err = (None if is_own else subprocess.PIPE for is_own in own)
     # A session of its own: Ctrl-C comes to this process alone, which then ends the job.
@@ -228,10 +228,22 @@ def _is_own(stream: TextIO, number: int) -> bool:
         return False
 
 
-def _copy(pipe: IO[bytes], stream: TextIO) -> None:
+def _copy(pipe: IO[bytes], stream: TextIO | None) -> None:
+    """Until the pipe ends, whatever becomes of `stream`: ranks would block when their pipe is full."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     while chunk := os.read(pipe.fileno(), 1 << 16):
-        stream.write(decoder.decode(chunk))
+        _write(stream, decoder.decode(chunk))
+
+
+def _write(stream: TextIO | None, text: str) -> None:
+    """Write what the stream can hold, with escapes for the rest, and nothing where it takes nothing any more."""
+    with contextlib.suppress(Exception):  # a notebook's raises what it likes
+        assert stream is not None, "a process without a console has none"
+        try:
+            stream.write(text)
+        except UnicodeEncodeError:
+            encoding = stream.encoding or "ascii"
+            stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
         stream.flush()
 
 

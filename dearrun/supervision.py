@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -26,7 +26,8 @@ __all__ = ["supervise", "told"]
 
 _FORWARDED = {signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}
 _ENDING = {signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM}  # after them mpirun ends all workers
-_PATIENCE_SECONDS = 30.0  # with an mpirun that was told to end, or whose job has failed
+_PATIENCE_SECONDS = 30.0  # with an mpirun that was told to end: a worker may save a checkpoint meanwhile
+_AFTER_FAILURE_SECONDS = 10.0  # with one whose job has failed, which ends workers at once wherever it reaches them
 _KILLED_SECONDS = 5.0  # until what was sent SIGKILL has to be gone
 _LAST_WORDS_SECONDS = 1.0  # that stderr is read after mpirun's end: a process that it left behind may keep it open
 _LOOK_SECONDS = 0.5
@@ -80,7 +81,10 @@ def supervise(
         if meeting is not None:
             meeting.look(next((place.process for _, place in _mine(reports)), None))
 
-    code, killed = _ended(child, heard, reports if failure_ends else None, look)
+    def workers() -> list[int]:
+        return [place.process for _, place in _mine(reports)]
+
+    code, killed = _ended(child, heard, reports if failure_ends else None, look, workers)
     copier.join(_LAST_WORDS_SECONDS)
     left = _left(reports)
     if killed:
@@ -120,15 +124,20 @@ def _write(text: bytes) -> None:
 
 
 def _ended(
-    child: int, heard: set[signal.Signals], reports: Reports | None, look: Callable[[], None]
+    child: int,
+    heard: set[signal.Signals],
+    reports: Reports | None,
+    look: Callable[[], None],
+    workers: Callable[[], Collection[int]] = tuple,
 ) -> tuple[int, bool]:
     """The exit code of `child`, negative where a signal ended it, and whether it had to be killed.
 
     Until then signals are handed on. What the kernel sends, such as SIGINT for Ctrl-C, goes to the whole process group:
     `child` got it as well. If it has not ended a while after such a signal, or after a worker has failed, as `reports` may
-    say, it is killed. Meanwhile `look` is called now and then, more often at first.
+    say, it is killed, and so is what it has started on this machine, but for `workers`, which are looked at later.
+    Meanwhile `look` is called now and then, more often at first.
     """
-    until, killed, pause = math.inf, False, _FIRST_LOOK_SECONDS
+    until, patience, killed, pause = math.inf, _PATIENCE_SECONDS, False, _FIRST_LOOK_SECONDS
     while True:
         info = signal.sigtimedwait(heard, pause)
         pause = min(_LOOK_SECONDS, pause * 1.05)
@@ -138,10 +147,14 @@ def _ended(
             return os.waitstatus_to_exitcode(status), killed
         now = time.monotonic()
         if until == math.inf and reports is not None and reports.failed:
-            until = now + _PATIENCE_SECONDS
+            patience = _AFTER_FAILURE_SECONDS
+            until = now + patience
         if now >= until and not killed:
-            sys.stderr.write(f"dearrun: mpirun did not end within {_PATIENCE_SECONDS:g} s and is killed\n")
-            os.kill(child, signal.SIGKILL)
+            sys.stderr.write(f"dearrun: mpirun did not end within {patience:g} s and is killed\n")
+            # With what would stay behind: ssh to a host that answers no more.
+            for process in (child, *_below(child, workers())):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
             killed = True
         if info is None or info.si_signo == signal.SIGCHLD:
             continue
@@ -149,6 +162,18 @@ def _ended(
             os.kill(child, info.si_signo)
         if info.si_signo in _ENDING:
             until = min(until, now + _PATIENCE_SECONDS)
+
+
+def _below(process: int, spared: Collection[int]) -> list[int]:
+    """Processes of this machine that `process` has started, and that these have, but those that are `spared`."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parents[int(entry.parent.name)] = int(entry.read_text().rpartition(")")[2].split()[1])
+    found = [process]
+    for each in found:
+        found += [child for child, parent in parents.items() if parent == each and child not in spared]
+    return found[1:]
 
 
 def _mine(reports: Reports) -> list[tuple[int, Place]]:

@@ -129,6 +129,8 @@ def DistributedOptimizer(
     sync_start: bool = True,
     poison: bool | None = None,
     broadcast_buffers: bool = True,
+    check_every: int | None = None,
+    on_nonfinite: str = "raise",
 ) -> Shell:
     """Distribute `optimizer` with MG-WFBP's schedule. On every rank, after ``mgwfbp.init()``.
 
@@ -149,8 +151,8 @@ def DistributedOptimizer(
             published rule alone. None: measured, once per session.
         tune: True or ``Tuning(...)`` searches the `merge_below_kb` with the shortest steps while training goes on, once
             the backward times are measured. See :class:`overlap.plan.tuning.options.Tuning`.
-        elementwise: this, and `per_parameter`, `sync_start`, `poison`, `broadcast_buffers`: see
-            :class:`overlap.optimizer.arguments.SharedArguments`.
+        elementwise: this, and `per_parameter`, `sync_start`, `poison`, `broadcast_buffers`, `check_every`,
+            `on_nonfinite`: see :class:`overlap.optimizer.arguments.SharedArguments`.
 
     Raises ``ValueError`` for arguments that contradict each other, for times of parameters that are not the optimizer's,
     and for times no computer can have.

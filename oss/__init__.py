@@ -5,8 +5,11 @@ dear.init()
 optimizer = dear.DistributedOptimizer(optimizer, model)
 """
 
-from oss.checkpoint import checkpoint_wrapper
+from typing import Any
+
+from oss.checkpoint import checkpoint_wrapper, disable_checkpointing
 from oss.data_parallel import ShardedDataParallel, ShardedDDP
+from oss.fairscale import NOT_HERE
 from oss.grad_scaler import ShardedGradScaler
 from oss.optimizer import DistributedOptimizer
 from oss.sharded_optimizer import OSS
@@ -15,5 +18,13 @@ from overlap.api import *  # noqa: F403  (the facade is the same for every strat
 from overlap.plan.tuning.options import Tuning
 
 __all__ = ["OSS", "DistributedOptimizer", "Tuning"]
-__all__ += ["ShardedDDP", "ShardedDataParallel", "ShardedGradScaler", "checkpoint_wrapper"]  # fairscale's, too
+__all__ += ["ShardedDDP", "ShardedDataParallel", "ShardedGradScaler"]  # fairscale's, too
+__all__ += ["checkpoint_wrapper", "disable_checkpointing"]
 __all__ += api.__all__
+
+
+def __getattr__(name: str) -> Any:
+    """Names of fairscale's that are not here are told with what there is instead."""
+    if name in NOT_HERE:
+        raise ImportError(NOT_HERE[name], name=__name__)
+    raise AttributeError(f"module 'oss' has no attribute {name!r}")

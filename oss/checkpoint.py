@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -12,9 +13,37 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["checkpoint_wrapper"]
+from overlap.optimizer.arguments import refuses_unknown
+
+__all__ = ["checkpoint_wrapper", "disable_checkpointing"]
 
 
+class _Switch(threading.local):
+    """Whether forward passes of this thread are checkpointed."""
+
+    on = True
+
+
+_switch = _Switch()
+
+
+@contextlib.contextmanager
+def disable_checkpointing() -> Iterator[None]:
+    """Have forward passes inside, in this thread, keep all that they leave, whatever was wrapped. On any rank."""
+    with _switched(False):
+        yield
+
+
+@contextlib.contextmanager
+def _switched(on: bool) -> Iterator[None]:
+    before, _switch.on = _switch.on, on
+    try:
+        yield
+    finally:
+        _switch.on = before
+
+
+@refuses_unknown(of="checkpoint_wrapper")
 def checkpoint_wrapper(module: torch.nn.Module, offload_to_cpu: bool = False) -> torch.nn.Module:
     """Have `module` recompute its forward pass in backward instead of keeping what that leaves. Returns `module` itself.
 
@@ -40,14 +69,15 @@ class _Recomputed:
         self._module, self._forward, self._offload = module, forward, offload
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
+        if not (torch.is_grad_enabled() and _switch.on):
             return self._forward(*args, **kwargs)
         # All tensors by position: checkpoint() looks at no others for devices, and lets hooks keep no others.
         leaves, shape = tree_flatten((args, kwargs))
 
         def run(*values: Any) -> Any:
             positional, named = tree_unflatten(list(values), shape)
-            return self._forward(*positional, **named)
+            with _switched(True):  # as in forward: parts that are wrapped themselves have to keep as much now
+                return self._forward(*positional, **named)
 
         with save_on_cpu() if self._offload else contextlib.nullcontext():
             return checkpoint(run, *leaves, use_reentrant=False, context_fn=self._contexts)

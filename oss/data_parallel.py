@@ -17,6 +17,7 @@ from overlap.api import clip_grad_norm_
 from overlap.horovod.functions import broadcast_parameters
 from overlap.horovod.job import init
 from overlap.job.session import current, is_initialized
+from overlap.optimizer.arguments import refuses_unknown
 from overlap.transport.compression import Compression
 
 __all__ = ["ShardedDDP", "ShardedDataParallel"]
@@ -46,6 +47,7 @@ class ShardedDataParallel(torch.nn.Module):
     ``ValueError`` where ranks, groups or parameters do not fit together, ``TypeError`` for arguments of other kinds.
     """
 
+    @refuses_unknown(of="ShardedDataParallel")
     def __init__(
         self,
         module: torch.nn.Module,
@@ -76,6 +78,9 @@ class ShardedDataParallel(torch.nn.Module):
         for optimizer in optimizers:
             _join(optimizer.ranks, process_group)
         self.module = module
+        devices = {parameter.device for parameter in module.parameters()}
+        self.is_multi_device_module = len(devices) > 1  # this and the next as in DistributedDataParallel
+        self.device_type = next(iter(devices), torch.device("cpu")).type
         self._optimizers = optimizers
         width = max((parameter.element_size() for parameter in module.parameters()), default=4)
         for number, optimizer in enumerate(optimizers):

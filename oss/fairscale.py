@@ -1,11 +1,31 @@
-"""Arguments of fairscale's OSS and ShardedDataParallel, for whoever tries them here: what stands in their place. Pure."""
+"""Names of fairscale's, of arguments and of what is not here, for whoever tries them: what stands in their place. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["refuse_fairscales_names"]
+__all__ = ["NOT_HERE", "refuse_fairscales_names"]
+
+_FSDP = (
+    "oss has no FullyShardedDataParallel: every rank keeps all parameters, and OSS with ShardedDataParallel splits the "
+    "optimizer's state; torch has fully_shard in torch.distributed.fsdp"
+)
+_PIPE = "oss has no pipeline parallelism; torch has it in torch.distributed.pipelining"
+_TENSORS = "oss has no model parallelism within layers; torch has it in torch.distributed.tensor.parallel"
+#: What a script may look for in `oss` that fairscale has: the whole message.
+NOT_HERE: Mapping[str, str] = {
+    "FullyShardedDataParallel": _FSDP,
+    "FSDP": _FSDP,
+    "Pipe": _PIPE,
+    "PipeRPCWrapper": _PIPE,
+    "model_parallel": _TENSORS,
+    "nn": "oss has no nn, and nothing is nested here: ShardedDataParallel and checkpoint_wrapper are names of oss itself. "
+    "Instead of fairscale's FullyShardedDataParallel, Pipe and model_parallel torch has torch.distributed.fsdp, "
+    ".pipelining and .tensor.parallel",
+    "optim": "oss has no optim: OSS and ShardedGradScaler are names of oss itself",
+    "AdaScale": "oss has no AdaScale: scale the learning rate in the script",
+}
 
 _INSTEAD = {
     "optim": "build the optimizer yourself and pass it as the first argument",

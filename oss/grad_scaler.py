@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from oss.ranks import ranks_of
+from overlap.optimizer.arguments import refuses_unknown
 
 __all__ = ["ShardedGradScaler"]
 
@@ -22,6 +23,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
     that have no gradients. They raise ``RuntimeError`` where several processes were started and have no process group.
     """
 
+    @refuses_unknown(of="ShardedGradScaler")
     def __init__(
         self,
         init_scale: float = 2.0**16,

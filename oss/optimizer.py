@@ -144,6 +144,8 @@ def DistributedOptimizer(
     sync_start: bool = True,
     poison: bool | None = None,
     broadcast_buffers: bool = True,
+    check_every: int | None = None,
+    on_nonfinite: str = "raise",
 ) -> Shell:
     """Distribute `optimizer` so that each parameter is updated, whole, by one rank. On every rank, after ``oss.init()``.
 
@@ -166,8 +168,8 @@ def DistributedOptimizer(
             and float64.
         tune: True or ``Tuning(...)`` searches `threshold_mb` while training goes on; who owns what stays the same. See
             :class:`overlap.plan.tuning.options.Tuning`.
-        elementwise: this, and `per_parameter`, `sync_start`, `poison`, `broadcast_buffers`: see
-            :class:`overlap.optimizer.arguments.SharedArguments`.
+        elementwise: this, and `per_parameter`, `sync_start`, `poison`, `broadcast_buffers`, `check_every`,
+            `on_nonfinite`: see :class:`overlap.optimizer.arguments.SharedArguments`.
 
     fairscale's names raise ``TypeError`` with the counterpart.
     """

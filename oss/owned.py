@@ -131,9 +131,13 @@ class OwnedUpdates:
 
     @torch.no_grad()
     def _restore_exact(self) -> None:
-        """Before the update, when no forward pass looks any more. Where a script has written since, that counts."""
+        """Before the update, when no forward pass looks any more. Where a script has written since, that counts.
+
+        A frozen parameter stays rounded: it is not updated, so nothing would be sent to the other ranks.
+        """
         for parameter, exact in self._exact.items():
-            parameter.copy_(torch.where(_rounded(exact).to(exact.dtype) == parameter, exact, parameter))
+            if parameter.requires_grad:
+                parameter.copy_(torch.where(_rounded(exact).to(exact.dtype) == parameter, exact, parameter))
 
     @contextlib.contextmanager
     def _only_mine(self) -> Iterator[Callable[[], None]]:
@@ -222,8 +226,9 @@ class OwnedUpdates:
         gradients = [(parameter, parameter.grad) for parameter in wanted if parameter.grad is not None]
         mine = [_norm(gradient, order) for parameter, gradient in gradients if self._mine(parameter)]
         if math.isinf(order):
-            known = [math.inf if math.isnan(norm) else norm for norm in mine]
-            (total,) = self._reduce([max(known, default=0.0)])
+            known = [norm for norm in mine if not math.isnan(norm)]
+            greatest, unknown = self._reduce([max(known, default=0.0), float(len(known) < len(mine))])
+            total = math.nan if unknown else greatest  # as in torch; a collective's maximum may pass over a NaN
         else:
             (total,) = self._reduce([math.fsum(norm**order for norm in mine)], dist.ReduceOp.SUM)
             total **= 1 / order
@@ -289,11 +294,15 @@ class OwnedUpdates:
         self._consolidated = None
 
     def leave(self) -> dict[str, Any] | None:
-        """All state on every rank, for whoever takes over; None where there is none on any rank. It is gone here."""
-        (used,) = self._reduce([float(bool(self.shown.state))])
+        """All state and exact values on every rank, for whoever takes over; None where no rank has any.
+
+        They are gone here.
+        """
+        (used,) = self._reduce([float(bool(self.shown.state or self._exact))])
         if used:
             self.consolidate(-1)
             self.shown.state.clear()
+            self._exact.clear()
         return self._consolidated if used else None
 
 

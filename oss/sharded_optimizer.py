@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
@@ -12,7 +14,9 @@ import torch
 from oss.grad_scaler import ShardedGradScaler
 from oss.owned import OwnedUpdates
 from oss.ranks import ranks_of
+from overlap.core.gates.compiled import keep_untraced
 from overlap.features.loss_scale import is_scaler_step
+from overlap.optimizer.arguments import refuse_unknown
 
 __all__ = ["OSS", "Updates"]
 
@@ -44,7 +48,7 @@ class OSS(torch.optim.Optimizer):
         params: parameters, or groups of them; the same on every rank.
         optim: the class of an optimizer that updates parameters apart from each other: any but LBFGS.
         group: the ranks, a group of torch.distributed's; None: all.
-        broadcast_buffer_size: deprecated in fairscale; raises ``ValueError`` unless it is left out.
+        broadcast_buffer_size: has no effect, as in fairscale, and a ``DeprecationWarning`` says so.
         broadcast_fp16: float32 and float64 parameters travel, and are used by all ranks, rounded to float16; owners keep
             exact ones.
         force_broadcast_object: state always travels as objects, so both values are met.
@@ -71,8 +75,14 @@ class OSS(torch.optim.Optimizer):
             raise TypeError(
                 "LBFGS looks at all parameters at once, and OSS gives each rank some: use oss.DistributedOptimizer"
             )
+        _refuse_unknown(optim, defaults)
         if broadcast_buffer_size != -1:
-            raise ValueError(f"broadcast_buffer_size={broadcast_buffer_size} is deprecated in fairscale: leave it out")
+            warnings.warn(
+                f"broadcast_buffer_size={broadcast_buffer_size} has no effect, as in fairscale, which has deprecated it: "
+                "leave it out",
+                DeprecationWarning,
+                stacklevel=2,
+            )
         self.ranks = ranks_of(group)
         self.optim = optim(params, **defaults)
         self.broadcast_fp16 = broadcast_fp16
@@ -81,6 +91,7 @@ class OSS(torch.optim.Optimizer):
             if name.startswith("_optimizer_"):
                 setattr(self, name, OrderedDict())  # hooks on either are its own
         self._patch_step_function()
+        keep_untraced(type(self), "step", "zero_grad")
 
     # - Looks like the wrapped optimizer
 
@@ -94,7 +105,7 @@ class OSS(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """By parameter, of those that this rank owns."""
+        """By parameter, of those that this rank owns; under ShardedDataParallel whole, of all."""
         return self._updates.shown.state
 
     @property
@@ -192,3 +203,12 @@ class OSS(torch.optim.Optimizer):
             [{**group, "params": [p for p in group["params"] if owners.get(p) == rank]} for group in self.param_groups]
             for rank in range(self.ranks.size)
         ]
+
+
+def _refuse_unknown(optim: type[torch.optim.Optimizer], defaults: Mapping[str, Any]) -> None:
+    """Raise ``TypeError`` for the first of `defaults` that is an argument neither of `optim` nor of OSS."""
+    theirs = inspect.signature(optim).parameters
+    if not any(each.kind is inspect.Parameter.VAR_KEYWORD for each in theirs.values()):
+        ours = [name for name in inspect.signature(OSS).parameters if name != "defaults"]
+        known = dict.fromkeys((*ours, *theirs))
+        refuse_unknown(defaults, tuple(known), "OSS")

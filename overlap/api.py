@@ -65,6 +65,7 @@ from overlap.horovod.synchronization import barrier, join, poll, synchronize
 from overlap.horovod.timeline import draw_timeline, start_timeline, stop_timeline
 from overlap.job.process_set import ProcessSet, global_process_set
 from overlap.job.session import current
+from overlap.optimizer.replicas import check_replicas
 from overlap.transport import compression
 from overlap.transport.compression import Compression, Compressor
 
@@ -100,6 +101,7 @@ __all__ = [
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "ccl_built",
+    "check_replicas",
     "clip_grad_norm_",
     "compression",
     "cross_rank",

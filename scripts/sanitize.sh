@@ -53,13 +53,13 @@ run() { # run COMMAND...: pytest ends with 5 where arguments such as -k select n
     python "$@" || code=$?
     [ $code = 0 ] || [ $code = 5 ] || status=1
 }
-programs=(tests/test_schedules.py tests/cpp/test_engine.py)
+programs=(tests/cpp/test_schedules.py tests/cpp/test_engine.py)
 if [ "$kind" = thread ]; then # MPI has threads of its own, which are not instrumented: what it says of them is noise
     run "${pytest[@]}" "${programs[@]}"
     exit $status
 fi
 # A runtime that reports crashes itself takes them from whoever else listens.
-[ "$kind" != address ] || pytest+=(--deselect tests/test_comm_core_thread.py::test_a_crash_of_the_engine_is_reported)
-run "${pytest[@]}" "${programs[@]}" tests/cpp/test_mpi.py tests/test_comm_core_{process,thread,groups}.py
+[ "$kind" != address ] || pytest+=(--deselect tests/comm_core_processes/test_thread.py::test_a_crash_of_the_engine_is_reported)
+run "${pytest[@]}" "${programs[@]}" tests/cpp/test_mpi.py tests/comm_core_processes
 DEAR_SPMD_SUITE=spmd run scripts/mpirun -np 2 "${pytest[@]}" -p tests.spmd_plugin tests/comm_core
 exit $status

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import signal
 import sys
 from collections import Counter
 from collections.abc import Hashable, Iterator
@@ -21,6 +22,8 @@ from tests.tiers import FOUR, OVER_MPI, STRATEGY, TWO, Tier, is_beside, is_known
 
 # A missed wait then shows as NaN instead of as an old value.
 os.environ.setdefault("DEAR_POISON", "1")
+# torch's store looks up the name of whoever connects to it: without an answer, each time for five seconds.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
 
 # These suites run inside every rank of a job that tests/test_spmd.py starts.
 if "DEAR_SPMD_SUITE" not in os.environ:
@@ -44,6 +47,8 @@ CONDITIONS = {
 
 def pytest_configure(config: pytest.Config) -> None:
     """The first process of a run has the servers that fork its jobs, and those of the processes that it starts."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell leaves it to what it starts with `&`
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs that tests interrupt would ignore it, too
     if not os.environ.get(forkserver.VARIABLE):
         stack = contextlib.ExitStack()
         stack.enter_context(forkserver.listening())

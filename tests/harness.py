@@ -211,7 +211,7 @@ def run_script(
     text: str,
     ranks: int = 2,
     launcher: str = "mpi",
-    *,
+    *arguments: str,
     real_start: bool = False,
     timeout: float = 240,
     **env: str,
@@ -219,7 +219,8 @@ def run_script(
     """Run `text` as a script of `ranks` processes, in `folder`, with these variables; see :func:`run_ranks`."""
     script = folder / "script.py"
     script.write_text(text)
-    return run_ranks(ranks, [str(script)], launcher, timeout=timeout, env=env, cwd=folder, real_start=real_start)
+    argv = [str(script), *arguments]
+    return run_ranks(ranks, argv, launcher, timeout=timeout, env=env, cwd=folder, real_start=real_start)
 
 
 def _job_pids(tag: str) -> Iterator[int]:

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import traceback
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,8 +29,8 @@ _OTHERS_SECONDS = 2.0
 _AFTER = os.environ.get("DEAR_SPMD_AFTER", "")
 _NOTES = os.environ.get("DEAR_SPMD_NOTES", "")  # the folder of `tests.notes`
 _order: dict[str, int] = {}  # tests, also those that come not behind the one in which the last job failed
-_modules = 0  # imported when objects were frozen
-_MANY_MODULES = 50
+_tests = 0  # that have run: objects are frozen again after so many
+_MANY = 4
 _limit = 0.0  # of the test that runs, in seconds; 0: none
 OVER_MPI = "TORCHELASTIC_RUN_ID" not in os.environ  # a process without a launcher counts as such
 
@@ -38,6 +39,14 @@ _stderr = os.fdopen(os.dup(2), "w")
 if RANK > 0:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 faulthandler.register(signal.SIGTERM, _stderr, chain=True)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The same on all ranks."""
+    import dear  # comm_core's suite does without torch
+
+    return Path(dear.broadcast_object(str(tmp_path)))
 
 
 @pytest.hookimpl(trylast=True)
@@ -79,14 +88,14 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_logfinish() -> None:
-    """The same of what tests import: torch's compiler comes with the first test that compiles."""
-    if len(sys.modules) > _modules + _MANY_MODULES:
+    """The same of what tests import, and of what pytest keeps of them."""
+    global _tests
+    _tests += 1
+    if _tests % _MANY == 0:
         _freeze()
 
 
 def _freeze() -> None:
-    global _modules
-    _modules = len(sys.modules)
     gc.collect()
     gc.freeze()
 
@@ -123,14 +132,15 @@ def pytest_timeout_cancel_timer(item: Any) -> bool:
 
 
 def _out_of_time(test: str, seconds: float) -> None:
-    stacks = []
+    stacks: dict[str, list[str]] = {}  # by names of the threads that are there: dozens may wait at one place
     for thread in threading.enumerate():
         frame = sys._current_frames().get(thread.ident or 0)
         if thread is not threading.current_thread():
             frames = traceback.extract_stack(frame)
             ours = [f for f in frames if not any(f"/{name}/" in f.filename for name in ("_pytest", "pluggy", "pytest"))]
-            stacks.append(f"{thread.name}:\n{''.join(traceback.format_list(ours))}")
-    _say(f"{test} is not over after {seconds:g} s\n{''.join(stacks)}")
+            stacks.setdefault("".join(traceback.format_list(ours)), []).append(thread.name)
+    told = (f"{names[0]}{f' ({len(names)} threads)' if names[1:] else ''}:\n{stack}" for stack, names in stacks.items())
+    _say(f"{test} is not over after {seconds:g} s\n{''.join(told)}")
     time.sleep(
         _OTHERS_SECONDS
     )  # who began it with this rank shows its own: what it writes when it is ended may be lost

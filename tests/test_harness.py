@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests import harness, notes
-from tests.harness import JobFailed, Result, run_ranks, run_suite
+from tests.harness import JobFailed, Result, run_ranks, run_script, run_suite
 
 FAIL_ON_1 = """
 import os, sys, time
@@ -21,21 +21,15 @@ time.sleep(600)
 """
 
 
-def _script(folder: Path, text: str) -> list[str]:
-    path = folder / "script.py"
-    path.write_text(text)
-    return [str(path)]
-
-
 def test_a_failing_rank_fails_the_job_with_its_own_message(tmp_path: Path) -> None:
-    result = run_ranks(2, _script(tmp_path, FAIL_ON_1), "torchrun", timeout=60)
+    result = run_script(tmp_path, FAIL_ON_1, 2, "torchrun", timeout=60)
     with pytest.raises(JobFailed, match="because of a test"):
         result.check()
     assert not result.timed_out
 
 
 def test_a_hanging_job_ends_in_time_and_shows_where(tmp_path: Path) -> None:
-    result = run_ranks(1, _script(tmp_path, "import time\ntime.sleep(600)\n"), "single", timeout=3)
+    result = run_script(tmp_path, "import time\ntime.sleep(600)\n", 1, "single", timeout=3, real_start=True)
     assert result.timed_out
     assert "script.py" in result.output
     with pytest.raises(JobFailed, match="did not end"):
@@ -187,7 +181,7 @@ def test_what_notes_of_ranks_say(tmp_path: Path) -> None:
 
 def test_a_rank_that_fails_under_mpirun_ends_its_peers(tmp_path: Path) -> None:
     text = FAIL_ON_1.replace('"RANK"', '"OMPI_COMM_WORLD_RANK"')
-    result = run_ranks(2, _script(tmp_path, text), "mpi", timeout=60)
+    result = run_script(tmp_path, text, timeout=60)
     with pytest.raises(JobFailed, match="because of a test"):
         result.check()
     assert not result.timed_out
@@ -199,7 +193,7 @@ import subprocess
 child = subprocess.Popen([{sys.executable!r}, "-c", "import time; time.sleep(600)"], start_new_session=True)
 print("child", child.pid, flush=True)
 """
-    result = run_ranks(1, _script(tmp_path, text), "single", timeout=30).check()
+    result = run_script(tmp_path, text, 1, "single", timeout=30).check()
     found = re.search(r"child (\d+)", result.output)
     assert found
     status = Path("/proc", found.group(1), "status")

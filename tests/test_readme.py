@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import ROOT, run_ranks
+from tests.harness import ROOT, run_script
 
 
 def _example() -> str:
@@ -26,9 +26,7 @@ def test_the_quickstart_shows_the_same() -> None:
 
 @pytest.mark.parametrize(("launcher", "size"), [("single", 1), ("mpi", 2), ("torchrun", 2)])
 def test_the_example_trains(launcher: str, size: int, tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(_example())
-    result = run_ranks(size, [str(script)], launcher, timeout=120, cwd=tmp_path, real_start=launcher == "mpi").check()
+    result = run_script(tmp_path, _example(), size, launcher, timeout=120, real_start=launcher == "mpi").check()
     losses = [float(value) for value in re.findall(r"loss ([\d.]+)", result.output)]
     assert len(losses) == 5, result.output
     assert losses[-1] < 0.5 * losses[0]

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import JobFailed, run_suite
+from tests.harness import JobFailed, Result, run_suite
 from tests.skipped import reasons
 
 BEST = ""  # what torch chooses by itself
@@ -46,10 +46,30 @@ def _instruction_set(wanted: str) -> dict[str, str]:
 def test_suite(
     suite: str, part: str, launcher: str, size: int, instructions: str, record_property: Callable[[str, object], None]
 ) -> None:
+    env = {"DEAR_SPMD_SUITE": suite, "DEAR_SPMD_PART": part, **_instruction_set(instructions)}
+    last, counts = _run(f"tests/{suite}/{part}", launcher, size, env)
+    what, where = f"{suite} {part}".strip(), env.get("ATEN_CPU_CAPABILITY", "")
+    record_property(
+        "suite", f"{what:<10} {launcher:<9} {size} rank(s): {counts}, {last.seconds:.0f} s {where}".rstrip()
+    )
+    if not part:
+        record_property("skipped", (f"{suite} {launcher} {size}", reasons(last.output)))
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1260)
+def test_suite_on_a_pretended_device(record_property: Callable[[str, object], None]) -> None:
+    """What a machine with a GPU runs, with memory of the host taken for a device's; see tests/spmd/device.py."""
+    env = {"DEAR_SPMD_SUITE": "spmd", "DEAR_SPMD_PART": "", "DEAR_TEST_DEVICE": "pretended", "DEAR_TESTS": "fast"}
+    last, counts = _run("tests/spmd", "mpi", 2, env)
+    record_property("suite", f"spmd       pretended device, mpi, 2 rank(s): {counts}, {last.seconds:.0f} s")
+
+
+def _run(what: str, launcher: str, size: int, env: dict[str, str]) -> tuple[Result, str]:
+    """The last of the jobs that it took, and how many tests passed in it. Raises :class:`JobFailed` where one failed."""
     plugins = ["tests.spmd_plugin", "no:cacheprovider", "no:logging"]
     options = ["-q", *(word for name in plugins for word in ("-p", name)), "--timeout", "60", "--color", "no"]
-    argv = ["-m", "pytest", *options, "--timeout-method", "thread", f"tests/{suite}/{part}"]
-    env = {"DEAR_SPMD_SUITE": suite, "DEAR_SPMD_PART": part, **_instruction_set(instructions)}
+    argv = ["-m", "pytest", *options, "--timeout-method", "thread", what]
     *failed, last = run_suite(size, argv, launcher, timeout=1200, env=env)
     failures = []
     for result in (*failed, last):
@@ -61,9 +81,4 @@ def test_suite(
         raise JobFailed("\n\n".join([f"{len(failures)} failed", *failures]))
     counts = re.findall(r"^(\d+ passed.*) in ", last.output, re.MULTILINE)
     assert counts, f"no rank reported how many tests passed:\n{last.output[-4000:]}"
-    what, where = f"{suite} {part}".strip(), env.get("ATEN_CPU_CAPABILITY", "")
-    record_property(
-        "suite", f"{what:<10} {launcher:<9} {size} rank(s): {counts[0]}, {last.seconds:.0f} s {where}".rstrip()
-    )
-    if not part:
-        record_property("skipped", (f"{suite} {launcher} {size}", reasons(last.output)))
+    return last, counts[0]

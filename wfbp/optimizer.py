@@ -50,6 +50,8 @@ def DistributedOptimizer(
     sync_start: bool = True,
     poison: bool | None = None,
     broadcast_buffers: bool = True,
+    check_every: int | None = None,
+    on_nonfinite: str = "raise",
 ) -> Shell:
     """Distribute `optimizer` with one all-reduce per tensor. On every rank, after ``wfbp.init()``.
 
@@ -58,8 +60,8 @@ def DistributedOptimizer(
         named_parameters: the module, or pairs of name and parameter, or None.
         compression: this, and what follows up to `process_set`: as in Horovod; see
             :class:`overlap.optimizer.arguments.HorovodArguments`.
-        elementwise: this, and `per_parameter`, `sync_start`, `poison`, `broadcast_buffers`: see
-            :class:`overlap.optimizer.arguments.SharedArguments`.
+        elementwise: this, and `per_parameter`, `sync_start`, `poison`, `broadcast_buffers`, `check_every`,
+            `on_nonfinite`: see :class:`overlap.optimizer.arguments.SharedArguments`.
     """
     arguments = SharedArguments.of(locals())
     agree_on_strategy("wfbp")

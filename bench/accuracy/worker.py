@@ -43,7 +43,7 @@ def main() -> None:
         ended.append(time.perf_counter() - begun)
     chosen.settle(optimizer)
     chosen.average(optimizer)
-    run: dict[str, Any] = {"seed": seed, "loss": [round(loss, 6) for loss in losses]}
+    run: dict[str, Any] = {"seed": seed, "loss": list(losses)}
     run["seconds"] = [round(seconds, 3) for seconds in ended]
     if task.held_out is not None:
         bare.eval()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bench.methods.method import Method
-from bench.methods.spec import parse_spec
+from bench.methods.spec import meant, parse_spec
 from bench.methods.strategies import PACKAGES, Strategy
 
 __all__ = ["METHODS", "method"]
@@ -36,4 +36,4 @@ def method(spec: str) -> Method:
         from bench.methods.horovod import Horovod
 
         return Horovod(options)
-    raise ValueError(f"the method should be one of {', '.join(METHODS)} and is {name!r}")
+    raise ValueError(f"the method should be one of {', '.join(METHODS)} and is {name!r}{meant(name, METHODS)}")

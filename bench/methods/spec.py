@@ -7,7 +7,7 @@ import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["family_of", "parse_spec", "refuse_unknown"]
+__all__ = ["family_of", "meant", "parse_spec", "refuse_unknown"]
 
 # Options that only tune a method: sizes of what travels, times of cycles, layouts in memory. Any other makes another
 # method of it: what is left out here is compared under a name of its own, and not as the fastest of its method.
@@ -59,6 +59,11 @@ def refuse_unknown(where: str, given: Iterable[str], known: Sequence[str]) -> No
     """Raise ``ValueError`` for names that `where`, a method or a part of a table, does not know."""
     strangers = [name for name in given if name not in known]
     if strangers:
-        near = difflib.get_close_matches(strangers[0], known, n=1)
-        hint = f"; is {near[0]} meant?" if near else ""
+        hint = meant(strangers[0], known)
         raise ValueError(f"{where} does not know {', '.join(strangers)}; it knows {', '.join(known) or 'none'}{hint}")
+
+
+def meant(name: str, known: Sequence[str]) -> str:
+    """The end of a message about a `name` that is not `known`: the one that is meant, or nothing."""
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"; is {near[0]} meant?" if near else ""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bench.methods.method import MakeOptimizer, Method, MethodUnavailable, Place
+from bench.methods.method import MakeOptimizer, Method, MethodUnavailable, Place, tensor_bytes
 from bench.methods.spec import refuse_unknown
 from overlap.plan.strategy import PlannedStrategy
 from overlap.plan.tuning.space import describe
@@ -78,6 +78,9 @@ class Strategy(Method):
 
     def settle(self, optimizer: torch.optim.Optimizer) -> None:
         optimizer.synchronize()  # type: ignore[attr-defined]
+
+    def state_bytes(self, optimizer: torch.optim.Optimizer) -> int:
+        return tensor_bytes(optimizer.held_state)  # type: ignore[attr-defined]
 
     def average(self, optimizer: torch.optim.Optimizer) -> None:
         if self.name == "co2":

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.methods.registry import METHODS
-from bench.methods.spec import family_of, parse_spec, refuse_unknown
+from bench.methods.spec import family_of, meant, parse_spec, refuse_unknown
 from bench.models.catalog import workload
 from bench.program import from_toml
 from bench.sweep import bars
@@ -104,7 +104,10 @@ def select(sweep: Sweep, wanted: Sequence[str]) -> Sweep:
     for text in wanted:
         name, equals, value = text.partition("=")
         if not equals or name not in _SETTINGS:
-            raise ValueError(f"runs are selected by setting=value, e.g. model=mlp, workers=2, and not by {text!r}")
+            hint = meant(name, _SETTINGS)
+            raise ValueError(
+                f"runs are selected by setting=value, e.g. model=mlp, workers=2, and not by {text!r}{hint}"
+            )
         choices.setdefault(name, set()).add(value)
     left = tuple(run for run in sweep.runs if all(str(getattr(run, name)) in few for name, few in choices.items()))
     if not left:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,18 +22,49 @@ _STEPS_ALONE = 3
 
 
 class Clock:
-    """Wall seconds of steps and of their phases, and of blocks at whose end the device has caught up."""
+    """Seconds of steps and of their phases, and of blocks at whose end the device has caught up.
+
+    On a GPU they are between events of its stream: the host's time is that of launches. They are known once it has
+    :meth:`settled`.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._on_device = device.type == "cuda"
+        self._marked: list[list[Any]] = []
         self.steps: list[float] = []
         self.phases: dict[str, list[float]] = {"forward": [], "backward": [], "step": []}
 
+    def mark(self) -> Any:
+        """Now, as the host or the device sees it."""
+        if not self._on_device:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def note(self, begun: Any, forward: Any, backward: Any, stepped: Any, ended: Any) -> None:
+        """The marks of one step: its begin, the end of each phase, and its end."""
+        self._marked.append([begun, forward, backward, stepped, ended])
+        if not self._on_device:
+            self._read()
+
     def settled(self) -> float:
         """The time once the device has nothing left to do."""
-        if self._device.type == "cuda":
+        if self._on_device:
             torch.cuda.synchronize(self._device)
+            self._read()
         return time.perf_counter()
+
+    def _read(self) -> None:
+        for marks in self._marked:
+            self.steps.append(self._between(marks[0], marks[-1]))
+            for seconds, (since, until) in zip(self.phases.values(), itertools.pairwise(marks[:-1]), strict=True):
+                seconds.append(self._between(since, until))
+        self._marked.clear()
+
+    def _between(self, since: Any, until: Any) -> float:
+        return since.elapsed_time(until) / 1e3 if self._on_device else until - since
 
     def medians(self) -> dict[str, float]:
         return {phase: statistics.median(values) for phase, values in self.phases.items()}
@@ -39,18 +72,15 @@ class Clock:
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, loss_of: LossOf, clock: Clock) -> None:
     """Forward, backward, the optimizer's step."""
-    begun = time.perf_counter()
+    begun = clock.mark()
     loss = loss_of(model)
-    forward = time.perf_counter()
+    forward = clock.mark()
     loss.backward()  # type: ignore[no-untyped-call]
-    backward = time.perf_counter()
+    backward = clock.mark()
     optimizer.step()
-    stepped = time.perf_counter()
+    stepped = clock.mark()
     optimizer.zero_grad()
-    ended = time.perf_counter()
-    clock.steps.append(ended - begun)
-    for phase, seconds in zip(clock.phases, (forward - begun, backward - forward, stepped - backward), strict=True):
-        clock.phases[phase].append(seconds)
+    clock.note(begun, forward, backward, stepped, clock.mark())
 
 
 def warm_up(count: int, tuning: Callable[[], bool], once: Callable[[], object]) -> int:

@@ -44,7 +44,7 @@ class Result:
     phase_seconds: dict[str, float]  # medians: forward (to the loss), backward, step (the optimizer's)
     rates: list[float]  # samples per second and worker of every iteration, undilated
     state_bytes: int  # optimizer state on rank 0
-    peak_bytes: int  # resident memory of rank 0 at its peak
+    peak_bytes: int  # of rank 0: resident memory at its peak; on a GPU what tensors took there
     warmup_steps: int  # before the clock ran: as many as were asked for, and those of a method's own search
     versions: dict[str, str]
     breakdown: dict[str, float] | None  # seconds of computation alone, and what communication adds
@@ -67,16 +67,22 @@ def _optimizer(settings: Settings, rate: float) -> MakeOptimizer:
 
 
 def _device(settings: Settings) -> torch.device:
-    """The CPU, or the GPU of this rank's number on its host."""
+    """The CPU, or the GPU of this rank's number on its host; where there are fewer, ranks share them."""
     if settings.device == "auto":
         kind = "cuda" if torch.cuda.is_available() and not settings.emulate_compute else "cpu"
     else:
         kind = settings.device
     if kind == "cpu":
         return torch.device(kind)
-    device = torch.device(kind, detect(os.environ).local_rank or 0)
+    device = torch.device(kind, (detect(os.environ).local_rank or 0) % max(1, torch.cuda.device_count()))
     torch.cuda.set_device(device)  # before a method connects
     return device
+
+
+def _peak(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _model(settings: Settings, chosen: Workload) -> nn.Module:
@@ -164,7 +170,7 @@ def train(
         breakdown=None if made_of is None else asdict(made_of),
         rates=rates,
         state_bytes=method.state_bytes(optimizer),
-        peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        peak_bytes=_peak(device),
         warmup_steps=warmed,
         versions=_versions(),
         cores_busy=busy_share(cores, core_ticks()),

@@ -20,7 +20,7 @@ from co2.part import Part, Shares, Vectors
 from overlap.core.bucket import Slot
 from overlap.plan.partition import BucketSpec
 from overlap.transport.communicator import Communicator, ReduceOp, Work
-from overlap.transport.memory import copy_used, unused_mark, unused_positions, values_of
+from overlap.transport.memory import copy_used, values_of
 
 __all__ = ["AccoPart"]
 
@@ -35,13 +35,15 @@ class AccoPart(Part):
         self._steps = steps
         self.pack()
         self.start = self.next = self.whole[self.own].clone()
-        self.first = torch.full_like(self.start, -0.0)
+        self.first = torch.zeros_like(self.start)
         self._first_counts: dict[int, float] = {}  # gradients in `first`, by slot
+        self._first_used: set[int] = set()  # slots that some rank had a gradient for, of those
         self.gathered = torch.empty_like(self.whole)
         self._gathered_places = self._views(self.gathered)
         self.second = False
         self._empty()
-        self._counted = torch.zeros(1, dtype=torch.float64, device="cpu")
+        # Summed over ranks with a round: its gradients, and of each slot, how many ranks had one.
+        self._counted = torch.zeros(1 + len(slots), dtype=torch.float64, device="cpu")
         self._fresh, self._loaded = True, None
         # Until the first event the whole state is known here.
         self._whole_states: dict[int, dict[str, Any]] = {slot.index: steps.whole_state(slot) for slot in slots}
@@ -52,7 +54,7 @@ class AccoPart(Part):
         }
 
     def _empty(self) -> None:
-        unused_mark(self.gathered)
+        self.gathered.zero_()
         self.count = 0  # gradients in it, of this rank
         self._used: set[int] = set()
 
@@ -76,7 +78,8 @@ class AccoPart(Part):
         """What was gathered is to travel; the buffer that brought parameters is empty."""
         self.whole, self.gathered = self.gathered, self.whole
         self._places, self._gathered_places = self._gathered_places, self._places
-        self._counted.fill_(self.count)
+        self._counted[0] = self.count
+        self._counted[1:] = torch.tensor([slot.index in self._used for slot in self.slots])
         self.mean = torch.empty_like(self.start)
         self._empty()
 
@@ -106,27 +109,32 @@ class AccoPart(Part):
         else:
             self.next = self._updated(idle, forget=True)
             self.first = self.mean
-            self._first_counts = {slot.index: float(self._counted) for slot in self.slots if slot.index not in idle}
+            self._first_counts = {slot.index: float(self._counted[0]) for slot in self.slots if slot.index not in idle}
+            self._first_used = self._used_by_any
         self.whole[self.own] = self.next
 
     def _updated(self, idle: Collection[int], *, forget: bool = False) -> torch.Tensor:
         """x after a step by the mean of all gradients that are here; with `forget`, of those of this round."""
         values = self.start.clone()
         summed = self.mean if forget else self.mean + self.first
-        inside = {index: self.pieces[index][1] for index in self.owned}
+        used = self._used_by_any | (set() if forget else self._first_used)
         steps: dict[OwnedPiece, tuple[torch.Tensor, torch.Tensor]] = {}
-        starts = torch.tensor([one.start for one in inside.values()], dtype=torch.int64, device="cpu")
-        unused = unused_positions(summed, starts, [one.stop for one in inside.values()])
-        for (index, one), nobody in zip(inside.items(), unused, strict=True):
-            count = float(self._counted) + (0.0 if forget else self._first_counts.get(index, 0.0))
-            if not nobody and count > 0 and index not in idle:
-                steps[self.owned[index]] = values[one], summed[one] / count
+        for index, owned in self.owned.items():
+            one = self.pieces[index][1]
+            count = float(self._counted[0]) + (0.0 if forget else self._first_counts.get(index, 0.0))
+            if index in used and count > 0 and index not in idle:
+                steps[owned] = values[one], summed[one] / count
         self._steps(steps, forget=forget)
         return values
 
     def _forget_first(self) -> None:
-        self.first = torch.full_like(self.start, -0.0)
-        self._first_counts = {}
+        self.first = torch.zeros_like(self.start)
+        self._first_counts, self._first_used = {}, set()
+
+    @property
+    def _used_by_any(self) -> set[int]:
+        """Slots that some rank had a gradient for in the round on its way, once that was counted."""
+        return {slot.index for slot, ranks in zip(self.slots, self._counted[1:].tolist(), strict=True) if ranks}
 
     def rest(self) -> None:
         """It is not sent: a first half that was is dropped, with the parameters frozen since."""
@@ -169,10 +177,15 @@ class AccoPart(Part):
         return {index: copy.deepcopy(state) for index, state in self._whole_states.items()}
 
     def own_vectors(self) -> Vectors:
-        """With how many gradients `gathered` and `first` have, as 0-d tensors."""
+        """With how many gradients `gathered` and `first` have, and whether any is of the slot, as 0-d tensors."""
         vectors: Vectors = {slot.index: {"next": place.clone()} for slot, place in self._places}
         for slot, place in self._gathered_places:
-            counts = {"first_count": self._first_counts.get(slot.index, 0.0), "count": float(self.count)}
+            counts = {
+                "first_count": self._first_counts.get(slot.index, 0.0),
+                "first_used": float(slot.index in self._first_used),
+                "count": float(self.count),
+                "used": float(slot.index in self._used),
+            }
             vectors[slot.index] |= {name: torch.tensor(count, device="cpu") for name, count in counts.items()}
             vectors[slot.index]["gathered"] = place.clone()
         return vectors
@@ -183,7 +196,7 @@ class AccoPart(Part):
         own = self.own_vectors()
         for slot, place in self._places:
             if self._loaded is None:
-                own[slot.index] |= {"start": place.clone(), "first": torch.full_like(place, -0.0)}
+                own[slot.index] |= {"start": place.clone(), "first": torch.zeros_like(place)}
             else:
                 own[slot.index] |= {name: self._loaded[slot.index][name].clone() for name in self.shared}
         return own
@@ -203,5 +216,7 @@ class AccoPart(Part):
             one = vectors[slot.index]
             place.copy_(one["gathered"])
             self.count, self._first_counts[slot.index] = int(one["count"]), float(one["first_count"])
-            if not (torch.signbit(place) & (place == 0)).all():
+            if one["used"]:
                 self._used.add(slot.index)
+            if one["first_used"]:
+                self._first_used.add(slot.index)

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 
 from overlap.core.bucket import Slot
-from overlap.core.shards import shadow_of, unhooked_step
+from overlap.core.once import named, unhooked_step, writable, written
+from overlap.core.shards import shadow_of
+from overlap.state.elementwise import is_per_parameter
 from overlap.state.pieces import part_of
 
 __all__ = ["OwnedPiece", "ShardSteps"]
@@ -41,6 +43,7 @@ class ShardSteps:
         self._optimizer = optimizer
         self._shadow = shadow_of(optimizer)
         self._step = unhooked_step(optimizer)
+        self._known = is_per_parameter(optimizer)
         self._groups: list[dict[str, Any]] = []
 
     def note(self) -> None:
@@ -79,7 +82,15 @@ class ShardSteps:
                 self._shadow.state[proxy] = state
         if by_group:
             self._shadow.param_groups = [{**self._groups[i], "params": proxies} for i, proxies in by_group.items()]
+            before = {} if self._known else writable(self._shadow)
             self._step(self._shadow)
+            found = {} if self._known else written(before, writable(self._shadow))
+            if found:
+                raise RuntimeError(
+                    f"{type(self._shadow).__name__}.step() wrote {named(next(iter(found)))}, and acco steps twice in a "
+                    "round, once for an estimate that is forgotten: take another outer rule, or keep such values in the "
+                    "state of parameters"
+                )
         for one, proxy in stepped.items():
             if not forget:
                 one.state = self._shadow.state.get(proxy, {})

@@ -5,7 +5,7 @@ namespace {
 
 // From the lowest bit: 4 of the kind, 4 of the dtype, 3 of the reduction, then the root.
 constexpr int kKinds = 16, kDTypes = 16, kReduceOps = 8;
-constexpr int kSplit = kKinds - 1;
+constexpr int kSplit = kKinds - 1, kFailure = kKinds - 2;
 
 bool reduces(OpKind kind) {
   return kind == OpKind::kReduceScatter || kind == OpKind::kAllReduce || kind == OpKind::kReduce;
@@ -26,6 +26,8 @@ int signature_of(const Operation& operation, int largest) {
 }
 
 int split_signature() noexcept { return kSplit; }
+
+int failure_signature() noexcept { return kFailure; }
 
 std::string describe_signature(std::int64_t signature) {
   if (signature == kSplit) return "split";

@@ -14,6 +14,8 @@ namespace comm_core {
 int signature_of(const Operation& operation, int largest);
 /// That of a split, which is no Operation.
 int split_signature() noexcept;
+/// That of a message by which a rank says that the group has failed on it.
+int failure_signature() noexcept;
 /// What a peer meant: "all_reduce of float32, op sum"; "something else" where no operation has that number.
 std::string describe_signature(std::int64_t signature);
 

@@ -6,6 +6,7 @@ What can be done to them (clipping, a GradScaler's look) is in `overlap.features
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 
@@ -34,10 +35,13 @@ class Averages:
         return self.engine.shards is None or self.stage is Stage.SYNCHRONIZED
 
     @torch.no_grad()
-    def settle(self, call: str) -> None:
-        """Reductions are awaited, as `call` of the script's needs them; shards hold averages, where there are any."""
+    def settle(self, call: str, what: str) -> None:
+        """Reductions are awaited, as `call` of the script's needs them; shards hold averages, where there are any.
+
+        Raises on every rank where the policy refuses `what` on one.
+        """
         engine, round = self.engine, self.engine.round
-        engine.close(call)
+        engine.close(call, partial(engine.policy.refuse, what))
         round.settle()
         if self.stage is Stage.LOCAL:
             for bucket in engine.order:
@@ -46,20 +50,18 @@ class Averages:
             round.advance(Stage.SETTLED)
 
     @torch.no_grad()
-    def synchronize(self, call: str = "synchronize()") -> None:
-        """Make ``.grad`` the average everywhere; `call` is what the script has called."""
+    def synchronize(self, call: str = "synchronize()", what: str = "synchronize()") -> None:
+        """Make ``.grad`` the average everywhere; `call` is what the script has called. As :meth:`settle`."""
         if self.stage is Stage.SYNCHRONIZED:
             return
         engine = self.engine
-        engine.policy.refuse("synchronize()")
-        engine.close(call)
+        engine.close(call, partial(engine.policy.refuse, what))
         engine.round.settle()
         engine.participants.announce("synchronize")
         for bucket in engine.order:
             if bucket.holds_parameters:
                 label = f"{bucket.label} gradients"
                 self.comm.all_gather(bucket.reduced, bucket.gradients, counts=bucket.shares, label=label)
-                bucket.find_unused()
         for bucket in engine.order:
             bucket.expose()
         engine.round.scales.clear()  # ``.grad`` has them by now
@@ -71,6 +73,7 @@ class Averages:
             if bucket.holds_parameters:
                 for slot in bucket.slots:
                     slot.fill()
+                    slot.unused = slot.absent
                 bucket.reduced.copy_(bucket.gradients[bucket.own])
                 self.engine.sharded.take(bucket)
 
@@ -84,8 +87,11 @@ class Averages:
         for bucket in engine.order:
             for slot in bucket.slots:
                 slot.fill()
+        unused = torch.tensor([slot.absent for slot in engine.slots], dtype=torch.uint8, device="cpu")
+        self.comm.broadcast(unused, leader, label="unused parameters")
+        engine.round.take_unused(list(map(bool, unused.tolist())))
+        for bucket in engine.order:
             self.comm.broadcast(bucket.gradients, leader, label=f"{bucket.label} gradients")
-            bucket.find_unused()
             bucket.expose()
         for slot in engine.slots:
             if slot.claimed:

@@ -12,12 +12,13 @@ from typing import NamedTuple
 import torch
 
 from overlap.core.gates.holders import Strangers
+from overlap.core.handles import Watch
 from overlap.core.master_weights import MakeMaster, MasterWeights
 from overlap.plan.partition import BucketSpec
 from overlap.plan.strategy import Collectives
 from overlap.transport.communicator import Communicator, ReduceOp, Start, Wide, Work
 from overlap.transport.cut_pickles import cut_when_pickled
-from overlap.transport.memory import copy_used, unused_mark, unused_positions, view_like
+from overlap.transport.memory import copy_used, view_like
 
 __all__ = ["Bucket", "Known", "Phase", "Slot", "changed", "clear", "line"]
 
@@ -66,7 +67,7 @@ class Slot:
     fires: int = 0
     filled: bool = False
     noted: bool = False  # a gradient arrived that is in no bucket yet
-    unused: bool = False  # after the reduction: no rank used it in this step
+    unused: bool = False  # all reductions of this round are issued, and no rank had a gradient for it
     claimed: bool = False  # a feature reduces its gradients, so it is in no bucket; `filled` means averaged
     _spent: weakref.ref[torch.Tensor] | None = field(
         default=None, repr=False
@@ -89,7 +90,7 @@ class Slot:
         self.bucket, self.place, self.view = bucket, place, view
 
     def fill(self) -> None:
-        """Move the gradient into the bucket, where ``.grad`` becomes a view, or mark the parameter as unused here."""
+        """Move the gradient into the bucket, where ``.grad`` becomes a view; without one, zeros are summed."""
         place, view, param = self.place, self.view, self.param
         assert place is not None
         assert view is not None
@@ -98,7 +99,7 @@ class Slot:
             self.view = view = place.data  # ``model.half().double()`` has given the old one other memory
         if gradient is None or param.dtype is not place.dtype or param.device != place.device:
             if not lone:
-                unused_mark(place)
+                place.zero_()
             self._given = None
         else:
             if gradient.layout is not torch.strided:
@@ -113,10 +114,10 @@ class Slot:
         self.filled = True
 
     def leave_out(self) -> None:
-        """Mark the parameter as unused here, and keep its gradient for another round, or for other buckets."""
+        """Take part with zeros, and keep the gradient for another round, or for other buckets."""
         assert self.place is not None
         self.take_out()
-        unused_mark(self.place)
+        self.place.zero_()
         self._given, self.filled = None, True
 
     def take_out(self) -> None:
@@ -159,7 +160,7 @@ class Slot:
 
     @property
     def absent(self) -> bool:
-        """Filled with the unused mark: this rank has no gradient for it."""
+        """Filled, and this rank has no gradient for it."""
         return self.filled and self._given is None
 
     @property
@@ -211,6 +212,7 @@ class Known(NamedTuple):
     wide: Wide | None
     places: tuple[object, ...]  # addresses: ``model.share_memory()``, or a queue, moves memory under the same tensors
     start: Start
+    watch: Watch | None = None  # who else uses the parameters' memory
 
 
 class Bucket:
@@ -280,10 +282,6 @@ class Bucket:
         self.wide_parameters: Wide | None = None
         if self.carried and self.master is not None:
             self.wide_parameters = Wide(self.master.values, self.parameters)
-        # A tensor without elements may start behind the last one; looking one earlier is harmless, it has no extent.
-        offsets = [min(offset, spec.padded_numel - 1) for offset in spec.offsets]
-        starts = torch.tensor(offsets, dtype=torch.int64, device=first.device)
-        self._extents = (starts, [o + slot.param.numel() for o, slot in zip(offsets, slots, strict=True)])
 
     def __repr__(self) -> str:
         return f"Bucket {self.index} ({len(self.slots)} tensors, {self.nbytes / 2**20:.2f} MB, {self.phase.name})"
@@ -300,11 +298,6 @@ class Bucket:
     def shard(self) -> torch.Tensor:
         """This rank's part of the parameters, exact: what an update writes to."""
         return self.parameters[self.own] if self.master is None else self.master.values
-
-    @property
-    def extents(self) -> tuple[torch.Tensor, list[int]]:
-        """Starts (a tensor) and stops of the slots in the flat buffer, in elements."""
-        return self._extents
 
     def advance(self, to: Phase) -> None:
         if to not in _NEXT[self.phase]:
@@ -367,12 +360,6 @@ class Bucket:
             if self.holds_parameters:
                 self.parameters = self.travelling = nothing
             self.reduction = self.gathering = self.wide_gradients = None
-
-    def find_unused(self) -> None:
-        """Read from whole reduced gradients which parameters no rank used."""
-        marks = [s.absent for s in self.slots] if self.lone else unused_positions(self.gradients, *self._extents)
-        for slot, unused in zip(self.slots, marks, strict=True):
-            slot.unused = unused if slot.param.numel() else slot.param.grad is None
 
     def expose(self) -> None:
         """Make ``.grad`` the averaged gradient, None where no rank used the parameter."""

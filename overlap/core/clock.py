@@ -6,7 +6,7 @@ While it is there, the engine and transit tell it what they do; nobody does othe
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,6 +80,10 @@ class StepClock:
             until = min(until, max(since, next((max(_ends(one), default=until) for one in mine), until)))
         self._lap.waits.append((since, until))
 
+    def passed(self, since: float) -> None:
+        """A gate ran, until now."""
+        self._lap.gates.append((since, _now()))
+
     def gradient(self, index: int, came: float) -> None:
         """It is handled by now."""
         self._lap.gradients.append((index, came, _now()))
@@ -102,7 +106,13 @@ class StepClock:
         """Note what these buckets send, from now on."""
         self._watched = [(bucket, bucket.collectives) for bucket in order]
         for bucket, collectives in self._watched:
-            bucket.collectives = _Noted(collectives, self._issued)
+            bucket.collectives = _Noted(collectives, self._note)
+
+    def _note(self, kind: str, bucket: Bucket, at: float) -> None:
+        """An operation was issued, from `at` until now."""
+        assert bucket.work is not None, "it was issued"
+        self._issued.append(_Issued(kind, bucket, at, bucket.work))
+        self._lap.issues.append((at, _now()))
 
     def unwatch(self) -> None:
         for bucket, collectives in self._watched:
@@ -156,17 +166,18 @@ def _sent(one: _Issued) -> list[Sent]:
 
 
 class _Noted:
-    """Collectives whose operations go into a list, too."""
+    """Collectives of which each operation is told: its kind, its bucket, and when it was about to be issued."""
 
-    def __init__(self, inner: Collectives, issued: list[_Issued]) -> None:
-        self._inner, self._issued = inner, issued
+    def __init__(self, inner: Collectives, told: Callable[[str, Bucket, float], None]) -> None:
+        self._inner, self._told = inner, told
 
     def reduce(self, comm: Communicator, bucket: Any) -> None:
         when = _now()
         self._inner.reduce(comm, bucket)
-        self._issued.append(_Issued("reduce", bucket, when, bucket.work))
+        self._told("reduce", bucket, when)
 
-    def gather(self, comm: Communicator, bucket: Any) -> None:
+    def gather(self, comm: Communicator, bucket: Any) -> bool:
         when = _now()
-        self._inner.gather(comm, bucket)
-        self._issued.append(_Issued("gather", bucket, when, bucket.work))
+        held = self._inner.gather(comm, bucket)
+        self._told("gather", bucket, when)
+        return held

@@ -17,20 +17,22 @@ from types import FrameType
 
 import torch
 
+from overlap.core.alike import NOTHING, Clipped, DifferentScales
 from overlap.core.bucket import Slot
 from overlap.core.buckets.arrangement import Arrangement
 from overlap.core.buckets.conversion import Change, changes, difference
 from overlap.core.feature import Feature, Policy, listeners
 from overlap.core.participants import Participants
 from overlap.core.round import Round
-from overlap.core.tally import Call, Calls, Heard, Said, Tally, Verdict, verdict
-from overlap.transport.communicator import Communicator
+from overlap.core.tally import Call, Calls, Heard, Said, Tally, Verdict, verdict, why_ended
+from overlap.transport.communicator import Communicator, ReduceOp
 from overlap.transport.objects import SignatureMismatch, allgather_object
 
 __all__ = ["Closing", "OtherRankFailed", "zeroing"]
 
 _ZERO_GRAD = torch.nn.Module.zero_grad.__code__
 _DEEP = 16  # frames between it and a gate
+_DIGESTS = 2**61  # so many fit into the tally
 
 
 class OtherRankFailed(RuntimeError):
@@ -54,11 +56,14 @@ class Closing:
         self._comm, self._slots, self._round, self._arrangement = calls, round.slots, round, arrangement
         self._participants, self._policy = participants, policy
         self._on_news, self._on_closed = listeners(features, "news"), listeners(features, "closed")
+        self._compared = [feature for feature in features if listeners([feature], "digest")]
         self._tally, self._calls = Tally(calls), Calls()
         self.closed = False  # all reductions of this round are issued, on all ranks
         self.ended = ""  # why this optimizer cannot step any more
         self._apart = False  # … as this rank has dropped a round that others mean
         self._alike = False  # all ranks closed this round after as many calls
+        self._clipped = NOTHING  # what averages of this round were clipped by, and not agreed on yet
+        self.scale: torch.Tensor | None = None  # by which a GradScaler has multiplied the loss of this round
 
     # - While gradients come
 
@@ -72,17 +77,20 @@ class Closing:
 
     # - Calls that need averages
 
-    def close(self, call: str, check: Callable[[], None] | None = None, *, again: bool = False) -> bool:
+    def close(
+        self, call: str, check: Callable[[], None] | None = None, *, again: bool = False, steps: bool = False
+    ) -> bool:
         """All gradients of this round reduced or on their way, the last buckets, too, before anything uses them.
 
         Args:
             call: what the script has called.
             check: raises where this rank cannot go on; then all ranks raise.
             again: agree once more in a round that is closed already.
+            steps: parameters are about to be updated, so hyper-parameters, say, have to be the same on all ranks.
 
         Returns whether the round is closed; it is not on a rank that has joined, where other ranks had dropped the round.
         Raises what `check` or a look at the gradients raises, :class:`OtherRankFailed` where another rank did so, and
-        ``RuntimeError`` where ranks have made different calls.
+        ``RuntimeError`` where ranks have made different calls, ``SignatureMismatch`` where they would step differently.
         """
         self._require_open()
         if self.closed and not again:
@@ -98,13 +106,17 @@ class Closing:
             waits = not self.closed and (bool(converted) or self._calls.doubt or self._arrangement.learning)
             late = [] if self.closed else self._late()
             news = [] if self.closed else [told() for told in self._on_news]
-            mine = replace(self._said(Call.CLOSE), late=bool(late), converted=bool(converted), news=any(news))
-            self._tally.post(replace(mine, sent=not waits, failed=failure is not None), call)
+            mine = replace(
+                self._said(Call.CLOSE), late=bool(late), converted=bool(converted), complete=self._complete_here
+            )
+            mine = replace(mine, news=any(news), sent=not waits, failed=failure is not None)
+            digest = self._digest() if steps and self._compared else None
+            self._tally.post(replace(mine, digest=digest), call)
             if not waits and not self.closed:
                 self._round.flush()
                 self._round.settle_done()  # while the last ones are on their way
             heard = self._tally.read()
-            if self._follow(heard, failure):
+            if self._follow(heard, failure, self._clipped):
                 break
             if self._participants.following:
                 return False
@@ -126,32 +138,60 @@ class Closing:
         if heard.late:  # after the flush: how many buckets were issued before it differs between ranks
             arrangement.extend(late)
             round.flush()
+        if heard.late or heard.converted or not heard.complete:
+            self._find_unused()
         if self._on_closed:
             number = self._participants.round
             for told in self._on_closed:
                 told(heard.news, lambda: self._participants.leader, lambda: round.factor(number))
         self.closed = True
 
+    @property
+    def _complete_here(self) -> bool:
+        """Whether this rank has a gradient for every parameter in a bucket. One that has joined has none."""
+        if self.closed or self._arrangement.learning or self._participants.following:
+            return False
+        return self._round.complete
+
+    def _find_unused(self) -> None:
+        """All ranks have filled all buckets, and each of them lacks a gradient: which ones do all lack?"""
+        used = torch.tensor([not slot.absent for slot in self._slots], dtype=torch.uint8, device="cpu")
+        self._comm.all_reduce(used, used, ReduceOp.MAX, label="used parameters")
+        self._round.take_unused([not one for one in used.tolist()])
+
     def end_step(self) -> None:
         """The averages were used. On one rank."""
         self._calls.step(self._alike)
         self._end_round()
 
-    def ask(self, mine: bool, call: str) -> bool:
-        """Whether any rank has gradients that no step has used, `mine` if this one has."""
+    def ask(self, mine: bool, call: str, clipped: Clipped = NOTHING, check: Callable[[], None] | None = None) -> bool:
+        """Whether any rank has gradients that no step has used, `mine` if this one has.
+
+        Raises on every rank where what they are `clipped` by is not alike, or `check` raises on one.
+        """
         self._require_open()
+        clipped += self._clipped
         while True:
             self._participants.ask(call)
             self._hear_of_drop(wait=True)
-            self._tally.post(replace(self._said(Call.ASK), gradients=mine, sent=self.closed or self._round.sent), call)
+            failure = _raised(check)
+            said = replace(self._said(Call.ASK), gradients=mine, failed=failure is not None, clipped=clipped.number)
+            self._tally.post(replace(said, sent=self.closed or self._round.sent), call)
             heard = self._tally.read()
-            if self._follow(heard, None) or self._participants.following:
+            if self._follow(heard, failure, clipped) or self._participants.following:
                 return heard.gradients
 
-    def meet(self, what: str) -> None:
-        """Before something that waits for all ranks. Raises :class:`.CannotJoin` on all of them, where some have joined."""
+    def clip(self, clipped: Clipped) -> None:
+        """Averages that every rank has whole are clipped by this. On one rank; the next call agrees on it, or raises."""
+        self._clipped += clipped
+
+    def meet(self, what: str, check: Callable[[], None] | None = None) -> None:
+        """Before something that waits for all ranks. Raises :class:`.CannotJoin` on all of them, where some have joined.
+
+        Where `check` raises on one rank, all raise.
+        """
         self._participants.call_together(what)
-        self.ask(False, what)
+        self.ask(False, what, check=check)
         self._participants.refuse_together(what)
 
     # - Calls that need none
@@ -200,14 +240,30 @@ class Closing:
     # - What all ranks do by what was said
 
     def _said(self, call: Call) -> Said:
-        number = None if self._participants.following else self._calls.next
-        return Said(call, self._participants.round, self._participants.rank, number, alone=self._calls.alone)
+        participants, calls = self._participants, self._calls
+        number, clipped = None if participants.following else calls.next, self._clipped.number
+        return Said(
+            call,
+            participants.round,
+            participants.rank,
+            number,
+            alone=calls.alone,
+            clipped=clipped,
+            scale=0.0 if self.scale is None else float(self.scale),
+        )
 
-    def _follow(self, heard: Heard, failure: Exception | None) -> bool:
+    def _follow(self, heard: Heard, failure: Exception | None, clipped: Clipped) -> bool:
         """Whether all ranks mean this call; False where others have dropped the round before it, which is over now."""
         found = verdict(heard)
-        self._participants.answered(repeated=found is Verdict.FAILED)
+        mixed = heard.clipped is not None and not heard.clipped.alike
+        scaled = heard.scale is not None and not heard.scale.alike
+        self._participants.answered(repeated=found in (Verdict.FAILED, Verdict.UNLIKE) or mixed or scaled)
         if found is Verdict.AGREED:
+            if mixed:
+                raise self._shared_failure(None if clipped.refuse is None else clipped.refuse())
+            if scaled:
+                assert heard.scale is not None
+                raise DifferentScales(heard.scale)
             return True
         if found is Verdict.DROPPED:
             assert heard.drop is not None
@@ -216,6 +272,8 @@ class Closing:
             return False
         if found is Verdict.FAILED:
             raise self._shared_failure(failure)
+        if found is Verdict.UNLIKE:
+            raise self._difference()
         raise self._refused(found, heard)
 
     def _void(self) -> None:
@@ -227,7 +285,7 @@ class Closing:
 
     def _end_round(self) -> None:
         self._round.reset()
-        self.closed = False
+        self.closed, self._clipped, self.scale = False, NOTHING, None
         self._participants.close()
 
     def _hear_of_drop(self, *, wait: bool) -> None:
@@ -252,35 +310,33 @@ class Closing:
         rank, text = next((rank, text) for rank, text in enumerate(texts) if text is not None)
         return OtherRankFailed(f"rank {self._participants.ranks[rank]} has raised in the same call: {text}")
 
+    def _digest(self) -> int | None:
+        """Of what has to be the same on all ranks that step. One that has joined steps with what the others tell it."""
+        if self._participants.following:
+            return None
+        together = 0
+        for feature in self._compared:
+            together = (together * 31 + feature.digest()) % _DIGESTS
+        return together
+
+    def _difference(self) -> Exception:
+        """What all ranks raise whose digests differ. The round stays as it is, to be closed again."""
+        mine = None if self._participants.following else [feature.told() for feature in self._compared]
+        everybodys = dict(zip(self._participants.ranks, allgather_object(self._comm, mine), strict=True))
+        given = {rank: told for rank, told in everybodys.items() if told is not None}
+        found = (
+            feature.difference({rank: told[number] for rank, told in given.items()})
+            for number, feature in enumerate(self._compared)
+        )
+        return SignatureMismatch(next(filter(None, found), "ranks are about to make different steps"))
+
     def _refused(self, found: Verdict, heard: Heard) -> RuntimeError:
         self.ended = self._ended(found, heard)
         return RuntimeError(self.ended)
 
     def _ended(self, found: Verdict, heard: Heard) -> str:
         self._participants.end()
-        ranks = self._participants.ranks
-        first, last = heard.first_round, heard.last_round
-        if found is Verdict.APART and heard.others is not None:
-            return (
-                f"rank {heard.dropping} has dropped the gradients of step {first} (zero_grad() before step()), and rank "
-                f"{heard.going_on} goes on with them; skip a step on every rank, or on none, by optimizer.zero_grad() "
-                "where some rank may have had no batch"
-            )
-        if found is Verdict.APART:
-            return (
-                f"ranks {list(ranks)} have dropped the gradients of step {first} in different calls; call "
-                "optimizer.zero_grad() on every rank alike"
-            )
-        if first != last:
-            return (
-                f"ranks {list(ranks)} have made different calls: some of them close step {first}, and others step {last}; "
-                "synchronize(), clip_grad_norm_() and step() are called on every rank alike"
-            )
-        return (
-            f"ranks {list(ranks)} have made different calls in step {first}: rank {heard.asking} asks whether there are "
-            f"gradients (synchronize(), or a step with a closure), and rank {heard.closing} needs them (step(), clipping); "
-            "make the same calls on every rank"
-        )
+        return why_ended(found, heard, self._participants.ranks)
 
     def _require_open(self) -> None:
         if self.ended:
@@ -333,6 +389,15 @@ class Closing:
         self.ended = f"this optimizer cannot go on: {error}"
         participants.end()
         raise error
+
+
+def _raised(check: Callable[[], None] | None) -> Exception | None:
+    try:
+        if check is not None:
+            check()
+    except (RuntimeError, TypeError, ValueError) as error:
+        return error
+    return None
 
 
 def zeroing(frame: FrameType | None) -> FrameType | None:

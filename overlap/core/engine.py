@@ -10,10 +10,13 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Protocol
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from overlap.core.alike import Clipped
 from overlap.core.bucket import Slot
 from overlap.core.buckets.arrangement import Arrangement
 from overlap.core.buckets.conversion import changes
@@ -27,9 +30,17 @@ from overlap.core.gathering import Transit
 from overlap.core.participants import Participants
 from overlap.core.round import Round
 from overlap.core.shards import ShardUpdate
+from overlap.job.session import current
 from overlap.plan.strategy import Strategy
 
-__all__ = ["Engine"]
+__all__ = ["Engine", "Watcher"]
+
+
+class Watcher(Protocol):
+    """Is told where forward passes of modules begin, when their parameters are final, and end."""
+
+    def entered(self) -> None: ...
+    def left(self) -> None: ...
 
 
 class Engine:
@@ -52,11 +63,13 @@ class Engine:
     ) -> None:
         self._model, self.planner, self.transit, self.round = model, planner, transit, round
         self.arrangement, self.closing, self.participants, self.policy = arrangement, closing, participants, policy
+        self.features = tuple(features)
         self.slots, self.order = planner.slots, planner.order  # the latter in order of issue
         self.suspended = False  # inside no_sync()
         self.accumulating = False  # since the last step, gradients arrived that no reduction has seen
         self._clock: StepClock | None = None
-        self._on_gradient = listeners(features, "gradient")
+        self.watcher: Watcher | None = None  # wants to know of forward passes, in some rounds
+        self._on_gradient, self._on_ending = listeners(features, "gradient"), listeners(features, "ending")
         self._early = policy if policy.early else None
         self._by_param = {id(slot.param): slot for slot in self.slots}
         self._hooks: dict[int, RemovableHandle] = {}  # by slot
@@ -137,6 +150,7 @@ class Engine:
         slot = self._by_param.get(id(parameter))
         if slot is None:
             return
+        since = 0.0 if self._clock is None else time.perf_counter()
         if self.round.begun:
             self._see_zero_grad()
         observer = self.arrangement.observer
@@ -147,11 +161,15 @@ class Engine:
                 self._clock.used(slot.index)
             if self._early is not None:
                 self._early.read(slot)
-            if slot.bucket in self.transit.pending and not self._reader_drops_gradients():
+            awaited = slot.bucket in self.transit.pending or slot.bucket in self.transit.landing
+            if awaited and not self._reader_drops_gradients():
                 self.transit.arrive(slot.bucket)
+            if self._clock is not None:
+                self._clock.passed(since)
 
     def _enter(self, module: torch.nn.Module, *_inputs: object) -> None:
         observer, transit = self.arrangement.observer, self.transit
+        since = 0.0 if self._clock is None else time.perf_counter()
         if self.round.unscaled and torch.is_grad_enabled():
             self.round.scale_kept()
         if observer is not None:
@@ -161,23 +179,31 @@ class Engine:
                     self._touch(parameter)
         if self._clock is not None:
             self._clock.entered(module)
-        if not transit.busy:
-            return
-        if transit.entry or not transit.pending:
-            transit.arrive_entry()
-        for parameter in dict.values(module._parameters):
-            slot = self._by_param.get(id(parameter))
-            if slot is not None and slot.bucket in transit.pending:
-                if self._early is not None:
-                    self._early.read(slot)
-                transit.arrive(slot.bucket)
+        if transit.busy:
+            if transit.entry or not transit.pending:
+                transit.arrive_entry()
+            for parameter in dict.values(module._parameters):
+                slot = self._by_param.get(id(parameter))
+                bucket = None if slot is None else slot.bucket
+                if slot is not None and bucket is not None and (bucket in transit.pending or bucket in transit.landing):
+                    if self._early is not None:
+                        self._early.read(slot)
+                    transit.arrive(bucket)
+        if self.watcher is not None:
+            self.watcher.entered()
+        if self._clock is not None:
+            self._clock.passed(since)
 
     def _leave(self, module: torch.nn.Module, *_inputs_and_output: object) -> None:
-        observer = self.arrangement.observer
+        observer, clock = self.arrangement.observer, self._clock
+        if self.watcher is not None:
+            self.watcher.left()
         if observer is not None:
             observer.leave(module)
-        if self._clock is not None:
-            self._clock.left()
+        if clock is not None:
+            since = time.perf_counter()
+            clock.left()
+            clock.passed(since)
 
     # - Following the model
 
@@ -206,11 +232,35 @@ class Engine:
 
     # - Calls of the script's
 
-    def close(self, call: str, check: Callable[[], None] | None = None, *, again: bool = False) -> bool:
+    def close(
+        self, call: str, check: Callable[[], None] | None = None, *, again: bool = False, steps: bool = False
+    ) -> bool:
         """See :meth:`.Closing.close`; hooks those parameters that were frozen and are not any more."""
         if not self.closing.ended:
             self._hook_slots()
-        return self.closing.close(call, check, again=again)
+        if self._gates.swapped:
+            check = partial(self._refuse_swapped, check)
+        return self.closing.close(call, check, again=again, steps=steps)
+
+    def _refuse_swapped(self, check: Callable[[], None] | None) -> None:
+        """Raise where the model has another parameter in place of one of ours, and nobody trains that one."""
+        for parameters, name, old in self._gates.swapped:
+            slot, new = self._by_param.get(id(old)), dict.get(parameters, name)
+            if slot is None or new is None or not new.requires_grad or id(new) in self._by_param:
+                continue
+            if not current().registry.having([new]):
+                raise RuntimeError(
+                    f"the model has another parameter {slot.name!r} than the optimizer ({new.dtype} on {new.device}, and "
+                    f"{old.dtype} on {old.device}), which no step would train: model.to('meta'), load_state_dict(…, "
+                    "assign=True) and module.weight = nn.Parameter(…) make new ones. Do that before the optimizer is made, "
+                    "or give the new parameter to add_param_group()"
+                )
+        if check is not None:
+            check()
+
+    def ask(self, call: str, clipped: Clipped) -> bool:
+        """See :meth:`.Closing.ask`; raises on every rank where the policy refuses `call`."""
+        return self.closing.ask(self.holds_gradients, call, clipped, partial(self.policy.refuse, call))
 
     def zero_grad(self, *, zeros: bool) -> None:
         """The script drops the gradients it has, if it has any."""
@@ -250,6 +300,8 @@ class Engine:
             self.close("shutdown()")
             self._early.begin()
         self.transit.arrive_all()
+        for told in self._on_ending:
+            told()
 
     def retire(self) -> None:
         """Another optimizer has the parameters, or all ranks have dropped this one."""

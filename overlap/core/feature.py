@@ -4,8 +4,12 @@
     backward      gradient … filled                        this rank: nothing that communicates
     a call        verify                                   this rank: may raise, then all ranks raise
                   news                                     this rank: whether it has something to agree on in `closed`
+                  digest                                   this rank: of what has to be the same where all step
+                  told ─▶ difference                       all ranks, where digests differ: what to raise
                   closed                                   all ranks: all reductions of the round are issued
-    the end       ended                                    this rank
+    an update     used                                     this rank
+    the end       ended                                    this rank, of a round
+                  ending                                   this rank, of training
 
 `overlap.optimizer.assembly` says which features an optimizer has. One that has none runs none of this.
 
@@ -15,7 +19,7 @@ run, and a :class:`StatePlacement`, what becomes of the optimizer's state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -51,6 +55,17 @@ class Feature:
         """A call of the script's closes the round: whether this rank alone knows of something that all should agree on."""
         return False
 
+    def digest(self) -> int:
+        """A step: a number from 0 to 2^56 - 1 that is the same wherever what has to be the same is; on ranks that train."""
+        return 0
+
+    def told(self) -> Any:
+        """Digests differ: what :meth:`difference` compares, of this rank. It can be pickled."""
+
+    def difference(self, told: Mapping[int, Any]) -> str:
+        """What differs in what ranks have `told`, as a message; empty where nothing does (pure)."""
+        return ""
+
     def closed(self, news: bool, leader: Callable[[], int], factor: Callable[[], float]) -> None:
         """All reductions of the round are issued.
 
@@ -60,6 +75,12 @@ class Feature:
             factor: what averages over all ranks are multiplied by to be those of the ranks that contribute; known once
                 any reduction of the round is done.
         """
+
+    def used(self, buckets: Sequence[Bucket]) -> None:
+        """Parameters are updated by the averages in `buckets`. Not told where a GradScaler has looked. This rank."""
+
+    def ending(self) -> None:
+        """Training ends, in ``shutdown()``. This rank."""
 
     def ended(self) -> None:
         """The round is over: its gradients were used, or dropped."""
@@ -107,6 +128,10 @@ class Policy:
 
     def arrive(self) -> None:
         """Make the updates that were left. On this rank."""
+
+    def watched(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """`step`, the optimizer's own, or what looks on where it updates whole parameters."""
+        return step
 
 
 class StatePlacement(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -10,11 +11,14 @@ import torch
 
 from overlap.core.bucket import Bucket, Phase
 from overlap.core.clock import StepClock
+from overlap.core.handles import shared
 from overlap.transport.communicator import Communicator
 from overlap.transport.forks import Origin, settle_before_forks
-from overlap.transport.work import arrive
+from overlap.transport.work import Work, arrive
 
 __all__ = ["Transit"]
+
+log = logging.getLogger("dear")
 
 
 class Transit:
@@ -27,11 +31,14 @@ class Transit:
         self._lanes, self._poison = tuple(lanes), poison and lanes[0].size > 1
         self.busy = False  # whether anything is to be awaited, or to be raised
         self.pending: dict[Bucket, Callable[[Bucket], None] | None] = {}  # by what is left to do on arrival
+        self.landing: dict[Bucket, Work] = {}  # awaited by one stream of a device; others that read wait, too
         self._arriving: set[Bucket] = set()  # their updates may look at parameters themselves
         self._origin = Origin()
         settle_before_forks(self)
         self._lock = threading.RLock()  # two threads may look at one parameter; both see its final value
         self._unraised: Exception | None = None  # what went wrong before a fork
+        self.held: list[Bucket] = []  # of this step; others have tensors over their parameters
+        self._said = False
         self.clock: StepClock | None = None
         self.entry: list[Bucket] = []  # hold parameters no gate hands out: awaited when any forward starts
 
@@ -46,13 +53,18 @@ class Transit:
             bucket.parameters.fill_(float("nan"))
             if bucket.master is None:
                 bucket.parameters[bucket.own] = mine
-        bucket.collectives.gather(self._lanes[bucket.lane], bucket)
+        if bucket.collectives.gather(self._lanes[bucket.lane], bucket):
+            self.held.append(bucket)
         bucket.advance(Phase.GATHERING)
+        self.landing.pop(bucket, None)
         self.pending[bucket], self.busy = None, True
 
     def leave(self, bucket: Bucket, update: Callable[[Bucket], None]) -> None:
         """Let the parameters of `bucket` become final through `update`, when they are needed."""
+        if any(shared(slot.param) for slot in bucket.slots):
+            self.held.append(bucket)
         bucket.advance(Phase.DUE)
+        self.landing.pop(bucket, None)
         self.pending[bucket], self.busy = update, True
 
     def arrive(self, bucket: Bucket) -> None:
@@ -60,6 +72,8 @@ class Transit:
         if self._unraised is not None:
             self._raise_late()
         if bucket not in self.pending:
+            if bucket in self.landing:
+                self._follow(bucket)
             return
         if self._origin.elsewhere:  # where it could not be awaited before the fork
             self._origin.require()
@@ -76,14 +90,23 @@ class Transit:
             finally:
                 self._arriving.discard(bucket)
                 del self.pending[bucket]  # last: from now on nobody waits
-                self.busy = bool(self.pending) or self._unraised is not None
+                self.busy = bool(self.pending or self.landing) or self._unraised is not None
+
+    def _follow(self, bucket: Bucket) -> None:
+        """Another stream than the one that awaited `bucket` may read it before the device is past the gather."""
+        with self._lock:
+            work = self.landing.get(bucket)
+            if work is not None and not arrive(work):
+                del self.landing[bucket]
+                self.busy = bool(self.pending or self.landing) or self._unraised is not None
 
     def _complete(self, bucket: Bucket, update: Callable[[Bucket], None] | None) -> None:
         if update is not None:
             update(bucket)
         else:
             if bucket.work is not None:
-                arrive(bucket.work)
+                if arrive(bucket.work):
+                    self.landing[bucket] = bucket.work
                 bucket.work = None
             if bucket.master is not None and bucket.wide_parameters is None:
                 bucket.master.land()
@@ -93,7 +116,7 @@ class Transit:
         """A forward starts: wait for the parameters that it may use without asking."""
         if self._unraised is not None:
             self._raise_late()
-        if self.pending:
+        if self.busy:
             for bucket in self.entry:
                 self.arrive(bucket)
 
@@ -109,10 +132,24 @@ class Transit:
     def _raise_late(self) -> None:
         if self._unraised is not None:
             error, self._unraised = self._unraised, None
-            self.busy = bool(self.pending)
+            self.busy = bool(self.pending or self.landing)
             raise error
+
+    def arrive_held(self) -> None:
+        """At the end of ``step()``: wait for what others may look at through tensors of their own."""
+        held, self.held = self.held, []
+        if not self._said and self._lanes[0].rank == 0:
+            log.warning(
+                "the script has a tensor over the memory of a parameter, %r or one that travels with it (w = "
+                "layer.weight.data, a state_dict() or a graph that was kept): step() waits for the new values of such "
+                "parameters, which then are not hidden behind the next forward (this is said once)",
+                held[0].slots[0].name,
+            )
+        self._said = True
+        for bucket in held:
+            self.arrive(bucket)
 
     def arrive_all(self) -> None:
         self._raise_late()
-        for bucket in list(self.pending):
+        for bucket in [*self.pending, *self.landing]:
             self.arrive(bucket)

@@ -1,4 +1,7 @@
-"""What somebody has put around a model that does a part of our work: it splits the batch, or averages the gradients."""
+"""What somebody has put around a model that does a part of our work: it splits the batch, or averages the gradients.
+
+Or an optimizer that splits parameters between ranks.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,9 @@ import torch
 
 from overlap.core.gates.holders import holders
 
-__all__ = ["other_wrapper"]
+__all__ = ["other_sharder", "other_wrapper"]
+
+_SHARDERS = ("ZeroRedundancyOptimizer", "OSS")
 
 _DATA_PARALLEL = (
     "the model is in torch.nn.DataParallel, which trains on several devices from one process: dear needs one process per "
@@ -20,6 +25,18 @@ _DDP = (
     "it there by themselves: take DearTrainer of dear.integrations.transformers, or Accelerator of "
     "dear.integrations.accelerate, and give it the optimizer as it was before it was distributed"
 )
+
+
+def other_sharder(optimizer: torch.optim.Optimizer) -> str | None:
+    """What to tell the user where `optimizer` splits parameters between ranks by itself."""
+    name = next((base.__name__ for base in type(optimizer).__mro__ if base.__name__ in _SHARDERS), None)
+    if name is None:
+        return None
+    return (
+        f"{name} updates a part of the parameters on each rank and communicates in step(), which is what a "
+        f"DistributedOptimizer does itself: leave {name} out, and hand over the optimizer that it was told to make, such "
+        "as torch.optim.AdamW(model.parameters()). dear and oss keep 1/P of its state on each rank"
+    )
 
 
 def other_wrapper(model: torch.nn.Module | None, parameter: torch.Tensor) -> str | None:

@@ -88,7 +88,7 @@ class Round:
         self._hold_last, self._ordered, self._deferred = hold_last, ordered, deferred
         self._on_filled = listeners(features, "filled")
         self._on_verify = listeners(features, "verify")
-        self._on_ended = listeners(features, "ended")
+        self.on_used, self._on_ended = listeners(features, "used"), listeners(features, "ended")
         self._next, self._origin = 0, Origin()
         self._factor = -1, 1.0  # of a round, what its averages are multiplied by
         self.stage = Stage.LOCAL
@@ -184,7 +184,8 @@ class Round:
             raise TooManyGradients(
                 f"the gradient of {slot.name!r} was computed again before step() (backward_passes_per_step="
                 f"{self.passes}, {slot.expected} accumulation(s) per pass): call optimizer.step() or "
-                "optimizer.zero_grad() between backward passes, or accumulate with backward_passes_per_step or no_sync()"
+                "optimizer.zero_grad() between backward passes; or, where a step always has so many, wrap with "
+                "backward_passes_per_step; or run all passes but the last inside optimizer.no_sync()"
             )
         kept = {other: other.fires for other in self.slots if other.filled and not (other.dropped or other.absent)}
         for other in kept:
@@ -233,7 +234,7 @@ class Round:
                     self._launch(bucket)
 
     def flush(self) -> None:
-        """Issue all that is left. Parameters without a gradient on this rank take part with the unused mark."""
+        """Issue all that is left. Parameters without a gradient on this rank take part with zeros."""
         if self.dropped:
             return  # all of it is issued
         self._arrive_left()
@@ -246,6 +247,25 @@ class Round:
     def _arrive_left(self) -> None:
         if self._deferred:
             self._transit.arrive_all()  # nobody used these since the last step; their buffers are free then
+
+    @property
+    def complete(self) -> bool:
+        """Whether this rank has, or had when the bucket was filled, a gradient for every parameter in a bucket."""
+        return all(
+            slot._given is not None if slot.filled else slot.param.grad is not None
+            for bucket in self.order
+            for slot in bucket.slots
+        )
+
+    def take_unused(self, unused: Sequence[bool]) -> None:
+        """All reductions are issued. `unused`, by slot: no rank has a gradient for it, so it will be left alone."""
+        for slot, nobody in zip(self.slots, unused, strict=True):
+            if slot.bucket is not None:
+                slot.unused = nobody
+        for bucket in self.order:
+            if bucket.phase is Phase.REDUCED and bucket.holds_parameters:  # before all ranks had said so
+                assert self._planner.shards is not None
+                self._planner.shards.take(bucket)
 
     # - What comes back
 
@@ -278,8 +298,6 @@ class Round:
         if bucket.holds_parameters:
             assert shards is not None, "only buckets that hold parameters are updated in shards"
             shards.take(bucket)
-        else:
-            bucket.find_unused()
         factor = self._factor[1] if self._factor[0] == bucket.round else self.factor(bucket.round)
         if factor != 1 or not self._exchange.plain:
             self._exchange.rescale(bucket, shards, factor)

@@ -17,17 +17,12 @@ from typing import Any
 import torch
 
 from overlap.core.bucket import Bucket, Slot
+from overlap.core.once import Once, unhooked_step
 from overlap.plan.partition import piece
 from overlap.transport.cuda.streams import LastUpdate
-from overlap.transport.memory import unused_positions, view_like
+from overlap.transport.memory import view_like
 
-__all__ = ["Piece", "ShardUpdate", "shadow_of", "unhooked_step"]
-
-
-def unhooked_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
-    """``type(optimizer).step`` without torch's profiling and step hooks, which run once, around the whole step."""
-    step: Any = type(optimizer).step
-    return step.__wrapped__ if getattr(step, "hooked", False) else step
+__all__ = ["Piece", "ShardUpdate", "shadow_of"]
 
 
 @dataclass(slots=True, eq=False)
@@ -42,16 +37,18 @@ class Piece:
 
 
 class ShardUpdate:
-    """Pieces of all sharded buckets, and the shadow optimizer that updates them. `whole`: no shard cuts a parameter."""
+    """Pieces of all sharded buckets, and the shadow optimizer that updates them. `whole`: no shard cuts a parameter.
 
-    def __init__(self, optimizer: torch.optim.Optimizer, *, whole: bool = False) -> None:
-        self._optimizer, self.whole = optimizer, whole
+    Where the optimizer is of a type that we do not know, it updates them itself, through `once`.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, once: Once | None = None, *, whole: bool = False) -> None:
+        self._optimizer, self.once, self.whole = optimizer, once, whole
         self._shadow = shadow_of(optimizer)
         self._shadow.state = defaultdict(dict)
         self._step = unhooked_step(optimizer)
         self.written = LastUpdate()
         self._pieces: dict[Bucket, list[Piece]] = {}
-        self._extents: dict[Bucket, tuple[torch.Tensor, list[int]]] = {}
 
     @property
     def pieces(self) -> Iterable[Piece]:
@@ -88,10 +85,6 @@ class ShardUpdate:
             gradient = self._piece_of(bucket.reduced, inside, slot.param) if numel else values
             pieces.append(Piece(slot, *extent, torch.nn.Parameter(values), gradient))
         self._pieces[bucket] = pieces
-        with_elements = [one for one in pieces if one.stop > one.start]
-        starts = [int(one.gradient.storage_offset() - bucket.reduced.storage_offset()) for one in with_elements]
-        stops = [start + one.gradient.numel() for start, one in zip(starts, with_elements, strict=True)]
-        self._extents[bucket] = (torch.tensor(starts, dtype=torch.int64, device=bucket.reduced.device), stops)
 
     def _piece_of(self, shard: torch.Tensor, inside: slice, param: torch.Tensor) -> torch.Tensor:
         return view_like(shard, int(shard.storage_offset()) + inside.start, param) if self.whole else shard[inside]
@@ -104,10 +97,7 @@ class ShardUpdate:
 
     def take(self, bucket: Bucket) -> None:
         """Give the bucket's pieces their reduced gradients; those that no rank used get None and are left alone."""
-        starts, stops = self._extents[bucket]
-        unused = iter(unused_positions(bucket.reduced, starts, stops))
         for one in self._pieces[bucket]:
-            one.slot.unused = next(unused) if one.stop > one.start else one.slot.param.grad is None
             one.proxy.grad = None if one.slot.unused else one.gradient
 
     def step(self, bucket: Bucket) -> None:
@@ -118,7 +108,9 @@ class ShardUpdate:
         for one in self._pieces[bucket]:
             if one.proxy.grad is not None:
                 by_group.setdefault(one.slot.group, []).append(one.proxy)
-        if by_group:
+        if by_group and self.once is not None:
+            self.once.part(self.state, by_group)
+        elif by_group:
             groups = self._optimizer.param_groups
             self._shadow.param_groups = [{**groups[index], "params": proxies} for index, proxies in by_group.items()]
             self._step(self._shadow)

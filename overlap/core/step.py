@@ -26,13 +26,15 @@ from overlap.core.engine import Engine
 from overlap.core.feature import StatePlacement
 from overlap.core.gates.gates import listed
 from overlap.core.gates.holders import Strangers
+from overlap.core.once import Once, unhooked_step
 from overlap.core.round import Stage, TooManyGradients
-from overlap.core.shards import unhooked_step
 from overlap.transport.encoding import can_travel
+from overlap.transport.objects import allgather_object
 
 __all__ = ["Closure", "Stepper", "hyper_parameters", "take_hyper_parameters"]
 
 Closure = Callable[[], Any]
+Skips = Callable[[Sequence[Bucket], int], bool]
 
 _claimed = attrgetter("claimed")
 
@@ -40,7 +42,8 @@ _claimed = attrgetter("claimed")
 class Stepper:
     """Steps the user's `optimizer` over the engine's buckets, shard by shard or in full on every rank.
 
-    `by_loss` steps an optimizer that may look at what a closure returns, and call it again.
+    `by_loss` steps an optimizer that may look at what a closure returns, and call it again. `skips` decides, on all ranks
+    alike and when all reductions were awaited, whether a step is left out, by its buckets and its number.
     """
 
     def __init__(
@@ -50,10 +53,11 @@ class Stepper:
         optimizer: torch.optim.Optimizer,
         states: StatePlacement,
         by_loss: Callable[[Stepper, Closure], Any] | None = None,
+        skips: Skips | None = None,
     ) -> None:
         self.engine, self.averages, self.optimizer = engine, averages, optimizer
-        self.updating, self._by_loss = states.updating, by_loss
-        self.update = unhooked_step(optimizer)
+        self.updating, self._by_loss, self._skips = states.updating, by_loss, skips
+        self.update = engine.policy.watched(unhooked_step(optimizer))
 
     @property
     def decides_by_loss(self) -> bool:
@@ -73,6 +77,11 @@ class Stepper:
         self._check = check
         sharded = self.engine.shards is not None
         if closure is not None and self._by_loss is not None and not sharded:
+            if self._skips is not None:
+                raise ValueError(
+                    f"on_nonfinite='skip' leaves out whole steps, and {type(self.optimizer).__name__} may evaluate a "
+                    "closure several times in one: use 'raise' or 'ignore'"
+                )
             return self._by_loss(self, closure)
         result = None
         if closure is not None:
@@ -89,7 +98,7 @@ class Stepper:
         """Before anything is updated: [Note: nobody overtakes a step]. Ranks agree here also where they did so earlier, for
         clipping, say: some may have dropped the gradients since. Joined ranks are called for that by those who step."""
         engine = self.engine
-        engine.close("step()", self._may_step, again=not engine.participants.following)
+        engine.close("step()", self._may_step, again=not engine.participants.following, steps=True)
 
     def _may_step(self) -> None:
         self.engine.policy.check()
@@ -114,8 +123,11 @@ class Stepper:
         if round.stage is Stage.SYNCHRONIZED:
             averages.share()
             averages.take_synchronized()
+        if self._skips is not None and scale is None and self._left_out(self._skips):
+            return
         with self.updating():
             whole, strangers, shards, transit = [], Strangers(), engine.sharded, engine.transit
+            on_used = round.on_used if scale is None else ()
             updated = engine.policy.begin()
             for bucket in reversed(engine.order):
                 if bucket in updated:
@@ -127,11 +139,36 @@ class Stepper:
                     bucket.adopt(strangers)
                     shards.step(bucket)
                     transit.send(bucket)
+                    for told in on_used:  # while this is in the processor's cache, and others wait for nothing
+                        told((bucket,))
                 else:
                     whole.append(bucket)
             if whole or any(map(_claimed, engine.slots)):
                 self._update_whole(whole)
+                for told in on_used:
+                    told(whole)
             self._end_round()
+            if shards.once is not None:
+                self._settle(shards.once)
+        if transit.held:
+            transit.arrive_held()
+
+    def _settle(self, once: Once) -> None:
+        """The step that was made in parts is over. What went wrong in the first one is raised on every rank."""
+        failure = once.settle(lambda mine: allgather_object(self.averages.comm, mine))
+        if failure:
+            self.engine.closing.ended = failure
+            raise RuntimeError(failure)
+
+    def _left_out(self, skips: Skips) -> bool:
+        """Whether this step is, as all ranks agree. Its gradients are dropped then."""
+        engine = self.engine
+        engine.round.settle()
+        if not skips(engine.order, engine.participants.round):
+            return False
+        engine.closing.drop_everywhere()
+        engine.accumulating = False
+        return True
 
     def _update_whole(self, buckets: list[Bucket]) -> None:
         """Update the parameters that cannot be sliced, on every rank alike, beside sharded ones."""
@@ -140,24 +177,34 @@ class Stepper:
                 bucket.expose()
         members = {id(slot.param) for bucket in buckets for slot in bucket.slots}
         members |= {id(slot.param) for slot in self.engine.slots if slot.claimed}
+        groups, once = self.optimizer.param_groups, self.engine.sharded.once
+        chosen = [[param for param in listed(group["params"]) if id(param) in members] for group in groups]
+        if once is not None:
+            once.part(self.optimizer.state, dict(enumerate(chosen)))
+        else:
+            self._update_some(chosen)
+        for bucket in buckets:
+            bucket.advance(Phase.FILLING)
+
+    def _update_some(self, chosen: Sequence[list[torch.nn.Parameter]]) -> None:
         groups = self.optimizer.param_groups
         saved = [group["params"] for group in groups]
         try:
-            for group in groups:
-                group["params"] = [param for param in listed(group["params"]) if id(param) in members]
+            for group, params in zip(groups, chosen, strict=True):
+                group["params"] = params
             self.update(self.optimizer)
         finally:
             for group, params in zip(groups, saved, strict=True):
                 group["params"] = params
-        for bucket in buckets:
-            bucket.advance(Phase.FILLING)
 
     def _step_whole(self, scale: torch.Tensor | None) -> Any:
         self._close()
-        if scale is None and self._leave():
+        if scale is None and self._skips is None and self._leave():
             return None
         self.settle_whole()
         self._announce(scale)
+        if self._skips is not None and scale is None and self._left_out(self._skips):
+            return None
         self.take_whole(scale)
         with self.updating():
             return self.update(self.optimizer)
@@ -171,6 +218,8 @@ class Stepper:
             return False
         engine.participants.leave(groups=hyper_parameters(self.optimizer), scale=None)
         self._end_round()
+        if engine.transit.held:
+            engine.transit.arrive_held()
         return True
 
     def settle_whole(self) -> None:
@@ -188,6 +237,9 @@ class Stepper:
             self.averages.share()
         if scale is not None:
             self.averages.unscale(scale)
+        else:
+            for told in engine.round.on_used:
+                told(engine.order)
         for bucket in engine.order:
             bucket.advance(Phase.FILLING)
         self._end_round()

@@ -30,9 +30,10 @@ from enum import Enum, auto
 
 import torch
 
+from overlap.core.alike import Spread, said_alike
 from overlap.transport.communicator import Communicator, ReduceOp, Work
 
-__all__ = ["Call", "Calls", "Heard", "Said", "Tally", "Verdict", "verdict"]
+__all__ = ["Call", "Calls", "Heard", "Said", "Tally", "Verdict", "verdict", "why_ended"]
 
 _NOBODY = -(2**62)  # in place of a number that no rank has given
 _REMEMBERED = 8  # steps
@@ -60,7 +61,11 @@ class Said:
     converted: bool = False  # parameters have become another type
     failed: bool = False  # this rank raises
     news: bool = False  # a feature has something to agree on
+    complete: bool = False  # every parameter of a bucket has a gradient here
     alone: bool = False  # it has dropped gradients in this round of which it had sent nothing
+    digest: int | None = None  # of what has to be the same on all ranks that step; at least 0
+    clipped: float = 0.0  # what this rank clips by, or what is in it beside gradients of this optimizer
+    scale: float = 0.0  # by which a GradScaler has multiplied this rank's loss
 
     def numbers(self) -> list[int]:
         """To be reduced by their maximum; :meth:`Heard.of` reads them."""
@@ -74,6 +79,7 @@ class Said:
             self.failed,
             self.sent and not dropping and number is not None,
             self.news,
+            self.complete,
             self.round,
             -self.round,
             rank if call is Call.ASK and number is not None else _NOBODY,
@@ -84,6 +90,10 @@ class Said:
             _NOBODY if number is None or dropping else -number,
             _NOBODY if number is None else number,
             _NOBODY if number is None or not dropping else number,
+            _NOBODY if self.digest is None else self.digest,
+            _NOBODY if self.digest is None else -self.digest,
+            *((_NOBODY, _NOBODY) if number is None else said_alike(self.clipped) if self.clipped else (0, 0)),
+            *((_NOBODY, _NOBODY) if number is None else said_alike(self.scale) if self.scale else (0, 0)),
         ]
 
 
@@ -98,6 +108,7 @@ class Heard:
     failed: bool
     sent: bool  # by a rank that does not drop the round
     news: bool
+    complete: bool  # some rank is, so every parameter was used
     last_round: int
     first_round: int
     asking: int | None  # one of the ranks that ask …
@@ -108,14 +119,18 @@ class Heard:
     others: int | None  # the first call of those that do not
     last: int | None  # the last call of any
     last_drop: int | None
+    unlike: bool  # what has to be the same is not
+    clipped: Spread | None  # of what ranks clip by, where it is not the same on all; None where it is …
+    scale: Spread | None  # … and of the scales of their losses
 
     @classmethod
     def of(cls, numbers: Sequence[int]) -> Heard:
         """From the maxima of what :meth:`Said.numbers` gave."""
-        gradients, late, converted, unconverted, failed, sent, news = map(bool, numbers[:7])
-        last_round, minus_first = numbers[7:9]
-        given = (None if n == _NOBODY else n for n in numbers[9:])
-        asking, closing, dropping, going_on, minus_drop, minus_others, last, last_drop = given
+        gradients, late, converted, unconverted, failed, sent, news, complete = map(bool, numbers[:8])
+        last_round, minus_first = numbers[8:10]
+        given = (None if n == _NOBODY else n for n in numbers[10:-4])
+        clipped, scale = numbers[-4:-2], numbers[-2:]
+        asking, closing, dropping, going_on, minus_drop, minus_others, last, last_drop, greatest, minus_least = given
         return cls(
             gradients,
             late,
@@ -124,6 +139,7 @@ class Heard:
             failed,
             sent,
             news,
+            complete,
             last_round=last_round,
             first_round=-minus_first,
             asking=asking,
@@ -134,6 +150,9 @@ class Heard:
             others=None if minus_others is None else -minus_others,
             last=last,
             last_drop=last_drop,
+            unlike=greatest is not None and minus_least is not None and greatest != -minus_least,
+            clipped=Spread.of(*clipped) if clipped[0] + clipped[1] > 0 else None,
+            scale=Spread.of(*scale) if scale[0] + scale[1] > 0 else None,
         )
 
     @property
@@ -148,6 +167,7 @@ class Verdict(Enum):
     AGREED = auto()
     DROPPED = auto()  # the round is void: who did not drop it completes it, and calls again
     FAILED = auto()  # some rank raises, so all do
+    UNLIKE = auto()  # ranks are about to step with different hyper-parameters, say: all raise
     APART = auto()  # some drop the round, and others mean it
     DIFFERENT_CALLS = auto()
 
@@ -165,7 +185,35 @@ def verdict(heard: Heard) -> Verdict:
         return Verdict.DIFFERENT_CALLS
     if heard.dropping is not None and not heard.alike:
         return Verdict.APART
-    return Verdict.FAILED if heard.failed else Verdict.AGREED
+    if heard.failed:
+        return Verdict.FAILED
+    return Verdict.UNLIKE if heard.unlike else Verdict.AGREED
+
+
+def why_ended(found: Verdict, heard: Heard, ranks: Sequence[int]) -> str:
+    """Why ranks that have come to `found` cannot go on, in words. Pure."""
+    first, last = heard.first_round, heard.last_round
+    if found is Verdict.APART and heard.others is not None:
+        return (
+            f"rank {heard.dropping} has dropped the gradients of step {first} (zero_grad() before step()), and rank "
+            f"{heard.going_on} goes on with them; skip a step on every rank, or on none, by optimizer.zero_grad() "
+            "where some rank may have had no batch"
+        )
+    if found is Verdict.APART:
+        return (
+            f"ranks {list(ranks)} have dropped the gradients of step {first} in different calls; call "
+            "optimizer.zero_grad() on every rank alike"
+        )
+    if first != last:
+        return (
+            f"ranks {list(ranks)} have made different calls: some of them close step {first}, and others step {last}; "
+            "synchronize(), clip_grad_norm_() and step() are called on every rank alike"
+        )
+    return (
+        f"ranks {list(ranks)} have made different calls in step {first}: rank {heard.asking} asks whether there are "
+        f"gradients (synchronize(), or a step with a closure), and rank {heard.closing} needs them (step(), clipping); "
+        "make the same calls on every rank"
+    )
 
 
 class Calls:

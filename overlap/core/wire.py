@@ -9,23 +9,22 @@ rescale(): × after                                                             
 Between two buckets the processor computes gradients and copies what travels, so what it runs when the next bucket is full
 comes from memory. Checking the arguments of a reduction, 45 µs in a loop, took 180 µs there, of the thread that everything
 waits for.
-
-[Note: the mark survives the wire] A narrowed or scaled gradient may become -0.0, which is the mark of an unused
-parameter; so used gradients have +0.0 added after every such operation (see `overlap.transport.memory`).
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 
 from overlap.core.bucket import Bucket, Known
+from overlap.core.handles import use_count, watch
 from overlap.core.shards import ShardUpdate
-from overlap.transport.communicator import Communicator, ReduceOp, Wide
+from overlap.transport.communicator import Communicator, ReduceOp, Start, Wide
 from overlap.transport.compression import BF16Compressor, FP16Compressor, NoneCompressor
 from overlap.transport.cuda.math import can_inspect, cast_scale
-from overlap.transport.memory import copy_used, unused_mark, unused_positions
+from overlap.transport.memory import copy_used
 
 __all__ = ["COLLECTIVES", "DecoupledCollectives", "Exchange", "returns_slices"]
 
@@ -65,25 +64,36 @@ class DecoupledCollectives:
             known = bucket.reduction = Known(comm, send, recv, op, wide, places, start)
         bucket.work = known.start()
 
-    def gather(self, comm: Communicator, bucket: Bucket) -> None:
-        """Issue the gathering of ``bucket.travelling``, in place: from all shards' ranks, or from the owner of it all."""
+    def gather(self, comm: Communicator, bucket: Bucket) -> bool:
+        """Issue the gathering of ``bucket.travelling``, in place: from all shards' ranks, or from the owner of it all.
+
+        Returns whether somebody else has a tensor over the parameters, for which no gate waits.
+        """
         whole, wide = bucket.travelling, bucket.wide_parameters
-        owner = bucket.spec.owner
-        if owner is not None:
-            bucket.work = comm.broadcast_async(whole, owner, label=bucket.label)
-            return
         places = whole.data_ptr(), wide and (wide.send.data_ptr(), wide.recv.data_ptr())
         known = bucket.gathering
         if (
             known is None
+            or known.watch is None
             or known.comm is not comm
             or known.recv is not whole
             or known.wide is not wide
             or known.places != places
         ):
-            start = comm.all_gather_init(whole[bucket.own], whole, counts=bucket.counts, wide=wide, label=bucket.label)
-            known = bucket.gathering = Known(comm, whole, whole, None, wide, places, start)
+            owner = bucket.spec.owner
+            start: Start
+            if owner is not None:
+                start = partial(comm.broadcast_async, whole, owner, label=bucket.label)
+            else:
+                start = comm.all_gather_init(
+                    whole[bucket.own], whole, counts=bucket.counts, wide=wide, label=bucket.label
+                )
+            watched = watch(bucket.parameters, None if known is None else known.watch)
+            known = bucket.gathering = Known(comm, whole, whole, None, wide, places, start, watched)
+        assert known.watch is not None
+        held = use_count(known.watch.memory._cdata) > known.watch.ours and comm.size > 1
         bucket.work = known.start()
+        return held
 
 
 COLLECTIVES = DecoupledCollectives()
@@ -158,10 +168,6 @@ class Exchange:
             bucket.outgoing.copy_(gradients)  # a product into another type takes ten times as long
         else:
             torch.mul(gradients, self._before, out=bucket.outgoing)
-        bucket.outgoing.add_(0.0)  # [Note: the mark survives the wire]
-        for slot, offset in zip(bucket.slots, bucket.spec.offsets, strict=True):
-            if slot.absent:
-                unused_mark(bucket.outgoing[offset : offset + slot.param.numel()])
 
     # - Sparse gradients, which are gathered and added up by every rank
 
@@ -197,30 +203,21 @@ class Exchange:
                     bucket.incoming = bucket.outgoing = torch.zeros_like(bucket.gradients, dtype=dtype)
             if packed.dtype is not dtype:
                 raise TypeError(f"{self._compressor!r} made {packed.dtype} of {slot.name!r} and {dtype} of others")
-            place = bucket.outgoing[offset : offset + numel]
-            if slot.absent:
-                unused_mark(place)
-            else:
-                copy_used(place, packed.reshape(-1))
+            copy_used(bucket.outgoing[offset : offset + numel], packed.reshape(-1))
             contexts.append((packed.shape, context))
         self._contexts[bucket] = contexts
 
     def unload(self, bucket: Bucket) -> None:
-        """Bring what came back into ``bucket.reduced``, unused marks included."""
+        """Bring what came back into ``bucket.reduced``."""
         if self._compressor is not None:
             self._decompress(bucket)
         elif bucket.incoming is not bucket.reduced and bucket.wide_gradients is None:
             bucket.reduced.copy_(bucket.incoming)
 
     def _decompress(self, bucket: Bucket) -> None:
-        starts, stops = bucket.extents
-        unused = unused_positions(bucket.incoming, starts, stops)
-        slots = zip(bucket.slots, bucket.spec.offsets, unused, self._contexts.pop(bucket), strict=True)
-        for slot, offset, nobody, (shape, context) in slots:
+        slots = zip(bucket.slots, bucket.spec.offsets, self._contexts.pop(bucket), strict=True)
+        for slot, offset, (shape, context) in slots:
             assert slot.view is not None
-            if nobody:
-                unused_mark(slot.view)
-                continue
             packed = bucket.incoming[offset : offset + slot.param.numel()].view(shape)
             copy_used(slot.view, self._compressor.decompress(packed, context).view(slot.view.shape))
 
@@ -235,7 +232,7 @@ class Exchange:
         else:
             gradients = [slot.view for slot in bucket.slots if slot.view is not None and not slot.unused]
         for gradient in gradients:
-            gradient.mul_(factor).add_(0.0)
+            gradient.mul_(factor)
 
 
 def _check_op(op: Any) -> None:

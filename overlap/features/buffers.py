@@ -6,7 +6,8 @@ travel while ``step()`` waits for the last gradients and updates. Buffers that n
 
 Which ones change is learned: a rank that finds a change in a module whose buffers do not travel yet says so in the call
 that closes the round, and all agree on what they send from then on. torch counts the changes of a tensor, but not those
-that its own batch norm, or a script through ``.data``, makes: in the first rounds the contents are looked at, too.
+that its own batch norm, or a script through ``.data``, makes: in the first rounds, and then at doubling distances, the
+contents are looked at, too.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from overlap.transport.communicator import Communicator, Work
 from overlap.transport.objects import allgather_object
 from overlap.transport.work import arrive
 
-__all__ = ["BroadcastBuffers"]
+__all__ = ["BroadcastBuffers", "contents_of"]
 
 log = logging.getLogger("dear")
 
@@ -34,7 +35,7 @@ _ALIGNMENT = 16  # bytes; the largest element, a complex double
 _Spec = tuple[tuple[int, ...], torch.dtype, str]  # shape, dtype, type of device
 _Dictionary = dict[str, "torch.Tensor | None"]
 _Mark = list[tuple[int, int, str]]  # of each buffer: where it lies, how often it was changed there, its contents
-_LOOKS = 3  # rounds in which contents are looked at
+_LOOKS = 3  # first rounds in which contents are looked at
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ class BroadcastBuffers(Feature):
         self._parcels: list[_Parcel] = []
         self._agreed: dict[str, _Spec] = {}  # these travel
         self._apart: set[str] = set()  # these cannot, as they differ between ranks
-        self._looks = _LOOKS  # that are left
+        self._closed = 0  # calls that closed a round
         self._marks: dict[str, _Mark] = {}
         self._mine: dict[str, torch.Tensor] = {}  # as they were when the round was closed …
         self._news: set[str] = set()  # … and those of which others do not know
@@ -95,7 +96,13 @@ class BroadcastBuffers(Feature):
         self._dictionaries = [(f"{name}." if name else "", module._buffers) for name, module in named]
 
     def _mark(self) -> None:
-        self._marks = {prefix: _marked(buffers, self._looks > 0) for prefix, buffers in self._dictionaries if buffers}
+        self._marks = {prefix: _marked(buffers) for prefix, buffers in self._dictionaries if buffers}
+
+    def alike(self) -> list[torch.Tensor]:
+        """Those that all ranks have alike once a step is over. On this rank."""
+        self._find()
+        named = [(prefix, _plain(buffers)) for prefix, buffers in self._dictionaries if buffers]
+        return [buffer for prefix, those in named for name, buffer in those if prefix + name not in self._apart]
 
     def news(self) -> bool:
         self._find()
@@ -105,22 +112,22 @@ class BroadcastBuffers(Feature):
             if buffers
             for name, buffer in _plain(buffers)
         }
-        self._news = self._changed()
-        if self._looks > 1 or (self._looks and not self._news):
-            self._looks -= 1
-            if not self._looks:
-                self._mark()
+        self._news = self._changed(deep=bool(self._news) or looks_at_contents(self._closed))  # nobody has heard yet
+        self._closed += 1
         return bool(self._news)
 
-    def _changed(self) -> set[str]:
-        """Those that have to travel from now on, or in another way, or not any more, by what this rank knows."""
+    def _changed(self, *, deep: bool) -> set[str]:
+        """Those that have to travel from now on, or in another way, or not any more, by what this rank knows.
+
+        `deep`: by their contents, too.
+        """
         mine = self._mine
         found = {name for name, spec in self._agreed.items() if name not in mine or _spec(mine[name]) != spec}
         for prefix, buffers in self._dictionaries:
             if not buffers:
                 continue
             open = {prefix + name for name, _ in _plain(buffers)}.difference(self._agreed, self._apart)
-            if open and _marked(buffers, self._looks > 0) != self._marks.get(prefix):
+            if open and _differs(buffers, self._marks.get(prefix), deep=deep):
                 found |= open
         return found
 
@@ -167,6 +174,7 @@ class BroadcastBuffers(Feature):
         self._apart |= set(apart)
         self._agreed = {name: specs[name] for name in sorted(alike.intersection(specs))}
         self._mark()
+        self._news = set()
         self._parcels = self._packed()
 
     def _packed(self) -> list[_Parcel]:
@@ -215,12 +223,25 @@ def _version(tensor: torch.Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
-def _marked(buffers: _Dictionary, deep: bool) -> _Mark:
-    """`deep`: their contents, too."""
-    return [(each.data_ptr(), _version(each), _contents(each) if deep else "") for _, each in _plain(buffers)]
+def looks_at_contents(closed: int) -> bool:
+    """Whether they are looked at after so many calls that closed a round: in the first ones, and then ever more seldom."""
+    return closed < _LOOKS or closed & (closed - 1) == 0
 
 
-def _contents(buffer: torch.Tensor) -> str:
+def _marked(buffers: _Dictionary) -> _Mark:
+    return [(each.data_ptr(), _version(each), contents_of(each)) for _, each in _plain(buffers)]
+
+
+def _differs(buffers: _Dictionary, marks: _Mark | None, *, deep: bool) -> bool:
+    """From what was marked; `deep`: in contents, too."""
+    now = [(each.data_ptr(), _version(each)) for _, each in _plain(buffers)]
+    if marks is None or now != [mark[:2] for mark in marks]:
+        return True
+    return deep and any(contents_of(each) != mark[2] for (_, each), mark in zip(_plain(buffers), marks, strict=True))
+
+
+def contents_of(buffer: torch.Tensor) -> str:
+    """A sum over its elements, in one pass."""
     values = buffer.detach().resolve_conj().resolve_neg()
     values = torch.view_as_real(values) if values.is_complex() else values
     try:

@@ -26,7 +26,7 @@ def step_by_loss(stepper: Stepper, closure: Closure) -> Any:
         nonlocal first
         with torch.enable_grad():
             loss = closure()
-        engine.close("step(closure)")
+        engine.close("step(closure)", steps=True)
         stepper.settle_whole()
         participants = engine.participants
         if first and participants.absent:  # whose steps will evaluate as often as this one

@@ -13,6 +13,8 @@ from overlap.transport.cuda.math import inspect, prefers_inspect
 
 __all__ = ["clip", "clip_sharded"]
 
+_WHAT = "clipping by a norm over all gradients"
+
 
 @torch.no_grad()
 def clip(
@@ -25,12 +27,11 @@ def clip(
     """Clip the averaged gradients of the `wanted` parameters by their total norm, which is returned. On every rank."""
     engine = averages.engine
     params = [slot.param for slot in engine.slots if wanted(slot.param)]
-    engine.policy.refuse("clipping by a norm over all gradients")
     if averages.whole:
-        averages.synchronize("clip_grad_norm_()")
+        averages.synchronize("clip_grad_norm_()", _WHAT)
         _refuse_sparse(averages, wanted)
         return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
-    averages.settle("clip_grad_norm_()")
+    averages.settle("clip_grad_norm_()", _WHAT)
     _refuse_sparse(averages, wanted)
     engine.participants.announce(
         "clip",

@@ -149,6 +149,8 @@ class EarlyUpdates(Policy):
             bucket.adopt(Strangers())
             self._shards.step(bucket)
         self._transit.send(bucket)
+        for told in self._round.on_used:
+            told((bucket,))
         self._updated[bucket] = None
 
     def check(self) -> None:

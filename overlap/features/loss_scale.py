@@ -24,7 +24,9 @@ from overlap.transport.communicator import Communicator, ReduceOp
 from overlap.transport.cuda.math import inspect, prefers_inspect
 from overlap.transport.memory import values_of
 
-__all__ = ["is_scaler_step", "is_unscaling", "reveal_infinities"]
+__all__ = ["is_scaler_step", "is_unscaling", "reveal_infinities", "scale_of"]
+
+_LOOK = "a GradScaler's look at all gradients"
 
 
 def is_unscaling(caller: FrameType) -> bool:
@@ -36,6 +38,12 @@ def is_scaler_step(caller: FrameType) -> bool:
     """Whether ``GradScaler.step()`` asks; others only want to know what the optimizer can do."""
     asking = _asking(caller)
     return asking.f_code.co_name == "step" and asking.f_globals.get("__name__") == "torch.amp.grad_scaler"
+
+
+def scale_of(caller: FrameType) -> torch.Tensor | None:
+    """What the GradScaler that asks has multiplied the loss by; None where it does not say."""
+    found = getattr(_asking(caller).f_locals.get("self"), "_scale", None)
+    return found if isinstance(found, torch.Tensor) else None
 
 
 def _asking(caller: FrameType) -> FrameType:
@@ -52,12 +60,11 @@ def reveal_infinities(averages: Averages) -> None:
     On every rank.
     """
     engine = averages.engine
-    engine.policy.refuse("a GradScaler's look at all gradients")
     if averages.whole:
-        averages.synchronize("a GradScaler's step")
+        averages.synchronize("a GradScaler's step", _LOOK)
     if averages.stage in (Stage.SYNCHRONIZED, Stage.SHOWN):
         return
-    averages.settle("a GradScaler's step")
+    averages.settle("a GradScaler's step", _LOOK)
     engine.participants.announce("reveal")
     whole = [values_of(param.grad) for param in averages.alike() if param.grad is not None]
     bad = _any_nonfinite(averages.comm, [*(b.reduced for b in engine.order if b.holds_parameters), *whole])

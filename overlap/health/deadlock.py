@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
 from overlap.transport.encoding import travels
 from overlap.transport.work import Line
 
-__all__ = ["Standing", "Verdict", "behind", "verdict"]
+__all__ = ["Standing", "Verdict", "absent", "behind", "verdict"]
 
 
 @travels
@@ -21,6 +21,10 @@ class Standing:
     """In words."""
     still_seconds: float = 0.0
     """For how long its threads have been in operations of ours while nothing changed; 0: they are elsewhere."""
+    quiet_seconds: float = 0.0
+    """For how long it has issued, and finished, nothing at all, wherever its threads are."""
+    stack: tuple[str, ...] = ()
+    """Where its main thread is, the innermost line last, if that is outside of our functions."""
     lines: Mapping[str, Line] = field(default_factory=dict)
     undecided: int = 0
     """Operations by name that it has asked for, and some other rank has not."""
@@ -65,6 +69,13 @@ def behind(mine: Mapping[str, Line], others: Mapping[int, Mapping[str, Line]]) -
         for rank, lines in others.items()
         if any(name in waits and line.issued <= waits[name] for name, line in lines.items())
     )
+
+
+def absent(answers: Mapping[int, Standing | None], awaited: Iterable[int], seconds: float) -> list[int]:
+    """Of the ranks that are `awaited`, those that have been elsewhere than in our functions, and issued nothing, for
+    `seconds`: an endless loop, or a very long computation. Who waits itself is somebody else's to judge."""
+    found = {rank: answer for rank in awaited if (answer := answers[rank]) is not None}
+    return [rank for rank, answer in found.items() if answer.still_seconds == 0 and answer.quiet_seconds > seconds]
 
 
 def _may_end(lines: Sequence[Line]) -> bool:

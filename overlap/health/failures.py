@@ -7,32 +7,46 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
 from comm_core import TransportError
+from overlap.health.explained import Meaning
 
 __all__ = ["explain", "install", "remove", "say_in_one_line", "say_what_is_under_way"]
 
+# What ranks raise that are all there, and mean different things.
+_DISAGREEMENTS = ("issue the same operations in the same order", "disagree about the order or the sizes of operations")
 _PATIENCE_SECONDS = 20.0  # of a rank that waits for rank 0 to come as far, which may take that long to import torch
 _previous: Callable[..., object] | None = None
+_hosts: Sequence[str] = ()  # of the job's ranks
 
 
-def install(rank: int, size: int, abort: Callable[[int], None]) -> None:
-    """From now on an uncaught exception prints its traceback and aborts the whole job.
+def _unexplained(_channel: str, _label: str) -> str:
+    return ""
 
-    Without it the interpreter would wait at exit for peers which wait in a collective for this rank.
+
+_meaning: Meaning = _unexplained
+
+
+def install(
+    rank: int, size: int, abort: Callable[[int], None], hosts: Sequence[str] = (), meaning: Meaning = _unexplained
+) -> None:
+    """From now on an uncaught exception prints its traceback and aborts the whole job, whose ranks are on `hosts`.
+
+    `meaning` tells what the labels of operations stand for. Without this hook the interpreter would wait at exit for peers
+    which wait in a collective for this rank.
     """
-    global _previous
+    global _previous, _hosts, _meaning
     if size == 1 or _previous is not None:
         return
-    _previous = sys.excepthook
+    _previous, _hosts, _meaning = sys.excepthook, hosts, meaning
 
     def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         text = "".join(traceback.format_exception(kind, error, trace))
         # torch.distributed's own hook calls this one, collects what it says, and would show it afterwards.
         stderr = sys.__stderr__ if isinstance(sys.stderr, io.StringIO) and sys.__stderr__ is not None else sys.stderr
-        stderr.write(f"rank {rank} of {size} failed:\n{text}{explain(error, rank, size)}")
+        stderr.write(f"rank {rank} of {size} failed:\n{text}{explain(error, rank, size, hosts, meaning)}")
         stderr.flush()
         sys.stdout.flush()
         abort(1)
@@ -40,16 +54,25 @@ def install(rank: int, size: int, abort: Callable[[int], None]) -> None:
     sys.excepthook = report
 
 
-def explain(error: BaseException, rank: int, size: int) -> str:
+def explain(
+    error: BaseException, rank: int, size: int, hosts: Sequence[str] = (), meaning: Meaning = _unexplained
+) -> str:
     """A last line below the traceback of a rank that only noticed that another one is gone, else nothing (pure)."""
-    if not isinstance(error, TransportError):
+    if not isinstance(error, TransportError) or any(reason in str(error) for reason in _DISAGREEMENTS):
         return ""
     found = re.search(r"\(rank \d+ of (\d+)\b.*?\b(?:from|to) rank (\d+)", str(error), re.DOTALL)
     whole = found is not None and int(found[1]) == size  # else the numbers are those of a part of the job
-    peer = f"rank {found[2]}" if found is not None and whole else "another rank"
+    peer = "another rank"
+    if found is not None and whole:
+        number = int(found[2])
+        peer = f"rank {number} on {hosts[number]}" if number < len(hosts) else f"rank {number}"
+    operation = re.match(r"\w+ '([^']+)'", str(error))
+    words = meaning("", operation[1]) if operation is not None else ""
+    during = f" during {operation[0]} ({words})" if operation is not None and words else ""
     return (
-        f"rank {rank} of {size} lost its connection to {peer}, which was killed or failed by itself: that rank's own "
-        "traceback, or the launcher's last lines, say why\n"
+        f"rank {rank} of {size} lost its connection to {peer}{during}: that rank was killed or failed by itself, and its "
+        "own traceback, or the launcher's last lines, say why; or, where they say nothing, its host or the network between "
+        "them is gone\n"
     )
 
 
@@ -69,9 +92,8 @@ def say_what_is_under_way(rank: int, size: int) -> None:
     error = sys.exc_info()[1]
     if size > 1 and isinstance(error, Exception):
         text = "".join(traceback.format_exception(error))
-        sys.stderr.write(
-            f"rank {rank} of {size} calls shutdown() during an exception:\n{text}{explain(error, rank, size)}"
-        )
+        told = explain(error, rank, size, _hosts, _meaning)
+        sys.stderr.write(f"rank {rank} of {size} calls shutdown() during an exception:\n{text}{told}")
         sys.stderr.flush()
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import os
+import socket
 from collections.abc import Collection, Mapping, Sequence
 
+from overlap.health.limit import Limit
 from overlap.transport.communicator import UNCOUNTED, Communicator
 from overlap.transport.objects import allgather_object
 
-__all__ = ["close_all", "find_uneven", "report", "uneven"]
+__all__ = ["close_all", "find_uneven", "last_limit", "report", "uneven"]
 
 log = logging.getLogger("dear")
 
@@ -45,6 +48,18 @@ def report(rank: int, communicators: Sequence[Communicator], given_up: Collectio
             len(lost),
             shown,
         )
+
+
+def last_limit(comm: Communicator, warn_after: float, abort_after: float) -> Limit:
+    """For what comes when ranks answer no more: they close connections, and wait in ``MPI_Finalize`` for all of them."""
+
+    def what() -> str:
+        return (
+            f"rank {comm.rank} of {comm.size} ({socket.gethostname()}, pid {os.getpid()}) closes its connections, as all "
+            "ranks do, and waits for one that has stopped in that"
+        )
+
+    return Limit(what, warn_after=warn_after, abort_after=abort_after if comm.size > 1 else 0.0, abort=comm.abort)
 
 
 def close_all(communicators: Sequence[Communicator], given_up: Collection[str]) -> None:

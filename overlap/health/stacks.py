@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import faulthandler
+import re
 import sys
+import tempfile
 from collections.abc import Iterable, Mapping
 from enum import Enum
 from typing import Any
 
 from comm_core import modules_of_thread
 
-__all__ = ["Place", "is_front_door", "place", "places"]
+__all__ = ["Place", "frames", "is_front_door", "of_thread", "place", "places"]
 
 #: Modules in which Python itself waits for another thread; who called them is who waits.
 _LOCKS = frozenset({"threading", "queue", "concurrent.futures._base"})
+
+
+_SHOWN_FRAMES = 6
 
 
 class Place(Enum):
@@ -51,3 +57,26 @@ def place(modules: Iterable[str]) -> Place:
 def places(threads: Iterable[int]) -> set[Place]:
     """Where those of `threads` (identifiers) are that execute Python code."""
     return {place(modules) for thread in threads if (modules := modules_of_thread(thread))}
+
+
+def frames(thread: int) -> tuple[str, ...]:
+    """Lines of code in which that thread (an identifier) is, the innermost last, as in a traceback; the innermost few.
+
+    Written by Python's fault handler, which holds all threads up meanwhile and makes no objects of their frames: CPython
+    3.11 crashes now and then when somebody walks frames that return meanwhile.
+    """
+    with tempfile.TemporaryFile() as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        text = file.read().decode(errors="replace")
+    return of_thread(text, thread)[-_SHOWN_FRAMES:]
+
+
+def of_thread(text: str, thread: int) -> tuple[str, ...]:
+    """The frames of one thread, the innermost last, in what the fault handler has written of all of them (pure)."""
+    heads = list(re.finditer(r"^(?:Thread|Current thread) 0x([0-9a-f]+) .*$", text, re.MULTILINE))
+    for head, behind in zip(heads, [*(head.start() for head in heads[1:]), len(text)], strict=True):
+        if int(head[1], 16) == thread:
+            lines = text[head.end() : behind].splitlines()
+            return tuple(line.strip() for line in reversed(lines) if line.startswith("  File "))
+    return ()

@@ -91,6 +91,8 @@ def _join(comm: Any, torch_distributed: bool) -> Session:
         try:
             started = session.init(comm, torch_distributed)
             attach(started, stand_in)
+            if started.roster is not None:
+                started.roster.begin()
             return started
         except TransportError as error:
             if not ranks_change():

@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from overlap.features.join import joined_ranks_of
 from overlap.job.session import current
 from overlap.transport.communicator import Communicator, ReduceOp, Work
+from overlap.transport.compilers import outside_compilers
 
 __all__ = ["BatchMismatch", "SyncBatchNorm"]
 
@@ -157,6 +158,13 @@ class _Normalise(torch.autograd.Function):
         return grad_x.to(x.dtype), grad_weight, grad_bias, None, None
 
 
+@outside_compilers
+def _normalised(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, comm: Communicator
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    return _Normalise.apply(x, weight, bias, eps, comm)  # type: ignore[no-any-return]
+
+
 class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
     """Batch normalisation over an input (N, C) or (N, C, …) whose batch is spread over all ranks.
 
@@ -193,7 +201,7 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
             return super().forward(input)
         with joined_ranks_of(current()).needing_everybody("SyncBatchNorm while training"):
             comm = current().channels.named(_PURPOSE)
-            out, total, mean, var = _Normalise.apply(input, self.weight, self.bias, self.eps, comm)
+            out, total, mean, var = _normalised(input, self.weight, self.bias, self.eps, comm)
         if self.training and self.track_running_stats:
             self._track(float(total), mean, var)
         return out

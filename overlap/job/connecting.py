@@ -9,9 +9,13 @@ import torch
 
 import comm_core
 from overlap.health import failures
+from overlap.health.limit import Limit
 from overlap.job import regrouping
-from overlap.job.launch import Launch, Launcher, LaunchError
-from overlap.job.settings import SettingError
+from overlap.job.arrival import Arrival
+from overlap.job.launch import Launch, Launcher, LaunchError, no_meeting
+from overlap.job.settings import SettingError, Settings
+from overlap.trace import file as trace_file
+from overlap.trace import timeline
 from overlap.transport.communicator import Communicator
 from overlap.transport.native import NativeCommunicator
 
@@ -23,25 +27,39 @@ def meet(launch: Launch, comm: Any) -> Communicator:
     adopted = comm is not None or (torch.distributed.is_available() and torch.distributed.is_initialized())
     problem = regrouping.obstacle(os.environ, launch, adopted)
     if problem is not None:
-        wrong = LaunchError(problem)
-        failures.say_in_one_line(wrong, launch.rank)
-        raise wrong
+        raise _said(LaunchError(problem), launch)
     return regrouping.connect(launch)
 
 
-def connect(launch: Launch, comm: Any) -> Communicator:
-    """As the launcher says, or `comm`. What is wrong with comm_core's own variables, which it reads then, ends a script."""
+def connect(launch: Launch, comm: Any, wanted: Settings) -> Communicator:
+    """As the launcher says, or `comm`. What is wrong with comm_core's own variables, which it reads then, or with the
+    place for a timeline, ends a script.
+
+    So does a rank that the others have waited for as long as they do, which is named where that can be known.
+    """
+    path = timeline.path_for(wanted.timeline, launch.rank)
+    problem = trace_file.obstacle(path) if path else None
+    if problem is not None:  # later, the others would wait for this rank, which alone may have the file
+        raise _said(SettingError(f"environment variable DEAR_TIMELINE (or HOROVOD_TIMELINE): {problem}"), launch)
+    arrival = Arrival(launch, os.environ)
+    arrival.say()
     try:
-        return _connection(launch, comm)
+        if launch.size == 1:
+            return _connection(launch, comm, arrival)
+        with Limit(arrival.describe, warn_after=wanted.stall_warn_seconds, abort_after=wanted.stall_abort_seconds):
+            return _connection(launch, comm, arrival)
     except comm_core.InvalidUsage as error:
         if not str(error).startswith("COMM_CORE_"):
             raise
-        wrong = SettingError(f"environment variable {error}; correct or unset it")
-        failures.say_in_one_line(wrong, launch.rank)
-        raise wrong from error
+        raise _said(SettingError(f"environment variable {error}; correct or unset it"), launch) from error
 
 
-def _connection(launch: Launch, comm: Any) -> Communicator:
+def _said(error: Exception, launch: Launch) -> Exception:
+    failures.say_in_one_line(error, launch.rank)
+    return error
+
+
+def _connection(launch: Launch, comm: Any, arrival: Arrival) -> Communicator:
     if isinstance(comm, Communicator):
         return comm
     if comm is not None and hasattr(comm, "py2f"):
@@ -64,9 +82,13 @@ def _connection(launch: Launch, comm: Any) -> Communicator:
         native = comm_core.mpi() if comm_core.mpi_available() else comm_core.local()
         return NativeCommunicator(native)
     if launch.launcher is Launcher.TORCHRUN:
+        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            problem = no_meeting(os.environ)
+            if problem is not None:
+                raise _said(LaunchError(problem), launch)
         from overlap.transport.torch.communicator import connect
 
-        return connect()
+        return connect(awaited=arrival.await_ranks)
     return NativeCommunicator(comm_core.local())
 
 

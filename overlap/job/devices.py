@@ -74,8 +74,7 @@ def fit_out(
 
     reductions = over(members.reductions)
     gathers = reductions if members.gathers is members.reductions else over(members.gathers)
-    everyone = reductions[0] if members.everyone is members.comm else members.everyone
-    return Membership(reductions, gathers, members.calls, members.ranks, everyone)
+    return Membership(reductions, gathers, members.calls, members.ranks, members.everyone)
 
 
 def _carrier(host: Communicator, route: Route, streams: Streams) -> Carrier:

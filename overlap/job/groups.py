@@ -16,7 +16,7 @@ class Membership:
     """`reductions` carry those, `gathers` all-gathers of sharded updates; `calls` what follows the script's calls and not
     the plan; `ranks` are its members' ranks in the job.
 
-    `everyone` connects all ranks whose parameters start alike: the members, or several such groups.
+    `everyone` connects all ranks whose parameters start alike: the members, by `calls`, or several such groups.
     """
 
     reductions: tuple[Communicator, ...]
@@ -42,7 +42,7 @@ def membership(session: Session, process_set: ProcessSet, *, sharding: bool, lan
         # All-gathers have a channel of their own: whoever waits for a reduction is not behind them.
         *data, calls = session.channels.lease((2 * lanes if sharding else 1) + 1)
         reductions, gathers = (data[:lanes], data[lanes:]) if sharding else (data, data)
-        return Membership(tuple(reductions), tuple(gathers), calls, tuple(range(session.comm.size)), data[0])
+        return Membership(tuple(reductions), tuple(gathers), calls, tuple(range(session.comm.size)), calls)
     if number is None:
         raise ValueError(f"{process_set} is not registered: pass it to init(process_sets=…) or to add_process_set()")
     mine = process_set.ranks if process_set.included() and process_set.ranks is not None else [session.comm.rank]
@@ -50,9 +50,9 @@ def membership(session: Session, process_set: ProcessSet, *, sharding: bool, lan
     calls = session.subset(color)
     if not sharding:
         one = (session.subset(color),)
-        return Membership(one, one, calls, tuple(mine), one[0])
+        return Membership(one, one, calls, tuple(mine), calls)
     halves = [tuple(session.subset(color) for _ in range(lanes)) for _ in range(2)]
-    return Membership(halves[0], halves[1], calls, tuple(mine), halves[0][0])
+    return Membership(halves[0], halves[1], calls, tuple(mine), calls)
 
 
 def beside(session: Session, process_set: ProcessSet) -> Communicator:

@@ -6,7 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-__all__ = ["ALONE_VARIABLE", "BACKEND_VARIABLE", "Launch", "LaunchError", "Launcher", "adopted", "detect", "rank_in"]
+__all__ = [
+    "ALONE_VARIABLE",
+    "BACKEND_VARIABLE",
+    "Launch",
+    "LaunchError",
+    "Launcher",
+    "adopted",
+    "detect",
+    "no_meeting",
+    "rank_in",
+]
 
 BACKEND_VARIABLE = "DEAR_BACKEND"
 #: Names a file to a script that dearrun has started: init() removes it, and so tells that this rank is not alone.
@@ -132,6 +142,22 @@ def adopted(launch: Launch, rank: int, size: int) -> Launch:
             f"torch.distributed as rank {rank} of {size}: give init_process_group() the launcher's numbers, or leave it out"
         )
     return launch
+
+
+def no_meeting(environ: Mapping[str, str]) -> str | None:
+    """Why ranks with torchrun's variables cannot meet, if they cannot (pure)."""
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
+    if missing:
+        return (
+            f"RANK and WORLD_SIZE are set, but not {' and '.join(missing)}: ranks do not know where to meet. torchrun sets "
+            "all of them; by hand, give every process the address of rank 0's host and a free port there"
+        )
+    port = environ["MASTER_PORT"]
+    if not port.isdecimal() or not int(port) < 2**16:
+        return (
+            f"environment variable MASTER_PORT should hold the number of a port, up to {2**16 - 1}, and holds {port!r}"
+        )
+    return None
 
 
 def rank_in(environ: Mapping[str, str]) -> int:

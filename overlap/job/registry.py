@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -28,6 +28,13 @@ class Owner(Protocol):
     def has(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Whether any of `parameters` is its own."""
 
+    @property
+    def channels(self) -> Collection[str]:
+        """Names of the communicators on which its labels have a meaning of their own."""
+
+    def meaning(self, label: str) -> str:
+        """What an operation of this label carries, in words; empty where it says so itself. On any thread."""
+
     def hand_over(self, unfinished: bool) -> None:
         """End what is in flight and take the hooks off the model. On every rank; `unfinished` tells of any rank."""
 
@@ -43,9 +50,17 @@ class Registry:
         self._entries: dict[str, tuple[weakref.ref[Any], list[Owner]]] = {}
         self._registered = 0
 
+    def meaning(self, channel: str, label: str) -> str:
+        """What the label of an operation on the communicator of name `channel` means. On any thread."""
+        owners = [owner for _, owners in list(self._entries.values()) for owner in owners]
+        here = [owner for owner in owners if channel in owner.channels]
+        # An operation that is handed to another thread goes over a communicator of that thread's own.
+        known = here or (owners if len(owners) == 1 else [])
+        return known[0].meaning(label) if known else ""
+
     @property
     def optimizers(self) -> list[Any]:
-        """Those that live on this rank."""
+        """Optimizers that this process has not let go of."""
         return [optimizer for reference, _ in self._entries.values() if (optimizer := reference()) is not None]
 
     def having(self, parameters: Sequence[torch.Tensor]) -> list[Any]:

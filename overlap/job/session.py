@@ -9,8 +9,9 @@ import multiprocessing
 import os
 import socket
 import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +20,9 @@ import torch
 import comm_core
 from comm_core import TransportError
 from overlap.health import failures
-from overlap.health.shutdown import close_all, find_uneven, report
-from overlap.health.stacks import is_front_door
+from overlap.health.launcher import agent_gone
+from overlap.health.shutdown import close_all, find_uneven, last_limit, report
+from overlap.health.stacks import frames, is_front_door
 from overlap.health.watchdog import Watchdog
 from overlap.job import cores, logs, regrouping, settings
 from overlap.job.channels import Channels
@@ -66,6 +68,14 @@ class Session:
 
     def __init__(self, comm: Communicator, launch: Launch, wanted: Settings, torch_distributed: bool = True) -> None:
         self.comm, self.launch = comm, launch
+        self.peer_queries = PeerQueries(comm)
+        self.watchdog = Watchdog(
+            comm,
+            self.peer_queries,
+            socket.gethostname(),
+            warn_after=wanted.stall_warn_seconds,
+            abort_after=wanted.stall_abort_seconds,
+        )
         introductions = allgather_object(comm, (socket.gethostname(), wanted, time.time()))
         hosts = [host for host, _, _ in introductions]
         # Rank 0's, on all ranks: settings decide what is communicated, and timelines are laid side by side.
@@ -80,15 +90,7 @@ class Session:
         self.poison = self.settings.poison
         # Ranks meet here at the end, wherever each of them stands in the order of the collectives.
         self.control = _duplicate(comm)
-        self.peer_queries = PeerQueries(comm)
-        self.watchdog = Watchdog(
-            comm,
-            self.control,
-            self.peer_queries,
-            mine,
-            warn_after=self.settings.stall_warn_seconds,
-            abort_after=self.settings.stall_abort_seconds,
-        )
+        self.watchdog.watch(self.control)
         self.services: dict[str, Service] = {}  # closed on shutdown while all ranks still answer
         self.issuers: dict[str, Issuer] = {}  # closed once optimizers have finished
         self.participants: list[Participant] = []  # what join() drives; see overlap.horovod.synchronization
@@ -96,8 +98,9 @@ class Session:
         self.roster = regrouping.roster()  # where ranks come and go
         self.late = self.roster is not None and self.roster.late  # until this rank is where others are
         self.registry = Registry(self.control, self.peer_queries)
+        self.watchdog.meaning = self.registry.meaning
         self.channels = Channels(self.control, self.watchdog.watch, self.registry.abandoned, self._forget)
-        failures.install(comm.rank, comm.size, comm.abort)
+        failures.install(comm.rank, comm.size, comm.abort, hosts, self.registry.meaning)
         logs.configure(self.settings, comm.rank)
         _share_cores(comm, local, self.local_size)
         if self.settings.timeline:
@@ -110,6 +113,14 @@ class Session:
             log.info("rank %d: gloo's connections go over %s", comm.rank, interfaces.in_use())
         if self.roster is not None:
             self.roster.watch(self.tear_down)
+            self.roster.on_given_up = self._given_up
+            self.watchdog.give_up = self.roster.give_up
+        self.watchdog.forsaken = agent_gone()
+        self.watchdog.connected(
+            hosts,
+            warn_after=self.settings.stall_warn_seconds,
+            abort_after=self.settings.stall_abort_seconds,
+        )
 
     def _make_default_group(self, wanted: bool) -> DefaultGroup | None:
         if self.comm.size == 1 or not torch.distributed.is_available():
@@ -134,6 +145,11 @@ class Session:
         self.registry.forget(topic)
         for participant in self.participants:
             participant.forget(topic)
+
+    def _given_up(self) -> None:
+        where = "\n  ".join(frames(threading.main_thread().ident or 0))
+        log.error("rank %d: the others have given this process up, and it ends here:\n  %s", self.comm.rank, where)
+        self.comm.abort(1)
 
     def subset(self, number: int | None) -> Communicator:
         """A new communicator of the ranks that give the same number; of this rank alone where that is None.
@@ -200,8 +216,13 @@ class Session:
             given_up |= find_uneven(self.control, communicators)
         report(self.comm.rank, communicators, given_up)
         self.control.barrier(label="shutdown")
-        self.end_default_group()
         self.watchdog.close()
+        with last_limit(self.comm, self.settings.stall_warn_seconds, self.settings.stall_abort_seconds):
+            self._let_go(communicators, given_up)
+
+    def _let_go(self, communicators: Sequence[Communicator], given_up: Collection[str]) -> None:
+        """Once all ranks have come to the end."""
+        self.end_default_group()
         self.peer_queries.close()
         timeline.stop()
         failures.remove()
@@ -293,7 +314,7 @@ def init(comm: Any = None, torch_distributed: bool = True) -> Session:
         local_rank, local_size = regrouping.place()
         launch = replace(launch, rank=connected.rank, size=connected.size, local_rank=local_rank, local_size=local_size)
     else:
-        connected = connect(launch, comm)
+        connected = connect(launch, comm, wanted)
     if comm is None and connected.size != launch.size and launch.launcher is not Launcher.SINGLE:
         size = connected.size
         connected.close()

@@ -45,6 +45,8 @@ class Settings:
     """``DEAR_TIMELINE_MARK_CYCLES``, ``HOROVOD_TIMELINE_MARK_CYCLES``."""
     timeline_max_mb: float = 64.0
     """``DEAR_TIMELINE_MAX_MB``: no timeline gets larger, in MB of 2^20 bytes."""
+    check_every: int = 0
+    """``DEAR_CHECK_EVERY``: steps between two looks whether parameters are the same on all ranks; 0: never."""
     threshold_mb: float | str | None = None
     """``DEAR_THRESHOLD_MB`` (or "auto"), ``HOROVOD_FUSION_THRESHOLD`` in bytes; 0: no fusion; None: the strategy's."""
     keep_going: bool = False
@@ -66,6 +68,13 @@ class Settings:
 def _number(text: str) -> float:
     value = float(text)
     if not 0 <= value < float("inf"):
+        raise ValueError
+    return value
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 0:
         raise ValueError
     return value
 
@@ -103,6 +112,7 @@ def _backend(text: str) -> str:
 
 _ACCEPTED: dict[Callable[[str], Any], str] = {
     _number: "a number of at least 0",
+    _count: "a whole number of at least 0",
     _elements: "a number of elements above 0",
     _number_or_auto: "a number of at least 0, or auto,",
     _switch: "0 or 1",
@@ -133,6 +143,7 @@ _VARIABLES: dict[str, tuple[Callable[[str], Any], tuple[str, ...]]] = {
     "timeline": (_file, ("DEAR_TIMELINE", "HOROVOD_TIMELINE")),
     "timeline_mark_cycles": (_switch, ("DEAR_TIMELINE_MARK_CYCLES", "HOROVOD_TIMELINE_MARK_CYCLES")),
     "timeline_max_mb": (_number, ("DEAR_TIMELINE_MAX_MB",)),
+    "check_every": (_count, ("DEAR_CHECK_EVERY",)),
     "keep_going": (_switch, ("DEAR_KEEP_GOING",)),
     "cuda_transport": (_transport, ("DEAR_CUDA_TRANSPORT",)),
     "threshold_mb": (_number_or_auto, ("DEAR_THRESHOLD_MB",)),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import Any, TypeVar
@@ -17,6 +17,7 @@ import torch
 
 from overlap.core.bucket import Slot
 from overlap.core.wire import returns_slices
+from overlap.features.nonfinite import CHOICES
 from overlap.job.process_set import ProcessSet, global_process_set
 from overlap.plan.groups import Groups
 from overlap.plan.plan import Updates
@@ -33,6 +34,7 @@ __all__ = [
     "parse_groups",
     "refuse_unknown",
     "refuses_unknown",
+    "suggested",
 ]
 
 _Make = TypeVar("_Make", bound=Callable[..., Any])
@@ -53,7 +55,7 @@ class HorovodArguments:
         groups: how many buckets, of neighbours in the order of arrival, or a list of lists of parameters that share a
             bucket; the strategy decides about parameters that are in none. Tensors of several types need several.
         sparse_as_dense: turn sparse gradients into dense ones; otherwise their rows are gathered, and every rank updates
-            those parameters in full.
+            those parameters in full. SparseAdam, which takes no dense ones, keeps sparse ones either way.
         process_set: the ranks among which gradients are reduced. Other sets than the global one: on every rank of the
             job, each with its own; a rank outside of the set it gives trains alone.
     """
@@ -70,7 +72,7 @@ class HorovodArguments:
 
 @dataclass(frozen=True)
 class SharedArguments(HorovodArguments):
-    """What every strategy's ``DistributedOptimizer`` takes: Horovod's arguments, and five of the wrapper itself.
+    """What every strategy's ``DistributedOptimizer`` takes: Horovod's arguments, and seven of the wrapper itself.
 
     Args:
         elementwise: True promises that the optimizer updates every element from that element's gradient and state
@@ -84,6 +86,12 @@ class SharedArguments(HorovodArguments):
         broadcast_buffers: every ``step()`` gives all ranks the buffers that the first rank which trains has, as DDP does:
             rank 0's, unless it has joined. Of `named_parameters`, where that is a module; buffers that no rank changes do
             not travel. False leaves them to each rank.
+        check_every: in every so many steps, the first one among them, ranks compare all parameters, by a digest that costs
+            no message, and all raise with the name of one that differs. 0: never; None: as the environment variable
+            ``DEAR_CHECK_EVERY`` says. See :func:`overlap.optimizer.replicas.check_replicas`.
+        on_nonfinite: what follows, on all ranks, where an average is infinite or NaN. ``"raise"``: the next call that ends
+            a round raises, with the parameter's name and the step; ``"skip"``: the step is left out, for which
+            ranks agree in every ``step()``; ``"ignore"``: nothing. A GradScaler, which looks itself, is left alone.
     """
 
     elementwise: bool | None = None
@@ -91,6 +99,8 @@ class SharedArguments(HorovodArguments):
     sync_start: bool = True
     poison: bool | None = None
     broadcast_buffers: bool = True
+    check_every: int | None = None
+    on_nonfinite: str = "raise"
 
     @classmethod
     def of(cls, scope: Mapping[str, Any]) -> SharedArguments:
@@ -103,20 +113,21 @@ class SharedArguments(HorovodArguments):
 
 
 def refuses_unknown(
-    first: Callable[[Mapping[str, Any]], None] = lambda _given: None,
+    first: Callable[[Mapping[str, Any]], None] = lambda _given: None, *, of: str = "DistributedOptimizer"
 ) -> Callable[[_Make], _Make]:
-    """A decorator: a name that the function does not take raises ``TypeError`` with the one that is meant.
+    """A decorator: a name that the function `of` that name does not take raises ``TypeError`` with the one that is meant.
 
-    Python itself says only that the name is unknown. `first` may refuse names with more to say.
+    Python itself says only that the name is unknown. `first` may refuse names with more to say. Of a class, it is the
+    ``__init__`` that is decorated.
     """
 
     def decorate(make: _Make) -> _Make:
-        known = tuple(inspect.signature(make).parameters)
+        known = tuple(name for name in inspect.signature(make).parameters if name != "self")
 
         @functools.wraps(make)
         def checked(*args: Any, **given: Any) -> Any:
             first(given)
-            refuse_unknown(given, known)
+            refuse_unknown(given, known, of)
             return make(*args, **given)
 
         return checked  # type: ignore[return-value]  # it takes what `make` takes
@@ -124,13 +135,19 @@ def refuses_unknown(
     return decorate
 
 
-def refuse_unknown(given: Mapping[str, Any], known: Sequence[str]) -> None:
-    """Raise ``TypeError`` for the first name in `given` that is not in `known` (pure)."""
+def refuse_unknown(given: Iterable[str], known: Sequence[str], of: str = "DistributedOptimizer") -> None:
+    """Raise ``TypeError`` for the first name in `given` that is not in `known`, as the arguments of `of` are (pure)."""
     for name in given:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             advice = f"is {near[0]!r} meant?" if near else f"there are {', '.join(known)}"
-            raise TypeError(f"DistributedOptimizer() has no argument {name!r}; {advice}")
+            raise TypeError(f"{of}() has no argument {name!r}; {advice}")
+
+
+def suggested(name: str, known: Iterable[str]) -> str:
+    """The end of a message about a `name` that is not `known`: the one that is meant, or nothing (pure)."""
+    near = difflib.get_close_matches(name, list(known), n=1) if isinstance(name, str) else []
+    return f"; is {near[0]!r} meant?" if near else ""
 
 
 def check_passes(passes: int) -> None:
@@ -184,6 +201,7 @@ KINDS: Mapping[str, _Kind] = {
     "backward_passes_per_step": _WHOLE,
     "bits": _or_none(_or_auto(_WHOLE)),
     "broadcast_buffers": _FLAG,
+    "check_every": _or_none(("a number of steps, at least 0,", lambda value: _is_whole(value) and value >= 0)),
     "credit_mb": _NUMBER_OR_AUTO,
     "eager": _FLAG,
     "elementwise": _or_none(_FLAG),
@@ -198,6 +216,7 @@ KINDS: Mapping[str, _Kind] = {
     "nprocs_per_node": _or_none(_WHOLE),
     "num_groups": _WHOLE,
     "num_nearby_layers": _or_none(_WHOLE),
+    "on_nonfinite": ("'raise', 'skip' or 'ignore'", lambda value: value in CHOICES),
     "outer": _TEXT,
     "outer_clip": _NUMBER_OR_AUTO,
     "outer_lr": _or_auto(_NUMBER),

@@ -6,8 +6,10 @@ How long an optimizer has its parameters: until another one takes them, or all r
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -19,6 +21,7 @@ from overlap.core.closing import Closing
 from overlap.core.engine import Engine
 from overlap.core.feature import Feature, Policy
 from overlap.core.gathering import Transit
+from overlap.core.once import Once
 from overlap.core.round import Round
 from overlap.core.shards import ShardUpdate
 from overlap.core.step import Stepper
@@ -28,13 +31,19 @@ from overlap.features.buffers import BroadcastBuffers
 from overlap.features.by_loss import step_by_loss
 from overlap.features.deferred import DeferredUpdates
 from overlap.features.early import EarlyUpdates
+from overlap.features.forward_writes import ForwardWrites
 from overlap.features.gradient_check import GradientCheck
+from overlap.features.hyper_parameters import HyperParameters
 from overlap.features.join import joined_ranks_of
 from overlap.features.join_rounds import JoinRounds
+from overlap.features.nonfinite import NonfiniteCheck, SkippedSteps
+from overlap.features.renormed import RenormedRows, announced
 from overlap.features.replanning import Replanning
+from overlap.features.replicas import EarlyReplicaCheck, ReplicaCheck, final_parameters, named_parameters_of
 from overlap.features.rounded_parameters import RoundedParameters, check_gather_dtype
 from overlap.features.same_data import SameData
 from overlap.features.sparse import DenseGradients, SparseGradients
+from overlap.health.explained import in_words
 from overlap.job.devices import fit_out
 from overlap.job.groups import Membership, membership
 from overlap.job.process_set import global_process_set
@@ -45,6 +54,7 @@ from overlap.optimizer.param_groups import Wrapped
 from overlap.optimizer.start import (
     agree_on_terms,
     collect_slots,
+    refuse_other_sharders,
     refuse_other_wrappers,
     synchronize_start,
     tell_of_a_lone_trainer,
@@ -53,8 +63,9 @@ from overlap.optimizer.start import (
 from overlap.plan.groups import Groups
 from overlap.plan.plan import Updates
 from overlap.plan.strategy import PlannedStrategy, Strategy
-from overlap.state.elementwise import decides_by_loss, is_elementwise, is_per_parameter
+from overlap.state.elementwise import decides_by_loss, is_elementwise, is_per_parameter, takes_sparse_alone
 from overlap.state.full_state import FullState, exporter
+from overlap.state.rows import Rows
 from overlap.state.shard_state import ShardState
 from overlap.state.share import StateShare
 from overlap.transport.communicator import Communicator
@@ -92,8 +103,10 @@ def build(
     groups_of: Callable[[Session], Membership] | None = None,
 ) -> Assembly:
     """What `shell` consists of; see :class:`.DistributedOptimizer` for the arguments. On every rank."""
+    refuse_other_sharders(optimizer)
     check_passes(arguments.backward_passes_per_step)
     torch_clipping.install()
+    arguments = _with_possible_gradients(session, optimizer, arguments)
     updates, by_loss = _updates(session, optimizer, strategy, arguments)
     model = named_parameters if isinstance(named_parameters, torch.nn.Module) else None
     named = None if isinstance(named_parameters, torch.nn.Module) else named_parameters
@@ -130,9 +143,11 @@ def build(
         by_loss=by_loss,
         poison=poisoned,
     )
-    topic = session.registry.register(shell, Ownership(assembly.engine, assembly.wrapped))
+    channels = (*hosts.reductions, *hosts.gathers, hosts.calls, hosts.everyone)
+    owner = Ownership(assembly.engine, assembly.wrapped, assembly.full_state, {channel.name for channel in channels})
+    topic = session.registry.register(shell, owner)
     assembly.rounds.enroll(topic)
-    session.channels.hold((*hosts.reductions, *hosts.gathers, hosts.calls, hosts.everyone), topic)
+    session.channels.hold(channels, topic)
     assembly.full_state.share.serve(topic, exporter(assembly.engine))
     return assembly
 
@@ -154,11 +169,32 @@ def _updates(
     if per_parameter is None:
         per_parameter = elementwise or is_per_parameter(optimizer)
     updates = feasible(strategy.updates, optimizer, elementwise, arguments.compression, per_parameter=per_parameter)
+    if updates is Updates.EAGER and arguments.on_nonfinite == "skip":
+        raise ValueError(
+            "on_nonfinite='skip' leaves out a step when all gradients are known, and eager=True updates before that: use "
+            "'raise' or 'ignore', or eager=False"
+        )
     if strategy.updates.in_shards and updates is Updates.WHOLE and session.comm.rank == 0:
         divisible = per_parameter if strategy.updates is Updates.OWNED else elementwise
         why = _why_whole(strategy, optimizer, divisible)
         log.warning("strategy %r keeps all optimizer state on every rank: %s", strategy.name, why)
     return updates, decides_by_loss(optimizer) and not per_parameter
+
+
+def _with_possible_gradients(
+    session: Session, optimizer: torch.optim.Optimizer, arguments: SharedArguments
+) -> SharedArguments:
+    """Gradients stay sparse for an optimizer that takes no others. Made sparse again, they would have lost which rows
+    were used: one process updates those, also where the gradient is zero."""
+    if not (arguments.sparse_as_dense and takes_sparse_alone(optimizer)):
+        return arguments
+    if session.comm.rank == 0:
+        log.warning(
+            "%s takes sparse gradients alone, so sparse_as_dense=True makes none of its gradients dense: their rows are "
+            "gathered. Leave it out",
+            type(optimizer).__name__,
+        )
+    return replace(arguments, sparse_as_dense=False)
 
 
 def _assemble(
@@ -183,33 +219,49 @@ def _assemble(
     rounded = None if dtype is None else RoundedParameters(dtype, optimizer)
     plans = isinstance(strategy, PlannedStrategy) and bool(strategy.planned) and comm.size > 1
     replanning = Replanning() if plans else None
+    transit = Transit(members.gathers, poison=poison)
+    rounds = JoinRounds(comm, members.ranks, joined_ranks_of(session), slots, shared_order=not strategy.ordered)
+    every = session.settings.check_every if arguments.check_every is None else arguments.check_every
+    compares = EarlyReplicaCheck if updates is Updates.EAGER else ReplicaCheck
+    alike = named_parameters_of(model, slots)
+    renormed = RenormedRows(members.calls, alike, early=updates is Updates.EAGER) if comm.size > 1 else None
+    replicas = None
+    if every and renormed is not None:
+        final = final_parameters(alike, transit, partial(_apart, renormed, model))
+        replicas = compares(every, final, rounds)
+    writes = None
+    if renormed is not None and updates is not Updates.EAGER:  # which makes replicas differ until step()
+        writes = ForwardWrites(members.calls, members.ranks, alike, transit, partial(_apart, renormed, model))
     features = features_of(
         members,
         slots,
         model,
+        optimizer,
         exchange,
         rounded,
+        replicas,
+        (renormed, writes),
         sparse_as_dense=arguments.sparse_as_dense,
         broadcast_buffers=arguments.broadcast_buffers,
         replanning=replanning,
+        check=arguments.on_nonfinite == "raise",
     )
     others = [rank for rank in members.ranks if rank != session.comm.rank]
     share = StateShare(others, session.peer_queries)
-    states = ShardState(comm, optimizer, share)
+    states, rows = ShardState(comm, optimizer, share), Rows(share)
+    once = None if is_per_parameter(optimizer) else Once(optimizer)
     planner = Planner(
         comm,
         optimizer,
         slots,
         strategy,
         groups,
-        ShardUpdate(optimizer, whole=updates is Updates.OWNED) if updates.in_shards else None,
+        ShardUpdate(optimizer, once, whole=updates is Updates.OWNED) if updates.in_shards else None,
         states,
         exchange,
         lanes=len(members.reductions),
         make_master=None if rounded is None else rounded.master,
     )
-    transit = Transit(members.gathers, poison=poison)
-    rounds = JoinRounds(comm, members.ranks, joined_ranks_of(session), slots, shared_order=not strategy.ordered)
     round = Round(
         planner,
         members.reductions,
@@ -226,14 +278,18 @@ def _assemble(
     if updates is Updates.EAGER:
         policy = EarlyUpdates(comm, optimizer, round, transit, share)
     elif updates is Updates.DEFERRED:
-        policy = DeferredUpdates(optimizer, round, transit, poison=poison)
+        policy = DeferredUpdates(optimizer, round, transit, known=once is None, poison=poison)
     arrangement = Arrangement(comm, planner, round, transit, states, policy, features)
     closing = Closing(members.calls, round, arrangement, rounds, policy, features)
     engine = Engine(model, planner, transit, round, arrangement, closing, rounds, policy, features)
+    if writes is not None:
+        writes.bind(engine)
     wrapped = Wrapped(optimizer, engine, gated=updates is not Updates.WHOLE)
     averages = Averages(engine, comm)
-    stepper = Stepper(engine, averages, optimizer, states, step_by_loss if by_loss else None)
-    full_state = FullState(engine, optimizer, states)
+    skips = SkippedSteps(members.calls, slots).skips if arguments.on_nonfinite == "skip" else None
+    stepper = Stepper(engine, averages, optimizer, states, step_by_loss if by_loss else None, skips)
+    rows.bind(planner, policy)
+    full_state = FullState(engine, optimizer, states, rows)
     everyone = members.everyone
     return Assembly(comm, everyone, model, wrapped, engine, rounds, averages, stepper, full_state, replanning)
 
@@ -242,12 +298,16 @@ def features_of(
     members: Membership,
     slots: list[Slot],
     model: torch.nn.Module | None,
+    optimizer: torch.optim.Optimizer,
     exchange: Exchange,
     rounded: RoundedParameters | None,
+    replicas: ReplicaCheck | None,
+    forward: Iterable[Feature | None],
     *,
     sparse_as_dense: bool,
     broadcast_buffers: bool,
     replanning: Replanning | None,
+    check: bool,
 ) -> tuple[Feature, ...]:
     """All that may take part in the steps of one optimizer, in the order in which each moment is told to them."""
     comm = members.comm
@@ -258,7 +318,16 @@ def features_of(
     if broadcast_buffers and model is not None and comm.size > 1:
         buffers = (BroadcastBuffers(model, members.calls, comm),)
     planning = () if replanning is None else (replanning,)
-    return (SameData(comm), *dense, sparse, GradientCheck(), *rounding, *buffers, *planning)
+    writes = tuple(feature for feature in forward if feature is not None)
+    alike: tuple[Feature, ...] = (HyperParameters(optimizer),) if comm.size > 1 else ()
+    alike = alike if replicas is None else (*alike, replicas)
+    finite = (NonfiniteCheck(),) if check else ()
+    return (SameData(comm), *dense, sparse, GradientCheck(), *rounding, *buffers, *writes, *planning, *alike, *finite)
+
+
+def _apart(renormed: RenormedRows, model: torch.nn.Module | None) -> set[str]:
+    """Names of parameters whose replicas may differ between forward and ``step()``."""
+    return renormed.names | announced(model)
 
 
 def _why_not_on_a_gpu(strategy: Strategy) -> str:
@@ -283,8 +352,8 @@ def _why_whole(strategy: Strategy, optimizer: torch.optim.Optimizer, divisible: 
 class Ownership:
     """The engine's hold on its parameters; see :class:`overlap.job.registry.Owner`, which this is."""
 
-    def __init__(self, engine: Engine, wrapped: Wrapped) -> None:
-        self._engine, self._wrapped = engine, wrapped
+    def __init__(self, engine: Engine, wrapped: Wrapped, full_state: FullState, channels: Collection[str]) -> None:
+        self._engine, self._wrapped, self._full_state, self.channels = engine, wrapped, full_state, channels
         self._gone = False
 
     @property
@@ -295,6 +364,11 @@ class Ownership:
         engine = self._engine
         mine = {id(slot.param) for slot in engine.slots}
         return not self._gone and any(id(parameter) in mine for parameter in parameters)
+
+    def meaning(self, label: str) -> str:
+        number = re.match(r"b(\d+)\b", label)
+        found = [bucket for bucket in list(self._engine.order) if number and bucket.index == int(number[1])]
+        return in_words([slot.name for slot in found[0].slots], found[0].round) if found else ""
 
     def hand_over(self, unfinished: bool) -> None:
         self._gone = True
@@ -311,3 +385,4 @@ class Ownership:
             self._engine.retire()
         finally:
             self._wrapped.remove()
+            self._full_state.remove()

@@ -19,6 +19,7 @@ _Make = TypeVar("_Make", bound=Callable[..., Any])
 
 _ALL_ELEMENTS = 2**29  # the threshold with which its scripts put all gradients into one bucket
 _ELEMENTS_FROM = 2**16  # as MB it would be 64 GB, and as elements it is a quarter of a MB
+_EVERY_TENSOR = 2**31  # groups: as many as there are tensors
 _COMPRESSORS = ("topk", "eftopk", "gaussian", "signum", "efsignum")
 # What stands in the place of arguments that may be False, and of those that may be None.
 _NOT_TRUE = {
@@ -69,23 +70,34 @@ def in_our_words(given: Mapping[str, Any], strategy: str, *, model_given: bool =
     if "compression" in ours or "fp16" in ours:
         ours["compression"] = _compression(ours.get("compression"), ours.pop("fp16", False))
     merges = ours.pop("mgwfbp", None)
-    if merges is not None and bool(merges) != (strategy == "mgwfbp"):
-        raise ValueError(
-            "mgwfbp=True is the strategy 'mgwfbp': import mgwfbp, or give strategy='mgwfbp' to dear's"
-            if merges
-            else "mgwfbp=False is the strategy 'wfbp': import wfbp, or give strategy='wfbp' to dear's"
-        )
+    if merges and strategy != "mgwfbp":
+        raise ValueError("mgwfbp=True is the strategy 'mgwfbp': import mgwfbp, or give strategy='mgwfbp' to dear's")
+    merges_none = strategy == "mgwfbp" and merges is not None and not merges
+    if merges_none:
+        strategy = "wfbp"  # from here on, names mean what they mean there
     if "threshold" in ours:
         threshold = ours.pop("threshold")  # theirs merges by costs alone, too, where it merges
         for name, value in ({} if merges else fusion(threshold, strategy)).items():
             if name in ours:
                 raise TypeError(f"threshold is another name of {name}, and both are given: give one")
             ours[name] = value
+    if merges_none:
+        _merge_nothing(ours)
     if "seq_layernames" in ours or "layerwise_times" in ours:
         names, times = ours.pop("seq_layernames", None), ours.pop("layerwise_times", None)
         if times is not None or names is not None:
             ours["layerwise_times"] = _times(names, times, strategy)
     return ours
+
+
+def _merge_nothing(ours: dict[str, Any]) -> None:
+    """Arguments of mgwfbp's ``DistributedOptimizer`` with which it reduces every tensor by itself, as wfbp does."""
+    for name in ("asc", "merge_below_kb", "tune"):
+        if ours.get(name):
+            raise ValueError(f"{name}={ours[name]!r} is about merging, and mgwfbp=False merges nothing: give one")
+    if not ours.get("num_groups") and ours.get("groups") is None:
+        ours["num_groups"] = _EVERY_TENSOR
+    ours["profile_steps"] = 0  # nothing follows from times
 
 
 def _compression(compression: Any, fp16: Any) -> Any:

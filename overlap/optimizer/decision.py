@@ -10,11 +10,22 @@ import torch
 
 from overlap.core.clock import StepClock
 from overlap.core.engine import Engine
+from overlap.core.gates.passing import passing_cost
 from overlap.job.memory import available_bytes
 from overlap.job.session import current
 from overlap.plan.choice import Job, choose
 from overlap.plan.link_probe import start_cost
-from overlap.plan.measurement import Sent, Times, fitted, layer_times, services, thread_costs, workload
+from overlap.plan.measurement import (
+    Sent,
+    Times,
+    bare_workload,
+    fitted,
+    layer_times,
+    services,
+    thread_costs,
+    without_passing,
+    workload,
+)
 from overlap.plan.partition import BucketSpec
 from overlap.plan.plan import Plan
 from overlap.plan.simulation.network import Fitted
@@ -59,6 +70,7 @@ def decided(comm: Communicator, engine: Engine, strategy: PlannedStrategy, clock
     if mine is not None:
         share = {bucket.index: bucket.shares[rank] * bucket.gradients.element_size() for bucket in engine.order}
         per_byte, bucket_cost = thread_costs(sent, clock.laps, share, handling)
+        mine = without_passing(mine, [len(unit) for unit in units], passing_cost())
         mine = replace(mine, update=per_byte, handling=bucket_cost)
     found = services(sent, start / 2)
     took = torch.tensor([seconds for seconds, _ in found], dtype=torch.float64)
@@ -99,8 +111,10 @@ def _chosen(
     empty: Report,
     fits: Callable[[Plan], bool],
 ) -> Report:
-    if empty.times is None or not sent:
+    if empty.times is None:
         return replace(empty, problem="no rank has seen a forward and a backward pass through the model's modules")
+    if not sent:
+        return replace(empty, problem="no bucket has sent anything in the steps that were measured")
     network: Fitted = fitted(len(engine.participants.ranks), sent, *took, start / 2)
     units = engine.planner.units
     work = work_of(engine, empty.times, units)
@@ -146,9 +160,11 @@ def layers_of(units: Sequence[Sequence[int]], behind: int = 0) -> dict[int, int]
     return {index: behind + layer for layer, unit in enumerate(units) for index in unit}
 
 
-def work_of(engine: Engine, times: Times, units: Sequence[Sequence[int]]) -> Workload:
+def work_of(engine: Engine, times: Times, units: Sequence[Sequence[int]], *, bare: bool = False) -> Workload:
+    """What a simulation runs; `bare`: without what is ours."""
     sizes = [[engine.slots[index].param.nbytes for index in unit] for unit in units]
-    return workload(times, sizes, [engine.slots[unit[0]].name for unit in units])
+    made = bare_workload if bare else workload
+    return made(times, sizes, [engine.slots[unit[0]].name for unit in units])
 
 
 def in_a_line(name: str, report: Report) -> str:

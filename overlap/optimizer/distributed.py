@@ -7,28 +7,32 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from overlap.core.alike import NOTHING, Clipped
 from overlap.core.bucket import Bucket
+from overlap.core.gates.compiled import keep_untraced
 from overlap.core.round import Stage
 from overlap.features.clipping import clip
 from overlap.features.join import joined_ranks_of
 from overlap.features.join_follower import Follower
-from overlap.features.loss_scale import is_scaler_step, is_unscaling, reveal_infinities
+from overlap.features.loss_scale import is_scaler_step, is_unscaling, reveal_infinities, scale_of
 from overlap.job.groups import Membership
 from overlap.job.session import Session, current
 from overlap.optimizer.arguments import SharedArguments, check_passes
 from overlap.optimizer.assembly import build
 from overlap.optimizer.explain import NO_PLAN, Explained, explanation, rows
-from overlap.optimizer.layer_times import ProfileWriter
+from overlap.optimizer.layer_times import ProfileWriter, measurable
+from overlap.optimizer.moments import may_add
 from overlap.optimizer.own_methods import guarded
 from overlap.optimizer.start import collect_slots, synchronize_start
 from overlap.plan.plan import Plan
 from overlap.plan.strategy import Strategy
-from overlap.state.live_state import replace_state, state_of
+from overlap.state.live_state import held_state, replace_state, state_of
 from overlap.trace.picture import draw_rows
 
 __all__ = ["DistributedOptimizer", "Planned", "Study"]
@@ -77,15 +81,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise TypeError(f"the first argument should be a torch.optim.Optimizer and is {type(optimizer).__name__}")
         if isinstance(optimizer, DistributedOptimizer):
             raise TypeError("the optimizer is distributed already")
-        parts = build(
-            current(),
-            self,
-            optimizer,
-            named_parameters,
-            strategy,
-            arguments,
-            groups_of=groups_of,
-        )
+        parts = build(current(), self, optimizer, named_parameters, strategy, arguments, groups_of=groups_of)
         # Not `_optimizer`: Lightning's wrappers, which pose as this class, have this object under that name.
         self._inner, self._model, self._comm = optimizer, parts.model, parts.comm
         self._engine, self._averages, self._everyone = parts.engine, parts.averages, parts.everyone
@@ -94,6 +90,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if name.startswith("_optimizer_"):  # step and state_dict hooks, registered on either, run once
                 setattr(self, name, value)
         self._patch_step_function()
+        keep_untraced(type(self), "step", "zero_grad")
         self._replanning = parts.replanning
         self._studies: list[Study] = []
         self._planned: Planned | None = None
@@ -108,6 +105,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         if is_unscaling(sys._getframe(1)) and self._averages.stage is not Stage.SHOWN:
             self._averages.synchronize()  # [Note: one verdict on infinities]
+            self._engine.closing.scale = scale_of(sys._getframe(1))
         return self._inner.param_groups
 
     @param_groups.setter
@@ -122,14 +120,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """The optimizer's state by parameter; of sharded parameters, the part this rank holds (1-D tensors of slices)."""
+        """The optimizer's state by parameter, whole. Of sharded ones a copy: read on any rank, written on every one."""
         self._engine.policy.arrive()
-        return state_of(self._inner, self._engine.shards)
+        return state_of(self._inner, self._engine.shards, self._full_state.rows)
 
     @state.setter
     def state(self, state: Any) -> None:
         self._engine.transit.arrive_all()
-        replace_state(self._inner, self._engine.shards, state)
+        replace_state(self._inner, self._engine.shards, self._full_state.rows, state)
+
+    @property
+    def held_state(self) -> dict[torch.Tensor, dict[str, Any]]:
+        """The part of ``state`` that this rank holds; slices of parameters have 1-D tensors."""
+        return held_state(self._inner, self._engine.shards)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_inner" not in self.__dict__:
@@ -171,7 +174,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def explain(self) -> str:
         """Why buckets are as they are: what was measured, the plan, what is not hidden, and what would help by how much.
-
         On any rank, after the plan was made (``tuning`` is false). Raises ``RuntimeError`` before, and where the script has
         chosen the buckets itself.
         """
@@ -199,12 +201,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         On rank 0, between steps; on other ranks it does nothing. Raises ``ValueError`` where the optimizer was given
         parameters and no module, for parameters on a GPU, and for counts below 1.
         """
-        if steps < 1 or batch_size < 1:
-            raise ValueError(f"steps and batch_size should be at least 1 and are {steps} and {batch_size}")
-        if self._model is None:
-            raise ValueError("save_profile() measures the layers of a module: give it to DistributedOptimizer")
+        model = measurable(self._model, steps, batch_size)
         if self._everyone.rank == 0:
-            writer = ProfileWriter(self._model, Path(path), steps, batch_size)
+            writer = ProfileWriter(model, Path(path), steps, batch_size)
             writer.handle = self.register_step_post_hook(writer)
 
     def _study(self, study: Study) -> None:
@@ -239,9 +238,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def replan(self, strategy: Strategy) -> None:
         """Go on with other buckets: `strategy`'s. Parameters and state stay what they are, bit for bit.
 
-        On every rank with the same `strategy`, between ``step()`` and the next backward.
+        On every rank with the same `strategy`, between ``step()`` and the next backward. Raises on every rank where some
+        rank has gradients, ``RuntimeError``, and ``ValueError`` for a strategy that updates or gathers in another way.
         """
-        self._engine.closing.meet("replan()")
+        self._engine.closing.meet("replan()", partial(self._engine.arrangement.may_replan, strategy))
         self._replan(strategy)
 
     def _replan(self, strategy: Strategy) -> None:
@@ -253,9 +253,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return self._engine.arrangement.preview(strategy)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters: they take rank 0's values, and buckets of their own in the next step. On every rank."""
-        self._engine.policy.refuse("add_param_group()")
-        self._engine.closing.meet("add_param_group()")
+        """Add parameters: they take rank 0's values, and buckets of their own in the next step. On every rank.
+
+        Raises ``RuntimeError`` on every rank between what averages gradients (``synchronize()``, clipping) and ``step()``.
+        """
+        self._engine.closing.meet("add_param_group()", partial(may_add, self._engine))
         self._engine.transit.arrive_all()
         self._inner.add_param_group(param_group)
         known = self._engine.slots
@@ -290,6 +292,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._engine.participants.announce("infinite")
             self._engine.closing.drop_everywhere()
             return None
+        if scale is not None:
+            self._engine.closing.scale = scale
         self._wrapped.follow(in_parts=self._engine.shards is not None or self._engine.policy.defers)
         self._wrapped.stepping = True
         try:
@@ -320,18 +324,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
         After ``step()``: parameters become final, also for those who hold them outside their modules. On every rank, those
         too that had no batch: which of the two it is, they find out together.
         """
-        self._engine.policy.refuse(
+        local = self._has_local_gradients(
             "synchronize()"
-        )  # before any wait: others may issue their all-gathers in step() only
+        )  # and first: others may issue their all-gathers in step() only
         self._engine.transit.arrive_all()
-        if self._has_local_gradients("synchronize()"):
+        if local:
             self._averages.synchronize()
 
-    def _has_local_gradients(self, call: str) -> bool:
-        """Whether any rank has gradients that no step has used and that are not averages in ``.grad``. On every rank."""
+    def _has_local_gradients(self, call: str, clipped: Clipped = NOTHING) -> bool:
+        """Whether any rank has gradients that no step has used and that are not averages in ``.grad``. On every rank, which
+        all raise where what they are `clipped` by is not alike: in the next call if they are averages."""
         if self._averages.stage is Stage.SYNCHRONIZED:
+            self._engine.closing.clip(clipped)
             return False
-        return self._engine.closing.ask(self._engine.holds_gradients, call)
+        return self._engine.ask(call, clipped)
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -373,9 +379,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Plain torch format, full state, whatever the sharding. May be called on any subset of ranks, at any time.
-
-        With a `gather_dtype`, ``["master"]`` beside the state holds exact parameters by number, where they are known.
-        """
+        With a `gather_dtype`, ``["master"]`` beside the state holds exact parameters by number, where they are known."""
         self._engine.policy.refuse("state_dict()")
         self._engine.policy.arrive()
         return self._full_state.collect()
@@ -392,8 +396,5 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._full_state.load(state_dict)
 
     def finish(self, given_up: Collection[str] = ()) -> None:
-        """Wait for parameters in transit.
-
-        ``shutdown()`` calls it, with the names of communicators on which some ranks have issued more than others.
-        """
+        """Wait for what is in transit. For ``shutdown()``; on communicators `given_up` some ranks have issued more."""
         self._engine.finish(given_up)

@@ -36,11 +36,15 @@ class Explained:
     setting: Mapping[str, float]
     buckets: int
     whole: int  # of them, all-reduced under backward and updated in full by every rank
-    work: Workload
+    work: Workload  # with what is ours …
+    model: Workload  # … and without
     network: Fitted
     computed: Sequence[float]  # seconds by rank, without communication; 0 where nothing was measured
-    handling: float  # seconds of hooks, of issuing and awaiting operations, and of updates
-    before: float  # seconds of a step before the plan was made, measured
+    hooks: float  # seconds of gates and of hooks, which copy gradients and may compress them
+    issuing: float  # … of issuing and awaiting operations
+    updates: float  # … of the optimizer, for what this rank updates
+    before: float  # seconds of a step without the plan, measured …
+    again: bool  # … once more, after it
     after: float | None  # … and with it
     simulate: Callable[[Workload, Fitted], Run]
 
@@ -49,16 +53,15 @@ def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:,.4g} ms" if seconds < 1 else f"{1e3 * seconds:,.0f} ms"
 
 
-def _bound(work: Workload, network: Fitted) -> tuple[float, float]:
-    wire = network.reduce_scatter(work.nbytes).transfer + network.all_gather(work.nbytes).transfer
-    compute = sum(layer.forward + layer.backward for layer in work.layers)
-    return compute, wire
+def _wire(work: Workload, network: Fitted) -> float:
+    return network.reduce_scatter(work.nbytes).transfer + network.all_gather(work.nbytes).transfer
 
 
 def explanation(told: Explained) -> str:
     """Lines of text: network, computation, bound, plan, step, what is not hidden, other schedules, what would help."""
     work, network = told.work, told.network
-    compute, wire = _bound(work, network)
+    wire = _wire(work, network)
+    compute = sum(layer.forward + layer.backward for layer in told.model.layers)
     bound, run = max(compute, wire), told.simulate(work, network)
     measured = told.before if told.after is None else told.after
     lines = {
@@ -66,19 +69,18 @@ def explanation(told: Explained) -> str:
         f"and {1e6 * 2 * network.start:,.0f} us for each bucket"
         if wire
         else "nothing was sent",
-        "computation": f"{_ms(compute)}: forward {_ms(sum(layer.forward for layer in work.layers))}, backward "
-        f"{_ms(sum(layer.backward for layer in work.layers))}",
+        "computation": _computation(told.model, compute),
         "bound": f"{_ms(bound)}: no schedule that computes this and sends these bytes is faster",
         "plan": f"{describe(told.setting)}: {told.buckets} buckets"
         + (f", of which {told.whole} are all-reduced under backward and updated in full" if told.whole else ""),
         "step": f"{_ms(measured)} measured, {measured / bound:.2f} x the bound; {_ms(run.step)} simulated"
-        + (f"; {_ms(told.before)} before the plan" if told.after is not None else ""),
-        "not hidden": _not_hidden(run, told.handling),
+        + _other_step(told),
+        "overhead": f"{_ms(told.hooks + told.issuing)}: hooks, and copies of gradients, {_ms(told.hooks)}; issuing and "
+        f"awaiting operations {_ms(told.issuing)}",
+        "update": f"{_ms(told.updates)}: the optimizer, for what a rank updates",
+        "not hidden": _not_hidden(run),
         "ranks": _ranks(told.computed),
-        "others": "; ".join(
-            f"{name} {_ms(METHODS[name](work, network).step)}" for name in _OTHERS if not told.strategy.startswith(name)
-        )
-        + ", simulated",
+        "others": _others(told),
         "would help": _helpful(told, run.step),
     }
     if measured > _SIMULATED * run.step:
@@ -91,14 +93,39 @@ def explanation(told: Explained) -> str:
     return "\n".join([head, *(f"  {name:<{width}}  {line}" for name, line in lines.items() if line)])
 
 
-def _not_hidden(run: Run, handling: float) -> str:
+def _computation(model: Workload, compute: float) -> str:
+    """Of the model alone. What has no tensors is around it: a data loader's time, the loss."""
+    own = [layer for layer in model.layers if layer.tensors]
+    forward, backward = sum(layer.forward for layer in own), sum(layer.backward for layer in own)
+    around = f", around them {_ms(compute - forward - backward)}"
+    return f"{_ms(compute)}: forward {_ms(forward)}, backward {_ms(backward)}{around}"
+
+
+def _other_step(told: Explained) -> str:
+    """What a step takes without the plan, and which measurement the figures are of, if it was not the first."""
+    if told.after is None:
+        return "; measured once more, as another plan was tried and was slower" if told.again else ""
+    return f"; {_ms(told.before)} " + ("without the plan, measured after it" if told.again else "before the plan")
+
+
+def _others(told: Explained) -> str:
+    named = (name for name in _OTHERS if not told.strategy.startswith(name))
+    said = "; ".join(f"{name} {_ms(_simulated(told, name))}" for name in named)
+    return f"{said}, simulated, DDP without overhead of its own"
+
+
+def _simulated(told: Explained, name: str) -> float:
+    """Hooks and copies are ours, and so are the methods, but for DDP."""
+    return METHODS[name](told.model if name == "DDP" else told.work, told.network).step
+
+
+def _not_hidden(run: Run) -> str:
     longest = sorted(run.waits.items(), key=lambda item: -item[1])[:_LONGEST]
     rest = run.waited - sum(seconds for _, seconds in longest)
     parts = [f"{label} {_ms(seconds)}" for label, seconds in longest]
     if rest > 0 and parts:
         parts.append(f"others {_ms(rest)}")
-    waits = f"waits {_ms(run.waited)}" + (f" ({', '.join(parts)}; 0 is nearest the input)" if parts else "")
-    return f"{waits}; hooks, issuing and updates {_ms(handling)}"
+    return f"waits {_ms(run.waited)}" + (f" ({', '.join(parts)}; 0 is nearest the input)" if parts else "")
 
 
 def _ranks(computed: Sequence[float]) -> str:

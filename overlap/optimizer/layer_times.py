@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from overlap.plan.simulation.profile import Profile, to_text
 from overlap.plan.simulation.workload import Layer
 
-__all__ = ["LayerTimes", "ProfileWriter", "durations"]
+__all__ = ["LayerTimes", "ProfileWriter", "durations", "measurable"]
 
 _Lap = dict[str, dict[str, float]]  # by kind and layer, seconds of `time.perf_counter`
 
@@ -102,6 +102,15 @@ def durations(laps: Sequence[_Lap]) -> dict[str, tuple[float, float]]:
         name: (statistics.median(seconds), statistics.median(backward.get(name, [0.0])))
         for name, seconds in forward.items()
     }
+
+
+def measurable(model: torch.nn.Module | None, steps: int, batch_size: int) -> torch.nn.Module:
+    """The `model`. Raises ``ValueError`` for counts below 1, and where there is no model."""
+    if steps < 1 or batch_size < 1:
+        raise ValueError(f"steps and batch_size should be at least 1 and are {steps} and {batch_size}")
+    if model is None:
+        raise ValueError("save_profile() measures the layers of a module: give it to DistributedOptimizer")
+    return model
 
 
 class ProfileWriter:

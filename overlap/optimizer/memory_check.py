@@ -17,10 +17,17 @@ log = logging.getLogger("dear")
 
 
 def check_memory(slots: Sequence[Slot], updates: Updates, rank: int) -> None:
-    """Raise ``ValueError`` for two parameters over one memory where each is moved, or updated at a time of its own.
+    """Raise ``TypeError`` for a DTensor, and ``ValueError`` for two parameters over one memory where each is moved, or
+    updated at a time of its own.
 
     Whole updates in ``step()`` leave parameters where they are, one after the other: as in one process.
     """
+    for slot in slots:
+        if type(slot.param).__name__ == "DTensor" or hasattr(slot.param, "device_mesh"):
+            raise TypeError(
+                f"parameter {slot.name!r} is a DTensor, as fully_shard() and parallelize_module() make them: torch shards "
+                "it and reduces its gradient itself; leave one of the two out"
+            )
     if not (updates.in_shards or updates is Updates.DEFERRED):
         return
     pair = _overlapping(slots)

@@ -4,6 +4,8 @@
                                      ▲                                                                     │
                                      └───────── steps have become longer or shorter: rank 0 says so ◀──────┘
 
+Buckets that change meanwhile (parameters were converted, or came late) begin it anew: what was measured was of others.
+
 A plan that turns out slower is compared with the earlier one once more, which comes back for some steps: where these have
 become as slow, something else was, and the plan stays.
 
@@ -22,6 +24,7 @@ from typing import Any
 
 from torch.utils.hooks import RemovableHandle
 
+from overlap.core.bucket import Bucket
 from overlap.core.clock import StepClock
 from overlap.core.engine import Engine
 from overlap.features.replanning import Replanning
@@ -70,11 +73,11 @@ class Phase(Enum):
 _NEXT = {
     Phase.FIRST: {Phase.WARM_UP, Phase.ENDED},
     Phase.WARM_UP: {Phase.MEASURE, Phase.ENDED},
-    Phase.MEASURE: {Phase.CHECK_WARM_UP, Phase.SETTLED, Phase.ENDED},
-    Phase.CHECK_WARM_UP: {Phase.CHECK, Phase.ENDED},
-    Phase.CHECK: {Phase.SETTLED, Phase.EARLIER_WARM_UP, Phase.ENDED},
-    Phase.EARLIER_WARM_UP: {Phase.EARLIER, Phase.ENDED},
-    Phase.EARLIER: {Phase.SETTLED, Phase.ENDED},
+    Phase.MEASURE: {Phase.WARM_UP, Phase.CHECK_WARM_UP, Phase.SETTLED, Phase.ENDED},
+    Phase.CHECK_WARM_UP: {Phase.WARM_UP, Phase.CHECK, Phase.ENDED},
+    Phase.CHECK: {Phase.WARM_UP, Phase.SETTLED, Phase.EARLIER_WARM_UP, Phase.ENDED},
+    Phase.EARLIER_WARM_UP: {Phase.WARM_UP, Phase.EARLIER, Phase.ENDED},
+    Phase.EARLIER: {Phase.WARM_UP, Phase.SETTLED, Phase.ENDED},
     Phase.SETTLED: {Phase.WARM_UP, Phase.ENDED},
     Phase.ENDED: set[Phase](),
 }
@@ -93,6 +96,7 @@ class Planning:
         self._mine: weakref.ref[DistributedOptimizer] | None = None
         self._strategy = strategy  # the last one that was chosen here …
         self._earlier = strategy  # … and the one before
+        self._buckets: list[weakref.ref[Bucket]] = []  # as they were when this phase began
         self._units: list[tuple[int, ...]] = []  # layers, as they were when they were measured
         self._clock: StepClock | None = None
         self._handle: RemovableHandle | None = None
@@ -101,6 +105,7 @@ class Planning:
         self._seconds: deque[float] = deque(maxlen=_WATCHED)
         self._usual = 0.0
         self._checked_at = 0.0  # seconds of a step with the new plan, while it is checked
+        self._again: float | None = None  # … with the earlier plan, when that was measured once more
         self._pause = _PAUSE
 
     def attach(self, optimizer: DistributedOptimizer) -> None:
@@ -133,7 +138,6 @@ class Planning:
             bucket.nbytes * (max(bucket.shares) / sum(bucket.shares) if bucket.holds_parameters else 1)
             for bucket in engine.order
         )
-        handling = sum(times.hooks) + times.handling * len(plan.buckets) + times.update * shards
         return Explained(
             strategy=strategy.name,
             ranks=self._comm.size,
@@ -141,10 +145,14 @@ class Planning:
             buckets=len(plan.buckets),
             whole=0 if strategy.updates is Updates.DEFERRED else plan.sharded.count(False),
             work=work,
+            model=work_of(engine, times, units, bare=True),
             network=Fitted(self._comm.size, *report.network),
             computed=report.computed,
-            handling=handling,
-            before=report.measured,
+            hooks=sum(times.gates) + sum(times.hooks),
+            issuing=times.handling * len(plan.buckets),
+            updates=times.update * shards,
+            before=report.measured if self._again is None else self._again,
+            again=self._again is not None,
             after=self.checked,
             simulate=simulate,
         )
@@ -166,7 +174,10 @@ class Planning:
 
     def _advance(self, optimizer: DistributedOptimizer, took: float) -> None:
         self._steps += 1
-        if self._phase is Phase.FIRST:
+        if self._phase not in (Phase.FIRST, Phase.WARM_UP) and self._others:
+            self._stop_measuring()
+            self._turn(Phase.WARM_UP)
+        elif self._phase is Phase.FIRST:
             self._turn(Phase.WARM_UP)
         elif self._phase is Phase.WARM_UP:
             self._begin(optimizer)
@@ -187,6 +198,12 @@ class Planning:
             raise RuntimeError(f"planning that is in {self._phase.name} cannot come to {to.name}")
         self._phase, self._steps = to, 0
         self._seconds.clear()
+        self._buckets = [weakref.ref(bucket) for bucket in self._engine.order]
+
+    @property
+    def _others(self) -> bool:
+        """Whether there are other buckets than when this phase began. The same on every rank."""
+        return [bucket() for bucket in self._buckets] != self._engine.order
 
     def _begin(self, optimizer: DistributedOptimizer) -> None:
         """Measure from here, where a step has just ended."""
@@ -216,7 +233,7 @@ class Planning:
         assert clock is not None, "this phase measures"
         measured = statistics.median(self._seconds)
         report = decided(self._comm, self._engine, self._strategy, clock, measured)
-        self.report, self.checked, self._units = report, None, self._engine.planner.units
+        self.report, self.checked, self._again, self._units = report, None, None, self._engine.planner.units
         if report.problem:
             if self._comm.rank == 0:
                 level = logging.INFO if report.times is None else logging.WARNING
@@ -243,11 +260,11 @@ class Planning:
         if seconds <= _WORSE * before:
             self._keep(optimizer, seconds, before)
             return
-        self._turn(Phase.EARLIER_WARM_UP)
         self._exchange(optimizer)
+        self._turn(Phase.EARLIER_WARM_UP)
 
     def _compare(self, optimizer: DistributedOptimizer) -> None:
-        again = agree(self._comm, statistics.median(self._seconds))
+        self._again = again = agree(self._comm, statistics.median(self._seconds))
         if self._checked_at <= _WORSE * again:
             self._exchange(optimizer)
             self._keep(optimizer, self._checked_at, again)

@@ -13,7 +13,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from overlap.core.bucket import Slot, line
-from overlap.core.other_wrappers import other_wrapper
+from overlap.core.other_wrappers import other_sharder, other_wrapper
 from overlap.job.session import current
 from overlap.optimizer.arguments import SharedArguments
 from overlap.plan.groups import Groups
@@ -29,6 +29,7 @@ __all__ = [
     "agree_on_strategy",
     "agree_on_terms",
     "collect_slots",
+    "refuse_other_sharders",
     "refuse_other_wrappers",
     "synchronize_start",
     "tell_of_a_lone_trainer",
@@ -89,6 +90,13 @@ def collect_slots(
     if not slots:
         raise ValueError("the optimizer has no parameters")
     return slots
+
+
+def refuse_other_sharders(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ``TypeError`` where `optimizer` splits parameters between ranks by itself."""
+    found = other_sharder(optimizer)
+    if found is not None:
+        raise TypeError(found)
 
 
 def refuse_other_wrappers(model: torch.nn.Module | None, slots: Sequence[Slot]) -> None:
@@ -178,6 +186,8 @@ def terms_of(
         "sparse_as_dense": bool(arguments.sparse_as_dense),
         "sync_start": bool(arguments.sync_start),
         "broadcast_buffers": bool(arguments.broadcast_buffers),
+        "check_every": arguments.check_every,
+        "on_nonfinite": arguments.on_nonfinite,
     }
     return [f"{name}={value}" for name, value in values.items()]
 

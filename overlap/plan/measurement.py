@@ -11,15 +11,28 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from overlap.plan.simulation.events import shared
 from overlap.plan.simulation.network import Fitted
 from overlap.plan.simulation.workload import Costs, Layer, Workload
+from overlap.plan.spans import Spans
 from overlap.transport.encoding import travels
 
-__all__ = ["Lap", "Sent", "Times", "fitted", "layer_times", "services", "thread_costs", "workload"]
+__all__ = [
+    "Lap",
+    "Passing",
+    "Sent",
+    "Times",
+    "bare_workload",
+    "fitted",
+    "layer_times",
+    "services",
+    "thread_costs",
+    "without_passing",
+    "workload",
+]
 
 _OPTIMIZER_CALL = 5e-5  # seconds of the user's step() on no elements, at least; the rest of an update is by the byte
 
@@ -47,6 +60,8 @@ class Lap:
     used: list[tuple[int, float]] = field(default_factory=list)  # slot, and when forward asked for it
     left: list[float] = field(default_factory=list)  # when outermost modules were left
     waits: list[tuple[float, float]] = field(default_factory=list)  # for parameters, from … to
+    gates: list[tuple[float, float]] = field(default_factory=list)  # in which a gate ran, waits among it
+    issues: list[tuple[float, float]] = field(default_factory=list)  # in which an operation was issued
     gradients: list[tuple[int, float, float]] = field(default_factory=list)  # slot, when it came, when it was handled
     stepping: float = 0.0  # step() was called …
     ended: float = 0.0  # … and ended
@@ -55,10 +70,13 @@ class Lap:
 @travels
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Seconds of one rank's step, medians over laps. Of layers in order: forward, backward, and hooks on gradients."""
+    """Seconds of one rank's step, medians over laps. Of layers in order: the model's own forward and backward, and what is
+    ours in them: gates in forward, hooks on gradients in backward, which copy and may compress.
+    """
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
+    gates: tuple[float, ...]
     hooks: tuple[float, ...]
     before: float  # from the end of step() to forward: a data loader's, say
     between: float  # from the end of forward to backward: the loss, other passes of an accumulated step
@@ -72,18 +90,45 @@ class Times:
         return self.before + self.between + self.after + sum(self.forward) + sum(self.backward)
 
 
-def _overlap(waits: Sequence[tuple[float, float]], start: float, end: float) -> float:
-    return sum(max(0.0, min(end, until) - max(start, since)) for since, until in waits)
+@dataclass(frozen=True, slots=True)
+class Passing:
+    """Seconds that torch spends to come to what is ours and back: of a module's call, of a parameter that is read, and of a
+    gradient's hook. No stamp inside can see it.
+    """
+
+    module: float = 0.0
+    parameter: float = 0.0
+    gradient: float = 0.0
 
 
 @dataclass(slots=True)
 class _Step:
     forward: list[float]
     backward: list[float]
+    gates: list[float]
     hooks: list[float]
     before: float
     between: float
     after: float
+
+
+class _Own:
+    """What of a stretch of a lap is the script's own, and what is a gate's: waits are nobody's."""
+
+    def __init__(self, lap: Lap) -> None:
+        self._waits = Spans(lap.waits)
+        self._others = Spans([*lap.waits, *lap.gates])
+        self._not_hooks = Spans([*lap.waits, *lap.issues])
+
+    def seconds(self, since: float, until: float) -> float:
+        return max(0.0, until - since - self._others.covered(since, until))
+
+    def gates(self, since: float, until: float) -> float:
+        return self._others.covered(since, until) - self._waits.covered(since, until)
+
+    def hook(self, came: float, handled: float) -> float:
+        """Without operations that were issued in it: their cost is that of the bucket."""
+        return max(0.0, handled - came - self._not_hooks.covered(came, handled))
 
 
 def _times_of(lap: Lap, layer_of: Mapping[int, int], layers: int) -> _Step | None:
@@ -96,7 +141,8 @@ def _times_of(lap: Lap, layer_of: Mapping[int, int], layers: int) -> _Step | Non
     final = {slot: (came, handled) for slot, came, handled in lap.gradients if slot in layer_of}
     if not first_used or not final:
         return None
-    found = _Step([0.0] * layers, [0.0] * layers, [0.0] * layers, 0.0, 0.0, 0.0)
+    own, nothing = _Own(lap), [0.0] * layers
+    found = _Step([*nothing], [*nothing], [*nothing], [*nothing], 0.0, 0.0, 0.0)
     order = sorted(first_used, key=first_used.__getitem__)
     arrivals = sorted((came, handled, slot) for slot, (came, handled) in final.items())
     first_gradient = arrivals[0][0]
@@ -106,17 +152,17 @@ def _times_of(lap: Lap, layer_of: Mapping[int, int], layers: int) -> _Step | Non
     ends = [first_used[layer] for layer in order[1:]] + [end]
     for layer, until in zip(order, ends, strict=True):
         since = first_used[layer]
-        found.forward[layer] = until - since - _overlap(lap.waits, since, until)
+        found.forward[layer] = own.seconds(since, until)
+        found.gates[layer] = own.gates(since, until)
     before_backward = max(left, default=end)
-    start = first_used[order[0]]
-    found.before = max(0.0, start - lap.begun - _overlap(lap.waits, lap.begun, start))
-    found.between = before_backward - end - _overlap(lap.waits, end, before_backward)
+    found.before = own.seconds(lap.begun, first_used[order[0]])
+    found.between = own.seconds(end, before_backward)
     now = before_backward
     for came, handled, slot in arrivals:
-        found.backward[layer_of[slot]] += max(0.0, came - now)
-        found.hooks[layer_of[slot]] += handled - came
+        found.backward[layer_of[slot]] += own.seconds(now, came)
+        found.hooks[layer_of[slot]] += own.gates(now, came) + own.hook(came, handled)
         now = handled
-    found.after = max(0.0, lap.stepping - now)
+    found.after = own.seconds(now, lap.stepping)
     return found
 
 
@@ -132,7 +178,26 @@ def layer_times(laps: Sequence[Lap], layer_of: Mapping[int, int], layers: int) -
     before, between, after = (
         statistics.median(getattr(step, name) for step in steps) for name in ("before", "between", "after")
     )
-    return Times(middle("forward"), middle("backward"), middle("hooks"), before, between, after, 0.0, 0.0)
+    return Times(
+        middle("forward"), middle("backward"), middle("gates"), middle("hooks"), before, between, after, 0.0, 0.0
+    )
+
+
+def without_passing(times: Times, tensors: Sequence[int], passing: Passing) -> Times:
+    """What a layer of so many `tensors` takes, without what torch spends to come to gates and hooks; which are ours, too.
+
+    At most half of a layer's own: a probe may have been disturbed.
+    """
+    ways = [passing.module + passing.parameter * number for number in tensors]
+    taken = [min(way, own / 2) for way, own in zip(ways, times.forward, strict=True)]
+    back = [min(passing.gradient * number, own / 2) for number, own in zip(tensors, times.backward, strict=True)]
+    return replace(
+        times,
+        forward=tuple(map(float.__sub__, times.forward, taken)),
+        backward=tuple(map(float.__sub__, times.backward, back)),
+        gates=tuple(map(float.__add__, times.gates, taken)),
+        hooks=tuple(map(float.__add__, times.hooks, back)),
+    )
 
 
 def thread_costs(
@@ -227,13 +292,24 @@ def fitted(
 def workload(times: Times, sizes: Sequence[Sequence[int]], names: Sequence[str]) -> Workload:
     """What the simulation runs: a layer of the model each, and two that hold what is done around forward.
 
-    `sizes`: bytes of each layer's gradients. Hooks count to their layers, as far as issuing is not in them.
+    `sizes`: bytes of each layer's gradients. Gates and hooks count to their layers, as they stand in their way.
     """
-    issuing = times.handling / 2
-    layers = [Layer("before forward", times.before, times.after, ())]
-    for index, tensors in enumerate(sizes):
-        hooks = times.hooks[index]
-        hooks -= min(hooks / 2, issuing)  # a bucket was issued in some of them
-        layers.append(Layer(names[index], times.forward[index], times.backward[index] + hooks, tuple(tensors)))
-    layers.append(Layer("between forward and backward", times.between, 0.0, ()))
-    return Workload(tuple(layers), Costs(0.0, times.handling, times.update))
+    layers = bare_workload(times, sizes, names).layers
+    around, (first, *own, last) = zip(times.gates, times.hooks, strict=True), layers
+    full = (
+        replace(layer, forward=layer.forward + gates, backward=layer.backward + hooks)
+        for layer, (gates, hooks) in zip(own, around, strict=True)
+    )
+    return Workload((first, *full, last), Costs(0.0, times.handling, times.update))
+
+
+def bare_workload(times: Times, sizes: Sequence[Sequence[int]], names: Sequence[str]) -> Workload:
+    """The same without what is ours: what the script computes in any case, the optimizer's update among it."""
+    own = (
+        Layer(*each) for each in zip(names, times.forward, times.backward, (tuple(size) for size in sizes), strict=True)
+    )
+    first, last = (
+        Layer("before forward", times.before, times.after, ()),
+        Layer("between forward and backward", times.between, 0.0, ()),
+    )
+    return Workload((first, *own, last), Costs(0.0, 0.0, times.update))

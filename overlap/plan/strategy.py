@@ -29,8 +29,11 @@ class Collectives(Protocol):
         whole and may be `outgoing` itself.
         """
 
-    def gather(self, comm: Communicator, bucket: Any, /) -> None:
-        """Issue the all-gather of the updated parameters of a sharded bucket, ``bucket.travelling``."""
+    def gather(self, comm: Communicator, bucket: Any, /) -> bool:
+        """Issue the all-gather of the updated parameters of a sharded bucket, ``bucket.travelling``.
+
+        Returns whether somebody else has a tensor over the parameters, for which no gate waits.
+        """
 
 
 class Strategy(ABC):

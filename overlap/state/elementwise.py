@@ -6,7 +6,7 @@ import inspect
 
 import torch
 
-__all__ = ["SCALAR_STATE", "is_elementwise", "is_per_parameter"]
+__all__ = ["SCALAR_STATE", "is_elementwise", "is_per_parameter", "takes_sparse_alone"]
 
 # Updating a slice of a flattened parameter gives, bit for bit, that slice of the whole update, so the work and the state
 # can be split between ranks (ZeRO-1's memory at no extra traffic).
@@ -70,6 +70,11 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
 def is_per_parameter(optimizer: torch.optim.Optimizer) -> bool:
     """Whether `optimizer` may be applied to some of the parameters at a time, each of them whole."""
     return base_of(optimizer) in _PER_PARAMETER and not _differentiable(optimizer)
+
+
+def takes_sparse_alone(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `optimizer` refuses dense gradients."""
+    return isinstance(optimizer, torch.optim.SparseAdam)
 
 
 def decides_by_loss(optimizer: torch.optim.Optimizer) -> bool:

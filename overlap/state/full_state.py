@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -11,7 +12,8 @@ import torch
 from overlap.core.engine import Engine
 from overlap.state.masters import MASTER, numbered, taken, unnumbered
 from overlap.state.pieces import PieceState, assemble
-from overlap.state.shard_state import ShardState, agrees, export
+from overlap.state.rows import Rows, WholeState
+from overlap.state.shard_state import ShardState, export
 
 __all__ = ["FullState", "exporter"]
 
@@ -19,9 +21,20 @@ __all__ = ["FullState", "exporter"]
 class FullState:
     """The state of the user's `optimizer` in torch's own format."""
 
-    def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, placement: ShardState) -> None:
-        self._engine, self._optimizer = engine, optimizer
+    def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, placement: ShardState, rows: Rows) -> None:
+        self._engine, self._optimizer, self.rows = engine, optimizer, rows
         self._placement, self.share = placement, placement.share
+        self._gate()
+
+    def _gate(self) -> None:
+        """Whoever looks at the optimizer's own state finds whole state there, too."""
+        if self._engine.shards is not None:
+            self._optimizer.state = WholeState(self._optimizer.state, self.rows)
+
+    def remove(self) -> None:
+        """Leave the optimizer with a state of its own."""
+        if isinstance(self._optimizer.state, WholeState):
+            self._optimizer.state = defaultdict(dict, self._optimizer.state)
 
     def collect(self) -> dict[str, Any]:
         """See :meth:`overlap.optimizer.distributed.DistributedOptimizer.state_dict`."""
@@ -31,15 +44,10 @@ class FullState:
         full: dict[torch.Tensor, dict[str, Any]] = {}
         loaded = self.share.loaded
         if loaded is not None:  # [Note: who has loaded by when]
-            if not agrees(engine.shards, loaded):
-                raise RuntimeError(
-                    "optimizer.state was changed after load_state_dict(), and what other ranks have changed in their parts "
-                    "of it is not known before the next update: change the state dict before you load it, or call "
-                    "state_dict() after the next step()"
-                )
             full = {engine.slots[index].param: _cloned(state) for index, state in loaded.items()}
         elif not engine.learning:
             full = assemble(engine.slots, self.share.collect(), whole=engine.shards.whole)
+        self.rows.over(full)
         masters = {**self._placement.loaded, **taken(full)}
         state = optimizer.state
         whole = dict(state)
@@ -59,7 +67,9 @@ class FullState:
         rounding = engine.strategy.gather_dtype is not None
         masters = unnumbered(optimizer, state_dict.get("master", {})) if rounding else {}
         with self.share.loading():
+            self.rows.forget()
             optimizer.load_state_dict(state_dict)
+            self._gate()
             if engine.shards is not None and not engine.learning:
                 self.share.loaded = self._keep(masters)
             for bucket in engine.order:
@@ -85,10 +95,10 @@ def _cloned(state: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
 
 
-def exporter(engine: Engine) -> Callable[[], PieceState]:
+def exporter(engine: Engine) -> Callable[[int | None], PieceState]:
     """Gives this rank's part of the state. It does not hold the optimizer, which others' questions would keep alive."""
     return partial(_export, engine)
 
 
-def _export(engine: Engine) -> PieceState:
-    return {} if engine.shards is None else export(engine.shards)
+def _export(engine: Engine, which: int | None) -> PieceState:
+    return {} if engine.shards is None else export(engine.shards, which)

@@ -10,7 +10,7 @@ from overlap.core.bucket import Bucket
 from overlap.core.shards import Piece, ShardUpdate
 from overlap.state.masters import MASTER
 
-__all__ = ["begin_state", "by_parameter", "cuts", "held", "put", "put_master", "set_state"]
+__all__ = ["by_parameter", "held", "put", "put_master", "set_state"]
 
 _State = dict[str, Any]
 
@@ -42,33 +42,14 @@ def put_master(one: Piece, values: torch.Tensor) -> None:
     bucket.master.put(one.proxy.data, values)
 
 
-# - As `optimizer.state`: by parameter, 1-D tensors as long as the piece, unless pieces are whole
+def set_state(shards: ShardUpdate, one: Piece, state: _State) -> None:
+    """Replace the optimizer's own state of a piece; without any, there is none."""
+    shards.state.pop(one.proxy, None)
+    if state:
+        shards.state[one.proxy] = state
+    shards.written.note(one.proxy)
 
 
 def by_parameter(shards: ShardUpdate) -> dict[torch.Tensor, _State]:
-    """The part this rank holds."""
+    """The part this rank holds: 1-D tensors as long as the piece, unless pieces are whole."""
     return {one.slot.param: shards.state[one.proxy] for one in shards.pieces if one.proxy in shards.state}
-
-
-def cuts(shards: ShardUpdate, param: torch.Tensor) -> bool:
-    """Whether `param` is in a bucket whose shards are updated here and on other ranks."""
-    return any(slot.param is param for bucket in shards.buckets for slot in bucket.slots)
-
-
-def set_state(shards: ShardUpdate, param: torch.Tensor, state: _State) -> bool:
-    """Replace the state of this rank's piece of `param`, nothing of it for an empty one; whether there is a piece."""
-    mine = [one.proxy for one in shards.pieces if one.slot.param is param]
-    for proxy in mine:
-        shards.state.pop(proxy, None)
-        if state:
-            shards.state[proxy] = state
-        shards.written.note(proxy)
-    return bool(mine)
-
-
-def begin_state(shards: ShardUpdate, param: torch.Tensor, state: _State) -> bool:
-    """Let `state`, which is empty still, be that of this rank's piece of `param`; whether there is a piece."""
-    mine = [one.proxy for one in shards.pieces if one.slot.param is param]
-    for proxy in mine:
-        shards.state[proxy] = state
-    return bool(mine)

@@ -1,59 +1,103 @@
-"""``optimizer.state`` where updates are sharded: what is written to it reaches the pieces that this rank updates."""
+"""``optimizer.state`` where updates are sharded: by parameter, whole, read and written like the optimizer's own."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from overlap.core.shards import ShardUpdate
-from overlap.state.held import begin_state, by_parameter, cuts, set_state
+from overlap.state.held import by_parameter
+from overlap.state.rows import Rows
 
-__all__ = ["LiveState", "replace_state", "state_of"]
+__all__ = ["LiveState", "held_state", "replace_state", "state_of"]
 
 _State = dict[str, Any]
+_NOTHING = object()
 
 
 class LiveState(dict[torch.Tensor, _State]):
-    """State by parameter, the part this rank holds, as it is now: read, cleared, replaced like the optimizer's own.
+    """What one process would have: of sharded parameters a copy, which counts in the next update.
 
-    What is written for a parameter of which this rank holds nothing is forgotten: others update that one.
+    Every rank writes the same to it. Reading asks the other ranks, whatever they do meanwhile.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, shards: ShardUpdate) -> None:
-        super().__init__(optimizer.state)
-        for param, state in by_parameter(shards).items():
-            super().__setitem__(param, state)
-        self._whole: dict[torch.Tensor, _State] = optimizer.state
-        self._shards = shards
+    def __init__(self, whole: dict[torch.Tensor, _State], rows: Rows) -> None:
+        super().__init__()
+        self._whole, self._rows = whole, rows
+
+    def _sharded(self, param: Any) -> bool:
+        return isinstance(param, torch.Tensor) and self._rows.cut(param) is not None
+
+    def __getitem__(self, param: torch.Tensor) -> _State:
+        return self._whole[param]  # as torch's own, empty where there is none
 
     def __setitem__(self, param: torch.Tensor, state: _State) -> None:
-        if not cuts(self._shards, param):
+        if self._sharded(param):
+            self._rows.put(param, state)
+        else:
             self._whole[param] = state
-        elif not set_state(self._shards, param, state):
-            return
-        super().__setitem__(param, state)
-
-    def __missing__(self, param: torch.Tensor) -> _State:
-        """As torch's own: empty, on every rank. Scripts ask whether there is something, to begin with it."""
-        state: _State = {}
-        if not cuts(self._shards, param):
-            self._whole[param] = state
-        elif not begin_state(self._shards, param, state):
-            return state
-        super().__setitem__(param, state)
-        return state
 
     def __delitem__(self, param: torch.Tensor) -> None:
-        super().__delitem__(param)
-        self._whole.pop(param, None)
-        set_state(self._shards, param, {})
-
-    def pop(self, param: torch.Tensor, *default: Any) -> Any:
         if param not in self:
-            if default:
-                return default[0]
             raise KeyError(param)
+        if self._sharded(param):
+            self._rows.put(param, None)
+        else:
+            del self._whole[param]
+
+    def __contains__(self, param: object) -> bool:
+        if self._sharded(param):
+            return self._rows.row(param) is not None  # type: ignore[arg-type]
+        return param in self._whole
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [*self._whole, *self._rows.known()]
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self._parameters())
+
+    def __reversed__(self) -> Iterator[torch.Tensor]:
+        return reversed(self._parameters())
+
+    def __len__(self) -> int:
+        return len(self._parameters())
+
+    def _plain(self) -> dict[torch.Tensor, _State]:
+        return {param: self[param] for param in self._parameters()}
+
+    def keys(self) -> Any:
+        return dict.fromkeys(self._parameters()).keys()
+
+    def values(self) -> Any:
+        return self._plain().values()
+
+    def items(self) -> Any:
+        return self._plain().items()
+
+    def copy(self) -> dict[torch.Tensor, _State]:
+        return self._plain()
+
+    def __eq__(self, other: object) -> bool:
+        return self._plain() == other
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr(self._plain())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return dict, (self._plain(),)
+
+    def get(self, param: torch.Tensor, default: Any = None) -> Any:
+        return self[param] if param in self else default  # noqa: SIM401  this is what it would call
+
+    def pop(self, param: torch.Tensor, default: Any = _NOTHING) -> Any:
+        if param not in self:
+            if default is _NOTHING:
+                raise KeyError(param)
+            return default
         value = self[param]
         del self[param]
         return value
@@ -63,13 +107,13 @@ class LiveState(dict[torch.Tensor, _State]):
         return param, self.pop(param)
 
     def clear(self) -> None:
-        for param in list(self):
+        for param in self._parameters():
             del self[param]
 
     def setdefault(self, param: torch.Tensor, default: Any = None) -> Any:
         if param not in self:
             self[param] = {} if default is None else default
-        return self.get(param, default)
+        return self[param]
 
     def update(self, other: Any = (), /) -> None:  # type: ignore[override]  # keys are tensors, never keywords
         pairs: dict[torch.Tensor, _State] = dict(other)
@@ -77,16 +121,22 @@ class LiveState(dict[torch.Tensor, _State]):
             self[param] = state
 
 
-def state_of(optimizer: torch.optim.Optimizer, shards: ShardUpdate | None) -> Any:
+def state_of(optimizer: torch.optim.Optimizer, shards: ShardUpdate | None, rows: Rows) -> Any:
     """What ``state`` is: the optimizer's own, where this rank updates whole parameters."""
-    return optimizer.state if shards is None else LiveState(optimizer, shards)
+    return optimizer.state if shards is None else LiveState(optimizer.state, rows)
 
 
-def replace_state(optimizer: torch.optim.Optimizer, shards: ShardUpdate | None, state: Any) -> None:
+def replace_state(optimizer: torch.optim.Optimizer, shards: ShardUpdate | None, rows: Rows, state: Any) -> None:
     """Make `state` what counts from now on."""
     if shards is None:
         optimizer.state = state
     else:
-        live = LiveState(optimizer, shards)
+        live = LiveState(optimizer.state, rows)
+        pairs = dict(state)
         live.clear()
-        live.update(state)
+        live.update(pairs)
+
+
+def held_state(optimizer: torch.optim.Optimizer, shards: ShardUpdate | None) -> dict[torch.Tensor, _State]:
+    """What this rank holds: of sharded parameters its pieces, 1-D tensors unless pieces are whole parameters."""
+    return {**optimizer.state, **({} if shards is None else by_parameter(shards))}

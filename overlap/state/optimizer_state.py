@@ -30,10 +30,10 @@ def broadcast_optimizer_state(comm: Communicator, optimizer: torch.optim.Optimiz
     state, left = broadcast_described(comm, lambda tensors: _described(optimizer, tensors), root)
     if comm.rank == root:
         return
-    own = _values(optimizer)
+    own = _values(optimizer) if left else {}
     kept = [(place, key, own[place][key]) for place, key in left if key in own.get(place, ())]
     optimizer.load_state_dict(state)  # which copies, and so could fail for what is kept
-    loaded = _values(optimizer)
+    loaded = _values(optimizer) if kept else {}
     for place, key, value in kept:
         loaded[place][key] = value
 

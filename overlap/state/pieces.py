@@ -12,7 +12,7 @@ from overlap.core.bucket import Slot
 from overlap.state.elementwise import SCALAR_STATE
 from overlap.transport.memory import from_flat, to_flat
 
-__all__ = ["PieceState", "assemble", "is_sliced", "part_of", "same_state", "to_cpu"]
+__all__ = ["PieceState", "assemble", "is_sliced", "part_of", "to_cpu"]
 
 # slot index -> (start, stop within the flattened parameter, state by key)
 PieceState = dict[int, tuple[int, int, dict[str, Any]]]
@@ -56,28 +56,6 @@ def part_of(state: Mapping[str, Any], param: torch.Tensor, start: int, stop: int
         return to_flat(value, param)[start:stop].clone()
 
     return {key: part(key, value) for key, value in state.items()}
-
-
-def same_state(state: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether both have the same keys and values; a NaN is the same as a NaN, and objects that nobody knows are."""
-    return state.keys() == other.keys() and all(_same(value, other[key]) for key, value in state.items())
-
-
-def _same(value: Any, other: Any) -> bool:
-    if type(value) is not type(other):
-        return False
-    if isinstance(value, torch.Tensor):
-        if value.shape != other.shape or value.dtype is not other.dtype:
-            return False
-        other = other.to(value.device)
-        return bool(((value == other) | ((value != value) & (other != other))).all())
-    if isinstance(value, Mapping):
-        return same_state(value, other)
-    if isinstance(value, list | tuple):
-        return len(value) == len(other) and all(map(_same, value, other))
-    if isinstance(value, bool | int | float | complex | str | bytes):
-        return bool(value == other or (value != value and other != other))
-    return True
 
 
 def _placed(value: Any, param: torch.Tensor) -> Any:

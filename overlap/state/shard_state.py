@@ -11,14 +11,13 @@ import torch
 from overlap.core.bucket import Bucket
 from overlap.core.shards import ShardUpdate
 from overlap.state.held import held, put_master
-from overlap.state.masters import MASTER
-from overlap.state.pieces import PieceState, part_of, same_state, to_cpu
+from overlap.state.pieces import PieceState, part_of, to_cpu
 from overlap.state.reshard import move_state
-from overlap.state.share import StateShare
+from overlap.state.share import OUTLINE, StateShare
 from overlap.transport.communicator import Communicator
 from overlap.transport.memory import to_flat
 
-__all__ = ["ShardState", "agrees", "export"]
+__all__ = ["ShardState", "export"]
 
 
 class ShardState:
@@ -35,6 +34,7 @@ class ShardState:
         self.cut(shards, bucket, self._optimizer.state)
 
     def moved(self, order: Iterable[Bucket], old: ShardUpdate, new: ShardUpdate) -> None:
+        self.share.take_over()
         move_state(self._comm, order, old, new, self._optimizer.state)
 
     def updating(self) -> AbstractContextManager[None]:
@@ -71,25 +71,16 @@ class ShardState:
             self.loaded.pop(slot.param, None)
 
 
-def agrees(shards: ShardUpdate, full: Mapping[int, Mapping[str, Any]]) -> bool:
-    """Whether this rank's pieces have the state that `full`, by slot, says; masters do not count."""
-    with shards.written.seen():
-        for bucket in shards.buckets:
-            for one, state in held(shards, bucket):
-                said = part_of(full.get(one.slot.index, {}), one.slot.param, one.start, one.stop, whole=shards.whole)
-                said.pop(MASTER, None)
-                if not same_state({key: value for key, value in state.items() if key != MASTER}, said):
-                    return False
-    return True
+def export(shards: ShardUpdate, which: int | None = None) -> PieceState:
+    """This rank's pieces and their state, tensors copied to the CPU; what another rank needs to build full state.
 
-
-def export(shards: ShardUpdate) -> PieceState:
-    """This rank's pieces and their state, tensors copied to the CPU; what another rank needs to build full state."""
+    `which`: as in :meth:`.StateShare.collect`.
+    """
     parts: PieceState = {}
     with shards.written.seen():
         for bucket in shards.buckets:
             for one, state in held(shards, bucket):
-                if state:
-                    copied = {key: to_cpu(value) for key, value in state.items()}
-                    parts[one.slot.index] = (one.start, one.stop, copied)
+                if state and which in (None, OUTLINE, one.slot.index):
+                    told = {} if which == OUTLINE else {key: to_cpu(value) for key, value in state.items()}
+                    parts[one.slot.index] = (one.start, one.stop, told)
     return parts

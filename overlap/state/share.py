@@ -6,9 +6,7 @@ train on. [Note: nobody overtakes a step] in `overlap.core.step` is why the answ
 [Note: who has loaded by when]
 load_state_dict() waits for nobody: Horovod's scripts load on rank 0 alone and broadcast afterwards. So between two steps
 some ranks have loaded a state and others have not, or not yet. Until its next update, a rank that has loaded keeps all it
-loaded, and asks nobody; and it keeps the share it had before, which is the answer for those who still have to ask. What
-a script changes in the state meanwhile it changes on every rank in that rank's part, so nobody has all of it: who asks for
-the whole then is refused.
+loaded, and asks nobody; and it keeps the share it had before, which is the answer for those who still have to ask.
 """
 
 from __future__ import annotations
@@ -18,10 +16,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from overlap.state.pieces import PieceState
 from overlap.transport.peer_queries import PeerQueries
 
-__all__ = ["StateShare"]
+__all__ = ["OUTLINE", "StateShare"]
+
+# Of which slot a rank tells its part: its index; None: of all; or only which ones have state.
+Which = int | None
+OUTLINE = -1
 
 _ANSWER_SECONDS = 600.0
 
@@ -32,17 +36,26 @@ class StateShare:
     def __init__(self, others: Sequence[int], peer_queries: PeerQueries) -> None:
         self._others = list(others)  # ranks in the job
         self._peer_queries, self._topic = peer_queries, ""
-        self._export: Callable[[], PieceState] = dict
+        self._export: Callable[[Which], PieceState] = lambda _which: {}
         self._changed = threading.Condition()
         self._steps = 0
         # From load_state_dict() to the next update: [Note: who has loaded by when].
         self._before: PieceState | None = None
         self.loaded: dict[int, dict[str, Any]] | None = None  # by slot: parameters must not be kept alive here
+        # What scripts have read and written since the last update, and what takes it over: see `overlap.state.rows`.
+        self.copies: dict[torch.Tensor, dict[str, Any] | None] = {}
+        self.flush: Callable[[], None] = self.copies.clear
 
-    def serve(self, topic: str, export: Callable[[], PieceState]) -> None:
+    def serve(self, topic: str, export: Callable[[Which], PieceState]) -> None:
         """From now on answer the other ranks' questions about `topic` by what `export` gives."""
         self._topic, self._export = topic, export
         self._peer_queries.on(topic, self._answer)
+
+    def take_over(self) -> None:
+        """What scripts have written counts from now on."""
+        with self._changed:
+            if self.copies:
+                self.flush()
 
     @contextmanager
     def updating(self) -> Iterator[None]:
@@ -51,6 +64,8 @@ class StateShare:
         It counts as a step: a question asked after it is not answered from before it.
         """
         with self._changed:
+            if self.copies:
+                self.flush()
             yield
             self._steps += 1
             self._before = self.loaded = None
@@ -60,6 +75,8 @@ class StateShare:
     def replacing(self) -> Iterator[None]:
         """Around a replacement of the state that is no step."""
         with self._changed:
+            if self.copies:
+                self.flush()
             yield
 
     @contextmanager
@@ -67,19 +84,30 @@ class StateShare:
         """Around a replacement by a state that other ranks have not loaded yet, or never will."""
         with self._changed:
             if self._before is None:
-                self._before = self._export()
+                self._before = self._export(None)
             yield
 
-    def collect(self) -> list[PieceState]:
-        """Every rank's share, this rank's first. Raises :class:`NoAnswer` if one does not come."""
-        asked = [(rank, self._peer_queries.ask(rank, self._topic, self._steps)) for rank in self._others]
+    def collect(self, which: Which = None) -> list[PieceState]:
+        """Every rank's share, this rank's first. Raises :class:`NoAnswer` if one does not come.
+
+        `which`: of one slot by its index, or with ``OUTLINE`` of all, without values.
+        """
+        question = (self._steps, which)
+        asked = [(rank, self._peer_queries.ask(rank, self._topic, question)) for rank in self._others]
         with self._changed:
-            shares = [self._export()]
+            shares = [self._export(which)]
         return shares + [PeerQueries.wait(answer, rank, self._topic, _ANSWER_SECONDS) for rank, answer in asked]
 
-    def _answer(self, _sender: int, steps: int) -> PieceState:
+    def _answer(self, _sender: int, question: tuple[int, Which]) -> PieceState:
+        steps, which = question
         with self._changed:
             self._changed.wait_for(lambda: self._steps >= steps, timeout=_ANSWER_SECONDS)
             if self._steps != steps:
                 raise RuntimeError(f"asked for the state after step {steps}, this rank is at step {self._steps}")
-            return self._export() if self._before is None else self._before
+            return self._export(which) if self._before is None else _chosen(self._before, which)
+
+
+def _chosen(parts: PieceState, which: Which) -> PieceState:
+    if which == OUTLINE:
+        return {index: (start, stop, {}) for index, (start, stop, _) in parts.items()}
+    return parts if which is None else {index: part for index, part in parts.items() if index == which}

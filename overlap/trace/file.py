@@ -7,11 +7,23 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["TraceFile"]
+__all__ = ["TimelineError", "TraceFile", "obstacle"]
 
 _END = b"\n]\n"
 _PIECE = 2**14  # bytes: a larger write may be cut where the process is killed meanwhile
 _LAST_WORDS = 1000  # bytes kept free for events that say why the file ends
+
+
+def obstacle(path: str) -> str | None:
+    """What is wrong with a place for a timeline, as far as that is known before it is written."""
+    folder = os.path.dirname(path)
+    if not folder or os.path.isdir(folder):
+        return None
+    return f"the timeline {path} cannot be written: there is no folder {folder}; make it, or name another one"
+
+
+class TimelineError(OSError):
+    """The file of a timeline cannot be made."""
 
 
 class TraceFile:
@@ -21,12 +33,15 @@ class TraceFile:
         path: file to make or to replace.
         max_bytes: the file never gets larger.
 
-    Raises ``OSError`` where the file cannot be written.
+    Raises :class:`TimelineError` where the file cannot be made, and ``OSError`` where it cannot be written.
     """
 
     def __init__(self, path: str, max_bytes: int) -> None:
         self.path, self._max_bytes = path, max_bytes
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        try:
+            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        except OSError as error:
+            raise TimelineError(obstacle(path) or f"the timeline {path} cannot be written: {error.strerror}") from error
         self._empty = True
         self._end = 1
         os.pwrite(self._file, b"[" + _END, 0)

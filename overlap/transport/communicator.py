@@ -106,7 +106,7 @@ class Communicator(ABC):
 
         Without `counts` the split is balanced: the first `send.numel() % size` ranks get one element more. With `wide`,
         `send` is written after all: see :class:`Wide`. A value that only rounding makes zero becomes +0.0 there, and a
-        zero keeps its sign: -0.0 marks what nobody used (see `overlap.transport.memory`).
+        zero keeps its sign.
         """
         return self.reduce_scatter_init(send, recv, op, counts=counts, wide=wide, label=label)()
 

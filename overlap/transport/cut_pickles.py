@@ -16,21 +16,37 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 __all__ = ["cut_when_pickled"]
 
-_Place = tuple[int, int, torch.Size, tuple[int, ...], int]
+_FEW = 64  # references that may have expired without being looked for
+
+
+class _References(dict[Any, StorageWeakRef]):
+    """Of storages. Those that have expired are left out whenever there are twice as many as lived the last time.
+
+    So what all of these looks cost together grows with the number of storages, not with its square.
+    """
+
+    _most = _FEW
+
+    def remember(self, key: Any, storage: torch.UntypedStorage) -> None:
+        if len(self) >= self._most:
+            for expired in [known for known, reference in self.items() if reference.expired()]:
+                del self[expired]
+            self._most = max(_FEW, 2 * len(self))
+        self[key] = StorageWeakRef(storage)
+
 
 # By the address of a storage, which is nobody else's as long as a weak reference to it is kept.
-_buffers: dict[int, StorageWeakRef] = {}
+_buffers = _References()
 # By the view and its version: the storage of its copy, which whoever writes a file keeps until that is written.
-_copies: dict[_Place, StorageWeakRef] = {}
+_copies = _References()
 
 
 def cut_when_pickled(buffer: torch.Tensor) -> None:
     """Let views of `buffer` be pickled without the rest of it, in this process, from now on."""
     if not _buffers:
         copyreg.pickle(torch.Tensor, _reduced)  # type: ignore[arg-type]
-    _forget_expired(_buffers)
     storage = buffer.untyped_storage()
-    _buffers[storage._cdata] = StorageWeakRef(storage)
+    _buffers.remember(storage._cdata, storage)
 
 
 def _reduced(tensor: torch.Tensor) -> Any:
@@ -49,16 +65,10 @@ def _cut(view: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
     known = None if found is None or version < 0 else torch.UntypedStorage._new_with_weak_ptr(found.cdata)
     if known is None:
         plain = view.detach().clone()
-        _forget_expired(_copies)
-        _copies[place] = StorageWeakRef(plain.untyped_storage())
+        _copies.remember(place, plain.untyped_storage())
     else:
         plain = torch.empty_strided((0,), (1,), dtype=view.dtype, device=view.device)
         plain.set_(known, 0, view.shape, torch.empty_like(view, device="meta").stride())
     plain.requires_grad_(view.requires_grad)
     plain.__dict__.update(view.__dict__)
     return plain
-
-
-def _forget_expired(table: dict[Any, StorageWeakRef]) -> None:
-    for key in [key for key, reference in table.items() if reference.expired()]:
-        del table[key]

@@ -6,6 +6,8 @@ operation is done.
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +26,8 @@ from overlap.transport.requests import (
     reduce_request,
     reduce_scatter_request,
 )
+
+_ABORT_SECONDS = 5.0
 
 #: What comm_core calls torch's types.
 DTYPES = {
@@ -163,6 +167,10 @@ class NativeCommunicator(Communicator):
         return list(self._core.pending())
 
     def abort(self, code: int) -> None:
+        # MPI_Abort waits for the daemon of this host, and that one for the job's first host, which may be out of reach.
+        last = threading.Timer(_ABORT_SECONDS, os._exit, (code,))
+        last.daemon = True
+        last.start()
         comm_core.abort(code)
 
     def abandon(self) -> None:

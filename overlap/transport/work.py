@@ -53,13 +53,15 @@ class Work(Protocol):
         """Operation, label, rank, sizes and state in one line."""
 
 
-def arrive(work: Work) -> None:
+def arrive(work: Work) -> bool:
     """Let what the calling thread computes next see the result: by waiting, on the CPU.
+
+    Returns whether others who read it have to arrive, too: on a device only the stream that is current now waits.
 
     A work on the memory of a device has an ``arrive()`` of its own, for which streams wait. It is asked for by name, as
     this happens for every bucket of every step, and ``isinstance()`` of a protocol takes 10 µs.
     """
-    getattr(work, "arrive", work.wait)()
+    return getattr(work, "arrive", work.wait)() is True
 
 
 def operations(work: Work) -> Sequence[tuple[float, Work]] | None:
@@ -107,11 +109,12 @@ class WatchedWork(ABC):
         else:
             self._watched(lambda: self._work.wait(timeout))
 
-    def arrive(self) -> None:
+    def arrive(self) -> bool:
         if self._work.done():
-            arrive(self._work)
-        else:
-            self._watched(lambda: arrive(self._work))
+            return arrive(self._work)
+        found: list[bool] = []
+        self._watched(lambda: found.append(arrive(self._work)))
+        return found[0]
 
     def done(self) -> bool:
         return self._work.done()

@@ -41,6 +41,7 @@ def test_the_digits_are_learned_in_a_few_steps(name: str) -> None:
         assert found["loss"] < losses[0]
 
 
+@pytest.mark.full
 def test_the_language_has_a_loss_on_text_that_was_held_out() -> None:
     torch.manual_seed(1)
     task = TASKS["language"]

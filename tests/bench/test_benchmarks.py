@@ -41,6 +41,7 @@ class Bench:
         self.folder, self.broken, self.tried = folder, set[str](), list[str]()
         (folder / "table.toml").write_text(TABLE)
         monkeypatch.setattr(benchmarks, "run_all", partial(run_all, attempt=self._attempt))
+        monkeypatch.setattr(benchmarks, "draw", lambda _groups, _folder: [])  # tests/bench/test_sweep.py has pictures
         self._patch = monkeypatch
 
     def _attempt(self, run: Settings, log: Path) -> tuple[dict[str, Any] | None, str, bool]:

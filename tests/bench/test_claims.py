@@ -162,6 +162,8 @@ def _results(folder: Path) -> Path:
         ("ratio a dear L", "1.10 – 1.38"),
         ("exactly a dear:threshold_mb=1 ddp workers=2", "0.80"),
         ("exactly a dear:threshold_mb=1 L workers=2", "1.20"),
+        ("across a dear ddp workers=2 launcher=None beside=None", "0.73"),
+        ("between a dear ddp workers=2", "0.70 – 0.77"),
         ("peak a dear", "1024"),
         ("bars a", "2 met, 1 missed, 1 not judged"),
         ("methods a workers=2", "| `dear:threshold_mb=2` | 1.100 | 1.045 – 1.155 | 3 | 1.10 |\n| `ddp` | 1.500 |"),
@@ -171,7 +173,7 @@ def _results(folder: Path) -> Path:
         ("pivot a show=ms columns=ddp", "| 3000\\* | `ddp` |\n\n\\* with changes that were not committed."),
         (
             "as_it_comes b a",
-            "| mlp@even:800 | 2 | 1.25 | 1.000 | 1.00 | `dear:threshold_mb=2,eager=True` | 0.91 | `ddp` | 0.67 |",
+            "| mlp@even:800 | 2 | 1gbit | 1.25 | 1.000 | 1.00 | `dear:threshold_mb=2,eager=True` | 0.91 | `ddp` | 0.67 |",
         ),
         ("steps first ddp", "5"),
         ("search a", "`dear:tune=True` 40"),

@@ -373,3 +373,11 @@ def test_no_distance_from_l_is_drawn_where_nobody_sends_every_gradient(tmp_path:
     steps = {"none": 0.3, "co2": 0.31, "co2:outer=acco": 0.32}
     runs = [result_of(Settings(method=name, **base), seconds, goodput=1e8) for name, seconds in steps.items()]  # type: ignore[arg-type]
     assert [picture.name for picture in draw(group(runs), tmp_path)] == ["throughput.png"]
+
+
+def test_a_misspelt_setting_or_method_is_told_with_the_one_that_is_meant() -> None:
+    sweep = table.parse({"runs": [{"methods": ["dear"], "models": ["mlp"], "workers": [2]}]})
+    with pytest.raises(ValueError, match=r"and not by 'wokers=2'; is workers meant\?$"):
+        table.select(sweep, ["wokers=2"])
+    with pytest.raises(ValueError, match=r"and is 'daer'; is dear meant\?$"):
+        registry.method("daer")

@@ -20,7 +20,7 @@ from bench.methods.spec import family_of, parse_spec
 from bench.train import launcher
 from bench.train.launcher import LauncherError, first_host, local_command, narrowed, needed_bytes, pick
 from bench.train.settings import Settings, parse
-from bench.train.stepping import alone, breakdown, warm_up
+from bench.train.stepping import Clock, alone, breakdown, step, warm_up
 from overlap.plan.simulation.profile import from_text
 from tests.bench.test_dears_flags import asked_of_python
 from tests.harness import ROOT, run_ranks
@@ -308,7 +308,13 @@ def test_state_is_counted_through_nesting() -> None:
 
 def test_the_script_of_a_strategy_trains_and_ends_with_the_throughput(tmp_path: Path) -> None:
     env = {k: v for k, v in os.environ.items() if k not in (launcher.LAUNCHED, "MAKEFLAGS")}
-    env |= {"dnn": "mlp", "bs": "4", "nworkers": "2", "hostfile": "none", "emulate_compute": "mlp@even:20"}
+    env |= {
+        "dnn": "narrow_mlp",
+        "bs": "4",
+        "nworkers": "2",
+        "hostfile": "none",
+        "emulate_compute": "narrow_mlp@even:20",
+    }
     counts = ["--num-iters", "2", "--num-batches-per-iter", "1", "--num-warmup-batches", "2", "--json", "result.json"]
     job = subprocess.run(
         [ROOT / "dear" / "horovod_mpi_cj.sh", *counts],
@@ -322,7 +328,7 @@ def test_the_script_of_a_strategy_trains_and_ends_with_the_throughput(tmp_path: 
     last = job.stdout.strip().splitlines()[-1]
     assert re.fullmatch(r"Total img/sec on 2 CPU\(s\): [0-9.]+ \+-[0-9.]+", last)
     measured = json.loads((tmp_path / "result.json").read_text())
-    assert measured["settings"]["emulate_compute"] == "mlp@even:20"
+    assert measured["settings"]["emulate_compute"] == "narrow_mlp@even:20"
     assert len(measured["step_seconds"]) == 2
     assert min(measured["step_seconds"]) >= 0.02
 
@@ -368,3 +374,33 @@ def test_the_script_hands_its_variables_on(folder: str, env: dict[str, str], ask
     job, given = asked_of_python(folder, env, tmp_path)
     assert job.returncode == 0, job.stderr
     assert asked in " ".join([*given, *job.stdout.split()])
+
+
+def test_on_a_gpu_the_clock_reads_events_of_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host would see how long launches take: no time here."""
+    passed = [0.0]
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self, stream: object) -> None:
+            self.at = passed[0]
+
+        def elapsed_time(self, other: Event) -> float:
+            return other.at - self.at
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+
+    def loss_of(model: torch.nn.Module) -> torch.Tensor:
+        passed[0] += 7.0  # milliseconds of the device
+        return model(torch.ones(1, 2)).sum()
+
+    clock, model = Clock(torch.device("cuda", 0)), torch.nn.Linear(2, 1)
+    step(model, torch.optim.SGD(model.parameters(), 0.1), loss_of, clock)
+    assert not clock.steps
+    clock.settled()
+    assert clock.steps == [0.007]
+    assert clock.medians() == {"forward": 0.007, "backward": 0.0, "step": 0.0}

@@ -31,3 +31,18 @@ def test_an_estimate_leaves_the_state_as_it_was(forget: bool) -> None:
     for first in (True, False):
         steps({piece: (torch.zeros(2), torch.ones(2))}, forget=forget and not first)
     assert piece.state["momentum_buffer"].tolist() == ([1.0, 1.0] if forget else [1.5, 1.5])
+
+
+class _Counting(torch.optim.SGD):
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        super().step()
+        self.param_groups[0]["steps"] = self.param_groups[0].get("steps", 0) + 1
+
+
+def test_an_optimizer_that_counts_in_its_groups_is_refused() -> None:
+    steps, piece = _steps(_Counting([torch.nn.Parameter(torch.zeros(2))], lr=1.0))
+    steps.note()
+    with pytest.raises(
+        RuntimeError, match=r"_Counting\.step\(\) wrote 'steps' of parameter group 0, and acco steps twice"
+    ):
+        steps({piece: (torch.ones(2), torch.ones(2))})

@@ -207,8 +207,8 @@ DIFFERENCES = (
     ),
     Difference(
         "optimizer-state",
-        "broadcast_optimizer_state follows the root: no step is taken to create state, hyper-parameters come where there "
-        "is no state, and LBFGS's state comes too",
+        "broadcast_optimizer_state follows the root: no step is taken to create state (Horovod's leaves zeros in .grad), "
+        "hyper-parameters come where there is no state, and LBFGS's state comes too",
         (
             Sighting("state/SGD's state, before any step", r"tuple\(", r"tuple\(list\({'lr': 0.1, .*, {}\)"),
             Sighting("state/state that rank 0 alone lacks", r"tuple\(.* \[0.0, 0.0\]", r"tuple\(.*, {}\)"),

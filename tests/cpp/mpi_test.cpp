@@ -19,10 +19,10 @@
 #include <vector>
 
 #include "comm_core/errors.hpp"
-#include "mpi/blocking.hpp"
 #include "mpi/driver.hpp"
-#include "mpi/group.hpp"
-#include "mpi/job_order.hpp"
+#include "mpi/groups/blocking.hpp"
+#include "mpi/groups/group.hpp"
+#include "mpi/groups/job_order.hpp"
 
 using namespace comm_core;
 
@@ -156,7 +156,7 @@ void a_step_that_fails_leaves_the_schedule_to_its_messages() {
   RequestTable requests;
   Strand* itself = nullptr;
   Strand strand(requests, MPI_COMM_WORLD, Strand::Tags::kStrand, 0,
-                [&](std::exception_ptr error) { itself->fail(error); });
+                [&](std::exception_ptr error) { itself->fail(error, error); });
   itself = &strand;
   bool is_gone = false;
   const auto work = new_work();

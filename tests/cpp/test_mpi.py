@@ -22,7 +22,7 @@ def mpi_test(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """tests/cpp/mpi_test.cpp with the sources it is about."""
     if not comm_core.mpi_available():
         pytest.skip("the MPI backend was not built")
-    parts = [part for part in sorted(SOURCES.glob("*.cpp")) if part.stem not in ELSEWHERE]
+    parts = [part for part in sorted(SOURCES.rglob("*.cpp")) if part.stem not in ELSEWHERE]
     wrapper = comm_core.build_info()["mpi_compiler"]
     return program(tmp_path_factory.mktemp("cpp"), ROOT / "tests" / "cpp" / "mpi_test.cpp", *parts, using=wrapper)
 
@@ -57,7 +57,7 @@ def test_what_blocks_the_engine_is_called_in_one_file() -> None:
     messages = r"(?:[BR]?s|S|Ss)end|M?[Rr]ecv|M?[Pp]robe|Buffer_detach"
     collectives = r"Barrier|Bcast|All|Reduce|Gather|Scatter|Scan|Exscan|Neighbor|Win|File"
     calls = rf"\bMPI_(?:{makes}|{messages}|{collectives}|Wait)\w*\("
-    named = {path.name: re.findall(calls, path.read_text()) for path in SOURCES.glob("*.cpp")}
+    named = {path.name: re.findall(calls, path.read_text()) for path in SOURCES.rglob("*.cpp")}
     assert {name: found for name, found in named.items() if found} == {
         "blocking.cpp": ["MPI_Comm_dup(", "MPI_Comm_split(", "MPI_Barrier(", "MPI_Barrier(", "MPI_Allreduce("],
         "group.cpp": ["MPI_Comm_free("] * 2,

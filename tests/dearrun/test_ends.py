@@ -31,7 +31,7 @@ _WORKER = "trap '' TERM; echo $$ > {folder}/new; mv {folder}/new {folder}/number
 _IMPATIENT = """
 import os, pathlib, sys
 from dearrun import cli, supervision
-supervision._PATIENCE_SECONDS = supervision._KILLED_SECONDS = 0.4
+supervision._PATIENCE_SECONDS = supervision._AFTER_FAILURE_SECONDS = supervision._KILLED_SECONDS = 0.4
 kill, stubborn = os.kill, pathlib.Path(sys.argv.pop(1))
 os.kill = lambda process, number: None if str(process) == stubborn.read_text().strip() else kill(process, number)
 cli.main()
@@ -87,6 +87,16 @@ def test_an_mpirun_that_does_not_end_a_job_that_has_failed_is_killed(tmp_path: P
     assert said.strip() == "dearrun: mpirun did not end within 0.4 s and is killed"
 
 
+def test_what_a_killed_mpirun_has_started_ends_with_it(tmp_path: Path) -> None:
+    """Such as ssh to a host that answers no more."""
+    then = f"sh -c 'sleep 1000; true' & echo $! >{tmp_path}/new2; mv {tmp_path}/new2 {tmp_path}/shell; trap '' TERM; "
+    then += f"kill -KILL $(cat {tmp_path}/number); while :; do sleep 0.1; done"
+    with _job(tmp_path, then, "-c", _IMPATIENT, str(tmp_path / "number")) as process:
+        process.communicate(timeout=30)
+    shell = int((tmp_path / "shell").read_text())
+    wait_for(lambda: not runs(shell))
+
+
 @pytest.mark.parametrize(
     ("number", "code", "sent"),
     [
@@ -107,6 +117,7 @@ def test_what_mpirun_is_sent(
     calls = {"waitpid": lambda child, options: next(ends), "kill": lambda child, number: killed.append(number)}
     constants = {"WNOHANG": os.WNOHANG, "waitstatus_to_exitcode": os.waitstatus_to_exitcode}
     monkeypatch.setattr(supervision, "os", SimpleNamespace(**calls, **constants))
+    monkeypatch.setattr(supervision, "_below", lambda process, spared: [])
     assert supervision._ended(7, set(), None, lambda: None) == (3, signal.SIGKILL in sent)
     assert killed == sent
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import json
 import os
 import pickle
@@ -154,7 +155,6 @@ def test_what_cannot_be_pickled_says_so() -> None:
         ({"np": 2, "hosts": "a:2", "use_mpi": None, "use_gloo": True}, "-H needs MPI"),
         ({"use_mpi": None, "use_gloo": False}, "how many workers"),
         ({"np": 1, "use_gloo": True}, "use_mpi=True and use_gloo=True contradict each other"),
-        ({"np": 1, "use_mpi": False, "use_gloo": False}, "use_mpi=False and use_gloo=False contradict each other"),
         ({"np": 1, "start_timeout": 0.0}, r"1 of 1 ranks did not start \(ranks 0\): start_timeout=0 s are over"),
         (
             {"np": 2, "env": {"SLURM_JOB_ID": "7"}},
@@ -307,3 +307,37 @@ def test_two_hosts() -> None:
         said = subprocess.run(command, capture_output=True, text=True, timeout=90, env=environ(**agents), check=False)
     assert said.returncode == 0, said.stderr
     assert len(set(re.findall(r"'(\w+)'", said.stdout))) == 2
+
+
+class _Closed(io.StringIO):
+    """A stream of a notebook whose reader has gone."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError(32, "Broken pipe")
+
+
+@pytest.mark.parametrize("stream", ["ascii", "closed", "none"])
+def test_what_a_stream_here_refuses_holds_up_no_rank(stream: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks print more than a pipe holds."""
+    held = io.BytesIO()
+    streams: dict[str, Any] = {
+        "ascii": io.TextIOWrapper(held, encoding="ascii"),
+        "closed": _Closed(),
+        "none": None,
+    }
+    monkeypatch.setattr(sys, "stdout", streams[stream])
+
+    def say() -> int:
+        sys.stdout.buffer.write(("é" * 200_000).encode())
+        sys.stdout.flush()
+        return int(os.environ["RANK"])
+
+    assert dear.run(say, np=2, use_mpi=False, use_gloo=True) == [0, 1]
+    if stream == "ascii":
+        assert held.getvalue().count(b"\\xe9") == 400_000
+
+
+def test_neither_launcher_means_to_choose(capfd: pytest.CaptureFixture[str]) -> None:
+    """As in Horovod's own example."""
+    assert dear.run(lambda: 3, np=1, use_mpi=False, use_gloo=False, verbose=True) == [3]
+    assert ("dearrun.torchrun" in capfd.readouterr().err) is not comm_core.mpi_available()

@@ -21,17 +21,6 @@ import dear
 ROWS, WIDTH = 32, 6
 
 
-@pytest.fixture(autouse=True)
-def _session() -> None:
-    dear.init()
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """The same on all ranks."""
-    return Path(dear.broadcast_object(str(tmp_path)))
-
-
 def setting(**options: Any) -> tuple[torch.nn.Module, Any]:
     torch.manual_seed(dear.rank())
     model = torch.nn.Sequential(torch.nn.Linear(WIDTH, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2)).double()

@@ -13,17 +13,6 @@ import dear
 from tests.integrations.lightning_models import Regression, assert_same, ddp, fit
 
 
-@pytest.fixture(autouse=True)
-def _session() -> None:
-    dear.init()
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """The same on all ranks."""
-    return Path(dear.broadcast_object(str(tmp_path)))
-
-
 def double() -> Regression:
     """Before it is loaded: with 64-true alone, Lightning loads into the fp32 parameters that it converts afterwards."""
     return Regression().double()
@@ -82,7 +71,7 @@ def test_a_checkpoint_may_be_written_right_after_it_was_loaded(folder: Path) -> 
 
 def test_each_rank_holds_its_part_of_the_state() -> None:
     _, runner = fit("dear")
-    held = runner.optimizers[0].state
+    held = runner.optimizers[0].held_state
     mine = sum(value.numel() for state in held.values() for name, value in state.items() if name != "step")
     total = 2 * sum(param.numel() for param in runner.lightning_module.parameters())
     assert mine < total if dear.size() > 1 else mine == total

@@ -14,7 +14,6 @@ from tests.harness import ROOT
 
 @pytest.fixture
 def example(monkeypatch: pytest.MonkeyPatch) -> Any:
-    dear.init()
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     return importlib.import_module
 
@@ -25,13 +24,13 @@ def test_small_changes_only_what_was_not_asked_for(example: Any) -> None:
     assert arguments(["--small", "--epochs", "11"]).epochs == 11
 
 
-def test_the_module_is_fitted_and_resumed(example: Any, tmp_path: Path) -> None:
-    main, folder = example("lightning_module").main, dear.broadcast_object(str(tmp_path))
+def test_the_module_is_fitted_and_resumed(example: Any, folder: Path) -> None:
+    main = example("lightning_module").main
     options = ["--small", "--devices", str(dear.local_size())]
     metrics = main([*options])
     assert metrics["val_loss"] < 0.6 * metrics["val_power"]
     assert all(told == metrics for told in dear.allgather_object(metrics))
-    main([*options, "--epochs", "3", "--output-dir", folder])
+    main([*options, "--epochs", "3", "--output-dir", str(folder)])
     assert main([*options, "--resume", f"{folder}/last.ckpt"]) == metrics
 
 

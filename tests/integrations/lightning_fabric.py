@@ -70,11 +70,6 @@ def train(
     return net, [float(norm) for norm in norms if norm is not None]
 
 
-@pytest.fixture(autouse=True)
-def _session() -> None:
-    dear.init()
-
-
 @pytest.mark.parametrize("clip", [{}, {"max_norm": 0.05}, {"clip_val": 0.01}], ids=str)
 @pytest.mark.parametrize("apart", [False, True], ids=["setup", "setup_module"])
 def test_a_loop_is_that_of_ddp(apart: bool, clip: Any) -> None:
@@ -86,8 +81,8 @@ def test_a_loop_is_that_of_ddp(apart: bool, clip: Any) -> None:
 
 
 @pytest.mark.parametrize(("first", "second"), [("dear", "dear"), ("dear", "ddp"), ("ddp", "dear"), ("dear", "one")])
-def test_a_loop_is_resumed_by_others(first: str, second: str, tmp_path: Path) -> None:
-    path = Path(dear.broadcast_object(str(tmp_path))) / "fabric.ckpt"
+def test_a_loop_is_resumed_by_others(first: str, second: str, folder: Path) -> None:
+    path = folder / "fabric.ckpt"
     train(first, path, epochs=2)
     resumed, _ = train(second, path, resume=True)
     if second != "one":  # whose batches are normalized together

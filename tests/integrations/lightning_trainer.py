@@ -22,17 +22,6 @@ from tests.integrations.lightning_models import Regression, assert_same, data, d
 from tests.spmd.listening import heard
 
 
-@pytest.fixture(autouse=True)
-def _session() -> None:
-    dear.init()
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """The same on all ranks."""
-    return Path(dear.broadcast_object(str(tmp_path)))
-
-
 def test_losses_are_those_of_ddp_and_of_one_process() -> None:
     module, _ = fit("dear")
     theirs, _ = fit(ddp())

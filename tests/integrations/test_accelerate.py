@@ -8,30 +8,23 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import ROOT, run_ranks
+from tests.harness import ROOT
+from tests.integrations.jobs import compare
 
 ALONE = ("accumulated", "adversaries", "shared", "dispatched", "scaled")
 
 
-def job(launcher: str, folder: Path, *names: str) -> None:
-    ranks = 1 if launcher == "single" else 2
-    argv = ["-m", "tests.integrations.accelerate_job", str(folder), *names]
-    result = run_ranks(ranks, argv, launcher, timeout=120, cwd=ROOT).check()
-    for name in names:
-        assert name == "mistakes" or result.output.count(f"({name}) the same") == 1
-
-
 @pytest.mark.parametrize("launcher", ["mpi", "torchrun"])
 def test_scripts_come_to_what_the_librarys_own_ddp_does(launcher: str, tmp_path: Path) -> None:
-    job(launcher, tmp_path, *ALONE, "bf16", "resumed", "mistakes")
+    compare("accelerate_job", launcher, tmp_path, *ALONE, "bf16", "resumed", "mistakes")
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("launcher", ["mpi", "torchrun"])
 def test_and_to_what_one_process_does_which_continues_them_and_is_continued(launcher: str, tmp_path: Path) -> None:
-    job(launcher, tmp_path, *ALONE, "resumed")
-    job("single", tmp_path, *ALONE, "resumed", "mistakes")
-    job(launcher, tmp_path, "resumed")
+    compare("accelerate_job", launcher, tmp_path, *ALONE, "resumed")
+    compare("accelerate_job", "single", tmp_path, *ALONE, "resumed", "mistakes")
+    compare("accelerate_job", launcher, tmp_path, "resumed")
 
 
 def test_dear_alone_imports_no_library() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import Result, run_ranks
+from tests.harness import Result, run_ranks, run_script
 from tests.integrations.jobs import in_ranks
 
 pytestmark = pytest.mark.timeout(480)
@@ -72,10 +72,8 @@ def test_four_ranks() -> None:
 
 
 def _script(folder: Path, body: str, launcher: str, size: int, *argv: str, package: str = "lightning") -> Result:
-    script = folder / "script.py"
     text = SCRIPT.format(imports=f"import torch, {package}", body=body + MODEL.format(package=package))
-    script.write_text(text)
-    return run_ranks(size, [str(script), *argv], launcher, cwd=folder)
+    return run_script(folder, text, size, launcher, *argv)
 
 
 @pytest.mark.full

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -10,8 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from dear.integrations import lightning as module
-from dear.integrations.lightning import DearStrategy
 from overlap.optimizer.distributed import DistributedOptimizer
 
 
@@ -30,16 +29,22 @@ class _Optimizer(DistributedOptimizer):
         self.averaged += 1
 
 
+def _module() -> Any:
+    """Imported when a test runs: Lightning takes seconds, which every process of the tests would spend."""
+    return importlib.import_module("dear.integrations.lightning")
+
+
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """The names of what rank 0 has sent."""
     names: list[list[str]] = []
-    monkeypatch.setattr(module, "broadcast_parameters", lambda parameters, root_rank: names.append([*parameters]))
+    monkeypatch.setattr(_module(), "broadcast_parameters", lambda parameters, root_rank: names.append([*parameters]))
     return names
 
 
 def _strategy(optimizer: _Optimizer) -> Any:
-    made: Any = DearStrategy.__new__(DearStrategy)
+    kind = _module().DearStrategy
+    made = kind.__new__(kind)
     made._lightning_module, made._optimizers, made._training = torch.nn.BatchNorm1d(2), [optimizer], False
     return made
 
@@ -67,7 +72,7 @@ def test_while_training_all_ranks_validate_one_model_with_rank_0s_buffers(sent: 
 def test_fabric_holds_back_the_optimizers_of_a_module_where_it_is_asked_to(enabled: bool) -> None:
     mine, other = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
     of_mine, of_other = _Optimizer(), _Optimizer()
-    control = module._NoSync()
+    control = _module()._NoSync()
     control.optimizers[mine], control.optimizers[other] = [weakref.ref(of_mine)], [weakref.ref(of_other)]
     with control.no_backward_sync(mine, enabled):
         assert (of_mine.held_back, of_other.held_back) == (int(enabled), 0)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.harness import ROOT, run_ranks
+from tests.harness import ROOT, run_script
 
 SCRIPT = """
 import runpy, sys
@@ -23,11 +23,10 @@ print("the end", flush=True)
 
 @pytest.mark.full
 def test_the_example_trains_in_two_workers(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT.replace("EXAMPLE", str(ROOT / "examples" / "ray_train.py")))
+    text = SCRIPT.replace("EXAMPLE", str(ROOT / "examples" / "ray_train.py"))
     environ = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "300"}
-    argv = [str(script), str(tmp_path / "storage")]
-    result = run_ranks(1, argv, "single", timeout=300, env=environ, real_start=True).check()
+    storage = str(tmp_path / "storage")
+    result = run_script(tmp_path, text, 1, "single", storage, timeout=300, real_start=True, **environ).check()
     assert "the end" in result.output
     found = re.search(r"^(\S+): \{'epoch': 1, 'loss': (\S+), 'workers': 2\}$", result.output, re.MULTILINE)
     assert found is not None, result.output

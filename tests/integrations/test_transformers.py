@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness import ROOT, run_ranks
+from tests.integrations.jobs import compare
 
 #: A few that have most in them, for every run.
 FEW = ("accumulated", "lengths", "best")
@@ -16,24 +17,16 @@ ALONE = ("iterated", "checkpointed", "lora", "module", "resumed", "own trainer",
 STRATEGIES = ("wfbp", "mgwfbp", "bytescheduler")
 
 
-def job(launcher: str, folder: Path, *names: str) -> None:
-    ranks = 1 if launcher == "single" else 2
-    argv = ["-m", "tests.integrations.trainer_job", str(folder), *names]
-    result = run_ranks(ranks, argv, launcher, timeout=240, cwd=ROOT).check()
-    for name in names:
-        assert name == "mistakes" or result.output.count(f"({name}) the same") == 1
-
-
 @pytest.mark.parametrize("launcher", ["mpi", "torchrun"])
 def test_losses_norms_and_parameters_are_those_of_the_librarys_own_ddp(launcher: str, tmp_path: Path) -> None:
-    job(launcher, tmp_path, *FEW, "mistakes")
+    compare("trainer_job", launcher, tmp_path, *FEW, "mistakes")
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("launcher", ["mpi", "torchrun"])
 def test_so_are_all_others_and_those_of_one_process(launcher: str, tmp_path: Path) -> None:
-    job(launcher, tmp_path, *FEW, *NOT_ALONE, *ALONE, *STRATEGIES)
-    job("single", tmp_path, *FEW, *ALONE)
+    compare("trainer_job", launcher, tmp_path, *FEW, *NOT_ALONE, *ALONE, *STRATEGIES)
+    compare("trainer_job", "single", tmp_path, *FEW, *ALONE)
 
 
 @pytest.mark.full

@@ -222,7 +222,7 @@ MUTATIONS: list[Mutation] = [
         "overlap/job/launch.py",
         "if (launch.rank, launch.size) != (rank, size):",
         "if launch.size != size:",
-        "tests/test_adopted_world.py -k stories",
+        "tests/overlap/job/test_adopted_world.py -k stories",
     ),
     Mutation(
         "the rank is known where the rest makes no sense",

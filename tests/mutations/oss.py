@@ -131,9 +131,9 @@ MUTATIONS = [
         f"{_OPTIMIZER} -k with_clipping",
     ),
     Mutation(
-        "the largest norm is found where one rank has a NaN",
+        "the largest norm is NaN where one rank has a NaN",
         "oss/owned.py",
-        "known = [math.inf if math.isnan(norm) else norm for norm in mine]",
+        "known = [norm for norm in mine if not math.isnan(norm)]",
         "known = mine",
         f"{_OPTIMIZER} -k no_norm_hides",
     ),
@@ -250,6 +250,20 @@ MUTATIONS = [
         "reduce_buffer_size * width / 2**20",
         "reduce_buffer_size / 2**20",
         f"{_MODEL} -k trains_as_one_process",
+    ),
+    Mutation(
+        "exact values go to whoever takes over, also without state",
+        "oss/owned.py",
+        "float(bool(self.shown.state or self._exact))",
+        "float(bool(self.shown.state))",
+        "mpi-2 tests/spmd/test_exact_values.py",
+    ),
+    Mutation(
+        "all ranks see the same of a frozen parameter",
+        "oss/owned.py",
+        "            if parameter.requires_grad:\n",
+        "            if True:\n",
+        "mpi-2 tests/spmd/test_exact_values.py -k frozen",
     ),
     # The strategy
     Mutation(

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tests.mutations import co2, core, health, launch, oss, plan, transport
+from tests.mutations import calls, co2, core, health, launch, oss, plan, state, transport
 from tests.mutations.mutation import Mutation
 
 __all__ = ["TABLES"]
 
 TABLES: dict[str, Sequence[Mutation]] = {
+    "calls": calls.MUTATIONS,
     "co2": co2.MUTATIONS,
     "core": core.MUTATIONS,
     "health": health.MUTATIONS,
     "launch": launch.MUTATIONS,
     "oss": oss.MUTATIONS,
     "plan": plan.MUTATIONS,
+    "state": state.MUTATIONS,
     "transport": transport.MUTATIONS,
 }

@@ -83,9 +83,16 @@ MUTATIONS = [
         "tests/overlap/transport/test_cut_pickles.py",
     ),
     Mutation(
-        "copies of views that no file needs are forgotten",
+        "copies of views that no file needs are forgotten, and buffers that are gone",
         "overlap/transport/cut_pickles.py",
-        "        _forget_expired(_copies)\n",
+        "                del self[expired]\n",
+        "                pass\n",
+        "tests/overlap/transport/test_cut_pickles.py",
+    ),
+    Mutation(
+        "a buffer more is no look at all buffers that are gone",
+        "overlap/transport/cut_pickles.py",
+        "            self._most = max(_FEW, 2 * len(self))\n",
         "",
         "tests/overlap/transport/test_cut_pickles.py",
     ),

@@ -95,7 +95,7 @@ def test_reductions(gpu: Double, op: ReduceOp, dtype: torch.dtype, seed: int) ->
     stacked = torch.stack(values)
     expected = {
         ReduceOp.SUM: stacked.sum(0),
-        ReduceOp.AVG: stacked.sum(0) * (1.0 / SIZE),
+        ReduceOp.AVG: stacked.sum(0) / SIZE,
         ReduceOp.MAX: stacked.amax(0),
     }[op]
     sends = [torch.zeros(7, dtype=dtype) for _ in range(SIZE)]
@@ -116,7 +116,7 @@ class _Halves:
         total = self.values[0].float()
         for value in self.values[1:]:
             total = total + value.float()
-        self.sum, self.average = total.to(dtype), (total * (1.0 / SIZE)).to(dtype)
+        self.sum, self.average = total.to(dtype), (total / SIZE).to(dtype)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -230,5 +230,27 @@ def test_an_error_of_nccl_reaches_whoever_waits_or_issues(gpu: Double) -> None:
     with pytest.raises(comm_core.NcclError, match=r"all_reduce 'b7'.*rank 0 of 2.*system error"):
         work.wait(10)
     assert isinstance(work.exception(), comm_core.NcclError)
+    with pytest.raises(comm_core.NcclError, match="all_reduce 'b7'"):
+        arrive(work)  # before anything is computed from what is in its memory
     with pytest.raises(comm_core.NcclError, match="aborted after an error"):
         ranks.comms[0].all_reduce_async(tensor, tensor)
+
+
+def test_each_stream_that_reads_waits_for_the_gather(gpu: Double) -> None:
+    """Training's, after another one has come first: a logging thread's, say, or that of a moving average."""
+    ranks = Ranks(gpu, 2)
+    sends = [torch.full((2,), float(rank + 1)) for rank in range(2)]
+    wholes = [torch.zeros(4) for _ in range(2)]
+    works = [comm.all_gather_async(sends[rank], wholes[rank]) for rank, comm in enumerate(ranks.comms)]
+    seen: list[list[float]] = []
+    for work, streams, whole in zip(works, ranks.streams, wholes, strict=True):
+        training, streams.computation = streams.computation, gpu.stream()
+        assert arrive(work)
+        streams.computation = training
+        assert arrive(work)
+        gpu.call(training, lambda whole=whole: seen.append(whole.tolist()))
+    assert gpu.run(3) == 0
+    assert seen == [[1.0, 1.0, 2.0, 2.0]] * 2
+    for work in works:
+        work.wait()
+        assert not arrive(work)

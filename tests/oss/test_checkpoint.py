@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from oss import checkpoint_wrapper
+from oss import checkpoint_wrapper, disable_checkpointing
 
 
 class _Model(nn.Module):
@@ -59,6 +59,21 @@ def test_the_forward_pass_runs_again_in_backward_and_only_then() -> None:
     assert len(calls) == 3
     with torch.no_grad():
         model(torch.randn(5, 8))
+    assert len(calls) == 4
+
+
+def test_a_pass_may_go_without_and_another_one_be_recomputed_meanwhile() -> None:
+    outer = nn.Sequential(_Model(offload_to_cpu=False).ffn, nn.Linear(8, 1))
+    checkpoint_wrapper(outer)
+    calls: list[None] = []
+    outer[0][0].register_forward_hook(lambda *_: calls.append(None))
+    x = torch.randn(5, 8)
+    with disable_checkpointing():
+        outer(x).sum().backward()
+        assert len(calls) == 1
+    loss = outer(x).sum()
+    with disable_checkpointing():
+        loss.backward()  # what is recomputed keeps as much as in forward, also in parts that are wrapped themselves
     assert len(calls) == 4
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import ROOT, run_ranks
+from tests.harness import ROOT, run_ranks, run_script
 
 _LOSS = re.compile(r"rank \d: epoch \d: loss \d\.\d+")  # ranks that write without a buffer share lines
 
@@ -66,14 +66,13 @@ def test_the_benchmark_measures_three_methods_that_learn_the_same() -> None:
 
 
 def test_a_spawned_process_without_a_group_is_told_so(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import torch.multiprocessing as mp\n"
-        "def train(rank):\n"
-        "    import torch, oss\n"
-        "    oss.OSS(torch.nn.Linear(2, 2).parameters())\n"
-        "if __name__ == '__main__':\n"
-        "    mp.spawn(train, nprocs=1)\n"
-    )
-    result = run_ranks(1, [str(script)], "single")
+    text = """
+import torch.multiprocessing as mp
+def train(rank):
+    import torch, oss
+    oss.OSS(torch.nn.Linear(2, 2).parameters())
+if __name__ == '__main__':
+    mp.spawn(train, nprocs=1)
+"""
+    result = run_script(tmp_path, text, 1, "single")
     assert "was spawned by another one: call torch.distributed.init_process_group()" in result.output

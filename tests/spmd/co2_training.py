@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 import co2
+from overlap.job.session import current
 from tests.spmd.models import WIDTH
 
 DOUBLE = torch.float64
@@ -72,6 +75,63 @@ def _same(model: nn.Module, expected: nn.Module, *, measured_gap: bool = True) -
             assert torch.equal(value, wanted), name
         else:
             torch.testing.assert_close(value, wanted, rtol=1e-12, atol=1e-12, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def _equal(model: nn.Module, other: nn.Module, tolerance: float = 0.0) -> None:
+    """Bit for bit, unless there is a tolerance."""
+    for (name, value), wanted in zip(model.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(
+            value, wanted, rtol=tolerance, atol=tolerance, msg=lambda m, name=name: f"{name}: {m}"
+        )
+
+
+class Resumed(NamedTuple):
+    """What a job has saved, and the model and optimizer of the one that has loaded it, before it goes on."""
+
+    saved: dict[str, Any]  # by the optimizer
+    model: nn.Sequential
+    optimizer: Any
+
+
+def _resumes(
+    wrap: Callable[[], tuple[nn.Sequential, Any]],
+    ran: tuple[nn.Sequential, Any],
+    after: range,
+    elsewhere: range = range(0),
+    *,
+    train: Callable[[nn.Sequential, Any, range], None] = _steps,
+    loaded: Callable[[Resumed], None] = lambda _resumed: None,
+) -> Resumed:
+    """Save where `ran`, a model and its optimizer, has come to; that one and one that loads this go on through `after`.
+
+    Their parameters are then equal bit for bit. `elsewhere` is what the other one trains before it loads, and `loaded` is
+    called between.
+    """
+    model, optimizer = ran
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))  # torch hands out tensors that it goes on with
+    train(model, optimizer, after)
+    other, resumed = wrap()
+    train(other, resumed, elsewhere)
+    resumed.load_state_dict(saved[1])
+    other.load_state_dict(saved[0])
+    result = Resumed(saved[1], other, resumed)
+    loaded(result)
+    train(other, resumed, after)
+    _equal(other, model)
+    return result
+
+
+def _while_rank_0_stands_still(train: Callable[[], None]) -> None:
+    """Rank 0 goes on when rank 1, at the end of its own `train`, says so: nobody else may wait for it before."""
+    gate = threading.Event()
+    if co2.size() > 1:
+        current().peer_queries.on("test/gate", lambda _sender, _news: gate.set())
+        co2.barrier()
+        if co2.rank() == 0:
+            assert gate.wait(30), "another rank waits for this one"
+    train()
+    if co2.size() > 1 and co2.rank() == 1:
+        current().peer_queries.tell(0, "test/gate")
 
 
 def _everywhere(model: nn.Module) -> bool:

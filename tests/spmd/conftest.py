@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import dear
-from tests.spmd.device import DEVICE, host_only, pretend, use_cuda
+from tests.spmd.device import DEVICE, host_only, pretend, use_device
 
-if DEVICE == "cuda":
-    use_cuda()  # before tests are collected, which make tensors for their tables
-else:
+if DEVICE:
+    use_device()  # before tests are collected, which make tensors for their tables
+if DEVICE != "cuda":
     # Torch's own notes a traceback for every kind of accelerator that this process has not used: a second in each rank.
     torch.manual_seed = torch.default_generator.manual_seed
 

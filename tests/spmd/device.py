@@ -8,7 +8,6 @@ pretended   memory of the host that is taken for a device's: every optimizer sen
 
 from __future__ import annotations
 
-import functools
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -19,8 +18,9 @@ import torch
 
 from overlap.job import devices
 from overlap.transport.cuda.route import Facts
+from tests.spmd.host_random import HostRandom
 
-__all__ = ["DEVICE", "PlainStreams", "host_only", "pretend", "use_cuda"]
+__all__ = ["DEVICE", "PlainStreams", "host_only", "pretend", "use_device"]
 
 DEVICE = os.environ.get("DEAR_TEST_DEVICE", "")
 
@@ -33,11 +33,15 @@ _HOST_ONLY = {
     "bytescheduler": "refuses models on a GPU",
     "test_co2": "their simulations are on the host",
 }
+_NOT_PRETENDED = {
+    "test_profiler.py": "backward passes run on a thread that torch's profiler does not look at",
+}
 
 
 def host_only(test: str) -> str | None:
     """Why the test of this name is not run on a device (pure); None where it is."""
-    return next((reason for part, reason in _HOST_ONLY.items() if part in test), None)
+    reasons = _HOST_ONLY if DEVICE == "cuda" else _HOST_ONLY | _NOT_PRETENDED
+    return next((reason for part, reason in reasons.items() if part in test), None)
 
 
 class PlainStreams:
@@ -107,10 +111,12 @@ def pretend(patch: pytest.MonkeyPatch) -> None:
     PlainStreams.copied = 0
 
 
-def use_cuda() -> None:
-    """From now on tensors are made on this rank's GPU, random ones by its generator."""
-    local = int(os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", os.environ.get("LOCAL_RANK", "0")))
-    place = torch.device("cuda", local % torch.cuda.device_count())
-    torch.cuda.set_device(place)
+def use_device() -> None:
+    """From now on tensors are made on this rank's GPU, or where it is pretended; random numbers are the host's."""
+    place = torch.device("cpu")
+    if DEVICE == "cuda":
+        local = int(os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", os.environ.get("LOCAL_RANK", "0")))
+        place = torch.device("cuda", local % torch.cuda.device_count())
+        torch.cuda.set_device(place)
     torch.set_default_device(place)
-    torch.Generator = functools.partial(torch.Generator, device=place)  # type: ignore[misc,assignment]
+    HostRandom(place).__enter__()  # for good

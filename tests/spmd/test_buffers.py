@@ -121,6 +121,21 @@ def test_constants_do_not_travel_and_what_changes_later_does() -> None:
         assert 0 < told[2] == told[3] <= 3 * 64
 
 
+def test_what_begins_to_change_late_and_without_a_version_is_found() -> None:
+    """Contents are looked at in steps 0, 1, 2, 4, 8, …"""
+    model = _model()
+    model.register_buffer("seen", torch.zeros(3))
+    optimizer = _wrapped(model)
+    for step in range(10):
+        if step > 5:
+            model.seen.data.add_(1 + dear.rank())  # type: ignore[union-attr, operator]
+        optimizer.zero_grad()
+        _forward(model, step).backward()
+        optimizer.step()
+        if step >= 8:
+            assert model.seen.tolist() == [step - 5.0] * 3  # type: ignore[operator, union-attr]
+
+
 def test_buffers_that_are_replaced_or_converted_travel() -> None:
     model = _model()
     model.register_buffer("seen", torch.zeros(3))

@@ -22,6 +22,7 @@ from tests.spmd.loops import Run
 from tests.spmd.models import WIDTH, adafactor
 from tests.spmd.test_parity import _assert_close
 from tests.spmd.test_tuning import Clock
+from tests.spmd.training import backward
 
 
 def _layers(number: int = 4, width: int = WIDTH) -> nn.Sequential:
@@ -32,11 +33,6 @@ def _layers(number: int = 4, width: int = WIDTH) -> nn.Sequential:
 def _wrapped(model: nn.Module, rate: Any = 0.05, **arguments: Any) -> Any:
     inner = torch.optim.SGD(model.parameters(), rate, momentum=0.9)
     return hvd.DistributedOptimizer(inner, model, **{"partition_mb": 0.0002, "credit_mb": 0.0001, **arguments})
-
-
-def _backward(model: nn.Module, optimizer: Any, step: int = 0) -> None:
-    optimizer.zero_grad()
-    Run(model, optimizer, dear.rank(), dear.size()).loss(step).backward()
 
 
 def _record(optimizer: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -59,7 +55,7 @@ def test_all_ranks_issue_in_one_order_and_the_urgent_preempt(monkeypatch: pytest
     optimizer = _wrapped(model)
     issued = _record(optimizer, monkeypatch)
     for step in range(4):
-        _backward(model, optimizer, step)
+        backward(model, optimizer, step)
         optimizer.step()
         optimizer.synchronize()
     everywhere = dear.allgather_object(issued)
@@ -117,7 +113,7 @@ def test_the_next_forward_is_released_layer_by_layer() -> None:
     model = _layers()
     optimizer = _wrapped(model)
     for step in range(2):
-        _backward(model, optimizer, step)
+        backward(model, optimizer, step)
         optimizer.step()
     assert [bucket.phase for bucket in optimizer.buckets] == [Phase.DUE] * 4
     held = model[1].weight  # a look at one layer …
@@ -153,7 +149,7 @@ def test_rank_0_saves_alone_and_evaluates_in_inference_mode() -> None:
     model = _layers()
     optimizer = _wrapped(model)
     for step in range(3):
-        _backward(model, optimizer, step)
+        backward(model, optimizer, step)
         optimizer.step()
         if dear.rank() == 0:
             with torch.inference_mode():
@@ -169,7 +165,7 @@ def test_a_gradient_changed_under_way_is_refused() -> None:
     optimizer = _wrapped(model)
     held = list(model.parameters())
     for step in range(2):
-        _backward(model, optimizer, step)
+        backward(model, optimizer, step)
         optimizer.step()
     held[0].grad.zero_()
     with pytest.raises(GradientChanged, match="changed after step"):
@@ -211,7 +207,7 @@ def _parts_of_a_step(model: nn.Module, optimizer: Any, monkeypatch: pytest.Monke
 
     with monkeypatch.context() as patched:
         patched.setattr(type(lease), "submit", note)
-        _backward(model, optimizer)
+        backward(model, optimizer)
         optimizer.step()
     optimizer.synchronize()
     return sent
@@ -229,7 +225,7 @@ def test_tuning_searches_both_and_keeps_the_best_of_rank_0(monkeypatch: pytest.M
     settings, costs = [], []
     for step in range(16):
         setting = dict(optimizer.strategy.setting)
-        _backward(model, optimizer, step)
+        backward(model, optimizer, step)
         off = abs(math.log2(setting["partition_mb"] / kb)) + abs(math.log2(setting["credit_mb"] / (4 * kb)))
         clock.now += off + 1 if dear.rank() == 0 else 1 / (off + 1)  # every other rank would decide differently
         optimizer.step()

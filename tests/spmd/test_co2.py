@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import threading
 from typing import Any
@@ -16,12 +15,14 @@ from tests.spmd.co2_simulation import Simulation
 from tests.spmd.co2_training import (
     FULL,
     _adamw,
+    _equal,
     _everywhere,
     _loss,
     _model,
     _momentum,
     _same,
     _steps,
+    _while_rank_0_stands_still,
     _wrapped,
 )
 from tests.spmd.listening import heard
@@ -93,8 +94,7 @@ def test_warm_up_with_sgd_is_synchronous_training() -> None:
         plain.zero_grad()
         sum(_loss(expected, rank, step) / co2.size() for rank in range(co2.size())).backward()
         plain.step()
-    for value, wanted in zip(model.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(value, wanted, rtol=1e-12, atol=1e-13)
+    _equal(model, expected, 1e-12)
     assert optimizer.local_steps == 0
 
 
@@ -102,15 +102,7 @@ def test_no_rank_waits_for_a_round_before_the_next_has_ended() -> None:
     """The others go through a whole round, and the first step of one more, while one rank does not do anything."""
     model, optimizer = _wrapped(outer_frequency=3, **FULL)
     _steps(model, optimizer, range(3))
-    gate = threading.Event()
-    if co2.size() > 1:  # a letter opens the gate of the rank that has not moved
-        current().peer_queries.on("test/gate", lambda _sender, _news: gate.set())
-        co2.barrier()
-        if co2.rank() == 0:
-            assert gate.wait(30), "another rank waits for this one though its round goes on"
-    _steps(model, optimizer, range(3, 5))
-    if co2.size() > 1 and co2.rank() == 1:
-        current().peer_queries.tell(0, "test/gate")
+    _while_rank_0_stands_still(lambda: _steps(model, optimizer, range(3, 5)))
     _steps(model, optimizer, range(5, 6))
 
 
@@ -133,23 +125,6 @@ def test_whoever_has_to_wait_says_so_once(monkeypatch: pytest.MonkeyPatch) -> No
         _steps(model, optimizer, range(4))
     assert ["a larger outer_frequency hides it" in text for text in said].count(True) == 1
     rounds.arrive()  # the last one is on its way still
-
-
-@pytest.mark.parametrize("steps", [5, 6, 7])
-def test_resumes_bit_for_bit_wherever_it_was_saved(steps: int) -> None:
-    model, optimizer = _wrapped(_adamw, outer_frequency=3, **FULL)
-    _steps(model, optimizer, range(steps))
-    saved = copy.deepcopy(
-        (model.state_dict(), optimizer.state_dict())
-    )  # torch hands out the tensors that it goes on with
-    _steps(model, optimizer, range(steps, 11))
-    other, resumed = _wrapped(_adamw, outer_frequency=3, **FULL)
-    _steps(other, resumed, range(4))  # something else, with a round on its way
-    resumed.load_state_dict(saved[1])
-    other.load_state_dict(saved[0])
-    _steps(other, resumed, range(steps, 11))
-    for value, wanted in zip(other.parameters(), model.parameters(), strict=True):
-        assert torch.equal(value, wanted)
 
 
 def test_rank_0_alone_saves_while_others_go_on() -> None:
@@ -200,8 +175,7 @@ def test_a_checkpoint_without_outer_state_begins_a_round() -> None:
     _steps(model, optimizer, range(6))
     other, fresh_optimizer = _wrapped(outer_frequency=2, **FULL)
     _steps(other, fresh_optimizer, range(6))
-    for value, wanted in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(value, wanted)
+    _equal(model, other)
 
 
 def test_outer_state_of_another_model_is_refused() -> None:

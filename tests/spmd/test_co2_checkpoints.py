@@ -13,7 +13,38 @@ from torch import nn
 
 import co2
 from overlap.job.session import current
-from tests.spmd.co2_training import DOUBLE, FULL, _everywhere, _loss, _model, _steps, _wrapped
+from tests.spmd.co2_training import (
+    DOUBLE,
+    FULL,
+    Resumed,
+    _adamw,
+    _everywhere,
+    _loss,
+    _model,
+    _momentum,
+    _resumes,
+    _steps,
+    _wrapped,
+)
+
+STREAMING = {"outer": "streaming-diloco", "outer_lr": 0.6, "outer_momentum": 0.8, "fragments": 2, "overlap_steps": 2}
+# How models are wrapped, after how many steps they are saved, and what is then saved of each parameter.
+RESUMED: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], dict[str, Any], list[int], set[str]]] = {
+    "co2": (_adamw, {"outer_frequency": 3, **FULL}, [5, 6, 7], {"start", "next", "momentum"}),
+    **{
+        rule: (_adamw, {"outer": rule, "outer_frequency": 3}, [7], set())
+        for rule in ("localsgd", "slowmo", "diloco", "eager")
+    },
+    # It sends after 2, 5, 7 and 10 steps, and applies after 4, 7 and 9.
+    "streaming": (_adamw, {**STREAMING, "outer_frequency": 5}, [4, 5, 6, 7], set()),
+    "streaming in 4 bits": (_adamw, {**STREAMING, "outer_frequency": 5, "bits": 4}, [4, 5, 6, 7], set()),
+    "sparse": (
+        *(_adamw, {"outer": "sparseloco", "outer_frequency": 3, "outer_lr": 0.9, "top_k": 300}),
+        *([4, 6, 7], {"start", "residual"}),
+    ),
+    "acco": (_adamw, {"outer": "acco", "outer_frequency": 2}, [1, 2, 3, 4, 5, 6, 7], set()),
+    "acco with momentum": (_momentum, {"outer": "acco", "outer_frequency": 2}, [1, 2, 3, 4, 5, 6, 7], set()),
+}
 
 
 def _on_rank_0_first(act: Callable[[], Any]) -> Any:
@@ -41,6 +72,31 @@ def _same_sections(one: dict[str, Any], other: dict[str, Any]) -> None:
         assert vectors.keys() == other["parameters"][index].keys()
         for name, values in vectors.items():
             assert torch.equal(values, other["parameters"][index][name]), (index, name)
+
+
+@pytest.mark.parametrize(
+    ("rule", "steps"), [(rule, steps) for rule, (_, _, saved_after, _) in RESUMED.items() for steps in saved_after]
+)
+def test_resumes_bit_for_bit_wherever_it_was_saved(rule: str, steps: int) -> None:
+    """In an optimizer that has trained something else, with a round on its way."""
+    make, options, _, names = RESUMED[rule]
+
+    def same_state(loaded: Resumed) -> None:
+        state = loaded.optimizer.state_dict()
+        _same_sections(state["co2"], loaded.saved["co2"])
+        assert str(state["state"]) == str(loaded.saved["state"])
+
+    model, optimizer = _wrapped(make, **options)
+    _steps(model, optimizer, range(steps))
+    saved, _, _ = _resumes(
+        lambda: _wrapped(make, **options), (model, optimizer), range(steps, 13), range(4), loaded=same_state
+    )
+    assert all(names in (set(), set(one)) for one in saved["co2"]["parameters"].values())
+    outer = options.get("outer", "co2")
+    if outer != "co2":
+        _, another = _wrapped(make, outer_frequency=3)
+        with pytest.raises(ValueError, match=f"was saved with outer='{outer}', and this optimizer has outer='co2'"):
+            another.load_state_dict(saved)
 
 
 def test_whoever_saves_before_others_have_begun_saves_the_same() -> None:

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import co2
 from tests.spmd.co2_simulation import Simulation
-from tests.spmd.co2_training import _everywhere, _loss, _model, _momentum, _same, _sgd
+from tests.spmd.co2_training import _equal, _everywhere, _loss, _model, _momentum, _same, _sgd
 from tests.spmd.listening import heard
 from tests.spmd.models import WIDTH
 
@@ -69,8 +69,7 @@ def test_the_readmes_line_is_cut_to_the_ranks_of_the_host_which_average_gradient
         assert all(param.grad is None for param in model.parameters())
         model.perform_co2(optimizer)
         simulation.step(lambda m, _, step=step: sum(_loss(m, rank, step) for rank in range(size)) / size)
-    for value, wanted in zip(model.parameters(), simulation.workers[0][0].parameters(), strict=True):
-        torch.testing.assert_close(value, wanted, rtol=1e-12, atol=1e-12)
+    _equal(model, simulation.workers[0][0], 1e-12)
     assert _everywhere(model)
 
 
@@ -128,8 +127,7 @@ def test_passes_inside_of_one_another_end_once(whole: bool, monkeypatch: pytest.
         plain.zero_grad()
         wrapper.perform_co2(optimizer)
     assert len(ends) == (2 if whole else 8)
-    for value, wanted in zip(model.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(value, wanted, rtol=1e-12, atol=1e-12)
+    _equal(model, alone, 1e-12)
 
 
 def test_a_pass_that_raises_leaves_the_next_one_its_end() -> None:
@@ -175,8 +173,7 @@ def test_resumes_bit_for_bit() -> None:
     resumed.load_state_dict(saved[1])
     other.load_outer_state_dict(saved[2])
     _steps(other, resumed, range(5, 11))
-    for value, wanted in zip(other.parameters(), model.parameters(), strict=True):
-        assert torch.equal(value, wanted)
+    _equal(other, model)
 
 
 def test_buffers_and_start_are_rank_0s() -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 import co2
 from overlap.transport.communicator import Communicator, Work
-from tests.spmd.co2_training import FULL, _everywhere, _model, _steps, _wrapped
+from tests.spmd.co2_training import FULL, _everywhere, _model, _resumes, _steps, _wrapped
 
 
 def _freeze_and_write(layer: nn.Module, value: float) -> None:
@@ -193,15 +193,13 @@ def test_resumes_bit_for_bit_where_a_frozen_parameter_was_written_to(steps: int)
     _steps(model, optimizer, range(4))
     _freeze_and_write(model[0], 7.0)
     _steps(model, optimizer, range(4, steps))
-    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    _steps(model, optimizer, range(steps, 11))
-    other, resumed = _wrapped(outer_frequency=2, **FULL)
-    other[0].requires_grad_(False)
-    resumed.load_state_dict(saved[1])
-    other.load_state_dict(saved[0])
-    _steps(other, resumed, range(steps, 11))
-    for value, wanted in zip(other.parameters(), model.parameters(), strict=True):
-        assert torch.equal(value, wanted)
+
+    def wrap() -> tuple[nn.Sequential, Any]:
+        other, resumed = _wrapped(outer_frequency=2, **FULL)
+        other[0].requires_grad_(False)
+        return other, resumed
+
+    _, other, _ = _resumes(wrap, (model, optimizer), range(steps, 11))
     assert _holds(other[0], 7.0)
 
 
@@ -222,14 +220,7 @@ def test_resumes_bit_for_bit_where_layers_were_trained_at_different_times(steps:
 
     model, optimizer = _wrapped(outer_frequency=2, **FULL)
     train(model, optimizer, range(steps))
-    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    train(model, optimizer, range(steps, 14))
-    other, resumed = _wrapped(outer_frequency=2, **FULL)
-    resumed.load_state_dict(saved[1])
-    other.load_state_dict(saved[0])
-    train(other, resumed, range(steps, 14))
-    for value, wanted in zip(other.parameters(), model.parameters(), strict=True):
-        assert torch.equal(value, wanted)
+    _resumes(lambda: _wrapped(outer_frequency=2, **FULL), (model, optimizer), range(steps, 14), train=train)
 
 
 def test_the_gap_is_the_same_however_parameters_were_taken_in() -> None:

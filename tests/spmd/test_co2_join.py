@@ -13,7 +13,7 @@ import co2
 from overlap.features.join import CannotJoin, joined_ranks_of
 from overlap.job.session import current
 from tests.spmd.co2_simulation import Simulation
-from tests.spmd.co2_training import FULL, _everywhere, _loss, _model, _momentum, _same, _sgd, _steps, _wrapped
+from tests.spmd.co2_training import FULL, _equal, _everywhere, _loss, _model, _momentum, _same, _sgd, _steps, _wrapped
 from tests.spmd.test_co2_acco import Halves
 from tests.spmd.test_co2_data_parallel import ALONE
 from tests.spmd.test_co2_data_parallel import RULE as PLAIN
@@ -107,8 +107,7 @@ def _simulate(simulation: Any, step: int) -> None:
 
 def _agree(model: Any, simulation: Any) -> None:
     if isinstance(simulation, _Acco):
-        for value, wanted in zip(model.parameters(), simulation.model.parameters(), strict=True):
-            torch.testing.assert_close(value, wanted, rtol=1e-12, atol=1e-12)
+        _equal(model, simulation.model, 1e-12)
     else:
         _same(model, simulation.workers[co2.rank()][0])
 
@@ -273,8 +272,7 @@ def test_a_plain_optimizer(nprocs: int) -> None:
             model.perform_co2(optimizer)
         simulation.step(lambda m, rank, step=step: _mean_loss(m, of_group(rank, step), step))
     assert co2.join() == 0
-    for value, wanted in zip(model.parameters(), simulation.workers[co2.rank()][0].parameters(), strict=True):
-        torch.testing.assert_close(value, wanted, rtol=1e-12, atol=1e-12)
+    _equal(model, simulation.workers[co2.rank()][0], 1e-12)
     model.average_parameters()
     assert _everywhere(model)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,9 +10,19 @@ import torch
 
 import co2
 from co2.fragments.codec import codec_of
-from overlap.job.session import current
 from tests.spmd.co2_simulation import Simulation
-from tests.spmd.co2_training import _adamw, _everywhere, _loss, _model, _momentum, _same, _steps, _wrapped
+from tests.spmd.co2_training import (
+    _adamw,
+    _equal,
+    _everywhere,
+    _loss,
+    _model,
+    _momentum,
+    _same,
+    _steps,
+    _while_rank_0_stands_still,
+    _wrapped,
+)
 
 RULE: dict[str, Any] = {"outer": "streaming-diloco", "outer_lr": 0.6, "outer_momentum": 0.8}
 CASES: dict[str, dict[str, Any]] = {
@@ -113,11 +121,6 @@ def _simulation(make: Any, bits: int | None, case: dict[str, Any]) -> Streaming:
     return Streaming(_model(), make, co2.size(), bits=bits, lr=0.6, momentum=0.8, **case)
 
 
-def _equal(model: torch.nn.Module, other: torch.nn.Module) -> None:
-    for (name, value), wanted in zip(model.state_dict().items(), other.state_dict().values(), strict=True):
-        assert torch.equal(value, wanted), name
-
-
 @pytest.mark.parametrize("bits", [None, 8, 4])
 @pytest.mark.parametrize("case", list(CASES))
 def test_equals_its_equations_on_one_process_bit_for_bit(case: str, bits: int | None) -> None:
@@ -157,28 +160,7 @@ def test_one_fragment_waited_for_is_diloco() -> None:
     other, streaming = _wrapped(outer="streaming-diloco", **options, **plain)
     _steps(model, optimizer, range(7))
     _steps(other, streaming, range(7))
-    for value, wanted in zip(other.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(value, wanted, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("steps", [4, 5, 6, 7])
-@pytest.mark.parametrize("bits", [None, 4])
-def test_resumes_bit_for_bit_wherever_it_was_saved(steps: int, bits: int | None) -> None:
-    """Sent after 2, 5, 7, 10 steps, applied after 4, 7, 9."""
-    options = {**RULE, "outer_frequency": 5, "fragments": 2, "overlap_steps": 2, "bits": bits}
-    model, optimizer = _wrapped(_adamw, **options)
-    _steps(model, optimizer, range(steps))
-    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    _steps(model, optimizer, range(steps, 13))
-    other, resumed = _wrapped(_adamw, **options)
-    _steps(other, resumed, range(2))  # something else, with a fragment on its way
-    resumed.load_state_dict(saved[1])
-    other.load_state_dict(saved[0])
-    again = copy.deepcopy(resumed.state_dict()["co2"])
-    for index, vectors in saved[1]["co2"]["parameters"].items():
-        assert all(torch.equal(again["parameters"][index][name], value) for name, value in vectors.items())
-    _steps(other, resumed, range(steps, 13))
-    _equal(other, model)
+    _equal(other, model, 1e-12)
 
 
 def test_rank_0_alone_saves_while_others_go_on() -> None:
@@ -209,15 +191,7 @@ def test_no_rank_waits_between_sending_and_applying() -> None:
     """The others send, and make all steps but the last before they apply, while one rank does not do anything."""
     model, optimizer = _wrapped(**RULE, outer_frequency=4, fragments=1, overlap_steps=3)
     _steps(model, optimizer, range(3))
-    gate = threading.Event()
-    if co2.size() > 1:
-        current().peer_queries.on("test/gate", lambda _sender, _news: gate.set())
-        co2.barrier()
-        if co2.rank() == 0:
-            assert gate.wait(30), "another rank waits for this one though steps of the overlap are left"
-    _steps(model, optimizer, range(3, 6))
-    if co2.size() > 1 and co2.rank() == 1:
-        current().peer_queries.tell(0, "test/gate")
+    _while_rank_0_stands_still(lambda: _steps(model, optimizer, range(3, 6)))
     _steps(model, optimizer, range(6, 8))
 
 

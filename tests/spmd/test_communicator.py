@@ -229,7 +229,7 @@ def _bits(values: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_who_moves_16_bits_may_round_and_widen(comm: Communicator, dtype: torch.dtype) -> None:
-    """The same bits as rounding before and widening after, -0.0 of summands as `overlap.transport.memory` wants it."""
+    """The same bits as rounding before and widening after, -0.0 of summands, too."""
     generator = torch.Generator().manual_seed(comm.rank)
     for count in (9, 120_007):
         counts = [count - (comm.size - 1), *[1] * (comm.size - 1)] if count > 9 else _balanced(count, comm.size)

@@ -21,33 +21,14 @@ from overlap.core.round import GradientChanged, TooManyGradients
 from overlap.job.session import current
 from tests.spmd.models import MODELS
 from tests.spmd.test_parity import PACKAGES, WRAP, _model
-
-
-def _loss(model: torch.nn.Module, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(100 * seed + dear.rank())
-    return model(torch.randn(4, 9, generator=generator, dtype=torch.float64)).square().mean()
-
-
-def _trained(strategy: str = "dear", steps: int = 2, **options: Any) -> tuple[torch.nn.Module, Any]:
-    model = _model("Mlp")
-    optimizer = WRAP[strategy](torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, **options), model)
-    for step in range(steps):
-        optimizer.zero_grad()
-        _loss(model, step).backward()
-        optimizer.step()
-    return model, optimizer
-
-
-def _same_everywhere(value: Any) -> None:
-    values = dear.allgather_object(value)
-    assert all(torch.equal(other, values[0]) for other in values)
+from tests.spmd.training import local_loss, same_everywhere, trained
 
 
 def test_dropped_optimizers_are_freed_and_leave_the_model_alone() -> None:
     """Of all strategies at once: collecting garbage takes its time."""
 
     def train(strategy: str) -> tuple[torch.nn.Module, list[weakref.ref[Any]]]:
-        model, optimizer = _trained(strategy)
+        model, optimizer = trained(strategy)
         return model, [weakref.ref(optimizer), weakref.ref(optimizer._engine)]
 
     def look(model: torch.nn.Module) -> torch.Tensor:
@@ -79,16 +60,16 @@ def test_dropped_optimizers_are_freed_and_leave_the_model_alone() -> None:
 
 @pytest.mark.parametrize("strategy", WRAP)
 def test_who_is_wrapped_again_belongs_to_the_new_optimizer_alone(strategy: str) -> None:
-    model, first = _trained(strategy)
+    model, first = trained(strategy)
     if dear.rank() == 0 and strategy != "dear-eager":  # which lets nobody read parameters then
-        _loss(model).backward()  # the step of which never comes
+        local_loss(model).backward()  # the step of which never comes
     model.zero_grad()
     optimizer = WRAP[strategy](torch.optim.SGD(model.parameters(), 0.05), model)
     one = _model("Mlp")
     one.load_state_dict(model.state_dict())
     for step in range(2):
         optimizer.zero_grad()
-        _loss(model, step).backward()
+        local_loss(model, step).backward()
         with pytest.raises(RuntimeError, match="made later"):
             first.step()
         optimizer.step()
@@ -113,14 +94,14 @@ def test_whoever_looks_through_the_module_sees_final_values(strategy: str) -> No
         "deepcopy": lambda m: copy.deepcopy(m).head.weight,
         "dict": lambda m: dict(m.head._parameters)["weight"],
     }
-    model, optimizer = _trained(strategy)
+    model, optimizer = trained(strategy)
     for number, (name, look) in enumerate(looks.items()):
         optimizer.zero_grad()
-        _loss(model, 10 + number).backward()
+        local_loss(model, 10 + number).backward()
         optimizer.step()
         value = look(model).detach().clone()
         assert bool(torch.isfinite(value).all()), name
-        _same_everywhere(value)
+        same_everywhere(value)
 
 
 @pytest.mark.parametrize("strategy", PACKAGES)
@@ -128,17 +109,17 @@ def test_bare_tensors_are_final_after_synchronize(strategy: str) -> None:
     model = _model("Mlp")
     held = list(model.parameters())
     optimizer = WRAP[strategy](torch.optim.Adam(held, 1e-2), model)
-    _loss(model).backward()
+    local_loss(model).backward()
     optimizer.step()
     optimizer.synchronize()
     for tensor in held:
-        _same_everywhere(tensor.detach().clone())
+        same_everywhere(tensor.detach().clone())
 
 
 @pytest.mark.parametrize("strategy", ["dear-layerwise", "oss", "bytescheduler"])
 def test_gradients_are_dropped_through_the_model_without_a_wait(strategy: str) -> None:
     """As Hugging Face's Trainer does, right after step()."""
-    model, optimizer = _trained(strategy)
+    model, optimizer = trained(strategy)
     transit = optimizer._engine.transit
     before = list(transit.pending)
     model.zero_grad()
@@ -150,7 +131,7 @@ def test_gradients_are_dropped_through_the_model_without_a_wait(strategy: str) -
 
 
 def test_a_copied_or_pickled_model_carries_no_gates() -> None:
-    model, optimizer = _trained()
+    model, optimizer = trained()
     copied = copy.deepcopy(model)
     buffer = io.BytesIO()
     torch.save(model, buffer)
@@ -161,9 +142,9 @@ def test_a_copied_or_pickled_model_carries_no_gates() -> None:
         assert type(other.head._parameters) in (dict, OrderedDict)
         hooks = ("_forward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called")
         assert not any(getattr(module, name) for module in other.modules() for name in hooks)
-        _loss(other).backward()  # its gradients are nobody's business
+        local_loss(other).backward()  # its gradients are nobody's business
     optimizer.zero_grad()
-    _loss(model).backward()
+    local_loss(model).backward()
     optimizer.step()
 
 
@@ -178,7 +159,7 @@ def test_the_first_step_keeps_gradients_once(monkeypatch: pytest.MonkeyPatch) ->
             made.append(self)
 
     monkeypatch.setattr("overlap.core.buckets.planner.Bucket", Watched)
-    _trained("dear-layerwise", steps=1)
+    trained("dear-layerwise", steps=1)
     assert len(made) > 1
 
 
@@ -195,7 +176,7 @@ def test_shell_looks_like_the_optimizer() -> None:
     inner.register_step_post_hook(lambda *_: seen.append("post"))
     for _ in range(2):
         optimizer.zero_grad()
-        _loss(model).backward()
+        local_loss(model).backward()
         optimizer.step()
     assert seen == ["pre", "post"] * 2
     with pytest.raises(TypeError, match="state_dict"):
@@ -213,7 +194,7 @@ def test_schedulers_warn_of_nothing(strategy: str, on_inner: bool) -> None:
         schedule = torch.optim.lr_scheduler.StepLR(inner if on_inner else optimizer, 1, 0.5)
         for _ in range(2):
             optimizer.zero_grad()
-            _loss(model).backward()
+            local_loss(model).backward()
             optimizer.step()
             schedule.step()
     assert inner.param_groups[0]["lr"] == pytest.approx(0.0125)
@@ -221,12 +202,12 @@ def test_schedulers_warn_of_nothing(strategy: str, on_inner: bool) -> None:
 
 @pytest.mark.parametrize("strategy", [name for name in WRAP if name != "dear-eager"])  # which cannot go on after that
 def test_a_changed_gradient_is_never_silently_ignored(strategy: str) -> None:
-    model, optimizer = _trained(strategy)
-    other, others = _trained(strategy)  # a second optimizer, which is not concerned
+    model, optimizer = trained(strategy)
+    other, others = trained(strategy)  # a second optimizer, which is not concerned
     others.zero_grad()
-    _loss(other).backward()
+    local_loss(other).backward()
     optimizer.zero_grad()
-    _loss(model).backward()
+    local_loss(model).backward()
     for param in model.parameters():
         if param.grad is not None:
             param.grad.mul_(1e-3)
@@ -234,30 +215,30 @@ def test_a_changed_gradient_is_never_silently_ignored(strategy: str) -> None:
         optimizer.step()
     others.step()
     optimizer.zero_grad()
-    _loss(model).backward()
+    local_loss(model).backward()
     optimizer.step()
 
 
 @pytest.mark.parametrize("strategy", PACKAGES)
 def test_a_second_backward_says_what_to_do(strategy: str) -> None:
-    model, optimizer = _trained(strategy)
+    model, optimizer = trained(strategy)
     optimizer.zero_grad()
-    _loss(model).backward()
+    local_loss(model).backward()
     with pytest.raises(TooManyGradients, match="backward_passes_per_step"):
-        _loss(model).backward()
+        local_loss(model).backward()
     optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("strategy", PACKAGES)
 def test_clip_returns_the_global_norm_everywhere(strategy: str) -> None:
     """Also where a rank has no part of any gradient in it."""
-    model, optimizer = _trained(strategy)
+    model, optimizer = trained(strategy)
     optimizer.zero_grad()
-    _loss(model).backward()
+    local_loss(model).backward()
     dear.clip_grad_norm_(model.parameters(), 1e9)
     norm = dear.clip_grad_norm_([model.head.bias], 1e9)
     assert norm.dtype is torch.float64
-    _same_everywhere(norm)
+    same_everywhere(norm)
     optimizer.step()
     strangers = torch.nn.Linear(2, 2)
     with pytest.raises(ValueError, match="no distributed optimizer"):
@@ -270,7 +251,7 @@ def test_values_used_outside_their_module_are_refused() -> None:
     optimizer = dear.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), 0.1), model, threshold_mb=None, num_nearby_layers=1
     )
-    _loss(model).backward()
+    local_loss(model).backward()
     optimizer.step()
     optimizer.zero_grad()
     with pytest.raises(RuntimeError, match="outside their modules"):
@@ -280,9 +261,9 @@ def test_values_used_outside_their_module_are_refused() -> None:
 
 
 def test_an_old_graph_notices_the_update() -> None:
-    model, optimizer = _trained()
+    model, optimizer = trained()
     optimizer.zero_grad()
-    loss = _loss(model)
+    loss = local_loss(model)
     loss.backward(retain_graph=True)
     optimizer.step()
     optimizer.synchronize()
@@ -298,6 +279,7 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"num_nearby_layers": 0}, "num_nearby_layers should be at least 1 and is 0"),
     ({"exclude_parts": "allreduce"}, "exclude_parts should name"),
     ({"backward_passes_per_step": 0}, "backward_passes_per_step should be at least 1 and is 0"),
+    ({"strategy": "daer"}, r"strategy should be one of dear, auto, .* and is 'daer'; is 'dear' meant\?"),
     ({"policy": "magic"}, "policy should be one of .* and is 'magic'"),
     ({"policy": "rb", "exclude_parts": "allgather"}, "exclude_parts should name reduce or bcast and names .*allgather"),
     ({"strategy": "magic"}, "'magic'"),
@@ -369,7 +351,7 @@ def test_learned_order_is_the_order_of_use() -> None:
     model = Backwards().double()
     inner = torch.optim.SGD(model.parameters(), 0.1)
     optimizer = dear.DistributedOptimizer(inner, model, threshold_mb=None, num_nearby_layers=1)
-    _loss(model).backward()
+    local_loss(model).backward()
     optimizer.step()
     names = [[slot.name for slot in bucket.slots] for bucket in optimizer.buckets]
     assert names == [["last.weight", "last.bias"], ["first.weight", "first.bias"]]

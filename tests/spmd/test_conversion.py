@@ -14,8 +14,8 @@ from overlap.core.buckets.conversion import Change, difference
 from overlap.transport.objects import SignatureMismatch
 from tests.spmd.listening import heard
 from tests.spmd.models import MODELS
-from tests.spmd.test_contract import _trained
 from tests.spmd.test_parity import OPTIMIZERS, WRAP, _model
+from tests.spmd.training import trained
 
 
 def _loss(model: torch.nn.Module, seed: int, rank: int | None, *, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -124,7 +124,7 @@ def test_ranks_that_convert_differently_are_told_apart(
 ) -> None:
     if dear.size() == 1:
         pytest.skip("one rank cannot differ from itself")
-    model, optimizer = _trained(strategy)
+    model, optimizer = trained(strategy)
     if strategy == "dear-eager":  # the patient one of these tests waits in backward, the others in step()
         del optimizer._engine.policy.gradient
     mine = last if dear.rank() == dear.size() - 1 else others
@@ -147,7 +147,7 @@ def test_ranks_that_convert_differently_are_told_apart(
 def test_ranks_that_convert_differently_before_the_first_step_are_told_apart() -> None:
     if dear.size() == 1:
         pytest.skip("one rank cannot differ from itself")
-    model, optimizer = _trained(steps=0)
+    model, optimizer = trained(steps=0)
     if dear.rank() == 1:
         model.float()
     _loss(model, 0, dear.rank()).backward()
@@ -158,7 +158,7 @@ def test_ranks_that_convert_differently_before_the_first_step_are_told_apart() -
 
 
 def test_what_no_rank_can_follow_is_refused() -> None:
-    model, optimizer = _trained()
+    model, optimizer = trained()
     optimizer.zero_grad()
     _loss(model, 0, dear.rank()).backward()
     model.float()
@@ -166,7 +166,7 @@ def test_what_no_rank_can_follow_is_refused() -> None:
         RuntimeError, match=r"from torch.float64 on cpu to torch.float32 on cpu between backward\(\) and"
     ):
         optimizer.step()
-    model, optimizer = _trained()
+    model, optimizer = trained()
     model.float()
     with pytest.raises(RuntimeError, match=r"since the last step.*; replan after the next one"):
         optimizer.replan(optimizer.strategy)

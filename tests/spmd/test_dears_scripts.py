@@ -41,14 +41,17 @@ def test_the_call_of_their_benchmarks_trains_as_ours(strategy: str) -> None:
 
 
 def test_their_threshold_decides_what_travels_together() -> None:
-    expected = {("wfbp", -1): 1, ("wfbp", 0): len(list(_model("Mlp").parameters())), ("dear", 2**20): 1, ("oss", -1): 1}
+    tensors = len(list(_model("Mlp").parameters()))
+    expected = {("wfbp", -1): 1, ("wfbp", 0): tensors, ("dear", 2**20): 1, ("oss", -1): 1}
+    expected |= {("mgwfbp", -1): 1, ("mgwfbp", 0): tensors}
     for (strategy, threshold), buckets in expected.items():
         model = _model("Mlp")
         optimizer: Any = importlib.import_module(strategy).DistributedOptimizer(
-            _sgd(model), model=model, threshold=threshold
+            _sgd(model), model=model, threshold=threshold, mgwfbp=False
         )
         _train(model, optimizer)
         assert len(optimizer.buckets) == buckets, strategy
+        assert strategy != "mgwfbp" or not optimizer.tuning  # it has nothing to measure
     assert dear.DistributedOptimizer(_sgd(model), model=model, threshold=2**20).strategy.threshold_mb == 4  # type: ignore[call-arg,attr-defined]
 
 

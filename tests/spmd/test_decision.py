@@ -21,8 +21,8 @@ pytestmark = pytest.mark.skipif(SIZE == 1, reason="a rank alone has nothing to p
 
 def test_the_rank_that_computes_longest_is_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     def measured(_laps: Sequence[Lap], _layer_of: Mapping[int, int], layers: int) -> Times:
-        each = (1.0 + dear.rank(),) * layers
-        return Times(each, each, each, 0.0, 0.0, 0.0, 0.0, 0.0)
+        each, none = (1.0 + dear.rank(),) * layers, (0.0,) * layers
+        return Times(each, each, none, none, 0.0, 0.0, 0.0, 0.0, 0.0)
 
     monkeypatch.setattr(decision, "layer_times", measured)
     jobs = _scripted(monkeypatch)

@@ -45,11 +45,6 @@ WRAP: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def job() -> None:
-    dear.init()
-
-
 @pytest.fixture
 def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch)

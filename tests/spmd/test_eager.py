@@ -15,6 +15,7 @@ from overlap.features.early import StepSkipped, UpdatedEarly
 from tests.spmd.loops import Run
 from tests.spmd.models import WIDTH, Mlp, adafactor
 from tests.spmd.test_parity import _assert_close, as_early_as_possible
+from tests.spmd.training import backward
 
 
 def _layers() -> nn.Sequential:
@@ -28,17 +29,12 @@ def _wrapped(model: nn.Module, rate: Any = 0.05, **arguments: Any) -> Any:
     return as_early_as_possible(dear.DistributedOptimizer(inner, model, eager=True, **{**limits, **arguments}))
 
 
-def _backward(model: nn.Module, optimizer: Any, step: int = 0) -> None:
-    optimizer.zero_grad()
-    Run(model, optimizer, dear.rank(), dear.size()).loss(step).backward()
-
-
 def _mid_step(rate: Any = 0.05) -> tuple[nn.Sequential, Any]:
     """After a backward pass that updated its last layer, before the step."""
     model = _layers()
     optimizer = _wrapped(model, rate)
     for step in range(2):
-        _backward(model, optimizer, step)
+        backward(model, optimizer, step)
         if step == 0:
             optimizer.step()
     return model, optimizer
@@ -54,12 +50,12 @@ def test_late_layers_are_updated_while_backward_runs() -> None:
     )
     for step in range(3):
         before, version = held.detach().clone(), held._version
-        _backward(model, optimizer, step)
+        backward(model, optimizer, step)
         if step:
             assert seen[-1][0] is Phase.GATHERING
             assert held._version > version
             mine = optimizer.buckets[0]
-            home = (before.flatten(), held.detach().flatten())
+            home = (before.flatten(), held.detach().flatten().clone())  # step() would wait for a view
             start, stop = mine.own.start, min(mine.own.stop, held.numel())
             assert start >= stop or not torch.equal(home[0][start:stop], home[1][start:stop])
         optimizer.step()
@@ -163,10 +159,10 @@ def test_a_late_read_that_comes_as_a_surprise_raises() -> None:
     model = Peeking(since=3)
     optimizer = _wrapped(model)
     for step in range(2):
-        _backward(model, optimizer, step)
+        backward(model, optimizer, step)
         optimizer.step()
     with pytest.raises(UpdatedEarly, match=r"'layers\.3\.weight' was read before step"):
-        _backward(model, optimizer, 2)
+        backward(model, optimizer, 2)
     optimizer.step()  # completes what the interrupted backward left
 
 
@@ -175,7 +171,7 @@ def test_rank_0_saves_alone_while_the_others_go_on() -> None:
     optimizer = _wrapped(model)
     states = []
     for step in range(4):
-        _backward(model, optimizer, step)
+        backward(model, optimizer, step)
         optimizer.step()
         if dear.rank() == 0:
             time.sleep(0.02)  # the others are in the next backward by now
@@ -198,7 +194,7 @@ class _Busy:
     quiet = False
 
     def __init__(self, round: Any) -> None:
-        self.settle = round.settle
+        self.settle, self.on_used = round.settle, round.on_used
 
 
 def test_ranks_that_have_no_room_for_early_updates_slow_nobody_down_and_get_fewer() -> None:

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from collections import Counter, OrderedDict, defaultdict, namedtuple
 from pathlib import Path
 from typing import Any
@@ -21,11 +20,9 @@ from tests.spmd.test_parity import WRAP
 
 
 @pytest.fixture
-def folder() -> Any:
-    dear.init()
-    with tempfile.TemporaryDirectory() as mine:
-        yield Path(dear.broadcast_object(mine)) / "commits"
-        dear.barrier()
+def folder(folder: Path) -> Path:
+    """The first commit makes it."""
+    return folder / "commits"
 
 
 def _step(model: torch.nn.Module, optimizer: Any, seed: int) -> None:

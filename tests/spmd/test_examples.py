@@ -66,8 +66,7 @@ def _same(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> Non
 
 
 @pytest.mark.full
-def test_the_trainer_learns_and_resumes_bit_for_bit(example: Any, tmp_path: Path) -> None:
-    folder = Path(dear.broadcast_object(str(tmp_path)))
+def test_the_trainer_learns_and_resumes_bit_for_bit(example: Any, folder: Path) -> None:
     main = example("trainer").main
     accuracy, whole = main(["--small", "--output-dir", str(folder / "whole")])
     assert _agreed(accuracy) > 0.7
@@ -78,13 +77,13 @@ def test_the_trainer_learns_and_resumes_bit_for_bit(example: Any, tmp_path: Path
     assert _agreed(accuracy) > 0.7
 
 
+@pytest.mark.full
 def test_horovod_mnist_learns(example: Any) -> None:
     options = ["--fp16-allreduce", "--gradient-predivide-factor", "2", "--use-mixed-precision"]
     assert _agreed(example("horovod_mnist").main(["--small", *options])) > 0.3
 
 
-def test_horovod_imagenet_resumes_bit_for_bit(example: Any, tmp_path: Path) -> None:
-    folder = dear.broadcast_object(str(tmp_path))
+def test_horovod_imagenet_resumes_bit_for_bit(example: Any, folder: Path) -> None:
     main = example("horovod_imagenet").main
     options = ["--small", "--batches-per-allreduce", "2", "--checkpoint-format"]
     score, whole = main([*options, f"{folder}/a{{epoch}}.pt", "--epochs", "3"])

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import faulthandler
+import gc
 import os
+import select
 import signal
 import struct
 from collections.abc import Callable
@@ -18,12 +21,21 @@ from overlap.job.session import current
 from tests.spmd.test_parity import PACKAGES, WRAP
 
 
+@pytest.fixture(autouse=True, scope="module")
+def alone() -> None:
+    """A fork waits for the optimizers of other tests, too, and its children take their threads' objects along."""
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
+
+
 def _in_child(act: Callable[[], object]) -> str:
     """What `act` raises in a forked child of this process, "" for nothing."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         signal.alarm(20)
+        faulthandler.dump_traceback_later(10)
         text = ""
         try:
             act()
@@ -33,6 +45,8 @@ def _in_child(act: Callable[[], object]) -> str:
         os._exit(0)
     os.close(writing)
     with os.fdopen(reading) as pipe:
+        if not select.select([pipe], [], [], 25)[0]:
+            os.kill(child, signal.SIGKILL)  # its alarm was not set: it is still in the hooks of fork()
         text = pipe.read()
     assert os.waitpid(child, 0)[1] == 0, "the child hung or crashed"
     return text

@@ -11,6 +11,7 @@ from torch import nn
 
 import dear
 from oss import OSS, ShardedGradScaler, checkpoint_wrapper
+from tests.spmd.training import same_values
 
 
 class _Model(nn.Module):
@@ -46,11 +47,6 @@ def _trained(optimizer: Any, model: nn.Module, scaler: Any, ranks: list[int], ba
         scaler.update()
 
 
-def _same(mine: nn.Module, reference: nn.Module) -> None:
-    for (name, value), other in zip(mine.state_dict().items(), reference.state_dict().values(), strict=True):
-        assert torch.equal(value, other), name
-
-
 @pytest.mark.parametrize("unscale", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
 def test_on_a_plain_optimizer_all_ranks_skip_what_one_has_to(fused: bool, unscale: bool) -> None:
@@ -63,7 +59,7 @@ def test_on_a_plain_optimizer_all_ranks_skip_what_one_has_to(fused: bool, unscal
     plain = torch.optim.SGD(reference.parameters(), lr=0.1, fused=fused)
     theirs = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     _trained(plain, reference, theirs, [dear.rank()], [dear.rank()], unscale=unscale)
-    _same(mine, reference)
+    same_values(mine, reference)
     assert scaler.get_scale() == theirs.get_scale() == 2.0**9
 
 
@@ -79,7 +75,7 @@ def test_on_oss_all_ranks_skip_what_one_has_to_and_send_the_rest() -> None:
         other.zero_grad()
         _loss(reference, step, dear.rank()).backward()
         other.step()
-    _same(mine, reference)  # a scale that is a power of two rounds nothing
+    same_values(mine, reference)  # a scale that is a power of two rounds nothing
     assert scaler.get_scale() == 2.0**9
     assert not torch.equal(mine.last_linear.weight, _Model().last_linear.weight)
 

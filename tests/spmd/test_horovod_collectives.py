@@ -35,11 +35,6 @@ FOLDS: dict[Any, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _init() -> None:
-    hvd.init()
-
-
 def _rows(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
     """What all ranks contribute: small whole numbers, exact in every type."""
     generator = torch.Generator().manual_seed(seed)

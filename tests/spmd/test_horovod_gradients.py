@@ -10,11 +10,6 @@ import torch
 import dear as hvd
 
 
-@pytest.fixture(autouse=True)
-def _init() -> None:
-    hvd.init()
-
-
 def _leaf(rows: int = 4) -> torch.Tensor:
     return torch.full((rows, 3), float(hvd.rank() + 1), dtype=torch.float64, requires_grad=True)
 

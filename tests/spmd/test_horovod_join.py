@@ -12,11 +12,6 @@ import dear as hvd
 from overlap.job.session import current
 
 
-@pytest.fixture(autouse=True)
-def _init() -> None:
-    hvd.init()
-
-
 def _batches() -> int:
     """Rank 0 has the fewest; every rank joins at another time."""
     return 1 + hvd.rank()

@@ -14,11 +14,6 @@ from overlap.horovod.controller.errors import Mismatch
 pytestmark = pytest.mark.four_ranks
 
 
-@pytest.fixture(autouse=True)
-def _init() -> None:
-    hvd.init()
-
-
 def _usable() -> None:
     """Nothing is left over from what went wrong: the next operations match."""
     assert hvd.allreduce(torch.ones(2), op=hvd.Sum, name="x").tolist() == [hvd.size()] * 2

@@ -11,11 +11,6 @@ import torch
 import dear as hvd
 
 
-@pytest.fixture(autouse=True)
-def _init() -> None:
-    hvd.init()
-
-
 def _model(memory_format: torch.memory_format = torch.channels_last) -> torch.nn.Sequential:
     torch.manual_seed(hvd.rank())
     model = torch.nn.Sequential(
@@ -128,6 +123,17 @@ def test_optimizer_state_follows_the_root_and_takes_no_step(name: str) -> None:
     state = optimizer.state_dict()["state"]
     assert state
     _same_everywhere([(key, _digest(entry.values())) for key, entry in sorted(state.items())])
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_no_gradient_is_left_where_there_was_none(wrapped: bool) -> None:
+    """Horovod leaves zeros, which a step would decay and give momentum to."""
+    model = _model()
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    if wrapped:
+        optimizer = hvd.DistributedOptimizer(optimizer, model)
+    hvd.broadcast_optimizer_state(optimizer, 0)
+    assert [parameter.grad for parameter in model.parameters() if parameter.grad is not None] == []
 
 
 def test_a_distributed_optimizer_takes_the_roots_state_too() -> None:

@@ -13,6 +13,7 @@ import dear
 from overlap.core.round import GradientChanged
 from tests.spmd.listening import heard
 from tests.spmd.test_parity import PACKAGES, WRAP
+from tests.spmd.training import local_loss
 
 SHARDED = ("dear-layerwise", "oss")
 
@@ -29,11 +30,6 @@ def _by_numpy(gradient: torch.Tensor) -> None:
     gradient.numpy()[...] *= 0.1
 
 
-def _loss(model: torch.nn.Module, step: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(10 * step + dear.rank())
-    return model(torch.randn(4, 9, generator=generator, dtype=torch.float64)).square().mean()
-
-
 @pytest.mark.parametrize("clipped", [False, True])
 @pytest.mark.parametrize("change", [_in_place, _by_data, _by_numpy])
 @pytest.mark.parametrize("strategy", SHARDED)
@@ -46,10 +42,10 @@ def test_gradients_written_to_after_backward_are_noticed(
     optimizer = WRAP[strategy](torch.optim.SGD(model.parameters(), 0.1), model)
     for step in range(2):
         optimizer.zero_grad()
-        _loss(model, step).backward()
+        local_loss(model, step).backward()
         optimizer.step()
     optimizer.zero_grad()
-    _loss(model, 2).backward()
+    local_loss(model, 2).backward()
     if clipped:
         optimizer.clip_grad_norm_(1e-3)
     assert model[0].weight.grad is not None
@@ -87,7 +83,7 @@ def test_two_parameters_over_one_memory(strategy: str) -> None:
     optimizer = WRAP[strategy](inner, model)
     for step in range(3):
         optimizer.zero_grad()
-        _loss(model, step).backward()
+        local_loss(model, step).backward()
         optimizer.step()
     assert torch.equal(model.first.weight, model.second.weight)
 

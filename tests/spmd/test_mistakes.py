@@ -11,8 +11,8 @@ import torch
 import dear
 import wfbp
 from overlap.transport.objects import SignatureMismatch
-from tests.spmd.test_contract import _loss, _same_everywhere, _trained
 from tests.spmd.test_parity import WRAP, _model
+from tests.spmd.training import local_loss, same_everywhere, trained
 
 # What the last rank gives, what the others do, and how the message goes on after the name of the argument.
 DIFFERENT: list[tuple[dict[str, Any], dict[str, Any], str]] = [
@@ -83,14 +83,14 @@ def test_a_promise_that_one_rank_alone_gives_is_named() -> None:
 
 
 def test_an_optimizer_is_wrapped_once() -> None:
-    model, optimizer = _trained()
+    model, optimizer = trained()
     for wrap in (dear.DistributedOptimizer, wfbp.DistributedOptimizer):
         with pytest.raises(TypeError, match="the optimizer is distributed already"):
             wrap(optimizer, model)
 
 
 def test_what_is_clipped_are_parameters_of_one_distributed_optimizer() -> None:
-    (model, optimizer), (other, _other_optimizer), alone = _trained(), _trained(), _model("Mlp")
+    (model, optimizer), (other, _other_optimizer), alone = trained(), trained(), _model("Mlp")
     for wrong, name in (
         (optimizer, type(optimizer).__name__),
         (model, type(model).__name__),
@@ -117,26 +117,26 @@ def test_a_step_without_a_backward_changes_nothing(strategy: str) -> None:
         optimizer.synchronize()
         assert all(torch.equal(one, other) for one, other in zip(model.parameters(), before, strict=True))
         optimizer.zero_grad()
-        _loss(model).backward()
+        local_loss(model).backward()
         optimizer.step()
         optimizer.zero_grad()
         changed = [parameter.detach().clone() for parameter in model.parameters()]
         assert not any(torch.equal(one, other) for one, other in zip(changed, before, strict=True))
-        _same_everywhere(changed[0])
+        same_everywhere(changed[0])
 
 
 def test_a_model_that_one_rank_alone_wraps_again_is_lost_on_all() -> None:
     """The others wrap another model meanwhile: both know of it after one exchange, and nobody waits for the other."""
-    model, first = _trained()
+    model, first = trained()
     if dear.rank() > 0:
-        _loss(model).backward()  # the step of which never comes
+        local_loss(model).backward()  # the step of which never comes
     wrapped_next = model if dear.rank() == 0 else _model("Mlp")
     optimizer = dear.DistributedOptimizer(torch.optim.SGD(wrapped_next.parameters(), 0.05), wrapped_next)
     for step in range(2):
         optimizer.zero_grad()
-        _loss(wrapped_next, step).backward()
+        local_loss(wrapped_next, step).backward()
         optimizer.step()
-        _same_everywhere(wrapped_next.head.weight.detach().clone())
+        same_everywhere(wrapped_next.head.weight.detach().clone())
     with pytest.raises(RuntimeError, match="made later, here or on another rank"):
         first.step()
 
@@ -144,8 +144,8 @@ def test_a_model_that_one_rank_alone_wraps_again_is_lost_on_all() -> None:
 @pytest.mark.parametrize("after_synchronize", [False, True])
 @pytest.mark.parametrize("strategy", ["wfbp", "bytescheduler"])  # which reduce everything under backward
 def test_a_step_that_one_rank_alone_skips_is_an_error_on_both_sides(strategy: str, after_synchronize: bool) -> None:
-    model, optimizer = _trained(strategy)
-    _loss(model).backward()
+    model, optimizer = trained(strategy)
+    local_loss(model).backward()
     if after_synchronize:
         optimizer.synchronize()
 
@@ -168,9 +168,9 @@ def test_a_step_that_one_rank_alone_skips_is_an_error_on_both_sides(strategy: st
 @pytest.mark.parametrize("strategy", [name for name in WRAP if name != "dear-eager"])
 def test_a_step_that_all_ranks_skip_is_none(strategy: str) -> None:
     """Also after synchronize(), as scripts do that look at a norm first."""
-    model, optimizer = _trained(strategy)
+    model, optimizer = trained(strategy)
     for step in range(4):
-        _loss(model).backward()
+        local_loss(model).backward()
         if step == 2:
             optimizer.synchronize()
         if step in (1, 2):
@@ -180,4 +180,4 @@ def test_a_step_that_all_ranks_skip_is_none(strategy: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
     optimizer.synchronize()
-    _same_everywhere(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
+    same_everywhere(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import math
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,7 @@ import wfbp
 from overlap.core.round import GradientChanged
 from overlap.job.process_set import ProcessSet, global_process_set
 from overlap.transport.compression import BF16Compressor, Compressor, FP16Compressor, NoneCompressor
+from tests.spmd.listening import heard
 from tests.spmd.loops import Run
 from tests.spmd.models import MODELS, SPARSE_MODELS
 from tests.spmd.test_parity import OPTIMIZERS, PACKAGES, WRAP, _assert_close, _model
@@ -152,6 +154,8 @@ SPARSE: dict[str, tuple[str, Callable[..., torch.optim.Optimizer], dict[str, Any
     "sparse-adam": ("TablesAlone", lambda p: torch.optim.SparseAdam(p, 0.01), {}),
     "sgd-alone": ("TablesAlone", lambda p: torch.optim.SGD(p, 0.05), {"gradient_predivide_factor": 2.0}),
     "as-dense": ("Tables", OPTIMIZERS["sgd"], {"sparse_as_dense": True}),
+    # It takes no dense gradients: rows are gathered all the same.
+    "sparse-adam-as-dense": ("TablesAlone", lambda p: torch.optim.SparseAdam(p, 0.01), {"sparse_as_dense": True}),
 }
 
 
@@ -162,7 +166,7 @@ def _train_sparse(row: str, strategy: str | None) -> Any:
     optimizer: Any = make(list(model.parameters()))
     if strategy is not None:
         optimizer = WRAP[strategy](optimizer, model, **arguments)
-    elif "sparse_as_dense" in arguments:
+    elif row == "as-dense":
         for table in (model.table, model.rare):
             table.sparse = False
     run = Run(model, optimizer, None if strategy is None else dear.rank(), dear.size())
@@ -182,11 +186,14 @@ def _sparse_alone(row: str) -> Any:
 @pytest.mark.parametrize("strategy", WRAP)
 @pytest.mark.parametrize("row", SPARSE)
 def test_sparse_gradients_equal_one_process(row: str, strategy: str) -> None:
-    if strategy == "dear-eager" and row == "sparse-adam":
+    if strategy == "dear-eager" and row.startswith("sparse-adam"):
         with pytest.raises(ValueError, match="eager=True needs an optimizer that works element by element; SparseAdam"):
             _train_sparse(row, strategy)
         return
-    expected, actual = _sparse_alone(row), _train_sparse(row, strategy)
+    with heard(logging.WARNING) as said:
+        expected, actual = _sparse_alone(row), _train_sparse(row, strategy)
+    told = [message for message in said if "SparseAdam takes sparse gradients alone" in message]
+    assert len(told) == (row == "sparse-adam-as-dense" and dear.rank() == 0)
     _assert_close(actual[0], expected[0], "model")
     _assert_close(actual[1], expected[1], "optimizer")
 
@@ -194,7 +201,7 @@ def test_sparse_gradients_equal_one_process(row: str, strategy: str) -> None:
 @pytest.mark.parametrize("strategy", PACKAGES)
 @pytest.mark.parametrize("options", [{"compression": FP16Compressor}, {"gradient_predivide_factor": 2.0}])
 def test_a_gradient_that_vanishes_on_the_wire_was_used_all_the_same(options: dict[str, Any], strategy: str) -> None:
-    """It becomes -0.0 there, which is the mark of a parameter that no rank used: that would not decay."""
+    """Its parameter decays, as one does not that no rank used."""
     model = torch.nn.Linear(3, 2).double()
     values = [param.detach().clone() for param in model.parameters()]
     optimizer = WRAP[strategy](torch.optim.SGD(model.parameters(), 0.1, weight_decay=0.5), model, **options)

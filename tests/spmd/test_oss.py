@@ -39,7 +39,7 @@ def _owned(optimizer: Any, model: nn.Module) -> dict[str, int]:
     """The rank that holds the state of each parameter; fails where several do, or where it is not whole."""
     mine = []
     for name, parameter in model.named_parameters():
-        state = optimizer.state.get(parameter)
+        state = optimizer.held_state.get(parameter)
         if state:
             assert state["momentum_buffer"].shape == parameter.shape
             mine.append(name)
@@ -112,10 +112,10 @@ def test_a_parameter_that_can_be_owned_only_later_is_owned_from_the_next_plan_on
             if step == 1:
                 model.gappy.data = model.gappy.data.clone(memory_format=torch.contiguous_format)
                 if distributed:
-                    holders.append(bool(optimizer.state.get(model.gappy)))
+                    holders.append(bool(optimizer.held_state.get(model.gappy)))
                     optimizer.replan(optimizer.strategy)
         if distributed:
-            holders.append(bool(optimizer.state.get(model.gappy)))
+            holders.append(bool(optimizer.held_state.get(model.gappy)))
         return model.state_dict(), optimizer.state_dict()
 
     holders: list[bool] = []
@@ -172,6 +172,24 @@ def test_what_needs_whole_parameters_is_bit_identical_to_the_averaged_parts(kind
         assert torch.equal(mine, reference)
 
 
+@pytest.mark.parametrize("kind", NEED_WHOLE)
+def test_auto_takes_oss_for_what_needs_whole_parameters(kind: str) -> None:
+    model = _single_precision()
+
+    def chosen() -> str:
+        optimizer = NEED_WHOLE[kind](list(model.parameters()))
+        return dear.DistributedOptimizer(optimizer, model, strategy="auto").strategy.name
+
+    class AnotherLibrarys(type(NEED_WHOLE[kind](list(model.parameters())))):  # type: ignore[misc]
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    assert chosen() == "oss"
+    unknown = AnotherLibrarys([parameter for parameter in model.parameters() if parameter.dim() == 2])
+    assert dear.DistributedOptimizer(unknown, model, strategy="auto").strategy.name == "dear"
+    assert dear.DistributedOptimizer(unknown, model, strategy="auto", per_parameter=True).strategy.name == "oss"
+
+
 def test_exact_parameters_beside_rounded_ones_are_whole_too() -> None:
     reference = Reference("adafactor", BF16)
     model = _single_precision()
@@ -224,7 +242,7 @@ def test_an_unknown_optimizer_needs_a_promise(promise: dict[str, Any], owned: bo
         optimizer = _trained(_Unknown(model.parameters(), 0.05, momentum=0.9), model, **promise)
     told = any("_Unknown is not known to update each parameter from its own gradient" in text for text in said)
     assert told is (dear.rank() == 0 and not owned)
-    mine = sum(bool(state) for state in optimizer.state.values())
+    mine = sum(bool(state) for state in optimizer.held_state.values())
     total = len(list(model.parameters()))
     assert sum(dear.allgather_object(mine)) == (total if owned else total * dear.size())
 

@@ -14,12 +14,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import bytescheduler_adapter
 import dear
 import oss
+from overlap.core import bucket
+from overlap.core.clock import StepClock
 from overlap.job.process_set import global_process_set
 from overlap.optimizer import decision, planning
 from overlap.optimizer.planning import plan_by_itself
 from overlap.plan.choice import Choice, Job
 from overlap.plan.measurement import Sent, services
 from overlap.state.shard_state import ShardState
+from overlap.transport.memory import copy_used
 from tests.spmd.listening import heard
 from tests.spmd.test_parity import check_while_it_trains
 from tests.spmd_plugin import SIZE
@@ -157,7 +160,18 @@ def test_the_plan_is_made_from_what_was_measured_and_explained(strategy: str, tm
         _steps(model, optimizer, 14)
     assert not optimizer.tuning
     text = optimizer.explain()
-    for line in ("network", "computation", "bound", "plan ", "step ", "not hidden", "would help", "wfbp"):
+    for line in (
+        "network",
+        "computation",
+        "bound",
+        "plan ",
+        "step ",
+        "overhead",
+        "update",
+        "not hidden",
+        "would help",
+        "wfbp",
+    ):
         assert line in text
     assert strategy == "dear" or "updated in full" not in text
     reports = dear.allgather_object(text)
@@ -193,6 +207,56 @@ def test_layers_are_measured_in_their_order(monkeypatch: pytest.MonkeyPatch) -> 
         assert [
             names[job.layer_of[slot.index]] for slot in optimizer._engine.slots if slot.name.endswith("weight")
         ] == names[1:4]
+
+
+@alone
+@pytest.mark.parametrize("strategy", ["dear", "oss"])
+def test_what_hooks_take_is_no_computation(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of gradients, slowed down, are overhead; and each module's gates were seen."""
+    clocks: list[StepClock] = []
+
+    def noted(*arguments: Any) -> StepClock:
+        clocks.append(StepClock(*arguments))
+        return clocks[-1]
+
+    def slow(place: torch.Tensor, gradient: torch.Tensor) -> None:
+        time.sleep(0.002)
+        copy_used(place, gradient)
+
+    _scripted(monkeypatch)
+    monkeypatch.setattr(planning, "StepClock", noted)
+    monkeypatch.setattr(bucket, "copy_used", slow)
+    model, optimizer = _job(strategy=strategy)
+    _steps(model, optimizer, STEPS + 1)
+    told = optimizer._planned.explained(optimizer)
+    copies = 0.002 * 24
+    assert told.hooks > copies
+    ours = sum(layer.backward for layer in told.work.layers) - sum(layer.backward for layer in told.model.layers)
+    assert ours > copies
+    (clock,) = clocks
+    assert all(len(lap.gates) >= 3 * 12 for lap in clock.laps)  # before, inside and after each layer
+
+
+@alone
+@pytest.mark.parametrize("strategy", ["dear", "oss", "bytescheduler_adapter"])
+@pytest.mark.parametrize("change", ["converted", "thawed"])
+@pytest.mark.parametrize("at", [2, 4])
+def test_buckets_that_change_while_they_are_measured_begin_it_anew(strategy: str, change: str, at: int) -> None:
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(4))).double()
+    model[1].requires_grad_(change != "thawed")
+    optimizer = dear.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model, strategy=strategy)
+    with heard(logging.WARNING) as said:
+        for step in range(at + STEPS):
+            assert optimizer._planned.report is None  # four steps after the change there is one
+            if step == at and change == "converted":
+                model.float()
+            model[1].requires_grad_(change != "thawed" or step >= at)
+            optimizer.zero_grad()
+            model(torch.full((4, 16), 1.0 + dear.rank(), dtype=model[0].weight.dtype)).square().mean().backward()
+            optimizer.step()
+    assert not [line for line in said if "buckets" in line]
+    assert optimizer.explain()
 
 
 @alone

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 import dear
 from oss import OSS, ShardedDataParallel, ShardedDDP, ShardedGradScaler
 from tests.spmd.listening import heard
+from tests.spmd.training import local_loss
 
 
 def _model(seed: int = 0) -> nn.Module:
@@ -21,9 +23,7 @@ def _model(seed: int = 0) -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.BatchNorm1d(8), nn.Linear(8, 3))
 
 
-def _loss(model: nn.Module, step: int, rank: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return model(torch.randn(4, 6, generator=generator)).square().mean()
+_loss = functools.partial(local_loss, width=6, dtype=torch.float32)
 
 
 class _Reference:
@@ -73,7 +73,7 @@ def test_it_trains_as_one_process(cls: type[torch.optim.Optimizer], buffer: int 
     shares = optimizer.partition_parameters()
     held = [parameter for group in shares[dear.rank()] for parameter in group["params"]]
     if cls is torch.optim.AdamW:
-        assert set(map(id, held)) == {id(parameter) for parameter, state in optimizer.state.items() if state}
+        assert set(map(id, held)) == {id(parameter) for parameter, state in shell.held_state.items() if state}
     found = [parameter for share in shares for group in share for parameter in group["params"]]
     assert sorted(map(id, found)) == sorted(map(id, optimizer.param_groups[0]["params"]))
     optimizer.consolidate_state_dict()
@@ -208,11 +208,27 @@ def pair() -> tuple[nn.Module, OSS]:
     return model, OSS(model.parameters(), torch.optim.SGD, lr=0.1)
 
 
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+def test_a_backward_pass_that_can_be_differentiated(pair: Any) -> None:
+    """fairscale refuses gradients that have a graph."""
+    alone = _model()
+    reference = _Reference(alone, torch.optim.SGD(alone.parameters(), lr=0.1))
+    module, optimizer = pair
+    model = ShardedDDP(module, optimizer)
+    for step in range(3):
+        reference.step(step)
+        optimizer.zero_grad()
+        _loss(model, step, dear.rank()).backward(create_graph=True)
+        optimizer.step()
+    _close(module, alone)
+
+
 def test_it_looks_like_the_module_and_sends_buffers(pair: Any) -> None:
     module, optimizer = pair
     module.note = "mine"
     model = ShardedDDP(module, optimizer)
     assert model.note == "mine"
+    assert (model.is_multi_device_module, model.device_type) == (False, "cpu")
     assert set(model.state_dict()) == {f"module.{name}" for name in module.state_dict()}
     with torch.no_grad():
         module[2].running_mean.fill_(float(dear.rank()))

@@ -12,8 +12,8 @@ import dear
 from overlap.job.session import current
 from overlap.transport.broadcast import broadcast_structure, broadcast_tensors
 from overlap.transport.objects import NotSent, allgather_object, broadcast_object
-from tests.spmd.test_contract import _loss, _same_everywhere
 from tests.spmd.test_parity import WRAP, _model
+from tests.spmd.training import local_loss, same_everywhere
 
 
 def _complex(number: int) -> torch.Tensor:
@@ -65,7 +65,7 @@ def test_models_with_buffers_of_any_kind_are_wrapped(strategy: str) -> None:
     optimizer = WRAP[strategy](torch.optim.SGD(model.parameters(), 0.05), model)
     for name, make in KINDS.items():
         assert torch.equal(_values(model.get_buffer(name)), _values(make(1))), name
-    _loss(model).backward()
+    local_loss(model).backward()
     optimizer.step()
 
 
@@ -135,9 +135,9 @@ def test_what_cannot_be_pickled_stays_with_its_rank(strategy: str) -> None:
     assert inner.param_groups[1]["weight_decay"] == 0.01
     for step in range(3):
         optimizer.zero_grad()
-        _loss(model, step).backward()
+        local_loss(model, step).backward()
         optimizer.step()
-    _same_everywhere(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
+    same_everywhere(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
 
 
 @pytest.mark.parametrize("strategy", ["dear", "oss", "wfbp", "bytescheduler"])
@@ -148,10 +148,10 @@ def test_ranks_out_of_data_keep_what_cannot_be_pickled(strategy: str) -> None:
     optimizer = WRAP[strategy](torch.optim.SGD([group], 0.1), model)
     for step in range(2 + rank):
         optimizer.zero_grad()
-        _loss(model, step).backward()
+        local_loss(model, step).backward()
         optimizer.param_groups[0]["lr"] = 0.1 / (1 + step)
         optimizer.step()
     assert dear.join() == dear.size() - 1
     assert optimizer.param_groups[0]["chosen_by"]() == rank
     assert optimizer.param_groups[0]["lr"] == 0.1 / (1 + dear.size())
-    _same_everywhere(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
+    same_everywhere(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))

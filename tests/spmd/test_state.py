@@ -12,8 +12,8 @@ import torch
 
 import dear
 from overlap.transport.peer_queries import NoAnswer
-from tests.spmd.test_contract import _loss, _same_everywhere, _trained
 from tests.spmd.test_parity import PACKAGES, _model
+from tests.spmd.training import local_loss, same_everywhere, trained
 
 
 def _momenta(optimizer: Any) -> list[torch.Tensor]:
@@ -22,11 +22,11 @@ def _momenta(optimizer: Any) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("strategy", ["dear", "dear-rb", "oss", "wfbp"])
 def test_rank_0_alone_may_save_in_the_middle_of_training(strategy: str) -> None:
-    model, optimizer = _trained(strategy)
+    model, optimizer = trained(strategy)
     states = []
     for step in range(3):
         optimizer.zero_grad()
-        _loss(model, 10 + step).backward()
+        local_loss(model, 10 + step).backward()
         if dear.rank() == 0:
             states.append(optimizer.state_dict())  # between backward and step: still the last step's
         optimizer.step()
@@ -55,11 +55,11 @@ def _synchronize(optimizer: Any) -> None:
 @pytest.mark.parametrize("strategy", ["dear", "dear-rb", *PACKAGES])
 def test_rank_0_alone_may_save_once_all_gradients_are_reduced(strategy: str, settle: Callable[[Any], None]) -> None:
     """No rank then waits for a reduction in its step, and yet none is ahead of rank 0, which takes its time."""
-    model, optimizer = _trained(strategy)
+    model, optimizer = trained(strategy)
     before = _momenta(optimizer)
     for step in range(2):
         optimizer.zero_grad()
-        _loss(model, 10 + step).backward()
+        local_loss(model, 10 + step).backward()
         settle(optimizer)
         if dear.rank() == 0:
             time.sleep(0.02)
@@ -75,7 +75,7 @@ def test_rank_0_alone_may_save_once_all_gradients_are_reduced(strategy: str, set
 def test_who_saves_right_after_its_step_waits_for_that_step_of_the_others(
     strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, optimizer = _trained(strategy)
+    model, optimizer = trained(strategy)
     round = optimizer._engine.round
     settle_done = round.settle_done
 
@@ -87,16 +87,16 @@ def test_who_saves_right_after_its_step_waits_for_that_step_of_the_others(
 
     monkeypatch.setattr(round, "settle_done", settle_late)
     optimizer.zero_grad()
-    _loss(model, 10).backward()
+    local_loss(model, 10).backward()
     optimizer.step()
     for momentum in _momenta(optimizer):
-        _same_everywhere(momentum)
+        same_everywhere(momentum)
 
 
 @pytest.mark.parametrize("strategy", ["dear", "dear-rb", "oss"])
 def test_rank_0_alone_may_save_around_the_loading_of_a_state(strategy: str) -> None:
     """Ranks load one after the other: whoever asks meanwhile gets all of the old state or all of the new one."""
-    _, optimizer = _trained(strategy)
+    _, optimizer = trained(strategy)
     before = _momenta(optimizer)
     saved = copy.deepcopy(optimizer.state_dict())
     for entry in saved["state"].values():
@@ -124,7 +124,7 @@ def test_rank_0_alone_may_save_around_the_loading_of_a_state(strategy: str) -> N
 
 @pytest.mark.parametrize("strategy", ["dear", "dear-rb", "oss"])
 def test_a_state_dict_may_be_changed_after_it_was_loaded_and_after_it_was_given_out(strategy: str) -> None:
-    _, optimizer = _trained(strategy)
+    _, optimizer = trained(strategy)
     before = _momenta(optimizer)
     saved = optimizer.state_dict()
     dear.barrier()
@@ -151,17 +151,17 @@ def test_who_asks_for_state_that_cannot_be_pickled_is_told_at_once() -> None:
     optimizer = dear.DistributedOptimizer(_Remembers(model.parameters(), 0.05), model, elementwise=True)
     for step in range(3):
         optimizer.zero_grad()
-        _loss(model, step).backward()
+        local_loss(model, step).backward()
         optimizer.step()
         if dear.rank() == 0 and dear.size() > 1 and step > 0:  # twice: the others go on answering
             with pytest.raises(NoAnswer, match=r"rank 1 could not answer 'state/\d+': .*<lambda>"):
                 optimizer.state_dict()
-    _same_everywhere(next(model.parameters()).detach().clone())
+    same_everywhere(next(model.parameters()).detach().clone())
 
 
 def test_state_is_sharded_and_loads_into_a_plain_optimizer() -> None:
-    model, optimizer = _trained()
-    held = sum(value.numel() for state in optimizer.state.values() for value in state.values())
+    model, optimizer = trained()
+    held = sum(value.numel() for state in optimizer.held_state.values() for value in state.values())
     total = sum(parameter.numel() for parameter in model.parameters())
     assert held <= total / dear.size() + 64 * len(list(model.parameters()))
     plain_model = copy.deepcopy(model)
@@ -175,7 +175,7 @@ def test_optimizer_state_follows_the_root_and_takes_no_step() -> None:
     model = _model("Mlp")
     optimizer = torch.optim.AdamW(model.parameters(), 0.1 if dear.rank() == 0 else 0.7, weight_decay=0.5)
     if dear.rank() == 0:
-        _loss(model).backward()
+        local_loss(model).backward()
         optimizer.step()
     dear.broadcast_parameters(model.state_dict(), root_rank=0)
     before = [parameter.detach().clone() for parameter in model.parameters()]
@@ -183,4 +183,4 @@ def test_optimizer_state_follows_the_root_and_takes_no_step() -> None:
     assert optimizer.param_groups[0]["lr"] == 0.1
     for parameter, old in zip(model.parameters(), before, strict=True):
         assert torch.equal(parameter, old)
-        _same_everywhere(optimizer.state[parameter]["exp_avg"])
+        same_everywhere(optimizer.state[parameter]["exp_avg"])

@@ -173,3 +173,18 @@ def test_conversion_keeps_what_a_layer_is() -> None:
     assert isinstance(dear.SyncBatchNorm.convert_sync_batchnorm(nn.BatchNorm3d(2)), dear.SyncBatchNorm)
     with pytest.raises(ValueError, match=r"layer '0' is lazy"):
         dear.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.LazyBatchNorm1d()))
+
+
+def test_compiled_it_takes_batches_of_any_size() -> None:
+    """The second size makes the compiler go on with symbolic ones, which no message has."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(FEATURES, 4), dear.SyncBatchNorm(4), nn.Linear(4, 1)).double()
+    model = copy.deepcopy(plain)
+    compiled = torch.compile(model, backend="eager")
+    for size in (4, 4, 3, 4, 2):
+        x = torch.randn(size, FEATURES, dtype=torch.float64)
+        for net in (plain, compiled):
+            net(x).square().mean().backward()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +14,8 @@ from overlap.core.closing import OtherRankFailed
 from overlap.core.round import GradientChanged, TooManyGradients
 from overlap.core.tally import Call, Said, Tally
 from overlap.job.session import current
-from tests.spmd.test_contract import _loss, _same_everywhere
 from tests.spmd.test_parity import PACKAGES, WRAP, _model
+from tests.spmd.training import local_loss, same_everywhere
 
 
 def test_all_read_what_any_rank_said() -> None:
@@ -37,10 +39,10 @@ def test_what_one_rank_raises_in_a_step_all_ranks_raise_and_none_has_lost_anythi
     optimizer = WRAP["dear"](torch.optim.SGD(model.parameters(), 0.05), model)
     for step in range(2):
         optimizer.zero_grad()
-        _loss(model, step).backward()
+        local_loss(model, step).backward()
         optimizer.step()
     optimizer.zero_grad()
-    _loss(model, 2).backward()
+    local_loss(model, 2).backward()
     last = next(p for p in model.parameters() if p.grad is not None)
     kept = last.grad
     if dear.rank() == dear.size() - 1:
@@ -51,12 +53,7 @@ def test_what_one_rank_raises_in_a_step_all_ranks_raise_and_none_has_lost_anythi
     optimizer.step()
     optimizer.synchronize()
     for parameter in model.parameters():
-        _same_everywhere(parameter.detach())
-
-
-def _loss_of(model: torch.nn.Module, step: int, rank: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(10 * step + rank)
-    return model(torch.randn(4, 9, generator=generator, dtype=torch.float64)).square().mean()
+        same_everywhere(parameter.detach())
 
 
 @pytest.mark.parametrize("strategy", PACKAGES)
@@ -69,7 +66,7 @@ def test_a_rank_that_had_no_batch_in_a_step_that_all_skip_is_not_left_behind(str
         skipped, empty = step in (2, 3, 5, 8), dear.size() - 1 if step in (3, 5, 6, 8) else None
         optimizer.zero_grad()
         if dear.rank() != empty:
-            _loss_of(model, step, dear.rank()).backward()
+            local_loss(model, step, dear.rank()).backward()
         if step == 4:
             dear.allreduce(torch.ones(3))
         if not skipped:
@@ -77,12 +74,12 @@ def test_a_rank_that_had_no_batch_in_a_step_that_all_skip_is_not_left_behind(str
             plain.zero_grad()
             for rank in range(dear.size()):
                 if rank != empty:
-                    (_loss_of(alone, step, rank) / dear.size()).backward()
+                    (local_loss(alone, step, rank) / dear.size()).backward()
             plain.step()
     optimizer.synchronize()
     for parameter, expected in zip(model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(parameter, expected, rtol=1e-9, atol=1e-11)
-        _same_everywhere(parameter.detach())
+        same_everywhere(parameter.detach())
 
 
 @pytest.mark.parametrize("strategy", PACKAGES)
@@ -91,7 +88,7 @@ def test_ranks_that_make_different_calls_raise(strategy: str) -> None:
         return
     model = _model("Mlp")
     optimizer = WRAP[strategy](torch.optim.SGD(model.parameters(), 0.05), model)
-    _loss(model, 0).backward()
+    local_loss(model, 0).backward()
     with pytest.raises(RuntimeError, match=r"different calls in step 0: rank 0 asks .*, and rank \d needs them"):
         optimizer.synchronize() if dear.rank() == 0 else optimizer.step()
 
@@ -104,20 +101,20 @@ def test_a_closure_behind_a_backward_of_one_rank_raises_on_all(strategy: str) ->
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
-        loss = _loss(model, 1)
+        loss = local_loss(model, 1)
         loss.backward()
         return loss
 
     optimizer.step(closure)
     optimizer.zero_grad()
     if dear.rank() == 0:
-        _loss(model, 0).backward()
+        local_loss(model, 0).backward()
     with pytest.raises(TooManyGradients, match="on some rank there were some already"):
         optimizer.step(closure)
     optimizer.zero_grad()
     optimizer.step(closure)
     for parameter in model.parameters():
-        _same_everywhere(parameter.detach())
+        same_everywhere(parameter.detach())
 
 
 @pytest.mark.parametrize("gradients", ["", "window", "replaced"])
@@ -129,7 +126,7 @@ def test_synchronize_waits_for_nobody_s_gradients_after_a_step(strategy: str, gr
     for step in range(3):
         optimizer.zero_grad()
         with optimizer.no_sync() if gradients == "window" else contextlib.nullcontext():
-            _loss(model, step).backward()
+            local_loss(model, step).backward()
         if gradients == "replaced":
             optimizer.synchronize()
             for parameter in model.parameters():
@@ -142,7 +139,7 @@ def test_synchronize_waits_for_nobody_s_gradients_after_a_step(strategy: str, gr
         for parameter, gradient in zip(model.parameters(), before, strict=True):
             assert gradient is None or torch.equal(parameter.grad, gradient)  # type: ignore[arg-type]
     for parameter in model.parameters():
-        _same_everywhere(parameter.detach())
+        same_everywhere(parameter.detach())
 
 
 def test_gradients_of_replaced_buckets_are_not_averaged_again() -> None:
@@ -150,7 +147,7 @@ def test_gradients_of_replaced_buckets_are_not_averaged_again() -> None:
     optimizer = WRAP["dear"](torch.optim.SGD(model.parameters(), 0.05), model)
     for step in range(3):
         optimizer.zero_grad()
-        _loss(model, step).backward()
+        local_loss(model, step).backward()
         optimizer.step()
         optimizer.replan(optimizer.strategy.at({"threshold_mb": 1.0 + step}))
         rounds = optimizer._engine.participants.round
@@ -172,9 +169,54 @@ def test_what_some_rank_trains_later_is_trained_on_all(strategy: str) -> None:
         if step % 2 and (step // 2) % dear.size() == dear.rank():
             layers[step // 2].requires_grad_(True)
         optimizer.zero_grad()
-        _loss(model, step).backward()
+        local_loss(model, step).backward()
         optimizer.step()
     optimizer.synchronize()
     for parameter, value in zip(model.parameters(), before, strict=True):
         assert not torch.equal(parameter, value)
-        _same_everywhere(parameter.detach())
+        same_everywhere(parameter.detach())
+
+
+class _Heads(torch.nn.Module):
+    """A trunk and two heads, each in a bucket of its own; a step uses those that it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.trunk, *heads = (torch.nn.Linear(6, 6).double() for _ in range(3))
+        self.heads = torch.nn.ModuleList(heads)
+
+    def forward(self, x: torch.Tensor, used: Sequence[int]) -> torch.Tensor:
+        hidden = self.trunk(x)
+        return sum((self.heads[head](hidden) for head in used), start=hidden).square().mean()
+
+
+@pytest.mark.parametrize("strategy", PACKAGES)
+def test_what_no_rank_used_is_left_alone_and_asked_for_only_where_no_rank_used_all(strategy: str) -> None:
+    """With momentum and weight decay: a gradient of zero would change the parameter."""
+    first, last = 0, dear.size() - 1
+    both, one = (0, 1), (0,)
+    steps = [(both, both), (both, both), (one, both), (one, one), (both, both), ((1,), one), (both, one)]
+    models = [_Heads(), _Heads()]
+    optimizers: list[Any] = [torch.optim.SGD(m.parameters(), 0.01, momentum=0.5, weight_decay=0.1) for m in models]
+    optimizers[0] = WRAP[strategy](optimizers[0], models[0])
+    told = []
+    for number, (on_first, on_last) in enumerate(steps):
+        used = dict.fromkeys(range(dear.size()), both) | {last: on_last} | {first: on_first}
+        if dear.size() > 2 and on_first == on_last == one:
+            used = dict.fromkeys(used, one)
+        channel = optimizers[0]._engine.closing._comm
+        before = channel.issued
+        for mine, model, optimizer in ((True, models[0], optimizers[0]), (False, models[1], optimizers[1])):
+            optimizer.zero_grad()
+            for rank in (dear.rank(),) if mine else used:
+                x = torch.full((2, 6), (1.0 + rank + number) / 10, dtype=torch.float64)
+                (model(x, used[rank]) / (1 if mine else dear.size())).backward()
+            optimizer.step()
+        told.append(channel.issued - before)
+        for mine, alone in zip(models[0].parameters(), models[1].parameters(), strict=True):
+            torch.testing.assert_close(mine.detach(), alone.detach(), rtol=1e-12, atol=1e-12)
+    if dear.size() == 2:
+        usual = told[1]
+        # After the first step, where buckets are made, ranks ask only where none of them has every gradient.
+        assert [one - usual for one in told[1:]] == [0, 0, 1, 0, 1, 0]

@@ -125,11 +125,10 @@ def _tuned(clock: Clock, best_kb: float, steps: int, lucky: int = -1, **options:
     return optimizer
 
 
-def test_the_best_of_rank_0_stays_everywhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_best_of_rank_0_stays_everywhere(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     clock = Clock()
     monkeypatch.setattr(trial, "time", clock)
-    folder = dear.broadcast_object(str(tmp_path))
-    path = Path(folder) / "tuned.json"
+    path = folder / "tuned.json"
     with heard(logging.INFO) as said:
         optimizer = _tuned(clock, 4, 20, path=path)
     found = dear.allgather_object((optimizer.strategy.threshold_mb, _plan(optimizer)))

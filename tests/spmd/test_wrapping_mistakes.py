@@ -58,9 +58,9 @@ def test_a_model_in_data_parallel_is_refused(where: str) -> None:
         dear.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model)
 
 
-@pytest.mark.parametrize("given", ["the wrapper", "the model", "parameters"])
-def test_a_model_in_distributed_data_parallel_is_refused(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both would average. Whatever of it a script hands over, the wrapper around it is found."""
+@pytest.fixture
+def wrapped(monkeypatch: pytest.MonkeyPatch) -> type[nn.Module]:
+    """What stands for DistributedDataParallel."""
 
     class Wrapper(nn.Module):
         def __init__(self, module: nn.Module) -> None:
@@ -69,26 +69,24 @@ def test_a_model_in_distributed_data_parallel_is_refused(given: str, monkeypatch
 
     monkeypatch.setattr(torch.nn.parallel, "DistributedDataParallel", Wrapper)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    return Wrapper
+
+
+@pytest.mark.parametrize("given", ["the wrapper", "the model", "parameters"])
+def test_a_model_in_distributed_data_parallel_is_refused(given: str, wrapped: type[nn.Module]) -> None:
+    """Both would average. Whatever of it a script hands over, the wrapper around it is found."""
     model = nn.Linear(3, 2)
-    wrapper = Wrapper(model)
+    wrapper = wrapped(model)
     second = {"the wrapper": wrapper, "the model": model, "parameters": None}[given]
     with pytest.raises(TypeError, match=r"averages its gradients already.*model\.module"):
         dear.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), second)
 
 
-def test_who_wraps_the_model_afterwards_is_told_what_has_changed_its_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_wraps_the_model_afterwards_is_told_what_has_changed_its_gradients(wrapped: type[nn.Module]) -> None:
     """As Hugging Face's Trainer does with an optimizer that was distributed by hand."""
-
-    class Wrapper(nn.Module):
-        def __init__(self, module: nn.Module) -> None:
-            super().__init__()
-            self.module = module
-
-    monkeypatch.setattr(torch.nn.parallel, "DistributedDataParallel", Wrapper)
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     model = nn.Linear(3, 2)
     optimizer = dear.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model)
-    wrapper = Wrapper(model)
+    wrapper = wrapped(model)
     wrapper.module(torch.ones(2, 3)).sum().backward()
     for parameter in model.parameters():
         parameter.grad.div_(2)

@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "../schedule/turn.hpp"
+#include "groups/retired.hpp"
 #include "requests.hpp"
-#include "retired.hpp"
 
 namespace comm_core {
 

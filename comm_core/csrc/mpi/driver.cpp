@@ -6,7 +6,7 @@
 
 #include "comm_core/errors.hpp"
 #include "comm_core/settings.hpp"
-#include "group.hpp"
+#include "groups/group.hpp"
 
 namespace comm_core {
 

@@ -11,8 +11,8 @@
 
 #include "../engine/engine.hpp"
 #include "../engine/pace.hpp"
-#include "connector.hpp"
 #include "context.hpp"
+#include "groups/connector.hpp"
 #include "session.hpp"
 
 namespace comm_core {

@@ -137,9 +137,9 @@ std::int64_t Mailbox::bytes_left() const {
   return sum;
 }
 
-void Mailbox::fail(std::exception_ptr error) {
+void Mailbox::fail(std::exception_ptr error, std::exception_ptr later) {
   for (auto* strands : {&outgoing_, &incoming_}) {
-    for (auto& [peer, strand] : *strands) strand->fail(error);
+    for (auto& [peer, strand] : *strands) strand->fail(error, later);
   }
   close();
 }

@@ -31,7 +31,7 @@ class Mailbox final : public RequestOwner {
   bool drained() const;
   std::int64_t bytes_left() const;
   bool idle() const;
-  void fail(std::exception_ptr error);
+  void fail(std::exception_ptr error, std::exception_ptr later);
   /// No letters from here on; done once closed() holds.
   void close();
   bool closed() const { return !receiving_; }

@@ -5,6 +5,7 @@
 #include <functional>
 #include <utility>
 
+#include "../signature.hpp"
 #include "check.hpp"
 #include "comm_core/settings.hpp"
 
@@ -35,7 +36,14 @@ bool RequestTable::progress() {
   if (!test() && !test()) return false;
   for (auto& done : done_) {
     const auto bytes = done.outcome.bytes;
-    if (!done.pending.is_send) bytes_received_ += bytes;
+    if (!done.pending.is_send) {
+      bytes_received_ += bytes;
+      const auto* const memory = done.pending.landing ? done.pending.landing.get() : done.pending.target;
+      if (done.outcome.tag == failure_signature() && memory != nullptr) {
+        const auto length = static_cast<std::size_t>(std::min(bytes, kMostOfAReason));
+        done.outcome.reason.assign(reinterpret_cast<const char*>(memory), length);
+      }
+    }
     if (done.pending.landing) {
       if (done.outcome.error == MPI_SUCCESS && bytes == done.pending.bytes) {
         std::memcpy(done.pending.target, done.pending.landing.get(), static_cast<std::size_t>(bytes));

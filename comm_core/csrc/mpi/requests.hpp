@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <vector>
 
 namespace comm_core {
@@ -19,7 +20,11 @@ struct Outcome {
   int error = MPI_SUCCESS;  ///< or the request's own code
   int source = 0, tag = 0;  ///< of what was received
   std::int64_t bytes = 0;
+  std::string reason = {};  ///< of a message of failure_signature(): why its sender has failed
 };
+
+/// What a rank says of its own failure is no longer: it goes at once, whether or not it is received.
+constexpr std::int64_t kMostOfAReason = 1024;
 
 /// Whoever posted a request.
 class RequestOwner {

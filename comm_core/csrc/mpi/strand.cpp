@@ -81,9 +81,9 @@ void Strand::let_drain(std::unique_ptr<Running> running) {
   place = draining_.insert(draining_.end(), std::move(running));
 }
 
-void Strand::fail(std::exception_ptr error) {
+void Strand::fail(std::exception_ptr error, std::exception_ptr later) {
   if (failure_) return;
-  failure_ = error;
+  failure_ = later;
   if (running_) {
     if (running_->item.failed) running_->item.failed();
     if (running_->item.work) running_->item.work->finish(error);
@@ -91,7 +91,7 @@ void Strand::fail(std::exception_ptr error) {
   }
   for (auto& item : std::exchange(waiting_, {})) {
     item.memory.reset();
-    if (item.work) item.work->finish(error);
+    if (item.work) item.work->finish(later);
   }
   requests_.cancel_receives(*this);
 }
@@ -139,6 +139,9 @@ void Strand::complete(const Pending& request, const Outcome& outcome) {
   bool reported = false;
   try {
     const bool came = !request.is_send && (error == MPI_SUCCESS || error == MPI_ERR_TRUNCATE);
+    if (came && tags_ == Tags::kSignature && outcome.tag == failure_signature()) {
+      throw PeerFailure(doing() + ", which sends nothing any more: ", outcome.reason);
+    }
     if (came && outcome.tag != request.running->item.tag) {
       throw TransportError(doing() + ": expected " + describe_signature(request.running->item.tag) + ", received " +
                            describe_signature(outcome.tag) +

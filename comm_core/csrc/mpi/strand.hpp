@@ -10,13 +10,26 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 
 #include "../schedule/schedule.hpp"
+#include "comm_core/errors.hpp"
 #include "comm_core/types.hpp"
 #include "comm_core/work.hpp"
 #include "requests.hpp"
 
 namespace comm_core {
+
+/// The group has failed on another rank first, for a `reason` that goes from rank to rank as it is.
+class PeerFailure : public TransportError {
+ public:
+  PeerFailure(const std::string& doing, std::string reason)
+      : TransportError(doing + reason), reason_(std::move(reason)) {}
+  const std::string& reason() const noexcept { return reason_; }
+
+ private:
+  std::string reason_;
+};
 
 /// One operation of a strand.
 struct Item {
@@ -56,8 +69,9 @@ class Strand final : public Transport, public RequestOwner {
   bool idle() const { return running_ == nullptr && waiting_.empty(); }
   bool drained() const { return idle() && draining_.empty(); }
   std::int64_t bytes_left() const { return running_ ? running_->schedule->bytes_left() : 0; }
-  /// Ends everything with `error`. Memory that MPI may still touch stays alive.
-  void fail(std::exception_ptr error);
+  /// Ends what is under way with `error`, and what has not begun, now or later, with `later`. Memory that MPI may still
+  /// touch stays alive.
+  void fail(std::exception_ptr error, std::exception_ptr later);
 
   void send(int peer, const std::byte* data, std::int64_t bytes, SendMode mode, Schedule& from,
             std::int64_t ticket) override;
@@ -77,7 +91,7 @@ class Strand final : public Transport, public RequestOwner {
   const Tags tags_;
   const int rank_;
   OnFailure on_failure_;
-  std::exception_ptr failure_;
+  std::exception_ptr failure_;  // what an operation ends with that comes too late
   std::deque<Item> waiting_;
   std::unique_ptr<Running> running_;
   std::list<std::unique_ptr<Running>> draining_;

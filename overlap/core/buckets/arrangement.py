@@ -42,6 +42,7 @@ class Arrangement:
         self._admit = listeners(features, "admit")
         self._on_planned = listeners(features, "planned")
         self.observer: Observer | None = Observer(self._slots)  # until the first step
+        self._devices = {slot.index: slot.param.device.type for slot in self._slots}  # when the optimizer was wrapped
         self._replaced = False  # since the last step; until zero_grad() `.grad` shows the buckets from before
 
     @property
@@ -59,6 +60,7 @@ class Arrangement:
         mine = (self.observer.finish(), [line(slot) for slot in self._slots], given, kept)
         learned = allgather_object(self._comm, mine)
         compare("parameters", [lines for _, lines, _, _ in learned])  # they may have been converted since the start
+        self._refuse_moved()
         found = [facts for facts, _, _, _ in learned]
         if not any(given or any(facts.fires) for facts, _, given, _ in learned):
             self.observer = Observer(self._slots)  # a step before any backward, which does nothing, teaches nothing
@@ -97,37 +99,46 @@ class Arrangement:
     def replan(self, strategy: Strategy) -> None:
         """Go on with `strategy`'s buckets; parameters and the optimizer's state move over, bit for bit.
 
-        On every rank, between ``step()`` and the next backward. Raises ``RuntimeError`` when gradients are there, and
-        ``ValueError`` for a strategy that updates or gathers in another way.
+        On every rank, between ``step()`` and the next backward; :meth:`may_replan` comes before it.
+        """
+        self.may_replan(strategy)
+        if self.learning:
+            self._planner.strategy = strategy
+            return
+        self._transit.arrive_all()
+        self._rebuild(strategy)
+
+    def may_replan(self, strategy: Strategy) -> None:
+        """On one rank. Raises ``RuntimeError`` when gradients are there, and ``ValueError`` for a strategy that updates or
+        gathers in another way.
         """
         self._planner.strategy.refuse_successor(strategy)
         if self._round.touched:
             raise RuntimeError("gradients arrived since the last step(); replan after step() or zero_grad()")
-        if self.learning:
-            self._planner.strategy = strategy
-            return
-        mine = changes(self._slots)
+        mine = [] if self.learning else changes(self._slots)
         if mine:
             raise RuntimeError(
                 f"parameter {mine[0].name!r} was converted from {mine[0].before} to {mine[0].now} since the last step(); "
                 "replan after the next one"
             )
-        self._transit.arrive_all()
-        self._rebuild(strategy)
 
     def follow_conversion(self) -> None:
         """New buckets for parameters that all ranks have converted alike. On every rank, inside a step."""
-        first = changes(self._slots)[0]
-        if any(slot.place is not None and slot.param.device.type != slot.place.device.type for slot in self._slots):
-            raise RuntimeError(
-                f"parameter {first.name!r} was {first.before} when the optimizer was wrapped and is {first.now} now; "
-                "what carries gradients was chosen for that device; move the model before wrapping"
-            )
+        self._refuse_moved()
         self._admitted([slot for slot in self._slots if slot.bucket is not None])
         for slot in self._slots:
             if slot.converted:
                 slot.keep_layout()
         self._rebuild(self._planner.strategy)
+
+    def _refuse_moved(self) -> None:
+        for slot in self._slots:
+            before, now = self._devices.get(slot.index), slot.param.device.type
+            if before is not None and before != now:
+                raise RuntimeError(
+                    f"parameter {slot.name!r} was on {before} when the optimizer was wrapped and is on {now} now; what "
+                    "carries gradients was chosen for that device; move the model before wrapping"
+                )
 
     def _admitted(self, slots: Sequence[Slot]) -> None:
         for admit in self._admit:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
@@ -11,6 +12,7 @@ import torch
 from overlap.core.bucket import Bucket, Slot
 from overlap.core.buckets.heap import Freed
 from overlap.core.feature import StatePlacement
+from overlap.core.handles import outlives, shared
 from overlap.core.master_weights import MakeMaster
 from overlap.core.shards import ShardUpdate
 from overlap.core.wire import COLLECTIVES, Exchange
@@ -22,6 +24,8 @@ from overlap.transport.communicator import Communicator
 from overlap.transport.memory import is_dense
 
 __all__ = ["Planner"]
+
+log = logging.getLogger("dear")
 
 
 class Planner:
@@ -52,6 +56,8 @@ class Planner:
         self._facts: Facts | None = None  # about the parameters in buckets
         self._most = 1  # accumulations into one parameter in one backward pass
         self._unguarded: set[int] = set()  # slots that no gate is known to guard
+        self._outlived: list[Slot] = []  # somebody has tensors over their old memory …
+        self._told = False  # … which was said
         self._owners: dict[int, int] = {}  # by slot, of parameters that shards do not cut
 
     def begin(self, facts: Facts, fires: Sequence[int], passes: int, kept: Collection[int]) -> None:
@@ -95,7 +101,9 @@ class Planner:
         A bucket of the order before goes as soon as all that was in it is elsewhere.
         """
         plan = self.preview(strategy)
-        shards = None if self.shards is None else ShardUpdate(self._optimizer, whole=self.shards.whole)
+        shards = (
+            None if self.shards is None else ShardUpdate(self._optimizer, self.shards.once, whole=self.shards.whole)
+        )
         return self._build(strategy, plan, shards), shards
 
     def install(self, strategy: Strategy, order: list[Bucket], shards: ShardUpdate | None) -> None:
@@ -181,6 +189,12 @@ class Planner:
         with Freed() as freed:
             for number, (spec, sharded) in enumerate(zip(plan.buckets, plan.sharded, strict=True), first):
                 before = Counter(self.slots[index].bucket for index in spec.tensors)
+                if sharded:
+                    self._outlived += [
+                        slot
+                        for slot in map(self.slots.__getitem__, spec.tensors)
+                        if slot.bucket is None and shared(slot.param)
+                    ]
                 bucket = self._bucket(strategy, number, spec, sharded=sharded)
                 order.append(bucket)
                 if sharded:
@@ -195,13 +209,30 @@ class Planner:
                         if self.shards is not None:
                             self.shards.release(old)
                         freed.more(old.nbytes if old.gradients.device.type == "cpu" else 0)
+                        memory = None if old.gathering is None else old.gathering.watch
                         old.release()
+                        if memory is not None and old.master is None and outlives(memory):
+                            self._outlived.append(old.slots[0])
                 if fill:
                     for slot in bucket.slots:
                         slot.fill()
                     if bucket.gradients.device.type == "cpu":
                         freed.more(bucket.nbytes)
+        self._tell_of_outlived()
         return order
+
+    def _tell_of_outlived(self) -> None:
+        """Warn, once and on rank 0, where somebody has tensors over memory in which parameters were before."""
+        if self._outlived and not self._told and self._comm.rank == 0:
+            log.warning(
+                "a tensor over the memory of parameter %r, or of one that travelled with it, was kept (w = "
+                "layer.weight.data, a state_dict() or a graph) while its bucket was made, and shows old values from now "
+                "on: buckets are made in the first step, and again where the plan changes. Read parameters through their "
+                "module (this is said once)",
+                self._outlived[0].name,
+            )
+        self._told = self._told or bool(self._outlived)
+        self._outlived.clear()
 
     def _bucket(self, strategy: Strategy, number: int, spec: BucketSpec, *, sharded: bool) -> Bucket:
         on_cpu = self.slots[spec.tensors[0]].param.is_cpu  # where a buffer that is not used takes no memory

@@ -16,6 +16,7 @@ traced: these compilers lose track of some of its dictionaries and sets.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -24,7 +25,7 @@ import torch
 
 from overlap.core.gates.opaque import AVAILABLE, Opaque, register
 
-__all__ = ["GUARDS", "Entry", "only_looked_at", "outside_compilation", "untraced"]
+__all__ = ["GUARDS", "Entry", "keep_untraced", "only_looked_at", "outside_compilation", "untraced"]
 
 #: Whether compiled code waits in its guards; otherwise gates break its graph.
 GUARDS = AVAILABLE
@@ -59,6 +60,18 @@ if GUARDS:
 def untraced(call: Callable[..., None]) -> Callable[..., None]:
     """`call`, which no compiler may look into: [Note: older compilers]."""
     return call if GUARDS else torch.compiler.disable(call)
+
+
+def keep_untraced(kind: type, *names: str) -> None:
+    """Let no compiler look into these methods of `kind`: compiled code that calls them calls them as they are."""
+    for name in names:
+        method = getattr(kind, name)
+        if not hasattr(method, "_dear_untraced"):
+            why = "ranks communicate in it, so it is called as it is; leave fullgraph=True out, or call it outside"
+            options = {"reason": why} if "reason" in inspect.signature(torch.compiler.disable).parameters else {}
+            disabled = torch.compiler.disable(method, **options)
+            disabled._dear_untraced = True
+            setattr(kind, name, disabled)
 
 
 def only_looked_at(parameter: torch.nn.Parameter, layer: torch.nn.Module) -> bool:

@@ -31,19 +31,21 @@ __all__ = ["GatedParameters", "Gates", "GroupGates", "ListedParameters", "Touch"
 
 
 Touch = Callable[[torch.nn.Parameter], None]
+Swap = Callable[["GatedParameters", str, torch.nn.Parameter], None]
 
 
 class GatedParameters(dict[str, "torch.nn.Parameter | None"]):
     """A module's parameter dictionary that calls `touches` before it hands a parameter out.
 
-    `entries` hold the same for compiled code. Copies are plain dictionaries and pickles ordered ones: they belong to
-    another module, or another process.
+    `entries` hold the same for compiled code; `swaps` hear when another parameter takes the name of one. Copies are plain
+    dictionaries and pickles ordered ones: they belong to another module, or another process.
     """
 
     def __init__(self, plain: dict[str, torch.nn.Parameter | None]) -> None:
         super().__init__(plain)
         self.touches: tuple[Touch, ...] = ()
         self.entries: tuple[Entry, ...] = ()
+        self.swaps: tuple[Swap, ...] = ()
 
     def _pass(self, value: Any) -> Any:
         if GUARDS and torch.compiler.is_dynamo_compiling():
@@ -53,6 +55,13 @@ class GatedParameters(dict[str, "torch.nn.Parameter | None"]):
             for touch in self.touches:
                 touch(value)
         return value
+
+    def __setitem__(self, name: str, value: torch.nn.Parameter | None) -> None:
+        old = super().get(name)
+        if old is not None and old is not value:
+            for swap in self.swaps:
+                swap(self, name, old)
+        super().__setitem__(name, value)
 
     def __getitem__(self, name: str) -> torch.nn.Parameter | None:
         return self._pass(super().__getitem__(name))
@@ -128,6 +137,7 @@ class Gates:
         self._touch, self._enter, self._leave = untraced(touch), untraced(enter), untraced(leave)
         self._handles: list[RemovableHandle] = []
         self._modules: dict[torch.nn.Module, Entry] = {}
+        self.swapped: list[tuple[GatedParameters, str, torch.nn.Parameter]] = []  # whose name another one has taken
         copyreg.pickle(OrderedDict, _reduced)
 
     def guard(self, modules: Iterable[torch.nn.Module], managed: Callable[[Any], bool]) -> None:
@@ -147,6 +157,10 @@ class Gates:
                     gated = module.__dict__["_parameters"] = GatedParameters(gated)
                 gated.touches += (self._touch,)
                 gated.entries += (entry,)
+                gated.swaps += (self._swap,)
+
+    def _swap(self, gated: GatedParameters, name: str, old: torch.nn.Parameter) -> None:
+        self.swapped.append((gated, name, old))
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -156,6 +170,7 @@ class Gates:
             if isinstance(parameters, GatedParameters):
                 parameters.touches = tuple(touch for touch in parameters.touches if touch != self._touch)
                 parameters.entries = tuple(other for other in parameters.entries if other is not entry)
+                parameters.swaps = tuple(swap for swap in parameters.swaps if swap != self._swap)
                 if not parameters.touches:
                     module.__dict__["_parameters"] = dict(parameters)
         self._handles.clear()

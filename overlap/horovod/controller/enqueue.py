@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from overlap.core.silence import refuse_inside_parts
 from overlap.horovod.controller.errors import NotInitialized
 from overlap.horovod.controller.operation import Group, Operation, Pending
 from overlap.horovod.controller.request import Kind, Request, Response
@@ -58,6 +59,7 @@ def enqueue(
 
     Where it refuses them the other ranks, who may be waiting for this one, are told, and the error is raised here too.
     """
+    refuse_inside_parts(f"dear.{kind.value}()")
     found = runtime()
     group = found.group(process_set)
     with telling_others(kind, name, process_set):

@@ -28,7 +28,7 @@ class AloneCarrier:
     def _copied(self, send: torch.Tensor, recv: torch.Tensor | None, label: str) -> Work:
         if recv is not None and recv.data_ptr() != send.data_ptr():
             recv.copy_(send)
-        return StagedWork(self._host.barrier_async(label=label), lambda _stream: None)
+        return StagedWork(self._host.barrier_async(label=label), lambda _stream: None, lambda: 0)
 
     def reduce_scatter(
         self, send: torch.Tensor, recv: torch.Tensor, counts: Sequence[int], op: ReduceOp, label: str

@@ -16,7 +16,7 @@ import comm_core
 from comm_core import DType
 from comm_core.cuda_kernels import CudaKernels, cast_name
 
-__all__ = ["can_inspect", "cast_scale", "inspect", "kernels_on", "prefers_inspect"]
+__all__ = ["can_inspect", "cast_scale", "divide", "inspect", "kernels_on", "prefers_inspect"]
 
 log = logging.getLogger("dear")
 
@@ -43,8 +43,8 @@ def cast_scale(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor],
     """targets[i] = sources[i] times `scale`, rounded to the nearest value of its type, ties to even.
 
     Flat, contiguous tensors of floating point, pairwise of one size and device; a target may be its source. 16-bit types
-    are multiplied in fp32. A value that becomes zero becomes +0.0, and a zero keeps its sign: -0.0 marks what no rank used
-    (see `overlap.transport.memory`). On the current stream of each device.
+    are multiplied in fp32. A value that becomes zero becomes +0.0, and a zero keeps its sign.
+    On the current stream of each device.
 
     Raises ``comm_core.InvalidUsage`` for a scale that is not above 0, and for tensors that do not fit each other.
     """
@@ -77,12 +77,30 @@ def cast_scale(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor],
     _cast_by_torch([(target, source) for target, source in rest if source.numel()], scale)
 
 
-def _cast_by_torch(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], scale: float) -> None:
-    if not pairs:
+def divide(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], count: int) -> None:
+    """targets[i] = sources[i] divided by `count`, with the bits of the host's averages; otherwise as :func:`cast_scale`.
+
+    A product with 1 / `count` has them where that is a power of two: elsewhere a third of the values would be one unit in
+    the last place off.
+    """
+    if count & (count - 1) == 0:
+        cast_scale(targets, sources, 1.0 / count)
         return
-    wide = [source.float() if source.dtype in _HALVES else source for _, source in pairs]
-    if scale != 1:
-        wide = list(torch._foreach_mul(wide, scale))
+    pairs = list(zip(targets, sources, strict=True))
+    _round_by_torch(pairs, list(torch._foreach_div(_wide(pairs), float(count))))
+
+
+def _cast_by_torch(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], scale: float) -> None:
+    if pairs:
+        wide = _wide(pairs)
+        _round_by_torch(pairs, wide if scale == 1 else list(torch._foreach_mul(wide, scale)))
+
+
+def _wide(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
+    return [source.float() if source.dtype in _HALVES else source for _, source in pairs]
+
+
+def _round_by_torch(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], wide: list[torch.Tensor]) -> None:
     rounded = [values.to(target.dtype) for values, (target, _) in zip(wide, pairs, strict=True)]
     for values, (target, source) in zip(rounded, pairs, strict=True):
         if values.data_ptr() != source.data_ptr():

@@ -10,8 +10,8 @@
 and bf16 are exchanged directly: the owner of a shard gets every rank's part, adds them in fp32 in rank order, and rounds
 once. That is as many bytes on the wire as a reduce-scatter takes, and the same result as over MPI, bit for bit.
 
-[Note: averages] NCCL's own average multiplies by 1/size before it adds, where small values are lost and a negative one
-may become -0.0, the mark of what no rank used. So sums travel, and are divided afterwards, rounded once.
+[Note: averages] NCCL's own average multiplies by 1/size before it adds, where small values are
+lost. So sums travel, and are divided afterwards, rounded once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from comm_core import Buffer, ReduceOp
 from overlap.transport.checks import balanced_split
 from overlap.transport.communicator import Work
-from overlap.transport.cuda.math import cast_scale
+from overlap.transport.cuda.math import divide
 from overlap.transport.cuda.streams import Streams
 from overlap.transport.cuda.work import NcclWork
 from overlap.transport.native import DTYPES
@@ -179,7 +179,7 @@ def _sent(op: ReduceOp) -> ReduceOp:
 
 def _divide(total: torch.Tensor, size: int) -> None:
     if total.is_floating_point():
-        cast_scale([total], [total], 1.0 / size)
+        divide([total], [total], size)
     else:
         total.copy_(torch.div(total, size, rounding_mode="trunc"))
 
@@ -191,4 +191,4 @@ def _reduce(parts: torch.Tensor, recv: torch.Tensor, op: ReduceOp) -> None:
             total.mul_(part)
         else:
             total.add_(part)
-    cast_scale([recv], [total], 1.0 / len(parts) if op is ReduceOp.AVG else 1.0)
+    divide([recv], [total], len(parts) if op is ReduceOp.AVG else 1)

@@ -37,7 +37,7 @@ class StagedCarrier:
 
     def _back(self, work: Work, *pairs: tuple[torch.Tensor, torch.Tensor]) -> Work:
         """`pairs` are (device, host)."""
-        return StagedWork(work, lambda stream: self._streams.bring(pairs, stream))
+        return StagedWork(work, lambda stream: self._streams.bring(pairs, stream), self._streams.current)
 
     def reduce_scatter(
         self, send: torch.Tensor, recv: torch.Tensor, counts: Sequence[int], op: ReduceOp, label: str

@@ -44,8 +44,11 @@ class Streams(Protocol):
     def fetch(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Copy (host, device) pairs to the host, after what the current stream was given. Blocks until they are there."""
 
-    def bring(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: int | None) -> None:
-        """Copy (device, host) pairs to the device on `stream` (None: the current one). Does not block."""
+    def bring(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: int | None) -> Moment | None:
+        """Copy (device, host) pairs to the device on `stream` (None: the current one). Does not block.
+
+        Gives the moment at which they are there; None where they are already.
+        """
 
 
 def _stream(handle: int, device: torch.device) -> torch.cuda.Stream:
@@ -109,12 +112,15 @@ class TorchStreams:
         event.record(torch.cuda.current_stream(self._place))
         event.synchronize()
 
-    def bring(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: int | None) -> None:
+    def bring(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: int | None) -> Moment | None:
         chosen = torch.cuda.current_stream(self._place) if stream is None else _stream(stream, self._place)
         with torch.cuda.stream(chosen):
             for there, host in pairs:
                 there.copy_(host, non_blocking=True)
                 there.record_stream(chosen)  # who lets go of it meanwhile may use another stream
+        event = torch.cuda.Event()
+        event.record(chosen)
+        return _Event(event, self._place)
 
 
 class LastUpdate:

@@ -32,14 +32,26 @@ class NcclWork:
     ) -> None:
         self.op, self.label, self.nbytes = title
         self._work, self._moment, self._current = work, moment, current
+        self._ordered: set[int] = set()  # streams that wait for it already
 
     @property
     def seconds(self) -> float:
         return self._work.seconds
 
-    def arrive(self) -> None:
-        """Let what this thread's stream is given next see the result; the host goes on."""
-        self.order_before(self._current())
+    def arrive(self) -> bool:
+        """Let what this thread's stream is given next see the result; the host goes on.
+
+        Returns whether other streams have to wait, too: the device is not past it. Raises the error of an operation that
+        has failed: what is in its memory is no result.
+        """
+        error = self._work.exception()
+        if error is not None:
+            raise error
+        stream = self._current()
+        if stream not in self._ordered:
+            self._ordered.add(stream)
+            self.order_before(stream)
+        return not self.done()
 
     def wait(self, timeout: float | None = None) -> None:
         self._work.wait(timeout)
@@ -62,26 +74,34 @@ class NcclWork:
 class StagedWork:
     """An operation of the host's on copies, whose results are carried to the device by `land`, called once.
 
-    Whoever arrives, waits or orders first carries them; so somebody has to.
+    Whoever arrives, waits or orders first carries them, so somebody has to; other streams follow the moment that `land`
+    gives (None: nothing is left to wait for).
     """
 
-    def __init__(self, work: Work, land: Callable[[int | None], None]) -> None:
+    def __init__(self, work: Work, land: Callable[[int | None], Moment | None], current: Callable[[], int]) -> None:
         self.op, self.label, self.nbytes = work.op, work.label, work.nbytes
-        self._work, self._land = work, land
-        self._landed = False
+        self._work, self._current = work, current
+        self._land: Callable[[int | None], Moment | None] | None = land
+        self._moment: Moment | None = None
 
     @property
     def seconds(self) -> float:
         return self._work.seconds
 
     def _carry(self, stream: int | None) -> None:
-        if not self._landed:
-            self._landed = True
-            self._land(stream)
+        if self._land is not None:
+            land, self._land = self._land, None  # with its memory: who measures keeps works for long
+            self._moment = land(stream)
+        elif self._moment is not None:
+            self._moment.order_before(self._current() if stream is None else stream)
 
-    def arrive(self) -> None:
-        """Wait for the host's part, and let what this thread's stream is given next see the result."""
+    def arrive(self) -> bool:
+        """Wait for the host's part, and let what this thread's stream is given next see the result.
+
+        Returns whether other streams have to wait, too: the copies are not on the device yet.
+        """
         self.wait()
+        return self._moment is not None and not self._moment.done()
 
     def wait(self, timeout: float | None = None) -> None:
         self._work.wait(timeout)

@@ -31,6 +31,7 @@ from overlap.transport.requests import (
 )
 from overlap.transport.torch.gloo import Link
 from overlap.transport.torch.mailbox import OwnMailbox, StoreMailbox
+from overlap.transport.torch.meaning import Inquiry, Meaning, meaning_of
 from overlap.transport.torch.rendezvous import Rendezvous, connecting, corner_of, join_world, name_interface
 from overlap.transport.torch.routes import Routes
 from overlap.transport.torch.stages import Local, Stage, StagedTask
@@ -40,18 +41,19 @@ from overlap.transport.torch.worker_thread import PendingWork, WorkerThread
 __all__ = ["ProcessGroupCommunicator", "connect", "connect_generation"]
 
 _sessions: defaultdict[tuple[int, ...] | None, Iterator[int]] = defaultdict(itertools.count)  # by ranks; None: all
-_COLLECTIVE_TAGS = 1024  # user tags lie below, in a context of their own
 
 
-def connect(group: dist.ProcessGroup | None = None) -> ProcessGroupCommunicator:
+def connect(
+    group: dist.ProcessGroup | None = None, awaited: Callable[[Sequence[int]], object] = bool
+) -> ProcessGroupCommunicator:
     """The communicator of all ranks of torch.distributed's world, or of those in `group`. On every rank of it.
 
-    Joins torchrun's world first where the script did not.
+    Joins torchrun's world first where the script did not; `awaited` hears now and then of the ranks that have not come.
     """
     ranks = None if group is None else tuple(dist.get_process_group_ranks(group))
     session = next(_sessions[ranks])
     created = not dist.is_initialized()
-    named = join_world(session) if created else None
+    named = join_world(session, awaited) if created else None
     meeting = Rendezvous(dist.distributed_c10d._get_default_store(), corner_of(session, ranks))
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     if named is None:
@@ -100,6 +102,7 @@ class ProcessGroupCommunicator(Communicator):
         self._strand = WorkerThread(f"dear-{name}")
         self._mailbox = StoreMailbox(meeting, f"{name}/mail", rank) if size > 1 else OwnMailbox()
         self._numbers, self._splits = itertools.count(), itertools.count()
+        self._inquiry = Inquiry(lambda: meeting.connect(f"{name}/inquiry"), rank, size, self._link.tear_down)
         self._closed = False
 
     def _new_link(self, purpose: str) -> Link:
@@ -129,15 +132,15 @@ class ProcessGroupCommunicator(Communicator):
 
     # - Collectives: stages, run one after the other by the worker thread
 
-    def _issue(self, kind: str, label: str, nbytes: int, stages: Callable[[], Sequence[Stage]]) -> Work:
+    def _issue(self, meaning: Meaning, label: str, nbytes: int, stages: Callable[[], Sequence[Stage]]) -> Work:
         self._check_usable()
-        tag = _COLLECTIVE_TAGS + next(self._numbers) % _COLLECTIVE_TAGS
-        work = PendingWork(kind, label, self._rank, self._size, nbytes)
-        return self._issued(self._strand.submit(work, StagedTask(self._link, tag, stages)))
+        work = PendingWork(meaning.kind, label, self._rank, self._size, nbytes, self._strand.ask_first)
+        task = StagedTask(self._link, next(self._numbers), meaning, self._inquiry, stages)
+        return self._issued(self._strand.submit(work, task))
 
     def _init(
         self,
-        kind: str,
+        meaning: Meaning,
         label: str,
         nbytes: int,
         stages: Callable[[], Sequence[Stage]],
@@ -148,7 +151,7 @@ class ProcessGroupCommunicator(Communicator):
         def start() -> Work:
             if first is not None:
                 first()
-            return self._issue(kind, label, nbytes, stages)
+            return self._issue(meaning, label, nbytes, stages)
 
         return start
 
@@ -166,7 +169,8 @@ class ProcessGroupCommunicator(Communicator):
         request = reduce_scatter_request(self._rank, self._size, send, recv, op, counts)
         stage = self._routes.reduce_scatter(request.send, request.recv, request.send_counts, op)
         first, last = _narrow("reduce_scatter", wide, request, narrow_summands)
-        return self._init("reduce_scatter", label, request.send.nbytes, lambda: [stage(), *last], first)
+        meaning = meaning_of("reduce_scatter", request.send, op)
+        return self._init(meaning, label, request.send.nbytes, lambda: [stage(), *last], first)
 
     def all_gather_init(
         self,
@@ -180,21 +184,23 @@ class ProcessGroupCommunicator(Communicator):
         request = all_gather_request(self._rank, self._size, send, recv, counts)
         stage = self._routes.all_gather(request.send, request.recv, request.recv_counts)
         first, last = _narrow("all_gather", wide, request, torch.Tensor.copy_)
-        return self._init("all_gather", label, request.recv.nbytes, lambda: [stage(), *last], first)
+        meaning = meaning_of("all_gather", request.recv)
+        return self._init(meaning, label, request.recv.nbytes, lambda: [stage(), *last], first)
 
     def all_reduce_init(
         self, send: torch.Tensor, recv: torch.Tensor, op: ReduceOp = ReduceOp.SUM, *, label: str = ""
     ) -> Start:
         check_average("all_reduce", op, send)
         request = all_reduce_request(send, recv, op)
+        meaning = meaning_of("all_reduce", request.send, op)
         return self._init(
-            "all_reduce", label, request.recv.nbytes, lambda: self._routes.all_reduce(request.send, request.recv, op)
+            meaning, label, request.recv.nbytes, lambda: self._routes.all_reduce(request.send, request.recv, op)
         )
 
     def broadcast_async(self, tensor: torch.Tensor, root: int = 0, *, label: str = "") -> Work:
         flat = broadcast_request(self._size, tensor, root)
         stage = self._routes.broadcast(flat, root)
-        return self._issue("broadcast", label, flat.nbytes, lambda: [stage()])
+        return self._issue(meaning_of("broadcast", flat, root=root), label, flat.nbytes, lambda: [stage()])
 
     def reduce_async(
         self,
@@ -207,7 +213,8 @@ class ProcessGroupCommunicator(Communicator):
     ) -> Work:
         check_average("reduce", op, send)
         source, target = reduce_request(self._rank, self._size, send, recv, op, root)
-        return self._issue("reduce", label, source.nbytes, lambda: self._routes.reduce(source, target, op, root))
+        meaning = meaning_of("reduce", source, op, root)
+        return self._issue(meaning, label, source.nbytes, lambda: self._routes.reduce(source, target, op, root))
 
     def all_to_all_async(
         self,
@@ -220,13 +227,12 @@ class ProcessGroupCommunicator(Communicator):
     ) -> Work:
         request = all_to_all_request(self._rank, self._size, send, recv, send_counts, recv_counts)
         stage = self._routes.all_to_all(request.send, request.recv, request.send_counts, request.recv_counts)
-        return self._issue("all_to_all", label, request.send.nbytes, lambda: [stage])
+        meaning = meaning_of("all_to_all", request.send, sized=False)
+        return self._issue(meaning, label, request.send.nbytes, lambda: [stage])
 
     def barrier_async(self, *, label: str = "") -> Work:
         token = torch.zeros(1, dtype=torch.uint8, device="cpu")
-        return self._issue("barrier", label, 0, lambda: self._routes.all_reduce(token, token, ReduceOp.MAX))
-
-    # - Messages
+        return self._issue(meaning_of("barrier"), label, 0, lambda: self._routes.all_reduce(token, token, ReduceOp.MAX))
 
     # - The rest
 

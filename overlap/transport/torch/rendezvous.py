@@ -10,12 +10,14 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
-from torch.distributed.distributed_c10d import _set_pg_timeout, default_pg_timeout
+from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
 from comm_core import TransportError
@@ -26,20 +28,23 @@ __all__ = ["Rendezvous", "begin_group", "connecting", "corner_of", "join_world",
 
 _ATTEMPT = "TORCHELASTIC_RESTART_COUNT"
 _CONNECT = datetime.timedelta(minutes=2)  # for ranks that have all arrived at the store
+_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.01, 0.5  # between two looks at whether all have come
+_TELL_SECONDS = 1.0
 _PATIENCE = datetime.timedelta(minutes=5)
+_set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout  # which warns since torch 2.14
 
 
-def join_world(session: int) -> Variables:
+def join_world(session: int, awaited: Callable[[Sequence[int]], object]) -> Variables:
     """``torch.distributed.init_process_group("gloo")`` that works again, and after a restart. On every rank.
 
-    The interface is named to gloo until what is returned is restored.
+    The interface is named to gloo until what is returned is restored. `awaited` hears of the ranks that have not come.
     """
     store, rank, size = next(rendezvous("env://"))
     attempt = os.environ.get(_ATTEMPT)
     corner = f"dear/session-{session}" if attempt is None else f"dear/attempt-{attempt}/session-{session}"
+    _await_all(PrefixStore(f"{corner}/arrived", store), rank, size, awaited)
     named = name_interface(PrefixStore(f"{corner}/interfaces", store), rank, size)
     try:
-        _await_all(PrefixStore(f"{corner}/arrived", store), size)
         with connecting():
             begin_group(PrefixStore(corner, store), rank, size, _CONNECT)
     except BaseException:
@@ -48,17 +53,25 @@ def join_world(session: int) -> Variables:
     return named
 
 
-def _await_all(store: Any, size: int) -> None:
-    """As long as the store waits for anything. A rank that comes late is no failure of the network."""
+def _await_all(store: Any, rank: int, size: int, awaited: Callable[[Sequence[int]], object]) -> None:
+    """For ever: a rank that comes late is no failure of the network. `awaited` hears meanwhile for whom this one waits."""
+    store.append("ranks", f"{rank} ")
     if store.add("count", 1) == size:
         store.set("all", "")
-    store.wait(["all"])
+    pause, tell_at = _PAUSE_SECONDS, time.monotonic() + _TELL_SECONDS
+    while not store.check(["all"]):  # torch logs every wait that runs into its time limit
+        if time.monotonic() > tell_at:
+            come = {int(word) for word in store.get("ranks").split()}
+            awaited([peer for peer in range(size) if peer not in come])
+            tell_at = time.monotonic() + _TELL_SECONDS
+        time.sleep(pause)
+        pause = min(_LONGEST_PAUSE_SECONDS, 1.2 * pause)
 
 
 def begin_group(store: Any, rank: int, size: int, setup: datetime.timedelta) -> None:
     """Make torch.distributed's default group; `setup` is how long ranks may take to connect, and for nothing else."""
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=setup)
-    _set_pg_timeout(default_pg_timeout)
+    _set_timeout(default_pg_timeout)
 
 
 def name_interface(store: Any, rank: int, size: int) -> Variables:

@@ -6,7 +6,8 @@ the first to know its members writes down: ``compare_set`` lets only one list st
 it for lost, waits for the one after, as a process does that has just been started.
 
 Keys, below ``dear/roster``: ``attempt/R`` tells how often rank R was started before; of each process, ``alive/M`` counts,
-and ``ended/M`` is there once it has ended well. ``latest`` is the number of a generation, perhaps of an earlier one;
+``begun/M`` is there once it has come out of ``init()``, ``ended/M`` once it has ended well, and ``given-up/M``, of which
+``given-up`` counts, once others have given it up. ``latest`` is the number of a generation, perhaps of an earlier one;
 ``G/members`` are those of generation G, for which ``G/ready/M`` wait, of the last one (``G/regroup`` is there then) or
 from without (``G/waiting``).
 """
@@ -60,12 +61,16 @@ class Roster:
         self.news = ""  # why this generation cannot go on; empty while it can
         self.somebody_waits = False
         self.stayed = False  # in this generation from the one before
-        self.late = False  # others did
+        self.late = False  # others have come out of init() before it
         self._telling = threading.Lock()  # of the last four and the next
         # By rank: the process that was started last, how many signs of life it has given, and since when.
         self._seen: dict[int, tuple[Member, int, float]] = {}
         self._seeing = threading.Lock()
         self._on_news: Callable[[], None] = _nothing
+        self.on_given_up: Callable[[], None] = _nothing  # this process, by others
+        self._to_give_up: list[Member] = []  # as soon as the thread comes to it
+        self._given_up: set[Member] = set()
+        self._seen_given_up = 0
         self._closing = threading.Event()
         self._signs.add(f"alive/{me}", 1)
         self._signs.set(f"host/{me.rank}", socket.gethostname())
@@ -97,8 +102,13 @@ class Roster:
             last, mine = number, False
         with self._telling:
             self.number, self.members, self.news, self.somebody_waits = number, members, "", False
-        self.stayed, self.late = mine, not mine and any(member in before for member in members)
+        begun = () if mine else self._having("begun/{}", members)
+        self.stayed, self.late = mine, any(member != self.me for member in begun)
         return members.index(self.me)
+
+    def begin(self) -> None:
+        """This process is connected to the others, and comes out of ``init()``."""
+        self._store.set(f"begun/{self.me}", "")
 
     def watch(self, on_news: Callable[[], None]) -> None:
         """Call `on_news`, on a thread of its own, once this generation cannot go on."""
@@ -167,7 +177,7 @@ class Roster:
                     self._seen[member.rank] = member, count, now
             return {
                 member for member, _, since in self._seen.values() if now - since < _LOST_SECONDS or member == self.me
-            }
+            } - self._given_up
 
     def _run(self) -> None:
         failed = 0
@@ -176,6 +186,7 @@ class Roster:
                 if failed:
                     self._signs = PrefixStore(_CORNER, self._connect())
                 self._signs.add(f"alive/{self.me}", 1)
+                self._give_up_and_look()
                 there = self._there(self._signs)
                 if self.number and not self.news:
                     self._judge(there)
@@ -186,6 +197,26 @@ class Roster:
                 if failed == _ATTEMPTS:
                     self._tell(self.number, f"the store of torchrun's agent 0 is gone: {error}")
                     return
+
+    def give_up(self, ranks: Collection[int]) -> None:
+        """Those ranks of this generation are lost, whatever signs of life they give. Their processes end."""
+        with self._telling:
+            self._to_give_up += [self.members[rank] for rank in ranks]
+
+    def _give_up_and_look(self) -> None:
+        with self._telling:
+            those, self._to_give_up = self._to_give_up, []
+        for member in those:
+            self._signs.set(f"given-up/{member}", "")
+            self._signs.add("given-up", 1)
+        count = int(self._signs.add("given-up", 0))
+        if count != self._seen_given_up:
+            with self._telling:
+                members = {self.me, *self.members}
+            self._given_up |= {member for member in members if self._signs.check([f"given-up/{member}"])}
+            self._seen_given_up = count
+            if self.me in self._given_up:
+                self.on_given_up()
 
     def _judge(self, there: Collection[Member]) -> None:
         with self._telling:

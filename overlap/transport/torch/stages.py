@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from comm_core import ReduceOp
+from comm_core import ReduceOp, TransportError
 from overlap.transport.reduction import combine_all
 from overlap.transport.torch.gloo import Link, Message
+from overlap.transport.torch.meaning import Inquiry, Meaning
 from overlap.transport.torch.ring import Span, segments, shard_spans
 from overlap.transport.torch.worker_thread import Task
 
@@ -40,8 +41,12 @@ class Stage(ABC):
 class StagedTask(Task):
     """An operation made of stages, each posted when the one before it has finished."""
 
-    def __init__(self, link: Link, tag: int, stages: Callable[[], Sequence[Stage]]) -> None:
-        self._link, self._tag, self._make = link, tag, stages
+    def __init__(
+        self, link: Link, number: int, meaning: Meaning, inquiry: Inquiry, stages: Callable[[], Sequence[Stage]]
+    ) -> None:
+        """Operation `number` of a communicator, which has an `inquiry` for all of them."""
+        self._link, self._number, self._meaning, self._inquiry, self._make = link, number, meaning, inquiry, stages
+        self._tag = meaning.tag(number)
         self._stages: Sequence[Stage] = ()
 
     def post(self) -> None:
@@ -49,10 +54,19 @@ class StagedTask(Task):
         self._stages[0].post(self._link, self._tag)
 
     def finish(self) -> None:
-        for number, stage in enumerate(self._stages):
-            if number:
-                stage.post(self._link, self._tag)
-            stage.finish(self._link)
+        try:
+            for number, stage in enumerate(self._stages):
+                if number:
+                    stage.post(self._link, self._tag)
+                stage.finish(self._link)
+        except TransportError as error:
+            reason = self._inquiry.why(self._number, self._meaning)
+            if reason is None:
+                raise
+            raise TransportError(reason) from error
+
+    def ask(self) -> None:
+        self._inquiry.begin(self._number, self._meaning)
 
     def fail(self) -> None:
         self._link.tear_down()

@@ -24,9 +24,13 @@ from torch.autograd import profiler
 import comm_core
 from comm_core import TransportError
 from overlap.transport.checks import check_timeout
+from overlap.transport.compilers import outside_compilers
 from overlap.transport.forks import Origin
 
 __all__ = ["PendingWork", "Task", "WorkerThread"]
+
+_AFTER = "the communicator has failed before, so this operation was not begun; its first failure"
+SLOW_SECONDS = 2.0  # until a wait is worth asking why
 
 
 class Task(ABC):
@@ -41,6 +45,10 @@ class Task(ABC):
         """Do the rest."""
 
     @abstractmethod
+    def ask(self) -> None:
+        """It is the first in line, and somebody has waited for long. Waits for nobody."""
+
+    @abstractmethod
     def fail(self) -> None:
         """After an error in either: release the peers, who must not wait for what will never come."""
 
@@ -48,13 +56,16 @@ class Task(ABC):
 class PendingWork:
     """An issued operation: what `overlap.transport.communicator.Work` promises."""
 
-    def __init__(self, kind: str, label: str, rank: int, size: int, nbytes: int) -> None:
-        self.op, self.label, self.nbytes = kind, label or kind, nbytes
+    def __init__(
+        self, kind: str, label: str, rank: int, size: int, nbytes: int, slow: Callable[[], None] = lambda: None
+    ) -> None:
+        """`slow` is called, on a thread that waits, when that takes longer than ``SLOW_SECONDS``."""
+        self.op, self.label, self.nbytes, self._slow = kind, label or kind, nbytes, slow
         self._what = f"{kind} {label!r}" if label else kind
         self._where = f"rank {rank} of {size}, {nbytes} bytes"
         self._issued = time.monotonic()
         self._ended: float | None = None
-        self._error: BaseException | None = None
+        self._error: comm_core.Error | None = None
         self._origin = Origin()
         # A bare lock, held until the end: waking its waiter takes a third of what threading.Event needs for it.
         self._unfinished = threading.Lock()
@@ -68,17 +79,26 @@ class PendingWork:
         limit = check_timeout("wait", timeout)
         if self._ended is None:
             self._origin.require()  # nobody would ever finish it
-            if not self._unfinished.acquire(timeout=-1 if limit is None else limit):
+            if not self._ends_within(limit):
                 raise comm_core.TimeoutError(f"{self.describe()} was not done within {limit:g} s")
             self._unfinished.release()  # for whoever else waits
         if self._error is not None:
             raise self._error
 
+    def _ends_within(self, limit: float | None) -> bool:
+        """Takes the lock where it does."""
+        if limit is not None and limit <= SLOW_SECONDS:
+            return self._unfinished.acquire(timeout=limit)
+        if self._unfinished.acquire(timeout=SLOW_SECONDS):
+            return True
+        self._slow()
+        return self._unfinished.acquire(timeout=-1 if limit is None else limit - SLOW_SECONDS)
+
     def done(self) -> bool:
         return self._ended is not None
 
     def exception(self) -> comm_core.Error | None:
-        return self._error if isinstance(self._error, comm_core.Error) else None
+        return self._error
 
     def order_before(self, stream: int) -> None:
         self.wait()
@@ -87,12 +107,13 @@ class PendingWork:
         state = "running" if not self.done() else "failed" if self._error else "done"
         return f"{self._what} ({self._where}, {state}, {self.seconds:.1f} s)"
 
+    def blamed(self, error: BaseException) -> comm_core.Error:
+        """What is raised where this operation ended with `error`."""
+        kind = type(error) if isinstance(error, comm_core.Error) else TransportError
+        return kind(f"{self._what} ({self._where}): {error}")
+
     def finish(self, error: BaseException | None = None) -> None:
-        if error is not None and not isinstance(error, comm_core.Error):
-            error = TransportError(f"{self._what} ({self._where}): {error}")
-        elif error is not None and self._what not in str(error):
-            error = type(error)(f"{self._what} ({self._where}): {error}")
-        self._error = error
+        self._error = None if error is None else self.blamed(error)
         self._ended = time.monotonic()
         self._unfinished.release()
 
@@ -126,17 +147,18 @@ class _Entry:
 class WorkerThread:
     """Finishes tasks one after the other on a daemon thread, started with the first one. See [Note: who posts].
 
-    After a task failed the peers are out of step, so every later one fails at once with the first error.
+    After a task failed the peers are out of step, so every later one fails at once, and names the first.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._changed = threading.Condition()  # guards everything below
         self._line: deque[_Entry] = deque()  # the first one is being finished
-        self._failure: BaseException | None = None
+        self._failure: comm_core.Error | None = None  # what every operation ends with that comes after the failed one
         self._closed = False
         self._thread: threading.Thread | None = None
 
+    @outside_compilers
     def submit(self, work: PendingWork, task: Task) -> PendingWork:
         entry = _Entry(work, task)
         with self._changed:
@@ -156,6 +178,13 @@ class WorkerThread:
         with self._changed:
             return [entry.work for entry in self._line]
 
+    def ask_first(self) -> None:
+        """Somebody has waited for long: the operation that is being carried out asks why."""
+        with self._changed:
+            task = self._line[0].task if self._line else None
+        if task is not None:
+            task.ask()
+
     def _post_first(self) -> None:
         """With the lock held."""
         if self._line and not self._line[0].posted:
@@ -171,7 +200,8 @@ class WorkerThread:
             with torch.inference_mode(), _unrecorded():  # [Note: inference mode]
                 part()
         except BaseException as raised:  # it belongs to whoever waits for the work
-            self._failure = entry.error = raised
+            entry.error = raised
+            self._failure = TransportError(f"{_AFTER}: {entry.work.blamed(raised)}")
             entry.task.fail()
 
     def _run(self) -> None:

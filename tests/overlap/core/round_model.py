@@ -46,11 +46,12 @@ class Kind:
 
 @dataclass(frozen=True)
 class Update:
-    """Of one bucket: what was averaged, over how many, and with which hyper-parameter."""
+    """Of one bucket: what was averaged, over how many, and with which hyper-parameter; `used`, unless all left it alone."""
 
     gradients: tuple[object, ...]
     ranks: int
     rate: object
+    used: bool = True
 
 
 class Part:
@@ -78,6 +79,7 @@ class Part:
         self.sent: dict[int, int] = {}
         self.full: dict[int, object] = {}
         self.closed = self.synchronized = False
+        self.unused: frozenset[int] = frozenset()  # buckets that no rank has a gradient for, once the round is closed
         self.present: tuple[int, ...] = self.ranks  # that contribute, as in `overlap.core.participants`
 
     def _end_round(self) -> None:
@@ -197,7 +199,8 @@ class Part:
             waits = self.closed or self.calls.doubt or self.learning
             closes = call is Call.CLOSE
             sent = bool(self.sent) or (closes and not waits)
-            self._post(replace(self._mine(call), sent=sent, **details))
+            complete = closes and not self.closed and self._has_all
+            self._post(replace(self._mine(call), sent=sent, complete=complete, **details))
             if closes and not waits:
                 yield from self._flush()
             heard = yield from self._read()
@@ -238,11 +241,20 @@ class Part:
         yield from self.call.exchange(self.rank, "texts", "check" if failed else None)
         raise Failed
 
+    @property
+    def _has_all(self) -> bool:
+        """Whether this rank has something for every bucket."""
+        return all({**self.gradients, **self.full}.get(bucket) is not None for bucket in range(self.kind.buckets))
+
     def _complete(self, heard: Heard, what: str | None) -> Waits[None]:
         """All ranks close the round."""
         if not self.closed:
             self.learning = False
             yield from self._flush()
+            if not heard.complete:
+                mine = {bucket for bucket, value in self.full.items() if value is not None}
+                found = yield from self.call.exchange(self.rank, "used", mine)
+                self.unused = frozenset(range(self.kind.buckets)).difference(*found.values())
             self.closed = True
             self.gradients, self.touched = {}, False
 
@@ -289,13 +301,13 @@ class Part:
 
     def average(self, bucket: int) -> Waits[Update]:
         """Of this round, whatever follows until it is read."""
-        rate, present, number = self.rate, self.present, self.sent[bucket]
+        rate, present, number, used = self.rate, self.present, self.sent[bucket], bucket not in self.unused
 
         def read() -> Waits[Update]:
             found = yield from self.data.read(number)
             given = {rank: value for rank, value in found.items() if value is not None}
             assert set(given) <= set(present), f"{sorted(given)} have contributed, and {present} count"
-            return Update(tuple(sorted(given.values())), len(present), rate)  # type: ignore[type-var]
+            return Update(tuple(sorted(given.values())), len(present), rate, used)  # type: ignore[type-var]
 
         return read()
 

@@ -21,17 +21,6 @@ def _bucket(*parameters: Any, holds_parameters: bool) -> Bucket:
     return Bucket(0, spec, slots, rank=0, world_size=1, holds_parameters=holds_parameters, collectives=COLLECTIVES)
 
 
-@pytest.mark.parametrize("shape", [(), (3,), (40000,)])
-def test_a_gradient_of_minus_zeros_is_none_that_nobody_used(shape: tuple[int, ...]) -> None:
-    used, unused = (torch.nn.Parameter(torch.ones(shape)) for _ in range(2))
-    bucket = _bucket(used, unused, holds_parameters=False)
-    used.grad = torch.full(shape, -0.0)
-    for slot in bucket.slots:
-        slot.fill()
-    bucket.find_unused()
-    assert [slot.unused for slot in bucket.slots] == [False, True]
-
-
 def test_a_parameter_of_another_model_that_took_a_place_goes_on_with_its_value() -> None:
     """As when two models swap their weights: ``p.data, q.data = q.data, p.data``."""
     mine, other = torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2, bias=False)

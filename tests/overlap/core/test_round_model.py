@@ -234,6 +234,7 @@ class _World:
                                 tuple(sorted(v[bucket] for v in values.values() if bucket in v)),  # type: ignore[type-var]
                                 len(present),
                                 (phase, iteration),
+                                used=any(bucket in v for v in values.values()),
                             )
                             for bucket in range(loop.kind.buckets)
                         ]

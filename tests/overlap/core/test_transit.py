@@ -85,3 +85,49 @@ def test_an_update_that_fails_is_raised_once_and_the_others_are_made() -> None:
         transit.arrive_entry()
     transit.arrive_all()
     assert not transit.busy
+
+
+class _OnDevice:
+    """A gather that a device has yet to pass."""
+
+    def __init__(self) -> None:
+        self.arrivals, self.past = 0, False
+
+    def arrive(self) -> bool:
+        self.arrivals += 1
+        return not self.past
+
+    def wait(self) -> None:
+        raise AssertionError("the host waits for nothing")
+
+
+def _sent_on_device() -> tuple[Transit, Bucket, _OnDevice]:
+    transit, (bucket,) = _transit(1)
+    work: Any = _OnDevice()
+    bucket.collectives = type("Collectives", (), {"gather": lambda *_: setattr(bucket, "work", work)})()
+    bucket.advance(Phase.REDUCED)
+    transit.send(bucket)
+    return transit, bucket, work
+
+
+def test_on_a_device_who_looks_later_waits_too_until_it_is_past_the_gather() -> None:
+    transit, bucket, work = _sent_on_device()
+    for arrivals in (1, 2):
+        assert transit.busy
+        transit.arrive(bucket)
+        assert work.arrivals == arrivals
+    work.past = True
+    transit.arrive(bucket)
+    assert not transit.busy
+    transit.arrive(bucket)
+    assert work.arrivals == 3
+
+
+def test_the_next_gather_is_awaited_in_place_of_the_last() -> None:
+    transit, bucket, first = _sent_on_device()
+    transit.arrive(bucket)
+    bucket.advance(Phase.REDUCING)
+    transit.leave(bucket, lambda _: None)
+    transit.arrive(bucket)
+    assert first.arrivals == 1
+    assert not transit.busy

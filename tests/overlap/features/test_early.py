@@ -62,7 +62,7 @@ def test_buckets_are_updated_one_by_one_in_the_order_of_issue_when_the_one_befor
         bucket.phase, bucket.done = Phase.GATHERING, False
         sent.append(bucket)
 
-    round = SimpleNamespace(quiet=True, settle=lambda buckets: None)
+    round = SimpleNamespace(quiet=True, settle=lambda buckets: None, on_used=())
     transit, shards = SimpleNamespace(send=send), SimpleNamespace(step=lambda bucket: None)
     states = SimpleNamespace(replacing=contextlib.nullcontext)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1)

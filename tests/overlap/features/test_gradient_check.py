@@ -33,7 +33,7 @@ def test_values_are_compared_bit_for_bit() -> None:
     samples = Samples(flat.dtype, [0, 1, 2], [1, 1, 1])
     samples.take(flat)
     assert samples.broken(flat) is None  # a NaN is what it was
-    flat[1] = -0.0  # which ranks take for the mark of an unused parameter
+    flat[1] = -0.0
     assert samples.broken(flat) == 1
 
 

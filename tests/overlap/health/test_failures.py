@@ -30,15 +30,37 @@ def _raise(error: BaseException) -> None:
     ("error", "size", "said"),
     [
         (ValueError(GONE), 2, ""),
-        (TransportError(GONE), 2, "rank 0 of 2 lost its connection to rank 1, which was killed or failed by itself"),
-        (TransportError(GONE), 4, "rank 0 of 4 lost its connection to another rank, which"),  # numbers of a process set
-        (TransportError("it is closed"), 2, "rank 0 of 2 lost its connection to another rank, which"),
+        (TransportError(GONE), 2, "rank 0 of 2 lost its connection to rank 1 on b: that rank was killed or failed"),
+        (TransportError(GONE), 4, "rank 0 of 4 lost its connection to another rank: that"),  # numbers of a process set
+        (
+            TransportError(
+                "12 bytes expected, 16 received; the ranks disagree about the order or the sizes of operations"
+            ),
+            2,
+            "",
+        ),
+        (
+            TransportError(
+                "(rank 0 of 2, 12 bytes): expected barrier, received reduce from rank 1; all ranks of a "
+                "communicator have to issue the same operations in the same order"
+            ),
+            2,
+            "",
+        ),
+        (TransportError("it is closed"), 2, "rank 0 of 2 lost its connection to another rank: that"),
     ],
 )
 def test_a_rank_that_lost_its_connection_names_the_other_one(error: Exception, size: int, said: str) -> None:
-    found = failures.explain(error, 0, size)
+    found = failures.explain(error, 0, size, ["a", "b", "c", "d"][:size])
     assert found.startswith(said)
     assert bool(found) is bool(said)
+
+
+def test_what_was_under_way_is_told_by_parameters_and_step() -> None:
+    error = TransportError("all_gather 'b3' (rank 0 of 2, 8 bytes): receiving 4 bytes from rank 1: gone")
+    found = failures.explain(error, 0, 2, ["a", "b"], lambda _, label: f"parameters of {label}, step 7")
+    assert "rank 1 on b during all_gather 'b3' (parameters of b3, step 7): that rank" in found
+    assert "during" not in failures.explain(error, 0, 2, ["a", "b"], lambda _, label: "")
 
 
 def test_each_session_ends_the_job_at_an_exception(

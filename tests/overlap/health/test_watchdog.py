@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,7 +37,7 @@ def test_a_rank_that_does_not_answer_ends_the_job_when_its_time_is_over(
 ) -> None:
     comm: Any = SimpleNamespace(rank=0, size=1, abort=_end, pending=list, lines=dict)
     limits = {"warn_after": 0.0, "abort_after": 6.0}
-    watchdog = Watchdog(comm, comm, peer_queries=SimpleNamespace(), host="here", **limits)  # type: ignore[arg-type]
+    watchdog = Watchdog(comm, SimpleNamespace(), "here", **limits)  # type: ignore[arg-type]
     monkeypatch.setattr(watchdog, "_ask_all", lambda: {0: watchdog._standing(), 1: None})
     operation = _Operation()
     operation.seconds = 6.0
@@ -54,7 +55,7 @@ def test_who_waits_is_told_apart_from_who_is_waited_for(caplog: pytest.LogCaptur
     operation = _Operation()
     operation.seconds = 4.0
     for mine in (True, False):
-        watchdog = Watchdog(comm, comm, peer_queries=SimpleNamespace(), host="here", **limits)  # type: ignore[arg-type]
+        watchdog = Watchdog(comm, SimpleNamespace(), "here", **limits)  # type: ignore[arg-type]
         with caplog.at_level(logging.WARNING, "dear"):
             watchdog._judge(operation, mine)
     said = [record.getMessage().split(". All ranks")[0] for record in caplog.records]
@@ -69,7 +70,7 @@ def test_an_operation_goes_on_being_reported_after_the_time_at_which_dead_ranks_
 
     comm: Any = SimpleNamespace(rank=0, size=1, abort=abort, pending=list, lines=dict)
     limits = {"warn_after": 3.0, "abort_after": 6.0}
-    watchdog = Watchdog(comm, comm, peer_queries=SimpleNamespace(), host="here", **limits)  # type: ignore[arg-type]
+    watchdog = Watchdog(comm, SimpleNamespace(), "here", **limits)  # type: ignore[arg-type]
     operation = _Operation()
     with caplog.at_level(logging.WARNING, "dear"):
         for second in range(1, 21):
@@ -83,7 +84,9 @@ def test_an_operation_goes_on_being_reported_after_the_time_at_which_dead_ranks_
 def _watchdog(rank: int = 0, *, warn_after: float = 0.0, abort_after: float = 60.0) -> Watchdog:
     comm: Any = SimpleNamespace(rank=rank, size=1, abort=_end, pending=list, lines=dict)
     others: Any = SimpleNamespace()
-    return Watchdog(comm, comm, others, "here", warn_after=warn_after, abort_after=abort_after)
+    watchdog = Watchdog(comm, others, "here", warn_after=warn_after, abort_after=abort_after)
+    watchdog.connected(["a", "b"], warn_after=warn_after, abort_after=abort_after)
+    return watchdog
 
 
 @pytest.mark.parametrize(
@@ -112,6 +115,69 @@ def test_a_rank_that_has_left_ends_the_job_where_this_one_waits_for_it(
             watchdog._judge(operation)
     else:
         watchdog._judge(operation)
+
+
+@pytest.mark.parametrize("state", ["connecting", "training", "in shutdown"])
+def test_a_rank_that_does_not_answer_ends_the_job_in_every_state(
+    state: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    watchdog, operation = _watchdog(), _Operation()
+    monkeypatch.setattr(watchdog, "_ask_all", lambda: {0: watchdog._standing(), 1: None})
+    watchdog._here, operation.seconds = state, 61.0
+    with caplog.at_level(logging.WARNING, "dear"), pytest.raises(_Ended):
+        watchdog._judge(operation)
+    assert "rank 1: no answer (b)\nrank(s) [1] on b will not come; aborting the job" in caplog.text
+
+
+def test_what_has_ended_while_others_were_asked_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others may be gone by then, since they waited for no more than this."""
+    watchdog, operation = _watchdog(), _Operation()
+    monkeypatch.setattr(watchdog, "_ask_all", lambda: {0: watchdog._standing(), 1: None})
+    watchdog._here, operation.seconds = "in shutdown", 61.0
+    operation.done = lambda: True  # type: ignore[attr-defined]
+    watchdog._judge(operation)
+
+
+def test_a_question_that_cannot_be_sent_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is sent through a store that answers no more, say; nor is another one sent behind it."""
+    monkeypatch.setattr("overlap.health.watchdog._QUESTION_SECONDS", 0.1)
+    over, asked, answered = threading.Event(), list[int](), Future[Any]()
+    answered.set_result(None)
+
+    def ask(rank: int, _topic: str) -> Future[Any]:
+        asked.append(rank)
+        over.wait(60)
+        return answered
+
+    watchdog = _watchdog()
+    watchdog._comm = SimpleNamespace(rank=0, size=2, pending=list, lines=dict)  # type: ignore[assignment]
+    watchdog._peer_queries = SimpleNamespace(ask=ask)  # type: ignore[assignment]
+    for _ in range(2):
+        assert watchdog._ask_all()[1] is None
+    assert asked == [1]
+    over.set()
+    assert watchdog._asking is not None
+    watchdog._asking.join(60)
+
+
+@pytest.mark.parametrize(
+    ("still", "quiet", "patient", "given_up"),
+    [(0.0, 61.0, False, True), (0.0, 61.0, True, False), (0.0, 59.0, False, False), (61.0, 61.0, False, False)],
+    ids=["it loops", "this rank is out of data", "it goes on", "it waits itself"],
+)
+def test_who_computes_for_ever_is_given_up_where_ranks_may_be_lost(
+    still: float, quiet: float, patient: bool, given_up: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watchdog, operation, gone = _watchdog(), _Operation(), list[int]()
+    watchdog.give_up, watchdog.is_patient = gone.extend, lambda: patient
+    mine = Standing(text="", still_seconds=61.0, lines={"a": Line(8, ("barrier",))})
+    other = Standing(text="", still_seconds=still, quiet_seconds=quiet, lines={"a": Line(7, ())})
+    monkeypatch.setattr(watchdog, "_standing", lambda: mine)
+    monkeypatch.setattr(watchdog, "_ask_all", lambda: {0: mine, 1: other})
+    monkeypatch.setattr(watchdog, "_end", lambda answers, report: False)
+    operation.seconds = 61.0
+    watchdog._judge(operation)
+    assert gone == ([1] if given_up else [])
 
 
 def test_who_is_out_of_data_is_patient(caplog: pytest.LogCaptureFixture) -> None:

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
-from overlap.job.launch import Launcher, LaunchError, detect, rank_in
+from overlap.job.connecting import connect
+from overlap.job.launch import Launcher, LaunchError, detect, no_meeting, rank_in
+from overlap.job.settings import SettingError, Settings
+from overlap.trace.file import TimelineError, TraceFile
 
 OMPI = {
     "OMPI_COMM_WORLD_SIZE": "4",
@@ -72,6 +79,47 @@ def test_the_place_on_the_host_is_what_the_launcher_says(
 def test_nonsense_is_named(environ: dict[str, str], message: str) -> None:
     with pytest.raises(LaunchError, match=message):
         detect(environ)
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"MASTER_ADDR": "a", "MASTER_PORT": "29500"}, None),
+        ({"MASTER_ADDR": "a"}, "RANK and WORLD_SIZE are set, but not MASTER_PORT: ranks do not know where to meet"),
+        ({"MASTER_PORT": ""}, "are set, but not MASTER_ADDR and MASTER_PORT: "),
+        (
+            {"MASTER_ADDR": "a", "MASTER_PORT": "http"},
+            "MASTER_PORT should hold the number of a port, .* and holds 'http'",
+        ),
+        ({"MASTER_ADDR": "a", "MASTER_PORT": "70000"}, "up to 65535, and holds '70000'"),
+    ],
+)
+def test_ranks_need_a_place_to_meet(
+    environ: dict[str, str], message: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    found = no_meeting(environ)
+    assert (found is None) == (message is None)
+    if message is not None:
+        monkeypatch.setattr("sys.excepthook", sys.excepthook)  # which is changed
+        with pytest.raises(LaunchError, match=message):
+            connect(detect({"RANK": "0", "WORLD_SIZE": "2"}), None, Settings())
+
+
+def test_a_timeline_needs_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found before ranks connect: the others would wait for the one that writes it."""
+    monkeypatch.setattr("sys.excepthook", sys.excepthook)
+    launch = detect({"RANK": "0", "WORLD_SIZE": "2"})
+    for name in ("run.json", "run-{rank}.json"):
+        with pytest.raises(SettingError, match=f"there is no folder {tmp_path}/lost; make it, or name another one"):
+            connect(launch, None, Settings(timeline=str(tmp_path / "lost" / name)))
+    other = replace(launch, launcher=Launcher.SINGLE, rank=1)
+    connect(other, None, Settings(timeline=str(tmp_path / "lost" / "run.json"))).close()  # rank 0 alone writes it
+    with pytest.raises(TimelineError, match=f"^the timeline .*: there is no folder {tmp_path}/lost; make it"):
+        TraceFile(str(tmp_path / "lost" / "run.json"), 1000)
 
 
 @pytest.mark.parametrize(

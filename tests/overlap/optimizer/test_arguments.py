@@ -33,6 +33,8 @@ WRONG: list[tuple[str, Any]] = [
     *((name, value) for name in ("threshold_mb", "outer_clip") for value in (True, [25])),
     *((name, value) for name in ("merge_below_kb", "partition_mb", "credit_mb", "outer_lr") for value in (True, "2")),
     *(("outer_momentum", value) for value in (None, "x")),
+    *(("check_every", value) for value in (-1, True, 1.5, "2")),
+    *(("on_nonfinite", value) for value in (None, True, "warn")),
     *(("gradient_predivide_factor", value) for value in (None, "x")),
     *(("gap_penalty", value) for value in (None, "x")),
     *(("process_set", value) for value in (3, None, [0, 1])),

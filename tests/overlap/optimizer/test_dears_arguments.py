@@ -68,6 +68,9 @@ def test_what_their_benchmarks_pass_asks_for_nothing(package: str) -> None:
         ("mgwfbp", {"mgwfbp": True, "asc": True, "rdma": True}, {"asc": True}),
         ("mgwfbp", {"seq_layernames": ["a", "b"], "layerwise_times": (3, 2)}, {"layerwise_times": {"a": 3, "b": 2}}),
         ("mgwfbp", {"layerwise_times": {"a": 0.1}}, {"layerwise_times": {"a": 0.1}}),
+        ("mgwfbp", {"mgwfbp": False, "asc": False}, {"asc": False, "num_groups": 2**31, "profile_steps": 0}),
+        ("mgwfbp", {"mgwfbp": False, "threshold": -1}, {"num_groups": 1, "profile_steps": 0}),
+        ("wfbp", {"mgwfbp": False}, {}),
         ("dear", {"fp16": True}, {"compression": Compression.fp16}),
         ("wfbp", {"fp16": True, "compression": Compression.fp16}, {"compression": Compression.fp16}),
         ("dear", {"compression": None}, {"compression": Compression.none}),
@@ -90,7 +93,10 @@ def test_what_means_something_here_is_honoured(strategy: str, given: dict[str, A
         ("dear", {"writer": "w"}, "writer='w': optimizer.save_profile()"),
         ("dear", {"multi_job_scheduling": True}, "multi_job_scheduling=True: gradients are reduced as soon"),
         ("dear", {"mgwfbp": True}, "mgwfbp=True is the strategy 'mgwfbp'"),
-        ("mgwfbp", {"mgwfbp": False}, "mgwfbp=False is the strategy 'wfbp'"),
+        ("mgwfbp", {"mgwfbp": False, "asc": True}, "asc=True is about merging, and mgwfbp=False merges nothing"),
+        ("mgwfbp", {"mgwfbp": False, "tune": True}, "tune=True is about merging"),
+        ("mgwfbp", {"mgwfbp": False, "threshold": 4}, "wfbp reduces every tensor alone (0) or all in one (-1)"),
+        ("mgwfbp", {"mgwfbp": False, "layerwise_times": [0.1]}, "belong to the strategy 'mgwfbp', not to 'wfbp'"),
         ("mgwfbp", {"threshold": 8192 * 8}, "threshold=65536: mgwfbp merges by cost, and anyway below merge_below_kb=256"),
         ("wfbp", {"threshold": 67108864}, "alone (0) or all in one (-1); dear fuses with threshold_mb=256"),
         ("oss", {"threshold": None}, "threshold=None: oss fuses by size alone; threshold_mb=0"),
@@ -151,8 +157,8 @@ def test_a_strategy_that_dear_hands_to_decides_what_a_name_means() -> None:
     make: Any = dear.DistributedOptimizer
     with pytest.raises(ValueError, match="alone \\(0\\) or all in one"):
         make(torch.optim.SGD(MODEL.parameters(), 0.1), model=MODEL, strategy="wfbp", threshold=4)
-    with pytest.raises(ValueError, match="mgwfbp=False is the strategy 'wfbp'"):
-        make(torch.optim.SGD(MODEL.parameters(), 0.1), model=MODEL, strategy="mgwfbp", mgwfbp=False)
+    with pytest.raises(ValueError, match="asc=True is about merging, and mgwfbp=False merges nothing"):
+        make(torch.optim.SGD(MODEL.parameters(), 0.1), model=MODEL, strategy="mgwfbp", mgwfbp=False, asc=True)
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -22,7 +22,7 @@ from overlap.plan.simulation.workload import Workload
 FIRST = Dear(25.0, None, "", "rsag", False, None, 0.0, frozenset({"threshold_mb"}))
 SAME: dict[str, float] = {}
 OTHER = {"threshold_mb": 1.0}
-TIMES = Times((1.0,), (2.0,), (0.25, 0.5), before=0.0, between=0.0, after=0.0, update=2.0, handling=3.0)
+TIMES = Times((1.0,), (2.0,), (0.125,), (0.25, 0.5), before=0.0, between=0.0, after=0.0, update=2.0, handling=3.0)
 REPORT = Report({}, {}, 1.0, 1.0, 0.5, TIMES, [3.0], (0.0, 0.0, 0.0), 7)
 MOST = 13  # steps until a plan is settled, where it is compared with the one before
 
@@ -201,10 +201,10 @@ def test_a_script_that_replans_after_rank_0_has_said_something_is_told_no_more(j
     assert one.decided == 1
 
 
-def test_what_is_not_hidden_is_hooks_operations_and_updates(
+def test_what_is_ours_is_gates_and_hooks_operations_and_updates(
     monkeypatch: pytest.MonkeyPatch, job: Callable[..., Job]
 ) -> None:
-    monkeypatch.setattr(planning, "work_of", lambda *_: Workload(()))
+    monkeypatch.setattr(planning, "work_of", lambda *_, **__: Workload(()))
     one = job(SAME)
     one.settle(1.0)
     one.engine.order = [
@@ -212,5 +212,23 @@ def test_what_is_not_hidden_is_hooks_operations_and_updates(
         SimpleNamespace(nbytes=10, shares=(5, 5), holds_parameters=False),  # every rank updates all of it
     ]
     optimizer: Any = one.optimizer
-    hooks, handling, updates = 0.75, 2 * 3.0, 2.0 * (70 + 10)
-    assert one.planning.explained(optimizer).handling == pytest.approx(hooks + handling + updates)
+    told = one.planning.explained(optimizer)
+    assert told.hooks == pytest.approx(0.125 + 0.75)
+    assert told.issuing == pytest.approx(2 * 3.0)
+    assert told.updates == pytest.approx(2.0 * (70 + 10))
+
+
+@pytest.mark.parametrize(("later", "before", "after"), [(1.3, 1.3, 1.2), (1.0, 1.0, None)])
+def test_the_newest_measurement_of_the_earlier_plan_is_explained(
+    later: float, before: float, after: float | None, monkeypatch: pytest.MonkeyPatch, job: Callable[..., Job]
+) -> None:
+    """A plan turns out slower, and then so does the earlier one: or only the plan does, and is taken back."""
+    monkeypatch.setattr(planning, "work_of", lambda *_, **__: Workload(()))
+    one = job(OTHER)
+    optimizer: Any = one.optimizer
+    one.steps(5, 1.05)
+    assert not one.planning.explained(optimizer).again
+    one.steps(4, 1.2)
+    one.steps(4, later)
+    told = one.planning.explained(optimizer)
+    assert (told.before, told.again, told.after) == (pytest.approx(before), True, after and pytest.approx(after))

@@ -7,7 +7,18 @@ from dataclasses import replace
 
 import pytest
 
-from overlap.plan.measurement import Lap, Sent, fitted, layer_times, services, thread_costs, workload
+from overlap.plan.measurement import (
+    Lap,
+    Passing,
+    Sent,
+    bare_workload,
+    fitted,
+    layer_times,
+    services,
+    thread_costs,
+    without_passing,
+    workload,
+)
 from overlap.plan.simulation.events import Cost, Operation, Wire
 from overlap.plan.simulation.workload import Costs
 
@@ -44,6 +55,43 @@ def test_waits_inside_a_layer_are_not_its_own() -> None:
     times = layer_times([one], LAYER_OF, 2)
     assert times is not None
     assert times.forward == (2.0, 1.5)
+
+
+def test_gates_are_ours_and_not_the_layers_own() -> None:
+    """A gate that waits: the wait counts to nobody. One in backward, as of recomputation, stands with the hooks."""
+    one = lap()
+    one.waits.append((112.5, 114.0))
+    one.gates += [(112.25, 114.25), (113.0, 114.75), (123.0, 123.5), (105.0, 106.5)]
+    times = layer_times([one], LAYER_OF, 2)
+    assert times is not None
+    assert times.forward == (2.0, 3.0 - 2.5)
+    assert times.gates == (0.0, 1.0)
+    assert times.backward == (5.5 + 0.25 - 0.5, 5.0)
+    assert times.hooks == (0.5 + 0.5, 0.5)
+    assert times.before == 6.0 - 0.5
+
+
+@pytest.mark.parametrize("kind", ["waits", "issues"])
+def test_a_hook_that_issues_or_waits_is_charged_for_what_is_left(kind: str) -> None:
+    one = lap()
+    getattr(one, kind).append((120.125, 120.375))
+    times = layer_times([one], LAYER_OF, 2)
+    assert times is not None
+    assert times.hooks == (0.5, 0.25)
+    assert times.backward == (5.75, 5.0)
+
+
+def test_torchs_way_to_gates_and_hooks_is_ours() -> None:
+    times = layer_times([lap()], LAYER_OF, 2)
+    assert times is not None
+    own = without_passing(times, [2, 1], Passing(module=0.5, parameter=0.25, gradient=0.125))
+    assert own.forward == (1.0, 2.25)
+    assert own.gates == (1.0, 0.75)
+    assert own.backward == (5.5, 4.875)
+    assert own.hooks == (0.75, 0.625)
+    most = without_passing(times, [2, 1], Passing(module=50.0, gradient=50.0))
+    assert most.forward == (1.0, 1.5)
+    assert most.backward == (2.875, 2.5)
 
 
 def test_of_several_passes_the_first_forward_and_the_last_backward_count() -> None:
@@ -181,10 +229,16 @@ def test_a_workload_has_what_is_around_forward() -> None:
     assert sum(layer.forward + layer.backward for layer in work.layers) == pytest.approx(times.computed + 1.0)
 
 
-@pytest.mark.parametrize(("handling", "hooks"), [(0.2, 0.4), (2.0, 0.25)])
-def test_issuing_a_bucket_in_a_hook_counts_once(handling: float, hooks: float) -> None:
-    times = layer_times([lap()], LAYER_OF, 2)
+def test_what_is_ours_is_in_the_simulation_and_not_in_the_bare_workload() -> None:
+    one = lap()
+    one.gates.append((111.0, 111.25))
+    times = layer_times([one], LAYER_OF, 2)
     assert times is not None
-    work = workload(replace(times, handling=handling, update=3.0), [[4, 8], [12]], ["a", "b"])
-    assert [layer.backward for layer in work.layers[1:3]] == pytest.approx([5.75 + hooks, 5.0 + hooks])
-    assert work.costs == Costs(per_tensor=0.0, per_bucket=handling, update=3.0)
+    times = replace(times, handling=0.5, update=3.0)
+    full, bare = (make(times, [[4, 8], [12]], ["a", "b"]) for make in (workload, bare_workload))
+    assert [layer.forward for layer in full.layers[1:3]] == [2.0, 3.0]
+    assert [layer.forward for layer in bare.layers[1:3]] == [1.75, 3.0]
+    assert [layer.backward for layer in full.layers[1:3]] == [5.75 + 0.5, 5.0 + 0.5]
+    assert [layer.backward for layer in bare.layers[1:3]] == [5.75, 5.0]
+    assert full.costs == Costs(per_tensor=0.0, per_bucket=0.5, update=3.0)
+    assert bare.costs == Costs(per_tensor=0.0, per_bucket=0.0, update=3.0)

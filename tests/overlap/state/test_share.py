@@ -8,19 +8,23 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
 import pytest
+import torch
 
 from overlap.state.pieces import PieceState
-from overlap.state.share import StateShare
+from overlap.state.share import OUTLINE, StateShare
 
 
 class _Room:
     """Peer queries of a rank, without one: it is asked by the test."""
 
     def __init__(self) -> None:
-        self.answer: Callable[[int, int], PieceState]
+        self._handler: Callable[[int, Any], PieceState]
 
-    def on(self, _topic: str, handler: Callable[[int, int], PieceState]) -> None:
-        self.answer = handler
+    def on(self, _topic: str, handler: Callable[[int, Any], PieceState]) -> None:
+        self._handler = handler
+
+    def answer(self, asking: int, steps: int, which: int | None = None) -> PieceState:
+        return self._handler(asking, (steps, which))
 
 
 class _Rank:
@@ -32,8 +36,8 @@ class _Rank:
         self.share = StateShare([], self.room)  # type: ignore[arg-type]
         self.share.serve("state", self._export)
 
-    def _export(self) -> PieceState:
-        return _state(self.steps)
+    def _export(self, which: int | None) -> PieceState:
+        return _state(self.steps) if which in (None, 0) else {}
 
     def step(self) -> None:
         with self.share.updating():
@@ -114,3 +118,30 @@ def test_a_replacement_is_no_step_and_is_not_seen_half_made() -> None:
             answer = peer_queries.submit(rank.room.answer, 0, 1)
             assert _waits(answer)
         assert answer.result(timeout=5) == _state(1)
+
+
+def test_one_part_of_the_state_is_given_as_it_was_before_a_loading() -> None:
+    rank = _Rank()
+    rank.step()
+    assert rank.room.answer(0, 1, 0) == _state(1)
+    assert rank.room.answer(0, 1, 7) == {}
+    with rank.share.loading():
+        rank.steps = 100
+    assert rank.room.answer(0, 1, 0) == _state(1)
+    assert rank.room.answer(0, 1, 7) == {}
+    assert rank.room.answer(0, 1, OUTLINE) == {0: (0, 1, {})}
+
+
+def test_what_scripts_have_written_is_taken_over_before_an_update_and_once() -> None:
+    rank, seen = _Rank(), []
+    rank.share.copies = {torch.zeros(1): {}}
+
+    def flush() -> None:
+        seen.append(rank.steps)
+        rank.share.copies.clear()
+
+    rank.share.flush = flush
+    rank.step()
+    with rank.share.replacing():
+        pass
+    assert seen == [0]

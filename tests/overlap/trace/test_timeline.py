@@ -1,4 +1,4 @@
-"""Timelines in one process: the file, what is recorded, and the picture."""
+"""Timelines: the file, what is recorded, also of jobs that end badly, and the picture."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from overlap.trace.file import TraceFile
 from overlap.trace.picture import Bar, Row, rows_of
 from overlap.transport.communicator import Communicator, ReduceOp
 from overlap.transport.native import NativeCommunicator
+from tests.harness import run_script
 
 
 @pytest.fixture
@@ -185,3 +186,31 @@ def test_a_picture_of_what_was_in_turn(tmp_path: Path) -> None:
     assert picture.read_bytes()[:4] == b"\x89PNG"
     with pytest.raises(ValueError, match=r"rank 0 holds 3 step\(s\), and 3 of them"):
         rows_of(by_rank, steps=1, skip=3)
+
+
+ENDLESS = """
+import os, signal
+from pathlib import Path
+import torch
+import dear
+dear.init()
+model = torch.nn.Linear(4, 8)
+optimizer = dear.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+while True:
+    optimizer.zero_grad()
+    model(torch.ones(3, 4)).sum().backward()
+    optimizer.step()
+    if dear.rank() == dear.size() - 1:
+        written = [Path(f"{rank}.json").read_text() for rank in range(dear.size())]
+        if all('"name":"step"' in events for events in written):
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_killed_job_leaves_complete_timelines(tmp_path: Path) -> None:
+    result = run_script(tmp_path, ENDLESS, timeout=60, HOROVOD_TIMELINE=f"{tmp_path}/{{rank}}.json")
+    assert not result.timed_out
+    assert result.returncode != 0
+    for rank in (0, 1):
+        events = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert {"forward", "backward", "step"} <= {event["name"] for event in events}

@@ -108,8 +108,12 @@ def test_results_are_brought_on_the_stream_that_needs_them_and_held_for_it(cuda:
     streams, there, host = TorchStreams(PLACE), _There(cuda), torch.zeros(1)
     for stream, name in ((None, "default"), (0, "default"), (5, "stream 5")):
         cuda.said.clear()
-        streams.bring([(there, host)], stream)  # type: ignore[list-item]
-        assert cuda.said == [f"copies on {name}", f"is held for {name}"]
+        moment = streams.bring([(there, host)], stream)  # type: ignore[list-item]
+        what = f"what {name} was given"
+        assert cuda.said == [f"copies on {name}", f"is held for {name}", f"marks {what}"]
+        cuda.said.clear()
+        moment.order_before(7)
+        assert cuda.said == [f"stream 7 waits for {what}"]
 
 
 def test_what_is_computed_beside_is_held_for_the_side_stream(cuda: _Cuda) -> None:

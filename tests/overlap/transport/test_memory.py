@@ -1,4 +1,4 @@
-"""Flat memory, layouts, and the mark of unused parameters."""
+"""Flat memory, and layouts."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import pytest
 import torch
 
 from overlap.transport import memory as dense
-from overlap.transport.memory import copy_used, from_flat, is_dense, to_flat, unused_mark, unused_positions, view_like
-
-DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128]
+from overlap.transport.memory import copy_used, from_flat, is_dense, to_flat, view_like
 
 
 def test_dense_layouts() -> None:
@@ -38,47 +36,6 @@ def test_views_have_version_counters_of_their_own() -> None:
     one.add_(1)
     assert other._version == before
     assert flat[:5].sum() == 5
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_mark_survives_reduction_only_where_nobody_used_the_parameter(dtype: torch.dtype) -> None:
-    size = 4
-
-    def contribution(used: bool) -> torch.Tensor:
-        target = torch.empty(size, dtype=dtype)
-        if used:
-            copy_used(target, torch.tensor([-0.0, 0.0, -0.0, 0.0]).to(dtype))
-        else:
-            unused_mark(target)
-        return target
-
-    for used_by in ([False, False], [True, False], [False, True], [True, True]):
-        first, second = (contribution(used) for used in used_by)
-        if dtype.is_complex:  # they travel as pairs of real numbers; torch's complex addition multiplies by 1 + 0j
-            reduced = torch.view_as_complex(torch.view_as_real(first) + torch.view_as_real(second))
-        else:
-            reduced = first + second
-        assert unused_positions(reduced, torch.tensor([0]), [size]) == [not any(used_by)]
-
-
-def test_each_piece_is_judged_by_itself() -> None:
-    flat = torch.tensor([1.0, -0.0, -0.0, -0.0, 2.0, 0.0])
-    assert unused_positions(flat, torch.tensor([0, 1, 3, 5]), [1, 3, 5, 6]) == [False, True, False, False]
-    assert unused_positions(flat, torch.tensor([], dtype=torch.int64), []) == []
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("pieces", [1, 16, 17, 100])
-def test_few_and_many_pieces_are_judged_alike(pieces: int, dtype: torch.dtype) -> None:
-    flat = torch.tensor([[0.0, -0.0], [-0.0, -0.0], [-0.0, 1.0], [torch.nan, 1.0]]).repeat(pieces, 1)[:pieces].to(dtype)
-    unused = [index % 4 == 1 for index in range(pieces)]
-    for mark, piece in zip(unused, flat, strict=True):
-        if mark:
-            unused_mark(piece)
-    starts = torch.arange(0, 2 * pieces, 2)
-    assert unused_positions(flat.flatten(), starts, (starts + 2).tolist()) == unused
-    flat[:] = 1
-    assert unused_positions(flat.flatten(), starts, (starts + 2).tolist()) == [False] * pieces
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])

@@ -57,6 +57,8 @@ def test_those_that_are_left_go_on_and_who_comes_back_is_let_in(start: Start) ->
     rosters = [start(rank, 0) for rank in range(3)]
     assert _regroup(rosters) == [0, 1, 2]
     assert not any(roster.stayed or roster.news for roster in rosters)
+    for roster in rosters:
+        roster.begin()
     first, second, third = rosters
     told = threading.Event()
     third.watch(told.set)
@@ -82,6 +84,35 @@ def test_those_that_are_left_go_on_and_who_comes_back_is_let_in(start: Start) ->
     assert again.late
     assert [roster.place() for roster in (first, again, third)] == [(0, 3), (1, 3), (2, 3)]
     assert first.members == again.members == [Member(0, 0), Member(2, 0), Member(1, 1)]
+
+
+def test_nobody_is_late_where_nobody_has_come_out_of_init(start: Start) -> None:
+    """A rank is lost while all connect."""
+    rosters = [start(rank, 0) for rank in range(3)]
+    _regroup(rosters)
+    _kill(rosters[1])
+    assert rosters[0].changes(20)
+    assert rosters[2].changes(20)
+    again = start(1, 1)
+    with ThreadPoolExecutor(1) as pool:
+        back = pool.submit(again.regroup)
+        while again.me not in rosters[0].members:
+            _regroup([rosters[0], rosters[2]])
+        back.result(20)
+    assert not again.late
+    assert rosters[0].members == again.members
+
+
+def test_who_gives_signs_of_life_can_be_given_up(start: Start) -> None:
+    rosters = [start(rank, 0) for rank in range(3)]
+    _regroup(rosters)
+    told = threading.Event()
+    rosters[1].on_given_up = told.set
+    rosters[0].give_up([1])
+    assert told.wait(20)
+    assert rosters[2].changes(20)
+    assert "[1] of 3 are lost" in rosters[2].news
+    assert _regroup([rosters[0], rosters[2]]) == [0, 1]
 
 
 def test_one_that_meets_again_tells_the_others(start: Start) -> None:

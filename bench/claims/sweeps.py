@@ -1,0 +1,225 @@
+"""Views of sweeps: what methods took beside each other (read ``docs/results/SWEEP/reports.json``, else pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from bench.claims.source import Source, table
+from bench.methods.spec import family_of, parse_spec
+from bench.sweep.report import bound_of, provenance
+from bench.sweep.summary import Group, Row
+from bench.train.origin import UNCOMMITTED
+
+__all__ = ["SWEEPS"]
+
+
+def _mark(row: Row) -> str:
+    return "\\*" if UNCOMMITTED in row.origin else ""
+
+
+def _place(one: Group) -> list[str]:
+    """What a group trains, and on how many hosts, as two cells."""
+    about = one.settings
+    what = about["emulate_compute"] or f"{about['model']}, really computed"
+    what += f", {about['optimizer']}" if about["optimizer"] != "sgd" else ""
+    what += f", under {about['launcher']}" if about["launcher"] else ""
+    return [what, str(about["workers"])]
+
+
+_PLACE = ("what is trained", "hosts")
+
+
+def _ratio(one: Group) -> str:
+    return f"{one.wire / one.compute:.2f}" if one.wire and one.compute else ""
+
+
+def _bounded(row: Row, one: Group) -> str:
+    return f"{row.median / one.bound:.2f}" if one.bound else ""
+
+
+def about(source: Source) -> str:
+    """about SWEEP: how many runs of which code on which machine."""
+    return provenance(source.sweep()["runs"])
+
+
+def methods(source: Source) -> str:
+    """methods SWEEP [all] [SETTING=…]: the methods of one group, each with its fastest setting, or with all of them."""
+    one = source.one_group()
+    rows = (
+        one.rows if "all" in source.words else [*(row for row in one.rows if row.family == "none"), *one.best.values()]
+    )
+    cells = []
+    for row in sorted(rows, key=lambda row: row.median):
+        name = "computation alone" if row.family == "none" else f"`{row.method}`"
+        spread = f"{row.low:.3f} – {row.high:.3f}"
+        cells.append([name + _mark(row), f"{row.median:.3f}", spread, str(row.n), _bounded(row, one)])
+    return table(["method", "step, median s", "quartiles", "n", "× L"], cells) + f"\n\n{bound_of(one)}"
+
+
+def against(source: Source) -> str:
+    """against SWEEP MINE OTHER [SETTING=…]: both methods' fastest settings beside L, in every group that has both."""
+    mine, other = source.methods()
+    cells = []
+    for one in source.groups():
+        if {mine, other} <= one.best.keys():
+            sides = [one.best[name] for name in (mine, other)]
+            texts = [[f"`{row.method}`" + _mark(row), f"{row.median:.3f}", _bounded(row, one)] for row in sides]
+            cells.append([*_place(one), _ratio(one), *texts[0], *texts[1], f"{sides[0].median / sides[1].median:.2f}"])
+    head = [*_PLACE, "wire/compute", mine, "s", "× L", other, "s", "× L", f"{mine} / {other}"]
+    return table(head, cells)
+
+
+def as_it_comes(source: Source) -> str:
+    """as_it_comes SWEEP …: `dear` without options, beside its fastest fixed setting and the fastest DDP."""
+    cells = []
+    for name in source.words:
+        for one in replace(source, words=(name,)).groups():
+            plain = [row for row in one.rows if row.method == "dear"]
+            fixed = [row for row in one.rows if parse_spec(row.method)[0] == "dear" and row.method != "dear"]
+            if plain and fixed and "ddp" in one.best:
+                sides = [min(fixed, key=lambda row: row.median), one.best["ddp"]]
+                texts = [[f"`{row.method}`{_mark(row)}", f"{plain[0].median / row.median:.2f}"] for row in sides]
+                mine = [f"{plain[0].median:.3f}{_mark(plain[0])}", _bounded(plain[0], one)]
+                network = str(one.settings["network"])
+                cells.append([*_place(one), network, _ratio(one), *mine, *texts[0], *texts[1]])
+    beside = ["fixed", "`dear` / it", "DDP", "`dear` / it"]
+    return table([*_PLACE, "network", "wire/compute", "`dear`, s", "× L", *beside], cells)
+
+
+def _fastest(one: Group, name: str) -> Row | None:
+    """Of a method, also of ``none``."""
+    return min((row for row in one.rows if row.family == name), key=lambda row: row.median, default=None)
+
+
+def _milliseconds(one: Group, name: str) -> str:
+    """The undilated median of the fastest setting."""
+    row = _fastest(one, name)
+    return f"{1e3 * row.median / one.settings['dilate']:.0f}{_mark(row)}" if row else ""
+
+
+def _bounds(one: Group, name: str) -> str:
+    row = _fastest(one, name)
+    return _bounded(row, one) + _mark(row) if row else ""
+
+
+def _range(values: Sequence[float], digits: int) -> str:
+    texts = list(dict.fromkeys(f"{value:.{digits}f}" for value in sorted(values)))
+    return " – ".join([texts[0], texts[-1]] if len(texts) > 1 else texts)
+
+
+def _megabytes(field: str) -> Callable[[Group, str], str]:
+    """The smallest and the largest value among a method's settings."""
+
+    def cell(one: Group, name: str) -> str:
+        values = [getattr(row, field) / 2**20 for row in one.rows if row.family == name]
+        return _range(values, 0 if field == "peak_bytes" else 1) if values else ""
+
+    return cell
+
+
+_CELLS = {"ms": _milliseconds, "L": _bounds, "peak": _megabytes("peak_bytes"), "state": _megabytes("state_bytes")}
+
+
+def pivot(source: Source) -> str:
+    """pivot SWEEP show=ms|L|peak|state columns=METHOD;… [SETTING=…]: a row for every group, a column for every method."""
+    columns = [family_of(spec) for spec in source.option("columns").split(";")]
+    show = source.option("show")
+    head = [*_PLACE, "wire/compute", *("computation" if name == "none" else f"`{name}`" for name in columns)]
+    rows = []
+    for one in source.groups():
+        there = [name for name in columns if name in one.best]
+        if there:
+            rows.append([*_place(one), _ratio(one), *(_CELLS[show](one, name) for name in columns)])
+            if show == "ms":
+                rows[-1].append(f"`{min(there, key=lambda name: one.best[name].median)}`")
+    return table(head + ["fastest"] * (show == "ms"), rows)
+
+
+def speed(source: Source) -> str:
+    """speed SWEEP [SETTING=…]: a row for every method, with the mean seconds of a step on each network, and its part of
+    the speed without communication, which the method `none` of its group has."""
+    cells: dict[str, dict[str, str]] = {}
+    places: list[str] = []
+    for one in source.groups():
+        place = f"{one.settings['workers']} hosts, {one.settings['network']}"
+        places += [] if place in places else [place]
+        alone = _fastest(one, "none")
+        for row in one.rows:
+            if alone is not None and row.family != "none":
+                told = f"{row.mean:.2f} s{_mark(row)}, {alone.mean / row.mean:.0%}"
+                cells.setdefault(row.method, {})[place] = told
+    rows = [[f"`{name}`", *(there.get(place, "") for place in places)] for name, there in cells.items()]
+    return table(["method", *places], rows)
+
+
+def ratio(source: Source) -> str:
+    """ratio SWEEP MINE OTHER|L [SETTING=…]: the fastest settings' medians, or L; of several groups a range."""
+    return _ratios(source, source.methods(), lambda one: one.best)
+
+
+def exactly(source: Source) -> str:
+    """exactly SWEEP MINE OTHER|L [SETTING=…]: as ratio, with the medians of exactly these settings."""
+    return _ratios(source, source.words[1:], lambda one: {row.method: row for row in one.rows})
+
+
+def _ratios(source: Source, sides: Sequence[str], rows_of: Callable[[Group], Mapping[str, Row]]) -> str:
+    mine, other = sides
+    found = [(one, rows_of(one)) for one in source.groups()]
+    there = [(one, rows) for one, rows in found if {mine, other} - {"L"} <= rows.keys()]
+    _committed([rows[name] for _, rows in there for name in {mine, other} - {"L"}])
+    below = [one.bound if other == "L" else rows[other].median for one, rows in there]
+    return _range([rows[mine].median / value for (_, rows), value in zip(there, below, strict=True) if value], 2)
+
+
+def across(source: Source) -> str:
+    """across SWEEP MINE OTHER launcher=A beside=B [SETTING=…]: as ratio, where the other runs under launcher B."""
+    mine, other = source.methods()
+    there = replace(source, named={**source.named, "launcher": source.option("beside")})
+    rows = [source.one_group().best[mine], there.one_group().best[other]]
+    _committed(rows)
+    return f"{rows[0].median / rows[1].median:.2f}"
+
+
+def between(source: Source) -> str:
+    """between SWEEP MINE OTHER [SETTING=…]: the range of the ratio while the other's steps go through their quartiles."""
+    one = source.one_group()
+    mine, other = (one.best[name] for name in source.methods())
+    _committed([mine, other])
+    return f"{mine.median / other.high:.2f} – {mine.median / other.low:.2f}"
+
+
+def peak(source: Source) -> str:
+    """peak SWEEP METHOD [SETTING=…]: MB of a rank at its peak; of several settings or groups a range."""
+    rows = [row for one in source.groups() for row in one.rows if row.family == source.methods()[0]]
+    _committed(rows)
+    return _range([row.peak_bytes / 2**20 for row in rows], 0)
+
+
+def _committed(rows: Sequence[Row]) -> None:
+    """Raises ``ValueError`` for rows that a sentence should not speak of."""
+    if not rows:
+        raise ValueError("there are no such runs")
+    if any(_mark(row) for row in rows):
+        raise ValueError("a sentence does not speak of runs whose code was not committed; a table marks them")
+
+
+def bars(source: Source) -> str:
+    """bars SWEEP: how many of its bars were met, missed and not judged."""
+    met = [verdict["met"] for verdict in source.sweep()["bars"]]
+    return f"{met.count(True)} met, {met.count(False)} missed, {met.count(None)} not judged"
+
+
+def search(source: Source) -> str:
+    """search SWEEP: how many steps each run of a method that searches for its setting took before it was timed."""
+    told = {run["settings"]["method"]: run["warmup_steps"] for run in source.sweep()["runs"]}
+    found = [f"`{method}` {steps}" for method, steps in told.items() if "tune=True" in method]
+    if not found:
+        raise ValueError(f"{source.words[0]} has no runs with tune=True")
+    return ", ".join(found)
+
+
+SWEEPS = (
+    *(about, methods, against, as_it_comes, pivot, speed),
+    *(ratio, exactly, across, between, peak, bars, search),
+)

@@ -1,0 +1,29 @@
+"""How many processes this machine can have, as far as it says so."""
+
+from __future__ import annotations
+
+import os
+import resource
+from pathlib import Path
+
+__all__ = ["of_processes"]
+
+_FILES = ("/proc/sys/kernel/pid_max", "/proc/sys/kernel/threads-max", "/sys/fs/cgroup/pids.max")
+
+
+def of_processes() -> dict[str, int]:
+    """Each limit by its name. mpirun holds two pipes at least for each worker."""
+    found = {}
+    for path in _FILES:
+        try:
+            found[path] = int(Path(path).read_text())
+        except (OSError, ValueError):  # it is not there, or says "max"
+            continue
+    own = {"ulimit -n, of which a worker takes two": (resource.RLIMIT_NOFILE, 2)}
+    if os.geteuid() != 0:  # whom the number of processes does not bind
+        own["ulimit -u"] = (resource.RLIMIT_NPROC, 1)
+    for name, (limit, each) in own.items():
+        most = resource.getrlimit(limit)[1]
+        if most != resource.RLIM_INFINITY:
+            found[name] = most // each
+    return found

@@ -1,0 +1,47 @@
+"""Tensors of others over memory in which parameters are on their way: ``w = layer.weight.data``, kept across ``step()``.
+
+No gate stands before such a tensor. torch counts how many tensors use a piece of memory, so that somebody has one shows:
+``step()`` then waits until the values are there.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+__all__ = ["Watch", "outlives", "shared", "use_count", "watch"]
+
+_count = getattr(torch._C, "_storage_Use_Count", None)  # torch promises nobody that it stays
+
+
+def _nobody(_address: int) -> int:
+    return 0
+
+
+#: Of memory, by the address of its storage: how many tensors and storages of Python's refer to it.
+use_count = _nobody if _count is None else _count
+
+
+class Watch(NamedTuple):
+    """Memory, and how many use it where only we do."""
+
+    memory: torch.UntypedStorage
+    ours: int
+
+
+def watch(tensor: torch.Tensor, before: Watch | None = None) -> Watch:
+    """From now on, when nobody else can have a tensor over the memory of `tensor`; unless it was watched `before`."""
+    memory = tensor.untyped_storage()
+    now = use_count(memory._cdata)
+    return Watch(memory, now if before is None else min(now, before.ours))
+
+
+def outlives(watched: Watch) -> bool:
+    """Whether anybody uses the memory still, which we have given up."""
+    return use_count(watched.memory._cdata) > 1
+
+
+def shared(parameter: torch.Tensor) -> bool:
+    """Whether anybody has another tensor over the memory of `parameter`, which is no part of a buffer of ours."""
+    return parameter.layout is torch.strided and use_count(parameter.untyped_storage()._cdata) > 2
