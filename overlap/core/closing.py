@@ -132,14 +132,16 @@ class Closing:
         arrangement, round = self._arrangement, self._round
         if heard.converted:
             self._rebuild(heard, converted)
-        arrangement.learn()
+        used = arrangement.learn()
         arrangement.release()
         round.flush()
         if heard.late:  # after the flush: how many buckets were issued before it differs between ranks
             arrangement.extend(late)
             round.flush()
-        if heard.late or heard.converted or not heard.complete:
-            self._find_unused()
+        if used is None and (heard.late or heard.converted or not heard.complete):
+            used = self._used()
+        if used is not None:
+            round.take_unused([not one for one in used])
         if self._on_closed:
             number = self._participants.round
             for told in self._on_closed:
@@ -153,11 +155,12 @@ class Closing:
             return False
         return self._round.complete
 
-    def _find_unused(self) -> None:
-        """All ranks have filled all buckets, and each of them lacks a gradient: which ones do all lack?"""
+    def _used(self) -> list[bool]:
+        """All ranks have filled all buckets, and each of them lacks a gradient. By slot: whether some rank has it."""
         used = torch.tensor([not slot.absent for slot in self._slots], dtype=torch.uint8, device="cpu")
-        self._comm.all_reduce(used, used, ReduceOp.MAX, label="used parameters")
-        self._round.take_unused([not one for one in used.tolist()])
+        if self._comm.size > 1:
+            self._comm.all_reduce(used, used, ReduceOp.MAX, label="used parameters")
+        return [bool(one) for one in used.tolist()]
 
     def end_step(self) -> None:
         """The averages were used. On one rank."""

@@ -196,7 +196,7 @@ def test_what_no_rank_used_is_left_alone_and_asked_for_only_where_no_rank_used_a
     """With momentum and weight decay: a gradient of zero would change the parameter."""
     first, last = 0, dear.size() - 1
     both, one = (0, 1), (0,)
-    steps = [(both, both), (both, both), (one, both), (one, one), (both, both), ((1,), one), (both, one)]
+    steps = [(one, one), (both, both), (one, both), (one, one), (both, both), ((1,), one), (both, one)]
     models = [_Heads(), _Heads()]
     optimizers: list[Any] = [torch.optim.SGD(m.parameters(), 0.01, momentum=0.5, weight_decay=0.1) for m in models]
     optimizers[0] = WRAP[strategy](optimizers[0], models[0])

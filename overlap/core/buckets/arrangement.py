@@ -50,11 +50,14 @@ class Arrangement:
         """Until the first step: nothing is in buckets, nothing is sharded, gradients are the user's own tensors."""
         return self.observer is not None
 
-    def learn(self) -> None:
-        """End the first iteration: plan from what rank 0 saw. On every rank, inside the first step."""
+    def learn(self) -> list[bool] | None:
+        """End the first iteration: plan from what rank 0 saw. On every rank, inside the first step.
+
+        Returns, by slot, whether some rank has a gradient for it; None after the first iteration, when nobody is asked.
+        """
         if self.observer is None:
-            return
-        given = any(slot.param.grad is not None for slot in self._slots)  # by hooks, or by hand
+            return None
+        given = {slot.index for slot in self._slots if slot.param.grad is not None}  # by hooks, or by hand
         # torch steps what is frozen and has a gradient.
         kept = {slot.index for slot in self._slots if not slot.param.requires_grad and slot.param.grad is not None}
         mine = (self.observer.finish(), [line(slot) for slot in self._slots], given, kept)
@@ -62,15 +65,18 @@ class Arrangement:
         compare("parameters", [lines for _, lines, _, _ in learned])  # they may have been converted since the start
         self._refuse_moved()
         found = [facts for facts, _, _, _ in learned]
-        if not any(given or any(facts.fires) for facts, _, given, _ in learned):
+        everywhere = set().union(*(given for _, _, given, _ in learned))
+        used = [slot.index in everywhere for slot in self._slots]
+        if not everywhere and not any(any(facts.fires) for facts in found):
             self.observer = Observer(self._slots)  # a step before any backward, which does nothing, teaches nothing
-            return
+            return used
         facts = next((facts for facts in found if any(facts.fires)), found[0])  # rank 0 may have joined at once
         fires = [max(counts) for counts in zip(*(facts.fires for facts in found), strict=True)]
         self.observer = None
         self._claim(self._slots)
         self._planner.begin(facts, fires, self._round.passes, set().union(*(kept for *_, kept in learned)))
         self._follow_plan()
+        return used
 
     @property
     def unplanned(self) -> list[Slot]:
