@@ -10,7 +10,7 @@ A second optimizer of the user's class, with the same attributes: it updates wha
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,12 +100,14 @@ class ShardUpdate:
         for one in self._pieces[bucket]:
             one.proxy.grad = None if one.slot.unused else one.gradient
 
-    def step(self, bucket: Bucket) -> None:
-        """Update the bucket's pieces with the hyper-parameters in force now."""
-        if bucket.master is not None:
-            bucket.master.follow()
+    def step(self, buckets: Sequence[Bucket]) -> None:
+        """Update the pieces of `buckets`, at least one, in one call with the hyper-parameters in force now."""
+        for bucket in buckets:
+            if bucket.master is not None:
+                bucket.master.follow()
+        pieces = [one for bucket in buckets for one in self._pieces[bucket]]
         by_group: dict[int, list[torch.nn.Parameter]] = {}
-        for one in self._pieces[bucket]:
+        for one in pieces:
             if one.proxy.grad is not None:
                 by_group.setdefault(one.slot.group, []).append(one.proxy)
         if by_group and self.once is not None:
@@ -114,9 +116,9 @@ class ShardUpdate:
             groups = self._optimizer.param_groups
             self._shadow.param_groups = [{**groups[index], "params": proxies} for index, proxies in by_group.items()]
             self._step(self._shadow)
-        if bucket.reduced.is_cuda:
-            self.written.note(bucket.reduced)
-        for one in self._pieces[bucket]:
+        if buckets[-1].reduced.is_cuda:
+            self.written.note(buckets[-1].reduced)
+        for one in pieces:
             one.proxy.grad = None
 
     def gradients(self, wanted: Callable[[torch.Tensor], bool]) -> list[torch.Tensor]:

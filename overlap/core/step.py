@@ -14,7 +14,7 @@ reductions is issued, no other rank's can be done, and nobody has updated anythi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -28,10 +28,11 @@ from overlap.core.gates.gates import listed
 from overlap.core.gates.holders import Strangers
 from overlap.core.once import Once, unhooked_step
 from overlap.core.round import Stage, TooManyGradients
+from overlap.transport.cuda import streams
 from overlap.transport.encoding import can_travel
 from overlap.transport.objects import allgather_object
 
-__all__ = ["Closure", "Stepper", "hyper_parameters", "take_hyper_parameters"]
+__all__ = ["Closure", "Stepper", "calls", "hyper_parameters", "take_hyper_parameters"]
 
 Closure = Callable[[], Any]
 Skips = Callable[[Sequence[Bucket], int], bool]
@@ -129,20 +130,22 @@ class Stepper:
             whole, strangers, shards, transit = [], Strangers(), engine.sharded, engine.transit
             on_used = round.on_used if scale is None else ()
             updated = engine.policy.begin()
-            for bucket in reversed(engine.order):
-                if bucket in updated:
-                    continue
-                if bucket.phase is Phase.REDUCING:
-                    round.reduced(bucket)
-                    bucket.advance(Phase.REDUCED)
-                if bucket.holds_parameters:
-                    bucket.adopt(strangers)
-                    shards.step(bucket)
+            for together in calls([bucket for bucket in reversed(engine.order) if bucket not in updated], _launched):
+                for bucket in together:
+                    if bucket.phase is Phase.REDUCING:
+                        round.reduced(bucket)
+                        bucket.advance(Phase.REDUCED)
+                    if bucket.holds_parameters:
+                        bucket.adopt(strangers)
+                    else:
+                        whole.append(bucket)
+                sliced = [bucket for bucket in together if bucket.holds_parameters]
+                if sliced:
+                    shards.step(sliced)
+                for bucket in sliced:
                     transit.send(bucket)
                     for told in on_used:  # while this is in the processor's cache, and others wait for nothing
                         told((bucket,))
-                else:
-                    whole.append(bucket)
             if whole or any(map(_claimed, engine.slots)):
                 self._update_whole(whole)
                 for told in on_used:
@@ -255,6 +258,26 @@ class Stepper:
                 "step(closure) computes gradients, and on some rank there were some already since the last step(): call "
                 "zero_grad() before it, on every rank, or step() without a closure"
             )
+
+
+def _launched(bucket: Bucket) -> bool:
+    """Whether the host only launches its update, so that a call costs more than bytes do."""
+    return streams.on_device(bucket.reduced)
+
+
+def calls(buckets: Sequence[Bucket], launched: Callable[[Bucket], bool]) -> Iterator[Sequence[Bucket]]:
+    """Which `buckets`, in the order of their use, the optimizer updates in one call.
+
+    One at a time on the host, so that its gather leaves before the next is computed. On a device one, two, four, …: the
+    first gathers leave early, and thirty buckets take five calls.
+    """
+    start, size = 0, 1
+    while start < len(buckets):
+        stop = start + 1
+        while stop < min(start + size, len(buckets)) and launched(buckets[start]) and launched(buckets[stop]):
+            stop += 1
+        yield buckets[start:stop]
+        start, size = stop, 2 * size
 
 
 def hyper_parameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

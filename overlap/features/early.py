@@ -147,7 +147,7 @@ class EarlyUpdates(Policy):
         self._round.settle([bucket])
         with self._states.replacing():
             bucket.adopt(Strangers())
-            self._shards.step(bucket)
+            self._shards.step((bucket,))
         self._transit.send(bucket)
         for told in self._round.on_used:
             told((bucket,))

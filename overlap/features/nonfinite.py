@@ -11,16 +11,20 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 from operator import attrgetter
+from typing import NamedTuple
 
 import torch
 
 from overlap.core.bucket import Bucket, Slot
 from overlap.core.feature import Feature
 from overlap.transport.communicator import Communicator, ReduceOp
+from overlap.transport.cuda import streams
+from overlap.transport.cuda.streams import Reading
 
-__all__ = ["CHOICES", "NonfiniteCheck", "NonfiniteGradient", "SkippedSteps", "nonfinite"]
+__all__ = ["CHOICES", "NonfiniteCheck", "NonfiniteGradient", "SkippedSteps"]
 
 log = logging.getLogger("dear")
 
@@ -38,36 +42,53 @@ class NonfiniteGradient(RuntimeError):
 
 
 class NonfiniteCheck(Feature):
-    """Raises on all ranks, in the call after ``step()`` that closes a round, where averages were not finite."""
+    """Raises on all ranks, in the call after ``step()`` that closes a round, where averages were not finite.
+
+    On a device that is the first such call for which the device has come so far: the host does not wait for it.
+    """
 
     def __init__(self) -> None:
         self._found: tuple[Slot, int] | None = None  # which, and in which round
-        self._unread: list[tuple[torch.Tensor, Bucket]] = []  # sums on a GPU, which nobody has waited for
+        self._parts: list[_Part] = []  # on a device, of this round
+        self._readings: list[tuple[Sequence[_Part], Reading]] = []
 
     def used(self, buckets: Sequence[Bucket]) -> None:
         if self._found is not None:
             return
         shards = all(map(_holds_parameters, buckets))
         for bucket, flat in [(each, each.reduced) for each in buckets] if shards else _looked_at(buckets):
+            if streams.on_device(flat):
+                self._parts += _parts(bucket, flat)
+                continue
             total = flat.sum(dtype=torch.float32 if flat.dtype in _NARROW else None)
-            if total.is_cuda:
-                self._unread.append((total, bucket))
-            elif not math.isfinite(abs(total.item())):  # or too large a sum
-                slot = nonfinite(bucket)
+            if not math.isfinite(abs(total.item())):  # or too large a sum
+                slot = _nonfinite(bucket)
                 if slot is not None:
                     self._found = slot, bucket.round
                     return
 
+    def ended(self) -> None:
+        if self._parts:
+            parts, largest = _largest(self._parts)
+            self._parts = []
+            self._readings.append((parts, Reading(largest)))
+
     def verify(self) -> None:
-        unread, self._unread = self._unread, []
-        for total, bucket in unread:
-            if self._found is None and not math.isfinite(abs(total.item())):
-                self._found = bucket.slots[0], bucket.round
+        while self._readings and self._readings[0][1].there():
+            self._read()
         found, self._found = self._found, None
         if found is not None:
             raise NonfiniteGradient(_message(*found))
 
+    def _read(self) -> None:
+        parts, reading = self._readings.pop(0)
+        found = _first(parts, reading.values())
+        if found is not None and self._found is None:
+            self._found = found.slot, found.round
+
     def ending(self) -> None:
+        while self._readings:
+            self._read()
         if self._found is not None:
             log.error("%s", _message(*self._found))
 
@@ -88,7 +109,7 @@ class SkippedSteps:
 
     def skips(self, buckets: Iterable[Bucket], step: int) -> bool:
         """Whether any average is infinite or NaN; reductions were awaited. On every rank."""
-        first = next((slot.index for bucket in buckets if (slot := nonfinite(bucket)) is not None), _NONE)
+        first = self._mine(list(buckets))
         if self._comm.size > 1:
             agreed = torch.tensor([first], dtype=torch.int64, device="cpu")
             self._comm.all_reduce(agreed, agreed, ReduceOp.MIN, label="infinities")
@@ -106,6 +127,17 @@ class SkippedSteps:
             )
         return True
 
+    def _mine(self, buckets: Sequence[Bucket]) -> int:
+        """The index of the first parameter whose average, in this rank's part, is not finite. A device is read once."""
+        if not any(streams.on_device(bucket.gradients) for bucket in buckets):
+            return next((slot.index for bucket in buckets if (slot := _nonfinite(bucket)) is not None), _NONE)
+        parts = [part for bucket, flat in _looked_at(buckets) for part in _parts(bucket, flat)]
+        if not parts:
+            return _NONE
+        parts, largest = _largest(parts)
+        found = _first(parts, largest.tolist())
+        return _NONE if found is None else found.slot.index
+
 
 def _looked_at(buckets: Iterable[Bucket]) -> list[tuple[Bucket, torch.Tensor]]:
     """This rank's part of the averages that an update uses; where a script has put others into ``.grad``, all of these."""
@@ -121,22 +153,47 @@ def _looked_at(buckets: Iterable[Bucket]) -> list[tuple[Bucket, torch.Tensor]]:
     return found
 
 
-def nonfinite(bucket: Bucket) -> Slot | None:
-    """The first parameter of `bucket` whose average, in this rank's part, is infinite or NaN."""
+def _nonfinite(bucket: Bucket) -> Slot | None:
+    """The first parameter of `bucket` whose average, in this rank's part, is infinite or NaN. On the host."""
     for _, flat in _looked_at([bucket]):
-        if bool(torch.isfinite(flat).all()):
-            continue
-        for slot, gradient in _parts(bucket, flat):
-            if not bool(torch.isfinite(gradient).all()):
-                return slot
+        if not bool(torch.isfinite(flat).all()):
+            return next(
+                (one.slot for one in _parts(bucket, flat) if not bool(torch.isfinite(one.gradient).all())), None
+            )
     return None
 
 
-def _parts(bucket: Bucket, flat: torch.Tensor) -> Iterable[tuple[Slot, torch.Tensor]]:
+class _Part(NamedTuple):
+    """What this rank looks at of one parameter's average."""
+
+    slot: Slot
+    round: int
+    gradient: torch.Tensor
+
+
+def _parts(bucket: Bucket, flat: torch.Tensor) -> Iterator[_Part]:
     """What `flat`, one of those that were looked at, has of each parameter."""
     for slot, offset in zip(bucket.slots, bucket.spec.offsets, strict=True):
-        if flat is slot.param.grad:
-            yield slot, flat
         low, high = max(offset, bucket.own.start), min(offset + slot.param.numel(), bucket.own.stop)
-        if flat.numel() == bucket.own.stop - bucket.own.start and flat.dim() == 1 and low < high:
-            yield slot, flat[low - bucket.own.start : high - bucket.own.start]
+        if flat is slot.param.grad:
+            yield _Part(slot, bucket.round, flat)
+        elif flat.numel() == bucket.own.stop - bucket.own.start and flat.dim() == 1 and low < high:
+            yield _Part(slot, bucket.round, flat[low - bucket.own.start : high - bucket.own.start])
+
+
+def _largest(parts: Iterable[_Part]) -> tuple[list[_Part], torch.Tensor]:
+    """The absolute value of the largest element of each part, where they lie: infinite or NaN where one element is.
+
+    With the parts in that order. A few launches for any number of them.
+    """
+    ordered = sorted(parts, key=lambda part: str(part.gradient.dtype))
+    found = []
+    for _, alike in groupby(ordered, key=lambda part: part.gradient.dtype):
+        norms = torch._foreach_norm([part.gradient for part in alike], math.inf)
+        found.append(torch.stack(list(norms)).double())
+    return ordered, torch.cat(found)
+
+
+def _first(parts: Sequence[_Part], largest: Sequence[float]) -> _Part | None:
+    found = [part for part, value in zip(parts, largest, strict=True) if not math.isfinite(value)]
+    return min(found, key=lambda part: part.slot.index, default=None)

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from overlap.job import devices
+from overlap.transport.cuda import streams
 from overlap.transport.cuda.route import Facts
 from tests.spmd.host_random import HostRandom
 
@@ -89,6 +90,7 @@ def pretend(patch: pytest.MonkeyPatch) -> None:
         return Facts() if refusal else Facts("cuda", "a card", trouble="pretended")
 
     patch.setattr(devices, "TorchStreams", PlainStreams)
+    patch.setattr(streams, "on_device", lambda _tensor: True)
     patch.setattr(devices, "_facts", facts)
     backward = torch.autograd.backward
 

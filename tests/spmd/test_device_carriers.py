@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import math
+import re
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 import bytescheduler_adapter
 import dear
@@ -17,10 +22,14 @@ import oss
 import wfbp
 from bench.gpu import parity
 from comm_core import ReduceOp
+from overlap.core.closing import OtherRankFailed
+from overlap.core.shards import ShardUpdate
 from overlap.features import clipping
+from overlap.features.nonfinite import NonfiniteGradient
 from overlap.job import devices, session
 from overlap.job.devices import CudaCarriers
 from overlap.transport.communicator import Communicator
+from overlap.transport.cuda import streams
 from overlap.transport.cuda.communicator import DeviceCommunicator
 from overlap.transport.cuda.math import can_inspect, inspect
 from overlap.transport.cuda.route import Facts, RouteError
@@ -76,6 +85,99 @@ def test_training_over_a_carrier_is_bit_identical(strategy: str, request: pytest
     assert (PlainStreams.copied > 0) is (SIZE > 1), "alone, nothing travels"
     assert len(found) == len(expected)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("strategy", ["dear", "dear-rb", "dear-16", "oss"])
+def test_updates_in_one_call_are_bit_identical(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, made = _trained(WRAP[strategy]), []
+    monkeypatch.setattr(streams, "on_device", lambda _: True)
+    update = ShardUpdate.step
+    monkeypatch.setattr(ShardUpdate, "step", lambda self, buckets: [made.append(len(buckets)), update(self, buckets)])
+    found = _trained(WRAP[strategy])
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert max(made) > 1
+
+
+class _Waits(TorchFunctionMode):
+    """Notes where the host asks for values in the memory of `roots`, or computed from them, for which it would wait."""
+
+    _ASK = frozenset(["item", "tolist", "numpy", "cpu", "nonzero", "equal", "allclose"])
+
+    def __init__(self, roots: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self._there = dict(map(_memory, roots))  # kept alive, so that no other memory has its address
+        self.found: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = [_memory(one)[0] for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+        there, name = not self._there.keys().isdisjoint(given), getattr(func, "__name__", "")
+        fetched = name == "copy_" and given[0] not in self._there and not kwargs.get("non_blocking")
+        if there and (fetched or name in self._ASK or re.fullmatch("__(bool|int|float|index)__", name)):
+            self.found.append("".join(traceback.format_stack(limit=6)))
+        result = func(*args, **kwargs)
+        if there and name != "copy_":
+            self._there.update(_memory(one) for one in tree_leaves(result) if isinstance(one, torch.Tensor))
+        return result
+
+
+def _memory(tensor: torch.Tensor) -> tuple[int, Any]:
+    storage = tensor.untyped_storage()
+    return storage._cdata, storage
+
+
+@pytest.mark.parametrize("strategy", [name for name in WRAP if name != "dear-16"])
+@pytest.mark.parametrize("clipped", [False, True])
+def test_the_host_waits_for_nothing_in_a_steady_step(strategy: str, clipped: bool, pretended: None) -> None:
+    """But for what a carrier copies through the host, and the norm of shards that are clipped, which is read once."""
+    if clipped and strategy == "dear-eager":
+        pytest.skip("updates before a norm is known")
+    model = torch.nn.Sequential(torch.nn.Linear(6, 40), torch.nn.Tanh(), torch.nn.Linear(40, 2))
+    optimizer = WRAP[strategy](torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.5), model)
+    inputs = torch.randn(4, 6)
+    for _ in range(6):
+        buckets = optimizer._engine.order
+        held = [one for bucket in buckets for one in (bucket.gradients, bucket.reduced)]
+        waits = _Waits([inputs, *model.parameters(), *held])
+        with waits:
+            optimizer.zero_grad()
+            model(inputs).square().mean().backward()
+            if clipped:
+                optimizer.clip_grad_norm_(0.1)
+            optimizer.step()
+    found = [stack for stack in waits.found if "cuda/staged.py" not in stack]
+    assert len(found) <= int(clipped and not optimizer._averages.whole), "\n".join(found)
+
+
+def test_waits_are_seen() -> None:
+    """So that the test above can fail."""
+    weight = torch.nn.Parameter(torch.ones(2))
+    with _Waits([weight]) as waits:
+        (weight * 2).sum().item()
+        weight.grad is None or weight.grad.tolist()
+        bool((weight.detach()[0] > 0).any())
+        torch.empty(2).copy_(weight.detach())
+        torch.ones(2).tolist()
+    assert len(waits.found) == 3
+
+
+def test_of_a_device_too_what_is_not_finite_is_named(pretended: None) -> None:
+    """And said on all ranks, in the next step, whichever rank looks at it; a step that is skipped is skipped on all."""
+    for choice in ("raise", "skip"):
+        model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 2)).double()
+        optimizer = dear.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model, on_nonfinite=choice)
+        for number in range(3):
+            optimizer.zero_grad()
+            loss = model(torch.ones(2, 3).double()).sum()
+            if number == 1 and RANK == SIZE - 1:
+                loss = loss + model[1].bias[1] * math.inf
+            loss.backward()
+            if number < 2 or choice == "skip":
+                optimizer.step()
+                continue
+            with pytest.raises((NonfiniteGradient, OtherRankFailed), match=r"'1\.bias' was infinite or NaN in step 1"):
+                optimizer.step()
+        assert choice == "raise" or all(bool(parameter.isfinite().all()) for parameter in model.parameters())
 
 
 def _staged() -> tuple[Communicator, Communicator]:

@@ -10,7 +10,7 @@ import torch
 
 from overlap.transport.cuda.work import Moment
 
-__all__ = ["LastUpdate", "Streams", "TorchStreams"]
+__all__ = ["LastUpdate", "Reading", "Streams", "TorchStreams", "on_device"]
 
 
 class Streams(Protocol):
@@ -121,6 +121,35 @@ class TorchStreams:
         event = torch.cuda.Event()
         event.record(chosen)
         return _Event(event, self._place)
+
+
+def on_device(tensor: torch.Tensor) -> bool:
+    """Whether the host only launches what is computed with `tensor`, and would wait for its values."""
+    return tensor.is_cuda
+
+
+class Reading:
+    """Numbers that a device has computed, on their way to the host, which looks when they are there.
+
+    `numbers` are flat, in float64, computed on the current stream.
+    """
+
+    def __init__(self, numbers: torch.Tensor) -> None:
+        self._event = torch.cuda.Event() if numbers.is_cuda else None
+        self._host = torch.empty(numbers.numel(), dtype=numbers.dtype, pin_memory=numbers.is_cuda, device="cpu")
+        self._host.copy_(numbers, non_blocking=True)
+        if self._event is not None:
+            self._event.record(torch.cuda.current_stream(numbers.device))
+
+    def there(self) -> bool:
+        """Whether :meth:`values` would return at once. Never blocks."""
+        return self._event is None or bool(self._event.query())
+
+    def values(self) -> list[float]:
+        """Blocks until they are there."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host.tolist()
 
 
 class LastUpdate:
