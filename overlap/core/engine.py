@@ -7,7 +7,6 @@ afterwards:       gradient hooks ─▶ round ─▶ a bucket's reduction       
 from __future__ import annotations
 
 import sys
-import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -150,7 +149,7 @@ class Engine:
         slot = self._by_param.get(id(parameter))
         if slot is None:
             return
-        since = 0.0 if self._clock is None else time.perf_counter()
+        since = None if self._clock is None else self._clock.now()
         if self.round.begun:
             self._see_zero_grad()
         observer = self.arrangement.observer
@@ -169,7 +168,7 @@ class Engine:
 
     def _enter(self, module: torch.nn.Module, *_inputs: object) -> None:
         observer, transit = self.arrangement.observer, self.transit
-        since = 0.0 if self._clock is None else time.perf_counter()
+        since = None if self._clock is None else self._clock.now()
         if self.round.unscaled and torch.is_grad_enabled():
             self.round.scale_kept()
         if observer is not None:
@@ -201,7 +200,7 @@ class Engine:
         if observer is not None:
             observer.leave(module)
         if clock is not None:
-            since = time.perf_counter()
+            since = clock.now()
             clock.left()
             clock.passed(since)
 
@@ -324,7 +323,7 @@ def _hook(reference: weakref.ref[Engine], slot: Slot) -> Callable[[torch.Tensor]
         if clock is None:
             engine._gradient_ready(engine.slots[number])
         else:
-            came = time.perf_counter()
+            came = clock.now()
             engine._gradient_ready(engine.slots[number])
             clock.gradient(number, came)
 

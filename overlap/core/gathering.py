@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -81,7 +80,7 @@ class Transit:
             if bucket not in self.pending or bucket in self._arriving:
                 return
             self._arriving.add(bucket)
-            since = 0.0 if self.clock is None else time.perf_counter()
+            since = None if self.clock is None else self.clock.now()
             try:
                 update = self.pending[bucket]
                 self._complete(bucket, update)

@@ -121,6 +121,11 @@ class Round:
             return True
         return before_last.work.done()
 
+    @property
+    def comm(self) -> Communicator:
+        """By which gradients travel; the first where there are several, which are alike."""
+        return self._reductions[0]
+
     def travels_on(self, names: Iterable[str]) -> bool:
         """Whether a communicator of the reductions has one of `names`."""
         return not {comm.name for comm in self._reductions}.isdisjoint(names)

@@ -1,16 +1,23 @@
-"""How much memory this host, or the container that this process is in, has to spare."""
+"""How much memory this host, or the container that this process is in, or a GPU, has to spare."""
 
 from __future__ import annotations
 
 from pathlib import Path
+
+import torch
 
 __all__ = ["available_bytes"]
 
 _GROUP = Path("/sys/fs/cgroup")
 
 
-def available_bytes(meminfo: Path = Path("/proc/meminfo"), group: Path = _GROUP) -> int:
-    """Bytes that may be taken without swapping: the host's, or what is left of the control group's limit."""
+def available_bytes(
+    place: torch.device | None = None, meminfo: Path = Path("/proc/meminfo"), group: Path = _GROUP
+) -> int:
+    """Bytes that may be taken without swapping: the host's, or what is left of the control group's limit; or of a GPU."""
+    if place is not None and place.type == "cuda":
+        unused = torch.cuda.memory_reserved(place) - torch.cuda.memory_allocated(place)
+        return int(torch.cuda.mem_get_info(place)[0]) + unused
     found = [0]
     for line in meminfo.read_text().splitlines():
         if line.startswith("MemAvailable:"):

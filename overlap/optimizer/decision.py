@@ -36,7 +36,7 @@ from overlap.transport.communicator import Communicator, ReduceOp
 from overlap.transport.encoding import travels
 from overlap.transport.objects import agree, allgather_object, broadcast_object
 
-__all__ = ["Report", "decided", "in_a_line", "layers_of", "work_of"]
+__all__ = ["Report", "decided", "in_a_line", "layers_of", "link_of", "work_of"]
 
 _ROOM = 0.25  # of the memory that is free, which a plan may take
 _LEAST_PATIENCE = 0.3  # seconds of simulation, or as long as a step
@@ -64,17 +64,19 @@ def decided(comm: Communicator, engine: Engine, strategy: PlannedStrategy, clock
     """Rank 0's decision about `strategy`, which is in force. On every rank, with what each has measured."""
     units = engine.planner.units
     layer_of = layers_of(units)
-    start, handling = start_cost(comm)
-    sent, rank = clock.sent(), engine.participants.ranks.index(engine.participants.rank)
-    mine: Times | None = layer_times(clock.laps, layer_of, len(units))
+    start, handling = start_cost(link_of(comm, engine))
+    laps, sent = clock.read()
+    rank = engine.participants.ranks.index(engine.participants.rank)
+    mine: Times | None = layer_times(laps, layer_of, len(units))
     if mine is not None:
         share = {bucket.index: bucket.shares[rank] * bucket.gradients.element_size() for bucket in engine.order}
-        per_byte, bucket_cost = thread_costs(sent, clock.laps, share, handling)
-        mine = without_passing(mine, [len(unit) for unit in units], passing_cost())
+        per_byte, bucket_cost = thread_costs(sent, laps, share, handling, together=clock.launched)
+        if not clock.launched:
+            mine = without_passing(mine, [len(unit) for unit in units], passing_cost())
         mine = replace(mine, update=per_byte, handling=bucket_cost)
     found = services(sent, start / 2)
     took = torch.tensor([seconds for seconds, _ in found], dtype=torch.float64)
-    room = available_bytes() / current().local_size * _ROOM
+    room = available_bytes(engine.round.comm.place) / current().local_size * _ROOM
     told = allgather_object(comm, (len(sent), 0.0 if mine is None else mine.computed, _state_per_byte(engine), room))
     known = {length for length, *_ in told}
     if took.numel() and len(known) == 1:
@@ -100,6 +102,11 @@ def decided(comm: Communicator, engine: Engine, strategy: PlannedStrategy, clock
         except (ArithmeticError, LookupError, ValueError) as error:
             report = replace(empty, problem=f"what was measured cannot be simulated ({type(error).__name__}: {error})")
     return agree(comm, report)  # type: ignore[return-value]
+
+
+def link_of(comm: Communicator, engine: Engine) -> Communicator:
+    """By what a probe of the link goes: `comm`, or what moves gradients where these are a device's."""
+    return comm if engine.round.comm.place.type == "cpu" else engine.round.comm
 
 
 def _chosen(

@@ -20,6 +20,7 @@ import time
 import weakref
 from collections import deque
 from enum import Enum, auto
+from itertools import pairwise
 from typing import Any
 
 from torch.utils.hooks import RemovableHandle
@@ -31,7 +32,7 @@ from overlap.features.replanning import Replanning
 from overlap.job.groups import beside
 from overlap.job.process_set import ProcessSet
 from overlap.job.session import current
-from overlap.optimizer.decision import Report, decided, in_a_line, layers_of, work_of
+from overlap.optimizer.decision import Report, decided, in_a_line, layers_of, link_of, work_of
 from overlap.optimizer.distributed import DistributedOptimizer
 from overlap.optimizer.explain import NO_PLAN, Explained, explanation
 from overlap.plan.choice import Job, simulated
@@ -43,6 +44,7 @@ from overlap.plan.simulation.workload import Workload
 from overlap.plan.strategy import PlannedStrategy
 from overlap.transport.communicator import Communicator
 from overlap.transport.objects import agree
+from overlap.transport.stamps import Stamp
 
 __all__ = ["Planning", "plan_by_itself"]
 
@@ -101,7 +103,9 @@ class Planning:
         self._clock: StepClock | None = None
         self._handle: RemovableHandle | None = None
         self._steps = 0  # of this phase
-        self._last = 0.0  # when the last step ended
+        self._stamps = engine.round.comm.stamps()
+        self._marks: list[Stamp] = []  # when this phase began, and when its steps ended
+        self._last = 0.0  # when the last step ended, by the host's clock
         self._seconds: deque[float] = deque(maxlen=_WATCHED)
         self._usual = 0.0
         self._checked_at = 0.0  # seconds of a step with the new plan, while it is checked
@@ -168,11 +172,11 @@ class Planning:
         elif self._phase is Phase.SETTLED:
             self._watch(optimizer, took)
         elif not self._engine.learning:
-            self._advance(optimizer, took)
+            self._advance(optimizer)
 
     # - Towards a plan
 
-    def _advance(self, optimizer: DistributedOptimizer, took: float) -> None:
+    def _advance(self, optimizer: DistributedOptimizer) -> None:
         self._steps += 1
         if self._phase not in (Phase.FIRST, Phase.WARM_UP) and self._others:
             self._stop_measuring()
@@ -186,7 +190,7 @@ class Planning:
         elif self._phase is Phase.EARLIER_WARM_UP:
             self._turn(Phase.EARLIER)
         else:
-            self._seconds.append(took)
+            self._marks.append(self._stamps.now())
             if self._clock is not None:
                 self._clock.stepped()
             if self._steps == _MEASURED:
@@ -197,8 +201,15 @@ class Planning:
         if to not in _NEXT[self._phase]:
             raise RuntimeError(f"planning that is in {self._phase.name} cannot come to {to.name}")
         self._phase, self._steps = to, 0
+        self._marks = [self._stamps.now()]
         self._seconds.clear()
         self._buckets = [weakref.ref(bucket) for bucket in self._engine.order]
+
+    @property
+    def _measured(self) -> float:
+        """The median of what the steps of this phase took, in seconds, on this rank."""
+        ends = map(self._stamps.reader(), self._marks)
+        return statistics.median(until - since for since, until in pairwise(ends))
 
     @property
     def _others(self) -> bool:
@@ -209,7 +220,7 @@ class Planning:
         """Measure from here, where a step has just ended."""
         self._turn(Phase.MEASURE)
         late = "reduce" if self._strategy.updates is Updates.DEFERRED else "gather"
-        self._clock = StepClock({id(slot.param): slot.index for slot in self._engine.slots}, late)
+        self._clock = StepClock({id(slot.param): slot.index for slot in self._engine.slots}, late, self._stamps)
         self._engine.measure(self._clock)
         clock = self._clock
         self._handle = optimizer.register_step_pre_hook(lambda *_: clock.stepping())
@@ -231,7 +242,7 @@ class Planning:
     def _decide(self, optimizer: DistributedOptimizer) -> None:
         clock = self._stop_measuring()
         assert clock is not None, "this phase measures"
-        measured = statistics.median(self._seconds)
+        measured = self._measured
         report = decided(self._comm, self._engine, self._strategy, clock, measured)
         self.report, self.checked, self._again, self._units = report, None, None, self._engine.planner.units
         if report.problem:
@@ -256,7 +267,7 @@ class Planning:
     def _check(self, optimizer: DistributedOptimizer) -> None:
         assert self.report is not None, "a plan is checked"
         before = self.report.measured
-        self._checked_at = seconds = agree(self._comm, statistics.median(self._seconds))
+        self._checked_at = seconds = agree(self._comm, self._measured)
         if seconds <= _WORSE * before:
             self._keep(optimizer, seconds, before)
             return
@@ -264,7 +275,7 @@ class Planning:
         self._turn(Phase.EARLIER_WARM_UP)
 
     def _compare(self, optimizer: DistributedOptimizer) -> None:
-        self._again = again = agree(self._comm, statistics.median(self._seconds))
+        self._again = again = agree(self._comm, self._measured)
         if self._checked_at <= _WORSE * again:
             self._exchange(optimizer)
             self._keep(optimizer, self._checked_at, again)
@@ -336,15 +347,13 @@ def plan_by_itself(optimizer: DistributedOptimizer, process_set: ProcessSet, *, 
     """Let `optimizer`'s strategy choose what it may (`PlannedStrategy.planned`) by what its first steps show.
 
     On every rank of the job, before the first step. With `follow`, it looks again when steps become longer or shorter.
-    None where there is nothing to plan: a rank alone, and parameters on a GPU, whose times the host does not see.
+    None where there is nothing to plan: a rank alone.
     """
     comm = beside(current(), process_set)
     engine, strategy, news = optimizer._engine, optimizer.strategy, optimizer._replanning
     if news is None or not isinstance(strategy, PlannedStrategy):
         return None
-    if any(slot.param.device.type != "cpu" for slot in engine.slots):
-        return None
-    start_cost(comm)  # now, while nothing else is in flight
+    start_cost(link_of(comm, engine))  # now, while nothing else is in flight
     planning = Planning(comm, engine, strategy, news, follow=follow)
     planning.attach(optimizer)
     optimizer._planned = planning

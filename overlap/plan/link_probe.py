@@ -42,15 +42,15 @@ def measure_all_reduce(
 ) -> Measured:
     """Time all-reduces of `sizes` (bytes, ascending), each `repeats` times.
 
-    On every rank, with nothing else in flight. Returns the same on all. Larger sizes are left out once
-    `budget_seconds` are spent.
+    On every rank, with nothing else in flight; of tensors at ``comm.place``. Returns the same on all. Larger sizes are
+    left out once `budget_seconds` are spent.
     """
     samples: list[tuple[int, float]] = []
     handling = 0.0
     spent = 0.0
     for number, nbytes in enumerate(sizes):
         count = min(max(_STREAM // nbytes, 1), _MOST)
-        values = [torch.zeros(nbytes // 4, dtype=torch.float32, device="cpu") for _ in range(count)]
+        values = [torch.zeros(nbytes // 4, dtype=torch.float32, device=comm.place) for _ in range(count)]
         times, own_times = [], []
         for repeat in range(warmup + repeats):
             comm.barrier(label="probe")

@@ -201,7 +201,7 @@ def without_passing(times: Times, tensors: Sequence[int], passing: Passing) -> T
 
 
 def thread_costs(
-    sent: Sequence[Sent], laps: Sequence[Lap], share: Mapping[int, int], handling: float
+    sent: Sequence[Sent], laps: Sequence[Lap], share: Mapping[int, int], handling: float, *, together: bool = False
 ) -> tuple[float, float]:
     """Seconds per updated byte, and of handling a bucket, from the gaps between the all-gathers that ``step()`` issued.
 
@@ -209,6 +209,7 @@ def thread_costs(
         sent: operations of those laps, in order of issue.
         share: bytes of each bucket that this rank updates.
         handling: seconds of the thread to issue one operation and to take its end, as a probe has found it.
+        together: several buckets are updated in one call, so that one gap has the updates of others, too.
     """
     gaps: list[tuple[int, float]] = []
     for lap in laps:
@@ -224,6 +225,8 @@ def thread_costs(
     if not gaps:
         return 0.0, 2 * handling
     call = min(handling + _OPTIMIZER_CALL, min(gap for _, gap in gaps))
+    if together:
+        return sum(gap for _, gap in gaps) / sum(nbytes for nbytes, _ in gaps), 2 * handling
     per_byte = statistics.median((gap - call) / nbytes for nbytes, gap in gaps)
     return per_byte, 2 * call
 

@@ -20,6 +20,7 @@ import torch
 from torch.autograd import profiler
 
 from comm_core import ReduceOp
+from overlap.transport.stamps import HostStamps, Stamps
 from overlap.transport.work import Line, ProfiledWork, Work
 
 #: Issues one more operation with the arguments it was made for.
@@ -52,6 +53,9 @@ class Communicator(ABC):
     #: Whether operations take `wide`: see :class:`Wide`.
     rounds: ClassVar[bool] = True
 
+    #: Where the tensors lie that it is there for.
+    place: torch.device = torch.device("cpu")
+
     #: How many operations this rank has issued.
     issued: int = 0
 
@@ -69,6 +73,10 @@ class Communicator(ABC):
     def committed(self) -> int:
         """How many operations this rank will have issued if nobody asks for more."""
         return max(self.issued, self.promised)
+
+    def stamps(self) -> Stamps:
+        """What tells when its operations, and computations on the tensors that it is there for, take place."""
+        return HostStamps()
 
     @property
     @abstractmethod

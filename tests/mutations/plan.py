@@ -228,8 +228,8 @@ MUTATIONS: list[Mutation] = [
     Mutation(
         promise="ranks of a host share its memory",
         file=_DECISION,
-        old="room = available_bytes() / current().local_size * _ROOM",
-        new="room = available_bytes() * _ROOM",
+        old="room = available_bytes(engine.round.comm.place) / current().local_size * _ROOM",
+        new="room = available_bytes(engine.round.comm.place) * _ROOM",
         test="mpi-2 tests/spmd/test_decision.py::test_the_rank_with_the_least_memory_decides_what_fits",
     ),
     Mutation(

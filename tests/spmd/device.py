@@ -19,6 +19,7 @@ import torch
 from overlap.job import devices
 from overlap.transport.cuda import streams
 from overlap.transport.cuda.route import Facts
+from overlap.transport.stamps import HostStamps, Stamps
 from tests.spmd.host_random import HostRandom
 
 __all__ = ["DEVICE", "PlainStreams", "host_only", "pretend", "use_device"]
@@ -69,6 +70,9 @@ class PlainStreams:
 
     def mark(self) -> Any:
         raise AssertionError("nothing is beside the host")
+
+    def stamps(self, *, on_streams: bool) -> Stamps:
+        return HostStamps()
 
     def pinned(self, like: torch.Tensor) -> torch.Tensor:
         return torch.empty(like.numel(), dtype=like.dtype)

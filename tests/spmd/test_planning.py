@@ -23,6 +23,7 @@ from overlap.plan.choice import Choice, Job
 from overlap.plan.measurement import Sent, services
 from overlap.state.shard_state import ShardState
 from overlap.transport.memory import copy_used
+from overlap.transport.stamps import HostStamps
 from tests.spmd.listening import heard
 from tests.spmd.test_parity import check_while_it_trains
 from tests.spmd_plugin import SIZE
@@ -55,6 +56,12 @@ class Clock:
 
     def perf_counter(self) -> float:
         return self.now
+
+
+def _passes(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps, and what happens inside of them, are measured by it."""
+    monkeypatch.setattr(planning, "time", clock)
+    monkeypatch.setattr(HostStamps, "now", lambda _: clock.perf_counter())
 
 
 def _steps(model: torch.nn.Module, optimizer: Any, number: int, clock: Clock | None = None, took: float = 0.0) -> None:
@@ -234,7 +241,7 @@ def test_what_hooks_take_is_no_computation(strategy: str, monkeypatch: pytest.Mo
     ours = sum(layer.backward for layer in told.work.layers) - sum(layer.backward for layer in told.model.layers)
     assert ours > copies
     (clock,) = clocks
-    assert all(len(lap.gates) >= 3 * 12 for lap in clock.laps)  # before, inside and after each layer
+    assert all(len(lap.gates) >= 3 * 12 for lap in clock.read()[0])  # before, inside and after each layer
 
 
 @alone
@@ -263,7 +270,7 @@ def test_buckets_that_change_while_they_are_measured_begin_it_anew(strategy: str
 def test_a_plan_that_turns_out_slower_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
     _scripted(monkeypatch, {"threshold_mb": 300 / MIB, "all_reduced": 0.0})
     clock = Clock()
-    monkeypatch.setattr(planning, "time", clock)
+    _passes(clock, monkeypatch)
     model, optimizer = _job()
     first = optimizer.strategy.threshold_mb
     _steps(model, optimizer, STEPS, clock, 1.0)
@@ -281,7 +288,7 @@ def test_a_plan_that_turns_out_slower_is_taken_back(monkeypatch: pytest.MonkeyPa
 def test_a_plan_stays_where_everything_has_become_slower(monkeypatch: pytest.MonkeyPatch) -> None:
     _scripted(monkeypatch, {"threshold_mb": 300 / MIB, "all_reduced": 0.0})
     clock = Clock()
-    monkeypatch.setattr(planning, "time", clock)
+    _passes(clock, monkeypatch)
     model, optimizer = _job()
     first = optimizer.strategy.threshold_mb
     _steps(model, optimizer, STEPS, clock, 1.0)
@@ -297,7 +304,7 @@ def test_a_plan_stays_where_everything_has_become_slower(monkeypatch: pytest.Mon
 def test_steps_that_become_longer_are_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
     jobs = _scripted(monkeypatch, {}, {"threshold_mb": 300 / MIB, "all_reduced": 0.25}, {})
     clock = Clock()
-    monkeypatch.setattr(planning, "time", clock)
+    _passes(clock, monkeypatch)
     model, optimizer = _job()
     _steps(model, optimizer, STEPS, clock, 1.0)
     assert not optimizer.tuning

@@ -25,6 +25,7 @@ from overlap.transport.requests import (
     reduce_request,
     reduce_scatter_request,
 )
+from overlap.transport.stamps import Stamps
 
 __all__ = ["Carrier", "DeviceCommunicator"]
 
@@ -65,6 +66,10 @@ class DeviceCommunicator(Communicator):
     def __init__(self, host: Communicator, carrier: Carrier, streams: Streams) -> None:
         self._host, self._carrier, self._streams = host, carrier, streams
         self._kind = streams.kind
+        self.place = torch.device(streams.kind, streams.device)
+
+    def stamps(self) -> Stamps:
+        return self._streams.stamps(on_streams=not self._carrier.through_host)
 
     def belongs(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` takes the carrier."""

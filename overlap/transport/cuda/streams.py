@@ -8,7 +8,9 @@ from typing import Protocol
 
 import torch
 
+from overlap.transport.cuda.stamps import DeviceStamps
 from overlap.transport.cuda.work import Moment
+from overlap.transport.stamps import Stamps
 
 __all__ = ["LastUpdate", "Reading", "Streams", "TorchStreams", "on_device"]
 
@@ -37,6 +39,9 @@ class Streams(Protocol):
 
     def mark(self) -> Moment:
         """After what the side stream was given so far."""
+
+    def stamps(self, *, on_streams: bool) -> Stamps:
+        """Moments of the computation, and of operations, which are `on_streams` of the device or the host's."""
 
     def pinned(self, like: torch.Tensor) -> torch.Tensor:
         """Memory of the host that the device can copy to and from, as many elements as `like` has."""
@@ -101,6 +106,9 @@ class TorchStreams:
         event = torch.cuda.Event()
         event.record(self._side)
         return _Event(event, self._place)
+
+    def stamps(self, *, on_streams: bool) -> Stamps:
+        return DeviceStamps(self._place, on_streams=on_streams)
 
     def pinned(self, like: torch.Tensor) -> torch.Tensor:
         return torch.empty(like.numel(), dtype=like.dtype, pin_memory=True, device="cpu")

@@ -18,6 +18,7 @@ from overlap.optimizer.decision import Report
 from overlap.optimizer.planning import Planning
 from overlap.plan.measurement import Times
 from overlap.plan.simulation.workload import Workload
+from overlap.transport.stamps import HostStamps
 
 FIRST = Dear(25.0, None, "", "rsag", False, None, 0.0, frozenset({"threshold_mb"}))
 SAME: dict[str, float] = {}
@@ -27,14 +28,22 @@ REPORT = Report({}, {}, 1.0, 1.0, 0.5, TIMES, [3.0], (0.0, 0.0, 0.0), 7)
 MOST = 13  # steps until a plan is settled, where it is compared with the one before
 
 
+class Stamps(HostStamps):
+    """Of a clock that is given."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self.now = now
+
+
 class Engine:
     """What a planner asks of one."""
 
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], float]) -> None:
         self.learning, self.clock = False, None
         self.slots: list[Any] = []
         self.order: list[Any] = []
         self.planner = SimpleNamespace(units=[], specs=[])
+        self.round = SimpleNamespace(comm=SimpleNamespace(stamps=lambda: Stamps(now)))
 
     def measure(self, clock: Any) -> None:
         self.clock = clock
@@ -63,7 +72,7 @@ class Job:
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, settings: Sequence[dict[str, float]], follow: bool = True
     ) -> None:
-        self.engine, self.optimizer, self.news = Engine(), Optimizer(), Replanning()
+        self.engine, self.optimizer, self.news = Engine(lambda: self._now), Optimizer(), Replanning()
         self.decided = self.told = 0  # plans, and steps in which rank 0 has said something to all
         self._now, self._settings = 0.0, settings
         monkeypatch.setattr(planning, "agree", lambda _comm, value: value)

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from overlap.plan import link_probe
 from overlap.plan.link_probe import Measured, measure_all_reduce, start_cost
@@ -13,6 +14,8 @@ from overlap.plan.link_probe import Measured, measure_all_reduce, start_cost
 
 class Link:
     """A communicator, and the clocks. Operations take a second, of which a quarter is the thread's; at first, a hundred."""
+
+    place = torch.device("cpu")
 
     def __init__(self) -> None:
         self.now, self.own, self.repeats = 0.0, 0.0, 0
