@@ -1,7 +1,7 @@
-"""``python -m bench.gpu --out FOLDER``: everything that one GPU can show about `dear`, in one go, into one folder.
+"""``python -m bench.gpu --out FOLDER``: everything that one GPU can show about `dear`, in one go, into one archive.
 
-Builds comm_core first where it is not. Each check prints a line and has a log there; ``results.json`` says what passed,
-failed or was skipped, and why, and on which machine.
+Builds comm_core first where it is not. Each check has a limit, prints a line and leaves a log; then gpu.tar.gz is
+replaced. Its first file, ``results.json``, says what passed, failed, was stopped or skipped, and why, and on which machine.
 """
 
 from __future__ import annotations
@@ -12,23 +12,29 @@ import json
 import os
 import platform
 import shutil
-import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+from bench.gpu.archive import pack
 from bench.gpu.facts import Facts
-from bench.gpu.plan import Check, checks
+from bench.gpu.plan import Check, checks, limit
 from bench.gpu.prepare import commands, whole_library
-from bench.program import ROOT
+from bench.gpu.running import run
+from bench.program import ROOT, end_in_order
 
-__all__ = ["main"]
+__all__ = ["ARCHIVE", "main"]
+
+ARCHIVE = "gpu.tar.gz"
 
 _BUILDING = {"scikit-build-core": "scikit_build_core", "pybind11": "pybind11"}
 _PREPARE_SECONDS = 240
-_LEAST_SECONDS = 5  # a check that could not run longer than this is not begun
+_WORDS = {"passed": "PASS", "failed": "FAIL", "stopped": "STOP", "skipped": "SKIP"}
+_BAD = ("failed", "stopped")
+_SHOWN = 8  # lines of their logs
 
 
 def _look(env: dict[str, str]) -> Facts:
@@ -57,40 +63,19 @@ def _machine(found: Facts) -> dict[str, Any]:
     }
 
 
-def _ended(command: tuple[str, ...], log: Path, env: dict[str, str], where: Path, seconds: float) -> str | None:
-    """Run it, with all it starts; None, or what went wrong."""
-    with log.open("a") as out:
-        try:
-            process = subprocess.Popen(
-                command, cwd=where, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
-            )
-        except OSError as error:
-            return str(error)
-        try:
-            status = process.wait(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # launchers leave their workers behind otherwise
-            process.wait()
-            return f"was not done after {seconds:.0f} s"
-    if status == 0:
-        return None
-    last = log.read_text(errors="replace").strip().splitlines()[-1:]
-    return f"exit status {status}: {last[0] if last else 'no output'}"
-
-
-def _run(check: Check, folder: Path, env: dict[str, str], seconds: float) -> dict[str, Any]:
+def _run(check: Check, folder: Path, env: dict[str, str], left: float) -> dict[str, Any]:
     about: dict[str, Any] = {"shows": check.shows, "command": " ".join(check.command), "environment": check.environment}
-    if check.skip is None and seconds < _LEAST_SECONDS:
-        return {**about, "outcome": "skipped", "reason": "no time was left; give it more --minutes, or --only this"}
     if check.skip is not None:
         return {**about, "outcome": "skipped", "reason": check.skip}
+    seconds = limit(check, left)
+    if seconds is None:
+        return {**about, "outcome": "skipped", "reason": "no time was left; give it more --minutes, or --only this"}
     log, started = folder / f"{check.name}.log", time.monotonic()
-    log.unlink(missing_ok=True)
     # Tests are looked for in the repository; all else writes its files into the folder.
     where = ROOT if "pytest" in check.command else folder
-    reason = _ended(check.command, log, {**env, **check.environment}, where, min(seconds, check.seconds))
-    about |= {"seconds": round(time.monotonic() - started, 1), "log": log.name}
-    return {**about, "outcome": "passed"} if reason is None else {**about, "outcome": "failed", "reason": reason}
+    ended = run(check.command, log, {**env, **check.environment}, where, seconds)
+    about |= {"outcome": ended.outcome, "seconds": round(time.monotonic() - started, 1), "log": log.name}
+    return about if ended.outcome == "passed" else {**about, "reason": ended.reason}
 
 
 def _prepare(folder: Path, wheels: Path | None, env: dict[str, str]) -> str | None:
@@ -108,26 +93,39 @@ def _prepare(folder: Path, wheels: Path | None, env: dict[str, str]) -> str | No
     except ValueError as error:
         return str(error)
     for command in todo:
-        reason = _ended(command, folder / "prepare.log", env, ROOT, _PREPARE_SECONDS)
-        if reason is not None:
-            return f"{reason} ({' '.join(command)})"
+        ended = run(command, folder / "prepare.log", env, ROOT, _PREPARE_SECONDS)
+        if ended.outcome != "passed":
+            return f"{ended.reason} ({' '.join(command)})"
     return None
 
 
-def _say(name: str, result: dict[str, Any]) -> None:
-    word = {"passed": "PASS", "failed": "FAIL", "skipped": "SKIP"}[result["outcome"]]
+def _say(name: str, result: dict[str, Any], folder: Path) -> None:
     took = f"{result['seconds']:.0f} s" if "seconds" in result else ""
-    print(f"{word} {name:24} {took:>6}  {result.get('reason', result['shows'])}", flush=True)
+    print(f"{_WORDS[result['outcome']]} {name:24} {took:>6}  {result.get('reason', result['shows'])}", flush=True)
+    if result["outcome"] in _BAD:
+        for line in (folder / result["log"]).read_text(errors="replace").splitlines()[-_SHOWN:]:
+            print(f"     | {line[:160]}", flush=True)
+
+
+def _pack(results: dict[str, Any], folder: Path, archive: Path) -> None:
+    """A disk that is full ends no check."""
+    try:
+        left_out = pack(results, folder, archive)
+    except OSError as error:
+        print(f"bench.gpu: {archive} stays what it was: {error}", file=sys.stderr)
+        return
+    if left_out:
+        print(f"bench.gpu: {archive} has no room for {', '.join(left_out)}", file=sys.stderr)
 
 
 def _arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="bench.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, default=Path("gpu-results"), help="folder for logs and results")
+    parser.add_argument("--out", type=Path, default=Path("gpu-results"), help=f"folder for {ARCHIVE}")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these checks alone")
     parser.add_argument("--list", action="store_true", help="print the checks and end")
-    parser.add_argument("--minutes", type=float, default=8.0, help="what is not begun by then is skipped")
+    parser.add_argument("--minutes", type=float, default=8.0, help="all ends by then")
     parser.add_argument("--wheels", type=Path, help="folder of wheels to install first, for machines without a network")
     parser.add_argument("--nccl", type=Path, help="libnccl for the check of NCCL, or a folder with its parts in order")
     chosen = parser.parse_args(arguments)
@@ -139,16 +137,22 @@ def _arguments(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     """0: all that could be run passed; 1: something failed; 2: there is no GPU, or an argument is wrong."""
     chosen = _arguments(arguments)
+    chosen.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="bench-gpu-") as name:
+        return _checked(chosen, Path(name))
+
+
+def _checked(chosen: argparse.Namespace, work: Path) -> int:
     started = time.monotonic()
-    folder = chosen.out.resolve()
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "DEAR_POISON": "1", "PYTHONUNBUFFERED": "1"}
-    folder.mkdir(parents=True, exist_ok=True)
+    archive, folder = chosen.out.resolve() / ARCHIVE, work / "results"
+    folder.mkdir()
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     reason = _prepare(folder, chosen.wheels, env)
     if reason is not None:
         print(f"bench.gpu: comm_core could not be made ready: {reason}", file=sys.stderr)
         return 1
     try:
-        nccl = None if chosen.nccl is None else str(whole_library(chosen.nccl, folder))
+        nccl = None if chosen.nccl is None else str(whole_library(chosen.nccl, work))
     except ValueError as error:
         print(f"bench.gpu: {error}", file=sys.stderr)
         return 2
@@ -167,14 +171,16 @@ def main(arguments: list[str] | None = None) -> int:
     for check in made:
         if chosen.only and check.name not in chosen.only:
             continue
-        left = 60 * chosen.minutes - (time.monotonic() - started)
-        result = results["checks"][check.name] = _run(check, folder, env, left)
-        _say(check.name, result)
-        (folder / "results.json").write_text(json.dumps(results, indent=1) + "\n")
-    if any(result["outcome"] == "failed" for result in results["checks"].values()):
+        result = results["checks"][check.name] = _run(
+            check, folder, env, 60 * chosen.minutes - (time.monotonic() - started)
+        )
+        _say(check.name, result, folder)
+        _pack(results, folder, archive)
+    if any(result["outcome"] in _BAD for result in results["checks"].values()):
         return 1
     return 0 if found.no_gpu is None else 2
 
 
 if __name__ == "__main__":
+    end_in_order()
     sys.exit(main())

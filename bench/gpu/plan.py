@@ -6,8 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from bench.gpu.facts import Facts
+from bench.gpu.running import GRACE
 
-__all__ = ["Check", "checks"]
+__all__ = ["Check", "checks", "limit"]
+
+_LEAST_SECONDS = 5  # a check that could not run longer than this is not begun
 
 _SHARED = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "2"}
 _MODELS = ("resnet50", "bert_base")
@@ -16,7 +19,7 @@ _NO_CARD_NEEDED = ("build", "tests")
 
 @dataclass(frozen=True)
 class Check:
-    """One command, stopped after `seconds`. `skip` says why it is not run on this machine."""
+    """One command, interrupted after `seconds`. `skip` says why it is not run on this machine."""
 
     name: str
     shows: str
@@ -101,6 +104,12 @@ def checks(
     if found.no_gpu is None:
         return made
     return [check if check.name in _NO_CARD_NEEDED else replace(check, skip=found.no_gpu) for check in made]
+
+
+def limit(check: Check, left: float) -> float | None:
+    """Seconds after which `check` is interrupted where `left` are left for it and its end; None: it is not begun."""
+    seconds = min(check.seconds, left - GRACE)
+    return None if seconds < _LEAST_SECONDS else seconds
 
 
 def _dotted(version: tuple[int, int, int] | None) -> str:

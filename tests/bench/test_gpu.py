@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tarfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ import dear
 from bench.gpu import __main__ as program
 from bench.gpu import kernels, layers, parity
 from bench.gpu.facts import Facts, missing_gpu
-from bench.gpu.plan import Check, checks
+from bench.gpu.plan import Check, checks, limit
 from bench.gpu.prepare import commands, whole_library
+from bench.gpu.running import GRACE
 from bench.gpu.streams import Stream, streams_of
 from bench.models.mlp import NARROW
 from overlap.plan.simulation.profile import Profile, to_text
@@ -112,35 +114,53 @@ def test_checks_are_listed_and_named(bare: None, capsys: pytest.CaptureFixture[s
     assert "--nccl should be a library" in capsys.readouterr().err
 
 
-def test_results_go_into_one_folder_and_nothing_stops_the_rest(
+def _results(archive: Path) -> dict[str, Any]:
+    with tarfile.open(archive) as opened:
+        return dict(json.loads(opened.extractfile("results.json").read()))  # type: ignore[union-attr]
+
+
+def test_results_are_one_archive_and_nothing_stops_the_rest(
     bare: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    slow = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
+    archive = tmp_path / "gpu.tar.gz"
+    copy = f"import shutil; shutil.copy({str(archive)!r}, 'meanwhile')"
     made = [
         _check("bad", "raise SystemExit('the reason')"),
-        _check("slow", slow, seconds=1),
+        _check("slow", "import time; print('row 1', flush=True); time.sleep(60)", seconds=1),
         Check("none", "nothing", (str(tmp_path / "no-such-program"),)),
         Check("not", "nothing", ("x",), skip="because"),
-        _check("good", "open('made', 'w').close()"),
+        _check("good", copy),
     ]
     monkeypatch.setattr(program, "checks", lambda *_: made)
+    monkeypatch.setattr(program, "limit", lambda check, _: check.seconds)
     assert program.main(["--out", str(tmp_path)]) == 1
-    found = json.loads((tmp_path / "results.json").read_text())["checks"]
+    found = _results(archive)["checks"]
     assert {name: result["outcome"] for name, result in found.items()} == {
         "bad": "failed",
-        "slow": "failed",
+        "slow": "stopped",
         "none": "failed",
         "not": "skipped",
         "good": "passed",
     }
-    assert found["bad"]["reason"] == "exit status 1: the reason"
-    assert found["slow"]["reason"] == "was not done after 1 s"
+    assert found["bad"]["reason"] == "exit status 1; its last line: the reason"
+    assert found["slow"]["reason"].startswith("over its limit of 1 s; its last line: ")
     assert "no-such-program" in found["none"]["reason"]
     assert found["not"]["reason"] == "because"
-    assert (tmp_path / "made").exists()
-    assert "the reason" in (tmp_path / "bad.log").read_text()
-    words = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
-    assert words == ["FAIL", "FAIL", "FAIL", "SKIP", "PASS"]
+    assert [path.name for path in tmp_path.iterdir()] == ["gpu.tar.gz"]
+    with tarfile.open(archive) as opened:
+        opened.extract("meanwhile", tmp_path)
+        assert b"row 1" in opened.extractfile("slow.log").read()  # type: ignore[union-attr]
+    assert list(_results(tmp_path / "meanwhile")["checks"]) == ["bad", "slow", "none", "not"]
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines if "|" not in line] == ["FAIL", "STOP", "FAIL", "SKIP", "PASS"]
+    assert "     | the reason" in lines
+
+
+def test_all_ends_in_time(bare: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    check = _check("good", "", seconds=60)
+    assert limit(check, 480) == 60
+    assert limit(check, 40) == 40 - GRACE
+    assert limit(check, 4 + GRACE) is None
     assert program.main(["--out", str(tmp_path), "--minutes", "0"]) == 2
     assert "no time was left" in capsys.readouterr().out
 
