@@ -16,13 +16,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from bench.gpu.archive import pack
 from bench.gpu.facts import Facts
 from bench.gpu.plan import Check, checks, limit
-from bench.gpu.prepare import commands, whole_library
+from bench.gpu.prepare import Places, ready
 from bench.gpu.running import run
 from bench.program import ROOT, end_in_order
 
@@ -30,26 +31,31 @@ __all__ = ["ARCHIVE", "main"]
 
 ARCHIVE = "gpu.tar.gz"
 
-_BUILDING = {"scikit-build-core": "scikit_build_core", "pybind11": "pybind11"}
-_PREPARE_SECONDS = 240
+_LOOK_SECONDS = 90
 _WORDS = {"passed": "PASS", "failed": "FAIL", "stopped": "STOP", "skipped": "SKIP"}
 _BAD = ("failed", "stopped")
 _SHOWN = 8  # lines of their logs
 
 
 def _look(env: dict[str, str]) -> Facts:
-    done = subprocess.run(
-        [sys.executable, "-m", "bench.gpu.facts"], capture_output=True, text=True, check=True, cwd=ROOT, env=env
-    )
+    command = [sys.executable, "-m", "bench.gpu.facts"]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, cwd=ROOT, env=env, timeout=_LOOK_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        return Facts.unknown(f"this machine did not say what it has within {_LOOK_SECONDS} s")
+    if done.returncode:
+        return Facts.unknown(f"this machine did not say what it has: {done.stderr.strip().rpartition(chr(10))[2]}")
     said = json.loads(done.stdout.splitlines()[-1])
     return Facts(**{**said, "nccl": None if said["nccl"] is None else tuple(said["nccl"])})
 
 
 def _machine(found: Facts) -> dict[str, Any]:
     cards: list[str] = []
-    if shutil.which("nvidia-smi"):
-        asked = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
-        cards = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip().splitlines()
+    asked = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+    with suppress(OSError, subprocess.TimeoutExpired):
+        cards = subprocess.run(asked, capture_output=True, text=True, check=False, timeout=20).stdout.splitlines()
     return {
         "cards": cards,
         "torch": found.torch,
@@ -78,32 +84,12 @@ def _run(check: Check, folder: Path, env: dict[str, str], left: float) -> dict[s
     return about if ended.outcome == "passed" else {**about, "reason": ended.reason}
 
 
-def _prepare(folder: Path, wheels: Path | None, env: dict[str, str]) -> str | None:
-    """Make comm_core importable for the processes that follow; None, or why that failed."""
-    carried = sorted(wheels.glob("*.whl")) if wheels is not None else []
-    has_comm_core = (
-        subprocess.run(
-            [sys.executable, "-c", "import comm_core"], cwd=ROOT, env=env, capture_output=True, check=False
-        ).returncode
-        == 0
-    )
-    missing = [name for name, module in _BUILDING.items() if importlib.util.find_spec(module) is None]
-    try:
-        todo = commands(sys.executable, ROOT, carried, has_comm_core, missing)
-    except ValueError as error:
-        return str(error)
-    for command in todo:
-        ended = run(command, folder / "prepare.log", env, ROOT, _PREPARE_SECONDS)
-        if ended.outcome != "passed":
-            return f"{ended.reason} ({' '.join(command)})"
-    return None
-
-
 def _say(name: str, result: dict[str, Any], folder: Path) -> None:
     took = f"{result['seconds']:.0f} s" if "seconds" in result else ""
     print(f"{_WORDS[result['outcome']]} {name:24} {took:>6}  {result.get('reason', result['shows'])}", flush=True)
-    if result["outcome"] in _BAD:
-        for line in (folder / result["log"]).read_text(errors="replace").splitlines()[-_SHOWN:]:
+    log = folder / f"{name}.log"
+    if result["outcome"] in _BAD and log.exists():
+        for line in log.read_text(errors="replace").splitlines()[-_SHOWN:]:
             print(f"     | {line[:160]}", flush=True)
 
 
@@ -126,11 +112,10 @@ def _arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these checks alone")
     parser.add_argument("--list", action="store_true", help="print the checks and end")
     parser.add_argument("--minutes", type=float, default=8.0, help="all ends by then")
-    parser.add_argument("--wheels", type=Path, help="folder of wheels to install first, for machines without a network")
-    parser.add_argument("--nccl", type=Path, help="libnccl for the check of NCCL, or a folder with its parts in order")
+    parser.add_argument("--carried", type=Path, help="folder of what this machine lacks; see docs/gpu.md")
     chosen = parser.parse_args(arguments)
-    if chosen.wheels is not None and not any(chosen.wheels.glob("*.whl")):
-        parser.error(f"--wheels should be a folder with wheels and is {chosen.wheels}")
+    if chosen.carried is not None and not chosen.carried.is_dir():
+        parser.error(f"--carried should be a folder and is {chosen.carried}")
     return chosen
 
 
@@ -143,42 +128,54 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _checked(chosen: argparse.Namespace, work: Path) -> int:
-    started = time.monotonic()
+    ends = time.monotonic() + 60 * chosen.minutes
     archive, folder = chosen.out.resolve() / ARCHIVE, work / "results"
     folder.mkdir()
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-    reason = _prepare(folder, chosen.wheels, env)
-    if reason is not None:
-        print(f"bench.gpu: comm_core could not be made ready: {reason}", file=sys.stderr)
-        return 1
-    try:
-        nccl = None if chosen.nccl is None else str(whole_library(chosen.nccl, work))
-    except ValueError as error:
-        print(f"bench.gpu: {error}", file=sys.stderr)
-        return 2
-    found = _look(env if nccl is None else {**env, "COMM_CORE_NCCL": nccl})
-    workers = min((os.cpu_count() or 2) // 2, 6) if importlib.util.find_spec("xdist") is not None else 0
-    made = checks(sys.executable, found, shutil.which, nccl, workers)
+    places = Places(ROOT, work)
+    made = _checks(Facts.unknown(""), None)
     unknown = set(chosen.only or ()) - {check.name for check in made}
     if unknown:
         print(f"bench.gpu: there is no check {', '.join(sorted(unknown))}; --list prints them", file=sys.stderr)
         return 2
     if chosen.list:
         for check in made:
-            print(f"{check.name:24} {check.shows}" + (f" (skipped: {check.skip})" if check.skip else ""))
+            print(f"{check.name:24} {check.shows}")
         return 0
-    results: dict[str, Any] = {"machine": _machine(found), "checks": {}}
-    for check in made:
-        if chosen.only and check.name not in chosen.only:
+    names = [check.name for check in made if not chosen.only or check.name in chosen.only]
+    print(
+        f"bench.gpu: {len(names)} checks within {chosen.minutes:g} minutes: {', '.join(names)}. After each {archive} is "
+        "replaced",
+        flush=True,
+    )
+    state = ready(places, chosen.carried, folder / "prepare.log", os.environ, ends)
+    found = _look(state.env if state.nccl is None else {**state.env, "COMM_CORE_NCCL": state.nccl})
+    results: dict[str, Any] = {
+        "machine": _machine(found),
+        "comm_core": {"way": state.way, "failed": state.failed},
+        "checks": {},
+    }
+    for name, reason in state.failed.items():
+        print(f"bench.gpu: {name}: {reason}", flush=True)
+    print(f"bench.gpu: comm_core is {state.way or 'not there'}", flush=True)
+    _pack(results, folder, archive)
+    for check in _checks(found, state.nccl):
+        if check.name not in names:
             continue
-        result = results["checks"][check.name] = _run(
-            check, folder, env, 60 * chosen.minutes - (time.monotonic() - started)
-        )
+        result = results["checks"][check.name] = _run(check, folder, state.env, ends - time.monotonic())
         _say(check.name, result, folder)
         _pack(results, folder, archive)
     if any(result["outcome"] in _BAD for result in results["checks"].values()):
         return 1
     return 0 if found.no_gpu is None else 2
+
+
+def _checks(found: Facts, nccl: str | None) -> list[Check]:
+    workers = min((os.cpu_count() or 2) // 2, 12) if importlib.util.find_spec("xdist") is not None else 0
+    return checks(sys.executable, found, _find, nccl, workers)
+
+
+def _find(tool: str) -> str | None:
+    return shutil.which(tool) or shutil.which(tool, path="/usr/local/cuda/bin")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
 """What a machine has that decides which checks can be run: ``python -m bench.gpu.facts`` prints it as JSON.
 
-A process of its own, because what was installed a moment ago is seen by new ones alone.
+A process of its own, because what was built a moment ago is seen by new ones alone.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import sys
@@ -17,14 +16,20 @@ __all__ = ["Facts", "look", "missing_gpu"]
 
 @dataclass(frozen=True)
 class Facts:
-    """`nccl` is the version in use, `nccl_about` where it is, or why there is none; `no_gpu` and `no_mpi` say why."""
+    """`nccl` is the version in use, `nccl_about` where it is. What is missing has its reason there, or in `no_…`."""
 
     nccl: tuple[int, int, int] | None
     nccl_about: str
+    no_core: str | None
     no_mpi: str | None
     no_gpu: str | None
     torch: str
     cuda: str | None
+
+    @staticmethod
+    def unknown(reason: str) -> Facts:
+        """Of a machine that did not say."""
+        return Facts(None, reason, reason, reason, reason, "", None)
 
 
 def missing_gpu() -> str | None:
@@ -39,26 +44,33 @@ def missing_gpu() -> str | None:
 
 
 def look() -> Facts:
-    """After comm_core was built."""
+    """After comm_core was built, or could not be."""
     import torch
 
+    no_gpu, about = missing_gpu(), (torch.__version__, torch.version.cuda)
+    try:
+        import comm_core
+    except ImportError as error:
+        reason = f"comm_core cannot be imported: {error}"
+        return Facts(None, reason, reason, reason, no_gpu, *about)
+    try:
+        library = comm_core.find_nccl()
+        nccl, found = library.version, f"{library.version_text} at {library.path}"
+    except comm_core.Unsupported as error:
+        nccl, found = None, str(error)
+    return Facts(nccl, found, None, _missing_mpi(), no_gpu, *about)
+
+
+def _missing_mpi() -> str | None:
     import comm_core
     from dearrun import mpirun
     from dearrun.errors import LaunchError
 
     try:
-        library = comm_core.find_nccl()
-        nccl, about = library.version, f"{library.version_text} at {library.path}"
-    except comm_core.Unsupported as error:
-        nccl, about = None, str(error)
-    no_mpi = None
-    try:
         mpirun.find(os.environ, Path(sys.prefix))
     except LaunchError:
-        no_mpi = "no mpirun was found"
-    if importlib.util.find_spec("comm_core._mpi") is None:
-        no_mpi = "comm_core was built without MPI"
-    return Facts(nccl, about, no_mpi, missing_gpu(), torch.__version__, torch.version.cuda)
+        return "no mpirun was found"
+    return None if comm_core.mpi_available() else f"MPI cannot be used: {comm_core.build_info()['mpi']}"
 
 
 if __name__ == "__main__":

@@ -6,10 +6,8 @@ With ``--device cpu`` the same on the CPU. ``--trace FILE`` has rank 0 write a t
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +17,7 @@ import dear
 import mgwfbp
 import oss
 import wfbp
-from bench.gpu.streams import streams_of
+from bench.gpu.streams import read, streams_of
 
 __all__ = ["STRATEGIES", "largest_difference", "main"]
 
@@ -86,7 +84,7 @@ def _trace(device: torch.device, file: str) -> None:
         _train(model, optimizer, dear.rank(), dear.size())
     if dear.rank() == 0:
         seen.export_chrome_trace(file)
-        for stream in streams_of(json.loads(Path(file).read_text())):
+        for stream in streams_of(read(file)):
             print(f"stream {stream.number}: {stream.operations} operations, {stream.busy_ms:.2f} ms, {stream.examples}")
 
 

@@ -13,18 +13,24 @@ __all__ = ["Check", "checks", "limit"]
 _LEAST_SECONDS = 5  # a check that could not run longer than this is not begun
 
 _SHARED = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "2"}
-_MODELS = ("resnet50", "bert_base")
-_NO_CARD_NEEDED = ("build", "tests")
+_POISON = {"DEAR_POISON": "1"}
+_LARGE = str(64 * 2**20)  # elements
+_MACHINE = """nvidia-smi; nvcc --version; c++ --version; cmake --version; python3 -m pip list; df -h /dev/shm /tmp; free -g
+env | grep -E '^(CUDA|TORCH|NCCL|OMP|OMPI|PYTHON)' || true"""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One command, interrupted after `seconds`. `skip` says why it is not run on this machine."""
+    """One command, interrupted after `seconds`. `needs` names what it cannot do without: core, card, mpi.
+
+    `skip` says why it is not run on this machine.
+    """
 
     name: str
     shows: str
     command: tuple[str, ...]
     environment: dict[str, str] = field(default_factory=dict)
+    needs: tuple[str, ...] = ("core", "card")
     skip: str | None = None
     seconds: int = 120
 
@@ -38,72 +44,133 @@ def checks(
     run tests side by side where pytest-xdist is there.
     """
     module = (python, "-m")
-    parity = (*module, "bench.gpu.parity")
-    torchrun = (*module, "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "bench.gpu.parity")
-    mpi = (*module, "dearrun", "-np", "2")
-    staged = {"DEAR_CUDA_TRANSPORT": "staged"}
-    kernels = (*module, "bench.gpu.kernels")
-    few = ("--numel", "100003", "--repeat", "2")
-    pytest = (*module, "pytest", "-q", "-p", "no:cacheprovider", "--timeout", "100")
-    beside = ("-n", str(workers)) if workers else ()
-    on_card = {"DEAR_SPMD_SUITE": "spmd", "DEAR_TEST_DEVICE": "cuda"}
-    sanitizer, ncu = find("compute-sanitizer"), find("ncu")
-    enough = found.nccl is not None and found.nccl >= (2, 30, 0)
-    no_sharing = None if enough else f"two ranks on one GPU need NCCL 2.30, and there is {_dotted(found.nccl)}"
-    made = [
-        Check("build", "what was found where", (*module, "dearrun", "--check-build")),
-        Check("kernels", "results and bandwidth of every kernel", (*kernels, "--json", "kernels.json")),
-        Check("alone", "parity of every strategy, one rank, and a trace", (*parity, "--trace", "alone.json")),
-        Check("staged-mpi", "parity, two ranks, through pinned memory over MPI", (*mpi, *parity), staged, found.no_mpi),
-        Check("staged-torchrun", "the same over torch.distributed", torchrun, staged),
-        Check(
-            "nccl",
-            "parity, two ranks, over NCCL, and a trace that shows the streams",
-            (*torchrun, "--trace", "nccl.json"),
-            {"DEAR_CUDA_TRANSPORT": "nccl", **_SHARED, **({} if nccl is None else {"COMM_CORE_NCCL": nccl})},
-            no_sharing,
-        ),
-        Check(
-            "suite",
-            "the suites of every rank on CUDA tensors, one rank",
-            (*pytest, *beside, "tests/spmd"),
-            on_card,
-            seconds=240,
-        ),
+    missing = {"core": found.no_core, "card": found.no_gpu, "mpi": found.no_mpi}
+    made = [*_kernels(module, find), *_training(module, found, nccl), *_layers(module), *_suites(module, workers)]
+    return [
+        replace(check, skip=next((missing[need] for need in check.needs if missing[need]), check.skip))
+        for check in made
     ]
-    for model in _MODELS:
-        for dtype in ("float32", "bfloat16"):
-            command = (*module, "bench.gpu.layers", model, "--dtype", dtype, "--json", f"{model}-{dtype}.json")
-            made.append(Check(f"layers-{model}-{dtype}", f"times of the layers of {model} in {dtype}", command))
-    made += [
+
+
+def _kernels(module: tuple[str, ...], find: Callable[[str], str | None]) -> list[Check]:
+    kernels = (*module, "bench.gpu.kernels")
+    odd = ("--numel", "100003", "--repeat", "1")  # no multiple of 512, to which torch rounds sizes up
+    sanitizer, ncu = find("compute-sanitizer"), find("ncu")
+    no_sanitizer = None if sanitizer else "compute-sanitizer was not found"
+    # Torch's caching allocator takes memory in large pieces, in which a kernel may go beyond its tensor unseen.
+    plainly_allocated = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    profiled = ("--clock-control", "none", "--filter-mode", "per-launch-config", "--launch-count", "1",
+                "--kernel-name", "regex:cast_|inspect_", "--set", "basic")  # fmt: skip
+    return [
+        Check("machine", "driver, compilers, packages, room", ("sh", "-c", _MACHINE), needs=(), seconds=20),
+        Check("build", "what was found where", (*module, "dearrun", "--check-build"), needs=("core",), seconds=30),
         Check(
-            "sanitizer",
-            "compute-sanitizer without findings",
-            (sanitizer or "compute-sanitizer", "--error-exitcode", "1", *kernels, *few),
-            skip=None if sanitizer else "compute-sanitizer was not found",
+            "kernels",
+            "results and bandwidth of every kernel",
+            (*kernels, "--json", "kernels.json", "--numel", _LARGE),
+            seconds=40,
         ),
         Check(
             "ncu",
-            "what Nsight Compute says about the kernels",
-            (ncu or "ncu", "--clock-control", "none", "--kernel-name", "regex:cast_|inspect_", "--set", "basic",
-             *kernels, *few),
+            "what Nsight Compute says about one launch of each kernel",
+            (ncu or "ncu", *profiled, *kernels, "--numel", _LARGE, "--repeat", "1"),
             skip=None if ncu else "ncu was not found",
+            seconds=40,
+        ),
+        *(
+            Check(
+                tool,
+                f"compute-sanitizer's {tool} has no findings",
+                (
+                    sanitizer or "compute-sanitizer",
+                    "--tool",
+                    tool,
+                    "--report-api-errors",
+                    "no",
+                    "--error-exitcode",
+                    "1",
+                    *kernels,
+                    *odd,
+                ),
+                plainly_allocated,
+                skip=no_sanitizer,
+                seconds=45,
+            )
+            for tool in ("memcheck", "racecheck")
+        ),
+    ]
+
+
+def _training(module: tuple[str, ...], found: Facts, nccl: str | None) -> list[Check]:
+    parity = (*module, "bench.gpu.parity")
+    torchrun = (*module, "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "bench.gpu.parity")
+    staged = {"DEAR_CUDA_TRANSPORT": "staged", **_POISON}
+    enough = found.nccl is not None and found.nccl >= (2, 30, 0)
+    return [
+        Check(
+            "alone",
+            "parity of every strategy, one rank, and a trace",
+            (*parity, "--trace", "alone.json.gz"),
+            _POISON,
+            seconds=40,
+        ),
+        Check(
+            "nccl",
+            "parity, two ranks, over NCCL, and a trace that shows the streams",
+            (*torchrun, "--trace", "nccl.json.gz"),
+            {"DEAR_CUDA_TRANSPORT": "nccl", **_SHARED, **_POISON, **({} if nccl is None else {"COMM_CORE_NCCL": nccl})},
+            skip=None if enough else f"two ranks on one GPU need NCCL 2.30, and there is {_dotted(found.nccl)}",
+            seconds=45,
+        ),
+        Check("staged-torchrun", "parity, two ranks, through pinned memory", torchrun, staged, seconds=40),
+        Check(
+            "staged-mpi",
+            "the same over MPI",
+            (*module, "dearrun", "-np", "2", *parity),
+            staged,
+            ("core", "card", "mpi"),
+            seconds=40,
+        ),
+    ]
+
+
+def _layers(module: tuple[str, ...]) -> list[Check]:
+    return [
+        Check(
+            f"layers-{model}-{dtype}",
+            f"times of the layers of {model} in {dtype}",
+            (*module, "bench.gpu.layers", model, "--dtype", dtype, "--json", f"{model}-{dtype}.json"),
+            needs=("card",),
+            seconds=25,
+        )
+        for model in ("resnet50", "bert_base")
+        for dtype in ("float32", "bfloat16")
+    ]
+
+
+def _suites(module: tuple[str, ...], workers: int) -> list[Check]:
+    # -v: who is stopped has told what passed by then.
+    pytest = (*module, "pytest", "-v", "--tb", "short", "-p", "no:cacheprovider", "--timeout", "100")
+    beside = ("-n", str(workers)) if workers else ()
+    on_card = {"DEAR_SPMD_SUITE": "spmd", "DEAR_TEST_DEVICE": "cuda", **_POISON}
+    return [
+        Check(
+            "suite",
+            "the suites of every rank on CUDA tensors, one rank",
+            (*pytest, *beside, "--maxfail", "40", "tests/spmd"),
+            on_card,
+            seconds=240,
         ),
         Check(
             "suite-staged",
             "the suites on CUDA tensors, two ranks through pinned memory; the first failure ends it",
-            (*mpi, *pytest, "-x", "-p", "tests.spmd_plugin", "--timeout-method", "thread", "tests/spmd"),
-            {**on_card, **staged},
-            found.no_mpi,
+            (*module, "dearrun", "-np", "2", *pytest, "-x", "-p", "tests.spmd_plugin", "--timeout-method", "thread",
+             "tests/spmd"),
+            {**on_card, "DEAR_CUDA_TRANSPORT": "staged"},
+            ("core", "card", "mpi"),
             seconds=240,
         ),
-        Check("tests", "tests of the GPU part, over doubles",
-              (*pytest, *beside, "tests/nccl",
-               "tests/overlap/transport/test_cuda_math.py", "tests/overlap/transport/test_cuda_streams.py")),
     ]  # fmt: skip
-    if found.no_gpu is None:
-        return made
-    return [check if check.name in _NO_CARD_NEEDED else replace(check, skip=found.no_gpu) for check in made]
 
 
 def limit(check: Check, left: float) -> float | None:

@@ -31,7 +31,11 @@ def run(
     """Run `command` in the folder `where`; what it prints is added to `log`."""
     mark = f"{_MARK}={os.getpid()}-{time.monotonic_ns()}"
     marked = {**env, **dict([mark.split("=")])}
-    with log.open("ab") as out:
+    try:
+        out = log.open("ab")
+    except OSError as error:
+        return Ended("failed", str(error))
+    with out:
         try:
             process = subprocess.Popen(
                 command, cwd=where, env=marked, stdout=out, stderr=subprocess.STDOUT, start_new_session=True

@@ -1,13 +1,15 @@
-"""Which streams of a device worked, and how long, as a trace of torch.profiler's tells (pure)."""
+"""Which streams of a device worked, and how long, as a trace of torch.profiler's tells."""
 
 from __future__ import annotations
 
+import gzip
+import json
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Stream", "streams_of"]
+__all__ = ["Stream", "read", "streams_of"]
 
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 
@@ -22,8 +24,16 @@ class Stream:
     examples: tuple[str, ...]
 
 
+def read(file: str) -> dict[str, Any]:
+    """A trace that torch wrote, packed where its name says so."""
+    opened = gzip.open(file, "rt") if file.endswith(".gz") else open(file)  # noqa: SIM115
+    with opened:
+        found: dict[str, Any] = json.load(opened)
+    return found
+
+
 def streams_of(trace: Mapping[str, Any]) -> list[Stream]:
-    """By number. `trace` is a Chrome trace as torch.profiler writes it."""
+    """By number (pure). `trace` is a Chrome trace as torch.profiler writes it."""
     spent: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for event in trace.get("traceEvents", []):
         if event.get("cat") in _ON_DEVICE and "stream" in event.get("args", {}):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import os
 import sys
 import tarfile
 from dataclasses import replace
@@ -17,15 +19,16 @@ from bench.gpu import __main__ as program
 from bench.gpu import kernels, layers, parity
 from bench.gpu.facts import Facts, missing_gpu
 from bench.gpu.plan import Check, checks, limit
-from bench.gpu.prepare import commands, whole_library
+from bench.gpu.prepare import Ready
 from bench.gpu.running import GRACE
-from bench.gpu.streams import Stream, streams_of
+from bench.gpu.streams import Stream, read, streams_of
 from bench.models.mlp import NARROW
 from overlap.plan.simulation.profile import Profile, to_text
 from overlap.plan.simulation.workload import Layer
 from overlap.transport.cuda.math import kernels_on
 
-CARD = Facts((2, 30, 1), "2.30.1 at /lib", None, None, "2.11.0", "13.0")
+CARD = Facts((2, 30, 1), "2.30.1 at /lib", None, None, None, "2.11.0", "13.0")
+NO_CORE = "comm_core cannot be imported: it is not built"
 
 
 def _named(found: Facts, *tools: str, nccl: str | None = None) -> dict[str, Check]:
@@ -34,17 +37,26 @@ def _named(found: Facts, *tools: str, nccl: str | None = None) -> dict[str, Chec
     return {check.name: check for check in made}
 
 
-def test_all_that_is_to_be_shown_has_a_check() -> None:
+def test_all_that_is_to_be_shown_has_a_check_in_the_order_of_its_worth() -> None:
     made = _named(CARD, "compute-sanitizer", "ncu", nccl="/carried/libnccl.so.2")
-    assert {"build", "kernels", "alone", "staged-mpi", "staged-torchrun", "nccl", "sanitizer", "ncu"} <= set(made)
-    assert made["suite"].environment == {"DEAR_SPMD_SUITE": "spmd", "DEAR_TEST_DEVICE": "cuda"}
-    assert "tests/spmd" in made["suite"].command
-    assert [name for name, check in made.items() if "COMM_CORE_NCCL" in check.environment] == ["nccl"]
-    assert {f"layers-{m}-{d}" for m in ("resnet50", "bert_base") for d in ("float32", "bfloat16")} <= set(made)
+    assert list(made) == [
+        *("machine", "build", "kernels", "ncu", "memcheck", "racecheck"),
+        *("alone", "nccl", "staged-torchrun", "staged-mpi"),
+        *(f"layers-{m}-{d}" for m in ("resnet50", "bert_base") for d in ("float32", "bfloat16")),
+        *("suite", "suite-staged"),
+    ]
     assert not [check.name for check in made.values() if check.skip]
+    assert "tests/spmd" in made["suite"].command
+    assert made["suite"].environment["DEAR_TEST_DEVICE"] == "cuda"
+    assert [name for name, check in made.items() if "COMM_CORE_NCCL" in check.environment] == ["nccl"]
     assert made["nccl"].environment["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
-    assert made["staged-mpi"].environment == {"DEAR_CUDA_TRANSPORT": "staged"}
+    assert made["staged-mpi"].environment["DEAR_CUDA_TRANSPORT"] == "staged"
     assert "bench.gpu.parity" in made["staged-mpi"].command
+    for tool in ("memcheck", "racecheck"):
+        assert made[tool].environment == {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+        assert int(made[tool].command[made[tool].command.index("--numel") + 1]) % 512
+    timed = ("kernels", "ncu", *(name for name in made if name.startswith("layers")))
+    assert not [name for name in timed if made[name].environment], "what poisons or staged copies cost is not measured"
 
 
 def test_what_cannot_be_run_says_why() -> None:
@@ -54,20 +66,30 @@ def test_what_cannot_be_run_says_why() -> None:
         "staged-mpi": "no mpirun was found",
         "suite-staged": "no mpirun was found",
         "nccl": "two ranks on one GPU need NCCL 2.30, and there is 2.29.7",
-        "sanitizer": "compute-sanitizer was not found",
+        "memcheck": "compute-sanitizer was not found",
+        "racecheck": "compute-sanitizer was not found",
         "ncu": "ncu was not found",
     }
     assert "there is none" in (_named(replace(CARD, nccl=None))["nccl"].skip or "")
     bare = _named(replace(CARD, no_gpu="no CUDA device: none"))
-    assert {name for name, check in bare.items() if not check.skip} == {"build", "tests"}
+    assert {name for name, check in bare.items() if not check.skip} == {"machine", "build"}
     assert {check.skip for check in bare.values()} == {None, "no CUDA device: none"}
+
+
+def test_what_needs_no_comm_core_goes_on_without() -> None:
+    made = _named(replace(CARD, no_core=NO_CORE, no_mpi=NO_CORE), "compute-sanitizer", "ncu")
+    assert {name for name, check in made.items() if not check.skip} == {
+        "machine",
+        *(f"layers-{m}-{d}" for m in ("resnet50", "bert_base") for d in ("float32", "bfloat16")),
+    }
+    assert {check.skip for check in made.values()} == {None, NO_CORE}
 
 
 @pytest.fixture
 def bare(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that is ready and has no card."""
     monkeypatch.setattr(program, "_look", lambda env: replace(CARD, no_gpu="no CUDA device: none here"))
-    monkeypatch.setattr(program, "_prepare", lambda *_: None)
+    monkeypatch.setattr(program, "ready", lambda *_: Ready(dict(os.environ), "there already", {}, None))
 
 
 def _check(name: str, text: str, **more: Any) -> Check:
@@ -80,7 +102,9 @@ def test_without_a_gpu_it_says_so(
 ) -> None:
     assert "no CUDA device" in (missing_gpu() or "")
     assert program.main(["--out", str(tmp_path / "out"), "--only", "kernels", "nccl"]) == 2
-    lines = capsys.readouterr().out.splitlines()
+    first, second, *lines = capsys.readouterr().out.splitlines()
+    assert first.startswith("bench.gpu: 2 checks within 8 minutes: kernels, nccl. After each ")
+    assert second == "bench.gpu: comm_core is there already"
     assert [line.split()[:2] for line in lines] == [["SKIP", "kernels"], ["SKIP", "nccl"]]
     assert all(line.endswith("no CUDA device: none here") for line in lines)
     assert layers.main(["resnet50", "--json", str(tmp_path / "p.json")]) == 2
@@ -110,8 +134,6 @@ def test_checks_are_listed_and_named(bare: None, capsys: pytest.CaptureFixture[s
     assert "staged-mpi" in capsys.readouterr().out
     assert program.main([*out, "--only", "kernels", "kernel"]) == 2
     assert "there is no check kernel;" in capsys.readouterr().err
-    assert program.main([*out, "--nccl", str(tmp_path / "nothing")]) == 2
-    assert "--nccl should be a library" in capsys.readouterr().err
 
 
 def _results(archive: Path) -> dict[str, Any]:
@@ -152,7 +174,8 @@ def test_results_are_one_archive_and_nothing_stops_the_rest(
         assert b"row 1" in opened.extractfile("slow.log").read()  # type: ignore[union-attr]
     assert list(_results(tmp_path / "meanwhile")["checks"]) == ["bad", "slow", "none", "not"]
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines if "|" not in line] == ["FAIL", "STOP", "FAIL", "SKIP", "PASS"]
+    words = [line.split()[0] for line in lines if not line.startswith(("bench.gpu:", "     |"))]
+    assert words == ["FAIL", "STOP", "FAIL", "SKIP", "PASS"]
     assert "     | the reason" in lines
 
 
@@ -165,30 +188,7 @@ def test_all_ends_in_time(bare: None, tmp_path: Path, capsys: pytest.CaptureFixt
     assert "no time was left" in capsys.readouterr().out
 
 
-def test_a_bare_machine_installs_what_is_carried_and_builds() -> None:
-    root, wheel = Path("/repo"), Path("/carried/scikit_build_core-1-py3-none-any.whl")
-    assert commands("python", root, [], True, ["pybind11"]) == []
-    install = ("python", "-m", "pip", "install", "--no-index", "--no-deps")
-    build = (*install, "--no-build-isolation", "--editable", "/repo")
-    assert commands("python", root, [], False, []) == [build]
-    assert commands("python", root, [wheel], False, ["scikit-build-core"]) == [(*install, str(wheel)), build]
-    with pytest.raises(ValueError, match="building it takes pybind11; carry the wheels"):
-        commands("python", root, [wheel], False, ["scikit-build-core", "pybind11"])
-
-
-def test_a_library_may_come_in_parts(tmp_path: Path) -> None:
-    parts = tmp_path / "parts"
-    parts.mkdir()
-    for name, data in (("x.ab", b"second"), ("x.aa", b"first ")):
-        (parts / name).write_bytes(data)
-    whole = whole_library(parts, tmp_path / "out")
-    assert whole.read_bytes() == b"first second"
-    assert whole_library(whole, tmp_path) == whole
-    with pytest.raises(ValueError, match="--nccl should be a library, or a folder with its parts"):
-        whole_library(tmp_path / "nothing", tmp_path)
-
-
-def test_a_trace_tells_which_streams_worked() -> None:
+def test_a_trace_tells_which_streams_worked(tmp_path: Path) -> None:
     def event(cat: str, name: str, dur: float, **args: int) -> dict[str, Any]:
         return {"cat": cat, "name": name, "dur": dur, "args": args}
 
@@ -199,6 +199,9 @@ def test_a_trace_tells_which_streams_worked() -> None:
         Stream(20, 1, 0.5, ("copy",)),
     ]
     assert streams_of({}) == []
+    with gzip.open(tmp_path / "trace.json.gz", "wt") as packed:
+        json.dump({"traceEvents": events}, packed)
+    assert read(str(tmp_path / "trace.json.gz")) == {"traceEvents": events}
 
 
 def test_layers_are_measured_where_they_are() -> None:

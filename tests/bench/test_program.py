@@ -59,7 +59,7 @@ LAYERS = ["mlp", "--device", "cpu", "--json", "out.json"]
         (plot_timeline.main, ["t.json", "--skip", "-1"], "--skip: should be a whole number of at least 0 and is -1"),
         (plot_timeline.main, ["t.json", "--skip", "30"], "holds 2 step(s), and 30 of them are to be skipped"),
         (plot_timeline.main, ["none.json"], "No such file or directory: 'none.json'"),
-        (gpu.main, ["--wheels", "/nonexistent"], "--wheels should be a folder with wheels and is /nonexistent"),
+        (gpu.main, ["--carried", "/nonexistent"], "--carried should be a folder and is /nonexistent"),
     ],
 )
 def test_a_count_that_is_none_is_refused(
