@@ -121,6 +121,10 @@ class Double:
         self._kernels.append(ctypes.CFUNCTYPE(None)(kernel))
         self._library.double_call(ctypes.c_void_p(stream), self._kernels[-1])
 
+    def nap(self, stream: int, seconds: float) -> None:
+        """A kernel that takes so long."""
+        self._library.double_nap(ctypes.c_void_p(stream), int(1e3 * seconds))
+
     def moment(self, stream: int) -> DoubleMoment:
         """An event after what the stream was given so far."""
         return DoubleMoment(self._library, stream)

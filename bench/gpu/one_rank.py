@@ -12,6 +12,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable
+from contextlib import closing, suppress
 from typing import Protocol
 
 import torch
@@ -99,7 +100,7 @@ def _values(card: Card, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Bit by bit."""
-    return bool((one.cpu().view(torch.uint8) == other.cpu().view(torch.uint8)).all())
+    return bool((one.cpu().contiguous().view(torch.uint8) == other.cpu().contiguous().view(torch.uint8)).all())
 
 
 def _until(what: Callable[[], bool], otherwise: str) -> float:
@@ -175,11 +176,8 @@ def _memory(card: Card, comm: Communicator) -> str:
     gc.collect()
     assert kept() is not None, "memory was let go while the device was still to read it"
     assert not work.done(), "it is done before the stream of its buffers has come to it"
-    try:
+    with suppress(comm_core.TimeoutError):
         work.wait(_NAP / 10)
-    except comm_core.TimeoutError:
-        pass
-    else:
         raise AssertionError("wait() came back before its time was over, and the operation was not done")
     work.wait(_PATIENCE)
     seconds = _until(lambda: kept() is None, "memory is kept although the operation is done")
@@ -187,49 +185,51 @@ def _memory(card: Card, comm: Communicator) -> str:
     return f"let go {1e3 * seconds:.1f} ms later"
 
 
+def _part_of(comm: Communicator) -> closing[Communicator]:
+    part = comm.split(0)
+    assert part is not None, "split(0) gives no communicator"
+    return closing(part)
+
+
 def _split(card: Card, comm: Communicator) -> str:
     """A part of the group works beside it; without a color there is none."""
     began = time.monotonic()
-    part = comm.split(0)
-    took = time.monotonic() - began
-    assert part is not None
-    assert (part.rank, part.size) == (0, 1)
-    assert comm.split(None) is None
-    _results(card, part)
-    _streams(card, part)
-    part.close()
+    with _part_of(comm) as part:
+        took = time.monotonic() - began
+        assert (part.rank, part.size) == (0, 1)
+        assert comm.split(None) is None
+        _results(card, part)
+        _streams(card, part)
     _results(card, comm)
     return f"took {1e3 * took:.0f} ms"
 
 
 def _abandon(card: Card, comm: Communicator) -> str:
     """What is under way on a communicator that is given up fails, later calls too; the others go on."""
-    part = comm.split(0)
-    assert part is not None
     stream = card.stream()
     owner = _Owner(_values(card))
     kept = weakref.ref(owner)
     target = torch.zeros_like(owner.tensor)
     card.settle()
-    card.nap(stream, _NAP)
-    work = part.all_reduce_async(_buffer(card, owner.tensor, stream, owner), _buffer(card, target, stream))
-    del owner
-    part.abandon()
-    try:
-        work.wait(_PATIENCE)
-    except comm_core.TransportError as error:
-        said = str(error)
-    else:
-        raise AssertionError("the operation under way did not fail")
-    try:
-        part.barrier()
-    except comm_core.Error:
-        pass
-    else:
-        raise AssertionError("a later call did not fail")
-    seconds = _until(lambda: kept() is None, "its memory is kept")
+    with _part_of(comm) as part:
+        card.nap(stream, _NAP)
+        work = part.all_reduce_async(_buffer(card, owner.tensor, stream, owner), _buffer(card, target, stream))
+        del owner
+        part.abandon()
+        said = _refused(lambda: work.wait(_PATIENCE), "the operation under way did not fail")
+        _refused(part.barrier, "a later call did not fail")
+        seconds = _until(lambda: kept() is None, "its memory is kept")
     _results(card, comm)
     return f"let go after {1e3 * seconds:.0f} ms; {said}"
+
+
+def _refused(call: Callable[[], object], otherwise: str) -> str:
+    """What was said. Raises ``AssertionError`` where the call goes through."""
+    try:
+        call()
+    except comm_core.TransportError as error:
+        return str(error)
+    raise AssertionError(otherwise)
 
 
 _PARTS: tuple[Callable[[Card, Communicator], str], ...] = (_results, _streams, _memory, _split, _abandon)

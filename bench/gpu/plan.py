@@ -64,6 +64,8 @@ def _kernels(module: tuple[str, ...], find: Callable[[str], str | None]) -> list
     return [
         Check("machine", "driver, compilers, packages, room", ("sh", "-c", _MACHINE), needs=(), seconds=20),
         Check("build", "what was found where", (*module, "dearrun", "--check-build"), needs=("core",), seconds=30),
+        Check("nccl-one-rank", "one rank over NCCL: start, streams, memory, split, end", (*module, "bench.gpu.one_rank"),
+              seconds=45),
         Check(
             "kernels",
             "results and bandwidth of every kernel",
@@ -98,7 +100,7 @@ def _kernels(module: tuple[str, ...], find: Callable[[str], str | None]) -> list
             )
             for tool in ("memcheck", "racecheck")
         ),
-    ]
+    ]  # fmt: skip
 
 
 def _training(module: tuple[str, ...], found: Facts, nccl: str | None) -> list[Check]:

@@ -142,13 +142,13 @@ def ways(
             *(("-G", "Ninja") if find("ninja") else ()),
         ]
         configure += ["-DCMAKE_BUILD_TYPE=Release", f"-DPython_EXECUTABLE={python}", f"-Dpybind11_DIR={pybind11}"]
-        for name, mpi in (("built", "ON"), ("built without MPI", "OFF")):
+        for name, mpi, seconds in (("built", "ON", 150.0), ("built without MPI", "OFF", 60.0)):
             made.append(
                 Way(
                     name,
                     (
                         ((*configure, f"-DCOMM_CORE_MPI={mpi}"), 30),
-                        ((cmake, "--build", build, "--parallel", str(os.cpu_count() or 2)), 120),
+                        ((cmake, "--build", build, "--parallel", str(os.cpu_count() or 2)), seconds),
                         ((cmake, "--install", build, "--prefix", str(places.root)), 20),
                     ),
                 )

@@ -40,7 +40,7 @@ def _named(found: Facts, *tools: str, nccl: str | None = None) -> dict[str, Chec
 def test_all_that_is_to_be_shown_has_a_check_in_the_order_of_its_worth() -> None:
     made = _named(CARD, "compute-sanitizer", "ncu", nccl="/carried/libnccl.so.2")
     assert list(made) == [
-        *("machine", "build", "kernels", "ncu", "memcheck", "racecheck"),
+        *("machine", "build", "nccl-one-rank", "kernels", "ncu", "memcheck", "racecheck"),
         *("alone", "nccl", "staged-torchrun", "staged-mpi"),
         *(f"layers-{m}-{d}" for m in ("resnet50", "bert_base") for d in ("float32", "bfloat16")),
         *("suite", "suite-staged"),

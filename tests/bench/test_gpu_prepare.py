@@ -71,7 +71,9 @@ def test_ways_to_have_comm_core() -> None:
     assert build.startswith("/bin/cmake --build /work/build")
     assert install == "/bin/cmake --install /work/build --prefix /repo"
     assert second.commands[0][0] == (*first.commands[0][0][:-1], "-DCOMM_CORE_MPI=OFF")
-    assert second.commands[1:] == first.commands[1:], "in the same folder"
+    assert [command for command, _ in second.commands[1:]] == [command for command, _ in first.commands[1:]], (
+        "same folder"
+    )
     assert "Ninja" not in _found("cmake")[0].commands[0][0]
     assert _found("ninja") == []
     module = Path("/carried/modules/_C.so")

@@ -42,6 +42,15 @@ void double_call(Stream stream, void (*kernel)()) {
   const Lock lock(world().mutex);
   stream->tasks.push_back([=] { return kernel(), true; });
 }
+/// A kernel that takes so long, once its turn has come.
+void double_nap(Stream stream, int milliseconds) {
+  using Clock = std::chrono::steady_clock;
+  const Lock lock(world().mutex);
+  stream->tasks.push_back([milliseconds, until = Clock::time_point()]() mutable {
+    if (until == Clock::time_point()) until = Clock::now() + std::chrono::milliseconds(milliseconds);
+    return Clock::now() >= until;
+  });
+}
 void double_fail(const char* function, int code) {
   const Lock lock(world().mutex);
   world().failures[function] = code;
