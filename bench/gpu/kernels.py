@@ -9,7 +9,7 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +65,8 @@ def _check_cast(source: torch.Tensor, dtype: torch.dtype, scale: float) -> bool:
     return bool((same | (there.isnan() & expected.isnan())).all())
 
 
-def measure(numel: int, repeat: int) -> list[dict[str, Any]]:
-    """One row per kernel and type."""
-    rows: list[dict[str, Any]] = []
+def measure(numel: int, repeat: int) -> Iterator[dict[str, Any]]:
+    """One row per kernel and type, as they come."""
     checked = min(numel, _CHECKED)
     room = torch.randn(checked + 1, device="cuda", dtype=torch.float64)
     for index, value in enumerate(("inf", "-inf", "nan", "-0.0", "1e-42")):
@@ -75,7 +74,7 @@ def measure(numel: int, repeat: int) -> list[dict[str, Any]]:
     copied = torch.randn(numel, device="cuda")
     place = torch.empty_like(copied)
     copy_rate = _rate(2 * copied.nbytes, _milliseconds(lambda: place.copy_(copied), repeat))
-    rows.append({"kernel": "copy of float32 by torch", "gb_per_s": copy_rate})
+    yield {"kernel": "copy of float32 by torch", "gb_per_s": copy_rate}
     for narrow, wide in _CASTS:
         good = all(
             _check_cast(room.to(narrow)[start : checked + start], wide, s) for start in (0, 1) for s in (1.0, 0.3)
@@ -84,7 +83,7 @@ def measure(numel: int, repeat: int) -> list[dict[str, Any]]:
         target = torch.empty_like(source, dtype=wide)
         spent = _milliseconds(lambda t=target, s=source: cast_scale([t], [s], 0.5), repeat)  # type: ignore[misc]
         rate = _rate(source.nbytes + target.nbytes, spent)
-        rows.append(_row(f"cast {narrow} to {wide}", good, rate, copy_rate))
+        yield _row(f"cast {narrow} to {wide}", good, rate, copy_rate)
     for dtype in _TYPES:
         clean = copied.to(dtype)
         good = True
@@ -99,8 +98,7 @@ def measure(numel: int, repeat: int) -> list[dict[str, Any]]:
         ).to(dtype)
         good &= float(inspect([dirty])[1]) == 3
         spent = _milliseconds(lambda c=clean: inspect([c]), repeat)  # type: ignore[misc]
-        rows.append(_row(f"inspect {dtype}", good, _rate(numel * clean.element_size(), spent), copy_rate))
-    return rows
+        yield _row(f"inspect {dtype}", good, _rate(numel * clean.element_size(), spent), copy_rate)
 
 
 def _row(kernel: str, good: bool, rate: float, copy_rate: float) -> dict[str, Any]:
@@ -111,7 +109,7 @@ def _row(kernel: str, good: bool, rate: float, copy_rate: float) -> dict[str, An
 def main(arguments: list[str] | None = None) -> int:
     """0 where every result is right; the bar of 85 % of a copy is reported, not enforced, since it depends on `--numel`."""
     parser = argparse.ArgumentParser(prog="bench.gpu.kernels", description=__doc__)
-    parser.add_argument("--numel", type=at_least(64), default=2**27, help="elements of what is timed")
+    parser.add_argument("--numel", type=at_least(64), default=2**26, help="elements of what is timed")
     parser.add_argument("--repeat", type=at_least(1), default=20)
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args(arguments)
@@ -120,12 +118,12 @@ def main(arguments: list[str] | None = None) -> int:
             "bench.gpu.kernels: no GPU, or the kernels cannot be used; DEAR_LOG_LEVEL=info tells why", file=sys.stderr
         )
         return 2
-    rows = measure(chosen.numel, chosen.repeat)
-    for row in rows:
+    about, rows = {"card": torch.cuda.get_device_name(), "numel": chosen.numel}, []
+    for row in measure(chosen.numel, chosen.repeat):
+        rows.append(row)
         print(", ".join(f"{key} {value:.3g}" if isinstance(value, float) else f"{value}" for key, value in row.items()))
-    if chosen.json is not None:
-        card = torch.cuda.get_device_name()
-        chosen.json.write_text(json.dumps({"card": card, "numel": chosen.numel, "rows": rows}, indent=1) + "\n")
+        if chosen.json is not None:  # after every row: this may be stopped
+            chosen.json.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
     return int(not all(row.get("right", True) for row in rows))
 
 

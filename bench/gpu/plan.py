@@ -45,7 +45,13 @@ def checks(
     """
     module = (python, "-m")
     missing = {"core": found.no_core, "card": found.no_gpu, "mpi": found.no_mpi}
-    made = [*_kernels(module, find), *_training(module, found, nccl), *_layers(module), *_suites(module, workers)]
+    made = [
+        *_kernels(module, find),
+        *_training(module, found, nccl),
+        *_steps(module),
+        *_layers(module),
+        *_suites(module, workers),
+    ]
     return [
         replace(check, skip=next((missing[need] for need in check.needs if missing[need]), check.skip))
         for check in made
@@ -119,7 +125,7 @@ def _training(module: tuple[str, ...], found: Facts, nccl: str | None) -> list[C
         Check(
             "nccl",
             "parity, two ranks, over NCCL, and a trace that shows the streams",
-            (*torchrun, "--trace", "nccl.json.gz"),
+            (*module, "bench.gpu.mps", *torchrun, "--trace", "nccl.json.gz"),
             {"DEAR_CUDA_TRANSPORT": "nccl", **_SHARED, **_POISON, **({} if nccl is None else {"COMM_CORE_NCCL": nccl})},
             skip=None if enough else f"two ranks on one GPU need NCCL 2.30, and there is {_dotted(found.nccl)}",
             seconds=45,
@@ -133,6 +139,27 @@ def _training(module: tuple[str, ...], found: Facts, nccl: str | None) -> list[C
             ("core", "card", "mpi"),
             seconds=40,
         ),
+    ]
+
+
+def _steps(module: tuple[str, ...]) -> list[Check]:
+    return [
+        Check(
+            f"steps-{model}",
+            f"steps of {model} on one rank: alone, dear, wfbp, DDP; and where the host's time goes",
+            (
+                *module,
+                "bench.gpu.steps",
+                model,
+                "--json",
+                f"steps-{model}.json",
+                "--trace",
+                f"steps-{model}.trace.json.gz",
+            ),
+            needs=("card",),
+            seconds=45,
+        )
+        for model in ("resnet50", "bert_base", "gpt2")
     ]
 
 

@@ -42,6 +42,7 @@ def test_all_that_is_to_be_shown_has_a_check_in_the_order_of_its_worth() -> None
     assert list(made) == [
         *("machine", "build", "nccl-one-rank", "kernels", "ncu", "memcheck", "racecheck"),
         *("alone", "nccl", "staged-torchrun", "staged-mpi"),
+        *("steps-resnet50", "steps-bert_base", "steps-gpt2"),
         *(f"layers-{m}-{d}" for m in ("resnet50", "bert_base") for d in ("float32", "bfloat16")),
         *("suite", "suite-staged"),
     ]
@@ -52,10 +53,11 @@ def test_all_that_is_to_be_shown_has_a_check_in_the_order_of_its_worth() -> None
     assert made["nccl"].environment["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
     assert made["staged-mpi"].environment["DEAR_CUDA_TRANSPORT"] == "staged"
     assert "bench.gpu.parity" in made["staged-mpi"].command
+    assert "bench.gpu.mps" in made["nccl"].command
     for tool in ("memcheck", "racecheck"):
         assert made[tool].environment == {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
         assert int(made[tool].command[made[tool].command.index("--numel") + 1]) % 512
-    timed = ("kernels", "ncu", *(name for name in made if name.startswith("layers")))
+    timed = ("kernels", "ncu", *(name for name in made if name.startswith(("steps", "layers"))))
     assert not [name for name in timed if made[name].environment], "what poisons or staged copies cost is not measured"
 
 
@@ -80,6 +82,7 @@ def test_what_needs_no_comm_core_goes_on_without() -> None:
     made = _named(replace(CARD, no_core=NO_CORE, no_mpi=NO_CORE), "compute-sanitizer", "ncu")
     assert {name for name, check in made.items() if not check.skip} == {
         "machine",
+        *("steps-resnet50", "steps-bert_base", "steps-gpt2"),
         *(f"layers-{m}-{d}" for m in ("resnet50", "bert_base") for d in ("float32", "bfloat16")),
     }
     assert {check.skip for check in made.values()} == {None, NO_CORE}
