@@ -161,9 +161,13 @@ def _checked(chosen: argparse.Namespace, work: Path) -> int:
     for check in _checks(found, state.nccl):
         if check.name not in names:
             continue
-        result = results["checks"][check.name] = _run(check, folder, state.env, ends - time.monotonic())
-        _say(check.name, result, folder)
-        _pack(results, folder, archive)
+        # What is there should this program be told to end meanwhile.
+        results["checks"][check.name] = {"outcome": "stopped", "reason": "the whole run was told to end"}
+        try:
+            results["checks"][check.name] = _run(check, folder, state.env, ends - time.monotonic())
+        finally:
+            _pack(results, folder, archive)
+        _say(check.name, results["checks"][check.name], folder)
     if any(result["outcome"] in _BAD for result in results["checks"].values()):
         return 1
     return 0 if found.no_gpu is None else 2

@@ -19,7 +19,20 @@ from pathlib import Path, PurePosixPath
 
 from bench.gpu.running import run
 
-__all__ = ["LIBRARY", "Places", "Ready", "Way", "destination", "environment", "make_ready", "ready", "unpack", "ways"]
+__all__ = [
+    "LIBRARY",
+    "Places",
+    "Ready",
+    "Way",
+    "build",
+    "destination",
+    "environment",
+    "make_ready",
+    "pybind11_of",
+    "ready",
+    "unpack",
+    "ways",
+]
 
 LIBRARY = "libnccl.so.2"
 _IMPORT_SECONDS = 60.0
@@ -122,6 +135,20 @@ def library(carried: Path, places: Places) -> Path | None:
     return whole
 
 
+def build(
+    python: str, places: Places, pybind11: str, find: Callable[[str], str | None], mpi: bool, into: Path, seconds: float
+) -> tuple[tuple[tuple[str, ...], float], ...]:
+    """Commands that build comm_core for that `python` and install its modules in the folder `into` (pure)."""
+    cmake, folder = find("cmake") or "cmake", str(places.build)
+    configure = [cmake, "-S", str(places.root / "comm_core"), "-B", folder, *(("-G", "Ninja") if find("ninja") else ())]
+    configure += ["-DCMAKE_BUILD_TYPE=Release", f"-DPython_EXECUTABLE={python}", f"-Dpybind11_DIR={pybind11}"]
+    return (
+        ((*configure, f"-DCOMM_CORE_MPI={'ON' if mpi else 'OFF'}"), 30),
+        ((cmake, "--build", folder, "--parallel", str(os.cpu_count() or 2)), seconds),
+        ((cmake, "--install", folder, "--prefix", str(into)), 20),
+    )
+
+
 def ways(
     python: str, places: Places, pybind11: str | None, find: Callable[[str], str | None], modules: Sequence[Path]
 ) -> list[Way]:
@@ -130,32 +157,19 @@ def ways(
     Modules are installed beside the sources. The second build reuses what the first one compiled.
     """
     made = []
-    cmake = find("cmake")
-    if cmake is not None and pybind11 is not None:
-        build = str(places.build)
-        configure = [
-            cmake,
-            "-S",
-            str(places.root / "comm_core"),
-            "-B",
-            build,
-            *(("-G", "Ninja") if find("ninja") else ()),
-        ]
-        configure += ["-DCMAKE_BUILD_TYPE=Release", f"-DPython_EXECUTABLE={python}", f"-Dpybind11_DIR={pybind11}"]
-        for name, mpi, seconds in (("built", "ON", 150.0), ("built without MPI", "OFF", 60.0)):
-            made.append(
-                Way(
-                    name,
-                    (
-                        ((*configure, f"-DCOMM_CORE_MPI={mpi}"), 30),
-                        ((cmake, "--build", build, "--parallel", str(os.cpu_count() or 2)), seconds),
-                        ((cmake, "--install", build, "--prefix", str(places.root)), 20),
-                    ),
-                )
-            )
+    if find("cmake") is not None and pybind11 is not None:
+        for name, mpi, seconds in (("built", True, 150.0), ("built without MPI", False, 60.0)):
+            made.append(Way(name, build(python, places, pybind11, find, mpi, places.root, seconds)))
     if modules:
         made.append(Way("carried", files=tuple(modules)))
     return made
+
+
+def pybind11_of(python: str, env: Mapping[str, str]) -> str | None:
+    """The cmake folder of its pybind11; None where it has none."""
+    command = [python, "-m", "pybind11", "--cmakedir"]
+    asked = subprocess.run(command, capture_output=True, text=True, env=dict(env), check=False)
+    return asked.stdout.strip() if asked.returncode == 0 else None
 
 
 def make_ready(python: str, root: Path, todo: Sequence[Way], attempt: Attempt) -> tuple[str | None, dict[str, str]]:
@@ -201,11 +215,13 @@ def ready(places: Places, carried: Path | None, log: Path, base: Mapping[str, st
         seconds = min(seconds, ends - time.monotonic())
         return run(command, log, env, places.root, seconds).reason if seconds > 0 else "no time was left"
 
-    asked = subprocess.run(
-        [sys.executable, "-m", "pybind11", "--cmakedir"], capture_output=True, text=True, env=env, check=False
-    )
-    pybind11 = asked.stdout.strip() if asked.returncode == 0 else None
     modules = sorted(path for path in (carried / "modules").glob("*") if path.is_file())
-    todo = ways(sys.executable, places, pybind11, lambda name: shutil.which(name, path=env["PATH"]), modules)
+    todo = ways(
+        sys.executable,
+        places,
+        pybind11_of(sys.executable, env),
+        lambda name: shutil.which(name, path=env["PATH"]),
+        modules,
+    )
     way, reasons = make_ready(sys.executable, places.root, todo, attempt)
     return Ready(env, way, {**failed, **reasons}, None if nccl is None else str(nccl))

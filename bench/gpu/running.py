@@ -14,6 +14,7 @@ from pathlib import Path
 __all__ = ["GRACE", "Ended", "run"]
 
 GRACE = 5.0  # seconds from the interrupt to the kill
+_PATIENCE = 5.0  # with who was killed
 _MARK = "DEAR_BENCH_GPU_CHECK"  # in the environment of all that a check starts
 
 
@@ -49,7 +50,8 @@ def run(
             status = None
         finally:  # also where this program itself is told to end
             _clear(mark)
-            process.wait()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_PATIENCE)
     if status is None:
         return Ended("stopped", f"over its limit of {seconds:.3g} s; {_last_line(log)}")
     return Ended("passed") if status == 0 else Ended("failed", f"exit status {status}; {_last_line(log)}")
@@ -63,8 +65,12 @@ def _interrupt(process: subprocess.Popen[bytes], grace: float) -> None:
 
 
 def _clear(mark: str) -> None:
-    """Kill what was started with `mark` in its environment, in whatever session it is and whoever its parent is by now."""
-    while found := _marked(mark):
+    """Kill what was started with `mark` in its environment, in whatever session it is and whoever its parent is by now.
+
+    Who hangs in a driver cannot be killed, and is left behind.
+    """
+    deadline = time.monotonic() + _PATIENCE
+    while time.monotonic() < deadline and (found := _marked(mark)):
         for pid in found:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

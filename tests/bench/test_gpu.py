@@ -182,6 +182,21 @@ def test_results_are_one_archive_and_nothing_stops_the_rest(
     assert "     | the reason" in lines
 
 
+def test_who_is_told_to_end_leaves_what_there_is(bare: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tells = (
+        f"import os, signal, time; print('row 1', flush=True); os.kill({os.getpid()}, signal.SIGINT); time.sleep(60)"
+    )
+    monkeypatch.setattr(
+        program, "checks", lambda *_: [_check("first", ""), _check("second", tells), _check("third", "")]
+    )
+    with pytest.raises(KeyboardInterrupt):
+        program.main(["--out", str(tmp_path)])
+    found = _results(tmp_path / "gpu.tar.gz")["checks"]
+    assert {name: result["outcome"] for name, result in found.items()} == {"first": "passed", "second": "stopped"}
+    with tarfile.open(tmp_path / "gpu.tar.gz") as opened:
+        assert opened.extractfile("second.log").read() == b"row 1\n"  # type: ignore[union-attr]
+
+
 def test_all_ends_in_time(bare: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     check = _check("good", "", seconds=60)
     assert limit(check, 480) == 60

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import tarfile
 import time
 from pathlib import Path
 
 import pytest
 
+from bench.gpu import running
 from bench.gpu.archive import clipped, pack, with_room
 from bench.gpu.running import Ended, run
 
@@ -61,6 +63,16 @@ def test_nothing_that_a_command_has_started_outlives_it(tmp_path: Path) -> None:
     ended, said = _run(STARTS, tmp_path, 60)
     assert ended.outcome == "passed"
     assert _is_gone(int(said))
+
+
+def test_who_cannot_be_killed_holds_nothing_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kill = os.kill
+    monkeypatch.setattr(running, "_PATIENCE", 0.2)
+    monkeypatch.setattr(os, "kill", lambda pid, number: None)
+    ended, said = _run("trap '' INT; echo $$; exec sleep 600", tmp_path, 1.5, 0.2)
+    assert ended.outcome == "stopped"
+    assert not _is_gone(int(said))
+    kill(int(said), signal.SIGKILL)
 
 
 def test_small_files_come_first_where_room_is_short() -> None:
