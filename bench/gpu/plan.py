@@ -62,17 +62,22 @@ def _kernels(module: tuple[str, ...], find: Callable[[str], str | None]) -> list
     kernels = (*module, "bench.gpu.kernels")
     odd = ("--numel", "100003", "--repeat", "1")  # no multiple of 512, to which torch rounds sizes up
     sanitizer, ncu = find("compute-sanitizer"), find("ncu")
-    no_sanitizer = None if sanitizer else "compute-sanitizer was not found"
-    # Torch's caching allocator takes memory in large pieces, in which a kernel may go beyond its tensor unseen.
-    ours = ("--kernel-name", "kns=cast_", "--kernel-name", "kns=inspect_")  # either of them
+    # Either of two filters; torch's own kernels would take minutes. Its caching allocator takes memory in large pieces, in
+    # which a kernel may go beyond its tensor unseen.
+    sanitized = (sanitizer or "compute-sanitizer", "--report-api-errors", "no", "--error-exitcode", "1",
+                 "--kernel-name", "kns=cast_", "--kernel-name", "kns=inspect_")  # fmt: skip
     plainly_allocated = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     profiled = ("--clock-control", "none", "--filter-mode", "per-launch-config", "--launch-count", "1",
                 "--kernel-name", "regex:cast_|inspect_", "--set", "basic")  # fmt: skip
     return [
         Check("machine", "driver, compilers, packages, room", ("sh", "-c", _MACHINE), needs=(), seconds=20),
         Check("build", "what was found where", (*module, "dearrun", "--check-build"), needs=("core",), seconds=30),
-        Check("nccl-one-rank", "one rank over NCCL: start, streams, memory, split, end", (*module, "bench.gpu.one_rank"),
-              seconds=45),
+        Check(
+            "nccl-one-rank",
+            "one rank over NCCL: start, streams, memory, split, end",
+            (*module, "bench.gpu.one_rank"),
+            seconds=45,
+        ),
         Check(
             "kernels",
             "results and bandwidth of every kernel",
@@ -90,24 +95,14 @@ def _kernels(module: tuple[str, ...], find: Callable[[str], str | None]) -> list
             Check(
                 tool,
                 f"compute-sanitizer's {tool} has no findings",
-                (
-                    sanitizer or "compute-sanitizer",
-                    "--tool",
-                    tool,
-                    "--report-api-errors",
-                    "no",
-                    "--error-exitcode",
-                    "1",
-                    *kernels,
-                    *odd,
-                ),
+                (*sanitized, "--tool", tool, *kernels, *odd),
                 plainly_allocated,
-                skip=no_sanitizer,
+                skip=None if sanitizer else "compute-sanitizer was not found",
                 seconds=45,
             )
             for tool in ("memcheck", "racecheck")
         ),
-    ]  # fmt: skip
+    ]
 
 
 def _training(module: tuple[str, ...], found: Facts, nccl: str | None) -> list[Check]:
