@@ -31,24 +31,36 @@ __all__ = ["ARCHIVE", "main"]
 
 ARCHIVE = "gpu.tar.gz"
 
-_LOOK_SECONDS = 90
+_LOOK_SECONDS = 45
 _WORDS = {"passed": "PASS", "failed": "FAIL", "stopped": "STOP", "skipped": "SKIP"}
 _BAD = ("failed", "stopped")
 _SHOWN = 8  # lines of their logs
 
 
-def _look(env: dict[str, str]) -> Facts:
+def _look(env: dict[str, str], nccl: str | None) -> Facts:
+    """What the machine has, with the carried NCCL; without it where asking that one ends badly."""
     command = [sys.executable, "-m", "bench.gpu.facts"]
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, check=False, cwd=ROOT, env=env, timeout=_LOOK_SECONDS
-        )
-    except subprocess.TimeoutExpired:
-        return Facts.unknown(f"this machine did not say what it has within {_LOOK_SECONDS} s")
-    if done.returncode:
-        return Facts.unknown(f"this machine did not say what it has: {done.stderr.strip().rpartition(chr(10))[2]}")
-    said = json.loads(done.stdout.splitlines()[-1])
-    return Facts(**{**said, "nccl": None if said["nccl"] is None else tuple(said["nccl"])})
+    reason = ""
+    for more in [{}] if nccl is None else [{"COMM_CORE_NCCL": nccl}, {}]:
+        try:
+            done = subprocess.run(
+                command,
+                capture_output=True,
+                text=True,
+                check=False,
+                cwd=ROOT,
+                env={**env, **more},
+                timeout=_LOOK_SECONDS,
+            )
+        except subprocess.TimeoutExpired:
+            reason = f"bench.gpu.facts was not done within {_LOOK_SECONDS} s"
+            continue
+        if done.returncode == 0:
+            said = json.loads(done.stdout.splitlines()[-1])
+            return Facts(**{**said, "nccl": None if said["nccl"] is None else tuple(said["nccl"])})
+        reason = f"bench.gpu.facts ended with {done.returncode}: {done.stderr.strip().rpartition(chr(10))[2]}"
+    print(f"bench.gpu: what this machine has is unknown: {reason}", flush=True)
+    return Facts.unknown(reason)
 
 
 def _machine(found: Facts) -> dict[str, Any]:
@@ -148,7 +160,7 @@ def _checked(chosen: argparse.Namespace, work: Path) -> int:
         flush=True,
     )
     state = ready(places, chosen.carried, folder / "prepare.log", os.environ, ends)
-    found = _look(state.env if state.nccl is None else {**state.env, "COMM_CORE_NCCL": state.nccl})
+    found = _look(state.env, state.nccl)
     results: dict[str, Any] = {
         "machine": _machine(found),
         "comm_core": {"way": state.way, "failed": state.failed},

@@ -28,8 +28,8 @@ class Facts:
 
     @staticmethod
     def unknown(reason: str) -> Facts:
-        """Of a machine that did not say."""
-        return Facts(None, reason, reason, reason, reason, "", None)
+        """Of a machine that did not say: every check is tried but that of two ranks, which has to know its NCCL."""
+        return Facts(None, reason, None, None, None, "", None)
 
 
 def missing_gpu() -> str | None:

@@ -91,8 +91,25 @@ def test_what_needs_no_comm_core_goes_on_without() -> None:
 @pytest.fixture
 def bare(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that is ready and has no card."""
-    monkeypatch.setattr(program, "_look", lambda env: replace(CARD, no_gpu="no CUDA device: none here"))
+    monkeypatch.setattr(program, "_look", lambda *_: replace(CARD, no_gpu="no CUDA device: none here"))
     monkeypatch.setattr(program, "ready", lambda *_: Ready(dict(os.environ), "there already", {}, None))
+
+
+def test_a_machine_that_does_not_say_what_it_has_is_tried(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    env = dict(os.environ)
+    assert "/carried/broken.so" in program._look(env, "/carried/broken.so").nccl_about
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\ntest -z "$COMM_CORE_NCCL" || exit 139\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    assert program._look(env, "/carried/crashes.so").torch == torch.__version__, "without it"
+    python.write_text("#!/bin/sh\necho no such module >&2; exit 1\n")
+    unknown = program._look(env, "/carried/libnccl.so.2")
+    assert unknown.nccl_about == "bench.gpu.facts ended with 1: no such module"
+    assert [name for name, check in _named(unknown, "ncu", "compute-sanitizer").items() if check.skip] == ["nccl"]
+    assert "what this machine has is unknown" in capsys.readouterr().out
 
 
 def _check(name: str, text: str, **more: Any) -> Check:
