@@ -25,7 +25,7 @@ __all__ = ["Card", "CudaCard", "examine", "main"]
 
 _COUNT = 100_003  # elements; blocks of kernels do not divide it
 _ROUNDS = 20
-_NAP = 0.3  # seconds in which a stream is busy
+_NAP = 0.6  # seconds in which a stream is busy
 _PATIENCE = 10.0
 _CLOCK = 1.7e9  # cycles of a card in a second, about
 
@@ -57,6 +57,9 @@ class CudaCard:
         self.place = torch.device("cuda", 0)
         torch.cuda.set_device(self.place)
         self._streams: dict[int, torch.cuda.Stream] = {}
+        # Loading a kernel when it is first used may wait for the device, and issuing would not be what is measured.
+        self.nap(self.stream(), 1e-3)
+        self.settle()
 
     def stream(self) -> int:
         made = torch.cuda.Stream(self.place)

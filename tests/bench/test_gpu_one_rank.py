@@ -42,6 +42,7 @@ def card(gpu: Double, monkeypatch: pytest.MonkeyPatch) -> Iterator[DoubleCard]:
     monkeypatch.setenv("COMM_CORE_CUDA", str(gpu.path))
     monkeypatch.setattr("comm_core.nccl_connect.watch_exit", lambda size: None)
     monkeypatch.setattr(one_rank, "_COUNT", 1003)
+    monkeypatch.setattr(one_rank, "_NAP", 0.3)
     gpu._library.double_colors((ctypes.c_int * 1)(0), 1)
     with gpu.working():
         yield DoubleCard(gpu)
