@@ -103,4 +103,11 @@ MUTATIONS = [
         "",
         "tests/overlap/transport/test_cut_pickles.py",
     ),
+    Mutation(
+        "a default group's time limit is set without a deprecated function",
+        "overlap/transport/torch/rendezvous.py",
+        'getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout',
+        'distributed_c10d._set_pg_timeout or getattr(dist, "set_timeout", None)',
+        "tests/overlap/transport/test_rendezvous.py",
+    ),
 ]

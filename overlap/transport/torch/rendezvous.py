@@ -31,7 +31,6 @@ _CONNECT = datetime.timedelta(minutes=2)  # for ranks that have all arrived at t
 _PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.01, 0.5  # between two looks at whether all have come
 _TELL_SECONDS = 1.0
 _PATIENCE = datetime.timedelta(minutes=5)
-_set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout  # which warns since torch 2.14
 
 
 def join_world(session: int, awaited: Callable[[Sequence[int]], object]) -> Variables:
@@ -71,7 +70,8 @@ def _await_all(store: Any, rank: int, size: int, awaited: Callable[[Sequence[int
 def begin_group(store: Any, rank: int, size: int, setup: datetime.timedelta) -> None:
     """Make torch.distributed's default group; `setup` is how long ranks may take to connect, and for nothing else."""
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=setup)
-    _set_timeout(default_pg_timeout)
+    set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout  # which warns since torch 2.14
+    set_timeout(default_pg_timeout)
 
 
 def name_interface(store: Any, rank: int, size: int) -> Variables:

@@ -1,0 +1,28 @@
+"""How torch.distributed's default group is begun; doubles in place of torch's functions."""
+
+from __future__ import annotations
+
+import datetime
+
+import pytest
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import default_pg_timeout
+
+from overlap.transport.torch.rendezvous import begin_group
+
+
+@pytest.mark.parametrize("has_set_timeout", [True, False])
+def test_the_time_limit_for_connecting_ends_with_it_by_the_function_that_torch_has(
+    has_set_timeout: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch 2.14 has a public one, and warns of the other."""
+    calls: list[tuple[str, datetime.timedelta]] = []
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, timeout, **__: calls.append(("begins", timeout)))
+    monkeypatch.setattr(distributed_c10d, "_set_pg_timeout", lambda timeout: calls.append(("deprecated", timeout)))
+    monkeypatch.delattr(dist, "set_timeout", raising=False)
+    if has_set_timeout:
+        monkeypatch.setattr(dist, "set_timeout", lambda timeout: calls.append(("public", timeout)), raising=False)
+    setup = datetime.timedelta(seconds=7)
+    begin_group(None, 0, 2, setup)
+    assert calls == [("begins", setup), ("public" if has_set_timeout else "deprecated", default_pg_timeout)]
