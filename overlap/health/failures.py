@@ -16,7 +16,11 @@ from overlap.health.explained import Meaning
 __all__ = ["explain", "install", "remove", "say_in_one_line", "say_what_is_under_way"]
 
 # What ranks raise that are all there, and mean different things.
-_DISAGREEMENTS = ("issue the same operations in the same order", "disagree about the order or the sizes of operations")
+_CAUSES = (  # in the text of an error that says by itself what has happened
+    "issue the same operations in the same order",
+    "disagree about the order or the sizes of operations",
+    "torch.distributed's store, which is out of reach",
+)
 _PATIENCE_SECONDS = 20.0  # of a rank that waits for rank 0 to come as far, which may take that long to import torch
 _previous: Callable[..., object] | None = None
 _hosts: Sequence[str] = ()  # of the job's ranks
@@ -58,7 +62,7 @@ def explain(
     error: BaseException, rank: int, size: int, hosts: Sequence[str] = (), meaning: Meaning = _unexplained
 ) -> str:
     """A last line below the traceback of a rank that only noticed that another one is gone, else nothing (pure)."""
-    if not isinstance(error, TransportError) or any(reason in str(error) for reason in _DISAGREEMENTS):
+    if not isinstance(error, TransportError) or any(reason in str(error) for reason in _CAUSES):
         return ""
     found = re.search(r"\(rank \d+ of (\d+)\b.*?\b(?:from|to) rank (\d+)", str(error), re.DOTALL)
     whole = found is not None and int(found[1]) == size  # else the numbers are those of a part of the job

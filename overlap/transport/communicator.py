@@ -27,7 +27,7 @@ from overlap.transport.work import Line, ProfiledWork, Work
 Start = Callable[[], Work]
 
 #: What is pending now and then and is no operation among the ranks.
-UNCOUNTED = ("post", "close")
+UNCOUNTED = ("post", "close", "connect")
 
 
 @dataclass(frozen=True, slots=True)

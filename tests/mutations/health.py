@@ -9,6 +9,7 @@ __all__ = ["MUTATIONS"]
 _WATCHDOG = "tests/overlap/health/test_watchdog.py -k "
 _DEADLOCK = "tests/overlap/health/test_deadlock.py -k "
 _FAILURES = "tests/overlap/health/test_failures.py -k "
+_ENDINGS = "tests/overlap/health/test_endings.py -k "
 _STORE = "tests/overlap/elastic/test_store.py -k "
 _ELASTIC = "mpi-2 tests/spmd/test_elastic.py -k "
 _COORDINATOR = "tests/overlap/horovod/test_coordinator.py -k "
@@ -168,6 +169,20 @@ MUTATIONS: list[Mutation] = [
         " if work.op not in UNCOUNTED]",
         "]",
         "tests/overlap/health/test_shutdown.py -k named",
+    ),
+    Mutation(
+        "ranks that connect while their store is out of reach end within the limit",
+        "overlap/transport/torch/communicator.py",
+        "return [*self._connecting, *self._strand.pending()]",
+        "return [*self._strand.pending()]",
+        _ENDINGS + "drops-connecting",
+    ),
+    Mutation(
+        "no rank is blamed where the store is out of reach",
+        "overlap/health/failures.py",
+        """    "torch.distributed's store, which is out of reach",\n""",
+        "",
+        _ENDINGS + "at_once",
     ),
     # Elastic jobs
     Mutation(

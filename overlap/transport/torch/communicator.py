@@ -102,6 +102,7 @@ class ProcessGroupCommunicator(Communicator):
         self._strand = WorkerThread(f"dear-{name}")
         self._mailbox = StoreMailbox(meeting, f"{name}/mail", rank) if size > 1 else OwnMailbox()
         self._numbers, self._splits = itertools.count(), itertools.count()
+        self._connecting: list[PendingWork] = []  # parts of this one whose ranks look for each other in the store
         self._inquiry = Inquiry(lambda: meeting.connect(f"{name}/inquiry"), rank, size, self._link.tear_down)
         self._closed = False
 
@@ -247,13 +248,24 @@ class ProcessGroupCommunicator(Communicator):
         members = sorted((row[2], rank) for rank, row in enumerate(rows) if row[0] and row[1] == color)
         ranks = [rank for _, rank in members]
         name = f"{self._name}/{number}.{color}"
-        return ProcessGroupCommunicator(self._meeting, ranks.index(self._rank), len(ranks), name=name)
+        work = PendingWork("connect", name, self._rank, self._size, 0)
+        self._connecting.append(work)
+        try:
+            return ProcessGroupCommunicator(self._meeting, ranks.index(self._rank), len(ranks), name=name)
+        finally:
+            self._connecting.remove(work)
+            work.finish()
 
     def post(self, peer: int, payload: bytes) -> Work:
         check_rank("post", "peer", peer, self._size)
         self._check_usable()
         work = PendingWork("post", "", self._rank, self._size, len(payload))
-        self._mailbox.post(peer, payload)
+        try:
+            self._mailbox.post(peer, payload)
+        except RuntimeError as error:
+            raise TransportError(
+                f"a letter to rank {peer} could not be written to torch.distributed's store, which is out of reach: {error}"
+            ) from error
         work.finish()
         return work
 
@@ -263,7 +275,7 @@ class ProcessGroupCommunicator(Communicator):
         return self._mailbox.receive(limit)
 
     def pending(self) -> list[Work]:
-        return list(self._strand.pending())
+        return [*self._connecting, *self._strand.pending()]
 
     def abort(self, code: int) -> None:
         os._exit(code)  # torchrun ends the other ranks

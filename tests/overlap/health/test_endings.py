@@ -15,6 +15,7 @@ import pytest
 
 from tests.dearrun.processes import runs, wait_for
 from tests.harness import ROOT, Result, run_script
+from tests.overlap.health.relay import Network, Relay
 from tests.overlap.health.training_job import IMPORTS, LAUNCHERS, TRAINING
 
 LIMITS = {"DEAR_STALL_WARN_SECONDS": "0", "DEAR_STALL_ABORT_SECONDS": "6"}  # a start on a busy machine stays below
@@ -92,10 +93,10 @@ print("goes on", flush=True)
     assert result.output.count("goes on") == 2
 
 
-# - Where torchrun itself is what has gone
+# - Where torchrun itself is what has gone, or the way to it
 
-AGENT = """
-Path(f"rank-{dear.rank()}").write_text(str(os.getpid()))
+HERE = 'Path(f"rank-{dear.rank()}").write_text(str(os.getpid()))\n'
+TRAINS = f"""{HERE}
 if dear.rank() == 1:
     while not os.path.exists("stop"):
         train(1)
@@ -103,12 +104,29 @@ if dear.rank() == 1:
     stand_still()
 train(1000000)
 """
+WAITS = "while not os.path.exists('stop'):\n    time.sleep(0.02)\n"
+CONNECTS = f"""{HERE}{WAITS}
+dear.DistributedOptimizer(torch.optim.SGD(model[0].parameters(), 0.1), model[0])
+"""
+LEAVES = f"""
+if dear.rank() == 0:
+    optimizer.state_dict()  # so there are connections for letters
+{HERE}{WAITS}
+dear.shutdown()
+"""
+BY_RELAY = """
+Path("store-" + os.environ["RANK"]).write_text(f"{os.environ['MASTER_ADDR']} {os.environ['MASTER_PORT']}")
+os.replace("store-" + os.environ["RANK"], "store")
+os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=os.environ["RELAY"])
+"""
 
 
 @contextmanager
-def _started(folder: Path, **env: str) -> Iterator[tuple[subprocess.Popen[bytes], list[int]]]:
+def _started(
+    folder: Path, text: str = TRAINING + TRAINS, **env: str
+) -> Iterator[tuple[subprocess.Popen[bytes], list[int]]]:
     """A job of two ranks under torchrun, and their processes. In the end nobody of it is left."""
-    (folder / "script.py").write_text(IMPORTS + TRAINING + AGENT)
+    (folder / "script.py").write_text(IMPORTS + text)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "script.py"]
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **LIMITS, **env}
     files = [folder / f"rank-{rank}" for rank in range(2)]
@@ -146,3 +164,47 @@ def test_a_rank_ends_in_time_where_the_store_answers_no_more(tmp_path: Path) -> 
         wait_for(lambda: not runs(ranks[0]))
     said = (tmp_path / "output").read_text()
     assert re.search(r"rank\(s\) \[1\] on \S+ will not come; aborting the job", said), said
+
+
+def _without_store(folder: Path, text: str, network: Network) -> str:
+    """What a job says whose `network` to the store, which is whole in the beginning, becomes another one."""
+
+    def store() -> tuple[str, int]:
+        address, port = (folder / "store").read_text().split()
+        return address, int(port)
+
+    with Relay(store) as relay, _started(folder, BY_RELAY + TRAINING + text, RELAY=str(relay.port)) as (_, ranks):
+        relay.network = network
+        (folder / "stop").touch()
+        wait_for(lambda: not any(map(runs, ranks)))
+    return (folder / "output").read_text()
+
+
+@pytest.mark.real_start
+@pytest.mark.parametrize(
+    ("network", "text", "awaited"),
+    [
+        pytest.param(Network.DROPS, CONNECTS, "connect 'world", id="drops-connecting"),
+        pytest.param(Network.RESETS, CONNECTS, "connect 'world", id="resets-connecting", marks=pytest.mark.full),
+        pytest.param(Network.DROPS, TRAINS, "all_reduce 'step", id="drops-training", marks=pytest.mark.full),
+        pytest.param(Network.RESETS, TRAINS, "all_reduce 'step", id="resets-training", marks=pytest.mark.full),
+        pytest.param(Network.DROPS, LEAVES, "the others to leave", id="drops-leaving", marks=pytest.mark.full),
+    ],
+)
+def test_ranks_end_in_time_where_the_store_is_out_of_reach(
+    network: Network, text: str, awaited: str, tmp_path: Path
+) -> None:
+    """New connections to it are reset, or its answers are lost; torchrun itself is well."""
+    said = _without_store(tmp_path, text, network)
+    waited = [int(seconds) for seconds in re.findall(rf"has waited (\d+) s for {awaited}", said)]
+    assert waited, said
+    assert max(waited) <= float(LIMITS["DEAR_STALL_ABORT_SECONDS"]) + 10
+
+
+@pytest.mark.real_start
+@pytest.mark.full
+def test_ranks_end_at_once_where_an_open_connection_to_the_store_is_reset(tmp_path: Path) -> None:
+    said = _without_store(tmp_path, LEAVES, Network.RESETS)
+    assert "could not be written to torch.distributed's store, which is out of reach: " in said, said
+    assert "has waited" not in said
+    assert "lost its connection" not in said
