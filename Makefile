@@ -45,11 +45,8 @@ test-slow: setup-tests ## only the tests that are too slow for every run, at all
 sanitize: setup ## build comm_core with kind=address, undefined or thread, and run its tests so (minutes)
 	@bash scripts/sanitize.sh $(or $(kind),address)
 
-wheel: setup ## dist/*.whl, for this Python, without MPI: whoever installs it needs no compiler
-	@rm -rf build/wheel
-	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/wheel . \
-	    --config-settings cmake.define.COMM_CORE_MPI=OFF --config-settings cmake.define.COMM_CORE_WERROR=ON
-	PATH="$$PWD/$(BIN):$$PATH" auditwheel repair --wheel-dir dist build/wheel/*.whl
+wheel: ## dist/*.whl, for this Python, without MPI: whoever installs it needs no compiler
+	@bash scripts/wheel.sh
 
 lint: setup ## ruff, mypy, clang-format
 	$(BIN)/ruff check .
