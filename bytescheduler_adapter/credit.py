@@ -17,7 +17,7 @@ K = TypeVar("K", bound=Hashable)
 
 
 class CreditQueue(Generic[K]):
-    """Partitions wait here, the most urgent (lowest priority number) in front; of equals, who came first.
+    """A priority queue of partitions, the most urgent (lowest priority number) first, equals in order of arrival.
 
     One is admitted while the bytes under way are below its credit, so a partition larger than the credit travels too,
     alone, and what is under way exceeds the credit by less than one partition.
@@ -36,11 +36,14 @@ class CreditQueue(Generic[K]):
         return bool(self._waiting)
 
     def push(self, key: K, priority: int, nbytes: int, credit: int, step: int = 0) -> None:
-        """Partition `key` is ready. Those of an earlier `step` go first, whatever their priority."""
+        """Add partition `key`, which is ready to be sent.
+
+        Those of an earlier `step` go first, whatever their priority.
+        """
         heapq.heappush(self._waiting, ((step, priority), next(self._arrivals), key, nbytes, credit))
 
     def admit(self) -> list[K]:
-        """What may go now, in order; it counts as under way until :meth:`release`."""
+        """Take the partitions that may be sent now, in order; each counts as under way until :meth:`release`."""
         admitted = []
         while self._waiting and self.bytes_under_way < self._waiting[0][4]:
             _, _, key, nbytes, _ = heapq.heappop(self._waiting)
@@ -49,10 +52,10 @@ class CreditQueue(Generic[K]):
         return admitted
 
     def admit_all(self) -> list[K]:
-        """What waits, in order, whatever the credit. Nothing is admitted after it."""
+        """Take all that waits, in order, whatever the credit. Nothing is admitted after it."""
         waiting, self._waiting = sorted(self._waiting, key=itemgetter(0, 1)), []
         return [key for _, _, key, _, _ in waiting]
 
     def release(self, key: K) -> None:
-        """`key` is done: its bytes return to the credit. Raises ``KeyError`` for what is not under way."""
+        """Return the bytes of `key`, which is done, to the credit. Raises ``KeyError`` for what is not under way."""
         del self._under_way[key]

@@ -1,4 +1,4 @@
-"""Issues partitions in the order that rank 0 decides, on a thread and a channel of its own.
+"""A thread that issues partitions in the order that rank 0 decides, on a channel of its own.
 
     rank 0   ready ─▶ CreditQueue ─▶ told to the others ─▶ issued ─▶ done: credit returned ─▶ the next …
     others   ready ─▶ ┐
@@ -106,7 +106,10 @@ _OVER = "the session that this optimizer belongs to was shut down"
 
 
 class Dispatcher:
-    """The order of one optimizer at a time, on `channel`; ended by :meth:`close`, then :meth:`join`, on all ranks."""
+    """Issues the partitions of one optimizer at a time on `channel`, in an order that is the same on all ranks.
+
+    It is ended by :meth:`close`, then :meth:`join`, on all ranks.
+    """
 
     def __init__(self, channel: Communicator) -> None:
         self._channel, self._origin = channel, Origin()
@@ -123,12 +126,12 @@ class Dispatcher:
         self._thread.start()
 
     def register(self) -> int:
-        """A number for an optimizer; the same on all ranks, which make their optimizers in the same order."""
+        """The next optimizer's number; the same on all ranks, which make their optimizers in the same order."""
         self._registered += 1
         return self._registered
 
     def submit(self, optimizer: int, bucket: int, parts: list[Part], label: str, credit: int) -> PartsWork:
-        """The partitions of a bucket, whose number is its priority, are ready.
+        """Hand in the partitions of a bucket, which are ready; the bucket's number is its priority.
 
         `credit`: how many bytes may be under way when one of them is issued.
         """
@@ -233,7 +236,9 @@ class Dispatcher:
                 self._issue(part)
 
     def close(self, *, given_up: bool) -> None:
-        """Take nothing more. What was submitted is issued, as on all ranks, and who waits for anything else is told.
+        """Stop taking partitions.
+
+        What was submitted is issued, as on all ranks, and who waits for anything else is told.
 
         `given_up`: ranks have not submitted the same, so nothing more is issued.
         """

@@ -1,4 +1,4 @@
-"""A dispatcher for each optimizer: none waits for what only another one's ``step()`` makes ready.
+"""Gives each optimizer a dispatcher of its own, so that none waits for what another one's ``step()`` makes ready.
 
 [Note: no optimizer holds up another] A parameter that this rank did not use becomes ready in its optimizer's ``step()``. If
 rank 0 used it, and had told everybody to send it before something that another optimizer waits for inside its own
@@ -29,7 +29,7 @@ class Lease:
 
 
 class Dispatchers:
-    """As many as there are optimizers at a time; those of optimizers that are gone everywhere are used again.
+    """All dispatchers of a session; one whose optimizer is gone on every rank is used again.
 
     An issuer of the session, which ends it.
     """
@@ -40,7 +40,10 @@ class Dispatchers:
         self._by_channel: dict[Communicator, Dispatcher] = {}
 
     def lease(self, topic: str) -> Lease:
-        """A dispatcher that no other optimizer uses, for the one with this topic in the session. On every rank."""
+        """Lease a dispatcher that no other optimizer uses to the optimizer with this topic in the session.
+
+        On every rank.
+        """
         (channel,) = self._channels.lease(1)
         dispatcher = self._by_channel.get(channel)
         if dispatcher is None:

@@ -44,7 +44,7 @@ _FIRST = {"partition_mb": 1.0, "credit_mb": 2.0}  # before anything is planned
 
 
 class ByteScheduler(PlannedStrategy):
-    """A bucket per layer, all-reduced in partitions; the layer nearest the input preempts the others between partitions.
+    """ByteScheduler's strategy: a bucket per layer, all-reduced in partitions that more urgent layers overtake.
 
     Reductions go on after ``step()``; a layer is updated when the next forward, or anybody else, needs it.
     """
@@ -120,7 +120,7 @@ class ByteScheduler(PlannedStrategy):
 
 
 class Partitions(DecoupledCollectives):
-    """All-reduces in partitions, which are handed to the dispatcher."""
+    """Collectives that split all-reduces into partitions and hand these to the dispatcher."""
 
     def __init__(self, strategy: ByteScheduler) -> None:
         self._strategy = strategy

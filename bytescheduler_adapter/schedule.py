@@ -1,4 +1,4 @@
-"""Buckets of one layer each, numbered by urgency, and their partitions. Pure."""
+"""ByteScheduler's plan: a bucket for each layer, numbered by urgency, and its partitions. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["partitions", "plan_buckets"]
 
 
 def plan_buckets(facts: Facts, specs: Sequence[TensorSpec], world_size: int) -> Plan:
-    """A bucket for each layer, in the order of use in forward: the number of a bucket is its priority.
+    """A bucket for each layer, in the order in which forward uses them; a bucket's number is its priority.
 
     Parameters without a gradient in the first iteration get buckets of their own, the last and least urgent.
     """
@@ -26,7 +26,7 @@ def plan_buckets(facts: Facts, specs: Sequence[TensorSpec], world_size: int) -> 
 
 
 def partitions(numel: int, itemsize: int, partition_bytes: int) -> list[slice]:
-    """`numel` elements of flat memory in the fewest aligned slices of at most `partition_bytes`, nearly equal."""
+    """Slices of `numel` elements of flat memory: the fewest aligned ones of at most `partition_bytes`, nearly equal."""
     step = max(1, ALIGNMENT_BYTES // itemsize)
     limit = max(step, partition_bytes // itemsize // step * step)
     number = max(1, -(-numel // limit))

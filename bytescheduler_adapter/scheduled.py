@@ -1,4 +1,4 @@
-"""ByteScheduler's own call, for scripts that have it: a wrapper around the optimizer that is distributed already."""
+"""``ScheduledOptimizer``, ByteScheduler's own call, around an optimizer that is distributed already."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DeAR: all-reduce taken apart, reduce-scatter under backward and all-gather under the next forward."""
+"""DeAR: all-reduce split in two, reduce-scatter under backward and all-gather under the next forward."""
 
 from __future__ import annotations
 
@@ -48,7 +48,10 @@ _PARTS = {"rsag": ("reducescatter", "allgather"), "rb": ("reduce", "bcast")}  # 
 
 
 class Breakdown(DecoupledCollectives):
-    """Without some parts of the communication: what they cost is the difference. The training is wrong."""
+    """DeAR's collectives with reductions or all-gathers left out, to measure what each of them costs.
+
+    The training is wrong.
+    """
 
     def __init__(self, *, reduces: bool, gathers: bool) -> None:
         self._reduces, self._gathers = reduces, gathers
@@ -64,7 +67,7 @@ class Breakdown(DecoupledCollectives):
 
 
 class Dear(PlannedStrategy):
-    """Reduce-scatter as buckets fill, the update on this rank's shard, all-gather awaited layer by layer.
+    """DeAR's strategy: buckets are reduce-scattered as they fill, updated in shards, and all-gathered layer by layer.
 
     With the policy "rb", a shard is a whole bucket: reduced to the rank that owns it, updated there, and broadcast.
     Optimizers that need whole parameters get whole gradients instead: their buckets are all-reduced under backward.

@@ -48,7 +48,7 @@ _COPY = 1.7e-10  # seconds of a byte, on a CPU; a GPU copies it in a hundredth o
 
 
 def guesses(profile: Profile, network: str, within: str) -> list[Guess]:
-    """The likely one, the best and the worst."""
+    """Three guesses of a job: the likely one, the best and the worst."""
     pace = _DERIVED if profile.source.startswith("derived") else _MEASURED
 
     def link(rates: tuple[float, tuple[float, float, float]], kind: int) -> Link:
@@ -62,7 +62,7 @@ def guesses(profile: Profile, network: str, within: str) -> list[Guess]:
 
 
 def methods(copy: float = 0.0) -> dict[str, Method]:
-    """Those of the simulation, and MG-WFBP and oss, which have rules of their own.
+    """The methods that can be predicted: those of the simulation, MG-WFBP and oss.
 
     `copy`: seconds of a byte that Horovod's thread copies in memory.
     """
@@ -75,7 +75,7 @@ def _methods(profile: Profile) -> dict[str, Method]:
 
 
 def merged(work: Workload, network: Network) -> Run:
-    """mgwfbp, with buckets by the rule of its own."""
+    """Simulate a step of ``mgwfbp``, with buckets by MG-WFBP's own rule."""
     from mgwfbp.merge import least_bytes, merge
     from overlap.plan.cost_model import CostModel
 
@@ -95,7 +95,7 @@ def merged(work: Workload, network: Network) -> Run:
 
 
 def owned_by_rank(work: Workload, network: Network, threshold: float | None = None) -> Run:
-    """oss, with buckets of at most `threshold` bytes (None: the best of those that its planner begins with)."""
+    """Simulate a step of ``oss``, with buckets of at most `threshold` bytes (None: the best of its planner's sizes)."""
     from oss.assignment import assign_owners
     from oss.optimizer import Oss
 
@@ -111,7 +111,7 @@ def owned_by_rank(work: Workload, network: Network, threshold: float | None = No
 
 
 def table(predictions: Sequence[Prediction], batch_size: int, workers: int) -> str:
-    """A line for each, the fastest first."""
+    """A table of predictions, a line for each method, the fastest first."""
     lines = [f"{'method':<28} {'step ms':>9} {'from':>9} {'to':>9} {'efficiency':>10} {'samples/s':>10}  waits for"]
     for each in sorted(predictions, key=lambda prediction: prediction.step):
         rate = batch_size * workers / each.step
@@ -138,7 +138,7 @@ def _head(profile: Profile, options: argparse.Namespace, first: Prediction) -> s
 
 
 def draw(profile: Profile, options: argparse.Namespace, path: Path) -> None:
-    """Scaling efficiency of each method over the number of workers."""
+    """Draw the scaling efficiency of each method over the number of workers into `path`."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -192,7 +192,7 @@ def _profile(options: argparse.Namespace) -> Profile:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the table; 2 where something cannot be predicted."""
+    """Print the table of predictions; returns 2 where something cannot be predicted."""
     parser = argparse.ArgumentParser(prog="python -m dear.predict", description=__doc__)
     parser.add_argument("--model", default="resnet50", help=f"of a profile: {', '.join(known())}")
     parser.add_argument("--device", default="a100")

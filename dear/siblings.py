@@ -9,7 +9,7 @@ __all__ = ["OwnOptions"]
 
 
 class OwnOptions(TypedDict, total=False):
-    """What a sibling takes and ``dear`` does not; see the strategy's own ``DistributedOptimizer``."""
+    """Options that other strategies take and ``dear`` does not; see the strategy's own ``DistributedOptimizer``."""
 
     # mgwfbp
     asc: bool

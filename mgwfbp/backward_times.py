@@ -1,4 +1,4 @@
-"""Layer-wise backward times of the user's own model: when each gradient is complete, during training or beside it.
+"""Measures when each gradient of the user's own model is complete, during training or beside it.
 
 Both ways stamp the clock in a hook on every parameter; hooks are removed when the measurement is over. Times are those
 of the host's clock, which on CPU tensors is when a gradient really is there.
@@ -39,7 +39,7 @@ class BackwardClock:
         return stamp
 
     def lap(self) -> dict[int, float]:
-        """Stamps (seconds of ``time.perf_counter``) by position of the parameter, since the last lap."""
+        """The time stamps (``time.perf_counter``) since the last lap, by position of the parameter."""
         stamps, self._stamps = self._stamps, {}
         return stamps
 

@@ -18,7 +18,7 @@ __all__ = ["Group", "least_bytes", "merge", "predict"]
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Tensors that are reduced together, and when the model expects it; seconds after backward began."""
+    """Tensors that are reduced together, and when the model expects that, in seconds after backward began."""
 
     tensors: tuple[int, ...]
     nbytes: int
@@ -99,7 +99,7 @@ def predict(groups: Sequence[Sequence[int]], nbytes: Sequence[int], seconds: Seq
 def least_bytes(
     nbytes: Sequence[int], seconds: Sequence[float], cost: CostModel, *, kinds: Sequence[Hashable] | None = None
 ) -> int:
-    """The `merge_below` with which everything is expected to end first: 0, or a power of two from 1 KB to all together.
+    """The `merge_below` by which all is expected to end first: 0, or a power of two from 1 KB to the whole model.
 
     The published rule knows what a start costs the link and lets a reduction that the link has time for go alone. Where
     there are many, it is the thread that computes which pays for them (`cost.handling`). Arguments as of :func:`merge`.

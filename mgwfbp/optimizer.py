@@ -1,4 +1,4 @@
-"""MG-WFBP (Shi, Chu and Li, INFOCOM 2019): tensors are merged where the saved start-up costs more than the waiting."""
+"""MG-WFBP (Shi, Chu and Li, INFOCOM 2019): merges tensors where a saved start-up costs more than the wait for it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ log = logging.getLogger("dear")
 
 
 class MgWfbp(Strategy):
-    """One all-reduce per merged group of tensors, under backward, finished in ``step()``.
+    """MG-WFBP's strategy: one all-reduce per merged group of tensors, under backward, finished in ``step()``.
 
     Backward times are those of the first iteration, or, by tensor, `moments` (when gradients are complete) or `seconds`
     (between a gradient and the one before). All arguments but `report` are the same on every rank.

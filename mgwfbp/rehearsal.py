@@ -1,4 +1,4 @@
-"""Backward times measured while training goes on, and the plan that follows from them."""
+"""Measures backward times while training goes on, and replans the buckets from them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ class _Timed(Protocol):
 
 
 class Rehearsal:
-    """Called after each step. The first one makes the buckets, the second one warms up, `steps` more are measured.
+    """A study of an optimizer's first steps, called after each of them.
+
+    The first one makes the buckets, the second one warms up, `steps` more are measured.
 
     Every rank counts the same steps, and the times of the first rank that has any decide. The hooks are gone afterwards.
     Steps of another optimizer do not count: the hook stays with the wrapped one, which may be wrapped again.
@@ -35,7 +37,7 @@ class Rehearsal:
         self._laps: list[dict[int, float]] = []
 
     def attach(self, optimizer: DistributedOptimizer) -> None:
-        """Begin with `optimizer`'s next step, before which no step was made."""
+        """Start measuring with the next step of `optimizer`, which has made none yet."""
         self._mine = weakref.ref(optimizer)
         optimizer._study(self)
 

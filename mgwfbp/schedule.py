@@ -1,4 +1,4 @@
-"""From measured backward times to buckets: what is merged, and when each reduction is expected. Pure."""
+"""Turns measured backward times into buckets: which tensors are merged, and when each reduction is expected. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ __all__ = ["completed", "durations", "plan_buckets", "reordered", "table"]
 
 
 def durations(order: Sequence[int], moments: Sequence[float]) -> list[float]:
-    """Backward seconds between each gradient of `order` and the one before it; `moments` by tensor, or empty.
+    """Backward seconds between each gradient of `order` and the one before it; `moments` has a time per tensor, or
+    none.
 
     The first counts from the moment 0. A gradient cannot be sent before its predecessors, so none is negative.
     """
@@ -27,7 +28,7 @@ def durations(order: Sequence[int], moments: Sequence[float]) -> list[float]:
 
 
 def completed(seconds: Mapping[int, float], facts: Facts) -> tuple[float, ...]:
-    """When the gradient of each tensor is complete, by tensor, from what backward takes `seconds` for.
+    """The moment at which each tensor's gradient is complete, from the backward time of each (`seconds`).
 
     All tensors count, also those that are reduced apart and are not in ``facts.arrivals``: backward computes them, too.
     """
@@ -42,7 +43,7 @@ def completed(seconds: Mapping[int, float], facts: Facts) -> tuple[float, ...]:
 
 
 def reordered(facts: Facts, moments: Mapping[int, float]) -> Facts:
-    """`facts` with the order and times of gradients as `moments` (by tensor) has them.
+    """A copy of `facts` with gradients in the order, and with the times, of `moments` (by tensor).
 
     A tensor that is not there stays behind the one it was behind.
     """
@@ -71,7 +72,7 @@ def plan_buckets(
     asc: bool = False,
     merge_below: float = 0,
 ) -> tuple[Plan, tuple[Group, ...]]:
-    """Buckets in order of issue, and what the model expects of those with gradients in every iteration.
+    """Buckets in order of issue, and the expected times of those with gradients in every iteration.
 
     Args:
         facts: `arrivals` is the order in which gradients are complete, `moments` when.
@@ -114,7 +115,7 @@ def _buckets(
 
 
 def table(groups: Sequence[Group], cost: CostModel, since: str = "backward began") -> str:
-    """The plan for people: a line for each bucket, MB on the wire, and times in ms after `since`."""
+    """The plan as a table: a line for each bucket, MB on the wire, and times in ms after `since`."""
     tensors = sum(len(group.tensors) for group in groups)
     lines = [
         f"mgwfbp: {tensors} tensors in {len(groups)} buckets; an all-reduce costs {cost.alpha * 1e3:.3f} ms and "

@@ -1,4 +1,4 @@
-"""Optimizer state sharded by whole parameters (ZeRO stage 1 as fairscale's OSS does it), hidden like DeAR's halves.
+"""Optimizer state sharded by whole parameters (ZeRO stage 1, as fairscale's OSS), with DeAR's overlap.
 
 import oss as dear
 dear.init()

@@ -1,4 +1,4 @@
-"""Activation checkpointing of a part of a model, as fairscale's: torch.utils.checkpoint around the part's forward."""
+"""Activation checkpointing with fairscale's names: ``torch.utils.checkpoint`` around a module's forward."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _switch = _Switch()
 
 @contextlib.contextmanager
 def disable_checkpointing() -> Iterator[None]:
-    """Have forward passes inside, in this thread, keep all that they leave, whatever was wrapped. On any rank."""
+    """A context in which this thread's forward passes keep all activations, whatever was wrapped. On any rank."""
     with _switched(False):
         yield
 

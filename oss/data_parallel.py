@@ -1,4 +1,4 @@
-"""fairscale's ShardedDataParallel: gradients go to the owners of their parameters under backward, by our own strategy."""
+"""fairscale's ShardedDataParallel: during backward, gradients go to the ranks that own their parameters."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ log = logging.getLogger("dear")
 
 
 class ShardedDataParallel(torch.nn.Module):
-    """`module`, whose gradients are averaged and go to the owners of their parameters while backward runs.
+    """A wrapper of `module` that averages gradients and sends them to their parameters' owners during backward.
 
     ``optimizer.step()`` then updates what this rank owns. New values come back while the next forward runs: whoever looks
     at a parameter waits for it.
@@ -123,7 +123,7 @@ class ShardedDataParallel(torch.nn.Module):
             yield
 
     def reduce(self) -> None:
-        """Have averages in every ``.grad`` now; ``step()`` needs no such call. After backward, on every rank."""
+        """Average every ``.grad`` now; ``step()`` needs no such call. After backward, on every rank."""
         for optimizer in self._optimizers:
             _shell(optimizer).synchronize()
 
@@ -132,10 +132,10 @@ class ShardedDataParallel(torch.nn.Module):
         broadcast_parameters(list(self.module.named_buffers()), root_rank=0)
 
     def refresh_trainable(self) -> None:
-        """Nothing is left to do: every step goes by ``requires_grad`` as it is then."""
+        """Do nothing: every step looks at ``requires_grad`` by itself."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in torch, without waiting for parameters that are on their way. On every rank."""
+        """Clear the gradients as in torch, without waiting for parameters that are in flight. On every rank."""
         for optimizer in self._optimizers:
             optimizer.zero_grad(set_to_none)
         for parameter in self._parameters_of_nobody:

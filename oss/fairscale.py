@@ -1,4 +1,4 @@
-"""Names of fairscale's, of arguments and of what is not here, for whoever tries them: what stands in their place. Pure."""
+"""fairscale's arguments and names that this package lacks, each with what to use instead. Pure."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _INSTEAD = {
 
 
 def refuse_fairscales_names(arguments: Mapping[str, Any]) -> None:
-    """Raise ``TypeError`` with the counterpart for the first argument that is fairscale's."""
+    """Raise ``TypeError`` for the first argument with a name of fairscale's, naming its counterpart here."""
     for name, value in arguments.items():
         if name in _INSTEAD:
             raise TypeError(

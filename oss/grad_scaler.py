@@ -13,7 +13,7 @@ __all__ = ["ShardedGradScaler"]
 
 
 class ShardedGradScaler(torch.amp.GradScaler):
-    """torch's, for any optimizer, on CPU or GPU; where any rank finds an infinity or a NaN, all skip that step.
+    """torch's GradScaler for any optimizer and device; where any rank finds an infinity or a NaN, all skip the step.
 
     Args:
         init_scale: this, and what follows up to `enabled`: as in ``torch.amp.GradScaler``.

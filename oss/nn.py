@@ -1,4 +1,4 @@
-"""fairscale's ``fairscale.nn`` has no counterpart: importing this raises ``ImportError`` with what there is instead."""
+"""Stands in for ``fairscale.nn``, which has no counterpart: importing it raises ``ImportError`` with alternatives."""
 
 from oss.fairscale import NOT_HERE
 

@@ -1,4 +1,4 @@
-"""Whole parameters, each owned by one rank: its gradient is reduced there, it is updated there, and sent from there.
+"""The oss strategy: one rank owns each parameter, receives its averaged gradient, updates it and sends it to all.
 
 compute | bwd L3 | bwd L2 | bwd L1 | step  |  fwd L1 | fwd L2 | fwd L3 |
 comm             | RS b0  | RS b1  | RS b2 | AG b2 | AG b1  | AG b0  |
@@ -43,7 +43,8 @@ __all__ = ["DistributedOptimizer", "Oss"]
 
 
 class Oss(PlannedStrategy):
-    """Reduce-scatter to the owners of whole parameters as buckets fill, updates there, all-gathers awaited layer by layer.
+    """The strategy: whole parameters' gradients are reduced to their owners, updated there, and gathered layer by
+    layer.
 
     Where an optimizer has to see all parameters at once, buckets are all-reduced and every rank updates everything.
     """

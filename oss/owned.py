@@ -1,4 +1,4 @@
-"""Each rank updates what it owns, from its own gradients, and sends it to the others: OSS without ShardedDataParallel.
+"""OSS without ShardedDataParallel: each rank updates the parameters that it owns, and sends them to the others.
 
 step() | agree ─▶ update what is mine ─▶ broadcasts, from every owner in turn, few at a time ─▶ all ranks have all values
 
@@ -33,7 +33,7 @@ _MASTER = "master"  # as in `overlap.state.masters`
 
 
 class OwnedUpdates:
-    """Steps of `optimizer`, which has all parameters, and the state of those that this one of the `ranks` owns.
+    """The steps of `optimizer`, which has all parameters; this rank keeps the state of those that it owns.
 
     With `rounds`, float32 and float64 parameters travel, and are used by all ranks, rounded to float16; owners keep exact
     ones. On every rank. Raises ``ValueError`` on all ranks where their parameters differ.
@@ -90,7 +90,7 @@ class OwnedUpdates:
     # - The step
 
     def step(self, closure: Callable[[], Any] | None, **options: Any) -> Any:
-        """One step of the optimizer, by the gradients of what is this rank's; then all ranks have the owners' values."""
+        """Update this rank's parameters by their gradients, then give all ranks the owners' values."""
         self._agree()
         self._consolidated = None
         with self._only_mine() as hide:
@@ -181,7 +181,7 @@ class OwnedUpdates:
             )
 
     def check_scaler(self, agreed: bool) -> None:
-        """A GradScaler is about to step, whose ranks have `agreed` on infinities or not.
+        """Check a GradScaler that is about to step; its ranks have `agreed` on infinities, or not.
 
         On every rank; raises ``RuntimeError`` on all where it could skip the step on some.
         """
@@ -217,7 +217,7 @@ class OwnedUpdates:
     # - Clipping
 
     def clip(self, wanted: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
-        """As :meth:`.OSS.clip_grad_norm`, of the gradients of the parameters `wanted`."""
+        """Clip the gradients of the parameters `wanted`, as :meth:`.OSS.clip_grad_norm` does."""
         order, wanted = float(norm_type), list(wanted)
         if not all(parameter in self._owners for parameter in wanted):
             raise ValueError(
@@ -246,7 +246,7 @@ class OwnedUpdates:
                 self.shown.state.pop(parameter, None)
 
     def consolidate(self, recipient: int) -> None:
-        """Gather all state on the member `recipient`, with -1 on all."""
+        """Gather the whole state on rank `recipient` of the group; with -1, on all ranks."""
         own: dict[int, Any] = {}
         exact = {}
         for number, parameter in enumerate(self._parameters):
@@ -294,7 +294,7 @@ class OwnedUpdates:
         self._consolidated = None
 
     def leave(self) -> dict[str, Any] | None:
-        """All state and exact values on every rank, for whoever takes over; None where no rank has any.
+        """Hand over the whole state and exact values, on every rank; None where no rank has any.
 
         They are gone here.
         """

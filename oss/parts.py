@@ -1,4 +1,4 @@
-"""What owners send each other: parameters of one owner that travel as one run of bytes."""
+"""Groups parameters of one owner into runs of bytes that are sent as one message."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ _LARGEST = 25 * 2**20  # bytes, unless one parameter is larger
 
 @dataclass(frozen=True)
 class Part:
-    """Parameters of one owner and one device. With `rounds`, what `narrows` travels as float16."""
+    """Parameters of one owner on one device, sent as one message. With `rounds`, what `narrows` travels as float16."""
 
     owner: int
     parameters: tuple[torch.Tensor, ...]
     rounds: bool
 
     def packed(self) -> torch.Tensor:
-        """Their bytes, one after the other."""
+        """The parameters' bytes, one after the other."""
         flat = [p.detach().contiguous().view(-1).to(_wire(p, self.rounds)) for p in self.parameters]
         return torch.cat([values.view(torch.uint8) for values in flat])
 
     def room(self) -> torch.Tensor:
-        """For as many bytes."""
+        """A receive buffer for the part's bytes."""
         size = sum(_nbytes(parameter, self.rounds) for parameter in self.parameters)
         return torch.empty(size, dtype=torch.uint8, device=self.parameters[0].device)
 
@@ -39,7 +39,7 @@ class Part:
 
 
 def parts_of(parameters: Iterable[torch.Tensor], owners: Mapping[torch.Tensor, int], rounds: bool) -> list[Part]:
-    """In the order in which they are sent, the same on every rank: the owners' first parts, their second ones, …"""
+    """All parts in the order of sending, the same on every rank: every owner's first part, then every second part, …"""
     lists: dict[tuple[int, torch.device], list[torch.Tensor]] = {}
     for parameter in parameters:
         if parameter.numel():

@@ -1,4 +1,4 @@
-"""The ranks of a torch.distributed process group, or a process alone: whom fairscale's interfaces talk to."""
+"""The ranks that fairscale's interfaces train with: a torch.distributed process group, or this process alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Ranks", "ranks_of"]
 
 
 def ranks_of(group: Any) -> Ranks:
-    """The ranks in `group`; None: of torch.distributed's default group, or this process where no job has started it.
+    """The ranks in `group`; by default torch.distributed's default group, or this process where it is alone.
 
     On every rank of the group. Raises ``RuntimeError`` where several processes were started and none of them has made a
     group yet, ``TypeError`` for what is no group, or a group without this rank.
@@ -50,7 +50,7 @@ _LET_GO_SECONDS = 0.2
 
 
 class Ranks:
-    """The members of `group`, numbered from 0; None: this process alone. All methods: on every member."""
+    """The members of `group`, numbered from 0; without a group, this process alone. All methods: on every member."""
 
     _waits = False  # whether this process does at its end
 
@@ -61,7 +61,7 @@ class Ranks:
         self.members = [0] if group is None else dist.get_process_group_ranks(group)
 
     def reduce(self, values: Sequence[float], near: torch.device, op: Any = dist.ReduceOp.MAX) -> list[float]:
-        """Each of the numbers, reduced over the members in float64, on the device `near`, where the parameters are."""
+        """Reduce each number over the members, in float64, on the device `near`, where the parameters are."""
         if self.size == 1:
             return list(values)
         self._wait_at_exit()
@@ -82,7 +82,7 @@ class Ranks:
             atexit.register(time.sleep, _LET_GO_SECONDS)
 
     def gather(self, value: Any, recipient: int, near: torch.device) -> list[Any] | None:
-        """What each member gave, pickled on the way: on `recipient`, with -1 on all of them; None elsewhere."""
+        """Every member's `value`, pickled on the way, on member `recipient`, or on all with -1; None elsewhere."""
         if self.size == 1:
             return [value]
         assert self.group is not None, "there are others"

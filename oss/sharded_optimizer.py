@@ -22,7 +22,7 @@ __all__ = ["OSS", "Updates"]
 
 
 class Updates(Protocol):
-    """How steps are made: alone (`oss.owned`), or by who reduces the gradients (`oss.data_parallel`)."""
+    """How an OSS makes its steps: alone (`oss.owned`), or with ShardedDataParallel (`oss.data_parallel`)."""
 
     @property
     def shown(self) -> Any: ...  # the optimizer whose groups and state scripts see
@@ -38,7 +38,7 @@ class Updates(Protocol):
 
 
 class OSS(torch.optim.Optimizer):
-    """`optim` over `params`, each of which has one owner: the rank that keeps its state, updates it and sends it.
+    """The optimizer `optim` over `params`; the rank that owns a parameter keeps its state, updates it and sends it.
 
     It works over torch.distributed's process group, which the script makes by ``init_process_group()`` or ``oss.init()``,
     and reduces no gradients: :class:`.ShardedDataParallel` does, or DistributedDataParallel. Where nothing does, each owner
@@ -105,7 +105,7 @@ class OSS(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """By parameter, of those that this rank owns; under ShardedDataParallel whole, of all."""
+        """The state by parameter: of this rank's own parameters, or under ShardedDataParallel of all."""
         return self._updates.shown.state
 
     @property
@@ -128,7 +128,10 @@ class OSS(torch.optim.Optimizer):
         raise TypeError("an OSS holds a process group and cannot be copied or pickled; use state_dict()")
 
     def reduced_by(self, make: Callable[[OSS], Updates]) -> None:
-        """Let what `make` gives make the steps from now on. On every rank; raises ``ValueError`` the second time."""
+        """Have the updates that `make` returns make the steps from now on.
+
+        On every rank; raises ``ValueError`` the second time.
+        """
         if not isinstance(self._updates, OwnedUpdates):
             raise ValueError("this OSS belongs to a ShardedDataParallel already: make an OSS for each model")
         before = self._updates.leave()
@@ -160,13 +163,13 @@ class OSS(torch.optim.Optimizer):
         return self._updates.clip(wanted, max_norm, norm_type)
 
     def consolidate_state_dict(self, recipient_rank: int = 0) -> None:
-        """Gather all state on one rank of the group, with -1 on all. On every rank."""
+        """Gather the whole state on one rank of the group; with -1, on all ranks. On every rank."""
         if not -1 <= recipient_rank < self.ranks.size:
             raise ValueError(f"recipient_rank should be from -1 to {self.ranks.size - 1} and is {recipient_rank}")
         self._updates.consolidate(recipient_rank)
 
     def state_dict(self, all_ranks: bool = False) -> dict[str, Any]:
-        """Whole state in torch's format, as it was consolidated; a plain optimizer loads it.
+        """The whole state in torch's format, as it was last consolidated; a plain optimizer loads it.
 
         `all_ranks`: consolidate it first, on every rank. Raises ``RuntimeError`` where that was not done since the last
         step.
@@ -182,7 +185,7 @@ class OSS(torch.optim.Optimizer):
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load whole state, on every rank the same; each keeps that of what it owns."""
+        """Load a whole state, the same on every rank; each rank keeps the part of what it owns."""
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             changed = before(self, state_dict)
             state_dict = state_dict if changed is None else changed
@@ -194,10 +197,10 @@ class OSS(torch.optim.Optimizer):
         self._updates.add_param_group(param_group)
 
     def refresh_trainable(self) -> None:
-        """Nothing is left to do: every step goes by ``requires_grad`` as it is then."""
+        """Do nothing: every step looks at ``requires_grad`` by itself."""
 
     def partition_parameters(self) -> list[list[dict[str, Any]]]:
-        """Of each rank, the parameter groups with what it owns of them."""
+        """For each rank, the parameter groups with the parameters that it owns."""
         owners = self._updates.owners
         return [
             [{**group, "params": [p for p in group["params"] if owners.get(p) == rank]} for group in self.param_groups]

@@ -22,7 +22,7 @@ __all__ = ["DistributedOptimizer", "Wfbp"]
 
 
 class Wfbp(Strategy):
-    """One all-reduce per tensor, in the order in which rank 0's gradients arrived first; finished in ``step()``."""
+    """WFBP's strategy: one all-reduce per tensor, in the order of rank 0's first gradients, finished in ``step()``."""
 
     name = "wfbp"
 

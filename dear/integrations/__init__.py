@@ -1,1 +1,4 @@
-"""What fits dear into other libraries' trainers. Each module imports its library; dear itself imports none of them."""
+"""Adapters that let other libraries' trainers train with dear.
+
+Each module imports its library; dear itself imports none of them.
+"""

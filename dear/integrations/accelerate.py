@@ -1,4 +1,4 @@
-"""Hugging Face Accelerate over dear: the import is the line that changes.
+"""An ``Accelerator`` for Hugging Face Accelerate that averages gradients with dear: only the import changes.
 
 from dear.integrations.accelerate import Accelerator
 
@@ -82,7 +82,7 @@ class Accelerator(accelerate.Accelerator):
     # - Preparing
 
     def prepare(self, *args: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
-        """As in Accelerate, in any order: models come first, on their device, since optimizers are wrapped with them."""
+        """Prepare objects, in any order, as Accelerate does; models come first, as optimizers are wrapped with them."""
         for model in args:
             if isinstance(model, torch.nn.Module):
                 _refuse_split(model)
@@ -177,7 +177,7 @@ class Accelerator(accelerate.Accelerator):
     # - Checkpoints
 
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> Any:
-        """As in Accelerate, in tensors that can be written as safetensors."""
+        """The model's state dict as in Accelerate, in tensors that can be written as safetensors."""
         return _apart(super().get_state_dict(model, unwrap=unwrap))
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
@@ -197,7 +197,7 @@ class DearOptimizer(AcceleratedOptimizer):
             self._optimizer_patched_step_method = self._noting(optimizer.step)
 
     def trains(self, model: torch.nn.Module) -> bool:
-        """Whether it has parameters of `model`, as far as is known: models that were prepared after it are not."""
+        """Whether this optimizer has parameters of `model`; models that were prepared after it are not known to it."""
         return not self._models or model in self._models
 
     def _noting(self, step: Callable[..., Any]) -> Callable[..., Any]:
@@ -229,7 +229,10 @@ def _apart(state: Any) -> Any:
 
 
 def take_over(accelerator: Any, options: Mapping[str, Any]) -> None:
-    """Make an accelerator of Accelerate's own, that a library has just made, one of ours. On every rank."""
+    """Turn an ``accelerate.Accelerator`` that a library has made into this module's :class:`Accelerator`.
+
+    On every rank.
+    """
     if not isinstance(accelerator, Accelerator):
         accelerator.__class__ = type("Accelerator", (Accelerator, type(accelerator)), {})
     _take_charge(accelerator, options)

@@ -137,14 +137,14 @@ class DearStrategy(_Job, _TrainerDDP):
     # - Setting up
 
     def configure_ddp(self) -> None:
-        """The model stays what it is."""
+        """Leave the model as it is: no DistributedDataParallel is put around it."""
 
     def setup_optimizers(self, trainer: Any) -> None:
         super().setup_optimizers(trainer)
         self.optimizers = [self._distributed(optimizer, self.lightning_module) for optimizer in self.optimizers]
 
     def teardown(self) -> None:
-        """Optimizers stay where they are: their state is in parts that no other rank has."""
+        """Tear down without moving optimizers to the CPU: their state is in parts that no other rank has."""
         optimizers, self._optimizers = self._optimizers, []
         super().teardown()
         self._optimizers = optimizers
@@ -159,7 +159,7 @@ class DearStrategy(_Job, _TrainerDDP):
             yield
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        """The closure, which Lightning always gives, is evaluated before ``step()``, unless the optimizer decides by it.
+        """Evaluate Lightning's closure before ``step()``, unless the optimizer decides by the closure's loss.
 
         In manual optimization it is empty, as gradients are there already.
         """
@@ -191,7 +191,7 @@ class DearStrategy(_Job, _TrainerDDP):
         self._training = False
 
     def on_validation_start(self) -> None:
-        """While training: rank 0's buffers on every rank, as DDP has them, and with co2 one model."""
+        """While training, give every rank rank 0's buffers, as DDP does, and under co2 the average of all models."""
         self._meet()
         if self._training:
             broadcast_parameters(dict(self.lightning_module.named_buffers()), root_rank=0)
@@ -212,11 +212,11 @@ class DearStrategy(_Job, _TrainerDDP):
     # - Checkpoints
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Whole, in torch's format, on rank 0, which writes the checkpoint; empty on the others."""
+        """The whole state in torch's format on rank 0, which writes the checkpoint; an empty dict on the others."""
         return super().optimizer_state(optimizer) if self.is_global_zero else {}
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """On every rank, from the same checkpoint."""
+        """Load the optimizers' states, on every rank from the same checkpoint."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             optimizer.load_state_dict(state)
 
@@ -272,13 +272,13 @@ class DearFabricStrategy(_Job, _FabricDDP):
         _register(cls, strategy_registry)
 
     def setup_module(self, module: torch.nn.Module) -> torch.nn.Module:
-        """The model stays what it is, with rank 0's parameters and buffers. On every rank."""
+        """Give `module` rank 0's parameters and buffers; it is not wrapped. On every rank."""
         broadcast_parameters(module.state_dict(), root_rank=0)
         self._backward_sync_control.optimizers.setdefault(module, [])
         return module
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """On every rank. Of the modules that are set up, it may train one or several."""
+        """Distribute `optimizer`, on every rank. Of the modules that are set up, it may train one or several."""
         trained = {id(param) for group in optimizer.param_groups for param in group["params"]}
         modules = self._backward_sync_control.optimizers
         held = {module: {id(param) for param in module.parameters()} for module in modules}
@@ -293,7 +293,7 @@ class DearFabricStrategy(_Job, _FabricDDP):
         return distributed
 
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Rank 0 writes, and has the whole state of optimizers: no other rank needs to collect it."""
+        """Write a checkpoint on rank 0, which can collect the optimizers' whole state by itself."""
         if not self.is_global_zero:
             state = {name: part for name, part in state.items() if not isinstance(part, torch.optim.Optimizer)}
         super().save_checkpoint(path, state, *args, **kwargs)

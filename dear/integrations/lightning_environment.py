@@ -1,4 +1,4 @@
-"""Which process is which rank, told to Lightning by dear's session, where Lightning does not know the launcher."""
+"""Tells Lightning the ranks of dear's session where Lightning does not know the launcher, as under mpirun."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _environments: Any = importlib.import_module(f"{FABRIC}.plugins.environments")
 
 
 class DearEnvironment(_environments.ClusterEnvironment):
-    """For ``plugins=[DearEnvironment()]`` with other strategies than dear's, which take it by themselves.
+    """The plugin ``DearEnvironment()`` for strategies other than dear's; dear's own strategies take it by themselves.
 
     The first question on each rank is ``dear.init()``, which all ranks have to come to.
     """
@@ -52,13 +52,13 @@ class DearEnvironment(_environments.ClusterEnvironment):
         return self._session.comm.size
 
     def set_world_size(self, size: int) -> None:
-        """The job's size is the launcher's; see :func:`check_processes`."""
+        """Do nothing: the launcher decides the job's size; see :func:`check_processes`."""
 
     def global_rank(self) -> int:
         return self._session.comm.rank
 
     def set_global_rank(self, rank: int) -> None:
-        """Ranks are the launcher's."""
+        """Do nothing: the launcher decides the ranks."""
 
     def local_rank(self) -> int:
         return self._session.local_rank
@@ -82,12 +82,12 @@ def _found(variable: str) -> str:
 
 
 def launcher() -> Launcher:
-    """Who started this process."""
+    """The launcher that started this process."""
     return detect(os.environ).launcher
 
 
 def environment_of() -> Any:
-    """What tells Lightning its ranks; None where what Lightning finds by itself is right.
+    """The plugin that tells Lightning its ranks; None where what Lightning finds by itself is right.
 
     That is so under torchrun, without a launcher, and under srun, whose jobs Lightning also puts back into the queue. What
     mpirun starts inside an allocation of SLURM has other ranks than SLURM's variables say, and of a job that is told by
@@ -100,7 +100,7 @@ def environment_of() -> Any:
 
 
 def check_processes(environment: Any, devices: int, num_nodes: int) -> None:
-    """Raise ``LaunchError`` where Lightning was told of other processes than the job has. On every rank.
+    """Raise ``LaunchError`` where Lightning was given another number of processes than the job has. On every rank.
 
     Where nobody catches it, rank 0 says it in one line.
     """

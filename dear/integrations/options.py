@@ -1,4 +1,4 @@
-"""Options of the integrations: arguments of ``dear.DistributedOptimizer`` that a user of a library gives."""
+"""Checks the arguments of ``dear.DistributedOptimizer`` that users give to an integration as ``dear_options``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ _NOT_HERE = {
 
 
 def checked(options: Mapping[str, Any] | None, of: str = "dear_options", *, averages: bool = False) -> dict[str, Any]:
-    """A copy of `options`. Raises ``TypeError`` for names that the strategy has not, ``ValueError`` for what cannot be.
+    """A copy of `options`, checked.
+
+    Raises ``TypeError`` for names that the strategy has not, ``ValueError`` for what cannot be.
 
     `of`: where the user gave them. `averages`: the integration averages the parameters of ``co2`` before it evaluates.
     """

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer over dear: take DearTrainer instead of Trainer, or put DearTrainerMixin before your own.
+"""Hugging Face's Trainer over dear: use DearTrainer instead of Trainer, or put DearTrainerMixin before your own.
 
 from dear.integrations.transformers import DearTrainer
 
@@ -39,7 +39,7 @@ class DearTrainerMixin:
         super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As in Trainer, whose accelerator then is dear's."""
+        """Make Trainer's accelerator, as dear's."""
         trainer: Any = self
         _refuse(trainer.args)
         refuse_other_ways({})
