@@ -1,4 +1,6 @@
-"""CO2: local steps, and an outer step whose communication runs under the local steps that follow. Not synchronous SGD.
+"""CO2: each rank makes local steps, and the outer step's communication runs under the local steps that follow.
+
+Not synchronous SGD.
 
 import co2
 co2.init()

@@ -1,4 +1,6 @@
-"""Which parameters travel in a round, and whose the values of the others are. On every rank alike, but for what is written.
+"""Keeps track of which parameters are averaged in a round, and whether the values of the others are the script's.
+
+On every rank alike, but for what is written.
 
 [Note: whose a frozen parameter is]
 For one that was trained in the round before, the average on its way brings something, which it takes over at the end of
@@ -24,13 +26,13 @@ Batch = tuple[int, ...]  # slots that were taken in together, on which the parts
 
 
 class Buffered(Protocol):
-    """A part: what a round brought for some parameters, in a buffer."""
+    """A part, as far as it is used here: it has what a round brought for some parameters, in a buffer."""
 
     def written(self, among: Collection[int]) -> set[int]: ...
 
 
 class AveragedParameters:
-    """Of `slots`, a list that may grow, those that were ever trained; by their indices."""
+    """The parameters that were trained at least once, as indices into `slots`, a list that may grow."""
 
     def __init__(self, slots: Sequence[Slot]) -> None:
         self._slots = slots
@@ -44,36 +46,36 @@ class AveragedParameters:
 
     @property
     def known(self) -> list[int]:
-        """All that were taken in."""
+        """All slots that were taken in."""
         return sorted(self._known)
 
     def travelling(self, idle: frozenset[int]) -> list[str]:
-        """Names of all that were taken in, in the order in which they travel; of those that do: all but `idle` ones."""
+        """What ranks compare: the names of all slots that were taken in, and of those that travel (not `idle`)."""
         taken_in = [self._slots[index].name for batch in self.batches for index in batch]
         return [*taken_in, *(f"{self._slots[index].name}, trained" for index in sorted(self._known - idle))]
 
     @property
     def idle(self) -> frozenset[int]:
-        """Those that were not trained since the last event."""
+        """The slots that were not trained since the last event."""
         return frozenset(self._known - self._active)
 
     def fresh(self, trained: Collection[int]) -> Batch:
-        """Those of `trained` that were not taken in yet, in their order."""
+        """The slots of `trained` that were not taken in yet, in their order."""
         return tuple(index for index in trained if index not in self._known)
 
     def take_in(self, batch: Batch) -> None:
-        """`batch` has a place in the parts now."""
+        """Note that `batch` has a place in the parts now."""
         self.batches.append(batch)
         self._known.update(batch)
 
     def train(self, trained: Collection[int]) -> None:
-        """A step begins for `trained`, all of which are taken in."""
+        """Note that a step of `trained` begins, all of which are taken in."""
         if self._versions is None:
             self._versions = self._stamped(self._coming)
         self._active.update(trained)
 
     def close(self, event: Event, idle: frozenset[int], among: frozenset[int]) -> None:
-        """A round or an average of all but `idle` ones, of those `among` which it is; the others go on as they were."""
+        """End a round or an average of the slots `among`, but for `idle` ones; all other slots go on as they were."""
         self._active -= among
         coming = among - idle if event is Event.ROUND else frozenset()
         self._coming = (self._coming - among) | coming
@@ -91,33 +93,33 @@ class AveragedParameters:
         return frozenset(i for i in self._coming if versions is not None and versions.differs(self._slots[i]))
 
     def kept(self, idle: frozenset[int]) -> frozenset[int]:
-        """Those of `idle` that are the script's."""
+        """The `idle` slots whose values are the script's."""
         return idle - (self._coming - self._overwritten())
 
     @property
     def arriving(self) -> frozenset[int]:
-        """Those for which something is on its way, but for what is the script's."""
+        """The slots for which an average is in flight, except those whose values are the script's."""
         return self._coming - self.kept(self.idle)
 
     @property
     def script_owned(self) -> frozenset[int]:
-        """Idle ones for which nothing is on its way."""
+        """The idle slots for which nothing is in flight."""
         return self.idle - self._coming
 
     def written_in(self, parts: Iterable[Buffered]) -> frozenset[int]:
-        """Idle ones to which the script has written, as far as they are its. With no round on its way."""
+        """The idle slots to which the script has written, and whose values are its own. With no round on its way."""
         theirs = self.script_owned
         return self.written_over.union(*(part.written(theirs) for part in parts))
 
     @property
     def written_over(self) -> frozenset[int]:
-        """Idle ones whose average on its way came too late: something was written to them."""
+        """The idle slots to which the script wrote before the average in flight came: it comes too late."""
         return self.idle & self._overwritten()
 
     # - State
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint; see :meth:`load`."""
+        """What a checkpoint keeps; see :meth:`load`."""
         return {
             "batches": [list(batch) for batch in self.batches],
             "active": sorted(self._active),
@@ -125,25 +127,28 @@ class AveragedParameters:
         }
 
     def load(self, section: dict[str, Any]) -> None:
-        """The rest of what :meth:`state` gave, when all batches are taken in."""
+        """Restore the rest of what :meth:`state` gave, once all batches are taken in."""
         self._active = set(section["active"])
         self._coming = frozenset(section.get("coming", self._known))
 
 
 class Versions:
-    """Of `slots`, as they are now. What is written through ``.data`` leaves none, unless it is put in place of the old."""
+    """Version stamps of `slots`, which show later whether somebody wrote to them.
+
+    What is written through ``.data`` leaves none, unless it is put in place of the old.
+    """
 
     def __init__(self, slots: Iterable[Slot] = ()) -> None:
         self._seen = {slot.index: _stamp(slot) for slot in slots}
 
     def renewed(self, indices: Collection[int], now: Versions) -> Versions:
-        """These, but of the slots `indices`, those that are in `now`."""
+        """These stamps, with those of the slots `indices` taken from `now`, or dropped."""
         merged = Versions()
         merged._seen = {i: seen for i, seen in self._seen.items() if i not in indices} | now._seen
         return merged
 
     def differs(self, slot: Slot) -> bool:
-        """Whether it was written to. Never so of a slot that was not stamped."""
+        """Whether the slot was written to since it was stamped. Never so of a slot that was not stamped."""
         seen = self._seen.get(slot.index)
         return seen is not None and seen != _stamp(slot)
 

@@ -1,4 +1,4 @@
-"""When a backward pass through a model has ended, with all gradients accumulated.
+"""Calls a function when a backward pass through a model has ended, with all gradients accumulated.
 
 Passes may be nested: a checkpoint with ``use_reentrant=True`` runs one inside. The end that counts is the outermost's,
 to which the gradients of the model's outputs belong. Where those are not seen (a script calls a submodule, or the output is
@@ -18,7 +18,7 @@ __all__ = ["BackwardEnd"]
 
 
 class BackwardEnd:
-    """Calls `then`, while what it is a method of lives, once after each pass that has reached one of `parameters`.
+    """Calls the method `then`, while its object lives, once after each pass that has reached one of `parameters`.
 
     Made after what else listens to them. What a parameter holds does not hold the model's wrapper: the garbage collector
     cannot see through a parameter's hooks.
@@ -30,13 +30,13 @@ class BackwardEnd:
         self.watch()
 
     def forget(self) -> None:
-        """A pass that raised has no end. Outside of any pass."""
+        """Forget a pass that has begun, since a pass that raised has no end. Outside of any pass."""
         self._asked = -1  # the pass whose end is asked for
         self._outermost = False  # it is known to be, and others are inside
         self._reached = False
 
     def watch(self, output: Any = None) -> None:
-        """Parameters that were frozen until now, too; and what the model has put out."""
+        """Listen also to parameters that were frozen until now, and to the model's `output`."""
         left = []
         for param in self._left:
             if param.requires_grad:

@@ -1,4 +1,4 @@
-"""Whether a script tells the model of each step, and after it: what is forgotten here shows nowhere but in the results."""
+"""Checks that a script calls ``perform_co2()`` after each step; a forgotten call would show only in the results."""
 
 from __future__ import annotations
 
@@ -14,24 +14,30 @@ __all__ = ["CallOrder", "follow_steps"]
 
 
 class CallOrder:
-    """Backward, ``optimizer.step()``, ``perform_co2()``, as they are called. Steps may be skipped, and passes repeated."""
+    """The order of backward, ``optimizer.step()`` and ``perform_co2()`` in a script.
+
+    Steps may be skipped, and passes repeated.
+    """
 
     def __init__(self) -> None:
         self.restart()
 
     def restart(self) -> None:
-        """What is loaded goes on from between two steps."""
+        """Begin anew, as between two steps: a state was loaded."""
         self._stepped: set[int] = set()  # optimizers that nobody has told of
         self._passes = 0  # since perform_co2()
         self._early = False  # perform_co2() was called after a pass, and before a step
 
     def passed(self) -> None:
-        """A backward pass has ended."""
+        """Note that a backward pass has ended."""
         self._passes += 1
         self._early = False  # a GradScaler skipped the step
 
     def stepped(self, optimizer: int) -> None:
-        """The optimizer of that number has stepped. Raises ``RuntimeError`` where a call is missing, or came too early."""
+        """Note that the optimizer of that number has stepped.
+
+        Raises ``RuntimeError`` where a call is missing, or came too early.
+        """
         if self._early:
             self._early = False
             raise RuntimeError(
@@ -47,7 +53,7 @@ class CallOrder:
         self._stepped.add(optimizer)
 
     def told(self) -> None:
-        """``perform_co2()`` is called."""
+        """Note that ``perform_co2()`` is called."""
         self._early = self._passes > 0 and not self._stepped
         self._stepped.clear()
         self._passes = 0
@@ -58,7 +64,7 @@ _followed: weakref.WeakKeyDictionary[CallOrder, tuple[frozenset[int], int]] = we
 
 
 def follow_steps(order: CallOrder, parameters: Collection[torch.nn.Parameter], *, but: torch.optim.Optimizer) -> None:
-    """`order` is told of the steps of all optimizers with one of `parameters`, `but` for that one, as long as it lives.
+    """Tell `order`, while it lives, of the steps of all optimizers with one of `parameters`, except `but`.
 
     Or until another order follows these parameters.
     """

@@ -1,4 +1,4 @@
-"""What a round does between its two ends, on its own thread: from the reductions to the gathers.
+"""The communication of a round, on a thread of its own: from the reductions over the outer step to the gathers.
 
 Before anything travels, ranks meet in one small all-reduce: each learns whether all mean the same, and how the others take
 part (`co2.join`). Where some have joined, the first rank that trains tells them about the event.
@@ -38,19 +38,19 @@ class _Presence(IntEnum):
 
 
 class Met(NamedTuple):
-    """What all ranks have said of an event, before anything travels."""
+    """What all ranks have said of an event before its data travel."""
 
     when: float  # all had come, by this rank's clock
     presence: tuple[int, ...]  # by rank
 
     @property
     def over(self) -> bool:
-        """Whether all have joined, so that there is no such event."""
+        """Whether all ranks have joined, so that there is no event."""
         return min(self.presence) > _Presence.TRAINS
 
     @property
     def teller(self) -> int | None:
-        """The first rank that trains, where some have joined, and one has not."""
+        """The first rank that trains, where some ranks have joined and not all."""
         return self.presence.index(_Presence.TRAINS) if any(self.presence) and not self.over else None
 
     @property
@@ -60,7 +60,7 @@ class Met(NamedTuple):
 
 
 class Told(NamedTuple):
-    """What a rank that has joined cannot know by itself of an event."""
+    """What a rank that has joined needs to be told of an event."""
 
     event: Event
     steps: int  # so far
@@ -72,7 +72,9 @@ class Told(NamedTuple):
 
 
 class RoundCommunication:
-    """Sees the parts of one optimizer through, a round at a time. `changed` is held where others may look at a part.
+    """Carries the parts of one optimizer through their rounds, one round at a time.
+
+    `changed` is held where others may look at a part.
 
     `arrived` is called, with `changed` held, once every rank has sent its part of a round, and before any rank can see it
     done.
@@ -96,7 +98,7 @@ class RoundCommunication:
     def carry(
         self, parts: Sequence[Part], sent: Sequence[Part], idle: Collection[int], meet: Callable[[], Met]
     ) -> None:
-        """A round of `parts`, of which those in `sent` travel: this rank's shards make their outer step.
+        """Carry out a round of `parts`: those in `sent` travel, and this rank's shards make their outer step.
 
         Raises what `meet()` does, before anything travels.
         """
@@ -135,8 +137,10 @@ class RoundCommunication:
         shards: dict[Part, torch.Tensor],
         outcome: Callable[[Part], torch.Tensor],
     ) -> None:
-        """An average that is waited for. What this rank's shards become, the `outcome`, is left in `shards`. Raises as
-        :meth:`carry`."""
+        """Carry out an average that is waited for.
+
+        What this rank's shards become, the `outcome`, is left in `shards`. Raises as :meth:`carry`.
+        """
         met = meet()
         for part in sent:
             part.among = met.among
@@ -153,7 +157,7 @@ class RoundCommunication:
     # - Before anything travels. Where nothing does, ranks meet all the same: none is further than one round ahead
 
     def meet(self, trained: Sequence[str], told: Told) -> Met:
-        """On a rank that trains. `told` is for those that have joined.
+        """Meet the other ranks before an event, on a rank that trains. `told` is for those that have joined.
 
         Raises ``ValueError`` on every rank that contributes, and on those that do not, where names in `trained` differ.
         """
@@ -162,7 +166,9 @@ class RoundCommunication:
         return met
 
     def meet_joined(self, trained: Sequence[str] | None) -> tuple[Met, Told | None]:
-        """On a rank that has joined, which contributes nothing where `trained` is None. Nothing is told if all have joined.
+        """Meet the other ranks before an event, on a rank that has joined; it contributes nothing if `trained` is None.
+
+        Nothing is told if all have joined.
 
         Raises as :meth:`meet`.
         """
@@ -208,7 +214,7 @@ GRADIENTS_WAIT = -1
 
 
 def agree_on_events(events: Sequence[int]) -> None:
-    """Raise ``RuntimeError`` where ranks, of which each has made so many, have not come to the same round (pure)."""
+    """Raise ``RuntimeError`` where ranks, each with its number of `events` so far, are in different rounds (pure)."""
     if GRADIENTS_WAIT in events:
         raise RuntimeError(
             "gradients wait for step(): call it, or zero_grad(), before average_parameters(); they do on rank "
@@ -244,16 +250,16 @@ class RoundThread:
         return self._done.is_set()
 
     def wait(self) -> None:
-        """Until it is done."""
+        """Wait until the thread is done."""
         self._done.wait()
 
     def end(self) -> None:
-        """Wait until it is done; what it raised."""
+        """Wait until the thread is done, and raise what it raised."""
         self.wait()
         if self._error is not None:
             raise self._error
 
     def land(self) -> None:
-        """Wait until it is done; what becomes of it."""
+        """Wait until the thread is done, then call `landed`."""
         self.end()
         self._landed()

@@ -1,4 +1,4 @@
-"""fairscale-CO2's class over the same rounds: a plain optimizer steps, and the model is told of it.
+"""fairscale-CO2's ``CO2DistributedDataParallel``: a plain optimizer steps, and the script tells the model of each step.
 
     loss.backward()                gradients are averaged within a group; at its end .grad has the averages
     optimizer.step()               the script's own
@@ -136,7 +136,9 @@ class CO2DistributedDataParallel(torch.nn.Module):
         self._calls.passed()
 
     def perform_co2(self, optimizer: torch.optim.Optimizer, fp32_params: Any = None) -> None:
-        """A local step of `optimizer` was made. Every `localsgd_frequency`-th call ends a round. On every rank.
+        """Count a local step of `optimizer`, which was made.
+
+        Every `localsgd_frequency`-th call ends a round. On every rank.
 
         To be called once per ``optimizer.step()``, not per micro-batch, and of one optimizer; another one may take its
         place for good. Where two step, it is called of one of them, after both. Steps that a GradScaler skips count, too.
@@ -185,7 +187,7 @@ class CO2DistributedDataParallel(torch.nn.Module):
         return self._outer.local_steps
 
     def average_parameters(self) -> None:
-        """All ranks' parameters become their mean; see :meth:`co2.optimizer.Co2Optimizer.average_parameters`.
+        """Replace all ranks' parameters by their mean; see :meth:`co2.optimizer.Co2Optimizer.average_parameters`.
 
         On every rank.
         """

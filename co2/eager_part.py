@@ -1,4 +1,4 @@
-"""Parameters that are averaged together under "eager" (`co2.equations`), where each rank makes an outer step of its own.
+"""The parts of "eager" (`co2.equations`), for which each rank makes an outer step of its own.
 
 `whole` carries this rank's pseudo-gradient of a round off, and brings the mean of all ranks' back, which counts at the end
 of the next one. All other vectors are whole, too, and this rank's: nobody else has them.
@@ -24,7 +24,7 @@ __all__ = ["EagerPart"]
 
 
 class EagerPart(Part):
-    """`weight` is this rank's in the mean of all, with those of its group: one over the number of groups.
+    """A part under "eager"; this rank and its group have `weight` in the mean of all: one over the number of groups.
 
     Where ranks are out of data, the others weigh more. That is known a round late: a round's own part counts before.
     """
@@ -53,7 +53,9 @@ class EagerPart(Part):
 
     @torch.no_grad()
     def turn(self, idle: Collection[int], kept: Collection[int]) -> None:
-        """A round ends, and the mean of the one before is in the buffer: this rank's outer step. Its progress is to travel.
+        """End a round: make this rank's outer step, from the mean of the round before, which is in the buffer.
+
+        Its progress is to travel.
 
         An `idle` slot made no progress. It takes over what was on its way, unless it is `kept`: then it is the script's.
         """
@@ -88,7 +90,7 @@ class EagerPart(Part):
 
     @torch.no_grad()
     def load_average(self) -> None:
-        """What is on its way counts before: the outer step of the others' parts of the last round."""
+        """Put the parameters into the buffer, after the outer step of the others' part of the last round."""
         pending = self._pending()
         self.momentum = self.momentum + pending
         self.pack()
@@ -99,13 +101,13 @@ class EagerPart(Part):
         return self.mean
 
     def restart(self, shard: torch.Tensor) -> None:
-        """The buffer has the average, where this rank's parameters are already."""
+        """Begin the next round at the average in the buffer, which this rank's parameters hold already."""
         self.start = self.whole.clone()
         self.progress = torch.zeros_like(self.start)
         self.whole.zero_()
 
     def adopt(self, kept: Collection[int]) -> None:
-        """What the script wrote is taken over at the end of the round."""
+        """Do nothing: what the script wrote is taken over at the end of the round."""
 
     # - Whole tensors, for checkpoints: each rank's own. `pending` is what arrives late: it counts whoever takes it over
 
@@ -124,7 +126,7 @@ class EagerPart(Part):
 
     @torch.no_grad()
     def complete(self) -> Vectors:
-        """With no round on its way."""
+        """Whole tensors by slot, where no round is in flight."""
         flats = {"start": self.start, "momentum": self.momentum, "pending": self._pending()}
         found: Vectors = {slot.index: {} for slot in self.slots}
         for name, flat in flats.items():

@@ -1,4 +1,4 @@
-"""Outer rules: what becomes of a round of local steps, as functions of tensors. Pure.
+"""Outer rules: how a round of local steps becomes an update of the model, as functions of tensors. Pure.
 
 Ranks make tau local steps of their own from x[t], which is the same on all of them but with "eager". They end in y[t], and
 a[t] is the mean of that over ranks. ``x[t] - a[t]`` is called the pseudo-gradient: it takes the place of a gradient.
@@ -129,7 +129,7 @@ class Timing(Enum):
 
 @dataclass(frozen=True)
 class OuterRule:
-    """What all have in common. Raises ``ValueError`` for values outside of their ranges."""
+    """The base of all outer rules. Raises ``ValueError`` for values outside of their ranges."""
 
     name: ClassVar[str]
     timing: ClassVar[Timing]
@@ -159,7 +159,7 @@ class OuterRule:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Its own, by the names that users give them."""
+        """The rule's own options, by the names that users give them."""
         return {word: getattr(self, name) for word, name in WORDS.items() if hasattr(self, name)}
 
 
@@ -183,16 +183,16 @@ class Shared(OuterRule):
 
 
 class Averaging(Shared, ABC):
-    """A rule that makes the outer step of the average of what ranks come to."""
+    """A rule whose outer step uses the average of what the ranks' rounds led to."""
 
     @abstractmethod
     def step(self, ended: Ended) -> tuple[torch.Tensor, torch.Tensor]:
-        """The next start and the new momentum: new tensors."""
+        """The start of the next round and the new momentum, as new tensors."""
 
 
 @dataclass(frozen=True)
 class Co2Rule(Averaging):
-    """alpha, beta, phi (None: no clipping), and the gap: True measures it, False is 1, a number is that constant."""
+    """CO2's rule: alpha, beta, phi (None: no clipping), and the gap: measured (True), 1 (False), or a constant."""
 
     name = "co2"
     timing = Timing.DELAYED
@@ -213,7 +213,10 @@ class Co2Rule(Averaging):
         return self.gap_penalty is True
 
     def gap(self, moved: float, longest: float) -> float:
-        """[Note: the staleness gap]. `moved`: the norm of the last outer step, `longest`: of the longest, it included."""
+        """The gap by which an outer step is divided: [Note: the staleness gap].
+
+        `moved`: the norm of the last outer step, `longest`: of the longest, it included.
+        """
         if not self.measures_gap:
             return 1.0 if self.gap_penalty is False else float(self.gap_penalty)
         return 1.0 + moved / longest if longest > 0 else 1.0
@@ -227,7 +230,7 @@ class Co2Rule(Averaging):
 
 @dataclass(frozen=True)
 class LocalSgd(Averaging):
-    """Plain averaging."""
+    """Plain averaging, as in local SGD."""
 
     name = "localsgd"
     timing = Timing.WAITED
@@ -239,7 +242,10 @@ class LocalSgd(Averaging):
 
 @dataclass(frozen=True)
 class SlowMo(Averaging):
-    """alpha and beta. Where the mean inner learning rate is 0, parameters become their mean, and momentum moves nothing."""
+    """SlowMo's rule, with alpha and beta.
+
+    Where the mean inner learning rate is 0, parameters become their mean, and momentum moves nothing.
+    """
 
     name = "slowmo"
     timing = Timing.WAITED
@@ -257,7 +263,7 @@ class SlowMo(Averaging):
 
 @dataclass(frozen=True)
 class DiLoCo(Averaging):
-    """alpha and beta of the outer Nesterov; the paper's."""
+    """DiLoCo's rule: alpha and beta of the outer Nesterov; the paper's values."""
 
     name = "diloco"
     timing = Timing.WAITED
@@ -270,7 +276,7 @@ class DiLoCo(Averaging):
 
 @dataclass(frozen=True)
 class Eager(OuterRule):
-    """alpha and beta of each rank's own outer Nesterov, whose pseudo-gradient :func:`eager_gradient` makes.
+    """The rule "eager": alpha and beta of each rank's own outer Nesterov, by :func:`eager_gradient`.
 
     What comes late asks for shorter outer steps than DiLoCo's.
     """
@@ -283,7 +289,7 @@ class Eager(OuterRule):
 
 @dataclass(frozen=True)
 class Overlapped(OuterRule):
-    """A rule by fragments of the model in turn: tau, the mixing factor, and the bits of an element that travels.
+    """A rule that averages fragments of the model in turn: tau, the mixing factor, and the bits of an element sent.
 
     `fragments` None: as many as `co2.fragments.layers` finds. `bits` None: elements travel as they are. `mixing` None: the
     paper's 0.5 where there are steps between, else 0.
@@ -314,7 +320,7 @@ class Overlapped(OuterRule):
 
 @dataclass(frozen=True)
 class StreamingDiLoCo(Overlapped):
-    """alpha and beta of the outer Nesterov, and the rest; the paper's."""
+    """Streaming DiLoCo's rule: alpha and beta of the outer Nesterov, and the rest; the paper's values."""
 
     name = "streaming-diloco"
     exchange = "an all-to-all and an all-gather"
@@ -327,7 +333,7 @@ class StreamingDiLoCo(Overlapped):
 
 @dataclass(frozen=True)
 class SparseLoCo(Overlapped):
-    """alpha, and k of 4,096 elements that travel; the paper's, which sends the whole model at once and waits for it."""
+    """SparseLoCo's rule: alpha, and k of 4,096 elements travel; as in the paper, of the whole model, waited for."""
 
     name = "sparseloco"
     exchange = "an all-gather"
@@ -346,7 +352,7 @@ class SparseLoCo(Overlapped):
 
 @dataclass(frozen=True)
 class Acco(Shared):
-    """Gradients travel, and the inner optimizer steps on shards. It has no options of its own."""
+    """ACCO's rule: gradients travel, and the inner optimizer updates shards. It has no options of its own."""
 
     name = "acco"
     timing = Timing.DELAYED
@@ -364,7 +370,7 @@ def nesterov(
 def eager_gradient(
     own: torch.Tensor, own_before: torch.Tensor, mean_before: torch.Tensor, weight: float, weight_before: float
 ) -> torch.Tensor:
-    """This rank's part of the round that has just ended, and all others' of the one before; zeros where there was none.
+    """The pseudo-gradient of "eager": this rank's part of the last round, and all others' of the one before.
 
     `weight_before` is that with which `own_before` has counted.
     """

@@ -1,4 +1,4 @@
-"""Arguments of fairscale-CO2's ``CO2DistributedDataParallel``, in this package's words. Pure.
+"""Translates arguments of fairscale-CO2's ``CO2DistributedDataParallel`` into this package's. Pure.
 
 Each counts, or what it asks for is so anyway, or it raises with what stands in its place. Nothing is passed over.
 """
@@ -33,7 +33,10 @@ _ONLY: Mapping[str, tuple[Any, str]] = {
 
 
 def in_our_words(given: Mapping[str, Any], rank: int, size: int) -> tuple[Schedule, Co2Rule]:
-    """Rounds and outer rule, from all arguments of the class, on `rank` of `size`. Raises ``ValueError``, ``TypeError``."""
+    """The schedule and the outer rule that the class's arguments ask for, on `rank` of `size`.
+
+    Raises ``ValueError``, ``TypeError``.
+    """
     for name, (only, why) in _ONLY.items():
         if given[name] is not only and given[name] != only:
             raise ValueError(f"{name}={given[name]!r}: {why}; leave it out")
@@ -63,7 +66,7 @@ def in_our_words(given: Mapping[str, Any], rank: int, size: int) -> tuple[Schedu
 
 
 def refusal_of_all(refusals: Sequence[tuple[type[Exception], str] | None]) -> Exception | None:
-    """What all ranks raise, from what each would: the first one's, with its rank unless all say the same."""
+    """The error that all ranks raise, from what each would: the first one's, with its rank unless all are alike."""
     found = [(rank, refusal) for rank, refusal in enumerate(refusals) if refusal is not None]
     if not found:
         return None
@@ -89,7 +92,9 @@ def _check_algorithm(wanted: Any) -> None:
 
 
 def cut(wanted: int, ranks_of_hosts: Sequence[int], size: int) -> int:
-    """Ranks in a group: as many as `wanted`. Where a host has fewer, the most that each host has and that divide `size`.
+    """The number of ranks in a group: `wanted`, if each host has as many.
+
+    Where a host has fewer, the most that each host has and that divide `size`.
 
     Raises ``ValueError`` for a number that no host is too small for, and that does not divide `size`.
     """
@@ -104,7 +109,7 @@ def cut(wanted: int, ranks_of_hosts: Sequence[int], size: int) -> int:
 
 
 def told_of_cut(wanted: int, ranks_of_hosts: Sequence[int], size: int) -> str | None:
-    """What a user should know where :func:`cut` gives another number than `wanted`."""
+    """A message for the user where :func:`cut` gives another number than `wanted`; else None."""
     ranks, smallest = cut(wanted, ranks_of_hosts, size), min(ranks_of_hosts)
     if ranks == wanted:
         return None

@@ -1,4 +1,4 @@
-"""What ``join()`` finds of a co2 optimizer: a rank out of data takes part in the others' averages, and gives nothing.
+"""``join()`` for co2: a rank that is out of data takes part in the others' averages, and contributes nothing.
 
 Each event, a round or an average, begins with a small all-reduce, by which every rank learns how the others take part in it
 (`co2.communication`). A rank that has joined comes to that first, on a thread of its own, and then does what a rank that
@@ -33,7 +33,9 @@ class _Rounds(Protocol):
 
 
 class Following:
-    """What `JoinedRanks` asks of the rounds of one optimizer. `group`: the ranks whose steps this one makes, too.
+    """A rank's part in the rounds of one optimizer once it has joined, for `JoinedRanks`.
+
+    `group`: the ranks whose steps this one makes, too.
 
     `optimizer` is the user's, whose hyper-parameters become those of the ranks that train.
     """
@@ -58,7 +60,7 @@ class Following:
         self.hyper_parameters: list[dict[str, Any]] = []  # they are told with each event
 
     def bind(self, rounds: _Rounds) -> None:
-        """They are what this is about, as long as they live."""
+        """Follow `rounds`, as long as they live."""
         self._rounds = weakref.ref(rounds)
 
     # - On a rank that has joined
@@ -68,13 +70,16 @@ class Following:
         return self._calls, 0
 
     def catch_up(self) -> None:
-        """No round of gradients is this object's."""
+        """Do nothing: this object has no rounds of gradients."""
 
     def take_over(self, groups: list[dict[str, Any]]) -> None:
-        """Nothing was told here."""
+        """Do nothing: no hyper-parameters are told this way."""
 
     def keep_up(self, missing: Collection[int]) -> None:
-        """All but `missing` have joined: take part once nobody of the group is left. Raises what that has raised."""
+        """Take part in the others' rounds, once all of this rank's group have joined; all ranks but `missing` have.
+
+        Raises what that has raised.
+        """
         self._missing = frozenset(missing)
         error, self._error = self._error, None
         if error is not None:
@@ -92,12 +97,12 @@ class Following:
             self._error = error
 
     def arrive(self) -> None:
-        """When all are here: they have seen it, and this rank has all that was averaged before."""
+        """Wait, once all ranks have joined, until this rank has all that was averaged before."""
         if not self._missing:
             self.wait()
 
     def follow(self, word: Word) -> None:
-        """Raise, as the others do: they have called what needs this rank."""
+        """Raise as the other ranks do, which have called what needs this rank."""
         if word.what == "call":
             self._gather(None, word.details["what"])
         else:
@@ -111,7 +116,7 @@ class Following:
         return self._thread is not None and self._thread.is_alive()
 
     def wait(self) -> None:
-        """Until no event follows: all ranks have joined, or end."""
+        """Wait until no event follows: all ranks have joined, or end."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -120,13 +125,13 @@ class Following:
                 raise error
 
     def end(self) -> None:
-        """Before anything else is done with the rounds: where join() has raised, they go on until all have called it."""
+        """Wait until this rank takes part no more, before anything else is done with the rounds."""
         if self._thread is not None:
             self._joined_ranks.check()
             self.wait()
 
     def call(self, what: str, mine: int) -> list[int]:
-        """Before `what` waits for all ranks: what each of them gives as `mine`. On every rank.
+        """What each rank gives as `mine`, before `what`, which waits for all ranks. On every rank.
 
         Raises :class:`CannotJoin` on all of them where some have joined.
         """

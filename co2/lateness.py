@@ -1,4 +1,4 @@
-"""Whether rounds are hidden behind the steps they belong to; said once where they are not."""
+"""Warns, once, where the communication of a round takes longer than the steps that should hide it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _WORTH_SAYING = 0.05  # of a round's time
 
 
 class Lateness:
-    """Of the rounds of `frequency` steps that one rank sends. `option`: what its user calls that number."""
+    """The warning of one rank about rounds of `frequency` steps. `option`: what its user calls that number."""
 
     def __init__(self, rank: int, frequency: int, option: str) -> None:
         self._rank, self._frequency, self._option = rank, frequency, option
         self._said = False
 
     def note(self, waited: float, took: float) -> None:
-        """A step waited so many seconds for the average of a round whose own steps took `took`."""
+        """Note that a step waited so many seconds for the average of a round whose own steps took `took`."""
         if self._said or waited <= _WORTH_SAYING * took:
             return
         self._said = True

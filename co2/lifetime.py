@@ -1,4 +1,4 @@
-"""The end of rounds that may be on their way: every rank waits for them, and nobody for a round nobody sends.
+"""Ends rounds in step on all ranks: what some ranks have sent all send, and what no rank sends nobody waits for.
 
 How long rounds have their parameters: until another optimizer takes them, or all ranks have dropped this one.
 """
@@ -18,7 +18,9 @@ __all__ = ["Ownership", "Shutdown", "finish_together"]
 
 
 def finish_together(control: Communicator, mine: Mapping[str, Rounds]) -> None:
-    """Whoever is a round behind others sends it, and all have arrived, by topic. On every rank of `control`.
+    """Have ranks that are a round behind send it, and wait until all rounds have arrived, by topic.
+
+    On every rank of `control`.
 
     Those that are in the others' rounds still, out of data, are told that there are no more.
     """
@@ -31,7 +33,10 @@ def finish_together(control: Communicator, mine: Mapping[str, Rounds]) -> None:
 
 
 class Shutdown:
-    """A service of the session. It knows the rounds of all optimizers by topic, of those too that a script has dropped."""
+    """The session's service that ends all rounds in ``shutdown()``.
+
+    It knows the rounds of all optimizers by topic, of those too that a script has dropped.
+    """
 
     def __init__(self, control: Communicator) -> None:
         self._control = control
@@ -41,29 +46,29 @@ class Shutdown:
         self._rounds[topic] = rounds
 
     def training(self, parameters: Sequence[torch.nn.Parameter]) -> Rounds | None:
-        """Those that have one of `parameters`."""
+        """The rounds that have one of `parameters`."""
         return next((rounds for rounds in self._rounds.values() if rounds.has(parameters)), None)
 
     def close(self) -> None:
-        """On every rank."""
+        """Finish all rounds, on every rank."""
         finish_together(self._control, dict(self._rounds.items()))
 
     def interrupt(self) -> None:
-        """Nobody waits here."""
+        """Do nothing: nobody waits here."""
 
     def abandon(self) -> None:
-        """Rounds end with their optimizers."""
+        """Do nothing: rounds end with their optimizers."""
 
 
 class Ownership:
-    """The hold of `rounds` on their parameters; see :class:`overlap.job.registry.Owner`, which this is."""
+    """The claim of `rounds` on their parameters, as an :class:`overlap.job.registry.Owner`."""
 
     def __init__(self, rounds: Rounds, control: Communicator) -> None:
         self._rounds, self._control = rounds, control
 
     @property
     def unfinished(self) -> bool:
-        """Rounds are complete as soon as every rank has sent them."""
+        """False: rounds are complete as soon as every rank has sent them."""
         return False
 
     def has(self, parameters: Sequence[torch.Tensor]) -> bool:
@@ -72,11 +77,11 @@ class Ownership:
     channels = ()
 
     def meaning(self, label: str) -> str:
-        """Labels of rounds are words."""
+        """Nothing, since labels of rounds are words already."""
         return ""
 
     def hand_over(self, unfinished: bool) -> None:
-        """What is on its way arrives, also from ranks that are a round behind, and is dropped."""
+        """Wait for what is in flight, also from ranks that are a round behind, and drop it."""
         finish_together(self._control, {"": self._rounds})
         self._rounds.retire()
 

@@ -1,4 +1,4 @@
-"""The optimizer of co2: the user's own, stepping locally, and an outer step on what the ranks come to."""
+"""The optimizer of co2: the user's own makes local steps, and an outer step follows from what all ranks come to."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _RULES_OPTIONS = (
 
 
 class Co2(Strategy):
-    """Gradients within a group: all-reduced as they come, in buckets of 25 MB, finished in ``step()``."""
+    """The strategy for gradients within a group: all-reduced as they come, in 25 MB buckets, finished in ``step()``."""
 
     name = "co2"
 
@@ -129,7 +129,7 @@ class Co2Optimizer(Shell):
 
     @property
     def rounds(self) -> Rounds:
-        """The outer half."""
+        """The outer steps of this optimizer."""
         return self._rounds
 
     @property
@@ -152,12 +152,15 @@ class Co2Optimizer(Shell):
         return self._step(closure)
 
     def end_local_step(self) -> None:
-        """The second half: perhaps the round is over. On every rank, also where a rank of another group stepped nothing."""
+        """The second half of :meth:`step`, which may end a round.
+
+        On every rank, also where a rank of another group stepped nothing.
+        """
         self._rounds.stepped()
 
     @torch.inference_mode(False)  # what is made here is trained with
     def average_parameters(self) -> None:
-        """All ranks' parameters become their mean, to be evaluated or saved; training goes on from it with a new round.
+        """Replace all ranks' parameters by their mean, to evaluate or save it; a new round begins from there.
 
         Exactly: the mean over ranks of the parameters as they are, plus the outer step that is on its way, which they
         have not made yet (it is waited for). Nothing is lost or counted twice. The optimizer's own state stays local.
@@ -228,12 +231,12 @@ class Co2Optimizer(Shell):
 
     @torch.inference_mode(False)
     def outer_state_dict(self) -> dict[str, Any]:
-        """``state_dict()["co2"]`` alone."""
+        """The outer state alone: ``state_dict()["co2"]``."""
         return self._rounds.collect()
 
     @torch.inference_mode(False)
     def load_outer_state_dict(self, section: dict[str, Any] | None) -> None:
-        """What :meth:`outer_state_dict` gave, or None; see :meth:`load_state_dict`."""
+        """Load what :meth:`outer_state_dict` gave, or None; see :meth:`load_state_dict`."""
         self._rounds.following.refuse("load_outer_state_dict()")
         self._rounds.load(section)
 

@@ -1,4 +1,4 @@
-"""The outer state in one piece, as a checkpoint has it, from the shares of all ranks.
+"""Collects the outer state from the shares of all ranks into one piece, as a checkpoint has it, and loads it.
 
 How one rank learns the others' shares of the outer state, though they may not have come to its event yet.
 
@@ -88,13 +88,16 @@ _AGAIN_SECONDS = 0.01
 
 
 class ShareQuery:
-    """Asks `others` on `topic`. Who answers None is asked again: no query waits for its rank's main thread."""
+    """A question to `others` for their shares, on `topic`.
+
+    Who answers None is asked again: no query waits for its rank's main thread.
+    """
 
     def __init__(self, peer_queries: PeerQueries, topic: str, others: Sequence[int]) -> None:
         self._peer_queries, self._topic, self._others = peer_queries, topic, list(others)
 
     def ask(self, events: int) -> list[Shares]:
-        """Their shares after so many events. Raises :class:`NoAnswer` if one does not come."""
+        """The others' shares after so many events. Raises :class:`NoAnswer` if one does not come."""
         deadline = time.monotonic() + _ANSWER_SECONDS
         found: list[Shares] = []
         missing = self._others
@@ -112,7 +115,7 @@ class ShareQuery:
 
 
 class SavedRounds(ABC):
-    """What `co2.rounds.Rounds` are for a checkpoint, from anywhere between two steps."""
+    """Rounds as a checkpoint sees them, from anywhere between two steps: the base of `co2.rounds.Rounds`."""
 
     _COUNTERS: tuple[str, ...]  # that are saved
     rule: OuterRule
@@ -134,7 +137,7 @@ class SavedRounds(ABC):
 
     @abstractmethod
     def arrive(self) -> None:
-        """Wait for the round on its way."""
+        """Wait for the round in flight."""
 
     @abstractmethod
     def _forget(self) -> None:
@@ -211,7 +214,7 @@ class SavedRounds(ABC):
     # - Where ranks are lost: see `co2.recovery`
 
     def left(self) -> dict[str, Any]:
-        """Which rounds these were. What was on its way has failed, and is dropped."""
+        """What is left of these rounds when ranks are lost. What was on its way has failed, and is dropped."""
         with contextlib.suppress(Exception):
             self.following.wait()
         if self._thread is not None:

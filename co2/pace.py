@@ -1,4 +1,4 @@
-"""How long a local step takes, and how long the exchange of all parameters: whether a round hides it.
+"""Measures how long a local step and the exchange of all parameters take, and tells whether a round hides the latter.
 
 An exchange is measured from when every rank has come to it: who waits for a slow rank waits with any number of steps.
 """
@@ -16,33 +16,33 @@ _KEPT = 9
 
 
 class Pace:
-    """Of one rank's last rounds, as their local steps end and their exchanges; seconds."""
+    """The seconds of one rank's last local steps and exchanges."""
 
     def __init__(self) -> None:
         self._steps = deque[float](maxlen=_KEPT)
         self._exchanges = defaultdict[int, deque[float]](lambda: deque(maxlen=_KEPT))
 
     def stepped(self, seconds: float) -> None:
-        """A round's steps took so long, one on average."""
+        """Note that a step took so many seconds, on average over a round."""
         self._steps.append(seconds)
 
     def exchanged(self, seconds: float, what: int) -> None:
-        """The exchange of `what`, of all that rounds carry in turn, took so long."""
+        """Note that the exchange of `what`, one of those that rounds carry in turn, took so many seconds."""
         self._exchanges[what].append(seconds)
 
     @property
     def rounds(self) -> int:
-        """That both are known of."""
+        """The number of rounds of which both times are known."""
         return min(len(self._steps), sum(map(len, self._exchanges.values())))
 
     @property
     def step(self) -> float:
-        """The median; needs a round."""
+        """The median seconds of a step; needs a round."""
         return statistics.median(self._steps)
 
     @property
     def exchange(self) -> float:
-        """The median, of what takes longest; needs a round."""
+        """The median seconds of the longest exchange; needs a round."""
         return max(statistics.median(seconds) for seconds in self._exchanges.values())
 
 
@@ -61,7 +61,7 @@ def explained(
     carried_by: str = "a reduce-scatter and an all-gather",
     most: int | None = None,
 ) -> str:
-    """Whether so many `steps`, called `option`, hide the exchange of `nbytes`, as one rank has measured it (pure).
+    """A sentence that says whether `steps`, an option called `option`, hide the exchange of `nbytes` (pure).
 
     There can be at `most` so many.
     """

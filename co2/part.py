@@ -37,7 +37,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Contributors:
-    """Ranks whose mean an average is: all of `size`, but for those that are `out` of data."""
+    """The ranks that an average is taken over: all of `size`, except those that are `out` of data."""
 
     size: int
     out: frozenset[int] = frozenset()
@@ -54,7 +54,7 @@ def outer_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def as_real(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's values without its graph; complex ones as pairs."""
+    """The tensor's values without its graph; complex numbers as pairs."""
     plain = tensor.detach()
     return torch.view_as_real(plain) if plain.is_complex() else plain
 
@@ -74,7 +74,7 @@ def make_parts(
 
 
 class Part:
-    """One flat buffer, and of it this rank's share: 1-D tensors of :attr:`dtype`.
+    """Parameters that travel in one flat buffer, and this rank's share of their outer state.
 
     `start` is where the current round began, `next` where the next one begins (the same, if no round was averaged since),
     `before` where the round on its way to being averaged began. `rule` makes the outer step. :attr:`among` says, before a
@@ -118,7 +118,7 @@ class Part:
 
     @property
     def exchanged_bytes(self) -> int:
-        """Of all ranks' shards, as they travel in a round."""
+        """The number of bytes of all ranks' shards, as they travel in a round."""
         return self.whole.nbytes
 
     def check(self) -> None:
@@ -131,25 +131,25 @@ class Part:
                 )
 
     def pack(self) -> None:
-        """Parameters into the buffer."""
+        """Copy the parameters into the buffer."""
         for slot, place in self._places:
             place.copy_(as_real(slot.param))
 
     def load_average(self) -> None:
-        """Parameters into the buffer, to be averaged and waited for."""
+        """Copy the parameters into the buffer, to be averaged and waited for."""
         self.pack()
         self.mean = torch.empty_like(self.start)
 
     @torch.no_grad()
     def unpack(self, kept: Collection[int]) -> None:
-        """The buffer into parameters, but for those `kept`; rounded where they are of 16 bits."""
+        """Copy the buffer into the parameters, except those `kept`; 16-bit ones are rounded."""
         for slot, place in self._places:
             if slot.index not in kept:
                 overwrite(as_real(slot.param), place)
 
     @torch.no_grad()
     def turn(self, idle: Collection[int], kept: Collection[int]) -> None:
-        """A round ends: parameters become the next one's start, and the buffer holds what they were, if it is to travel.
+        """End a round: parameters become the next one's start, and the buffer what they were, if it is to be sent.
 
         Of `idle` ones, those `kept` are the script's, see :meth:`adopt`.
         """
@@ -174,38 +174,38 @@ class Part:
         return self._rank not in self.among.out
 
     def reduce_whole(self, comm: Communicator) -> Work:
-        """The buffer goes to the owners of its shards, averaged, as `mean`."""
+        """Send the buffer to the owners of its shards, which average it as `mean`."""
         if not self.contributes:
             self.whole.zero_()
         op = ReduceOp.SUM if self.among.out else ReduceOp.AVG
         return comm.reduce_scatter_async(self.whole, self.mean, op, label="co2 average")
 
     def reduced_whole(self) -> None:
-        """It is there."""
+        """Turn a sum that has arrived into the mean of the ranks that contribute."""
         if self.among.out:
             self.mean /= self.among.count
 
     def gather_whole(self, comm: Communicator) -> Work:
-        """What they made of it comes back into the buffer."""
+        """Send all shards of the buffer to all ranks."""
         return comm.all_gather_async(self.whole[self.own], self.whole, label="co2 gather")
 
     def reduce(self, comm: Communicator) -> Work | None:
-        """What :meth:`turn` prepared goes to the owners of shards, where there are any."""
+        """Send what :meth:`turn` prepared to the owners of shards, where there are any."""
         return self.reduce_whole(comm)
 
     def reduced(self) -> None:
-        """It is there."""
+        """Use what :meth:`reduce` brought."""
         self.reduced_whole()
 
     def gather(self, comm: Communicator) -> Work:
-        """What :meth:`settle` made of it comes back."""
+        """Send what :meth:`settle` left in the shards to all ranks."""
         return self.gather_whole(comm)
 
     def received(self) -> None:
-        """It is here."""
+        """Use what :meth:`gather` brought."""
 
     def written(self, among: Collection[int]) -> set[int]:
-        """Those slots whose parameters are not what is in the buffer, which no round uses now."""
+        """The slots `among` whose parameters differ from the buffer, which no round uses now."""
         found = set()
         for slot, place in self._places:
             real = as_real(slot.param)
@@ -214,7 +214,7 @@ class Part:
         return found
 
     def adopt(self, kept: Collection[int]) -> None:
-        """What the script wrote to parameters `kept` is where they are: in the buffer, and in this rank's share."""
+        """Take over what the script wrote to the parameters `kept`, into the buffer and this rank's share."""
         written = self.written(kept)
         if not written:
             return
@@ -232,19 +232,19 @@ class Part:
         return all(slot.index in idle for slot in self.slots)
 
     def squared_steps(self, idle: Collection[int]) -> dict[int, float]:
-        """Of this rank's share, by slot that is not `idle`: the squared norm of the last outer step, in fp64."""
+        """The squared norm of the last outer step in this rank's share, by slot that is not `idle`, in fp64."""
         step = (self.start - self.before).double()
         return {
             index: float(step[inside].square().sum()) for index, (_, inside) in self.pieces.items() if index not in idle
         }
 
     def settle(self, gap: float, idle: Collection[int]) -> None:
-        """From `mean`, the share of where the next round starts, which goes into the buffer; `idle` ones stay."""
+        """Make the outer step of this rank's share from `mean`, and put it into the buffer; `idle` slots stay."""
         self.next, self.momentum = self._stepped(self.before, idle, gap, 1.0)
         self.whole[self.own] = self.next
 
     def advance(self, idle: Collection[int], rates: Mapping[int, float]) -> torch.Tensor:
-        """For a rule that waits: from `mean`, the share of where the next round starts; `idle` ones stay.
+        """This rank's share of where the next round starts, for a rule that waits for `mean`; `idle` slots stay.
 
         `rates`: the mean inner learning rates of the round by slot, where the rule needs them.
         """
@@ -272,11 +272,11 @@ class Part:
         return values.to(self.param_dtype).to(self.dtype) if self.param_dtype in _HALF else values
 
     def rest(self) -> None:
-        """What :meth:`settle` and :meth:`advance` are for a part that rests: it is not sent."""
+        """Do what :meth:`settle` and :meth:`advance` do, for a part that is not sent."""
         self.next, self.momentum = self.start, torch.zeros_like(self.start)
 
     def blend(self, idle: Collection[int]) -> torch.Tensor:
-        """The share of `mean`, plus the outer step that parameters have not made yet; of `idle` ones, that alone."""
+        """The share of `mean`, plus the outer step that parameters have not made yet; for `idle` slots that alone."""
         blended = self.mean + (self.next - self.start)
         for index, (_, inside) in self.pieces.items():
             if index in idle:
@@ -284,14 +284,14 @@ class Part:
         return blended
 
     def restart(self, shard: torch.Tensor) -> None:
-        """The next round begins at `shard`, where this rank's parameters are already."""
+        """Begin the next round at `shard`, which this rank's parameters hold already."""
         self._fresh, self._loaded = False, None
         self.start = self.next = self.before = shard
 
     # - Whole tensors, for checkpoints
 
     def share(self, *, passed: bool) -> Shares:
-        """This rank's.
+        """This rank's share of the outer state.
 
         `passed`: as they were before the last :meth:`turn`, whose average is not back yet.
         """
@@ -303,23 +303,23 @@ class Part:
         }
 
     def lasting(self) -> Shares:
-        """Of the vectors that are :data:`LASTING`, what this rank has; flat."""
+        """What this rank has of the vectors in :data:`LASTING`, flat."""
         return {
             index: (low, high, {name: vector for name, vector in vectors.items() if name in LASTING})
             for index, (low, high, vectors) in self.share(passed=False).items()
         }
 
     def own_vectors(self) -> Vectors:
-        """Vectors that no other rank is asked for, whole, by slot."""
+        """Whole vectors by slot for which no other rank has to be asked."""
         return {slot.index: {} for slot in self.slots}
 
     @property
     def moved_on(self) -> bool:
-        """Whether it went through an event, so that others hold what :meth:`complete` would give."""
+        """Whether the part went through an event, so that others hold what :meth:`complete` would give."""
         return not self._fresh
 
     def complete(self) -> Vectors | None:
-        """Whole tensors by slot, before the first event: nobody has to be asked, who may not have come as far yet."""
+        """Whole tensors by slot before the first event, where this rank has all of them; else None."""
         if not self._fresh:
             return None
         if self._loaded is not None:

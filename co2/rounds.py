@@ -1,4 +1,4 @@
-"""Rounds of local steps, and the average of each on its way while the next one runs.
+"""Rounds of local steps; while one round runs, the one before it is averaged.
 
     compute | round 0: τ local steps | round 1: τ local steps     | round 2
     comm                              | RS gap AG of round 0's end | RS gap AG of round 1's end
@@ -49,7 +49,7 @@ log = logging.getLogger("dear")
 
 
 class Rounds(SavedRounds):
-    """The outer half of one optimizer over `slots`, a list that may grow. `comm` carries nothing else."""
+    """The outer steps of one optimizer over `slots`, a list that may grow. `comm` carries nothing else."""
 
     _COUNTERS: tuple[str, ...] = ("steps", "in_round", "events")
 
@@ -106,7 +106,7 @@ class Rounds(SavedRounds):
 
     @torch.inference_mode(False)
     def begin(self) -> None:
-        """Before every step: parameters that are trained for the first time are taken in. All ranks hold them alike."""
+        """Before every step, take in parameters that are trained for the first time. All ranks hold them alike."""
         self.following.end()
         if self.retired:
             return  # the step is going to raise
@@ -139,7 +139,7 @@ class Rounds(SavedRounds):
         return self.schedule.after(self.steps, self.in_round)
 
     def stepped(self) -> None:
-        """After every step, also one that was skipped for its infinities: what the schedule says.
+        """Do what the schedule says, after every step, also one that was skipped for its infinities.
 
         Raises ``RuntimeError`` where another optimizer has the parameters.
         """
@@ -198,7 +198,7 @@ class Rounds(SavedRounds):
 
     @property
     def exchanged_bytes(self) -> int:
-        """How many a reduce-scatter and an all-gather of a round carry, each."""
+        """The number of bytes that a reduce-scatter and an all-gather of a round carry, each."""
         return sum(part.exchanged_bytes for part in self.parts)
 
     def _turn(self, idle: frozenset[int]) -> None:
@@ -213,7 +213,7 @@ class Rounds(SavedRounds):
         self._send(RoundThread(work), Event.ROUND, idle)
 
     def arrive(self, *, in_step: bool = False) -> None:
-        """Wait for the round on its way."""
+        """Wait for the round in flight."""
         thread = self._thread
         if thread is None:
             return
@@ -279,7 +279,7 @@ class Rounds(SavedRounds):
     # - An average that is waited for
 
     def average(self, control: Communicator, *, waiting: bool) -> None:
-        """Every rank goes on from the mean of all, and from what is on its way. On every rank; see the optimizer's.
+        """Have every rank go on from the mean of all, and from what is in flight. On every rank; see the optimizer's.
 
         `waiting`: this rank has gradients that no step has used.
         """
@@ -338,8 +338,10 @@ class Rounds(SavedRounds):
 
     @torch.inference_mode(False)
     def finish(self, said: Standing, last: Standing, joined: bool) -> None:
-        """Training ends: a round on its way arrives. What the rank that stands furthest, at `last`, sent is sent here, too:
-        all but what had rested there, whatever this rank trained since its own last event. Parameters stay as they are.
+        """Finish training: a round in flight arrives.
+
+        What the rank that stands furthest, at `last`, sent is sent here, too: all but what had rested there, whatever
+        this rank trained since its own last event. Parameters stay as they are.
 
         `said`: what this rank has told the others of itself. `joined`: some ranks have, and end with the others.
         """
@@ -381,7 +383,10 @@ class Rounds(SavedRounds):
         return not self.retired and any(id(parameter) in held for parameter in parameters)
 
     def retire(self) -> None:
-        """Nobody steps any more. What is on its way arrives, which every rank has sent, and is dropped."""
+        """End these rounds, since nobody steps any more.
+
+        What is on its way arrives, which every rank has sent, and is dropped.
+        """
         self.retired = True
         if self._thread is not None:
             self._thread.end()

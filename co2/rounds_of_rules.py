@@ -1,4 +1,4 @@
-"""Which schedule, rounds and parts an outer rule has."""
+"""Chooses the schedule, the rounds and the parts that an outer rule needs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["rounds_of", "schedule_of"]
 
 
 def schedule_of(rule: OuterRule, frequency: int, warmup: int) -> Schedule:
-    """Raises ``ValueError`` for steps that are none, or that do not fit together."""
+    """The schedule of a rule."""
     schedule = Schedule(frequency, warmup)
     if not isinstance(rule, Overlapped):
         return schedule
@@ -45,7 +45,10 @@ def rounds_of(
     slots: Any,
     *others: Any,
 ) -> Rounds:
-    """`weight`: of this rank in a mean, with those of its group. The others are as :class:`Rounds` takes them."""
+    """The rounds of a rule; `weight` is this rank's in a mean, with those of its group.
+
+    The others are as :class:`Rounds` takes them.
+    """
     if isinstance(rule, Acco):
         steps = ShardSteps(optimizer)
         return AccoRounds(steps, comm, slots, schedule, rule, partial(AccoPart, steps), *others)

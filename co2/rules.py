@@ -47,7 +47,7 @@ def outer_rule(name: str, given: Mapping[str, Any]) -> OuterRule:
 
 
 def refuse_comparisons(check_every: int | None) -> None:
-    """Raise ``ValueError`` where ranks, which train apart, are to be compared in steps."""
+    """Raise ``ValueError`` for ``check_every``: ranks train apart, so their parameters differ between averages."""
     if check_every:
         raise ValueError(
             f"check_every={check_every} compares ranks in step(), and with co2 replicas differ between averages: call "

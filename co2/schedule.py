@@ -1,4 +1,7 @@
-"""What follows a step: nothing, an average of all ranks, or a new round (pure). Ranks agree by counting steps."""
+"""Decides what follows a step: another local one, an average of all ranks, or a new round (pure).
+
+Ranks agree by counting steps.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ class Schedule:
                 raise ValueError(f"{name} should be a number of steps, at least {least}, and is {value!r}")
 
     def after(self, steps: int, in_round: int, turn: int = 0) -> Event:
-        """Of `steps` since the beginning, `in_round` belong to the current round; both count the step just made.
+        """What follows the step just made, from the number of `steps` so far and of those in the current round.
 
         `turn`: the number of that round since the last average.
         """
@@ -53,23 +56,23 @@ class Schedule:
         return Event.ROUND if in_round >= self.length(turn) else Event.NOTHING
 
     def length(self, turn: int) -> int:
-        """Steps of a round."""
+        """The number of steps in a round."""
         return self.frequency
 
     @property
     def hiding(self) -> tuple[int, str]:
-        """How many steps hide a round's exchange, and the option that says so."""
+        """The number of steps that hide a round's exchange, and the option that sets it."""
         return self.frequency, self.option
 
     @property
     def most(self) -> int | None:
-        """How many there can be."""
+        """The largest number of steps that can hide an exchange; None: any."""
         return None
 
 
 @dataclass(frozen=True)
 class StreamingSchedule(Schedule):
-    """Every `frequency` steps each of the `fragments` is sent once, at even distances; a round is a fragment's turn.
+    """A schedule that sends each of the `fragments` once every `frequency` steps, at even distances.
 
     What is sent is applied `overlap` steps later, at the latest just before the next fragment is sent: one is on its way at
     a time. Steps are counted from the last average of all parameters. Raises ``ValueError`` where they do not fit.
@@ -96,14 +99,14 @@ class StreamingSchedule(Schedule):
         return (turn + 1) * self.frequency // self.fragments
 
     def applied_after(self, turn: int) -> int:
-        """The step after which it is applied."""
+        """The step after which that turn's fragment is applied."""
         return self.sent_after(turn) + self.overlap
 
     def length(self, turn: int) -> int:
         return self.sent_after(turn) - self.sent_after(turn - 1)
 
     def fragment(self, turn: int) -> int:
-        """Whose turn it is."""
+        """The fragment whose turn it is."""
         return turn % self.fragments
 
     @property

@@ -1,4 +1,4 @@
-"""How many steps a round should have, from what all ranks have measured."""
+"""Suggests how many steps a round should have, from what all ranks have measured."""
 
 from __future__ import annotations
 

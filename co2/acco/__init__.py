@@ -1,1 +1,1 @@
-"""ACCO: gradients travel half a batch late, and the inner optimizer steps at the owners of shards."""
+"""ACCO: gradients are averaged half a batch late, and each rank's inner optimizer updates its shards."""

@@ -1,4 +1,4 @@
-"""Parameters of one type whose gradients are averaged together, and this rank's shard of them (`co2.acco.rounds`).
+"""The parts of "acco" (`co2.acco.rounds`): gradients of one type that are averaged together, and this rank's shard.
 
 whole       carries the gradients of a round off, and brings back what parameters become at the end of the next one
 gathered    the other buffer: gradients of the current round add up in it. At the end of a round the two change places
@@ -26,7 +26,10 @@ __all__ = ["AccoPart"]
 
 
 class AccoPart(Part):
-    """`steps` makes this rank's updates. :attr:`second` says, before a round is sent, which half of a batch it is."""
+    """A part whose shard on this rank is updated by `steps`.
+
+    :attr:`second` says, before a round is sent, which half of a batch it is.
+    """
 
     shared = ("start", "first")
 
@@ -61,7 +64,7 @@ class AccoPart(Part):
     # - A round
 
     def accumulate(self) -> None:
-        """Gradients that are in ``.grad`` now are added to those of the round."""
+        """Add the gradients in ``.grad`` to those of the round."""
         self.count += 1
         for slot, place in self._gathered_places:
             gradient = slot.param.grad
@@ -100,7 +103,7 @@ class AccoPart(Part):
         return work
 
     def reduced_whole(self) -> None:
-        """A sum, of counted gradients: whoever is out of data has none."""
+        """Leave the sum as it is: ranks count their gradients, and the sum is divided by that count later."""
 
     def settle(self, gap: float, idle: Collection[int]) -> None:
         if self.second:
@@ -137,7 +140,7 @@ class AccoPart(Part):
         return {slot.index for slot, ranks in zip(self.slots, self._counted[1:].tolist(), strict=True) if ranks}
 
     def rest(self) -> None:
-        """It is not sent: a first half that was is dropped, with the parameters frozen since."""
+        """Skip a round: a first half that was sent is dropped, with the parameters frozen since."""
         self.next = self.start
         self._forget_first()
 
@@ -150,7 +153,7 @@ class AccoPart(Part):
         return self._updated(idle)
 
     def restart(self, shard: torch.Tensor) -> None:
-        """The buffer has all ranks' shards, and parameters are that."""
+        """Continue from `shard`; the buffer has all ranks' shards, and the parameters hold them."""
         self._fresh, self._loaded, self._whole_states = False, None, {}
         self.start = self.next = shard
         self._forget_first()
@@ -161,7 +164,7 @@ class AccoPart(Part):
     # - Whole tensors, for checkpoints
 
     def share(self, *, passed: bool) -> Shares:
-        """This rank's, the same before and after :meth:`turn`; with the optimizer's ``state``."""
+        """This rank's vectors, the same before and after :meth:`turn`, with the optimizer's ``state``."""
         vectors = {"start": self.start, "first": self.first}
         return {
             index: (
@@ -177,7 +180,7 @@ class AccoPart(Part):
         return {index: copy.deepcopy(state) for index, state in self._whole_states.items()}
 
     def own_vectors(self) -> Vectors:
-        """With how many gradients `gathered` and `first` have, and whether any is of the slot, as 0-d tensors."""
+        """Vectors that only this rank has, with the numbers of gradients in `gathered` and `first` as 0-d tensors."""
         vectors: Vectors = {slot.index: {"next": place.clone()} for slot, place in self._places}
         for slot, place in self._gathered_places:
             counts = {

@@ -1,4 +1,4 @@
-"""Rounds of "acco": halves of a batch in turn, each on its way while the gradients of the next are computed.
+"""The rounds of "acco": each half of a batch is averaged while the gradients of the next half are computed.
 
     step      1       2       3       4       5         outer_frequency=1
     compute | h0(x0)| g0(x0)| h1(e1)| g1(x1)| h2(e2)    which gradients, of which parameters
@@ -62,7 +62,7 @@ def check(optimizer: torch.optim.Optimizer, slots: Sequence[Slot], elementwise: 
 
 
 class AccoRounds(Rounds):
-    """Rounds whose parts are all of :class:`AccoPart`, with this rank's `steps`."""
+    """Rounds whose parts are all :class:`AccoPart`; `steps` updates this rank's shards."""
 
     _COUNTERS = (*Rounds._COUNTERS, "halves")
 

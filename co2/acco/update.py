@@ -1,4 +1,4 @@
-"""The user's optimizer, applied to this rank's shards, for good or as an estimate that it forgets.
+"""Applies the user's optimizer to this rank's shards, for good, or for an estimate that leaves no trace in its state.
 
 As in `overlap.core.shards`, a shadow of it (same class, same attributes, other parameters) steps pieces of parameters. Here
 they are copies, since the parameters themselves are in use, on the main thread, while the shadow steps on a round's.
@@ -25,7 +25,7 @@ __all__ = ["OwnedPiece", "ShardSteps"]
 
 @dataclass(slots=True, eq=False)
 class OwnedPiece:
-    """[start, stop) of the flattened parameter of `slot`, with the optimizer's state for it."""
+    """Elements [start, stop) of the flattened parameter of `slot`, with the optimizer's state for them."""
 
     slot: Slot
     start: int
@@ -47,22 +47,22 @@ class ShardSteps:
         self._groups: list[dict[str, Any]] = []
 
     def note(self) -> None:
-        """Hyper-parameters as they are now are those of the next step. On the main thread, which alone changes them."""
+        """Take the hyper-parameters as they are now for the next step. On the main thread, which alone changes them."""
         self._groups = [
             {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
             for group in ({**group, "params": None} for group in self._optimizer.param_groups)
         ]
 
     def whole_state(self, slot: Slot) -> dict[str, Any]:
-        """What the user's optimizer has for a parameter, as after loading a state; it is kept in pieces from now on."""
+        """Take a parameter's state out of the user's optimizer, as after loading one; pieces keep it from now on."""
         return self._optimizer.state.pop(slot.param, {})
 
     def give(self, slot: Slot, state: Mapping[str, Any]) -> None:
-        """What the user's optimizer is to have for a parameter, in the types that it was saved in."""
+        """Give the user's optimizer its state for a parameter, in the types in which it was saved."""
         self._optimizer.state[slot.param] = dict(state)
 
     def piece(self, slot: Slot, start: int, stop: int, state: Mapping[str, Any]) -> OwnedPiece:
-        """With its part of the whole `state`, in the host's memory."""
+        """A piece of a parameter with its part of the whole `state`, in the host's memory."""
         part = part_of(state, slot.param, start, stop, whole=False)
         held = {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in part.items()}
         return OwnedPiece(slot, start, stop, held)

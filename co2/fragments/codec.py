@@ -1,4 +1,6 @@
-"""What travels of rows of numbers, as bytes (pure functions of tensors on the CPU). Another codec may take its place.
+"""Encodes rows of numbers as bytes for the wire (pure functions of tensors on the CPU).
+
+Another codec may take its place.
 
 Who sends keeps what the bytes leave out, and adds it to what it sends next (error feedback; Seide et al., Interspeech
 2014): that is its user's, and here is only what a row becomes.
@@ -25,25 +27,25 @@ __all__ = ["Blockwise", "Codec", "Plain", "codec_of"]
 
 
 class Codec(Protocol):
-    """Rows are ``[count, numel]`` and of fp32 or fp64; their bytes ``[count, nbytes(numel, dtype)]`` and of uint8."""
+    """An encoding of rows ``[count, numel]`` of fp32 or fp64 as uint8 ``[count, nbytes(numel, dtype)]``."""
 
     lossy: bool
 
     def nbytes(self, numel: int, dtype: torch.dtype) -> int:
-        """Of a row, a multiple of 4."""
+        """The number of bytes of a row, a multiple of 4."""
         ...
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
-        """A new tensor, or the same memory."""
+        """The rows as bytes, in a new tensor or the same memory."""
         ...
 
     def decode(self, wire: torch.Tensor, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A new tensor, or the same memory."""
+        """The rows that were encoded, in a new tensor or the same memory."""
         ...
 
 
 class Plain:
-    """Elements as they are."""
+    """The codec that leaves elements as they are."""
 
     lossy = False
 
@@ -58,7 +60,7 @@ class Plain:
 
 
 class Blockwise:
-    """Symmetric and linear, in 8 or 4 bits. A row has its scales first."""
+    """Symmetric linear quantization in 8 or 4 bits. A row has its scales first."""
 
     lossy = True
 
@@ -79,5 +81,5 @@ class Blockwise:
 
 
 def codec_of(bits: int | None) -> Codec:
-    """Of elements of so many bits, or of elements as they are."""
+    """The codec for elements of so many bits; None: elements as they are."""
     return Plain() if bits is None else Blockwise(bits)

@@ -1,4 +1,4 @@
-"""Which fragment of the model a parameter is in, from the names of all parameters (pure, so the same on all ranks).
+"""Assigns parameters to fragments of the model by their names (pure, so the same on all ranks).
 
 Fragments are of whole layers. Neighbours are in different ones, in turn: the paper (Douillard et al., arXiv 2501.18512,
 section 3.1) calls that strided, and found it a little better than a cut into sequences. It takes 3 layers a fragment.
@@ -14,7 +14,7 @@ _LAYERS_IN_A_FRAGMENT = 3
 
 
 def layer_of(name: str) -> str:
-    """The layer of a parameter: up to the first number in its name, a block of a list; else the module that has it.
+    """The layer of a parameter: its name up to the first number, a block of a list; else the module that has it.
 
     ``"h.3.attn.weight"`` is of ``"h.3"``, ``"embed.weight"`` of ``"embed"``.
     """
@@ -26,17 +26,17 @@ def layer_of(name: str) -> str:
 
 
 def layers_of(names: Sequence[str]) -> list[int]:
-    """Of each parameter the number of its layer, counted as they come. More names at the end change nothing before."""
+    """The number of each parameter's layer, counted as layers come. More names at the end change nothing before."""
     numbers: dict[str, int] = {}
     return [numbers.setdefault(layer_of(name), len(numbers)) for name in names]
 
 
 def fragments_of(names: Sequence[str], fragments: int) -> list[int]:
-    """Of each parameter the number of its fragment, below `fragments`."""
+    """The number of each parameter's fragment, below `fragments`."""
     return [layer % fragments for layer in layers_of(names)]
 
 
 def fitting(names: Sequence[str], frequency: int, overlap: int) -> int:
-    """How many fragments of 3 layers there are, at most as many as leave `overlap` of `frequency` steps between two."""
+    """The number of fragments of 3 layers, but no more than leave `overlap` of `frequency` steps between two."""
     layers = len(set(layers_of(names)))
     return max(1, min(-(-layers // _LAYERS_IN_A_FRAGMENT), frequency // max(overlap, 1)))

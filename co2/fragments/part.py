@@ -1,4 +1,4 @@
-"""Parameters of one fragment that are averaged together while training goes on, or is waited for (`co2.fragments.rounds`).
+"""The parts of one fragment that are averaged together, in the background or waited for (`co2.fragments.rounds`).
 
     whole       x, where the outer steps have come to: the same on every rank, and where every round of the fragment begins
     residual    e: whole, what the bytes of this rank's progress left out; None while that is nothing
@@ -23,7 +23,7 @@ __all__ = ["OverlappedPart"]
 
 
 class OverlappedPart(Part):
-    """A part under `rule`."""
+    """A part under `rule`, which averages fragments in turn."""
 
     shared: tuple[str, ...] = ()
 
@@ -45,7 +45,7 @@ class OverlappedPart(Part):
 
     @torch.no_grad()
     def turn(self, idle: Collection[int], kept: Collection[int]) -> None:
-        """What this rank has learned is to travel; nothing of `idle` slots, which stay as they are."""
+        """Prepare what this rank has learned to be sent; `idle` slots send nothing and stay as they are."""
         self._fresh, self._loaded, self._idle = False, None, frozenset(idle)
         if self.rests(idle):
             return
@@ -61,7 +61,7 @@ class OverlappedPart(Part):
 
     @torch.no_grad()
     def apply(self, arriving: Collection[int]) -> None:
-        """What came of a round counts for parameters: of those `arriving`."""
+        """Apply the outcome of a round to the parameters of the slots `arriving`."""
         for slot, place in self._places:
             if slot.index in arriving:
                 real = as_real(slot.param)
@@ -79,10 +79,10 @@ class OverlappedPart(Part):
         return left
 
     def reduced(self) -> None:
-        """What arrives is encoded still."""
+        """Do nothing: what arrives is encoded still."""
 
     def rest(self) -> None:
-        """It does not travel, and there is nothing to forget."""
+        """Do nothing: a part that is not sent has nothing to forget."""
 
     def advance(self, idle: Collection[int], rates: Mapping[int, float]) -> torch.Tensor:
         raise AssertionError("its rounds are no averages that are waited for")
@@ -100,7 +100,7 @@ class OverlappedPart(Part):
         self._fresh, self._loaded = False, None
 
     def adopt(self, kept: Collection[int]) -> None:
-        """What the script wrote counts as this rank's progress, once the parameter is trained again."""
+        """Do nothing: what the script wrote counts as this rank's progress once the parameter is trained again."""
 
     # - Whole tensors, for checkpoints. With no round on its way here
 

@@ -124,7 +124,7 @@ class StreamingRounds(Rounds):
 
     @property
     def exchanged_bytes(self) -> int:
-        """Of the largest fragment."""
+        """The number of bytes of the largest fragment."""
         found, sizes = self._fragments(), [0] * self.schedule.fragments
         for part in self.parts:
             sizes[found[part.slots[0].index]] += part.exchanged_bytes

@@ -1,4 +1,4 @@
-"""The largest elements of a vector, as bytes (pure functions of tensors).
+"""Encodes the largest elements of a vector as bytes (pure functions of tensors).
 
 A vector is cut into chunks of 4,096 elements, the last one shorter; of each the `top_k` in 4,096 with the largest
 magnitudes travel, in a shorter chunk as large a share of it, at least one. Chunks and top-k are those of SparseLoCo (Sarfi
@@ -22,7 +22,10 @@ _MAGNITUDE_BYTES = 8  # two of fp32
 
 
 class SparseCodec:
-    """Vectors are of fp32 or fp64, their bytes of uint8 and :meth:`nbytes` long. `bits` is 2, or None: as they are."""
+    """An encoding of the largest elements of fp32 or fp64 vectors as uint8, :meth:`nbytes` long.
+
+    `bits` is 2, or None: as they are.
+    """
 
     def __init__(self, top_k: int, bits: int | None) -> None:
         self._top_k, self._bits = top_k, bits
@@ -53,7 +56,7 @@ class SparseCodec:
         return torch.cat(wires) if wires else torch.empty(0, dtype=torch.uint8, device=vector.device)
 
     def decode(self, wire: torch.Tensor, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """With zeros for what did not travel."""
+        """The vector, with zeros for elements that did not travel."""
         vector = torch.zeros(numel, dtype=dtype, device=wire.device)
         self.add(wire, vector)
         return vector

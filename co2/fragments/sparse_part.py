@@ -22,7 +22,7 @@ __all__ = ["SparsePart"]
 
 
 class SparsePart(OverlappedPart):
-    """A part under `sparse`."""
+    """A part under the rule `sparse`."""
 
     def __init__(self, sparse: SparseLoCo, slots: Sequence[Slot], spec: BucketSpec, rank: int, size: int) -> None:
         super().__init__(sparse, slots, spec, rank, size)
@@ -39,7 +39,10 @@ class SparsePart(OverlappedPart):
         return self._size * self._nbytes
 
     def reduce(self, comm: Communicator) -> None:
-        """Encodes what travels; nobody owns anything that it would be sent to. Out of data, what was left out stays."""
+        """Encode what this rank sends; nothing is reduced, since no rank owns a shard.
+
+        Out of data, what was left out stays.
+        """
         self._wire = torch.empty(self._size, self._nbytes, dtype=torch.uint8, device=self.whole.device)
         said = torch.zeros_like(self.outgoing)
         for index, extent in self._extents.items():
@@ -50,14 +53,14 @@ class SparsePart(OverlappedPart):
             self.residual = self._left_out(self.outgoing, said, self.residual, self._extents)
 
     def settle(self, gap: float, idle: Collection[int]) -> None:
-        """The step is made when all progress is here."""
+        """Do nothing: the outer step is made when all ranks' progress is here."""
 
     def gather(self, comm: Communicator) -> Work:
-        """Sends what was encoded to everybody."""
+        """Send what was encoded to all ranks."""
         return comm.all_gather_async(self._wire[self._rank], self._wire.view(-1), label="co2 gather")
 
     def received(self) -> None:
-        """The outer step, on every rank."""
+        """Make the outer step, on every rank."""
         for index, extent in self._extents.items():
             if index in self._idle:
                 continue

@@ -26,7 +26,7 @@ __all__ = ["StreamingPart"]
 
 
 class StreamingPart(OverlappedPart):
-    """A part under `streaming`."""
+    """A part under the rule `streaming`."""
 
     shared = ("momentum", "owed")
 
@@ -43,7 +43,7 @@ class StreamingPart(OverlappedPart):
         return self._size * self._codec.nbytes(self._numel, self.dtype)
 
     def reduce(self, comm: Communicator) -> Work:
-        """Encodes what travels, and sends it to the owners of shards. Out of data, what was left out stays."""
+        """Encode what this rank sends, and send it to the owners of shards. Out of data, what was left out stays."""
         rows = self.outgoing.view(self._size, self._numel)
         wire = self._codec.encode(rows)
         said = self._codec.decode(wire, self._numel, self.dtype).reshape(-1)
@@ -53,7 +53,7 @@ class StreamingPart(OverlappedPart):
         return comm.all_to_all_async(wire.view(-1), self._wire.view(-1), label="co2 average")
 
     def settle(self, gap: float, idle: Collection[int]) -> None:
-        """The outer step of this rank's shard, from the mean of progress."""
+        """Make the outer step of this rank's shard, from the mean of all progress."""
         total = torch.zeros_like(self.momentum)
         for rank, wire in enumerate(self._wire.split(1)):
             if rank in self.among.out:
@@ -73,11 +73,11 @@ class StreamingPart(OverlappedPart):
         self._wire[self._rank] = own[0]
 
     def gather(self, comm: Communicator) -> Work:
-        """Sends that step to everybody."""
+        """Send that outer step to all ranks."""
         return comm.all_gather_async(self._wire[self._rank], self._wire.view(-1), label="co2 gather")
 
     def received(self) -> None:
-        """Everybody's `whole` moves by all steps."""
+        """Move every rank's `whole` by all outer steps."""
         self.whole += self._codec.decode(self._wire, self._numel, self.dtype).reshape(-1)
         self.outgoing = self._wire = torch.empty(0, device="cpu")
 

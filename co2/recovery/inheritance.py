@@ -1,4 +1,4 @@
-"""What is left of the outer state when ranks are lost, and what those that go on make of it.
+"""Passes on what is left of the outer state when ranks are lost to the optimizers of those that go on.
 
 Of the outer momentum, and of what streaming bytes left out, each rank has a shard: the shards of lost ranks begin at zero.
 Under ``"eager"``, where each rank has its own, those that go on take the mean. What the bytes of a rank's own progress left
@@ -32,7 +32,7 @@ _bequeathed: weakref.WeakKeyDictionary[Session, list[Left]] = weakref.WeakKeyDic
 
 
 def left_by(several: Sequence[Rounds], before: Sequence[Left]) -> list[Left]:
-    """What this rank has of the outer state of `several` optimizers, once what was on its way has failed or arrived.
+    """What this rank has of the outer state of `several` optimizers, once rounds in flight have failed or arrived.
 
     What it had `before` where none of them has begun; nothing of one whose parameters went to another.
     """
@@ -52,7 +52,7 @@ def _left_of(rounds: Rounds) -> Left:
 
 
 def bequeath(session: Session, left: Sequence[Left]) -> None:
-    """To the optimizers that are made in `session`: what this rank has `left` of those of the last one, in their order."""
+    """Keep what this rank has `left` of the last session's optimizers for those made in `session`, in their order."""
     _bequeathed[session] = list(left)
 
 

@@ -1,4 +1,4 @@
-"""Around the training function: it goes on without ranks that are lost, and with those that come back."""
+"""``keep_going``, around a training function: it goes on without ranks that are lost, and with those that come back."""
 
 from __future__ import annotations
 
