@@ -24,7 +24,7 @@ __all__ = ["rounds_of", "schedule_of"]
 
 
 def schedule_of(rule: OuterRule, frequency: int, warmup: int) -> Schedule:
-    """The schedule of a rule."""
+    """The schedule of a rule. Raises ``ValueError`` for steps that are none, or that do not fit together."""
     schedule = Schedule(frequency, warmup)
     if not isinstance(rule, Overlapped):
         return schedule

@@ -1,4 +1,4 @@
-"""Whether a name leads to a host, as ssh would look for it, and which addresses of this host others reach.
+"""Checks that a host's name has an address, as ssh would look it up, and finds this host's addresses.
 
 Of a name that leads to none, mpirun says a page about firewalls.
 """
@@ -42,7 +42,7 @@ def resolved_elsewhere(settings: Mapping[str, str]) -> bool:
 
 
 def own_toward(names: Sequence[str]) -> list[str]:
-    """This host's, by which those of these names may reach it, and its name last."""
+    """This host's addresses, by which hosts of these `names` may reach it, and its own name last."""
     found = [socket.gethostname()]
     for name in names:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

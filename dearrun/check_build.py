@@ -1,4 +1,4 @@
-"""``dearrun --check-build``: what was found where, so that a wrong version is seen before a job fails of it."""
+"""``dearrun --check-build``: a report of the versions and libraries that were found, before a job fails of one."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def _comm_core() -> tuple[Finding, Finding]:
 
 
 def report() -> str:
-    """What was found where, with a mark for what is there."""
+    """The report of all findings, each with a mark for whether it is there."""
     torch_found, gloo, cuda = _torch()
     core, mpi = _comm_core()
     python = Finding(True, f"Python {sys.version.split()[0]}", (sys.executable,))

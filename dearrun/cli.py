@@ -1,4 +1,4 @@
-"""The program: decide, say what is wrong in one line, and run mpirun, whose signals and exit status are its own."""
+"""The program ``dearrun``: checks the job, says in one line what is wrong with it, or runs mpirun."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ VENV = Path(sys.prefix)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """``dearrun``. Exits with 1 and one line on stderr where the job cannot be started."""
+    """Run ``dearrun``. Exits with 1 and one line on stderr where the job cannot be started."""
     args = options.parser().parse_args(argv)
     if args.version:
         sys.stdout.write(f"{__version__}\n")
@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 class Prepared(NamedTuple):
-    """What is started: a job by `program`, an mpirun, in an environment."""
+    """A job that is ready to start: `program`, an mpirun, its environment and what it runs."""
 
     program: str
     flavor: mpirun.Flavor
@@ -100,7 +100,9 @@ class Prepared(NamedTuple):
 
 
 def prepare(args: argparse.Namespace, environ: Mapping[str, str]) -> Prepared:
-    """Raises :class:`LaunchError` or :class:`SettingError` for what would not work; starts nothing."""
+    """Check the job and put together what is started. Starts nothing; raises :class:`LaunchError` or
+    :class:`SettingError`.
+    """
     told = options.environment(args, without_torchrun(environ))
     settings.read(told)  # else every worker says it, once all have started
     transport.check(told)

@@ -1,4 +1,4 @@
-"""From what the user wants to mpirun's command line, for each kind of mpirun (pure)."""
+"""Builds mpirun's command line from what the user wants, for each kind of mpirun (pure)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ _INTO_FILES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What to start where. `hosts` is empty for this machine alone; `passed` are names of variables for all workers."""
+    """The command to run, on how many workers and where.
+
+    `hosts` is empty for this machine alone; `passed` are names of variables for all workers.
+    """
 
     workers: int
     command: tuple[str, ...]
@@ -36,7 +39,7 @@ class Job:
 
     @property
     def several_programs(self) -> bool:
-        """As in ``a : -np 2 b``."""
+        """Whether the command starts several programs, as in ``a : -np 2 b``."""
         return ":" in self.command
 
 
@@ -52,7 +55,7 @@ def build(mpirun: str, flavor: Flavor, job: Job, around: Callable[[Sequence[str]
 
 
 def into_files(command: Sequence[str], folder: str) -> list[str]:
-    """`command`, whose output goes into files of its rank's own below `folder`; also under torchrun."""
+    """The `command`, with its output in files of each rank's own below `folder`; works under torchrun, too."""
     return ["sh", "-c", _INTO_FILES, folder, *command]
 
 

@@ -1,4 +1,4 @@
-"""What the ranks of a call have done so far, and what becomes of it; knows of no process and no clock."""
+"""The state of a ``dear.run`` call: what its ranks have done, and whether it has failed; no processes, no clock."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _READ_SECONDS = 5.0  # that what ranks sent last is read after their launcher's 
 
 
 class Course:
-    """Of so many ranks, which have `start_timeout` seconds to connect, from `now`: seconds of one clock throughout."""
+    """The course of a call by so many ranks, which have `start_timeout` seconds from `now` to connect."""
 
     def __init__(self, ranks: int, start_timeout: float, now: float) -> None:
         self._ranks, self._start_timeout = ranks, start_timeout
@@ -34,7 +34,9 @@ class Course:
         return len(self.answers) == self._ranks and self._failed is None
 
     def note(self, event: Hello | Answer | Lost, now: float) -> None:
-        """Raises :class:`LaunchError` where the launcher has started another job than it should have."""
+        """Note what a rank has done. Raises :class:`LaunchError` where the launcher has started another job than it
+        should have.
+        """
         if isinstance(event, Hello):
             if event.size != self._ranks or event.rank in self._present:
                 raise LaunchError(

@@ -1,4 +1,4 @@
-"""What the user has to correct before a job can start, and what became of a function that ranks have called."""
+"""Errors of launching: what the user has to correct, and what a function raised that ranks have called."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["LaunchError", "RankError"]
 
 
 class LaunchError(Exception):
-    """Shown as one line, with the remedy in it."""
+    """A job cannot start as the user asks; shown as one line with the remedy in it."""
 
 
 class RankError(RuntimeError):

@@ -1,4 +1,4 @@
-"""How the caller of :func:`dearrun.run.run` and its ranks talk: the function goes there, its result comes back.
+"""Carries functions and results between the caller of :func:`dearrun.run.run` and its ranks.
 
 Ranks connect to a socket of the caller's. On one machine that is a file in a folder of its own, which only its user may
 enter; with several hosts it is a TCP port. Both sides prove that they have the key of this call before anything is read: it
@@ -38,7 +38,7 @@ _AGAIN_SECONDS = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """A rank has connected. `size` is how many ranks its launcher says there are."""
+    """Event: a rank has connected. `size` is how many ranks its launcher says there are."""
 
     rank: int
     size: int
@@ -46,7 +46,10 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a rank has to say. `content` is the pickled result, or where it has a `traceback`, the pickled exception."""
+    """Event: a rank's result, or its exception.
+
+    `content` is the pickled result, or where it has a `traceback`, the pickled exception.
+    """
 
     rank: int
     content: bytes
@@ -56,13 +59,13 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """A rank has gone; before or after its answer."""
+    """Event: a rank's connection has ended, before or after its answer."""
 
     rank: int
 
 
 class Exchange:
-    """The caller's side. `events` are what ranks have done, as they come."""
+    """The caller's side of the connections to its ranks. `events` are what ranks have done, as they come."""
 
     def __init__(self, payload: bytes, names: Sequence[str]) -> None:
         """`names`: other hosts, from which ranks will connect."""
@@ -86,7 +89,7 @@ class Exchange:
         self._accepting.start()
 
     def close(self) -> None:
-        """No rank may connect any more, and no connection is left open."""
+        """Accept no more ranks, and close all connections."""
         self._closed = True
         _shut(self._listener._listener._socket.fileno())  # type: ignore[attr-defined]  # ends accept()
         self._accepting.join()
@@ -147,7 +150,10 @@ def _shut(descriptor: int) -> None:
 
 
 def call(environ: Mapping[str, str], rank: int, size: int) -> tuple[Connection[Any, Any], bytes]:
-    """A rank's side: the caller, and what it wants to be called. Raises :class:`LaunchError` where it cannot be reached."""
+    """Connect to the caller, on a rank; returns the connection, and the pickled function to call.
+
+    Raises :class:`LaunchError` where it cannot be reached.
+    """
     told = json.loads(environ[VARIABLE])
     until = time.monotonic() + _CONNECT_SECONDS
     while True:
@@ -166,6 +172,6 @@ def call(environ: Mapping[str, str], rank: int, size: int) -> tuple[Connection[A
 
 
 def reply(connection: Connection[Any, Any], content: bytes, traceback: str = "", summary: str = "") -> None:
-    """Send the caller what :class:`Answer` has."""
+    """Send an :class:`Answer` to the caller."""
     connection.send_bytes(json.dumps({"traceback": traceback, "summary": summary}).encode())
     connection.send_bytes(content)

@@ -98,12 +98,12 @@ def require_room(workers: int, limits: Mapping[str, int]) -> None:
 
 
 def is_here(name: str, here: str) -> bool:
-    """Whether it is a name of this host, which is called `here`."""
+    """Whether `name` is a name of this host, which is called `here`."""
     return name in ("localhost", "127.0.0.1", here)
 
 
 def others(hosts: Sequence[Host], here: str) -> list[str]:
-    """The names of those that are not this one, which is called `here`."""
+    """The names of the hosts other than this one, which is called `here`."""
     return [host.name for host in hosts if not is_here(host.name, here)]
 
 

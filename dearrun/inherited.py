@@ -1,4 +1,4 @@
-"""What a launcher around this process has told it is not what the ranks started here are to believe (pure)."""
+"""Removes from an environment what a launcher of this process has set: it is not true of ranks started here (pure)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ _OTHERS = {"MPI_LOCALNRANKS", "MPI_LOCALRANKID", "DEAR_RANK_PROCESS"}
 
 
 def without_torchrun(environ: Mapping[str, str]) -> dict[str, str]:
-    """`environ`, in a worker of torchrun's without what that has set. Else these variables are the user's own, and stay."""
+    """In a worker of torchrun, `environ` without the variables that torchrun has set.
+
+    Else these variables are the user's own, and stay.
+    """
     return _without_torchrun(environ) if _TORCHRUN_JOB in environ else dict(environ)
 
 

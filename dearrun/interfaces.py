@@ -1,4 +1,4 @@
-"""Whether hosts have the network interfaces that are asked for: of one that is not there, MPI says a page, or nothing."""
+"""Checks that hosts have the network interfaces that are asked for, since MPI explains a missing one badly."""
 
 from __future__ import annotations
 

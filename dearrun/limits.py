@@ -1,4 +1,4 @@
-"""How many processes this machine can have, as far as it says so."""
+"""How many processes this machine can start, by each limit that can be read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _FILES = ("/proc/sys/kernel/pid_max", "/proc/sys/kernel/threads-max", "/sys/fs/c
 
 
 def of_processes() -> dict[str, int]:
-    """Each limit by its name. mpirun holds two pipes at least for each worker."""
+    """The limits on the number of processes, by name. mpirun holds two pipes at least for each worker."""
     found = {}
     for path in _FILES:
         try:

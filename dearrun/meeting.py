@@ -1,4 +1,4 @@
-"""Where the ranks of a job meet that make torch.distributed's group by themselves: ``MASTER_ADDR`` and ``MASTER_PORT``.
+"""Chooses the ``MASTER_ADDR`` and ``MASTER_PORT`` of jobs whose ranks make torch.distributed's group themselves.
 
 They do so by ``init_process_group()``, before ``dear.init()`` or without it; rank 0 then listens there. The port is kept
 free for that, where rank 0 is on dearrun's host: Linux gives one that is bound only to who asks for its number, as rank 0
@@ -23,7 +23,7 @@ _PORTS = range(20000, 32000)
 
 
 class Meeting:
-    """Of a job on `hosts`, in the order of ranks, which may be none: it is on this one, which is called `here`.
+    """The address and port for a job on `hosts`, in the order of ranks; without hosts, it is on this one, `here`.
 
     `address` is what all hosts know rank 0's by, empty where that cannot be told. Ranks that are all on one host need none.
     """
@@ -38,7 +38,7 @@ class Meeting:
         self._met = False
 
     def outlast(self) -> None:
-        """The port is kept also by the program that this process becomes."""
+        """Keep the port also in the program that replaces this process."""
         if self._kept is not None:
             self._kept.set_inheritable(True)
 

@@ -1,4 +1,4 @@
-"""The mpirun that matches the MPI comm_core was built with, and defaults under which it works on any machine.
+"""Finds the mpirun that matches comm_core's MPI, and sets defaults under which it works on any machine.
 
 As root, in a container, with more workers than cores, and without ssh. The defaults are environment variables, so that
 any of mpirun's own flags overrides them. ``scripts/mpirun`` is this file as a program.
@@ -38,7 +38,7 @@ _ALLOCATIONS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "PE_HOSTFILE")  # SLUR
 
 
 class Flavor(Enum):
-    """Whose mpirun it is, as far as its command line differs."""
+    """The kind of an mpirun, as far as its command line differs."""
 
     OPEN_MPI_4 = "Open MPI 4"
     OPEN_MPI_5 = "Open MPI 5"
@@ -47,7 +47,7 @@ class Flavor(Enum):
 
 
 def flavor_of(version: str) -> Flavor:
-    """Read from what ``mpirun --version`` prints (pure)."""
+    """The kind of mpirun that printed this ``--version`` (pure)."""
     if "Open MPI)" in version:
         number = version.split("Open MPI)", 1)[1].split(".", 1)[0].strip()
         return Flavor.OPEN_MPI_5 if number.isdigit() and int(number) >= 5 else Flavor.OPEN_MPI_4
@@ -152,7 +152,7 @@ def find(environ: Mapping[str, str], venv: Path) -> str:
 
 
 def version_of(mpirun: str) -> str:
-    """What it says of itself. Raises :class:`LaunchError` where it does not run."""
+    """What ``mpirun --version`` prints. Raises :class:`LaunchError` where it does not run."""
     try:
         result = subprocess.run(
             [mpirun, "--version"], capture_output=True, text=True, timeout=_VERSION_SECONDS, check=False
@@ -201,7 +201,10 @@ def become(program: str, command: Sequence[str], environ: Mapping[str, str]) -> 
 
 
 def main(argv: Sequence[str] | None = None, venv: str | None = None) -> None:
-    """Become mpirun, with these arguments. `venv`: the virtual environment, where it is not this interpreter's."""
+    """Replace this process by mpirun, with the same arguments.
+
+    `venv`: the virtual environment, where it is not this interpreter's.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         mpirun = find(os.environ, Path(venv or sys.prefix))

@@ -186,7 +186,10 @@ def _hosts(args: argparse.Namespace) -> list[Host]:
 
 
 def job(args: argparse.Namespace, environ: Mapping[str, str]) -> Job:
-    """What to start, given the workers' environment. Raises :class:`LaunchError` for what does not fit together."""
+    """The job that the arguments describe, given the workers' environment.
+
+    Raises :class:`LaunchError` for what does not fit together.
+    """
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
         raise LaunchError("there is no command to run: dearrun -np 4 python train.py")

@@ -1,4 +1,4 @@
-"""Functions by cloudpickle, which tells of each where it was defined, so that tracebacks show its lines."""
+"""Pickles functions with the source lines of where they were defined, so that tracebacks show them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["dumps", "lines_of", "remember"]
 
 
 def dumps(value: Any) -> bytes:
-    """Raises what cloudpickle does where `value` cannot be pickled."""
+    """`value`, pickled by cloudpickle. Raises what cloudpickle does where that cannot be done."""
     into = io.BytesIO()
     _Pickler(into).dump(value)
     return into.getvalue()

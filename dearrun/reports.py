@@ -1,4 +1,4 @@
-"""How each worker's begin and end are reported to dearrun, and what dearrun's status becomes of it (pure).
+"""Has each worker report its begin and end to dearrun, which derives its own exit status from that (pure).
 
 An mpirun that loses its connection to another host may end with status 0, whatever became of the job. So a small shell
 stays beside every worker and, once that has ended, reports its status in a line of stderr. It travels as all output does,
@@ -55,7 +55,7 @@ _MCA = re.compile(r"--?[a-z]*mca")  # an option with two words behind it, the fi
 
 
 def obstacle(flavor: Flavor, job: Job) -> str:
-    """Why this job's workers cannot report their ends; nothing where they can.
+    """The reason why this job's workers cannot report their ends; empty where they can.
 
     That is where this mpirun is known to bring every worker's stderr to dearrun, and all workers run one command.
     """
@@ -79,7 +79,7 @@ def _names(words: Sequence[str]) -> Iterator[str]:
 
 
 def is_script(command: Sequence[str]) -> bool:
-    """Whether it runs Python, and no function of ``dear.run``: those are called to do other things than training, too."""
+    """Whether the command runs Python, and no function of ``dear.run``: such a function need not be a training."""
     name = command[0].rpartition("/")[2]
     return (name.startswith("python") or name.endswith(".py")) and "dearrun.function" not in command
 
@@ -102,7 +102,7 @@ class Place:
 
 
 class Reports:
-    """What has been reported by a job of so many workers."""
+    """The reports of a job of so many workers."""
 
     def __init__(self, token: str, workers: int, *, tagged: bool) -> None:
         self._workers, self._tagged = workers, tagged
@@ -116,7 +116,7 @@ class Reports:
         self._begin, self._held = begin, b""
 
     def without(self, chunk: bytes) -> bytes:
-        """What has come, without reports, which are noted. What may become a report is held back."""
+        """The output that has come, without the reports, which are noted. What may become a report is held back."""
         text = self._report.sub(self._note, self._held + chunk)
         start = self._where_one_begins(text)
         self._held = text[start:]
@@ -131,7 +131,7 @@ class Reports:
         return tag.start(1) if tag else len(text)
 
     def rest(self) -> bytes:
-        """What was held back, when nothing more comes."""
+        """The output that was held back, when nothing more comes."""
         rest, self._held = self._held, b""
         return rest
 
@@ -151,11 +151,11 @@ class Reports:
         return any(self._statuses.copy().values())
 
     def left(self) -> dict[int, Place]:
-        """Where those run that have begun and not ended, by rank."""
+        """The places of the workers that have begun and not ended, by rank."""
         return {rank: self._places[rank] for rank in sorted(set(self._places) - set(self._statuses))}
 
     def verdict(self) -> tuple[int, str]:
-        """The job's status, and what to say of it, where mpirun's is 0."""
+        """The job's status and a message about it, where mpirun's status is 0."""
         missing = [rank for rank in range(self._workers) if rank not in self._statuses]
         if not missing:
             return max(self._statuses.values()), ""
@@ -167,7 +167,7 @@ class Reports:
         )
 
     def strangers(self) -> str:
-        """What to say of a job in which nobody has called ``dear.init()``, if they met nowhere else; empty of others."""
+        """A warning for a job in which no rank has called ``dear.init()``, if they met nowhere else; else empty."""
         if len(self._alone) < self._workers:
             return ""
         return (

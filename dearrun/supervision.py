@@ -1,4 +1,4 @@
-"""Runs mpirun beside dearrun: hands signals on, copies stderr, and ends as mpirun does, or without it in the end.
+"""Runs mpirun beside dearrun: forwards signals, copies stderr, and ends as mpirun does, or without it after a while.
 
 mpirun ends workers by SIGTERM, then by SIGKILL. Some do not go even then: a process that waits for a disk or a device that
 does not answer (state D). So dearrun waits for a while only, and says which workers are left.
@@ -208,7 +208,7 @@ def _state(place: Place) -> str:
 
 
 def told(left: Mapping[tuple[int, Place], str]) -> str:
-    """What to say of workers that are left, with their states, empty: on another host (pure)."""
+    """A message about workers that are left, each with its state, which is empty on another host (pure)."""
     names = [
         f"rank {rank} (process {place.process} on {place.host}{f', state {state}' if state else ''})"
         for (rank, place), state in left.items()

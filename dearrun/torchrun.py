@@ -1,4 +1,4 @@
-"""``python -m dearrun.torchrun``: torchrun, without its own words about ranks that have failed, which their caller has."""
+"""``python -m dearrun.torchrun``: torchrun without its own messages about ranks that failed, which the caller shows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Its arguments are torchrun's. Ends with 1 where a rank has failed, and with 128 and the signal that ended it."""
+    """Run torchrun with the same arguments.
+
+    Ends with 1 where a rank has failed, and with 128 and the signal that ended it.
+    """
     logging.disable(logging.ERROR)
     try:
         run.run(run.parse_args(None))

@@ -1,4 +1,4 @@
-"""What comm_core is told through environment variables, which its workers read once they have started (pure).
+"""Checks comm_core's environment variables, which workers would refuse only once they have started (pure).
 
 As in comm_core/csrc/settings.cpp: empty counts as not set.
 """

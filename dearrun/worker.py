@@ -1,4 +1,4 @@
-"""What a small shell does before it becomes a worker: it says where it runs, and takes its rank, threads, terminal (pure).
+"""The small shell program that becomes a worker: it reports where it runs, and sets rank, threads and terminal (pure).
 
 * It reports its host and process, so that dearrun can say of a worker that does not end where it is.
 * It sets the variables by which torchrun tells workers of each other. Many scripts ask for them before ``dear.init()``, or
@@ -64,7 +64,9 @@ _RESTART = (
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """Files that rank 0 writes to as it is, empty: as the others; on the machine and in the container `here`."""
+    """The files that rank 0 writes to directly; empty: as the other ranks. `here`: the machine and container they are
+    on.
+    """
 
     here: str = ""
     out: str = ""
@@ -72,7 +74,7 @@ class Streams:
 
 
 def telling(command: Sequence[str], address: str, port: int) -> list[str]:
-    """`command`, whose environment has its rank, and where all meet: see :class:`dearrun.meeting.Meeting`.
+    """The `command`, with its rank and the meeting place in its environment: see :class:`dearrun.meeting.Meeting`.
 
     A ``MASTER_ADDR`` or ``MASTER_PORT`` of the user's is kept.
     """
@@ -80,10 +82,10 @@ def telling(command: Sequence[str], address: str, port: int) -> list[str]:
 
 
 def restarting(command: Sequence[str], restarts: int) -> list[str]:
-    """`command`, in an environment that :func:`telling` has made, started again up to so many times where it fails."""
+    """The `command`, started again up to so many times where it fails, in an environment of :func:`telling`."""
     return ["sh", "-c", _RESTART, sys.executable, str(restarts), *command]
 
 
 def starting(command: Sequence[str], token: str, streams: Streams) -> list[str]:
-    """`command`, started so. Its report holds `token`."""
+    """The `command`, with begin and end reported, and its rank, threads and terminal set. Its report holds `token`."""
     return ["sh", "-c", _START, token, sys.executable, cores.__file__, streams.here, streams.out, streams.err, *command]
