@@ -1,1 +1,1 @@
-"""What all strategies share: the session, buckets, hooks, gates, and the optimizer shell around the user's optimizer."""
+"""The mechanism that all strategies share: session, buckets, hooks, gates, and the wrapper of the user's optimizer."""

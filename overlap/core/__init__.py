@@ -1,1 +1,1 @@
-"""The path of a gradient: from its hook into a bucket, reduced, updated, gathered, and awaited."""
+"""The path of a gradient: from its hook into a bucket, which is reduced, updated, gathered and awaited."""

@@ -1,4 +1,4 @@
-"""Numbers that scripts use in their calls and that have to be alike on all ranks, and what is raised where they are not.
+"""Checks that numbers which scripts pass, such as a clipping norm, are alike on all ranks, and raises where not.
 
 They are said in tallies (`overlap.core.tally`), whose numbers are reduced by their maximum. Pure.
 """
@@ -17,7 +17,7 @@ _ALIKE = 1e-5  # relative: a norm of the same gradients follows the width of a p
 
 
 class NotAveraged(RuntimeError):
-    """Averages were to be clipped by a number that each rank has for itself."""
+    """The script is about to clip by a number that differs between ranks, such as a norm of its own gradients."""
 
 
 class DifferentScales(RuntimeError):
@@ -48,26 +48,26 @@ NOTHING = Clipped()
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """What ranks have given: from `least` to `greatest`. NaN is above infinity."""
+    """The smallest and the largest of the numbers that ranks have given. NaN is above infinity."""
 
     least: float
     greatest: float
 
     @classmethod
     def of(cls, greatest: int, minus_least: int) -> Spread:
-        """From the maxima of what :func:`said_alike` gave."""
+        """The spread, from the maxima of the numbers that :func:`said_alike` gave."""
         return cls(_number(-minus_least), _number(greatest))
 
     @property
     def alike(self) -> bool:
-        """Whether all gave the same, but for rounding."""
+        """Whether all ranks gave the same number, apart from rounding."""
         if math.isfinite(self.greatest):
             return self.greatest - self.least <= _ALIKE * self.greatest
         return str(self.greatest) == str(self.least)
 
 
 def said_alike(value: float) -> tuple[int, int]:
-    """Two whole numbers in the order of `value`, which is 0 or more, and of its negative.
+    """Two integers that compare as `value` (0 or more) and its negative do, so that one maximum gives both ends.
 
     The order of such floats is that of their bits. They are rounded to 32 of these.
     """

@@ -1,4 +1,4 @@
-"""The averaged gradients between backward and step(), where a script asks for them before it steps.
+"""Gives a script the averaged gradients between backward and step(), where it asks for them.
 
 What can be done to them (clipping, a GradScaler's look) is in `overlap.features`, and done through this.
 """
@@ -20,7 +20,7 @@ __all__ = ["Averages"]
 
 
 class Averages:
-    """Settled and exchanged over `comm`; see :class:`.Stage`. All methods: on every rank."""
+    """The averaged gradients of a round, exchanged over `comm`; see :class:`.Stage`. All methods: on every rank."""
 
     def __init__(self, engine: Engine, comm: Communicator) -> None:
         self.engine, self.comm = engine, comm
@@ -36,7 +36,7 @@ class Averages:
 
     @torch.no_grad()
     def settle(self, call: str, what: str) -> None:
-        """Reductions are awaited, as `call` of the script's needs them; shards hold averages, where there are any.
+        """Wait for the reductions, which `call` of the script needs; shards, if there are any, hold averages then.
 
         Raises on every rank where the policy refuses `what` on one.
         """
@@ -68,7 +68,7 @@ class Averages:
         engine.round.advance(Stage.SYNCHRONIZED)
 
     def take_synchronized(self) -> None:
-        """``.grad``, as the script left it after :meth:`synchronize`, is what shards are updated with."""
+        """Update shards with ``.grad`` as the script left it after :meth:`synchronize`."""
         for bucket in self.engine.order:
             if bucket.holds_parameters:
                 for slot in bucket.slots:
@@ -79,7 +79,7 @@ class Averages:
 
     @torch.no_grad()
     def share(self) -> None:
-        """After :meth:`synchronize`, which joined ranks followed: give them ``.grad`` as the others' script left it."""
+        """After :meth:`synchronize`, give ranks that have joined ``.grad`` as the others' script left it."""
         engine = self.engine
         if not engine.participants.absent:
             return
@@ -100,7 +100,7 @@ class Averages:
     # - Where they lie, once they are settled
 
     def pieces(self, wanted: Callable[[torch.Tensor], bool] = lambda _param: True) -> list[torch.Tensor]:
-        """Averages of the `wanted` parameters in this rank's shards; no other rank has the same."""
+        """The averages of the `wanted` parameters in this rank's shards; no other rank has the same."""
         return self.engine.sharded.gradients(wanted)
 
     def alike(self, wanted: Callable[[torch.Tensor], bool] = lambda _param: True) -> Iterator[torch.nn.Parameter]:
@@ -111,7 +111,7 @@ class Averages:
         yield from filter(wanted, (slot.param for slot in engine.slots if slot.claimed))
 
     def scaled(self, factor: float, wanted: Callable[[torch.Tensor], bool] = lambda _param: True) -> None:
-        """Averages in shards were multiplied: ``.grad`` is to follow, if anything is added to it later."""
+        """Note that averages in shards were multiplied, so that ``.grad`` follows if something is added to it later."""
         if factor != 1:
             scales = self.engine.round.scales
             for bucket in self.engine.order:

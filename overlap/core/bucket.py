@@ -54,7 +54,10 @@ _NEXT = {
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """One parameter as the engine sees it. ``fires`` counts gradient accumulations since the last step."""
+    """A parameter with its place in a bucket and the state of its gradient.
+
+    ``fires`` counts gradient accumulations since the last step.
+    """
 
     index: int
     name: str
@@ -76,8 +79,10 @@ class Slot:
     _version: int = 0  # … and its version then
 
     def move_in(self, bucket: Bucket, place: torch.Tensor) -> None:
-        """From now on, gradients go to `place` in `bucket`. A ``.grad`` that shows the place before, and was used already,
-        shows the new one: the old memory can go. Not where the parameter has become another type.
+        """Send gradients to `place` in `bucket` from now on.
+
+        A ``.grad`` that shows the place before, and was used already, shows the new one: the old memory can go. Not
+        where the parameter has become another type.
         """
         gradient, view = self.param.grad, place.data
         if gradient is not None and gradient is self.view:
@@ -160,12 +165,12 @@ class Slot:
 
     @property
     def absent(self) -> bool:
-        """Filled, and this rank has no gradient for it."""
+        """Whether the slot is filled, and this rank has no gradient for it."""
         return self.filled and self._given is None
 
     @property
     def dropped(self) -> bool:
-        """Filled, and then the gradient was taken away (``model.zero_grad()``) or replaced."""
+        """Whether the slot was filled, and then the gradient was removed (``model.zero_grad()``) or replaced."""
         return self.filled and self.param.grad is not self._given
 
     @property
@@ -178,7 +183,7 @@ class Slot:
 
 
 def changed(slots: Iterable[Slot]) -> Iterator[Slot]:
-    """Of `slots`: filled, and then the gradient was replaced or written to; or noted, and then other values came there.
+    """The `slots` whose gradient was replaced or written to after it was filled, or after it was noted.
 
     Who drops a gradient that is this rank's own still (``model.zero_grad()``) keeps nothing from anybody.
     """
@@ -195,7 +200,7 @@ def changed(slots: Iterable[Slot]) -> Iterator[Slot]:
 
 
 def clear(slots: Iterable[Slot]) -> None:
-    """Their round is over."""
+    """Reset `slots` after their round."""
     for slot in slots:  # in every step: without a call for each
         gradient = slot.param.grad
         slot._spent = None if gradient is None or gradient is slot.view else weakref.ref(gradient)
@@ -203,7 +208,7 @@ def clear(slots: Iterable[Slot]) -> None:
 
 
 class Known(NamedTuple):
-    """An operation that was issued, to be issued again while it is of the very same objects, which lie where they lay."""
+    """An operation that was issued before, kept to be issued again while its tensors lie where they lay."""
 
     comm: Communicator
     send: torch.Tensor
@@ -353,7 +358,10 @@ class Bucket:
         self._warned = True
 
     def release(self) -> None:
-        """All of its slots are in other buckets: its memory goes. Not of rounded parameters, whose exact values it has."""
+        """Free the memory of a bucket whose slots are all in other buckets.
+
+        Not of rounded parameters, whose exact values it has.
+        """
         if self.master is None:
             nothing = self.gradients.new_empty(0)
             self.gradients = self.outgoing = self.incoming = self.reduced = nothing
@@ -368,7 +376,7 @@ class Bucket:
 
 
 def line(slot: Slot) -> str:
-    """What has to be the same of a parameter on all ranks; they may use several devices of a kind."""
+    """A line that has to be the same for this parameter on all ranks; they may use several devices of a kind."""
     param = slot.param
     text = f"{slot.name}: shape {tuple(param.shape)}, {param.dtype} on {param.device.type}"
     if not param.is_contiguous():  # elements travel in the order in which they lie

@@ -1,4 +1,4 @@
-"""Stamps of where a step's time goes on this rank, for a plan made from them: `overlap.plan.measurement` reads them.
+"""Time stamps of a step's parts on this rank, from which `overlap.plan.measurement` makes a plan.
 
 While it is there, the engine and transit tell it what they do; nobody does otherwise.
 """
@@ -45,7 +45,7 @@ class _Noted:
 
 
 class StepClock:
-    """Collects laps, a step each. `slot_of` has the index of each parameter's slot, by ``id()``.
+    """Collects time stamps in laps, one for each step. `slot_of` has the index of each parameter's slot, by ``id()``.
 
     `late`: which operations of a step are on their way still when it ends, "gather" or "reduce".
     """
@@ -66,7 +66,7 @@ class StepClock:
     # - The engine's
 
     def entered(self, module: torch.nn.Module) -> None:
-        """A forward is about to wait for what this module holds."""
+        """Stamp a forward that is about to wait for what this module holds."""
         self._depth += 1
         if self._unwatched or not torch.is_grad_enabled():
             self._unwatched += 1
@@ -78,12 +78,12 @@ class StepClock:
                 self._note("used", when, of=(index,))
 
     def used(self, index: int) -> None:
-        """A parameter is about to be handed out."""
+        """Stamp a parameter that is about to be handed out."""
         if self._depth and not self._unwatched:
             self._note("used", self.now(), of=(index,))
 
     def left(self) -> None:
-        """A module's forward is over."""
+        """Stamp the end of a module's forward."""
         self._depth = max(0, self._depth - 1)
         if self._unwatched:
             self._unwatched -= 1
@@ -91,16 +91,16 @@ class StepClock:
             self._note("left", self.now())
 
     def waited(self, since: Stamp, updated: Bucket | None) -> None:
-        """For parameters, until now; those of a bucket that was `updated` when its reduction was over, until it was."""
+        """Note a wait for parameters until now; for a bucket that was `updated` after its reduction, until that."""
         mine = (one for one in reversed(self._issued) if one.bucket is updated)
         self._lap.waits.append((since, self.now(), next(mine, None)))
 
     def passed(self, since: Stamp) -> None:
-        """A gate ran, until now."""
+        """Note that a gate ran until now."""
         self._note("gates", since, self.now())
 
     def gradient(self, index: int, came: Stamp) -> None:
-        """It is handled by now."""
+        """Note a gradient, which is handled by now."""
         self._note("gradients", came, self.now(), of=(index,))
 
     # - Whose steps they are
@@ -118,7 +118,7 @@ class StepClock:
     # - Operations
 
     def watch(self, order: Sequence[Bucket]) -> None:
-        """Note what these buckets send, from now on."""
+        """Note, from now on, the operations of these buckets."""
         self._watched = [(bucket, bucket.collectives) for bucket in order]
         for bucket, collectives in self._watched:
             bucket.collectives = _Watched(collectives, self.now, self._sends)

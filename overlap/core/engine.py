@@ -1,4 +1,4 @@
-"""What gradients and readers of parameters meet first: hooks and gates, which tell who needs to know.
+"""The hooks on gradients and the gates before parameters, which tell the other parts of an optimizer.
 
 first iteration:  observe ─▶ agree on rank 0's facts ─▶ plan ─▶ buckets          (`overlap.core.buckets`)
 afterwards:       gradient hooks ─▶ round ─▶ a bucket's reduction        gates ─▶ wait for its gathering
@@ -36,7 +36,7 @@ __all__ = ["Engine", "Watcher"]
 
 
 class Watcher(Protocol):
-    """Is told where forward passes of modules begin, when their parameters are final, and end."""
+    """An object that is told when modules' forward passes begin, when their parameters are final, and when they end."""
 
     def entered(self) -> None: ...
     def left(self) -> None: ...
@@ -78,12 +78,12 @@ class Engine:
 
     @property
     def learning(self) -> bool:
-        """Until the first step; see :attr:`overlap.core.buckets.arrangement.Arrangement.learning`."""
+        """Whether there was no step yet; see :attr:`overlap.core.buckets.arrangement.Arrangement.learning`."""
         return self.arrangement.learning
 
     @property
     def holds_gradients(self) -> bool:
-        """Whether gradients arrived since the last step, also those of ``no_sync()``, or that no hook saw."""
+        """Whether gradients arrived since the last step, also those of ``no_sync()``, or those that no hook saw."""
         return self.round.touched or self.accumulating or any(slot.given_by_hand for slot in self.slots)
 
     @property
@@ -93,7 +93,7 @@ class Engine:
 
     @property
     def shards(self) -> ShardUpdate | None:
-        """None where every rank updates whole parameters."""
+        """The updates in shards; None where every rank updates whole parameters."""
         return self.planner.shards
 
     @property
@@ -106,7 +106,7 @@ class Engine:
         return self.planner.strategy
 
     def measure(self, clock: StepClock | None) -> None:
-        """Tell `clock` where the time of steps goes, from now on; None: nobody. On this rank."""
+        """Report to `clock` where the time of steps goes, from now on; None: to nobody. On this rank."""
         if self._clock is not None:
             self._clock.unwatch()
         self._clock = self.transit.clock = clock
@@ -215,7 +215,7 @@ class Engine:
         self._gates.guard([*modules, *others], lambda parameter: id(parameter) in self._by_param)
 
     def detach(self) -> None:
-        """Leave the model alone."""
+        """Remove all hooks and gates from the model."""
         self._gates.remove()
         for handle in self._hooks.values():
             handle.remove()
@@ -262,7 +262,7 @@ class Engine:
         return self.closing.ask(self.holds_gradients, call, clipped, partial(self.policy.refuse, call))
 
     def zero_grad(self, *, zeros: bool) -> None:
-        """The script drops the gradients it has, if it has any."""
+        """Drop the gradients, if the script has any."""
         self.closing.count()
         self._drop(zeros=zeros)
 
@@ -289,7 +289,9 @@ class Engine:
         return call is not None and bool(call.f_locals["set_to_none"])
 
     def finish(self, given_up: Iterable[str]) -> None:
-        """Training ends: what is in flight arrives. After a backward without a step, early updates end alike everywhere.
+        """Finish training: wait for what is in flight.
+
+        After a backward without a step, early updates end alike everywhere.
 
         Not where only some ranks ran it: their reductions, on one of the communicators `given_up`, never end.
         """
@@ -303,7 +305,7 @@ class Engine:
             told()
 
     def retire(self) -> None:
-        """Another optimizer has the parameters, or all ranks have dropped this one."""
+        """End this engine: another optimizer has the parameters, or all ranks have dropped this one."""
         try:
             self.transit.arrive_all()
             self.round.abandon()

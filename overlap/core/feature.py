@@ -1,4 +1,6 @@
-"""What may take part in a step and need not. Core calls these moments, and knows nobody who listens by name.
+"""Interfaces of what may take part in a step: features, the policy of updates, and the placement of state.
+
+Core calls these moments, and knows nobody who listens by name.
 
     a plan        claims ─▶ admit ─▶ planned               all ranks
     backward      gradient … filled                        this rank: nothing that communicates
@@ -30,7 +32,7 @@ __all__ = ["Feature", "Policy", "StatePlacement", "listeners"]
 
 
 class Feature:
-    """Override what is needed; core calls nothing else, and nothing that is not overridden."""
+    """An optional part of a step; override what is needed, since core calls nothing that is not overridden."""
 
     def claims(self, slots: Sequence[Slot]) -> Collection[int]:
         """Indices of those of `slots` that this feature reduces itself. They get no bucket. The same on every rank."""
@@ -87,13 +89,13 @@ class Feature:
 
 
 def listeners(features: Iterable[Feature], moment: str) -> tuple[Callable[..., Any], ...]:
-    """The method `moment` of those of `features` that override it."""
+    """The method `moment` of each feature that overrides it."""
     plain = getattr(Feature, moment)
     return tuple(getattr(feature, moment) for feature in features if getattr(type(feature), moment) is not plain)
 
 
 class Policy:
-    """When updates run: this one, inside ``step()``. Exactly one for each optimizer."""
+    """Decides when updates run; this one, the default, inside ``step()``. Exactly one for each optimizer."""
 
     #: A gradient of a bucket may be a moment to update another one: see :meth:`gradient`.
     early = False
@@ -135,7 +137,7 @@ class Policy:
 
 
 class StatePlacement(Protocol):
-    """What becomes of the optimizer's state where buckets come and go; core itself does not look into it."""
+    """Moves the optimizer's state where buckets come and go; core itself does not look into it."""
 
     def placed(self, shards: ShardUpdate, bucket: Bucket) -> None:
         """`shards` have taken on the pieces of a new `bucket`: they get their parts of the state. On every rank."""

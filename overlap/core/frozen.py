@@ -1,4 +1,4 @@
-"""Values as they are now, to compare them later and to put them back: numbers, small tensors, and what holds them.
+"""Snapshots of values (numbers, small tensors, containers), to compare them later and to restore them.
 
 Lists, dictionaries, sets, deques and plain objects are put back in place, as others may hold them, too. Everything else
 (modules, optimizers, functions, large tensors) is compared, and not put back.
@@ -31,7 +31,7 @@ _OPAQUE = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Frozen:
-    """`value` itself, and what it held: a copy of a tensor, frozen values by key or position, or None."""
+    """A snapshot: `value` itself, and its contents: a copy of a tensor, frozen values by key or position, or None."""
 
     value: Any
     inside: Any = None
@@ -76,7 +76,7 @@ def _kept(content: dict[Any, Any]) -> list[tuple[Any, Any]]:
 
 
 def same(one: Frozen, other: Frozen) -> bool:
-    """Whether both hold the same; a NaN is the same as a NaN."""
+    """Whether both snapshots hold the same; a NaN is the same as a NaN."""
     mine, theirs = one.value, other.value
     if isinstance(mine, torch.Tensor):
         return isinstance(theirs, torch.Tensor) and _same_tensor(one, other)
@@ -116,7 +116,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 @torch.no_grad()
 def thaw(frozen: Frozen) -> Any:
-    """The value, which holds again what it held."""
+    """Restore the contents of the value, and return it."""
     value, inside = frozen.value, frozen.inside
     if inside is None:
         return value

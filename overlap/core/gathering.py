@@ -1,4 +1,4 @@
-"""Parameters on their way to their new values: sent or left by step(), awaited by whoever looks at them."""
+"""Waits for parameters whose new values are in flight or still to be computed when ``step()`` returns."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ log = logging.getLogger("dear")
 
 
 class Transit:
-    """Buckets whose all-gather was issued on one of the `lanes`, or whose update was left for later.
+    """The buckets whose all-gather is in flight on one of the `lanes`, or whose update was left for later.
 
     With `poison`, parameters of other ranks' shards are NaN until they come, so that a missed wait shows.
     """
@@ -59,7 +59,7 @@ class Transit:
         self.pending[bucket], self.busy = None, True
 
     def leave(self, bucket: Bucket, update: Callable[[Bucket], None]) -> None:
-        """Let the parameters of `bucket` become final through `update`, when they are needed."""
+        """Leave the update of `bucket` for the moment when its parameters are needed."""
         if any(shared(slot.param) for slot in bucket.slots):
             self.held.append(bucket)
         bucket.advance(Phase.DUE)
@@ -112,7 +112,7 @@ class Transit:
         bucket.advance(Phase.FILLING)
 
     def arrive_entry(self) -> None:
-        """A forward starts: wait for the parameters that it may use without asking."""
+        """When a forward starts, wait for the parameters that it may use without passing a gate."""
         if self._unraised is not None:
             self._raise_late()
         if self.busy:
@@ -120,7 +120,7 @@ class Transit:
                 self.arrive(bucket)
 
     def settle(self) -> None:
-        """See :class:`overlap.transport.forks.Settles`; what goes wrong is for the next look: nobody hears a fork."""
+        """Wait for all values before a fork; an error is raised later. See :class:`overlap.transport.forks.Settles`."""
         if self._origin.elsewhere:
             return
         try:
@@ -135,7 +135,7 @@ class Transit:
             raise error
 
     def arrive_held(self) -> None:
-        """At the end of ``step()``: wait for what others may look at through tensors of their own."""
+        """At the end of ``step()``, wait for values that others may read through tensors of their own."""
         held, self.held = self.held, []
         if not self._said and self._lanes[0].rank == 0:
             log.warning(

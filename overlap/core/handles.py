@@ -1,4 +1,4 @@
-"""Tensors of others over memory in which parameters are on their way: ``w = layer.weight.data``, kept across ``step()``.
+"""Finds tensors that a script keeps over a parameter's memory, such as ``w = layer.weight.data``.
 
 No gate stands before such a tensor. torch counts how many tensors use a piece of memory, so that somebody has one shows:
 ``step()`` then waits until the values are there.
@@ -24,24 +24,24 @@ use_count = _nobody if _count is None else _count
 
 
 class Watch(NamedTuple):
-    """Memory, and how many use it where only we do."""
+    """A piece of memory, and the number of its users while only we use it."""
 
     memory: torch.UntypedStorage
     ours: int
 
 
 def watch(tensor: torch.Tensor, before: Watch | None = None) -> Watch:
-    """From now on, when nobody else can have a tensor over the memory of `tensor`; unless it was watched `before`."""
+    """Count the users of `tensor`'s memory, now, when nobody else can have it; or go on from a watch `before`."""
     memory = tensor.untyped_storage()
     now = use_count(memory._cdata)
     return Watch(memory, now if before is None else min(now, before.ours))
 
 
 def outlives(watched: Watch) -> bool:
-    """Whether anybody uses the memory still, which we have given up."""
+    """Whether somebody still uses the memory, which we have given up."""
     return use_count(watched.memory._cdata) > 1
 
 
 def shared(parameter: torch.Tensor) -> bool:
-    """Whether anybody has another tensor over the memory of `parameter`, which is no part of a buffer of ours."""
+    """Whether somebody has another tensor over the memory of `parameter`, which is no part of a buffer of ours."""
     return parameter.layout is torch.strided and use_count(parameter.untyped_storage()._cdata) > 2

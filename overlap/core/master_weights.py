@@ -1,4 +1,4 @@
-"""Exact parameters behind a bucket's rounded ones, as core sees them; `overlap.features.rounded_parameters` has them."""
+"""The interface of exact parameters behind rounded ones; `overlap.features.rounded_parameters` implements it."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ class MasterWeights(Protocol):
     wire: torch.Tensor  # all ranks' shards, as they travel
 
     def follow(self) -> None:
-        """Before an update: what a script has written to the parameters counts."""
+        """Before an update, take over what a script has written to the parameters."""
 
     def pack(self) -> None:
-        """After it: `values`, rounded, into this rank's part of `wire`."""
+        """After the update, round `values` into this rank's part of `wire`."""
 
     def land(self) -> None:
-        """Every rank's shard is in `wire`: make them the parameters."""
+        """Make the shards in `wire`, all of which have arrived, the parameters."""
 
     def put(self, piece: torch.Tensor, values: torch.Tensor) -> None:
-        """Replace `piece`, a view of `values`."""
+        """Replace the exact values of `piece`, a view of `values`."""
 
     def forget(self) -> None:
-        """The exact values are not known: the parameters count."""
+        """Forget the exact values, which are not known any more: the parameters are taken instead."""
 
 
 #: From a bucket's flat parameters, and this rank's shard of them.

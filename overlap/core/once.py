@@ -1,4 +1,4 @@
-"""What an optimizer's ``step()`` writes beside parameters and their state counts once, in however many parts it is made.
+"""Runs an optimizer's ``step()`` in parts, and lets what it writes besides parameters and state count once.
 
     step() of the script │ part: as before the step ─▶ the optimizer's own step() ─▶ note what it wrote, put it back
                          │ part …                                                              the same again
@@ -35,7 +35,7 @@ def unhooked_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
 
 
 class Once:
-    """Makes the parts of each step of `optimizer`, which is of a type that we do not know."""
+    """Runs the steps of `optimizer`, whose type we do not know, in parts."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer, self._step = optimizer, unhooked_step(optimizer)
@@ -75,7 +75,7 @@ class Once:
         )
 
     def settle(self, share: Callable[[Any], Sequence[Any]]) -> str:
-        """The step of the script ends: what its parts wrote counts. Returns what went wrong, or nothing.
+        """End the script's step: what its parts have written counts. Returns what went wrong, or nothing.
 
         In the first step on every rank, which `share` their objects: what goes wrong on one has done so on all.
         """
@@ -107,7 +107,7 @@ _REMEDY = (
 
 
 def watched(optimizer: torch.optim.Optimizer, step: Callable[..., Any], tell: Callable[[bool], None]) -> Any:
-    """`step`, which updates all parameters of `optimizer`; it tells whether that wrote anything here, or communicated."""
+    """`step`, which updates all parameters of `optimizer`; it reports whether that wrote something or communicated."""
 
     def updated(*arguments: Any) -> Any:
         before = writable(optimizer)
@@ -160,7 +160,7 @@ def _in_parts(
 
 
 def writable(optimizer: torch.optim.Optimizer) -> dict[Place, Frozen]:
-    """All that a step may write beside parameters and their state, as it is now."""
+    """A snapshot of all that a step may write besides parameters and their state."""
     found: dict[Place, Frozen] = {}
     for number, group in enumerate(optimizer.param_groups):
         found.update((("group", number, key), freeze(value)) for key, value in group.items() if key != "params")
@@ -174,7 +174,7 @@ def writable(optimizer: torch.optim.Optimizer) -> dict[Place, Frozen]:
 
 
 def written(before: Mapping[Place, Frozen], after: Mapping[Place, Frozen]) -> dict[Place, Frozen | None]:
-    """What differs `after`, with None for what is gone (pure)."""
+    """The differences between two snapshots, with None for what is gone `after` (pure)."""
     found: dict[Place, Frozen | None] = {
         place: value for place, value in after.items() if place not in before or not same(before[place], value)
     }

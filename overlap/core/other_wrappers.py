@@ -1,4 +1,4 @@
-"""What somebody has put around a model that does a part of our work: it splits the batch, or averages the gradients.
+"""Finds other wrappers around a model that split the batch or average gradients, which would do our work twice.
 
 Or an optimizer that splits parameters between ranks.
 """
@@ -28,7 +28,7 @@ _DDP = (
 
 
 def other_sharder(optimizer: torch.optim.Optimizer) -> str | None:
-    """What to tell the user where `optimizer` splits parameters between ranks by itself."""
+    """A message for the user where `optimizer` splits parameters between ranks by itself."""
     name = next((base.__name__ for base in type(optimizer).__mro__ if base.__name__ in _SHARDERS), None)
     if name is None:
         return None
@@ -40,7 +40,7 @@ def other_sharder(optimizer: torch.optim.Optimizer) -> str | None:
 
 
 def other_wrapper(model: torch.nn.Module | None, parameter: torch.Tensor) -> str | None:
-    """What to tell the user where `model`, a part of it, or a module around `parameter` is such a wrapper."""
+    """A message for the user where `model`, a part of it, or a module around `parameter` is such a wrapper."""
     around: Iterable[torch.nn.Module] = ()
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         around = holders([parameter])  # also what the script has put around the model since

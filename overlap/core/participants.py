@@ -11,7 +11,7 @@ __all__ = ["Participants"]
 
 
 class Participants:
-    """All ranks of `comm`, whose ranks in the job are `ranks`; counts rounds, alike on all ranks.
+    """All ranks of `comm`, whose ranks in the job are `ranks`; counts rounds, which are alike on all ranks.
 
     A round is one set of reductions, of a step or of a skipped one. In `overlap.features.join_rounds` some ranks may be out
     of data: it overrides what follows, where core says what it is about to do, and tells them.
@@ -78,22 +78,22 @@ class Participants:
         return False
 
     def cannot_join(self, text: str) -> RuntimeError:
-        """What is to be raised where a rank does not contribute that would have to."""
+        """The error to raise where a rank that would have to contribute does not."""
         return RuntimeError(text)
 
     # - What is done with a round, for those who follow it
 
     def announce(self, what: str, **details: Any) -> None:
-        """In the round: the averages are about to be used like this."""
+        """Announce, in the round, how the averages are about to be used."""
 
     def leave(self, **details: Any) -> None:
-        """The round ends in a step whose updates are left for later; this waits for nothing."""
+        """End the round in a step whose updates are left for later; waits for nothing."""
 
     def refuse(self, what: str) -> None:
-        """Raise, there too, if ranks are known not to contribute."""
+        """Raise, here and on the ranks that do not contribute, if any are known."""
 
     def call_together(self, what: str) -> None:
-        """Before something that waits for all ranks."""
+        """Call all ranks together, before something that waits for all of them."""
 
     def refuse_together(self, what: str) -> None:
-        """As :meth:`refuse`, on every rank, once all have come to `what`."""
+        """Raise as :meth:`refuse` does, on every rank, once all have come to `what`."""

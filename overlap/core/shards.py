@@ -1,4 +1,4 @@
-"""The user's own optimizer, applied to the parameters, or the slices of them, that this rank owns.
+"""Applies the user's own optimizer to the parameters, or the slices of them, that this rank owns.
 
 A shadow of the optimizer (same class, same hyper-parameters, other parameters) steps pieces: piece = parameter ∩ shard,
 1-D, or a whole parameter of its own shape where shards end with parameters. Each rank holds the optimizer state of its
@@ -37,7 +37,9 @@ class Piece:
 
 
 class ShardUpdate:
-    """Pieces of all sharded buckets, and the shadow optimizer that updates them. `whole`: no shard cuts a parameter.
+    """The pieces of all sharded buckets on this rank, and the shadow optimizer that updates them.
+
+    `whole`: no shard cuts a parameter.
 
     Where the optimizer is of a type that we do not know, it updates them itself, through `once`.
     """
@@ -56,12 +58,12 @@ class ShardUpdate:
 
     @property
     def state(self) -> MutableMapping[torch.Tensor, dict[str, Any]]:
-        """Of each piece that was updated, by its proxy."""
+        """The state of each piece that was updated, by its proxy."""
         return self._shadow.state
 
     @property
     def buckets(self) -> Iterable[Bucket]:
-        """Those that this one updates, in the order in which they came."""
+        """The buckets that are updated here, in the order in which they came."""
         return self._pieces
 
     def pieces_of(self, bucket: Bucket) -> list[Piece]:
@@ -122,11 +124,11 @@ class ShardUpdate:
             one.proxy.grad = None
 
     def gradients(self, wanted: Callable[[torch.Tensor], bool]) -> list[torch.Tensor]:
-        """Reduced gradients of the pieces whose parameter is `wanted`, this rank's share of them."""
+        """The reduced gradients of this rank's pieces whose parameter is `wanted`."""
         return [one.proxy.grad for one in self.pieces if one.proxy.grad is not None and wanted(one.slot.param)]
 
     def gradients_of(self, bucket: Bucket) -> list[torch.Tensor]:
-        """Reduced gradients of the bucket's used pieces on this rank."""
+        """The reduced gradients of the bucket's used pieces on this rank."""
         return [one.gradient for one in self._pieces[bucket] if one.proxy.grad is not None]
 
 

@@ -1,4 +1,4 @@
-"""Whether an optimizer communicates inside its own ``step()``, as Muon's class for DistributedDataParallel does.
+"""Detects optimizers that communicate inside their own ``step()``, as a Muon for DistributedDataParallel does.
 
 Where that is called for the parameters of one rank alone, ranks would meet in collectives about different parameters.
 """
@@ -20,12 +20,12 @@ _here = threading.local()
 
 
 class Communicates(RuntimeError):
-    """An operation between ranks was called where an optimizer updates parts; it was not issued."""
+    """An optimizer called an operation between ranks while it updates a part of the parameters; it was not issued."""
 
 
 @contextmanager
 def silent(*, torchs: bool) -> Iterator[None]:
-    """Inside, on this thread, operations between ranks raise :class:`Communicates`.
+    """A context in which operations between ranks raise :class:`Communicates`, on this thread.
 
     With `torchs` also those of torch.distributed, for which every operation of torch's is looked at.
     """
@@ -39,7 +39,7 @@ def silent(*, torchs: bool) -> Iterator[None]:
 
 @contextmanager
 def listening() -> Iterator[list[str]]:
-    """Gives the operations between ranks that are called inside, on this thread."""
+    """A context that lists the operations between ranks that are called inside, on this thread."""
     found: list[str] = []
     with _telling(found.append, torchs=True):
         yield found
@@ -58,7 +58,10 @@ def _telling(tell: Callable[[str], None], *, torchs: bool) -> Iterator[None]:
 
 
 def refuse_inside_parts(operation: str) -> None:
-    """Those that communicate say it here first. Raises :class:`Communicates` inside :func:`silent`."""
+    """Report an operation between ranks that is about to be issued; communicators call this first.
+
+    Raises :class:`Communicates` inside :func:`silent`.
+    """
     tell = getattr(_here, "tell", None)
     if tell is not None:
         tell(operation)

@@ -71,7 +71,9 @@ class Stepper:
         scale: torch.Tensor | None = None,
         check: Callable[[], None] = lambda: None,
     ) -> Any:
-        """See :meth:`overlap.optimizer.distributed.DistributedOptimizer.step`; divide gradients by `scale` first.
+        """Make a step, as :meth:`overlap.optimizer.distributed.DistributedOptimizer.step`.
+
+        Gradients are divided by `scale` first.
 
         What `check()` raises on one rank, before gradients are used, makes all ranks raise.
         """
@@ -226,7 +228,7 @@ class Stepper:
         return True
 
     def settle_whole(self) -> None:
-        """Averages of the round, which is closed, are in ``.grad``."""
+        """Put the averages of the round, which is closed, into ``.grad``."""
         engine = self.engine
         if engine.round.stage is not Stage.SYNCHRONIZED:
             engine.round.settle()
@@ -234,7 +236,7 @@ class Stepper:
                 bucket.expose()
 
     def take_whole(self, scale: torch.Tensor | None = None) -> None:
-        """They are about to be used: the round ends."""
+        """End the round: the averages are about to be used."""
         engine = self.engine
         if engine.round.stage is Stage.SYNCHRONIZED:
             self.averages.share()
@@ -248,7 +250,10 @@ class Stepper:
         self._end_round()
 
     def any_rank(self, mine: bool) -> bool:
-        """Whether any rank says so before it evaluates a closure. Who has joined is called for that by those who do."""
+        """Whether any rank's `mine` is true, asked before a closure is evaluated.
+
+        Who has joined is called for that by those who do.
+        """
         return not self.engine.participants.following and self.engine.closing.ask(mine, "step(closure)")
 
     def _refuse_earlier_gradients(self) -> None:
@@ -281,7 +286,7 @@ def calls(buckets: Sequence[Bucket], launched: Callable[[Bucket], bool]) -> Iter
 
 
 def hyper_parameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Of each group, as they are now, to be sent: a function in a group stays with its rank."""
+    """The hyper-parameters of each group, to be sent; a function in a group stays with its rank."""
     return [
         {
             key: value.clone() if isinstance(value, torch.Tensor) else value
@@ -293,7 +298,7 @@ def hyper_parameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def take_hyper_parameters(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Make what :func:`hyper_parameters` gave on another rank this one's."""
+    """Set the hyper-parameters that :func:`hyper_parameters` gave on another rank."""
     for group, values in zip(optimizer.param_groups, groups, strict=True):
         for key, value in values.items():
             mine = group.get(key)

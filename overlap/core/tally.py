@@ -1,4 +1,4 @@
-"""What the ranks of one optimizer agree on in a call that all of them make: one small all-reduce of numbers.
+"""One small all-reduce of numbers by which the ranks of an optimizer agree what to do in a call that all make.
 
 Whether a rank takes part in a round must not hang on what that rank alone knows: it may have had no batch, have thawed
 another layer than the others, or have failed. So in every call that ends a round, each rank says what it knows, and all go
@@ -40,7 +40,7 @@ _REMEMBERED = 8  # steps
 
 
 class Call(Enum):
-    """What a rank says something in."""
+    """The kind of call in which a rank says something."""
 
     ASK = auto()  # synchronize(), or a closure: does any rank have gradients?
     CLOSE = auto()  # reductions of the round are needed
@@ -49,7 +49,10 @@ class Call(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """By `rank`, in its call number `number` of round `round`. One that has joined follows the others and gives none."""
+    """What `rank` says in its call number `number` of round `round`.
+
+    One that has joined follows the others and gives none.
+    """
 
     call: Call
     round: int
@@ -68,7 +71,7 @@ class Said:
     scale: float = 0.0  # by which a GradScaler has multiplied this rank's loss
 
     def numbers(self) -> list[int]:
-        """To be reduced by their maximum; :meth:`Heard.of` reads them."""
+        """The numbers that are reduced by their maximum; :meth:`Heard.of` reads them."""
         call, number, rank = self.call, self.number, self.rank
         dropping = call is Call.DROP
         return [
@@ -99,7 +102,7 @@ class Said:
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """What any rank said. A number that nobody gave is None."""
+    """What all ranks have said, combined. A number that nobody gave is None."""
 
     gradients: bool
     late: bool
@@ -125,7 +128,7 @@ class Heard:
 
     @classmethod
     def of(cls, numbers: Sequence[int]) -> Heard:
-        """From the maxima of what :meth:`Said.numbers` gave."""
+        """What was said, from the maxima of :meth:`Said.numbers`."""
         gradients, late, converted, unconverted, failed, sent, news, complete = map(bool, numbers[:8])
         last_round, minus_first = numbers[8:10]
         given = (None if n == _NOBODY else n for n in numbers[10:-4])
@@ -157,12 +160,12 @@ class Heard:
 
     @property
     def alike(self) -> bool:
-        """Whether all ranks came here after as many calls."""
+        """Whether all ranks have made as many calls before this one."""
         return self.others is not None and self.others == self.last
 
 
 class Verdict(Enum):
-    """What all ranks do next."""
+    """The decision that all ranks follow next."""
 
     AGREED = auto()
     DROPPED = auto()  # the round is void: who did not drop it completes it, and calls again
@@ -173,7 +176,7 @@ class Verdict(Enum):
 
 
 def verdict(heard: Heard) -> Verdict:
-    """The same on all ranks. Pure."""
+    """The decision from what was heard, the same on all ranks. Pure."""
     if heard.first_round != heard.last_round:
         return Verdict.DIFFERENT_CALLS
     if heard.drop is not None:
@@ -191,7 +194,7 @@ def verdict(heard: Heard) -> Verdict:
 
 
 def why_ended(found: Verdict, heard: Heard, ranks: Sequence[int]) -> str:
-    """Why ranks that have come to `found` cannot go on, in words. Pure."""
+    """The reason why ranks that came to `found` cannot go on, as text. Pure."""
     first, last = heard.first_round, heard.last_round
     if found is Verdict.APART and heard.others is not None:
         return (
@@ -217,7 +220,7 @@ def why_ended(found: Verdict, heard: Heard, ranks: Sequence[int]) -> str:
 
 
 class Calls:
-    """Which calls this rank has made since its round began. Pure.
+    """Counts the calls that this rank has made since its round began. Pure.
 
     Each counts two. What only those count that had gradients in hand (the model's ``zero_grad()``) counts one.
     """
@@ -244,26 +247,26 @@ class Calls:
         return self._made + 2
 
     def count(self, *, unseen: bool = False) -> None:
-        """A call that drops gradients, if there are any; `unseen` by ranks that have none."""
+        """Count a call that drops gradients, if there are any; `unseen` by ranks that have none."""
         self._made += 1 if unseen else 2
 
     def drop(self) -> None:
-        """This rank drops the round in the call that was counted last, which begins the next one."""
+        """Begin the next round: this rank drops the current one in the call that was counted last."""
         self._made, self.alone = 0, False
         self._free = max(0, self._free - 2)
 
     def drop_alone(self) -> None:
-        """This rank drops gradients of which nothing was sent."""
+        """Note that this rank drops gradients of which nothing was sent."""
         self.alone = True
 
     def passed(self, drop: int) -> None:
-        """Others have dropped the round in their call `drop`."""
+        """Follow the others, which have dropped the round in their call `drop`."""
         self._made -= drop
         self.alone = False
         self._free = self._least - 2
 
     def step(self, alike: bool) -> None:
-        """The round ends in a step; `alike`, if all ranks came to it after as many calls."""
+        """End the round in a step; `alike` if all ranks came to it after as many calls."""
         if alike:
             self._usual.append(self._made)
         self._made, self.alone, self._free = 0, False, self._least
@@ -275,7 +278,7 @@ class Calls:
 
 
 class Tally:
-    """One after the other, on every rank of `comm`."""
+    """Tallies among all ranks of `comm`, one after the other."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
@@ -284,16 +287,19 @@ class Tally:
 
     @property
     def dropping(self) -> bool:
-        """Whether what was said last is that this rank drops its round, and the others' part of it is not read yet."""
+        """Whether this rank has posted that it drops its round, and has not read the others' answers yet."""
         return self._said is not None and self._said.call is Call.DROP
 
     @property
     def done(self) -> bool:
-        """Whether every rank has said its part of what was posted last."""
+        """Whether every rank has posted its part of the last tally."""
         return self._under_way is not None and (self._under_way[1] is None or self._under_way[1].done())
 
     def post(self, mine: Said, label: str) -> None:
-        """Say it, and wait for nothing. `label` is what a report calls the operation: what the script has called."""
+        """Post what this rank says, without waiting.
+
+        `label` is what a report calls the operation: what the script has called.
+        """
         assert self._said is None, "what was posted last is read first"
         numbers = torch.tensor(mine.numbers(), dtype=torch.int64, device="cpu")
         self._said, self._under_way = mine, (numbers, None)
@@ -303,7 +309,7 @@ class Tally:
         self._under_way = found, self._comm.all_reduce_async(numbers, found, ReduceOp.MAX, label=label)
 
     def read(self) -> Heard:
-        """Wait for every rank, and return what any of them said."""
+        """Wait for every rank, and return what they have said."""
         assert self._under_way is not None, "it was posted"
         found, work = self._under_way
         if work is not None:

@@ -1,4 +1,4 @@
-"""How buckets travel: their operations, and of gradients the factors before and after and the type of the wire.
+"""Sends buckets: their operations, the type of gradients on the wire, and the factors before and after.
 
 load():    gradients ─ × before ─▶ narrowed or compressed ─▶ bucket.outgoing          (when the bucket is launched)
 unload():  bucket.incoming ─▶ widened or decompressed ─▶ bucket.reduced               (when its reduction was awaited)
@@ -32,7 +32,7 @@ _WIRE_DTYPES = {NoneCompressor: None, FP16Compressor: torch.float16, BF16Compres
 
 
 class DecoupledCollectives:
-    """A reduction and a gathering, as the bucket's plan says; see :class:`overlap.plan.strategy.Collectives`."""
+    """Issues a bucket's reduction and gathering; see :class:`overlap.plan.strategy.Collectives`."""
 
     def reduce(self, comm: Communicator, bucket: Bucket) -> None:
         """Issue the reduction of ``bucket.outgoing`` into ``bucket.incoming``: this rank's shard, or all of it.
@@ -100,12 +100,12 @@ COLLECTIVES = DecoupledCollectives()
 
 
 def returns_slices(compression: Any) -> bool:
-    """Whether what comes back may be cut into shards; a compression of the user's own takes and gives whole tensors."""
+    """Whether reduced values may be cut into shards; a user's own compression takes and gives whole tensors."""
     return any(compression is ours for ours in _WIRE_DTYPES)
 
 
 class Exchange:
-    """One optimizer's choice among Horovod's ``compression``, ``op`` and ``gradient_predivide_factor``.
+    """An optimizer's choice among Horovod's ``compression``, ``op`` and ``gradient_predivide_factor``.
 
     Raises ``ValueError`` or ``TypeError`` for what gradients cannot be reduced with.
     """
@@ -137,11 +137,11 @@ class Exchange:
         self.plain = self._compressor is None and self._wire_dtype is None and self._before == self._after == 1
 
     def wire_itemsize(self, dtype: torch.dtype) -> int | None:
-        """Bytes of an element on its way; None where it travels as it is, or a compression of the user's own decides."""
+        """Bytes of an element on the wire; None where it is sent as it is, or a user's own compression decides."""
         return None if self._wire_dtype is None or not dtype.is_floating_point else self._wire_dtype.itemsize
 
     def load(self, bucket: Bucket) -> None:
-        """Make ``bucket.outgoing`` what is to be reduced into ``bucket.incoming``.
+        """Fill ``bucket.outgoing`` with what is to be reduced into ``bucket.incoming``.
 
         Of a carried bucket it becomes that on its way: ``bucket.wide_gradients``.
         """
@@ -172,7 +172,10 @@ class Exchange:
     # - Sparse gradients, which are gathered and added up by every rank
 
     def narrowed(self, values: torch.Tensor) -> torch.Tensor:
-        """Values of a sparse gradient as they travel. Raises ``TypeError`` for a compression of the user's own."""
+        """The values of a sparse gradient in the type in which they are sent.
+
+        Raises ``TypeError`` for a compression of the user's own.
+        """
         if self._compressor is not None:
             raise TypeError(
                 f"{self._compressor!r} cannot be applied to a sparse gradient, whose values from all ranks are gathered: "
@@ -182,7 +185,7 @@ class Exchange:
         return (values * self._before).to(values.dtype if narrow is None else narrow)
 
     def share(self, world_size: int) -> float:
-        """What the sum of all ranks' values is multiplied by."""
+        """The factor that the sum of all ranks' values is multiplied by."""
         return 1.0 / world_size if self.op is ReduceOp.AVG else self._after
 
     def _compress(self, bucket: Bucket) -> None:
@@ -208,7 +211,7 @@ class Exchange:
         self._contexts[bucket] = contexts
 
     def unload(self, bucket: Bucket) -> None:
-        """Bring what came back into ``bucket.reduced``."""
+        """Put the reduced values into ``bucket.reduced``."""
         if self._compressor is not None:
             self._decompress(bucket)
         elif bucket.incoming is not bucket.reduced and bucket.wide_gradients is None:
@@ -222,7 +225,7 @@ class Exchange:
             copy_used(slot.view, self._compressor.decompress(packed, context).view(slot.view.shape))
 
     def rescale(self, bucket: Bucket, shards: ShardUpdate | None, factor: float = 1.0) -> None:
-        """Multiply the reduced gradients of used parameters by what is left of the division, and by `factor`."""
+        """Multiply the reduced gradients of used parameters by the rest of the division, and by `factor`."""
         factor *= self._after
         if factor == 1:
             return

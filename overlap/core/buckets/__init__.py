@@ -1,1 +1,1 @@
-"""Which buckets an optimizer has: observed, planned, extended, and made anew."""
+"""The buckets of an optimizer: learned in the first iteration, planned, extended, and rebuilt."""

@@ -1,4 +1,4 @@
-"""Parameters that became another type, or moved to another device, after wrapping: ``model.half()``, ``model.to(…)``.
+"""Notices parameters that got another type or device after wrapping, as by ``model.half()`` or ``model.to(…)``.
 
 Every rank sees that by itself, at its first gradient or in ``step()``. Its gradients then wait for the tally of ``step()``,
 which tells whether any rank has converted parameters, and whether any has not (`overlap.core.closing`).
@@ -18,7 +18,7 @@ __all__ = ["Change", "changes", "difference"]
 @travels
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One parameter's dtype and kind of device, as text, in its bucket and now."""
+    """A parameter that was converted: its dtype and kind of device, as text, in its bucket and now."""
 
     name: str
     before: str
@@ -26,7 +26,7 @@ class Change:
 
 
 def changes(slots: Iterable[Slot]) -> list[Change]:
-    """Of the `slots` that are in buckets: which were converted since."""
+    """The slots among `slots` that are in buckets and whose parameters were converted since."""
     found = []
     for slot in slots:  # in every step: without a call for each
         place, param = slot.place, slot.param
@@ -36,12 +36,12 @@ def changes(slots: Iterable[Slot]) -> list[Change]:
 
 
 def kind_of(slot: Slot) -> str:
-    """The dtype and the kind of device of its parameter; ranks may use several devices of a kind."""
+    """The dtype and the kind of device of a slot's parameter; ranks may use several devices of a kind."""
     return f"{slot.param.dtype} on {slot.param.device.type}"
 
 
 def difference(told: Mapping[int, Sequence[Change]], ranks: Sequence[int]) -> str | None:
-    """What to raise where `ranks`, of which those in `told` have converted parameters, do not hold the same (pure)."""
+    """The message to raise where `ranks`, of which those in `told` have converted parameters, differ in them (pure)."""
     before = {change.name: change.before for mine in told.values() for change in mine}
     kinds = {rank: before | {change.name: change.now for change in told.get(rank, ())} for rank in ranks}
     first = ranks[0]

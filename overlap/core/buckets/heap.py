@@ -1,4 +1,4 @@
-"""Memory that the C library keeps after it was freed, in case somebody asks for as much again."""
+"""Returns freed memory to the kernel that the C library would keep."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
 
 
 def give_back() -> None:
-    """Let the kernel have the pages that nobody uses, those in the middle of the heap, too. Nothing without glibc.
+    """Return the heap's unused pages to the kernel, also those in the middle of the heap. Nothing without glibc.
 
     glibc gives back the end of its heap by itself, or not, as its environment variables say, and holes never.
     """
@@ -21,7 +21,7 @@ def give_back() -> None:
 
 
 class Freed:
-    """Gives back what is freed while large buffers take the place of many tensors, while they do and at the end.
+    """A context that returns memory to the kernel while many tensors are replaced by large buffers, and at the end.
 
     The tensors leave holes among what else is on the heap, and no buffer fits into one: a process would need the memory
     twice.
@@ -38,7 +38,7 @@ class Freed:
             give_back()
 
     def more(self, nbytes: int) -> None:
-        """`nbytes` of host memory were freed."""
+        """Note that `nbytes` of host memory were freed."""
         self._nbytes += nbytes
         if self._nbytes >= _OFTEN:
             self._nbytes = 0

@@ -1,4 +1,4 @@
-"""What the first iteration teaches: in which order parameters are used and gradients arrive, never assumed.
+"""Observes, in the first iteration, in which order parameters are used and gradients arrive.
 
 Filled while the first training iteration runs, turned into :class:`Facts` at its end. Rank 0's facts decide for all.
 """
@@ -19,7 +19,7 @@ __all__ = ["Observer"]
 
 @dataclass
 class Observer:
-    """Collects."""
+    """The observations of one iteration."""
 
     slots: list[Slot]
     units: list[tuple[object, list[int]]] = field(default_factory=list)
@@ -36,7 +36,7 @@ class Observer:
             self._depth.pop()
 
     def touch(self, slot: Slot) -> None:
-        """A parameter was handed out; it counts as used if a training forward is running."""
+        """Note that a parameter was handed out; it counts as used if a training forward is running."""
         if slot.index in self._arrivals and torch._C._current_graph_task_id() >= 0:
             self._reread.add(slot.index)
         if not self._depth or not torch.is_grad_enabled() or slot.index in self._touched:

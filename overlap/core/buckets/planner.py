@@ -1,4 +1,4 @@
-"""From what was learned to buckets: the agreed order of issue, and who owns which shard."""
+"""Builds buckets from what was learned: the agreed order of issue, and which rank owns which shard."""
 
 from __future__ import annotations
 
@@ -61,7 +61,9 @@ class Planner:
         self._owners: dict[int, int] = {}  # by slot, of parameters that shards do not cut
 
     def begin(self, facts: Facts, fires: Sequence[int], passes: int, kept: Collection[int]) -> None:
-        """The first buckets, from what the first iteration taught. Of frozen slots, those that are `kept` take part.
+        """Build the first buckets, from what the first iteration taught.
+
+        Of frozen slots, those that are `kept` take part.
 
         `fires` are the most accumulations into each slot that any rank saw in `passes` backward passes. What none used may
         be used as often as the most used one: a gradient that is complete earlier waits for ``step()``, no more.
@@ -80,7 +82,7 @@ class Planner:
             slot.expected = count or self._most
 
     def extend(self, slots: Sequence[Slot]) -> None:
-        """Buckets for `slots`, which were in none, issued last."""
+        """Build buckets for `slots`, which were in none, to be issued last."""
         late = tuple(slot.index for slot in slots)
         if not late:
             return
@@ -96,7 +98,7 @@ class Planner:
         self._unguarded.update(late)
 
     def draft(self, strategy: Strategy) -> tuple[list[Bucket], ShardUpdate | None]:
-        """`strategy`'s buckets for the same parameters, whose values move in, and their pieces, without state yet.
+        """Build `strategy`'s buckets for the same parameters, whose values move in, and pieces without state.
 
         A bucket of the order before goes as soon as all that was in it is elsewhere.
         """
@@ -107,13 +109,13 @@ class Planner:
         return self._build(strategy, plan, shards), shards
 
     def install(self, strategy: Strategy, order: list[Bucket], shards: ShardUpdate | None) -> None:
-        """Replace everything by what :meth:`draft` gave."""
+        """Replace buckets, pieces and strategy by what :meth:`draft` gave."""
         self.strategy, self.shards = strategy, shards
         self.order[:] = order
 
     @property
     def units(self) -> list[tuple[int, ...]]:
-        """Parameters in buckets, by slot and layer, in the order of their use. After the first step."""
+        """The parameters in buckets, by slot and layer, in the order of their use. After the first step."""
         assert self._facts is not None, "learning comes first"
         return [unit for unit in self._facts.units if unit]
 
@@ -124,7 +126,7 @@ class Planner:
 
     @property
     def unguarded(self) -> list[Bucket]:
-        """Buckets with parameters that no gate is known to hand out."""
+        """The buckets with parameters that no gate is known to hand out."""
         outside = {self.slots[index].bucket for index in self._unguarded}
         return [bucket for bucket in self.order if bucket in outside]
 
@@ -147,7 +149,7 @@ class Planner:
 
     @property
     def reread(self) -> list[Slot]:
-        """Parameters that backward may read after their gradients: seen to be so, or not seen by any gate."""
+        """The parameters that backward may read after their gradients: seen to be so, or not seen by any gate."""
         assert self._facts is not None, "learning comes first"
         return [self.slots[index] for index in sorted(self._unguarded | self._facts.reread)]
 

@@ -1,1 +1,1 @@
-"""Gates: whoever looks at a parameter waits for its value."""
+"""Gates: whoever reads a parameter waits for its value."""

@@ -1,4 +1,4 @@
-"""How code that ``torch.compile`` made waits for parameters: in the guards it evaluates before each call.
+"""Makes code of ``torch.compile`` wait for parameters, in the guards that it evaluates before each call.
 
 Hooks and gated dictionaries are traced once; the code made from the trace reads the parameters anew in each call and
 would pass by every gate. What it does run in each call, before it reads anything, are its guards, and an opaque object
@@ -34,13 +34,13 @@ _Visit = Callable[[torch.nn.Module], None]
 
 
 class Entry(Opaque):
-    """Where compiled code that contains `module`'s forward enters it and leaves it again, before it starts."""
+    """The point at which compiled code that contains `module`'s forward waits for it, before the code starts."""
 
     def __init__(self, module: torch.nn.Module, enter: _Visit, leave: _Visit) -> None:
         self._module, self._enter, self._leave = module, enter, leave
 
     def await_module(self) -> None:
-        """While tracing: wait now, and make the code that is being compiled wait in each call."""
+        """While tracing, wait now, and make the code that is being compiled wait in each call."""
         self._enter(self._module)
         self._leave(self._module)
 
@@ -58,12 +58,12 @@ if GUARDS:
 
 
 def untraced(call: Callable[..., None]) -> Callable[..., None]:
-    """`call`, which no compiler may look into: [Note: older compilers]."""
+    """`call`, hidden from compilers that must not look into it: [Note: older compilers]."""
     return call if GUARDS else torch.compiler.disable(call)
 
 
 def keep_untraced(kind: type, *names: str) -> None:
-    """Let no compiler look into these methods of `kind`: compiled code that calls them calls them as they are."""
+    """Hide these methods of `kind` from compilers; compiled code that calls them calls them as they are."""
     for name in names:
         method = getattr(kind, name)
         if not hasattr(method, "_dear_untraced"):
@@ -75,7 +75,7 @@ def keep_untraced(kind: type, *names: str) -> None:
 
 
 def only_looked_at(parameter: torch.nn.Parameter, layer: torch.nn.Module) -> bool:
-    """Whether a compiler looks around and touches `parameter` of a module in `layer`, before it traces that module.
+    """Whether a compiler touches `parameter` of a module in `layer` only to look at it, before it traces that module.
 
     Where gates break the graph, each module touches its own when the pieces run.
     """
@@ -86,7 +86,7 @@ def only_looked_at(parameter: torch.nn.Parameter, layer: torch.nn.Module) -> boo
 
 @contextmanager
 def outside_compilation() -> Iterator[None]:
-    """Around an update that a compilation happens to wait for.
+    """A context for an update that a compilation happens to wait for.
 
     torch's optimizers compute differently, to fewer digits, where ``torch.compiler.is_compiling()``.
     """

@@ -1,4 +1,4 @@
-"""Whoever looks at a parameter through a module waits for its value: gates in front of parameters in transit.
+"""Gates in front of parameters: who reads one through its module waits until its value has arrived.
 
     step() ── all-gathers issued ──▶ returns          forward, state_dict(), parameters(), deepcopy, …
                                                        └─ touch the gate ─▶ wait for that parameter's bucket only
@@ -178,8 +178,9 @@ class Gates:
 
 
 class ListedParameters(list[torch.nn.Parameter]):
-    """A group's parameters, final when they are handed out one by one or in a row. Copies, sums and pickles are plain
-    lists.
+    """The parameters of a group as a list that waits: they are final when they are handed out.
+
+    Copies, sums and pickles are plain lists.
     """
 
     def __init__(self, plain: list[torch.nn.Parameter], touch: Callable[[], None]) -> None:
@@ -216,12 +217,12 @@ class ListedParameters(list[torch.nn.Parameter]):
 
 
 def listed(params: list[torch.nn.Parameter]) -> Iterator[torch.nn.Parameter]:
-    """The parameters of a group, for those who do not look at their values."""
+    """The parameters of a group without waiting, for code that does not read their values."""
     return list.__iter__(params)
 
 
 class GroupGates:
-    """Sets :class:`ListedParameters` into the groups of `optimizer`, which wait for `transit`, and takes them out again."""
+    """Replaces the parameter lists of `optimizer`'s groups by :class:`ListedParameters`, which wait for `transit`."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, transit: Transit) -> None:
         self._optimizer, self._transit = optimizer, weakref.ref(transit)
@@ -229,7 +230,7 @@ class GroupGates:
         self.guard()
 
     def guard(self) -> None:
-        """Also those groups that were added since."""
+        """Replace the lists, also of groups that were added since."""
         for group in self._optimizer.param_groups:
             if not isinstance(group["params"], ListedParameters):
                 group["params"] = ListedParameters(group["params"], self._touch)
@@ -241,7 +242,7 @@ class GroupGates:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Inside, this thread goes through groups without looking at values."""
+        """A context in which this thread goes through groups without waiting, since it reads no values."""
         self._aside = threading.get_ident()
         try:
             yield

@@ -1,4 +1,4 @@
-"""The modules that hold given parameters, found where nobody names them: Horovod's scripts pass parameters only."""
+"""Finds the modules that hold given parameters, for Horovod's scripts, which pass parameters only."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def holders(parameters: Iterable[torch.Tensor]) -> list[torch.nn.Module]:
 
 
 class Strangers:
-    """Parameters of any module in this process by where they lie; looked for once, when somebody asks."""
+    """All parameters of modules in this process, by address; searched once, when somebody asks."""
 
     def __init__(self) -> None:
         self._found: dict[int, list[torch.nn.Parameter]] | None = None
@@ -51,7 +51,7 @@ class Strangers:
 
 
 def hands_out(module: torch.nn.Module) -> bool:
-    """Whether parameters are had from `module` in Python: not from TorchScript's, which takes no hooks either."""
+    """Whether Python reads parameters from `module`; not so for TorchScript's, which take no hooks either."""
     return isinstance(module.__dict__.get("_parameters"), dict)
 
 

@@ -1,4 +1,7 @@
-"""Objects that ``torch.compile`` does not look into, and guards as their owner says. Their names in torch are private."""
+"""Objects that ``torch.compile`` does not look into, with guards that their owner defines.
+
+Their names in torch are private.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ else:
 
 
 def register(cls: type, guard: Callable[[Any], list[object]], real: str) -> None:
-    """Let compiled code that met an object of `cls` call ``guard(object)`` before each call; tracing runs method `real`."""
+    """Let compiled code that met an object of `cls` call ``guard(object)`` before each call; tracing calls `real`."""
     assert _found is not None
     _, function, use_real, kind = _found
     function(cls, typ=kind, guard_fn=guard, members={real: use_real})
