@@ -1,4 +1,4 @@
-"""One job at a time in a directory of commits, also where hosts share it."""
+"""A lock that admits one job at a time to a directory of commits, also where hosts share it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Around the training function: take up the last commit, train, and leave a state that the next job can take up."""
+"""``elastic.run``, around a training function: takes up the last commit, and leaves a state for the next job."""
 
 from __future__ import annotations
 

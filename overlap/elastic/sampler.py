@@ -1,4 +1,4 @@
-"""Which samples this rank trains on, and which nobody has to train on again in this epoch."""
+"""A sampler that divides a data set among the ranks there are, without samples that this epoch has used already."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["ElasticSampler", "order_of", "part_of"]
 
 
 def order_of(length: int, *, shuffle: bool, seed: int, epoch: int) -> list[int]:
-    """All indices of a data set in the order of one epoch, the same at any world size (pure)."""
+    """All indices of a data set in the order of one epoch, the same for any number of ranks (pure)."""
     indices = list(range(length))
     if shuffle:
         random.Random(seed + epoch).shuffle(indices)
@@ -24,7 +24,7 @@ def order_of(length: int, *, shuffle: bool, seed: int, epoch: int) -> list[int]:
 
 
 def part_of(indices: list[int], rank: int, size: int) -> list[int]:
-    """What `rank` of `size` takes: every `size`-th index, as many as the others, some twice to fill up (pure).
+    """The indices that `rank` of `size` takes: every `size`-th one, some twice so that all ranks have as many (pure).
 
     Batch b of all ranks together is a stretch of `indices`, so that the same number of samples per step over all ranks
     gives the same batches at any world size.
@@ -92,7 +92,7 @@ class ElasticSampler(Sampler[int]):
         return {"epoch": self.epoch, "processed_indices": sorted(self.processed_indices)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue there; divides what is left among the ranks there are now."""
+        """Continue from a saved state, and divide what is left among the ranks there are now."""
         self.epoch = state_dict["epoch"]
         self.processed_indices = set(state_dict["processed_indices"])
         self._news = []

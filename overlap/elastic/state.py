@@ -37,17 +37,17 @@ class State(ABC):
         self._reset_callbacks: list[Callable[[], Any]] = []
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], Any]]) -> None:
-        """Call these, in this order, when a job continues from a commit: the number of ranks may be another one."""
+        """Call these, in this order, when a job continues from a commit, perhaps with another number of ranks."""
         self._reset_callbacks += callbacks
 
     def on_reset(self) -> None:
-        """The job continues from a commit."""
+        """Call the reset callbacks, as the job continues from a commit."""
         self.reset()
         for callback in self._reset_callbacks:
             callback()
 
     def commit(self) -> None:
-        """:meth:`save`, then :meth:`check_host_updates`."""
+        """Save the state (:meth:`save`), then check whether the job was asked to stop (:meth:`check_host_updates`)."""
         self.save()
         self.check_host_updates()
 
@@ -69,7 +69,7 @@ class State(ABC):
         return False
 
     def finished(self) -> None:  # noqa: B027 - a hook, not a duty
-        """The job came to its end. By default nothing."""
+        """Clean up, as the job came to its end. By default nothing."""
 
     @abstractmethod
     def save(self) -> None:
@@ -105,7 +105,7 @@ class ObjectState(State):
             setattr(self, name, value)
 
     def attributes(self) -> dict[str, Any]:
-        """Those that are committed, by name."""
+        """The attributes that are committed, by name."""
         return {name: getattr(self, name) for name in self._names}
 
     def _capture(self) -> dict[str, Any]:
@@ -197,7 +197,7 @@ class ObjectState(State):
 
 
 class TorchState(ObjectState):
-    """State of a training job: ``TorchState(model=model, optimizer=optimizer, epoch=0, batch=0, sampler=sampler)``.
+    """The state of a training job: ``TorchState(model=model, optimizer=optimizer, epoch=0, batch=0, sampler=sampler)``.
 
     `model` and `optimizer` may be left out; whatever else is given is an attribute of the state, as in
     :class:`ObjectState`. Wrap the optimizer (``DistributedOptimizer``) before or after, but before training; the attribute

@@ -1,4 +1,4 @@
-"""SIGUSR1 asks a job to stop after its next commit, as schedulers do ahead of taking a host away."""
+"""Listens for SIGUSR1, by which schedulers ask a job to stop after its next commit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _asked = threading.Event()
 
 
 def received() -> bool:
-    """Whether this process was asked, inside :func:`heeded`."""
+    """Whether this process was asked to stop, inside :func:`heeded`."""
     return _asked.is_set()
 
 
@@ -27,7 +27,10 @@ def _ask(_number: int, _frame: FrameType | None) -> None:
 
 @contextlib.contextmanager
 def heeded() -> Iterator[None]:
-    """Listen for the signal. A handler that the script installed stays, and only the main thread can install one."""
+    """A context in which this process listens for the signal.
+
+    A handler that the script installed stays, and only the main thread can install one.
+    """
     _asked.clear()
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGUSR1) != signal.SIG_DFL:
         log.debug("SIGUSR1 is not heeded: this is not the main thread, or the script has a handler of its own")

@@ -1,4 +1,4 @@
-"""Commits on disk: each one complete or absent, whatever happens while it is written. Knows nothing of ranks."""
+"""Stores commits on disk, each complete or absent, whatever happens while it is written. Knows nothing of ranks."""
 
 from __future__ import annotations
 
@@ -65,14 +65,19 @@ class CommitStore:
         return self.directory / f"commit-{number:08d}.pt"
 
     def claim(self) -> None:
-        """Keep other jobs away, which would remove this one's commits. Raises :class:`CommitError` if one is here."""
+        """Lock the directory against other jobs, which would remove this one's commits.
+
+        Raises :class:`CommitError` if one is here.
+        """
         try:
             lock.take(self.directory)
         except (lock.Occupied, OSError) as error:
             raise CommitError(f"no commit can be made: {error}") from error
 
     def write(self, snapshot: Any) -> int:
-        """Make a commit (nested dicts, lists, tensors and picklable objects); its number. Raises :class:`CommitError`.
+        """Write a commit (nested dicts, lists, tensors and picklable objects); returns its number.
+
+        Raises :class:`CommitError`.
 
         The name appears once the contents are on the disk, so a commit that has a name is complete. What becomes of it
         there is told by a checksum.
@@ -129,7 +134,7 @@ class CommitStore:
         return None
 
     def clear(self) -> None:
-        """The job is finished: whoever starts it again begins at the beginning."""
+        """Remove all commits, since the job is finished: the next one begins at the beginning."""
         for number in self._numbers():
             self._path(number).unlink(missing_ok=True)
         for partial in self.directory.glob("commit-*.partial"):

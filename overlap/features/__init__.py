@@ -1,1 +1,1 @@
-"""What may take part in a step, or not: uneven data, clipping, scalers, sparse gradients, early updates."""
+"""Optional parts of a step: uneven data, clipping, scalers, sparse gradients, early updates."""

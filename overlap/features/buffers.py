@@ -1,4 +1,4 @@
-"""Buffers of a module, such as the statistics of a batch norm: the same on all ranks after every step.
+"""Keeps the buffers of a module, such as batch norm statistics, the same on all ranks after every step.
 
 Training changes them from what a rank has seen, so without this every rank would evaluate, and save, another model. As
 under DDP, each ``step()`` gives all ranks the buffers of the first one that trained: rank 0's, unless it has joined. They
@@ -99,7 +99,7 @@ class BroadcastBuffers(Feature):
         self._marks = {prefix: _marked(buffers) for prefix, buffers in self._dictionaries if buffers}
 
     def alike(self) -> list[torch.Tensor]:
-        """Those that all ranks have alike once a step is over. On this rank."""
+        """The buffers that all ranks have alike once a step is over. On this rank."""
         self._find()
         named = [(prefix, _plain(buffers)) for prefix, buffers in self._dictionaries if buffers]
         return [buffer for prefix, those in named for name, buffer in those if prefix + name not in self._apart]
@@ -224,7 +224,7 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def looks_at_contents(closed: int) -> bool:
-    """Whether they are looked at after so many calls that closed a round: in the first ones, and then ever more seldom."""
+    """Whether contents are compared after so many calls that closed a round: at first always, then ever more seldom."""
     return closed < _LOOKS or closed & (closed - 1) == 0
 
 
@@ -241,7 +241,7 @@ def _differs(buffers: _Dictionary, marks: _Mark | None, *, deep: bool) -> bool:
 
 
 def contents_of(buffer: torch.Tensor) -> str:
-    """A sum over its elements, in one pass."""
+    """A sum over the buffer's elements as text, taken in one pass, to tell whether they changed."""
     values = buffer.detach().resolve_conj().resolve_neg()
     values = torch.view_as_real(values) if values.is_complex() else values
     try:

@@ -1,4 +1,4 @@
-"""Optimizers that may look at the loss and evaluate a closure as often as they like: LBFGS, and types nobody knows.
+"""Steps of optimizers that may look at the loss and evaluate a closure repeatedly: LBFGS, and unknown types.
 
 They are given the averaged loss, so all ranks decide alike.
 """

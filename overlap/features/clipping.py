@@ -1,4 +1,4 @@
-"""Clipping the averaged gradients of an optimizer, whose norm lies in pieces on many ranks."""
+"""Clips the averaged gradients of an optimizer by their norm, whose parts lie on many ranks."""
 
 from __future__ import annotations
 

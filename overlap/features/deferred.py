@@ -1,4 +1,4 @@
-"""Updates after ``step()``: reductions go on into the next forward, where each layer is updated when it is needed.
+"""Updates after ``step()``: each layer is updated when the next forward needs it, so reductions have longer.
 
     step()   │ hyper-parameters are noted; nothing is awaited
     forward  │ each layer waits, at its gate, for its own bucket's reduction, and updates it
@@ -27,7 +27,7 @@ __all__ = ["DeferredUpdates"]
 
 
 class DeferredUpdates(Policy):
-    """The user's optimizer, applied bucket by bucket with the hyper-parameters of ``step()``.
+    """The policy that updates each bucket when it is needed, with the hyper-parameters of ``step()``.
 
     With `poison`, parameters are NaN until they are updated, so that a missed wait shows. Of an optimizer that is not
     `known` it has to be seen what else ``step()`` writes.
@@ -47,7 +47,7 @@ class DeferredUpdates(Policy):
         self._transit.arrive_all()
 
     def leave(self, order: Sequence[Bucket]) -> bool:
-        """The update of each bucket is left to whoever needs it first."""
+        """Leave the update of each bucket to whoever needs it first."""
         if self._writes is not False:
             return False
         groups = [{key: _noted(value) for key, value in group.items()} for group in self._optimizer.param_groups]

@@ -56,7 +56,7 @@ _UNKNOWN = -1  # a rank's count for a step in which it handed over no gradient; 
 
 
 class UpdatedEarly(RuntimeError):
-    """Something needs the parameters, gradients or state from before ``step()``; ``eager=True`` has changed them."""
+    """The script needs parameters, gradients or state of before ``step()``, which ``eager=True`` has changed."""
 
 
 class StepSkipped(RuntimeError):
@@ -69,7 +69,10 @@ class _States(Protocol):
 
 
 class EarlyUpdates(Policy):
-    """Which buckets are updated before ``step()``, and how far that came. `states` keeps its readers away meanwhile."""
+    """The policy that updates chosen buckets before ``step()``, and keeps track of which were.
+
+    `states` keeps its readers away meanwhile.
+    """
 
     early = True
 
@@ -96,7 +99,10 @@ class EarlyUpdates(Policy):
         self._used: list[dict[str, Any]] = []  # the hyper-parameters of this window's updates
 
     def planned(self, order: Sequence[Bucket], shards: ShardUpdate | None, reread: Iterable[Slot]) -> None:
-        """New buckets. Those with parameters in `reread`, and the last, which only ``step()`` reduces, are left to it."""
+        """Choose candidates among new buckets.
+
+        Those with parameters in `reread`, and the last, which only ``step()`` reduces, are left to it.
+        """
         late = {slot.bucket for slot in reread}
         if not self._looked:
             self._begin_step()
@@ -154,7 +160,7 @@ class EarlyUpdates(Policy):
         self._updated[bucket] = None
 
     def check(self) -> None:
-        """At the start of ``step()``: the hyper-parameters are those of the updates before it, or we raise."""
+        """At the start of ``step()``, raise if hyper-parameters have changed since the updates before it."""
         if self._updated:
             _refuse_changes(self._used, _hyper_parameters(self._optimizer))
 
@@ -174,7 +180,7 @@ class EarlyUpdates(Policy):
         return updated
 
     def refuse(self, what: str) -> None:
-        """Raise if the step is under way: a gradient arrived, here or elsewhere buckets may be updated already."""
+        """Raise if the step is under way: buckets may be updated already, here or elsewhere."""
         if self._round.touched:
             raise UpdatedEarly(
                 f"{what} between backward and step() cannot be had with eager=True, which updates parameters while "
@@ -182,7 +188,7 @@ class EarlyUpdates(Policy):
             )
 
     def refuse_drop(self) -> None:
-        """Of a round with a gradient in its bucket: here or elsewhere, buckets may be updated already."""
+        """Raise for a round with a gradient in its bucket: buckets may be updated already, here or elsewhere."""
         if self._round.filled:
             raise StepSkipped(
                 "gradients were dropped after backward() and before step(), but with eager=True some parameters are "

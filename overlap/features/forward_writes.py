@@ -1,4 +1,4 @@
-"""Parameters that forward itself writes to, by what a rank's own data say: replicas drift apart, so it is said.
+"""Detects parameters that forward itself changes, differently on each rank, so that replicas drift apart.
 
 An initialisation by the first batch, a codebook that follows the data. In some rounds, ever more seldom, parameters are
 marked where a forward pass begins and looked at where it ends. Those that changed are compared between ranks in the call
@@ -33,7 +33,7 @@ _Mark = tuple[int, int, str]  # where it lies, how often it was changed there, i
 
 
 class WrittenInForward(RuntimeError):
-    """Forward has written to a parameter, on each rank something else."""
+    """Forward has written to a parameter, and not the same on each rank."""
 
 
 class _Told(Protocol):
@@ -76,7 +76,7 @@ class ForwardWrites(Feature):
         self._engine: _Told | None = None
 
     def bind(self, engine: _Told) -> None:
-        """`engine` tells, while it is asked to."""
+        """Have `engine` tell this feature of forward passes."""
         self._engine = engine
         engine.watcher = self
 
@@ -145,7 +145,7 @@ class ForwardWrites(Feature):
 
 
 def looked_at(closed: int) -> bool:
-    """Whether parameters are, in the round after so many: 0, 1, 3, 7, 15, … (pure)."""
+    """Whether parameters are compared in the round after so many: 0, 1, 3, 7, 15, … (pure)."""
     return closed & (closed + 1) == 0
 
 

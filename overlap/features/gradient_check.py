@@ -1,4 +1,4 @@
-"""Whether gradients are still as they were sent."""
+"""Checks that gradients were not changed after they were sent."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SAMPLES = 8  # of each gradient
 
 
 class Samples:
-    """Of gradients of type `dtype` that lie in one flat buffer on the CPU, which is not kept: it may go before this."""
+    """Samples of the gradients of type `dtype` in a flat buffer on the CPU; the buffer itself is not kept."""
 
     def __init__(self, dtype: torch.dtype, starts: Sequence[int], numels: Sequence[int]) -> None:
         spread = torch.arange(_SAMPLES, device="cpu")
@@ -26,7 +26,7 @@ class Samples:
         self._kept = torch.empty(len(self._places), dtype=dtype, device="cpu")
 
     def take(self, flat: torch.Tensor) -> None:
-        """The gradients in `flat` are sent as they are now."""
+        """Take samples of the gradients in `flat`, which are sent as they are now."""
         take_samples(self._kept, flat, self._places)
 
     def broken(self, flat: torch.Tensor) -> int | None:
@@ -36,7 +36,7 @@ class Samples:
 
 
 class GradientCheck(Feature):
-    """Refuses gradients that were changed while others are told of them.
+    """Raises for gradients that were changed after they were sent.
 
     Autograd's versions tell of changes, but not of those through ``p.grad.data`` or ``p.grad.numpy()``. What these change
     may have been sent before, or not yet: ranks would average old and new values. Of buckets on the CPU whose gradients

@@ -1,4 +1,4 @@
-"""Hyper-parameters of the user's optimizer, which every rank's script sets by itself: the same on all ranks in every step.
+"""Compares the hyper-parameters of the user's optimizer between ranks in every step; each rank's script sets them.
 
 A scheduler that one rank alone steps, or a rate that follows one rank's loss, would train every rank, or every shard,
 differently, without a word. A digest of the values rides in the tally of ``step()``: no message, and no pass over data.
@@ -70,7 +70,7 @@ def _final(value: Any) -> bool:
 
 
 def shown(value: Any) -> str:
-    """The same text for the same value on every rank; empty for what is not compared (pure)."""
+    """A value as text, the same for equal values on every rank; empty for values that are not compared (pure)."""
     if isinstance(value, torch.Tensor):
         few = value.device.type == "cpu" and value.layout is torch.strided and value.numel() <= _FEW
         return shown(value.tolist()) if few else ""
@@ -86,7 +86,7 @@ def shown(value: Any) -> str:
 
 
 def difference(told: Mapping[int, Told]) -> str:
-    """What to raise where ranks' groups differ; empty where they do not (pure)."""
+    """The message to raise where ranks' groups differ; empty where they do not (pure)."""
     counts = {rank: str(len(groups)) for rank, groups in told.items()}
     if len(set(counts.values())) > 1:
         return f"the number of parameter groups is {spread(counts)}: call add_param_group() on every rank alike"
@@ -103,7 +103,7 @@ def difference(told: Mapping[int, Told]) -> str:
 
 
 def spread(values: Mapping[int, str]) -> str:
-    """Which ranks have which value, in words (pure)."""
+    """Which ranks have which value, as text (pure)."""
     ranks: dict[str, list[int]] = {}
     for rank, value in values.items():
         ranks.setdefault(value, []).append(rank)
@@ -111,5 +111,5 @@ def spread(values: Mapping[int, str]) -> str:
 
 
 def named(ranks: Sequence[int]) -> str:
-    """In words (pure)."""
+    """The ranks as text (pure)."""
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {list(ranks)}"

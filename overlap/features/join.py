@@ -1,4 +1,4 @@
-"""Who is out of data: the participant of ``join()`` that stands for all distributed optimizers of a process.
+"""``join()``: ranks that are out of data take part in the steps of all distributed optimizers of a process.
 
 [Note: who has joined by when]
 A rank that joins tells the others' query threads the round of each optimizer from which on it contributes nothing,
@@ -42,13 +42,13 @@ _LOOK_SECONDS = 1.0
 
 
 class CannotJoin(RuntimeError):
-    """A rank has joined, and what other ranks do needs that rank."""
+    """Other ranks do something that needs a rank which has joined."""
 
 
 @travels
 @dataclass(frozen=True)
 class Word:
-    """What scripts do with one optimizer: number `number` of its round `round`."""
+    """A message about what scripts do with one optimizer: number `number` of its round `round`."""
 
     topic: str
     round: int
@@ -60,7 +60,7 @@ class Word:
 @travels
 @dataclass(frozen=True)
 class News:
-    """A rank has joined: by topic, the first round without it, and why it cannot take part where it cannot."""
+    """A message that a rank has joined: by topic, the first round without it, and why it cannot take part, if so."""
 
     generation: int
     rounds: dict[str, int]
@@ -87,7 +87,10 @@ class _Optimizer(Protocol):
 
 
 class JoinedRanks:
-    """Joined ranks of the job, and this rank's part once it is one of them. A generation ends when all have joined."""
+    """The ranks of the job that have joined, and this rank's part once it is one of them.
+
+    A generation ends when all have joined.
+    """
 
     def __init__(
         self,
@@ -171,11 +174,11 @@ class JoinedRanks:
 
     @property
     def failed_here(self) -> bool:
-        """Whether this rank's join() has raised, and it has not called it since."""
+        """Whether this rank's join() has raised, and the script has not called it again."""
         return self._rank in self._failed
 
     def come_back(self) -> None:
-        """This rank has called join() again, and all others have called it."""
+        """Note that this rank has called join() again, as all others have called it."""
         self._failed.clear()
 
     def check(self) -> None:
@@ -184,25 +187,25 @@ class JoinedRanks:
             raise CannotJoin(f"join() has failed on rank {rank}, and nothing goes on until every rank calls it: {text}")
 
     def closed(self, topic: str, rounds: int) -> None:
-        """So many rounds of the optimizer are behind this rank; nobody can have missed one before the last."""
+        """Note that so many rounds of the optimizer are over here; nobody can have missed one before the last."""
         self._behind[topic] = rounds
         if self._said:
             with self._lock:
                 self._said = [word for word in self._said if word.topic != topic or word.round >= rounds - 1]
 
     def let_go(self, topic: str, what: Collection[str]) -> None:
-        """Every rank has heard such words, or has done by itself what they say."""
+        """Forget words that every rank has heard, or whose content it has carried out by itself."""
         with self._lock:
             self._said = [word for word in self._said if word.topic != topic or word.what not in what]
 
     def unsay(self, topic: str) -> None:
-        """The optimizer cannot go on, here or on any rank: nobody has to catch up with its round."""
+        """Withdraw what was said of an optimizer that cannot go on, here or on any rank."""
         self._over.add(topic)
         with self._lock:
             self._said = [word for word in self._said if word.topic != topic]
 
     def forget(self, topic: str) -> None:
-        """All ranks have dropped the optimizer."""
+        """Forget an optimizer that all ranks have dropped."""
         self._behind.pop(topic, None)
         self.unsay(topic)
         self._over.discard(topic)
@@ -317,7 +320,7 @@ class JoinedRanks:
 
 
 def joined_ranks_of(session: Session) -> JoinedRanks:
-    """The one of `session`, which takes part in every ``join()`` from the first call on: ``init()`` makes it."""
+    """The :class:`JoinedRanks` of `session`, which takes part in every ``join()`` from the first call on."""
     for participant in session.participants:
         if isinstance(participant, JoinedRanks):
             return participant

@@ -1,4 +1,4 @@
-"""What scripts on other ranks do with an optimizer, done on a rank that is out of data: see `overlap.features.join`."""
+"""Follows, on a rank that is out of data, what other ranks' scripts do with an optimizer (`overlap.features.join`)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _Step = Callable[[torch.Tensor | None, bool, Callable[[], Any] | None], None]
 
 
 class Follower:
-    """Contributes nothing to the rounds of one optimizer, and does with their results what the others do.
+    """Takes part in the rounds of one optimizer without contributing, and uses their results as the others do.
 
     `step` is the optimizer's whole step, hooks included, with what a GradScaler would leave and a closure: every rank
     counts the same steps. Shards that this rank owns are updated with the others' hyper-parameters, which become this
@@ -44,12 +44,12 @@ class Follower:
 
     @property
     def place(self) -> tuple[int, int]:
-        """How many rounds are behind this rank, and what was said about the current one."""
+        """The number of rounds that are over on this rank, and of the words about the current one."""
         return self._rounds.place
 
     @property
     def hyper_parameters(self) -> list[dict[str, Any]]:
-        """Of each group."""
+        """The hyper-parameters of each group."""
         return hyper_parameters(self._optimizer)
 
     def arrive(self) -> None:
@@ -58,7 +58,7 @@ class Follower:
 
     @property
     def obstacle(self) -> str:
-        """Why nothing can be contributed now, or an empty string."""
+        """The reason why this rank cannot contribute now, or an empty string."""
         engine = self._engine
         if engine.round.touched:
             return "gradients arrived there since its last step(): call step() or zero_grad() before join()"
@@ -69,14 +69,14 @@ class Follower:
         return ""
 
     def take_over(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Make these hyper-parameters this rank's."""
+        """Set this rank's hyper-parameters to these."""
         take_hyper_parameters(self._optimizer, groups)
 
     def keep_up(self, missing: Collection[int]) -> None:
-        """Words tell all that is to be done."""
+        """Do nothing: the other ranks' words say all that is to be done."""
 
     def catch_up(self) -> None:
-        """Others are past the current round, which they have dropped."""
+        """Drop the current round, which the others have dropped."""
         self._engine.closing.catch_up()
 
     def follow(self, word: Word) -> None:

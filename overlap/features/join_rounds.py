@@ -1,4 +1,4 @@
-"""The rounds of one optimizer where ranks may have joined: who contributes, and what those that do not are told."""
+"""The participants of rounds in which some ranks may have joined: who contributes, and what the others are told."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ _LAST = ("step", "infinite", "closure")
 
 
 class JoinRounds(Participants):
-    """Counts the words about each round, too. Joined ranks count alike: they run the same code.
+    """Participants of whom some may have joined; counts the words about each round, too.
+
+    Joined ranks count alike: they run the same code.
 
     With `shared_order`, reductions may have to wait for those of another optimizer.
     """
@@ -39,7 +41,7 @@ class JoinRounds(Participants):
         self._started = self._said_last = self._over = False
 
     def enroll(self, topic: str) -> None:
-        """The optimizer is registered: rounds may begin."""
+        """Begin to take part, as the optimizer is registered."""
         self.topic = topic
 
     def _trainable(self) -> list[int]:
@@ -47,7 +49,7 @@ class JoinRounds(Participants):
 
     @property
     def place(self) -> tuple[int, int]:
-        """The round, and the number of the next word about it."""
+        """The number of the round, and of the next word about it."""
         return self.round, self._number
 
     def _say(self, what: str, keep: bool, **details: Any) -> None:
@@ -136,7 +138,7 @@ class JoinRounds(Participants):
         return self._joined_ranks.following
 
     def cannot_join(self, text: str) -> CannotJoin:
-        """What is to be raised where ranks have joined that cannot."""
+        """The error to raise where ranks have joined that cannot."""
         return self._joined_ranks.cannot_join(text)
 
     @property
@@ -166,11 +168,11 @@ class JoinRounds(Participants):
             raise self.cannot_join(text)
 
     def call_together(self, what: str) -> None:
-        """Before something that waits for all ranks: joined ones are called, to raise as all do."""
+        """Call ranks that have joined, before something that waits for all ranks; they raise as all do."""
         self._say("meeting", keep=True, text=what)
 
     def refuse_together(self, what: str) -> None:
-        """As :meth:`refuse`, on every rank, once all have come to `what`."""
+        """Raise as :meth:`refuse` does, on every rank, once all have come to `what`."""
         joined = sorted(set(self._joined_ranks.joined(self.topic)).intersection(self.ranks))
         if joined:
             raise self.cannot_join(f"{what} needs every rank, and ranks {joined} have joined; call it after join()")

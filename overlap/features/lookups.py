@@ -1,4 +1,4 @@
-"""Which rows of a weight a forward pass looks up and shortens, as ``nn.Embedding(max_norm=…)`` does.
+"""Reports which rows of a weight a forward pass looks up and shortens, as ``nn.Embedding(max_norm=…)`` does.
 
 torch has one function for that, whichever module or script looks rows up, with indices of its own. It is replaced by one
 that tells who listens, and does the same.
@@ -18,7 +18,7 @@ _NAME = "_no_grad_embedding_renorm_"
 
 
 class Listens(Protocol):
-    """Is told of every lookup in this process, before its rows are shortened."""
+    """An object that is told of every lookup in this process, before its rows are shortened."""
 
     def looked_up(self, weight: torch.Tensor, rows: torch.Tensor, max_norm: float, norm_type: float, /) -> None: ...
 
@@ -27,7 +27,7 @@ _listeners: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def listen(listener: Listens) -> None:
-    """Tell `listener`, while it lives. A torch without the function tells nothing."""
+    """Tell `listener` of lookups, as long as it lives. A torch without the function tells nothing."""
     _listeners.add(listener)
     original = getattr(functional, _NAME, None)
     if original is not None and original is not _renorm:

@@ -1,4 +1,4 @@
-"""torch.amp.GradScaler, unmodified, over gradients that are still local when it reads them.
+"""Lets torch.amp.GradScaler, unmodified, work on gradients that are still local when it reads them.
 
 [Note: one verdict on infinities]
 scaler.step(optimizer) asks for `_step_supports_amp_scaling`, then reads `.grad` on every rank by itself, then calls
@@ -35,13 +35,13 @@ def is_unscaling(caller: FrameType) -> bool:
 
 
 def is_scaler_step(caller: FrameType) -> bool:
-    """Whether ``GradScaler.step()`` asks; others only want to know what the optimizer can do."""
+    """Whether ``GradScaler.step()`` asks; other callers only want to know what the optimizer can do."""
     asking = _asking(caller)
     return asking.f_code.co_name == "step" and asking.f_globals.get("__name__") == "torch.amp.grad_scaler"
 
 
 def scale_of(caller: FrameType) -> torch.Tensor | None:
-    """What the GradScaler that asks has multiplied the loss by; None where it does not say."""
+    """The factor by which the GradScaler that asks has multiplied the loss; None where it does not say."""
     found = getattr(_asking(caller).f_locals.get("self"), "_scale", None)
     return found if isinstance(found, torch.Tensor) else None
 
@@ -55,7 +55,7 @@ def _asking(caller: FrameType) -> FrameType:
 
 @torch.no_grad()
 def reveal_infinities(averages: Averages) -> None:
-    """A GradScaler is about to look for infinities in ``.grad``: let every rank's show the verdict of all.
+    """Before a GradScaler looks for infinities in ``.grad``, let every rank's gradients show those of all ranks.
 
     On every rank.
     """

@@ -1,4 +1,4 @@
-"""Averaged gradients that are infinite or NaN: found, where a parameter would never be finite again.
+"""Finds averaged gradients that are infinite or NaN, and raises, or skips the step.
 
 Each rank looks at the part of the averages that is its own, a P-th of them, by one sum. What it finds, the others are told
 in the tally of the next call that closes a round, so nothing is sent for it. By then parameters were updated. Where steps

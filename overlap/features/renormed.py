@@ -1,4 +1,4 @@
-"""Rows that forward shortens where it looks them up (``nn.Embedding(max_norm=…)``): on all ranks, as by one process.
+"""Keeps rows that ``nn.Embedding(max_norm=…)`` shortens in forward the same on all ranks, as in one process.
 
 Each rank looks up the rows of its own data. One process on the whole batch shortens the rows of all of it, before it
 updates them. So where a round is closed, ranks tell each other which rows they have looked up, also to evaluate, and each
@@ -28,7 +28,7 @@ Rule = tuple[str, float, float]  # a weight's name, the largest norm, and which 
 
 
 class RenormedRows(Feature):
-    """Makes the rows that any rank has looked up, and shortened, as short on all ranks.
+    """Makes rows that any rank has looked up and shortened equally short on all ranks.
 
     Args:
         calls: its operations follow the script's calls.
@@ -47,7 +47,7 @@ class RenormedRows(Feature):
         listen(self)
 
     def looked_up(self, weight: torch.Tensor, rows: torch.Tensor, max_norm: float, norm_type: float) -> None:
-        """In forward, on this rank."""
+        """Note, in forward, the rows that this rank looks up."""
         name = self._name_of(weight)
         if name is None:
             return
@@ -71,7 +71,7 @@ class RenormedRows(Feature):
 
     @property
     def names(self) -> set[str]:
-        """Of weights whose replicas may differ between forward and ``step()``, as far as this rank knows."""
+        """The names of weights whose replicas may differ between forward and ``step()``, as far as this rank knows."""
         return {name for name, _, _ in (*self._agreed, *self._rows)}
 
     def news(self) -> bool:
@@ -127,7 +127,7 @@ def shorten(weight: torch.Tensor, rows: torch.Tensor, max_norm: float, norm_type
 
 
 def announced(model: torch.nn.Module | None) -> set[str]:
-    """Names of the weights that modules of `model` are going to shorten."""
+    """The names of weights whose rows modules of `model` shorten."""
     kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
     modules = () if model is None else model.named_modules()
     found = {name: module for name, module in modules if isinstance(module, kinds) and module.max_norm is not None}

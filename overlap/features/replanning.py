@@ -1,4 +1,4 @@
-"""One bit from rank 0 to all ranks, in a call that they make anyhow: steps have become longer or shorter, look again.
+"""Tells all ranks, in a call that they make anyhow, that rank 0's steps have become longer or shorter.
 
 It travels in the tally of the call that closes a round (`overlap.core.tally`), so it costs nothing.
 """

@@ -1,4 +1,4 @@
-"""Whether all ranks hold the same parameters, bit for bit: found by digests, so nothing but those travels.
+"""Checks, by digests, that all ranks hold the same parameters, bit for bit.
 
 State in shards needs no look: each piece of it has one owner, and what it leads to are parameters.
 """
@@ -50,7 +50,7 @@ class ReplicaCheck(Feature):
         self._digests: dict[str, bytes] = {}
 
     def look(self) -> None:
-        """Take the parameters as they are now."""
+        """Take digests of the parameters as they are now."""
         self._digests = digests_of(self._parameters()) if self._rounds.round % self._every == 0 else {}
 
     def digest(self) -> int:
@@ -65,7 +65,7 @@ class ReplicaCheck(Feature):
 
 
 class EarlyReplicaCheck(ReplicaCheck):
-    """… where ranks have updated different buckets by the time of ``step()``: parameters are taken before the first one."""
+    """A replica check for early updates: it takes parameters before the first bucket is updated."""
 
     def __init__(self, every: int, parameters: Parameters, rounds: Participants) -> None:
         super().__init__(every, parameters, rounds)
@@ -85,7 +85,10 @@ class EarlyReplicaCheck(ReplicaCheck):
 
 
 def parameters_of(model: torch.nn.Module | None) -> dict[str, torch.Tensor]:
-    """Each once, by name. No gate hears of it: who watches what is read, or waits for it, is not told."""
+    """The parameters of `model` by name, each once.
+
+    No gate hears of it: who watches what is read, or waits for it, is not told.
+    """
     found: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     for prefix, module in () if model is None else model.named_modules():
@@ -98,7 +101,7 @@ def parameters_of(model: torch.nn.Module | None) -> dict[str, torch.Tensor]:
 
 
 def named_parameters_of(model: torch.nn.Module | None, slots: Sequence[Slot]) -> Parameters:
-    """Gives those of `model`, frozen ones, too, and those of `slots` that are not in it, as they are."""
+    """A function that gives the parameters of `model`, frozen ones too, and those of `slots` that are not in it."""
 
     def parameters() -> dict[str, torch.Tensor]:
         found = parameters_of(model)
@@ -111,7 +114,7 @@ def named_parameters_of(model: torch.nn.Module | None, slots: Sequence[Slot]) ->
 def final_parameters(
     parameters: Parameters, transit: Transit, apart: Callable[[], Collection[str]] = tuple
 ) -> Parameters:
-    """`parameters` that all ranks have alike in ``step()``, so not those that are `apart`; all of `transit` is awaited."""
+    """A function that waits for `parameters` and gives those that are alike in ``step()``, without those `apart`."""
 
     def final() -> dict[str, torch.Tensor]:
         transit.arrive_all()
@@ -122,7 +125,7 @@ def final_parameters(
 
 
 def digest_of(tensor: torch.Tensor) -> bytes:
-    """Of its values, bit for bit, with shape and type; however its memory is laid out."""
+    """A digest of the tensor's values, shape and type, bit for bit, in whatever order its memory is laid out."""
     found = hashlib.blake2b(f"{tuple(tensor.shape)} {tensor.dtype}".encode(), digest_size=_DIGEST_BYTES)
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     if plain.numel():
@@ -131,7 +134,10 @@ def digest_of(tensor: torch.Tensor) -> bytes:
 
 
 def digests_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
-    """By name. Not of those that this process does not hold whole, such as DTensors, nor of those without values yet."""
+    """A digest of each tensor, by name.
+
+    Not of those that this process does not hold whole, such as DTensors, nor of those without values yet.
+    """
     return {
         name: digest_of(tensor)
         for name, tensor in tensors.items()
@@ -140,7 +146,7 @@ def digests_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
 
 
 def together(digests: Mapping[str, bytes]) -> bytes:
-    """One for all of them; zeros for none (pure)."""
+    """One digest of all digests; zeros for none (pure)."""
     if not digests:
         return bytes(_DIGEST_BYTES)
     parts: Iterable[bytes] = (part for name, digest in digests.items() for part in (name.encode(), digest))
@@ -148,7 +154,7 @@ def together(digests: Mapping[str, bytes]) -> bytes:
 
 
 def difference(told: Mapping[int, Mapping[str, bytes]], kind: str = "parameter") -> str:
-    """The first, of `kind`, that is not the same in what ranks have `told`; empty where all are (pure)."""
+    """A message about the first tensor, called `kind`, that differs in what ranks have `told`; else empty (pure)."""
     names = [
         name for name in dict.fromkeys(name for digests in told.values() for name in digests) if _differs(told, name)
     ]

@@ -1,4 +1,4 @@
-"""Exact values of parameters that travel, and are used, rounded to 16 bits.
+"""Keeps exact values of parameters that are used and sent rounded to 16 bits.
 
     step()    the user's optimizer updates `values`, this rank's shard, exactly     pack(): rounded into `wire`
     gather    `wire` of all ranks
@@ -28,7 +28,7 @@ _SEGMENT = 2**17  # elements that are compared while they are in the cache
 
 
 class RoundedParameters(Feature):
-    """Looks at parameters that come later, or become another type: whether they can travel as `dtype`."""
+    """Checks parameters that are added or converted later: whether they can be sent as `dtype`."""
 
     def __init__(self, dtype: torch.dtype, optimizer: torch.optim.Optimizer) -> None:
         self._dtype, self._optimizer = dtype, optimizer
@@ -38,7 +38,7 @@ class RoundedParameters(Feature):
         check_gather_dtype(self._dtype, named, self._optimizer, sharding=True)
 
     def master(self, parameters: torch.Tensor, own: slice) -> Master:
-        """Of a bucket's flat parameters; see :data:`overlap.core.master_weights.MakeMaster`."""
+        """The exact values of a bucket's flat parameters; see :data:`overlap.core.master_weights.MakeMaster`."""
         return Master(parameters, own, self._dtype)
 
 
@@ -57,13 +57,13 @@ class Master:
         self.forget()
 
     def forget(self) -> None:
-        """Not known: the parameters count."""
+        """Forget the exact values, which are not known: the parameters count."""
         self.values.fill_(float("nan"))
         self.pack()
 
     @torch.no_grad()
     def put(self, piece: torch.Tensor, values: torch.Tensor) -> None:
-        """Replace `piece`, a view of :attr:`values`."""
+        """Replace the exact values of `piece`, a view of :attr:`values`."""
         start = int(piece.storage_offset() - self.values.storage_offset())
         span = slice(start, start + piece.numel())
         piece.copy_(values)
@@ -91,14 +91,14 @@ class Master:
 
     @torch.no_grad()
     def land(self) -> None:
-        """Every rank's shard is in `wire`: make them the parameters."""
+        """Copy the shards of all ranks, which are in `wire`, into the parameters."""
         self._parameters.copy_(self.wire)
 
 
 def check_gather_dtype(
     dtype: Any, named: Iterable[tuple[str, torch.Tensor]], optimizer: torch.optim.Optimizer, *, sharding: bool
 ) -> None:
-    """Raise ``ValueError`` or ``TypeError`` where parameters cannot travel as `dtype`; None is how they are."""
+    """Raise ``ValueError`` or ``TypeError`` where parameters cannot be sent as `dtype`; None sends them as they are."""
     if dtype is None:
         return
     if dtype not in _WIRES:

@@ -1,4 +1,4 @@
-"""Whether all ranks train on the same data, which a script has that was written for one process."""
+"""Warns where all ranks train on the same data, as a script that was written for one process does."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class SameData(Feature):
         self._comm, self._looked = comm, False
 
     def claims(self, slots: Sequence[Slot]) -> Collection[int]:
-        """The first call comes in the first step, when gradients are this rank's own still; claims nothing."""
+        """Compare the ranks' gradients, in the first call, when they are local still; claims nothing."""
         if not self._looked and self._comm.size > 1:
             self._looked = True
             found = allgather_object(self._comm, _fingerprint(slots))

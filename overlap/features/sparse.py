@@ -1,4 +1,4 @@
-"""Gradients of ``nn.Embedding(sparse=True)``: gathered as indices and values, added up on every rank.
+"""Averages gradients of ``nn.Embedding(sparse=True)``: indices and values are gathered and added on every rank.
 
 They are in no bucket: which rows a rank used is known when its backward is over, so step() tells the others how many,
 and gathers. Every rank then updates the whole parameter alike, with the user's optimizer.
@@ -21,7 +21,7 @@ __all__ = ["DenseGradients", "SparseGradients"]
 
 
 class SparseGradients(Feature):
-    """Claims parameters whose gradients are sparse, and averages these when a round is closed.
+    """The feature that claims parameters with sparse gradients, and averages these when a round is closed.
 
     `model` has the modules that are looked through; None where the user gave parameters.
     """
@@ -39,7 +39,7 @@ class SparseGradients(Feature):
 
 
 class DenseGradients(Feature):
-    """Makes sparse gradients dense ones, as ``sparse_as_dense`` asks."""
+    """The feature behind ``sparse_as_dense``: makes sparse gradients dense."""
 
     def gradient(self, slot: Slot) -> None:
         gradient = slot.param.grad

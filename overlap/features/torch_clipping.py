@@ -1,4 +1,4 @@
-"""torch.nn.utils.clip_grad_norm_ and its kin, unmodified, over gradients that are still local.
+"""Lets torch.nn.utils.clip_grad_norm_ and its kin, unmodified, work on gradients that are still local.
 
 Frameworks call them between backward and ``step()``, and nobody there can call ``synchronize()`` first. So they ask here
 what their parameters are, wherever a script has them from: each of torch's functions runs what a cell of its closure holds,
@@ -49,7 +49,7 @@ class _Distributed(Protocol):
 
 
 def install() -> None:
-    """From now on, in this process. Calling it again changes nothing."""
+    """Wrap torch's clipping functions, in this process. Calling it again changes nothing."""
     acts: dict[str, _Function] = {
         "clip_grad_norm_": _norm,
         "clip_grad_value_": _value,

@@ -1,1 +1,1 @@
-"""Nothing hangs in silence: who waits for what, whether anybody can go on, and how a job ends."""
+"""Finds out which rank waits for what, whether the job can still go on, and ends it with a report if not."""

@@ -1,4 +1,4 @@
-"""Whether any rank can still go on, decided from what every rank says of itself (pure)."""
+"""Decides whether any rank can still go on, from what every rank reports of itself (pure)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Standing", "Verdict", "absent", "behind", "verdict"]
 @travels
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """What a rank is doing. `lines` are by the communicators' names, which all of their ranks share."""
+    """A rank's report of what it is doing. `lines` are by the communicators' names, which all of their ranks share."""
 
     text: str
     """In words."""
@@ -33,12 +33,12 @@ class Standing:
 
     @property
     def waits(self) -> bool:
-        """Whether it waits for other ranks, as far as we know."""
+        """Whether the rank waits for other ranks, as far as is known."""
         return self.undecided > 0 or any(line.unfinished for line in self.lines.values())
 
 
 class Verdict(Enum):
-    """What is to be done."""
+    """The decision about a job that does not go on."""
 
     WAIT = "some rank may go on"
     RAISE = "no rank ever goes on, and all can be told so"
@@ -62,7 +62,7 @@ def verdict(standings: Sequence[Standing], seconds: float) -> Verdict:
 
 
 def behind(mine: Mapping[str, Line], others: Mapping[int, Mapping[str, Line]]) -> list[int]:
-    """Ranks that have not come to an operation in which this rank waits, by its own lines and those of `others`."""
+    """The ranks that have not come to an operation in which this rank waits, by its own lines and those of `others`."""
     waits = {name: line.oldest for name, line in mine.items() if line.unfinished}
     return sorted(
         rank
@@ -72,8 +72,10 @@ def behind(mine: Mapping[str, Line], others: Mapping[int, Mapping[str, Line]]) -
 
 
 def absent(answers: Mapping[int, Standing | None], awaited: Iterable[int], seconds: float) -> list[int]:
-    """Of the ranks that are `awaited`, those that have been elsewhere than in our functions, and issued nothing, for
-    `seconds`: an endless loop, or a very long computation. Who waits itself is somebody else's to judge."""
+    """Ranks among `awaited` whose script was outside of our functions and issued nothing for `seconds`.
+
+    Who waits itself is somebody else's to judge.
+    """
     found = {rank: answer for rank in awaited if (answer := answers[rank]) is not None}
     return [rank for rank, answer in found.items() if answer.still_seconds == 0 and answer.quiet_seconds > seconds]
 

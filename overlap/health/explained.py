@@ -1,4 +1,4 @@
-"""Something that ranks wait for, as whoever reads a report is told of it: operations are issued under short labels."""
+"""Describes what ranks wait for in a reader's terms, since operations are issued under short labels."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ Meaning = Callable[[str, str], str]
 
 
 class Awaited(Protocol):
-    """One thing that is not finished; a `Work` is one."""
+    """Something that is not finished, such as a `Work`."""
 
     @property
     def seconds(self) -> float:
-        """For how long it has not been."""
+        """The seconds for which it has been waited for."""
 
     def describe(self) -> str:
-        """What it is, in one line."""
+        """A description in one line."""
 
 
 class Explained:
@@ -42,6 +42,6 @@ class Explained:
 
 
 def in_words(parameters: Sequence[str], step: int) -> str:
-    """What a bucket is to whoever has written the model: two of its `parameters`, and the step that is made (pure)."""
+    """A bucket as text, for whoever has written the model: two of its `parameters`, and the current step (pure)."""
     more = f" and {len(parameters) - 2} more" if len(parameters) > 2 else ""
     return f"{', '.join(parameters[:2])}{more}, step {step}"

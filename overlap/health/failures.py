@@ -1,4 +1,4 @@
-"""One failing rank ends the job, with its own traceback, at once."""
+"""Ends the whole job, with the traceback, as soon as one rank fails."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def install(
 def explain(
     error: BaseException, rank: int, size: int, hosts: Sequence[str] = (), meaning: Meaning = _unexplained
 ) -> str:
-    """A last line below the traceback of a rank that only noticed that another one is gone, else nothing (pure)."""
+    """A last line below the traceback of a rank that only noticed the loss of another one; else empty (pure)."""
     if not isinstance(error, TransportError) or any(reason in str(error) for reason in _CAUSES):
         return ""
     found = re.search(r"\(rank \d+ of (\d+)\b.*?\b(?:from|to) rank (\d+)", str(error), re.DOTALL)
@@ -102,7 +102,7 @@ def say_what_is_under_way(rank: int, size: int) -> None:
 
 
 def say_in_one_line(error: BaseException, rank: int) -> None:
-    """Where nobody catches `error`, which is the user's to correct, this process ends without a traceback.
+    """End this process without a traceback where nobody catches `error`, which the user has to correct.
 
     Other ranks have most likely met the same. Rank 0 says it. The launcher then ends the others, which wait for that: one
     that ended by itself might take rank 0 with it before that has spoken. Who is still there after a while says it as well.

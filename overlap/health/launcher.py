@@ -1,4 +1,4 @@
-"""Whether somebody is over this process still: the agent of torchrun's that has started it, and would end it."""
+"""Watches for the end of torchrun's agent, which has started this process and would have to end it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def agent_gone() -> Callable[[], str]:
 
 
 def line_to_agent() -> list[Process]:
-    """From the parent of this process up to the agent, with scripts between them; empty where there is none.
+    """The processes from this one's parent up to the agent, with scripts between them; empty where there is no agent.
 
     What torchrun starts has a variable of its own, which it has not itself. On Linux.
     """

@@ -1,4 +1,4 @@
-"""A limit for what a process does before ranks can ask each other, or after: a clock that asks nobody."""
+"""A time limit for what a process does before or after ranks can ask each other: by its own clock alone."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ log = logging.getLogger("dear")
 
 
 class Limit:
-    """Warns of what is done inside this context once it takes `warn_after` seconds, and ends the process, by `abort`, once
-    it takes `abort_after`; 0: never. `what` says what that is, and who is missing, as far as it is known then.
+    """A context that warns after `warn_after` seconds, and ends the process by `abort` after `abort_after`; 0: never.
+
+    `what` says what that is, and who is missing, as far as it is known then.
 
     The thread that does it may be blocked below Python, as in ``MPI_Init``: no exception would reach it.
     """

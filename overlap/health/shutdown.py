@@ -1,4 +1,4 @@
-"""How a session lets go of its communicators: some ranks may have issued operations there that others never will."""
+"""Closes a session's communicators, where some ranks may have issued operations that others never will."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ _SHOWN = 3
 
 
 def uneven(issued: Sequence[Mapping[str, int]]) -> frozenset[str]:
-    """Names of communicators on which some rank has issued more than another, from how much each rank issues by name."""
+    """The names of communicators on which some rank has issued more than another."""
     names = {name for mine in issued for name in mine}
     return frozenset(name for name in names if len({mine[name] for mine in issued if name in mine}) > 1)
 
 
 def find_uneven(control: Communicator, communicators: Sequence[Communicator]) -> frozenset[str]:
-    """:func:`uneven` of `communicators`, once no script asks for anything there any more. On every rank of `control`.
+    """The communicators on which ranks have issued different numbers of operations, when no script uses them any more.
+
+    On every rank of `control`.
 
     A rank that ran a backward pass whose step() never came, because it had one batch more or caught an exception, would
     wait for ever for the others' part of the reductions.
@@ -35,7 +37,7 @@ def find_uneven(control: Communicator, communicators: Sequence[Communicator]) ->
 
 
 def report(rank: int, communicators: Sequence[Communicator], given_up: Collection[str]) -> None:
-    """Warn of what this rank has unfinished on those `given_up`, by name, before any rank gives it up."""
+    """Warn of this rank's unfinished operations on communicators that are `given_up`, before any rank gives one up."""
     stranded = [communicator for communicator in communicators if communicator.name in given_up]
     pending = [work for communicator in stranded for work in communicator.pending() if work.op not in UNCOUNTED]
     lost = [f"{work.op} {work.label!r}" for work in pending]
@@ -51,7 +53,7 @@ def report(rank: int, communicators: Sequence[Communicator], given_up: Collectio
 
 
 def last_limit(comm: Communicator, warn_after: float, abort_after: float) -> Limit:
-    """For what comes when ranks answer no more: they close connections, and wait in ``MPI_Finalize`` for all of them."""
+    """The time limit of a session's end, when ranks close connections and wait for all in ``MPI_Finalize``."""
 
     def what() -> str:
         return (

@@ -1,4 +1,4 @@
-"""Where threads are: in the script's own code, or waiting inside ours."""
+"""Finds out where threads are: in the script's own code, or waiting inside ours."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SHOWN_FRAMES = 6
 
 
 class Place(Enum):
-    """What a thread is executing."""
+    """The place in the code that a thread executes."""
 
     OUTSIDE = "the script's code, or a library's"
     INSIDE = "a function of ours"
@@ -30,7 +30,7 @@ class Place(Enum):
 
 
 def is_front_door(names: Mapping[str, Any]) -> bool:
-    """Whether these are the names of a package that scripts import: a strategy's, with all of Horovod's functions."""
+    """Whether `names` are those of a package that scripts import: a strategy's, with all of Horovod's functions."""
     return (
         "__path__" in names
         and "DistributedOptimizer" in names
@@ -39,7 +39,7 @@ def is_front_door(names: Mapping[str, Any]) -> bool:
 
 
 def place(modules: Iterable[str]) -> Place:
-    """Where a thread is whose frames are in `modules`, innermost first.
+    """The place of a thread whose frames are in `modules`, innermost first.
 
     Whatever a function of ours calls in another library counts as that library's: it computes, or is stopped in a debugger.
     """
@@ -55,12 +55,12 @@ def place(modules: Iterable[str]) -> Place:
 
 
 def places(threads: Iterable[int]) -> set[Place]:
-    """Where those of `threads` (identifiers) are that execute Python code."""
+    """The places of those `threads` (identifiers) that execute Python code."""
     return {place(modules) for thread in threads if (modules := modules_of_thread(thread))}
 
 
 def frames(thread: int) -> tuple[str, ...]:
-    """Lines of code in which that thread (an identifier) is, the innermost last, as in a traceback; the innermost few.
+    """The innermost lines of code in which a thread (an identifier) is, the innermost last, as in a traceback.
 
     Written by Python's fault handler, which holds all threads up meanwhile and makes no objects of their frames: CPython
     3.11 crashes now and then when somebody walks frames that return meanwhile.
@@ -73,7 +73,7 @@ def frames(thread: int) -> tuple[str, ...]:
 
 
 def of_thread(text: str, thread: int) -> tuple[str, ...]:
-    """The frames of one thread, the innermost last, in what the fault handler has written of all of them (pure)."""
+    """The frames of one thread, the innermost last, from the fault handler's report about all threads (pure)."""
     heads = list(re.finditer(r"^(?:Thread|Current thread) 0x([0-9a-f]+) .*$", text, re.MULTILINE))
     for head, behind in zip(heads, [*(head.start() for head in heads[1:]), len(text)], strict=True):
         if int(head[1], 16) == thread:

@@ -1,4 +1,4 @@
-"""Nothing hangs in silence: who waits, for what, since when, and what the others are doing meanwhile.
+"""A thread that reports what every rank waits for, since when, and what the others are doing, or ends the job.
 
 What the watchdog looks at: whatever ranks wait in.
 """
@@ -37,7 +37,7 @@ _GRACE_SECONDS = 5.0  # for what a rank that leaves had handed to its own thread
 
 
 class Watchdog:
-    """Looks at the oldest unfinished operation once a second.
+    """Checks the oldest unfinished operation once a second.
 
     After ``DEAR_STALL_WARN_SECONDS`` (60) it asks every rank what it is doing and logs one message. After
     ``DEAR_STALL_ABORT_SECONDS`` (600) the job is ended with that message where it can be known that nobody goes on. 0
@@ -96,7 +96,7 @@ class Watchdog:
             self._thread.start()
 
     def connected(self, hosts: Sequence[str], *, warn_after: float, abort_after: float) -> None:
-        """All ranks are there: the names of their `hosts`, and the limits of all."""
+        """Begin to watch, now that all ranks are there, with their `hosts` and the limits of all."""
         self._hosts, self._warn_after, self._abort_after = hosts, warn_after, abort_after
         self._here = _TRAINING
 
@@ -163,17 +163,17 @@ class Watchdog:
         ]
 
     def watch(self, source: Watched) -> None:
-        """Look at what is pending there too."""
+        """Watch what is pending in `source`, too."""
         self._watched.append(source)
 
     def watch_names(self, names: Names) -> None:
-        """Look at what is asked for by name."""
+        """Watch the operations that are asked for by name, too."""
         self._names = names
         self.watch(names)
 
     @property
     def left(self) -> frozenset[int]:
-        """Ranks that have said that they leave."""
+        """The ranks that have said that they leave."""
         return frozenset(self._left)
 
     def leaving(self) -> None:
@@ -329,17 +329,17 @@ class _Leave:
 
 
 class Watched(Protocol):
-    """A communicator, or whatever else ranks wait in."""
+    """An object in which ranks wait: a communicator, for instance."""
 
     def pending(self) -> Sequence[Awaited]:
-        """What is not finished."""
+        """Everything that is not finished."""
 
     def lines(self) -> Mapping[str, Line]:
         """How far this rank has come on its communicators."""
 
 
 class Names(Watched, Protocol):
-    """Where ranks ask for operations by name: see `overlap.horovod.controller.runtime.Runtime`."""
+    """The source of operations that ranks ask for by name: `overlap.horovod.controller.runtime.Runtime`."""
 
     def asked_by_others(self) -> Sequence[Awaited]: ...
     @property

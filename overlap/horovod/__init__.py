@@ -1,1 +1,1 @@
-"""What ``horovod.torch`` offers, under its names: collectives by name, process sets, join, compression."""
+"""The functions of ``horovod.torch``, under its names: collectives by name, process sets, join, compression."""

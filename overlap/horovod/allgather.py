@@ -1,4 +1,4 @@
-"""Every rank's rows, one rank after the other, by name."""
+"""Allgather by name: every rank's rows, one rank after the other."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Allgather", "allgather", "allgather_async", "grouped_allgather", "gr
 
 
 class Allgather(Operation):
-    """Every rank's rows, one rank after the other."""
+    """The operation: every rank's rows, one rank after the other."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = list(tensors)

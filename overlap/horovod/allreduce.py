@@ -1,4 +1,4 @@
-"""Sums, averages and other reductions of every rank's tensor, by name."""
+"""Allreduce by name: sums, averages and other reductions of every rank's tensor."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ __all__ = [
 
 
 class Allreduce(Operation):
-    """Reduces tensors, in place or into new ones. An average divides by the size of the set, as in Horovod."""
+    """The operation: reduces tensors, in place or into new ones.
+
+    An average divides by the size of the set, as in Horovod.
+    """
 
     def __init__(
         self, tensors: Sequence[torch.Tensor], op: ReduceOp, prescale: float, postscale: float, *, in_place: bool
@@ -70,7 +73,7 @@ class Allreduce(Operation):
 
 
 def stand_in(response: Response) -> Operation:
-    """What a rank that has joined does in an operation of the others: it contributes nothing to their reductions."""
+    """The operation that a rank which has joined makes with the others: it contributes nothing to their reductions."""
     request = response.request
     if request.kind is not Kind.ALLREDUCE:
         assert request.kind in (Kind.BARRIER, Kind.JOIN), f"{request.title} on a rank that did not ask for it"

@@ -1,4 +1,4 @@
-"""Rows from every rank to every rank, by name."""
+"""Alltoall by name: rows from every rank to every rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The root's tensor on every rank, by name."""
+"""Broadcast by name: the root's tensor on every rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ __all__ = ["broadcast", "broadcast_", "broadcast_async", "broadcast_async_", "br
 
 
 def check_root(root_rank: int, group: Group) -> int:
-    """The root, a rank of the job. Raises ``ValueError`` when it is not in the process set, ``TypeError`` for no number."""
+    """Check that `root_rank` is a rank of the process set, and return it as an int.
+
+    Raises ``ValueError`` when it is not in the process set, ``TypeError`` for no number.
+    """
     try:
         root = operator.index(root_rank)
     except TypeError:

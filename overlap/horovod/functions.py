@@ -1,4 +1,4 @@
-"""Any Python object, one rank's model, or its optimizer's state, on every rank."""
+"""Gives every rank one rank's Python object, model or optimizer state."""
 
 from __future__ import annotations
 
@@ -53,7 +53,9 @@ class _BroadcastObject(Operation):
 def broadcast_object(
     obj: T, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> T:
-    """The object of `root_rank`, a rank of the job: itself there, a pickled copy elsewhere. On every rank of the set.
+    """The object of `root_rank`, a rank of the job, on every rank: itself there, a pickled copy elsewhere.
+
+    On every rank of the set.
 
     The others' `obj` is not looked at. Unpickling runs code of the root's choosing, as everything in a job does.
     """

@@ -1,4 +1,4 @@
-"""Beginning and end of a job, this process's place in it, its process sets, and what it was built with."""
+"""Begins and ends a job, and tells this process's place in it, its process sets, and how it was built."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def _join(comm: Any, torch_distributed: bool) -> Session:
 
 
 def regroup() -> Session:
-    """The session of those that train together from now on, where ranks are lost or wait to come in.
+    """The session of the ranks that train together from now on, where ranks are lost or wait to come in.
 
     On every rank of the old one that is left; see `overlap.job.regrouping`. Not inside ``except``. Optimizers of the old
     session are at their end.
@@ -218,7 +218,7 @@ def gloo_enabled() -> bool:
 
 
 def nccl_built() -> int:
-    """0: collectives move tensors over MPI or gloo; those on a GPU travel through the host."""
+    """0, as Horovod's collectives here move tensors over MPI or gloo; those on a GPU travel through the host."""
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Each rank's rows of a reduction, by name."""
+"""Reducescatter by name: each rank's rows of a reduction."""
 
 from __future__ import annotations
 

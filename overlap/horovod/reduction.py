@@ -1,4 +1,4 @@
-"""Which reduction a caller means, and what all forms of reductions share."""
+"""Resolves which reduction a caller means, and holds what all forms of reductions share."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class ReductionCall(NamedTuple):
     def compress(
         self, compression: type[Compressor], tensors: Iterable[torch.Tensor]
     ) -> list[tuple[torch.Tensor, Any]]:
-        """Each tensor as it travels, and what `compression` needs to undo that."""
+        """The tensors as they are sent, and what `compression` needs to undo that."""
         with telling_others(self.kind, self.name, self.process_set):
             if not (hasattr(compression, "compress") and hasattr(compression, "decompress")):
                 raise TypeError(
@@ -123,14 +123,14 @@ class ReductionCall(NamedTuple):
 
 
 def on_the_wire(op: ReduceOp, dtype: torch.dtype, size: int) -> tuple[ReduceOp, int]:
-    """What ranks carry out for `op`, and by what the result is divided after it: an average of whole numbers is cut off."""
+    """The operation that ranks carry out for `op`, and the divisor of its result: integer averages are cut off."""
     if op is not ReduceOp.AVG or dtype.is_floating_point or dtype.is_complex:
         return op, 1
     return ReduceOp.SUM, size
 
 
 def wire_dtype(dtype: torch.dtype, op: ReduceOp) -> torch.dtype:
-    """As what `dtype` is reduced: an average of small numbers is one, and their sum need not be."""
+    """The type in which tensors of `dtype` are reduced: a sum of small integers may need a larger one."""
     return torch.int32 if op is ReduceOp.AVG and dtype in (torch.int8, torch.uint8, torch.int16) else dtype
 
 
@@ -164,7 +164,7 @@ class Batch:
 
     @torch.inference_mode()  # as `scale_`
     def unpack(self) -> None:
-        """The tensors get what became of their parts."""
+        """Give each tensor its part of the result."""
         if self.flat.data_ptr() == self._tensors[0].data_ptr() and len(self._tensors) == 1:
             return
         parts = self.flat.split([tensor.numel() for tensor in self._tensors])

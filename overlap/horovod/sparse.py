@@ -1,4 +1,4 @@
-"""Sums of sparse tensors, by name."""
+"""Allreduce of sparse tensors by name."""
 
 from __future__ import annotations
 

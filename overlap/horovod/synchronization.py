@@ -1,4 +1,4 @@
-"""Waiting: for an operation, for all ranks, for ranks that still have data."""
+"""Waits for an operation, for all ranks, or for ranks that still have data."""
 
 from __future__ import annotations
 

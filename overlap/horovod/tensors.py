@@ -1,4 +1,4 @@
-"""From the caller's tensors to plain memory that collectives move, and back."""
+"""Turns the caller's tensors into plain memory that collectives move, and back."""
 
 from __future__ import annotations
 
@@ -45,19 +45,19 @@ def _types(tensors: object) -> str:
 
 
 def spec_of(tensor: torch.Tensor, label: str = "") -> TensorSpec:
-    """How requests describe it."""
+    """The description of a tensor in requests."""
     return TensorSpec(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), label)
 
 
 def dtype_of(spec: TensorSpec) -> torch.dtype:
-    """The other way round."""
+    """The dtype that a tensor's description names."""
     dtype = getattr(torch, spec.dtype)
     assert isinstance(dtype, torch.dtype)
     return dtype
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` as contiguous CPU memory: itself where it is, else a copy; without autograd."""
+    """`tensor` as contiguous CPU memory without autograd: itself where it is that, else a copy."""
     return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
 
 
@@ -85,7 +85,7 @@ def put_back(tensor: torch.Tensor, values: torch.Tensor) -> None:
 # In place also where the script made the tensor in inference mode, which another thread is not in, or has left it since.
 @torch.inference_mode()
 def scale_(tensor: torch.Tensor, factor: float) -> None:
-    """Multiply in place; whole numbers in fp64, cut off towards zero."""
+    """Multiply `tensor` in place; integers are multiplied in fp64 and cut off towards zero."""
     if factor == 1.0:
         return
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:

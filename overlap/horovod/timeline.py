@@ -1,4 +1,4 @@
-"""Timelines as scripts use them: begin, end, and look at them. Every strategy's package offers these functions."""
+"""Timelines, as scripts use them: start, stop, and draw one. Every strategy's package offers these functions."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""How this process was launched, who is in the job, and what runs beside training."""
+"""Finds out how this process was launched and who is in the job, and runs services beside training."""

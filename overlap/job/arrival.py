@@ -1,4 +1,4 @@
-"""Who has come to ``init()`` in a job of MPI, whose ``MPI_Init`` waits for all and tells nobody of whom.
+"""Reports which ranks have come to ``init()`` of an MPI job, since ``MPI_Init`` waits for all and tells nothing.
 
 Each rank leaves a file in the folder that Open MPI's daemon has on each host for the job, and removes with it. So a rank
 knows of those on its host.
@@ -20,7 +20,7 @@ _FOLDERS = ("PMIX_SERVER_TMPDIR",)  # Open MPI 5, and 4 with its own PMIx
 
 
 class Arrival:
-    """Of this rank, and of those beside it."""
+    """The arrival of this rank and of those on its host."""
 
     def __init__(self, launch: Launch, environ: Mapping[str, str]) -> None:
         self._launch = launch
@@ -30,17 +30,17 @@ class Arrival:
         self._folder = Path(folder) if known and os.path.isdir(folder) else None
 
     def say(self) -> None:
-        """This rank has come."""
+        """Announce that this rank has come."""
         if self._folder is not None:
             with contextlib.suppress(OSError):
                 (self._folder / f"dear-arrived-{self._launch.local_rank}").touch()
 
     def await_ranks(self, ranks: Sequence[int]) -> None:
-        """Where ranks meet in a store, who is missing is known better: these are, just now."""
+        """Note the ranks that are missing just now, as is known where ranks meet in a store."""
         self._awaited = ranks
 
     def describe(self) -> str:
-        """What this rank waits for."""
+        """A description of what this rank waits for."""
         found: Collection[int] | None = None
         if self._folder is not None:
             names = [path.name for path in self._folder.glob("dear-arrived-*")]
@@ -49,8 +49,10 @@ class Arrival:
 
 
 def told(launch: Launch, host: str, awaited: Collection[int] | None, beside: Collection[int] | None) -> str:
-    """What a rank says that waits in ``init()`` (pure): for the ranks `awaited`, if that is known. `beside` are the local
-    ranks of its host that have come, if that is known."""
+    """The message of a rank that waits in ``init()`` (pure), with the ranks `awaited`, if they are known.
+
+    `beside` are the local ranks of its host that have come, if that is known.
+    """
     text = f"rank {launch.rank} of {launch.size} ({host}) waits in init() for the others"
     if awaited is not None:
         return f"{text}: rank(s) {sorted(awaited)} have not come to it" if awaited else f"{text}, which have all come"

@@ -1,4 +1,4 @@
-"""Communicators of all ranks beside the main one, so that operations whose mutual order nobody agreed on never meet.
+"""Channels: communicators of all ranks besides the main one, for operations that follow orders of their own.
 
 An optimizer issues its buckets in one order everywhere, but *when* depends on which gradients a rank happens to have: a
 parameter that only some ranks used is reduced under backward there and in ``step()`` elsewhere. Whatever else is
@@ -23,7 +23,7 @@ _MANY = 16  # channels, from which on it pays to look for dead owners in cycles
 
 
 def even(colors: Sequence[int], committed: Sequence[int]) -> bool:
-    """Whether ranks of the same colour issue as much as one another; both by rank, no colours for one (pure)."""
+    """Whether ranks of the same colour have issued as much as one another; both by rank, no colours: one group (pure)."""
     colors = colors or (0,) * len(committed)
     return len(set(zip(colors, committed, strict=True))) == len(set(colors))
 
@@ -36,7 +36,7 @@ class _Leased:
 
 
 class Channels:
-    """Makes channels from `control`, and tells `watch` of each.
+    """Makes channels from `control`, and reports each to `watch`.
 
     `abandoned` tells whom the script has dropped on this rank, by a name that is the same everywhere. `forget` lets go of
     one that all ranks have dropped, with as much issued on its channels by each of them, so that whatever is in flight
@@ -71,7 +71,9 @@ class Channels:
         return channel
 
     def lease(self, count: int, colors: Sequence[int] = ()) -> list[Communicator]:
-        """Channels nobody uses; on every rank. :meth:`hold` says whose they are, until all ranks have dropped that owner.
+        """Lease channels that nobody uses; on every rank.
+
+        :meth:`hold` says whose they are, until all ranks have dropped that owner.
 
         They connect all ranks, or those of one colour, by the `colors` of all ranks. Leased twice before they are held they
         are the same.
@@ -103,7 +105,7 @@ class Channels:
         return sum(each.colors == colors and (each.owner is None or each.owner in dropped) for each in self._leased)
 
     def hold(self, channels: Sequence[Communicator], owner: str) -> None:
-        """Those of `channels` that are leased belong to `owner`. On every rank."""
+        """Note that those `channels` that are leased belong to `owner`. On every rank."""
         for leased in self._leased:
             if any(leased.channel is mine for mine in channels):
                 leased.owner = owner

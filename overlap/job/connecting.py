@@ -1,4 +1,4 @@
-"""Which communicator of all ranks this process gets: that of its launcher, or one that the script gives."""
+"""Connects this process to all ranks, by its launcher's means or by a communicator that the script gives."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["connect", "meet"]
 
 
 def meet(launch: Launch, comm: Any) -> Communicator:
-    """In a job whose ranks come and go, with those of them that train together next. On every one of them."""
+    """Connect to the ranks that train together next, in a job whose ranks come and go. On every one of them."""
     adopted = comm is not None or (torch.distributed.is_available() and torch.distributed.is_initialized())
     problem = regrouping.obstacle(os.environ, launch, adopted)
     if problem is not None:
@@ -32,8 +32,9 @@ def meet(launch: Launch, comm: Any) -> Communicator:
 
 
 def connect(launch: Launch, comm: Any, wanted: Settings) -> Communicator:
-    """As the launcher says, or `comm`. What is wrong with comm_core's own variables, which it reads then, or with the
-    place for a timeline, ends a script.
+    """The communicator of all ranks, by the launcher's means, or around `comm`.
+
+    What is wrong with comm_core's own variables, which it reads then, or with the place for a timeline, ends a script.
 
     So does a rank that the others have waited for as long as they do, which is named where that can be known.
     """

@@ -1,4 +1,4 @@
-"""How many cores there are for each rank of a host: those it may run on, hyperthreads not counted, and within its quota.
+"""The number of cores for each rank of a host: those it may run on, without hyperthreads, within its quota.
 
 As a program, with no packages around it, it says how many threads one of several workers takes; dearrun starts it beside
 each: ``python cores.py WORKERS SHELL``. It says nothing where the launcher has given workers cores of their own: where the
@@ -34,7 +34,7 @@ def among(mine: Collection[int], everyones: Sequence[Collection[int]], limit: fl
 
 
 def cores(process: int = 0) -> tuple[int, ...]:
-    """The cores that a process may run on, 0: this one; each by the lowest number of its hyperthreads."""
+    """The cores that a process may run on (0: this one), each as the lowest number of its hyperthreads."""
     if not hasattr(os, "sched_getaffinity"):
         return tuple(range(os.cpu_count() or 1))
     return tuple(sorted({_lowest_sibling(cpu) for cpu in os.sched_getaffinity(process)}))
@@ -58,7 +58,7 @@ def limit() -> float:
 
 
 def limit_in(groups: str, mounted: Path) -> float:
-    """The same of a process in these `groups`, as /proc/self/cgroup names them."""
+    """The cores that a process in these control `groups` (of /proc/self/cgroup) may use; infinite without a limit."""
     found = math.inf
     for line in groups.splitlines():
         _, controllers, path = line.split(":", 2)
@@ -76,7 +76,7 @@ def limit_in(groups: str, mounted: Path) -> float:
 
 
 def quota(text: str) -> float:
-    """Of "150000 100000", microseconds in each period, 1.5 cores; infinite of "max 100000" and "-1 100000" (pure)."""
+    """The cores that a quota grants: "150000 100000", microseconds of each period, is 1.5; infinite if none (pure)."""
     allowed, period = text.split()
     return math.inf if allowed in ("max", "-1") else int(allowed) / int(period)
 

@@ -1,4 +1,4 @@
-"""torch.distributed's default group for ranks that MPI started: what asks for it finds it, as under torchrun.
+"""Makes torch.distributed's default group for ranks that MPI started, so that other code finds it as under torchrun.
 
 Libraries ask torch.distributed which ranks there are, and communicate over it: metrics, checkpoints, trainers. The group
 is made over gloo, beside our own communicators. Ranks tell each other over those where to meet, and whether it worked on
@@ -40,7 +40,7 @@ _SETUP = timedelta(seconds=60)  # for all ranks to connect; operations have torc
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What a rank has, and what its script asks for."""
+    """What a rank's script asks for, and what is there already."""
 
     wanted: bool
     there: bool  # the script has initialised torch.distributed
@@ -48,7 +48,7 @@ class Wish:
 
 
 def why_not(wishes: Sequence[Wish]) -> str | None:
-    """Why ranks with these `wishes` make no group, "" where that needs no word; None: they make one (pure)."""
+    """The reason why ranks with these `wishes` make no group, "" if it needs no word; None if they make one (pure)."""
     for holds, says in (
         ([not wish.wanted for wish in wishes], "gave torch_distributed=False to init()"),
         ([wish.there for wish in wishes], "had initialised torch.distributed before init()"),
@@ -63,7 +63,7 @@ def why_not(wishes: Sequence[Wish]) -> str | None:
 
 
 class DefaultGroup:
-    """The group that :func:`make` made, and the environment variables that tell of it."""
+    """The group that :func:`make` made, and the environment variables that point to it."""
 
     def __init__(self, variables: Variables) -> None:
         # torch alone keeps it: a script that destroys it gets rid of its threads, and of the port of rank 0's store.
@@ -72,13 +72,13 @@ class DefaultGroup:
         os.register_at_fork(after_in_child=functools.partial(_keep, self._group))
 
     def tear_down(self) -> None:
-        """End with an error what is under way, here and on the peers."""
+        """End operations under way with an error, here and on the peers."""
         group = self._group()
         if group is not None and dist.group.WORLD is group:
             tear_down(group._get_backend(torch.device("cpu")))
 
     def end(self) -> None:
-        """Destroy it, and the groups that the script has made of its ranks, unless the script has done so.
+        """Destroy the group and those that the script has made of its ranks, unless the script has done so.
 
         On every rank, when all have come to the end. Operations that are still under way, since the script never waited for
         them or other ranks never came to them, are given up: gloo would wait for them for half an hour.

@@ -1,4 +1,4 @@
-"""Gives an optimizer's communicators a carrier for the device that its model is on; the only place that looks at CUDA."""
+"""Gives an optimizer's communicators carriers for the device of its model; the only place that looks at CUDA."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ log = logging.getLogger("dear")
 
 
 class CudaCarriers:
-    """Every carrier of `session`, which lets go of them. A channel that is leased again keeps the carrier it has."""
+    """All carriers of `session`, which ends them. A channel that is leased again keeps the carrier it has."""
 
     def __init__(self, session: Session) -> None:
         self._session = weakref.proxy(session)
         self._made: dict[tuple[Communicator, Route, torch.device], DeviceCommunicator] = {}
 
     def over(self, host: Communicator, route: Route, device: torch.device) -> DeviceCommunicator:
-        """`host` with a carrier. On every rank of `host`."""
+        """`host` with a carrier for `device`. On every rank of `host`."""
         found = self._made.get((host, route, device))
         if found is None:
             streams = TorchStreams(device)
@@ -53,7 +53,9 @@ _carriers: weakref.WeakKeyDictionary[Session, CudaCarriers] = weakref.WeakKeyDic
 def fit_out(
     session: Session, members: Membership, parameters: Sequence[tuple[str, torch.Tensor]], refusal: str = ""
 ) -> Membership:
-    """`members` as they are where parameters are on the CPU, with carriers where they are on a GPU. On every rank of them.
+    """`members` with carriers where parameters are on a GPU; as they are where parameters are on the CPU.
+
+    On every rank of them.
 
     `parameters` are pairs of name and tensor; `refusal` says why their optimizer may not be on a GPU, where that is so.
     Raises on every rank, with the rank and the reason, :class:`RouteError` for devices that do not fit together, for a

@@ -1,4 +1,4 @@
-"""Among which ranks an optimizer reduces: all of the job, or a process set."""
+"""The ranks among which an optimizer reduces: all of the job, or a process set."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ __all__ = ["Membership", "beside", "leader", "membership"]
 
 @dataclass(frozen=True)
 class Membership:
-    """`reductions` carry those, `gathers` all-gathers of sharded updates; `calls` what follows the script's calls and not
-    the plan; `ranks` are its members' ranks in the job.
+    """The communicators of an optimizer: for reductions, for all-gathers, and for what follows the script's calls.
 
     `everyone` connects all ranks whose parameters start alike: the members, by `calls`, or several such groups.
     """
@@ -27,7 +26,7 @@ class Membership:
 
     @property
     def comm(self) -> Communicator:
-        """Carries whatever else the members tell each other, too."""
+        """The communicator for everything else that members tell each other."""
         return self.reductions[0]
 
 
@@ -56,12 +55,15 @@ def membership(session: Session, process_set: ProcessSet, *, sharding: bool, lan
 
 
 def beside(session: Session, process_set: ProcessSet) -> Communicator:
-    """For what the members tell each other beside training, in an order of its own. On every rank of the job, as above."""
+    """A communicator for what the members tell each other beside training, in an order of its own.
+
+    On every rank of the job, as above.
+    """
     if process_set is global_process_set or process_set.process_set_id == 0:
         return session.comm
     return session.subset(process_set.process_set_id if process_set.included() else None)
 
 
 def leader(process_set: ProcessSet, rank: int) -> int:
-    """The first of the members of which `rank` of the job is one: whoever decides for them."""
+    """The first of the members that `rank` of the job belongs to, which decides for them."""
     return process_set.ranks[0] if process_set.included() and process_set.ranks else rank

@@ -1,4 +1,4 @@
-"""How this process was launched, read from its environment and nothing else (pure: a mapping in, a value out)."""
+"""Reads from the environment how this process was launched (pure: a mapping in, a value out)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ALONE_VARIABLE = "DEARRUN_ALONE"
 
 
 class LaunchError(RuntimeError):
-    """The environment and the communicator tell different stories about the size of the job."""
+    """The job was launched in a way that cannot work: environment and communicator disagree about its size, say."""
 
 
 class Launcher(Enum):
@@ -37,7 +37,7 @@ class Launcher(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What the launcher promised. ``local_*`` is None where the launcher does not say."""
+    """What the launcher says of the job and of this process. ``local_*`` is None where the launcher does not say."""
 
     launcher: Launcher
     rank: int = 0
@@ -93,7 +93,7 @@ def _from_torchrun(environ: Mapping[str, str]) -> Launch | None:
 
 
 def detect(environ: Mapping[str, str]) -> Launch:
-    """Decide between mpirun, torchrun and a single process.
+    """Detect mpirun, torchrun or a single process from the environment.
 
     Both families can be present: torchrun, which names its job in every worker, is the inner one where it was started by
     ``srun`` or ``mpirun``, one for each host. Else (dearrun sets RANK for scripts that ask before ``init()``) the one that
@@ -145,7 +145,7 @@ def adopted(launch: Launch, rank: int, size: int) -> Launch:
 
 
 def no_meeting(environ: Mapping[str, str]) -> str | None:
-    """Why ranks with torchrun's variables cannot meet, if they cannot (pure)."""
+    """The reason why ranks with torchrun's variables cannot meet, if they cannot (pure)."""
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
     if missing:
         return (
@@ -161,7 +161,7 @@ def no_meeting(environ: Mapping[str, str]) -> str | None:
 
 
 def rank_in(environ: Mapping[str, str]) -> int:
-    """This process's rank by what its launcher says, also where ``DEAR_BACKEND`` makes no sense; in doubt 0 (pure)."""
+    """This process's rank as its launcher says, even if ``DEAR_BACKEND`` is wrong; 0 in doubt (pure)."""
     try:
         return detect({name: value for name, value in environ.items() if name != BACKEND_VARIABLE}).rank
     except LaunchError:

@@ -1,4 +1,4 @@
-"""The logger of all packages, set up only where the environment asks for it."""
+"""The logger of all packages, which is set up only where the environment asks for it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ log = logging.getLogger("dear")
 
 
 def configure(settings: Settings, rank: int) -> None:
-    """Take the level from the environment, and name what was set in vain. Local."""
+    """Set the log level that the environment asks for, and warn of variables that have no effect. Local."""
     if settings.log_level is not None:
         log.setLevel(settings.log_level)
         if not log.hasHandlers():  # a script that configures logging keeps its own form

@@ -1,4 +1,4 @@
-"""At which address of rank 0's host all ranks of an MPI job meet over TCP: MPI does not tell how it reaches a host.
+"""Finds an address of rank 0's host that all ranks of an MPI job reach over TCP; MPI does not tell one.
 
 Ranks on one host meet on the loopback interface, where no other host can listen in. Else rank 0 names its addresses, every
 rank of another host tries them, and the first one that all have reached is taken.
@@ -62,7 +62,7 @@ def common(reached: Sequence[Sequence[str]]) -> str | None:
 
 
 def candidates(addresses: Sequence[Address], own_name: Sequence[str], named: str, included: str) -> list[Address]:
-    """Where to try, best first (pure).
+    """The addresses to try, best first (pure).
 
     Args:
         addresses: of this host.

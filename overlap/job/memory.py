@@ -1,4 +1,4 @@
-"""How much memory this host, or the container that this process is in, or a GPU, has to spare."""
+"""The memory that this host, this process's container, or a GPU has to spare."""
 
 from __future__ import annotations
 

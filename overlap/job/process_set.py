@@ -1,4 +1,4 @@
-"""Some of the ranks, for collectives among them."""
+"""Process sets: some of the job's ranks, for collectives among them."""
 
 from __future__ import annotations
 

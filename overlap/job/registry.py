@@ -1,4 +1,4 @@
-"""The distributed optimizers of a session: who has which parameters, and who is gone."""
+"""The distributed optimizers of a session: which parameters each has, and which are gone."""
 
 from __future__ import annotations
 
@@ -19,31 +19,34 @@ log = logging.getLogger("dear")
 
 
 class Owner(Protocol):
-    """What has parameters, and hooks on their model, on behalf of an optimizer."""
+    """The holder of an optimizer's parameters and of the hooks on their model."""
 
     @property
     def unfinished(self) -> bool:
         """Whether this rank had a backward pass and no step after it."""
 
     def has(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """Whether any of `parameters` is its own."""
+        """Whether any of `parameters` belongs to this owner."""
 
     @property
     def channels(self) -> Collection[str]:
-        """Names of the communicators on which its labels have a meaning of their own."""
+        """The names of the communicators on which this owner's labels have a meaning of their own."""
 
     def meaning(self, label: str) -> str:
-        """What an operation of this label carries, in words; empty where it says so itself. On any thread."""
+        """A description of what an operation with this label carries; empty where the label says so itself.
+
+        On any thread.
+        """
 
     def hand_over(self, unfinished: bool) -> None:
         """End what is in flight and take the hooks off the model. On every rank; `unfinished` tells of any rank."""
 
     def retire(self) -> None:
-        """The same where all ranks have issued the same operations."""
+        """Do as :meth:`hand_over`, where all ranks have issued the same operations."""
 
 
 class Registry:
-    """Optimizers by topic, a name that is the same on all ranks. The script alone decides how long one lives."""
+    """All optimizers by topic, a name that is the same on all ranks. The script alone decides how long one lives."""
 
     def __init__(self, control: Communicator, peer_queries: PeerQueries) -> None:
         self._control, self._peer_queries = control, peer_queries
@@ -51,7 +54,7 @@ class Registry:
         self._registered = 0
 
     def meaning(self, channel: str, label: str) -> str:
-        """What the label of an operation on the communicator of name `channel` means. On any thread."""
+        """A description of the operation with this label on the communicator of name `channel`. On any thread."""
         owners = [owner for _, owners in list(self._entries.values()) for owner in owners]
         here = [owner for owner in owners if channel in owner.channels]
         # An operation that is handed to another thread goes over a communicator of that thread's own.
@@ -60,11 +63,11 @@ class Registry:
 
     @property
     def optimizers(self) -> list[Any]:
-        """Optimizers that this process has not let go of."""
+        """All optimizers that this process has not let go of."""
         return [optimizer for reference, _ in self._entries.values() if (optimizer := reference()) is not None]
 
     def having(self, parameters: Sequence[torch.Tensor]) -> list[Any]:
-        """Those that have any of `parameters`; not one from which another has taken them."""
+        """The optimizers that have any of `parameters`; not one from which another has taken them."""
         found = []
         for reference, owners in self._entries.values():
             optimizer = reference()
@@ -78,14 +81,17 @@ class Registry:
         return shells[-1] if shells else optimizer
 
     def register(self, optimizer: Any, owner: Owner) -> str:
-        """Remember an optimizer, and `owner` until all ranks have dropped it; its topic between ranks. On every rank."""
+        """Register an optimizer, with its `owner` until all ranks have dropped it; returns its topic between ranks.
+
+        On every rank.
+        """
         self._registered += 1
         topic = f"state/{self._registered}"
         self._entries[topic] = weakref.ref(optimizer), [owner]
         return topic
 
     def add_owner(self, topic: str, owner: Owner) -> None:
-        """Something else that has the parameters of a registered optimizer, as long as the first owner. On every rank."""
+        """Add another owner of a registered optimizer's parameters, for as long as the first owner. On every rank."""
         self._entries[topic][1].append(owner)
 
     def topic_of(self, optimizer: Any) -> str:
@@ -110,11 +116,11 @@ class Registry:
                 owner.hand_over(any(unfinished for _, unfinished in found))
 
     def abandoned(self) -> set[str]:
-        """Topics of optimizers that are dead on this rank; what they shared still answers the other ranks."""
+        """The topics of optimizers that are dead on this rank; what they shared still answers the other ranks."""
         return {topic for topic, (optimizer, _) in self._entries.items() if optimizer() is None}
 
     def abandon(self) -> None:
-        """Ranks are lost: no optimizer goes on. Their hooks are taken off, on this rank."""
+        """End all optimizers, since ranks are lost. Their hooks are taken off, on this rank."""
         for _, owners in self._entries.values():
             for owner in owners:
                 try:

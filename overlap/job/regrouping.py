@@ -1,4 +1,4 @@
-"""A job whose ranks come and go: it is launched with ``DEAR_KEEP_GOING=1``, and an agent of torchrun's for each worker.
+"""Jobs whose ranks come and go: launched with ``DEAR_KEEP_GOING=1``, with an agent of torchrun's for each worker.
 
 Such an agent starts its worker again, and lets those of others alone, if agents have met statically (``--master-addr``;
 ``--rdzv-backend c10d`` would start all of them again). Agent 0 has the store, and has to live.
@@ -34,11 +34,11 @@ _HOW = (
 
 
 class RanksChange(RuntimeError):
-    """A rank waits to come in, and all have agreed to meet it now."""
+    """A rank waits to come in, and all ranks have agreed to meet it now."""
 
 
 def obstacle(environ: Mapping[str, str], launch: Launch, adopted: bool) -> str | None:
-    """Why the ranks of this `launch` cannot come and go; None: they can (pure).
+    """The reason why the ranks of this `launch` cannot come and go; None: they can (pure).
 
     `adopted`: the script has initialised torch.distributed, or gives a communicator.
     """
@@ -59,12 +59,12 @@ _roster: Roster | None = None  # of this process, as long as it lives: sessions 
 
 
 def roster() -> Roster | None:
-    """Who is there; None in a job that was not launched so."""
+    """The roster of a job whose ranks come and go; None in any other job."""
     return _roster
 
 
 def place() -> tuple[int, int]:
-    """The local rank and the local size, which stay as they are in the beginning: GPUs are chosen by them."""
+    """The local rank and local size at the beginning, which never change, since GPUs are chosen by them."""
     assert _roster is not None
     return _roster.place()
 

@@ -1,4 +1,4 @@
-"""What a session keeps running beside training, and asks to end with it."""
+"""Interfaces of what a session runs beside training, and asks to end with it."""
 
 from __future__ import annotations
 
@@ -12,31 +12,34 @@ class Service(Protocol):
     """Something that runs beside training."""
 
     def close(self) -> None:
-        """End it. On every rank, in the same order among services."""
+        """End the service. On every rank, in the same order among services."""
 
     def interrupt(self) -> None:
-        """Others are lost: who waits for them here gets an error. On any rank and thread."""
+        """Raise an error wherever somebody here waits for other ranks, since some are lost. On any rank and thread."""
 
     def abandon(self) -> None:
-        """After :meth:`interrupt`: end it, on this rank."""
+        """End the service on this rank, after :meth:`interrupt`."""
 
 
 class Issuer(Protocol):
-    """Something whose threads issue what optimizers hand it."""
+    """A service whose threads issue what optimizers hand to it."""
 
     def close(self, given_up: Collection[str]) -> None:
-        """Take nothing more, and issue what was handed in, as all ranks do. On every rank. Nothing goes to communicators
-        that are `given_up`, by name. Afterwards they count what was issued."""
+        """Take nothing more, and issue what was handed in, as all ranks do.
+
+        On every rank. Nothing goes to communicators that are `given_up`, by name. Afterwards they count what was
+        issued.
+        """
 
     def join(self) -> None:
         """Wait for its threads, now that nothing is under way any more."""
 
 
 class Participant(Protocol):
-    """Something that other ranks wait for in every step, and would wait for in vain on a rank out of data."""
+    """A service that other ranks wait for in every step, and would wait for in vain on a rank that is out of data."""
 
     def join(self) -> None:
         """Take part, contributing nothing, until no rank needs it any more."""
 
     def forget(self, topic: str) -> None:
-        """All ranks have dropped the optimizer of this name."""
+        """Forget the optimizer of this name, which all ranks have dropped."""

@@ -1,4 +1,4 @@
-"""Who we are in this job: the only process-wide object, made by :func:`init`, ended by :func:`shutdown`."""
+"""The session: this process's place in the job, made by :func:`init` and ended by :func:`shutdown`, the one global."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class Session:
         return default_group.make(self.control, wanted, self.local_rank, self.local_size)
 
     def end_default_group(self) -> None:
-        """torch.distributed is as it was before the session."""
+        """Restore torch.distributed as it was before the session."""
         ended, self._default_group = self._default_group, None
         if ended is not None:
             ended.end()
@@ -162,7 +162,7 @@ class Session:
         return part
 
     def adopt(self, communicator: Communicator) -> None:
-        """Let go of `communicator` with the session, before those adopted earlier. On every rank of it."""
+        """Close `communicator` when the session ends, before those adopted earlier. On every rank of it."""
         self._adopted.append(communicator)
 
     def heed(self) -> None:
@@ -171,7 +171,7 @@ class Session:
             raise TransportError(self.roster.news)
 
     def tear_down(self) -> None:
-        """End with an error what is under way on connections, here and on the peers. On any rank and thread."""
+        """End operations under way on all connections with an error, here and on the peers. On any rank and thread."""
         for communicator in (*self._communicators(), self.control, self.comm):
             communicator.abandon()
         group = self._default_group
@@ -343,7 +343,7 @@ def is_initialized() -> bool:
 
 
 class NotInitialized(ValueError, RuntimeError):
-    """:func:`init` was not called, or :func:`shutdown` was."""
+    """The session has not begun, or has ended: :func:`init` was not called, or :func:`shutdown` was."""
 
 
 def current() -> Session:
@@ -354,7 +354,7 @@ def current() -> Session:
 
 
 def uninitialized() -> str:
-    """What to tell a script that has not called :func:`init`, by the name of the package that it imports."""
+    """The message for a script that has not called :func:`init`, with the name of the package that it imports."""
     packages = (name for name, module in sys.modules.items() if is_front_door(vars(module)))
     return f"call {next(packages, 'overlap.job.session')}.init() first"
 

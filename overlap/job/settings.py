@@ -1,4 +1,4 @@
-"""What a job is told through environment variables, read once and in one place (pure: a mapping in, a value out).
+"""The settings that a job is given through environment variables (pure: a mapping in, a value out).
 
 Every ``DEAR_*`` variable wins over the ``HOROVOD_*`` variable that means the same; ByteScheduler's own count for its
 strategy. Rank 0's settings hold on all ranks.
@@ -24,12 +24,12 @@ CUDA_TRANSPORTS = ("auto", "nccl", "staged")
 
 
 class SettingError(ValueError):
-    """An environment variable holds what it should not."""
+    """An environment variable has a value that it cannot have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """One field per setting; each names its variables."""
+    """The settings of a job; each field names its variables."""
 
     poison: bool = False
     """``DEAR_POISON``: parameters in transit are NaN, so that a missed wait shows."""

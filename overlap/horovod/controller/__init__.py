@@ -1,1 +1,1 @@
-"""How ranks agree on what happens by name, in one order for all. Nothing here knows a collective."""
+"""Has all ranks agree on which operations happen by name, and in which order. Nothing here knows a collective."""

@@ -1,4 +1,4 @@
-"""Rank 0 decides what happens next, from what the ranks have asked for so far (pure: a request in, responses out).
+"""Decides on rank 0 what happens next, from what the ranks have asked for (pure: a request in, responses out).
 
     rank 1  allreduce b ──┐                                              every rank carries out b, then a
     rank 0  allreduce a ──┤ coordinator: b is complete ─► response b ─►
@@ -45,7 +45,7 @@ class Waiting:
 
 
 class Stalled:
-    """An operation that waits, with the ranks that are missing; looks like a `Work` to the watchdog."""
+    """An operation that waits, with the ranks that are missing; the watchdog uses it as a `Work`."""
 
     def __init__(self, waiting: Waiting, missing: Sequence[int]) -> None:
         self._since, self._title = waiting.since, waiting.title
@@ -61,7 +61,7 @@ class Stalled:
 
 
 class Coordinator:
-    """The table of everything asked for and not yet answered; process sets by number, 0 being all ranks."""
+    """Rank 0's table of everything that was asked for and is not answered; process set 0 is all ranks."""
 
     def __init__(self, size: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._sets: dict[int, tuple[int, ...]] = {0: tuple(range(size))}
@@ -72,7 +72,7 @@ class Coordinator:
         self._clock = clock
 
     def members(self, process_set: int) -> tuple[int, ...]:
-        """The ranks of a process set; nobody where there is no such set (any more)."""
+        """The ranks of a process set; none where there is no such set (any more)."""
         return self._sets.get(process_set, ())
 
     @property
@@ -95,12 +95,12 @@ class Coordinator:
         return self._decide([*others, key])
 
     def leave(self, rank: int, why: str) -> list[Decision]:
-        """`rank` will ask for nothing more: whatever waits for it never happens."""
+        """Note that `rank` will ask for nothing more: whatever waits for it never happens."""
         self._left[rank] = why
         return self._decide(list(self._waiting))
 
     def give_up(self, text: str) -> list[Decision]:
-        """No rank will ever ask for what is missing: all of it fails, with `text`."""
+        """Fail everything that waits, with `text`, since no rank will ever ask for what is missing."""
         given_up = [
             (self._sets[key[0]], Response(next(iter(waiting.requests.values())), error=text))
             for key, waiting in self._waiting.items()

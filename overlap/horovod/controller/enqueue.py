@@ -1,4 +1,4 @@
-"""From a function's arguments to an operation that all ranks know of."""
+"""Turns the arguments of a function into an operation that all ranks know of."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def runtime() -> Runtime:
 
 
 def latest() -> Runtime:
-    """The runtime that gave out handles: also after ``shutdown()``, when those that are left fail."""
+    """The runtime that gave out handles, also after ``shutdown()``, when the remaining ones fail."""
     return runtime() if is_initialized() or _latest is None else _latest
 
 
 def operation_name(kind: Kind, name: str | None, process_set: ProcessSet, *, group: bool = False) -> str:
-    """The name given, or the next number of this kind; a group of tensors is never taken for a single one."""
+    """The given name, or the next number of this kind; a group of tensors is never taken for a single one."""
     if name is not None and not isinstance(name, str):
         raise TypeError(f"name should be a string and is {type(name).__name__}")
     found = runtime()
@@ -69,7 +69,7 @@ def enqueue(
 
 @contextmanager
 def telling_others(kind: Kind, name: str, process_set: ProcessSet) -> Iterator[None]:
-    """What is raised inside, on this rank perhaps alone, fails the operation on every rank."""
+    """A context: an error inside, perhaps on this rank alone, fails the operation on every rank."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""What collectives by name raise."""
+"""Errors that collectives by name raise."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Mismatch(HorovodInternalError, comm_core.InvalidUsage):
 
 
 class NotInitialized(HorovodInternalError, session.NotInitialized):
-    """``init()`` was not called, or ``shutdown()`` was.
+    """The session has not begun, or has ended: ``init()`` was not called, or ``shutdown()`` was.
 
     Horovod's functions that ask for a rank or a size raise ``ValueError`` then, its collectives ``HorovodInternalError``.
     """

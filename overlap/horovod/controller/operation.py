@@ -1,4 +1,4 @@
-"""One rank's part in an operation: prepared by its caller, started by everybody at the same place in the order.
+"""One rank's part in an operation: its caller prepares it, and all ranks start it at the same place in the order.
 
 caller's thread   prepare ── enqueue ························ wait ── result
 runtime's thread                  response ── start (collectives)
@@ -51,7 +51,7 @@ class Group:
 
 
 class Operation(ABC):
-    """What one rank brings, and what it takes away."""
+    """An operation on one rank: what it brings to the others, and what it takes away."""
 
     @abstractmethod
     def start(self, response: Response, group: Group) -> list[Work]:
@@ -59,11 +59,11 @@ class Operation(ABC):
 
     @abstractmethod
     def result(self) -> Any:
-        """What the caller gets; asked once, when all collectives are done."""
+        """The result for the caller; asked once, when all collectives are done."""
 
 
 class Nothing(Operation):
-    """Operations that are over once every rank has asked for them: a barrier, a join, changes of process sets."""
+    """An operation that is over once every rank has asked for it: a barrier, a join, changes of process sets."""
 
     def __init__(self) -> None:
         self._number = -1
@@ -73,7 +73,7 @@ class Nothing(Operation):
         return []
 
     def result(self) -> int:
-        """The response's number."""
+        """The number in the response."""
         return self._number
 
 
@@ -92,7 +92,10 @@ class Only(Operation):
 
 
 class Pending:
-    """What a handle stands for. The runtime's thread calls `issued` or `fail`, once; the caller `done` and `wait`."""
+    """The operation behind a handle.
+
+    The runtime's thread calls `issued` or `fail`, once; the caller `done` and `wait`.
+    """
 
     def __init__(self, request: Request, operation: Operation) -> None:
         self.request, self.operation = request, operation
@@ -103,12 +106,12 @@ class Pending:
         self._waiter: int | None = None
 
     def issued(self, works: Sequence[Work]) -> None:
-        """Its collectives are under way."""
+        """Note that its collectives are under way."""
         self._works = works
         self._decided.set()
 
     def fail(self, error: Exception) -> None:
-        """It will not happen, unless it has been issued already."""
+        """Fail the operation, unless it has been issued already."""
         if not self._decided.is_set():
             self._error = error
             self._decided.set()
@@ -118,11 +121,14 @@ class Pending:
         return self._decided.is_set() and all(work.done() for work in self._works)
 
     def settled(self) -> None:
-        """Wait until it is known whether it happens."""
+        """Wait until it is known whether the operation happens."""
         self._decided.wait()
 
     def wait(self) -> Any:
-        """The operation's result. Raises what went wrong, connections lost as :class:`HorovodInternalError`."""
+        """Wait for the operation's result.
+
+        Raises what went wrong, connections lost as :class:`HorovodInternalError`.
+        """
         self._waiter = threading.get_ident()
         self._decided.wait()
         if self._error is not None:
@@ -138,12 +144,12 @@ class Pending:
 
     @property
     def waiter(self) -> int | None:
-        """The thread that waits for it to be decided, or did."""
+        """The thread that waits, or has waited, for the operation to be decided."""
         return self._waiter
 
     @property
     def seconds(self) -> float:
-        """Time since it was asked for."""
+        """The seconds since it was asked for."""
         return time.monotonic() - self._since
 
     def describe(self) -> str:
@@ -153,7 +159,7 @@ class Pending:
 
 
 class Handles:
-    """Each number is given out once and waited for once, from any thread."""
+    """The handles of operations; each is given out once and waited for once, from any thread."""
 
     def __init__(self) -> None:
         self._waiting: dict[int, Pending] = {}
@@ -161,7 +167,7 @@ class Handles:
         self._lock = threading.Lock()
 
     def give(self, pending: Pending) -> int:
-        """A number for :meth:`wait` and :meth:`done`."""
+        """A handle, for :meth:`wait` and :meth:`done`."""
         with self._lock:
             number = next(_numbers)
             self._waiting[number] = pending

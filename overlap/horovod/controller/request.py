@@ -1,4 +1,4 @@
-"""What a rank asks for by name, whether several mean the same, and what all are told to do (pure: values that travel)."""
+"""What a rank asks for by name, and what all ranks are told to do, as values that are sent (pure)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Kind(Enum):
 @travels
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor of a request."""
+    """The description of one tensor of a request."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -42,7 +42,10 @@ class TensorSpec:
 @travels
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What one rank asks for. Ranks that use the same kind and name in the same process set mean the same operation."""
+    """A request of one rank for an operation.
+
+    Ranks that use the same kind and name in the same process set mean the same operation.
+    """
 
     kind: Kind
     name: str
@@ -62,7 +65,7 @@ class Request:
 
     @property
     def title(self) -> str:
-        """How messages call the operation."""
+        """The name of the operation in messages."""
         where = f" in process set {self.process_set}" if self.process_set else ""
         return f"{self.kind.value} {self.name!r}{where}"
 
@@ -70,7 +73,7 @@ class Request:
 @travels
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """From a rank that asks for nothing more, because it `why`, as in "has shut down"."""
+    """The message of a rank that asks for nothing more, because it `why`, as in "has shut down"."""
 
     why: str
 
@@ -78,7 +81,7 @@ class Leave:
 @travels
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """From the watchdog of rank 0: what is undecided will stay so."""
+    """The message of rank 0's watchdog that what is undecided will stay so."""
 
     reason: str
 
@@ -86,7 +89,7 @@ class GiveUp:
 @travels
 @dataclass(frozen=True, slots=True)
 class Response:
-    """What every rank of the process set is told, in the one order in which all of them carry it out."""
+    """The answer that every rank of a process set is told, in the one order in which all carry operations out."""
 
     request: Request
     """One rank's, the root's where there is one: what all the others' agree with."""

@@ -74,7 +74,10 @@ class Runtime:
     # - Callers' threads
 
     def group(self, process_set: ProcessSet) -> Group:
-        """The set as this rank sees it. Raises ``ValueError`` unless it is registered and this rank is in it."""
+        """The process set as this rank sees it.
+
+        Raises ``ValueError`` unless it is registered and this rank is in it.
+        """
         if not isinstance(process_set, ProcessSet):
             raise TypeError(f"process_set should be a ProcessSet and is {type(process_set).__name__}")
         number = process_set.process_set_id
@@ -88,7 +91,7 @@ class Runtime:
         return group
 
     def name(self, kind: Kind, group: Group, given: str | None) -> str:
-        """The name given, or the next number: unnamed operations of a kind match in the order of their calls."""
+        """The given name, or the next number: unnamed operations of a kind match in the order of their calls."""
         return given if given is not None else f"noname.{next(self._names[group.number, kind])}"
 
     def submit(self, request: Request, operation: Operation) -> Pending:
@@ -126,12 +129,12 @@ class Runtime:
         self.submit(request, Nothing())
 
     def remember(self, number: int, process_set: ProcessSet) -> None:
-        """From now on `process_set` is the set with this number, until it is removed or the session ends."""
+        """Remember `process_set` under this number, until it is removed or the session ends."""
         self._registered[number] = process_set
         process_set._register(number, self._groups[number].ranks, self.rank)
 
     def forget(self, number: int) -> None:
-        """The set with this number is no more."""
+        """Forget the process set with this number."""
         found = self._registered.pop(number, None)
         if found is not None:
             found._invalidate()
@@ -139,7 +142,7 @@ class Runtime:
     # - What the watchdog asks
 
     def pending(self) -> list[Any]:
-        """What this rank has asked for and is not decided, but for join(), in which nobody is late.
+        """The operations that this rank has asked for and that are undecided, without join(), in which nobody is late.
 
         What is decided shows as operations of a communicator; those of process sets are listed here.
         """
@@ -150,7 +153,10 @@ class Runtime:
             return [*self._stalled(mine=True), *running]
 
     def asked_by_others(self) -> list[Stalled]:
-        """What is not decided because this rank and perhaps others have not asked for it. Known to rank 0 alone."""
+        """The operations that are undecided because this rank, and perhaps others, have not asked for them.
+
+        Known to rank 0 alone.
+        """
         with self._lock:
             return self._stalled(mine=False)
 
@@ -170,17 +176,17 @@ class Runtime:
 
     @property
     def asked(self) -> int:
-        """How many operations this rank has asked for so far."""
+        """The number of operations that this rank has asked for so far."""
         return self._asked
 
     @property
     def undecided(self) -> int:
-        """How many of them are open: some other rank has not asked for them."""
+        """The number of operations that this rank has asked for and some other rank has not."""
         return len(self._open)
 
     @property
     def threads(self) -> Collection[int]:
-        """Those that ever asked for an operation here, by identifier."""
+        """The threads that ever asked for an operation here, by identifier."""
         return frozenset(self._threads)
 
     def waits_for_a_decision(self, thread: int) -> bool:
@@ -193,7 +199,7 @@ class Runtime:
         self._tell(0, GiveUp(reason))
 
     def close(self) -> None:
-        """Take part in nothing new, but in what others still ask for, until all ranks have come here."""
+        """Take part in what others still ask for, and in nothing new, until all ranks have come here."""
         with self._lock:
             if self._closed_by is None:
                 self._closed_by = HorovodInternalError("the session was shut down")
@@ -207,7 +213,7 @@ class Runtime:
             self._drop(number)
 
     def interrupt(self) -> None:
-        """Ranks are lost: whatever is under way fails."""
+        """Fail whatever is under way, since ranks are lost."""
         with self._lock:
             self._closed_by = HorovodInternalError("ranks are lost")
             comms = self._set_communicators()
@@ -219,7 +225,7 @@ class Runtime:
         self._fail_open(self._closed_by)
 
     def abandon(self) -> None:
-        """After :meth:`interrupt`: let go."""
+        """End the runtime after :meth:`interrupt`."""
         if self._thread is not None:
             self._thread.join()
         for number in list(self._registered):
