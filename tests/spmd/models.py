@@ -207,3 +207,19 @@ MODELS = {
         Sometimes,
     )
 }
+
+
+def double_model(name: str) -> nn.Module:
+    """One of MODELS in double precision, with the same values in every process."""
+    torch.manual_seed(1234)
+    model = MODELS[name]()
+    for parameter in model.parameters():
+        if not parameter.is_complex():
+            parameter.data = parameter.data.double()
+    return model
+
+
+def single_model(seed: int = 7) -> nn.Module:
+    """In single precision, with the same values in every process."""
+    torch.manual_seed(seed)
+    return Mlp()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import dear
-from tests.spmd.test_parity import WRAP
+from tests.spmd.strategies import WRAP
 
 __all__ = ["SGD", "WAYS", "as_in_one_process", "loss_of", "small_model", "train"]
 

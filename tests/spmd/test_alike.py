@@ -11,7 +11,8 @@ import co2
 import dear
 from overlap.transport.communicator import Communicator, Work
 from overlap.transport.objects import SignatureMismatch
-from tests.spmd.test_parity import PACKAGES, WRAP, _model
+from tests.spmd.models import double_model
+from tests.spmd.strategies import PACKAGES, WRAP
 from tests.spmd.training import local_loss, same_everywhere
 from tests.spmd_plugin import SIZE
 
@@ -38,7 +39,7 @@ def test_a_rate_that_one_rank_alone_changes_is_found_before_it_counts(strategy: 
     """On all ranks, with both values. Put right, the same step goes on, and training is what it would have been."""
     trained, last = [], dear.size() - 1
     for mistaken in (False, True):
-        model = _model("Mlp")
+        model = double_model("Mlp")
         optimizer = WRAP[strategy](_sgd(model.parameters()), model)
         for step in range(5):
             _backward(model, optimizer, step)
@@ -55,7 +56,7 @@ def test_a_rate_that_one_rank_alone_changes_is_found_before_it_counts(strategy: 
 
 @several
 def test_early_updates_are_compared_too() -> None:
-    model = _model("Mlp")
+    model = double_model("Mlp")
     optimizer = WRAP["dear-eager"](_sgd(model.parameters()), model)
     for step in range(3):
         _backward(model, optimizer, step)
@@ -70,7 +71,7 @@ def test_early_updates_are_compared_too() -> None:
 @several
 @pytest.mark.parametrize("strategy", PACKAGES)
 def test_a_scheduler_of_one_rank_is_found_also_where_another_had_no_batch(strategy: str) -> None:
-    model = _model("Mlp")
+    model = double_model("Mlp")
     optimizer = WRAP[strategy](_sgd(model.parameters()), model)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.1)
     _backward(model, optimizer, 0)
@@ -86,7 +87,7 @@ def test_a_scheduler_of_one_rank_is_found_also_where_another_had_no_batch(strate
 
 @several
 def test_a_closure_is_not_evaluated_by_ranks_with_different_rates() -> None:
-    model = _model("Mlp")
+    model = double_model("Mlp")
     optimizer = dear.DistributedOptimizer(torch.optim.LBFGS(model.parameters(), 0.1), model)
     optimizer.param_groups[0]["lr"] = 0.1 + dear.rank()
 
@@ -103,7 +104,7 @@ def test_a_closure_is_not_evaluated_by_ranks_with_different_rates() -> None:
 @pytest.mark.parametrize("strategy", [*PACKAGES, "dear-eager"])
 def test_what_all_ranks_change_alike_is_no_difference(strategy: str) -> None:
     """A tensor that changes where it is, a schedule, and what a script keeps in a group for itself."""
-    model = _model("Mlp")
+    model = double_model("Mlp")
     optimizer = WRAP[strategy](torch.optim.SGD(model.parameters(), torch.tensor(0.05)), model)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5)
     optimizer.param_groups[0]["my rank"] = dear.rank()
@@ -119,7 +120,7 @@ def test_what_all_ranks_change_alike_is_no_difference(strategy: str) -> None:
 @several
 @pytest.mark.parametrize("strategy", PACKAGES)
 def test_a_rank_that_has_joined_steps_with_the_others_rates(strategy: str) -> None:
-    model = _model("Mlp")
+    model = double_model("Mlp")
     optimizer = WRAP[strategy](_sgd(model.parameters()), model)
     for step in range(2 if dear.rank() == 0 else 5):
         _backward(model, optimizer, step)
@@ -132,7 +133,7 @@ def test_a_rank_that_has_joined_steps_with_the_others_rates(strategy: str) -> No
 
 @several
 def test_ranks_of_co2_that_train_apart_are_not_compared() -> None:
-    model = _model("Mlp")
+    model = double_model("Mlp")
     optimizer = co2.DistributedOptimizer(_sgd(model.parameters()), model, outer_frequency=2, nprocs_per_node=1)
     optimizer.param_groups[0]["lr"] = 0.01 * (1 + dear.rank())
     for step in range(3):
@@ -150,7 +151,7 @@ def test_ranks_of_co2_that_train_apart_are_not_compared() -> None:
 @pytest.mark.parametrize("strategy", [*PACKAGES, "dear-eager"])
 def test_a_parameter_that_one_rank_alone_has_changed_is_named(strategy: str) -> None:
     """By the smallest change there is, in a frozen one, too; while new values are on their way, and between two steps."""
-    model, last = _model("Mlp"), dear.size() - 1
+    model, last = double_model("Mlp"), dear.size() - 1
     names = [name for name, _ in model.named_parameters()]
     model.get_parameter(names[0]).requires_grad_(False)
     optimizer = WRAP[strategy](torch.optim.SGD(list(model.parameters())[1:], 0.05, momentum=0.9), model)
@@ -174,7 +175,7 @@ def test_a_parameter_that_one_rank_alone_has_changed_is_named(strategy: str) -> 
 @several
 @pytest.mark.parametrize("strategy", [*PACKAGES, "dear-eager"])
 def test_check_every_compares_in_steps_and_sends_nothing(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, last = _model("Mlp"), dear.size() - 1
+    model, last = double_model("Mlp"), dear.size() - 1
     optimizer = WRAP[strategy](torch.optim.SGD(model.parameters(), 0.05, momentum=0.9), model, check_every=2)
     name = [name for name, _ in model.named_parameters()][1]
     operations: list[list[str]] = [[] for _ in range(4)]
@@ -203,7 +204,7 @@ def test_check_every_compares_in_steps_and_sends_nothing(strategy: str, monkeypa
 def test_a_rank_without_a_batch_is_compared_too() -> None:
     """Under early updates the others are compared before the first one."""
     for strategy in ("dear", "dear-eager"):
-        model = _model("Mlp")
+        model = double_model("Mlp")
         optimizer = WRAP[strategy](torch.optim.SGD(model.parameters(), 0.05), model, check_every=1)
         for step in range(4):
             optimizer.zero_grad()
@@ -245,7 +246,7 @@ def test_a_model_that_no_distributed_optimizer_has_is_compared_whole() -> None:
 @several
 @pytest.mark.parametrize("outer", ["co2", "localsgd"])
 def test_replicas_of_co2_differ_between_averages(outer: str) -> None:
-    model = _model("Mlp")
+    model = double_model("Mlp")
     optimizer = co2.DistributedOptimizer(
         _sgd(model.parameters()), model, outer=outer, outer_frequency=8, nprocs_per_node=1
     )

@@ -12,7 +12,7 @@ from torch import nn
 import dear
 from overlap.core.round import GradientChanged
 from tests.spmd.one_process import as_in_one_process, loss_of, train
-from tests.spmd.test_parity import PACKAGES
+from tests.spmd.strategies import PACKAGES
 
 
 def _spoiled(loss: torch.Tensor, param: torch.Tensor, alone: bool, by: float = float("inf")) -> torch.Tensor:

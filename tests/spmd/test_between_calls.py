@@ -13,7 +13,7 @@ import dear
 from overlap.core.closing import OtherRankFailed
 from overlap.features.early import UpdatedEarly
 from tests.spmd.one_process import loss_of, small_model
-from tests.spmd.test_parity import PACKAGES, WRAP
+from tests.spmd.strategies import PACKAGES, WRAP
 
 SIZE = 8  # of the batch
 

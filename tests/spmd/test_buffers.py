@@ -15,7 +15,7 @@ import dear
 from overlap.features.buffers import BroadcastBuffers
 from overlap.transport.communicator import Communicator, Work
 from tests.spmd.listening import heard
-from tests.spmd.test_parity import WRAP
+from tests.spmd.strategies import WRAP
 
 WAYS = ["dear", "dear-eager", "oss", "wfbp", "mgwfbp", "bytescheduler"]
 

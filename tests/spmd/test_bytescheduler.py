@@ -20,9 +20,8 @@ from overlap.optimizer import tuning as trial
 from overlap.plan.tuning.options import Tuning
 from tests.spmd.loops import Run
 from tests.spmd.models import WIDTH, adafactor
-from tests.spmd.test_parity import _assert_close
 from tests.spmd.test_tuning import Clock
-from tests.spmd.training import backward
+from tests.spmd.training import assert_close, backward
 
 
 def _layers(number: int = 4, width: int = WIDTH) -> nn.Sequential:
@@ -106,7 +105,7 @@ def test_optimizers_that_share_a_backward_do_not_wait_for_each_others_step() -> 
                 optimizer.step()
         return [model.state_dict() for model in models]
 
-    _assert_close(train(True), train(False), "models")
+    assert_close(train(True), train(False), "models")
 
 
 def test_the_next_forward_is_released_layer_by_layer() -> None:
@@ -141,8 +140,8 @@ def test_hyper_parameters_are_those_of_the_step(rate: Any) -> None:
         return model.state_dict(), optimizer.state_dict()
 
     actual, expected = train(True), train(False)
-    _assert_close(actual[0], expected[0], "model")
-    _assert_close(actual[1], expected[1], "optimizer")
+    assert_close(actual[0], expected[0], "model")
+    assert_close(actual[1], expected[1], "optimizer")
 
 
 def test_rank_0_saves_alone_and_evaluates_in_inference_mode() -> None:
@@ -238,7 +237,7 @@ def test_tuning_searches_both_and_keeps_the_best_of_rank_0(monkeypatch: pytest.M
     assert len({tuple(setting.values()) for setting in settings}) == 8
     assert settings[-1] == settings[-2] == settings[costs.index(min(costs))]
     assert min(costs) < costs[0]
-    _assert_close(model.state_dict(), plain_model.state_dict(), "model")
+    assert_close(model.state_dict(), plain_model.state_dict(), "model")
 
 
 @pytest.mark.parametrize("given", [{}, {"credit_mb": 3.0}])

@@ -16,7 +16,7 @@ from overlap.core.alike import DifferentScales, NotAveraged
 from overlap.core.closing import OtherRankFailed
 from tests.spmd.models import MODELS
 from tests.spmd.one_process import as_in_one_process, loss_of, small_model
-from tests.spmd.test_parity import PACKAGES, WRAP
+from tests.spmd.strategies import PACKAGES, WRAP
 
 _SINCE_2_6 = pytest.mark.skipif(not hasattr(utils, "get_total_norm"), reason="came with torch 2.6")
 CLIP: dict[str, Callable[[list[torch.Tensor]], Any]] = {

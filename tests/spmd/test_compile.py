@@ -13,7 +13,8 @@ from overlap.core.bucket import Phase
 from overlap.core.gates.compiled import GUARDS
 from tests.spmd.loops import Run
 from tests.spmd.models import WIDTH
-from tests.spmd.test_parity import NAMELESS, OPTIMIZERS, WRAP, _assert_close
+from tests.spmd.strategies import NAMELESS, OPTIMIZERS, WRAP
+from tests.spmd.training import assert_close
 from tests.spmd_plugin import OVER_MPI, SIZE
 
 Call = Callable[[torch.Tensor], torch.Tensor]
@@ -124,8 +125,8 @@ def test_parity(way: Callable[[Any], Call], steps_before: int | None, strategy: 
         _step(call, optimizer, Run(model, optimizer, dear.rank(), dear.size()), step)
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     actual = {name.replace("_orig_mod.", ""): value for name, value in model.state_dict().items()}
-    _assert_close(actual, alone.state_dict(), "model")
-    _assert_close(optimizer.state_dict(), plain.state_dict(), "optimizer")
+    assert_close(actual, alone.state_dict(), "model")
+    assert_close(optimizer.state_dict(), plain.state_dict(), "optimizer")
     assert graphs[-1] == graphs[steps_before or 0] > 0, f"compiled again: {graphs}"
 
 

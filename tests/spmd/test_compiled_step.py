@@ -10,7 +10,7 @@ import torch
 import dear
 import oss
 from tests.spmd.one_process import SGD, as_in_one_process, loss_of, small_model, train
-from tests.spmd.test_parity import WRAP
+from tests.spmd.strategies import WRAP
 from tests.spmd_plugin import SIZE
 
 

@@ -19,8 +19,8 @@ import wfbp
 from overlap.core.bucket import Bucket
 from overlap.core.round import GradientChanged, TooManyGradients
 from overlap.job.session import current
-from tests.spmd.models import MODELS
-from tests.spmd.test_parity import PACKAGES, WRAP, _model
+from tests.spmd.models import MODELS, double_model
+from tests.spmd.strategies import PACKAGES, WRAP
 from tests.spmd.training import local_loss, same_everywhere, trained
 
 
@@ -65,7 +65,7 @@ def test_who_is_wrapped_again_belongs_to_the_new_optimizer_alone(strategy: str) 
         local_loss(model).backward()  # the step of which never comes
     model.zero_grad()
     optimizer = WRAP[strategy](torch.optim.SGD(model.parameters(), 0.05), model)
-    one = _model("Mlp")
+    one = double_model("Mlp")
     one.load_state_dict(model.state_dict())
     for step in range(2):
         optimizer.zero_grad()
@@ -106,7 +106,7 @@ def test_whoever_looks_through_the_module_sees_final_values(strategy: str) -> No
 
 @pytest.mark.parametrize("strategy", PACKAGES)
 def test_bare_tensors_are_final_after_synchronize(strategy: str) -> None:
-    model = _model("Mlp")
+    model = double_model("Mlp")
     held = list(model.parameters())
     optimizer = WRAP[strategy](torch.optim.Adam(held, 1e-2), model)
     local_loss(model).backward()
@@ -164,7 +164,7 @@ def test_the_first_step_keeps_gradients_once(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_shell_looks_like_the_optimizer() -> None:
-    model = _model("Mlp")
+    model = double_model("Mlp")
     inner = torch.optim.SGD(model.parameters(), 0.05)
     optimizer = dear.DistributedOptimizer(inner, model)
     assert isinstance(optimizer, torch.optim.Optimizer)
@@ -186,7 +186,7 @@ def test_shell_looks_like_the_optimizer() -> None:
 @pytest.mark.parametrize("on_inner", [False, True])
 @pytest.mark.parametrize("strategy", PACKAGES)
 def test_schedulers_warn_of_nothing(strategy: str, on_inner: bool) -> None:
-    model = _model("Mlp")
+    model = double_model("Mlp")
     inner = torch.optim.SGD(model.parameters(), 0.05)
     optimizer = WRAP[strategy](inner, model)
     with warnings.catch_warnings():
@@ -246,7 +246,7 @@ def test_clip_returns_the_global_norm_everywhere(strategy: str) -> None:
 
 
 def test_values_used_outside_their_module_are_refused() -> None:
-    model = _model("Mlp")
+    model = double_model("Mlp")
     held = model.head.weight
     optimizer = dear.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), 0.1), model, threshold_mb=None, num_nearby_layers=1
@@ -289,14 +289,14 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("arguments", "message"), BAD_ARGUMENTS)
 def test_bad_arguments_raise(arguments: dict[str, Any], message: str) -> None:
-    model = _model("Mlp")
+    model = double_model("Mlp")
     with pytest.raises(ValueError, match=message):
         dear.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model, **arguments)
 
 
 @pytest.mark.parametrize("strategy", ["dear", "wfbp", "mgwfbp", "bytescheduler_adapter", "oss", "co2"])
 def test_arguments_that_nobody_has_are_named_with_those_that_are_meant(strategy: str) -> None:
-    model = _model("Mlp")
+    model = double_model("Mlp")
     inner = torch.optim.SGD(model.parameters(), 0.1)
     with pytest.raises(TypeError, match="no argument 'sync_strat'; is 'sync_start' meant"):
         dear.DistributedOptimizer(inner, model, strategy=strategy, sync_strat=False)
@@ -305,7 +305,7 @@ def test_arguments_that_nobody_has_are_named_with_those_that_are_meant(strategy:
 
 
 def test_names_are_checked_as_horovod_does() -> None:
-    model = _model("Mlp")
+    model = double_model("Mlp")
     inner = torch.optim.SGD(model.parameters(), 0.1)
     pairs = list(model.named_parameters())
     with pytest.raises(ValueError, match="appears twice"):

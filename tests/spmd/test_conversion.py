@@ -13,8 +13,8 @@ import dear
 from overlap.core.buckets.conversion import Change, difference
 from overlap.transport.objects import SignatureMismatch
 from tests.spmd.listening import heard
-from tests.spmd.models import MODELS
-from tests.spmd.test_parity import OPTIMIZERS, WRAP, _model
+from tests.spmd.models import MODELS, double_model
+from tests.spmd.strategies import OPTIMIZERS, WRAP
 from tests.spmd.training import trained
 
 
@@ -29,7 +29,7 @@ def _loss(model: torch.nn.Module, seed: int, rank: int | None, *, dtype: torch.d
 
 
 def _train(script: str, optimizer_name: str, strategy: str | None) -> tuple[Any, Any]:
-    model = _model("Sometimes")
+    model = double_model("Sometimes")
     optimizer: Any = OPTIMIZERS[optimizer_name](list(model.parameters()))
     rank = None
     if strategy is not None:
@@ -92,7 +92,7 @@ def test_converted_models_equal_one_process(script: str, strategy: str) -> None:
 
 def test_parts_of_a_model_may_be_converted() -> None:
     def train(distributed: bool) -> Any:
-        model = _model("Mlp")
+        model = double_model("Mlp")
         optimizer: Any = OPTIMIZERS["sgd"](list(model.parameters()))
         if distributed:
             optimizer = dear.DistributedOptimizer(optimizer, model, threshold_mb=0.001)
@@ -207,7 +207,7 @@ def test_another_memory_format_changes_no_result_and_is_said_to_be_put_back(stra
     """Where shards hold parameters. Where every rank updates whole ones, the new layout stays."""
 
     def train(wrap: Any) -> Any:
-        model = _model("Convolution").to(memory_format=torch.contiguous_format)
+        model = double_model("Convolution").to(memory_format=torch.contiguous_format)
         optimizer = wrap(OPTIMIZERS["sgd"](list(model.parameters())), model)
         for step in range(4):
             if step == 2:

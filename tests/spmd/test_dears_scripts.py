@@ -11,7 +11,7 @@ import torch
 import bytescheduler_adapter as bsc
 import dear
 from tests.overlap.optimizer.test_dears_arguments import PASSED
-from tests.spmd.test_parity import _model
+from tests.spmd.models import double_model
 
 
 def _train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -30,22 +30,22 @@ def _sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("strategy", ["dear", "wfbp", "mgwfbp"])
 def test_the_call_of_their_benchmarks_trains_as_ours(strategy: str) -> None:
     package: Any = importlib.import_module(strategy)
-    given = {**PASSED, "model": (theirs := _model("Mlp")), "mgwfbp": strategy == "mgwfbp"}
+    given = {**PASSED, "model": (theirs := double_model("Mlp")), "mgwfbp": strategy == "mgwfbp"}
     if strategy == "dear":
         given["exclude_parts"] = ""
     optimizer = package.DistributedOptimizer(_sgd(theirs), **given)
     package.broadcast_parameters(theirs.state_dict(), root_rank=0)
-    ours = _model("Mlp")
+    ours = double_model("Mlp")
     expected = _train(ours, package.DistributedOptimizer(_sgd(ours), ours))
     torch.testing.assert_close(_train(theirs, optimizer), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_their_threshold_decides_what_travels_together() -> None:
-    tensors = len(list(_model("Mlp").parameters()))
+    tensors = len(list(double_model("Mlp").parameters()))
     expected = {("wfbp", -1): 1, ("wfbp", 0): tensors, ("dear", 2**20): 1, ("oss", -1): 1}
     expected |= {("mgwfbp", -1): 1, ("mgwfbp", 0): tensors}
     for (strategy, threshold), buckets in expected.items():
-        model = _model("Mlp")
+        model = double_model("Mlp")
         optimizer: Any = importlib.import_module(strategy).DistributedOptimizer(
             _sgd(model), model=model, threshold=threshold, mgwfbp=False
         )
@@ -57,7 +57,7 @@ def test_their_threshold_decides_what_travels_together() -> None:
 
 def test_bytescheduler_is_called_around_the_distributed_optimizer() -> None:
     bsc.init()
-    theirs, ours = _model("Mlp"), _model("Mlp")
+    theirs, ours = double_model("Mlp"), double_model("Mlp")
     inner = _sgd(theirs)
     distributed = bsc.DistributedOptimizer(inner, named_parameters=theirs.named_parameters(), op=bsc.Average)
     optimizer = bsc.ScheduledOptimizer(theirs, distributed, 3)
@@ -66,11 +66,11 @@ def test_bytescheduler_is_called_around_the_distributed_optimizer() -> None:
     fresh = bsc.ScheduledOptimizer(ours, _sgd(ours))
     torch.testing.assert_close(_train(theirs, optimizer), _train(ours, fresh), rtol=1e-12, atol=1e-12)
     with pytest.raises(ValueError, match=r"has \d+ parameters that are not the model's"):
-        bsc.ScheduledOptimizer(_model("Mlp"), optimizer, 3)
+        bsc.ScheduledOptimizer(double_model("Mlp"), optimizer, 3)
     with pytest.raises(ValueError, match="num_steps should be a whole number of at least 1 and is 0"):
         bsc.ScheduledOptimizer(theirs, optimizer, 0)
     with pytest.raises(TypeError, match="takes the model first"):
         bsc.ScheduledOptimizer(optimizer, theirs, 3)  # type: ignore[arg-type]
-    other = _model("Mlp")
+    other = double_model("Mlp")
     with pytest.raises(TypeError, match="the strategy 'dear' has distributed"):
         bsc.ScheduledOptimizer(other, dear.DistributedOptimizer(_sgd(other), other), 3)

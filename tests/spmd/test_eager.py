@@ -14,8 +14,8 @@ from overlap.core.bucket import Phase
 from overlap.features.early import StepSkipped, UpdatedEarly
 from tests.spmd.loops import Run
 from tests.spmd.models import WIDTH, Mlp, adafactor
-from tests.spmd.test_parity import _assert_close, as_early_as_possible
-from tests.spmd.training import backward
+from tests.spmd.strategies import as_early_as_possible
+from tests.spmd.training import assert_close, backward
 
 
 def _layers() -> nn.Sequential:
@@ -152,7 +152,7 @@ def test_what_backward_reads_late_is_updated_by_the_step() -> None:
             optimizer.step()
         return model.state_dict()
 
-    _assert_close(train(True), train(False), "model")
+    assert_close(train(True), train(False), "model")
 
 
 def test_a_late_read_that_comes_as_a_surprise_raises() -> None:
@@ -185,7 +185,7 @@ def test_rank_0_saves_alone_while_the_others_go_on() -> None:
         alone.step()
         if dear.rank() == 0:
             saved = states[step]["state"][6]["momentum_buffer"]
-            _assert_close(saved, alone.state[plain[3].weight]["momentum_buffer"], f"step {step}")
+            assert_close(saved, alone.state[plain[3].weight]["momentum_buffer"], f"step {step}")
 
 
 class _Busy:
@@ -218,4 +218,4 @@ def test_ranks_that_have_no_room_for_early_updates_slow_nobody_down_and_get_fewe
     assert counts[4] == 0
     assert counts[-1] > 0
     assert counts == dear.allgather_object(counts)[0]
-    _assert_close(model.state_dict(), plain.state_dict(), "model")
+    assert_close(model.state_dict(), plain.state_dict(), "model")

@@ -16,7 +16,7 @@ import torch
 import dear
 from dear import elastic
 from tests.spmd.models import MODELS
-from tests.spmd.test_parity import WRAP
+from tests.spmd.strategies import WRAP
 
 
 @pytest.fixture

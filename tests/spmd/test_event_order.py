@@ -16,7 +16,7 @@ import oss
 import wfbp
 from tests.spmd.models import WIDTH
 from tests.spmd.recorder import Recorder, Three
-from tests.spmd.test_parity import as_early_as_possible
+from tests.spmd.strategies import as_early_as_possible
 from tests.spmd_plugin import SIZE
 
 TIMES = {"end.weight": 1.0, "mid.weight": 0.0, "inp.weight": 1.0}  # the first two gradients come at once

@@ -18,7 +18,7 @@ import comm_core
 import dear
 from overlap.core.round import GradientChanged
 from overlap.job.session import current
-from tests.spmd.test_parity import PACKAGES, WRAP
+from tests.spmd.strategies import PACKAGES, WRAP
 
 
 @pytest.fixture(autouse=True, scope="module")

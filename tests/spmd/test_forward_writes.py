@@ -13,7 +13,7 @@ import dear
 from overlap.features.forward_writes import WrittenInForward
 from tests.spmd.listening import heard
 from tests.spmd.one_process import SGD, loss_of
-from tests.spmd.test_parity import PACKAGES, WRAP
+from tests.spmd.strategies import PACKAGES, WRAP
 
 
 class Writes(nn.Module):

@@ -12,10 +12,10 @@ import torch
 import dear
 import oss
 from overlap.transport.compression import BF16Compressor, NoneCompressor
-from tests.spmd.models import MODELS
-from tests.spmd.test_parity import OPTIMIZERS, as_early_as_possible
+from tests.spmd.models import single_model
+from tests.spmd.rounded_training import BF16, Reference, loss_of, train_step
+from tests.spmd.strategies import OPTIMIZERS, as_early_as_possible
 
-BF16 = torch.bfloat16
 WRAP: dict[str, Callable[..., Any]] = {
     "dear": lambda o, m, **k: dear.DistributedOptimizer(o, m, threshold_mb=0.001, **k),
     "rb": lambda o, m, **k: dear.DistributedOptimizer(o, m, threshold_mb=0.001, policy="rb", **k),
@@ -26,69 +26,10 @@ WRAP: dict[str, Callable[..., Any]] = {
 }
 
 
-def _model(seed: int = 7) -> torch.nn.Module:
-    torch.manual_seed(seed)
-    return MODELS["Mlp"]()
-
-
-def _loss(model: torch.nn.Module, step: int, rank: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-    x, y = (torch.randn(6, 9, generator=generator) for _ in range(2))
-    return torch.nn.functional.mse_loss(model(x), y)
-
-
-class Reference:
-    """One process: gradients narrowed, summed in fp32 in rank order, averaged, rounded; exact parameters updated."""
-
-    def __init__(self, kind: str, dtype: torch.dtype, compressed: bool = True) -> None:
-        self.model, self._dtype, self._compressed = _model(), dtype, compressed
-        self.exact = [torch.nn.Parameter(param.detach().clone()) for param in self.model.parameters()]
-        self.optimizer = OPTIMIZERS[kind](self.exact)
-
-    def _narrow(self, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient.to(BF16).float() if self._compressed else gradient
-
-    def step(self, number: int) -> None:
-        parts = []
-        for rank in range(dear.size()):
-            self.model.zero_grad()
-            _loss(self.model, number, rank).backward()
-            parts.append([self._narrow(param.grad) for param in self.model.parameters()])  # type: ignore[arg-type]
-        for exact, *mine in zip(self.exact, *parts, strict=True):
-            exact.grad = self._narrow(sum(mine[1:], mine[0]) * (1.0 / dear.size()))
-        self.optimizer.step()
-        self.round()
-
-    @torch.no_grad()
-    def round(self) -> None:
-        for param, exact in zip(self.model.parameters(), self.exact, strict=True):
-            param.copy_(exact.to(self._dtype))
-
-    def check(self, model: torch.nn.Module, optimizer: Any) -> None:
-        for mine, rounded in zip(model.parameters(), self.model.parameters(), strict=True):
-            assert torch.equal(mine, rounded)
-            assert mine.dtype is torch.float32
-        saved = optimizer.state_dict()
-        numbered = [exact for group in self.optimizer.param_groups for exact in group["params"]]
-        for number, exact in enumerate(numbered):
-            assert torch.equal(saved["master"][number], exact)
-        expected = self.optimizer.state_dict()["state"]
-        assert saved["state"].keys() == expected.keys()
-        for number, state in expected.items():
-            assert saved["state"][number].keys() == state.keys()
-            assert all(torch.equal(saved["state"][number][key], value) for key, value in state.items())
-
-
-def _step(model: torch.nn.Module, optimizer: Any, number: int) -> None:
-    optimizer.zero_grad()
-    _loss(model, number, dear.rank()).backward()
-    optimizer.step()
-
-
 def _wrapped(
     kind: str = "adamw", strategy: str = "dear", dtype: torch.dtype = BF16, seed: int = 7
 ) -> tuple[torch.nn.Module, Any]:
-    model = _model(seed)
+    model = single_model(seed)
     inner = OPTIMIZERS[kind](list(model.parameters()))
     return model, WRAP[strategy](inner, model, gather_dtype=dtype, compression=BF16Compressor)
 
@@ -100,7 +41,7 @@ def test_bit_for_bit_at_every_number_of_ranks(kind: str, strategy: str) -> None:
     model, optimizer = _wrapped(kind, strategy)
     for number in range(5):
         reference.step(number)
-        _step(model, optimizer, number)
+        train_step(model, optimizer, number)
         reference.check(model, optimizer)
     assert any(bool((exact != exact.to(BF16)).any()) for exact in reference.exact)  # the masters know more
 
@@ -109,12 +50,12 @@ def test_fp16_with_whole_gradients() -> None:
     if dear.size() > 2:
         pytest.skip("the order of a sum of more than two numbers depends on the algorithm")
     reference = Reference("sgd", torch.float16, compressed=False)
-    model = _model()
+    model = single_model()
     inner = OPTIMIZERS["sgd"](list(model.parameters()))
     optimizer = dear.DistributedOptimizer(inner, model, NoneCompressor, gather_dtype=torch.float16)
     for number in range(3):
         reference.step(number)
-        _step(model, optimizer, number)
+        train_step(model, optimizer, number)
     reference.check(model, optimizer)
 
 
@@ -122,7 +63,7 @@ def _resumed(saved: tuple[Any, Any], order: str, steps_before: int) -> tuple[tor
     """Another model, with other values, that takes up what was saved, before its first step or after some."""
     model, optimizer = _wrapped(seed=8)
     for number in range(steps_before):
-        _step(model, optimizer, 50 + number)
+        train_step(model, optimizer, 50 + number)
     for what in order.split():
         target, values = {"model": (model, saved[0]), "optimizer": (optimizer, saved[1])}[what]
         target.load_state_dict(values)
@@ -136,7 +77,7 @@ def test_a_checkpoint_resumes_bit_for_bit(order: str, steps_before: int) -> None
     model, optimizer = _wrapped()
     for number in range(3):
         reference.step(number)
-        _step(model, optimizer, number)
+        train_step(model, optimizer, number)
     alone = copy.deepcopy((model.state_dict(), optimizer.state_dict())) if dear.rank() == 0 else None
     saved: Any = dear.broadcast_object(alone)
     model, optimizer = _resumed(saved, order, steps_before)
@@ -145,7 +86,7 @@ def test_a_checkpoint_resumes_bit_for_bit(order: str, steps_before: int) -> None
     assert all(torch.equal(again["master"][number], value) for number, value in saved[1]["master"].items())
     for number in range(3, 5):
         reference.step(number)
-        _step(model, optimizer, number)
+        train_step(model, optimizer, number)
     reference.check(model, optimizer)
 
 
@@ -154,11 +95,11 @@ def test_a_plain_optimizer_loads_it_and_what_a_plain_one_saved_is_loaded() -> No
     model, optimizer = _wrapped()
     for number in range(2):
         reference.step(number)
-        _step(model, optimizer, number)
+        train_step(model, optimizer, number)
     plain_model = copy.deepcopy(model)
     plain = OPTIMIZERS["adamw"](list(plain_model.parameters()))
     plain.load_state_dict(optimizer.state_dict())
-    _loss(plain_model, 2, 0).backward()
+    loss_of(plain_model, 2, 0).backward()
     plain.step()
     assert "master" not in plain.state_dict()
     dear.barrier()  # all have asked for the state before anybody replaces it
@@ -174,13 +115,13 @@ def test_a_plain_optimizer_loads_it_and_what_a_plain_one_saved_is_loaded() -> No
             mine.copy_(param)
     reference.optimizer.load_state_dict(plain.state_dict())
     reference.step(3)
-    _step(model, optimizer, 3)
+    train_step(model, optimizer, 3)
     reference.check(model, optimizer)
 
 
 def test_of_two_states_that_are_loaded_before_the_first_step_the_last_one_counts() -> None:
     model, optimizer = _wrapped()
-    _step(model, optimizer, 0)
+    train_step(model, optimizer, 0)
     saved = copy.deepcopy(optimizer.state_dict())
     dear.barrier()
     _, other = _wrapped()
@@ -206,7 +147,7 @@ def test_what_is_written_to_a_parameter_counts_and_the_rest_stays_exact() -> Non
     model, optimizer = _wrapped()
     for number in range(6):
         reference.step(number)
-        _step(model, optimizer, number)
+        train_step(model, optimizer, number)
         if number == 1:
             for _ in _swapped(model):
                 assert float(next(model.parameters()).detach().flatten()[0]) == 0.5
@@ -234,7 +175,7 @@ def test_masters_move_with_the_buckets() -> None:
         strategy.threshold_mb = (0.0001, 25, 0.001)[number % 3]
         optimizer.replan(strategy)
         reference.step(number)
-        _step(model, optimizer, number)
+        train_step(model, optimizer, number)
         reference.check(model, optimizer)
     strategy = copy.copy(optimizer.strategy)
     strategy.gather_dtype = None
@@ -243,7 +184,7 @@ def test_masters_move_with_the_buckets() -> None:
 
 
 def _refused(**arguments: Any) -> None:
-    model = _model().to(arguments.pop("dtype", torch.float32))
+    model = single_model().to(arguments.pop("dtype", torch.float32))
     make = arguments.pop("make", lambda params: torch.optim.SGD(params, 0.1))
     dear.DistributedOptimizer(make(list(model.parameters())), model, **{"gather_dtype": BF16, **arguments})
 
@@ -267,15 +208,15 @@ def test_what_cannot_be_honoured_is_refused() -> None:
 @pytest.mark.parametrize("strategy", ["dear", "oss"])
 def test_what_is_frozen_may_have_any_type(strategy: str) -> None:
     """It is never gathered; once it would be, all ranks are told."""
-    model = _model()
+    model = single_model()
     model.frozen = torch.nn.Parameter(torch.ones(3, dtype=BF16), requires_grad=False)
     optimizer = WRAP[strategy](torch.optim.SGD(model.parameters(), 0.1), model, gather_dtype=BF16)
     for step in range(2):
         optimizer.zero_grad()
-        _loss(model, step, dear.rank()).backward()
+        loss_of(model, step, dear.rank()).backward()
         optimizer.step()
     model.frozen.requires_grad_(True)
     optimizer.zero_grad()
-    _loss(model, 2, dear.rank()).backward()
+    loss_of(model, 2, dear.rank()).backward()
     with pytest.raises(TypeError, match=r"'frozen' is torch\.bfloat16"):
         optimizer.step()

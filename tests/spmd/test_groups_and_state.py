@@ -11,7 +11,7 @@ import torch
 
 import dear
 from tests.spmd.one_process import SGD, WAYS, as_in_one_process, loss_of, small_model, train
-from tests.spmd.test_parity import PACKAGES, WRAP
+from tests.spmd.strategies import PACKAGES, WRAP
 
 pytestmark = pytest.mark.four_ranks
 

@@ -11,7 +11,7 @@ import torch
 import dear
 from tests.spmd.listening import heard
 from tests.spmd.one_process import SGD, small_model, train
-from tests.spmd.test_parity import WRAP
+from tests.spmd.strategies import WRAP
 
 WAYS = ("dear", "dear-layerwise", "dear-rb", "dear-eager", "wfbp", "mgwfbp", "bytescheduler", "oss")
 WAITS = "step() waits for the new values"

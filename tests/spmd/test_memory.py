@@ -12,7 +12,7 @@ import torch
 import dear
 from overlap.core.round import GradientChanged
 from tests.spmd.listening import heard
-from tests.spmd.test_parity import PACKAGES, WRAP
+from tests.spmd.strategies import PACKAGES, WRAP
 from tests.spmd.training import local_loss
 
 SHARDED = ("dear-layerwise", "oss")

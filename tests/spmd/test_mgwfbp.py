@@ -16,8 +16,8 @@ from overlap.job.session import current
 from overlap.plan.link_probe import link_cost
 from tests.spmd.listening import heard
 from tests.spmd.loops import Run
-from tests.spmd.models import MODELS, WIDTH, Pause
-from tests.spmd.test_parity import _assert_close, _model
+from tests.spmd.models import MODELS, WIDTH, Pause, double_model
+from tests.spmd.training import assert_close
 from tests.spmd_plugin import SIZE
 
 
@@ -69,11 +69,11 @@ def test_a_changed_backward_order_changes_no_result(asc: bool) -> None:
             assert 1 < len(optimizer.buckets) < 8
         return model.state_dict()
 
-    _assert_close(train(True), train(False), "model")
+    assert_close(train(True), train(False), "model")
 
 
 def test_what_was_measured_on_rank_0_decides_on_every_rank() -> None:
-    model = _model("Mlp")
+    model = double_model("Mlp")
     names = [name for name, _ in model.named_parameters()]
     mine = {name: 0.0 if dear.rank() else 1.0 for name in names}  # rank 0: nothing is worth waiting for
     with heard(logging.INFO) as said:
@@ -86,7 +86,7 @@ def test_what_was_measured_on_rank_0_decides_on_every_rank() -> None:
 
 
 def test_everything_is_merged_where_starts_are_dear() -> None:
-    model = _model("Mlp")
+    model = double_model("Mlp")
     optimizer = mgwfbp.DistributedOptimizer(_sgd(model), model, alpha_beta=(100.0, 0.0))
     _train(model, optimizer, dear.rank(), 2)
     assert len(optimizer.buckets) == 1
@@ -118,7 +118,7 @@ def test_cost_is_measured_and_the_plan_is_the_same_everywhere() -> None:
     ],
 )
 def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
-    model = _model("Mlp")
+    model = double_model("Mlp")
     with pytest.raises(ValueError, match=message):
         mgwfbp.DistributedOptimizer(_sgd(model), model, **{"alpha_beta": (0.0, 0.0), **arguments})
 
@@ -184,7 +184,7 @@ def test_process_sets_that_train_apart_are_measured_and_tuned_by_themselves() ->
     """Each goes by its own model's times, and waits for nobody else's steps."""
     sets = [dear.add_process_set([0]), dear.add_process_set(range(1, dear.size()))]
     mine = sets[dear.rank() > 0]
-    model = (Slow() if dear.rank() else _model("Mlp")).double()
+    model = (Slow() if dear.rank() else double_model("Mlp")).double()
     given = {name: 0.02 for name, _ in model.named_parameters()} if dear.rank() == 1 else None
     shared: dict[str, Any] = {"process_set": mine, "alpha_beta": (5e-3, 0.0), "profile_steps": 2}
     for layerwise_times in (None, given):

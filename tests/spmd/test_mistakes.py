@@ -11,7 +11,8 @@ import torch
 import dear
 import wfbp
 from overlap.transport.objects import SignatureMismatch
-from tests.spmd.test_parity import WRAP, _model
+from tests.spmd.models import double_model
+from tests.spmd.strategies import WRAP
 from tests.spmd.training import local_loss, same_everywhere, trained
 
 # What the last rank gives, what the others do, and how the message goes on after the name of the argument.
@@ -58,7 +59,7 @@ def test_ranks_with_different_arguments_are_told_apart(
 ) -> None:
     if dear.size() == 1:
         pytest.skip("one rank cannot differ from itself")
-    model = _model("Mlp")
+    model = double_model("Mlp")
     inner = torch.optim.SGD(model.parameters(), 0.1)
     with pytest.raises(SignatureMismatch, match=f"{message}» on rank {dear.size() - 1}"):
         dear.DistributedOptimizer(inner, model, **(last if dear.rank() == dear.size() - 1 else others))
@@ -73,7 +74,7 @@ def test_a_promise_that_one_rank_alone_gives_is_named() -> None:
         def step(self, closure: Any = None) -> Any:  # type: ignore[override]
             return super().step(closure)
 
-    model = _model("Mlp")
+    model = double_model("Mlp")
     with pytest.raises(
         SignatureMismatch, match=f"closures=by loss» on rank 0 and «closures=once» on rank {dear.size() - 1}"
     ):
@@ -90,7 +91,7 @@ def test_an_optimizer_is_wrapped_once() -> None:
 
 
 def test_what_is_clipped_are_parameters_of_one_distributed_optimizer() -> None:
-    (model, optimizer), (other, _other_optimizer), alone = trained(), trained(), _model("Mlp")
+    (model, optimizer), (other, _other_optimizer), alone = trained(), trained(), double_model("Mlp")
     for wrong, name in (
         (optimizer, type(optimizer).__name__),
         (model, type(model).__name__),
@@ -109,7 +110,7 @@ def test_what_is_clipped_are_parameters_of_one_distributed_optimizer() -> None:
 @pytest.mark.parametrize("strategy", WRAP)
 def test_a_step_without_a_backward_changes_nothing(strategy: str) -> None:
     """As in one process: also before the first iteration, and where only some ranks have gradients later."""
-    model = _model("Mlp")
+    model = double_model("Mlp")
     optimizer = WRAP[strategy](torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, weight_decay=0.1), model)
     for _ in range(2):
         before = [parameter.detach().clone() for parameter in model.parameters()]
@@ -130,7 +131,7 @@ def test_a_model_that_one_rank_alone_wraps_again_is_lost_on_all() -> None:
     model, first = trained()
     if dear.rank() > 0:
         local_loss(model).backward()  # the step of which never comes
-    wrapped_next = model if dear.rank() == 0 else _model("Mlp")
+    wrapped_next = model if dear.rank() == 0 else double_model("Mlp")
     optimizer = dear.DistributedOptimizer(torch.optim.SGD(wrapped_next.parameters(), 0.05), wrapped_next)
     for step in range(2):
         optimizer.zero_grad()

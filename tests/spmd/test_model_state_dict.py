@@ -8,7 +8,7 @@ import io
 import pytest
 import torch
 
-from tests.spmd.test_parity import PACKAGES
+from tests.spmd.strategies import PACKAGES
 from tests.spmd.training import local_loss, same_everywhere, trained
 
 

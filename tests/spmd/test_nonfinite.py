@@ -16,7 +16,7 @@ import dear
 from overlap.core.closing import OtherRankFailed
 from overlap.features.nonfinite import NonfiniteGradient
 from tests.spmd.listening import heard
-from tests.spmd.test_parity import PACKAGES, WRAP
+from tests.spmd.strategies import PACKAGES, WRAP
 from tests.spmd.training import same_everywhere
 
 WAYS = [*PACKAGES, "dear", "dear-rb", "dear-whole"]

@@ -22,8 +22,9 @@ from overlap.job.process_set import ProcessSet, global_process_set
 from overlap.transport.compression import BF16Compressor, Compressor, FP16Compressor, NoneCompressor
 from tests.spmd.listening import heard
 from tests.spmd.loops import Run
-from tests.spmd.models import MODELS, SPARSE_MODELS
-from tests.spmd.test_parity import OPTIMIZERS, PACKAGES, WRAP, _assert_close, _model
+from tests.spmd.models import MODELS, SPARSE_MODELS, double_model
+from tests.spmd.strategies import OPTIMIZERS, PACKAGES, WRAP
+from tests.spmd.training import assert_close
 
 HOROVODS_ORDER = (
     "optimizer",
@@ -79,7 +80,7 @@ def _three_steps(run: Run, factor: float) -> dict[str, torch.Tensor]:
 
 @functools.cache
 def _alone(factor: float) -> dict[str, torch.Tensor]:
-    model = _model("Sometimes")  # a parameter that nobody, or one rank alone, uses
+    model = double_model("Sometimes")  # a parameter that nobody, or one rank alone, uses
     return _three_steps(Run(model, OPTIMIZERS["sgd"](list(model.parameters())), None, dear.size()), factor)
 
 
@@ -88,15 +89,15 @@ def _alone(factor: float) -> dict[str, torch.Tensor]:
 def test_options_equal_one_process(option: str, strategy: str) -> None:
     arguments, factor = OPTIONS[option]
     if "eager" in strategy and option == "compressed-predivide":
-        model = _model("Mlp")
+        model = double_model("Mlp")
         with pytest.raises(ValueError, match="gives whole tensors"):
             WRAP[strategy](OPTIMIZERS["sgd"](list(model.parameters())), model, **arguments(model))
         return
 
-    model = _model("Sometimes")
+    model = double_model("Sometimes")
     distributed = WRAP[strategy](OPTIMIZERS["sgd"](list(model.parameters())), model, **arguments(model))
     actual = _three_steps(Run(model, distributed, dear.rank(), dear.size()), 1.0)
-    _assert_close(actual, _alone(factor(dear.size())), option)
+    assert_close(actual, _alone(factor(dear.size())), option)
 
 
 SIZES = [(dear, "threshold_mb"), (oss, "threshold_mb"), (mgwfbp, "merge_below_kb")]
@@ -105,12 +106,12 @@ SIZES += [(bytescheduler_adapter, name) for name in ("partition_mb", "credit_mb"
 
 @pytest.mark.parametrize(("package", "size"), SIZES)
 def test_a_size_may_be_infinite_and_is_a_number(package: Any, size: str) -> None:
-    model = _model("Sometimes")
+    model = double_model("Sometimes")
     inner = OPTIMIZERS["sgd"](list(model.parameters()))
     with pytest.raises(ValueError, match=f"{size} should be .* and is nan"):
         package.DistributedOptimizer(inner, model, **{size: math.nan})
     distributed = package.DistributedOptimizer(inner, model, **{size: math.inf})
-    _assert_close(_three_steps(Run(model, distributed, dear.rank(), dear.size()), 1.0), _alone(1.0), size)
+    assert_close(_three_steps(Run(model, distributed, dear.rank(), dear.size()), 1.0), _alone(1.0), size)
 
 
 @pytest.mark.parametrize("strategy", WRAP)
@@ -194,8 +195,8 @@ def test_sparse_gradients_equal_one_process(row: str, strategy: str) -> None:
         expected, actual = _sparse_alone(row), _train_sparse(row, strategy)
     told = [message for message in said if "SparseAdam takes sparse gradients alone" in message]
     assert len(told) == (row == "sparse-adam-as-dense" and dear.rank() == 0)
-    _assert_close(actual[0], expected[0], "model")
-    _assert_close(actual[1], expected[1], "optimizer")
+    assert_close(actual[0], expected[0], "model")
+    assert_close(actual[1], expected[1], "optimizer")
 
 
 @pytest.mark.parametrize("strategy", PACKAGES)
@@ -268,12 +269,12 @@ def test_process_sets_train_apart(strategy: str) -> None:
     half = max(dear.size() // 2, 1)
     first, second = _set(1, range(half)), _set(2, range(half, dear.size()))
     if strategy == "bytescheduler":
-        model = _model("Mlp")
+        model = double_model("Mlp")
         with pytest.raises(ValueError, match="rank 0 decides the order of all ranks' partitions"):
             WRAP[strategy](OPTIMIZERS["sgd"](list(model.parameters())), model, process_set=first)
         return
     for mine in (first if dear.rank() < half else second, first):
-        expected, actual = _model("Mlp"), _model("Mlp")
+        expected, actual = double_model("Mlp"), double_model("Mlp")
         for model in (expected, actual):
             optimizer: Any = OPTIMIZERS["sgd"](list(model.parameters()))
             run = Run(model, optimizer, None, dear.size())
@@ -285,20 +286,20 @@ def test_process_sets_train_apart(strategy: str) -> None:
                 optimizer.zero_grad()
                 run.loss(step).backward()
                 optimizer.step()
-        _assert_close(actual.state_dict(), expected.state_dict(), "model")
+        assert_close(actual.state_dict(), expected.state_dict(), "model")
         state = optimizer.state_dict()["state"]  # asks the members of the set alone
         assert len(state) == len(list(actual.parameters()))
 
 
 def test_a_set_has_to_be_registered() -> None:
-    model = _model("Mlp")
+    model = double_model("Mlp")
     inner = torch.optim.SGD(model.parameters(), 0.1)
     with pytest.raises(ValueError, match="is not registered"):
         dear.DistributedOptimizer(inner, model, process_set=ProcessSet([0]))
 
 
 def test_listed_groups_are_buckets() -> None:
-    model = _model("Mlp")
+    model = double_model("Mlp")
     groups = _listed(model)
     optimizer = dear.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model, groups=groups)
     model(torch.ones(2, 9, dtype=torch.float64)).sum().backward()
@@ -324,7 +325,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 @pytest.mark.parametrize(("arguments", "error", "message"), REFUSED)
 def test_what_cannot_be_honoured_is_refused(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
-    model = _model("Mlp")
+    model = double_model("Mlp")
     with pytest.raises(error, match=message):
         wfbp.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model, **arguments)
 
@@ -334,7 +335,7 @@ def test_arguments_come_in_horovods_order(package: Any) -> None:
     parameters = inspect.signature(package.DistributedOptimizer).parameters.values()
     positional = tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
     assert positional == HOROVODS_ORDER
-    model = _model("Mlp")
+    model = double_model("Mlp")
     inner = torch.optim.SGD(model.parameters(), 0.1)
     named = model.named_parameters()
     package.DistributedOptimizer(inner, named, NoneCompressor, 2, dear.Average, 1.0, 0, None, True, global_process_set)

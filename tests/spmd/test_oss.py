@@ -16,11 +16,10 @@ from overlap.plan.partition import lane_of
 from overlap.plan.plan import Updates
 from tests.spmd.listening import heard
 from tests.spmd.loops import LOOPS, MakeOptimizer, Run
-from tests.spmd.models import WIDTH
-from tests.spmd.test_gather_dtype import BF16, Reference
-from tests.spmd.test_gather_dtype import _model as _single_precision
-from tests.spmd.test_gather_dtype import _step as _step_single
-from tests.spmd.test_parity import OPTIMIZERS, WRAP, _alone, _assert_close, _halves, _model, _train
+from tests.spmd.models import WIDTH, double_model, single_model
+from tests.spmd.rounded_training import BF16, Reference, train_step
+from tests.spmd.strategies import OPTIMIZERS, WRAP
+from tests.spmd.training import assert_close, halves, loop_alone, train_in_loop
 
 pytestmark = pytest.mark.four_ranks
 
@@ -54,7 +53,7 @@ def _expected(names: list[str], model: nn.Module) -> dict[str, int]:
 
 
 def test_parameters_stay_whole_and_go_to_the_rank_that_owns_least() -> None:
-    model = _model("Mlp")
+    model = double_model("Mlp")
     names = [name for name, _ in model.named_parameters()]
     groups = [names[1::2], names[0::2]]  # the order of the groups counts, not that of the model
     parameters = dict(model.named_parameters())
@@ -71,7 +70,7 @@ def test_parameters_stay_whole_and_go_to_the_rank_that_owns_least() -> None:
 
 def test_who_owns_a_parameter_goes_on_owning_it() -> None:
     """Others are unfrozen, added, and put into other buckets meanwhile; they go where least is owned then."""
-    model = _model("Mlp")
+    model = double_model("Mlp")
     first = model.inner[0]
     first.requires_grad_(False)
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -100,7 +99,7 @@ def test_a_parameter_that_can_be_owned_only_later_is_owned_from_the_next_plan_on
     """One with gaps between its elements is updated by every rank, until it is laid out anew."""
 
     def train(distributed: bool) -> Any:
-        model = _model("OddParameters")
+        model = double_model("OddParameters")
         optimizer: Any = OPTIMIZERS["adam"](list(model.parameters()))
         if distributed:
             optimizer = WRAP["oss"](optimizer, model)
@@ -121,7 +120,7 @@ def test_a_parameter_that_can_be_owned_only_later_is_owned_from_the_next_plan_on
     holders: list[bool] = []
     actual, expected = train(True), train(False)
     for mine, theirs in zip(actual, expected, strict=True):
-        _assert_close(mine, theirs, "laid out anew")
+        assert_close(mine, theirs, "laid out anew")
     before, after = zip(*dear.allgather_object(holders), strict=True)
     assert all(before)
     assert sum(after) == 1
@@ -134,9 +133,11 @@ def test_a_parameter_that_can_be_owned_only_later_is_owned_from_the_next_plan_on
 def test_an_optimizer_that_needs_whole_parameters_is_sharded(loop: str) -> None:
     """Adafactor keeps a row and a column of statistics; all its state is compared with one process's."""
     model = "Sometimes" if loop in ("skipped_steps", "scaled") else "Mlp"
-    expected, actual = (train(model, "adafactor", loop, *rest) for train, rest in ((_alone, ()), (_train, ("oss",))))
+    expected, actual = (
+        train(model, "adafactor", loop, *rest) for train, rest in ((loop_alone, ()), (train_in_loop, ("oss",)))
+    )
     for mine, theirs, where in zip(actual, expected, ("model", "optimizer", "seen"), strict=True):
-        _assert_close(mine, theirs, where)
+        assert_close(mine, theirs, where)
 
 
 # Muon is for matrices; the others of the model's parameters are not trained by it.
@@ -150,21 +151,21 @@ def test_what_needs_whole_parameters_is_bit_identical_to_the_averaged_parts(kind
     """As one process that averages the parts' gradients; what rounds to bfloat16 inside, as Muon does, shows every bit."""
     if dear.size() > 2:
         pytest.skip("the order of a sum of more than two numbers depends on the algorithm")
-    alone, together = _single_precision(), _single_precision()
+    alone, together = single_model(), single_model()
     plain: Any = NEED_WHOLE[kind](list(alone.parameters()))
     wrapped: Any = WRAP["oss"](NEED_WHOLE[kind](list(together.parameters())), together)
     for step in range(10):
         parts = []
         for rank in range(dear.size()):
             alone.zero_grad()
-            x, y = _halves(step, rank)
+            x, y = halves(step, rank)
             torch.nn.functional.mse_loss(alone(x), y).backward()
             parts.append([parameter.grad for parameter in alone.parameters()])
         for parameter, *mine in zip(alone.parameters(), *parts, strict=True):
             parameter.grad = sum(mine[1:], mine[0]) / dear.size()
         plain.step()
         together.zero_grad()
-        x, y = _halves(step, dear.rank())
+        x, y = halves(step, dear.rank())
         torch.nn.functional.mse_loss(together(x), y).backward()
         wrapped.step()
     assert wrapped._engine.shards is not None
@@ -174,7 +175,7 @@ def test_what_needs_whole_parameters_is_bit_identical_to_the_averaged_parts(kind
 
 @pytest.mark.parametrize("kind", NEED_WHOLE)
 def test_auto_takes_oss_for_what_needs_whole_parameters(kind: str) -> None:
-    model = _single_precision()
+    model = single_model()
 
     def chosen() -> str:
         optimizer = NEED_WHOLE[kind](list(model.parameters()))
@@ -192,28 +193,28 @@ def test_auto_takes_oss_for_what_needs_whole_parameters(kind: str) -> None:
 
 def test_exact_parameters_beside_rounded_ones_are_whole_too() -> None:
     reference = Reference("adafactor", BF16)
-    model = _single_precision()
+    model = single_model()
     options = {"gather_dtype": BF16, "compression": oss.Compression.bf16}
     optimizer: Any = WRAP["oss"](OPTIMIZERS["adafactor"](list(model.parameters())), model, **options)
     for number in range(3):
         reference.step(number)
-        _step_single(model, optimizer, number)
+        train_step(model, optimizer, number)
         reference.check(model, optimizer)
     saved = dear.broadcast_object((model.state_dict(), optimizer.state_dict()))
-    model = _single_precision(8)
+    model = single_model(8)
     optimizer = WRAP["oss"](OPTIMIZERS["adafactor"](list(model.parameters())), model, **options)
     optimizer.load_state_dict(saved[1])
     model.load_state_dict(saved[0])
     optimizer.replan(optimizer.strategy.at({"threshold_mb": 1}))
     for number in range(3, 5):
         reference.step(number)
-        _step_single(model, optimizer, number)
+        train_step(model, optimizer, number)
         reference.check(model, optimizer)
 
 
 def test_lbfgs_is_stepped_in_full_on_every_rank() -> None:
     def train(distributed: bool) -> Any:
-        model = _model("Mlp")
+        model = double_model("Mlp")
         optimizer: Any = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4, line_search_fn="strong_wolfe")
         if distributed:
             optimizer = WRAP["oss"](optimizer, model)
@@ -237,7 +238,7 @@ class _Unknown(torch.optim.SGD):
     ("promise", "owned"), [({}, False), ({"per_parameter": True}, True), ({"elementwise": True}, True)]
 )
 def test_an_unknown_optimizer_needs_a_promise(promise: dict[str, Any], owned: bool) -> None:
-    model = _model("Mlp")
+    model = double_model("Mlp")
     with heard(logging.WARNING) as said:
         optimizer = _trained(_Unknown(model.parameters(), 0.05, momentum=0.9), model, **promise)
     told = any("_Unknown is not known to update each parameter from its own gradient" in text for text in said)
@@ -251,7 +252,7 @@ def test_a_checkpoint_of_another_strategy_is_taken_up() -> None:
     """Both save what one process saves; so does a job of another size."""
 
     def train(first: str | None, second: str | None) -> Any:
-        model, saved = _model("Mlp"), None
+        model, saved = double_model("Mlp"), None
         for strategy in (first, second):
             optimizer: Any = OPTIMIZERS["adamw"](list(model.parameters()))
             if strategy:
@@ -265,11 +266,11 @@ def test_a_checkpoint_of_another_strategy_is_taken_up() -> None:
     expected = train(None, None)
     for way in (("dear", "oss"), ("oss", "wfbp")):
         for mine, theirs in zip(train(*way), expected, strict=True):
-            _assert_close(mine, theirs, str(way))
+            assert_close(mine, theirs, str(way))
 
 
 def test_by_name_and_with_what_it_refuses() -> None:
-    model = _model("Mlp")
+    model = double_model("Mlp")
     inner = torch.optim.SGD(model.parameters(), 0.1)
     optimizer = dear.DistributedOptimizer(inner, model, strategy="oss", threshold_mb=3, per_parameter=True)
     assert optimizer.strategy.setting == {"threshold_mb": 3}

@@ -15,7 +15,7 @@ import mgwfbp
 from overlap.core.round import GradientChanged
 from tests.spmd.models import MODELS
 from tests.spmd.one_process import SGD, WAYS, as_in_one_process, loss_of, small_model, train
-from tests.spmd.test_parity import PACKAGES, WRAP
+from tests.spmd.strategies import PACKAGES, WRAP
 
 
 class Sam(SGD):

@@ -25,7 +25,7 @@ from overlap.state.shard_state import ShardState
 from overlap.transport.memory import copy_used
 from overlap.transport.stamps import HostStamps
 from tests.spmd.listening import heard
-from tests.spmd.test_parity import check_while_it_trains
+from tests.spmd.training import check_while_it_trains
 from tests.spmd_plugin import SIZE
 
 alone = pytest.mark.skipif(SIZE == 1, reason="a rank alone has nothing to plan")

@@ -10,7 +10,7 @@ import torch
 import dear
 from overlap.core.round import GradientChanged
 from tests.spmd.models import MODELS
-from tests.spmd.test_parity import OPTIMIZERS, PACKAGES, WRAP
+from tests.spmd.strategies import OPTIMIZERS, PACKAGES, WRAP
 
 # dtype of the parameters, dtype of autocast, a scaler?, relative tolerance: bf16 rounds at every addition of the
 # reference, the wire once.

@@ -15,7 +15,7 @@ from torch.nn import functional
 import dear
 from overlap.features.renormed import shorten
 from tests.spmd.one_process import SGD
-from tests.spmd.test_parity import PACKAGES, WRAP
+from tests.spmd.strategies import PACKAGES, WRAP
 
 ROWS, WIDTH = 12, 9
 

@@ -12,7 +12,7 @@ from torch.nn.utils import prune
 
 import dear
 from tests.spmd.one_process import SGD, loss_of, small_model, train
-from tests.spmd.test_parity import PACKAGES, WRAP
+from tests.spmd.strategies import PACKAGES, WRAP
 
 Script = Callable[[Any], Any]
 

@@ -13,7 +13,7 @@ import dear
 from overlap.core.bucket import Slot
 from overlap.features import same_data
 from tests.spmd.listening import heard
-from tests.spmd.test_parity import PACKAGES, WRAP
+from tests.spmd.strategies import PACKAGES, WRAP
 
 
 def _told(way: str, seed: int, build: Any = lambda: nn.Linear(6, 3), **options: Any) -> list[str]:

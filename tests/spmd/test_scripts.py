@@ -13,8 +13,10 @@ import torch
 from torch.optim import lr_scheduler
 
 import dear
+from tests.spmd.models import double_model
 from tests.spmd.scripts import SCRIPTS, World
-from tests.spmd.test_parity import NAMELESS, PACKAGES, POLICIES, WRAP, _assert_close, _model
+from tests.spmd.strategies import NAMELESS, PACKAGES, POLICIES, WRAP
+from tests.spmd.training import assert_close
 
 NOT_EAGER = {"gan", "saved_by_rank_0_alone"}  # drop gradients, or look at the state, between backward and step()
 Schedule = Callable[[torch.optim.Optimizer], Any]
@@ -33,7 +35,7 @@ def test_parity(script: str, strategy: str) -> None:
         return
     actual = SCRIPTS[script](World((WRAP | NAMELESS)[strategy], dear.rank(), dear.size()))
     if actual is not None:
-        _assert_close(actual, _alone(script), script)
+        assert_close(actual, _alone(script), script)
 
 
 SCHEDULES: dict[str, Schedule] = {
@@ -65,7 +67,7 @@ SCHEDULES: dict[str, Schedule] = {
 @pytest.mark.parametrize("kind", SCHEDULES)
 def test_schedulers_of_every_kind_act_in_time_and_warn_of_nothing(kind: str, on_inner: bool) -> None:
     def train(world: World) -> Any:
-        model = _model("Mlp")
+        model = double_model("Mlp")
         inner = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
         optimizer = world.wrap(inner, model)
         if kind == "sequential":  # torch's own, which steps its parts at construction
@@ -85,7 +87,7 @@ def test_schedulers_of_every_kind_act_in_time_and_warn_of_nothing(kind: str, on_
 
     expected = train(World(lambda optimizer, _model: optimizer, None, dear.size()))
     actual = train(World(dear.DistributedOptimizer, dear.rank(), dear.size()))
-    _assert_close(actual[:2], expected[:2], kind)
+    assert_close(actual[:2], expected[:2], kind)
 
 
 @pytest.mark.parametrize("strategy", PACKAGES)
@@ -105,7 +107,7 @@ def test_lazy_modules_are_refused_with_a_remedy(strategy: str) -> None:
 
 def test_no_rank_overtakes_a_step_whose_last_reduction_it_only_sends_in() -> None:
     """One rank owns each bucket; the others might update, and again, while rank 0 asks for the state after a step."""
-    model = _model("Mlp")
+    model = double_model("Mlp")
     inner = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
     optimizer = dear.DistributedOptimizer(inner, model, policy="rb", threshold_mb=0.001)
     for step in range(4):

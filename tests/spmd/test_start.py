@@ -12,7 +12,8 @@ import dear
 from overlap.job.session import current
 from overlap.transport.broadcast import broadcast_structure, broadcast_tensors
 from overlap.transport.objects import NotSent, allgather_object, broadcast_object
-from tests.spmd.test_parity import WRAP, _model
+from tests.spmd.models import double_model
+from tests.spmd.strategies import WRAP
 from tests.spmd.training import local_loss, same_everywhere
 
 
@@ -59,7 +60,7 @@ def test_tensors_of_any_kind_become_the_roots(kind: str) -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("strategy", ["dear", "oss", "wfbp", "mgwfbp", "bytescheduler"])
 def test_models_with_buffers_of_any_kind_are_wrapped(strategy: str) -> None:
-    model = _model("Mlp")
+    model = double_model("Mlp")
     for name, make in KINDS.items():
         model.register_buffer(name, make(dear.rank() + 1))
     optimizer = WRAP[strategy](torch.optim.SGD(model.parameters(), 0.05), model)
@@ -115,7 +116,7 @@ def test_a_tensor_that_the_root_cannot_read_fails_on_all() -> None:
 @pytest.mark.parametrize("strategy", ["dear", "oss", "wfbp", "bytescheduler"])
 def test_what_cannot_be_pickled_stays_with_its_rank(strategy: str) -> None:
     """A function in a parameter group, and beside a tensor in the state; all else is rank 0's."""
-    model, rank = _model("Mlp"), dear.rank()
+    model, rank = double_model("Mlp"), dear.rank()
     parameters = list(model.parameters())
     groups = [
         {"params": parameters[:1], "chosen_by": lambda: rank, "lr": 0.1 * (rank + 1)},
@@ -143,7 +144,7 @@ def test_what_cannot_be_pickled_stays_with_its_rank(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["dear", "oss", "wfbp", "bytescheduler"])
 def test_ranks_out_of_data_keep_what_cannot_be_pickled(strategy: str) -> None:
     """They take over the others' learning rate, and not the function beside it."""
-    model, rank = _model("Mlp"), dear.rank()
+    model, rank = double_model("Mlp"), dear.rank()
     group = {"params": list(model.parameters()), "chosen_by": lambda: rank}
     optimizer = WRAP[strategy](torch.optim.SGD([group], 0.1), model)
     for step in range(2 + rank):

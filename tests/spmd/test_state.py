@@ -12,7 +12,8 @@ import torch
 
 import dear
 from overlap.transport.peer_queries import NoAnswer
-from tests.spmd.test_parity import PACKAGES, _model
+from tests.spmd.models import double_model
+from tests.spmd.strategies import PACKAGES
 from tests.spmd.training import local_loss, same_everywhere, trained
 
 
@@ -147,7 +148,7 @@ class _Remembers(torch.optim.SGD):
 
 
 def test_who_asks_for_state_that_cannot_be_pickled_is_told_at_once() -> None:
-    model = _model("Mlp")
+    model = double_model("Mlp")
     optimizer = dear.DistributedOptimizer(_Remembers(model.parameters(), 0.05), model, elementwise=True)
     for step in range(3):
         optimizer.zero_grad()
@@ -172,7 +173,7 @@ def test_state_is_sharded_and_loads_into_a_plain_optimizer() -> None:
 
 
 def test_optimizer_state_follows_the_root_and_takes_no_step() -> None:
-    model = _model("Mlp")
+    model = double_model("Mlp")
     optimizer = torch.optim.AdamW(model.parameters(), 0.1 if dear.rank() == 0 else 0.7, weight_decay=0.5)
     if dear.rank() == 0:
         local_loss(model).backward()

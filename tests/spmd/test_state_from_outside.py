@@ -12,7 +12,7 @@ import torch
 import dear
 from overlap.features.early import UpdatedEarly
 from tests.spmd.one_process import SGD, as_in_one_process, loss_of, small_model, train
-from tests.spmd.test_parity import WRAP
+from tests.spmd.strategies import WRAP
 
 pytestmark = pytest.mark.four_ranks
 

@@ -14,7 +14,8 @@ from overlap.core.closing import OtherRankFailed
 from overlap.core.round import GradientChanged, TooManyGradients
 from overlap.core.tally import Call, Said, Tally
 from overlap.job.session import current
-from tests.spmd.test_parity import PACKAGES, WRAP, _model
+from tests.spmd.models import double_model
+from tests.spmd.strategies import PACKAGES, WRAP
 from tests.spmd.training import local_loss, same_everywhere
 
 
@@ -35,7 +36,7 @@ def test_all_read_what_any_rank_said() -> None:
 
 def test_what_one_rank_raises_in_a_step_all_ranks_raise_and_none_has_lost_anything() -> None:
     """A gradient that one rank alone has changed; then it is put back."""
-    model = _model("Mlp")
+    model = double_model("Mlp")
     optimizer = WRAP["dear"](torch.optim.SGD(model.parameters(), 0.05), model)
     for step in range(2):
         optimizer.zero_grad()
@@ -59,7 +60,7 @@ def test_what_one_rank_raises_in_a_step_all_ranks_raise_and_none_has_lost_anythi
 @pytest.mark.parametrize("strategy", PACKAGES)
 def test_a_rank_that_had_no_batch_in_a_step_that_all_skip_is_not_left_behind(strategy: str) -> None:
     """Also where a metric is averaged before the next step, for which the others do not wait for it."""
-    model, alone = _model("Mlp"), _model("Mlp")
+    model, alone = double_model("Mlp"), double_model("Mlp")
     optimizer = WRAP[strategy](torch.optim.SGD(model.parameters(), 0.05, momentum=0.9), model)
     plain = torch.optim.SGD(alone.parameters(), 0.05, momentum=0.9)
     for step in range(10):
@@ -86,7 +87,7 @@ def test_a_rank_that_had_no_batch_in_a_step_that_all_skip_is_not_left_behind(str
 def test_ranks_that_make_different_calls_raise(strategy: str) -> None:
     if dear.size() == 1:
         return
-    model = _model("Mlp")
+    model = double_model("Mlp")
     optimizer = WRAP[strategy](torch.optim.SGD(model.parameters(), 0.05), model)
     local_loss(model, 0).backward()
     with pytest.raises(RuntimeError, match=r"different calls in step 0: rank 0 asks .*, and rank \d needs them"):
@@ -96,7 +97,7 @@ def test_ranks_that_make_different_calls_raise(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", PACKAGES)
 def test_a_closure_behind_a_backward_of_one_rank_raises_on_all(strategy: str) -> None:
     """Its gradients would be added to those. Nothing is lost by that."""
-    model = _model("Mlp")
+    model = double_model("Mlp")
     optimizer = WRAP[strategy](torch.optim.SGD(model.parameters(), 0.05), model)
 
     def closure() -> torch.Tensor:
@@ -121,7 +122,7 @@ def test_a_closure_behind_a_backward_of_one_rank_raises_on_all(strategy: str) ->
 @pytest.mark.parametrize("strategy", PACKAGES)
 def test_synchronize_waits_for_nobody_s_gradients_after_a_step(strategy: str, gradients: str) -> None:
     """On every rank, as often as one likes; nothing is averaged twice."""
-    model = _model("Mlp")
+    model = double_model("Mlp")
     optimizer = WRAP[strategy](torch.optim.SGD(model.parameters(), 0.05), model)
     for step in range(3):
         optimizer.zero_grad()
@@ -143,7 +144,7 @@ def test_synchronize_waits_for_nobody_s_gradients_after_a_step(strategy: str, gr
 
 
 def test_gradients_of_replaced_buckets_are_not_averaged_again() -> None:
-    model = _model("Mlp")
+    model = double_model("Mlp")
     optimizer = WRAP["dear"](torch.optim.SGD(model.parameters(), 0.05), model)
     for step in range(3):
         optimizer.zero_grad()
@@ -159,7 +160,7 @@ def test_gradients_of_replaced_buckets_are_not_averaged_again() -> None:
 @pytest.mark.parametrize("strategy", PACKAGES)
 def test_what_some_rank_trains_later_is_trained_on_all(strategy: str) -> None:
     """Layers that one rank alone has thawed, one after the other: each takes part from then on, everywhere."""
-    model = _model("Mlp")
+    model = double_model("Mlp")
     layers = [layer for layer in model.inner if list(layer.parameters())]
     for layer in layers:
         layer.requires_grad_(False)

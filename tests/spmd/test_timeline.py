@@ -12,7 +12,7 @@ import torch
 
 import dear
 from tests.spmd.models import MODELS
-from tests.spmd.test_parity import STRATEGIES
+from tests.spmd.strategies import STRATEGIES
 
 
 @pytest.fixture(autouse=True)

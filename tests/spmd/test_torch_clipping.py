@@ -13,7 +13,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 import dear
 from overlap.features.early import UpdatedEarly
 from tests.spmd.one_process import as_in_one_process, loss_of, small_model, train
-from tests.spmd.test_parity import PACKAGES, WRAP
+from tests.spmd.strategies import PACKAGES, WRAP
 
 _Parameters = Callable[[nn.Module, Any], Any]
 

@@ -10,7 +10,7 @@ import torch
 
 import dear
 from tests.spmd.one_process import SGD, small_model, train
-from tests.spmd.test_parity import PACKAGES, WRAP
+from tests.spmd.strategies import PACKAGES, WRAP
 
 
 def _scripted(module: torch.nn.Module) -> Any:

@@ -20,7 +20,9 @@ from overlap.plan.tuning import bayes
 from overlap.plan.tuning.options import Tuning
 from tests.spmd.listening import heard
 from tests.spmd.loops import LOOPS, Run
-from tests.spmd.test_parity import OPTIMIZERS, _assert_close, _model, check_while_it_trains
+from tests.spmd.models import double_model
+from tests.spmd.strategies import OPTIMIZERS
+from tests.spmd.training import assert_close, check_while_it_trains
 
 EVERY_STEP = {"warmup": 0, "window": 1, "pairs": 2}
 MB = 2**-20
@@ -84,7 +86,7 @@ def test_loops_while_the_buckets_change(strategy: str, loop: str, monkeypatch: p
     monkeypatch.setattr(bayes, "BayesianSearch", Scripted)
 
     def train(distributed: bool) -> Any:
-        model = _model("Mlp")
+        model = double_model("Mlp")
         optimizer: Any = OPTIMIZERS["sgd"](list(model.parameters()))
         if distributed:
             optimizer = TUNED[strategy](optimizer, model)
@@ -94,8 +96,8 @@ def test_loops_while_the_buckets_change(strategy: str, loop: str, monkeypatch: p
         return model.state_dict(), optimizer.state_dict()
 
     actual, expected = train(True), train(False)
-    _assert_close(actual[0], expected[0], "model")
-    _assert_close(actual[1], expected[1], "optimizer")
+    assert_close(actual[0], expected[0], "model")
+    assert_close(actual[1], expected[1], "optimizer")
 
 
 class Clock:
@@ -172,7 +174,7 @@ def test_a_best_that_was_luck_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> 
     ],
 )
 def test_what_cannot_be_tuned_is_refused(arguments: dict[str, Any], message: str) -> None:
-    model = _model("Mlp")
+    model = double_model("Mlp")
     with pytest.raises(ValueError, match=message):
         dear.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model, **arguments)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.spmd.one_process import SGD, as_in_one_process, loss_of, small_model, train
-from tests.spmd.test_parity import WRAP
+from tests.spmd.strategies import WRAP
 
 WAYS = ("dear", "dear-layerwise", "wfbp", "mgwfbp", "bytescheduler", "oss")
 

@@ -12,10 +12,10 @@ import torch
 
 import dear
 from tests.spmd.loops import GLOBAL_BATCH, Run
-from tests.spmd.models import MODELS, SPARSE_MODELS
-from tests.spmd.test_parity import OPTIMIZERS as KNOWN
-from tests.spmd.test_parity import WRAP as PATIENT
-from tests.spmd.test_parity import _assert_close, _model
+from tests.spmd.models import MODELS, SPARSE_MODELS, double_model
+from tests.spmd.strategies import OPTIMIZERS as KNOWN
+from tests.spmd.strategies import WRAP as PATIENT
+from tests.spmd.training import assert_close
 
 pytestmark = pytest.mark.four_ranks
 
@@ -244,7 +244,7 @@ def _alone(model_name: str, optimizer_name: str, loop: str) -> Any:
 
 def _train(model_name: str, optimizer_name: str, loop: str, strategy: str | None) -> Any:
     torch.manual_seed(5)
-    model = _model(model_name) if model_name in MODELS else SPARSE_MODELS[model_name]().double()
+    model = double_model(model_name) if model_name in MODELS else SPARSE_MODELS[model_name]().double()
     optimizer: Any = OPTIMIZERS[optimizer_name](list(model.parameters()))
     run = Run(model, optimizer, None, dear.size())
     if strategy is not None:
@@ -258,7 +258,7 @@ def _train(model_name: str, optimizer_name: str, loop: str, strategy: str | None
 def _check(model: str, optimizer: str, loop: str, strategy: str) -> None:
     expected, actual = _alone(model, optimizer, loop), _train(model, optimizer, loop, strategy)
     for mine, theirs, where in zip(actual, expected, ("model", "optimizer", "seen"), strict=True):
-        _assert_close(mine, theirs, where)
+        assert_close(mine, theirs, where)
 
 
 @pytest.mark.parametrize(("loop", "strategy", "optimizer"), ROWS)
@@ -267,7 +267,7 @@ def test_uneven_data(loop: str, strategy: str, optimizer: str) -> None:
 
 
 def test_what_was_said_about_an_optimizer_that_some_ranks_have_dropped_is_old() -> None:
-    model = _model("Mlp")
+    model = double_model("Mlp")
     run = Run(
         model, dear.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model), dear.rank(), dear.size()
     )
@@ -290,7 +290,7 @@ def test_uneven_data_with_sparse_gradients(strategy: str) -> None:
 def _two(strategy: str) -> list[Run]:
     runs = []
     for name, optimizer_name in (("Mlp", "sgd"), ("Sometimes", "adamw")):
-        model = _model(name)
+        model = double_model(name)
         optimizer: Any = OPTIMIZERS[optimizer_name](list(model.parameters()))
         runs.append(Run(model, optimizer, None, dear.size()))
         if strategy:
@@ -319,4 +319,4 @@ def _alternate(strategy: str) -> list[Any]:
 
 @pytest.mark.parametrize("strategy", ["dear", "mgwfbp", "bytescheduler"])
 def test_joined_ranks_follow_several_optimizers(strategy: str) -> None:
-    _assert_close(_alternate(strategy), _alternate(""), "models")
+    assert_close(_alternate(strategy), _alternate(""), "models")

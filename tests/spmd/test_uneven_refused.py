@@ -16,8 +16,8 @@ from overlap.features.join import CannotJoin, joined_ranks_of
 from overlap.job.session import current
 from overlap.transport.objects import SignatureMismatch
 from tests.spmd.loops import Run
-from tests.spmd.test_parity import _assert_close
 from tests.spmd.test_uneven import _backward, _two
+from tests.spmd.training import assert_close
 
 
 def _end_of_a_failed_join(meanwhile: Callable[[], Any] = dear.barrier) -> None:
@@ -195,5 +195,5 @@ def test_an_optimizer_that_could_not_go_on_is_no_part_of_what_follows(
             trained.optimizer.step()
             trained.optimizer.zero_grad()
     assert 0 <= dear.join() < dear.size()
-    _assert_close(follower.model.state_dict(), expected.model.state_dict(), "follower")
-    _assert_close(follower.optimizer.state_dict(), expected.optimizer.state_dict(), "its optimizer")
+    assert_close(follower.model.state_dict(), expected.model.state_dict(), "follower")
+    assert_close(follower.optimizer.state_dict(), expected.optimizer.state_dict(), "its optimizer")

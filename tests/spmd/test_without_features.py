@@ -18,7 +18,7 @@ from overlap.features.sparse import DenseGradients, SparseGradients
 from overlap.optimizer import assembly
 from overlap.transport.communicator import Communicator, Work
 from tests.spmd.one_process import WAYS, as_in_one_process, loss_of, train
-from tests.spmd.test_parity import WRAP
+from tests.spmd.strategies import WRAP
 
 
 def _without(monkeypatch: pytest.MonkeyPatch, *kinds: type[Feature]) -> None:

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 
 import dear
-from tests.spmd.loops import Run
-from tests.spmd.test_parity import WRAP, _model
+from tests.spmd.loops import LOOPS, Run
+from tests.spmd.models import double_model
+from tests.spmd.strategies import NAMELESS, OPTIMIZERS, WRAP
 
-__all__ = ["backward", "local_loss", "same_everywhere", "same_values", "trained"]
+__all__ = [
+    "assert_close",
+    "backward",
+    "check_while_it_trains",
+    "halves",
+    "local_loss",
+    "loop_alone",
+    "same_everywhere",
+    "same_values",
+    "train_in_loop",
+    "trained",
+]
 
 
 def local_loss(
@@ -27,7 +42,7 @@ def backward(model: torch.nn.Module, optimizer: Any, step: int = 0) -> None:
 
 
 def trained(strategy: str = "dear", steps: int = 2, **options: Any) -> tuple[torch.nn.Module, Any]:
-    model = _model("Mlp")
+    model = double_model("Mlp")
     optimizer = WRAP[strategy](torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, **options), model)
     for step in range(steps):
         optimizer.zero_grad()
@@ -45,3 +60,81 @@ def same_values(mine: torch.nn.Module, reference: torch.nn.Module) -> None:
 def same_everywhere(value: Any) -> None:
     values = dear.allgather_object(value)
     assert all(torch.equal(other, values[0]) for other in values)
+
+
+def train_in_loop(model_name: str, optimizer_name: str, loop_name: str, strategy: str | None) -> tuple[Any, Any, Any]:
+    """The state of the model and of the optimizer, and what the loop has seen; in one process, if no strategy is given."""
+    model = double_model(model_name)
+    if strategy is not None and dear.rank() > 0:  # wrapping must bring rank 0's values
+        for parameter in model.parameters():
+            parameter.data.mul_(0.5)
+    optimizer: Any = OPTIMIZERS[optimizer_name](list(model.parameters()))
+    rank = None
+    if strategy is not None:
+        optimizer, rank = (WRAP | NAMELESS)[strategy](optimizer, model), dear.rank()
+    run = Run(model, optimizer, rank, dear.size())
+    LOOPS[loop_name](run)
+    if strategy is not None:
+        optimizer.synchronize()
+    return model.state_dict(), optimizer.state_dict(), run.seen
+
+
+@functools.cache
+def loop_alone(model_name: str, optimizer_name: str, loop_name: str) -> tuple[Any, Any, Any]:
+    """The same in one process, which does it once for all strategies."""
+    return train_in_loop(model_name, optimizer_name, loop_name, None)
+
+
+def halves(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A rank's inputs and targets of a step, in single precision."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(6, 9, generator=generator), torch.randn(6, 9, generator=generator)
+
+
+def assert_close(actual: Any, expected: Any, where: str) -> None:
+    """Tensors, numbers, and states that contain them, up to rounding; all else is equal. A failure says `where`."""
+    if isinstance(expected, torch.Tensor):
+        assert actual.shape == expected.shape, f"{where}: {actual.shape} != {expected.shape}"
+        assert actual.dtype == expected.dtype, f"{where}: {actual.dtype} != {expected.dtype}"
+        if expected.is_sparse:  # coalesced or not
+            actual, expected = actual.to_dense(), expected.to_dense()
+        tolerance = 1e-12 if expected.dtype in (torch.float64, torch.complex128) else 2e-6
+        torch.testing.assert_close(
+            actual, expected, rtol=tolerance, atol=tolerance, msg=lambda text: f"{where}: {text}"
+        )
+    elif isinstance(expected, dict):
+        assert actual.keys() == expected.keys(), f"{where}: {sorted(actual)} != {sorted(expected)}"
+        for key in expected:
+            assert_close(actual[key], expected[key], f"{where}.{key}")
+    elif isinstance(expected, list | tuple):
+        assert len(actual) == len(expected), f"{where}: {len(actual)} != {len(expected)} entries"
+        for index, (mine, theirs) in enumerate(zip(actual, expected, strict=True)):
+            assert_close(mine, theirs, f"{where}[{index}]")
+    elif isinstance(expected, float):
+        assert actual == pytest.approx(expected, rel=1e-12), f"{where}: {actual} != {expected}"
+    else:
+        assert actual == expected, f"{where}: {actual} != {expected}"
+
+
+def check_while_it_trains(kind: str, wrap: Callable[..., Any], steps: int, look: Callable[[int, Any], None]) -> None:
+    """Plain steps are those of one process, whatever becomes of buckets meanwhile: `look` is called after each."""
+
+    def train(distributed: bool) -> Any:
+        model = double_model("Mlp")
+        optimizer: Any = OPTIMIZERS[kind](list(model.parameters()))
+        if distributed:
+            optimizer = wrap(optimizer, model)
+        run = Run(model, optimizer, dear.rank() if distributed else None, dear.size())
+        for step in range(steps):
+            optimizer.zero_grad()
+            run.loss(step).backward()
+            optimizer.step()
+            if distributed:
+                look(step, optimizer)
+        if distributed:
+            optimizer.synchronize()
+        return model.state_dict(), optimizer.state_dict()
+
+    actual, expected = train(True), train(False)
+    assert_close(actual[0], expected[0], "model")
+    assert_close(actual[1], expected[1], "optimizer")
