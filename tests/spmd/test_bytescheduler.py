@@ -20,7 +20,7 @@ from overlap.optimizer import tuning as trial
 from overlap.plan.tuning.options import Tuning
 from tests.spmd.loops import Run
 from tests.spmd.models import WIDTH, adafactor
-from tests.spmd.test_tuning import Clock
+from tests.spmd.planned_training import Clock
 from tests.spmd.training import assert_close, backward
 
 

@@ -22,7 +22,7 @@ from tests.spmd.test_co2_sparse import Sparse
 from tests.spmd.test_co2_streaming import CASES
 from tests.spmd.test_co2_streaming import RULE as STREAMING
 from tests.spmd.test_co2_streaming import _simulation as streaming
-from tests.spmd.test_uneven_refused import _end_of_a_failed_join
+from tests.spmd.uneven_training import end_of_a_failed_join
 
 pytestmark = pytest.mark.four_ranks
 
@@ -343,7 +343,7 @@ def test_what_needs_every_rank_is_refused_everywhere(what: str, late: bool) -> N
     with pytest.raises(CannotJoin) as raised:
         act()
     assert f"{what} needs every rank, and ranks [1] have joined" in str(raised.value)
-    _end_of_a_failed_join()
+    end_of_a_failed_join()
     _steps(model, optimizer, range(3, 6))
     optimizer.average_parameters()
     assert _everywhere(model)

@@ -13,7 +13,7 @@ from overlap.optimizer import decision
 from overlap.plan.choice import Choice
 from overlap.plan.measurement import Lap, Sent, Times, thread_costs
 from overlap.plan.simulation.network import Fitted
-from tests.spmd.test_planning import MIB, STEPS, _job, _scripted, _steps
+from tests.spmd.planned_training import MIB, STEPS, planned_job, scripted, train_steps
 from tests.spmd_plugin import SIZE
 
 pytestmark = pytest.mark.skipif(SIZE == 1, reason="a rank alone has nothing to plan")
@@ -25,8 +25,8 @@ def test_the_rank_that_computes_longest_is_simulated(monkeypatch: pytest.MonkeyP
         return Times(each, each, none, none, 0.0, 0.0, 0.0, 0.0, 0.0)
 
     monkeypatch.setattr(decision, "layer_times", measured)
-    jobs = _scripted(monkeypatch)
-    _steps(*_job(), STEPS)
+    jobs = scripted(monkeypatch)
+    train_steps(*planned_job(), STEPS)
     for job in jobs:
         assert {layer.forward for layer in job.work.layers[1:-1]} == {float(SIZE)}
     assert len(jobs) == (dear.rank() == 0)
@@ -45,13 +45,13 @@ def test_what_an_operation_takes_is_the_least_of_all_ranks(monkeypatch: pytest.M
 
     monkeypatch.setattr(decision, "services", services)
     monkeypatch.setattr(decision, "fitted", fitted)
-    _steps(*_job(), STEPS)
+    train_steps(*planned_job(), STEPS)
     assert found == ([(SIZE, {2.0})] if dear.rank() == 0 else [])
 
 
 def test_the_rank_with_the_least_memory_decides_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan takes as much as the model, and AdamW's state of what is not sharded, which is twice as large."""
-    model, optimizer = _job()
+    model, optimizer = planned_job()
     nbytes = sum(parameter.nbytes for parameter in model.parameters())
     scarce = 2.5 * nbytes / decision._ROOM * dear.local_size()  # the plan may have a share of it
     found: list[bool] = []
@@ -62,7 +62,7 @@ def test_the_rank_with_the_least_memory_decides_what_fits(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(decision, "choose", choose)
     monkeypatch.setattr(decision, "available_bytes", lambda: scarce if dear.rank() == SIZE - 1 else 1000 * scarce)
-    _steps(model, optimizer, STEPS)
+    train_steps(model, optimizer, STEPS)
     assert found == ([True, False] if dear.rank() == 0 else [])
 
 
@@ -75,10 +75,10 @@ def test_what_a_rank_updates_is_its_own_shard(monkeypatch: pytest.MonkeyPatch) -
         return thread_costs(sent, laps, share, handling)
 
     monkeypatch.setattr(decision, "thread_costs", costs)
-    _scripted(monkeypatch)
+    scripted(monkeypatch)
     model = torch.nn.Sequential(torch.nn.Linear(16, 40), torch.nn.Linear(40, 8))
     optimizer: Any = dear.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model, strategy="oss")
-    _steps(model, optimizer, STEPS)
+    train_steps(model, optimizer, STEPS)
     shares = dear.allgather_object(found[0])
     for bucket in optimizer.buckets:
         assert sum(share[bucket.index] for share in shares) == bucket.nbytes
@@ -89,8 +89,8 @@ def test_what_a_rank_updates_is_its_own_shard(monkeypatch: pytest.MonkeyPatch) -
 def test_a_plan_that_gains_next_to_nothing_is_not_taken(
     seconds: float, all_reduced: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _scripted(monkeypatch, {"threshold_mb": 300 / MIB, "all_reduced": 0.5}, seconds=seconds)
-    model, optimizer = _job()
-    _steps(model, optimizer, STEPS)
+    scripted(monkeypatch, {"threshold_mb": 300 / MIB, "all_reduced": 0.5}, seconds=seconds)
+    model, optimizer = planned_job()
+    train_steps(model, optimizer, STEPS)
     assert optimizer.strategy.all_reduced == all_reduced
     assert optimizer.tuning is (all_reduced > 0)  # a new plan is checked

@@ -19,43 +19,16 @@ from overlap.core.clock import StepClock
 from overlap.job.process_set import global_process_set
 from overlap.optimizer import decision, planning
 from overlap.optimizer.planning import plan_by_itself
-from overlap.plan.choice import Choice, Job
 from overlap.plan.measurement import Sent, services
 from overlap.state.shard_state import ShardState
 from overlap.transport.memory import copy_used
 from overlap.transport.stamps import HostStamps
 from tests.spmd.listening import heard
+from tests.spmd.planned_training import MIB, STEPS, Clock, planned_job, scripted, train_steps
 from tests.spmd.training import check_while_it_trains
 from tests.spmd_plugin import SIZE
 
 alone = pytest.mark.skipif(SIZE == 1, reason="a rank alone has nothing to plan")
-STEPS = 5  # a plan is made in this step's end
-MIB = 2**20
-
-
-def _scripted(monkeypatch: pytest.MonkeyPatch, *settings: dict[str, float], seconds: float = 0.5) -> list[Job]:
-    """Rank 0 chooses these, one after the other, for `seconds` instead of one. Returns what it was given."""
-    left, seen = list(settings), []
-
-    def choose(current: Any, preview: Any, job: Job, fits: Any, enough: Any) -> Choice:
-        seen.append(job)
-        setting = {**current.planned, **(left.pop(0) if left else {})}
-        assert fits(preview(current.at(setting)))
-        assert not enough()
-        return Choice(setting, seconds, 1.0, 7)
-
-    monkeypatch.setattr(decision, "choose", choose)
-    return seen
-
-
-class Clock:
-    """Stands in for the time module where steps are timed."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def perf_counter(self) -> float:
-        return self.now
 
 
 def _passes(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,27 +37,11 @@ def _passes(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HostStamps, "now", lambda _: clock.perf_counter())
 
 
-def _steps(model: torch.nn.Module, optimizer: Any, number: int, clock: Clock | None = None, took: float = 0.0) -> None:
-    """So many, each of which takes as long by rank 0's `clock`; by those of others, all take a second."""
-    for _ in range(number):
-        optimizer.zero_grad()
-        if clock is not None:
-            clock.now += took if dear.rank() == 0 else 1.0
-        model(torch.full((4, 16), 1.0 + dear.rank())).square().mean().backward()
-        optimizer.step()
-
-
-def _job(**options: Any) -> tuple[torch.nn.Module, Any]:
-    torch.manual_seed(3)
-    model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(12)))
-    return model, dear.DistributedOptimizer(torch.optim.AdamW(model.parameters(), 1e-3), model, **options)
-
-
 @alone
 @pytest.mark.parametrize("kind", ["sgd", "adamw", "adafactor"])
 def test_results_are_those_of_one_process_while_buckets_change(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     small = {"threshold_mb": 300 / MIB, "all_reduced": 0.5}
-    _scripted(monkeypatch, small)
+    scripted(monkeypatch, small)
 
     def look(step: int, optimizer: Any) -> None:
         if step == STEPS:
@@ -100,7 +57,7 @@ def test_results_are_those_of_one_process_while_buckets_change(kind: str, monkey
 @alone
 @pytest.mark.parametrize("kind", ["sgd", "adafactor"])
 def test_results_of_owners_are_the_same_while_buckets_change(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    _scripted(monkeypatch, {"threshold_mb": 300 / MIB})
+    scripted(monkeypatch, {"threshold_mb": 300 / MIB})
 
     def look(step: int, optimizer: Any) -> None:
         if step == STEPS:
@@ -114,7 +71,7 @@ def test_results_of_owners_are_the_same_while_buckets_change(kind: str, monkeypa
 @pytest.mark.parametrize("kind", ["sgd", "adafactor"])
 def test_results_are_the_same_while_partitions_change(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     small = {"partition_mb": 300 / MIB, "credit_mb": 500 / MIB}
-    _scripted(monkeypatch, small)
+    scripted(monkeypatch, small)
 
     def look(step: int, optimizer: Any) -> None:
         if step == STEPS:
@@ -127,14 +84,14 @@ def test_results_are_the_same_while_partitions_change(kind: str, monkeypatch: py
 @pytest.mark.parametrize("given", ["partition_mb", "credit_mb"])
 def test_what_is_given_of_partitions_and_credit_stays(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
     other = "credit_mb" if given == "partition_mb" else "partition_mb"
-    _scripted(monkeypatch, {other: 1000 / MIB})
-    model, optimizer = _job(strategy="bytescheduler_adapter", **{given: 600 / MIB})
-    _steps(model, optimizer, STEPS)
+    scripted(monkeypatch, {other: 1000 / MIB})
+    model, optimizer = planned_job(strategy="bytescheduler_adapter", **{given: 600 / MIB})
+    train_steps(model, optimizer, STEPS)
     assert optimizer.strategy.setting == {given: 600 / MIB, other: 1000 / MIB}
     both = {"partition_mb": 600 / MIB, "credit_mb": 900 / MIB}
-    model, optimizer = _job(strategy="bytescheduler_adapter", **both)
+    model, optimizer = planned_job(strategy="bytescheduler_adapter", **both)
     assert not optimizer.tuning
-    _steps(model, optimizer, STEPS)
+    train_steps(model, optimizer, STEPS)
     assert optimizer.strategy.setting == both
 
 
@@ -147,8 +104,8 @@ def test_partitions_are_measured_one_by_one_in_one_order(monkeypatch: pytest.Mon
         return services(sent, start)
 
     monkeypatch.setattr(decision, "services", noted)
-    model, optimizer = _job(strategy="bytescheduler_adapter", partition_mb=300 / MIB)
-    _steps(model, optimizer, STEPS)
+    model, optimizer = planned_job(strategy="bytescheduler_adapter", partition_mb=300 / MIB)
+    train_steps(model, optimizer, STEPS)
     nbytes = sum(parameter.nbytes for parameter in model.parameters())
     assert sum(one.nbytes for one in found) >= 2 * nbytes  # of three laps, the last one's are on their way still
     assert max(one.nbytes for one in found) <= 320
@@ -160,11 +117,11 @@ def test_partitions_are_measured_one_by_one_in_one_order(monkeypatch: pytest.Mon
 @alone
 @pytest.mark.parametrize("strategy", ["dear", "oss", "bytescheduler_adapter"])
 def test_the_plan_is_made_from_what_was_measured_and_explained(strategy: str, tmp_path: Path) -> None:
-    model, optimizer = _job(strategy=strategy)
+    model, optimizer = planned_job(strategy=strategy)
     with pytest.raises(RuntimeError, match="made from the first steps"):
         optimizer.explain()
     with heard(logging.INFO) as said:
-        _steps(model, optimizer, 14)
+        train_steps(model, optimizer, 14)
     assert not optimizer.tuning
     text = optimizer.explain()
     for line in (
@@ -196,12 +153,12 @@ def test_layers_are_measured_in_their_order(monkeypatch: pytest.MonkeyPatch) -> 
             time.sleep(0.02)
             return super().forward(x)
 
-    jobs = _scripted(monkeypatch)
+    jobs = scripted(monkeypatch)
     model = torch.nn.Sequential(torch.nn.Linear(16, 16), Slow(16, 16), torch.nn.Linear(16, 16))
     optimizer = dear.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model)
     for _ in range(STEPS + 1):
         time.sleep(0.05)
-        _steps(model, optimizer, 1)
+        train_steps(model, optimizer, 1)
     if dear.rank() == 0:
         (job,) = jobs
         names = [layer.name for layer in job.work.layers]
@@ -230,11 +187,11 @@ def test_what_hooks_take_is_no_computation(strategy: str, monkeypatch: pytest.Mo
         time.sleep(0.002)
         copy_used(place, gradient)
 
-    _scripted(monkeypatch)
+    scripted(monkeypatch)
     monkeypatch.setattr(planning, "StepClock", noted)
     monkeypatch.setattr(bucket, "copy_used", slow)
-    model, optimizer = _job(strategy=strategy)
-    _steps(model, optimizer, STEPS + 1)
+    model, optimizer = planned_job(strategy=strategy)
+    train_steps(model, optimizer, STEPS + 1)
     told = optimizer._planned.explained(optimizer)
     copies = 0.002 * 24
     assert told.hooks > copies
@@ -268,33 +225,33 @@ def test_buckets_that_change_while_they_are_measured_begin_it_anew(strategy: str
 
 @alone
 def test_a_plan_that_turns_out_slower_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    _scripted(monkeypatch, {"threshold_mb": 300 / MIB, "all_reduced": 0.0})
+    scripted(monkeypatch, {"threshold_mb": 300 / MIB, "all_reduced": 0.0})
     clock = Clock()
     _passes(clock, monkeypatch)
-    model, optimizer = _job()
+    model, optimizer = planned_job()
     first = optimizer.strategy.threshold_mb
-    _steps(model, optimizer, STEPS, clock, 1.0)
+    train_steps(model, optimizer, STEPS, clock, 1.0)
     assert optimizer.strategy.threshold_mb == 300 / MIB
     assert optimizer.tuning
-    _steps(model, optimizer, 4, clock, 1.05)
+    train_steps(model, optimizer, 4, clock, 1.05)
     assert optimizer.strategy.threshold_mb == first
     assert optimizer.tuning
-    _steps(model, optimizer, 4, clock, 1.0)
+    train_steps(model, optimizer, 4, clock, 1.0)
     assert optimizer.strategy.threshold_mb == first
     assert not optimizer.tuning
 
 
 @alone
 def test_a_plan_stays_where_everything_has_become_slower(monkeypatch: pytest.MonkeyPatch) -> None:
-    _scripted(monkeypatch, {"threshold_mb": 300 / MIB, "all_reduced": 0.0})
+    scripted(monkeypatch, {"threshold_mb": 300 / MIB, "all_reduced": 0.0})
     clock = Clock()
     _passes(clock, monkeypatch)
-    model, optimizer = _job()
+    model, optimizer = planned_job()
     first = optimizer.strategy.threshold_mb
-    _steps(model, optimizer, STEPS, clock, 1.0)
-    _steps(model, optimizer, 4, clock, 1.2)
+    train_steps(model, optimizer, STEPS, clock, 1.0)
+    train_steps(model, optimizer, 4, clock, 1.2)
     assert optimizer.strategy.threshold_mb == first
-    _steps(model, optimizer, 4, clock, 1.25)
+    train_steps(model, optimizer, 4, clock, 1.25)
     assert optimizer.strategy.threshold_mb == 300 / MIB
     assert not optimizer.tuning
     assert "1,200 ms measured" in optimizer.explain()
@@ -302,20 +259,20 @@ def test_a_plan_stays_where_everything_has_become_slower(monkeypatch: pytest.Mon
 
 @alone
 def test_steps_that_become_longer_are_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    jobs = _scripted(monkeypatch, {}, {"threshold_mb": 300 / MIB, "all_reduced": 0.25}, {})
+    jobs = scripted(monkeypatch, {}, {"threshold_mb": 300 / MIB, "all_reduced": 0.25}, {})
     clock = Clock()
     _passes(clock, monkeypatch)
-    model, optimizer = _job()
-    _steps(model, optimizer, STEPS, clock, 1.0)
+    model, optimizer = planned_job()
+    train_steps(model, optimizer, STEPS, clock, 1.0)
     assert not optimizer.tuning
     with heard(logging.INFO) as said:
-        _steps(model, optimizer, 30, clock, 1.1)
+        train_steps(model, optimizer, 30, clock, 1.1)
         assert optimizer.strategy.all_reduced == 0
-        _steps(
+        train_steps(
             model, optimizer, 14, clock, 4.0
         )  # the median of nine steps, one step, one that warms up, three measured
     assert optimizer.strategy.all_reduced == 0.25
-    _steps(model, optimizer, 30, clock, 3.5)
+    train_steps(model, optimizer, 30, clock, 3.5)
     assert not optimizer.tuning
     assert len(jobs) == (2 if dear.rank() == 0 else 0)
     assert any("measuring again" in line for line in said) or dear.rank() > 0
@@ -323,11 +280,11 @@ def test_steps_that_become_longer_are_measured_again(monkeypatch: pytest.MonkeyP
 
 @alone
 def test_a_script_that_replans_has_the_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
-    jobs = _scripted(monkeypatch, {"threshold_mb": 25.0, "all_reduced": 0.5})
-    model, optimizer = _job()
-    _steps(model, optimizer, 2)
+    jobs = scripted(monkeypatch, {"threshold_mb": 25.0, "all_reduced": 0.5})
+    model, optimizer = planned_job()
+    train_steps(model, optimizer, 2)
     optimizer.replan(optimizer.strategy.at({"threshold_mb": 400 / MIB}))
-    _steps(model, optimizer, STEPS)
+    train_steps(model, optimizer, STEPS)
     assert optimizer.strategy.threshold_mb == 400 / MIB
     assert not optimizer.tuning
     assert not jobs
@@ -340,9 +297,9 @@ def test_a_script_that_replans_has_the_last_word(monkeypatch: pytest.MonkeyPatch
     "options", [{"threshold_mb": 25}, {"eager": True}, {"policy": "rb"}, {"num_nearby_layers": 2}], ids=str
 )
 def test_who_chooses_buckets_gets_them(options: dict[str, Any]) -> None:
-    model, optimizer = _job(**options)
+    model, optimizer = planned_job(**options)
     before = optimizer.strategy.threshold_mb
-    _steps(model, optimizer, STEPS + 2)
+    train_steps(model, optimizer, STEPS + 2)
     assert optimizer.strategy.threshold_mb == before
     assert not optimizer.tuning
     with pytest.raises(RuntimeError, match="has chosen the buckets"):
@@ -351,12 +308,12 @@ def test_who_chooses_buckets_gets_them(options: dict[str, Any]) -> None:
 
 @alone
 def test_a_search_begins_with_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    _scripted(monkeypatch, {"threshold_mb": 300 / MIB, "all_reduced": 0.5})
+    scripted(monkeypatch, {"threshold_mb": 300 / MIB, "all_reduced": 0.5})
     tuning = dear.Tuning(trials=2, warmup=0, window=1, pairs=1, bounds={"threshold_mb": (200 / MIB, 3000 / MIB)})
-    model, optimizer = _job(tune=tuning)
+    model, optimizer = planned_job(tune=tuning)
     seen = []
     for _ in range(20):
-        _steps(model, optimizer, 1)
+        train_steps(model, optimizer, 1)
         seen.append(optimizer.strategy.threshold_mb)
     assert not optimizer.tuning
     assert seen[STEPS] == 300 / MIB
@@ -365,7 +322,7 @@ def test_a_search_begins_with_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_rank_alone_and_what_cannot_be_measured() -> None:
-    model, optimizer = _job()
+    model, optimizer = planned_job()
     if SIZE == 1:
         assert plan_by_itself(optimizer, global_process_set) is None
         assert not optimizer.tuning

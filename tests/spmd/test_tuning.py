@@ -21,6 +21,7 @@ from overlap.plan.tuning.options import Tuning
 from tests.spmd.listening import heard
 from tests.spmd.loops import LOOPS, Run
 from tests.spmd.models import double_model
+from tests.spmd.planned_training import Clock
 from tests.spmd.strategies import OPTIMIZERS
 from tests.spmd.training import assert_close, check_while_it_trains
 
@@ -98,16 +99,6 @@ def test_loops_while_the_buckets_change(strategy: str, loop: str, monkeypatch: p
     actual, expected = train(True), train(False)
     assert_close(actual[0], expected[0], "model")
     assert_close(actual[1], expected[1], "optimizer")
-
-
-class Clock:
-    """Stands in for the time module: a step takes as long as `cost` says of the buckets it had."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def perf_counter(self) -> float:
-        return self.now
 
 
 def _tuned(clock: Clock, best_kb: float, steps: int, lucky: int = -1, **options: Any) -> Any:

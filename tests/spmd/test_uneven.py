@@ -14,16 +14,10 @@ import dear
 from tests.spmd.loops import GLOBAL_BATCH, Run
 from tests.spmd.models import MODELS, SPARSE_MODELS, double_model
 from tests.spmd.strategies import OPTIMIZERS as KNOWN
-from tests.spmd.strategies import WRAP as PATIENT
 from tests.spmd.training import assert_close
+from tests.spmd.uneven_training import WRAP, backward_of, two_runs
 
 pytestmark = pytest.mark.four_ranks
-
-# Early updates as they happen to come: a gradient hook must not wait for ranks that have joined.
-LIKE_OTHERS = ("dear-layerwise",)
-WRAP = {name: wrap for name, wrap in PATIENT.items() if name not in LIKE_OTHERS} | {
-    "dear-eager": lambda o, m, **k: dear.DistributedOptimizer(o, m, eager=True, threshold_mb=0.001, **k)
-}
 
 
 class _Unknown(torch.optim.SGD):
@@ -62,12 +56,6 @@ def _batches(run: Run, first: int, steps: int, amount: Callable[[int, int], int]
             yield run.batch(first + step)
 
 
-def _backward(run: Run, batch: tuple[torch.Tensor, torch.Tensor], scale: float = 1.0) -> torch.Tensor:
-    loss = torch.nn.functional.mse_loss(run.model(batch[0]), batch[1]) * scale
-    loss.backward()
-    return loss
-
-
 def _join(run: Run) -> None:
     if run.distributed:
         assert 0 <= dear.join() < dear.size()
@@ -80,7 +68,7 @@ def stepped(run: Run) -> None:
     for amount, steps in ((_none_on_rank_0, 2), (_fewer_on_higher, 4), (_fewer_on_lower, 4)):
         for batch in _batches(run, last, steps, amount):
             run.optimizer.zero_grad()
-            _backward(run, batch)
+            backward_of(run, batch)
             run.optimizer.step()
             schedule.step()
             if run.rank in (0, None) and amount is _fewer_on_higher:
@@ -94,7 +82,7 @@ def stepped(run: Run) -> None:
 def clipped_and_skipped(run: Run) -> None:
     for step, batch in enumerate(_batches(run, 0, 6, _fewer_on_higher)):
         run.optimizer.zero_grad()
-        _backward(run, batch)
+        backward_of(run, batch)
         if step % 2:
             run.clip(0.05)
         if step % 3 != 1:
@@ -107,7 +95,7 @@ def clipped_and_skipped(run: Run) -> None:
 def skipped_behind_our_back(run: Run) -> None:
     for step, batch in enumerate(_batches(run, 0, 7, _fewer_on_lower)):
         run.model.zero_grad()
-        _backward(run, batch)
+        backward_of(run, batch)
         if step % 3 != 2:
             run.optimizer.step()
     if run.distributed:
@@ -118,7 +106,7 @@ def skipped_behind_our_back(run: Run) -> None:
 def changed_after_synchronize(run: Run) -> None:
     for batch in _batches(run, 0, 5, _fewer_on_lower):
         run.optimizer.zero_grad()
-        _backward(run, batch)
+        backward_of(run, batch)
         if run.distributed:
             run.optimizer.synchronize()
         torch.nn.utils.clip_grad_norm_(run.model.parameters(), 0.05)
@@ -129,7 +117,7 @@ def changed_after_synchronize(run: Run) -> None:
 def replaced_after_synchronize(run: Run) -> None:
     for batch in _batches(run, 0, 5, _fewer_on_lower):
         run.optimizer.zero_grad()
-        _backward(run, batch)
+        backward_of(run, batch)
         if run.distributed:
             run.optimizer.synchronize()
         for param in run.model.parameters():
@@ -161,7 +149,7 @@ def accumulated(run: Run) -> None:
     for batch in batches:
         run.optimizer.zero_grad()
         for part in zip(batch[0].chunk(2), batch[1].chunk(2), strict=True):
-            _backward(run, part, 0.5)  # type: ignore[arg-type]
+            backward_of(run, part, 0.5)  # type: ignore[arg-type]
         run.optimizer.step()
     _join(run)
     if run.distributed:
@@ -170,10 +158,10 @@ def accumulated(run: Run) -> None:
         run.optimizer.zero_grad()
         if run.distributed:
             with run.optimizer.no_sync():
-                _backward(run, batch, 0.5)
+                backward_of(run, batch, 0.5)
         else:
-            _backward(run, batch, 0.5)
-        _backward(run, batch, 0.5)
+            backward_of(run, batch, 0.5)
+        backward_of(run, batch, 0.5)
         run.optimizer.step()
     _join(run)
 
@@ -183,7 +171,7 @@ def closures(run: Run) -> None:
 
         def evaluate(batch: Any = batch) -> torch.Tensor:
             run.optimizer.zero_grad()
-            return _backward(run, batch)
+            return backward_of(run, batch)
 
         run.optimizer.step(evaluate)
     _join(run)
@@ -197,7 +185,7 @@ def unfrozen(run: Run) -> None:
             if step == 5:  # at several ranks, others have joined, and have it thawed when they go on
                 first.requires_grad_(True)
             run.optimizer.zero_grad()
-            _backward(run, batch)
+            backward_of(run, batch)
             run.optimizer.step()
         _join(run)
 
@@ -273,7 +261,7 @@ def test_what_was_said_about_an_optimizer_that_some_ranks_have_dropped_is_old() 
     )
     for step in range(3):
         run.optimizer.zero_grad()
-        _backward(run, run.batch(step))
+        backward_of(run, run.batch(step))
         run.optimizer.step()
     if dear.rank() > 0:
         del run, model
@@ -287,24 +275,13 @@ def test_uneven_data_with_sparse_gradients(strategy: str) -> None:
         _check("Tables", "adagrad", loop, strategy)
 
 
-def _two(strategy: str) -> list[Run]:
-    runs = []
-    for name, optimizer_name in (("Mlp", "sgd"), ("Sometimes", "adamw")):
-        model = double_model(name)
-        optimizer: Any = OPTIMIZERS[optimizer_name](list(model.parameters()))
-        runs.append(Run(model, optimizer, None, dear.size()))
-        if strategy:
-            runs[-1].optimizer, runs[-1].rank = WRAP[strategy](optimizer, model), dear.rank()
-    return runs
-
-
 def _alternate(strategy: str) -> list[Any]:
     """Two optimizers whose rounds overlap: each is clipped before the first one steps; one steps every other time."""
-    runs = _two(strategy)
+    runs = two_runs(strategy)
     for step, batches in enumerate(zip(*(_batches(run, 0, 5, _fewer_on_higher) for run in runs), strict=True)):
         for run, batch in zip(runs, batches, strict=True):
             run.optimizer.zero_grad()
-            _backward(run, batch)
+            backward_of(run, batch)
         for run in runs:
             run.clip(0.5)
         for number, run in enumerate(reversed(runs)):

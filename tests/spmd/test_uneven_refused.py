@@ -16,23 +16,8 @@ from overlap.features.join import CannotJoin, joined_ranks_of
 from overlap.job.session import current
 from overlap.transport.objects import SignatureMismatch
 from tests.spmd.loops import Run
-from tests.spmd.test_uneven import _backward, _two
 from tests.spmd.training import assert_close
-
-
-def _end_of_a_failed_join(meanwhile: Callable[[], Any] = dear.barrier) -> None:
-    """Nothing goes on until all ranks have called join(), the one where it raised again."""
-    current().control.barrier()  # of what is not asked for by name
-    with contextlib.suppress(CannotJoin):
-        while True:  # news of it may be on their way
-            joined_ranks_of(current()).check()
-    with pytest.raises(CannotJoin, match=r"join\(\) has failed on rank \d, and nothing goes on"):
-        meanwhile()
-    current().control.barrier()
-    if dear.rank() % 2:
-        time.sleep(0.02)
-    dear.join()
-    assert dear.allreduce(torch.tensor([dear.rank() + 1]), op=dear.Sum).item() == sum(range(dear.size() + 1))
+from tests.spmd.uneven_training import backward_of, end_of_a_failed_join, two_runs
 
 
 def _refused(
@@ -42,7 +27,7 @@ def _refused(
     if dear.size() > 1:
         with pytest.raises(CannotJoin, match=message):
             dear.join() if joined else act()
-        _end_of_a_failed_join(meanwhile)
+        end_of_a_failed_join(meanwhile)
 
 
 @pytest.mark.parametrize("strategy", ["dear", "dear-whole", "oss", "wfbp"])
@@ -50,13 +35,13 @@ def _refused(
 @pytest.mark.parametrize("step", ["meanwhile", "before", "after"])
 def test_gradients_that_nobody_stepped_are_refused_on_all_ranks(step: str, left_over: str, strategy: str) -> None:
     """The others' `step` begins before they hear that a rank has joined, or after."""
-    run, last = _two(strategy)[0], dear.size() - 1
+    run, last = two_runs(strategy)[0], dear.size() - 1
     joined = dear.rank() == last
-    _backward(run, run.batch(0))
+    backward_of(run, run.batch(0))
     run.optimizer.step()
     run.optimizer.zero_grad()
     with run.optimizer.no_sync() if joined and left_over == "accumulated" else contextlib.nullcontext():
-        _backward(run, run.batch(1))
+        backward_of(run, run.batch(1))
 
     if joined and step == "before":
         time.sleep(0.1)
@@ -65,7 +50,7 @@ def test_gradients_that_nobody_stepped_are_refused_on_all_ranks(step: str, left_
         while step == "after" and not joined_ranks_of(current()).joined_now:
             time.sleep(0.001)
         run.optimizer.step()
-        _backward(run, run.batch(2))  # where all was issued in backward, it is the next step that is not possible
+        backward_of(run, run.batch(2))  # where all was issued in backward, it is the next step that is not possible
         run.optimizer.step()
 
     _refused(run, joined, rf"rank {last} has called join.*there.*step\(\) or zero_grad\(\) before join", go_on)
@@ -73,14 +58,14 @@ def test_gradients_that_nobody_stepped_are_refused_on_all_ranks(step: str, left_
 
 @pytest.mark.parametrize("what", ["replan", "add_param_group", "load_state_dict"])
 def test_what_joined_ranks_cannot_follow_is_refused_on_all_ranks(what: str) -> None:
-    run = _two("dear")[0]
+    run = two_runs("dear")[0]
     joined = dear.rank() == 0 and dear.size() > 1
     state: dict[str, Any] = {}
-    _backward(run, run.batch(0))
+    backward_of(run, run.batch(0))
     run.optimizer.step()
     if not joined:
         run.optimizer.zero_grad()
-        _backward(run, run.batch(1))
+        backward_of(run, run.batch(1))
         if dear.size() > 1 and what == "load_state_dict":
             run.optimizer.step()  # after it, all ranks know
             state = {"param_groups": [], "state": {}}
@@ -97,8 +82,8 @@ def test_what_joined_ranks_cannot_follow_is_refused_on_all_ranks(what: str) -> N
 
 @pytest.mark.parametrize("strategy", ["dear", "wfbp", "bytescheduler"])
 def test_who_catches_that_a_join_has_failed_cannot_train_before_all_have_joined(strategy: str) -> None:
-    run, joined = _two(strategy)[0], dear.rank() == dear.size() - 1
-    _backward(run, run.batch(0))
+    run, joined = two_runs(strategy)[0], dear.rank() == dear.size() - 1
+    backward_of(run, run.batch(0))
     run.optimizer.step()
     state = run.optimizer.state_dict()
 
@@ -108,12 +93,12 @@ def test_who_catches_that_a_join_has_failed_cannot_train_before_all_have_joined(
         run.optimizer.load_state_dict(state)
 
     def one_more_step() -> None:
-        _backward(run, run.batch(1))
+        backward_of(run, run.batch(1))
         run.optimizer.step()
 
     _refused(run, joined, r"load_state_dict\(\) needs every rank", load, one_more_step)
-    follower, _ = _two(strategy)
-    _backward(follower, follower.batch(0))
+    follower, _ = two_runs(strategy)
+    backward_of(follower, follower.batch(0))
     follower.optimizer.step()
     follower.optimizer.synchronize()
     for parameter in follower.model.parameters():
@@ -133,15 +118,15 @@ def test_batch_norm_over_all_ranks_cannot_go_on() -> None:
 
 @pytest.mark.parametrize("strategy", ["dear", "wfbp", "bytescheduler"])
 def test_a_conversion_needs_those_who_have_joined(strategy: str) -> None:
-    run, last = _two(strategy)[0], dear.size() - 1
-    _backward(run, run.batch(0))
+    run, last = two_runs(strategy)[0], dear.size() - 1
+    backward_of(run, run.batch(0))
     run.optimizer.step()
     run.optimizer.zero_grad()
 
     def go_on() -> None:
         run.model.float()
         x, y = run.batch(1)
-        _backward(run, (x.float(), y.float()))
+        backward_of(run, (x.float(), y.float()))
         run.optimizer.step()
 
     message = rf"converted on ranks \[0.*\], which every rank has to do, and ranks \[{last}\] have joined"
@@ -150,11 +135,11 @@ def test_a_conversion_needs_those_who_have_joined(strategy: str) -> None:
 
 def _refused_a_join(run: Run, last: bool) -> None:
     if last:
-        _backward(run, run.batch(1))
+        backward_of(run, run.batch(1))
 
     def go_on() -> None:
         for _ in range(2):
-            _backward(run, run.batch(1))
+            backward_of(run, run.batch(1))
             run.optimizer.step()
 
     _refused(run, last, "has called join", go_on)
@@ -166,7 +151,7 @@ def _refused_a_conversion(run: Run, last: bool) -> None:
         run.model.float()
         x, y = x.float(), y.float()
     with pytest.raises(SignatureMismatch) if dear.size() > 1 else contextlib.nullcontext():
-        _backward(run, (x, y))
+        backward_of(run, (x, y))
         run.optimizer.step()
         run.optimizer.synchronize()
 
@@ -177,8 +162,8 @@ def test_an_optimizer_that_could_not_go_on_is_no_part_of_what_follows(
     refused: Callable[[Run, bool], None], collects: int
 ) -> None:
     """Python collects what was dropped when it likes, on each rank. Nobody is absent from the next one's averages."""
-    run = _two("dear")[0]
-    _backward(run, run.batch(0))
+    run = two_runs("dear")[0]
+    backward_of(run, run.batch(0))
     run.optimizer.step()
     run.optimizer.zero_grad()
     refused(run, dear.rank() == dear.size() - 1)
@@ -188,10 +173,10 @@ def test_an_optimizer_that_could_not_go_on_is_no_part_of_what_follows(
         kept.clear()
         gc.collect()
     assert 0 <= dear.join() < dear.size()
-    follower, expected = _two("dear")[0], _two("")[0]
+    follower, expected = two_runs("dear")[0], two_runs("")[0]
     for trained in (follower, expected):
         for number in range(2):
-            _backward(trained, trained.batch(number))
+            backward_of(trained, trained.batch(number))
             trained.optimizer.step()
             trained.optimizer.zero_grad()
     assert 0 <= dear.join() < dear.size()
