@@ -15,6 +15,7 @@ __all__ = ["GRACE", "Ended", "run"]
 
 GRACE = 5.0  # seconds from the interrupt to the kill
 _PATIENCE = 5.0  # with who was killed
+_QUIET = 3  # looks in a row; a process that is just becoming another program shows no environment
 _MARK = "DEAR_BENCH_GPU_CHECK"  # in the environment of all that a check starts
 
 
@@ -69,12 +70,14 @@ def _clear(mark: str) -> None:
 
     Who hangs in a driver cannot be killed, and is left behind.
     """
-    deadline = time.monotonic() + _PATIENCE
-    while time.monotonic() < deadline and (found := _marked(mark)):
+    deadline, quiet = time.monotonic() + _PATIENCE, 0
+    while time.monotonic() < deadline and quiet < _QUIET:
+        found = _marked(mark)
+        quiet = 0 if found else quiet + 1
         for pid in found:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        time.sleep(0.01)
+        time.sleep(0.02)
 
 
 def _marked(mark: str) -> list[int]:

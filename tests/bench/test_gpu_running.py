@@ -14,6 +14,7 @@ import pytest
 from bench.gpu import running
 from bench.gpu.archive import clipped, pack, with_room
 from bench.gpu.running import Ended, run
+from tests.gpu_double import eventually
 
 # Shells, which start at once. The worker has a session of its own, as those of torchrun have.
 STARTS = "trap '' INT; setsid sleep 600 & echo $!"
@@ -56,13 +57,13 @@ def test_who_does_not_heed_is_killed_with_all_that_it_started(tmp_path: Path) ->
     assert time.monotonic() - began >= 2
     assert ended.outcome == "stopped"
     assert said, "it was stopped before it had started its worker"
-    assert _is_gone(int(said))
+    eventually(lambda: _is_gone(int(said)))
 
 
 def test_nothing_that_a_command_has_started_outlives_it(tmp_path: Path) -> None:
     ended, said = _run(STARTS, tmp_path, 60)
     assert ended.outcome == "passed"
-    assert _is_gone(int(said))
+    eventually(lambda: _is_gone(int(said)))
 
 
 def test_who_cannot_be_killed_holds_nothing_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
