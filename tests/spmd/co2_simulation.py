@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+__all__ = ["Simulation", "mean_of"]
+
 Worker = tuple[torch.nn.Module, torch.optim.Optimizer]
 
 
@@ -42,7 +44,7 @@ class Simulation:
         return [param.detach().clone() for param in self.workers[worker][0].parameters()]
 
     def _mean(self) -> list[torch.Tensor]:
-        return _mean_of([self._values(worker) for worker in self._left(self.counted)])
+        return mean_of([self._values(worker) for worker in self._left(self.counted)])
 
     def _left(self, counted: Sequence[int]) -> list[int]:
         """Workers that count in a mean: a joined one does once more, for steps beyond those that are `counted`."""
@@ -98,5 +100,5 @@ class Simulation:
         self.counted = list(self.steps_of)
 
 
-def _mean_of(values: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+def mean_of(values: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
     return [sum(column[1:], column[0]) / len(column) for column in zip(*values, strict=True)]

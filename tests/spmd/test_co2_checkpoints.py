@@ -17,33 +17,33 @@ from tests.spmd.co2_training import (
     DOUBLE,
     FULL,
     Resumed,
-    _adamw,
-    _everywhere,
-    _loss,
-    _model,
-    _momentum,
-    _resumes,
-    _steps,
-    _wrapped,
+    adamw,
+    equal_everywhere,
+    loss_of,
+    momentum_sgd,
+    resumes,
+    small_model,
+    train_steps,
+    wrapped,
 )
 
 STREAMING = {"outer": "streaming-diloco", "outer_lr": 0.6, "outer_momentum": 0.8, "fragments": 2, "overlap_steps": 2}
 # How models are wrapped, after how many steps they are saved, and what is then saved of each parameter.
 RESUMED: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], dict[str, Any], list[int], set[str]]] = {
-    "co2": (_adamw, {"outer_frequency": 3, **FULL}, [5, 6, 7], {"start", "next", "momentum"}),
+    "co2": (adamw, {"outer_frequency": 3, **FULL}, [5, 6, 7], {"start", "next", "momentum"}),
     **{
-        rule: (_adamw, {"outer": rule, "outer_frequency": 3}, [7], set())
+        rule: (adamw, {"outer": rule, "outer_frequency": 3}, [7], set())
         for rule in ("localsgd", "slowmo", "diloco", "eager")
     },
     # It sends after 2, 5, 7 and 10 steps, and applies after 4, 7 and 9.
-    "streaming": (_adamw, {**STREAMING, "outer_frequency": 5}, [4, 5, 6, 7], set()),
-    "streaming in 4 bits": (_adamw, {**STREAMING, "outer_frequency": 5, "bits": 4}, [4, 5, 6, 7], set()),
+    "streaming": (adamw, {**STREAMING, "outer_frequency": 5}, [4, 5, 6, 7], set()),
+    "streaming in 4 bits": (adamw, {**STREAMING, "outer_frequency": 5, "bits": 4}, [4, 5, 6, 7], set()),
     "sparse": (
-        *(_adamw, {"outer": "sparseloco", "outer_frequency": 3, "outer_lr": 0.9, "top_k": 300}),
+        *(adamw, {"outer": "sparseloco", "outer_frequency": 3, "outer_lr": 0.9, "top_k": 300}),
         *([4, 6, 7], {"start", "residual"}),
     ),
-    "acco": (_adamw, {"outer": "acco", "outer_frequency": 2}, [1, 2, 3, 4, 5, 6, 7], set()),
-    "acco with momentum": (_momentum, {"outer": "acco", "outer_frequency": 2}, [1, 2, 3, 4, 5, 6, 7], set()),
+    "acco": (adamw, {"outer": "acco", "outer_frequency": 2}, [1, 2, 3, 4, 5, 6, 7], set()),
+    "acco with momentum": (momentum_sgd, {"outer": "acco", "outer_frequency": 2}, [1, 2, 3, 4, 5, 6, 7], set()),
 }
 
 
@@ -86,45 +86,45 @@ def test_resumes_bit_for_bit_wherever_it_was_saved(rule: str, steps: int) -> Non
         _same_sections(state["co2"], loaded.saved["co2"])
         assert str(state["state"]) == str(loaded.saved["state"])
 
-    model, optimizer = _wrapped(make, **options)
-    _steps(model, optimizer, range(steps))
-    saved, _, _ = _resumes(
-        lambda: _wrapped(make, **options), (model, optimizer), range(steps, 13), range(4), loaded=same_state
+    model, optimizer = wrapped(make, **options)
+    train_steps(model, optimizer, range(steps))
+    saved, _, _ = resumes(
+        lambda: wrapped(make, **options), (model, optimizer), range(steps, 13), range(4), loaded=same_state
     )
     assert all(names in (set(), set(one)) for one in saved["co2"]["parameters"].values())
     outer = options.get("outer", "co2")
     if outer != "co2":
-        _, another = _wrapped(make, outer_frequency=3)
+        _, another = wrapped(make, outer_frequency=3)
         with pytest.raises(ValueError, match=f"was saved with outer='{outer}', and this optimizer has outer='co2'"):
             another.load_state_dict(saved)
 
 
 def test_whoever_saves_before_others_have_begun_saves_the_same() -> None:
     """Before anybody's second step, and with parameters added in the middle."""
-    model, optimizer = _wrapped(outer_frequency=2, **FULL)
+    model, optimizer = wrapped(outer_frequency=2, **FULL)
 
     def step_and_save() -> dict[str, Any]:
-        _steps(model, optimizer, range(1))
+        train_steps(model, optimizer, range(1))
         return optimizer.state_dict()["co2"]
 
     early = _on_rank_0_first(step_and_save)
     if co2.rank() > 0:
-        _steps(model, optimizer, range(1))
+        train_steps(model, optimizer, range(1))
     co2.barrier()
     if early is not None:
         _same_sections(early, optimizer.state_dict()["co2"])
-        for value, vectors in zip(_model().parameters(), early["parameters"].values(), strict=True):
+        for value, vectors in zip(small_model().parameters(), early["parameters"].values(), strict=True):
             assert torch.equal(vectors["start"], value)
             assert torch.equal(vectors["next"], value)
             assert not vectors["momentum"].any()
 
     extra = nn.Parameter(torch.full((37,), 2.5, dtype=DOUBLE))
-    _steps(model, optimizer, range(1, 3))
+    train_steps(model, optimizer, range(1, 3))
     optimizer.add_param_group({"params": [extra]})
 
     def step_with_it_and_save() -> dict[str, Any]:
         optimizer.zero_grad()
-        (_loss(model, co2.rank(), 3) + extra.sum() * 0).backward()
+        (loss_of(model, co2.rank(), 3) + extra.sum() * 0).backward()
         optimizer._rounds.begin()  # as step() does, which goes on to send the round
         return optimizer.state_dict()["co2"]
 
@@ -132,13 +132,13 @@ def test_whoever_saves_before_others_have_begun_saves_the_same() -> None:
     if early is not None:
         assert early["parameters"][4]["start"].tolist() == [2.5] * 37
     optimizer.zero_grad()
-    (_loss(model, co2.rank(), 3) + extra.sum() * 0).backward()
+    (loss_of(model, co2.rank(), 3) + extra.sum() * 0).backward()
     optimizer.step()
 
 
 def test_a_share_that_is_missing_is_no_zero() -> None:
-    model, optimizer = _wrapped(outer_frequency=1, **FULL)
-    _steps(model, optimizer, range(2))
+    model, optimizer = wrapped(outer_frequency=1, **FULL)
+    train_steps(model, optimizer, range(2))
     optimizer._rounds.arrive()
     rounds, size = optimizer._rounds, co2.size()
     answer = rounds._shares
@@ -151,10 +151,10 @@ def test_a_share_that_is_missing_is_no_zero() -> None:
 
 def test_rank_0_loads_and_everybody_else_is_broadcast_to() -> None:
     """Horovod's recipe, in a job that has not made a step."""
-    model, optimizer = _wrapped(outer_frequency=2, **FULL)
-    _steps(model, optimizer, range(5))
+    model, optimizer = wrapped(outer_frequency=2, **FULL)
+    train_steps(model, optimizer, range(5))
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    other, resumed = _wrapped(outer_frequency=2, **FULL)
+    other, resumed = wrapped(outer_frequency=2, **FULL)
     if co2.rank() == 0:
         other.load_state_dict(saved[0])
         resumed.load_state_dict(saved[1])
@@ -162,8 +162,8 @@ def test_rank_0_loads_and_everybody_else_is_broadcast_to() -> None:
     co2.broadcast_optimizer_state(resumed, root_rank=0)
     first = co2.broadcast_object(saved[1]["co2"], 0)
     _same_sections(resumed.state_dict()["co2"], first)
-    assert _everywhere(other)
-    _steps(other, resumed, range(5, 9))
+    assert equal_everywhere(other)
+    train_steps(other, resumed, range(5, 9))
     if co2.rank() == 0:
         resumed.state_dict()
 
@@ -174,10 +174,10 @@ def test_whoever_saves_while_others_have_not_loaded_gets_what_it_has_itself(load
 
     With that alone: when they come to an event of the same number, they answer with what they have then.
     """
-    model, optimizer = _wrapped(outer_frequency=2, **FULL)
-    _steps(model, optimizer, range(5))
+    model, optimizer = wrapped(outer_frequency=2, **FULL)
+    train_steps(model, optimizer, range(5))
     saved = copy.deepcopy(optimizer.state_dict())
-    _steps(model, optimizer, range(5, 10))
+    train_steps(model, optimizer, range(5, 10))
     between = optimizer.state_dict()["co2"]
     state = saved if load else {**saved, "co2": None}
 
@@ -192,20 +192,22 @@ def test_whoever_saves_while_others_have_not_loaded_gets_what_it_has_itself(load
             _same_sections(loaded, saved["co2"])
         else:
             assert (loaded["parameters"], loaded["steps"]) == ({}, 0)
-        _steps(model, optimizer, range(10, 12))  # until a round is sent, which the others send after they have loaded
+        train_steps(
+            model, optimizer, range(10, 12)
+        )  # until a round is sent, which the others send after they have loaded
     else:
         _same_sections(optimizer.state_dict()["co2"], between)
         load_and_save()
-        _steps(model, optimizer, range(10, 12))
+        train_steps(model, optimizer, range(10, 12))
     for events in (optimizer._rounds.events, between["events"]):
         while optimizer._rounds.events < events:
-            _steps(model, optimizer, range(12, 13))
+            train_steps(model, optimizer, range(12, 13))
         after = co2.allgather_object(optimizer.state_dict()["co2"])
         _same_sections(after[0], after[-1])
 
 
 def test_a_question_that_cannot_be_answered_yet_holds_up_no_other() -> None:
-    _, optimizer = _wrapped(outer_frequency=2, **FULL)
+    _, optimizer = wrapped(outer_frequency=2, **FULL)
     rounds, peer_queries = optimizer._rounds, current().peer_queries
     peer_queries.on("test/other", lambda _sender, question: question + 1)
     co2.barrier()

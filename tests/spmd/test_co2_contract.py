@@ -16,51 +16,51 @@ from tests.spmd.co2_simulation import Simulation
 from tests.spmd.co2_training import (
     DOUBLE,
     FULL,
-    _add_and_train,
-    _equal,
-    _everywhere,
-    _loss,
-    _model,
-    _same,
-    _sgd,
-    _steps,
-    _wrapped,
+    add_and_train,
+    assert_equal,
+    assert_same,
+    equal_everywhere,
+    loss_of,
+    sgd,
+    small_model,
+    train_steps,
+    wrapped,
 )
 from tests.spmd.models import WIDTH
 
 
 def test_a_scaler_may_skip_on_one_rank_alone() -> None:
-    model, optimizer = _wrapped(_sgd, outer_frequency=2, **FULL)
-    simulation = Simulation(_model(), _sgd, co2.size(), frequency=2, lr=0.8, momentum=0.5, clip=0.02, penalty=True)
+    model, optimizer = wrapped(sgd, outer_frequency=2, **FULL)
+    simulation = Simulation(small_model(), sgd, co2.size(), frequency=2, lr=0.8, momentum=0.5, clip=0.02, penalty=True)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     for step in range(7):
         skips = step in (1, 4) and co2.size() > 1
         optimizer.zero_grad()
-        loss = _loss(model, co2.rank(), step)
+        loss = loss_of(model, co2.rank(), step)
         scaler.scale(loss * float("inf") if skips and co2.rank() == 1 else loss).backward()
         scaler.step(optimizer)
         scaler.update()
-        simulation.step(lambda m, worker, step=step: _loss(m, worker, step), skip=(1,) if skips else ())
+        simulation.step(lambda m, worker, step=step: loss_of(m, worker, step), skip=(1,) if skips else ())
     assert optimizer.local_steps == 1
-    _same(model, simulation.workers[co2.rank()][0])
+    assert_same(model, simulation.workers[co2.rank()][0])
     assert co2.size() == 1 or len(set(co2.allgather_object(scaler.get_scale()))) == 2
 
 
 def test_accumulation_clipping_and_schedulers_are_local() -> None:
-    model, optimizer = _wrapped(_sgd, outer_frequency=2, backward_passes_per_step=2, **FULL)
+    model, optimizer = wrapped(sgd, outer_frequency=2, backward_passes_per_step=2, **FULL)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
-    alone = _model()
-    mine = _sgd(alone.parameters())
+    alone = small_model()
+    mine = sgd(alone.parameters())
     for _ in range(1):  # one local step of the first round
         optimizer.zero_grad()
         with optimizer.no_sync():
-            _loss(model, co2.rank(), 0).backward()
-        _loss(model, co2.rank(), 1).backward()
+            loss_of(model, co2.rank(), 0).backward()
+        loss_of(model, co2.rank(), 1).backward()
         norm = optimizer.clip_grad_norm_(0.01)
         optimizer.step()
         schedule.step()
     for step in (0, 1):
-        _loss(alone, co2.rank(), step).backward()
+        loss_of(alone, co2.rank(), step).backward()
     assert torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.01).item() == pytest.approx(norm.item())
     mine.step()
     for value, wanted in zip(model.parameters(), alone.parameters(), strict=True):
@@ -69,29 +69,29 @@ def test_accumulation_clipping_and_schedulers_are_local() -> None:
 
 
 def test_frozen_and_late_parameters() -> None:
-    model, optimizer = _wrapped(outer_frequency=2, **FULL)
+    model, optimizer = wrapped(outer_frequency=2, **FULL)
     model[0].requires_grad_(False)
     frozen = [value.clone() for value in model[0].parameters()]
-    _steps(model, optimizer, range(5))
+    train_steps(model, optimizer, range(5))
     assert all(torch.equal(value, kept) for value, kept in zip(model[0].parameters(), frozen, strict=True))
     assert {slot.index for part in optimizer._rounds.parts for slot in part.slots} == {2, 3}
     model[0].requires_grad_(True)
-    _steps(model, optimizer, range(5, 9))
+    train_steps(model, optimizer, range(5, 9))
     model[2].requires_grad_(False)
-    _steps(model, optimizer, range(9, 14))  # what was on its way when it was frozen has arrived by now
+    train_steps(model, optimizer, range(9, 14))  # what was on its way when it was frozen has arrived by now
     held = [value.clone() for value in model[2].parameters()]
-    _steps(model, optimizer, range(14, 19))
+    train_steps(model, optimizer, range(14, 19))
     assert all(torch.equal(value, kept) for value, kept in zip(model[2].parameters(), held, strict=True))
     optimizer.average_parameters()
     assert all(torch.equal(value, kept) for value, kept in zip(model[2].parameters(), held, strict=True))
     assert not torch.equal(model[0].weight, frozen[0])
-    assert _everywhere(model)
+    assert equal_everywhere(model)
 
 
 def test_added_parameters_are_averaged_too() -> None:
-    model, optimizer = _wrapped(outer_frequency=2, **FULL)
-    _steps(model, optimizer, range(3))
-    extra = _add_and_train(model, optimizer, range(3, 8))
+    model, optimizer = wrapped(outer_frequency=2, **FULL)
+    train_steps(model, optimizer, range(3))
+    extra = add_and_train(model, optimizer, range(3, 8))
     optimizer.average_parameters()
     assert len({tuple(values) for values in co2.allgather_object(extra.tolist())}) == 1
     assert extra.tolist()[0] < 0
@@ -152,26 +152,26 @@ def test_parameters_of_16_bits_lose_nothing_to_rounding_where_nothing_is_learned
 
 @pytest.mark.parametrize("steps", [0, 3])
 def test_average_save_and_load_in_inference_mode(steps: int) -> None:
-    model, optimizer = _wrapped(outer_frequency=2, **FULL)
-    expected, plain = _wrapped(outer_frequency=2, **FULL)
+    model, optimizer = wrapped(outer_frequency=2, **FULL)
+    expected, plain = wrapped(outer_frequency=2, **FULL)
     for mode, first, second in ((True, model, optimizer), (False, expected, plain)):
-        _steps(first, second, range(steps))
+        train_steps(first, second, range(steps))
         with torch.inference_mode(mode):
             second.average_parameters()
             second.load_state_dict(second.state_dict())
             first(torch.ones(2, WIDTH, dtype=DOUBLE))
-        _steps(first, second, range(steps, 8))
+        train_steps(first, second, range(steps, 8))
         with torch.inference_mode(mode):
             second.average_parameters()
-        _steps(first, second, range(8, 11))
-    _equal(model, expected)
+        train_steps(first, second, range(8, 11))
+    assert_equal(model, expected)
 
 
 def test_buffers_become_rank_0s_with_the_average() -> None:
     for told in (True, False):
         model = nn.Sequential(nn.Linear(WIDTH, 4), nn.BatchNorm1d(4), nn.Linear(4, WIDTH)).double()
-        optimizer = co2.DistributedOptimizer(_sgd(model.parameters()), model, broadcast_buffers=told)
-        _steps(model, optimizer, range(2))
+        optimizer = co2.DistributedOptimizer(sgd(model.parameters()), model, broadcast_buffers=told)
+        train_steps(model, optimizer, range(2))
         optimizer.average_parameters()
         means = [tuple(values) for values in co2.allgather_object(model[1].running_mean.tolist())]
         assert len(set(means)) == (1 if told else co2.size())
@@ -180,15 +180,17 @@ def test_buffers_become_rank_0s_with_the_average() -> None:
 def test_a_group_averages_gradients_in_every_step() -> None:
     size = co2.size()
     group = 2 if size % 2 == 0 else 1
-    model, optimizer = _wrapped(_sgd, outer_frequency=2, nprocs_per_node=group, **FULL)
-    simulation = Simulation(_model(), _sgd, size // group, frequency=2, lr=0.8, momentum=0.5, clip=0.02, penalty=True)
+    model, optimizer = wrapped(sgd, outer_frequency=2, nprocs_per_node=group, **FULL)
+    simulation = Simulation(
+        small_model(), sgd, size // group, frequency=2, lr=0.8, momentum=0.5, clip=0.02, penalty=True
+    )
     for step in range(7):
-        _steps(model, optimizer, range(step, step + 1))
+        train_steps(model, optimizer, range(step, step + 1))
         simulation.step(
-            lambda m, worker, step=step: sum(_loss(m, worker * group + i, step) for i in range(group)) / group
+            lambda m, worker, step=step: sum(loss_of(m, worker * group + i, step) for i in range(group)) / group
         )
     expected = simulation.workers[co2.rank() // group][0]
-    _equal(model, expected, 1e-12)
+    assert_equal(model, expected, 1e-12)
     norm = optimizer.clip_grad_norm_(1.0)
     mates = [
         other for rank, other in enumerate(co2.allgather_object(float(norm))) if rank // group == co2.rank() // group
@@ -199,12 +201,12 @@ def test_a_group_averages_gradients_in_every_step() -> None:
 def test_the_gap_is_that_of_whole_parameters() -> None:
     """Each rank knows of its own shards only how far they moved; in some rounds not as far as in the longest one."""
     rule = {**FULL, "outer_clip": None}
-    model, optimizer = _wrapped(_sgd, outer_frequency=2, **rule)
-    simulation = Simulation(_model(), _sgd, co2.size(), frequency=2, lr=0.8, momentum=0.5, clip=None, penalty=True)
+    model, optimizer = wrapped(sgd, outer_frequency=2, **rule)
+    simulation = Simulation(small_model(), sgd, co2.size(), frequency=2, lr=0.8, momentum=0.5, clip=None, penalty=True)
     for step in range(20):
-        _steps(model, optimizer, range(step, step + 1))
-        simulation.step(lambda m, worker, step=step: _loss(m, worker, step))
-    _equal(model, simulation.workers[co2.rank()][0], 1e-12)
+        train_steps(model, optimizer, range(step, step + 1))
+        simulation.step(lambda m, worker, step=step: loss_of(m, worker, step))
+    assert_equal(model, simulation.workers[co2.rank()][0], 1e-12)
     assert sum(1.01 < gap < 1.99 for gap in simulation.gaps) > 2, simulation.gaps
 
 
@@ -214,8 +216,8 @@ def test_optimizers_in_groups_that_were_dropped_leave_their_channels_to_others(g
         return
     session, counts = current(), []
     for _ in range(4):
-        model, optimizer = _wrapped(_sgd, outer_frequency=2, nprocs_per_node=group)
-        _steps(model, optimizer, range(3))
+        model, optimizer = wrapped(sgd, outer_frequency=2, nprocs_per_node=group)
+        train_steps(model, optimizer, range(3))
         optimizer.average_parameters()
         assert optimizer._comm is not optimizer._everyone
         counts.append((len(session.channels), len(session._adopted)))
@@ -226,8 +228,8 @@ def test_optimizers_in_groups_that_were_dropped_leave_their_channels_to_others(g
 
 
 def test_the_front_door_and_what_it_refuses() -> None:
-    model = _model()
-    optimizer = dear.DistributedOptimizer(_sgd(model.parameters()), model, strategy="co2", outer_frequency=4)
+    model = small_model()
+    optimizer = dear.DistributedOptimizer(sgd(model.parameters()), model, strategy="co2", outer_frequency=4)
     assert isinstance(optimizer, torch.optim.Optimizer)
     assert optimizer.strategy.terms["outer_frequency"] == 4
     assert "co2" in repr(optimizer)
@@ -240,25 +242,25 @@ def test_the_front_door_and_what_it_refuses() -> None:
     ]
     for arguments, message in refused:
         with pytest.raises(ValueError, match=message):
-            _wrapped(**arguments)
+            wrapped(**arguments)
     with pytest.raises(ValueError, match="'co2' has nothing to tune"):
-        dear.DistributedOptimizer(_sgd(model.parameters()), model, strategy="co2", tune=True)
+        dear.DistributedOptimizer(sgd(model.parameters()), model, strategy="co2", tune=True)
 
 
 def test_ranks_that_disagree_are_told() -> None:
     if co2.size() == 1:
         return
     with pytest.raises(ValueError, match=r"«outer_frequency=3» on rank 0 and «outer_frequency=5» on rank"):
-        _wrapped(outer_frequency=3 if co2.rank() == 0 else 5)
-    model, optimizer = _wrapped(outer_frequency=4)
-    _steps(model, optimizer, range(4 if co2.rank() == 0 else 3))
+        wrapped(outer_frequency=3 if co2.rank() == 0 else 5)
+    model, optimizer = wrapped(outer_frequency=4)
+    train_steps(model, optimizer, range(4 if co2.rank() == 0 else 3))
     with pytest.raises(RuntimeError, match="rank 0 has made 1 and rank 1 0: every rank should make the same number"):
         optimizer.average_parameters()
     if co2.rank() > 0:
-        _steps(model, optimizer, range(3, 4))
+        train_steps(model, optimizer, range(3, 4))
     optimizer.average_parameters()
     if co2.rank() > 0:
-        _loss(model, co2.rank(), 9).backward()
+        loss_of(model, co2.rank(), 9).backward()
     with pytest.raises(RuntimeError, match=r"gradients wait for step.* on rank 1"):
         optimizer.average_parameters()
     optimizer.zero_grad()
@@ -267,8 +269,8 @@ def test_ranks_that_disagree_are_told() -> None:
 @pytest.mark.parametrize("steps", [2, 3])
 def test_one_rank_may_end_a_round_ahead(steps: int) -> None:
     """As at shutdown(): who is behind, in the middle of a round or at its end, sends the round that the others wait for."""
-    model, optimizer = _wrapped(outer_frequency=2)
-    _steps(model, optimizer, range(4 if co2.rank() == 0 else steps))
+    model, optimizer = wrapped(outer_frequency=2)
+    train_steps(model, optimizer, range(4 if co2.rank() == 0 else steps))
     before = [value.clone() for value in model.parameters()]
     current().services["co2"].close()
     assert set(co2.allgather_object(optimizer._rounds.events)) == {2}
@@ -278,13 +280,13 @@ def test_one_rank_may_end_a_round_ahead(steps: int) -> None:
 @pytest.mark.parametrize("unfrozen", [True, False])
 def test_a_rank_that_has_made_no_step_sends_the_round_of_others(unfrozen: bool) -> None:
     """And one that has not come to where others trained a layer for the first time."""
-    model, optimizer = _wrapped(outer_frequency=2)
+    model, optimizer = wrapped(outer_frequency=2)
     if unfrozen:
         model[0].requires_grad_(False)
-        _steps(model, optimizer, range(3))
+        train_steps(model, optimizer, range(3))
     if co2.rank() == 0:
         model[0].requires_grad_(True)
-        _steps(model, optimizer, range(3, 4 if unfrozen else 5))
+        train_steps(model, optimizer, range(3, 4 if unfrozen else 5))
     current().services["co2"].close()
     standings = co2.allgather_object(optimizer._rounds.standing)
     assert len(set(standings)) == 1
@@ -292,31 +294,31 @@ def test_a_rank_that_has_made_no_step_sends_the_round_of_others(unfrozen: bool) 
 
 
 def test_a_model_wrapped_again_belongs_to_the_new_optimizer() -> None:
-    model, first = _wrapped(outer_frequency=1)
-    _steps(model, first, range(2))
-    second = co2.DistributedOptimizer(_sgd(model.parameters()), model, outer_frequency=1)
+    model, first = wrapped(outer_frequency=1)
+    train_steps(model, first, range(2))
+    second = co2.DistributedOptimizer(sgd(model.parameters()), model, outer_frequency=1)
     assert first._rounds.parts == []
-    _steps(model, second, range(2))
-    _loss(model, co2.rank(), 2).backward()
+    train_steps(model, second, range(2))
+    loss_of(model, co2.rank(), 2).backward()
     with pytest.raises(RuntimeError, match="went to a DistributedOptimizer that was made later"):
         first.step()
     second.zero_grad()
 
 
 def test_a_model_wrapped_again_one_step_apart_is_not_waited_for() -> None:
-    model, first = _wrapped(outer_frequency=2)
-    _steps(model, first, range(4 if co2.rank() == 0 else 3))
-    second = co2.DistributedOptimizer(_sgd(model.parameters()), model, outer_frequency=2)
+    model, first = wrapped(outer_frequency=2)
+    train_steps(model, first, range(4 if co2.rank() == 0 else 3))
+    second = co2.DistributedOptimizer(sgd(model.parameters()), model, outer_frequency=2)
     assert first._rounds.parts == []
-    assert _everywhere(model)
-    _steps(model, second, range(4))
+    assert equal_everywhere(model)
+    train_steps(model, second, range(4))
     second.average_parameters()
-    assert _everywhere(model)
+    assert equal_everywhere(model)
 
 
 def test_a_model_converted_after_its_first_step_is_refused() -> None:
-    model, optimizer = _wrapped(outer_frequency=2)
-    _steps(model, optimizer, range(1))
+    model, optimizer = wrapped(outer_frequency=2)
+    train_steps(model, optimizer, range(1))
     model.float()
     with pytest.raises(RuntimeError, match=r"was torch\.float64 when co2 took it in and is torch\.float32"):
         optimizer.step()

@@ -15,39 +15,46 @@ from torch.utils.checkpoint import checkpoint
 
 import co2
 from tests.spmd.co2_simulation import Simulation
-from tests.spmd.co2_training import _equal, _everywhere, _loss, _model, _momentum, _same, _sgd
+from tests.spmd.co2_training import (
+    PLAIN,
+    PLAIN_SIMULATED,
+    assert_equal,
+    assert_same,
+    equal_everywhere,
+    loss_of,
+    momentum_sgd,
+    sgd,
+    small_model,
+)
 from tests.spmd.listening import heard
 from tests.spmd.models import WIDTH
 
-ALONE: dict[str, Any] = {"nprocs_per_node": 1, "outer_lr": 0.8, "co2_clip": True, "co2_clip_threshold": 0.02}
-RULE: dict[str, Any] = {"frequency": 3, "lr": 0.8, "momentum": 0.5, "clip": 0.02, "penalty": False}
-
 
 def _wrapped(**arguments: Any) -> Any:
-    return co2.CO2DistributedDataParallel(_model(), **arguments)
+    return co2.CO2DistributedDataParallel(small_model(), **arguments)
 
 
 def _steps(model: Any, optimizer: torch.optim.Optimizer, steps: range) -> None:
     for step in steps:
-        _loss(model, co2.rank(), step).backward()
+        loss_of(model, co2.rank(), step).backward()
         optimizer.step()
         model.zero_grad(set_to_none=True)
         model.perform_co2(optimizer)
 
 
 def test_a_plain_optimizer_equals_the_equations_on_one_process() -> None:
-    model = _wrapped(**ALONE)
-    optimizer = _momentum(model.parameters())
-    simulation = Simulation(_model(), _momentum, co2.size(), **RULE)
+    model = _wrapped(**PLAIN)
+    optimizer = momentum_sgd(model.parameters())
+    simulation = Simulation(small_model(), momentum_sgd, co2.size(), **PLAIN_SIMULATED)
     for step in range(11):
         _steps(model, optimizer, range(step, step + 1))
-        simulation.step(lambda m, worker, step=step: _loss(m, worker, step))
-        _same(model.module, simulation.workers[co2.rank()][0], measured_gap=False)
+        simulation.step(lambda m, worker, step=step: loss_of(m, worker, step))
+        assert_same(model.module, simulation.workers[co2.rank()][0], measured_gap=False)
         assert model.local_steps == simulation.in_round
     model.average_parameters()
     simulation.average()
-    _same(model.module, simulation.workers[0][0], measured_gap=False)
-    assert _everywhere(model)
+    assert_same(model.module, simulation.workers[0][0], measured_gap=False)
+    assert equal_everywhere(model)
 
 
 def test_the_readmes_line_is_cut_to_the_ranks_of_the_host_which_average_gradients() -> None:
@@ -58,32 +65,32 @@ def test_the_readmes_line_is_cut_to_the_ranks_of_the_host_which_average_gradient
     if size > 1:
         told += ", which is all of them: with nprocs_per_node=1 each rank steps alone"
     assert any(told in text for text in said) == (co2.rank() == 0)
-    optimizer = _sgd(model.parameters())
-    simulation = Simulation(_model(), _sgd, 1, frequency=3, lr=1.0, momentum=0.2, clip=None, penalty=False)
+    optimizer = sgd(model.parameters())
+    simulation = Simulation(small_model(), sgd, 1, frequency=3, lr=1.0, momentum=0.2, clip=None, penalty=False)
     for step in range(8):
-        _loss(model, co2.rank(), step).backward()
+        loss_of(model, co2.rank(), step).backward()
         gradients = [param.grad.clone() for param in model.parameters()]
         assert all(torch.equal(gradients[0], other[0]) for other in co2.allgather_object(gradients)), "averages"
         optimizer.step()
         model.zero_grad(set_to_none=True)
         assert all(param.grad is None for param in model.parameters())
         model.perform_co2(optimizer)
-        simulation.step(lambda m, _, step=step: sum(_loss(m, rank, step) for rank in range(size)) / size)
-    _equal(model, simulation.workers[0][0], 1e-12)
-    assert _everywhere(model)
+        simulation.step(lambda m, _, step=step: sum(loss_of(m, rank, step) for rank in range(size)) / size)
+    assert_equal(model, simulation.workers[0][0], 1e-12)
+    assert equal_everywhere(model)
 
 
 def test_what_scripts_do_between_backward_and_step_they_do_to_averages() -> None:
     """Several passes, clipping, a layer that is trained later: as with DDP."""
     size = co2.size()
-    model, alone = _wrapped(nprocs_per_node=size, localsgd_frequency=100), _model()
-    optimizer, plain = _momentum(model.parameters()), _momentum(alone.parameters())
+    model, alone = _wrapped(nprocs_per_node=size, localsgd_frequency=100), small_model()
+    optimizer, plain = momentum_sgd(model.parameters()), momentum_sgd(alone.parameters())
     for step in range(0, 8, 2):
         for one in (model.module, alone):
             one[0].requires_grad_(step >= 4)
         for number in (step, step + 1):
-            _loss(model, co2.rank(), number).backward()
-            (sum(_loss(alone, rank, number) for rank in range(size)) / size).backward()
+            loss_of(model, co2.rank(), number).backward()
+            (sum(loss_of(alone, rank, number) for rank in range(size)) / size).backward()
         mine, theirs = (torch.nn.utils.clip_grad_norm_(one.parameters(), 0.5) for one in (model, alone))
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
         optimizer.step()
@@ -91,7 +98,7 @@ def test_what_scripts_do_between_backward_and_step_they_do_to_averages() -> None
         model.zero_grad()
         plain.zero_grad()
         model.perform_co2(optimizer)
-    _same(model.module, alone)
+    assert_same(model.module, alone)
 
 
 class _Checkpointed(nn.Module):
@@ -115,24 +122,24 @@ def test_passes_inside_of_one_another_end_once(whole: bool, monkeypatch: pytest.
     """Where the outermost is not seen, as the script calls what is inside, gradients are averaged more often than once."""
     size, model, alone = co2.size(), _Checkpointed().double(), _Checkpointed().double()
     wrapper = co2.CO2DistributedDataParallel(model, nprocs_per_node=size)
-    optimizer, plain, ends = _momentum(model.parameters()), _momentum(alone.parameters()), []
+    optimizer, plain, ends = momentum_sgd(model.parameters()), momentum_sgd(alone.parameters()), []
     average = wrapper._outer.local_step
     monkeypatch.setattr(wrapper._outer, "local_step", lambda: (ends.append(None), average()))
     for step in range(2):
-        _loss(wrapper if whole else model, co2.rank(), step).backward()
-        (sum(_loss(alone, rank, step) for rank in range(size)) / size).backward()
+        loss_of(wrapper if whole else model, co2.rank(), step).backward()
+        (sum(loss_of(alone, rank, step) for rank in range(size)) / size).backward()
         optimizer.step()
         plain.step()
         wrapper.zero_grad()
         plain.zero_grad()
         wrapper.perform_co2(optimizer)
     assert len(ends) == (2 if whole else 8)
-    _equal(model, alone, 1e-12)
+    assert_equal(model, alone, 1e-12)
 
 
 def test_a_pass_that_raises_leaves_the_next_one_its_end() -> None:
-    model, expected = _wrapped(**ALONE), _wrapped(**ALONE)
-    optimizer, other = _sgd(model.parameters()), _sgd(expected.parameters())
+    model, expected = _wrapped(**PLAIN), _wrapped(**PLAIN)
+    optimizer, other = sgd(model.parameters()), sgd(expected.parameters())
 
     class Fails(torch.autograd.Function):
         @staticmethod
@@ -153,27 +160,27 @@ def test_a_pass_that_raises_leaves_the_next_one_its_end() -> None:
     model.zero_grad()
     _steps(model, optimizer, range(5))
     _steps(expected, other, range(5))
-    _same(model.module, expected.module)
+    assert_same(model.module, expected.module)
 
 
 def test_resumes_bit_for_bit() -> None:
     """Also in a loop that was left between a step and the call that tells of it."""
-    model = _wrapped(**ALONE)
-    optimizer = _momentum(model.parameters())
+    model = _wrapped(**PLAIN)
+    optimizer = momentum_sgd(model.parameters())
     _steps(model, optimizer, range(5))
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), model.outer_state_dict()))
     assert {name.partition(".")[0] for name in saved[0]} == {"module"}
     _steps(model, optimizer, range(5, 11))
-    other = _wrapped(**ALONE)
-    resumed = _momentum(other.parameters())
-    _loss(other, co2.rank(), 0).backward()
+    other = _wrapped(**PLAIN)
+    resumed = momentum_sgd(other.parameters())
+    loss_of(other, co2.rank(), 0).backward()
     resumed.step()
     other.zero_grad()
     other.load_state_dict(saved[0])
     resumed.load_state_dict(saved[1])
     other.load_outer_state_dict(saved[2])
     _steps(other, resumed, range(5, 11))
-    _equal(other, model)
+    assert_equal(other, model)
 
 
 def test_buffers_and_start_are_rank_0s() -> None:
@@ -181,21 +188,21 @@ def test_buffers_and_start_are_rank_0s() -> None:
     model: Any = co2.CO2DistributedDataParallel(
         nn.Sequential(nn.Linear(9, 4), nn.BatchNorm1d(4), nn.Linear(4, 9)).double(), 1
     )
-    assert _everywhere(model)
-    _steps(model, _sgd(model.parameters()), range(2))
-    assert co2.size() == 1 or not _everywhere(model)
+    assert equal_everywhere(model)
+    _steps(model, sgd(model.parameters()), range(2))
+    assert co2.size() == 1 or not equal_everywhere(model)
     model.average_parameters()
-    assert _everywhere(model)
+    assert equal_everywhere(model)
 
 
 def test_what_it_refuses() -> None:
-    model = _wrapped(**ALONE)
+    model = _wrapped(**PLAIN)
     with pytest.raises(ValueError, match="1 of the optimizer's 1 parameters are not the module's"):
-        model.perform_co2(_sgd([nn.Parameter(torch.zeros(1))]))
+        model.perform_co2(sgd([nn.Parameter(torch.zeros(1))]))
     with pytest.raises(TypeError, match=r"should get the plain torch\.optim\.Optimizer that has stepped"):
         model.perform_co2(model._outer)
     with pytest.raises(ValueError, match="the outer state is kept in fp32 by itself"):
-        model.perform_co2(_sgd(model.parameters()), fp32_params=[])
+        model.perform_co2(sgd(model.parameters()), fp32_params=[])
     with pytest.raises(TypeError, match=r"module should be a torch\.nn\.Module"):
         co2.CO2DistributedDataParallel(torch.zeros(1), 1)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="localsgd_frequency=3: every round"):
@@ -209,25 +216,25 @@ def test_what_one_rank_refuses_all_do() -> None:
         with pytest.raises(
             ValueError, match=r"^on rank 1: process_rank=0, and the launcher says 1; leave it out$"
         ) as said:
-            _wrapped(**ALONE, process_rank=0)
+            _wrapped(**PLAIN, process_rank=0)
         assert len(set(co2.allgather_object(str(said.value)))) == 1
         with pytest.raises(TypeError, match=r"^on rank 0: outer_lr should be a number"):
             _wrapped(nprocs_per_node=1, outer_lr="auto" if co2.rank() == 0 else 1.0)
     with pytest.raises(ValueError, match=f"^process_world_size={size + 1}, and the launcher says {size}"):
-        _wrapped(**ALONE, process_world_size=size + 1)
+        _wrapped(**PLAIN, process_world_size=size + 1)
 
 
 def test_a_forgotten_call_and_one_that_comes_too_early() -> None:
-    model = _wrapped(**ALONE)
-    optimizer = _sgd(model.parameters())
+    model = _wrapped(**PLAIN)
+    optimizer = sgd(model.parameters())
     _steps(model, optimizer, range(4))
-    _loss(model, co2.rank(), 4).backward()
+    loss_of(model, co2.rank(), 4).backward()
     optimizer.step()
-    _loss(model, co2.rank(), 5).backward()
+    loss_of(model, co2.rank(), 5).backward()
     with pytest.raises(RuntimeError, match=r"call model\.perform_co2\(optimizer\) after every optimizer\.step\(\)"):
         optimizer.step()
     _steps(model, optimizer, range(4))
-    _loss(model, co2.rank(), 4).backward()
+    loss_of(model, co2.rank(), 4).backward()
     model.perform_co2(optimizer)
     with pytest.raises(RuntimeError, match=r"perform_co2\(\) was called before optimizer\.step\(\)"):
         optimizer.step()
@@ -235,28 +242,28 @@ def test_a_forgotten_call_and_one_that_comes_too_early() -> None:
 
 def test_one_optimizer_is_told_of() -> None:
     """Another may take its place, or step beside it; two that are told of in turn would end rounds at half their length."""
-    model, expected = _wrapped(**ALONE), _wrapped(**ALONE)
-    first, second = (_sgd(model.module[layer].parameters()) for layer in (0, 2))
-    whole = _sgd(expected.parameters())
+    model, expected = _wrapped(**PLAIN), _wrapped(**PLAIN)
+    first, second = (sgd(model.module[layer].parameters()) for layer in (0, 2))
+    whole = sgd(expected.parameters())
     for step in range(7):
-        _loss(model, co2.rank(), step).backward()
+        loss_of(model, co2.rank(), step).backward()
         for optimizer in (first, second):
             optimizer.step()
         model.zero_grad()
         model.perform_co2(first)
     _steps(expected, whole, range(7))
     assert model.local_steps == expected.local_steps == 1
-    _same(model.module, expected.module)
+    assert_same(model.module, expected.module)
     _steps(model, second, range(7, 10))
     with pytest.raises(RuntimeError, match=r"perform_co2\(\) is called of two optimizers in turn"):
         _steps(model, first, range(10, 11))
 
 
 def test_a_module_wrapped_again_belongs_to_the_new_one() -> None:
-    first = _wrapped(**ALONE)
-    optimizer = _sgd(first.parameters())
+    first = _wrapped(**PLAIN)
+    optimizer = sgd(first.parameters())
     _steps(first, optimizer, range(2))
-    second = co2.CO2DistributedDataParallel(first.module, **ALONE)
+    second = co2.CO2DistributedDataParallel(first.module, **PLAIN)
     with pytest.raises(RuntimeError, match="went to another one that was made later"):
         first.perform_co2(optimizer)
     gone = weakref.ref(first)
@@ -265,4 +272,4 @@ def test_a_module_wrapped_again_belongs_to_the_new_one() -> None:
     assert gone() is None
     _steps(second, optimizer, range(7))
     second.average_parameters()
-    assert _everywhere(second)
+    assert equal_everywhere(second)

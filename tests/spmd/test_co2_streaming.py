@@ -2,176 +2,76 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import pytest
 import torch
 
 import co2
-from co2.fragments.codec import codec_of
-from tests.spmd.co2_simulation import Simulation
+from tests.spmd.co2_simulated_rules import STREAMING, STREAMING_CASES, streaming_simulation
 from tests.spmd.co2_training import (
-    _adamw,
-    _equal,
-    _everywhere,
-    _loss,
-    _model,
-    _momentum,
-    _same,
-    _steps,
-    _while_rank_0_stands_still,
-    _wrapped,
+    adamw,
+    assert_equal,
+    assert_same,
+    equal_everywhere,
+    loss_of,
+    momentum_sgd,
+    small_model,
+    train_steps,
+    while_rank_0_stands_still,
+    wrapped,
 )
-
-RULE: dict[str, Any] = {"outer": "streaming-diloco", "outer_lr": 0.6, "outer_momentum": 0.8}
-CASES: dict[str, dict[str, Any]] = {
-    "two fragments": {"outer_frequency": 5, "fragments": 2, "overlap_steps": 1, "mixing": 0.5},
-    "hidden": {"outer_frequency": 3, "fragments": 1, "overlap_steps": 3, "mixing": 0.25},
-    "waiting": {"outer_frequency": 4, "fragments": 2, "overlap_steps": 0, "mixing": 0.0},
-}
-MEMBERS = {1: [[0, 1, 2, 3]], 2: [[0, 1], [2, 3]]}  # parameters by fragment
-ALIGNED = 8  # fp64 elements, where parameters and shards begin
-
-
-class Streaming(Simulation):
-    """Of each fragment: x, m and r, and of each worker e, as rows, one per shard."""
-
-    def __init__(self, *arguments: Any, outer_frequency: int, fragments: int, bits: int | None, **options: Any) -> None:
-        self.overlap, self.mixing = options.pop("overlap_steps"), options.pop("mixing")
-        super().__init__(*arguments, frequency=outer_frequency, **options)
-        self.members, self.codec, self.bits = MEMBERS[fragments], codec_of(bits), bits
-        self.x = [self._rows(self.start, fragment) for fragment in range(fragments)]
-        self.momenta, self.r = ([torch.zeros_like(x) for x in self.x] for _ in range(2))
-        self.e = [[torch.zeros_like(x) for x in self.x] for _ in self._all]
-        self.sent = [list(self.steps_of) for _ in self.x]  # steps that were in the last turn of each fragment
-        self._begin()
-
-    def _begin(self) -> None:
-        self.steps = self.turns = 0
-        self.due: int | None = None
-
-    def _places(self, fragment: int) -> list[tuple[int, int]]:
-        """Where parameters begin, and where they end."""
-        places, end = [], 0
-        for index in self.members[fragment]:
-            begin = -(-end // ALIGNED) * ALIGNED
-            end = begin + self.start[index].numel()
-            places.append((begin, end))
-        return places
-
-    def _rows(self, values: Sequence[torch.Tensor], fragment: int) -> torch.Tensor:
-        places, workers = self._places(fragment), len(self.workers)
-        step = ALIGNED * workers
-        flat = torch.zeros(-(-places[-1][1] // step) * step, dtype=torch.float64)
-        for index, (begin, end) in zip(self.members[fragment], places, strict=True):
-            flat[begin:end] = values[index].flatten()
-        return flat.view(workers, -1)
-
-    def _said(self, rows: torch.Tensor) -> torch.Tensor:
-        return self.codec.decode(self.codec.encode(rows), rows.shape[1], rows.dtype)
-
-    def step(self, *arguments: Any, **options: Any) -> None:
-        self.in_round = -1  # the turns are counted here
-        super().step(*arguments, **options)
-        self.steps += 1
-        if self.due == self.steps:
-            self._apply()
-        if self.steps == (self.turns + 1) * self.frequency // len(self.members):
-            self._send(self.turns % len(self.members))
-            self.turns, self.due = self.turns + 1, self.steps + self.overlap
-            if self.overlap == 0:
-                self._apply()
-
-    def _send(self, fragment: int) -> None:
-        said = []
-        for worker in self._left(self.sent[fragment]):
-            meant = self.x[fragment] - self._rows(self._values(worker), fragment) + self.e[worker][fragment]
-            said.append(self._said(meant))
-            self.e[worker][fragment] = meant - said[-1]
-        self.sent[fragment] = list(self.steps_of)
-        mean = sum(said[1:], said[0]) / len(said)
-        self.momenta[fragment] = self.beta * self.momenta[fragment] + mean
-        meant = self.r[fragment] - self.lr * (mean + self.beta * self.momenta[fragment])
-        self.r[fragment] = meant - self._said(meant)
-        self.x[fragment] = self.x[fragment] + self._said(meant)
-
-    def _apply(self) -> None:
-        fragment = (self.turns - 1) % len(self.members)
-        flat = self.x[fragment].flatten()
-        for worker in self._all:
-            params = list(self.workers[worker][0].parameters())
-            for index, (begin, end) in zip(self.members[fragment], self._places(fragment), strict=True):
-                arrived = flat[begin:end].view_as(params[index])
-                with torch.no_grad():
-                    params[index].copy_(self.mixing * params[index] + (1 - self.mixing) * arrived)
-        self.due = None
-
-    def average(self) -> None:
-        if self.due is not None:
-            self._apply()
-        mean = self._mean()
-        self._set(mean)
-        self.x = [self._rows(mean, fragment) for fragment in range(len(self.members))]
-        self.sent = [list(self.steps_of) for _ in self.x]
-        self._begin()
-
-
-def _simulation(make: Any, bits: int | None, case: dict[str, Any]) -> Streaming:
-    return Streaming(_model(), make, co2.size(), bits=bits, lr=0.6, momentum=0.8, **case)
 
 
 @pytest.mark.parametrize("bits", [None, 8, 4])
-@pytest.mark.parametrize("case", list(CASES))
+@pytest.mark.parametrize("case", list(STREAMING_CASES))
 def test_equals_its_equations_on_one_process_bit_for_bit(case: str, bits: int | None) -> None:
-    make = _adamw if case == "hidden" else _momentum
-    model, optimizer = _wrapped(make, **RULE, **CASES[case], bits=bits)
-    simulation = _simulation(make, bits, CASES[case])
+    make = adamw if case == "hidden" else momentum_sgd
+    model, optimizer = wrapped(make, **STREAMING, **STREAMING_CASES[case], bits=bits)
+    simulation = streaming_simulation(make, bits, STREAMING_CASES[case])
     for step in range(14):
-        _steps(model, optimizer, range(step, step + 1))
-        simulation.step(lambda m, worker, step=step: _loss(m, worker, step))
-        _equal(model, simulation.workers[co2.rank()][0])
-    assert co2.size() == 1 or not _everywhere(model)
+        train_steps(model, optimizer, range(step, step + 1))
+        simulation.step(lambda m, worker, step=step: loss_of(m, worker, step))
+        assert_equal(model, simulation.workers[co2.rank()][0])
+    assert co2.size() == 1 or not equal_everywhere(model)
 
 
 @pytest.mark.parametrize("after", [5, 6, 7])
 def test_an_average_takes_what_is_on_its_way_along(after: int) -> None:
     """5: before it is applied."""
-    case = CASES["two fragments"]
-    model, optimizer = _wrapped(**RULE, **case, bits=4)
-    simulation = _simulation(_momentum, 4, case)
+    case = STREAMING_CASES["two fragments"]
+    model, optimizer = wrapped(**STREAMING, **case, bits=4)
+    simulation = streaming_simulation(momentum_sgd, 4, case)
     for step in range(14):
-        _steps(model, optimizer, range(step, step + 1))
-        simulation.step(lambda m, worker, step=step: _loss(m, worker, step))
+        train_steps(model, optimizer, range(step, step + 1))
+        simulation.step(lambda m, worker, step=step: loss_of(m, worker, step))
         if step + 1 == after:
             optimizer.average_parameters()
             simulation.average()
-            assert _everywhere(model)
+            assert equal_everywhere(model)
             assert optimizer.local_steps == 0
-            _same(model, simulation.workers[0][0], measured_gap=False)
+            assert_same(model, simulation.workers[0][0], measured_gap=False)
     if co2.size() <= 2:  # else the order of sums is the transport's, and codes follow it
-        _equal(model, simulation.workers[co2.rank()][0])
+        assert_equal(model, simulation.workers[co2.rank()][0])
 
 
 def test_one_fragment_waited_for_is_diloco() -> None:
     options = {"outer_lr": 0.7, "outer_momentum": 0.9, "outer_frequency": 3}
-    model, optimizer = _wrapped(outer="diloco", **options)
+    model, optimizer = wrapped(outer="diloco", **options)
     plain = {"fragments": 1, "overlap_steps": 0, "bits": None, "mixing": 0.0}
-    other, streaming = _wrapped(outer="streaming-diloco", **options, **plain)
-    _steps(model, optimizer, range(7))
-    _steps(other, streaming, range(7))
-    _equal(other, model, 1e-12)
+    other, streaming = wrapped(outer="streaming-diloco", **options, **plain)
+    train_steps(model, optimizer, range(7))
+    train_steps(other, streaming, range(7))
+    assert_equal(other, model, 1e-12)
 
 
 def test_rank_0_alone_saves_while_others_go_on() -> None:
-    case = CASES["two fragments"]
-    model, optimizer = _wrapped(**RULE, **case, bits=8)
-    simulation = _simulation(_momentum, 8, case)
+    case = STREAMING_CASES["two fragments"]
+    model, optimizer = wrapped(**STREAMING, **case, bits=8)
+    simulation = streaming_simulation(momentum_sgd, 8, case)
     saved = None
     for step in range(9):
-        _steps(model, optimizer, range(step, step + 1))
+        train_steps(model, optimizer, range(step, step + 1))
         if step <= 6:
-            simulation.step(lambda m, worker, step=step: _loss(m, worker, step))
+            simulation.step(lambda m, worker, step=step: loss_of(m, worker, step))
         if step == 6 and co2.rank() == 0:
             saved = optimizer.state_dict()["co2"]
     if saved is not None:
@@ -189,41 +89,41 @@ def test_rank_0_alone_saves_while_others_go_on() -> None:
 
 def test_no_rank_waits_between_sending_and_applying() -> None:
     """The others send, and make all steps but the last before they apply, while one rank does not do anything."""
-    model, optimizer = _wrapped(**RULE, outer_frequency=4, fragments=1, overlap_steps=3)
-    _steps(model, optimizer, range(3))
-    _while_rank_0_stands_still(lambda: _steps(model, optimizer, range(3, 6)))
-    _steps(model, optimizer, range(6, 8))
+    model, optimizer = wrapped(**STREAMING, outer_frequency=4, fragments=1, overlap_steps=3)
+    train_steps(model, optimizer, range(3))
+    while_rank_0_stands_still(lambda: train_steps(model, optimizer, range(3, 6)))
+    train_steps(model, optimizer, range(6, 8))
 
 
 def test_a_frozen_layer_takes_over_what_is_on_its_way_and_stays() -> None:
-    model, optimizer = _wrapped(**RULE, **CASES["two fragments"], bits=4)
-    _steps(model, optimizer, range(2))  # which send layer 0, applied after the next
+    model, optimizer = wrapped(**STREAMING, **STREAMING_CASES["two fragments"], bits=4)
+    train_steps(model, optimizer, range(2))  # which send layer 0, applied after the next
     before = model[0].weight.clone()
     model[0].requires_grad_(False)
-    _steps(model, optimizer, range(2, 3))
+    train_steps(model, optimizer, range(2, 3))
     taken = model[0].weight.clone()
     assert not torch.equal(taken, before)
-    _steps(model, optimizer, range(3, 9))  # its turn comes after 7
+    train_steps(model, optimizer, range(3, 9))  # its turn comes after 7
     assert torch.equal(model[0].weight, taken)
     assert not optimizer.state_dict()["co2"]["parameters"][0]["momentum"].any()
     with torch.no_grad():
         model[0].weight.fill_(0.25)
-    _steps(model, optimizer, range(9, 13))
+    train_steps(model, optimizer, range(9, 13))
     assert (model[0].weight == 0.25).all()
     model[0].requires_grad_(True)
-    _steps(model, optimizer, range(13, 19))
+    train_steps(model, optimizer, range(13, 19))
     assert not (model[0].weight == 0.25).any()
     optimizer.average_parameters()
-    assert _everywhere(model)
+    assert equal_everywhere(model)
 
 
 def test_a_weight_frozen_beside_its_bias_loses_its_momentum_and_keeps_what_bytes_left_out() -> None:
-    model, optimizer = _wrapped(**RULE, outer_frequency=2, fragments=1, overlap_steps=0, bits=4)
-    _steps(model, optimizer, range(4))
+    model, optimizer = wrapped(**STREAMING, outer_frequency=2, fragments=1, overlap_steps=0, bits=4)
+    train_steps(model, optimizer, range(4))
     before = optimizer.state_dict()["co2"]["parameters"][0]
     assert all(before[name].any() for name in ("momentum", "owed", "residual"))
     model[0].weight.requires_grad_(False)
-    _steps(model, optimizer, range(4, 8))
+    train_steps(model, optimizer, range(4, 8))
     after = optimizer.state_dict()["co2"]["parameters"][0]
     assert not after["momentum"].any()
     for name in ("start", "owed", "residual"):
@@ -231,20 +131,22 @@ def test_a_weight_frozen_beside_its_bias_loses_its_momentum_and_keeps_what_bytes
 
 
 def test_parameters_of_16_bits() -> None:
-    model = _model(torch.bfloat16)
-    optimizer = co2.DistributedOptimizer(_momentum(model.parameters()), model, **RULE, **CASES["two fragments"])
+    model = small_model(torch.bfloat16)
+    optimizer = co2.DistributedOptimizer(
+        momentum_sgd(model.parameters()), model, **STREAMING, **STREAMING_CASES["two fragments"]
+    )
     for step in range(8):
         optimizer.zero_grad()
-        _loss(model, co2.rank(), step, torch.bfloat16).backward()
+        loss_of(model, co2.rank(), step, torch.bfloat16).backward()
         optimizer.step()
     assert all(part.whole.dtype is torch.float32 for part in optimizer._rounds.parts)
     optimizer.average_parameters()
-    assert _everywhere(model)
+    assert equal_everywhere(model)
 
 
 def test_what_is_explained() -> None:
-    model, optimizer = _wrapped(**RULE, outer_frequency=2, fragments=2)
-    _steps(model, optimizer, range(8))
+    model, optimizer = wrapped(**STREAMING, outer_frequency=2, fragments=2)
+    train_steps(model, optimizer, range(8))
     assert "an all-to-all and an all-gather of" in optimizer.explain()
     with pytest.raises(ValueError, match="hides the exchange of a fragment behind overlap_steps"):
         co2.suggest_frequency(model)
@@ -279,8 +181,8 @@ def test_other_types_and_layouts(outer: str) -> None:
 
 
 def test_ranks_at_different_turns_are_told_so() -> None:
-    model, optimizer = _wrapped(**RULE, outer_frequency=2, fragments=2)
-    _steps(model, optimizer, range(2))
+    model, optimizer = wrapped(**STREAMING, outer_frequency=2, fragments=2)
+    train_steps(model, optimizer, range(2))
     if co2.size() == 1:
         return
     if co2.rank() == 1:  # as after loading a state that was saved a turn later
@@ -288,16 +190,16 @@ def test_ranks_at_different_turns_are_told_so() -> None:
     with pytest.raises(
         ValueError, match=r"entry 0 is «fragment 0, after 2 turns» on rank 0 and «fragment 1, after 3 turns»"
     ):
-        _steps(model, optimizer, range(2, 6))
+        train_steps(model, optimizer, range(2, 6))
 
 
 def test_fragments_are_of_layers_and_those_of_the_state() -> None:
     with pytest.raises(
         ValueError, match="fragments=3 are of whole layers, and the names of parameters tell of 2, such as '0'"
     ):
-        _wrapped(**RULE, outer_frequency=6, fragments=3)
-    model, optimizer = _wrapped(**RULE, outer_frequency=2, fragments=2)
-    _steps(model, optimizer, range(3))
+        wrapped(**STREAMING, outer_frequency=6, fragments=3)
+    model, optimizer = wrapped(**STREAMING, outer_frequency=2, fragments=2)
+    train_steps(model, optimizer, range(3))
     saved = optimizer.state_dict()
     saved["co2"]["fragment"] = [1, 1, 0, 0]
     with pytest.raises(ValueError, match=r"with parameter 0 in fragment 1, and '0.weight' is in fragment 0"):
@@ -306,7 +208,7 @@ def test_fragments_are_of_layers_and_those_of_the_state() -> None:
 
 def test_a_step_that_waits_is_no_longer_step() -> None:
     """Else steps that wait for the network would seem to hide it."""
-    _, optimizer = _wrapped(**RULE, outer_frequency=4, fragments=1, overlap_steps=1)
+    _, optimizer = wrapped(**STREAMING, outer_frequency=4, fragments=1, overlap_steps=1)
     rounds, steps = optimizer._rounds, []
     rounds.pace.stepped = steps.append
     for seconds in (0.0, 0.0, 0.0, 0.0, 0.3, 0.0, 0.0, 0.0):
