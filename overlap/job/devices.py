@@ -51,7 +51,11 @@ _carriers: weakref.WeakKeyDictionary[Session, CudaCarriers] = weakref.WeakKeyDic
 
 
 def fit_out(
-    session: Session, members: Membership, parameters: Sequence[tuple[str, torch.Tensor]], refusal: str = ""
+    session: Session,
+    members: Membership,
+    parameters: Sequence[tuple[str, torch.Tensor]],
+    refusal: str = "",
+    disorder: str = "",
 ) -> Membership:
     """`members` with carriers where parameters are on a GPU; as they are where parameters are on the CPU.
 
@@ -59,10 +63,11 @@ def fit_out(
 
     `parameters` are pairs of name and tensor; `refusal` says why their optimizer may not be on a GPU, where that is so.
     Raises on every rank, with the rank and the reason, :class:`RouteError` for devices that do not fit together, for a
-    `refusal` where there is a GPU, and where ``DEAR_CUDA_TRANSPORT`` cannot be honoured.
+    `refusal` where there is a GPU, for `disorder` (see :func:`.route.choose`) where gradients would travel by NCCL, and
+    where ``DEAR_CUDA_TRANSPORT`` cannot be honoured.
     """
     facts = allgather_object(members.comm, _facts(parameters, refusal))
-    route, reason = choose(facts, Wish(session.settings.cuda_transport))
+    route, reason = choose(facts, Wish(session.settings.cuda_transport), disorder)
     if route is Route.HOST:
         return members
     device = common_device(parameters)

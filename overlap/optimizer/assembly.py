@@ -126,7 +126,8 @@ def build(
         hosts = membership(session, arguments.process_set, sharding=updates.in_shards, lanes=strategy.lanes)
     if not everybody:
         agree_on_terms(hosts.comm, terms)
-    members = fit_out(session, hosts, [(slot.name, slot.param) for slot in slots], _why_not_on_a_gpu(strategy))
+    named = [(slot.name, slot.param) for slot in slots]
+    members = fit_out(session, hosts, named, _why_not_on_a_gpu(strategy), _EAGER if updates is Updates.EAGER else "")
     if arguments.sync_start:
         synchronize_start(members.everyone, optimizer, model, slots)
     poisoned = session.poison if arguments.poison is None else arguments.poison
@@ -337,6 +338,12 @@ def _why_not_on_a_gpu(strategy: Strategy) -> str:
         f"strategy {strategy.name!r} sends from a thread of its own, which knows nothing of the streams that "
         "parameters on a GPU are computed on; use dear, wfbp, mgwfbp or oss there"
     )
+
+
+_EAGER = (
+    "eager=True gathers parameters as soon as a rank has time, between reductions, and NCCL needs one order of both on all "
+    "ranks: leave eager=True out, or set DEAR_CUDA_TRANSPORT=staged"
+)
 
 
 def _why_whole(strategy: Strategy, optimizer: torch.optim.Optimizer, divisible: bool) -> str:

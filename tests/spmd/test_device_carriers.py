@@ -231,6 +231,14 @@ def test_a_leased_channel_keeps_its_carrier(pretended: None, monkeypatch: pytest
     assert not watched, "the host's operations are watched already"
 
 
+@pytest.mark.skipif(SIZE == 1, reason="nothing travels")
+def test_early_updates_are_refused_over_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "_facts", lambda parameters, refusal: Facts("cuda", f"card {RANK}", (2, 28, 3)))
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(RouteError, match="leave eager=True out, or set DEAR_CUDA_TRANSPORT=staged"):
+        dear.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, eager=True)
+
+
 def test_refusals_reach_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "_facts", lambda parameters, refusal: Facts("cuda" if RANK else "cpu", "a card"))
     model = torch.nn.Linear(2, 2)

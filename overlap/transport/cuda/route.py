@@ -72,10 +72,13 @@ def common_device(named: Iterable[tuple[str, torch.Tensor]]) -> torch.device:
     return torch.device("cpu") if first is None else first[1]
 
 
-def choose(facts: Sequence[Facts], wish: Wish) -> tuple[Route, str]:
+def choose(facts: Sequence[Facts], wish: Wish, disorder: str = "") -> tuple[Route, str]:
     """The route of all ranks, and why it is no better one. `facts` are in rank order, the same on every rank.
 
-    Raises :class:`RouteError` where devices differ, and where `wish` insists on NCCL that cannot be used.
+    `disorder`, the same on every rank, says why operations are not issued in one order on all ranks, which NCCL needs.
+
+    Raises :class:`RouteError` where devices differ, where `wish` insists on NCCL that cannot be used, and where NCCL could
+    be used but for `disorder`.
     """
     for rank, found in enumerate(facts):
         if found.refusal is not None:
@@ -94,6 +97,8 @@ def choose(facts: Sequence[Facts], wish: Wish) -> tuple[Route, str]:
         return Route.STAGED, "DEAR_CUDA_TRANSPORT=staged asks for it"
     reason = _against_nccl(facts)
     if reason is None:
+        if disorder:
+            raise RouteError(disorder)
         return Route.NCCL, ""
     if wish is Wish.NCCL:
         raise RouteError(f"DEAR_CUDA_TRANSPORT=nccl cannot be had: {reason}")

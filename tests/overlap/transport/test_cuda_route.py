@@ -35,6 +35,15 @@ def test_alone_nothing_travels() -> None:
 def test_a_card_for_each_rank_and_one_nccl() -> None:
     assert choose([A, B], Wish.AUTO) == (Route.NCCL, "")
     assert choose([A, B], Wish.NCCL) == (Route.NCCL, "")
+
+
+@pytest.mark.parametrize("wish", [Wish.AUTO, Wish.NCCL])
+def test_operations_without_one_order_do_not_go_over_nccl(wish: Wish) -> None:
+    with pytest.raises(RouteError, match="as ranks like"):
+        choose([A, B], wish, "as ranks like")
+    assert choose([A, B], Wish.STAGED, "as ranks like")[0] is Route.STAGED
+    assert choose([A], Wish.AUTO, "as ranks like")[0] is Route.ALONE
+    assert choose([Facts(), Facts()], Wish.AUTO, "as ranks like")[0] is Route.HOST
     assert choose([A, B], Wish.STAGED) == (Route.STAGED, "DEAR_CUDA_TRANSPORT=staged asks for it")
 
 
