@@ -107,7 +107,7 @@ class ShardUpdate:
         for bucket in buckets:
             if bucket.master is not None:
                 bucket.master.follow()
-        pieces = [one for bucket in buckets for one in self._pieces[bucket]]
+        pieces = self._pieces[buckets[0]] if len(buckets) == 1 else self._of(buckets)
         by_group: dict[int, list[torch.nn.Parameter]] = {}
         for one in pieces:
             if one.proxy.grad is not None:
@@ -122,6 +122,9 @@ class ShardUpdate:
             self.written.note(buckets[-1].reduced)
         for one in pieces:
             one.proxy.grad = None
+
+    def _of(self, buckets: Iterable[Bucket]) -> list[Piece]:
+        return [one for bucket in buckets for one in self._pieces[bucket]]
 
     def gradients(self, wanted: Callable[[torch.Tensor], bool]) -> list[torch.Tensor]:
         """The reduced gradients of this rank's pieces whose parameter is `wanted`."""

@@ -14,7 +14,7 @@ reductions is issued, no other rank's can be done, and nobody has updated anythi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -129,22 +129,23 @@ class Stepper:
         if self._skips is not None and scale is None and self._left_out(self._skips):
             return
         with self.updating():
-            whole, strangers, shards, transit = [], Strangers(), engine.sharded, engine.transit
+            whole: list[Bucket] = []
+            strangers, shards, transit = Strangers(), engine.sharded, engine.transit
             on_used = round.on_used if scale is None else ()
             updated = engine.policy.begin()
-            for together in calls([bucket for bucket in reversed(engine.order) if bucket not in updated], _launched):
+            left = [bucket for bucket in reversed(engine.order) if bucket not in updated]
+            for together in calls(left, bool(left) and streams.on_device(left[0].reduced)):
                 for bucket in together:
                     if bucket.phase is Phase.REDUCING:
                         round.reduced(bucket)
                         bucket.advance(Phase.REDUCED)
                     if bucket.holds_parameters:
                         bucket.adopt(strangers)
-                    else:
-                        whole.append(bucket)
-                sliced = [bucket for bucket in together if bucket.holds_parameters]
-                if sliced:
-                    shards.step(sliced)
-                for bucket in sliced:
+                if not together[0].holds_parameters:
+                    whole.extend(together)
+                    continue
+                shards.step(together)
+                for bucket in together:
                     transit.send(bucket)
                     for told in on_used:  # while this is in the processor's cache, and others wait for nothing
                         told((bucket,))
@@ -265,24 +266,24 @@ class Stepper:
             )
 
 
-def _launched(bucket: Bucket) -> bool:
-    """Whether the host only launches its update, so that a call costs more than bytes do."""
-    return streams.on_device(bucket.reduced)
-
-
-def calls(buckets: Sequence[Bucket], launched: Callable[[Bucket], bool]) -> Iterator[Sequence[Bucket]]:
+def calls(buckets: Sequence[Bucket], launched: bool) -> Sequence[Sequence[Bucket]]:
     """Which `buckets`, in the order of their use, the optimizer updates in one call.
 
-    One at a time on the host, so that its gather leaves before the next is computed. On a device one, two, four, …: the
-    first gathers leave early, and thirty buckets take five calls.
+    One at a time on the host, so that its gather leaves before the next is computed. Where a device computes and the host
+    has `launched` it only, one, two, four, …: the first gathers leave early, and thirty buckets take five calls. What is
+    updated in full comes by itself.
     """
-    start, size = 0, 1
-    while start < len(buckets):
-        stop = start + 1
-        while stop < min(start + size, len(buckets)) and launched(buckets[start]) and launched(buckets[stop]):
-            stop += 1
-        yield buckets[start:stop]
-        start, size = stop, 2 * size
+    if not launched:
+        return [(bucket,) for bucket in buckets]
+    found: list[list[Bucket]] = []
+    for bucket in buckets:
+        last = found[-1] if found else []
+        kind = bool(last) and last[0].holds_parameters is bucket.holds_parameters
+        if kind and len(last) < 2 ** (len(found) - 1):
+            last.append(bucket)
+        else:
+            found.append([bucket])
+    return found
 
 
 def hyper_parameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

@@ -49,15 +49,19 @@ class NonfiniteCheck(Feature):
 
     def __init__(self) -> None:
         self._found: tuple[Slot, int] | None = None  # which, and in which round
+        self._launched = False  # averages are on a device
         self._parts: list[_Part] = []  # on a device, of this round
         self._readings: list[tuple[Sequence[_Part], Reading]] = []
+
+    def planned(self, order: Sequence[Bucket]) -> None:
+        self._launched = any(streams.on_device(bucket.gradients) for bucket in order)
 
     def used(self, buckets: Sequence[Bucket]) -> None:
         if self._found is not None:
             return
         shards = all(map(_holds_parameters, buckets))
         for bucket, flat in [(each, each.reduced) for each in buckets] if shards else _looked_at(buckets):
-            if streams.on_device(flat):
+            if self._launched:
                 self._parts += _parts(bucket, flat)
                 continue
             total = flat.sum(dtype=torch.float32 if flat.dtype in _NARROW else None)

@@ -61,7 +61,7 @@ def test_the_rank_with_the_least_memory_decides_what_fits(monkeypatch: pytest.Mo
         return Choice(dict(current.planned), 1.0, 1.0, 1)
 
     monkeypatch.setattr(decision, "choose", choose)
-    monkeypatch.setattr(decision, "available_bytes", lambda: scarce if dear.rank() == SIZE - 1 else 1000 * scarce)
+    monkeypatch.setattr(decision, "available_bytes", lambda _: scarce if dear.rank() == SIZE - 1 else 1000 * scarce)
     train_steps(model, optimizer, STEPS)
     assert found == ([True, False] if dear.rank() == 0 else [])
 
@@ -70,9 +70,9 @@ def test_what_a_rank_updates_is_its_own_shard(monkeypatch: pytest.MonkeyPatch) -
     """Owners of whole parameters have unequal ones."""
     found: list[Mapping[int, int]] = []
 
-    def costs(sent: Sequence[Sent], laps: Sequence[Lap], share: Mapping[int, int], handling: float) -> Any:
+    def costs(sent: Sequence[Sent], laps: Sequence[Lap], share: Mapping[int, int], handling: float, **how: Any) -> Any:
         found.append(share)
-        return thread_costs(sent, laps, share, handling)
+        return thread_costs(sent, laps, share, handling, **how)
 
     monkeypatch.setattr(decision, "thread_costs", costs)
     scripted(monkeypatch)

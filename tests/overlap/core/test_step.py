@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,16 +13,15 @@ from overlap.core.step import calls
 @pytest.mark.parametrize(
     ("buckets", "launched", "sizes"),
     [
-        (range(30), lambda _: True, [1, 2, 4, 8, 15]),
-        (range(3), lambda _: False, [1, 1, 1]),
-        ("abCDEf", str.isupper, [1, 1, 3, 1]),
-        ("ABCd", str.isupper, [1, 2, 1]),
-        ([], lambda _: True, []),
+        ("s" * 30, True, [1, 2, 4, 8, 15]),
+        ("sss", False, [1, 1, 1]),
+        ("sswsss", True, [1, 1, 1, 3]),  # what is updated in full stands between
+        ("", True, []),
     ],
 )
-def test_neighbours_on_a_device_are_updated_together(
-    buckets: Any, launched: Callable[[Any], bool], sizes: list[int]
-) -> None:
-    found = [*calls(buckets, launched)]
+def test_neighbours_on_a_device_are_updated_together(buckets: str, launched: bool, sizes: list[int]) -> None:
+    made: Any = [SimpleNamespace(holds_parameters=kind == "s") for kind in buckets]
+    found = calls(made, launched)
     assert [len(together) for together in found] == sizes
-    assert [one for together in found for one in together] == [*buckets]
+    assert [one for together in found for one in together] == made
+    assert all(len({one.holds_parameters for one in together}) == 1 for together in found)
