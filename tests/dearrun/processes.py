@@ -18,8 +18,8 @@ def runs(process: int) -> bool:
 
 
 def wait_for(true: Callable[[], bool]) -> None:
-    """For half a minute at most."""
-    deadline = time.monotonic() + 30
+    """For two minutes at most: on a busy machine a start takes many seconds."""
+    deadline = time.monotonic() + 120
     while not true():
         assert time.monotonic() < deadline
         time.sleep(0.02)

@@ -95,7 +95,7 @@ MUTATIONS: list[Mutation] = [
         promise="seconds of one phase do not count in the next one",
         file=_PLANNING,
         old="        self._marks = [self._stamps.now()]\n        self._seconds.clear()",
-        new="        self._marks.append(self._stamps.now())\n        self._seconds.clear()",
+        new="        self._marks = self._marks or [self._stamps.now()]\n        self._seconds.clear()",
         test="tests/overlap/optimizer/test_planning.py::test_what_is_usual_is_what_steps_take_with_the_new_plan",
     ),
     Mutation(
