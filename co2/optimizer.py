@@ -98,7 +98,7 @@ class Co2Optimizer(Shell):
         if arguments.process_set is not global_process_set and arguments.process_set.process_set_id != 0:
             raise ValueError(
                 f"co2 averages over all ranks, in groups of nprocs_per_node; process_set={arguments.process_set} is not "
-                "supported"
+                "supported: leave it out, or use another strategy"
             )
         _check_inner_lr(optimizer, rule)
         strategy = Co2(schedule, rule, nprocs, broadcast_buffers)
@@ -280,7 +280,7 @@ def _check_inner_lr(optimizer: torch.optim.Optimizer, rule: OuterRule) -> None:
     if rule.needs_inner_lr and any("lr" not in group for group in groups):
         raise ValueError(
             f"outer={rule.name!r} divides by the learning rate, and a parameter group of the {type(optimizer).__name__} "
-            "has no 'lr'"
+            "has no 'lr': use another optimizer, or another outer rule"
         )
 
 

@@ -63,7 +63,7 @@ def _joined(part: Part, slot: Slot, shares: Sequence[Shares]) -> dict[str, torch
     if covered != like.numel():
         raise RuntimeError(
             f"of the outer state of parameter {slot.name!r}, {covered} of {like.numel()} elements are on the ranks: they "
-            "do not train the same parameters"
+            "do not train the same parameters. Freeze and unfreeze the same ones on every rank"
         )
     for low, high, vectors in found:
         for name, flat in flats.items():
@@ -79,7 +79,8 @@ def check_shapes(slots: Sequence[Slot], outer: Vectors) -> None:
         if shapes.get(index) != saved:
             raise ValueError(
                 f"the outer state of parameter {index} has shape {saved}, and the optimizer's parameter "
-                f"{shapes.get(index, 'does not exist')}"
+                f"{shapes.get(index, 'does not exist')}: load it into the model that it was saved from, with parameters in "
+                "the same order"
             )
 
 

@@ -328,7 +328,7 @@ def _sibling(strategy: str, optimizer: torch.optim.Optimizer, model: Any, own: d
     chosen = {name: value for name, value in own.items() if value is not _DEFAULTS[name]}
     foreign = [f"{name}={value!r}" for name, value in chosen.items() if name not in takes]
     if foreign:
-        raise ValueError(f"{', '.join(foreign)}: arguments that belong to 'dear', not to {strategy!r}")
+        raise ValueError(f"{', '.join(foreign)}: arguments that belong to 'dear', not to {strategy!r}; leave them out")
     if "tune" in theirs and "tune" not in takes:
         raise ValueError(f"strategy {strategy!r} has nothing to tune; leave tune=False")
     return make(optimizer, model, **chosen, **theirs)

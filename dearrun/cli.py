@@ -149,4 +149,4 @@ def _require_program(name: str, environ: Mapping[str, str]) -> None:
     if shutil.which(name, path=environ.get("PATH")) is None:
         if os.path.isfile(name):
             raise LaunchError(f"{name!r} is not executable, so no worker can run it: chmod +x {name}")
-        raise LaunchError(f"{name!r} was not found on this machine's PATH, so no worker can run it")
+        raise LaunchError(f"{name!r} was not found on this machine's PATH, so no worker can run it: give its path")

@@ -49,7 +49,7 @@ def _unique(hosts: list[Host], where: str) -> list[Host]:
             raise LaunchError(f"{where}: {host.name} is named twice; give it once, with all of its slots")
         seen.add(host.name)
     if not hosts:
-        raise LaunchError(f"{where}: names no host")
+        raise LaunchError(f"{where}: names no host; write one in each line, 'host slots=2'")
     return hosts
 
 
@@ -121,5 +121,5 @@ def require_shell(hosts: Sequence[Host], here: str, has_ssh: bool) -> None:
     strangers = others(hosts, here)
     if strangers and not has_ssh:
         raise LaunchError(
-            f"{strangers[0]} is another host, and there is neither ssh nor rsh on the PATH to reach it with"
+            f"{strangers[0]} is another host, and there is neither ssh nor rsh on the PATH to reach it with: install ssh"
         )

@@ -158,7 +158,9 @@ def version_of(mpirun: str) -> str:
             [mpirun, "--version"], capture_output=True, text=True, timeout=_VERSION_SECONDS, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise LaunchError(f"{mpirun} does not run: {error}") from error
+        raise LaunchError(
+            f"{mpirun} --version does not run: {error}; install that MPI again, or name another one with MPIPATH"
+        ) from error
     return result.stdout + result.stderr
 
 

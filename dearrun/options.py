@@ -225,4 +225,4 @@ def _words(text: str) -> tuple[str, ...]:
     try:
         return tuple(shlex.split(text))
     except ValueError as error:
-        raise LaunchError(f"--mpi-args {text!r} cannot be taken apart: {error}") from error
+        raise LaunchError(f"--mpi-args {text!r} cannot be taken apart: {error}; quote it as in a shell") from error

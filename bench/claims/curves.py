@@ -74,7 +74,8 @@ def steps(source: Source) -> str:
     courses = json.loads((source.folder / "steps" / f"{source.words[0]}.json").read_text())["courses"]
     found = [sum(course["seconds"]) for course in courses if course["method"] == source.words[1]]
     if not found:
-        raise ValueError(f"{source.words[0]} has {', '.join(course['method'] for course in courses)}")
+        there = ", ".join(course["method"] for course in courses)
+        raise ValueError(f"{source.words[0]} has no {source.words[1]}; it has {there}")
     return f"{found[0]:.0f}"
 
 

@@ -28,7 +28,9 @@ def _other_network(folder: Path) -> None:
     until = time.monotonic() + _PATIENCE
     while not (folder / DONE).exists():
         if time.monotonic() > until:
-            raise RuntimeError("nobody has changed the network")
+            raise RuntimeError(
+                f"the network was not changed within {_PATIENCE:g} s: start this by python -m bench.steps, which does that"
+            )
         time.sleep(_NAP)
 
 

@@ -71,7 +71,7 @@ def for_method(method: Method, timeline: str | None) -> dict[str, str]:
     if timeline is None:
         return method.environment
     if method.timeline_variable is None:
-        raise LauncherError(f"{method.name} records no timeline")
+        raise LauncherError(f"{method.name} records no timeline: leave --timeline out")
     return {**method.environment, method.timeline_variable: timeline}
 
 
@@ -142,7 +142,7 @@ def _check_memory(settings: Settings) -> None:
     if needed > available:
         raise LauncherError(
             f"{settings.workers} workers with {settings.model} need about {needed / 1e9:.1f} GB on this machine, which has "
-            f"{available / 1e9:.1f} GB left"
+            f"{available / 1e9:.1f} GB left: take fewer workers, or a smaller model"
         )
 
 
@@ -161,7 +161,9 @@ def launch(settings: Settings, method: Method, argv: Sequence[str], timeline: st
         try:
             code = job.wait(settings.timeout)
         except subprocess.TimeoutExpired:
-            raise LauncherError(f"the run did not end within {settings.timeout:g} s") from None
+            raise LauncherError(
+                f"the run did not end within {settings.timeout:g} s: give it a larger --timeout"
+            ) from None
         finally:
             if job.poll() is None:
                 _end(job)

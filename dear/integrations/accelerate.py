@@ -114,7 +114,10 @@ class Accelerator(accelerate.Accelerator):
                 "inside, and give its options as Accelerator(dear_options={…})"
             )
         if type(optimizer).__name__ in ("Lomo", "AdaLomo"):
-            raise ValueError(f"{type(optimizer).__name__} updates inside backward, where dear cannot average gradients")
+            raise ValueError(
+                f"{type(optimizer).__name__} updates parameters inside backward, before dear can average their gradients: "
+                "take another optimizer"
+            )
         plain = [self.unwrap_model(model, keep_torch_compile=False) for model in self._models]
         members = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         models = [model for model in plain if any(id(parameter) in members for parameter in model.parameters())]

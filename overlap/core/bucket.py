@@ -332,7 +332,7 @@ class Bucket:
             if param.shape != slot.place.shape:
                 raise RuntimeError(
                     f"parameter {slot.name!r} had shape {tuple(slot.place.shape)} when the optimizer was wrapped and has "
-                    f"{tuple(param.shape)} now"
+                    f"{tuple(param.shape)} now; change shapes before the optimizer is wrapped"
                 )
             if slot.relaid:
                 self._warn_of_layout(slot)

@@ -205,7 +205,10 @@ class Exchange:
                 if bucket.outgoing.dtype is not dtype or bucket.outgoing is bucket.gradients:
                     bucket.incoming = bucket.outgoing = torch.zeros_like(bucket.gradients, dtype=dtype)
             if packed.dtype is not dtype:
-                raise TypeError(f"{self._compressor!r} made {packed.dtype} of {slot.name!r} and {dtype} of others")
+                raise TypeError(
+                    f"{self._compressor!r} made {packed.dtype} of {slot.name!r} and {dtype} of other parameters in its "
+                    "bucket, which are reduced together: compress() should return one dtype for all"
+                )
             copy_used(bucket.outgoing[offset : offset + numel], packed.reshape(-1))
             contexts.append((packed.shape, context))
         self._contexts[bucket] = contexts

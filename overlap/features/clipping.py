@@ -87,7 +87,10 @@ def clip_sharded(
     comm.all_reduce(share, share, ReduceOp.MAX if infinite else ReduceOp.SUM, label="gradient norm")
     total = share[0] if infinite else share[0] ** (1.0 / norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
-        raise RuntimeError(f"the total norm of order {norm_type} of the gradients is {float(total)}, not finite")
+        raise RuntimeError(
+            f"the total norm of order {norm_type} of the gradients is {float(total)}, not finite; "
+            "error_if_nonfinite=False clips by it all the same"
+        )
     factor = float(max_norm) / (float(total) + 1e-6)
     if factor >= 1.0:
         factor = 1.0

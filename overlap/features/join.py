@@ -160,7 +160,7 @@ class JoinedRanks:
             if away:
                 for rank in away:
                     self._peer_queries.tell(rank, _WORD, (self._generation, word))
-                raise self.cannot_join(f"{what} needs every rank, and ranks {away} have joined")
+                raise self.cannot_join(f"{what} needs every rank, and ranks {away} have joined; call it after join()")
             yield
         finally:
             self._waiting_for_all = None

@@ -72,7 +72,9 @@ def _integer(environ: Mapping[str, str], name: str) -> int | None:
     try:
         return int(text)
     except ValueError:
-        raise LaunchError(f"environment variable {name} should hold an integer and holds {text!r}") from None
+        raise LaunchError(
+            f"environment variable {name} should hold an integer and holds {text!r}; correct or unset it"
+        ) from None
 
 
 def _from_mpi(environ: Mapping[str, str]) -> Launch | None:
@@ -111,7 +113,9 @@ def detect(environ: Mapping[str, str]) -> Launch:
             Launcher.SINGLE.value: Launch(Launcher.SINGLE, source=f"{BACKEND_VARIABLE}=single"),
         }
         if wanted not in choices:
-            raise LaunchError(f"{BACKEND_VARIABLE} should be one of {sorted(choices)} and is {wanted!r}")
+            raise LaunchError(
+                f"{BACKEND_VARIABLE} should be one of {sorted(choices)} and is {wanted!r}; correct or unset it"
+            )
         chosen = choices[wanted]
         if chosen is None:
             raise LaunchError(f"{BACKEND_VARIABLE}=torch, but RANK and WORLD_SIZE are not set: start with torchrun")

@@ -51,7 +51,7 @@ def meeting_address(comm: Communicator) -> str:
     if found is None:
         raise Unreachable(
             f"no address of rank 0's host is reached from all other hosts; tried: {listed(addresses) or 'none'}. Name the "
-            f"interface: {VARIABLE}=NAME, handed on to all hosts"
+            f"interface by which hosts reach each other: set {VARIABLE}=NAME on every host"
         )
     return found
 

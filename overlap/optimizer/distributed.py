@@ -80,7 +80,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"the first argument should be a torch.optim.Optimizer and is {type(optimizer).__name__}")
         if isinstance(optimizer, DistributedOptimizer):
-            raise TypeError("the optimizer is distributed already")
+            raise TypeError("the optimizer is distributed already: use it as it is, or wrap the optimizer inside")
         parts = build(current(), self, optimizer, named_parameters, strategy, arguments, groups_of=groups_of)
         # Not `_optimizer`: Lightning's wrappers, which pose as this class, have this object under that name.
         self._inner, self._model, self._comm = optimizer, parts.model, parts.comm

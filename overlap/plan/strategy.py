@@ -89,11 +89,14 @@ class Strategy(ABC):
         """Raise ``ValueError`` where `other` cannot take over while training goes on."""
         if other.updates is not self.updates:
             raise ValueError(
-                f"updates are {self.updates.name} with strategy {self.name!r} and cannot become {other.updates.name} with "
-                f"{other.name!r} in a replan"
+                f"replan() cannot go from strategy {self.name!r} to {other.name!r}, which updates parameters another way "
+                f"({self.updates.name} and {other.updates.name}): wrap the optimizer again"
             )
         if other.gather_dtype is not self.gather_dtype:
-            raise ValueError(f"gather_dtype cannot change from {self.gather_dtype} to {other.gather_dtype} in a replan")
+            raise ValueError(
+                f"gather_dtype cannot change from {self.gather_dtype} to {other.gather_dtype} in replan(): wrap the "
+                "optimizer again"
+            )
 
     def owners(self, numels: Sequence[int], loads: Sequence[int]) -> tuple[int, ...] | None:
         """The rank that updates all of each parameter, for parameters of `numels` elements in the order of their groups.

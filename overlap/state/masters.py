@@ -35,7 +35,7 @@ def unnumbered(optimizer: torch.optim.Optimizer, saved: Mapping[int, torch.Tenso
         if saved[number].shape != param.shape:
             raise ValueError(
                 f"the master of parameter {number} has shape {tuple(saved[number].shape)} in the state dict, and the "
-                f"parameter has {tuple(param.shape)}"
+                f"parameter has {tuple(param.shape)}: load the state of this model, with parameters in the same order"
             )
         masters[param] = saved[number]
     return masters

@@ -61,7 +61,10 @@ def _window(events: Sequence[Event], steps: int, skip: int, rank: int) -> tuple[
         event["ts"] + event["dur"] for event in events if event.get("cat") == "phase" and event["name"] == "step"
     )
     if len(ends) <= skip:
-        raise ValueError(f"the timeline of rank {rank} holds {len(ends)} step(s), and {skip} of them are to be skipped")
+        raise ValueError(
+            f"the timeline of rank {rank} holds {len(ends)} step(s), and {skip} of them are to be skipped: skip fewer, or "
+            "record more"
+        )
     begin = ends[skip - 1] if skip else min(event["ts"] for event in events if "ts" in event)
     return begin, ends[min(skip + steps, len(ends)) - 1]
 

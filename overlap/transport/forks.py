@@ -32,7 +32,8 @@ class Origin:
         """Raise ``comm_core.Error`` in a forked child: what it sent would be taken for its parent's."""
         if self.elsewhere:
             raise comm_core.Error(
-                "dear cannot be used in a forked child: the threads and the connections to other ranks are its parent's"
+                "dear cannot be used in a forked child: the threads and the connections to other ranks are its parent's; "
+                "call dear in the parent only"
             )
 
 

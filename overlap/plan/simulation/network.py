@@ -66,7 +66,7 @@ class Network:
 
     def __post_init__(self) -> None:
         if self.workers < 1 or self.per_host < 1 or self.workers % self.per_host:
-            raise ValueError(f"{self.workers} workers do not fill hosts of {self.per_host}")
+            raise ValueError(f"{self.workers} workers do not fill hosts of {self.per_host}: take a multiple")
 
     @property
     def hosts(self) -> int:

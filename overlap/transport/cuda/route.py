@@ -62,7 +62,9 @@ def common_device(named: Iterable[tuple[str, torch.Tensor]]) -> torch.device:
         if tensor.device.type == "cpu":
             continue
         if tensor.device.type != "cuda":
-            raise RouteError(f"parameter {name!r} is on {tensor.device}; only CPU and CUDA parameters can be trained")
+            raise RouteError(
+                f"parameter {name!r} is on {tensor.device}; only CPU and CUDA parameters can be trained: move the model"
+            )
         if first is not None and tensor.device != first[1]:
             raise RouteError(
                 f"parameter {first[0]!r} is on {first[1]} and {name!r} on {tensor.device}; move the model to one of them, "
