@@ -1,4 +1,4 @@
-"""What every strategy's package offers beside its optimizer: the names of ``horovod.torch``, and our own additions."""
+"""The functions that every strategy's package offers: those of ``horovod.torch``, and our own additions."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> torch.Tensor:
-    """As ``torch.nn.utils.clip_grad_norm_``, of gradients averaged over ranks, whole or sharded. On every rank.
+    """``torch.nn.utils.clip_grad_norm_`` for gradients averaged over ranks, whole or sharded. On every rank.
 
     Raises ``ValueError`` if the parameters do not all belong to one distributed optimizer, and ``TypeError`` for what is
     no tensor.

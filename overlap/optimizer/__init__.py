@@ -1,1 +1,1 @@
-"""What the user holds: the wrapper, its arguments, and the watch over the user's own optimizer."""
+"""The wrapper that users hold, its arguments, and the watch over the user's own optimizer."""

@@ -104,7 +104,7 @@ class SharedArguments(HorovodArguments):
 
     @classmethod
     def of(cls, scope: Mapping[str, Any]) -> SharedArguments:
-        """Those among the arguments of a strategy's function, ``locals()`` in its first line.
+        """The shared arguments among those of a strategy's function: its ``locals()`` in the first line.
 
         Raises ``TypeError`` for values of the wrong kind.
         """
@@ -151,7 +151,7 @@ def suggested(name: str, known: Iterable[str]) -> str:
 
 
 def check_passes(passes: int) -> None:
-    """Raise ``ValueError``, or ``TypeError``, for a number of backward passes per step that is none."""
+    """Raise ``ValueError`` or ``TypeError`` for an impossible number of backward passes per step."""
     check_kinds({"backward_passes_per_step": passes})
     if passes < 1:
         raise ValueError(f"backward_passes_per_step should be at least 1 and is {passes}")
@@ -267,7 +267,7 @@ def feasible(
 
 
 def parse_groups(num_groups: Any, groups: Any, slots: Sequence[Slot]) -> Groups:
-    """Check the two arguments; 0 where the strategy decides alone. Raises ``ValueError``."""
+    """Check the two arguments and return the groups; 0 where the strategy decides alone. Raises ``ValueError``."""
     if num_groups and groups is not None:
         raise ValueError(f"num_groups is {num_groups} and groups is given too: use groups alone")
     chosen = num_groups if groups is None else groups

@@ -1,4 +1,4 @@
-"""What works behind one distributed optimizer, put together from the user's arguments.
+"""Puts together, from the user's arguments, the parts that work behind one distributed optimizer.
 
 How long an optimizer has its parameters: until another one takes them, or all ranks have dropped it.
 """
@@ -78,7 +78,7 @@ log = logging.getLogger("dear")
 
 @dataclass(frozen=True)
 class Assembly:
-    """The parts. `model` is None where the user gave parameters."""
+    """The parts of one distributed optimizer. `model` is None where the user gave parameters."""
 
     comm: Communicator
     everyone: Communicator
@@ -102,7 +102,7 @@ def build(
     *,
     groups_of: Callable[[Session], Membership] | None = None,
 ) -> Assembly:
-    """What `shell` consists of; see :class:`.DistributedOptimizer` for the arguments. On every rank."""
+    """Put together the parts behind `shell`; see :class:`.DistributedOptimizer` for the arguments. On every rank."""
     refuse_other_sharders(optimizer)
     check_passes(arguments.backward_passes_per_step)
     torch_clipping.install()
@@ -310,7 +310,7 @@ def features_of(
     replanning: Replanning | None,
     check: bool,
 ) -> tuple[Feature, ...]:
-    """All that may take part in the steps of one optimizer, in the order in which each moment is told to them."""
+    """All features that may take part in an optimizer's steps, in the order in which they are told of each moment."""
     comm = members.comm
     dense = (DenseGradients(),) if sparse_as_dense else ()  # as they come; those that a script puts there stay sparse
     sparse = SparseGradients(comm, slots, exchange, None if sparse_as_dense else model)

@@ -1,4 +1,4 @@
-"""Arguments of ``DistributedOptimizer`` as DeAR's own repository names them, and MG-WFBP's, in our words. Pure.
+"""Translates the names that DeAR's own repository, and MG-WFBP's, give to arguments of ``DistributedOptimizer``. Pure.
 
 Each is honoured where it means something here, dropped where what it asks for is so anyway, or refused with what stands in
 its place. The page "From DeAR" has the table.
@@ -37,7 +37,7 @@ _DROPPED = ("density", "gradient_path", "rdma")
 
 
 def understands_dears_names(make: _Make) -> _Make:
-    """A decorator of a strategy's ``DistributedOptimizer``: DeAR's names are taken for ours, or refused with ours."""
+    """A decorator of a strategy's ``DistributedOptimizer`` that translates DeAR's names, or refuses them with ours."""
     package = make.__module__.partition(".")[0]
 
     @functools.wraps(make)
@@ -51,7 +51,7 @@ def understands_dears_names(make: _Make) -> _Make:
 
 
 def in_our_words(given: Mapping[str, Any], strategy: str, *, model_given: bool = False) -> dict[str, Any]:
-    """Keyword arguments for a strategy's ``DistributedOptimizer``, from those a script of DeAR's gives.
+    """Keyword arguments for a strategy's ``DistributedOptimizer``, from those that a script of DeAR's gives.
 
     `model_given`: the model, or names, stand before them. Names that are neither ours nor DeAR's stay. Raises
     ``TypeError`` for two names of one thing and ``ValueError`` for what is not done here, with the remedy.
@@ -119,7 +119,7 @@ def _compression(compression: Any, fp16: Any) -> Any:
 
 
 def fusion(threshold: Any, strategy: str) -> dict[str, Any]:
-    """Arguments of a strategy's ``DistributedOptimizer`` that fuse as far as `threshold` says, in DeAR's ways to say it.
+    """Arguments of a strategy's ``DistributedOptimizer`` that fuse as far as `threshold`, in DeAR's forms, says.
 
     0: as the strategy does by itself. None: not by size. Below 0: everything. Raises ``TypeError`` for what is no number,
     ``ValueError`` where the strategy fuses in another way.

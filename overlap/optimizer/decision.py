@@ -1,4 +1,4 @@
-"""One decision about buckets, from what all ranks have measured: rank 0 simulates and decides, everybody follows."""
+"""Decides about buckets: rank 0 simulates what all ranks have measured and decides, everybody follows."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _GAIN = 0.98  # a new plan has to be simulated to take less than this share of t
 @travels
 @dataclass(frozen=True)
 class Report:
-    """What rank 0 has decided, and from what; the same on every rank."""
+    """Rank 0's decision and what it rests on; the same on every rank."""
 
     setting: dict[str, float]  # as it is now
     before: dict[str, float]  # as it was
@@ -163,12 +163,12 @@ def _state_per_byte(engine: Engine) -> float:
 
 
 def layers_of(units: Sequence[Sequence[int]], behind: int = 0) -> dict[int, int]:
-    """The layer of each slot; with so many others before the first."""
+    """The layer of each slot; `behind` more layers come before the first."""
     return {index: behind + layer for layer, unit in enumerate(units) for index in unit}
 
 
 def work_of(engine: Engine, times: Times, units: Sequence[Sequence[int]], *, bare: bool = False) -> Workload:
-    """What a simulation runs; `bare`: without what is ours."""
+    """The workload that a simulation runs; `bare`: without the costs of our own code."""
     sizes = [[engine.slots[index].param.nbytes for index in unit] for unit in units]
     made = bare_workload if bare else workload
     return made(times, sizes, [engine.slots[unit[0]].name for unit in units])

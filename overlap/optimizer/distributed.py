@@ -1,4 +1,4 @@
-"""The optimizer that every strategy shares: it composes the user's, and looks like it."""
+"""``DistributedOptimizer``, which every strategy uses: it wraps the user's optimizer and looks like it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ __all__ = ["DistributedOptimizer", "Planned", "Study"]
 
 
 class Study(Protocol):
-    """Measures steps, after each of which it is called, and changes the buckets when it has measured enough."""
+    """Measures steps, and changes the buckets once it has measured enough; called after each step."""
 
     @property
     def under_way(self) -> bool: ...
@@ -48,7 +48,7 @@ class Study(Protocol):
 
 
 class Planned(Protocol):
-    """Has made a plan by itself."""
+    """A planner that has made a plan by itself."""
 
     def explained(self, optimizer: DistributedOptimizer, /) -> Explained: ...
 
@@ -173,9 +173,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return self._stepper.decides_by_loss
 
     def explain(self) -> str:
-        """Why buckets are as they are: what was measured, the plan, what is not hidden, and what would help by how much.
-        On any rank, after the plan was made (``tuning`` is false). Raises ``RuntimeError`` before, and where the script has
-        chosen the buckets itself.
+        """Explain why buckets are as they are: measurements, plan, what is not hidden, and what would help by how much.
+
+        On any rank, after the plan was made (``tuning`` is false). Raises ``RuntimeError`` before, and where the script
+        has chosen the buckets itself.
         """
         return explanation(self._explained())
 
@@ -236,7 +237,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._engine.round.passes = passes
 
     def replan(self, strategy: Strategy) -> None:
-        """Go on with other buckets: `strategy`'s. Parameters and state stay what they are, bit for bit.
+        """Go on with the buckets of another `strategy`. Parameters and state stay what they are, bit for bit.
 
         On every rank with the same `strategy`, between ``step()`` and the next backward. Raises on every rank where some
         rank has gradients, ``RuntimeError``, and ``ValueError`` for a strategy that updates or gathers in another way.
@@ -266,7 +267,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._engine.add_slots(new)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in torch. After a backward whose step was skipped, it completes what is in flight and forgets it."""
+        """Drop the gradients, as in torch.
+
+        After a backward whose step was skipped, it completes what is in flight and forgets it.
+        """
         self._engine.zero_grad(zeros=not set_to_none)
         if not set_to_none:
             self._engine.policy.arrive()  # zeros would be written into what is still being reduced
@@ -319,7 +323,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._engine.suspended = before
 
     def synchronize(self) -> None:
-        """After backward: ``.grad`` becomes the average over ranks and may be changed; ``step()`` uses it as it is.
+        """After backward, make ``.grad`` the average over ranks; it may be changed, and ``step()`` uses it as it is.
 
         After ``step()``: parameters become final, also for those who hold them outside their modules. On every rank, those
         too that had no batch: which of the two it is, they find out together.
@@ -341,7 +345,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Horovod's: ``step()`` inside uses the gradients as they are after ``synchronize()``, which has to be called.
+        """A context of Horovod's: ``step()`` inside uses the gradients as they are after ``synchronize()``.
 
         ``step()`` does so without it, too. Raises ``RuntimeError`` in ``step()`` if the gradients are local still.
         """
@@ -378,8 +382,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
     # - State
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain torch format, full state, whatever the sharding. May be called on any subset of ranks, at any time.
-        With a `gather_dtype`, ``["master"]`` beside the state holds exact parameters by number, where they are known."""
+        """The whole state in torch's plain format, whatever the sharding.
+
+        May be called on any subset of ranks, at any time. With a `gather_dtype`, ``["master"]`` beside the state holds
+        exact parameters by number, where they are known.
+        """
         self._engine.policy.refuse("state_dict()")
         self._engine.policy.arrive()
         return self._full_state.collect()
@@ -396,5 +403,5 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._full_state.load(state_dict)
 
     def finish(self, given_up: Collection[str] = ()) -> None:
-        """Wait for what is in transit. For ``shutdown()``; on communicators `given_up` some ranks have issued more."""
+        """Wait for what is in flight. For ``shutdown()``; on communicators `given_up` some ranks have issued more."""
         self._engine.finish(given_up)

@@ -1,4 +1,4 @@
-"""What a plan rests on, what it costs and what would help, in a dozen lines; and a picture of a simulated step (pure)."""
+"""Explains, in a dozen lines, what a plan rests on, what it costs and what would help; draws a simulated step (pure)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SIMULATED = 1.1  # a measured step that is so much longer than the simulated on
 
 @dataclass(frozen=True, kw_only=True)
 class Explained:
-    """What there is to explain. `simulate` runs a step of the plan on a network."""
+    """The facts behind an explanation. `simulate` runs a step of the plan on a network."""
 
     strategy: str
     ranks: int
@@ -58,7 +58,7 @@ def _wire(work: Workload, network: Fitted) -> float:
 
 
 def explanation(told: Explained) -> str:
-    """Lines of text: network, computation, bound, plan, step, what is not hidden, other schedules, what would help."""
+    """The explanation as text: network, computation, bound, plan, step, what is not hidden, and what would help."""
     work, network = told.work, told.network
     wire = _wire(work, network)
     compute = sum(layer.forward + layer.backward for layer in told.model.layers)

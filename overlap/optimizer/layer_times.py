@@ -1,4 +1,4 @@
-"""How long each layer of the user's own model takes, measured while it trains, for ``python -m dear.predict``.
+"""Measures how long each layer of the user's model takes while it trains, for ``python -m dear.predict``.
 
 forward    from where a layer has its parameters to where the next one is entered: waits at gates do not count
 backward   from one layer's last gradient to the next one's; the loss counts to the layer that comes first
@@ -69,7 +69,7 @@ class LayerTimes:
         self._lap.setdefault(kind, {})[name] = time.perf_counter()
 
     def lap(self) -> _Lap:
-        """Stamps of the pass since the last lap."""
+        """The time stamps since the last lap."""
         lap, self._lap, self._first = self._lap, {}, None
         return lap
 
@@ -105,7 +105,10 @@ def durations(laps: Sequence[_Lap]) -> dict[str, tuple[float, float]]:
 
 
 def measurable(model: torch.nn.Module | None, steps: int, batch_size: int) -> torch.nn.Module:
-    """The `model`. Raises ``ValueError`` for counts below 1, and where there is no model."""
+    """Check that there is a `model` to measure, and return it.
+
+    Raises ``ValueError`` for counts below 1, and where there is no model.
+    """
     if steps < 1 or batch_size < 1:
         raise ValueError(f"steps and batch_size should be at least 1 and are {steps} and {batch_size}")
     if model is None:

@@ -1,4 +1,4 @@
-"""Parameters whose memory others use, too."""
+"""Refuses parameters that share memory with others, or are DTensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What may come between backward and ``step()``. Each raises on one rank, and is said to the others in a tally."""
+"""Checks whether something may be done between backward and ``step()``.
+
+Each raises on one rank, and is said to the others in a tally.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ __all__ = ["may_add"]
 
 
 def may_add(engine: Engine) -> None:
-    """Whether parameters may be added now: raises ``RuntimeError`` where averages of this round are made already."""
+    """Check that parameters may be added now; raises ``RuntimeError`` where averages of this round are made already."""
     engine.policy.refuse("add_param_group()")
     if engine.closing.closed:
         raise RuntimeError(

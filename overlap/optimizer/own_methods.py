@@ -1,4 +1,4 @@
-"""Updates that go past ``DistributedOptimizer.step()``: each rank would train on its own gradients, unnoticed.
+"""Refuses updates that go past ``DistributedOptimizer.step()``, by which each rank would train on its own gradients.
 
 The user's optimizer still has a ``step()``, which a script calls that has not kept the wrapper; and its class may have
 methods beside torch's that update parameters, too (``first_step()`` of SAM).
@@ -18,7 +18,7 @@ __all__ = ["guarded", "refuse_direct_steps"]
 
 
 def guarded(optimizer: torch.optim.Optimizer, name: str, local: Callable[[], bool]) -> Any:
-    """Attribute `name` of `optimizer`; a method that torch has not raises ``RuntimeError`` if gradients are `local`."""
+    """Attribute `name` of `optimizer`; methods that torch's have not raise ``RuntimeError`` if gradients are `local`."""
     found = getattr(optimizer, name)
     bound = getattr(found, "__self__", None) is optimizer
     if not bound or name.startswith("_") or hasattr(torch.optim.Optimizer, name):

@@ -1,4 +1,4 @@
-"""The user's optimizer while it is wrapped: it stays in the script's hands, so what is done to it there is watched.
+"""Watches the user's optimizer while it is wrapped, since scripts go on changing its groups.
 
 Which parameter belongs to which group of the user's optimizer, where a script edits ``param_groups`` while it trains.
 """
@@ -40,16 +40,16 @@ class Wrapped:
         return engine is not None and engine.holds_gradients and engine.round.stage is not Stage.SYNCHRONIZED
 
     def follow(self, *, in_parts: bool) -> None:
-        """In a step: see :meth:`overlap.optimizer.param_groups.Roster.follow`."""
+        """Follow changes of the groups, in a step: see :meth:`overlap.optimizer.param_groups.Roster.follow`."""
         self._roster.follow(in_parts=in_parts)
 
     def guard(self) -> None:
-        """Also the groups that were added since."""
+        """Set gates, also on groups that were added since."""
         if self._gates is not None:
             self._gates.guard()
 
     def unwatched(self) -> AbstractContextManager[None]:
-        """Inside, this thread goes through the groups without looking at values."""
+        """A context in which this thread goes through the groups without waiting, since it reads no values."""
         return nullcontext() if self._gates is None else self._gates.open()
 
     def remove(self) -> None:
@@ -70,7 +70,7 @@ class Roster:
         return [[id(param) for param in listed(group["params"])] for group in self._optimizer.param_groups]
 
     def follow(self, *, in_parts: bool) -> None:
-        """In a step: a parameter that was moved goes by its new group from now on. Communicates nothing.
+        """In a step, notice parameters that were moved: they go by their new group from now on. Communicates nothing.
 
         Raises ``RuntimeError`` for a parameter that came into a group otherwise than by ``add_param_group()``, and for one
         that was taken out where it is updated `in_parts` by us, not by the optimizer that goes through its groups.

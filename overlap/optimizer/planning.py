@@ -1,4 +1,4 @@
-"""The plan by itself: some steps are measured, what the buckets should be is simulated, and looked at again later.
+"""Plans buckets by itself: measures some steps, simulates what the buckets should be, and looks again later.
 
     first step │ one that warms up │ some are measured ─▶ plan ─▶ one that warms up, some that check it │ settled
                                      ▲                                                                     │
@@ -59,7 +59,7 @@ _LONGEST_PAUSE = 640
 
 
 class Phase(Enum):
-    """What the steps are for."""
+    """The purpose of the current steps."""
 
     FIRST = auto()  # buckets are made in it
     WARM_UP = auto()
@@ -86,7 +86,10 @@ _NEXT = {
 
 
 class Planning:
-    """Called after each step of one optimizer; a :class:`.Study` of it. `news` travels with the calls of its steps."""
+    """The :class:`.Study` that plans one optimizer's buckets; called after each of its steps.
+
+    `news` travels with the calls of its steps.
+    """
 
     def __init__(
         self, comm: Communicator, engine: Engine, strategy: PlannedStrategy, news: Replanning, *, follow: bool
@@ -113,7 +116,7 @@ class Planning:
         self._pause = _PAUSE
 
     def attach(self, optimizer: DistributedOptimizer) -> None:
-        """Begin with `optimizer`'s next step, before which no step was made."""
+        """Begin with the next step of `optimizer`, which has made none yet."""
         self._mine = weakref.ref(optimizer)
         optimizer._study(self)
 
@@ -122,7 +125,10 @@ class Planning:
         return self._phase not in (Phase.SETTLED, Phase.ENDED)
 
     def explained(self, optimizer: DistributedOptimizer) -> Explained:
-        """What was measured and planned last. On any rank. Raises ``RuntimeError`` before anything was."""
+        """The facts about the last plan and its measurements.
+
+        On any rank. Raises ``RuntimeError`` before anything was.
+        """
         report, engine = self.report, self._engine
         if report is None or report.times is None:
             why = report.problem if report is not None else "it is made from the first steps; make some more"
@@ -344,7 +350,7 @@ class Planning:
 
 
 def plan_by_itself(optimizer: DistributedOptimizer, process_set: ProcessSet, *, follow: bool = True) -> Planning | None:
-    """Let `optimizer`'s strategy choose what it may (`PlannedStrategy.planned`) by what its first steps show.
+    """Let `optimizer`'s strategy choose, by what its first steps show, what it may (`PlannedStrategy.planned`).
 
     On every rank of the job, before the first step. With `follow`, it looks again when steps become longer or shorter.
     None where there is nothing to plan: a rank alone.

@@ -1,4 +1,4 @@
-"""Before the first step: which parameters there are, and that all ranks hold the same ones with the same values.
+"""Checks, before the first step, that all ranks have the same parameters, and gives them rank 0's values.
 
 Arguments of the wrapper are compared first, before anything else is communicated.
 """
@@ -100,7 +100,7 @@ def refuse_other_sharders(optimizer: torch.optim.Optimizer) -> None:
 
 
 def refuse_other_wrappers(model: torch.nn.Module | None, slots: Sequence[Slot]) -> None:
-    """Raise ``TypeError`` where something else splits the batch, or averages the gradients, of the same parameters."""
+    """Raise ``TypeError`` where another wrapper splits the batch, or averages gradients, of the same parameters."""
     found = other_wrapper(model, slots[0].param)
     if found is not None:
         raise TypeError(found)
@@ -151,7 +151,7 @@ def synchronize_start(
 
 
 def agree_on_strategy(name: str, tune: bool | Tuning = False) -> None:
-    """What a strategy's package calls first, before it measures, or asks rank 0 for, anything of its own.
+    """Check that all ranks use the same strategy; its package calls this before anything of its own.
 
     Args:
         name: the strategy's.

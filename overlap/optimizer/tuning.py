@@ -1,4 +1,4 @@
-"""Where the tuner meets training: times steps, lets rank 0 decide, and changes the buckets at the same step everywhere.
+"""Tunes a strategy while it trains: times steps, lets rank 0 decide, and changes buckets on all ranks at one step.
 
 Every rank counts the same steps, so all of them come to the end of a window together. There, and nowhere else, rank 0's
 decision travels; whether the search is over is part of it. No rank acts on a time of its own. Each process set is tuned by
@@ -33,7 +33,7 @@ log = logging.getLogger("dear")
 
 
 class Trial:
-    """Called after each step of one optimizer until the search is over.
+    """The :class:`.Study` of one search, called after each step of its optimizer until the search is over.
 
     Steps of another one do not count: the hook stays with the wrapped optimizer, which may be wrapped again.
     """

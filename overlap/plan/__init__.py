@@ -1,1 +1,1 @@
-"""Which tensors travel together, and what that costs (pure, but for a probe of the link)."""
+"""Plans which tensors travel together, by what that costs (pure, but for a probe of the link)."""

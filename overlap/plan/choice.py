@@ -1,4 +1,4 @@
-"""The fastest of a strategy's settings, by simulation of what was measured (pure).
+"""Chooses the fastest of a strategy's settings, by simulating what was measured (pure).
 
 Candidates are simulated first, then the neighbours of the best one, until none is better.
 """
@@ -24,7 +24,10 @@ _SAME = 1.003  # times that are nearer to each other than this are the same: the
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained, on what. `layer_of`: by slot, the layer of `work` that its parameter is in."""
+    """A workload and the network that it trains on.
+
+    `layer_of`: by slot, the layer of `work` that its parameter is in.
+    """
 
     work: Workload
     network: Medium
@@ -34,7 +37,10 @@ class Job:
 
 @dataclass(frozen=True)
 class Choice:
-    """`seconds` of a step as simulated with `setting`; `before`: as it was set. So many settings were `tried`."""
+    """The chosen `setting`, with the simulated `seconds` of a step, and those `before`; so many settings were `tried`.
+
+    So many settings were `tried`.
+    """
 
     setting: Setting
     seconds: float
@@ -43,7 +49,7 @@ class Choice:
 
 
 def simulated(strategy: PlannedStrategy, plan: Plan, job: Job) -> Run:
-    """A step with these buckets."""
+    """Simulate a step with these buckets."""
     buckets: list[Bucket] = []
     whole: set[int] = set()
     known = [
@@ -66,7 +72,7 @@ def choose(
     fits: Callable[[Plan], bool] = lambda _plan: True,
     enough: Callable[[], bool] = lambda: False,
 ) -> Choice:
-    """The best of `current`'s settings that fit. `preview` gives the plan that a strategy would make.
+    """Choose the best of `current`'s settings that fit. `preview` gives the plan that a strategy would make.
 
     The search ends early when it is `enough`.
     """

@@ -11,7 +11,7 @@ __all__ = ["CostModel", "fit"]
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """``alpha + beta * nbytes`` seconds; nothing for no bytes (the model of Shi et al., INFOCOM 2019).
+    """The cost of an all-reduce: ``alpha + beta * nbytes`` seconds, nothing for no bytes (Shi et al., INFOCOM 2019).
 
     Two transfers cost exactly `alpha` more than one transfer of both: that is what merging saves on the wire. It saves
     `handling` besides, in which the thread that computes does nothing else.
@@ -32,7 +32,7 @@ class CostModel:
 
 
 def fit(samples: Sequence[tuple[int, float]]) -> CostModel:
-    """The model nearest to measured (bytes, seconds), by least squares of *relative* errors.
+    """Fit the model to measured (bytes, seconds), by least squares of *relative* errors.
 
     Small and large messages count alike; with absolute errors the largest ones alone would decide alpha. Neither
     parameter goes below 0: where the free fit would, it is 0 and the other is fitted alone. Raises ``ValueError`` for

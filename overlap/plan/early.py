@@ -1,4 +1,4 @@
-"""How many buckets are updated before ``step()``, and which: see `overlap.features.early`, which acts on it. Pure."""
+"""Chooses which buckets are updated before ``step()``, and how many, for `overlap.features.early`. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def spread(candidates: int, count: int) -> list[int]:
 
 
 def next_count(planned: int, possible: int, candidates: int) -> int:
-    """How many buckets to update early, after a step for which so many were planned and all ranks could do `possible`.
+    """The number of buckets to update early, after a step for which so many were planned and all could do `possible`.
 
     An eighth of what was too much is dropped at a time, at least one: that a step was slow says little.
     """

@@ -1,4 +1,4 @@
-"""How much to fuse: the limits of a bucket, and layers fused within them in the order of their use."""
+"""Decides how much to fuse: limits of a bucket, and layers fused within them in the order of their use."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _AUTO_BUCKETS = 32
 def limits(
     threshold_mb: float | str | None, num_nearby_layers: int | None, nbytes: int
 ) -> tuple[float | None, int | None]:
-    """Threshold (MB) and layers per bucket for a model of `nbytes` (pure). A threshold of 0 means no fusion.
+    """The threshold (MB) and the layers per bucket for a model of `nbytes` (pure). A threshold of 0 means no fusion.
 
     Raises ``ValueError`` for a text that is not "auto".
     """
@@ -43,7 +43,7 @@ def limits(
 
 
 def trained_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Of all parameters that are trained; 0 for what the shell is going to refuse."""
+    """The bytes of all parameters that are trained; 0 for arguments that the wrapper is going to refuse."""
     groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
     params = [param for group in groups for param in group["params"] if param.requires_grad and not is_lazy(param)]
     return sum(param.numel() * param.element_size() for param in params)

@@ -16,7 +16,7 @@ Groups = int | tuple[tuple[int, ...], ...]
 
 
 def members_of(groups: Groups, facts: Facts) -> list[list[int]]:
-    """The groups' members that have gradients at all, each in order of arrival."""
+    """The members of each group that have gradients at all, in order of arrival."""
     if isinstance(groups, int):
         size, more = divmod(len(facts.arrivals), groups)
         ends = [number * size + min(number, more) for number in range(groups + 1)]

@@ -1,4 +1,4 @@
-"""How long an all-reduce takes here: measured on the ranks and the network there are."""
+"""Measures how long an all-reduce takes on these ranks and their network."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FEWEST = 3  # sizes that are measured whatever it takes; a fit needs two
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """All-reduces that follow others, as in backward, by rank 0's clocks; medians."""
+    """Measured all-reduces that follow others, as in backward: medians by rank 0's clocks."""
 
     samples: list[tuple[int, float]]  # (bytes, wall seconds of one)
     handling: float  # processor seconds that one costs the thread that issues it and waits for it
@@ -74,7 +74,7 @@ _starts: weakref.WeakKeyDictionary[Communicator, tuple[float, float]] = weakref.
 
 
 def start_cost(comm: Communicator) -> tuple[float, float]:
-    """Seconds that an all-reduce takes whatever its size, where others are in flight, and of the thread that issues it.
+    """Seconds that an all-reduce of any size takes while others are in flight, and seconds of the issuing thread.
 
     The same on every rank of `comm`. The first use measures it with a few small ones, on every rank.
     """
@@ -88,7 +88,7 @@ _costs: weakref.WeakKeyDictionary[Communicator, CostModel] = weakref.WeakKeyDict
 
 
 def link_cost(comm: Communicator) -> CostModel:
-    """What an all-reduce costs, the same on every rank of `comm`; the first use measures it, on every rank."""
+    """The cost of an all-reduce, the same on every rank of `comm`; the first use measures it, on every rank."""
     if comm not in _costs:
         measured = measure_all_reduce(comm)
         _costs[comm] = replace(fit(measured.samples), handling=measured.handling)

@@ -1,4 +1,4 @@
-"""From the stamps of some steps to what a simulation needs: times of layers, costs of the thread, the network's pace. Pure.
+"""Turns time stamps of some steps into what a simulation needs: layer times, thread costs, network speed. Pure.
 
     | begun … forward: layer after layer … left | backward: gradient after gradient | stepping … ended |
 
@@ -39,7 +39,7 @@ _OPTIMIZER_CALL = 5e-5  # seconds of the user's step() on no elements, at least;
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """One operation of a bucket: the lane it queues in, when it was issued and when it was over."""
+    """An operation of a bucket: the lane it queues in, when it was issued and when it was over."""
 
     kind: str  # "reduce" or "gather"
     bucket: int
@@ -54,7 +54,7 @@ class Sent:
 
 @dataclass(slots=True)
 class Lap:
-    """What was stamped in one step, on one rank."""
+    """The time stamps of one step on one rank."""
 
     begun: float = 0.0  # the step() before ended
     used: list[tuple[int, float]] = field(default_factory=list)  # slot, and when forward asked for it
@@ -70,8 +70,10 @@ class Lap:
 @travels
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Seconds of one rank's step, medians over laps. Of layers in order: the model's own forward and backward, and what is
-    ours in them: gates in forward, hooks on gradients in backward, which copy and may compress.
+    """Seconds of the parts of one rank's step, medians over laps.
+
+    Of layers in order: the model's own forward and backward, and what is ours in them: gates in forward, hooks on
+    gradients in backward, which copy and may compress.
     """
 
     forward: tuple[float, ...]
@@ -86,14 +88,15 @@ class Times:
 
     @property
     def computed(self) -> float:
-        """What does not depend on communication, but for updates."""
+        """The seconds that do not depend on communication, without updates."""
         return self.before + self.between + self.after + sum(self.forward) + sum(self.backward)
 
 
 @dataclass(frozen=True, slots=True)
 class Passing:
-    """Seconds that torch spends to come to what is ours and back: of a module's call, of a parameter that is read, and of a
-    gradient's hook. No stamp inside can see it.
+    """The seconds that torch spends around our code: for a module's call, a parameter that is read, a gradient's hook.
+
+    No stamp inside can see it.
     """
 
     module: float = 0.0
@@ -167,7 +170,10 @@ def _times_of(lap: Lap, layer_of: Mapping[int, int], layers: int) -> _Step | Non
 
 
 def layer_times(laps: Sequence[Lap], layer_of: Mapping[int, int], layers: int) -> Times | None:
-    """Medians over `laps`; `layer_of` has the layer of each slot. None where this rank had no batch."""
+    """The times of a step, medians over `laps`; `layer_of` has the layer of each slot.
+
+    None where this rank had no batch.
+    """
     steps = [step for step in (_times_of(lap, layer_of, layers) for lap in laps) if step is not None]
     if not steps:
         return None
@@ -184,7 +190,7 @@ def layer_times(laps: Sequence[Lap], layer_of: Mapping[int, int], layers: int) -
 
 
 def without_passing(times: Times, tensors: Sequence[int], passing: Passing) -> Times:
-    """What a layer of so many `tensors` takes, without what torch spends to come to gates and hooks; which are ours, too.
+    """The `times` without what torch spends to call our gates and hooks, in layers of so many `tensors`.
 
     At most half of a layer's own: a probe may have been disturbed.
     """
@@ -203,7 +209,7 @@ def without_passing(times: Times, tensors: Sequence[int], passing: Passing) -> T
 def thread_costs(
     sent: Sequence[Sent], laps: Sequence[Lap], share: Mapping[int, int], handling: float, *, together: bool = False
 ) -> tuple[float, float]:
-    """Seconds per updated byte, and of handling a bucket, from the gaps between the all-gathers that ``step()`` issued.
+    """The seconds per updated byte and per bucket, from the gaps between the all-gathers that ``step()`` issued.
 
     Args:
         sent: operations of those laps, in order of issue.
@@ -232,8 +238,7 @@ def thread_costs(
 
 
 def services(sent: Iterable[Sent], start: float) -> list[tuple[float, bool]]:
-    """For each operation: the seconds that its bytes would have taken with the links to themselves, and whether it had to
-    wait for those before it in its lane.
+    """For each operation, the seconds its bytes need on idle links, and whether it waited for others in its lane.
 
     It could begin when it was issued and these were over. First come the seconds of its `start`, of each half. Then lanes
     share the links as in a simulation: an operation that could fill half of them, or that had another beside it, did half
@@ -267,8 +272,9 @@ def services(sent: Iterable[Sent], start: float) -> list[tuple[float, bool]]:
 def fitted(
     workers: int, sent: Sequence[Sent], seconds: Sequence[float], queued: Sequence[bool], start: float
 ) -> Fitted:
-    """The network, from what the bytes of operations took: `seconds` of each, the least of all ranks. `start`: of half an
-    all-reduce, whatever its size, as a probe says.
+    """The network, fitted to the bytes of operations and the `seconds` of each, the least of all ranks.
+
+    `start`: of half an all-reduce, whatever its size, as a probe says.
 
     Who is late makes all others wait, so the least is what an operation took. Those that were `queued` count, if there are
     any: of others, buffers on the way take a part, and they are over before all their bytes have passed the network.
@@ -293,7 +299,7 @@ def fitted(
 
 
 def workload(times: Times, sizes: Sequence[Sequence[int]], names: Sequence[str]) -> Workload:
-    """What the simulation runs: a layer of the model each, and two that hold what is done around forward.
+    """The workload of a simulation: a layer for each of the model's, and two for what is done around forward.
 
     `sizes`: bytes of each layer's gradients. Gates and hooks count to their layers, as they stand in their way.
     """
@@ -307,7 +313,7 @@ def workload(times: Times, sizes: Sequence[Sequence[int]], names: Sequence[str])
 
 
 def bare_workload(times: Times, sizes: Sequence[Sequence[int]], names: Sequence[str]) -> Workload:
-    """The same without what is ours: what the script computes in any case, the optimizer's update among it."""
+    """The workload without our own costs: what the script computes in any case, the optimizer's update included."""
     own = (
         Layer(*each) for each in zip(names, times.forward, times.backward, (tuple(size) for size in sizes), strict=True)
     )

@@ -1,4 +1,4 @@
-"""Which tensors share a bucket, and where each lies in it (pure: numbers in, frozen plans out; no torch)."""
+"""Decides which tensors share a bucket, and where each lies in it (pure: numbers in, frozen plans out; no torch)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ ALIGNMENT_BYTES = 64
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """What planning needs to know of a tensor. Tensors of different `kind` (dtype, device, …) never share a bucket."""
+    """The facts about a tensor that planning needs.
+
+    Tensors of different `kind` (dtype, device, …) never share a bucket.
+    """
 
     numel: int
     itemsize: int
@@ -39,13 +42,13 @@ class TensorSpec:
 
     @property
     def wire_nbytes(self) -> int:
-        """What a reduction of its gradient takes."""
+        """The bytes that a reduction of its gradient sends."""
         return self.numel * (self.wire_itemsize or self.itemsize)
 
 
 @dataclass(frozen=True, slots=True)
 class BucketSpec:
-    """Where each tensor of one bucket lives in its flat buffer, in elements."""
+    """The place of each tensor in a bucket's flat buffer, in elements."""
 
     tensors: tuple[int, ...]  # indices into the planned sequence
     offsets: tuple[int, ...]
@@ -55,7 +58,7 @@ class BucketSpec:
     counts: tuple[int, ...] | None = None  # elements of each rank's shard, where shards end with tensors
 
     def shares(self, world_size: int) -> tuple[int, ...]:
-        """How many elements each rank owns, in rank order."""
+        """The number of elements that each rank owns, in rank order."""
         if self.counts is not None:
             return self.counts
         if self.owner is None:
@@ -70,7 +73,7 @@ class BucketSpec:
 
 
 def lane_of(shares: Sequence[int], lanes: int) -> int:
-    """Which of so many communicators carries a bucket of such shards, so that the two directions of links are both used.
+    """The communicator, of so many, that carries a bucket of such shards, so that both directions of links are used.
 
     Operations on one communicator follow one another. Where shards are equal, each keeps all links busy. Where one rank
     owns most of a bucket, the way from it idles in the reduction, and the ways to it in the gathering: buckets of different
@@ -166,7 +169,7 @@ def per_tensor(order: Sequence[int], specs: Sequence[TensorSpec], world_size: in
 
 
 def owned(buckets: Sequence[BucketSpec], world_size: int) -> tuple[BucketSpec, ...]:
-    """The same buckets, each owned by one rank: in turn, in the given order."""
+    """The same buckets, each owned by one rank, in turn, in the given order."""
     return tuple(replace(bucket, owner=index % world_size) for index, bucket in enumerate(buckets))
 
 

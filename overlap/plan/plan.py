@@ -1,4 +1,4 @@
-"""What a plan is made from, and what it says: frozen values, the same on every rank (pure)."""
+"""Plans and the facts they are made from: frozen values, the same on every rank (pure)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Facts", "Plan", "Updates"]
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Slot indices, and how often each gradient was accumulated during the window."""
+    """The observations of the first iteration, as slot indices, and how often each gradient was accumulated in it."""
 
     units: tuple[tuple[int, ...], ...]  # in the order of first use in forward, grouped by layer
     arrivals: tuple[int, ...]  # in the order in which gradients were complete
@@ -25,14 +25,14 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Buckets in order of issue, and which of them hold parameters and are updated shard by shard."""
+    """A plan: buckets in order of issue, and which of them hold parameters and are updated in shards."""
 
     buckets: tuple[BucketSpec, ...]
     sharded: tuple[bool, ...]
 
 
 class Updates(Enum):
-    """What a strategy wishes for; :func:`feasible` says what an optimizer and a compression allow."""
+    """A strategy's wish for how parameters are updated; :func:`feasible` says what optimizer and compression allow."""
 
     WHOLE = auto()  # in step(), all of them by every rank
     SHARDED = auto()  # in step(), each shard by its owner, who sends it to the others
@@ -44,5 +44,5 @@ class Updates(Enum):
 
     @property
     def in_shards(self) -> bool:
-        """Whether buckets hold parameters, of which a rank owns a shard."""
+        """Whether buckets hold parameters, of which each rank owns a shard."""
         return self in (Updates.SHARDED, Updates.OWNED, Updates.EAGER)

@@ -1,4 +1,4 @@
-"""Stretches of time that may overlap, and how much of another one they cover. Pure."""
+"""Intervals of time that may overlap, and how much of another interval they cover. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ __all__ = ["Spans"]
 
 
 class Spans:
-    """What any of `spans` covers counts once. A look costs a binary search: a step has thousands of them."""
+    """A union of intervals: what several of `spans` cover counts once.
+
+    A look costs a binary search: a step has thousands of them.
+    """
 
     def __init__(self, spans: Iterable[tuple[float, float]]) -> None:
         merged: list[tuple[float, float]] = []
@@ -32,5 +35,5 @@ class Spans:
         return self._before[place - 1] + min(when, until) - since
 
     def covered(self, start: float, end: float) -> float:
-        """Seconds of `start` to `end` that are covered."""
+        """The seconds from `start` to `end` that are covered."""
         return max(0.0, self._until(end) - self._until(start)) if end > start else 0.0

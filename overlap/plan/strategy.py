@@ -1,4 +1,4 @@
-"""What a strategy decides; everything else is the shell's."""
+"""The interface of a strategy: what it decides about communication; everything else is shared."""
 
 from __future__ import annotations
 
@@ -58,22 +58,22 @@ class Strategy(ABC):
 
     @property
     def collectives(self) -> Collectives | None:
-        """What issues its operations; None: those of `overlap.core.wire`."""
+        """The object that issues this strategy's operations; None: those of `overlap.core.wire`."""
         return None
 
     @property
     def space(self) -> tuple[Dimension, ...]:
-        """What a tuner may vary; nothing, unless the strategy says otherwise."""
+        """The dimensions that a tuner may vary; none, unless the strategy says otherwise."""
         return ()
 
     @property
     def setting(self) -> dict[str, float]:
-        """Where this strategy stands, for each dimension of :attr:`space`."""
+        """The strategy's current value for each dimension of :attr:`space`."""
         return {}
 
     @property
     def conduct(self) -> Hashable:
-        """What, beside the plan, decides how buckets travel: settings that lead to the same of both are measured once."""
+        """What else decides how buckets travel; settings with the same plan and conduct are measured once."""
         return None
 
     @property
@@ -82,7 +82,7 @@ class Strategy(ABC):
         return {**self.setting}
 
     def at(self, setting: Setting) -> Strategy:
-        """The same strategy with another setting; what it does not name stays."""
+        """The same strategy with another setting; dimensions that it does not name stay."""
         raise NotImplementedError(f"strategy {self.name!r} has nothing to tune")
 
     def refuse_successor(self, other: Strategy) -> None:
@@ -112,16 +112,16 @@ class Strategy(ABC):
 
 
 class PlannedStrategy(Strategy):
-    """One of which a planner may choose settings, by simulation (`overlap.plan.choice`)."""
+    """A strategy of which a planner may choose settings, by simulation (`overlap.plan.choice`)."""
 
     @property
     @abstractmethod
     def planned(self) -> dict[str, float]:
-        """Where this strategy stands, in what a planner chooses; empty where the user has chosen all of it."""
+        """The current values of what a planner chooses; empty where the user has chosen all of it."""
 
     @abstractmethod
     def at(self, setting: Setting) -> PlannedStrategy:
-        """As :meth:`Strategy.at`, of what is :attr:`planned`, too."""
+        """The same strategy with another setting, as :meth:`Strategy.at`, also of what is :attr:`planned`."""
 
     @property
     @abstractmethod
@@ -136,8 +136,11 @@ class PlannedStrategy(Strategy):
     @property
     @abstractmethod
     def burden(self) -> tuple[float, ...]:
-        """What this setting costs beside time; of two that are as fast, the one with less is chosen."""
+        """The cost of this setting besides time; of two that are equally fast, the lesser is chosen."""
 
     @abstractmethod
     def simulate(self, work: Workload, network: Medium, buckets: Sequence[Bucket], whole: Collection[int]) -> Run:
-        """A step. `buckets`: nearest the input first; those at the places `whole` are updated in full by every rank."""
+        """Simulate a step.
+
+        `buckets`: nearest the input first; those at the places `whole` are updated in full by every rank.
+        """

@@ -1,1 +1,1 @@
-"""The optimizer's state: in pieces, whole, on all ranks, and moved between plans."""
+"""The optimizer's state: in pieces, whole, on all ranks, or moved between plans."""

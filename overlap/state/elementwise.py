@@ -1,4 +1,4 @@
-"""Which optimizers update every element, or every parameter, from its own gradient and state alone."""
+"""Tells which optimizers update every element, or every parameter, from its own gradient and state alone."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _HARMLESS = frozenset(
 
 
 def base_of(optimizer: torch.optim.Optimizer) -> type:
-    """The type whose update `optimizer` makes: the first one in its order of bases that has something of its own to say.
+    """The type whose update `optimizer` makes: the first of its bases that defines an update of its own.
 
     A subclass counts as its base where it overrides neither ``step`` nor anything else but its construction.
     """
@@ -78,7 +78,7 @@ def takes_sparse_alone(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def decides_by_loss(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `optimizer` may look at what a closure returns, and call it again: LBFGS, and whom we do not know."""
+    """Whether `optimizer` may look at a closure's loss and call it again: LBFGS, and types that we do not know."""
     return base_of(optimizer) not in _PER_PARAMETER
 
 

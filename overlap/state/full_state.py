@@ -1,4 +1,4 @@
-"""The optimizer's whole state, wherever its shards lie: collected for ``state_dict()``, cut up again when one is loaded."""
+"""Collects the optimizer's whole state for ``state_dict()``, and cuts up a state that is loaded."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class FullState:
             self._optimizer.state = WholeState(self._optimizer.state, self.rows)
 
     def remove(self) -> None:
-        """Leave the optimizer with a state of its own."""
+        """Give the optimizer back a plain state of its own."""
         if isinstance(self._optimizer.state, WholeState):
             self._optimizer.state = defaultdict(dict, self._optimizer.state)
 
@@ -96,7 +96,10 @@ def _cloned(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def exporter(engine: Engine) -> Callable[[int | None], PieceState]:
-    """Gives this rank's part of the state. It does not hold the optimizer, which others' questions would keep alive."""
+    """A function that exports this rank's part of the state.
+
+    It does not hold the optimizer, which others' questions would keep alive.
+    """
     return partial(_export, engine)
 
 

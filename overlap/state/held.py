@@ -1,4 +1,4 @@
-"""The state of this rank's pieces, where it lies and as scripts see it: by parameter."""
+"""The state of this rank's pieces, as it is stored, and by parameter, as scripts see it."""
 
 from __future__ import annotations
 
@@ -51,5 +51,5 @@ def set_state(shards: ShardUpdate, one: Piece, state: _State) -> None:
 
 
 def by_parameter(shards: ShardUpdate) -> dict[torch.Tensor, _State]:
-    """The part this rank holds: 1-D tensors as long as the piece, unless pieces are whole."""
+    """The state that this rank holds, by parameter: 1-D tensors as long as the piece, unless pieces are whole."""
     return {one.slot.param: shards.state[one.proxy] for one in shards.pieces if one.proxy in shards.state}

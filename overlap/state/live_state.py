@@ -18,7 +18,7 @@ _NOTHING = object()
 
 
 class LiveState(dict[torch.Tensor, _State]):
-    """What one process would have: of sharded parameters a copy, which counts in the next update.
+    """The state as one process would have it; that of sharded parameters is a copy, which the next update uses.
 
     Every rank writes the same to it. Reading asks the other ranks, whatever they do meanwhile.
     """
@@ -122,12 +122,12 @@ class LiveState(dict[torch.Tensor, _State]):
 
 
 def state_of(optimizer: torch.optim.Optimizer, shards: ShardUpdate | None, rows: Rows) -> Any:
-    """What ``state`` is: the optimizer's own, where this rank updates whole parameters."""
+    """The value of ``optimizer.state``: the optimizer's own, where this rank updates whole parameters."""
     return optimizer.state if shards is None else LiveState(optimizer.state, rows)
 
 
 def replace_state(optimizer: torch.optim.Optimizer, shards: ShardUpdate | None, rows: Rows, state: Any) -> None:
-    """Make `state` what counts from now on."""
+    """Replace the optimizer's state by `state`."""
     if shards is None:
         optimizer.state = state
     else:
@@ -138,5 +138,5 @@ def replace_state(optimizer: torch.optim.Optimizer, shards: ShardUpdate | None, 
 
 
 def held_state(optimizer: torch.optim.Optimizer, shards: ShardUpdate | None) -> dict[torch.Tensor, _State]:
-    """What this rank holds: of sharded parameters its pieces, 1-D tensors unless pieces are whole parameters."""
+    """The state that this rank holds: of sharded parameters its pieces, 1-D tensors unless they are whole."""
     return {**optimizer.state, **({} if shards is None else by_parameter(shards))}

@@ -1,4 +1,4 @@
-"""Exact values of parameters that travel rounded, where they stand in a state dict: under "master", by number."""
+"""Exact values of parameters that are used rounded, as a state dict has them: under "master", by number."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MASTER = "dear::master"  # beside the optimizer's own state, where that is taken
 
 
 def taken(full: MutableMapping[torch.Tensor, dict[str, Any]]) -> dict[torch.Tensor, torch.Tensor]:
-    """Take the masters out of full state; those that are not known count as their parameter, and are left out."""
+    """Take the exact values out of a full state; those that are not known are left out, and the parameter counts."""
     masters = {param: state.pop(MASTER) for param, state in full.items() if MASTER in state}
     for param in [param for param, state in full.items() if not state]:
         del full[param]
@@ -22,12 +22,12 @@ def taken(full: MutableMapping[torch.Tensor, dict[str, Any]]) -> dict[torch.Tens
 
 
 def numbered(optimizer: torch.optim.Optimizer, masters: Mapping[torch.Tensor, torch.Tensor]) -> dict[int, torch.Tensor]:
-    """By number, as torch numbers parameters in a state dict."""
+    """Exact values by the number that torch gives to each parameter in a state dict."""
     return {number: masters[param] for number, param in _numbers(optimizer).items() if param in masters}
 
 
 def unnumbered(optimizer: torch.optim.Optimizer, saved: Mapping[int, torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
-    """By parameter. Raises ``ValueError`` where a shape is not the parameter's."""
+    """Exact values by parameter, from those by number. Raises ``ValueError`` where a shape is not the parameter's."""
     masters = {}
     for number, param in _numbers(optimizer).items():
         if number not in saved:

@@ -1,4 +1,4 @@
-"""One rank's optimizer state on all ranks, but for what cannot be sent."""
+"""Gives all ranks one rank's optimizer state, except for what cannot be sent."""
 
 from __future__ import annotations
 

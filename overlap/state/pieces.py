@@ -1,4 +1,4 @@
-"""State of pieces, which lie on all ranks, and of whole parameters, as torch keeps it: the one from the other."""
+"""Converts between the state of pieces, which lie on all ranks, and that of whole parameters, as torch keeps it."""
 
 from __future__ import annotations
 

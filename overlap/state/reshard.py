@@ -1,4 +1,4 @@
-"""The optimizer's state moves from the pieces of one plan to those of another, bit for bit."""
+"""Moves the optimizer's state from the pieces of one plan to those of another, bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""State of sharded parameters as scripts see it between two updates: whole, copied to whoever asks, taken over by the next.
+"""The whole state of sharded parameters, copied for scripts between two updates, and taken over by the next one.
 
     state[p] is read │ this rank asks all for their parts of it (`share`) and keeps what it gave out
     it is written to │ every rank writes to its own copy, as scripts do
@@ -29,7 +29,7 @@ __all__ = ["Row", "Rows", "WholeState"]
 
 
 class Row(dict[str, Any]):
-    """The whole state of one parameter: as it is now, also where a script has kept it for some steps."""
+    """The whole state of one parameter, kept up to date also where a script has held it for some steps."""
 
     def __init__(self, state: dict[str, Any], again: Callable[[Row], dict[str, Any]]) -> None:
         super().__init__(state)
@@ -74,7 +74,7 @@ for _name in (
 
 
 class WholeState(defaultdict[torch.Tensor, dict[str, Any]]):
-    """The state of the user's optimizer: what every rank holds whole. What is sharded is looked up in `rows`."""
+    """The part of the user's optimizer's state that every rank holds whole. What is sharded is looked up in `rows`."""
 
     def __init__(self, state: dict[torch.Tensor, dict[str, Any]], rows: Rows) -> None:
         super().__init__(dict, state)
@@ -90,7 +90,7 @@ class WholeState(defaultdict[torch.Tensor, dict[str, Any]]):
 
 
 class Rows:
-    """Whole state by parameter, asked from `share`, since the last update of the optimizer."""
+    """The whole state of each sharded parameter that was read since the last update; `share` collects it."""
 
     def __init__(self, share: StateShare) -> None:
         self._share, self._known = share, 0
@@ -100,11 +100,11 @@ class Rows:
         share.flush = self.flush
 
     def bind(self, planner: Planner, policy: Policy) -> None:
-        """Whose parameters these are; not kept alive."""
+        """Serve the parameters of `planner`, which is not kept alive."""
         self._planner, self._policy = weakref.ref(planner), weakref.ref(policy)
 
     def cut(self, param: torch.Tensor) -> Slot | None:
-        """The slot of `param`, where its state is in pieces that lie on all ranks."""
+        """The slot of `param` if its state is in pieces on all ranks; else None."""
         planner = self._planner()
         if planner is None or planner.shards is None:
             return None
@@ -114,7 +114,7 @@ class Rows:
         return slot if slot is not None and slot.bucket is not None and slot.bucket.holds_parameters else None
 
     def row(self, param: torch.Tensor) -> dict[str, Any] | None:
-        """Its whole state, None where there is none. On any rank, between updates."""
+        """The whole state of `param`; None where there is none. On any rank, between updates."""
         copies = self._share.copies
         if param not in copies:
             found = self._fetched(param)
@@ -122,12 +122,12 @@ class Rows:
         return copies[param]
 
     def begun(self, param: torch.Tensor) -> dict[str, Any]:
-        """Its whole state, which begins to be empty where there is none, as torch's does."""
+        """The whole state of `param`, which begins as an empty dict where there is none, as torch's does."""
         found = self.row(param)
         return self.put(param, {}) if found is None else found
 
     def put(self, param: torch.Tensor, state: dict[str, Any] | None) -> dict[str, Any]:
-        """Replace it, on this rank: every rank is to do so."""
+        """Replace the state of `param` on this rank; every rank is to do so."""
         self._refuse()
         row = None if state is None else Row(state, partial(self._again, param=param))
         self._share.copies[param] = row
@@ -147,7 +147,7 @@ class Rows:
         return [s.param for s in cut if (copies[s.param] is not None if s.param in copies else s.index in have)]
 
     def forget(self) -> None:
-        """All of it was replaced."""
+        """Forget all copies, since the state was replaced."""
         for row in self._share.copies.values():
             if isinstance(row, Row):
                 row.stale = True
@@ -161,7 +161,7 @@ class Rows:
                 full[param] = {**(row or {}), **exact}
 
     def flush(self) -> None:
-        """An update begins: pieces take over what scripts have written. They may not look at them meanwhile."""
+        """Before an update, give the pieces what scripts have written. They may not look at them meanwhile."""
         planner, copies = self._planner(), self._share.copies
         if planner is not None and planner.shards is not None:
             shards = planner.shards

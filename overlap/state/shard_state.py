@@ -1,4 +1,4 @@
-"""The part of the optimizer's state that this rank holds: cut from the whole, moved to new buckets, compared, exported."""
+"""The part of the optimizer's state that this rank holds: cut out, moved to new buckets, compared, exported."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["ShardState", "export"]
 
 
 class ShardState:
-    """What becomes of an optimizer's state where buckets come and go: :class:`overlap.core.feature.StatePlacement`.
+    """Moves an optimizer's state where buckets come and go: a :class:`overlap.core.feature.StatePlacement`.
 
     `share` gives it to other ranks.
     """
@@ -72,7 +72,7 @@ class ShardState:
 
 
 def export(shards: ShardUpdate, which: int | None = None) -> PieceState:
-    """This rank's pieces and their state, tensors copied to the CPU; what another rank needs to build full state.
+    """This rank's pieces and their state, with tensors copied to the CPU, for another rank that builds the full state.
 
     `which`: as in :meth:`.StateShare.collect`.
     """

@@ -1,4 +1,4 @@
-"""Full optimizer state from shares that lie on all ranks, for whoever asks and without anybody's help.
+"""Collects the full optimizer state from all ranks' shares, for whoever asks, without a call on the other ranks.
 
 A rank that calls ``state_dict()`` asks the others by peer queries, whose threads answer while their main threads
 train on. [Note: nobody overtakes a step] in `overlap.core.step` is why the answers belong to the same step.
@@ -31,7 +31,7 @@ _ANSWER_SECONDS = 600.0
 
 
 class StateShare:
-    """Counts steps; exports this rank's share between updates; collects everybody's."""
+    """Counts steps, exports this rank's share between updates, and collects everybody's."""
 
     def __init__(self, others: Sequence[int], peer_queries: PeerQueries) -> None:
         self._others = list(others)  # ranks in the job
@@ -52,14 +52,14 @@ class StateShare:
         self._peer_queries.on(topic, self._answer)
 
     def take_over(self) -> None:
-        """What scripts have written counts from now on."""
+        """Give the pieces what scripts have written."""
         with self._changed:
             if self.copies:
                 self.flush()
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Around every update of the state, or of who holds which part of it: nobody reads it meanwhile.
+        """A context around every update of the state, or of who holds which part of it, in which nobody reads it.
 
         It counts as a step: a question asked after it is not answered from before it.
         """
@@ -73,7 +73,7 @@ class StateShare:
 
     @contextmanager
     def replacing(self) -> Iterator[None]:
-        """Around a replacement of the state that is no step."""
+        """A context around a replacement of the state that is no step."""
         with self._changed:
             if self.copies:
                 self.flush()
@@ -81,7 +81,7 @@ class StateShare:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Around a replacement by a state that other ranks have not loaded yet, or never will."""
+        """A context around a replacement by a state that other ranks have not loaded yet, or never will."""
         with self._changed:
             if self._before is None:
                 self._before = self._export(None)

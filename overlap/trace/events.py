@@ -1,4 +1,4 @@
-"""What the events of a Chrome trace look like (pure)."""
+"""The format of events in a Chrome trace (pure)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAIN_TRACK = 0
 
 @dataclass(frozen=True, slots=True)
 class EventMaker:
-    """Makes events of one rank. `offset` (seconds) turns a moment of ``time.monotonic()`` into the trace's own time."""
+    """Makes one rank's events. `offset` (seconds) turns a moment of ``time.monotonic()`` into the trace's own time."""
 
     rank: int
     offset: float
@@ -24,13 +24,13 @@ class EventMaker:
         return round((moment + self.offset) * 1e6, 1)
 
     def span(self, name: str, category: str, track: int, started: float, ended: float, **args: Any) -> Event:
-        """Something that lasted."""
+        """An event that lasted."""
         times = {"ts": self._microseconds(started), "dur": round((ended - started) * 1e6, 1)}
         event = {"name": name, "cat": category, "ph": "X", "pid": self.rank, "tid": track, **times}
         return {**event, "args": args} if args else event
 
     def mark(self, name: str, moment: float) -> Event:
-        """A moment, shown across all tracks."""
+        """An event at a moment, shown across all tracks."""
         ts = self._microseconds(moment)
         return {"name": name, "ph": "i", "s": "g", "pid": self.rank, "tid": MAIN_TRACK, "ts": ts}
 

@@ -1,4 +1,4 @@
-"""A Chrome trace on disk that is complete JSON after every write, whatever happens to the process next."""
+"""A Chrome trace on disk, which is complete JSON after every write, whatever happens to the process next."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LAST_WORDS = 1000  # bytes kept free for events that say why the file ends
 
 
 def obstacle(path: str) -> str | None:
-    """What is wrong with a place for a timeline, as far as that is known before it is written."""
+    """The reason why a timeline cannot be written to `path`, as far as that is known before; else None."""
     folder = os.path.dirname(path)
     if not folder or os.path.isdir(folder):
         return None

@@ -1,4 +1,4 @@
-"""The part of a timeline that hears what communicators are asked to do."""
+"""Records what communicators are asked to do, for a timeline."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Operations:
         Communicator.listener = None
 
     def finished(self, make: EventMaker, *, closing: bool = False) -> list[Event]:
-        """Events of what is done since the last call, each communicator's up to the first that still runs.
+        """Events of the operations that are done since the last call, up to each communicator's first that still runs.
 
         When `closing`, of everything: what still runs is marked as unfinished.
         """

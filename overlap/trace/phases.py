@@ -1,4 +1,4 @@
-"""The part of a timeline that sees forward, backward and step, through hooks that torch keeps for everybody.
+"""Records forward, backward and step, for a timeline, through torch's global hooks.
 
 forward    │ begins with the outermost module's call, ends with it; modules within it are spans of their own
 backward   │ begins when the gradient of that module's output arrives, ends when autograd is through
@@ -25,7 +25,7 @@ PhaseSpan = Callable[[str, str, float, float], None]
 
 
 class Phases:
-    """From construction to :meth:`remove`: tells `span` what lasted, and `step_begins` that an optimizer steps now."""
+    """The recorder, until :meth:`remove`; it tells `span` what lasted, and `step_begins` that an optimizer steps now."""
 
     def __init__(self, span: PhaseSpan, step_begins: Callable[[], None]) -> None:
         self._span, self._announce_step = span, step_begins

@@ -1,4 +1,4 @@
-"""Steps of a recorded timeline as a picture: what was computed, what was waited for, and what was on the wire.
+"""Draws steps of a recorded timeline: what was computed, what was waited for, and what was on the wire.
 
 python -m overlap.trace.picture picture.png timeline-0.json timeline-1.json
 """
@@ -32,7 +32,7 @@ _LABEL_SHARE = 0.028  # of the picture's width: narrower bars carry no label
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """Something that lasted; milliseconds."""
+    """A bar in the picture; milliseconds."""
 
     label: str
     kind: str
@@ -42,7 +42,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Bars side by side under one title."""
+    """A row of the picture: bars side by side under one title."""
 
     title: str
     bars: tuple[Bar, ...]
@@ -70,7 +70,7 @@ def _window(events: Sequence[Event], steps: int, skip: int, rank: int) -> tuple[
 
 
 def rows_of(by_rank: dict[int, list[Event]], steps: int, skip: int) -> list[Row]:
-    """What to draw: for each rank the phases, the waits, and a row for every communicator that was used (pure).
+    """The rows to draw for each rank: phases, waits, and one for every communicator that was used (pure).
 
     Times count from the first rank's end of the step before; bars that reach beyond the last step are cut a little later.
     """
@@ -122,12 +122,12 @@ def _label(event: Event) -> str:
 
 
 def draw(files: Sequence[str], picture: str, steps: int, skip: int) -> None:
-    """See :func:`overlap.horovod.timeline.draw_timeline`."""
+    """Draw timelines; see :func:`overlap.horovod.timeline.draw_timeline`."""
     draw_rows(rows_of(_ranks(files), steps, skip), picture)
 
 
 def draw_rows(rows: Sequence[Row], picture: str) -> None:
-    """Write a PNG. Raises ``ModuleNotFoundError`` without matplotlib."""
+    """Draw rows as a PNG. Raises ``ModuleNotFoundError`` without matplotlib."""
     try:
         import matplotlib as mpl
     except ModuleNotFoundError:

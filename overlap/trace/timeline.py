@@ -1,4 +1,4 @@
-"""When was what on the wire, and what did the script do meanwhile: a Chrome trace, recorded while training.
+"""A timeline: a Chrome trace, recorded while training, of what is on the wire and what the script does meanwhile.
 
     listener of all communicators ─▶ operations, issue to done, bytes ─┐
     Work.wait() that has to wait ──▶ waits ────────────────────────────┼─▶ queues ─▶ writer thread ─▶ file
@@ -29,14 +29,14 @@ _FLUSH_SECONDS = 0.2
 
 
 def path_for(template: str, rank: int) -> str | None:
-    """The file of this rank: with ``{rank}`` in `template` everyone has one, without it only rank 0 (pure)."""
+    """The file of this rank: each rank has one where `template` has ``{rank}``, else only rank 0 (pure)."""
     if "{rank}" in template:
         return template.replace("{rank}", str(rank))
     return template if rank == 0 else None
 
 
 class Timeline:
-    """One recording of this rank, from construction to :meth:`close`.
+    """A recording of this rank, until :meth:`close`.
 
     Args:
         file: where events go, at the latest a fifth of a second after they happened.
@@ -113,7 +113,7 @@ class Timeline:
         self._file.close()
 
     def abandon(self) -> None:
-        """In the child of a fork: the recording is the parent's."""
+        """Drop the recording in a forked child: it is the parent's."""
         self._ended = True
         self._phases.remove()
         self._operations.stop_listening()

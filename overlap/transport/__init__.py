@@ -1,1 +1,1 @@
-"""What ranks send each other: tensors, objects, and questions; over comm_core, torch.distributed, or from a GPU."""
+"""Sends tensors, objects and questions between ranks: over comm_core, torch.distributed, or from a GPU."""

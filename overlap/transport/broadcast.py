@@ -1,4 +1,4 @@
-"""One rank's values on all ranks: tensors, and structures that hold some."""
+"""Broadcasts one rank's tensors, and structures that hold some."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def broadcast_tensors(comm: Communicator, tensors: Sequence[torch.Tensor], root:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the elements are all there is to it, but for shape and strides: not so of sparse or quantized ones."""
+    """Whether shape, strides and elements are all there is to a tensor; not so for sparse or quantized ones."""
     return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
 
 
@@ -155,7 +155,7 @@ def broadcast_structure(comm: Communicator, value: Any, root: int) -> Any:
 
 
 def broadcast_described(comm: Communicator, describe: Callable[[list[torch.Tensor]], Any], root: int) -> Any:
-    """What `describe` gives on the root, planted on every rank; it appends the tensors for the placeholders in there.
+    """Broadcast the structure that `describe` gives on the root, with the tensors that it appends for its placeholders.
 
     The root gets its own description back. On every rank of `comm`, more than one.
     """

@@ -1,4 +1,4 @@
-"""Every argument of a collective is checked here, before anything is sent, and brought into wire form.
+"""Checks the arguments of collectives before anything is sent, and brings them into wire form.
 
 Wire form is flat and of a dtype that comm_core knows: complex numbers as pairs of reals, and, where an operation only
 moves bytes, other types as integers of the same width. It shares memory with the caller's tensor but neither its
@@ -101,7 +101,10 @@ def check_rank(what: str, name: str, rank: int, size: int) -> None:
 
 
 def check_timeout(what: str, timeout: float | None) -> float | None:
-    """How many seconds to wait; None: for ever. ValueError where `timeout` is negative or not a number."""
+    """The number of seconds to wait, checked; None: for ever.
+
+    ValueError where `timeout` is negative or not a number.
+    """
     if timeout is None:
         return None
     if not timeout >= 0:

@@ -71,7 +71,7 @@ class Communicator(ABC):
 
     @property
     def committed(self) -> int:
-        """How many operations this rank will have issued if nobody asks for more."""
+        """The number of operations that this rank will have issued if nobody asks for more."""
         return max(self.issued, self.promised)
 
     def stamps(self) -> Stamps:
@@ -170,7 +170,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def barrier_async(self, *, label: str = "") -> Work:
-        """Done once every rank has issued it."""
+        """Issue a barrier, which is done once every rank has issued it."""
 
     @abstractmethod
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
@@ -199,7 +199,7 @@ class Communicator(ABC):
         """Operations issued and not finished, oldest first."""
 
     def lines(self) -> dict[str, Line]:
-        """How far this rank has come here, by the communicator's name; nothing where it is alone."""
+        """This rank's :class:`.Line`, by the communicator's name; none where the rank is alone."""
         if self.size == 1:
             return {}
         # A list first: a tuple that grows while another thread asks the garbage collector for all objects is an error.
@@ -212,7 +212,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def abandon(self) -> None:
-        """End with an error what other ranks never issue.
+        """End operations with an error that other ranks never issue.
 
         On every rank; only :meth:`close` may follow.
         """

@@ -1,4 +1,4 @@
-"""What ``torch.compile`` must not look into."""
+"""Hides functions from ``torch.compile``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _R = TypeVar("_R")
 
 
 def outside_compilers(call: Callable[_P, _R]) -> Callable[_P, _R]:
-    """`call`, run as it is also where a compiled model's code comes to it: its graph ends before, and goes on after.
+    """`call`, hidden from compilers: a compiled model's graph ends before it, and goes on after.
 
     A compiler would trace messages with tensors that have no memory, and sizes that are no numbers. The compiler's module,
     which takes a second to import, is not asked for before somebody else has.

@@ -1,4 +1,4 @@
-"""What tensors become on the wire: Horovod's ``Compression``, with bf16 beside fp16."""
+"""Compression on the wire: Horovod's ``Compression``, with bf16 beside fp16."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ __all__ = ["BF16Compressor", "Compression", "Compressor", "FP16Compressor", "Non
 
 
 class Compressor:
-    """Two static methods; derive from it for a compression of your own."""
+    """The base of compressions: derive from it for one of your own, with two static methods."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """What is sent instead of `tensor`, and whatever :meth:`decompress` needs to undo it."""
+        """The tensor to send instead of `tensor`, and whatever :meth:`decompress` needs to undo it."""
         raise NotImplementedError
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Pickles of tensors that lie in a flat buffer hold their own elements, and not the buffer around them.
+"""Makes pickles of tensors in a flat buffer hold their own elements, without the buffer around them.
 
 What ``state_dict()`` hands out, parameters and gradients are views of a bucket. torch saves a view with all of the memory
 behind it: the 440 bytes of a bias would become the 25 MB of its bucket. Whoever makes a buffer calls

@@ -1,4 +1,4 @@
-"""Values as bytes between ranks, and back: plain data, decoded without running anything that the bytes name.
+"""Encodes values as bytes and back: plain data, decoded without running anything that the bytes name.
 
 A letter may come from whoever reaches the port of torchrun's store, so it is not unpickled. It holds what JSON holds, and
 tuples, sets, byte strings, dictionaries with any keys, tensors, arrays, dtypes, and the dataclasses and enums that our own
@@ -31,11 +31,11 @@ _REGISTERED: dict[str, type] = {}
 
 
 class NotData(TypeError):
-    """A value that cannot be sent in a letter, or bytes that are none."""
+    """A value cannot be sent in a letter, or bytes hold none."""
 
 
 def travels(cls: C) -> C:
-    """Class decorator: values of this dataclass or enum may be sent. Its name is what the bytes call it."""
+    """A class decorator: values of this dataclass or enum may be sent. Its name is what the bytes call it."""
     assert dataclasses.is_dataclass(cls) or issubclass(cls, enum.Enum), f"{cls} is neither a dataclass nor an enum"
     assert _REGISTERED.setdefault(cls.__name__, cls) is cls, f"two classes are called {cls.__name__}"
     return cls
@@ -51,7 +51,10 @@ def can_travel(value: Any) -> bool:
 
 
 def encode(value: Any) -> bytes:
-    """The value as bytes. Raises :class:`NotData` for what is no plain data. Tensors are taken as they are now."""
+    """The value, encoded as bytes.
+
+    Raises :class:`NotData` for what is no plain data. Tensors are taken as they are now.
+    """
     contents: list[bytes] = []
     header = json.dumps(_packed(value, contents), separators=(",", ":")).encode()
     return b"".join([_LENGTH.pack(len(header)), header, *contents])

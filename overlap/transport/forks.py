@@ -1,4 +1,4 @@
-"""Forked children: they have their parent's objects, and its connections, but none of its threads.
+"""Handles forked children, which have their parent's objects and connections, but none of its threads.
 
 [Note: before a fork] What is on its way to a process never comes to its children. So whoever has something on its way waits
 for it first, and children have final values.
@@ -16,7 +16,7 @@ __all__ = ["Origin", "Settles", "settle_before_forks"]
 
 
 class Origin:
-    """The process that an object was made in, the only one that may use it for what others take part in."""
+    """The process that an object was made in, and that alone may use it to communicate."""
 
     __slots__ = ("_process",)
 
@@ -25,7 +25,7 @@ class Origin:
 
     @property
     def elsewhere(self) -> bool:
-        """Whether this is a forked child of it."""
+        """Whether this process is a forked child of that one."""
         return os.getpid() != self._process
 
     def require(self) -> None:
@@ -38,17 +38,17 @@ class Origin:
 
 
 class Settles(Protocol):
-    """Something that may have values on their way."""
+    """An object that may have values in flight."""
 
     def settle(self) -> None:
-        """Wait for them. In the process that it was made in; on whatever thread forks."""
+        """Wait for the values. In the process that it was made in; on whatever thread forks."""
 
 
 _settling: weakref.WeakSet[Settles] = weakref.WeakSet()
 
 
 def settle_before_forks(one: Settles) -> None:
-    """See [Note: before a fork]. As long as `one` lives."""
+    """Settle `one` before this process forks, as long as it lives: [Note: before a fork]. As long as `one` lives."""
     _settling.add(one)
 
 

@@ -1,4 +1,4 @@
-"""Tensors of any dense layout (contiguous, channels-last, permuted) inside flat memory."""
+"""Lays out tensors of any dense layout (contiguous, channels-last, permuted) in flat memory."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def to_flat(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def values_of(gradient: torch.Tensor) -> torch.Tensor:
-    """The dense tensor that holds a gradient's numbers, those of a sparse one, too."""
+    """The dense tensor that holds a gradient's numbers, also of a sparse gradient."""
     return gradient._values() if gradient.layout is torch.sparse_coo else gradient
 
 

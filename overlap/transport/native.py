@@ -1,4 +1,4 @@
-"""Tensors over comm_core: the communicator of a job started by mpirun, and of a process alone.
+"""The communicator of a job that mpirun started, and of a process alone: tensors over comm_core.
 
 The only place that takes a tensor's address. comm_core keeps the tensor alive, as the owner of its buffer, until the
 operation is done.
@@ -181,7 +181,7 @@ class NativeCommunicator(Communicator):
 
 
 def differ(rounded: torch.Tensor, exact: torch.Tensor) -> bool:
-    """Whether some element of `rounded`, fp16 or bf16, is another number than that of `exact`, fp32. A NaN always is.
+    """Whether some element of `rounded`, fp16 or bf16, differs from that of `exact`, fp32. A NaN always is.
 
     Flat tensors of one size on the CPU.
     """
@@ -197,12 +197,14 @@ def copy_plus_zero(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def blockwise_bytes(numel: int, bits: int) -> int:
-    """How many bytes :func:`encode_blockwise` makes of `numel` numbers, a multiple of 4."""
+    """The number of bytes that :func:`encode_blockwise` makes of `numel` numbers, a multiple of 4."""
     return int(comm_core.blockwise_bytes(numel, bits))
 
 
 def encode_blockwise(values: torch.Tensor, bits: int) -> torch.Tensor:
-    """Numbers as bytes: 8 or 4 bits each, and a scale of fp32 for every 128. ``comm_core/blockwise.hpp`` has the layout.
+    """Encode numbers as bytes: 8 or 4 bits each, and an fp32 scale for every 128.
+
+    ``comm_core/blockwise.hpp`` has the layout.
 
     A flat fp32 or fp64 tensor on the CPU, without gaps; gives a flat one of uint8. No graph.
     """
@@ -212,12 +214,12 @@ def encode_blockwise(values: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def decode_blockwise(wire: torch.Tensor, values: torch.Tensor, bits: int) -> None:
-    """What :func:`encode_blockwise` made becomes `values`, of the size and type that they were encoded from."""
+    """Decode what :func:`encode_blockwise` made into `values`, of the size and type that were encoded."""
     comm_core.decode_blockwise(values.data_ptr(), wire.data_ptr(), values.numel(), bits, DTYPES[values.dtype])
 
 
 def take_samples(kept: torch.Tensor, source: torch.Tensor, places: torch.Tensor) -> None:
-    """``kept[i] = source[places[i]]``: flat tensors on the CPU, two of one type and int64."""
+    """Copy samples: ``kept[i] = source[places[i]]``, for flat tensors on the CPU, two of one type and int64."""
     addresses = kept.data_ptr(), source.data_ptr(), places.data_ptr()
     comm_core.take_samples(*addresses, places.numel(), source.element_size())
 

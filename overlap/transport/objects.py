@@ -1,4 +1,4 @@
-"""Small Python objects between ranks: how decisions are agreed and structures are compared."""
+"""Sends small Python objects between ranks, by which decisions are agreed and structures compared."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def broadcast_object(comm: Communicator, obj: T, root: int = 0) -> T:
 
 
 def broadcast_made(comm: Communicator, make: Callable[[], T], root: int = 0) -> T:
-    """What `make` gives on the root, on every rank (pickled); the others do not call it. Call on all ranks of `comm`.
+    """What `make` returns on the root, on every rank (pickled); the others do not call it. Call on all ranks of `comm`.
 
     Raises :class:`NotSent` on all of them where `make` fails or its result cannot be pickled.
     """
@@ -128,7 +128,7 @@ def allgather_object(comm: Communicator, obj: T) -> list[T]:
 
 
 def allgather_made(comm: Communicator, make: Callable[[], T]) -> list[T]:
-    """What `make` gives on every rank, in rank order, on every rank (pickled). Call on all ranks of `comm`.
+    """What `make` returns on every rank, in rank order, on every rank (pickled). Call on all ranks of `comm`.
 
     Raises :class:`NotSent` on all of them where `make` fails on one, or its result cannot be pickled.
     """
@@ -150,7 +150,7 @@ def allgather_made(comm: Communicator, make: Callable[[], T]) -> list[T]:
 
 
 def agree(comm: Communicator, value: T) -> T:
-    """Rank 0's value, on every rank: the one way in which something measured may decide what is communicated.
+    """Rank 0's value, on every rank: the only way by which a measurement may decide what is communicated.
 
     Call it on all ranks or on none.
     """

@@ -1,4 +1,4 @@
-"""Questions between ranks that need no matching call: one thread answers them whatever the main thread does.
+"""Answers other ranks' questions on a thread of its own, whatever the main thread does.
 
 It is how rank 0 alone can ask the others for their share of the optimizer state, and how a rank that waits can learn
 what the others are doing. Letters are plain data (`overlap.transport.encoding`). Handlers run on that thread and
@@ -62,7 +62,7 @@ class PeerQueries:
             self._wake(topic)
 
     def off(self, topic: str) -> None:
-        """Nobody will ask about `topic`, or anything below it (``topic/…``), any more."""
+        """Stop answering about `topic`, and anything below it (``topic/…``)."""
         with self._lock:
             self._over.add(topic)
             for table in (self._handlers, self._early):
@@ -81,7 +81,7 @@ class PeerQueries:
         return future
 
     def interrupt(self, why: str) -> None:
-        """Questions fail, those that are asked and those to come: :class:`NoAnswer`. On any thread."""
+        """Fail all questions, those that are asked and those to come, with :class:`NoAnswer`. On any thread."""
         self._interrupted = why
         for number in list(self._answers):
             future = self._answers.pop(number, None)
@@ -89,7 +89,7 @@ class PeerQueries:
                 future.set_exception(NoAnswer(why))
 
     def tell(self, rank: int, topic: str, news: Any = None) -> None:
-        """Post something that needs no answer."""
+        """Post a message that needs no answer."""
         self._comm.post(rank, _letter("tell", 0, topic, news))
 
     @staticmethod

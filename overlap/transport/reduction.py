@@ -1,4 +1,4 @@
-"""Element-wise reductions on CPU tensors with comm_core's rules, for the adapter over torch.distributed.
+"""Reduces CPU tensors element by element with comm_core's rules, for the adapter over torch.distributed.
 
 16-bit floats are summed in fp32 and rounded once. An average is the sum over the size in the accumulation type, rounded
 once; a sum other than zero never averages to -0.0, and a sum of -0.0 stays -0.0, as over MPI.

@@ -1,4 +1,4 @@
-"""The arguments of each operation, checked and in wire form: what every implementation of `Communicator` starts from.
+"""Requests: the arguments of each operation, checked and in wire form, for every `Communicator`.
 
 `device` is the type of device whose memory the caller moves.
 """
@@ -45,7 +45,7 @@ def reduce_scatter_request(
     counts: Sequence[int] | None,
     device: str = "cpu",
 ) -> Exchange:
-    """`send` divided by counts, `recv` one shard."""
+    """Check a reduce-scatter: `send` is divided by counts, `recv` is one shard."""
     what = "reduce_scatter"
     check_op(what, op)
     shards = resolve_counts(what, "counts", counts, send.numel(), size)
@@ -59,7 +59,7 @@ def reduce_scatter_request(
 def check_wide(
     what: str, wide_send: torch.Tensor, wide_recv: torch.Tensor, send: torch.Tensor, recv: torch.Tensor
 ) -> None:
-    """fp32 tensors beside 16-bit ones; see `overlap.transport.communicator.Wide`."""
+    """Check the fp32 tensors beside 16-bit ones; see `overlap.transport.communicator.Wide`."""
     for name, wide, narrow in (("send", wide_send, send), ("recv", wide_recv, recv)):
         if narrow.dtype not in (torch.float16, torch.bfloat16) or wide.dtype is not torch.float32:
             raise InvalidUsage(
@@ -85,7 +85,7 @@ def all_gather_request(
     counts: Sequence[int] | None,
     device: str = "cpu",
 ) -> Exchange:
-    """`recv` divided by counts, `send` one shard, either apart from `recv` or exactly its own part of it."""
+    """Check an all-gather: `recv` is divided by counts, `send` is apart from it or exactly its own part of it."""
     what = "all_gather"
     shards = resolve_counts(what, "counts", counts, recv.numel(), size)
     source, target = wire_form(what, "send", send, device=device), wire_form(what, "recv", recv, device=device)
@@ -101,7 +101,7 @@ def all_gather_request(
 def all_reduce_request(
     send: torch.Tensor, recv: torch.Tensor, op: ReduceOp, what: str = "all_reduce", device: str = "cpu"
 ) -> Exchange:
-    """Two buffers of the same size, apart or the same."""
+    """Check an all-reduce: two buffers of the same size, apart or the same."""
     check_op(what, op)
     source, target = wire_form(what, "send", send, op, device), wire_form(what, "recv", recv, op, device)
     check_same_dtype(what, send, recv)
@@ -119,7 +119,7 @@ def reduce_request(
     root: int,
     device: str = "cpu",
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """As all_reduce at the root; elsewhere `recv` is not looked at."""
+    """Check a reduce: as an all-reduce at the root; elsewhere `recv` is not looked at."""
     what = "reduce"
     check_op(what, op)
     check_rank(what, "root", root, size)
@@ -140,7 +140,7 @@ def all_to_all_request(
     recv_counts: Sequence[int] | None,
     device: str = "cpu",
 ) -> Exchange:
-    """Both buffers divided among all ranks."""
+    """Check an all-to-all: both buffers are divided among all ranks."""
     what = "all_to_all"
     source, target = wire_form(what, "send", send, device=device), wire_form(what, "recv", recv, device=device)
     check_same_dtype(what, send, recv)
@@ -152,7 +152,7 @@ def all_to_all_request(
 
 
 def broadcast_request(size: int, tensor: torch.Tensor, root: int, device: str = "cpu") -> torch.Tensor:
-    """The buffer to send or overwrite."""
+    """Check a broadcast: the buffer to send or overwrite."""
     check_rank("broadcast", "root", root, size)
     return wire_form("broadcast", "tensor", tensor, device=device)
 

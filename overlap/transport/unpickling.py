@@ -1,4 +1,4 @@
-"""Objects that other ranks of the job have pickled."""
+"""Unpickles objects that other ranks of the job have pickled."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Unpickler", "loads"]
 
 
 class Unpickler(pickle.Unpickler):
-    """Python's, but for tensors: torch before 2.6 warns in every script that it unpickles them as it always did."""
+    """Python's unpickler without a warning of torch before 2.6 for each tensor."""
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         if (module_name, global_name) == ("torch.storage", "_load_from_bytes"):
@@ -25,5 +25,5 @@ def _storage_from_bytes(content: bytes) -> Any:
 
 
 def loads(content: bytes) -> Any:
-    """The object in `content`."""
+    """The object that was pickled as `content`."""
     return Unpickler(io.BytesIO(content)).load()

@@ -1,4 +1,4 @@
-"""One operation that was issued, whichever communicator carries it out."""
+"""An operation that was issued, whichever communicator carries it out."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Line", "ProfiledWork", "WatchedWork", "Work", "arrive", "operations"
 
 
 class Work(Protocol):
-    """One issued operation; `comm_core.Work` has this shape and so has the torch.distributed adapter's."""
+    """An issued operation; `comm_core.Work` has this shape, and so has the torch.distributed adapter's."""
 
     @property
     def op(self) -> str:
@@ -65,14 +65,12 @@ def arrive(work: Work) -> bool:
 
 
 def operations(work: Work) -> Sequence[tuple[float, Work]] | None:
-    """Of a work that stands for several, those that have been issued, each with its time by ``time.perf_counter()``; else
-    None.
-    """
+    """The issued operations behind a work that stands for several, each with its time; else None."""
     return getattr(work, "operations", None)
 
 
 class WatchedWork(ABC):
-    """A work whose waits go through :meth:`_watched`. Its caller cannot tell it from the work itself."""
+    """A work whose waits are observed, by :meth:`_watched`. Its caller cannot tell it from the work itself."""
 
     __slots__ = ("_work",)
 
@@ -130,7 +128,7 @@ class WatchedWork(ABC):
 
 
 class ProfiledWork(WatchedWork):
-    """Shows torch's profiler when it was issued, and its waits: ``dear::all_gather b2 …``, ``dear::wait …``."""
+    """A work that shows torch's profiler its issue and its waits: ``dear::all_gather b2 …``, ``dear::wait …``."""
 
     __slots__ = ()
 
@@ -147,8 +145,7 @@ class ProfiledWork(WatchedWork):
 @travels
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One communicator as one of its ranks sees it: how many operations it issued there, and the kinds of those that are
-    not finished, oldest first."""
+    """A communicator's progress on one rank: the number of operations it issued, and the kinds of unfinished ones."""
 
     issued: int
     unfinished: tuple[str, ...]

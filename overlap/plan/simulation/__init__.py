@@ -1,1 +1,1 @@
-"""What a schedule can reach, by simulation: one computing thread and one wire. Pure."""
+"""Simulates schedules on one computing thread and one wire. Pure."""

@@ -1,4 +1,4 @@
-"""One computing thread and one wire, event by event. Pure.
+"""An event-by-event simulation of one computing thread and one wire. Pure.
 
     thread   computes, and waits for operations, as a program tells it
     wire     operations queue in lanes, a communicator each; the first ones of all lanes share the wire
@@ -19,7 +19,7 @@ _NOTHING = 1e-12
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What an operation takes alone: `latency` passes whatever else is on the wire, `transfer` is shared."""
+    """The cost of an operation alone: `latency` passes whatever else is on the wire, `transfer` shares it."""
 
     latency: float
     transfer: float
@@ -54,7 +54,7 @@ class Operation:
 
 
 class Wire:
-    """Lanes in which operations follow one another. `spans` are of those that are over."""
+    """The wire: lanes in each of which operations follow one another. `spans` are of those that are over."""
 
     def __init__(self) -> None:
         self._lanes: dict[str, deque[Operation]] = {}
@@ -100,9 +100,7 @@ class Wire:
 
 
 def shared(most: Sequence[float]) -> list[float]:
-    """How much of the wire each operation has, of which it can use so much at `most`: as much as the others, and what those
-    leave that cannot use as much.
-    """
+    """Each operation's share of the wire, at most its `most`: equal shares, with leftovers divided among the others."""
     if len(most) == 1:
         return [min(1.0, most[0])]
     found, free = [0.0] * len(most), 1.0
@@ -114,7 +112,7 @@ def shared(most: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """The thread computes for so long, where nothing disturbs it."""
+    """The thread computes for so many seconds, if nothing disturbs it."""
 
     seconds: float
     kind: str = "compute"
@@ -122,7 +120,7 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step begins."""
+    """The thread begins a step."""
 
 
 #: What the thread does next: compute, wait for an operation, or begin another step.
@@ -131,7 +129,7 @@ Program = Generator["Compute | Operation | Step", None, None]
 
 @dataclass(slots=True)
 class Run:
-    """What was seen in the measured steps, the second half: seconds of each, and by label the seconds it was waited for.
+    """The outcome of a simulation, from its second half: seconds of each step, and seconds waited, by label.
 
     `spans`: what lasted in the last two steps, in seconds since they began.
     """

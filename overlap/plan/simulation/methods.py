@@ -1,4 +1,4 @@
-"""Predictions of a step, by method, with what is known and what is guessed about a job. Pure."""
+"""Predicts a step's time, by method, from what is known and guessed about a job. Pure."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ _SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2)  # of buckets that are all-reduced, up to
 
 
 def auto_threshold(work: Workload) -> float:
-    """The bytes of a bucket that `overlap.plan.fusion` chooses by itself."""
+    """The bucket size in bytes that `overlap.plan.fusion` chooses by itself."""
     parts, least, most = _AUTO
     return min(max(work.nbytes / parts, least), most)
 
 
 def sizes_near(mb: float) -> list[float]:
-    """Sizes of buckets, in MB, that a planner tries beside this one."""
+    """Bucket sizes, in MB, that a planner tries beside this one."""
     return [mb * factor for factor in _SIZE_STEPS if _SMALLEST_MB <= mb * factor <= SIZES_MB[-1]]
 
 
 def planned(work: Workload, network: Medium) -> Run:
-    """`dear` as it comes, which chooses by itself: the best size of buckets, and with that the best share all-reduced."""
+    """Simulate `dear` with its own choice: the best bucket size, then the best share of buckets to all-reduce."""
     runs: dict[float, tuple[Run, list[Bucket]]] = {}
 
     def look(sizes: Iterable[float]) -> float:
@@ -70,7 +70,7 @@ def planned(work: Workload, network: Medium) -> Run:
 
 
 def scheduled(work: Workload, network: Medium) -> Run:
-    """ByteScheduler as it comes here, which chooses partitions and credit by itself."""
+    """Simulate our ByteScheduler with its own choice of partitions and credit."""
     sizes = ((part * MB, credit * MB) for part, credit in PARTITIONS_MB)
     runs = (by_priority(work, network, partition=part, credit=credit, steps=4) for part, credit in sizes)
     return min(runs, key=lambda run: run.step)
@@ -93,7 +93,7 @@ METHODS: dict[str, Callable[[Workload, Medium], Run]] = {
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """A job as somebody guesses it to be. `pace`: by how much computation takes longer than the layers say."""
+    """A guess of a job's costs and links. `pace`: by how much computation takes longer than the layers say."""
 
     pace: float
     costs: Costs
@@ -112,7 +112,7 @@ class Guess:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Seconds of a step of `method`: as guessed, and between the best and the worst of the guesses."""
+    """The predicted seconds of a step of `method`: the likely ones, and the best and worst of the guesses."""
 
     method: str
     step: float
@@ -124,17 +124,17 @@ class Prediction:
 
     @property
     def efficiency(self) -> float:
-        """Of what as many single processes would do, as a share."""
+        """The share of the throughput that as many independent processes would have."""
         return self.alone / self.step
 
     @property
     def bound(self) -> float:
-        """No schedule that computes this and sends these bytes is faster."""
+        """The seconds below which no schedule comes that computes this and sends these bytes."""
         return max(self.alone, self.wire)
 
     @property
     def cause(self) -> str:
-        """What the step waits for most."""
+        """The cause for which the step waits most."""
         if self.step < 1.01 * self.alone:
             return "computation"
         by_kind: dict[str, float] = {}
@@ -154,7 +154,9 @@ def predict(
     likely: Guess,
     others: Sequence[Guess],
 ) -> Prediction:
-    """`method` on `workers` ranks, `per_host` on each host. `others`: guesses that may be as right as the `likely` one.
+    """Predict a step of `method` on `workers` ranks, `per_host` on each host.
+
+    `others`: guesses that may be as right as the `likely` one.
 
     Raises ``ValueError`` where the workers do not fill their hosts.
     """

@@ -1,4 +1,4 @@
-"""What collectives cost on networks: rings, within hosts and between them. Pure.
+"""Models of what collectives cost on networks: rings, within hosts and between them. Pure.
 
 Rings move every byte as seldom as can be: a reduce-scatter or an all-gather over P ranks takes P - 1 turns of a P-th of
 the bytes each (Patarasuk and Yuan, 2009); an all-reduce is one of each.
@@ -16,7 +16,7 @@ __all__ = ["Fitted", "Link", "Medium", "Network", "filled"]
 
 
 class Medium(Protocol):
-    """What a schedule needs to know of a network: what collectives of so many bytes in all take there."""
+    """The interface of a network: the costs of collectives of so many bytes."""
 
     @property
     def workers(self) -> int: ...
@@ -30,7 +30,7 @@ class Medium(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """`alpha`: seconds that a message takes besides its bytes. `beta`: seconds per byte.
+    """A link: `alpha` seconds for a message, besides its bytes. `beta`: seconds per byte.
 
     Raises ``ValueError`` for numbers that no network can have.
     """
@@ -45,13 +45,15 @@ class Link:
 
     @classmethod
     def of_gbit(cls, gbit: float, alpha: float, share: float = 1.0) -> Link:
-        """Of `gbit` Gbit/s, of which a `share` from 0 to 1 carries payload."""
+        """A link of `gbit` Gbit/s, of which a `share` from 0 to 1 carries payload."""
         return cls(alpha, 8e-9 / (gbit * share))
 
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """`workers` ranks on hosts of `per_host`; `between` hosts and `within` one. The ranks of a host share its link.
+    """A network of `workers` ranks on hosts of `per_host`, with links `between` hosts and `within` one.
+
+    The ranks of a host share its link.
 
     One ring goes through all ranks, host by host, as ours and NCCL's do. Its slowest link is the pace of bytes. A rank
     waits for its neighbour only, so a piece takes the links' starts one after the other.
@@ -73,7 +75,7 @@ class Network:
         return self.workers // self.per_host
 
     def half(self, nbytes: float) -> Cost:
-        """A reduce-scatter or an all-gather of `nbytes` in all."""
+        """The cost of a reduce-scatter or an all-gather of `nbytes` in all."""
         if self.workers == 1 or not nbytes:
             return Cost(0.0, 0.0)
         if self.hosts == 1:
@@ -118,7 +120,7 @@ class Fitted:
 
 
 def filled(shares: Sequence[float]) -> float:
-    """How much of the links a half can fill whose ranks own `shares` of the bytes: 1 where these are equal, else less.
+    """How much of the links a half can use whose ranks own `shares` of the bytes: 1 where these are equal, else less.
 
     In a ring, each link carries all shares but one. Where they are equal, all links carry as much.
     """

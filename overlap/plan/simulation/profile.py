@@ -1,4 +1,4 @@
-"""How long each layer of a model takes on a device, and how many bytes its gradients have: data files.
+"""Profiles, which are data files: how long each layer of a model takes on a device, and its gradients' bytes.
 
 A file ``profiles/MODEL@DEVICE-BATCH.json`` holds where its numbers come from and a list of layers in order of forward:
 name, milliseconds of forward and of backward, bytes of each gradient.
@@ -19,7 +19,7 @@ FOLDER = Path(__file__).resolve().parent / "profiles"
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Layers of `model` on `device`; `source` says whether they were measured, or derived and how."""
+    """The layers of `model` on `device`; `source` says whether they were measured, or derived and how."""
 
     model: str
     device: str
@@ -29,7 +29,7 @@ class Profile:
 
     @property
     def seconds(self) -> float:
-        """Of a step's forward and backward."""
+        """The seconds of a step's forward and backward."""
         return sum(layer.forward + layer.backward for layer in self.layers)
 
 
@@ -38,12 +38,12 @@ def path_of(model: str, device: str, batch_size: int) -> Path:
 
 
 def known() -> list[str]:
-    """What can be asked for, as MODEL@DEVICE:BATCH."""
+    """The profiles that there are, as MODEL@DEVICE:BATCH."""
     return sorted(":".join(path.stem.rsplit("-", 1)) for path in FOLDER.glob("*.json"))
 
 
 def load(model: str, device: str, batch_size: int) -> Profile:
-    """Raises ``ValueError`` where there is no such file, naming those of the model."""
+    """Load a profile; raises ``ValueError`` where there is no such file, with the names of the model's others."""
     path = path_of(model, device, batch_size)
     if not path.exists():
         others = [name for name in known() if name.startswith(f"{model}@")]
@@ -56,7 +56,7 @@ def load(model: str, device: str, batch_size: int) -> Profile:
 
 
 def from_text(text: str) -> Profile:
-    """What :func:`to_text` wrote. Raises ``ValueError`` for anything else."""
+    """The profile in a text that :func:`to_text` wrote. Raises ``ValueError`` for anything else."""
     try:
         data = json.loads(text)
         layers = tuple(
@@ -72,7 +72,7 @@ def from_text(text: str) -> Profile:
 
 
 def to_text(profile: Profile) -> str:
-    """A layer a line; times are rounded to a tenth of a microsecond."""
+    """The profile as text, a layer a line; times are rounded to a tenth of a microsecond."""
     about = {name: getattr(profile, name) for name in ("model", "device", "batch_size", "source")}
     layers = [
         json.dumps([layer.name, round(layer.forward * 1e3, 4), round(layer.backward * 1e3, 4), list(layer.tensors)])

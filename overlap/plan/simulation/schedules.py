@@ -1,4 +1,4 @@
-"""The schedules, as programs of one rank's thread. Pure.
+"""The schedules to simulate, as programs of one rank's thread. Pure.
 
 Each function returns what :func:`overlap.plan.simulation.events.run` saw of a steady state. Buckets come from
 `overlap.plan.simulation.workload`; how a strategy chooses them is its own business.

@@ -1,4 +1,4 @@
-"""What is trained, as a schedule sees it: the times and bytes of layers, and what the thread does besides. Pure."""
+"""What is trained, as a schedule sees it: times and bytes of layers, and the thread's other costs. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Bucket", "Costs", "Layer", "Workload", "fused", "in_one_order", "own
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Seconds of forward and backward, and the bytes of each of its gradients."""
+    """A layer: seconds of forward and backward, and the bytes of each of its gradients."""
 
     name: str
     forward: float
@@ -24,7 +24,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds of the training thread, besides the model's own."""
+    """The seconds of the training thread besides the model's own."""
 
     per_tensor: float = 0.0  # to hand a gradient over
     per_bucket: float = 0.0  # to issue an operation, to await it and to begin an update; half of each of both
@@ -33,7 +33,7 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Layers in the order of forward. `contention`: see :func:`overlap.plan.simulation.events.run`."""
+    """A model as layers in the order of forward. `contention`: see :func:`overlap.plan.simulation.events.run`."""
 
     layers: tuple[Layer, ...]
     costs: Costs = Costs()
@@ -45,13 +45,16 @@ class Workload:
 
     @property
     def alone(self) -> float:
-        """Seconds of a step in one process, which updates all parameters."""
+        """The seconds of a step in one process, which updates all parameters."""
         return sum(layer.forward + layer.backward for layer in self.layers) + self.costs.update * self.nbytes
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Gradients of layers `first` to `last`, which travel together. `shares`: bytes of each rank; None: equal ones."""
+    """The gradients of layers `first` to `last`, which travel together.
+
+    `shares`: bytes of each rank; None: equal ones.
+    """
 
     first: int
     last: int
@@ -61,7 +64,10 @@ class Bucket:
 
 
 def fused(layers: Sequence[Layer], threshold: float) -> list[Bucket]:
-    """Neighbours share a bucket while it has at most `threshold` bytes; nearest the input first. 0: no fusion."""
+    """Buckets of neighbouring layers with at most `threshold` bytes; the one nearest the input comes first.
+
+    0: no fusion.
+    """
     buckets: list[Bucket] = []
     for index, layer in enumerate(layers):
         if not layer.tensors:
@@ -75,7 +81,7 @@ def fused(layers: Sequence[Layer], threshold: float) -> list[Bucket]:
 
 
 def owned(layers: Sequence[Layer], buckets: Sequence[Bucket], owners: Sequence[int], ranks: int) -> list[Bucket]:
-    """The same buckets, with the shares of so many ranks; `owners` of all tensors, in the order of forward."""
+    """The same buckets, with the shares of so many ranks; `owners` has every tensor's, in the order of forward."""
     by_layer: list[list[int]] = []
     places = iter(owners)
     for layer in layers:
@@ -89,13 +95,13 @@ def owned(layers: Sequence[Layer], buckets: Sequence[Bucket], owners: Sequence[i
 
 
 def per_tensor(layers: Sequence[Layer]) -> list[Bucket]:
-    """In the order in which gradients arrive: the last layer's last one first."""
+    """A bucket for each tensor, in the order in which gradients arrive: the last layer's last one first."""
     found = [Bucket(index, index, size, 1) for index, layer in enumerate(layers) for size in layer.tensors]
     return found[::-1]
 
 
 def in_one_order(layers: Sequence[Layer], cap: float, first: float) -> list[Bucket]:
-    """As DDP: in the order of arrival, a bucket is closed once it has `cap` bytes, the first one once it has `first`."""
+    """Buckets as DDP makes them: in order of arrival, closed at `cap` bytes, the first one at `first`."""
     return list(_closed(per_tensor(layers), cap, first))
 
 

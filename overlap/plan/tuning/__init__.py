@@ -1,1 +1,1 @@
-"""The search for the size of buckets: proposals, measurements and what is kept of them."""
+"""The search for the best bucket size: proposals, measurements, and results that are kept."""

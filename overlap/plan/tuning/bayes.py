@@ -1,4 +1,4 @@
-"""Bayesian optimisation, ask and tell: a Gaussian process over what was measured, expected improvement for what to try.
+"""Bayesian optimisation by ask and tell: a Gaussian process over measurements, and expected improvement.
 
 Knows no communicator and no clock. It runs on rank 0 alone.
 """
@@ -28,7 +28,9 @@ def available() -> bool:
 
 
 class BayesianSearch:
-    """Proposes settings. The first few spread evenly over the space, the others are where most improvement is expected.
+    """A search that proposes settings by a Gaussian process.
+
+    The first few spread evenly over the space, the others are where most improvement is expected.
 
     The logarithm of the time is what is modelled, so that a saving of 10 % counts the same everywhere. The random state
     of numpy and Python is not touched. Raises ``ImportError`` without the ``bayesian-optimization`` package.
@@ -69,7 +71,10 @@ class BayesianSearch:
             return from_unit(self._dimensions, {name: float(at) for name, at in self._optimization.suggest().items()})
 
     def tell(self, setting: Setting, seconds: float) -> None:
-        """`setting` took so many seconds a step. Raises ``ValueError`` for a time that is not above 0."""
+        """Note that a step with `setting` took so many seconds.
+
+        Raises ``ValueError`` for a time that is not above 0.
+        """
         if not 0 < seconds < math.inf:
             raise ValueError(f"a step should take some time, and {dict(setting)} is said to take {seconds} seconds")
         self._optimization.register(to_unit(self._dimensions, setting), -math.log(seconds))

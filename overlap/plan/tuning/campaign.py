@@ -18,7 +18,7 @@ _REPEATS = 8  # how many proposals in a row may lead to buckets that were measur
 
 
 class Search(Protocol):
-    """Proposes settings and is told what they cost."""
+    """A search: it proposes settings and is told what they cost."""
 
     def ask(self) -> dict[str, float]: ...
 
@@ -34,7 +34,10 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """How it ended. `ratio`: seconds of the best over those of the start, the median of the pairs; 1 if they are one."""
+    """The outcome of a tuning.
+
+    `ratio`: seconds of the best over those of the start, the median of the pairs; 1 if they are one.
+    """
 
     setting: Setting
     seconds: float
@@ -46,14 +49,14 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What is in force from the next step on; `result` when there is nothing left to measure."""
+    """The setting from the next step on, with a `result` when there is nothing left to measure."""
 
     setting: Setting
     result: Result | None = None
 
 
 class Campaign:
-    """Ask it with each measurement of the setting that is in force; it answers with the next one.
+    """The course of one tuning: given each measurement of the current setting, it answers with the next one.
 
     `same` maps a setting to what it leads to (the buckets): settings that lead to the same are measured once.
     """
@@ -73,7 +76,7 @@ class Campaign:
         next(self._course)
 
     def next(self, seconds: float) -> Decision:
-        """`seconds` is what a step took with the setting of the last decision, or at first of the start."""
+        """The next decision, after a step that took so many `seconds` with the last decision's setting."""
         try:
             return Decision(self._course.send(seconds))
         except StopIteration as end:
@@ -122,7 +125,7 @@ class Campaign:
 
 
 def table(log: Sequence[Measurement], result: Result) -> str:
-    """The whole course for people: a line for each measurement, times in ms."""
+    """The whole course as a table: a line for each measurement, times in ms."""
     width = max(len(describe(one.setting)) for one in log)
     lines = [f"{'':11} {'setting':{width}} {'ms/step':>10}"]
     lines += [f"{one.phase:11} {describe(one.setting):{width}} {one.seconds * 1e3:10.3f}" for one in log]

@@ -1,4 +1,4 @@
-"""How long and how widely to search."""
+"""The options of a tuning: how long and how widely to search."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ __all__ = ["Tuning"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
-    """Pass it as ``tune=Tuning(...)``; ``tune=True`` is ``Tuning()``. Raises ``ValueError`` for numbers without sense."""
+    """The options of ``tune=Tuning(...)``; ``tune=True`` is ``Tuning()``.
+
+    Raises ``ValueError`` for numbers without sense.
+    """
 
     trials: int = 20
     """Settings that are measured at most, the one in force at the start included."""

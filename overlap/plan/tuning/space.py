@@ -1,4 +1,4 @@
-"""What can be tuned: named numbers between two bounds, seen by the search on a logarithmic scale from 0 to 1 (pure)."""
+"""The numbers that can be tuned, each between two bounds, on a logarithmic scale from 0 to 1 (pure)."""
 
 from __future__ import annotations
 
@@ -60,5 +60,5 @@ def from_unit(dimensions: Sequence[Dimension], positions: Mapping[str, float]) -
 
 
 def describe(setting: Setting) -> str:
-    """``threshold_mb=12.5``, for logs."""
+    """A setting as text for logs: ``threshold_mb=12.5``."""
     return ", ".join(f"{name}={value:.4g}" for name, value in setting.items())

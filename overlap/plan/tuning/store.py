@@ -1,4 +1,4 @@
-"""Results of tuning in a JSON file: found again for the same model on as many ranks over the same network.
+"""Keeps results of tuning in a JSON file, for the same model on as many ranks over the same network.
 
 Read and written by rank 0 alone.
 """
@@ -25,7 +25,7 @@ _SAME = 1.5  # networks whose all-reduce of the model differs by a smaller facto
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What a result holds for."""
+    """The circumstances that a result holds for."""
 
     strategy: str
     model: str  # signature()
@@ -36,7 +36,7 @@ class Place:
     link: CostModel
 
     def like(self, other: Place) -> bool:
-        """The same but for the noise in the measurement of the network."""
+        """Whether the circumstances are the same, apart from noise in the network's measurement."""
         mine, theirs = self.link.seconds(self.nbytes), other.link.seconds(other.nbytes)
         return self._fixed() == other._fixed() and mine <= _SAME * theirs and theirs <= _SAME * mine
 
@@ -45,12 +45,12 @@ class Place:
 
 
 def signature(parameters: Iterable[str]) -> str:
-    """Of a model, from one line for each of its parameters."""
+    """A hash of a model, from one line for each of its parameters."""
     return hashlib.sha256("\n".join(parameters).encode()).hexdigest()[:16]
 
 
 def load(path: Path, place: Place) -> dict[str, float] | None:
-    """The setting that was found for `place`; None without one, or without the file.
+    """The setting that was found for `place`; None if there is none, or no file.
 
     Raises ``ValueError`` for a file that :func:`save` did not write, ``OSError`` for one that cannot be read.
     """

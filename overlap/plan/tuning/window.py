@@ -1,4 +1,4 @@
-"""How long a step takes: the median over some steps, after a few that are not counted (pure)."""
+"""Measures how long a step takes: the median over some steps, after a few that are not counted (pure)."""
 
 from __future__ import annotations
 

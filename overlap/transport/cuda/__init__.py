@@ -1,1 +1,1 @@
-"""Tensors of a GPU between ranks: over NCCL, or through pinned memory."""
+"""Sends tensors of a GPU between ranks: over NCCL, or through pinned memory."""

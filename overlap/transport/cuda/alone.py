@@ -1,4 +1,4 @@
-"""Tensors of a device on a rank that has nobody to exchange them with: copies on the stream of the computation."""
+"""The carrier of a rank that is alone: copies on the stream of the computation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["AloneCarrier"]
 
 
 class AloneCarrier:
-    """A `Carrier` for `host` of one rank. Results are there when an operation was issued.
+    """A `Carrier` for a `host` communicator of one rank. Results are there when an operation was issued.
 
     What the host's communicator is given is the empty operation of that kind, so that it is counted and recorded.
     """
@@ -61,7 +61,7 @@ class AloneCarrier:
         return []
 
     def abandon(self) -> None:
-        """Nothing is under way."""
+        """Do nothing: nothing is under way."""
 
     def close(self) -> None:
-        """Nothing is under way."""
+        """Do nothing: nothing is under way."""

@@ -1,4 +1,4 @@
-"""A communicator for a model on a device: tensors there take a carrier of their own, all others the host's communicator.
+"""A communicator for models on a device: its tensors take a carrier, all others the host's communicator.
 
     bucket on the device ─▶ carrier: NCCL | pinned memory and the host's transport | nothing, for a rank alone
     losses, flags, pickled objects, letters ─▶ host
@@ -39,7 +39,7 @@ class Carrier(Protocol):
     through_host: bool
 
     def reduce_scatter(self, send: torch.Tensor, recv: torch.Tensor, counts: Counts, op: ReduceOp, label: str) -> Work:
-        """As `overlap.transport.communicator.Communicator.reduce_scatter_async`, and so the rest."""
+        """Issue a reduce-scatter, as `overlap.transport.communicator.Communicator.reduce_scatter_async`; so the others."""
 
     def all_gather(self, send: torch.Tensor, recv: torch.Tensor, counts: Counts, label: str) -> Work: ...
     def all_reduce(self, send: torch.Tensor, recv: torch.Tensor, op: ReduceOp, label: str) -> Work: ...
@@ -49,17 +49,20 @@ class Carrier(Protocol):
         self, send: torch.Tensor, recv: torch.Tensor, send_counts: Counts, recv_counts: Counts, label: str
     ) -> Work: ...
     def pending(self) -> list[Work]:
-        """What is not finished and the host's communicator does not know of."""
+        """The unfinished operations that the host's communicator does not know of."""
 
     def abandon(self) -> None:
-        """End what is unfinished with an error, and the host's communicator does not know of. On every rank."""
+        """End, with an error, unfinished operations that the host's communicator does not know of. On every rank."""
 
     def close(self) -> None:
         """Wait for what was issued. On every rank."""
 
 
 class DeviceCommunicator(Communicator):
-    """`host`, with a carrier for tensors of the streams' kind of device. Close the carrier, then `host`."""
+    """The communicator `host`, with a carrier for tensors of the streams' kind of device.
+
+    Close the carrier, then `host`.
+    """
 
     rounds = False
 

@@ -31,7 +31,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 @functools.cache
 def kernels_on(device: int) -> CudaKernels | None:
-    """Our kernels on a CUDA device; None, and a line in the log that says why, where torch's functions are used."""
+    """Our kernels on a CUDA device; None, with a line in the log that says why, where torch's functions are used."""
     try:
         return CudaKernels(device)
     except comm_core.Error as reason:
@@ -144,12 +144,12 @@ def _inspect_by_torch(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def can_inspect(tensor: torch.Tensor) -> bool:
-    """Whether :func:`inspect` takes it."""
+    """Whether :func:`inspect` takes this tensor."""
     return tensor.dtype in _TYPES and tensor.layout is torch.strided and tensor.is_contiguous()
 
 
 def prefers_inspect(tensor: torch.Tensor) -> bool:
-    """Whether :func:`inspect` is the way to read it: on a GPU, where one pass for all is cheaper than one for each."""
+    """Whether :func:`inspect` is the fastest way to read a tensor: on a GPU, where one pass for all is cheaper."""
     return tensor.is_cuda and can_inspect(tensor)
 
 

@@ -1,4 +1,4 @@
-"""Tensors of a device over NCCL, with comm_core's numerical contract. No host thread waits for the device.
+"""The carrier that uses NCCL, with comm_core's numerical contract. No host thread waits for the device.
 
     stream of the computation | kernel ─┐                                             ┌─ kernel |
     stream of the communicator          └─▶ | NCCL | ─┐                               │
@@ -36,7 +36,7 @@ _ROUNDING = (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PROD)  # the least and the gre
 
 
 class NcclCarrier:
-    """A `overlap.transport.cuda.communicator.Carrier` over `core`, a communicator from ``comm_core.nccl()``."""
+    """A `overlap.transport.cuda.communicator.Carrier` over `core`, a communicator of ``comm_core.nccl()``."""
 
     through_host = False
 

@@ -1,4 +1,4 @@
-"""How tensors of a model travel between ranks, decided from what every rank found (pure).
+"""Decides how a model's tensors travel between ranks, from what every rank found (pure).
 
 memory of the host              HOST     the launcher's own transport
 one rank, a GPU                 ALONE    nothing travels
@@ -22,7 +22,7 @@ SHARED_CARDS_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
 
 
 class RouteError(ValueError):
-    """Ranks hold their models in different places, or what was asked for cannot be had."""
+    """Ranks hold their models in different places, or a route that was asked for cannot be had."""
 
 
 class Route(Enum):
@@ -33,7 +33,7 @@ class Route(Enum):
 
 
 class Wish(Enum):
-    """What ``DEAR_CUDA_TRANSPORT`` accepts."""
+    """The values of ``DEAR_CUDA_TRANSPORT``."""
 
     AUTO = "auto"
     NCCL = "nccl"
@@ -42,7 +42,10 @@ class Wish(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What one rank found. `trouble` says why it cannot use NCCL, `refusal` why its optimizer cannot be had at all."""
+    """The findings of one rank.
+
+    `trouble` says why it cannot use NCCL, `refusal` why its optimizer cannot be had at all.
+    """
 
     device: str = "cpu"  # the type of the model's
     card: str = ""  # names a GPU, the same for all ranks that use it
@@ -130,7 +133,7 @@ def _against_nccl(facts: Sequence[Facts]) -> str | None:
 
 
 def refuse_capture(capturing: bool) -> str | None:
-    """Why an operation of ours cannot be issued now; None where it can.
+    """The reason why an operation cannot be issued now; None where it can.
 
     Torch's own collectives may be captured into a CUDA graph: they leave no trace on the host. Ours are agreed, counted
     and watched there, once per call, and a replay is no call.

@@ -1,4 +1,4 @@
-"""Tensors of a device over the host's transport, through pinned memory: works everywhere.
+"""The carrier that goes through pinned memory and the host's transport, which works everywhere.
 
     device   | kernel ─┐                                                      ┌─ copy, kernel |
     host               └─▶ copy ─▶ | the host's collective, engine's thread | ┘
@@ -23,7 +23,7 @@ __all__ = ["StagedCarrier"]
 
 
 class StagedCarrier:
-    """A `overlap.transport.cuda.communicator.Carrier` over `host`."""
+    """A `overlap.transport.cuda.communicator.Carrier` over the communicator `host`."""
 
     through_host = True
 
@@ -82,7 +82,7 @@ class StagedCarrier:
         return []
 
     def abandon(self) -> None:
-        """All of it is the host's."""
+        """Do nothing: all operations are the host's."""
 
     def close(self) -> None:
-        """The host's communicator is closed by whoever made it."""
+        """Do nothing: whoever made the host's communicator closes it."""

@@ -1,4 +1,7 @@
-"""What carriers ask of CUDA through torch: streams, events, pinned memory. A seam: tests put something else behind it."""
+"""The parts of CUDA that carriers use through torch: streams, events, pinned memory.
+
+A seam: tests put something else behind it.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ class Streams(Protocol):
     side: int
 
     def current(self) -> int:
-        """The stream of the calling thread's computation."""
+        """The stream on which the calling thread computes."""
 
     def capturing(self) -> bool:
         """Whether that stream is being captured into a CUDA graph."""
@@ -35,16 +38,16 @@ class Streams(Protocol):
         """Have `compute` enqueue its work on the side stream; `touched` are not reused before that is done."""
 
     def scratch(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Memory of the side stream's."""
+        """Memory for the side stream."""
 
     def mark(self) -> Moment:
-        """After what the side stream was given so far."""
+        """The moment at which the side stream has done what it was given so far."""
 
     def stamps(self, *, on_streams: bool) -> Stamps:
         """Moments of the computation, and of operations, which are `on_streams` of the device or the host's."""
 
     def pinned(self, like: torch.Tensor) -> torch.Tensor:
-        """Memory of the host that the device can copy to and from, as many elements as `like` has."""
+        """Host memory that the device can copy to and from, with as many elements as `like` has."""
 
     def fetch(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Copy (host, device) pairs to the host, after what the current stream was given. Blocks until they are there."""
@@ -76,7 +79,7 @@ class _Event:
 
 
 class TorchStreams:
-    """Those of a real device."""
+    """The streams of a real device."""
 
     kind = "cuda"
 
@@ -161,7 +164,7 @@ class Reading:
 
 
 class LastUpdate:
-    """When values on a device were last written, for a thread that reads them beside the computation.
+    """The time at which values on a device were last written, for a thread that reads them beside the computation.
 
     [Note: questions pass a blocked stream] A rank that answers for its share of the state may have its stream waiting for a
     reduction, which the asking rank issues only after the answer. So the answer is read on a stream that follows the last
@@ -173,7 +176,7 @@ class LastUpdate:
         self._place: torch.device | None = None
 
     def note(self, written: torch.Tensor) -> None:
-        """`written` was, on the current stream. Nothing to do for memory of the host."""
+        """Note that `written` was written on the current stream. Nothing to do for memory of the host."""
         if written.is_cuda:
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(written.device))
@@ -181,7 +184,7 @@ class LastUpdate:
 
     @contextmanager
     def seen(self) -> Iterator[None]:
-        """Copies to the host, which have to be awaited inside, see what was written."""
+        """A context in which copies to the host, which have to be awaited inside, see what was written."""
         if self._event is None:
             yield
             return

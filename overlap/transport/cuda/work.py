@@ -1,4 +1,4 @@
-"""Operations on tensors of a device: what their caller waits with, and for."""
+"""Operations on tensors of a device, and how to wait for them."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ __all__ = ["Moment", "NcclWork", "StagedWork"]
 
 
 class Moment(Protocol):
-    """A place in a stream."""
+    """A point in a stream."""
 
     def done(self) -> bool:
-        """Whether the device has passed it."""
+        """Whether the device has passed this point."""
 
     def wait(self) -> None:
-        """Block until it has."""
+        """Block until the device has passed this point."""
 
     def order_before(self, stream: int) -> None:
-        """Make what is enqueued on `stream` from now on run after it."""
+        """Make what is enqueued on `stream` from now on run after this point."""
 
 
 class NcclWork:

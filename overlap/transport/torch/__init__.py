@@ -1,1 +1,1 @@
-"""Rings over torch.distributed's messages, for jobs that torchrun starts."""
+"""Collectives over torch.distributed's messages, for jobs that torchrun starts."""

@@ -1,4 +1,4 @@
-"""The communicator of a job started by torchrun: our rings over torch.distributed's messages, no MPI needed."""
+"""The communicator of a job that torchrun started: rings over torch.distributed's messages, without MPI."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _sessions: defaultdict[tuple[int, ...] | None, Iterator[int]] = defaultdict(iter
 def connect(
     group: dist.ProcessGroup | None = None, awaited: Callable[[Sequence[int]], object] = bool
 ) -> ProcessGroupCommunicator:
-    """The communicator of all ranks of torch.distributed's world, or of those in `group`. On every rank of it.
+    """Connect all ranks of torch.distributed's world, or those in `group`. On every rank of it.
 
     Joins torchrun's world first where the script did not; `awaited` hears now and then of the ranks that have not come.
     """
@@ -64,7 +64,7 @@ def connect(
 def connect_generation(
     store: Any, number: int, rank: int, size: int, patience: datetime.timedelta
 ) -> ProcessGroupCommunicator:
-    """The communicator of generation `number` of a job whose ranks come and go, as `rank` of `size`. On every rank of it.
+    """Connect generation `number` of a job whose ranks come and go, as `rank` of `size`. On every rank of it.
 
     `store` outlives them; ranks may take `patience` to connect. torch.distributed is left alone.
     """

@@ -1,4 +1,4 @@
-"""Who trains together next, once ranks are lost or come back (pure).
+"""Decides which ranks train together next, once ranks are lost or come back (pure).
 
 A process is known by its :class:`Member`. Those that train together are a generation. The next one has who is left of the
 last, in its order, so that one of them has rank 0 and knows where training is; behind them whoever has come meanwhile.
@@ -13,7 +13,7 @@ __all__ = ["Member", "is_over", "next_generation"]
 
 
 class Member(NamedTuple):
-    """The process that an agent has started as `rank` of the job, `attempt` times before this one."""
+    """A process that an agent has started as `rank` of the job, after `attempt` earlier ones."""
 
     rank: int
     attempt: int
@@ -23,7 +23,7 @@ class Member(NamedTuple):
 
     @classmethod
     def of(cls, text: str) -> Member:
-        """The inverse of ``str()``."""
+        """The member that a text, made by ``str()``, describes."""
         rank, attempt = text.split(".")
         return cls(int(rank), int(attempt))
 
@@ -45,5 +45,5 @@ def next_generation(
 
 
 def is_over(last: Sequence[Member], ended: Collection[Member]) -> bool:
-    """Whether training has come to its end without those that wait: whoever was left of `last` has `ended`."""
+    """Whether training has ended without those that wait: whoever was left of `last` has `ended`."""
     return any(member in ended for member in last)

@@ -1,4 +1,4 @@
-"""Over which network interface gloo's connections go: the one by which a host of the job is reached.
+"""Finds the network interface for gloo's connections: the one by which a host of the job is reached.
 
 Left alone, gloo takes the interface that this host's own name leads to. That may be the loopback, or a bridge of
 containers, where no other host can connect. ``GLOO_SOCKET_IFNAME`` names the interface; it holds where the user has set it.
@@ -44,7 +44,7 @@ class Address:
 
 
 def owner(text: str, addresses: Sequence[Address]) -> Address | None:
-    """The one of `addresses` that is `text`; None where its interface cannot be named to gloo (pure).
+    """The address in `addresses` that is `text`; None where its interface cannot be named to gloo (pure).
 
     gloo takes an interface's first address. On the loopback interface that is one that no other host reaches, also where
     it has another address beside it.
@@ -57,12 +57,12 @@ def owner(text: str, addresses: Sequence[Address]) -> Address | None:
 
 
 def listed(addresses: Sequence[Address]) -> str:
-    """For a message: ``eth0 (10.0.0.1), lo (127.0.0.1)`` (pure)."""
+    """Addresses as text for a message: ``eth0 (10.0.0.1), lo (127.0.0.1)`` (pure)."""
     return ", ".join(f"{address.interface} ({address.text})" for address in addresses)
 
 
 def described(named: str, addresses: Sequence[Address]) -> str:
-    """What gloo's connections go over where ``GLOO_SOCKET_IFNAME`` is `named` (pure)."""
+    """The interface that gloo uses where ``GLOO_SOCKET_IFNAME`` is `named`, as text (pure)."""
     if not named:
         return "the interface that this host's own name leads to"
     chosen = [address for address in addresses if address.interface in named.split(",")]
@@ -70,7 +70,7 @@ def described(named: str, addresses: Sequence[Address]) -> str:
 
 
 def refusal(named: str, addresses: Sequence[Address], error: object) -> str:
-    """What to say where connections could not be made (pure)."""
+    """The message where connections could not be made (pure)."""
     return (
         f"ranks could not connect to each other over {described(named, addresses)}: {error}. Where the hosts of the job "
         f"reach each other over another one, name it on each host: {VARIABLE}=NAME. This host has {listed(addresses)}"
@@ -78,13 +78,13 @@ def refusal(named: str, addresses: Sequence[Address], error: object) -> str:
 
 
 def other_host(sources: Sequence[str]) -> str | None:
-    """Of the addresses from which ranks reach one of them, the first that other hosts can reach; "" is unknown (pure)."""
+    """The first address that other hosts can reach, of those from which ranks reach one of them; "" is unknown (pure)."""
     known = (text for text in sources if text)
     return next((text for text in known if not ipaddress.ip_address(text).is_loopback), None)
 
 
 def in_use() -> str:
-    """:func:`described`, of this process."""
+    """The interface that gloo uses in this process, as text."""
     return described(os.environ.get(VARIABLE, ""), own_addresses())
 
 

@@ -1,4 +1,4 @@
-"""A mailbox over the c10d store: messages wait there until their reader comes."""
+"""A mailbox over the c10d store, where messages wait until their reader comes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LONGEST_WAIT_SECONDS = 86400.0  # in one call: the store counts milliseconds, i
 
 
 class OwnMailbox:
-    """Letters of a rank alone to itself."""
+    """The mailbox of a rank that is alone."""
 
     def __init__(self) -> None:
         self._letters: queue.SimpleQueue[bytes] = queue.SimpleQueue()
@@ -36,7 +36,7 @@ class OwnMailbox:
 
 
 class StoreMailbox:
-    """Letters between ranks; written with one connection, awaited with another.
+    """A mailbox between ranks; one connection writes, another waits.
 
     Both are opened with the first letter: most groups never write any, and where reverse name lookups are slow, every
     connection to the store costs seconds.

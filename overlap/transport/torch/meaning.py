@@ -1,4 +1,4 @@
-"""What an operation is, so that it takes no other one's bytes for its own.
+"""Describes operations to the ranks they meet, so that none takes another operation's bytes for its own.
 
 The tag of every message has a digest of what its sender means and the number of the operation: messages of different
 operations never meet, at no byte and no round trip. Each then waits for the other in vain. So who waits for long writes
@@ -28,14 +28,14 @@ _TOLD = "all ranks of a communicator have to issue the same operations in the sa
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """In words, and as what its messages' tags begin with."""
+    """The meaning of an operation: as text, and as the beginning of its messages' tags."""
 
     kind: str
     words: str
     digest: int
 
     def tag(self, number: int) -> int:
-        """Of the messages of operation `number` of a communicator."""
+        """The tag of the messages of a communicator's operation `number`."""
         return self.digest | (number & ((1 << _NUMBERS) - 1))
 
 
@@ -47,7 +47,7 @@ def meaning_of(
     *,
     sized: bool = True,
 ) -> Meaning:
-    """Of an operation on `tensor`, which has the same type on all ranks, and where it is `sized` the same size."""
+    """The meaning of an operation on `tensor`, whose type (and if `sized`, size) is the same on all ranks."""
     words = kind if tensor is None else f"{kind} of {str(tensor.dtype).removeprefix('torch.')}"
     words += "" if op is None else f", op {op.name.lower()}"
     words += "" if root is None else f", root {root}"
@@ -56,7 +56,10 @@ def meaning_of(
 
 
 class Inquiry:
-    """Asks what other ranks of a communicator wait in, through a store that `connect` gives. `close` ends all waiting."""
+    """Asks which operations other ranks of a communicator wait in, through a store that `connect` gives.
+
+    `close` ends all waiting.
+    """
 
     def __init__(self, connect: Callable[[], Any], rank: int, size: int, close: Callable[[], None]) -> None:
         self._connect, self._rank, self._size, self._close = connect, rank, size, close
@@ -65,13 +68,13 @@ class Inquiry:
         self._asked = -1
 
     def begin(self, number: int, meaning: Meaning) -> None:
-        """This rank waits in operation `number` for long. Waits for nobody; asks once for each."""
+        """Ask, since this rank has waited in operation `number` for long. Waits for nobody; asks once for each."""
         if self._size > 1 and number > self._asked:
             self._asked = number
             threading.Thread(target=self._ask, args=(number, meaning), name="dear-inquiry", daemon=True).start()
 
     def why(self, number: int, meaning: Meaning) -> str | None:
-        """Why operation `number` has failed, where it is because another rank meant another one. Waits for the store."""
+        """The reason why operation `number` has failed, where another rank meant another one. Waits for the store."""
         found: list[str | None] = []
         thread = threading.Thread(target=lambda: found.append(self._other(number, meaning)), daemon=True)
         thread.start()

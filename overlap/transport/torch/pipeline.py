@@ -1,4 +1,4 @@
-"""Stages whose messages go around: rings and chains of segments, each passed on as soon as it has arrived.
+"""Pipelined stages: rings and chains of segments, each passed on as soon as it has arrived.
 
 Receives are announced ahead of their turn, so that the peer knows of them when its data is ready.
 """
@@ -41,14 +41,14 @@ class Pipeline(Stage):
 
     @abstractmethod
     def landing(self, link: Link, index: int) -> torch.Tensor:
-        """Where arrival number `index` is received."""
+        """The memory into which arrival number `index` is received."""
 
     def arrived(self, index: int, landed: torch.Tensor) -> torch.Tensor:
-        """Use what arrived; what is returned goes on to the next rank, if it does."""
+        """Use what arrived, and return what goes on to the next rank, if it does."""
         return landed
 
     def meanwhile(self) -> None:
-        """Local work, done while the first messages travel."""
+        """Do local work while the first messages travel."""
 
     def post(self, link: Link, tag: int) -> None:
         self._tag = tag
@@ -87,7 +87,7 @@ class Pipeline(Stage):
 
 
 class Relay(Pipeline):
-    """An all-gather's ring or a broadcast's chain: segments land where they belong and are passed on from there."""
+    """The ring of an all-gather or the chain of a broadcast: segments land in their place and are passed on from there."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class Relay(Pipeline):
 
 
 class RingReduce(Pipeline):
-    """A reduce-scatter's ring: our part is added to what arrives, and the sum goes on or, at last, stays.
+    """The ring of a reduce-scatter: our part is added to what arrives, and the sum goes on or, at last, stays.
 
     `out` is our shard's destination. It takes the last hop's partial sums directly, unless it is a part of `send`,
     which has to keep our own summands until they are added.

@@ -1,4 +1,4 @@
-"""How torchrun's workers find each other: in the c10d store, in every session and after torchrun restarted them.
+"""Connects torchrun's workers through the c10d store, in every session and after torchrun restarted them.
 
 The store may outlive sessions and workers, and gloo would find the addresses of connections that are gone. So every
 session of every attempt has a corner of its own. The ranks of a session have begun the same ones among themselves, so they
@@ -34,7 +34,9 @@ _PATIENCE = datetime.timedelta(minutes=5)
 
 
 def join_world(session: int, awaited: Callable[[Sequence[int]], object]) -> Variables:
-    """``torch.distributed.init_process_group("gloo")`` that works again, and after a restart. On every rank.
+    """``torch.distributed.init_process_group("gloo")`` that can be called again, and works after a restart.
+
+    On every rank.
 
     The interface is named to gloo until what is returned is restored. `awaited` hears of the ranks that have not come.
     """
@@ -99,7 +101,7 @@ def _toward_others(store: Any, size: int, found: Address) -> Address | None:
 
 @contextlib.contextmanager
 def connecting() -> Iterator[None]:
-    """Raises ``TransportError`` with the interface, and how to name another, where gloo cannot connect inside."""
+    """A context that turns gloo's connection errors into ``TransportError``, with the interface and a remedy."""
     try:
         yield
     except RuntimeError as error:
@@ -113,7 +115,7 @@ def _tcp_store(store: Any) -> Any:
 
 
 class Rendezvous:
-    """Connections to `store` for the ranks that meet in one `corner` of it: see :func:`corner_of`.
+    """A meeting place: connections to `store` for the ranks that meet in one `corner` of it (:func:`corner_of`).
 
     `patience` is how long they may take to connect to each other. `attempts`: processes of several attempts meet there.
     """
@@ -138,5 +140,5 @@ class Rendezvous:
 
 
 def corner_of(session: int, ranks: Sequence[int] | None = None) -> str:
-    """Of a session, numbered from 0, of all ranks, or of those in `ranks`: others may have one at the same time."""
+    """The part of the store for a session, numbered from 0, of all ranks, or of those in `ranks`."""
     return f"dear/session-{session}" if ranks is None else f"dear/ranks-{'-'.join(map(str, ranks))}/session-{session}"

@@ -1,4 +1,4 @@
-"""What travels around a ring and in which order, as pure functions of rank, size and counts.
+"""The order in which segments travel around a ring, as pure functions of rank, size and counts.
 
     reduce-scatter, 4 ranks, rank 0       hop 0        hop 1        hop 2
       receives from rank 3                shard 2      shard 1      shard 0, complete
@@ -35,7 +35,7 @@ class Arrival:
 
 
 def shard_spans(counts: Sequence[int]) -> list[Span]:
-    """Where each rank's shard lies."""
+    """The span of each rank's shard."""
     stops = list(accumulate(counts))
     return [Span(stop - count, stop) for stop, count in zip(stops, counts, strict=True)]
 
@@ -51,7 +51,7 @@ def segments(span: Span, limit: int) -> list[Span]:
 
 
 def reduce_scatter_ring(rank: int, counts: Sequence[int], limit: int) -> tuple[list[Span], list[Arrival]]:
-    """What rank sends first of its own, and what then arrives, in order; the last hop is its own shard."""
+    """The shard that a rank sends first, and what then arrives, in order; the last arrival is its own shard."""
     size, shards = len(counts), shard_spans(counts)
     first = segments(shards[(rank - 1) % size], limit) if size > 1 else []
     return first, _arrivals(shards, [(rank - 2 - hop) % size for hop in range(size - 1)], limit)
@@ -65,7 +65,7 @@ def all_gather_ring(rank: int, counts: Sequence[int], limit: int) -> tuple[list[
 
 
 def broadcast_chain(rank: int, size: int, root: int, count: int, limit: int) -> tuple[list[Span], list[Arrival]]:
-    """The root sends everything to the rank after it, every other rank passes it on, the one before the root does not.
+    """The arrivals of a broadcast's chain: the root sends everything, every other rank but the last passes it on.
 
     The same ring, with one hop of everything for everybody but the root.
     """

@@ -1,4 +1,4 @@
-"""Which processes of a job are there, in the store of torchrun's agents: it outlives them, as long as agent 0 does.
+"""Keeps, in the store of torchrun's agents, which processes of a job are there; it outlives the processes.
 
 Every process gives a sign of life a second. Who gives none for ten, or has a successor, is lost. Its members then end what
 is under way on this generation's connections, and meet for the next one (`overlap.transport.torch.generations`), which
@@ -50,7 +50,10 @@ def agents_store(host: str, port: int, timeout: datetime.timedelta = _CONNECT) -
 
 
 class Roster:
-    """This process, `me`, among those of a job that was started with `size`. `connect` gives a connection to the store."""
+    """This process, `me`, among the processes of a job that was started with `size`.
+
+    `connect` gives a connection to the store.
+    """
 
     def __init__(self, connect: Callable[[], Any], me: Member, size: int) -> None:
         self.me, self._size = me, size
@@ -81,7 +84,7 @@ class Roster:
     # - Generations
 
     def regroup(self) -> int:
-        """Wait for the next generation that this process is of. Its rank there; whether it :attr:`stayed`.
+        """Wait for the next generation that includes this process. Its rank there; whether it :attr:`stayed`.
 
         Raises :class:`JobOver` where the others have ended meanwhile, and ``RuntimeError`` where the store is gone.
         """
@@ -107,7 +110,7 @@ class Roster:
         return members.index(self.me)
 
     def begin(self) -> None:
-        """This process is connected to the others, and comes out of ``init()``."""
+        """Announce that this process is connected to the others, and comes out of ``init()``."""
         self._store.set(f"begun/{self.me}", "")
 
     def watch(self, on_news: Callable[[], None]) -> None:
@@ -153,7 +156,7 @@ class Roster:
         return {member for member in members if self._store.check([key.format(member)])}
 
     def place(self) -> tuple[int, int]:
-        """Among the ranks of its host, as they were started: the number of this one, and how many there are.
+        """This process's number among the ranks of its host, as they were started, and how many there are.
 
         Once a generation has met.
         """
@@ -199,7 +202,7 @@ class Roster:
                     return
 
     def give_up(self, ranks: Collection[int]) -> None:
-        """Those ranks of this generation are lost, whatever signs of life they give. Their processes end."""
+        """Declare those ranks of this generation lost, whatever signs of life they give. Their processes end."""
         with self._telling:
             self._to_give_up += [self.members[rank] for rank in ranks]
 
@@ -244,7 +247,7 @@ class Roster:
             log.debug("rank %d: %s", self.me.rank, error)
 
     def changes(self, seconds: float = _LOST_SECONDS + 5) -> bool:
-        """Whether ranks have changed: it may take so long until others are known to be lost."""
+        """Whether ranks have changed; waits up to `seconds` for that to be known."""
         until = time.monotonic() + seconds
         while not self.news and time.monotonic() < until:
             time.sleep(_LOOK_SECONDS)
@@ -256,7 +259,7 @@ class Roster:
         return self._closing.is_set()
 
     def end(self) -> None:
-        """This process has come to the end of training."""
+        """Announce that this process has come to the end of training."""
         self._closing.set()
         self._thread.join()
         try:

@@ -1,4 +1,4 @@
-"""Which stages make up a collective on one rank: a ring for much data, one exchange with everybody for little.
+"""Chooses the stages of a collective on one rank: a ring for much data, one exchange with everybody for little.
 
 What is known when an operation is issued is worked out then; stages, and the buffers that they need, are made when it is
 this operation's turn.
@@ -24,7 +24,7 @@ _SMALL_BYTES = 32 * 1024
 
 
 class Routes:
-    """Those of rank `rank` among `size`. Tensors are flat and contiguous; counts are elements, by rank."""
+    """The routes of rank `rank` among `size`. Tensors are flat and contiguous; counts are elements, by rank."""
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
@@ -32,7 +32,7 @@ class Routes:
     def reduce_scatter(
         self, send: torch.Tensor, out: torch.Tensor, counts: Sequence[int], op: ReduceOp, *, in_place: bool = False
     ) -> Callable[[], Stage]:
-        """Everybody's `send` into each rank's `out`, its shard; `in_place` where that is a part of `send`."""
+        """Reduce everybody's `send` into each rank's shard `out`; `in_place` where that is a part of `send`."""
         if self._size == 1 or is_half(send.dtype) or send.nbytes <= _SMALL_BYTES:
             return lambda: DirectReduce(send, out, counts, op, self._rank)
         limit = ring_segment_numel(max(counts), send.element_size())
@@ -40,7 +40,7 @@ class Routes:
         return lambda: RingReduce(send, out, first, arrivals, op, self._size, in_place)
 
     def all_gather(self, send: torch.Tensor, recv: torch.Tensor, counts: Sequence[int]) -> Callable[[], Stage]:
-        """Each rank's `send` into everybody's `recv`, of which it may be the part."""
+        """Gather each rank's `send` in everybody's `recv`, of which it may be the part."""
         limit = ring_segment_numel(max(counts), recv.element_size())
         first, arrivals = all_gather_ring(self._rank, counts, limit)
         mine = shard_spans(counts)[self._rank]
@@ -50,7 +50,7 @@ class Routes:
         return lambda: Relay(recv, parts, arrivals, own)
 
     def all_reduce(self, send: torch.Tensor, recv: torch.Tensor, op: ReduceOp) -> list[Stage]:
-        """Everybody's `send` into everybody's `recv`, which may be `send`."""
+        """Reduce everybody's `send` into everybody's `recv`, which may be `send`."""
         if self._size == 1 or send.nbytes <= _SMALL_BYTES:
             return [self._exchange_all(send, recv, op)]
         counts = balanced_split(send.numel(), self._size)
@@ -73,14 +73,14 @@ class Routes:
         return Exchange(sends, [(peer, parts[peer]) for peer in others], afterwards=combine)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Callable[[], Stage]:
-        """`root`'s tensor into everybody's."""
+        """Copy `root`'s tensor into everybody's."""
         limit = max(1, SEGMENT_BYTES // tensor.element_size())
         first, arrivals = broadcast_chain(self._rank, self._size, root, tensor.numel(), limit)
         parts = [view(tensor, span) for span in first]
         return lambda: Relay(tensor, parts, arrivals)
 
     def reduce(self, send: torch.Tensor, recv: torch.Tensor | None, op: ReduceOp, root: int) -> list[Stage]:
-        """Everybody's `send` into `root`'s `recv`: a reduce-scatter whose shards then go to the root."""
+        """Reduce everybody's `send` into `root`'s `recv`: a reduce-scatter whose shards then go to the root."""
         counts = balanced_split(send.numel(), self._size)
         spans = shard_spans(counts)
         mine = torch.empty(counts[self._rank], dtype=send.dtype, device="cpu")
@@ -94,7 +94,7 @@ class Routes:
     def all_to_all(
         self, send: torch.Tensor, recv: torch.Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]
     ) -> Stage:
-        """Part i of `send` to rank i, part j of `recv` from rank j."""
+        """Send part i of `send` to rank i, and receive part j of `recv` from rank j."""
         outgoing, incoming = shard_spans(send_counts), shard_spans(recv_counts)
         # In step k everybody sends k ranks ahead and receives from k ranks behind: no host is sent to by all at once.
         steps = range(1, self._size)

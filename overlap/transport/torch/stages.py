@@ -1,4 +1,4 @@
-"""What an operation does on the wire: messages posted without blocking, then waits that finish them.
+"""Stages of an operation on the wire: messages posted without blocking, then waits that finish them.
 
 Receives are posted ahead of what they wait for: they are then known to the peer when its data is ready.
 """
@@ -27,7 +27,7 @@ WINDOW = 8
 
 
 class Stage(ABC):
-    """One round of messages. `post` never blocks."""
+    """A round of messages. `post` never blocks."""
 
     @abstractmethod
     def post(self, link: Link, tag: int) -> None:
@@ -35,7 +35,7 @@ class Stage(ABC):
 
     @abstractmethod
     def finish(self, link: Link) -> None:
-        """Do the rest; afterwards all buffers are the caller's again."""
+        """Finish the messages; afterwards all buffers are the caller's again."""
 
 
 class StagedTask(Task):

@@ -1,4 +1,4 @@
-"""Environment variables that are set for as long as something lasts, for libraries and for processes that a rank starts."""
+"""Sets environment variables for a while, for libraries and for processes that a rank starts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["Variables"]
 
 
 class Variables:
-    """Set until :meth:`restore`."""
+    """Environment variables that are set until :meth:`restore`."""
 
     def __init__(self, values: Mapping[str, str]) -> None:
         self._values = dict(values)

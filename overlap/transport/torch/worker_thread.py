@@ -1,4 +1,4 @@
-"""One thread that carries out a communicator's operations in the order in which they were issued.
+"""A thread that carries out a communicator's operations in the order in which they were issued.
 
 [Note: inference mode]
 What is issued inside ``torch.inference_mode()`` may be written nowhere else, and that mode is a thread's own. Ordinary
@@ -34,27 +34,27 @@ SLOW_SECONDS = 2.0  # until a wait is worth asking why
 
 
 class Task(ABC):
-    """What an operation does: `post`, then `finish`, each once."""
+    """The work of an operation: `post`, then `finish`, each once."""
 
     @abstractmethod
     def post(self) -> None:
-        """Start what waits for nothing. Never blocks."""
+        """Start what does not have to wait. Never blocks."""
 
     @abstractmethod
     def finish(self) -> None:
-        """Do the rest."""
+        """Finish the operation."""
 
     @abstractmethod
     def ask(self) -> None:
-        """It is the first in line, and somebody has waited for long. Waits for nobody."""
+        """Ask why this operation, the first in line, takes so long. Waits for nobody."""
 
     @abstractmethod
     def fail(self) -> None:
-        """After an error in either: release the peers, who must not wait for what will never come."""
+        """Release the peers after an error, since they must not wait for what will never come."""
 
 
 class PendingWork:
-    """An issued operation: what `overlap.transport.communicator.Work` promises."""
+    """An issued operation, a `overlap.transport.communicator.Work`."""
 
     def __init__(
         self, kind: str, label: str, rank: int, size: int, nbytes: int, slow: Callable[[], None] = lambda: None
@@ -108,7 +108,7 @@ class PendingWork:
         return f"{self._what} ({self._where}, {state}, {self.seconds:.1f} s)"
 
     def blamed(self, error: BaseException) -> comm_core.Error:
-        """What is raised where this operation ended with `error`."""
+        """The error to raise where this operation ended with `error`."""
         kind = type(error) if isinstance(error, comm_core.Error) else TransportError
         return kind(f"{self._what} ({self._where}): {error}")
 
@@ -179,7 +179,7 @@ class WorkerThread:
             return [entry.work for entry in self._line]
 
     def ask_first(self) -> None:
-        """Somebody has waited for long: the operation that is being carried out asks why."""
+        """Have the operation that is being carried out ask why it takes so long."""
         with self._changed:
             task = self._line[0].task if self._line else None
         if task is not None:
