@@ -1,4 +1,4 @@
-"""What the programs of the benchmarks share: where the project is, options that count, tables, and an end in order."""
+"""Shared by all benchmark programs: the project's folder, count options, tables, and an orderly end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """What argparse reads an option with that counts from `least`; anything else is an error with status 2."""
+    """An argparse type for counts from `least`; anything else is an error with status 2."""
 
     def read(text: str) -> int:
         try:
@@ -31,7 +31,7 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 def from_toml(path: Path) -> dict[str, Any]:
-    """What a TOML file holds. Raises ``OSError``, and ``ValueError`` where it is none."""
+    """The contents of a TOML file. Raises ``OSError``, and ``ValueError`` where it is none."""
     # Python 3.10 has no tomllib; requirements.txt names the package it was made from.
     toml = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
     found: dict[str, Any] = toml.loads(path.read_text())
@@ -39,7 +39,7 @@ def from_toml(path: Path) -> dict[str, Any]:
 
 
 def end_in_order() -> None:
-    """From now on SIGTERM, and SIGHUP as a terminal sends when it is closed, raise ``SystemExit``. Of the main thread.
+    """Have SIGTERM, and a closed terminal's SIGHUP, raise ``SystemExit`` from now on. Of the main thread.
 
     Emulated hosts and workers are removed then. A program started by nohup goes on ignoring SIGHUP.
     """

@@ -31,7 +31,10 @@ from bench.train.settings import Settings, check
 
 
 def prepare(spec: str, arguments: argparse.Namespace) -> tuple[Settings, Method]:
-    """What one method's run needs. Raises ``ValueError`` or ``MethodUnavailable`` for one that cannot run."""
+    """The settings and the method of one run.
+
+    Raises ``ValueError`` or ``MethodUnavailable`` for one that cannot run.
+    """
     settings = Settings(method=spec, workers=arguments.workers, network=arguments.network, timeout=arguments.timeout)
     check(settings)
     chosen = method(spec)
@@ -52,12 +55,12 @@ def run(spec: str, seed: int, settings: Settings, chosen: Method, arguments: arg
 
 
 def curve(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One method's `runs`, a seed each; the first of them is what is drawn."""
+    """One method's `runs`, one for each seed, with the curve of the first, which is drawn."""
     return {**{key: runs[0][key] for key in ("loss", "seconds", "origin")}, "runs": runs}
 
 
 def leave(curves: dict[str, dict[str, Any]], arguments: argparse.Namespace) -> None:
-    """The numbers, the picture and the report of what has been run so far; the next one may fail."""
+    """Write the numbers, the picture and the report of what has been run so far; the next run may fail."""
     arguments.output.with_suffix(".json").write_text(json.dumps(curves))
     about = f"{arguments.task}, {arguments.workers} workers, {arguments.network}"
     timed = arguments.network != "local"
@@ -70,13 +73,16 @@ def leave(curves: dict[str, dict[str, Any]], arguments: argparse.Namespace) -> N
 
 
 def count(numbers: Sequence[int], thing: str) -> str:
-    """The least and the largest of `numbers`, with the unit `thing`."""
+    """A range as text: the least and the largest of `numbers`, with the unit `thing`."""
     least, most = min(numbers), max(numbers)
     return f"{least:,} to {most:,} {thing}s" if least < most else f"{most:,} {thing}{'s' if most > 1 else ''}"
 
 
 def earlier(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """What `--add` adds to. Raises ``ValueError`` where its steps are others than those that are asked for."""
+    """The earlier results that `--add` adds to.
+
+    Raises ``ValueError`` where its steps are others than those that are asked for.
+    """
     file = arguments.output.with_suffix(".json")
     curves: dict[str, dict[str, Any]] = json.loads(file.read_text())
     for name, one in curves.items():

@@ -1,4 +1,4 @@
-"""Curves of several methods: how far their losses are apart step by step, who gets there first, and the picture."""
+"""Curves of several methods: how far their losses differ at each step, who gets to a loss first, and the picture."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def apart(curves: Mapping[str, Curve]) -> float:
 
 
 def report(curves: Mapping[str, Curve]) -> str:
-    """A line for every method, and how far apart they are."""
+    """A table with a line for every method, and how far their losses are apart."""
     slowest = max(curve["seconds"][-1] for curve in curves.values())
     lines = [f"{'method':<44}{'last loss':>10}{'steps':>7}{'seconds':>9}{'of slowest':>12}"]
     for name, curve in sorted(curves.items(), key=lambda item: item[1]["seconds"][-1]):
@@ -47,7 +47,7 @@ def report(curves: Mapping[str, Curve]) -> str:
 
 
 def draw(curves: Mapping[str, Curve], title: str, path: Path, *, timed: bool) -> None:
-    """The loss over steps, where methods with equal results are one line; beside it, if `timed`, over wall time.
+    """Draw the loss over steps, methods with equal results as one line, and if `timed` over wall time beside it.
 
     Where results differ, means are over more steps, and the scale is logarithmic.
     """

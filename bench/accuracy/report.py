@@ -1,4 +1,4 @@
-"""What methods are worth whose results are others: the loss on data held out, by seeds, and how long to a loss. Pure.
+"""Compares methods that train differently: the loss on held-out data, over seeds, and the time to a loss. Pure.
 
 A loss is the mean of `LONG_WINDOW` steps.
 """
@@ -31,7 +31,7 @@ def targets(runs: Sequence[Run]) -> list[float]:
 
 
 def seconds_to(run: Run, loss: float) -> float | None:
-    """When the mean loss of some steps was as small for the first time; None: never."""
+    """The seconds until the mean loss of some steps was as small for the first time; None: never."""
     for reached, seconds in zip(smooth(run["loss"], LONG_WINDOW), run["seconds"], strict=True):
         if reached <= loss:
             return float(seconds)
@@ -39,7 +39,7 @@ def seconds_to(run: Run, loss: float) -> float | None:
 
 
 def steps_to(run: Run, loss: float) -> float | None:
-    """After how many steps that was."""
+    """The number of steps until then."""
     curve = smooth(run["loss"], LONG_WINDOW)
     return next((float(step) for step, reached in enumerate(curve, 1) if reached <= loss), None)
 
@@ -53,7 +53,7 @@ def _in_words(values: Sequence[float | None], digits: int) -> str:
 
 
 def held_out(methods: Mapping[str, Sequence[Run]]) -> list[list[str]]:
-    """Rows of cells, the head first: means and standard deviations on data that was held out; none where none was."""
+    """A table: means and standard deviations on data that was held out; empty if there was none."""
     first = next(iter(methods.values()))
     kinds = list(first[0].get("held_out", {}))
     if not kinds:
@@ -73,7 +73,7 @@ def held_out(methods: Mapping[str, Sequence[Run]]) -> list[list[str]]:
 
 
 def reached(methods: Mapping[str, Sequence[Run]], *, timed: bool) -> list[list[str]]:
-    """Rows of cells, the head first: how many steps, or seconds, it takes to three losses of the first method.
+    """A table: the steps or seconds until three losses of the first method are reached.
 
     Where seconds count, methods may have made other numbers of steps, which are told.
     """
@@ -94,7 +94,7 @@ def _table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def markdown(about: str, methods: Mapping[str, Sequence[Run]], *, timed: bool) -> str:
-    """`methods`: the runs of each, a seed each; the first one is what others are compared with.
+    """The report on the runs of each method, a run for each seed; the others are compared with the first method.
 
     `timed`: whether seconds say anything, as they do where ranks are on a network; else steps are counted.
     """

@@ -1,4 +1,4 @@
-"""Small things to learn for real: handwritten digits, and the next byte of a text with a GPT-2.
+"""Small tasks of real learning: handwritten digits, and the next byte of a text with a GPT-2.
 
 `digits` and `gpt2`, which learns this project's own text, compare methods with equal results step by step. `cnn` and
 `language` hold a part of their data out, for methods whose results are others.
@@ -44,7 +44,7 @@ class Task:
 
 
 def warm_up_and_cosine(step: int, steps: int) -> float:
-    """Rises in a line, and falls by half a cosine (Loshchilov & Hutter, ICLR 2017).
+    """A learning-rate factor that rises linearly and falls by half a cosine (Loshchilov & Hutter, ICLR 2017).
 
     Without it, a GPT-2 leaves its first plateau by chance, and seeds are farther apart than methods.
     """

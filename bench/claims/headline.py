@@ -30,7 +30,7 @@ LABELS = {
 
 
 def compared(groups: Sequence[Group]) -> list[Group]:
-    """Those in which both dear and DDP ran over a network with a bound; the most communication last."""
+    """The groups in which both dear and DDP ran over a network with a bound, ordered by their share of communication."""
     found = [one for one in groups if one.bound and one.wire and one.compute and {"dear", "ddp"} <= one.best.keys()]
     return sorted(found, key=lambda one: (one.wire or 0) / (one.compute or 1))
 
@@ -43,7 +43,7 @@ def _what(one: Group) -> str:
 
 
 def draw(groups: Sequence[Group], path: Path) -> None:
-    """Dots on a line for each of the `groups`, from 1, the bound, to the right."""
+    """Draw a line of dots for each of the `groups`, from 1, the bound, to the right."""
     figure, axis = plt.subplots(figsize=(9, 0.6 + 0.42 * len(groups)), layout="constrained")
     for place, one in enumerate(groups):
         steps = {name: one.best[name].median / (one.bound or 1) for name in METHODS if name in one.best}

@@ -1,4 +1,4 @@
-"""Where a page says something else than its sources, or a number names none (reads results, else pure)."""
+"""Checks that pages agree with their sources, and that measured numbers name one (reads results, else pure)."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _section(text: str, heading: str | None) -> str:
 
 
 def unsourced(text: str, heading: str | None) -> Iterator[tuple[int, str]]:
-    """Numbers in a section of a page that look measured and name no source, by line."""
+    """Numbers in a page that look measured and name no source, by line."""
     bare = _SOURCED.sub(lambda found: _blank(found[0]), _section(text, heading))
     bare = _FREE.sub(lambda found: _blank(found[0]), bare)
     in_tables = [
@@ -74,12 +74,15 @@ def _rendered(found: re.Match[str], view: Callable[[str], str]) -> str:
 
 
 def written(text: str, view: Callable[[str], str] = render) -> str:
-    """The page with what the results say. Raises ``ValueError`` for a source that gives nothing."""
+    """The page with its sourced passages rewritten from the results.
+
+    Raises ``ValueError`` for a source that gives nothing.
+    """
     return _SOURCED.sub(lambda found: _rendered(found, view), text)
 
 
 def problems(text: str, view: Callable[[str], str] = render) -> Iterator[tuple[int, str]]:
-    """What is wrong with the sourced passages of a page, by line."""
+    """The problems of a page's sourced passages, by line."""
     passages = list(_SOURCED.finditer(text))
     marks = {mark: text.count(mark) for mark in (_BEGIN, _END)}
     if set(marks.values()) != {len(passages)}:

@@ -25,7 +25,7 @@ class Source:
     named: Mapping[str, str]
 
     def methods(self) -> list[str]:
-        """The words after the file's, as the families of methods that they mean."""
+        """The families of methods that the words after the file name."""
         return [family_of(word) for word in self.words[1:]]
 
     def option(self, name: str) -> str:
@@ -38,7 +38,7 @@ class Source:
         return data
 
     def groups(self) -> list[Group]:
-        """Those of the sweep with all the settings that are named. Raises ``ValueError`` where there are none."""
+        """The groups of the sweep that have all the settings named. Raises ``ValueError`` where there are none."""
         where = {name: value for name, value in self.named.items() if name in GROUP}
         found = [
             one

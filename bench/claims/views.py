@@ -1,4 +1,4 @@
-"""What the files in ``docs/results`` say, as Markdown: whole tables, and numbers for sentences (reads files, else pure).
+"""Renders files in ``docs/results`` as Markdown: whole tables, and numbers for sentences (reads files, else pure).
 
 A source names a view, the file, and which groups of runs are meant, by their settings:
 
@@ -29,7 +29,7 @@ VIEWS: Mapping[str, Callable[[Source], str]] = {view.__name__: view for view in 
 
 
 def render(text: str, folder: Path = RESULTS) -> str:
-    """What the source `text` gives. Raises ``ValueError`` with the reason where it gives nothing."""
+    """The Markdown that the source `text` stands for. Raises ``ValueError`` with the reason where it gives nothing."""
     words = shlex.split(text)
     if not words or words[0] not in VIEWS:
         raise ValueError(f"{text!r} should begin with one of {', '.join(VIEWS)}")

@@ -1,4 +1,4 @@
-"""What the collectives have to reach, and whether a run did (pure)."""
+"""The goals that collectives have to reach, and whether a run did (pure)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was measured of a collective as rows of a table (pure)."""
+"""Measurements of a collective as rows of a table (pure)."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""An accelerator that only takes time: real parameters and gradients, computation slept through."""
+"""An emulated accelerator, with real parameters and gradients, whose computation is slept through."""

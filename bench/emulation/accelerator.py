@@ -77,7 +77,7 @@ def owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]]:
 
 
 def gradient_bytes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Of each parameter of the modules that :func:`owners` gives."""
+    """The bytes of each parameter of the modules that :func:`owners` gives."""
     return {
         name: tuple(module._parameters[key].nbytes for key in owned)  # type: ignore[union-attr]
         for name, module, owned in owners(model)
@@ -108,7 +108,7 @@ class Accelerator:
 
     @classmethod
     def named(cls, spec: str, batch_size: int) -> Accelerator:
-        """Raises ``ValueError`` when the spec's batch size is not the run's: rates would be of something else."""
+        """The accelerator that `spec` names; raises ``ValueError`` if its batch size is not the run's."""
         model, device, number = parse_spec(spec)
         if number is None:
             number = batch_size

@@ -1,4 +1,4 @@
-"""Links with a delay, where the kernel has no netem: a process that carries packets between hosts' tun devices.
+"""Emulates links with a delay where the kernel has no netem: a process carries packets between tun devices.
 
     host a ─▶ eth0 (tun) ─▶ a's rate ─▶ b's rate ─▶ the delay ─▶ eth0 (tun) ─▶ host b
 
@@ -30,7 +30,7 @@ _QUEUE = 0.1  # seconds of packets that wait for a sender's link, as the shaped 
 
 
 class Links:
-    """When a packet arrives: of each host, until when its link sends and until when it receives. Pure."""
+    """Computes when packets arrive, from the times until which each host's link is busy. Pure. Pure."""
 
     def __init__(self, hosts: int, rate: float, delay: float) -> None:
         self._second = 8 / rate  # of a byte
@@ -38,7 +38,7 @@ class Links:
         self._sends, self._receives = [0.0] * hosts, [0.0] * hosts
 
     def arrival(self, now: float, source: int, target: int, nbytes: int) -> float | None:
-        """Of a packet that `source` sends `now`; None where too many wait."""
+        """The arrival of a packet that `source` sends `now`; None where too many wait."""
         if self._sends[source] - now > _QUEUE:
             return None
         took = nbytes * self._second

@@ -109,7 +109,7 @@ def send(address: str, total: int) -> None:
 
 
 def wanted(seconds: float, sent: int) -> bool:
-    """Whether a sender goes on that has sent so much in so long."""
+    """Whether a sender continues that has sent so many bytes in so many seconds."""
     return seconds < _ENOUGH_SECONDS or (sent < _ENOUGH_BYTES and seconds < _MOST_SECONDS)
 
 

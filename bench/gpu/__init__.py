@@ -1,1 +1,1 @@
-"""What a machine with one GPU has to show: ``python -m bench.gpu``."""
+"""All checks that a machine with one GPU can run: ``python -m bench.gpu``."""

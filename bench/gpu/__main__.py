@@ -132,7 +132,7 @@ def _arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """0: all that could be run passed; 1: something failed; 2: there is no GPU, or an argument is wrong."""
+    """Run the checks. Returns 0: all that could be run passed; 1: something failed; 2: no GPU, or a wrong argument."""
     chosen = _arguments(arguments)
     chosen.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="bench-gpu-") as name:

@@ -1,4 +1,4 @@
-"""What a machine has that decides which checks can be run: ``python -m bench.gpu.facts`` prints it as JSON.
+"""Facts about a machine that decide which checks can run: ``python -m bench.gpu.facts`` prints them as JSON.
 
 A process of its own, because what was built a moment ago is seen by new ones alone.
 """
@@ -33,7 +33,7 @@ class Facts:
 
 
 def missing_gpu() -> str | None:
-    """Why there is no GPU to check; None where there is one."""
+    """The reason why there is no GPU to check; None where there is one."""
     import torch
 
     if torch.version.cuda is None:

@@ -122,7 +122,7 @@ def measure(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Writes the profile; 2 where there is no such device."""
+    """Write the profile; returns 2 where there is no such device."""
     parser = argparse.ArgumentParser(prog="bench.gpu.layers", description=__doc__)
     parser.add_argument("model", choices=list(MODELS))
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")

@@ -1,4 +1,4 @@
-"""Every strategy on a device equals one process on the concatenated batch: run by 1 or 2 ranks, ``-m bench.gpu.parity``.
+"""Checks on a device that every strategy equals one process on the whole batch; for 1 or 2 ranks.
 
 With ``--device cpu`` the same on the CPU. ``--trace FILE`` has rank 0 write a trace of `dear`, streams included.
 """
@@ -65,7 +65,10 @@ def _train(model: torch.nn.Module, optimizer: Any, rank: int, size: int) -> list
 
 
 def largest_difference(strategy: str, device: torch.device, dtype: torch.dtype) -> float:
-    """Between parameters trained with `strategy` by all ranks and by one process. After ``init()``, on every rank."""
+    """The largest difference between parameters trained with `strategy` by all ranks and by one process.
+
+    After ``init()``, on every rank.
+    """
     alone, shared = _model(device, dtype), _model(device, dtype)
     expected = _train(alone, torch.optim.AdamW(alone.parameters(), lr=1e-2), 0, 1)
     wrapped = STRATEGIES[strategy](torch.optim.AdamW(shared.parameters(), lr=1e-2), shared)
@@ -89,7 +92,7 @@ def _trace(device: torch.device, file: str) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """0 where every strategy is within the tolerance of its type, on this rank."""
+    """Run all strategies; returns 0 where each is within the tolerance of its type, on this rank."""
     parser = argparse.ArgumentParser(prog="bench.gpu.parity", description=__doc__)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--trace", metavar="FILE")

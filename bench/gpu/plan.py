@@ -1,4 +1,4 @@
-"""The checks that a machine with one GPU is put through, as commands (pure)."""
+"""The checks of a machine with one GPU, as commands (pure)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Check:
 def checks(
     python: str, found: Facts, find: Callable[[str], str | None], nccl: str | None = None, workers: int = 0
 ) -> list[Check]:
-    """All of them, what matters most first.
+    """All checks, what matters most first.
 
     `find` looks for a tool as ``shutil.which`` does, `nccl` is a library for the check of that name alone, and `workers`
     run tests side by side where pytest-xdist is there.

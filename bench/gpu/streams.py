@@ -16,7 +16,7 @@ _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 
 @dataclass(frozen=True)
 class Stream:
-    """`busy_ms` adds up what ran on it; `examples` are names of what did, the longest in all first."""
+    """A stream: `busy_ms` adds up what ran on it; `examples` names what did, the longest first."""
 
     number: int
     operations: int

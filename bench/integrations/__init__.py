@@ -1,1 +1,1 @@
-"""Other libraries' trainers over dear and over their own DDP, on the same data: losses, and the time of a step."""
+"""Compares other libraries' trainers over dear with their own DDP, on the same data: losses and step times."""

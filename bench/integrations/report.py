@@ -1,4 +1,4 @@
-"""What pairs of runs say: the time of a step of each method, their ratio, and the losses side by side (pure)."""
+"""Reports on pairs of runs: each method's step time, their ratio, and the losses side by side (pure)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def step_seconds(curve: Curve) -> float:
 
 
 def of_pair(pair: Mapping[str, Curve]) -> str:
-    """A line of one pair."""
+    """One pair as a line of text."""
     times = {name: step_seconds(curve) for name, curve in pair.items()}
     shown = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in times.items())
     return f"a step: {shown}; dear / ddp {times['dear'] / times['ddp']:.2f}"

@@ -1,4 +1,4 @@
-"""What every library trains: the small GPT-2 of `bench.accuracy`, a few times as large, on this project's own text."""
+"""The task of all libraries: `bench.accuracy`'s small GPT-2, several times as large, on this project's own text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LEARNING_RATE = 3e-4
 
 
 class Task:
-    """The one argument of a worker, and what rank 0 leaves."""
+    """The task of a worker, which is its one argument, and the results that rank 0 writes."""
 
     def __init__(self) -> None:
         given: Mapping[str, Any] = json.loads(sys.argv[1])
@@ -39,12 +39,12 @@ class Task:
         self.ended.append(time.perf_counter() - self._begun)
 
     def leave(self, losses: Sequence[float]) -> None:
-        """On rank 0: the losses of the steps, over the whole batch."""
+        """Write, on rank 0, the losses of the steps, over the whole batch."""
         self.output.write_text(json.dumps({"loss": list(losses), "seconds": self.ended}))
 
 
 def model() -> torch.nn.Module:
-    """19 million parameters, the same on every rank."""
+    """A GPT-2 with 19 million parameters, the same on every rank."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(1)
@@ -56,7 +56,7 @@ def model() -> torch.nn.Module:
 
 
 def data(steps: int, workers: int) -> list[dict[str, torch.Tensor]]:
-    """Sentences for as many steps of all workers, the same on every rank, and in every run while no page is edited."""
+    """Sentences for so many steps of all workers, the same on every rank, and in every run while no page is edited."""
     everything, generator = text(), torch.Generator().manual_seed(2)
     starts = torch.randint(len(everything) - WORDS, (steps * workers * BATCH,), generator=generator)
     pieces = [everything[start : start + WORDS] for start in starts.tolist()]

@@ -1,1 +1,1 @@
-"""The ways to train on several ranks that benchmarks compare: ours, and what people use today."""
+"""The training methods that benchmarks compare: ours, and those in common use."""

@@ -21,7 +21,7 @@ _PLAIN_STEPS = 2  # the fewest that torch allows with error feedback and a warm 
 
 
 class Ddp(Method):
-    """Options of torch's constructor.
+    """DistributedDataParallel; its options are those of torch's constructor.
 
     ``bucket_mb``: ``bucket_cap_mb``; None for torch's default, 25 MB after a first bucket of 1 MB. ``view``: gradients live
     in buckets. ``powersgd``: the rank of the matrices that stand for gradients (PowerSGD, 1905.13727), from the third step
@@ -62,7 +62,7 @@ class Ddp(Method):
 
 
 class DdpZero(Ddp):
-    """Every rank holds the optimizer state of some parameters, updates them, and broadcasts them."""
+    """DDP with ZeroRedundancyOptimizer: every rank updates some parameters, holds their state, and broadcasts them."""
 
     name = "ddp-zero"
 

@@ -56,7 +56,7 @@ def layers(model: nn.Module, count: int) -> list[list[nn.Module]]:
 
 
 class Fsdp2(Method):
-    """``reshard``: parameters are freed after forward and gathered again for backward (``reshard_after_forward``).
+    """FSDP2; ``reshard`` is ``reshard_after_forward``: parameters are freed then, and gathered again for backward.
 
     A unit's parameters are gathered, and its gradients reduced, in one operation. ``unit_layers``: it is so many
     neighbouring layers (torch 2.5 or newer); None: a module of at most 25 MB, as DDP's buckets are.

@@ -29,7 +29,7 @@ _AUTOTUNE = {
 
 
 class Horovod(Method):
-    """``fusion_mb`` sets HOROVOD_FUSION_THRESHOLD (its default: 128), ``cycle_ms`` HOROVOD_CYCLE_TIME (1).
+    """Horovod; ``fusion_mb`` sets HOROVOD_FUSION_THRESHOLD (default 128), ``cycle_ms`` HOROVOD_CYCLE_TIME (1).
 
     ``yield_when_idle``: Open MPI's ``mpi_yield_when_idle``, with which ranks that wait give up their cores instead of
     spinning. False: where there are more workers than cores; see :func:`bench.train.launcher.environment`.
@@ -86,7 +86,7 @@ class Horovod(Method):
         return model, self._hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
 
     def tuning(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Horovod does not say when its search is over: its steps are counted, as this is called before each."""
+        """Whether the search goes on: Horovod does not say, so its steps are counted; called before each."""
         self._to_search -= self._to_search > 0
         return self._to_search > 0
 

@@ -1,4 +1,4 @@
-"""What a benchmark asks of a method: join the job, distribute a model and its optimizer, settle, leave."""
+"""The interface of a method: join the job, distribute a model and its optimizer, settle, leave."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Method(ABC):
         return {}
 
     def look(self) -> None:  # noqa: B027  most methods are always here
-        """Raises :class:`MethodUnavailable` when the method cannot run on this machine."""
+        """Check that the method can run on this machine; raises :class:`MethodUnavailable`."""
 
     @abstractmethod
     def join(self, device: torch.device) -> Place:
@@ -68,7 +68,7 @@ class Method(ABC):
         return False
 
     def setting(self, optimizer: Optimizer) -> str:
-        """What the method has chosen by now, in words; empty where it chooses nothing."""
+        """The method's current choice, as text; empty where it chooses nothing."""
         return ""
 
     def save_profile(self, optimizer: Optimizer, path: Path, batch_size: int) -> None:

@@ -1,4 +1,4 @@
-"""Joining torch.distributed, for the baselines that run over it: under torchrun, or under mpirun on real hosts."""
+"""Joins torch.distributed, for baselines that run over it, under torchrun or under mpirun on real hosts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ __all__ = ["join", "leave"]
 
 
 def join(device: torch.device) -> Place:
-    """gloo for the CPU, NCCL for CUDA. Under mpirun the launcher exports MASTER_ADDR and MASTER_PORT."""
+    """Make the process group: gloo for the CPU, NCCL for CUDA.
+
+    Under mpirun the launcher exports MASTER_ADDR and MASTER_PORT.
+    """
     launch = detect(os.environ)
     if launch.launcher is not Launcher.TORCHRUN:
         os.environ.update(RANK=str(launch.rank), WORLD_SIZE=str(launch.size))

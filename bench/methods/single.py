@@ -1,4 +1,4 @@
-"""Training without communication, every rank for itself: what the computation alone takes."""
+"""The method without communication, in which every rank trains alone: it shows what computation takes."""
 
 from __future__ import annotations
 

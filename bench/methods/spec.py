@@ -1,4 +1,4 @@
-"""How a method and its options are written, and which of them only tune it (pure)."""
+"""The notation of a method with its options, and which of the options only tune it (pure)."""
 
 from __future__ import annotations
 

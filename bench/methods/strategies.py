@@ -1,4 +1,4 @@
-"""Our strategies: the optimizer of the package that bears the name."""
+"""Our strategies as methods, each the optimizer of the package of its name."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Strategy(Method):
-    """Options are keyword arguments of the package's ``DistributedOptimizer``, which refuses values that it cannot honour.
+    """A strategy of ours; options are keyword arguments of its package's ``DistributedOptimizer``.
 
     `compression` and `gather_dtype` are written ``bf16`` or ``fp16``.
     """

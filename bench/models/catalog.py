@@ -1,4 +1,4 @@
-"""What can be trained: each model with its synthetic batch, its loss and the learning rate that suits it."""
+"""The models that can be trained, each with its synthetic batch, loss and learning rate."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ MODELS = {
 
 
 def workload(name: str) -> Workload:
-    """Raises ``ValueError`` with the known names for another one."""
+    """The workload of this name; raises ``ValueError``, with the known names, for another one."""
     if name not in MODELS:
         raise ValueError(f"the model should be one of {', '.join(MODELS)} and is {name!r}")
     return MODELS[name]

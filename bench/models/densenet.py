@@ -12,7 +12,7 @@ __all__ = ["DENSENETS"]
 
 
 class DenseLayer(nn.Module):
-    """Adds `growth` channels to what it was given."""
+    """A layer that adds `growth` channels to its input."""
 
     def __init__(self, inputs: int, growth: int) -> None:
         super().__init__()

@@ -41,7 +41,7 @@ def _pooled(inputs: int, outputs: int, *, whole: bool = False) -> nn.Sequential:
 
 
 class Join(nn.Module):
-    """Every branch reads the same input; outputs are joined along the channels."""
+    """Branches that read the same input, and whose outputs are joined along the channels."""
 
     def __init__(self, *branches: nn.Module) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def _mixed(inputs: int, one: int, three: tuple[int, int], five: tuple[int, int],
 
 
 def googlenet() -> nn.Module:
-    """Images (N, 3, H, W) to scores (N, 1000)."""
+    """GoogLeNet: images (N, 3, H, W) to scores (N, 1000)."""
     first = (_chain(3, (64, (7, 7), 2, True)), nn.MaxPool2d(3, 2, 1))
     stem = nn.Sequential(*first, _chain(64, *_same((64, (1, 1)), (192, (3, 3)))), nn.MaxPool2d(3, 2, 1))
     three = (_mixed(192, 64, (96, 128), (16, 32), 32), _mixed(256, 128, (128, 192), (32, 96), 64))
@@ -123,7 +123,7 @@ def _grid_8(inputs: int) -> Join:
 
 
 def inception_v3() -> nn.Module:
-    """Images (N, 3, H, W), H and W at least 75, to scores (N, 1000)."""
+    """Inception v3: images (N, 3, H, W), H and W at least 75, to scores (N, 1000)."""
     down = _chain(3, (32, (3, 3), 2, False), (32, (3, 3), 1, False), (64, (3, 3), 1, True))
     up = _chain(64, (80, (1, 1), 1, False), (192, (3, 3), 1, False))
     stem = nn.Sequential(down, nn.MaxPool2d(3, 2), up, nn.MaxPool2d(3, 2))
@@ -177,6 +177,6 @@ def _block_c() -> Join:
 
 
 def inceptionv4() -> nn.Module:
-    """Images (N, 3, H, W), H and W at least 75, to scores (N, 1000)."""
+    """Inception v4: images (N, 3, H, W), H and W at least 75, to scores (N, 1000)."""
     a, b, c = ([make() for _ in range(times)] for make, times in ((_block_a, 4), (_block_b, 7), (_block_c, 3)))
     return nn.Sequential(_stem(), *a, _reduction_a(), *b, _reduction_b(), *c, _head(1536))

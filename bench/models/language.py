@@ -32,7 +32,7 @@ _SHAPES = {"small": (4, 512, 8), "base": (12, 768, 12), "large": (24, 1024, 16)}
 
 
 def bert(shape: str) -> nn.Module:
-    """Ids and masked-word labels (N, words) and next-sentence labels (N,) to the sum of both losses."""
+    """BERT: ids and masked-word labels (N, words) and next-sentence labels (N,) to the sum of both losses."""
     from transformers import BertConfig, BertForPreTraining
 
     layers, width, heads = _SHAPES[shape]
@@ -47,7 +47,7 @@ def bert(shape: str) -> nn.Module:
 
 
 def gpt2() -> nn.Module:
-    """Ids (N, words) to the mean loss of predicting each next word. 124,439,808 parameters."""
+    """GPT-2: ids (N, words) to the mean loss of predicting each next word. 124,439,808 parameters."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config: Any = GPT2Config(use_cache=False)

@@ -13,17 +13,17 @@ WIDTH, NARROW = 500, 64
 
 
 def mlp() -> nn.Module:
-    """Vectors (N, 500) to scores (N, 500): 1 MB a layer."""
+    """A perceptron with 1 MB a layer: vectors (N, 500) to scores (N, 500)."""
     return _perceptron(WIDTH, blocks=10, layers=10)
 
 
 def narrow_mlp() -> nn.Module:
-    """Vectors (N, 64) to scores (N, 64): 16 KB a layer, so that it is the starts of operations that cost."""
+    """A perceptron with 16 KB a layer, so that operations' starts dominate: vectors (N, 64) to scores (N, 64)."""
     return _perceptron(NARROW, blocks=20, layers=20)
 
 
 def uneven_mlp() -> nn.Module:
-    """Vectors (N, 500) to scores (N, 500): 28 layers of 1 MB, one of 70 MB, and two of 1 MB."""
+    """A perceptron of 28 layers of 1 MB, one of 70 MB, and two of 1 MB: vectors (N, 500) to scores (N, 500)."""
     large = [nn.Linear(WIDTH, 70 * WIDTH), nn.MaxPool1d(70)]
     return nn.Sequential(_perceptron(WIDTH, blocks=4, layers=7), *large, _perceptron(WIDTH, blocks=1, layers=2))
 

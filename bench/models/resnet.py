@@ -23,7 +23,7 @@ def _shortcut(inputs: int, outputs: int, stride: int) -> nn.Sequential:
 
 
 class Basic(nn.Module):
-    """Two 3x3 convolutions beside a shortcut."""
+    """A block of two 3x3 convolutions beside a shortcut."""
 
     expansion = 1
 
@@ -39,7 +39,7 @@ class Basic(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """1x1 down, 3x3, 1x1 up, beside a shortcut."""
+    """A block of 1x1 down, 3x3, and 1x1 up, beside a shortcut."""
 
     expansion = 4
 

@@ -30,7 +30,7 @@ def _vgg(depths: tuple[int, ...]) -> nn.Module:
 
 
 def alexnet() -> nn.Module:
-    """Images (N, 3, H, W), H and W at least 63, to scores (N, 1000)."""
+    """AlexNet: images (N, 3, H, W), H and W at least 63, to scores (N, 1000)."""
     layers: list[nn.Module] = []
     inputs = 3
     for width, kernel, stride, padding, pooled in (

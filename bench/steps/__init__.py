@@ -1,1 +1,1 @@
-"""Every step of a run from its first on, and a network that changes while it trains."""
+"""Measures every step of a run from the first on, while the network may change."""

@@ -1,4 +1,4 @@
-"""What came of the steps of a run, and how methods compare in sum. Pure, but for the picture."""
+"""The results of a run's steps, and how methods compare in total. Pure, but for the picture."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ _LAST = 15  # steps whose median is what a step takes in the end
 
 @dataclass(frozen=True)
 class Course:
-    """Seconds of all steps of a method, in order. `settings`: the step from which on each was in force, and what it was.
+    """The seconds of all steps of a method, in order.
+
+    `settings`: the step from which on each was in force, and what it was.
 
     `planned`: the first and the last step of each time that the method measured, and planned by it. `parameters`: a digest
     of them after the last step. `changed`: the first step on the other network; None: there was none.
@@ -33,7 +35,7 @@ class Course:
 
 
 def runs(steps: Sequence[int]) -> list[tuple[int, int]]:
-    """The first and the last of each row of consecutive ones."""
+    """The first and the last number of each row of consecutive ones."""
     found: list[tuple[int, int]] = []
     for step in steps:
         if found and found[-1][1] == step - 1:
@@ -44,19 +46,19 @@ def runs(steps: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def usual(course: Course) -> float:
-    """What a step takes in the end."""
+    """The seconds that a step takes at the end of a run."""
     return statistics.median(course.seconds[-_LAST:])
 
 
 def followed(course: Course) -> int | None:
-    """How many steps after the network changed its plan was made, and checked; None where nothing was planned then."""
+    """The number of steps from a change of the network to the end of its plan; None where nothing was planned then."""
     changed = course.changed
     ends = [last for first, last in course.planned if changed is not None and first >= changed]
     return None if changed is None or not ends else min(ends) - changed + 1
 
 
 def markdown(about: str, courses: Sequence[Course], picture: str | None) -> str:
-    """A table, a row for each method, and what was in force when."""
+    """A table with a row for each method, and what was in force when."""
     first = courses[0]
     changes = first.changed is not None
     head = ["method", f"all {len(first.seconds)} steps, s", f"of {first.method}'s", "in the end, ms a step"]
@@ -86,7 +88,7 @@ def markdown(about: str, courses: Sequence[Course], picture: str | None) -> str:
 
 
 def draw(courses: Sequence[Course], path: Path) -> None:
-    """Seconds over the number of a step, a line for each method."""
+    """Draw seconds over the number of the step, a line for each method."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -42,7 +42,7 @@ def _digest(model: torch.nn.Module) -> str:
 
 
 def main(argv: list[str]) -> None:
-    """`argv`: a folder, the number of steps, after how many the network changes (0: never), and options of bench.train."""
+    """Train; `argv`: a folder, the number of steps, when the network changes (0: never), and options of bench.train."""
     folder, steps, after = Path(argv[0]), int(argv[1]), int(argv[2])
     settings, _ = parse(argv[3:], None)
     assert settings.emulate_compute is not None, "computation is slept through"

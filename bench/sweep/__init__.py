@@ -1,1 +1,4 @@
-"""Many benchmark runs from one table: planned, run with resume and retries, summed up, drawn. Behind ``benchmarks.py``."""
+"""Runs many benchmarks from one table: planned, run with resume and retries, summed up, drawn.
+
+Behind ``benchmarks.py``.
+"""

@@ -1,4 +1,4 @@
-"""The bars of a sweep: read from its table, and judged by what was measured (pure).
+"""The bars of a sweep, goals for the times of its steps: read from its table, and judged by measurements (pure).
 
 [[bars]]
 method = "dear"                     # several settings of one method: the fastest counts
@@ -27,8 +27,8 @@ BOUND = "bound"
 
 @dataclass(frozen=True)
 class Bar:
-    """`method`'s median step is to be at most `at_most` times that of `of`, in the groups that `where` describes; with
-    `mean`, its mean step.
+    """A goal: `method`'s median step takes at most `at_most` times that of `of`, in the groups that `where` describes.
+    With `mean`, that is so of its mean step.
 
     With `as_it_comes`, the run of `method` without options counts, and not the fastest setting; where `of` is the same
     method, its other settings.
@@ -43,15 +43,15 @@ class Bar:
 
     @property
     def sides(self) -> tuple[str, str]:
-        """The families whose runs it needs; the bound is computed from the method `none`."""
+        """The families whose runs are needed; the bound is computed from the method `none`."""
         return family_of(self.method), "none" if self.of == BOUND else family_of(self.of)
 
     def speaks_of(self, settings: Mapping[str, Any]) -> bool:
-        """A bar that names no launcher speaks of runs for which none was chosen."""
+        """Whether the bar is about runs with these settings; without a launcher, about runs that chose none."""
         return all(settings.get(name) == value for name, value in {"launcher": None, **self.where}.items())
 
     def seconds(self, row: Row) -> float:
-        """Of a step, as this bar counts it."""
+        """The seconds of a step, as this bar counts it."""
         return row.mean if self.mean else row.median
 
     def __str__(self) -> str:
@@ -63,7 +63,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Verdict:
-    """`met` is None where the bar could not be judged; `excused` where that is so because ``--only`` left its runs out."""
+    """A judgement: `met` is None where the bar could not be judged, `excused` if ``--only`` left its runs out."""
 
     met: bool | None
     text: str

@@ -1,4 +1,4 @@
-"""Why runs have no result: the reason in a log, and a file beside the journal that keeps it for later reports."""
+"""Keeps, beside the journal, why runs have no result, by the reasons in their logs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _THAT_IT_FAILED = re.compile(r"a worker failed|exited with -?\d+|ChildFailedErro
 
 @dataclass(frozen=True)
 class Failure:
-    """A run without a result: why, and how often it was tried; 0 times where it never began."""
+    """A run without a result: the reason, and how often it was tried, 0 times if it never began."""
 
     settings: Settings
     reason: str
@@ -28,7 +28,7 @@ class Failure:
 
 
 def reason_in(text: str) -> str:
-    """The first line of a log that says why a run failed: what comes after it are its consequences."""
+    """The first line of a log that says why a run failed; later lines are consequences."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     telling = [line for line in lines if _REASON.search(line) and not _THAT_IT_FAILED.search(line)]
     at_least = [line for line in lines if re.search(r"error|bench\.train:|failed", line, re.IGNORECASE)]
@@ -70,7 +70,7 @@ class Failures:
             self._write(Failure(run, "", 0))
 
     def of(self, runs: Iterable[Settings], journal: Journal) -> list[Failure]:
-        """One for each of `runs` that has no result, or has failed since it had that one."""
+        """A failure for each of `runs` that has no result, or has failed since it had one."""
         found = []
         for run in runs:
             result = journal.get(run)

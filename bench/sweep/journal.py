@@ -1,4 +1,4 @@
-"""What a sweep has finished, one JSON line a run: it survives being killed, and failures never enter it.
+"""The results of a sweep, one JSON line a run; it survives being killed, and contains no failures.
 
 One sweep at a time works in a folder of results.
 """
@@ -19,7 +19,10 @@ __all__ = ["Journal", "Occupied", "alone", "key"]
 
 
 def key(settings: Mapping[str, Any]) -> str:
-    """The same for the same run: 10 is 10.0, as a table says one and a result the other. Its time limit does not count."""
+    """A key that is the same for the same run: 10 is 10.0, as a table says one and a result the other.
+
+    Its time limit does not count.
+    """
     told = {name: float(value) if type(value) is int else value for name, value in settings.items()}
     return json.dumps({name: value for name, value in told.items() if name != "timeout"}, sort_keys=True)
 
@@ -51,7 +54,7 @@ class Journal:
         return self._counted.get(key(settings.to_dict()))
 
     def others(self, runs: Iterable[Settings]) -> int:
-        """How many of `runs` have results, none of which counts."""
+        """The number of `runs` that have results of another origin only."""
         known = {settings for settings, _ in self._all}
         return len({key(run.to_dict()) for run in runs} & known - self._counted.keys())
 
@@ -65,7 +68,7 @@ class Journal:
             file.write(json.dumps(result) + "\n")
 
     def forget(self, runs: Iterable[Settings], backup: Path) -> int:
-        """Drop all results of `runs`, whatever their origin, after adding them to the file `backup`; how many they were."""
+        """Drop all results of `runs`, of any origin, after adding them to the file `backup`; returns how many."""
         names = {key(run.to_dict()) for run in runs}
         dropped = {both: result for both, result in self._all.items() if both[0] in names}
         if dropped:
@@ -84,12 +87,12 @@ class Journal:
 
 
 class Occupied(RuntimeError):
-    """Another sweep works in the folder."""
+    """Another sweep uses the folder."""
 
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Holds `folder` while the context lasts; raises :class:`Occupied` where somebody else does.
+    """A context that locks `folder`; raises :class:`Occupied` where another process holds it.
 
     The kernel ends the lock with the last process that holds it: this one, and a run that was forked from it.
     """

@@ -62,7 +62,7 @@ def _title(axis: Any, group: Group) -> None:
 
 
 def throughput(groups: Sequence[Group], path: Path) -> Path:
-    """A bar for every method's best setting, fastest on top."""
+    """Draw a bar for every method's best setting, the fastest on top."""
     tallest = max(len(group.best) for group in groups)
     figure, axes = _panels(len(groups), 0.9 + 0.3 * tallest)
     for axis, group in zip(axes, groups, strict=True):
@@ -80,7 +80,7 @@ def throughput(groups: Sequence[Group], path: Path) -> Path:
 
 
 def distance(groups: Sequence[Group], path: Path) -> Path:
-    """Median steps as a multiple of L, with the quartiles."""
+    """Draw median steps as a multiple of L, with the quartiles."""
     tallest = max(len(group.best) for group in groups)
     figure, axes = _panels(len(groups), 0.9 + 0.3 * tallest)
     for axis, group in zip(axes, groups, strict=True):
@@ -105,7 +105,7 @@ def distance(groups: Sequence[Group], path: Path) -> Path:
 
 
 def scaling(families: Sequence[Sequence[Group]], path: Path) -> Path:
-    """Throughput over workers; dashed, what the slowest count would give if it scaled perfectly."""
+    """Draw throughput over workers; dashed, perfect scaling of the computation alone."""
     figure, axes = _panels(len(families), 3.6)
     for axis, groups in zip(axes, families, strict=True):
         ordered = sorted(groups, key=lambda group: group.settings["workers"])
@@ -137,7 +137,7 @@ def scaling(families: Sequence[Sequence[Group]], path: Path) -> Path:
 
 
 def draw(groups: Sequence[Group], folder: Path) -> list[Path]:
-    """The pictures that the groups have something to say in.
+    """Draw the pictures that the groups have data for.
 
     Groups without method `none` are left out of a report in which others have it: they were not run for their speed.
     """

@@ -106,7 +106,7 @@ def write(
     failures: Sequence[Failure],
     pictures: Sequence[Path],
 ) -> None:
-    """Both files, into `folder`."""
+    """Write both files into `folder`."""
     data = {
         "title": title,
         "bars": [asdict(verdict) for verdict in verdicts],

@@ -30,14 +30,14 @@ _PR_SET_PDEATHSIG = 1
 
 
 def name_of(settings: Settings) -> str:
-    """Short, and good as a file name."""
+    """A short name for a run, which can be a file name."""
     parts = [settings.method, settings.emulate_compute or settings.model, f"bs{settings.batch_size}"]
     parts += [f"{settings.workers}x", settings.network]
     return re.sub(r"[^A-Za-z0-9.=@,+-]+", "-", "_".join(parts))
 
 
 def attempt(settings: Settings, log: Path, outputs: Sequence[str] = ()) -> tuple[dict[str, Any] | None, str, bool]:
-    """One run: its result with its origin or None, why there is none, and whether trying again makes sense.
+    """Try one run: its result with its origin or None, why there is none, and whether trying again makes sense.
 
     `outputs`: arguments that say what it leaves besides.
     """

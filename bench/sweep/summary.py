@@ -1,4 +1,4 @@
-"""What a sweep's results say: medians and spreads by group, the lower bound, who is fastest (pure).
+"""Sums up a sweep's results: medians and spreads by group, the lower bound, the fastest method (pure).
 
 The bound L of a group is max(compute, wire): compute is the median step of the method `none` in the same sweep, and wire
 the bytes that an all-reduce of all gradients moves through each link, 2 (P - 1) / P times the parameters', at the goodput
@@ -24,7 +24,7 @@ GROUP = (*_WHAT, "workers", "network", "hostfile", "launcher")
 
 @dataclass(frozen=True)
 class Row:
-    """One run. Seconds are as they passed; rates of all workers together, undilated."""
+    """The results of one run. Seconds are as they passed; rates of all workers together, undilated."""
 
     method: str
     n: int
@@ -56,7 +56,7 @@ class Group:
 
     @property
     def bound(self) -> float | None:
-        """None where the method `none` did not run."""
+        """The lower bound; None where the method `none` did not run."""
         return None if self.compute is None else max(self.compute, self.wire or 0.0)
 
     @property
@@ -70,7 +70,7 @@ class Group:
 
 
 def particulars(settings: Mapping[str, Any]) -> str:
-    """What is not as usual of the settings that a title does not always name, each after a comma."""
+    """Unusual values of settings that a title does not always name, each after a comma."""
     optimizer = f", {settings['optimizer']}" if settings["optimizer"] != "sgd" else ""
     threads = f", {settings['threads']} threads" if settings["threads"] != 1 else ""
     return optimizer + threads + (f", on {settings['device']}" if settings["device"] != "auto" else "")
@@ -86,7 +86,7 @@ def _title(about: Mapping[str, Any]) -> str:
 
 
 def titles(several: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Groups in words; those that read alike are told apart by what they differ in."""
+    """Titles of groups; those that read alike are told apart by what they differ in."""
     plain = [_title(settings) for settings in several]
     told = []
     for title, settings in zip(plain, several, strict=True):
@@ -125,7 +125,7 @@ def _wire(results: Sequence[Mapping[str, Any]]) -> float | None:
 
 
 def group(results: Iterable[Mapping[str, Any]]) -> list[Group]:
-    """In the order in which their first results come."""
+    """The results in groups, in the order in which each group's first result comes."""
     members: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for result in results:
         members.setdefault(tuple(result["settings"][name] for name in GROUP), []).append(result)

@@ -1,4 +1,4 @@
-"""A sweep as a TOML table, read into the runs it stands for (pure but for reading the file).
+"""Reads a sweep from a TOML table, as the runs it stands for (pure but for reading the file).
 
 title = "…"
 [defaults]                          # lists and settings (bench/train/settings.py), for tables that do not have them
@@ -52,7 +52,7 @@ _KEYS = (
 
 @dataclass(frozen=True)
 class Sweep:
-    """`left_out` are the runs of the table that were not selected."""
+    """A sweep; `left_out` are the runs of the table that were not selected."""
 
     title: str
     runs: tuple[Settings, ...]
@@ -61,7 +61,7 @@ class Sweep:
 
 
 def expand(spec: str) -> list[str]:
-    """``"ddp:bucket_mb={1,4}"`` to ``["ddp:bucket_mb=1", "ddp:bucket_mb=4"]``; several braces give all combinations."""
+    """All methods that a text means: ``"ddp:bucket_mb={1,4}"`` means two; several braces, all combinations."""
     parts = re.split(r"\{([^{}]*)\}", spec)
     choices = [part.split(",") if number % 2 else [part] for number, part in enumerate(parts)]
     return ["".join(chosen) for chosen in itertools.product(*choices)]
@@ -117,7 +117,7 @@ def select(sweep: Sweep, wanted: Sequence[str]) -> Sweep:
 
 
 def parse(data: Mapping[str, Any]) -> Sweep:
-    """Raises ``ValueError`` for keys, methods or models that nobody knows, and for bars that could never be judged."""
+    """The sweep in a table; ``ValueError`` for unknown keys, methods or models, and bars that cannot be judged."""
     refuse_unknown("a sweep", data, ("title", "defaults", "runs", "bars"))
     defaults = data.get("defaults", {})
     refuse_unknown("[defaults]", defaults, _KEYS)

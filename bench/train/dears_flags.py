@@ -1,4 +1,4 @@
-"""Flags of DeAR's benchmark programs, and of its scripts' variables: what they are in a method's options. Pure."""
+"""Translates flags and script variables of DeAR's benchmark programs into a method's options. Pure."""
 
 from __future__ import annotations
 
@@ -39,7 +39,10 @@ def _threshold(text: str) -> float | None:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags. Those that are not given are None, and `threshold`, of which None is a value, is 0."""
+    """Add DeAR's flags to a parser.
+
+    Those that are not given are None, and `threshold`, of which None is a value, is 0.
+    """
     group = parser.add_argument_group("as DeAR's benchmarks name it")
     switch: dict[str, Any] = {"type": int, "choices": (0, 1), "nargs": "?", "const": 1}
     add = group.add_argument

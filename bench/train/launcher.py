@@ -52,7 +52,7 @@ class LauncherError(RuntimeError):
 
 
 def narrowed(network: str, dilate: float) -> str:
-    """A link's rate divided by `dilate`, and its delay times that: ``("10gbit", 50)`` to ``"200000000bit"``."""
+    """A link with its rate divided by `dilate` and its delay multiplied: ``("10gbit", 50)`` to ``"200000000bit"``."""
     bits, delay = parse_rate(network)
     return f"{bits / dilate:.0f}bit" + (f"+{1e3 * delay * dilate:g}ms" if delay else "")
 
@@ -67,7 +67,10 @@ def first_host(hostfile: Path) -> str:
 
 
 def for_method(method: Method, timeline: str | None) -> dict[str, str]:
-    """What a method's workers read when they join. Raises ``LauncherError`` where it records no timeline."""
+    """The environment variables that a method's workers read when they join.
+
+    Raises ``LauncherError`` where it records no timeline.
+    """
     if timeline is None:
         return method.environment
     if method.timeline_variable is None:
@@ -76,7 +79,10 @@ def for_method(method: Method, timeline: str | None) -> dict[str, str]:
 
 
 def environment(settings: Settings, method: Method, timeline: str | None = None) -> dict[str, str]:
-    """What every worker needs, whatever starts it. Raises ``LauncherError`` where a method records no timeline."""
+    """The environment variables that every worker needs, whatever starts it.
+
+    Raises ``LauncherError`` where a method records no timeline.
+    """
     env = {
         **{name: os.environ.get(name, value) for name, value in _ALLOCATOR.items()},
         **for_method(method, timeline),
@@ -91,7 +97,7 @@ def environment(settings: Settings, method: Method, timeline: str | None = None)
 
 
 def pick(settings: Settings, method: Method) -> str:
-    """The launcher to use. Raises ``LauncherError`` when the wish cannot be granted."""
+    """The launcher to use for these settings. Raises ``LauncherError`` when the wish cannot be granted."""
     if settings.launcher is not None and settings.launcher not in method.launchers:
         raise LauncherError(f"{method.name} runs under {' or '.join(method.launchers)}, not under {settings.launcher}")
     if settings.hostfile is None:
@@ -118,12 +124,12 @@ def local_command(launcher: str, settings: Settings, argv: Sequence[str], export
 
 
 def interpreter_arguments(command: Sequence[str]) -> list[str]:
-    """Python's own arguments in ``sys.orig_argv``, which workers get, too: ``-W ignore`` of ``python -W ignore -m …``."""
+    """Python's own arguments in ``sys.orig_argv``, such as ``-W ignore``, which workers get, too."""
     return list(command[1 : command.index("-m")]) if "-m" in command else []
 
 
 def needed_bytes(settings: Settings) -> int:
-    """Memory for workers on this machine: parameters, gradients, buckets beside them, and a Python with torch."""
+    """The memory for workers on this machine: parameters, gradients, buckets beside them, and a Python with torch."""
     with torch.device("meta"):
         model = workload(settings.model).build()
     parameters = sum(p.numel() * p.element_size() for p in model.parameters())

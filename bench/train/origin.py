@@ -1,4 +1,4 @@
-"""What a result depends on beside its settings: the code that ran, torch, and variables of the environment."""
+"""The origin of a result, besides its settings: the code that ran, torch, and environment variables."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _UNREAD = (":!docs", ":!tests", ":!configs/sweeps", ":!*.md")
 
 @dataclass(frozen=True)
 class Origin:
-    """Results of one origin may be compared."""
+    """The origin of a result; results of one origin may be compared."""
 
     commit: str
     torch: str
@@ -67,11 +67,11 @@ def commit_of(root: Path) -> str:
 
 
 def today(environ: Mapping[str, str] = os.environ) -> Origin:
-    """That of a run which begins now."""
+    """The origin of a run that begins now."""
     told = {name: value for name, value in environ.items() if name.startswith(_PREFIXES) and not name.startswith(_OURS)}
     return Origin(commit_of(ROOT), torch.__version__, told)
 
 
 def origin_of(result: Mapping[str, Any]) -> Origin:
-    """That of a result."""
+    """The origin of a result."""
     return Origin(**result["origin"])

@@ -1,4 +1,4 @@
-"""Everything that decides a benchmark run, read from a command line (pure)."""
+"""The settings that decide a benchmark run, read from a command line (pure)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OPTIMIZERS = ("sgd", "momentum", "adamw")
 
 @dataclass(frozen=True)
 class Settings:
-    """One run. Batch size is per worker; `size` is the edge of a picture or the words of a sentence."""
+    """The settings of one run. Batch size is per worker; `size` is the edge of a picture or the words of a sentence."""
 
     method: str = "dear"
     model: str = "resnet50"
@@ -44,7 +44,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Outputs:
-    """What a run leaves besides its lines. It does not tell runs apart."""
+    """What a run writes besides its lines. It does not tell runs apart."""
 
     json: Path | None = None
     timeline: str | None = None
@@ -100,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def check(settings: Settings) -> None:
-    """Raises ``ValueError`` for settings that make no sense together."""
+    """Check that settings fit together; raises ``ValueError``."""
     for name in ("batch_size", "size", "workers", "iterations", "batches", "threads"):
         if getattr(settings, name) < 1:
             raise ValueError(f"{name} should be at least 1 and is {getattr(settings, name)}")
@@ -167,7 +167,7 @@ _FLAGS = {"warmup": "--num-warmup-batches", "iterations": "--num-iters", "batche
 
 
 def to_argv(settings: Settings) -> list[str]:
-    """Arguments that :func:`parse` reads these settings from."""
+    """The arguments from which :func:`parse` reads these settings."""
     argv = []
     for name, value in settings.to_dict().items():
         if value is not None:

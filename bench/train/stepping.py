@@ -1,4 +1,4 @@
-"""One training step with the clock running, and what a step's time is made of."""
+"""Times a training step and its parts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Clock:
         self.phases: dict[str, list[float]] = {"forward": [], "backward": [], "step": []}
 
     def mark(self) -> Any:
-        """Now, as the host or the device sees it."""
+        """The current time, as the host or the device sees it."""
         if not self._on_device:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -44,7 +44,7 @@ class Clock:
         return event
 
     def note(self, begun: Any, forward: Any, backward: Any, stepped: Any, ended: Any) -> None:
-        """The marks of one step: its begin, the end of each phase, and its end."""
+        """Record the marks of one step: its begin, the end of each phase, and its end."""
         self._marked.append([begun, forward, backward, stepped, ended])
         if not self._on_device:
             self._read()
@@ -71,7 +71,7 @@ class Clock:
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, loss_of: LossOf, clock: Clock) -> None:
-    """Forward, backward, the optimizer's step."""
+    """Run one step: forward, backward, the optimizer's step."""
     begun = clock.mark()
     loss = loss_of(model)
     forward = clock.mark()
@@ -84,7 +84,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, loss_of: LossOf, cl
 
 
 def warm_up(count: int, tuning: Callable[[], bool], once: Callable[[], object]) -> int:
-    """At least `count` steps, the last one with what the method has settled on; how many they were.
+    """Run at least `count` steps, the last one with the method's final setting; returns their number.
 
     A method that searches while it trains would be timed in the middle of its search otherwise. `tuning` gives the same
     on every rank, so all take the same steps.
@@ -116,7 +116,7 @@ def alone(model: nn.Module, make: MakeOptimizer, loss_of: LossOf, device: torch.
 
 @dataclass(frozen=True)
 class Breakdown:
-    """Seconds of a step: computation as it is without communication, and what communication adds to it."""
+    """The seconds of a step: computation as it is without communication, and what communication adds to it."""
 
     forward: float
     backward: float
@@ -130,5 +130,5 @@ class Breakdown:
 
 
 def breakdown(phases: Mapping[str, float], median_step: float) -> Breakdown:
-    """Exposed communication is the rest of the step; where updates are sharded, what they save counts against it."""
+    """Split a step's time; where updates are sharded, what they save counts against exposed communication."""
     return Breakdown(phases["forward"], phases["backward"], phases["step"], median_step - sum(phases.values()))

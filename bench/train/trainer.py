@@ -33,7 +33,10 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Result:
-    """What rank 0 measured. Times are wall seconds as they passed, stretched by `dilate` where that was asked for."""
+    """The measurements of rank 0.
+
+    Times are wall seconds as they passed, stretched by `dilate` where that was asked for.
+    """
 
     settings: dict[str, Any]
     unit: str
@@ -198,6 +201,6 @@ def _quiet(_line: str) -> None:
 
 
 def speak(line: str) -> None:
-    """One line to standard output, at once."""
+    """Print one line to standard output, at once."""
     sys.stdout.write(line + "\n")
     sys.stdout.flush()

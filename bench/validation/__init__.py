@@ -1,1 +1,1 @@
-"""The prediction of ``python -m dear.predict`` held to measurement."""
+"""Compares predictions of ``python -m dear.predict`` with measurements."""

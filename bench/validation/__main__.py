@@ -37,7 +37,7 @@ DEFAULT = ROOT / "configs" / "sweeps" / "prediction.toml"
 
 
 def compare(cells: Sequence[Settings], shop: Workshop) -> tuple[list[Cell], list[Failure]]:
-    """Every cell, predicted before it is measured."""
+    """Predict every cell before measuring it."""
     found, failed = [], []
     for settings in cells:
         try:
@@ -56,7 +56,7 @@ def compare(cells: Sequence[Settings], shop: Workshop) -> tuple[list[Cell], list
 
 
 def leave(sweep: Sweep, shop: Workshop, arguments: argparse.Namespace) -> int:
-    """Compare, and write what was asked for; 1 where a cell has no result."""
+    """Compare, and write what was asked for; returns 1 where a cell has no result."""
     cells, failed = compare(sweep.runs, shop)
     results = [result for result in map(shop.journal.get, sweep.runs) if result is not None]
     about = provenance(results) if results else "Nothing was measured."

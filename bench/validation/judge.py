@@ -1,4 +1,4 @@
-"""How far predictions are from what was measured, and whether they order methods right. Pure."""
+"""Judges how far predictions are from measurements, and whether they order methods right. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ALIKE = tuple(name for name in GROUP if name != "warmup")
 
 @dataclass(frozen=True)
 class Cell:
-    """Seconds of a step, predicted and measured (the median), and the share of the machine's cores that was busy."""
+    """A cell: predicted and measured (median) seconds of a step, and the share of the machine's cores that was busy."""
 
     settings: Settings
     predicted: float
@@ -28,7 +28,7 @@ class Cell:
 
     @property
     def error(self) -> float:
-        """Above 0 where the prediction is too slow."""
+        """The relative error of the prediction, above 0 where it is too slow."""
         return self.predicted / self.measured - 1
 
     @property
@@ -42,7 +42,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Summary:
-    """Of `count` cells; `worst` is the largest error, with its sign."""
+    """The errors of `count` cells; `worst` is the largest one, with its sign."""
 
     count: int
     median: float
@@ -51,7 +51,7 @@ class Summary:
 
 
 def summary(cells: Sequence[Cell]) -> Summary | None:
-    """None where there are no cells."""
+    """The summary of all cells; None where there are none."""
     if not cells:
         return None
     errors = [cell.error for cell in cells]
@@ -61,14 +61,17 @@ def summary(cells: Sequence[Cell]) -> Summary | None:
 
 @dataclass(frozen=True)
 class Order:
-    """Pairs of methods of one group whose steps differ by more than 5 %, and those that were predicted otherwise."""
+    """Pairs of methods in one group whose steps differ by more than 5 %, and those that were predicted otherwise."""
 
     pairs: int
     wrong: tuple[tuple[Cell, Cell], ...]
 
 
 def order(cells: Iterable[Cell]) -> Order:
-    """Cells that differ only in the method are of one group. Of a wrong pair, the faster one comes first."""
+    """Compare the methods within groups of cells that differ only in the method.
+
+    Of a wrong pair, the faster one comes first.
+    """
     groups: dict[tuple[object, ...], list[Cell]] = {}
     for cell in cells:
         groups.setdefault(tuple(getattr(cell.settings, name) for name in _ALIKE), []).append(cell)

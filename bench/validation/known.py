@@ -1,4 +1,4 @@
-"""What is known of a cell before it runs: which runs and probes tell it, and what they say. Pure.
+"""The facts that predict a cell: the runs and probes that measure them, and what they say. Pure.
 
 computation  the profile that the cell's layers follow, and how long `none` takes with it on as many ranks
 thread       what our strategies and DDP add on one rank, where nothing is sent
@@ -42,7 +42,7 @@ SMALL = "narrow_mlp"  # its bytes are few, and its tensors many: what it costs i
 
 @dataclass(frozen=True)
 class Thread:
-    """Seconds of a method, beside the computation: of a gradient, of a bucket, and of each byte that it copies."""
+    """A method's costs beside computation, in seconds: of a gradient, of a bucket, and of each byte that it copies."""
 
     per_tensor: float
     per_bucket: float
@@ -53,7 +53,7 @@ class Thread:
 
 
 def alone(cell: Settings) -> Settings:
-    """The cell's computation, on as many ranks, without a network."""
+    """The run that measures a cell's computation, on as many ranks, without a network."""
     return replace(cell, method="none", network="local", launcher=None, warmup=2, iterations=1, batches=4)
 
 
@@ -64,7 +64,7 @@ def profiled(cell: Settings) -> Settings:
 
 
 def references(model: str) -> dict[str, Settings]:
-    """By method, the runs on one rank that tell what the thread costs with a model's parameters."""
+    """The runs on one rank, by method, that measure what the thread costs with a model's parameters."""
     chosen = workload(model)
     methods = ("none", ONE_BUCKET, "ddp", *((EACH_LAYER,) if model == SMALL else ()))
     return {
@@ -83,13 +83,13 @@ def references(model: str) -> dict[str, Settings]:
 
 
 def kind_of(cell: Settings) -> tuple[str, str]:
-    """Whose collectives a cell uses, and which: halves or whole all-reduces."""
+    """Whose collectives a cell uses, and whether halves or whole all-reduces."""
     name = parse_spec(cell.method)[0]
     return ("gloo" if name == "ddp" else "ours"), ("half" if name in ("dear", "oss") else "whole")
 
 
 def probe_of(cell: Settings) -> tuple[str, int, str]:
-    """The arguments of :func:`bench.validation.probe.measure`."""
+    """The arguments of :func:`bench.validation.probe.measure` for a cell."""
     return kind_of(cell)[0], cell.workers, narrowed(cell.network, cell.dilate)
 
 
@@ -110,9 +110,7 @@ def link_of(probe: Mapping[str, Any], operation: str, largest: int = _CACHED) ->
 
 
 def contention(probe: Mapping[str, Any], operation: str, cores: int) -> float:
-    """By which share computation takes longer while bytes move, where each core computes: the processor time of a rank
-    in a second of the probe.
-    """
+    """The share by which computation takes longer while bytes move: a rank's processor time in a second of the probe."""
     return float(cores * (probe["cores_busy"][operation] or 0.0) / probe["workers"])
 
 
@@ -123,7 +121,7 @@ def _median(result: Result) -> float:
 def our_thread(
     small: Mapping[str, Result], model: Mapping[str, Result], counts: tuple[int, int], tensors: int
 ) -> Thread:
-    """What our strategies cost: runs of :func:`references` with `small` ones and with the model's parameters, by method.
+    """The thread costs of our strategies, from runs of :func:`references` with `small` and with the model's parameters.
 
     `counts`: layers and tensors of the small one; `tensors`: those of the model.
     """
@@ -136,13 +134,13 @@ def our_thread(
 
 
 def ddp_thread(model: Mapping[str, Result]) -> Thread:
-    """What DDP costs: it copies gradients into buckets and back."""
+    """The thread costs of DDP, which copies gradients into buckets and back."""
     extra = max(0.0, _median(model["ddp"]) - _median(model["none"]))
     return Thread(0.0, 0.0, extra / model["none"]["parameter_bytes"])
 
 
 def layers_of(profile: Sequence[Layer], result: Result, copy: float, *, slept: bool) -> tuple[Layer, ...]:
-    """`profile` with the time that the method `none` was measured to take, and `copy` seconds for each byte besides.
+    """`profile` scaled to the measured time of the method `none`, with `copy` more seconds for each byte.
 
     Real layers become longer or shorter by a factor. Slept ones become longer by what falling asleep and waking up takes,
     and by the gradients that backward makes, which is in proportion to their bytes.

@@ -1,4 +1,4 @@
-"""Gets what is known before a cell runs, each once, and predicts: runs that journals do not have are made."""
+"""Measures, once, what has to be known before a cell runs, and predicts the cell from that."""
 
 from __future__ import annotations
 
@@ -28,11 +28,14 @@ __all__ = ["Unknown", "Workshop"]
 
 
 class Unknown(RuntimeError):
-    """Something has to be known before a cell can be predicted, and could not be measured."""
+    """A cell cannot be predicted, since something could not be measured that has to be known."""
 
 
 class Workshop:
-    """What is known, kept in `folder`. `keep`: results of other code count, too. Unless `run`, nothing is measured."""
+    """The measurements, kept in `folder`.
+
+    `keep`: results of other code count, too. Unless `run`, nothing is measured.
+    """
 
     def __init__(self, folder: Path, origin: Origin, *, run: bool = True, keep: bool = False) -> None:
         self.journal = Journal(folder / "results.jsonl", origin, keep=keep)
@@ -94,7 +97,7 @@ class Workshop:
         return from_text(path.read_text()).layers
 
     def predict(self, cell: Settings) -> float:
-        """Seconds of a step. Raises :class:`Unknown`, ``ValueError``, and what a probe raises."""
+        """The predicted seconds of a step. Raises :class:`Unknown`, ``ValueError``, and what a probe raises."""
         compute = self._needed(known.alone(cell))
         small, model = self._references(cell)
         link = self._probe(*known.probe_of(cell))

@@ -1,4 +1,4 @@
-"""What collectives take between hosts that only communicate: measured once for each number of hosts and rate of links.
+"""Measures what collectives take between hosts that only communicate, once for each number of hosts and rate.
 
 Each rank of ``python -m bench.validation.probe FILE`` sends operations of several sizes in a row, as buckets follow one
 another; rank 0 writes FILE. Under mpirun it is our communicator's, under torchrun gloo's, as DDP uses it.

@@ -17,7 +17,7 @@ _HEAD = (
 
 
 def computation(settings: Settings) -> str:
-    """What computes in a cell, as a word."""
+    """The kind of computation in a cell, as a word."""
     return settings.emulate_compute or f"{settings.model}, real, batch {settings.batch_size}"
 
 
@@ -83,7 +83,7 @@ def markdown(title: str, about: str, cells: Sequence[Cell], failures: Sequence[F
 
 
 def draw(cells: Sequence[Cell], path: Path) -> Path:
-    """Predicted over measured seconds, with lines 5 % above and below."""
+    """Draw predicted over measured seconds, with lines 5 % above and below."""
     import matplotlib
 
     matplotlib.use("Agg")

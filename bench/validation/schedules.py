@@ -1,4 +1,4 @@
-"""A cell, simulated from what is known. Pure."""
+"""Simulates a cell from what is known. Pure."""
 
 from __future__ import annotations
 
@@ -52,7 +52,10 @@ _PLANNED = {"dear": ("threshold_mb",), "oss": ("threshold_mb",), "bytescheduler"
 
 
 def simulate(spec: str, work: Workload, network: Network) -> Run:
-    """The method that `spec` describes. Raises ``ValueError`` where the simulation does not know it, or an option of it."""
+    """Simulate the method that `spec` describes.
+
+    Raises ``ValueError`` where the simulation does not know it, or an option of it.
+    """
     name, options = parse_spec(spec)
     if name not in KNOWN:
         raise ValueError(f"the simulation does not know {name}; it knows {', '.join(KNOWN)}")

@@ -1,1 +1,1 @@
-"""The prediction of ``python -m dear.predict`` held to papers: ``python -m bench.validation.papers``."""
+"""Compares predictions of ``python -m dear.predict`` with papers: ``python -m bench.validation.papers``."""

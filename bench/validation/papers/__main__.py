@@ -27,7 +27,7 @@ DEFAULT = ROOT / "configs" / "papers.toml"
 
 
 def compare(published: Published, *, own_pace: bool = False) -> list[Compared]:
-    """Every job; with the profile's own pace, those that there is a profile of."""
+    """All jobs, compared; with the profile's own pace, only jobs that there is a profile of."""
     found = []
     for source in published.sources:
         for cell in source.cells:
@@ -43,7 +43,7 @@ def compare(published: Published, *, own_pace: bool = False) -> list[Compared]:
 
 
 def grid(published: Published) -> list[Claimed]:
-    """Every row of what is claimed."""
+    """All rows of all claims, predicted."""
     found = []
     for claim in published.claims:
         for network in claim.up_to:
@@ -54,7 +54,7 @@ def grid(published: Published) -> list[Claimed]:
 
 
 def data(compared: Sequence[Compared], own_pace: Sequence[Compared], claims: Sequence[Claimed]) -> dict[str, object]:
-    """All of it, for programs."""
+    """All results, for programs."""
 
     def job(one: Compared) -> dict[str, object]:
         judged = [{"fast": p.fast, "slow": p.slow, "verdict": p.verdict.value} for p in pairs(one.cell, one.steps)]

@@ -1,4 +1,4 @@
-"""Whether predictions order methods as papers do, and how far their speedups are from published ones. Pure."""
+"""Judges whether predictions order methods as papers do, and how far speedups are from published ones. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ALIKE = 0.01  # what is predicted to differ by less has no order
 
 
 class Verdict(Enum):
-    """How the predicted order of two methods is to the published one."""
+    """How the predicted order of two methods compares with the published one."""
 
     IN_ORDER = "in order"
     ALIKE = "alike"
@@ -28,7 +28,7 @@ class Verdict(Enum):
 
 @dataclass(frozen=True)
 class Compared:
-    """A cell, and by method the seconds of a step: as predicted, and the least and the most of the guesses.
+    """A cell with each method's seconds of a step: as predicted, and the least and the most of the guesses.
 
     `base`: the method that speedups are over. `alone`: seconds of a step on one GPU, as predicted. `nbytes`: of all
     gradients.
@@ -46,7 +46,7 @@ class Compared:
 
     @property
     def within(self) -> int:
-        """Of how many methods the published step is in the predicted range."""
+        """The number of methods whose published step is in the predicted range."""
         return sum(least <= self.cell.steps[name] <= most for name, (_, least, most) in self.predicted.items())
 
 
@@ -68,7 +68,10 @@ class Pair:
 
 
 def pairs(cell: Cell, predicted: Mapping[str, float]) -> list[Pair]:
-    """All that have an order. `published` and `predicted` are how many times longer the slower one takes."""
+    """All pairs of methods that have an order.
+
+    `published` and `predicted` are how many times longer the slower one takes.
+    """
     found = []
     for fast, slow in combinations(sorted(cell.steps, key=lambda name: cell.steps[name]), 2):
         ratio = cell.steps[slow] / cell.steps[fast]
@@ -92,7 +95,7 @@ def speedups(steps: Mapping[str, float], base: str) -> dict[str, float]:
 
 
 def median_error(compared: Sequence[Compared]) -> float:
-    """By which factor a predicted speedup over the base is off, in either direction, less 1; of the base there is none."""
+    """The median factor by which predicted speedups over the base are off, in either direction, less 1."""
     errors = []
     for one in compared:
         published, predicted = speedups(one.cell.steps, one.base), speedups(one.steps, one.base)

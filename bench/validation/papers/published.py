@@ -1,4 +1,4 @@
-"""What papers have published, read from a table: ``configs/papers.toml``. Pure but for reading it.
+"""Reads what papers have published from a table, ``configs/papers.toml``. Pure but for reading it.
 
 [[sources]]          name, title and where the numbers stand; `base`: the method that others' speedups are over; `findings`:
                      what these numbers by themselves say of differences; `unknown`: what the simulation would need and
@@ -24,7 +24,7 @@ __all__ = ["Cell", "Claim", "Paper", "Published", "Source", "read"]
 
 @dataclass(frozen=True)
 class Cell:
-    """One job, and seconds of a step that were published for it. `steps`: by their name of a method."""
+    """A job, and the seconds of a step that were published for it. `steps`: by their name of a method."""
 
     source: str
     model: str
@@ -46,7 +46,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Paper:
-    """Whose numbers they are, what these by themselves say of differences, and what nobody can know."""
+    """A paper: whose numbers they are, what they say of differences by themselves, and what nobody can know."""
 
     name: str
     title: str
@@ -57,7 +57,7 @@ class Paper:
 
 @dataclass(frozen=True)
 class Source(Paper):
-    """Where cells are from. `methods`: their names of methods to those of the simulation."""
+    """The origin of cells. `methods`: their names of methods to those of the simulation."""
 
     base: str
     methods: Mapping[str, str]
@@ -66,7 +66,10 @@ class Source(Paper):
 
 @dataclass(frozen=True)
 class Claim(Paper):
-    """The largest speedup that was published for each network, of a grid. `groups`: title, method, and others."""
+    """A claim: the largest speedup that was published for each network, of a grid.
+
+    `groups`: title, method, and others.
+    """
 
     workers: int
     per_host: int
@@ -82,7 +85,7 @@ class Published:
 
 
 def read(path: Path) -> Published:
-    """Raises ``OSError``, and ``ValueError`` where a table is not as it should be."""
+    """Read the table; raises ``OSError``, and ``ValueError`` where it is not as it should be."""
     try:
         data = from_toml(path)
         return Published(tuple(map(_source, data["sources"])), tuple(map(_claim, data["claims"])))

@@ -179,7 +179,7 @@ def _paces(published: Published, compared: Sequence[Compared], own_pace: Sequenc
 
 
 def rate(nbytes: float, workers: int, seconds: float) -> float:
-    """Gbit/s of each link of a ring through all workers, whose all-reduce of so many bytes takes so long."""
+    """The Gbit/s of each link of a ring through all workers whose all-reduce of so many bytes takes so long."""
     return 2 * (workers - 1) / workers * nbytes * 8e-9 / seconds
 
 
@@ -221,7 +221,7 @@ def _claim(claim: Claim, rows: Sequence[Claimed]) -> list[str]:
 
 
 def draw(published: Published, compared: Sequence[Compared], claims: Sequence[Claimed], path: Path) -> Path:
-    """Predicted over published speedups, and the speedups predicted for what is claimed."""
+    """Draw predicted over published speedups, and the speedups predicted for what is claimed."""
     import matplotlib
 
     matplotlib.use("Agg")

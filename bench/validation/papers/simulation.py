@@ -1,4 +1,4 @@
-"""Published jobs, simulated as ``dear.predict`` simulates a job. Pure but for reading profiles."""
+"""Simulates published jobs, as ``dear.predict`` simulates a job. Pure but for reading profiles."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ METHODS: dict[str, Method] = {
 
 
 def paced(profile: Profile, seconds: float) -> Profile:
-    """The same layers, which together take so many seconds, as was measured by others."""
+    """The profile with its layers scaled so that together they take so many seconds, as others have measured."""
     factor = seconds / profile.seconds
     layers = tuple(
         replace(each, forward=factor * each.forward, backward=factor * each.backward) for each in profile.layers
@@ -50,7 +50,9 @@ def paced(profile: Profile, seconds: float) -> Profile:
 
 
 def predicted(source: Source, cell: Cell, *, own_pace: bool = False) -> dict[str, Prediction]:
-    """By their name of a method. `own_pace`: the profile's, and not what was published of one GPU.
+    """The predictions for a cell, by the source's names of methods.
+
+    `own_pace`: the profile's, and not what was published of one GPU.
 
     Raises ``ValueError`` for what the simulation does not know.
     """
