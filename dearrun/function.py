@@ -19,7 +19,7 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Call the function, send its result, and end as a script would; after an exception, wait for the caller to end it."""
+    """Call the function, send its result, and end as a script does; after an exception, wait for the caller to end it."""
     place = launch.detect(os.environ)
     connection, payload = exchange.call(os.environ, place.rank, place.size)
     del os.environ[exchange.VARIABLE]  # what the function starts is not to have the key

@@ -14,8 +14,7 @@ __all__ = ["completed", "durations", "plan_buckets", "reordered", "table"]
 
 
 def durations(order: Sequence[int], moments: Sequence[float]) -> list[float]:
-    """Backward seconds between each gradient of `order` and the one before it; `moments` has a time per tensor, or
-    none.
+    """Backward seconds between each gradient of `order` and the one before it; `moments` are by tensor, or empty.
 
     The first counts from the moment 0. A gradient cannot be sent before its predecessors, so none is negative.
     """

@@ -43,7 +43,7 @@ __all__ = ["DistributedOptimizer", "Oss"]
 
 
 class Oss(PlannedStrategy):
-    """The strategy: whole parameters' gradients are reduced to their owners, updated there, and gathered layer by
+    """The strategy: gradients are reduced to the owners of whole parameters, which update them and gather them by
     layer.
 
     Where an optimizer has to see all parameters at once, buckets are all-reduced and every rank updates everything.

@@ -30,7 +30,7 @@ LABELS = {
 
 
 def compared(groups: Sequence[Group]) -> list[Group]:
-    """The groups in which both dear and DDP ran over a network with a bound, ordered by their share of communication."""
+    """The groups in which both dear and DDP ran over a network with a bound, by their share of communication."""
     found = [one for one in groups if one.bound and one.wire and one.compute and {"dear", "ddp"} <= one.best.keys()]
     return sorted(found, key=lambda one: (one.wire or 0) / (one.compute or 1))
 

@@ -107,8 +107,9 @@ def _row(kernel: str, good: bool, rate: float, copy_rate: float) -> dict[str, An
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run all kernels; returns 0 where every result is right. The bar of 85 % of a copy is reported, not enforced,
-    since it depends on `--numel`.
+    """Run all kernels; returns 0 where every result is right.
+
+    The bar of 85 % of a copy is reported, not enforced, since it depends on `--numel`.
     """
     parser = argparse.ArgumentParser(prog="bench.gpu.kernels", description=__doc__)
     parser.add_argument("--numel", type=at_least(64), default=2**26, help="elements of what is timed")

@@ -28,6 +28,7 @@ BOUND = "bound"
 @dataclass(frozen=True)
 class Bar:
     """A goal: `method`'s median step takes at most `at_most` times that of `of`, in the groups that `where` describes.
+
     With `mean`, that is so of its mean step.
 
     With `as_it_comes`, the run of `method` without options counts, and not the fastest setting; where `of` is the same

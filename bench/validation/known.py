@@ -110,7 +110,7 @@ def link_of(probe: Mapping[str, Any], operation: str, largest: int = _CACHED) ->
 
 
 def contention(probe: Mapping[str, Any], operation: str, cores: int) -> float:
-    """The share by which computation takes longer while bytes move: a rank's processor time in a second of the probe."""
+    """The share by which computation takes longer while bytes move: a rank's processor time in a probe's second."""
     return float(cores * (probe["cores_busy"][operation] or 0.0) / probe["workers"])
 
 

@@ -23,7 +23,7 @@ _MANY = 16  # channels, from which on it pays to look for dead owners in cycles
 
 
 def even(colors: Sequence[int], committed: Sequence[int]) -> bool:
-    """Whether ranks of the same colour have issued as much as one another; both by rank, no colours: one group (pure)."""
+    """Whether ranks of the same colour have issued as much as one another; both by rank, no colours: one (pure)."""
     colors = colors or (0,) * len(committed)
     return len(set(zip(colors, committed, strict=True))) == len(set(colors))
 

@@ -1,4 +1,4 @@
-"""Explains, in a dozen lines, what a plan rests on, what it costs and what would help; draws a simulated step (pure)."""
+"""Explains in a dozen lines what a plan rests on, what it costs and what would help; draws simulated steps (pure)."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ __all__ = ["guarded", "refuse_direct_steps"]
 
 
 def guarded(optimizer: torch.optim.Optimizer, name: str, local: Callable[[], bool]) -> Any:
-    """Attribute `name` of `optimizer`; methods that torch's have not raise ``RuntimeError`` if gradients are `local`."""
+    """Attribute `name` of `optimizer`; a method that torch lacks raises ``RuntimeError`` while gradients are `local`."""
     found = getattr(optimizer, name)
     bound = getattr(found, "__self__", None) is optimizer
     if not bound or name.startswith("_") or hasattr(torch.optim.Optimizer, name):

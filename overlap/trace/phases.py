@@ -25,7 +25,7 @@ PhaseSpan = Callable[[str, str, float, float], None]
 
 
 class Phases:
-    """The recorder, until :meth:`remove`; it tells `span` what lasted, and `step_begins` that an optimizer steps now."""
+    """The recorder, until :meth:`remove`; it tells `span` what lasted, and `step_begins` that an optimizer steps."""
 
     def __init__(self, span: PhaseSpan, step_begins: Callable[[], None]) -> None:
         self._span, self._announce_step = span, step_begins

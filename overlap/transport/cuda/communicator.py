@@ -39,7 +39,7 @@ class Carrier(Protocol):
     through_host: bool
 
     def reduce_scatter(self, send: torch.Tensor, recv: torch.Tensor, counts: Counts, op: ReduceOp, label: str) -> Work:
-        """Issue a reduce-scatter, as `overlap.transport.communicator.Communicator.reduce_scatter_async`; so the others."""
+        """Issue a reduce-scatter, as `overlap.transport.communicator.Communicator.reduce_scatter_async` does."""
 
     def all_gather(self, send: torch.Tensor, recv: torch.Tensor, counts: Counts, label: str) -> Work: ...
     def all_reduce(self, send: torch.Tensor, recv: torch.Tensor, op: ReduceOp, label: str) -> Work: ...

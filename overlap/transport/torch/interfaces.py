@@ -78,7 +78,7 @@ def refusal(named: str, addresses: Sequence[Address], error: object) -> str:
 
 
 def other_host(sources: Sequence[str]) -> str | None:
-    """The first address that other hosts can reach, of those from which ranks reach one of them; "" is unknown (pure)."""
+    """The first address that other hosts can reach, of those from which ranks reach one; "" is unknown (pure)."""
     known = (text for text in sources if text)
     return next((text for text in known if not ipaddress.ip_address(text).is_loopback), None)
 

@@ -87,7 +87,7 @@ class Pipeline(Stage):
 
 
 class Relay(Pipeline):
-    """The ring of an all-gather or the chain of a broadcast: segments land in their place and are passed on from there."""
+    """The ring of an all-gather or the chain of a broadcast: segments land in their place and are passed on."""
 
     def __init__(
         self,
