@@ -166,16 +166,22 @@ def _streams(card: Card, comm: Communicator) -> str:
     return f"{_ROUNDS} rounds issued in {1e3 * issued:.1f} ms"
 
 
-def _memory(card: Card, comm: Communicator) -> str:
-    """Memory is kept until the device has passed an operation, and let go then."""
-    stream = card.stream()
-    owner = _Owner(_values(card))
-    kept = weakref.ref(owner)
+def _under_way(card: Card, comm: Communicator) -> tuple[Work, weakref.ref[_Owner], torch.Tensor]:
+    """An all-reduce that the device comes to after a nap, the owner of what it reads, and its target.
+
+    The operation alone holds the owner.
+    """
+    stream, owner = card.stream(), _Owner(_values(card))
     target = torch.zeros_like(owner.tensor)
     card.settle()
     card.nap(stream, _NAP)
     work = comm.all_reduce_async(_buffer(card, owner.tensor, stream, owner), _buffer(card, target, stream))
-    del owner
+    return work, weakref.ref(owner), target
+
+
+def _memory(card: Card, comm: Communicator) -> str:
+    """Memory is kept until the device has passed an operation, and let go then."""
+    work, kept, target = _under_way(card, comm)
     gc.collect()
     assert kept() is not None, "memory was let go while the device was still to read it"
     assert not work.done(), "it is done before the stream of its buffers has come to it"
@@ -209,15 +215,8 @@ def _split(card: Card, comm: Communicator) -> str:
 
 def _abandon(card: Card, comm: Communicator) -> str:
     """What is under way on a communicator that is given up fails, later calls too; the others go on."""
-    stream = card.stream()
-    owner = _Owner(_values(card))
-    kept = weakref.ref(owner)
-    target = torch.zeros_like(owner.tensor)
-    card.settle()
     with _part_of(comm) as part:
-        card.nap(stream, _NAP)
-        work = part.all_reduce_async(_buffer(card, owner.tensor, stream, owner), _buffer(card, target, stream))
-        del owner
+        work, kept, _ = _under_way(card, part)
         part.abandon()
         said = _refused(lambda: work.wait(_PATIENCE), "the operation under way did not fail")
         _refused(part.barrier, "a later call did not fail")
