@@ -17,7 +17,7 @@ __all__ = ["NO_PLAN", "Explained", "explanation", "rows"]
 
 NO_PLAN = (
     "there is no plan to explain: an option (threshold_mb, eager, policy, …) or replan() has chosen the buckets, or there "
-    "is one rank, or parameters are on a GPU, where nothing is measured"
+    "is one rank, for which nothing is measured"
 )
 
 _OTHERS = ("wfbp", "bytescheduler", "DDP")  # of the simulation, with the settings that they have as they come
