@@ -290,6 +290,8 @@ def test_a_wrong_variable_is_said_once_without_a_traceback(launcher: str, name: 
     text = """
 import os, time
 if "0" in (os.environ.get("OMPI_COMM_WORLD_RANK"), os.environ.get("RANK")):
+    while not os.path.exists("rank 1"):
+        time.sleep(0.1)
     time.sleep(1)
 else:
     os.dup2(os.open("rank 1", os.O_WRONLY | os.O_CREAT), 2)
