@@ -1,14 +1,13 @@
 """Measures when each gradient of the user's own model is complete, during training or beside it.
 
-Both ways stamp the clock in a hook on every parameter; hooks are removed when the measurement is over. Times are those
-of the host's clock, which on CPU tensors is when a gradient really is there.
+Both ways take a stamp in a hook on every parameter; hooks are removed when the measurement is over. On a GPU, which
+computes after the host has launched, stamps are events of the stream that computes the gradient.
 """
 
 from __future__ import annotations
 
 import random
 import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -17,15 +16,17 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from overlap.core.gates.gates import GatedParameters
+from overlap.transport.cuda.stamps import DeviceStamps
+from overlap.transport.stamps import HostStamps, Stamp, Stamps
 
 __all__ = ["BackwardClock", "arrival_moments", "backward_seconds", "profile_backward"]
 
 
 class BackwardClock:
-    """Stamps the time at which each parameter's gradient arrives; the last arrival of a window counts."""
+    """Stamps the moment at which each parameter's gradient arrives; the last arrival of a window counts."""
 
-    def __init__(self, params: Sequence[torch.nn.Parameter]) -> None:
-        self._stamps: dict[int, float] = {}
+    def __init__(self, params: Sequence[torch.nn.Parameter], stamps: Stamps) -> None:
+        self._stamps, self._lap = stamps, dict[int, Stamp]()
         self._handles: list[RemovableHandle] = [
             param.register_post_accumulate_grad_hook(self._hook(index))
             for index, param in enumerate(params)
@@ -34,19 +35,31 @@ class BackwardClock:
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
         def stamp(_param: torch.Tensor) -> None:
-            self._stamps[index] = time.perf_counter()
+            self._lap[index] = self._stamps.now()
 
         return stamp
 
-    def lap(self) -> dict[int, float]:
-        """The time stamps (``time.perf_counter``) since the last lap, by position of the parameter."""
-        stamps, self._stamps = self._stamps, {}
-        return stamps
+    def lap(self) -> dict[int, Stamp]:
+        """The stamps since the last lap, by position of the parameter."""
+        lap, self._lap = self._lap, {}
+        return lap
+
+    def seconds(self, laps: Sequence[Mapping[int, Stamp]]) -> list[dict[int, float]]:
+        """The stamps of `laps` in seconds of the host's clock. A host that launches waits for its device."""
+        read = self._stamps.reader()
+        return [{index: read(stamp) for index, stamp in lap.items()} for lap in laps]
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+
+def _stamps_for(params: Sequence[torch.nn.Parameter]) -> Stamps:
+    """For the device that computes gradients of `params`."""
+    devices = (param.device for param in params if param.is_cuda)
+    device = next(devices, None)
+    return HostStamps() if device is None else DeviceStamps(device, on_streams=True)
 
 
 def backward_seconds(order: Sequence[int], laps: Sequence[Mapping[int, float]]) -> tuple[float, ...]:
@@ -100,25 +113,27 @@ def profile_backward(
     if any(isinstance(module._parameters, GatedParameters) for module in model.modules()):
         raise RuntimeError("profile the model before its optimizer is wrapped: its gradients would be sent otherwise")
     names, params = list(dict(model.named_parameters())), list(model.parameters())
-    laps: list[dict[int, float]] = []
-    clock = BackwardClock(params)
+    laps: list[dict[int, Stamp]] = []
+    stamps = _stamps_for(params)
+    clock = BackwardClock(params, stamps)
     try:
         with _restored(model, params):
             for number in range(warmup + iterations):
                 for param in params:
                     param.grad = None
                 loss = compute_loss()
-                begin = time.perf_counter()
+                begin = stamps.now()
                 loss.backward()
                 lap = clock.lap()
                 if number >= warmup:
                     laps.append({-1: begin, **lap})
     finally:
         clock.remove()
-    order = sorted((index for index in laps[-1] if index >= 0), key=laps[-1].__getitem__)
+    times = clock.seconds(laps)
+    order = sorted((index for index in times[-1] if index >= 0), key=times[-1].__getitem__)
     if not order:
         raise ValueError("the loss reaches no parameter of the model: there is no backward to measure")
-    return {names[index]: value for index, value in zip(order, backward_seconds(order, laps), strict=True)}
+    return {names[index]: value for index, value in zip(order, backward_seconds(order, times), strict=True)}
 
 
 @contextmanager

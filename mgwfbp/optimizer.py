@@ -16,6 +16,7 @@ from overlap.job.process_set import ProcessSet, global_process_set
 from overlap.job.session import current
 from overlap.optimizer.arguments import SharedArguments, refuses_unknown
 from overlap.optimizer.dears_arguments import understands_dears_names
+from overlap.optimizer.decision import link_of
 from overlap.optimizer.distributed import DistributedOptimizer as Shell
 from overlap.optimizer.start import agree_on_strategy, collect_slots
 from overlap.optimizer.tuning import tune as start_tuning
@@ -180,13 +181,15 @@ def DistributedOptimizer(
         if told:
             raise ValueError(told)
     strategy = MgWfbp(
-        link_cost(session.comm) if alpha_beta is None else CostModel(*alpha_beta),
+        CostModel(0.0, 0.0) if alpha_beta is None else CostModel(*alpha_beta),
         asc=asc,
         merge_below_kb=merge_below_kb,
         seconds=seconds,
         report=session.comm.rank == lead and profile_steps == 0,
     )
     distributed = Shell(optimizer, named_parameters, strategy, arguments)
+    if alpha_beta is None:  # now that it is known what moves gradients, and before they are planned, in the first step
+        strategy.cost = link_cost(link_of(session.comm, distributed._engine))
     rehearsal = Rehearsal(comm, profile_steps) if profile_steps else None
     if rehearsal is not None:
         rehearsal.attach(distributed)

@@ -10,6 +10,7 @@ from overlap.optimizer.distributed import DistributedOptimizer
 from overlap.plan.strategy import Strategy
 from overlap.transport.communicator import Communicator
 from overlap.transport.objects import allgather_object
+from overlap.transport.stamps import Stamp
 
 __all__ = ["Rehearsal"]
 
@@ -34,7 +35,7 @@ class Rehearsal:
         self._done = 0
         self._clock: BackwardClock | None = None
         self._mine: weakref.ref[DistributedOptimizer] | None = None
-        self._laps: list[dict[int, float]] = []
+        self._laps: list[dict[int, Stamp]] = []
 
     def attach(self, optimizer: DistributedOptimizer) -> None:
         """Start measuring with the next step of `optimizer`, which has made none yet."""
@@ -50,15 +51,16 @@ class Rehearsal:
             return
         self._done += 1
         if self._done == 1:
-            self._clock = BackwardClock([param for group in optimizer.param_groups for param in group["params"]])
+            params = [param for group in optimizer.param_groups for param in group["params"]]
+            self._clock = BackwardClock(params, optimizer._engine.round.comm.stamps())
         elif self._clock is not None:
             lap = self._clock.lap()
             if self._done > 2:
                 self._laps.append(lap)
             if len(self._laps) == self._steps:
                 self._clock.remove()
-                self._clock = None
-                found = allgather_object(self._comm, arrival_moments(self._laps))
+                laps, self._clock = self._clock.seconds(self._laps), None
+                found = allgather_object(self._comm, arrival_moments(laps))
                 moments = next((moments for moments in found if moments), {})  # rank 0 may have joined before
                 strategy = cast(_Timed, optimizer.strategy)
                 optimizer._replan(strategy.measured(moments, report=self._comm.rank == 0))

@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from comm_core import Unsupported
 from overlap.core.alike import Clipped
 from overlap.core.bucket import Slot
 from overlap.core.buckets.arrangement import Arrangement
@@ -22,6 +23,7 @@ from overlap.core.buckets.conversion import changes
 from overlap.core.buckets.planner import Planner
 from overlap.core.clock import StepClock
 from overlap.core.closing import Closing, zeroing
+from overlap.core.cuda_graphs import refuse_capture_of_gate
 from overlap.core.feature import Feature, Policy, listeners
 from overlap.core.gates.gates import Gates
 from overlap.core.gates.holders import hands_out, holders
@@ -59,6 +61,8 @@ class Engine:
         participants: Participants,
         policy: Policy,
         features: Sequence[Feature],
+        *,
+        gated: bool,
     ) -> None:
         self._model, self.planner, self.transit, self.round = model, planner, transit, round
         self.arrangement, self.closing, self.participants, self.policy = arrangement, closing, participants, policy
@@ -67,6 +71,7 @@ class Engine:
         self.suspended = False  # inside no_sync()
         self.accumulating = False  # since the last step, gradients arrived that no reduction has seen
         self._clock: StepClock | None = None
+        self._capturing = round.comm.capturing if gated else None
         self.watcher: Watcher | None = None  # wants to know of forward passes, in some rounds
         self._on_gradient, self._on_ending = listeners(features, "gradient"), listeners(features, "ending")
         self._early = policy if policy.early else None
@@ -169,6 +174,8 @@ class Engine:
     def _enter(self, module: torch.nn.Module, *_inputs: object) -> None:
         observer, transit = self.arrangement.observer, self.transit
         since = None if self._clock is None else self._clock.now()
+        if self._capturing is not None and self._capturing():
+            raise Unsupported(refuse_capture_of_gate(self.strategy.name))
         if self.round.unscaled and torch.is_grad_enabled():
             self.round.scale_kept()
         if observer is not None:

@@ -54,6 +54,7 @@ from overlap.optimizer.param_groups import Wrapped
 from overlap.optimizer.start import (
     agree_on_terms,
     collect_slots,
+    refuse_graphed,
     refuse_other_sharders,
     refuse_other_wrappers,
     synchronize_start,
@@ -112,6 +113,7 @@ def build(
     named = None if isinstance(named_parameters, torch.nn.Module) else named_parameters
     slots = collect_slots(optimizer, model, named)
     refuse_other_wrappers(model, slots)
+    refuse_graphed(model, strategy.name, updates)
     tell_of_a_lone_trainer(model, session.comm)
     check_memory(slots, updates, session.comm.rank)
     session.registry.take_over([slot.param for slot in slots])
@@ -282,10 +284,11 @@ def _assemble(
         policy = DeferredUpdates(optimizer, round, transit, known=once is None, poison=poison)
     arrangement = Arrangement(comm, planner, round, transit, states, policy, features)
     closing = Closing(members.calls, round, arrangement, rounds, policy, features)
-    engine = Engine(model, planner, transit, round, arrangement, closing, rounds, policy, features)
+    gated = updates is not Updates.WHOLE
+    engine = Engine(model, planner, transit, round, arrangement, closing, rounds, policy, features, gated=gated)
     if writes is not None:
         writes.bind(engine)
-    wrapped = Wrapped(optimizer, engine, gated=updates is not Updates.WHOLE)
+    wrapped = Wrapped(optimizer, engine, gated=gated)
     averages = Averages(engine, comm)
     skips = SkippedSteps(members.calls, slots).skips if arguments.on_nonfinite == "skip" else None
     stepper = Stepper(engine, averages, optimizer, states, step_by_loss if by_loss else None, skips)

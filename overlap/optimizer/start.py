@@ -13,6 +13,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from overlap.core.bucket import Slot, line
+from overlap.core.cuda_graphs import graphed_module, refuse_graphed_module
 from overlap.core.other_wrappers import other_sharder, other_wrapper
 from overlap.job.session import current
 from overlap.optimizer.arguments import SharedArguments
@@ -29,6 +30,7 @@ __all__ = [
     "agree_on_strategy",
     "agree_on_terms",
     "collect_slots",
+    "refuse_graphed",
     "refuse_other_sharders",
     "refuse_other_wrappers",
     "synchronize_start",
@@ -104,6 +106,13 @@ def refuse_other_wrappers(model: torch.nn.Module | None, slots: Sequence[Slot]) 
     found = other_wrapper(model, slots[0].param)
     if found is not None:
         raise TypeError(found)
+
+
+def refuse_graphed(model: torch.nn.Module | None, strategy: str, updates: Updates) -> None:
+    """Raise ``ValueError`` for CUDA graphs of `model` where parameters move, or are not final when ``step()`` returns."""
+    found = None if updates is Updates.WHOLE else graphed_module(model)
+    if found is not None:
+        raise ValueError(refuse_graphed_module(found, strategy))
 
 
 def tell_of_a_lone_trainer(model: torch.nn.Module | None, comm: Communicator) -> None:

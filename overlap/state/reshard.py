@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, MutableMapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +17,15 @@ from overlap.transport.communicator import Communicator
 from overlap.transport.memory import from_flat
 from overlap.transport.objects import allgather_object
 
-__all__ = ["move_state"]
+__all__ = ["move_state", "packed", "unpacked"]
+
+
+@dataclass(frozen=True, slots=True)
+class OnDevice:
+    """A tensor of a device, as it travels: it goes to the parameter's own device, which every rank numbers for itself."""
+
+    host: torch.Tensor
+
 
 # slot index -> key -> dtype where every element has a value of its own, else the value itself
 _Outline = dict[int, dict[str, Any]]
@@ -67,12 +76,23 @@ def move_state(
 def _outline(shards: ShardUpdate, order: Iterable[Bucket]) -> _Outline:
     return {
         one.slot.index: {
-            key: value.dtype if is_sliced(key, value, one.stop - one.start) else value for key, value in state.items()
+            key: value.dtype if is_sliced(key, value, one.stop - one.start) else packed(value)
+            for key, value in state.items()
         }
         for bucket in order
         for one, state in held(shards, bucket)
         if state
     }
+
+
+def packed(value: Any) -> Any:
+    """What travels of a `value` that all elements have together."""
+    return OnDevice(value.cpu()) if isinstance(value, torch.Tensor) and value.device.type != "cpu" else value
+
+
+def unpacked(value: Any, param: torch.Tensor) -> Any:
+    """A copy of what :func:`packed` was given, for the state of `param`."""
+    return value.host.to(param.device) if isinstance(value, OnDevice) else copy.deepcopy(value)
 
 
 def _merged(outlines: Iterable[_Outline]) -> _Outline:
@@ -97,11 +117,11 @@ def _gathered(comm: Communicator, bucket: Bucket, shards: ShardUpdate, key: str,
 
 
 def _part(value: Any, one: Piece, what: Any) -> Any:
-    return value[one.start : one.stop].clone() if _is_dtype(what) else copy.deepcopy(value)
+    return value[one.start : one.stop].clone() if _is_dtype(what) else unpacked(value, one.slot.param)
 
 
 def _shaped(value: Any, param: torch.Tensor, what: Any) -> Any:
-    return from_flat(value.clone(), param) if _is_dtype(what) else copy.deepcopy(value)
+    return from_flat(value.clone(), param) if _is_dtype(what) else unpacked(value, param)
 
 
 def _is_dtype(what: Any) -> bool:

@@ -56,6 +56,9 @@ class Communicator(ABC):
     #: Where the tensors lie that it is there for.
     place: torch.device = torch.device("cpu")
 
+    #: Whether what is launched now on a device goes into a CUDA graph; None where nothing is launched.
+    capturing: Callable[[], bool] | None = None
+
     #: How many operations this rank has issued.
     issued: int = 0
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 from itertools import count
-from types import SimpleNamespace
+from typing import Any
 
 import numpy
 import pytest
 import torch
 from torch import nn
 
-from mgwfbp import backward_times
 from mgwfbp.backward_times import BackwardClock, arrival_moments, backward_seconds, profile_backward
+from overlap.transport.stamps import HostStamps
 from tests.spmd.models import Pause
 
 
@@ -73,7 +74,7 @@ def test_passes_that_warm_up_do_not_count(monkeypatch: pytest.MonkeyPatch) -> No
         pace = 1000 if next(passes) < 2 else 1
         return model(torch.ones(1, 2)).sum()
 
-    monkeypatch.setattr(backward_times, "time", SimpleNamespace(perf_counter=lambda: pace * next(now)))
+    monkeypatch.setattr(HostStamps, "now", lambda _: pace * next(now))
     model = nn.Linear(2, 2)
     assert profile_backward(model, compute_loss, warmup=2, iterations=1) == {"weight": 1, "bias": 1}
 
@@ -103,7 +104,7 @@ def test_what_cannot_be_profiled() -> None:
 
 def test_the_last_arrival_of_a_window_counts() -> None:
     weight = nn.Parameter(torch.ones(2))
-    clock = BackwardClock([weight])
+    clock = BackwardClock([weight], HostStamps())
     weight.sum().backward()
     between = time.perf_counter()
     weight.sum().backward()
@@ -113,6 +114,29 @@ def test_the_last_arrival_of_a_window_counts() -> None:
     clock.remove()
     weight.sum().backward()
     assert clock.lap() == {}
+
+
+class _Launching(HostStamps):
+    """Of a device that takes a second for each gradient, long after all were launched."""
+
+    def __init__(self) -> None:
+        self.made = 0
+
+    def now(self) -> list[float]:
+        self.made += 1
+        return [float(self.made)]
+
+    def reader(self) -> Callable[[Any], float]:
+        return lambda stamp: 1000.0 + stamp[0]
+
+
+def test_gradients_of_a_device_arrive_when_it_has_computed_them() -> None:
+    first, last = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    clock = BackwardClock([first, last], _Launching())
+    (last * torch.sin(first)).sum().backward()
+    laps = [clock.lap()]
+    assert sorted(clock.seconds(laps)[0].values()) == [1001.0, 1002.0]
+    assert set(arrival_moments(clock.seconds(laps)).values()) == {0.0, 1.0}
 
 
 @pytest.mark.parametrize(

@@ -42,8 +42,8 @@ RESUMED: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], dict[str, Any],
         *(adamw, {"outer": "sparseloco", "outer_frequency": 3, "outer_lr": 0.9, "top_k": 300}),
         *([4, 6, 7], {"start", "residual"}),
     ),
-    "acco": (adamw, {"outer": "acco", "outer_frequency": 2}, [1, 2, 3, 4, 5, 6, 7], set()),
-    "acco with momentum": (momentum_sgd, {"outer": "acco", "outer_frequency": 2}, [1, 2, 3, 4, 5, 6, 7], set()),
+    "acco": (adamw, {"outer": "acco", "outer_frequency": 2}, [1, 2, 3, 4, 6], set()),
+    "acco with momentum": (momentum_sgd, {"outer": "acco", "outer_frequency": 2}, [1, 4], set()),
 }
 
 

@@ -21,7 +21,7 @@ import mgwfbp
 import oss
 import wfbp
 from bench.gpu import parity
-from comm_core import ReduceOp
+from comm_core import ReduceOp, Unsupported
 from overlap.core.closing import OtherRankFailed
 from overlap.core.shards import ShardUpdate
 from overlap.features import clipping
@@ -75,6 +75,44 @@ def _trained(wrap: Callable[..., Any]) -> list[torch.Tensor]:
     return [parameter.detach().clone() for parameter in model.parameters()] + [
         value for state in optimizer.state_dict()["state"].values() for value in state.values()
     ]
+
+
+@pytest.mark.parametrize("strategy", ["dear", "oss", "wfbp"])
+def test_graphs_of_parameters_that_move_are_refused(
+    pretended: None, monkeypatch: pytest.MonkeyPatch, strategy: str
+) -> None:
+    """Those made before the optimizer was wrapped, and those made later; wfbp's parameters do not move."""
+
+    def wrapped(model: torch.nn.Module) -> Any:
+        return WRAP[strategy](torch.optim.SGD(model.parameters(), lr=0.1), model)
+
+    def replay(inputs: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(inputs, linear.weight, linear.bias)
+
+    replay.__module__ = "torch.cuda.graphs"
+    linear = torch.nn.Linear(2, 2)
+    graphed = torch.nn.Sequential(linear, torch.nn.Tanh())
+    linear.forward = replay
+    other = torch.nn.Linear(2, 2)
+    capturing = False
+    monkeypatch.setattr(PlainStreams, "capturing", lambda _: capturing)
+    if strategy == "wfbp":
+        wrapped(graphed)
+        wrapped(other)
+        capturing = True
+        other(torch.ones(1, 2))
+        return
+    with pytest.raises(ValueError, match=f"module '0' is a CUDA graph .* strategy '{strategy}' moves them .*'wfbp'"):
+        wrapped(graphed)
+    optimizer = wrapped(other)
+    for capturing in (False, True, False):
+        if capturing:
+            with pytest.raises(Unsupported, match=f"captured into a CUDA graph, .* strategy '{strategy}' makes ready"):
+                other(torch.ones(1, 2))
+            copy.deepcopy(other)(torch.ones(1, 2))
+        else:
+            other(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
 
 
 @pytest.mark.parametrize("strategy", WRAP)

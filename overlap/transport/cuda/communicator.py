@@ -70,6 +70,7 @@ class DeviceCommunicator(Communicator):
         self._host, self._carrier, self._streams = host, carrier, streams
         self._kind = streams.kind
         self.place = torch.device(streams.kind, streams.device)
+        self.capturing = streams.capturing
 
     def stamps(self) -> Stamps:
         return self._streams.stamps(on_streams=not self._carrier.through_host)
