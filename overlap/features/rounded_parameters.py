@@ -18,6 +18,7 @@ import torch
 
 from overlap.core.bucket import Slot
 from overlap.core.feature import Feature
+from overlap.transport.cuda import streams
 from overlap.transport.native import differ
 
 __all__ = ["Master", "RoundedParameters", "check_gather_dtype"]
@@ -72,7 +73,10 @@ class Master:
     @torch.no_grad()
     def follow(self) -> None:
         """Take over what was written to the parameters: [Note: who sets a parameter sets its master]."""
-        if self._seen.dtype is torch.float32 and not self._seen.is_cuda and not differ(self._rounded, self._seen):
+        if streams.on_device(self._seen):  # without a look, for which the host would wait
+            torch.where(self._rounded == self._seen, self.values, self._seen, out=self.values)
+            return
+        if self._seen.dtype is torch.float32 and not differ(self._rounded, self._seen):
             return
         for start in range(0, self.values.numel(), _SEGMENT):
             span = slice(start, start + _SEGMENT)

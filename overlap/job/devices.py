@@ -16,6 +16,7 @@ from overlap.job.session import Session
 from overlap.transport.communicator import Communicator
 from overlap.transport.cuda.alone import AloneCarrier
 from overlap.transport.cuda.communicator import Carrier, DeviceCommunicator
+from overlap.transport.cuda.math import kernels_on
 from overlap.transport.cuda.nccl import NcclCarrier
 from overlap.transport.cuda.route import Facts, Route, RouteError, Wish, choose, common_device, shares_cards
 from overlap.transport.cuda.staged import StagedCarrier
@@ -39,6 +40,7 @@ class CudaCarriers:
         found = self._made.get((host, route, device))
         if found is None:
             streams = TorchStreams(device)
+            kernels_on(streams.device)  # loaded now, not when a gradient needs them
             found = DeviceCommunicator(host, _carrier(host, route, streams), streams)
             self._made[host, route, device] = found
             self._session.adopt(found)

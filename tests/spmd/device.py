@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 from overlap.job import devices
 from overlap.transport.cuda import streams
 from overlap.transport.cuda.route import Facts
+from overlap.transport.cuda.work import Moment
 from overlap.transport.stamps import HostStamps, Stamps
 from tests.spmd.host_random import HostRandom
 
@@ -44,6 +46,23 @@ def host_only(test: str) -> str | None:
     """Why the test of this name is not run on a device (pure); None where it is."""
     reasons = _HOST_ONLY if DEVICE == "cuda" else _HOST_ONLY | _NOT_PRETENDED
     return next((reason for part, reason in reasons.items() if part in test), None)
+
+
+class Late:
+    """A moment that a device passes when somebody has waited for it for a while."""
+
+    def __init__(self) -> None:
+        self._passed = False
+
+    def done(self) -> bool:
+        return self._passed
+
+    def wait(self) -> None:
+        time.sleep(1e-4)
+        self._passed = True
+
+    def order_before(self, stream: int) -> None:
+        raise AssertionError("nothing on a stream needs a copy on the host")
 
 
 class PlainStreams:
@@ -77,9 +96,10 @@ class PlainStreams:
     def pinned(self, like: torch.Tensor) -> torch.Tensor:
         return torch.empty(like.numel(), dtype=like.dtype)
 
-    def fetch(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def fetch(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Moment:
         for host, there in pairs:
             host.copy_(there)
+        return Late()
 
     def bring(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: int | None) -> None:
         for there, host in pairs:

@@ -164,7 +164,7 @@ def _memory(tensor: torch.Tensor) -> tuple[int, Any]:
     return storage._cdata, storage
 
 
-@pytest.mark.parametrize("strategy", [name for name in WRAP if name != "dear-16"])
+@pytest.mark.parametrize("strategy", WRAP)
 @pytest.mark.parametrize("clipped", [False, True])
 def test_the_host_waits_for_nothing_in_a_steady_step(strategy: str, clipped: bool, pretended: None) -> None:
     """But for what a carrier copies through the host, and the norm of shards that are clipped, which is read once."""

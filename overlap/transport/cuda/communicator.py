@@ -48,6 +48,9 @@ class Carrier(Protocol):
     def all_to_all(
         self, send: torch.Tensor, recv: torch.Tensor, send_counts: Counts, recv_counts: Counts, label: str
     ) -> Work: ...
+    def settle(self) -> None:
+        """Have everything issued on the host's communicator that goes there, before something else is."""
+
     def pending(self) -> list[Work]:
         """The unfinished operations that the host's communicator does not know of."""
 
@@ -95,11 +98,23 @@ class DeviceCommunicator(Communicator):
     def name(self) -> str:
         return self._host.name
 
+    def _on_host(self) -> Communicator:
+        """For tensors of the host, behind all that the carrier has to issue there."""
+        self._carrier.settle()
+        return self._host
+
     def _ready(self, what: str) -> Carrier:
         reason = refuse_capture(self._streams.capturing())
         if reason is not None:
             raise Unsupported(f"{what}: {reason}")
         return self._carrier
+
+    def _later(self, start: Start) -> Start:
+        def issue() -> Work:
+            self._carrier.settle()
+            return start()
+
+        return issue
 
     def _through(self, work: Work) -> Work:
         if self._carrier.through_host:
@@ -120,7 +135,7 @@ class DeviceCommunicator(Communicator):
         label: str = "",
     ) -> Start:
         if not self.belongs(send):
-            return self._host.reduce_scatter_init(send, recv, op, counts=counts, wide=wide, label=label)
+            return self._later(self._host.reduce_scatter_init(send, recv, op, counts=counts, wide=wide, label=label))
         _refuse_wide("reduce_scatter", wide)
         made = reduce_scatter_request(self.rank, self.size, send, recv, op, counts, self._kind)
         return lambda: self._through(
@@ -137,7 +152,7 @@ class DeviceCommunicator(Communicator):
         label: str = "",
     ) -> Start:
         if not self.belongs(recv):
-            return self._host.all_gather_init(send, recv, counts=counts, wide=wide, label=label)
+            return self._later(self._host.all_gather_init(send, recv, counts=counts, wide=wide, label=label))
         _refuse_wide("all_gather", wide)
         made = all_gather_request(self.rank, self.size, send, recv, counts, self._kind)
         return lambda: self._through(
@@ -148,13 +163,13 @@ class DeviceCommunicator(Communicator):
         self, send: torch.Tensor, recv: torch.Tensor, op: ReduceOp = ReduceOp.SUM, *, label: str = ""
     ) -> Start:
         if not self.belongs(send):
-            return self._host.all_reduce_init(send, recv, op, label=label)
+            return self._later(self._host.all_reduce_init(send, recv, op, label=label))
         made = all_reduce_request(send, recv, op, device=self._kind)
         return lambda: self._through(self._ready("all_reduce").all_reduce(made.send, made.recv, op, label))
 
     def broadcast_async(self, tensor: torch.Tensor, root: int = 0, *, label: str = "") -> Work:
         if not self.belongs(tensor):
-            return self._host.broadcast_async(tensor, root, label=label)
+            return self._on_host().broadcast_async(tensor, root, label=label)
         flat = broadcast_request(self.size, tensor, root, self._kind)
         return self._through(self._ready("broadcast").broadcast(flat, root, label))
 
@@ -168,7 +183,7 @@ class DeviceCommunicator(Communicator):
         label: str = "",
     ) -> Work:
         if not self.belongs(send):
-            return self._host.reduce_async(send, recv, op, root, label=label)
+            return self._on_host().reduce_async(send, recv, op, root, label=label)
         source, target = reduce_request(self.rank, self.size, send, recv, op, root, self._kind)
         return self._through(self._ready("reduce").reduce(source, target, op, root, label))
 
@@ -182,7 +197,7 @@ class DeviceCommunicator(Communicator):
         label: str = "",
     ) -> Work:
         if not self.belongs(send):
-            return self._host.all_to_all_async(
+            return self._on_host().all_to_all_async(
                 send, recv, send_counts=send_counts, recv_counts=recv_counts, label=label
             )
         made = all_to_all_request(self.rank, self.size, send, recv, send_counts, recv_counts, self._kind)
@@ -192,7 +207,7 @@ class DeviceCommunicator(Communicator):
     # - The host's alone: a tensor of the device is refused there
 
     def barrier_async(self, *, label: str = "") -> Work:
-        return self._host.barrier_async(label=label)
+        return self._on_host().barrier_async(label=label)
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
         raise Unsupported(

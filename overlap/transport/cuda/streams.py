@@ -49,8 +49,11 @@ class Streams(Protocol):
     def pinned(self, like: torch.Tensor) -> torch.Tensor:
         """Host memory that the device can copy to and from, with as many elements as `like` has."""
 
-    def fetch(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Copy (host, device) pairs to the host, after what the current stream was given. Blocks until they are there."""
+    def fetch(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Moment | None:
+        """Copy (host, device) pairs to the host, after what the current stream was given. Does not block.
+
+        Gives the moment at which they are there; None where they are already.
+        """
 
     def bring(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: int | None) -> Moment | None:
         """Copy (device, host) pairs to the device on `stream` (None: the current one). Does not block.
@@ -116,12 +119,14 @@ class TorchStreams:
     def pinned(self, like: torch.Tensor) -> torch.Tensor:
         return torch.empty(like.numel(), dtype=like.dtype, pin_memory=True, device="cpu")
 
-    def fetch(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def fetch(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Moment | None:
+        stream = torch.cuda.current_stream(self._place)
         for host, there in pairs:
             host.copy_(there, non_blocking=True)
+            there.record_stream(stream)
         event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._place))
-        event.synchronize()
+        event.record(stream)
+        return _Event(event, self._place)
 
     def bring(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: int | None) -> Moment | None:
         chosen = torch.cuda.current_stream(self._place) if stream is None else _stream(stream, self._place)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import comm_core
-from overlap.transport.work import Work
+from overlap.transport.work import Work, operations
 
 __all__ = ["Moment", "NcclWork", "StagedWork"]
 
@@ -87,6 +87,11 @@ class StagedWork:
     @property
     def seconds(self) -> float:
         return self._work.seconds
+
+    @property
+    def operations(self) -> Sequence[tuple[float, Work]] | None:
+        """See :func:`overlap.transport.work.operations`."""
+        return operations(self._work)
 
     def _carry(self, stream: int | None) -> None:
         if self._land is not None:

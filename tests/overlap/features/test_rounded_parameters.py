@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from overlap.features.rounded_parameters import Master
+from overlap.transport.cuda import streams
 
 EXACT = 1.0 + 2.0**-12  # bfloat16 makes it 1.0
 
@@ -17,6 +18,12 @@ def _master(dtype: torch.dtype) -> tuple[torch.Tensor, Master]:
     master.put(master.values[:], torch.full((2,), EXACT, dtype=dtype))
     master.land()
     return parameters, master
+
+
+@pytest.fixture(params=[False, True], ids=["host", "device"], autouse=True)
+def launched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host computes, or launches only and looks at nothing."""
+    monkeypatch.setattr(streams, "on_device", lambda _tensor: request.param)
 
 
 @pytest.mark.parametrize("value", [0.5, 2.0])

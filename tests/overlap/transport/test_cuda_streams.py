@@ -124,14 +124,17 @@ def test_what_is_computed_beside_is_held_for_the_side_stream(cuda: _Cuda) -> Non
     assert cuda.now is cuda.default
 
 
-def test_the_host_waits_for_copies_of_the_current_stream_alone(cuda: _Cuda) -> None:
+def test_copies_to_the_host_follow_the_current_stream_and_nobody_waits(cuda: _Cuda) -> None:
     class Host:
         def copy_(self, other: Any, non_blocking: bool) -> None:
             cuda.said.append(f"fetches on {cuda.now.name}")
 
-    TorchStreams(PLACE).fetch([(Host(), _There(cuda))])  # type: ignore[list-item]
+    moment = TorchStreams(PLACE).fetch([(Host(), _There(cuda))])  # type: ignore[list-item]
     what = "what default was given"
-    assert cuda.said == ["fetches on default", f"marks {what}", f"the host waits for {what}"]
+    assert cuda.said == ["fetches on default", "is held for default", f"marks {what}"]
+    assert moment is not None
+    moment.wait()
+    assert cuda.said[-1] == f"the host waits for {what}"
 
 
 def test_a_question_follows_the_last_update_and_nothing_behind_it(cuda: _Cuda) -> None:
