@@ -175,7 +175,8 @@ def test_the_host_waits_for_nothing_in_a_steady_step(strategy: str, clipped: boo
     inputs = torch.randn(4, 6)
     for _ in range(6):
         buckets = optimizer._engine.order
-        held = [one for bucket in buckets for one in (bucket.gradients, bucket.reduced)]
+        held = [one for bucket in buckets for one in (bucket.gradients, bucket.reduced, bucket.outgoing, bucket.incoming)]
+        held += [bucket.travelling for bucket in buckets if bucket.holds_parameters]
         waits = _Waits([inputs, *model.parameters(), *held])
         with waits:
             optimizer.zero_grad()
