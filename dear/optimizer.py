@@ -24,7 +24,7 @@ from overlap.optimizer.distributed import DistributedOptimizer as Shell
 from overlap.optimizer.planning import plan_by_itself
 from overlap.optimizer.start import agree_on_strategy
 from overlap.optimizer.tuning import tune as start_tuning
-from overlap.plan.fusion import limits, trained_bytes
+from overlap.plan.fusion import limits, trained
 from overlap.plan.partition import TensorSpec
 from overlap.plan.plan import Facts, Plan, Updates
 from overlap.plan.simulation.events import Run
@@ -234,8 +234,9 @@ def DistributedOptimizer(
         threshold_mb: layers are fused, in the order of their use, while a bucket stays below this many MB (2^20 bytes); 0:
             no fusion. ``"auto"``: what the environment variable ``DEAR_THRESHOLD_MB`` (MB), or
             ``HOROVOD_FUSION_THRESHOLD`` (bytes), says; else it is planned: the first steps have a 32nd of the parameters
-            that are trained, at least 1 and at most 25 ([Note: how much to fuse] in `overlap.plan.fusion`); they are
-            measured, and what follows is simulated to be the fastest, from 1 to 64. 25 is the paper's.
+            that are trained, an eighth on a GPU, at least 1 and at most 25 ([Note: how much to fuse] in
+            `overlap.plan.fusion`); they are measured, and what follows is simulated to be the fastest, from 1 to 64. 25 is
+            the paper's.
         num_nearby_layers: at most this many layers per bucket; with both limits, the first one reached closes a bucket.
             ``threshold_mb=None, num_nearby_layers=1`` is DeAR without tensor fusion.
         exclude_parts: ``"reducescatter"``, ``"allgather"`` or both (``"reduce"``, ``"bcast"`` under the policy "rb")
@@ -293,7 +294,7 @@ def DistributedOptimizer(
     if auto and all_reduced == "auto" and gather_dtype is None:
         auto.add("all_reduced")
     own["threshold_mb"], own["num_nearby_layers"] = limits(
-        threshold_mb if wished_mb is None else wished_mb, num_nearby_layers, trained_bytes(optimizer)
+        threshold_mb if wished_mb is None else wished_mb, num_nearby_layers, *trained(optimizer)
     )
     own["all_reduced"] = 0.0 if all_reduced == "auto" else all_reduced
     distributed = Shell(optimizer, named_parameters, Dear(**own, auto=frozenset(auto)), arguments)

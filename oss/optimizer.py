@@ -25,7 +25,7 @@ from overlap.optimizer.distributed import DistributedOptimizer as Shell
 from overlap.optimizer.planning import plan_by_itself
 from overlap.optimizer.start import agree_on_strategy
 from overlap.optimizer.tuning import tune as start_tuning
-from overlap.plan.fusion import fused_in_order_of_use, limits, trained_bytes
+from overlap.plan.fusion import fused_in_order_of_use, limits, trained
 from overlap.plan.partition import TensorSpec
 from overlap.plan.plan import Facts, Plan, Updates
 from overlap.plan.simulation.events import Run
@@ -161,8 +161,8 @@ def DistributedOptimizer(
         threshold_mb: layers are fused, in the order of their use, while a bucket stays below this many MB (2^20 bytes); 0:
             a bucket for each layer. ``"auto"``: what the environment variable ``DEAR_THRESHOLD_MB`` (MB), or
             ``HOROVOD_FUSION_THRESHOLD`` (bytes), says; else it is planned: it begins with a 32nd of the parameters that are
-            trained, at least 1 and at most 25, and after some steps takes what is simulated to be the fastest, from 1 to
-            64. None is ``"auto"``, too. A parameter that is larger has a bucket of its own; none is split.
+            trained, an eighth on a GPU, at least 1 and at most 25, and after some steps takes what is simulated to be the
+            fastest, from 1 to 64. None is ``"auto"``, too. A larger parameter has a bucket of its own; none is split.
         gather_dtype: ``torch.bfloat16`` or ``torch.float16``: updated parameters travel, and are used by every rank,
             rounded to this type; owners keep the exact ones, which ``optimizer.state_dict()["master"]`` holds. Raises
             ``ValueError`` where every rank updates everything, ``TypeError`` for parameters of other types than float32
@@ -178,7 +178,7 @@ def DistributedOptimizer(
     agree_on_strategy("oss", tune)
     wished = current().settings.threshold_mb if threshold_mb in ("auto", None) else threshold_mb
     auto = wished in ("auto", None)
-    chosen = limits("auto" if wished is None else wished, None, trained_bytes(optimizer))
+    chosen = limits("auto" if wished is None else wished, None, *trained(optimizer))
     distributed = Shell(optimizer, named_parameters, Oss(*chosen, gather_dtype, auto=auto), arguments)
     planning = plan_by_itself(distributed, process_set, follow=tune is False) if auto else None
     start_tuning(distributed, tune, process_set, ready=lambda: planning is None or not planning.under_way)

@@ -71,7 +71,7 @@ class Engine:
         self.suspended = False  # inside no_sync()
         self.accumulating = False  # since the last step, gradients arrived that no reduction has seen
         self._clock: StepClock | None = None
-        self._capturing = round.comm.capturing if gated else None
+        self._capturing = round.comm.streams.capturing if gated and round.comm.streams is not None else None
         self.watcher: Watcher | None = None  # wants to know of forward passes, in some rounds
         self._on_gradient, self._on_ending = listeners(features, "gradient"), listeners(features, "ending")
         self._early = policy if policy.early else None

@@ -90,6 +90,8 @@ class Round:
         self._on_verify = listeners(features, "verify")
         self.on_used, self._on_ended = listeners(features, "used"), listeners(features, "ended")
         self._next, self._origin = 0, Origin()
+        self._streams = reductions[0].streams
+        self._written_on = set[int]()  # streams that have put gradients of this round into buckets
         self._factor = -1, 1.0  # of a round, what its averages are multiplied by
         self.stage = Stage.LOCAL
         self.scales: dict[int, float] = {}  # by slot: what averages in shards were multiplied by, and `.grad` was not
@@ -160,6 +162,8 @@ class Round:
             slot.note()
             return
         slot.fill()
+        if self._streams is not None:
+            self._written_on.add(self._streams.current())
         if not all(map(_filled, reversed(bucket.slots))):  # the last one is the last to be, and asked most often
             return
         for told in self._on_filled:
@@ -215,6 +219,8 @@ class Round:
     def _launch(self, bucket: Bucket) -> None:
         if bucket in self._transit.pending:
             self._transit.arrive(bucket)  # nobody used these parameters since the last step
+        if self._streams is not None and len(self._written_on) > 1:
+            self._streams.follow(self._written_on)  # backward computes a gradient on the stream that its forward used
         if not self._exchange.plain:
             self._exchange.load(bucket)
         participants = self._participants
@@ -394,6 +400,7 @@ class Round:
             self._next = 0
         self.stage = Stage.LOCAL
         self.begun = self.held = False
+        self._written_on.clear()
         self.unscaled, self.scales = self.scales, {}
 
     @torch.no_grad()

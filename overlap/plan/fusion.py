@@ -10,10 +10,10 @@ from torch.nn.parameter import is_lazy
 from overlap.plan.partition import BucketSpec, TensorSpec, fuse
 from overlap.plan.plan import Facts
 
-__all__ = ["fused_in_order_of_use", "limits", "trained_bytes"]
+__all__ = ["fused_in_order_of_use", "limits", "trained"]
 
 _AUTO_MB = (1.0, 25.0)  # no less than DDP's first bucket has, no more than DeAR's paper takes
-_AUTO_BUCKETS = 32
+_AUTO_BUCKETS = {"cpu": 32, "cuda": 8}
 
 # [Note: how much to fuse]
 # What no computation can hide lies at the ends of the model. Backward has to pass the last bucket's layers before the
@@ -22,13 +22,16 @@ _AUTO_BUCKETS = 32
 # share of the step, and each bucket two starts: with 32 of them, which "auto" makes, a few percent each on 1 to 10 Gbit/s.
 # On networks where a start costs more than a MB does, `tune=True` finds larger ones. Buckets are equal: where backward and
 # the reductions take equally long, a larger one leaves the wire idle by the difference. Buckets that taper towards the ends
-# of the model gained nothing measured; large ones in its middle were slower.
+# of the model gained nothing measured; large ones in its middle were slower. On a GPU a step takes some tens of ms, and a
+# bucket some tenths of a ms of the host that launches everything: a quarter as many, by estimate.
 
 
 def limits(
-    threshold_mb: float | str | None, num_nearby_layers: int | None, nbytes: int
+    threshold_mb: float | str | None, num_nearby_layers: int | None, nbytes: int, device: str = "cpu"
 ) -> tuple[float | None, int | None]:
-    """The threshold (MB) and the layers per bucket for a model of `nbytes` (pure). A threshold of 0 means no fusion.
+    """The threshold (MB) and the layers per bucket for a model of `nbytes` on that type of device (pure).
+
+    A threshold of 0 means no fusion.
 
     Raises ``ValueError`` for a text that is not "auto".
     """
@@ -36,17 +39,22 @@ def limits(
         if threshold_mb != "auto":
             raise ValueError(f"threshold_mb should be a number of MB, 'auto' or None and is {threshold_mb!r}")
         smallest, largest = _AUTO_MB
-        return min(max(nbytes / _AUTO_BUCKETS / 2**20, smallest), largest), num_nearby_layers
+        buckets = _AUTO_BUCKETS.get(device, _AUTO_BUCKETS["cuda"])
+        return min(max(nbytes / buckets / 2**20, smallest), largest), num_nearby_layers
     if threshold_mb == 0:
         return None, num_nearby_layers or 1
     return threshold_mb, num_nearby_layers
 
 
-def trained_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """The bytes of all parameters that are trained; 0 for arguments that the wrapper is going to refuse."""
+def trained(optimizer: torch.optim.Optimizer) -> tuple[int, str]:
+    """The bytes of all parameters that are trained, and the type of their device, for :func:`limits`.
+
+    (0, "cpu") for arguments that the wrapper is going to refuse.
+    """
     groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
     params = [param for group in groups for param in group["params"] if param.requires_grad and not is_lazy(param)]
-    return sum(param.numel() * param.element_size() for param in params)
+    device = params[0].device.type if params else "cpu"
+    return sum(param.numel() * param.element_size() for param in params), device
 
 
 def fused_in_order_of_use(

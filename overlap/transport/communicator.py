@@ -20,6 +20,7 @@ import torch
 from torch.autograd import profiler
 
 from comm_core import ReduceOp
+from overlap.transport.cuda.streams import Streams
 from overlap.transport.stamps import HostStamps, Stamps
 from overlap.transport.work import Line, ProfiledWork, Work
 
@@ -56,8 +57,8 @@ class Communicator(ABC):
     #: Where the tensors lie that it is there for.
     place: torch.device = torch.device("cpu")
 
-    #: Whether what is launched now on a device goes into a CUDA graph; None where nothing is launched.
-    capturing: Callable[[], bool] | None = None
+    #: On which a device computes these tensors; None where the host does.
+    streams: Streams | None = None
 
     #: How many operations this rank has issued.
     issued: int = 0
@@ -116,8 +117,7 @@ class Communicator(ABC):
         """Reduce `send` over all ranks; rank r receives the `counts[r]` elements of its shard. Never writes `send`.
 
         Without `counts` the split is balanced: the first `send.numel() % size` ranks get one element more. With `wide`,
-        `send` is written after all: see :class:`Wide`. A value that only rounding makes zero becomes +0.0 there, and a
-        zero keeps its sign.
+        `send` is written after all: see :class:`Wide`.
         """
         return self.reduce_scatter_init(send, recv, op, counts=counts, wide=wide, label=label)()
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -77,6 +77,9 @@ class PlainStreams:
 
     def current(self) -> int:
         return 0
+
+    def follow(self, others: Iterable[int]) -> None:
+        raise AssertionError("there is one stream")
 
     def capturing(self) -> bool:
         return False

@@ -164,6 +164,36 @@ def _memory(tensor: torch.Tensor) -> tuple[int, Any]:
     return storage._cdata, storage
 
 
+@pytest.mark.parametrize("strategy", ["dear", "wfbp"])
+def test_a_reduction_follows_all_streams_that_wrote_gradients(
+    strategy: str, pretended: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Backward computes the gradient of each layer on the stream that its forward has used."""
+    now, followed = 0, list[tuple[int, set[int]]]()
+    monkeypatch.setattr(PlainStreams, "current", lambda _: now)
+    monkeypatch.setattr(PlainStreams, "follow", lambda _, others: followed.append((now, set(others))))
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2, bias=False))
+    one_bucket = {"threshold_mb": 25} if strategy == "dear" else {"num_groups": 1}
+    wrap = dear.DistributedOptimizer if strategy == "dear" else wfbp.DistributedOptimizer
+    optimizer = wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, **one_bucket)
+
+    def computed_on(stream: int) -> Callable[[torch.Tensor], None]:
+        def hook(_gradient: torch.Tensor) -> None:
+            nonlocal now
+            now = stream
+
+        return hook
+
+    for number in range(3):
+        model[0].weight.register_hook(computed_on(number))
+        model[1].weight.register_hook(computed_on(1))
+        model(torch.ones(1, 2)).sum().backward()
+        now = 0
+        optimizer.step()
+        optimizer.zero_grad()
+    assert followed == [(2, {1, 2})] if strategy == "wfbp" else [(0, {1, 2})], "in the other steps there is one stream"
+
+
 @pytest.mark.parametrize("strategy", WRAP)
 @pytest.mark.parametrize("clipped", [False, True])
 def test_the_host_waits_for_nothing_in_a_steady_step(strategy: str, clipped: bool, pretended: None) -> None:
@@ -175,7 +205,9 @@ def test_the_host_waits_for_nothing_in_a_steady_step(strategy: str, clipped: boo
     inputs = torch.randn(4, 6)
     for _ in range(6):
         buckets = optimizer._engine.order
-        held = [one for bucket in buckets for one in (bucket.gradients, bucket.reduced, bucket.outgoing, bucket.incoming)]
+        held = [
+            one for bucket in buckets for one in (bucket.gradients, bucket.reduced, bucket.outgoing, bucket.incoming)
+        ]
         held += [bucket.travelling for bucket in buckets if bucket.holds_parameters]
         waits = _Waits([inputs, *model.parameters(), *held])
         with waits:

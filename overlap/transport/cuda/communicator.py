@@ -71,9 +71,9 @@ class DeviceCommunicator(Communicator):
 
     def __init__(self, host: Communicator, carrier: Carrier, streams: Streams) -> None:
         self._host, self._carrier, self._streams = host, carrier, streams
+        self.streams = streams
         self._kind = streams.kind
         self.place = torch.device(streams.kind, streams.device)
-        self.capturing = streams.capturing
 
     def stamps(self) -> Stamps:
         return self._streams.stamps(on_streams=not self._carrier.through_host)

@@ -5,7 +5,7 @@ A seam: tests put something else behind it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -30,6 +30,9 @@ class Streams(Protocol):
 
     def current(self) -> int:
         """The stream on which the calling thread computes."""
+
+    def follow(self, others: Iterable[int]) -> None:
+        """Have what that stream is given next run after all that `others` were given so far. Does not block."""
 
     def capturing(self) -> bool:
         """Whether that stream is being captured into a CUDA graph."""
@@ -94,6 +97,13 @@ class TorchStreams:
 
     def current(self) -> int:
         return int(torch.cuda.current_stream(self._place).cuda_stream)
+
+    def follow(self, others: Iterable[int]) -> None:
+        current = torch.cuda.current_stream(self._place)
+        for other in set(others) - {int(current.cuda_stream)}:
+            event = torch.cuda.Event()
+            event.record(_stream(other, self._place))
+            current.wait_event(event)
 
     def capturing(self) -> bool:
         return bool(torch.cuda.is_current_stream_capturing())

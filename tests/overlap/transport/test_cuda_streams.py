@@ -116,6 +116,14 @@ def test_results_are_brought_on_the_stream_that_needs_them_and_held_for_it(cuda:
         assert cuda.said == [f"stream 7 waits for {what}"]
 
 
+def test_a_stream_follows_all_others_but_itself(cuda: _Cuda) -> None:
+    streams = TorchStreams(PLACE)
+    streams.follow([0])
+    assert cuda.said == []
+    streams.follow({0, 5})
+    assert cuda.said == ["marks what stream 5 was given", "default waits for what stream 5 was given"]
+
+
 def test_what_is_computed_beside_is_held_for_the_side_stream(cuda: _Cuda) -> None:
     streams, there = TorchStreams(PLACE), _There(cuda)
     streams.beside(lambda: cuda.said.append(f"computes on {cuda.now.name}"), [there])  # type: ignore[list-item]
