@@ -162,8 +162,7 @@ class CudaKernels:
     ) -> None:
         """`target` = `source` times `scale`, rounded once to the nearest, ties to even; both are addresses.
 
-        16-bit types are multiplied in fp32. A value that becomes zero becomes +0.0; a zero keeps its sign. `target` may be
-        `source` where the types are the same. Enqueued on `stream`.
+        16-bit types are multiplied in fp32. `target` may be `source` where the types are the same. Enqueued on `stream`.
         """
         name = cast_name(source_type, target_type)
         if name is None:

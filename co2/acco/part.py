@@ -20,7 +20,7 @@ from co2.part import Part, Shares, Vectors
 from overlap.core.bucket import Slot
 from overlap.plan.partition import BucketSpec
 from overlap.transport.communicator import Communicator, ReduceOp, Work
-from overlap.transport.memory import copy_used, values_of
+from overlap.transport.memory import copy_gradient, values_of
 
 __all__ = ["AccoPart"]
 
@@ -74,7 +74,7 @@ class AccoPart(Part):
             if slot.index in self._used:
                 place.add_(dense)
             else:
-                copy_used(place, dense)
+                copy_gradient(place, dense)
                 self._used.add(slot.index)
 
     def _exchange(self) -> None:

@@ -5,9 +5,7 @@
 namespace comm_core {
 
 void Operation::narrow() const {
-  if (wide.from == nullptr) return;
-  const bool summed = kind == OpKind::kReduceScatter;
-  (summed ? narrow_summand : narrow_half)(dtype, wide.from, wide.send, wide.num_sent);
+  if (wide.from != nullptr) narrow_half(dtype, wide.from, wide.send, wide.num_sent);
 }
 
 void Operation::widen() const {

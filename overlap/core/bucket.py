@@ -18,7 +18,7 @@ from overlap.plan.partition import BucketSpec
 from overlap.plan.strategy import Collectives
 from overlap.transport.communicator import Communicator, ReduceOp, Start, Wide, Work
 from overlap.transport.cut_pickles import cut_when_pickled
-from overlap.transport.memory import copy_used, view_like
+from overlap.transport.memory import copy_gradient, view_like
 
 __all__ = ["Bucket", "Known", "Phase", "Slot", "changed", "clear", "line"]
 
@@ -112,7 +112,7 @@ class Slot:
             if lone:
                 self.view = view = gradient.detach() if gradient.requires_grad else gradient
             else:
-                copy_used(place, gradient)
+                copy_gradient(place, gradient)
             if not gradient.requires_grad:  # backward(create_graph=True): the graph hangs on the user's own tensor
                 param.grad = gradient = view
             self._given, self._version = gradient, gradient._version

@@ -24,7 +24,7 @@ from overlap.core.shards import ShardUpdate
 from overlap.transport.communicator import Communicator, ReduceOp, Start, Wide
 from overlap.transport.compression import BF16Compressor, FP16Compressor, NoneCompressor
 from overlap.transport.cuda.math import can_inspect, cast_scale
-from overlap.transport.memory import copy_used
+from overlap.transport.memory import copy_gradient
 
 __all__ = ["COLLECTIVES", "DecoupledCollectives", "Exchange", "returns_slices"]
 
@@ -209,7 +209,7 @@ class Exchange:
                     f"{self._compressor!r} made {packed.dtype} of {slot.name!r} and {dtype} of other parameters in its "
                     "bucket, which are reduced together: compress() should return one dtype for all"
                 )
-            copy_used(bucket.outgoing[offset : offset + numel], packed.reshape(-1))
+            copy_gradient(bucket.outgoing[offset : offset + numel], packed.reshape(-1))
             contexts.append((packed.shape, context))
         self._contexts[bucket] = contexts
 
@@ -225,7 +225,7 @@ class Exchange:
         for slot, offset, (shape, context) in slots:
             assert slot.view is not None
             packed = bucket.incoming[offset : offset + slot.param.numel()].view(shape)
-            copy_used(slot.view, self._compressor.decompress(packed, context).view(slot.view.shape))
+            copy_gradient(slot.view, self._compressor.decompress(packed, context).view(slot.view.shape))
 
     def rescale(self, bucket: Bucket, shards: ShardUpdate | None, factor: float = 1.0) -> None:
         """Multiply the reduced gradients of used parameters by the rest of the division, and by `factor`."""

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from overlap.transport.native import copy_plus_zero
+from overlap.transport.native import copy_past_caches
 
 __all__ = [
-    "copy_used",
+    "copy_gradient",
     "from_flat",
     "is_dense",
-    "narrow_summands",
     "to_flat",
     "values_of",
     "view_like",
@@ -66,8 +65,8 @@ def from_flat(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return view_like(flat, 0, like)
 
 
-def copy_used(target: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Copy a gradient into its place in one pass, -0.0 turned into +0.0. Autograd does not hear of it."""
+def copy_gradient(target: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Copy a gradient into its place, where it may be already. Autograd does not hear of it."""
     if (  # plain memory of one type and layout on the CPU: copying takes no torch
         type(gradient) is torch.Tensor
         and gradient.is_cpu
@@ -80,15 +79,9 @@ def copy_used(target: torch.Tensor, gradient: torch.Tensor) -> None:
         and not gradient._is_zerotensor()
         and (gradient.numel() < _SPLIT or torch.get_num_threads() <= _BEATEN)
     ):
-        copy_plus_zero(target, gradient)
+        copy_past_caches(target, gradient)
     elif torch.is_grad_enabled():  # not inside backward, where this happens for every gradient
         with torch.no_grad():
-            torch.add(gradient, 0.0, out=target)
+            target.copy_(gradient)
     else:
-        torch.add(gradient, 0.0, out=target)
-
-
-def narrow_summands(target: torch.Tensor, gradients: torch.Tensor) -> None:
-    """Round `gradients` into `target`, a 16-bit type. What only rounding makes zero becomes +0.0."""
-    target.copy_(gradients)
-    target.masked_fill_((target == 0) & (gradients != 0), 0.0)
+        target.copy_(gradient)

@@ -188,12 +188,12 @@ def differ(rounded: torch.Tensor, exact: torch.Tensor) -> bool:
     return comm_core.differ(_readable(rounded), _readable(exact))
 
 
-def copy_plus_zero(target: torch.Tensor, source: torch.Tensor) -> None:
-    """``target = source + 0.0``, which turns -0.0 into +0.0. Autograd does not hear of it, nor `target`'s version.
+def copy_past_caches(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy `source` to `target`. Autograd does not hear of it, nor `target`'s version.
 
-    Real floating-point tensors of one type, shape and strides on the CPU, without gaps between their elements.
+    Tensors of one type, shape and strides on the CPU, without gaps between their elements.
     """
-    comm_core.copy_plus_zero(target.data_ptr(), source.data_ptr(), target.numel(), DTYPES[target.dtype])
+    comm_core.copy_past_caches(target.data_ptr(), source.data_ptr(), target.numel() * target.element_size())
 
 
 def blockwise_bytes(numel: int, bits: int) -> int:

@@ -1,7 +1,7 @@
 """Reduces CPU tensors element by element with comm_core's rules, for the adapter over torch.distributed.
 
 16-bit floats are summed in fp32 and rounded once. An average is the sum over the size in the accumulation type, rounded
-once; a sum other than zero never averages to -0.0, and a sum of -0.0 stays -0.0, as over MPI.
+once, as over MPI.
 """
 
 from __future__ import annotations
@@ -48,8 +48,7 @@ def combine_all(op: ReduceOp, parts: Sequence[torch.Tensor], out: torch.Tensor, 
 def average_(total: torch.Tensor, size: int) -> None:
     """Turn a sum into an average in place."""
     for part in _serial_parts(total.numel()):
-        chunk = total[part]
-        _average(chunk.clone(), chunk, size)
+        _average(total[part], total[part], size)
 
 
 def _combine(op: ReduceOp, first: torch.Tensor, second: torch.Tensor, out: torch.Tensor) -> None:
@@ -67,9 +66,6 @@ def _combine(op: ReduceOp, first: torch.Tensor, second: torch.Tensor, out: torch
 def _average(total: torch.Tensor, out: torch.Tensor, size: int) -> None:
     # Powers of two have an exact inverse, and a product takes a fraction of the time.
     out.copy_(total / size if size & (size - 1) else total * (1.0 / size))
-    # Two counts cost less than a mask, and only underflow makes them differ.
-    if torch.count_nonzero(out) != torch.count_nonzero(total):
-        out.masked_fill_((out == 0) & (total != 0), 0.0)
 
 
 def _serial_parts(numel: int) -> Iterator[slice]:

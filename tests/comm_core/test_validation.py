@@ -191,10 +191,3 @@ def test_blocks_are_of_8_or_4_bits_and_of_wide_numbers() -> None:
         comm_core.encode_blockwise(*addresses, 3, 2, DType.FLOAT32)
     with pytest.raises(InvalidUsage, match="float32 or float64, got float16"):
         comm_core.decode_blockwise(*reversed(addresses), 3, 4, DType.FLOAT16)
-
-
-def test_plus_zero_is_of_floating_point_numbers() -> None:
-    numbers = np.zeros(3, np.int32)
-    address = numbers.ctypes.data
-    with pytest.raises(InvalidUsage, match="floating-point type, got int32"):
-        comm_core.copy_plus_zero(address, address, 3, DType.INT32)

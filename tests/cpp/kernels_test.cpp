@@ -87,8 +87,7 @@ typename F::Stored expected(ReduceOp op, const std::vector<std::vector<typename 
   auto sum = F::widen(data[0][i]);
   for (std::size_t s = 1; s < data.size(); ++s) sum += F::widen(data[s][i]);
   if (op == ReduceOp::kSum) return F::narrow(sum);
-  const auto mean = F::narrow(sum / static_cast<typename F::Wide>(data.size()));
-  return mean == kSign<F> && sum != 0 ? 0 : mean;
+  return F::narrow(sum / static_cast<typename F::Wide>(data.size()));
 }
 
 template <class F>

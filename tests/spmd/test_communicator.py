@@ -206,7 +206,7 @@ def test_signed_zeros_and_averages(comm: Communicator) -> None:
             assert not torch.signbit(shard).any()
     tiny = torch.full((8,), -1.4e-45 if comm.rank == 0 else -0.0)
     comm.all_reduce(tiny, tiny, ReduceOp.AVG)
-    assert comm.size == 1 or not torch.signbit(tiny).any()  # underflow gives +0.0
+    assert torch.signbit(tiny).all()  # also where it is too small to be more than zero
     ranks = torch.full((3,), float(comm.rank))
     comm.all_reduce(ranks, ranks, ReduceOp.AVG)
     torch.testing.assert_close(ranks, torch.full((3,), (comm.size - 1) / 2))
@@ -229,14 +229,13 @@ def _bits(values: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_who_moves_16_bits_may_round_and_widen(comm: Communicator, dtype: torch.dtype) -> None:
-    """The same bits as rounding before and widening after, -0.0 of summands, too."""
+    """The same bits as rounding before and widening after."""
     generator = torch.Generator().manual_seed(comm.rank)
     for count in (9, 120_007):
         counts = [count - (comm.size - 1), *[1] * (comm.size - 1)] if count > 9 else _balanced(count, comm.size)
         values = torch.randn(count, generator=generator)
         values[:8] = torch.tensor([-0.0, 0.0, -1e-45, 1e-45, 1.0009765625, 7e4, float("inf"), -0.0])
         rounded = values.to(dtype)
-        rounded[2] = 0.0  # it was none before it was rounded
         shard, before = torch.empty(counts[comm.rank], dtype=dtype), values.clone()
         comm.reduce_scatter(rounded, shard, ReduceOp.AVG, counts=counts)
 

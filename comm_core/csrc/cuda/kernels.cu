@@ -29,13 +29,10 @@ __device__ void narrow(double x, double& out) { out = x; }
 __device__ void narrow(float x, __half& out) { out = __float2half_rn(x); }
 __device__ void narrow(float x, __nv_bfloat16& out) { out = __float2bfloat16_rn(x); }
 
-// A zero keeps its sign; a value that becomes zero becomes +0.0.
 template <class From, class To, class Wide>
 __device__ To converted(From value, Wide scale) {
-  const Wide wide = widened(value);
   To out;
-  narrow(wide * scale, out);
-  if (widened(out) == Wide(0) && wide != Wide(0)) narrow(Wide(0), out);
+  narrow(widened(value) * scale, out);
   return out;
 }
 

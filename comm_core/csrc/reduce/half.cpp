@@ -12,13 +12,6 @@
 namespace comm_core {
 namespace {
 
-constexpr std::uint16_t kNegativeZero = 0x8000;
-
-/// `rounded`, but +0.0 where only rounding made it -0.0.
-std::uint16_t keep_mark(std::uint16_t rounded, float from) {
-  return rounded == kNegativeZero && from != 0.0F ? std::uint16_t{0} : rounded;
-}
-
 #if defined(__x86_64__)
 
 /// Whether the processor converts fp16 itself.
@@ -37,20 +30,12 @@ __attribute__((target("avx,f16c"))) std::int64_t widen_eights(const std::uint16_
   return i;
 }
 
-template <bool kSummand>
 __attribute__((target("avx,f16c"))) std::int64_t narrow_eights(const float* from, std::uint16_t* to,
                                                                std::int64_t count) {
   std::int64_t i = 0;
   for (; i + 8 <= count; i += 8) {
     const __m256 wide = _mm256_loadu_ps(from + i);
-    __m128i halves = _mm256_cvtps_ph(wide, _MM_FROUND_TO_NEAREST_INT);
-    if constexpr (kSummand) {
-      const __m256i nonzero = _mm256_castps_si256(_mm256_cmp_ps(wide, _mm256_setzero_ps(), _CMP_NEQ_UQ));
-      const __m128i was_number = _mm_packs_epi32(_mm256_castsi256_si128(nonzero), _mm256_extractf128_si256(nonzero, 1));
-      const __m128i marks = _mm_cmpeq_epi16(halves, _mm_set1_epi16(static_cast<short>(kNegativeZero)));
-      halves = _mm_andnot_si128(_mm_and_si128(marks, was_number), halves);
-    }
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), halves);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), _mm256_cvtps_ph(wide, _MM_FROUND_TO_NEAREST_INT));
   }
   return i;
 }
@@ -59,10 +44,7 @@ __attribute__((target("avx,f16c"))) std::int64_t narrow_eights(const float* from
 
 bool converts() { return false; }
 std::int64_t widen_eights(const std::uint16_t*, float*, std::int64_t) { return 0; }
-template <bool kSummand>
-std::int64_t narrow_eights(const float*, std::uint16_t*, std::int64_t) {
-  return 0;
-}
+std::int64_t narrow_eights(const float*, std::uint16_t*, std::int64_t) { return 0; }
 
 #endif
 
@@ -72,10 +54,6 @@ COMM_CORE_VECTORISED void widen_brain(const std::uint16_t* from, float* to, std:
 
 COMM_CORE_VECTORISED void narrow_brain(const float* from, std::uint16_t* to, std::int64_t count) {
   for (std::int64_t i = 0; i < count; ++i) to[i] = float_to_bfloat16(from[i]);
-}
-
-COMM_CORE_VECTORISED void narrow_brain_summand(const float* from, std::uint16_t* to, std::int64_t count) {
-  for (std::int64_t i = 0; i < count; ++i) to[i] = keep_mark(float_to_bfloat16(from[i]), from[i]);
 }
 
 COMM_CORE_VECTORISED bool brain_differs(const std::uint16_t* halves, const float* wide, std::int64_t count) {
@@ -105,16 +83,8 @@ void widen_half(DType dtype, const std::byte* from, float* to, std::int64_t coun
 void narrow_half(DType dtype, const float* from, std::byte* to, std::int64_t count) {
   auto* const halves = reinterpret_cast<std::uint16_t*>(to);
   if (dtype == DType::kBFloat16) return narrow_brain(from, halves, count);
-  for (std::int64_t i = converts() ? narrow_eights<false>(from, halves, count) : 0; i < count; ++i) {
+  for (std::int64_t i = converts() ? narrow_eights(from, halves, count) : 0; i < count; ++i) {
     halves[i] = float_to_float16(from[i]);
-  }
-}
-
-void narrow_summand(DType dtype, const float* from, std::byte* to, std::int64_t count) {
-  auto* const halves = reinterpret_cast<std::uint16_t*>(to);
-  if (dtype == DType::kBFloat16) return narrow_brain_summand(from, halves, count);
-  for (std::int64_t i = converts() ? narrow_eights<true>(from, halves, count) : 0; i < count; ++i) {
-    halves[i] = keep_mark(float_to_float16(from[i]), from[i]);
   }
 }
 

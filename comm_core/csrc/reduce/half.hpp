@@ -12,8 +12,6 @@ namespace comm_core {
 /// `count` elements of fp16 or bf16 as fp32, and back, rounded to nearest even. By hardware where it can.
 void widen_half(DType dtype, const std::byte* from, float* to, std::int64_t count);
 void narrow_half(DType dtype, const float* from, std::byte* to, std::int64_t count);
-/// As narrow_half, but what only rounding made zero becomes +0.0: a result is -0.0 where the value was, and only there.
-void narrow_summand(DType dtype, const float* from, std::byte* to, std::int64_t count);
 /// Whether some element of `halves`, widened, is another number than that of `wide`. A NaN is, beside anything.
 bool halves_differ(DType dtype, const std::byte* halves, const float* wide, std::int64_t count);
 

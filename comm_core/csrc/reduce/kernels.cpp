@@ -53,21 +53,16 @@ struct And {
   }
 };
 
-// An average is rounded once. Only a sum of -0.0 gives -0.0: a negative sum that underflows gives +0.0. Powers of two
-// have an exact inverse, and a product takes a fraction of a quotient's time.
-template <std::floating_point T>
-T keep_mark(T mean, T sum) {
-  return mean == T(0) && sum != T(0) ? T(0) : mean;
-}
+// An average is rounded once. Powers of two have an exact inverse, and a product takes a fraction of a quotient's time.
 template <std::floating_point T>
 struct Quotient {
   T divisor;
-  T operator()(T sum) const { return keep_mark(sum / divisor, sum); }
+  T operator()(T sum) const { return sum / divisor; }
 };
 template <std::floating_point T>
 struct Product {
   T inverse;
-  T operator()(T sum) const { return keep_mark(sum * inverse, sum); }
+  T operator()(T sum) const { return sum * inverse; }
 };
 
 // - Loops
@@ -180,11 +175,7 @@ void combine_half_block(DType dtype, bool mean, std::byte* out, const std::vecto
     widen_half(dtype, sources[s] + 2 * first, next.data(), n);
     accumulate<float, Op>(mean, sum.data(), next.data(), n, s, sources.size());
   }
-  if (mean) {
-    narrow_summand(dtype, sum.data(), out + 2 * first, n);
-  } else {
-    narrow_half(dtype, sum.data(), out + 2 * first, n);
-  }
+  narrow_half(dtype, sum.data(), out + 2 * first, n);
 }
 
 template <class T, class Op>

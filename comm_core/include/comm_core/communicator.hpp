@@ -57,8 +57,7 @@ class Persistent {
 /// close() is closed all the same, without waiting.
 ///
 /// 16-bit elements may have fp32 ones beside them: `wide.send` is rounded into `send` first, and `wide.recv` gets what
-/// `recv` has in the end, both on the thread that moves the bytes. What is to be summed keeps its zeros' signs, and
-/// what only rounding makes zero becomes +0.0.
+/// `recv` has in the end, both on the thread that moves the bytes.
 class Communicator : public std::enable_shared_from_this<Communicator> {
  public:
   Communicator(std::unique_ptr<Backend> backend, std::string name);

@@ -43,8 +43,7 @@ def cast_scale(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor],
     """targets[i] = sources[i] times `scale`, rounded to the nearest value of its type, ties to even.
 
     Flat, contiguous tensors of floating point, pairwise of one size and device; a target may be its source. 16-bit types
-    are multiplied in fp32. A value that becomes zero becomes +0.0, and a zero keeps its sign.
-    On the current stream of each device.
+    are multiplied in fp32. On the current stream of each device.
 
     Raises ``comm_core.InvalidUsage`` for a scale that is not above 0, and for tensors that do not fit each other.
     """
@@ -101,12 +100,8 @@ def _wide(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tens
 
 
 def _round_by_torch(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], wide: list[torch.Tensor]) -> None:
-    rounded = [values.to(target.dtype) for values, (target, _) in zip(wide, pairs, strict=True)]
-    for values, (target, source) in zip(rounded, pairs, strict=True):
-        if values.data_ptr() != source.data_ptr():
-            target.copy_(values.masked_fill_((values == 0) & (source != 0), 0.0))
-        elif target.data_ptr() != source.data_ptr():
-            target.copy_(source)
+    for values, (target, _) in zip(wide, pairs, strict=True):
+        target.copy_(values)
 
 
 def inspect(tensors: Sequence[torch.Tensor], device: torch.device | None = None) -> torch.Tensor:

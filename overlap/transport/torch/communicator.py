@@ -18,7 +18,6 @@ from comm_core import ReduceOp, TransportError
 from overlap.transport.checks import check_average, check_rank, check_timeout
 from overlap.transport.communicator import Communicator, Start, Wide, Work
 from overlap.transport.forks import Origin
-from overlap.transport.memory import narrow_summands
 from overlap.transport.requests import (
     Exchange,
     all_gather_request,
@@ -169,7 +168,7 @@ class ProcessGroupCommunicator(Communicator):
         check_average("reduce_scatter", op, send)
         request = reduce_scatter_request(self._rank, self._size, send, recv, op, counts)
         stage = self._routes.reduce_scatter(request.send, request.recv, request.send_counts, op)
-        first, last = _narrow("reduce_scatter", wide, request, narrow_summands)
+        first, last = _narrow("reduce_scatter", wide, request)
         meaning = meaning_of("reduce_scatter", request.send, op)
         return self._init(meaning, label, request.send.nbytes, lambda: [stage(), *last], first)
 
@@ -184,7 +183,7 @@ class ProcessGroupCommunicator(Communicator):
     ) -> Start:
         request = all_gather_request(self._rank, self._size, send, recv, counts)
         stage = self._routes.all_gather(request.send, request.recv, request.recv_counts)
-        first, last = _narrow("all_gather", wide, request, torch.Tensor.copy_)
+        first, last = _narrow("all_gather", wide, request)
         meaning = meaning_of("all_gather", request.recv)
         return self._init(meaning, label, request.recv.nbytes, lambda: [stage(), *last], first)
 
@@ -297,11 +296,9 @@ class ProcessGroupCommunicator(Communicator):
             self._named.restore()
 
 
-def _narrow(
-    what: str, wide: Wide | None, request: Exchange, narrow: Callable[[torch.Tensor, torch.Tensor], object]
-) -> tuple[Callable[[], object] | None, list[Stage]]:
+def _narrow(what: str, wide: Wide | None, request: Exchange) -> tuple[Callable[[], object] | None, list[Stage]]:
     """What rounds into what is sent, and what is to be done in the end."""
     if wide is None:
         return None, []
     check_wide(what, wide.send, wide.recv, request.send, request.recv)
-    return lambda: narrow(request.send, wide.send), [Local(lambda: wide.recv.copy_(request.recv))]
+    return lambda: request.send.copy_(wide.send), [Local(lambda: wide.recv.copy_(request.recv))]

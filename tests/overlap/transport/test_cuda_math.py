@@ -55,24 +55,6 @@ def test_ties_and_values_that_are_not_finite(dtype: torch.dtype) -> None:
     assert back[4].isnan()
 
 
-@pytest.mark.parametrize(
-    ("narrow", "wide"),
-    [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.float16, torch.float16)],
-)
-def test_zeros_keep_their_sign_and_nothing_else_becomes_a_negative_zero(narrow: torch.dtype, wide: torch.dtype) -> None:
-    tiny = torch.finfo(narrow).smallest_normal * torch.finfo(narrow).eps
-    source = torch.tensor([-0.0, 0.0, -tiny, tiny, -1.0]).to(narrow)
-    assert source[2] != 0
-    target = torch.empty(5, dtype=wide)
-    cast_scale([target], [source], 2.0**-10)
-    signs = torch.signbit(target).tolist()
-    assert signs[:2] == [True, False]
-    if wide is narrow:
-        assert target[2] == 0
-        assert signs[2] is False
-    assert target[4] == -(2.0**-10)
-
-
 def test_in_place_and_many_at_once() -> None:
     tensors = [
         torch.full((n,), 3.0, dtype=dtype) for n, dtype in ((2, torch.float32), (0, torch.float32), (3, torch.float64))

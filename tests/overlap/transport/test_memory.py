@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from overlap.transport import memory as dense
-from overlap.transport.memory import copy_used, from_flat, is_dense, to_flat, view_like
+from overlap.transport.memory import copy_gradient, from_flat, is_dense, to_flat, view_like
 
 
 def test_dense_layouts() -> None:
@@ -41,18 +41,18 @@ def test_views_have_version_counters_of_their_own() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("numel", [0, 1, 5, 1000, 16_385, 32_768, 65_536, 70_001, 200_003])
 @pytest.mark.parametrize("offset", [0, 1, 3])
-def test_a_gradient_is_copied_as_torch_adds_zero(dtype: torch.dtype, numel: int, offset: int) -> None:
+def test_a_gradient_is_copied_bit_for_bit(dtype: torch.dtype, numel: int, offset: int) -> None:
     torch.manual_seed(1)
     gradient = torch.randn(numel + offset).to(dtype)[offset:]  # neither starts where a line of the cache does
     gradient[::7], gradient[1::7], gradient[2::7] = -0.0, 0.0, float("inf")
     gradient[3::7] = torch.finfo(dtype).smallest_normal / 4  # subnormal
     flat = torch.full((numel + 2 * offset + 9,), 3.0, dtype=dtype)
-    copy_used(flat[offset : offset + numel], gradient)
-    assert torch.equal(_bits(flat[offset : offset + numel]), _bits(gradient + 0.0))
+    copy_gradient(flat[offset : offset + numel], gradient)
+    assert torch.equal(_bits(flat[offset : offset + numel]), _bits(gradient))
     place = flat[offset : offset + numel]
     place.copy_(gradient)
-    copy_used(place, place)  # after zero_grad(set_to_none=False) backward adds to what is in the bucket
-    assert torch.equal(_bits(place), _bits(gradient + 0.0))
+    copy_gradient(place, place)  # after zero_grad(set_to_none=False) backward adds to what is in the bucket
+    assert torch.equal(_bits(place), _bits(gradient))
     assert bool((flat[:offset] == 3).all())
     assert bool((flat[offset + numel :] == 3).all())
 
@@ -69,10 +69,10 @@ def test_large_copies_are_left_to_many_threads(
         copied.append(source.numel())
         target.copy_(source)
 
-    monkeypatch.setattr(dense, "copy_plus_zero", copy)
+    monkeypatch.setattr(dense, "copy_past_caches", copy)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     gradient, target = torch.randn(numel), torch.empty(numel)
-    copy_used(target, gradient)
+    copy_gradient(target, gradient)
     assert torch.equal(target, gradient)
     assert bool(copied) == ours
 
@@ -100,7 +100,7 @@ def test_gradients_of_other_layouts_and_kinds_are_copied_too(numel: int) -> None
     for kind, gradient in kinds.items():
         for like in (plain, kinds["permuted"]):
             target = view_like(torch.empty(numel), 0, like)
-            copy_used(target, gradient)
+            copy_gradient(target, gradient)
             assert torch.equal(target.isnan(), gradient.isnan()), kind
             assert torch.equal(target.nan_to_num(), gradient.float().nan_to_num()), kind
             assert not target.requires_grad, kind

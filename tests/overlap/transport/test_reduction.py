@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
@@ -40,12 +38,3 @@ def test_an_average_is_the_sum_divided_by_the_size(size: int) -> None:
     average = values.clone()
     average_(average, size)
     assert torch.equal(average, values / size)
-
-
-def test_a_sum_that_is_not_zero_averages_to_no_mark_of_an_unused_parameter() -> None:
-    sums = torch.tensor([-SUBNORMAL, SUBNORMAL, -0.0, 0.0])
-    average_(sums, 3)
-    assert [math.copysign(1, value) for value in sums.tolist()] == [1, 1, -1, 1]
-    assert not sums.any()
-    parts = [torch.tensor([-SUBNORMAL]), torch.tensor([-0.0]), torch.tensor([-0.0])]
-    assert math.copysign(1, _combined(ReduceOp.AVG, parts).item()) == 1
