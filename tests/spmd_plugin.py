@@ -127,7 +127,8 @@ def pytest_timeout_set_timer(item: Any, settings: Any) -> bool:
 def pytest_timeout_cancel_timer(item: Any) -> bool:
     global _limit
     _limit = 0.0
-    item.dear_timer.cancel()
+    if hasattr(item, "dear_timer"):  # not a module that could not be imported
+        item.dear_timer.cancel()
     return True
 
 

@@ -21,7 +21,7 @@ from overlap.optimizer import decision, planning
 from overlap.optimizer.planning import plan_by_itself
 from overlap.plan.measurement import Sent, services
 from overlap.state.shard_state import ShardState
-from overlap.transport.memory import copy_used
+from overlap.transport.memory import copy_gradient
 from overlap.transport.stamps import HostStamps
 from tests.spmd.listening import heard
 from tests.spmd.planned_training import MIB, STEPS, Clock, planned_job, scripted, train_steps
@@ -185,11 +185,11 @@ def test_what_hooks_take_is_no_computation(strategy: str, monkeypatch: pytest.Mo
 
     def slow(place: torch.Tensor, gradient: torch.Tensor) -> None:
         time.sleep(0.002)
-        copy_used(place, gradient)
+        copy_gradient(place, gradient)
 
     scripted(monkeypatch)
     monkeypatch.setattr(planning, "StepClock", noted)
-    monkeypatch.setattr(bucket, "copy_used", slow)
+    monkeypatch.setattr(bucket, "copy_gradient", slow)
     model, optimizer = planned_job(strategy=strategy)
     train_steps(model, optimizer, STEPS + 1)
     told = optimizer._planned.explained(optimizer)
