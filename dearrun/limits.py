@@ -8,12 +8,14 @@ from pathlib import Path
 
 __all__ = ["of_processes"]
 
+_WORKER = 10 * 2**20  # bytes; a Python that has imported nothing takes so many
 _FILES = ("/proc/sys/kernel/pid_max", "/proc/sys/kernel/threads-max", "/sys/fs/cgroup/pids.max")
 
 
 def of_processes() -> dict[str, int]:
     """The limits on the number of processes, by name. mpirun holds two pipes at least for each worker."""
-    found = {}
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    found = {f"{memory / 2**30:.0f} GB of memory, of which a worker takes 10 MB at least": memory // _WORKER}
     for path in _FILES:
         try:
             found[path] = int(Path(path).read_text())

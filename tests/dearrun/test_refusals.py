@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from dearrun import options
@@ -33,6 +35,12 @@ def test_a_flag_that_is_not_there_is_told_with_the_one_that_is_meant(
     with pytest.raises(SystemExit):
         options.parser().parse_args([*flags, "-np", "2", "python", "train.py"])
     assert f"dearrun: error: {told}\n" in capsys.readouterr().err
+
+
+def test_more_workers_than_memory_has_room_for_are_refused() -> None:
+    room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // (10 * 2**20)
+    with pytest.raises(LaunchError, match="at most"):
+        require_room(room + 1, of_processes())
 
 
 def test_the_limits_of_this_machine_are_known() -> None:
