@@ -17,7 +17,7 @@ build: setup ## the same: setup builds comm_core when its sources changed
 
 PYTEST = $(BIN)/python -m pytest tests -n 3 --dist worksteal
 
-test: setup-tests ## run the fast tier, five to six minutes on two idle cores: every promise, for three strategies
+test: setup-tests ## run the fast tier, five minutes on two fast idle cores: every promise, for three strategies
 	@DEAR_TESTS=fast $(PYTEST)
 
 test-all: setup-tests ## run all tests: every strategy by every model, option and number of ranks; then test-newest
@@ -30,7 +30,7 @@ test-newest: ## the fast tier with the newest torch there is, in a checkout of i
 test-rest: setup-tests ## what test-all has and test has not
 	@DEAR_TESTS=rest $(PYTEST)
 
-test-beside: setup-tests ## of that, what has to be green: each case at two ranks, and at one, at four or over gloo
+test-beside: setup-tests ## of that, what has to be green: each case at one, two or four ranks, or over gloo
 	@DEAR_TESTS=beside $(PYTEST)
 
 mutations: setup-tests ## break promises, one after the other; each has a test that fails then (minutes)

@@ -104,7 +104,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         fast = _in_ranks(items) if "DEAR_SPMD_SUITE" in os.environ else _in_this_process(items)
         both = {item for item in items if item.path.name == "test_spmd.py" and _is_fast(item)}
         out = [item for item in items if item not in both and not tier.takes(item in fast)]
-        if tier is Tier.BESIDE and "DEAR_SPMD_SUITE" in os.environ:
+        if tier is Tier.BESIDE and os.environ.get("DEAR_SPMD_SUITE") == "spmd":
             out += [item for item in items if item not in fast and not is_beside(item.nodeid, _job())]
         config.hook.pytest_deselected(items=out)
         left = set(out)
@@ -145,7 +145,7 @@ def _job() -> str:
 
 def _in_ranks(items: list[pytest.Item]) -> set[pytest.Item]:
     """Those that the fast tier runs in this job, which all of its ranks find alike."""
-    job = _job()
+    job, third = _job(), os.environ.get("DEAR_TEST_DEVICE") != "pretended"
     promises: dict[str, dict[str, list[pytest.Item]]] = {}
     for item in items:
         if _is_fast(item):
@@ -156,7 +156,7 @@ def _in_ranks(items: list[pytest.Item]) -> set[pytest.Item]:
         item = next(iter(cases.values()))[0]
         spread = OVER_MPI if os.environ["DEAR_SPMD_SUITE"] == "comm_core" else FOUR if _takes_four(item) else TWO
         if job in jobs_of(promise, spread) or not is_known(job):
-            found |= {case for strategy in strategies_of(promise, list(cases)) for case in cases[strategy]}
+            found |= {case for strategy in strategies_of(promise, list(cases), third=third) for case in cases[strategy]}
     return found
 
 

@@ -7,7 +7,7 @@ launchers. The full tier has all products. The fast one shows a promise, a test 
 * in one job of two ranks, or of four where it takes four to show all of it (the marker `four_ranks`); some also alone.
 
 A hash of the promise says which ones, so it is the same in every job and every run. What has to be green is that and the
-second tier: every case at two ranks over MPI, and in one of the other jobs.
+second tier: every case, each in one of the jobs. On a pretended device it is two strategies for each promise.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TWO = ("mpi-2", "mpi-2", "mpi-2", "mpi-2", "torchrun-2")
 FOUR = ("mpi-2", "mpi-2", "mpi-4", "torchrun-2")  # of what takes four ranks to show all of it
 OVER_MPI = ("mpi-2", "mpi-4")  # of comm_core's own tests
 _ALONE, _ALONE_EVERY = "mpi-1", 8
-_OTHERS = ("mpi-4", "torchrun-2", _ALONE)
+_BESIDE = ("mpi-2", "mpi-2", "mpi-4", "torchrun-2", _ALONE)  # among which the second tier spreads cases
 
 
 class Tier(Enum):
@@ -44,19 +44,22 @@ class Tier(Enum):
 
 
 def is_beside(case: str, job: str) -> bool:
-    """Whether a case of a test has to be green in that job, if the fast tier does not run it there."""
-    return job not in _OTHERS or _OTHERS[_hash(case) % len(_OTHERS)] == job
+    """Whether the second tier has a case of a test in that job, if the fast tier does not run it there."""
+    return job not in _BESIDE or _BESIDE[_hash(case) % len(_BESIDE)] == job
 
 
-def strategies_of(promise: str, strategies: Sequence[str]) -> set[str]:
-    """By which of the strategies that a test knows the fast tier shows its promise: by all that are not told apart here."""
+def strategies_of(promise: str, strategies: Sequence[str], *, third: bool = True) -> set[str]:
+    """By which of the strategies that a test knows the fast tier shows its promise: by all that are not told apart here.
+
+    Of those that are, by two, and a `third`.
+    """
     turn = _hash(promise)
     in_shards = [name for name in strategies if name.startswith(_IN_SHARDS)]
     in_full = [name for name in strategies if name.startswith(_IN_FULL)]
     chosen = [*in_shards[:1], *([in_full[turn % len(in_full)]] if in_full else [])]
     left = [name for name in (*in_shards, *in_full) if name not in chosen]
     others = {*strategies} - {*in_shards, *in_full}
-    return {*chosen, *([left[turn % len(left)]] if left else []), *others}
+    return {*chosen, *([left[turn % len(left)]] if left and third else []), *others}
 
 
 def jobs_of(promise: str, possible: Sequence[str]) -> set[str]:
