@@ -70,17 +70,18 @@ def test_a_plain_step_is_the_same_with_and_without_features(way: str, monkeypatc
             operations.append(f"{work.op} {work.label} {work.nbytes}")
             return work
 
+        optimizer.synchronize()
         monkeypatch.setattr(Communicator, "listener", heard)
         train(model, optimizer, False, first=2)
-        monkeypatch.setattr(Communicator, "listener", None)
         optimizer.synchronize()
+        monkeypatch.setattr(Communicator, "listener", None)
         return [parameter.detach().clone() for parameter in model.parameters()], operations
 
     values, operations = trained()
     _without(monkeypatch, Feature)
     others, fewer = trained()
     assert all(map(torch.equal, values, others))
-    assert operations == fewer
+    assert sorted(operations) == sorted(fewer)  # of a pretended device, a thread issues them
 
 
 def _changed_in_silence(model: nn.Module, optimizer: Any) -> None:
