@@ -16,7 +16,6 @@ from overlap.job.process_set import ProcessSet, global_process_set
 from overlap.job.session import current
 from overlap.optimizer.arguments import SharedArguments, refuses_unknown
 from overlap.optimizer.dears_arguments import understands_dears_names
-from overlap.optimizer.decision import link_of
 from overlap.optimizer.distributed import DistributedOptimizer as Shell
 from overlap.optimizer.start import agree_on_strategy, collect_slots
 from overlap.optimizer.tuning import tune as start_tuning
@@ -149,7 +148,7 @@ def DistributedOptimizer(
         profile_steps: without `layerwise_times`, the first plan follows the times of the first iteration; after as many
             more steps as this, and one that is not counted, the final one follows their median. 0: the first plan stays.
         alpha_beta: seconds to start an all-reduce, and seconds per byte; rank 0's count, and issuing takes no time: the
-            published rule alone. None: measured, once per session.
+            published rule alone. None: measured, once per session; where a model is on a GPU, by each optimizer.
         tune: True or ``Tuning(...)`` searches the `merge_below_kb` with the shortest steps while training goes on, once
             the backward times are measured. See :class:`overlap.plan.tuning.options.Tuning`.
         elementwise: this, and `per_parameter`, `sync_start`, `poison`, `broadcast_buffers`, `check_every`,
@@ -189,7 +188,9 @@ def DistributedOptimizer(
     )
     distributed = Shell(optimizer, named_parameters, strategy, arguments)
     if alpha_beta is None:  # now that it is known what moves gradients, and before they are planned, in the first step
-        strategy.cost = link_cost(link_of(session.comm, distributed._engine))
+        mine = distributed._engine.round.comm
+        launched = any(allgather_object(session.comm, mine.streams is not None))  # sets may be on other devices
+        strategy.cost = link_cost(mine if launched else session.comm)
     rehearsal = Rehearsal(comm, profile_steps) if profile_steps else None
     if rehearsal is not None:
         rehearsal.attach(distributed)

@@ -5,7 +5,11 @@ A replay reads parameters where they lay when the graph was captured, and passes
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+
+from overlap.core.gates.holders import holders
 
 __all__ = ["graphed_module", "refuse_capture_of_gate", "refuse_graphed_module"]
 
@@ -15,9 +19,13 @@ _REMEDY = (
 )
 
 
-def graphed_module(model: torch.nn.Module | None) -> str | None:
-    """The name of a part of `model` that ``torch.cuda.make_graphed_callables`` has made a graph of."""
-    for name, module in () if model is None else model.named_modules():
+def graphed_module(model: torch.nn.Module | None, parameters: Sequence[torch.Tensor]) -> str | None:
+    """The name of a module around some of `parameters` that ``torch.cuda.make_graphed_callables`` has made a graph of.
+
+    Looks at all modules of `model`, or, without one, of this process. A graph of a plain function is not found.
+    """
+    named = model.named_modules() if model is not None else ((type(one).__name__, one) for one in holders(parameters))
+    for name, module in named:
         if getattr(vars(module).get("forward"), "__module__", "") == torch.cuda.graphs.__name__:
             return name or "the model itself"
     return None

@@ -113,7 +113,7 @@ def build(
     named = None if isinstance(named_parameters, torch.nn.Module) else named_parameters
     slots = collect_slots(optimizer, model, named)
     refuse_other_wrappers(model, slots)
-    refuse_graphed(model, strategy.name, updates)
+    refuse_graphed(model, slots, strategy.name, updates)
     tell_of_a_lone_trainer(model, session.comm)
     check_memory(slots, updates, session.comm.rank)
     session.registry.take_over([slot.param for slot in slots])

@@ -24,6 +24,7 @@ from overlap.plan.tuning.options import Tuning
 from overlap.state.optimizer_state import broadcast_optimizer_state
 from overlap.transport.broadcast import broadcast_tensors
 from overlap.transport.communicator import Communicator
+from overlap.transport.cuda import streams
 from overlap.transport.objects import allgather_object, compare
 
 __all__ = [
@@ -108,9 +109,10 @@ def refuse_other_wrappers(model: torch.nn.Module | None, slots: Sequence[Slot]) 
         raise TypeError(found)
 
 
-def refuse_graphed(model: torch.nn.Module | None, strategy: str, updates: Updates) -> None:
-    """Raise ``ValueError`` for CUDA graphs of `model` where parameters move, or are not final when ``step()`` returns."""
-    found = None if updates is Updates.WHOLE else graphed_module(model)
+def refuse_graphed(model: torch.nn.Module | None, slots: Sequence[Slot], strategy: str, updates: Updates) -> None:
+    """Raise ``ValueError`` for CUDA graphs of the model where parameters move, or are not final when ``step()`` returns."""
+    there = [slot.param for slot in slots if streams.on_device(slot.param)]
+    found = None if updates is Updates.WHOLE or not there else graphed_module(model, there)
     if found is not None:
         raise ValueError(refuse_graphed_module(found, strategy))
 

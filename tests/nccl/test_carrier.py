@@ -33,6 +33,9 @@ class DoubleStreams:
     def current(self) -> int:
         return self.computation
 
+    def bind(self) -> None:
+        raise AssertionError("no thread is begun")
+
     def follow(self, others: Iterable[int]) -> None:
         raise AssertionError("no gradient is written here")
 

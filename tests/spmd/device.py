@@ -78,6 +78,9 @@ class PlainStreams:
     def current(self) -> int:
         return 0
 
+    def bind(self) -> None:
+        pass
+
     def follow(self, others: Iterable[int]) -> None:
         raise AssertionError("there is one stream")
 

@@ -77,14 +77,16 @@ def _trained(wrap: Callable[..., Any]) -> list[torch.Tensor]:
     ]
 
 
+@pytest.mark.parametrize("given", ["model", "names", "nothing"])
 @pytest.mark.parametrize("strategy", ["dear", "oss", "wfbp"])
 def test_graphs_of_parameters_that_move_are_refused(
-    pretended: None, monkeypatch: pytest.MonkeyPatch, strategy: str
+    pretended: None, monkeypatch: pytest.MonkeyPatch, strategy: str, given: str
 ) -> None:
     """Those made before the optimizer was wrapped, and those made later; wfbp's parameters do not move."""
 
     def wrapped(model: torch.nn.Module) -> Any:
-        return WRAP[strategy](torch.optim.SGD(model.parameters(), lr=0.1), model)
+        named: Any = {"model": model, "names": model.named_parameters(), "nothing": None}[given]
+        return WRAP[strategy](torch.optim.SGD(model.parameters(), lr=0.1), named)
 
     def replay(inputs: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.linear(inputs, linear.weight, linear.bias)
@@ -92,7 +94,10 @@ def test_graphs_of_parameters_that_move_are_refused(
     replay.__module__ = "torch.cuda.graphs"
     linear = torch.nn.Linear(2, 2)
     graphed = torch.nn.Sequential(linear, torch.nn.Tanh())
-    linear.forward = replay
+    if given == "model":
+        linear.forward = replay
+    else:  # a module around those that have parameters
+        graphed.forward = replay
     other = torch.nn.Linear(2, 2)
     capturing = False
     monkeypatch.setattr(PlainStreams, "capturing", lambda _: capturing)
@@ -102,7 +107,9 @@ def test_graphs_of_parameters_that_move_are_refused(
         capturing = True
         other(torch.ones(1, 2))
         return
-    with pytest.raises(ValueError, match=f"module '0' is a CUDA graph .* strategy '{strategy}' moves them .*'wfbp'"):
+    with pytest.raises(
+        ValueError, match=f"module '(0|Sequential)' is a CUDA graph .* strategy '{strategy}' moves them .*'wfbp'"
+    ):
         wrapped(graphed)
     optimizer = wrapped(other)
     for capturing in (False, True, False):

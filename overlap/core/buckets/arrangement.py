@@ -41,7 +41,7 @@ class Arrangement:
         self._claims = listeners(features, "claims")
         self._admit = listeners(features, "admit")
         self._on_planned = listeners(features, "planned")
-        self.observer: Observer | None = Observer(self._slots)  # until the first step
+        self.observer: Observer | None = Observer(self._slots, comm.stamps())  # until the first step
         self._devices = {slot.index: slot.param.device.type for slot in self._slots}  # when the optimizer was wrapped
         self._replaced = False  # since the last step; until zero_grad() `.grad` shows the buckets from before
 
@@ -68,7 +68,8 @@ class Arrangement:
         everywhere = set().union(*(given for _, _, given, _ in learned))
         used = [slot.index in everywhere for slot in self._slots]
         if not everywhere and not any(any(facts.fires) for facts in found):
-            self.observer = Observer(self._slots)  # a step before any backward, which does nothing, teaches nothing
+            # A step before any backward, which does nothing, teaches nothing.
+            self.observer = Observer(self._slots, self._comm.stamps())
             return used
         facts = next((facts for facts in found if any(facts.fires)), found[0])  # rank 0 may have joined at once
         fires = [max(counts) for counts in zip(*(facts.fires for facts in found), strict=True)]

@@ -5,7 +5,6 @@ Filled while the first training iteration runs, turned into :class:`Facts` at it
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 
 import torch
@@ -13,6 +12,7 @@ import torch
 from overlap.core.bucket import Slot
 from overlap.core.gates.compiled import only_looked_at
 from overlap.plan.plan import Facts
+from overlap.transport.stamps import HostStamps, Stamp, Stamps
 
 __all__ = ["Observer"]
 
@@ -22,9 +22,10 @@ class Observer:
     """The observations of one iteration."""
 
     slots: list[Slot]
+    stamps: Stamps = field(default_factory=HostStamps)
     units: list[tuple[object, list[int]]] = field(default_factory=list)
     _touched: set[int] = field(default_factory=set)
-    _arrivals: dict[int, float] = field(default_factory=dict)
+    _arrivals: dict[int, Stamp] = field(default_factory=dict)
     _reread: set[int] = field(default_factory=set)
     _depth: list[torch.nn.Module] = field(default_factory=list)
 
@@ -51,7 +52,7 @@ class Observer:
 
     def gradient(self, slot: Slot) -> None:
         self._arrivals.pop(slot.index, None)  # the last accumulation completes it
-        self._arrivals[slot.index] = time.perf_counter()
+        self._arrivals[slot.index] = self.stamps.now()
         self._reread.discard(slot.index)
 
     def finish(self) -> Facts:
@@ -59,8 +60,9 @@ class Observer:
         with_gradient = set(arrived) | {slot.index for slot in self.slots if slot.param.grad is not None}
         units = [tuple(unit) for _, unit in self.units]
         rest = [slot.index for slot in self.slots if slot.index not in self._touched]
-        stamps = self._arrivals.values()
-        first, last = min(stamps, default=0.0), max(stamps, default=0.0)
+        seconds = self.stamps.reader()
+        came = {index: seconds(stamp) for index, stamp in self._arrivals.items()}
+        first, last = min(came.values(), default=0.0), max(came.values(), default=0.0)
         return Facts(
             units=(*units, *((index,) for index in rest)),
             arrivals=(*arrived, *(slot.index for slot in self.slots if slot.index not in self._arrivals)),
@@ -68,5 +70,5 @@ class Observer:
             unseen=frozenset(index for index in rest if index in with_gradient),
             idle=frozenset(slot.index for slot in self.slots if slot.index not in with_gradient),
             reread=frozenset(self._reread),
-            moments=tuple(self._arrivals.get(slot.index, last) - first for slot in self.slots),
+            moments=tuple(came.get(slot.index, last) - first for slot in self.slots),
         )

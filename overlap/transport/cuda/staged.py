@@ -29,7 +29,7 @@ class StagedCarrier:
     through_host = True
 
     def __init__(self, host: Communicator, streams: Streams) -> None:
-        self._host, self._streams, self._issuer = host, streams, Issuer(host)
+        self._host, self._streams, self._issuer = host, streams, Issuer(host, streams.bind)
 
     def _down(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Moment | None]:
         """A copy on the host, and when it is there."""

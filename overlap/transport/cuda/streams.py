@@ -31,6 +31,9 @@ class Streams(Protocol):
     def current(self) -> int:
         """The stream on which the calling thread computes."""
 
+    def bind(self) -> None:
+        """Make the device the current one of the calling thread, which has just begun."""
+
     def follow(self, others: Iterable[int]) -> None:
         """Have what that stream is given next run after all that `others` were given so far. Does not block."""
 
@@ -97,6 +100,9 @@ class TorchStreams:
 
     def current(self) -> int:
         return int(torch.cuda.current_stream(self._place).cuda_stream)
+
+    def bind(self) -> None:
+        torch.cuda.set_device(self._place)
 
     def follow(self, others: Iterable[int]) -> None:
         current = torch.cuda.current_stream(self._place)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 import comm_core
+from overlap.transport.cuda import issuing
 from overlap.transport.cuda.issuing import Issuer
 from overlap.transport.work import Work
 
@@ -64,7 +66,7 @@ def host() -> Host:
 
 @pytest.fixture
 def issuer(host: Host) -> Iterator[Issuer]:
-    made = Issuer(host)  # type: ignore[arg-type]
+    made = Issuer(host, lambda: None)  # type: ignore[arg-type]
     yield made
     made.close()
 
@@ -120,20 +122,89 @@ def test_a_wait_ends_in_time(host: Host, issuer: Issuer) -> None:
     work.wait(10)
 
 
-def test_who_waits_is_told_why_nothing_was_issued(host: Host, issuer: Issuer) -> None:
+def test_after_one_that_could_not_be_issued_none_is(host: Host, issuer: Issuer) -> None:
+    """It would meet the wrong one on other ranks; whoever waits is told why, by the error itself."""
+
     def fail() -> Work:
-        raise comm_core.TransportError("rank 1 is gone")
+        raise RuntimeError("CUDA error: device-side assert triggered")
 
     copy = Copy()
     failing = issuer.issue(copy, fail, _title("a"))
     following = issuer.issue(None, host.start("b"), _title("b"))
     copy.come.set()
-    with pytest.raises(comm_core.TransportError, match=r"'a' .*: rank 1 is gone"):
-        failing.wait(10)
-    assert failing.done()
-    assert "rank 1 is gone" in str(failing.exception())
-    following.wait(10)
-    assert host.committed == 1
+    for work in (failing, following):
+        with pytest.raises(RuntimeError, match="device-side assert"):
+            work.wait(10)
+        assert work.done()
+        assert isinstance(work.exception(), comm_core.Error)
+        assert work.describe().endswith("not issued)")
+    for act in (issuer.settle, lambda: issuer.issue(None, host.start("c"), _title("c"))):
+        with pytest.raises(RuntimeError, match="device-side assert"):
+            act()
+    assert host.labels == []
+    assert host.committed == 0
+
+
+def test_a_copy_that_fails_is_no_result(host: Host, issuer: Issuer) -> None:
+    class Lost(Copy):
+        def wait(self) -> None:
+            super().wait()
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    copy = Lost()
+    work = issuer.issue(copy, host.start("a"), _title("a"))
+    copy.come.set()
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        work.wait(10)
+    assert host.labels == []
+
+
+def test_who_waits_for_a_copy_does_so_in_its_own_thread(host: Host, issuer: Issuer) -> None:
+    """The watchdog sees that a device computes. A wait at a lock would look like a rank that waits for others."""
+    waiters = set[int]()
+
+    class Seen(Copy):
+        def wait(self) -> None:
+            waiters.add(threading.get_ident())
+            super().wait()
+
+    copy = Seen()
+    work = issuer.issue(copy, host.start("a"), _title("a"))
+    threading.Timer(0.05, copy.come.set).start()
+    work.wait()
+    assert threading.get_ident() in waiters
+    copies = [Seen(), Seen()]
+    waiters.clear()
+    for number, one in enumerate(copies):
+        issuer.issue(one, host.start(str(number)), _title(str(number)))
+        threading.Timer(0.05, one.come.set).start()
+    issuer.settle()
+    assert threading.get_ident() in waiters
+
+
+def test_nothing_is_kept_of_an_operation_that_is_over(host: Host, issuer: Issuer) -> None:
+    """Its memory is pinned, and who measures keeps works for long."""
+
+    class Memory:
+        pass
+
+    memory, copy = Memory(), Copy()
+    alive = weakref.ref(memory)
+    start = host.start("a")
+
+    def issue(_memory: Memory = memory) -> Work:
+        return start()
+
+    work = issuer.issue(copy, issue, _title("a"))
+    del memory, issue
+    copy.come.set()
+    work.wait(10)
+    for _ in range(100):
+        if alive() is None:
+            break
+        time.sleep(0.01)  # until the thread waits for the next
+    assert alive() is None
+    assert work.done()
 
 
 def test_a_close_issues_what_is_left_and_takes_nothing_more(host: Host, issuer: Issuer) -> None:
@@ -146,11 +217,28 @@ def test_a_close_issues_what_is_left_and_takes_nothing_more(host: Host, issuer: 
         issuer.issue(Copy(), host.start("b"), _title("b"))
 
 
-def test_what_is_abandoned_ends_with_an_error(host: Host, issuer: Issuer) -> None:
+def test_a_close_gives_up_what_the_device_does_not_come_to(
+    host: Host, issuer: Issuer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(issuing, "_JOIN_SECONDS", 0.05)
     copy = Copy()
     work = issuer.issue(copy, host.start("a"), _title("a"))
-    issuer.abandon()
-    with pytest.raises(comm_core.TransportError, match="it was given up"):
+    issuer.close()
+    with pytest.raises(comm_core.TransportError, match="it had not been issued"):
         work.wait(10)
-    assert host.committed == 0
     copy.come.set()
+
+
+def test_what_is_abandoned_is_not_issued_any_more(host: Host, issuer: Issuer) -> None:
+    copy = Copy()
+    work = issuer.issue(copy, host.start("a"), _title("a"))
+    time.sleep(0.02)  # the thread waits for the copy
+    issuer.abandon()
+    with pytest.raises(comm_core.TransportError, match="it had not been issued"):
+        work.wait(10)
+    copy.come.set()
+    issuer.close()
+    assert issuer._thread is not None
+    issuer._thread.join(10)
+    assert host.labels == []
+    assert host.committed == 0
