@@ -24,7 +24,7 @@ from overlap.transport.cuda.work import Moment
 from overlap.transport.stamps import HostStamps, Stamps
 from tests.spmd.host_random import HostRandom
 
-__all__ = ["DEVICE", "PlainStreams", "host_only", "pretend", "use_device"]
+__all__ = ["DEVICE", "Late", "PlainStreams", "host_only", "pretend", "use_device"]
 
 DEVICE = os.environ.get("DEAR_TEST_DEVICE", "")
 

@@ -6,6 +6,7 @@ import copy
 import functools
 import math
 import re
+import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -35,7 +36,7 @@ from overlap.transport.cuda.math import can_inspect, inspect
 from overlap.transport.cuda.route import Facts, RouteError
 from overlap.transport.cuda.staged import StagedCarrier
 from overlap.transport.work import arrive
-from tests.spmd.device import PlainStreams, pretend
+from tests.spmd.device import Late, PlainStreams, pretend
 from tests.spmd_plugin import RANK, SIZE
 
 WRAP: dict[str, Callable[..., Any]] = {
@@ -286,6 +287,33 @@ def test_staged_operations_are_the_hosts(dtype: torch.dtype, op: ReduceOp) -> No
         results.append([shard, gathered, whole, root, sent, swapped])
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
+
+
+def test_operations_on_the_hosts_tensors_follow_those_that_wait_for_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks issue in one order, whenever their devices have made the copies."""
+
+    class Elsewhere(PlainStreams):
+        kind = "meta"  # tensors of the host are none of this device
+
+    monkeypatch.setattr(Late, "wait", lambda _: time.sleep(0.05))
+    host = session.current().comm
+    streams = Elsewhere(torch.device("cpu"))
+    carrier = StagedCarrier(host, streams)
+    comm = DeviceCommunicator(host, carrier, streams)
+    issued: list[str] = []
+    monkeypatch.setattr(Communicator, "listener", lambda _comm, work: [work, issued.append(work.label)][0])
+    for label, act in (("all_reduce", lambda one: comm.all_reduce(one, one, label="after")), ("barrier", None)):
+        one = torch.ones(2)
+        late = carrier.all_reduce(one, one, ReduceOp.SUM, "late")
+        if act is None:
+            comm.barrier(label="after")
+        else:
+            act(torch.ones(3))
+        assert issued == ["late", "after"], label
+        issued.clear()
+        arrive(late)
+        assert one.tolist() == [SIZE] * 2
+    carrier.close()
 
 
 def test_a_result_is_carried_once() -> None:
