@@ -95,6 +95,17 @@ def test_they_are_issued_in_the_order_in_which_they_were_handed_in(host: Host, i
     assert works[2].seconds == 0.25
 
 
+def test_the_thread_makes_the_device_its_current_one(host: Host) -> None:
+    bound, copy = list[int](), Copy()
+    issuer = Issuer(host, lambda: bound.append(threading.get_ident()))  # type: ignore[arg-type]
+    work = issuer.issue(copy, host.start("a"), _title("a"))
+    copy.come.set()
+    work.wait(10)
+    assert issuer._thread is not None
+    assert bound == [issuer._thread.ident]
+    issuer.close()
+
+
 def test_what_has_nothing_to_wait_for_is_issued_at_once(host: Host, issuer: Issuer) -> None:
     past = Copy()
     past.come.set()
