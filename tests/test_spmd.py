@@ -68,7 +68,7 @@ def test_suite_on_a_pretended_device(record_property: Callable[[str, object], No
 def _run(what: str, launcher: str, size: int, env: dict[str, str]) -> tuple[Result, str]:
     """The last of the jobs that it took, and how many tests passed in it. Raises :class:`JobFailed` where one failed."""
     plugins = ["tests.spmd_plugin", "no:cacheprovider", "no:logging"]
-    options = ["-q", *(word for name in plugins for word in ("-p", name)), "--timeout", "60", "--color", "no"]
+    options = ["-q", *(word for name in plugins for word in ("-p", name)), "--timeout", "180", "--color", "no"]
     argv = ["-m", "pytest", *options, "--timeout-method", "thread", what]
     # Tests leave operations that one rank alone has issued, of which the watchdog would tell a minute later, in another.
     env = {**env, "DEAR_STALL_WARN_SECONDS": "0"}

@@ -322,7 +322,7 @@ def test_the_script_of_a_strategy_trains_and_ends_with_the_throughput(tmp_path: 
         env=env,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=400,
         check=True,
     )
     last = job.stdout.strip().splitlines()[-1]

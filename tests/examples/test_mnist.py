@@ -20,7 +20,7 @@ from tests.harness import ROOT, Result, run_ranks
 
 def _train(size: int, *options: str | Path, launcher: str = "mpi") -> Result:
     argv = [str(ROOT / "examples" / "mnist.py"), *map(str, options)]
-    return run_ranks(size, argv, launcher, timeout=120, env={"TQDM_DISABLE": "1"})
+    return run_ranks(size, argv, launcher, timeout=400, env={"TQDM_DISABLE": "1"})
 
 
 def _accuracy(result: Result) -> float:
@@ -65,7 +65,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 def test_a_checkpoint_is_not_written_in_place(tmp_path: Path) -> None:
     """A kill while it is written would leave half of it under its name."""
     argv = ["-c", RECORDED, str(ROOT / "examples" / "mnist.py"), "--epochs", "2", "--checkpoint"]
-    result = run_ranks(1, [*argv, str(tmp_path / "run.pt")], "single", timeout=120, env={"TQDM_DISABLE": "1"}).check()
+    result = run_ranks(1, [*argv, str(tmp_path / "run.pt")], "single", timeout=400, env={"TQDM_DISABLE": "1"}).check()
     written = re.findall("^written to (.*)$", result.output, re.MULTILINE)
     assert len(written) == 2
     assert all(name.endswith(".part") for name in written), written

@@ -8,7 +8,7 @@ from tests.integrations.jobs import in_ranks
 
 
 @pytest.mark.full
-@pytest.mark.timeout(480)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("launcher", ["mpi", "torchrun"])
 def test_libraries_beside_dear(launcher: str) -> None:
     in_ranks(["ecosystem_ranks.py"], launcher)

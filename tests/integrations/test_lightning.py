@@ -9,7 +9,7 @@ import pytest
 from tests.harness import Result, run_ranks, run_script
 from tests.integrations.jobs import in_ranks
 
-pytestmark = pytest.mark.timeout(480)
+pytestmark = pytest.mark.timeout(900)
 
 TRAINER = ("lightning_trainer.py", "lightning_checkpoints.py")
 #: What a job inside an allocation of SLURM finds there, whoever has started its ranks: not their own numbers.

@@ -35,5 +35,5 @@ def test_two_ranks_one_plain_process_and_two_ranks_continue_each_other(launcher:
     for started, stage in ((launcher, "begun"), ("single", "alone"), (launcher, "ended")):
         argv = ["-m", "tests.integrations.resumed_trainer_job", str(tmp_path), stage]
         ranks = 1 if started == "single" else 2
-        result = run_ranks(ranks, argv, started, timeout=120, cwd=ROOT).check()
+        result = run_ranks(ranks, argv, started, timeout=400, cwd=ROOT).check()
         assert result.output.count(f"{stage}: done") == ranks

@@ -47,7 +47,7 @@ class Environment:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=240,
+            timeout=900,
         )
         assert (done.returncode == 0) is ok, f"{command} ended with {done.returncode}\n{done.stdout}"
         return done.stdout
