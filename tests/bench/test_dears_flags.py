@@ -68,7 +68,7 @@ def asked_of_python(
         env={**plain, "PY": str(says), "hostfile": "none", **env},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     asked = (tmp_path / "asked").read_text().splitlines() if (tmp_path / "asked").exists() else []

@@ -89,7 +89,7 @@ for _ in range(200):
 """
     preload = ":".join(filter(None, [os.environ.get("LD_PRELOAD"), str(mpi_error)]))
     environ = {"LD_PRELOAD": preload, "FAILING_RANK": "1", "FAILING_AFTER": str(after)}
-    result = run_ranks(3, ["-c", text], timeout=60, env=environ, cwd=tmp_path, real_start=True)
+    result = run_ranks(3, ["-c", text], timeout=400, env=environ, cwd=tmp_path, real_start=True)
     assert not result.timed_out, result.output
     assert result.returncode != 0
     assert "comm_core.MpiError: " in result.output

@@ -30,7 +30,7 @@ def environ(**variables: str) -> dict[str, str]:
 def _dearrun(*argv: str, **variables: str) -> str:
     command = [sys.executable, "-m", "dearrun", "--no-tag-output", *argv]
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=60, env=environ(**variables), check=True
+        command, capture_output=True, text=True, timeout=300, env=environ(**variables), check=True
     ).stdout
 
 
@@ -54,7 +54,7 @@ def test_ranks_share_the_cores_and_are_bound_to_none(ranks: int) -> None:
 def test_the_cores_are_those_that_dearrun_may_use() -> None:
     cpu = max(os.sched_getaffinity(0))
     command = ["taskset", "-c", str(cpu), sys.executable, "-m", "dearrun", "--no-tag-output", "-np", "1", *_SAY]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environ(), check=True)
+    said = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environ(), check=True)
     assert said.stdout == f"1 {cpu}\n"
 
 
@@ -146,14 +146,14 @@ def test_only_a_rank_0_beside_dearrun_writes_where_dearrun_does(
     out.touch()
     streams = worker.Streams(here if place else f"{here}, another one", str(out), "")
     command = worker.starting(["echo", "a line"], "T", streams)
-    said = subprocess.run(command, capture_output=True, text=True, env=environ(PMI_RANK=rank), timeout=60, check=True)
+    said = subprocess.run(command, capture_output=True, text=True, env=environ(PMI_RANK=rank), timeout=300, check=True)
     assert (out.read_text(), said.stdout) == (("a line\n", "") if expected else ("", "a line\n"))
 
 
 def test_a_pipe_gets_rank_0_as_it_is_only_if_asked_to() -> None:
     def lines(*options: str) -> list[str]:
         command = [sys.executable, "-m", "dearrun", "-np", "2", *options, "sh", "-c", "echo out; echo err >&2"]
-        said = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environ(), check=True)
+        said = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environ(), check=True)
         return [*said.stdout.splitlines(), *said.stderr.splitlines()]
 
     assert sorted(line in ("out", "err") for line in lines()) == [False] * 4

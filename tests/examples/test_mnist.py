@@ -185,7 +185,7 @@ def test_downloads_are_checked(data: ModuleType, tmp_path: Path, monkeypatch: py
 def _mnist_sh(**variables: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "nworkers": "1", "hostfile": "none", "PY": "echo -E would run", **variables}
     return subprocess.run(
-        ["bash", "mnist.sh", "--epochs", "1"], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60
+        ["bash", "mnist.sh", "--epochs", "1"], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300
     )
 
 

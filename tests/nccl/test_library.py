@@ -45,7 +45,7 @@ else:
 """
     environ = {name: value for name, value in os.environ.items() if name != "COMM_CORE_NCCL"}
     done = subprocess.run(
-        [sys.executable, "-c", text], capture_output=True, text=True, check=True, env={**environ, **env}, timeout=60
+        [sys.executable, "-c", text], capture_output=True, text=True, check=True, env={**environ, **env}, timeout=300
     )
     return done.stdout.strip()
 

@@ -64,7 +64,7 @@ class Checkout:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=60,
+            timeout=300,
         )
         assert done.returncode == status, done.stdout
         calls = self.told.read_text().splitlines() if self.told.exists() else []
@@ -142,11 +142,11 @@ def test_what_fails_names_its_remedy(checkout: Checkout) -> None:
 def test_make_wheel_runs_the_script_and_nothing_before_it() -> None:
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
     make = ["make", "--dry-run", "wheel"]
-    done = subprocess.run(make, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(make, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=300)
     assert done.stdout.splitlines() == ["bash scripts/wheel.sh"]
 
 
 def test_the_script_is_well_formed() -> None:
     shellcheck = Path(sys.executable).parent / "shellcheck"
-    done = subprocess.run([shellcheck, ROOT / "scripts" / "wheel.sh"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([shellcheck, ROOT / "scripts" / "wheel.sh"], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout

@@ -79,13 +79,13 @@ def test_a_killed_job_continues_at_another_size_under_another_launcher(tmp_path:
     script.write_text(SCRIPT)
     env = {"DEAR_ELASTIC_DIR": str(tmp_path / "commits")}
 
-    first = run_ranks(2, [str(script)], timeout=90, env={**env, "KILL_AT": "2"}, cwd=tmp_path)
+    first = run_ranks(2, [str(script)], timeout=400, env={**env, "KILL_AT": "2"}, cwd=tmp_path)
     assert not first.timed_out
     assert first.returncode != 0
     assert "reset" not in first.output
     # torchrun restarts the workers by itself.
     options = ["--max-restarts=1", str(script)]
-    second = run_ranks(3, options, "torchrun", timeout=120, env={**env, "KILL_AT": "5"}, cwd=tmp_path).check()
+    second = run_ranks(3, options, "torchrun", timeout=400, env={**env, "KILL_AT": "5"}, cwd=tmp_path).check()
     assert second.output.count("reset at step 2") == 3
     assert "made by 2 rank(s), on 3" in second.output
     assert second.output.count("reset at step 5") == 3

@@ -22,7 +22,7 @@ LIMITS = {"DEAR_STALL_WARN_SECONDS": "0", "DEAR_STALL_ABORT_SECONDS": "6"}  # a 
 
 
 def _run(folder: Path, text: str, launcher: str, **env: str) -> Result:
-    return run_script(folder, IMPORTS + text, 2, launcher, timeout=100, **{**LIMITS, **env})
+    return run_script(folder, IMPORTS + text, 2, launcher, timeout=400, **{**LIMITS, **env})
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ for call, handle in ((hvd.synchronize, mine[0]), (hvd.synchronize, mine[1]), (la
 
 @pytest.mark.parametrize("launcher", ["mpi", "torchrun"])
 def test_a_rank_that_never_asks_is_named_and_then_not_waited_for(launcher: str, tmp_path: Path) -> None:
-    output = run_script(tmp_path, SCRIPT, 2, launcher, timeout=60, DEAR_STALL_WARN_SECONDS="2").check().output
+    output = run_script(tmp_path, SCRIPT, 2, launcher, timeout=400, DEAR_STALL_WARN_SECONDS="2").check().output
     # The watchdog, while rank 1 sleeps: which tensor, who asked, who is missing.
     assert "has waited" in output
     assert "allreduce 'only rank 0 has this 0' (asked for by ranks [0], missing: ranks [1])" in output
@@ -105,7 +105,7 @@ assert hvd.synchronize(new).item() == 7.0 * hvd.size()
 
 @pytest.mark.full
 def test_a_handle_of_an_earlier_session_is_none(tmp_path: Path) -> None:
-    output = run_script(tmp_path, AGAIN, 2, "torchrun", timeout=60).check().output
+    output = run_script(tmp_path, AGAIN, 2, "torchrun", timeout=400).check().output
     assert output.count("was never given out since init()") == 2
 
 
@@ -128,6 +128,6 @@ print("has joined", file=sys.stderr, flush=True)
 @pytest.mark.full
 def test_who_has_joined_is_not_waiting_too_long(tmp_path: Path) -> None:
     """From the moment at which no rank is behind any more: before, and at the end, one may be waited for."""
-    output = run_script(tmp_path, LATE, timeout=60, DEAR_STALL_WARN_SECONDS="1").check().output
+    output = run_script(tmp_path, LATE, timeout=400, DEAR_STALL_WARN_SECONDS="1").check().output
     assert output.count("joins now") == output.count("has joined") == 2
     assert "waited" not in output.rpartition("joins now")[2].partition("has joined")[0]

@@ -60,7 +60,7 @@ print("the end", flush=True)
 
 
 def test_libraries_find_the_ranks_of_the_job(tmp_path: Path) -> None:
-    result = run_script(tmp_path, LIBRARIES, timeout=120).check()
+    result = run_script(tmp_path, LIBRARIES, timeout=400).check()
     assert result.output.count("the end") == 2
     assert "Error" not in result.output
 

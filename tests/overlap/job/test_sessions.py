@@ -45,5 +45,5 @@ print("the end")
     [(["beside"], False), *(pytest.param(more, True, marks=pytest.mark.full) for more in ([], ["beside"]))],
 )
 def test_sessions_follow_each_other(more: list[str], real_start: bool, tmp_path: Path) -> None:
-    result = run_script(tmp_path, SCRIPT, 2, "torchrun", *more, timeout=60, real_start=real_start).check()
+    result = run_script(tmp_path, SCRIPT, 2, "torchrun", *more, timeout=400, real_start=real_start).check()
     assert result.output.count("the end") == 2

@@ -208,7 +208,7 @@ while True:
 
 
 def test_a_killed_job_leaves_complete_timelines(tmp_path: Path) -> None:
-    result = run_script(tmp_path, ENDLESS, timeout=60, HOROVOD_TIMELINE=f"{tmp_path}/{{rank}}.json")
+    result = run_script(tmp_path, ENDLESS, timeout=400, HOROVOD_TIMELINE=f"{tmp_path}/{{rank}}.json")
     assert not result.timed_out
     assert result.returncode != 0
     for rank in (0, 1):

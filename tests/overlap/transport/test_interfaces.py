@@ -64,7 +64,7 @@ def _torch_job(hosts: Cluster, script: Path, masters: tuple[str, str], interface
             )
         )
     try:
-        return "".join(job.communicate(timeout=60)[0] for job in jobs)
+        return "".join(job.communicate(timeout=300)[0] for job in jobs)
     finally:
         for job in jobs:
             job.kill()
@@ -101,7 +101,7 @@ def test_under_mpi_it_is_the_one_that_reaches_rank_0(
 ) -> None:
     script = tmp_path / "script.py"
     script.write_text(JOB)
-    hosts.run_mpi([str(script)], env={"GLOO_SOCKET_IFNAME": ""}, timeout=60)
+    hosts.run_mpi([str(script)], env={"GLOO_SOCKET_IFNAME": ""}, timeout=300)
     output = capfd.readouterr().out
     for rank in range(2):
         assert f"rank {rank} of 2 over eth0: 4" in output, output
