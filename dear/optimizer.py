@@ -24,7 +24,7 @@ from overlap.optimizer.distributed import DistributedOptimizer as Shell
 from overlap.optimizer.planning import plan_by_itself
 from overlap.optimizer.start import agree_on_strategy
 from overlap.optimizer.tuning import tune as start_tuning
-from overlap.plan.fusion import limits, trained
+from overlap.plan.fusion import limits, size_and_device
 from overlap.plan.partition import TensorSpec
 from overlap.plan.plan import Facts, Plan, Updates
 from overlap.plan.simulation.events import Run
@@ -294,7 +294,7 @@ def DistributedOptimizer(
     if auto and all_reduced == "auto" and gather_dtype is None:
         auto.add("all_reduced")
     own["threshold_mb"], own["num_nearby_layers"] = limits(
-        threshold_mb if wished_mb is None else wished_mb, num_nearby_layers, *trained(optimizer)
+        threshold_mb if wished_mb is None else wished_mb, num_nearby_layers, *size_and_device(optimizer)
     )
     own["all_reduced"] = 0.0 if all_reduced == "auto" else all_reduced
     distributed = Shell(optimizer, named_parameters, Dear(**own, auto=frozenset(auto)), arguments)

@@ -25,7 +25,7 @@ from overlap.optimizer.distributed import DistributedOptimizer as Shell
 from overlap.optimizer.planning import plan_by_itself
 from overlap.optimizer.start import agree_on_strategy
 from overlap.optimizer.tuning import tune as start_tuning
-from overlap.plan.fusion import fused_in_order_of_use, limits, trained
+from overlap.plan.fusion import fused_in_order_of_use, limits, size_and_device
 from overlap.plan.partition import TensorSpec
 from overlap.plan.plan import Facts, Plan, Updates
 from overlap.plan.simulation.events import Run
@@ -178,7 +178,7 @@ def DistributedOptimizer(
     agree_on_strategy("oss", tune)
     wished = current().settings.threshold_mb if threshold_mb in ("auto", None) else threshold_mb
     auto = wished in ("auto", None)
-    chosen = limits("auto" if wished is None else wished, None, *trained(optimizer))
+    chosen = limits("auto" if wished is None else wished, None, *size_and_device(optimizer))
     distributed = Shell(optimizer, named_parameters, Oss(*chosen, gather_dtype, auto=auto), arguments)
     planning = plan_by_itself(distributed, process_set, follow=tune is False) if auto else None
     start_tuning(distributed, tune, process_set, ready=lambda: planning is None or not planning.under_way)

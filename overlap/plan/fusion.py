@@ -10,7 +10,7 @@ from torch.nn.parameter import is_lazy
 from overlap.plan.partition import BucketSpec, TensorSpec, fuse
 from overlap.plan.plan import Facts
 
-__all__ = ["fused_in_order_of_use", "limits", "trained"]
+__all__ = ["fused_in_order_of_use", "limits", "size_and_device"]
 
 _AUTO_MB = (1.0, 25.0)  # no less than DDP's first bucket has, no more than DeAR's paper takes
 _AUTO_BUCKETS = {"cpu": 32, "cuda": 8}
@@ -46,7 +46,7 @@ def limits(
     return threshold_mb, num_nearby_layers
 
 
-def trained(optimizer: torch.optim.Optimizer) -> tuple[int, str]:
+def size_and_device(optimizer: torch.optim.Optimizer) -> tuple[int, str]:
     """The bytes of all parameters that are trained, and the type of their device, for :func:`limits`.
 
     (0, "cpu") for arguments that the wrapper is going to refuse.

@@ -9,7 +9,7 @@ import torch
 
 import dear
 from dear.schedule import plan_buckets
-from overlap.plan.fusion import limits, trained
+from overlap.plan.fusion import limits, size_and_device
 from overlap.plan.partition import TensorSpec
 from overlap.plan.plan import Facts
 
@@ -70,12 +70,12 @@ def test_a_model_is_as_large_as_what_is_trained_of_it() -> None:
     frozen = torch.nn.Parameter(torch.ones(100), requires_grad=False)
     params = [torch.nn.Parameter(torch.ones(10)), torch.nn.Parameter(torch.ones(7, dtype=torch.bfloat16))]
     optimizer = torch.optim.SGD([{"params": [params[0], frozen]}, {"params": params[1:]}], 0.1)
-    assert trained(optimizer) == (4 * 10 + 2 * 7, "cpu")
+    assert size_and_device(optimizer) == (4 * 10 + 2 * 7, "cpu")
 
 
 def test_on_a_gpu_there_are_fewer_buckets() -> None:
     there = torch.nn.Parameter(torch.ones(2**20, 4, device="meta"))
-    assert trained(torch.optim.SGD([there], 0.1)) == (2**24, "meta")
+    assert size_and_device(torch.optim.SGD([there], 0.1)) == (2**24, "meta")
     assert limits("auto", None, 100 * 2**20, "cuda") == (12.5, None)
     assert limits("auto", None, 4 * 2**20, "cuda") == (1.0, None)
     assert limits("auto", None, 800 * 2**20, "cuda") == (25.0, None)

@@ -18,8 +18,8 @@ MUTATIONS = [
     Mutation(
         "after an operation that could not be issued none is",
         "overlap/transport/cuda/issuing.py",
-        "        for entry in self._queue:\n            entry.work.settle(failure)\n        self._queue.clear()\n",
-        "        self._queue.popleft().work.settle(failure)\n",
+        "        for entry in self._queue:\n            entry.work.resolve(failure)\n        self._queue.clear()\n",
+        "        self._queue.popleft().work.resolve(failure)\n",
         _ISSUING,
     ),
     Mutation(
@@ -39,14 +39,14 @@ MUTATIONS = [
     Mutation(
         "memory of an operation that is over is let go",
         "overlap/transport/cuda/issuing.py",
-        "return self._queue[0].copied if self._queue else _NOTHING",
-        "self._last = [*self._queue] or [None]\n            return self._queue[0].copied if self._queue else _NOTHING",
+        "            del first  # with its memory, while this thread waits for the next\n",
+        "",
         _ISSUING,
     ),
     Mutation(
         "operations on the host's tensors wait for those of the device's",
         "overlap/transport/cuda/communicator.py",
-        "        def issue() -> Work:\n            self._carrier.settle()\n",
+        "        def issue() -> Work:\n            self._carrier.flush()\n",
         "        def issue() -> Work:\n",
         f"{_CARRIERS} -k tensors_follow",
     ),

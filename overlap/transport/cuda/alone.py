@@ -57,7 +57,7 @@ class AloneCarrier:
     ) -> Work:
         return self._copied(send, recv, label)
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Do nothing: what the host is given is issued at once."""
 
     def pending(self) -> list[Work]:

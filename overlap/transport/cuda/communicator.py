@@ -48,7 +48,7 @@ class Carrier(Protocol):
     def all_to_all(
         self, send: torch.Tensor, recv: torch.Tensor, send_counts: Counts, recv_counts: Counts, label: str
     ) -> Work: ...
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Have everything issued on the host's communicator that goes there, before something else is."""
 
     def pending(self) -> list[Work]:
@@ -100,7 +100,7 @@ class DeviceCommunicator(Communicator):
 
     def _on_host(self) -> Communicator:
         """For tensors of the host, behind all that the carrier has to issue there."""
-        self._carrier.settle()
+        self._carrier.flush()
         return self._host
 
     def _ready(self, what: str) -> Carrier:
@@ -111,7 +111,7 @@ class DeviceCommunicator(Communicator):
 
     def _later(self, start: Start) -> Start:
         def issue() -> Work:
-            self._carrier.settle()
+            self._carrier.flush()
             return start()
 
         return issue

@@ -4,7 +4,7 @@
     thread           waits for the copy ─▶ issues it ─▶ waits for the next copy …
 
 Operations are issued in the order in which they were handed in, which is the same on all ranks. Whoever issues others on
-the same communicator waits first until nothing is left (:meth:`Issuer.settle`). After one that could not be issued none
+the same communicator waits first until nothing is left (:meth:`Issuer.flush`). After one that could not be issued none
 is: it would meet the wrong one on other ranks.
 """
 
@@ -37,7 +37,7 @@ class LaterWork:
         self._failure: BaseException | None = None
         self._begun, self._issued = time.monotonic(), 0.0
 
-    def settle(self, made: Work | BaseException) -> None:
+    def resolve(self, made: Work | BaseException) -> None:
         """What became of it: the issued operation, or why there is none. Under the lock."""
         self._copied = None
         if isinstance(made, BaseException):
@@ -46,7 +46,7 @@ class LaterWork:
             self._work, self._issued = made, time.perf_counter()
 
     @property
-    def _settled(self) -> bool:
+    def _resolved(self) -> bool:
         return self._work is not None or self._failure is not None
 
     @property
@@ -64,7 +64,7 @@ class LaterWork:
         if limit is None and copied is not None:
             copied.wait()  # in torch, where the watchdog sees that a device computes; at a lock it would see a deadlock
         with self._changed:
-            return self._changed.wait_for(lambda: self._settled, limit)
+            return self._changed.wait_for(lambda: self._resolved, limit)
 
     def wait(self, timeout: float | None = None) -> None:
         limit = check_timeout("wait", timeout)
@@ -135,7 +135,7 @@ class Issuer:
             self._changed.notify_all()
         return work
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Block until all that was handed in is issued. Raises why something could not be."""
         with self._changed:
             last = self._queue[-1].work if self._queue else None
@@ -151,24 +151,24 @@ class Issuer:
 
     def _run(self) -> None:
         self._bind()
-        while (copied := self._next()) is not _NOTHING:
+        while (first := self._next()) is not None:
             failure = None
             try:
-                if copied is not None:
-                    copied.wait()
+                if first.copied is not None:
+                    first.copied.wait()
             except BaseException as error:
                 failure = error
-            del copied
+            del first  # with its memory, while this thread waits for the next
             with self._changed:
                 if self._queue:  # not given up meanwhile
                     self._issue_first(failure)
                 self._changed.notify_all()
 
-    def _next(self) -> Moment | None:
-        """The copy that the first in line waits for; ``_NOTHING`` where all is issued, and nothing more will be."""
+    def _next(self) -> _Entry | None:
+        """The first in line; None where all is issued, and nothing more will be."""
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._closed)
-            return self._queue[0].copied if self._queue else _NOTHING
+            return self._queue[0] if self._queue else None
 
     def _issue_first(self, failure: BaseException | None) -> None:
         """Under the lock: whoever gives up finds it in line, or issued."""
@@ -178,14 +178,14 @@ class Issuer:
             except BaseException as error:
                 failure = error
             else:
-                self._queue.popleft().work.settle(made)
+                self._queue.popleft().work.resolve(made)
         if failure is not None:
             self._fail(failure)
 
     def _fail(self, failure: BaseException) -> None:
         self._failure = failure
         for entry in self._queue:
-            entry.work.settle(failure)
+            entry.work.resolve(failure)
         self._queue.clear()
         self._host.promised = self._host.issued
         self._changed.notify_all()
@@ -206,19 +206,3 @@ class Issuer:
             self._closed = True
             if self._failure is None:
                 self._fail(comm_core.TransportError("given up: the communicator is closed, and it had not been issued"))
-
-
-class _Nothing:
-    """No moment."""
-
-    def done(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        pass
-
-    def order_before(self, stream: int) -> None:
-        pass
-
-
-_NOTHING = _Nothing()

@@ -113,7 +113,7 @@ class NcclCarrier:
         )
         return self._plain(work, ("all_to_all", label or "all_to_all", recv.nbytes))
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Do nothing: nothing goes through the host."""
 
     def pending(self) -> list[Work]:

@@ -118,9 +118,9 @@ class StagedCarrier:
             (recv, into),
         )
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Block until all that was handed in is issued on the host's communicator."""
-        self._issuer.settle()
+        self._issuer.flush()
 
     def pending(self) -> list[Work]:
         """What waits for its copy; the rest is the host's."""

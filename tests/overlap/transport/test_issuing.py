@@ -119,7 +119,7 @@ def test_others_wait_until_all_is_issued(host: Host, issuer: Issuer) -> None:
     copy = Copy()
     issuer.issue(copy, host.start("a"), _title("a"))
     threading.Timer(0.05, copy.come.set).start()
-    issuer.settle()
+    issuer.flush()
     assert host.labels == ["a"]
 
 
@@ -149,7 +149,7 @@ def test_after_one_that_could_not_be_issued_none_is(host: Host, issuer: Issuer) 
         assert work.done()
         assert isinstance(work.exception(), comm_core.Error)
         assert work.describe().endswith("not issued)")
-    for act in (issuer.settle, lambda: issuer.issue(None, host.start("c"), _title("c"))):
+    for act in (issuer.flush, lambda: issuer.issue(None, host.start("c"), _title("c"))):
         with pytest.raises(RuntimeError, match="device-side assert"):
             act()
     assert host.labels == []
@@ -189,7 +189,7 @@ def test_who_waits_for_a_copy_does_so_in_its_own_thread(host: Host, issuer: Issu
     for number, one in enumerate(copies):
         issuer.issue(one, host.start(str(number)), _title(str(number)))
         threading.Timer(0.05, one.come.set).start()
-    issuer.settle()
+    issuer.flush()
     assert threading.get_ident() in waiters
 
 
