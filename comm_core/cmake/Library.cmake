@@ -16,7 +16,11 @@ add_library(comm_core SHARED
   csrc/validation.cpp
   csrc/work.cpp
   csrc/engine/engine.cpp
+  csrc/engine/group.cpp
+  csrc/engine/groups.cpp
   csrc/engine/pace.cpp
+  csrc/engine/runtime.cpp
+  csrc/engine/strand.cpp
   csrc/local/local_backend.cpp
   csrc/reduce/half.cpp
   csrc/reduce/kernels.cpp

@@ -33,7 +33,7 @@ void expect(bool holds, const char* what) {
   if (!holds) throw std::runtime_error(what);
 }
 
-class Idle : public Driver {
+class Idle : public NappingDriver {
  public:
   void open() override {}
   bool progress() override { return false; }

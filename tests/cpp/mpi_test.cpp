@@ -105,7 +105,7 @@ class Rig {
   Rig() : driver_([] {}) {
     driver_.open();
     const auto work = new_work();
-    driver_.connect(std::nullopt, work, [this](std::shared_ptr<MpiGroup> made) { group = std::move(made); });
+    driver_.connect(std::nullopt, work, [this](std::shared_ptr<Group> made) { group = std::move(made); });
     until([&] { return work->done(); });
   }
   Rig(const Rig&) = delete;
@@ -126,7 +126,7 @@ class Rig {
   }
   MpiDriver& driver() { return driver_; }
 
-  std::shared_ptr<MpiGroup> group;
+  std::shared_ptr<Group> group;
 
  private:
   MpiDriver driver_;
@@ -154,9 +154,9 @@ void a_step_that_fails_leaves_the_schedule_to_its_messages() {
   constexpr int kTag = 5;
   Rig rig;
   RequestTable requests;
-  Strand* itself = nullptr;
-  Strand strand(requests, MPI_COMM_WORLD, Strand::Tags::kStrand, 0,
-                [&](std::exception_ptr error) { itself->fail(error, error); });
+  MpiStrand* itself = nullptr;
+  MpiStrand strand(requests, MPI_COMM_WORLD, Strand::Signatures::kAny, 0,
+                   [&](std::exception_ptr error) { itself->fail(error, error); });
   itself = &strand;
   bool is_gone = false;
   const auto work = new_work();
@@ -180,7 +180,7 @@ void a_split_that_fails_gives_its_communicator_back() {
   const int before = num_comms;
   const auto work = new_work();
   refuses_to_dup = true;
-  rig.group->split(0, 0, work, [](std::shared_ptr<MpiGroup>) {});
+  rig.group->split(0, 0, work, [](std::shared_ptr<Group>) {});
   rig.until([&] { return work->done(); });
   refuses_to_dup = false;
   expect(work->error() != nullptr, "the split should have failed");
@@ -193,7 +193,7 @@ void a_closed_group_is_forgotten() {
   rig.group->close(work);
   rig.until([&] { return work->done(); });
   rig.until([] { return num_comms == 0; });
-  const std::weak_ptr<MpiGroup> forgotten = rig.group;
+  const std::weak_ptr<Group> forgotten = rig.group;
   rig.group.reset();
   expect(forgotten.expired(), "every look at what is under way still visits it");
 }
@@ -206,7 +206,7 @@ void a_failed_group_keeps_its_number() {
   rig.until([&] { return work->done(); });
   rig.look_often();
   expect(num_comms == 2, "peers may still send to it, and the next communicator would get that");
-  const std::weak_ptr<MpiGroup> forgotten = rig.group;
+  const std::weak_ptr<Group> forgotten = rig.group;
   rig.group.reset();
   expect(forgotten.expired(), "every look at what is under way still visits it");
 }
@@ -243,7 +243,7 @@ void what_comes_after_the_end_is_refused() {
   auto memory = std::make_shared<int>(1);
   const std::weak_ptr<int> held_memory = memory;
   rig.group->submit(Operation{}, works[0], std::move(memory));
-  rig.group->split(0, 0, works[1], [](std::shared_ptr<MpiGroup>) {});
+  rig.group->split(0, 0, works[1], [](std::shared_ptr<Group>) {});
   rig.group->post(0, "letter", works[2]);
   rig.group->abandon(works[3]);
   for (const auto& work : works) expect(work->done() && work->error(), "it was neither carried out nor refused");
@@ -276,7 +276,7 @@ void a_rank_that_is_far_ahead_waits() {
   constexpr int kTag = 5, kMany = 1000;
   Rig rig;
   RequestTable requests;
-  Strand strand(requests, MPI_COMM_WORLD, Strand::Tags::kSignature, 0, [](std::exception_ptr) {});
+  MpiStrand strand(requests, MPI_COMM_WORLD, Strand::Signatures::kOperation, 0, [](std::exception_ptr) {});
   int num_begun = 0;
   const auto last = new_work();
   for (int i = 0; i < kMany; ++i) {

@@ -32,6 +32,21 @@ class SignalsBlocked {
 
 }  // namespace
 
+void NappingDriver::wait() {
+  const auto longest = nap();
+  std::unique_lock lock(mutex_);
+  wake_.wait_for(lock, longest, [this] { return woken_; });
+  woken_ = false;
+}
+
+void NappingDriver::wake() noexcept {
+  {
+    const std::lock_guard lock(mutex_);
+    woken_ = true;
+  }
+  wake_.notify_one();
+}
+
 Engine::Engine(std::unique_ptr<Driver> driver) : driver_(std::move(driver)) {
   {
     const SignalsBlocked blocked;
@@ -56,14 +71,14 @@ void Engine::post(Task task, std::shared_ptr<Work> work) {
     if (closing_ || left_) throw Error("comm_core was finalized");
     tasks_.push_back({std::move(task), std::move(work)});
   }
-  wake_.notify_one();
+  driver_->wake();
 }
 
 bool Engine::stop(std::chrono::milliseconds patience) {
   if (!thread_.joinable()) return true;
   std::unique_lock lock(mutex_);
   stopping_ = true;
-  wake_.notify_one();
+  driver_->wake();
   // After `patience` only a driver that is closing is waited for.
   const bool drained = settled_.wait_for(lock, patience, [this] { return left_ || closing_; });
   if (!drained) return false;
@@ -109,13 +124,15 @@ void Engine::run() {
       const bool ran = run_tasks();
       const bool moved = driver_->progress();
       if (ran || moved) continue;
-      std::unique_lock lock(mutex_);
-      if (!tasks_.empty()) continue;
-      if (stopping_ && driver_->drained()) {
-        closing_ = true;
-        break;
+      {
+        const std::lock_guard lock(mutex_);
+        if (!tasks_.empty()) continue;
+        if (stopping_ && driver_->drained()) {
+          closing_ = true;
+          break;
+        }
       }
-      wake_.wait_for(lock, driver_->nap());
+      driver_->wait();
     }
     settled_.notify_all();
     driver_->close();

@@ -15,21 +15,39 @@
 
 namespace [[gnu::visibility("default")]] comm_core {
 
-/// What the engine's thread drives. Every member is called on that thread.
+/// What the engine's thread drives. Every member but wake() is called on that thread.
 class Driver {
  public:
   virtual ~Driver() = default;
   virtual void open() = 0;
   /// One look at everything under way; true if something happened.
   virtual bool progress() = 0;
-  /// How long to sleep after a look that found nothing. A new task wakes the engine at once.
-  virtual std::chrono::microseconds nap() = 0;
+  /// Called after a look that found nothing: returns when there may be something to do, and soon after wake().
+  virtual void wait() = 0;
+  /// Ends a wait(), or the next one where none is under way. On any thread.
+  virtual void wake() noexcept = 0;
   /// Something went wrong that no single operation answers for.
   virtual void fail(std::exception_ptr error) = 0;
   /// Nothing is under way any more.
   virtual bool drained() = 0;
   /// Last call. Not reached when draining took too long; see Engine::stop.
   virtual void close() = 0;
+};
+
+/// A driver that nobody tells when something arrives: it looks again after a nap.
+class NappingDriver : public Driver {
+ public:
+  void wait() final;
+  void wake() noexcept final;
+
+ protected:
+  /// How long to sleep.
+  virtual std::chrono::microseconds nap() = 0;
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  bool woken_ = false;
 };
 
 /// Runs tasks and the driver on one thread, which counts as IEEE 754 says, whatever its creator has set, and blocks all
@@ -64,7 +82,7 @@ class Engine {
 
   std::unique_ptr<Driver> driver_;
   std::mutex mutex_;
-  std::condition_variable wake_, settled_;
+  std::condition_variable settled_;
   std::deque<Job> tasks_;
   bool opened_ = false, stopping_ = false, closing_ = false, left_ = false;
   std::exception_ptr failure_;

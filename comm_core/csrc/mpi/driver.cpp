@@ -4,9 +4,9 @@
 #include <utility>
 #include <vector>
 
+#include "../engine/group.hpp"
 #include "comm_core/errors.hpp"
 #include "comm_core/settings.hpp"
-#include "groups/group.hpp"
 
 namespace comm_core {
 
@@ -48,30 +48,12 @@ bool MpiDriver::settle_connectors() {
   return moved;
 }
 
-bool MpiDriver::settle_groups() {
-  bool moved = false;
-  auto& awake = context_.awake;
-  for (std::size_t i = 0; i < awake.size();) {  // who is woken meanwhile stands at the end
-    MpiGroup* const group = awake[i];
-    moved |= group->settle();
-    if (!group->at_rest()) {
-      ++i;
-      continue;
-    }
-    awake[i] = awake.back();
-    awake.pop_back();
-    group->rest();
-    if (group->over()) context_.groups.erase(group);
-  }
-  return moved;
-}
-
 bool MpiDriver::progress() {
   bool moved = false;
   try {
     moved = context_.requests.progress();
     moved |= settle_connectors();
-    moved |= settle_groups();
+    moved |= context_.groups.settle();
   } catch (...) {
     fail(std::current_exception());
   }
@@ -82,9 +64,9 @@ bool MpiDriver::progress() {
 std::chrono::microseconds MpiDriver::nap() {
   const auto now = Pace::Clock::now();
   std::int64_t bytes_left = 0;
-  bool busy = !connectors_.empty() || (context_.closing && context_.retired.waiting());
+  bool busy = !connectors_.empty() || (context_.groups.closing() && context_.retired.waiting());
   bool delivering = false;
-  for (const MpiGroup* group : context_.awake) {
+  for (const Group* group : context_.groups.awake()) {
     // Nobody waits for what a closed group could not deliver.
     if (group->closed()) continue;
     busy |= !group->idle() || group->leaving();
@@ -93,27 +75,23 @@ std::chrono::microseconds MpiDriver::nap() {
   }
   if (busy) return pace_.nap(now, bytes_left);
   if (delivering) return pace_.drain_nap(now);
-  return *context_.readers > 0 ? std::min(pace_.idle_nap(), Pace::Micros(1000)) : pace_.idle_nap();
+  return *context_.groups.readers() > 0 ? std::min(pace_.idle_nap(), Pace::Micros(1000)) : pace_.idle_nap();
 }
 
 void MpiDriver::fail(std::exception_ptr error) {
   // MPI itself failed, so nothing on it can be trusted.
-  for (auto& [key, group] : context_.groups) group->fail(error);
+  context_.groups.fail(error);
 }
 
 bool MpiDriver::drained() {
-  if (!connectors_.empty()) return false;
-  if (!std::ranges::all_of(context_.groups, [](const auto& entry) { return entry.second->closed(); })) return false;
+  if (!connectors_.empty() || !context_.groups.closed()) return false;
   // MPI may not be finalized while a nonblocking collective is under way.
   return !context_.retired.waiting() || std::chrono::steady_clock::now() - closing_since_ > patience();
 }
 
 void MpiDriver::close_groups() {
-  context_.closing = true;
   closing_since_ = std::chrono::steady_clock::now();
-  for (auto& [key, group] : context_.groups) {
-    if (!group->closed() && !group->closing()) group->close(std::make_shared<Work>("close", "", "", 0));
-  }
+  context_.groups.close();
 }
 
 void MpiDriver::close() { session_->close(); }

@@ -17,14 +17,13 @@
 
 namespace comm_core {
 
-class MpiDriver final : public Driver {
+class MpiDriver final : public NappingDriver {
  public:
   explicit MpiDriver(std::function<void()> on_foreign_finalize);
   ~MpiDriver() override;
 
   void open() override;
   bool progress() override;
-  std::chrono::microseconds nap() override;
   void fail(std::exception_ptr error) override;
   bool drained() override;
   void close() override;
@@ -35,8 +34,8 @@ class MpiDriver final : public Driver {
   void close_groups();
 
  private:
+  std::chrono::microseconds nap() override;
   bool settle_connectors();
-  bool settle_groups();
 
   std::function<void()> on_foreign_finalize_;
   std::unique_ptr<MpiSession> session_;

@@ -22,7 +22,7 @@ Item rest_of_letter(Lane lane) {
 
 }  // namespace
 
-Mailbox::Mailbox(RequestTable& requests, MPI_Comm comm, int rank, std::shared_ptr<Letterbox> letters,
+MpiMail::MpiMail(RequestTable& requests, MPI_Comm comm, int rank, std::shared_ptr<Letterbox> letters,
                  Strand::OnFailure on_failure, std::function<void()> on_letter)
     : requests_(requests),
       comm_(comm),
@@ -31,9 +31,9 @@ Mailbox::Mailbox(RequestTable& requests, MPI_Comm comm, int rank, std::shared_pt
       on_failure_(std::move(on_failure)),
       on_letter_(std::move(on_letter)) {}
 
-void Mailbox::open() { listen(); }
+void MpiMail::open() { listen(); }
 
-void Mailbox::listen() {
+void MpiMail::listen() {
   MPI_Request request = MPI_REQUEST_NULL;
   check(MPI_Irecv(first_.data(), kFirst, MPI_BYTE, MPI_ANY_SOURCE, kFirstTag, comm_, &request), "receiving letters");
   Pending pending;
@@ -42,13 +42,13 @@ void Mailbox::listen() {
   receiving_ = true;
 }
 
-Strand& Mailbox::strand(std::map<int, std::unique_ptr<Strand>>& strands, int peer) {
+MpiStrand& MpiMail::strand(std::map<int, std::unique_ptr<MpiStrand>>& strands, int peer) {
   auto& found = strands[peer];
-  if (!found) found = std::make_unique<Strand>(requests_, comm_, Strand::Tags::kStrand, rank_, on_failure_);
+  if (!found) found = std::make_unique<MpiStrand>(requests_, comm_, Strand::Signatures::kAny, rank_, on_failure_);
   return *found;
 }
 
-void Mailbox::post(int peer, std::string payload, std::shared_ptr<Work> work) {
+void MpiMail::post(int peer, std::string payload, std::shared_ptr<Work> work) {
   const auto letter = std::make_shared<std::string>(std::move(payload));
   const auto total = static_cast<std::int64_t>(letter->size());
   const auto inside = std::min(letter->size(), kFirst - sizeof total);
@@ -62,9 +62,9 @@ void Mailbox::post(int peer, std::string payload, std::shared_ptr<Work> work) {
   ++letters_under_way_;
   Pending pending;
   pending.owner = this;
-  pending.is_send = true;
-  pending.ticket = next_ticket_++;
-  sending_.emplace(pending.ticket, std::move(first));
+  pending.transfer.is_send = true;
+  pending.transfer.ticket = next_ticket_++;
+  sending_.emplace(pending.transfer.ticket, std::move(first));
   requests_.add(request, std::move(pending));
   Lane rest;
   rest.peer = peer;
@@ -76,7 +76,7 @@ void Mailbox::post(int peer, std::string payload, std::shared_ptr<Work> work) {
   strand(outgoing_, peer).add(std::move(item));
 }
 
-void Mailbox::accept(int source, std::int64_t bytes) {
+void MpiMail::accept(int source, std::int64_t bytes) {
   --letters_under_way_;
   std::int64_t total = 0;
   if (bytes < static_cast<std::int64_t>(sizeof total)) throw TransportError("a letter without a head arrived");
@@ -95,10 +95,10 @@ void Mailbox::accept(int source, std::int64_t bytes) {
   on_letter_();
 }
 
-void Mailbox::complete(const Pending& request, const Outcome& outcome) {
-  const int error = outcome.error;
-  if (request.is_send) {
-    sending_.erase(request.ticket);
+void MpiMail::complete(const Pending& request, const Ended& ended) {
+  const int error = ended.error;
+  if (request.transfer.is_send) {
+    sending_.erase(request.transfer.ticket);
     if (error != MPI_SUCCESS) on_failure_(std::make_exception_ptr(MpiError("letter: " + mpi_error_text(error), error)));
     return;
   }
@@ -106,14 +106,14 @@ void Mailbox::complete(const Pending& request, const Outcome& outcome) {
   try {
     check(error, "receiving letters");
     // A cancelled receive brings nothing.
-    if (outcome.bytes > 0) accept(outcome.source, outcome.bytes);
+    if (ended.bytes > 0) accept(ended.source, ended.bytes);
     if (!closing_) listen();
   } catch (...) {
     on_failure_(std::current_exception());
   }
 }
 
-bool Mailbox::settle() {
+bool MpiMail::settle() {
   bool moved = false;
   for (auto* strands : {&outgoing_, &incoming_}) {
     for (auto& [peer, strand] : *strands) moved |= strand->settle();
@@ -121,30 +121,30 @@ bool Mailbox::settle() {
   return moved;
 }
 
-bool Mailbox::idle() const {
+bool MpiMail::idle() const {
   const auto is_idle = [](const auto& entry) { return entry.second->idle(); };
   return std::ranges::all_of(outgoing_, is_idle) && std::ranges::all_of(incoming_, is_idle);
 }
 
-bool Mailbox::drained() const {
+bool MpiMail::drained() const {
   const auto is_drained = [](const auto& entry) { return entry.second->drained(); };
   return sending_.empty() && std::ranges::all_of(outgoing_, is_drained) && std::ranges::all_of(incoming_, is_drained);
 }
 
-std::int64_t Mailbox::bytes_left() const {
+std::int64_t MpiMail::bytes_left() const {
   std::int64_t sum = 0;
   for (const auto& [peer, strand] : incoming_) sum += strand->bytes_left();
   return sum;
 }
 
-void Mailbox::fail(std::exception_ptr error, std::exception_ptr later) {
+void MpiMail::fail(std::exception_ptr error, std::exception_ptr later) {
   for (auto* strands : {&outgoing_, &incoming_}) {
     for (auto& [peer, strand] : *strands) strand->fail(error, later);
   }
   close();
 }
 
-void Mailbox::close() {
+void MpiMail::close() {
   if (closing_) return;
   closing_ = true;
   requests_.cancel_receives(*this);

@@ -11,6 +11,7 @@
 #include <string>
 
 #include "../engine/letterbox.hpp"
+#include "../engine/mail.hpp"
 #include "comm_core/settings.hpp"
 #include "strand.hpp"
 
@@ -18,27 +19,26 @@ namespace comm_core {
 
 /// One receive from anybody is always posted for a letter's first kilobytes (tag 0); the rest of a long letter follows
 /// in segments (tag 1). Letters of one sender keep their order. Other tags of the communicator are free: kNumTags.
-class Mailbox final : public RequestOwner {
+class MpiMail final : public Mail, public RequestOwner {
  public:
   static constexpr int kNumTags = 2;
 
-  Mailbox(RequestTable& requests, MPI_Comm comm, int rank, std::shared_ptr<Letterbox> letters,
+  MpiMail(RequestTable& requests, MPI_Comm comm, int rank, std::shared_ptr<Letterbox> letters,
           Strand::OnFailure on_failure, std::function<void()> on_letter);
 
   void open();
-  void post(int peer, std::string payload, std::shared_ptr<Work> work);
-  bool settle();
-  bool drained() const;
-  std::int64_t bytes_left() const;
-  bool idle() const;
-  void fail(std::exception_ptr error, std::exception_ptr later);
-  /// No letters from here on; done once closed() holds.
-  void close();
-  bool closed() const { return !receiving_; }
+  void post(int peer, std::string payload, std::shared_ptr<Work> work) override;
+  bool settle() override;
+  bool idle() const override;
+  bool drained() const override;
+  std::int64_t bytes_left() const override;
+  void fail(std::exception_ptr error, std::exception_ptr later) override;
+  void close() override;
+  bool closed() const override { return !receiving_; }
   /// Posted here, less those that began to arrive here: over all ranks, what is on its way.
   std::int64_t letters_under_way() const { return letters_under_way_; }
 
-  void complete(const Pending& request, const Outcome& outcome) override;
+  void complete(const Pending& request, const Ended& ended) override;
 
  private:
   static constexpr std::size_t kFirst = 4096;
@@ -46,7 +46,7 @@ class Mailbox final : public RequestOwner {
 
   void listen();
   void accept(int source, std::int64_t bytes);
-  Strand& strand(std::map<int, std::unique_ptr<Strand>>& strands, int peer);
+  MpiStrand& strand(std::map<int, std::unique_ptr<MpiStrand>>& strands, int peer);
 
   RequestTable& requests_;
   MPI_Comm comm_;
@@ -58,7 +58,7 @@ class Mailbox final : public RequestOwner {
   bool receiving_ = false, closing_ = false;
   std::map<std::int64_t, std::unique_ptr<First>> sending_;  // by ticket
   std::int64_t next_ticket_ = 0, letters_under_way_ = 0;
-  std::map<int, std::unique_ptr<Strand>> outgoing_, incoming_;  // by peer
+  std::map<int, std::unique_ptr<MpiStrand>> outgoing_, incoming_;  // by peer
 };
 
 }  // namespace comm_core

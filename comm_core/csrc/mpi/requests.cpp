@@ -35,22 +35,22 @@ bool RequestTable::progress() {
   // time it is asked.
   if (!test() && !test()) return false;
   for (auto& done : done_) {
-    const auto bytes = done.outcome.bytes;
-    if (!done.pending.is_send) {
+    const auto bytes = done.ended.bytes;
+    if (!done.pending.transfer.is_send) {
       bytes_received_ += bytes;
       const auto* const memory = done.pending.landing ? done.pending.landing.get() : done.pending.target;
-      if (done.outcome.tag == failure_signature() && memory != nullptr) {
+      if (done.ended.tag == failure_signature() && memory != nullptr) {
         const auto length = static_cast<std::size_t>(std::min(bytes, kMostOfAReason));
-        done.outcome.reason.assign(reinterpret_cast<const char*>(memory), length);
+        done.ended.reason.assign(reinterpret_cast<const char*>(memory), length);
       }
     }
     if (done.pending.landing) {
-      if (done.outcome.error == MPI_SUCCESS && bytes == done.pending.bytes) {
+      if (done.ended.error == MPI_SUCCESS && bytes == done.pending.transfer.bytes) {
         std::memcpy(done.pending.target, done.pending.landing.get(), static_cast<std::size_t>(bytes));
       }
       if (landings_.size() < kMostLandings) landings_.push_back(std::move(done.pending.landing));
     }
-    done.pending.owner->complete(done.pending, done.outcome);
+    done.pending.owner->complete(done.pending, done.ended);
   }
   return true;
 }
@@ -70,7 +70,7 @@ bool RequestTable::test() {
     const MPI_Status& status = statuses_[static_cast<std::size_t>(i)];
     const int error = code == MPI_ERR_IN_STATUS ? status.MPI_ERROR : MPI_SUCCESS;
     int bytes = 0;
-    if (!pending_[index].is_send) {
+    if (!pending_[index].transfer.is_send) {
       int cancelled = 0;
       MPI_Test_cancelled(&status, &cancelled);
       if (cancelled == 0) MPI_Get_count(&status, MPI_BYTE, &bytes);
@@ -91,7 +91,7 @@ bool RequestTable::test() {
 
 void RequestTable::cancel_receives(const RequestOwner& owner) {
   for (std::size_t i = 0; i < pending_.size(); ++i) {
-    if (pending_[i].owner == &owner && !pending_[i].is_send) MPI_Cancel(&requests_[i]);
+    if (pending_[i].owner == &owner && !pending_[i].transfer.is_send) MPI_Cancel(&requests_[i]);
   }
 }
 

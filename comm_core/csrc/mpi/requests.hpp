@@ -9,14 +9,14 @@
 #include <string>
 #include <vector>
 
+#include "../engine/strand.hpp"
+
 namespace comm_core {
 
-class Schedule;
-struct Running;
 struct Pending;
 
 /// How a request ended.
-struct Outcome {
+struct Ended {
   int error = MPI_SUCCESS;  ///< or the request's own code
   int source = 0, tag = 0;  ///< of what was received
   std::int64_t bytes = 0;
@@ -30,17 +30,12 @@ constexpr std::int64_t kMostOfAReason = 1024;
 class RequestOwner {
  public:
   virtual ~RequestOwner() = default;
-  virtual void complete(const Pending& request, const Outcome& outcome) = 0;
+  virtual void complete(const Pending& request, const Ended& ended) = 0;
 };
 
 struct Pending {
   RequestOwner* owner = nullptr;
-  Running* running = nullptr;
-  Schedule* schedule = nullptr;
-  std::int64_t ticket = 0;
-  int peer = 0;
-  std::int64_t bytes = 0;
-  bool is_send = false;
+  Transfer transfer;                     ///< of an owner that is no strand: its ticket, and whether it is a send
   std::byte* target = nullptr;           ///< where a message of just `bytes` is copied to from `landing`
   std::unique_ptr<std::byte[]> landing;  ///< see RequestTable::landing(); none: it goes to its memory directly
 };
@@ -65,7 +60,7 @@ class RequestTable {
  private:
   struct Done {
     Pending pending;
-    Outcome outcome;
+    Ended ended;
   };
   bool test();
 

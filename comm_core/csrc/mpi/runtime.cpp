@@ -13,96 +13,11 @@
 #include "groups/group.hpp"
 
 namespace comm_core {
-namespace {
 
-/// The calling threads' side of a group, of which they touch nothing: all of it happens in tasks for the engine.
-class MpiBackend final : public Backend {
- public:
-  MpiBackend(MpiRuntime& runtime, std::shared_ptr<MpiGroup> group)
-      : runtime_(runtime),
-        group_(std::move(group)),
-        rank_(group_->rank()),
-        size_(group_->size()),
-        letters_(group_->letters()) {}
-  MpiBackend(const MpiBackend&) = delete;
-  MpiBackend& operator=(const MpiBackend&) = delete;
-  /// Whoever dropped it cannot close it any more: what was submitted goes on, and then the group is over.
-  ~MpiBackend() override {
-    if (closed_ || in_forked_child()) return;
-    try {
-      runtime_.post([group = group_] { group->close(std::make_shared<Work>("close", "", "", 0)); });
-    } catch (...) {
-      // finalize() closes everything.
-    }
-  }
-
-  int rank() const noexcept override { return rank_; }
-  int size() const noexcept override { return size_; }
-  std::string name() const override { return "mpi"; }
-
-  void submit(Operation operation, std::shared_ptr<Work> work, KeepAlive memory) override {
-    runtime_.post(
-        [group = group_, operation = std::move(operation), work, memory = std::move(memory)]() mutable {
-          group->submit(std::move(operation), std::move(work), std::move(memory));
-        },
-        work);
-  }
-
-  Birth split(std::optional<int> color, int key, std::shared_ptr<Work> work) override {
-    Birth birth{work};
-    const auto hand_over = [&runtime = runtime_, slot = birth.backend](std::shared_ptr<MpiGroup> group) {
-      if (!group) return;
-      *slot = std::make_unique<MpiBackend>(runtime, std::move(group));
-    };
-    runtime_.post([=, group = group_] { group->split(color, key, work, hand_over); }, work);
-    return birth;
-  }
-
-  void post(int peer, std::string payload, std::shared_ptr<Work> work) override {
-    runtime_.post(
-        [=, group = group_, payload = std::move(payload)]() mutable { group->post(peer, std::move(payload), work); },
-        work);
-  }
-
-  std::optional<Letter> receive_post(std::chrono::duration<double> timeout,
-                                     const std::function<void()>& interrupted) override {
-    // The engine may be in the middle of a long idle nap.
-    runtime_.post([] {});
-    return letters_->take(timeout, interrupted);
-  }
-
-  void abandon(std::shared_ptr<Work> work) override {
-    runtime_.post([group = group_, work] { group->abandon(work); }, work);
-  }
-
-  void close(std::shared_ptr<Work> work) override {
-    closed_ = true;
-    try {
-      runtime_.post([group = group_, work] { group->close(work); }, work);
-    } catch (const Error&) {
-      work->finish();  // finalize() closed everything
-    }
-  }
-
- private:
-  MpiRuntime& runtime_;
-  const std::shared_ptr<MpiGroup> group_;
-  const int rank_, size_;
-  std::shared_ptr<Letterbox> letters_;
-  bool closed_ = false;
-};
-
-}  // namespace
-
-void MpiRuntime::start() {
-  const std::lock_guard lock(mutex_);
-  require_parent_process();
-  if (stopped_) throw Unsupported("comm_core was finalized; it cannot be started a second time in one process");
-  if (engine_) return;
+std::unique_ptr<Driver> MpiRuntime::make_driver() {
   auto driver = std::make_unique<MpiDriver>([this] { foreign_finalize(); });
   driver_ = driver.get();
-  owned_ = std::make_unique<Engine>(std::move(driver));
-  engine_ = owned_.get();
+  return driver;
 }
 
 Birth MpiRuntime::connect(std::optional<std::intptr_t> handle, std::shared_ptr<Work> work) {
@@ -110,33 +25,11 @@ Birth MpiRuntime::connect(std::optional<std::intptr_t> handle, std::shared_ptr<W
   Birth birth{work};
   post(
       [this, handle, work, slot = birth.backend] {
-        driver_->connect(handle, work, [this, slot](std::shared_ptr<MpiGroup> group) {
-          *slot = std::make_unique<MpiBackend>(*this, std::move(group));
-        });
+        driver_->connect(handle, work,
+                         [this, slot](std::shared_ptr<Group> group) { *slot = backend_of(std::move(group), "mpi"); });
       },
       work);
   return birth;
-}
-
-void MpiRuntime::post(Engine::Task task, std::shared_ptr<Work> work) {
-  Engine* const engine = engine_;
-  if (!engine || stopped_) throw Error("comm_core was finalized");
-  engine->post(std::move(task), std::move(work));
-}
-
-bool MpiRuntime::stop() {
-  const std::lock_guard lock(mutex_);
-  Engine* const engine = engine_;
-  if (!engine || engine->on_engine_thread() || in_forked_child()) return true;
-  if (!stopped_.exchange(true)) engine->post([this] { driver_->close_groups(); });
-  return engine->stop(settings().exit_patience);
-}
-
-void MpiRuntime::finalize() {
-  if (stop()) return;
-  throw TimeoutError("operations that no peer answers were still unfinished " +
-                     std::to_string(settings().exit_patience.count()) +
-                     " s after shutdown began (COMM_CORE_EXIT_SECONDS)");
 }
 
 void MpiRuntime::foreign_finalize() noexcept {
@@ -152,13 +45,12 @@ void MpiRuntime::foreign_finalize() noexcept {
 }
 
 bool MpiRuntime::abort(int code) noexcept {
-  Engine* const engine = engine_;
-  if (!engine || in_forked_child()) return false;
+  Engine* const running = engine();
+  if (!running || in_forked_child()) return false;
   RetiredComms::keep();
-  const bool running = !stopped_;
   try {
-    if (running && !engine->on_engine_thread()) {
-      engine->post([code] { MPI_Abort(MPI_COMM_WORLD, code); });
+    if (!stopped() && !running->on_engine_thread()) {
+      running->post([code] { MPI_Abort(MPI_COMM_WORLD, code); });
       // MPI_Abort does not return; an engine that is stuck inside MPI never gets to it.
       std::this_thread::sleep_for(std::chrono::seconds(2));
     }

@@ -49,7 +49,7 @@ class NcclBackend final : public Backend {
 
 }  // namespace
 
-class NcclRuntime::Watch final : public Driver {
+class NcclRuntime::Watch final : public NappingDriver {
  public:
   explicit Watch(NcclRuntime& runtime) : runtime_(runtime) {}
   void open() override {}
@@ -73,7 +73,7 @@ class NcclRuntime::Watch final : public Driver {
 };
 
 /// Its tasks tell their own errors.
-class NcclRuntime::Clerk final : public Driver {
+class NcclRuntime::Clerk final : public NappingDriver {
  public:
   void open() override {}
   bool progress() override { return false; }

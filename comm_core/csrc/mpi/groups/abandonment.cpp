@@ -7,21 +7,14 @@
 
 namespace comm_core {
 
-Abandonment::Abandonment(RequestTable& requests, MPI_Comm comm, MPI_Comm beside, std::shared_ptr<Work> work)
-    : requests_(requests), comm_(comm), beside_(beside), last_change_(std::chrono::steady_clock::now()) {
-  works_.push_back(std::move(work));
-}
+MpiAbandonment::MpiAbandonment(RequestTable& requests, MPI_Comm comm, MPI_Comm beside, std::shared_ptr<Work> work)
+    : Abandonment(std::move(work)),
+      requests_(requests),
+      comm_(comm),
+      beside_(beside),
+      last_change_(std::chrono::steady_clock::now()) {}
 
-void Abandonment::also(std::shared_ptr<Work> work) {
-  if (over()) return work->finish(works_.front()->error());
-  works_.push_back(std::move(work));
-}
-
-void Abandonment::finish(std::exception_ptr error) {
-  for (const auto& work : works_) work->finish(error);
-}
-
-bool Abandonment::settle(bool sent) {
+bool MpiAbandonment::settle(bool sent) {
   if (over()) return false;
   bool moved = false;
   try {
@@ -32,7 +25,7 @@ bool Abandonment::settle(bool sent) {
       check(MPI_Ibarrier(beside_, &request), "MPI_Ibarrier");
       Pending pending;
       pending.owner = this;
-      pending.is_send = true;
+      pending.transfer.is_send = true;
       requests_.add(request, std::move(pending));
       moved = true;
     }
@@ -49,7 +42,7 @@ bool Abandonment::settle(bool sent) {
   return moved;
 }
 
-bool Abandonment::take(MPI_Comm comm) {
+bool MpiAbandonment::take(MPI_Comm comm) {
   bool found = false;
   for (;;) {
     int is_there = 0;
@@ -62,8 +55,8 @@ bool Abandonment::take(MPI_Comm comm) {
     MPI_Get_count(&status, MPI_BYTE, &bytes);
     Pending pending;
     pending.owner = this;
-    pending.ticket = next_ticket_++;
-    auto& memory = messages_[pending.ticket];
+    pending.transfer.ticket = next_ticket_++;
+    auto& memory = messages_[pending.transfer.ticket];
     memory.resize(static_cast<std::size_t>(bytes));
     MPI_Request request = MPI_REQUEST_NULL;
     check(MPI_Imrecv(memory.data(), bytes, MPI_BYTE, &message, &request), "MPI_Imrecv");
@@ -71,12 +64,12 @@ bool Abandonment::take(MPI_Comm comm) {
   }
 }
 
-void Abandonment::complete(const Pending& request, const Outcome&) {
+void MpiAbandonment::complete(const Pending& request, const Ended&) {
   last_change_ = std::chrono::steady_clock::now();
-  if (request.is_send) {
+  if (request.transfer.is_send) {
     barrier_done_ = true;
   } else {
-    messages_.erase(request.ticket);
+    messages_.erase(request.transfer.ticket);
   }
 }
 

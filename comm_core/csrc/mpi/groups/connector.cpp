@@ -53,16 +53,16 @@ void Connector::follow(int code, const char* call, MPI_Request request) {
   check(code, call);
   Pending pending;
   pending.owner = this;
-  pending.is_send = true;
+  pending.transfer.is_send = true;
   context_.requests.add(request, std::move(pending));
   under_way_ = true;
 }
 
-void Connector::complete(const Pending&, const Outcome& outcome) {
+void Connector::complete(const Pending&, const Ended& ended) {
   under_way_ = false;
   if (std::exchange(gathered_, true)) ++num_tokens_;
-  if (outcome.error == MPI_SUCCESS) return;
-  work_->finish(std::make_exception_ptr(MpiError("connect: " + mpi_error_text(outcome.error), outcome.error)));
+  if (ended.error == MPI_SUCCESS) return;
+  work_->finish(std::make_exception_ptr(MpiError("connect: " + mpi_error_text(ended.error), ended.error)));
 }
 
 void Connector::make() {

@@ -4,10 +4,10 @@
 #include <mpi.h>
 
 #include <cstddef>
-#include <functional>
 #include <memory>
 #include <vector>
 
+#include "../../engine/group.hpp"
 #include "../../schedule/turn.hpp"
 #include "../context.hpp"
 #include "../requests.hpp"
@@ -20,7 +20,7 @@ namespace comm_core {
 /// the job has its own lock before it broadcasts a token. Who has got all tokens goes in.
 class Connector final : public RequestOwner {
  public:
-  using HandOver = std::function<void(std::shared_ptr<MpiGroup>)>;
+  using HandOver = Group::HandOver;
   Connector(MpiContext& context, MPI_Comm comm, std::shared_ptr<Work> work, HandOver hand_over);
 
   /// Goes on. Two of one communicator follow each other: see MpiDriver::settle_connectors.
@@ -28,7 +28,7 @@ class Connector final : public RequestOwner {
   bool over() const { return work_->done(); }
   MPI_Comm comm() const { return comm_; }
 
-  void complete(const Pending& request, const Outcome& outcome) override;
+  void complete(const Pending& request, const Ended& ended) override;
 
  private:
   void begin();

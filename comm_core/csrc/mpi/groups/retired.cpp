@@ -28,16 +28,16 @@ void RetiredComms::add(MPI_Comm comm, MPI_Comm beside, Remains remains) {
   if (!remains.failed) ++num_awaited_;
   Pending pending;
   pending.owner = this;
-  pending.is_send = true;
-  pending.ticket = ticket;
+  pending.transfer.is_send = true;
+  pending.transfer.ticket = ticket;
   requests_.add(request, std::move(pending));
 }
 
-void RetiredComms::complete(const Pending& request, const Outcome& outcome) {
-  const auto node = comms_.extract(request.ticket);
+void RetiredComms::complete(const Pending& request, const Ended& ended) {
+  const auto node = comms_.extract(request.transfer.ticket);
   auto& comms = node.mapped();
   if (comms.here[0] == 0) --num_awaited_;
-  if (outcome.error != MPI_SUCCESS || keeps || comms.everywhere != decltype(comms.everywhere){}) return;
+  if (ended.error != MPI_SUCCESS || keeps || comms.everywhere != decltype(comms.everywhere){}) return;
   // Local in Open MPI and MPICH, as the standard expects.
   MPI_Comm_free(&comms.beside);
   MPI_Comm_free(&comms.comm);

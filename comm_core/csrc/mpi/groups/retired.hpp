@@ -29,7 +29,7 @@ class RetiredComms final : public RequestOwner {
   void add(MPI_Comm comm, MPI_Comm beside, Remains remains);
   /// Some rank has not come yet, to a group that did not fail here.
   bool waiting() const { return num_awaited_ > 0; }
-  void complete(const Pending& request, const Outcome& outcome) override;
+  void complete(const Pending& request, const Ended& ended) override;
 
   /// Gives no communicator back from now on: MPI is being finalized or aborted.
   static void keep() noexcept;
