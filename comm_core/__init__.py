@@ -47,6 +47,7 @@ except ModuleNotFoundError as error:
 from comm_core.launch import build_info, finalize, mpi, mpi_available
 from comm_core.nccl_connect import exchange_over, nccl
 from comm_core.nccl_library import find_nccl
+from comm_core.tcp_connect import tcp
 
 __all__ = [
     "Buffer",
@@ -81,4 +82,5 @@ __all__ = [
     "mpi_available",
     "nccl",
     "take_samples",
+    "tcp",
 ]

@@ -54,6 +54,18 @@ pybind11_add_module(_C
 target_link_libraries(_C PRIVATE comm_core comm_core_warnings)
 set(modules comm_core _C)
 
+pybind11_add_module(_tcp
+  csrc/tcp/connection.cpp
+  csrc/tcp/driver.cpp
+  csrc/tcp/group.cpp
+  csrc/tcp/mesh.cpp
+  csrc/tcp/module.cpp
+  csrc/tcp/runtime.cpp
+  csrc/tcp/socket.cpp
+  csrc/tcp/world.cpp)
+target_link_libraries(_tcp PRIVATE comm_core comm_core_warnings)
+list(APPEND modules _tcp)
+
 # NCCL and the CUDA driver are found at run time; nothing of theirs is needed to build this.
 pybind11_add_module(_nccl
   csrc/cuda/cuda_driver.cpp

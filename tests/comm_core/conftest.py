@@ -13,7 +13,12 @@ import comm_core
 @pytest.fixture(scope="session")
 def world() -> comm_core.Communicator:
     launched = any(name in os.environ for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"))
-    return comm_core.mpi() if launched else comm_core.local()
+    if not launched:
+        return comm_core.local()
+    over_mpi = comm_core.mpi()
+    if os.environ.get("COMM_CORE_TEST_BACKEND") != "tcp":
+        return over_mpi
+    return comm_core.tcp(over_mpi.rank, over_mpi.size, comm_core.exchange_over(over_mpi))
 
 
 @pytest.fixture

@@ -7,6 +7,9 @@ namespace [[gnu::visibility("default")]] comm_core {
 void watch_forks() noexcept;
 /// True in the child of a fork: the engine's thread does not exist here and its locks may be held for ever.
 bool in_forked_child() noexcept;
+/// Closes `fd` in the children that are forked from here on, until keep_in_children() is told of it.
+void close_in_children(int fd);
+void keep_in_children(int fd) noexcept;
 /// Throws Error in the child of a fork.
 void require_parent_process();
 

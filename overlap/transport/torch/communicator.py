@@ -57,6 +57,19 @@ def connect(
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     if named is None:
         named = name_interface(meeting.connect("interfaces"), rank, size)
+    if os.environ.get("DEAR_TRANSPORT") != "gloo" and size > 1:
+        from overlap.transport.tcp import TcpCommunicator, connect_tcp
+        from overlap.transport.torch.interfaces import VARIABLE, own_addresses
+
+        chosen = os.environ.get(VARIABLE, "")
+        host = next((address.text for address in own_addresses() if address.interface == chosen), "127.0.0.1")
+
+        def end() -> None:
+            if created and dist.is_initialized():
+                dist.destroy_process_group()
+            named.restore()
+
+        return TcpCommunicator(connect_tcp(meeting.connect("tcp"), rank, size, host, meeting.patience), end)
     return ProcessGroupCommunicator(meeting, rank, size, owns_world=created, named=named)
 
 

@@ -1,0 +1,241 @@
+#include "connection.hpp"
+
+#include <sys/socket.h>
+#include <sys/uio.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "comm_core/errors.hpp"
+
+namespace comm_core {
+namespace {
+
+constexpr std::size_t kBatch = 16;                        // messages in one call
+constexpr std::int64_t kReadAtOnce = 1 << 20;             // others have their turn after so many bytes
+constexpr std::int64_t kLongest = std::int64_t{1} << 40;  // of no message that anybody means
+constexpr std::size_t kScrap = 64 * 1024;
+
+/// Where bytes go that nobody wants.
+std::byte* scrap() {
+  static thread_local std::array<std::byte, kScrap> memory;
+  return memory.data();
+}
+
+iovec piece(const void* data, std::size_t bytes) { return {const_cast<void*>(data), bytes}; }
+
+}  // namespace
+
+Connection::Connection(int peer, Socket socket, Receiver& receiver)
+    : peer_(peer), socket_(std::move(socket)), receiver_(receiver) {}
+
+void Connection::send(Outgoing message, Turn turn) {
+  if (!message.owned.empty()) message.data = nullptr;  // it moves with the message
+  if (turn == Turn::kUrgent) {
+    urgent_.push_back(std::move(message));
+    return;
+  }
+  waiting_bytes_ += message.frame.bytes;
+  const Lane lane = lane_of(message.frame);
+  auto& queue = lanes_[lane];
+  if (queue.empty()) turns_.push_back(lane);
+  queue.push_back(std::move(message));
+}
+
+bool Connection::fill() {
+  while (batch_.size() < kBatch) {
+    if (!urgent_.empty()) {
+      batch_.push_back(std::move(urgent_.front()));
+      urgent_.pop_front();
+      continue;
+    }
+    if (turns_.empty()) break;
+    const Lane lane = turns_.front();
+    turns_.pop_front();
+    const auto found = lanes_.find(lane);
+    batch_.push_back(std::move(found->second.front()));
+    found->second.pop_front();
+    waiting_bytes_ -= batch_.back().frame.bytes;
+    if (found->second.empty()) {
+      lanes_.erase(found);
+    } else {
+      turns_.push_back(lane);
+    }
+  }
+  return !batch_.empty();
+}
+
+bool Connection::flush() {
+  bool moved = false;
+  while (!blocked_ && fill()) {
+    std::array<iovec, 2 * kBatch> pieces;
+    std::size_t count = 0, total = 0, skip = done_;
+    const auto add = [&](const void* data, std::size_t bytes) {
+      const auto gone = std::min(skip, bytes);
+      skip -= gone;
+      if (bytes == gone) return;
+      pieces[count++] = piece(static_cast<const std::byte*>(data) + gone, bytes - gone);
+      total += bytes - gone;
+    };
+    std::int64_t following = waiting_bytes_;
+    for (auto at = batch_.rbegin(); at != batch_.rend(); ++at) {
+      if (at + 1 == batch_.rend() && done_ > 0) break;  // it has told what it told
+      at->frame.following = following;
+      following += at->frame.bytes;
+    }
+    for (const auto& message : batch_) {
+      add(&message.frame, sizeof(Frame));
+      add(message.data ? static_cast<const void*>(message.data) : message.owned.data(),
+          static_cast<std::size_t>(message.frame.bytes));
+    }
+    msghdr header{};
+    header.msg_iov = pieces.data();
+    header.msg_iovlen = count;
+    const auto sent = ::sendmsg(fd(), &header, MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (sent < 0) {
+      if (errno == EINTR) continue;
+      if (errno != EAGAIN) throw TransportError(error_text(errno));
+      blocked_ = true;
+      return moved;
+    }
+    moved = true;
+    pass(static_cast<std::size_t>(sent));
+    if (static_cast<std::size_t>(sent) < total) {
+      blocked_ = true;
+      return true;
+    }
+  }
+  return moved;
+}
+
+void Connection::pass(std::size_t bytes) {
+  done_ += bytes;
+  // All of them leave the queue first: whoever is told may send more, or fail and drop what waits.
+  std::vector<Outgoing> gone;
+  while (!batch_.empty()) {
+    const auto size = sizeof(Frame) + static_cast<std::size_t>(batch_.front().frame.bytes);
+    if (done_ < size) break;
+    done_ -= size;
+    gone.push_back(std::move(batch_.front()));
+    batch_.pop_front();
+  }
+  for (const auto& message : gone) {
+    if (message.gone) message.gone();
+    if (message.transfer.strand) receiver_.sent(message.transfer);
+  }
+}
+
+bool Connection::read() {
+  for (std::int64_t budget = kReadAtOnce; budget > 0;) {
+    std::array<iovec, 2> pieces;
+    std::size_t count = 0, wanted = 0;
+    const auto add = [&](void* data, std::size_t bytes) {
+      pieces[count++] = {data, bytes};
+      wanted += bytes;
+    };
+    bool whole = true;
+    if (left_ > 0) {
+      auto bytes = static_cast<std::size_t>(left_);
+      if (target_ == nullptr && bytes > kScrap) bytes = kScrap, whole = false;
+      add(target_ ? target_ : scrap(), bytes);
+    }
+    if (whole) add(stage_.data() + staged_, kStage - staged_);
+    const auto got = ::readv(fd(), pieces.data(), static_cast<int>(count));
+    if (got == 0) return false;
+    if (got < 0) {
+      if (errno == EINTR) continue;
+      if (errno == EAGAIN) {
+        readable_ = false;
+        return true;
+      }
+      throw TransportError(error_text(errno));
+    }
+    budget -= got;
+    const auto landed = std::min<std::int64_t>(got, left_);
+    left_ -= landed;
+    if (target_) target_ += landed;
+    staged_ += static_cast<std::size_t>(got - landed);
+    if (open_ && left_ == 0) {
+      open_ = false;
+      receiver_.end(peer_, frame_);
+    }
+    parse();
+    // The kernel tells of what comes later; of an end that has come it has told.
+    if (static_cast<std::size_t>(got) < wanted && !ended_) {
+      readable_ = false;
+      return true;
+    }
+  }
+  return true;
+}
+
+void Connection::parse() {
+  std::size_t at = 0;
+  while (!open_ && staged_ - at >= sizeof(Frame)) {
+    std::memcpy(&frame_, stage_.data() + at, sizeof(Frame));
+    at += sizeof(Frame);
+    begin_message(frame_);
+    const auto inside = std::min(static_cast<std::size_t>(left_), staged_ - at);
+    if (target_ && inside > 0) {
+      std::memcpy(target_, stage_.data() + at, inside);
+      target_ += inside;
+    }
+    at += inside;
+    left_ -= static_cast<std::int64_t>(inside);
+    if (left_ > 0) break;
+    open_ = false;
+    receiver_.end(peer_, frame_);
+  }
+  std::memmove(stage_.data(), stage_.data() + at, staged_ - at);
+  staged_ -= at;
+}
+
+void Connection::begin_message(const Frame& frame) {
+  if (frame.kind > FrameKind::kClosed || frame.bytes < 0 || frame.bytes > kLongest) {
+    throw TransportError("what arrives is no message of comm_core's");
+  }
+  open_ = true;
+  left_ = frame.bytes;
+  target_ = receiver_.begin(peer_, frame);
+}
+
+void Connection::drop(const Strand& strand, std::vector<Transfer>& dropped) {
+  const auto is_dropped = [&](const Outgoing& message) { return message.transfer.strand == &strand; };
+  const auto take_out = [&](std::deque<Outgoing>& queue, std::size_t first) {
+    for (std::size_t i = first; i < queue.size(); ++i) {
+      if (is_dropped(queue[i])) dropped.push_back(queue[i].transfer);
+    }
+    const auto begin = queue.begin() + static_cast<std::ptrdiff_t>(std::min(first, queue.size()));
+    queue.erase(std::remove_if(begin, queue.end(), is_dropped), queue.end());
+  };
+  take_out(batch_, done_ > 0 ? 1 : 0);  // of what has begun to leave the rest has to follow
+  for (auto& [lane, queue] : lanes_) {
+    for (const auto& message : queue) {
+      if (is_dropped(message)) waiting_bytes_ -= message.frame.bytes;
+    }
+    take_out(queue, 0);
+  }
+  std::erase_if(lanes_, [](const auto& entry) { return entry.second.empty(); });
+  std::erase_if(turns_, [this](Lane lane) { return !lanes_.contains(lane); });
+}
+
+std::vector<Outgoing> Connection::drop_all() {
+  std::vector<Outgoing> all;
+  for (auto* queue : {&batch_, &urgent_}) {
+    for (auto& message : std::exchange(*queue, {})) all.push_back(std::move(message));
+  }
+  for (auto& [lane, queue] : lanes_) {
+    for (auto& message : queue) all.push_back(std::move(message));
+  }
+  lanes_.clear();
+  turns_.clear();
+  waiting_bytes_ = 0;
+  done_ = 0;
+  return all;
+}
+
+void Connection::shut_down() noexcept { ::shutdown(fd(), SHUT_WR); }
+
+}  // namespace comm_core

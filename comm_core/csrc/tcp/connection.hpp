@@ -1,0 +1,118 @@
+// One connection to a peer, from and into the memory of whoever sends and receives.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "../engine/strand.hpp"
+#include "frame.hpp"
+#include "socket.hpp"
+
+namespace comm_core {
+
+/// A message to be sent: the bytes at `data`, which stay there, or those in `owned`.
+struct Outgoing {
+  Frame frame;
+  const std::byte* data = nullptr;
+  Transfer transfer = {};  ///< of no strand: nobody waits
+  std::string owned = {};
+  std::function<void()> gone = {};  ///< called when it was sent, or dropped; may be null
+};
+
+class Connection;
+
+/// Whoever the messages of a connection are for.
+class Receiver {
+ public:
+  virtual ~Receiver() = default;
+  /// A message of `peer` begins: where its bytes go. Null: nobody wants them.
+  virtual std::byte* begin(int peer, const Frame& frame) = 0;
+  /// All of its bytes are there.
+  virtual void end(int peer, const Frame& frame) = 0;
+  /// The bytes of a message may be overwritten.
+  virtual void sent(const Transfer& transfer) = 0;
+
+  /// What the kernel says of a connection.
+  struct News {
+    bool readable, writable, ended;
+  };
+  virtual void hear(Connection& connection, News news) = 0;
+};
+
+/// Messages of a strand keep their order. Those of several take turns, so that a long one holds nobody up; what is
+/// urgent goes before all of them.
+class Connection {
+ public:
+  Connection(int peer, Socket socket, Receiver& receiver);
+
+  void hear(Receiver::News news) { receiver_.hear(*this, news); }
+
+  int peer() const noexcept { return peer_; }
+  int fd() const noexcept { return socket_.fd(); }
+
+  enum class Turn { kInOrder, kUrgent };
+  void send(Outgoing message, Turn turn = Turn::kInOrder);
+  /// Sends what the kernel takes. False where nothing was left to send, or could be sent.
+  bool flush();
+  /// The kernel takes no more for now.
+  bool blocked() const noexcept { return blocked_; }
+  void unblock() noexcept { blocked_ = false; }
+  /// Everything was given to the kernel.
+  bool flushed() const noexcept { return batch_.empty() && turns_.empty() && urgent_.empty(); }
+
+  /// There is something to read. `ended`: and nothing after it.
+  void has_arrived(bool ended) noexcept {
+    readable_ = true;
+    ended_ |= ended;
+  }
+  /// There may be more than the last read() took.
+  bool readable() const noexcept { return readable_; }
+  /// Reads what is there, up to about a megabyte. False at the end of the connection.
+  bool read();
+  /// What arrives of the present message is thrown away from here on.
+  void discard_rest() noexcept { target_ = nullptr; }
+
+  /// Takes out what is not on its way yet of `strand`.
+  void drop(const Strand& strand, std::vector<Transfer>& dropped);
+  /// Takes out everything; it is the connection's end.
+  std::vector<Outgoing> drop_all();
+  /// Nothing is sent any more: the peer reads the end.
+  void shut_down() noexcept;
+
+ private:
+  using Lane = std::uint64_t;
+  static Lane lane_of(const Frame& frame) { return frame.group * 4099 + frame.stream; }
+  bool fill();
+  void pass(std::size_t bytes);
+  void parse();
+  void begin_message(const Frame& frame);
+
+  const int peer_;
+  Socket socket_;
+  Receiver& receiver_;
+
+  // Sending: `batch_` is what the next call gives to the kernel, of whose first message `done_` bytes are gone.
+  std::deque<Outgoing> batch_, urgent_;
+  std::size_t done_ = 0;
+  std::unordered_map<Lane, std::deque<Outgoing>> lanes_;
+  std::deque<Lane> turns_;  // those that are not empty
+  std::int64_t waiting_bytes_ = 0;
+  bool blocked_ = false;
+
+  // Receiving: a frame, then `left_` bytes to `target_`.
+  static constexpr std::size_t kStage = 1024;
+  Frame frame_{};
+  bool open_ = false, readable_ = false, ended_ = false;
+  std::byte* target_ = nullptr;
+  std::int64_t left_ = 0;
+  std::array<std::byte, kStage> stage_;  // frames that have arrived, and what came with them
+  std::size_t staged_ = 0;
+};
+
+}  // namespace comm_core

@@ -1,0 +1,33 @@
+// What stands before the bytes of a message on a connection.
+#pragma once
+
+#include <cstdint>
+
+namespace comm_core {
+
+enum class FrameKind : std::uint8_t {
+  kMessage,    ///< of a strand
+  kTaken,      ///< the oldest message of a strand that was to be acknowledged has met its receive
+  kLetter,     ///< for the mailbox
+  kFailed,     ///< the group has failed on this rank; the bytes say why
+  kAbandoned,  ///< this rank has given the group up
+  kClosed,     ///< this rank has closed the group
+};
+
+/// Of which strand a message is: the collectives', or that of the messages with a tag.
+using Stream = std::uint16_t;
+constexpr Stream kCollectives = 0, kLetters = 1, kFirstTag = 2;
+
+/// In the byte order of the machine: all of a job have the same.
+struct Frame {
+  std::uint64_t group = 0;
+  std::int64_t bytes = 0;  ///< that follow
+  std::int32_t signature = 0;
+  Stream stream = kCollectives;
+  FrameKind kind = FrameKind::kMessage;
+  bool acknowledge = false;    ///< the sender waits for kTaken
+  std::int64_t following = 0;  ///< bytes that the sender has ready to send behind these
+};
+static_assert(sizeof(Frame) == 32);
+
+}  // namespace comm_core

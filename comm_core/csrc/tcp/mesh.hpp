@@ -1,0 +1,41 @@
+// How the ranks of a job come to a connection each with each other.
+#pragma once
+
+#include <array>
+#include <chrono>
+#include <cstddef>
+#include <functional>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "socket.hpp"
+
+namespace comm_core {
+
+/// What all ranks of a job know, and nobody else.
+using Secret = std::array<std::byte, 32>;
+
+/// Where a rank can be reached.
+struct Endpoint {
+  std::string host;  ///< an address as text
+  int port = 0;
+};
+
+struct Mesh {
+  int rank = 0;
+  std::vector<Endpoint> endpoints;  ///< of all ranks
+  std::vector<Socket> sockets;      ///< by rank; none for this one
+};
+
+/// A rank connects to those before it, and is connected to by those behind. Both sides show the `secret`; whoever shows
+/// something else, or nothing, is not a rank: that connection is closed, and nothing else happens. Collective and
+/// blocking. `listener` listens at this rank's endpoint.
+///
+/// Throws TransportError, with the ranks that are not there, when `timeout` has passed, and at once where a rank
+/// refuses or has given up itself. `interrupted` is called now and then, and may throw.
+Mesh connect_mesh(const Socket& listener, int rank, std::vector<Endpoint> endpoints, const Secret& secret,
+                  std::chrono::duration<double> timeout, std::optional<std::chrono::milliseconds> silence,
+                  const std::function<void()>& interrupted);
+
+}  // namespace comm_core

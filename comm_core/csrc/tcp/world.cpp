@@ -1,0 +1,396 @@
+#include "world.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+#include "comm_core/errors.hpp"
+#include "group.hpp"
+
+namespace comm_core {
+namespace {
+
+/// How long the end of a job waits for peers to read what was sent last, and to come to their own ends.
+constexpr std::chrono::seconds kLinger{5};
+
+const char* const kEnded = "its connection has ended";
+
+}  // namespace
+
+World::World(Mesh mesh)
+    : rank_(mesh.rank),
+      endpoints_(std::move(mesh.endpoints)),
+      connections_(endpoints_.size()),
+      arriving_(endpoints_.size()) {
+  for (int peer = 0; peer < size(); ++peer) {
+    auto& socket = mesh.sockets[static_cast<std::size_t>(peer)];
+    if (socket)
+      connections_[static_cast<std::size_t>(peer)] = std::make_unique<Connection>(peer, std::move(socket), *this);
+  }
+}
+
+World::~World() = default;
+
+Inbox& World::inbox(GroupId id) {
+  auto& found = inboxes_[id];
+  if (!found) found = std::make_unique<Inbox>();
+  return *found;
+}
+
+void World::open(GroupId id, TcpGroup& group) {
+  Inbox& box = inbox(id);
+  box.group = &group;
+  box.num_members = group.members().size();
+  ++num_open_;
+  begun_ = true;
+  for (auto& [peer, letter] : std::exchange(box.letters, {})) group.take_letter(peer, std::move(letter));
+  for (const int peer : group.members()) {
+    if (peer != rank_ && !connection(peer) && !box.closed_by.contains(peer)) group.lose(peer, kEnded);
+  }
+}
+
+void World::close(GroupId id, const TcpGroup& group) {
+  for (const int peer : group.members()) {
+    if (peer != rank_) tell(id, FrameKind::kClosed, peer);
+  }
+  Inbox& box = inbox(id);
+  box.group = nullptr;
+  box.closed = true;
+  box.closed_by.insert(rank_);
+  for (int peer = 0; peer < size(); ++peer) {
+    if (arriving(peer).inbox == &box) discard(peer);
+  }
+  box.channels.clear();
+  --num_open_;
+  if (box.forgotten()) inboxes_.erase(id);
+}
+
+void World::discard(int peer) {
+  if (connection(peer)) connection(peer)->discard_rest();
+  arriving(peer) = Arriving();
+}
+
+void World::send(int peer, Outgoing message, Connection::Turn turn) {
+  if (peer == rank_) {
+    to_itself_.push_back(std::move(message));
+    return;
+  }
+  Connection* const found = connection(peer);
+  if (found == nullptr) {
+    if (message.gone) message.gone();
+    if (message.transfer.strand && message.transfer.schedule) fail_later(message.transfer, kEnded);
+    return;
+  }
+  if (found->flushed() && !found->blocked()) to_flush_.push_back(peer);
+  found->send(std::move(message), turn);
+}
+
+void World::send(GroupId id, Stream stream, const Transfer& transfer, int peer, const std::byte* data, SendMode mode,
+                 int signature) {
+  Outgoing message;
+  message.frame = {id, transfer.bytes, signature, stream, FrameKind::kMessage, mode == SendMode::kMatched, 0};
+  message.data = data;
+  message.transfer = transfer;
+  if (mode == SendMode::kMatched) {
+    Inbox& box = inbox(id);
+    if (const auto gone = box.gone.find(peer); gone != box.gone.end()) return fail_later(transfer, gone->second);
+    box.channels[{peer, stream}].untaken.push_back(transfer);
+    message.transfer.schedule = nullptr;  // reported when it was taken
+  }
+  send(peer, std::move(message));
+}
+
+void World::complete_later(const Transfer& transfer, Outcome outcome) {
+  met_.emplace_back(transfer, std::move(outcome));
+}
+
+void World::fail_later(const Transfer& transfer, const std::string& why) {
+  Outcome outcome;
+  outcome.reason = why.empty() ? "rank " + std::to_string(transfer.peer) + " has closed the communicator" : why;
+  complete_later(transfer, std::move(outcome));
+}
+
+void World::receive(GroupId id, Stream stream, const Transfer& transfer, int peer, std::byte* data) {
+  Inbox& box = inbox(id);
+  Channel& channel = box.channels[{peer, stream}];
+  channel.posted.push_back({transfer, data});
+  if (!channel.early.empty()) return meet(peer, channel);
+  const auto gone = box.gone.find(peer);
+  if (gone == box.gone.end()) return;
+  channel.posted.pop_back();
+  fail_later(transfer, gone->second);
+}
+
+/// Receives that were posted meet what has arrived before them.
+void World::meet(int peer, Channel& channel) {
+  while (!channel.early.empty() && !channel.posted.empty()) {
+    const auto receive = channel.posted.front();
+    const auto arrival = std::move(channel.early.front());
+    channel.posted.pop_front();
+    channel.early.pop_front();
+    if (arrival.frame.bytes == receive.transfer.bytes) {
+      std::memcpy(receive.data, arrival.bytes.get(), static_cast<std::size_t>(arrival.frame.bytes));
+    }
+    acknowledge(peer, arrival.frame);
+    complete_later(receive.transfer, {nullptr, std::nullopt, arrival.frame.signature, arrival.frame.bytes});
+  }
+}
+
+void World::acknowledge(int peer, const Frame& frame) {
+  if (!frame.acknowledge) return;
+  Outgoing message;
+  message.frame = {frame.group, 0, 0, frame.stream, FrameKind::kTaken, false, 0};
+  send(peer, std::move(message), Connection::Turn::kUrgent);
+}
+
+void World::tell(GroupId id, FrameKind kind, int peer, std::string bytes, std::function<void()> gone) {
+  Outgoing message;
+  message.frame = {id, static_cast<std::int64_t>(bytes.size()), 0, kCollectives, kind, false, 0};
+  // Letters hold nobody up; whatever else there is to tell comes after the messages of the collectives.
+  if (kind == FrameKind::kLetter) message.frame.stream = kLetters;
+  message.owned = std::move(bytes);
+  message.gone = std::move(gone);
+  send(peer, std::move(message));
+}
+
+bool World::has_abandoned(GroupId id, int peer) const {
+  const auto found = inboxes_.find(id);
+  if (found == inboxes_.end()) return false;
+  const Inbox& box = *found->second;
+  const bool lost = peer != rank_ && !connections_[static_cast<std::size_t>(peer)];
+  return lost || box.abandoned.contains(peer) || box.closed_by.contains(peer);
+}
+
+void World::drop(GroupId id, Strand& strand) {
+  std::vector<Transfer> dropped;
+  const auto is_its = [&](const Transfer& transfer) { return transfer.strand == &strand; };
+  for (auto& [key, channel] : inbox(id).channels) {
+    std::erase_if(channel.posted, [&](const Channel::Receive& receive) {
+      if (!is_its(receive.transfer)) return false;
+      dropped.push_back(receive.transfer);
+      return true;
+    });
+    std::erase_if(channel.untaken, [&](const Transfer& transfer) {
+      if (!is_its(transfer)) return false;
+      dropped.push_back(transfer);
+      return true;
+    });
+  }
+  std::erase_if(met_, [&](const auto& entry) {
+    if (!is_its(entry.first)) return false;
+    dropped.push_back(entry.first);
+    return true;
+  });
+  for (int peer = 0; peer < size(); ++peer) {
+    Arriving& at = arriving(peer);
+    if (at.kind == Arriving::Kind::kPosted && is_its(at.receive.transfer)) {
+      dropped.push_back(at.receive.transfer);
+      discard(peer);
+    }
+    std::vector<Transfer> unsent;
+    if (connection(peer)) connection(peer)->drop(strand, unsent);
+    // A send that waits until it is taken stands among the untaken.
+    std::ranges::copy_if(unsent, std::back_inserter(dropped), [](const Transfer& t) { return t.schedule != nullptr; });
+  }
+  std::erase_if(to_itself_, [&](const Outgoing& message) {
+    if (!is_its(message.transfer)) return false;
+    if (message.transfer.schedule != nullptr) dropped.push_back(message.transfer);
+    return true;
+  });
+  for (const auto& transfer : dropped) strand.dropped(transfer);
+}
+
+bool World::receive() {
+  bool moved = false;
+  for (const int peer : std::exchange(to_read_, {})) {
+    Connection* const found = connection(peer);
+    if (found == nullptr) continue;
+    moved = true;
+    try {
+      if (!found->read()) {
+        lose(*found, "its connection was closed at the other end");
+      } else if (found->readable()) {
+        to_read_.push_back(peer);
+      }
+    } catch (const TransportError& error) {
+      lose(*found, error.what());
+    }
+  }
+  while (!to_itself_.empty()) {
+    moved = true;
+    const Outgoing message = std::move(to_itself_.front());
+    to_itself_.pop_front();
+    std::byte* const target = begin(rank_, message.frame);
+    const auto bytes = static_cast<std::size_t>(message.frame.bytes);
+    const void* const data = message.data ? static_cast<const void*>(message.data) : message.owned.data();
+    if (target && bytes > 0) std::memcpy(target, data, bytes);
+    end(rank_, message.frame);
+    if (message.gone) message.gone();
+    if (message.transfer.strand) sent(message.transfer);
+  }
+  while (!met_.empty()) {
+    moved = true;
+    const auto [transfer, outcome] = std::move(met_.front());
+    met_.pop_front();
+    transfer.strand->complete(transfer, outcome);
+  }
+  return moved;
+}
+
+bool World::flush() {
+  bool moved = false;
+  for (std::size_t i = 0; i < to_flush_.size(); ++i) {  // more may come meanwhile
+    Connection* const found = connection(to_flush_[i]);
+    if (found == nullptr) continue;
+    try {
+      moved |= found->flush();
+    } catch (const TransportError& error) {
+      lose(*found, error.what());
+      moved = true;
+    }
+  }
+  to_flush_.clear();
+  return moved;
+}
+
+void World::hear(Connection& connection, News news) {
+  if (this->connection(connection.peer()) == nullptr) return;  // it has ended since
+  if (news.writable) {
+    connection.unblock();
+    to_flush_.push_back(connection.peer());
+  }
+  if (!news.readable) return;
+  if (!connection.readable()) to_read_.push_back(connection.peer());
+  connection.has_arrived(news.ended);
+}
+
+void World::sent(const Transfer& transfer) {
+  if (transfer.schedule != nullptr) transfer.strand->complete(transfer, {});
+}
+
+std::byte* World::begin(int peer, const Frame& frame) {
+  Arriving& at = arriving(peer);
+  at = Arriving();
+  Inbox& box = inbox(frame.group);
+  at.inbox = &box;
+  const auto bytes = static_cast<std::size_t>(frame.bytes);
+  switch (frame.kind) {
+    case FrameKind::kMessage: {
+      if (box.closed || (box.group && box.group->has_failed())) return nullptr;
+      Channel& channel = box.channels[{peer, frame.stream}];
+      at.channel = &channel;
+      // Strands look at signatures and sizes when the message is there. What does not fit goes nowhere near the memory.
+      if (channel.early.empty() && !channel.posted.empty() && channel.posted.front().transfer.bytes == frame.bytes) {
+        at.kind = Arriving::Kind::kPosted;
+        at.receive = channel.posted.front();
+        channel.posted.pop_front();
+        return at.receive.data;
+      }
+      at.kind = Arriving::Kind::kEarly;
+      at.bytes = std::make_unique_for_overwrite<std::byte[]>(bytes);
+      return at.bytes.get();
+    }
+    case FrameKind::kLetter:
+    case FrameKind::kFailed:
+      at.kind = Arriving::Kind::kText;
+      at.text.resize(bytes);
+      return reinterpret_cast<std::byte*>(at.text.data());
+    case FrameKind::kTaken:
+    case FrameKind::kAbandoned:
+    case FrameKind::kClosed:
+      break;
+  }
+  return nullptr;
+}
+
+void World::end(int peer, const Frame& frame) {
+  Arriving at = std::exchange(arriving(peer), Arriving());
+  Inbox& box = inbox(frame.group);
+  TcpGroup* const group = box.group;
+  if (group) group->wake();
+  switch (frame.kind) {
+    case FrameKind::kMessage:
+      if (at.kind == Arriving::Kind::kPosted) {
+        acknowledge(peer, frame);
+        at.receive.transfer.strand->complete(at.receive.transfer,
+                                             {nullptr, std::nullopt, frame.signature, frame.bytes});
+      } else if (at.kind == Arriving::Kind::kEarly && at.channel) {
+        at.channel->early.push_back({frame, std::move(at.bytes)});
+        meet(peer, *at.channel);
+      }
+      return;
+    case FrameKind::kTaken: {
+      const auto found = box.channels.find({peer, frame.stream});
+      if (found == box.channels.end() || found->second.untaken.empty()) return;  // the group has failed here
+      const Transfer transfer = found->second.untaken.front();
+      found->second.untaken.pop_front();
+      transfer.strand->complete(transfer, {});
+      return;
+    }
+    case FrameKind::kLetter:
+      if (group) {
+        group->take_letter(peer, std::move(at.text));
+      } else if (!box.closed) {
+        box.letters.emplace_back(peer, std::move(at.text));
+      }
+      return;
+    case FrameKind::kFailed:
+      return leaves(box, peer, at.text.empty() ? "it has failed" : at.text);
+    case FrameKind::kAbandoned:
+      box.abandoned.insert(peer);
+      return;
+    case FrameKind::kClosed:
+      box.closed_by.insert(peer);
+      leaves(box, peer, "");
+      if (box.forgotten()) inboxes_.erase(frame.group);
+      return;
+  }
+}
+
+/// Whoever waits for the peer does so in vain.
+void World::leaves(Inbox& box, int peer, const std::string& why) {
+  if (!box.gone.emplace(peer, why).second) return;
+  for (auto& [key, channel] : box.channels) {
+    if (key.first != peer) continue;
+    for (const auto& receive : std::exchange(channel.posted, {})) fail_later(receive.transfer, why);
+    for (const auto& transfer : std::exchange(channel.untaken, {})) fail_later(transfer, why);
+  }
+}
+
+void World::lose(Connection& connection, const std::string& why) {
+  const int peer = connection.peer();
+  auto& place = connections_[static_cast<std::size_t>(peer)];
+  if (!place) return;
+  const Arriving at = std::exchange(arriving(peer), Arriving());
+  if (at.kind == Arriving::Kind::kPosted) fail_later(at.receive.transfer, why);
+  ended_.push_back(std::move(place));  // who calls may be inside it
+  for (const auto& message : connection.drop_all()) {
+    if (message.gone) message.gone();
+    if (message.transfer.strand && message.transfer.schedule) fail_later(message.transfer, why);
+  }
+  std::vector<TcpGroup*> groups;
+  for (const auto& [id, box] : inboxes_) {
+    if (box->group && box->group->has(peer) && !box->closed_by.contains(peer)) groups.push_back(box->group);
+  }
+  for (auto* group : groups) group->lose(peer, why);
+  for (const auto& [id, box] : inboxes_) box->closed_by.insert(peer);
+  std::erase_if(inboxes_, [](const auto& entry) { return entry.second->forgotten(); });
+}
+
+bool World::over() {
+  ended_.clear();
+  if (!is_ending()) return false;
+  const auto all = [this](const auto& holds) {
+    return std::ranges::all_of(connections_, [&](const auto& c) { return !c || holds(*c); });
+  };
+  if (!shut_down_) {
+    if (!all([](const Connection& c) { return c.flushed(); })) return false;
+    for (const auto& connection : connections_) {
+      if (connection) connection->shut_down();
+    }
+    shut_down_ = true;
+    shut_down_at_ = std::chrono::steady_clock::now();
+  }
+  return all([](const Connection&) { return false; }) || std::chrono::steady_clock::now() - shut_down_at_ > kLinger;
+}
+
+}  // namespace comm_core

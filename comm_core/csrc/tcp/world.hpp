@@ -1,0 +1,133 @@
+// All ranks of a job, the connections to them, and what arrives for which group.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <set>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "../engine/strand.hpp"
+#include "connection.hpp"
+#include "mesh.hpp"
+
+namespace comm_core {
+
+class TcpGroup;
+
+using GroupId = std::uint64_t;
+
+/// Receives and arrivals of one strand from one peer meet here, in their order.
+struct Channel {
+  struct Receive {
+    Transfer transfer;
+    std::byte* data;
+  };
+  struct Arrival {
+    Frame frame;
+    std::unique_ptr<std::byte[]> bytes;
+  };
+  std::deque<Receive> posted;
+  std::deque<Arrival> early;     // they came before their receives
+  std::deque<Transfer> untaken;  // sends that wait until the peer has taken them
+};
+
+/// What a rank knows of a group, perhaps before the group is made here: other ranks may be sooner.
+struct Inbox {
+  TcpGroup* group = nullptr;
+  std::size_t num_members = 0;  // 0: not made here yet
+  bool closed = false;          // here
+  std::map<std::pair<int, Stream>, Channel> channels;
+  std::vector<std::pair<int, std::string>> letters;  // they came before the group
+  std::map<int, std::string> gone;                   // peers that send no more, and why; "": they have closed the group
+  std::set<int> abandoned, closed_by;
+  bool forgotten() const { return closed && closed_by.size() >= num_members; }
+};
+
+/// Ranks are those of the job everywhere in here. On the engine's thread.
+class World final : public Receiver {
+ public:
+  explicit World(Mesh mesh);
+  World(const World&) = delete;
+  World& operator=(const World&) = delete;
+  ~World() override;
+
+  int rank() const noexcept { return rank_; }
+  int size() const noexcept { return static_cast<int>(endpoints_.size()); }
+  const std::vector<std::unique_ptr<Connection>>& connections() const noexcept { return connections_; }
+
+  /// From here on messages for it come in.
+  void open(GroupId id, TcpGroup& group);
+  /// It is closed here; the others are told.
+  void close(GroupId id, const TcpGroup& group);
+
+  void send(GroupId id, Stream stream, const Transfer& transfer, int peer, const std::byte* data, SendMode mode,
+            int signature);
+  void receive(GroupId id, Stream stream, const Transfer& transfer, int peer, std::byte* data);
+  /// Gives up what the strand has posted; each is dropped now, but for what is on its way, which is reported later.
+  void drop(GroupId id, Strand& strand);
+  /// A message for a group that is no strand's.
+  void tell(GroupId id, FrameKind kind, int peer, std::string bytes = {}, std::function<void()> gone = {});
+  bool has_abandoned(GroupId id, int peer) const;
+
+  /// Reads what has arrived, and reports what has met or failed. True if there was something.
+  bool receive();
+  /// Gives the kernel what it takes. True if that was something.
+  bool flush();
+  /// No group is open any more.
+  bool is_ending() const noexcept { return begun_ && num_open_ == 0; }
+  /// No group is open any more; what was to be sent is sent, and peers have come to their ends or had time for it.
+  bool over();
+
+  std::byte* begin(int peer, const Frame& frame) override;
+  void end(int peer, const Frame& frame) override;
+  void sent(const Transfer& transfer) override;
+  void hear(Connection& connection, News news) override;
+
+ private:
+  /// What arrives from a peer just now.
+  struct Arriving {
+    enum class Kind { kUnwanted, kPosted, kEarly, kText };
+    Kind kind = Kind::kUnwanted;
+    const Inbox* inbox = nullptr;
+    Channel* channel = nullptr;
+    Channel::Receive receive{};
+    std::unique_ptr<std::byte[]> bytes;
+    std::string text;
+  };
+  Inbox& inbox(GroupId id);
+  Arriving& arriving(int peer) { return arriving_[static_cast<std::size_t>(peer)]; }
+  Connection* connection(int peer) { return connections_[static_cast<std::size_t>(peer)].get(); }
+  void send(int peer, Outgoing message, Connection::Turn turn = Connection::Turn::kInOrder);
+  void acknowledge(int peer, const Frame& frame);
+  void meet(int peer, Channel& channel);
+  void complete_later(const Transfer& transfer, Outcome outcome);
+  void fail_later(const Transfer& transfer, const std::string& why);
+  void leaves(Inbox& inbox, int peer, const std::string& why);
+  void discard(int peer);
+  void lose(Connection& connection, const std::string& why);
+  void let_go(Connection& connection);
+
+  const int rank_;
+  const std::vector<Endpoint> endpoints_;
+  std::vector<std::unique_ptr<Connection>> connections_;  // by rank; null for this one, and where it has ended
+  std::vector<Arriving> arriving_;
+  std::unordered_map<GroupId, std::unique_ptr<Inbox>> inboxes_;
+  std::deque<std::pair<Transfer, Outcome>> met_;
+  std::deque<Outgoing> to_itself_;
+  std::vector<int> to_flush_, to_read_;  // peers
+  std::vector<std::unique_ptr<Connection>> ended_;
+  int num_open_ = 0;
+  bool begun_ = false, shut_down_ = false;
+  std::chrono::steady_clock::time_point shut_down_at_;
+};
+
+}  // namespace comm_core
