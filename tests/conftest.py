@@ -140,7 +140,8 @@ def _has_launcher(item: pytest.Item) -> bool:
 def _job() -> str:
     from tests.spmd_plugin import OVER_MPI, SIZE
 
-    return f"{'mpi' if OVER_MPI else 'torchrun'}-{SIZE}"
+    wire = os.environ.get("COMM_CORE_TEST_BACKEND") or ("mpi" if OVER_MPI else "torchrun")
+    return f"{wire}-{SIZE}"
 
 
 def _in_ranks(items: list[pytest.Item]) -> set[pytest.Item]:

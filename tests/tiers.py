@@ -23,7 +23,7 @@ STRATEGY = ("strategy", "way")  # parameters of tests that say which
 _IN_SHARDS = ("dear", "oss")  # so begin the names of those in which a rank updates a part
 _IN_FULL = ("wfbp", "mgwfbp", "bytescheduler")
 
-# The jobs among which promises are spread; over gloo a case costs more.
+# The jobs among which promises are spread.
 TWO = ("mpi-2", "mpi-2", "mpi-2", "mpi-2", "torchrun-2")
 FOUR = ("mpi-2", "mpi-2", "mpi-4", "torchrun-2")  # of what takes four ranks to show all of it
 OVER_MPI = ("mpi-2", "mpi-4")  # of comm_core's own tests

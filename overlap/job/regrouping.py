@@ -18,6 +18,7 @@ from overlap.job.launch import Launch, Launcher, LaunchError
 from overlap.transport.communicator import Communicator
 
 if TYPE_CHECKING:
+    from overlap.transport.torch.communicator import Wire
     from overlap.transport.torch.roster import Roster
 
 __all__ = ["RanksChange", "connect", "obstacle", "place", "ranks_change", "roster"]
@@ -74,7 +75,7 @@ def ranks_change() -> bool:
     return _roster is not None and _roster.changes()
 
 
-def connect(launch: Launch) -> Communicator:
+def connect(launch: Launch, wire: Wire) -> Communicator:
     """Wait for the next ranks that train together, and connect to them. On every one of them.
 
     A process whose others have all come to the end of training ends here. Raises :class:`LaunchError` where the script
@@ -100,7 +101,7 @@ def connect(launch: Launch) -> Communicator:
             sys.exit(0)
         try:
             store = agents_store(host, port, _PATIENCE)
-            comm = connect_generation(store, _roster.number, rank, len(_roster.members), _PATIENCE)
+            comm = connect_generation(wire, store, _roster.number, rank, len(_roster.members), _PATIENCE)
             _roster.watch(comm.abandon)  # until the session does
             return comm
         except TransportError as error:

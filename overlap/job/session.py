@@ -310,7 +310,7 @@ def init(comm: Any = None, torch_distributed: bool = True) -> Session:
     _refuse_helpers()
     wanted, launch = _told(os.environ)
     if wanted.keep_going:
-        connected = meet(launch, comm)
+        connected = meet(launch, comm, wanted)
         local_rank, local_size = regrouping.place()
         launch = replace(launch, rank=connected.rank, size=connected.size, local_rank=local_rank, local_size=local_size)
     else:

@@ -13,13 +13,14 @@ from typing import Any, TypeVar
 
 from overlap.job.launch import BACKEND_VARIABLE, Launcher
 
-__all__ = ["CUDA_TRANSPORTS", "LOG_LEVELS", "SettingError", "Settings", "read"]
+__all__ = ["CUDA_TRANSPORTS", "LOG_LEVELS", "TRANSPORTS", "SettingError", "Settings", "read"]
 
 T = TypeVar("T")
 
 #: Names of levels as Horovod spells them, and Python's numbers for them.
 LOG_LEVELS = {"trace": 5, "debug": 10, "info": 20, "warning": 30, "error": 40, "fatal": 50}
 
+TRANSPORTS = ("auto", "tcp", "mpi", "gloo")
 CUDA_TRANSPORTS = ("auto", "nccl", "staged")
 
 
@@ -51,6 +52,8 @@ class Settings:
     """``DEAR_THRESHOLD_MB`` (or "auto"), ``HOROVOD_FUSION_THRESHOLD`` in bytes; 0: no fusion; None: the strategy's."""
     keep_going: bool = False
     """``DEAR_KEEP_GOING``: ranks come and go; see `overlap.job.regrouping`."""
+    transport: str = "auto"
+    """``DEAR_TRANSPORT``: one of :data:`TRANSPORTS`; see `overlap.job.connecting`."""
     cuda_transport: str = "auto"
     """``DEAR_CUDA_TRANSPORT``: one of :data:`CUDA_TRANSPORTS`; see `overlap.transport.cuda.route`."""
     partition_mb: float | None = None
@@ -106,6 +109,10 @@ def _transport(text: str) -> str:
     return {name: name for name in CUDA_TRANSPORTS}[text.lower()]
 
 
+def _wire(text: str) -> str:
+    return {name: name for name in TRANSPORTS}[text.lower()]
+
+
 def _backend(text: str) -> str:
     return Launcher(text).value
 
@@ -118,6 +125,7 @@ _ACCEPTED: dict[Callable[[str], Any], str] = {
     _switch: "0 or 1",
     _level: f"one of {', '.join(LOG_LEVELS)}",
     _transport: f"one of {', '.join(CUDA_TRANSPORTS)}",
+    _wire: f"one of {', '.join(TRANSPORTS)}",
     _backend: f"one of {', '.join(launcher.value for launcher in Launcher)}",
 }
 
@@ -145,6 +153,7 @@ _VARIABLES: dict[str, tuple[Callable[[str], Any], tuple[str, ...]]] = {
     "timeline_max_mb": (_number, ("DEAR_TIMELINE_MAX_MB",)),
     "check_every": (_count, ("DEAR_CHECK_EVERY",)),
     "keep_going": (_switch, ("DEAR_KEEP_GOING",)),
+    "transport": (_wire, ("DEAR_TRANSPORT",)),
     "cuda_transport": (_transport, ("DEAR_CUDA_TRANSPORT",)),
     "threshold_mb": (_number_or_auto, ("DEAR_THRESHOLD_MB",)),
     "partition_mb": (_elements, ("BYTESCHEDULER_PARTITION",)),

@@ -1,8 +1,8 @@
 """The one interface through which strategies move tensors between ranks.
 
-Two implementations: `overlap.transport.native.NativeCommunicator` over comm_core (MPI, or one rank alone) and
-`overlap.transport.torch.communicator.ProcessGroupCommunicator` over torch.distributed. Every operation has an
-asynchronous form that returns a `Work`, and a synchronous form that is the same call followed by `wait()`.
+`overlap.transport.native.NativeCommunicator` has them over comm_core: its own TCP connections, MPI, or one rank alone.
+Every operation has an asynchronous form that returns a `Work`, and a synchronous form that is the same call followed by
+`wait()`.
 
 Operations of one communicator happen in the order in which they were issued, which therefore has to be the same on all
 of its ranks. Tensors are contiguous and on the CPU; a tensor handed to an operation stays untouched by the caller, and
@@ -95,7 +95,7 @@ class Communicator(ABC):
     @property
     @abstractmethod
     def backend(self) -> str:
-        """What moves the bytes: "local", "mpi" or "gloo"."""
+        """What moves the bytes: "local", "mpi", "tcp" or "gloo"."""
 
     @property
     @abstractmethod

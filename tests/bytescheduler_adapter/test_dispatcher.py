@@ -12,7 +12,7 @@ import comm_core
 from bytescheduler_adapter.dispatcher import Dispatcher, Part, PartsWork
 from overlap.transport.communicator import ReduceOp
 from overlap.transport.native import NativeCommunicator
-from overlap.transport.torch.worker_thread import PendingWork
+from overlap.transport.torch.gloo import GlooWork
 
 OVER = "the session that this optimizer belongs to was shut down"
 
@@ -20,8 +20,8 @@ OVER = "the session that this optimizer belongs to was shut down"
 class Slow(NativeCommunicator):
     """Reductions end when they are told to."""
 
-    def all_reduce_async(self, *_: Any, **__: Any) -> PendingWork:  # type: ignore[override]
-        return PendingWork("all_reduce", "", 0, 1, 16)
+    def all_reduce_async(self, *_: Any, **__: Any) -> GlooWork:  # type: ignore[override]
+        return GlooWork("all_reduce", "", 16, "rank 0 of 1")
 
 
 def _part() -> Part:

@@ -11,7 +11,6 @@ import comm_core
 import dear
 from overlap.job.session import current
 from overlap.transport.communicator import Communicator, ReduceOp
-from overlap.transport.torch import worker_thread
 
 Call = Callable[[Communicator, torch.Tensor], None]
 #: What ranks of odd and of even number call, on tensors of ones, and how both are called where that is not by MPI's names.
@@ -45,13 +44,8 @@ MEETINGS: dict[str, tuple[Call, str, Call, str]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_thread, "SLOW_SECONDS", 0.1)
-
-
 def _then_all_reduce(call: Call, comm: Communicator, x: torch.Tensor) -> None:
-    """Over MPI, who only sends hears of it by the next operation."""
+    """Who only sends hears of it by the next operation."""
     call(comm, x)
     comm.barrier()
 
@@ -69,8 +63,6 @@ def test_ranks_that_mean_different_operations_are_told_both(meeting: str, numel:
     both = f"{here}.* received .*{there}|{there}.* received .*{here}"  # another rank may have noticed it first
     with pytest.raises(comm_core.TransportError, match=f"expected .*({both})|expected .*barrier"):
         _then_all_reduce(odd if dear.rank() % 2 else even, comm, x)
-    if comm.backend == "gloo":
-        assert bool((x == 1).all())
     dear.barrier()
     comm.abandon()
     comm.close()

@@ -6,12 +6,11 @@
 namespace comm_core {
 
 enum class FrameKind : std::uint8_t {
-  kMessage,    ///< of a strand
-  kTaken,      ///< the oldest message of a strand that was to be acknowledged has met its receive
-  kLetter,     ///< for the mailbox
-  kFailed,     ///< the group has failed on this rank; the bytes say why
-  kAbandoned,  ///< this rank has given the group up
-  kClosed,     ///< this rank has closed the group
+  kMessage,  ///< of a strand
+  kTaken,    ///< the oldest message of a strand that was to be acknowledged has met its receive
+  kLetter,   ///< for the mailbox
+  kFailed,   ///< the group has failed on this rank; the bytes say why
+  kClosed,   ///< this rank has closed the group
 };
 
 /// Of which strand a message is: the collectives', or that of the messages with a tag.
@@ -25,7 +24,7 @@ struct Frame {
   std::int32_t signature = 0;
   Stream stream = kCollectives;
   FrameKind kind = FrameKind::kMessage;
-  bool acknowledge = false;    ///< the sender waits for kTaken
+  bool acknowledge = false;    ///< of kMessage: the sender waits for kTaken; of kClosed: it has taken everything
   std::int64_t following = 0;  ///< bytes that the sender has ready to send behind these
 };
 static_assert(sizeof(Frame) == 32);

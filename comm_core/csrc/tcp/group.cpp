@@ -61,31 +61,18 @@ class TcpMail final : public Mail {
   const std::shared_ptr<int> unsent_ = std::make_shared<int>(0);  // the world may keep a letter longer than the group
 };
 
-/// Every rank says that it has given up, and waits until all have: nothing that is sent afterwards meets what was
-/// before, because what arrives for a group that has failed goes nowhere.
+/// Whatever others still send for the group goes nowhere, and nothing of this rank is under way once it has failed: so
+/// nobody has to be waited for.
 class TcpAbandonment final : public Abandonment {
  public:
-  TcpAbandonment(TcpGroup& group, std::shared_ptr<Work> work) : Abandonment(std::move(work)), group_(group) {}
+  explicit TcpAbandonment(std::shared_ptr<Work> work) : Abandonment(std::move(work)) {}
 
-  bool settle(bool sent) override {
+  bool settle(bool) override {
     if (over()) return false;
-    if (sent && !told_) {
-      told_ = true;
-      for (const int peer : group_.members()) group_.world().tell(group_.id(), FrameKind::kAbandoned, peer);
-    }
-    quiet_ = told_ && std::ranges::all_of(group_.members(),
-                                          [this](int peer) { return group_.world().has_abandoned(group_.id(), peer); });
-    if (!quiet_ && std::chrono::steady_clock::now() - since_ < settings().exit_patience) return false;
     finish();
     return true;
   }
-  /// Peers that come later find it closed.
   bool quiet() const override { return over(); }
-
- private:
-  TcpGroup& group_;
-  const std::chrono::steady_clock::time_point since_ = std::chrono::steady_clock::now();
-  bool told_ = false, quiet_ = false;
 };
 
 /// FNV-1a, of whatever all members of a new group know of it.
@@ -177,7 +164,7 @@ Item TcpGroup::split_item(std::optional<int> color, int key, HandOver hand_over)
 }
 
 std::unique_ptr<Abandonment> TcpGroup::make_abandonment(std::shared_ptr<Work> work) {
-  return std::make_unique<TcpAbandonment>(*this, std::move(work));
+  return std::make_unique<TcpAbandonment>(std::move(work));
 }
 
 void TcpGroup::tell(const std::string& reason) {
@@ -186,6 +173,6 @@ void TcpGroup::tell(const std::string& reason) {
   }
 }
 
-void TcpGroup::retire(bool) { world_->close(id_, *this); }
+void TcpGroup::retire(bool clean) { world_->close(id_, *this, clean); }
 
 }  // namespace comm_core

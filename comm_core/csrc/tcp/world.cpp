@@ -48,9 +48,9 @@ void World::open(GroupId id, TcpGroup& group) {
   }
 }
 
-void World::close(GroupId id, const TcpGroup& group) {
+void World::close(GroupId id, const TcpGroup& group, bool clean) {
   for (const int peer : group.members()) {
-    if (peer != rank_) tell(id, FrameKind::kClosed, peer);
+    if (peer != rank_) tell(id, FrameKind::kClosed, peer, {}, nullptr, clean);
   }
   Inbox& box = inbox(id);
   box.group = nullptr;
@@ -142,22 +142,14 @@ void World::acknowledge(int peer, const Frame& frame) {
   send(peer, std::move(message), Connection::Turn::kUrgent);
 }
 
-void World::tell(GroupId id, FrameKind kind, int peer, std::string bytes, std::function<void()> gone) {
+void World::tell(GroupId id, FrameKind kind, int peer, std::string bytes, std::function<void()> gone, bool clean) {
   Outgoing message;
-  message.frame = {id, static_cast<std::int64_t>(bytes.size()), 0, kCollectives, kind, false, 0};
+  message.frame = {id, static_cast<std::int64_t>(bytes.size()), 0, kCollectives, kind, clean, 0};
   // Letters hold nobody up; whatever else there is to tell comes after the messages of the collectives.
   if (kind == FrameKind::kLetter) message.frame.stream = kLetters;
   message.owned = std::move(bytes);
   message.gone = std::move(gone);
   send(peer, std::move(message));
-}
-
-bool World::has_abandoned(GroupId id, int peer) const {
-  const auto found = inboxes_.find(id);
-  if (found == inboxes_.end()) return false;
-  const Inbox& box = *found->second;
-  const bool lost = peer != rank_ && !connections_[static_cast<std::size_t>(peer)];
-  return lost || box.abandoned.contains(peer) || box.closed_by.contains(peer);
 }
 
 void World::drop(GroupId id, Strand& strand) {
@@ -295,7 +287,6 @@ std::byte* World::begin(int peer, const Frame& frame) {
       at.text.resize(bytes);
       return reinterpret_cast<std::byte*>(at.text.data());
     case FrameKind::kTaken:
-    case FrameKind::kAbandoned:
     case FrameKind::kClosed:
       break;
   }
@@ -335,12 +326,9 @@ void World::end(int peer, const Frame& frame) {
       return;
     case FrameKind::kFailed:
       return leaves(box, peer, at.text.empty() ? "it has failed" : at.text);
-    case FrameKind::kAbandoned:
-      box.abandoned.insert(peer);
-      return;
     case FrameKind::kClosed:
       box.closed_by.insert(peer);
-      leaves(box, peer, "");
+      if (frame.acknowledge) leaves(box, peer, "");
       if (box.forgotten()) inboxes_.erase(frame.group);
       return;
   }
@@ -379,18 +367,19 @@ void World::lose(Connection& connection, const std::string& why) {
 bool World::over() {
   ended_.clear();
   if (!is_ending()) return false;
+  const auto now = std::chrono::steady_clock::now();
+  if (!ending_since_) ending_since_ = now;
+  if (now - *ending_since_ > kLinger) return true;
   const auto all = [this](const auto& holds) {
     return std::ranges::all_of(connections_, [&](const auto& c) { return !c || holds(*c); });
   };
-  if (!shut_down_) {
-    if (!all([](const Connection& c) { return c.flushed(); })) return false;
+  if (!shut_down_ && all([](const Connection& c) { return c.flushed(); })) {
+    shut_down_ = true;
     for (const auto& connection : connections_) {
       if (connection) connection->shut_down();
     }
-    shut_down_ = true;
-    shut_down_at_ = std::chrono::steady_clock::now();
   }
-  return all([](const Connection&) { return false; }) || std::chrono::steady_clock::now() - shut_down_at_ > kLinger;
+  return all([](const Connection&) { return false; });
 }
 
 }  // namespace comm_core

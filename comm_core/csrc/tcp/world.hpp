@@ -48,7 +48,7 @@ struct Inbox {
   std::map<std::pair<int, Stream>, Channel> channels;
   std::vector<std::pair<int, std::string>> letters;  // they came before the group
   std::map<int, std::string> gone;                   // peers that send no more, and why; "": they have closed the group
-  std::set<int> abandoned, closed_by;
+  std::set<int> closed_by;
   bool forgotten() const { return closed && closed_by.size() >= num_members; }
 };
 
@@ -66,8 +66,9 @@ class World final : public Receiver {
 
   /// From here on messages for it come in.
   void open(GroupId id, TcpGroup& group);
-  /// It is closed here; the others are told.
-  void close(GroupId id, const TcpGroup& group);
+  /// It is closed here; the others are told. `clean`: whoever still waits for this rank does so in vain. After a
+  /// failure they hear of that, or give up themselves.
+  void close(GroupId id, const TcpGroup& group, bool clean);
 
   void send(GroupId id, Stream stream, const Transfer& transfer, int peer, const std::byte* data, SendMode mode,
             int signature);
@@ -75,8 +76,8 @@ class World final : public Receiver {
   /// Gives up what the strand has posted; each is dropped now, but for what is on its way, which is reported later.
   void drop(GroupId id, Strand& strand);
   /// A message for a group that is no strand's.
-  void tell(GroupId id, FrameKind kind, int peer, std::string bytes = {}, std::function<void()> gone = {});
-  bool has_abandoned(GroupId id, int peer) const;
+  void tell(GroupId id, FrameKind kind, int peer, std::string bytes = {}, std::function<void()> gone = {},
+            bool clean = false);
 
   /// Reads what has arrived, and reports what has met or failed. True if there was something.
   bool receive();
@@ -127,7 +128,7 @@ class World final : public Receiver {
   std::vector<std::unique_ptr<Connection>> ended_;
   int num_open_ = 0;
   bool begun_ = false, shut_down_ = false;
-  std::chrono::steady_clock::time_point shut_down_at_;
+  std::optional<std::chrono::steady_clock::time_point> ending_since_;
 };
 
 }  // namespace comm_core

@@ -1,37 +1,59 @@
-"""Point-to-point messages between the ranks of one group, over a gloo context of our own.
+"""A communicator over torch.distributed's gloo, for comparisons: ``DEAR_TRANSPORT=gloo``.
 
-Of its own, because then neither the user's collectives nor their tags can meet ours, and because it can be torn down
-when a peer is lost: gloo cannot interrupt a blocked wait, but a wait that runs into its time limit closes every
-connection of its context, which ends all the others, here and on the peers.
+It has no schedules of its own. A daemon thread carries out operations in the order in which they were issued, over a gloo
+context that the user's collectives do not share. Reductions are summed in the order of ranks, by comm_core's rules.
+
+[Note: inference mode]
+What is issued inside ``torch.inference_mode()`` may be written nowhere else, and that mode is a thread's own. Ordinary
+tensors may be written there as ever, so every operation runs in it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import itertools
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotYet
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd import profiler
+from torch.distributed.distributed_c10d import PrefixStore
 
-from comm_core import TransportError
+import comm_core
+from comm_core import ReduceOp, TransportError
+from overlap.transport.checks import balanced_split, check_average, check_rank, check_timeout
+from overlap.transport.communicator import Communicator, Start, Wide, Work
+from overlap.transport.compilers import outside_compilers
+from overlap.transport.forks import Origin
+from overlap.transport.reduction import combine_all
+from overlap.transport.requests import (
+    Exchange,
+    all_gather_request,
+    all_reduce_request,
+    all_to_all_request,
+    broadcast_request,
+    check_wide,
+    reduce_request,
+    reduce_scatter_request,
+)
+from overlap.transport.torch.mailbox import OwnMailbox, StoreMailbox
+from overlap.transport.torch.rendezvous import Rendezvous, connecting
 
-__all__: list[str] = []
+__all__ = ["GlooCommunicator", "GlooWork", "tear_down"]
 
 # A rank may be away for hours (an evaluation on rank 0); that is the watchdog's to report, not the transport's to end.
 _FOREVER = datetime.timedelta(days=7)
 _AT_ONCE = datetime.timedelta(milliseconds=1)
 _TAG_OF_THE_END = 1 << 20
-
-
-class Message(NamedTuple):
-    """A posted send or receive."""
-
-    work: dist.Work
-    peer: int
-    nbytes: int
-    verb: str
+_AFTER = "the communicator has failed before, so this operation was not begun; its first failure"
 
 
 def tear_down(gloo: Any) -> None:
@@ -44,49 +66,344 @@ def tear_down(gloo: Any) -> None:
             gloo.recv([torch.empty(1, device="cpu")], peer, _TAG_OF_THE_END).wait(_AT_ONCE)
 
 
-class Link:
-    """Nonblocking sends and receives, matched by peer and tag in posting order, and polite waits for them."""
+class GlooWork:
+    """An issued operation, a `overlap.transport.communicator.Work`."""
 
-    def __init__(self, store: Any, rank: int, size: int, setup: datetime.timedelta) -> None:
-        """`setup`: how long peers may take to connect."""
-        self.rank = rank
-        self.size = size
-        self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, setup) if size > 1 else None
-        self._broken = False
+    def __init__(self, kind: str, label: str, nbytes: int, where: str) -> None:
+        self.op, self.label, self.nbytes = kind, label or kind, nbytes
+        self._what = f"{kind} {label!r} ({where}, {nbytes} bytes" if label else f"{kind} ({where}, {nbytes} bytes"
+        self._issued, self._ended = time.monotonic(), 0.0
+        self._result: Future[None] = Future()
+        self._origin = Origin()
 
-    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Message:
-        """Start sending a tensor that is not empty."""
-        assert self._gloo is not None
-        work = self._guard("sending", peer, tensor.nbytes, self._gloo.send, [tensor], peer, tag)
-        return Message(work, peer, tensor.nbytes, "sending")
+    @property
+    def seconds(self) -> float:
+        return (self._ended or time.monotonic()) - self._issued
 
-    def recv(self, tensor: torch.Tensor, peer: int, tag: int) -> Message:
-        """Start receiving into a tensor that is not empty."""
-        assert self._gloo is not None
-        work = self._guard("receiving", peer, tensor.nbytes, self._gloo.recv, [tensor], peer, tag)
-        return Message(work, peer, tensor.nbytes, "receiving")
+    def wait(self, timeout: float | None = None) -> None:
+        limit = check_timeout("wait", timeout)
+        if not self.done():
+            self._origin.require()  # nobody would ever finish it
+        try:
+            self._result.result(limit)
+        except NotYet:
+            raise comm_core.TimeoutError(f"{self.describe()} was not done within {limit:g} s") from None
 
-    def wait(self, message: Message) -> None:
-        """Block, without the GIL and without spinning, until the message has gone or come.
+    def done(self) -> bool:
+        return self._result.done()
 
-        Once per message: gloo takes a completion away with the wait for it, and a second wait never ends.
-        """
-        self._guard(message.verb, message.peer, message.nbytes, message.work.wait, _FOREVER)
+    def exception(self) -> comm_core.Error | None:
+        error = self._result.exception() if self.done() else None
+        assert error is None or isinstance(error, comm_core.Error)
+        return error
 
-    def tear_down(self) -> None:
-        """Close all connections, so that every wait on them ends with an error, on the peers too."""
-        if self._broken or self._gloo is None:
-            return
-        self._broken = True
-        tear_down(self._gloo)
+    def order_before(self, stream: int) -> None:
+        self.wait()
+
+    def describe(self) -> str:
+        state = "running" if not self.done() else "failed" if self.exception() else "done"
+        return f"{self._what}, {state}, {self.seconds:.1f} s)"
+
+    def finish(self, error: BaseException | None = None) -> None:
+        self._ended = time.monotonic()
+        if error is None:
+            self._result.set_result(None)
+        else:
+            kind = type(error) if isinstance(error, comm_core.Error) else TransportError
+            self._result.set_exception(kind(f"{self._what}): {error}"))
+
+
+@contextlib.contextmanager
+def _unrecorded() -> Iterator[None]:
+    """A context in which this thread hides what it does from torch's profiler.
+
+    torch 2.13's crashes, when its result is freed, where an operation of gloo's ends after the profile has. What is issued
+    and waited for is shown without that (`overlap.transport.work`).
+    """
+    if not profiler._is_profiler_enabled:
+        yield
+        return
+    torch.autograd._enable_record_function(False)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.autograd._enable_record_function(True)  # type: ignore[attr-defined]
+
+
+class _Line:
+    """Operations, carried out one after the other on a daemon thread. After one has failed, every later one fails."""
+
+    def __init__(self, name: str) -> None:
+        self._waiting: queue.SimpleQueue[tuple[GlooWork, Callable[[], object]] | None] = queue.SimpleQueue()
+        self.unfinished: list[GlooWork] = []
+        self._failure: comm_core.Error | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    @outside_compilers
+    def submit(self, operation: GlooWork, act: Callable[[], object]) -> GlooWork:
+        self.unfinished.append(operation)
+        self._waiting.put((operation, act))
+        return operation
+
+    def _run(self) -> None:
+        while (entry := self._waiting.get()) is not None:
+            operation, act = entry
+            error: BaseException | None = self._failure
+            try:
+                if error is None:
+                    with torch.inference_mode(), _unrecorded():
+                        act()
+            except BaseException as raised:  # it belongs to whoever waits for the operation
+                error = raised
+            del act, entry  # they keep the caller's tensors alive, and only until here
+            self.unfinished.remove(operation)
+            operation.finish(error)
+            if error is not None and self._failure is None:
+                self._failure = TransportError(f"{_AFTER}: {operation.exception()}")
 
     def close(self) -> None:
-        """Let go of the connections."""
-        self._gloo = None
+        """Carry out what was issued, then end the thread."""
+        self._waiting.put(None)
+        if self._thread is not threading.current_thread():
+            self._thread.join()
 
-    def _guard(self, verb: str, peer: int, nbytes: int, call: Callable[..., Any], *args: Any) -> Any:
+
+class GlooCommunicator(Communicator):
+    """The ranks that find each other at `meeting`. `end` is called once it is closed."""
+
+    def __init__(
+        self, meeting: Rendezvous, rank: int, size: int, *, name: str = "world", end: Callable[[], object] = bool
+    ) -> None:
+        self._meeting, self._rank, self._size, self._name, self._end = meeting, rank, size, name, end
+        self._origin, self._closed = Origin(), False
+        self._gloo: Any = None
+        if size > 1:
+            with connecting():
+                store = PrefixStore("collectives", meeting.connect(name))
+                self._gloo = dist.ProcessGroupGloo(store, rank, size, meeting.patience)
+        self._line = _Line(f"dear-{name}")
+        self._mailbox = StoreMailbox(meeting, f"{name}/mail", rank) if size > 1 else OwnMailbox()
+        self._splits = itertools.count()
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    @property
+    def backend(self) -> str:
+        return "gloo"
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def _check_usable(self) -> None:
+        self._origin.require()
+        if self._closed:
+            raise comm_core.InvalidUsage(f"communicator {self._name} is closed")
+
+    def _issue(self, kind: str, label: str, nbytes: int, act: Callable[[], object]) -> Work:
+        self._check_usable()
+        operation = GlooWork(kind, label, nbytes, f"rank {self._rank} of {self._size}")
+        return self._issued(self._line.submit(operation, act))
+
+    def _init(
+        self, kind: str, label: str, nbytes: int, act: Callable[[], object], wide: Wide | None, request: Exchange
+    ) -> Start:
+        if wide is not None:
+            check_wide(kind, wide.send, wide.recv, request.send, request.recv)
+
+        def start() -> Work:
+            if wide is None:
+                return self._issue(kind, label, nbytes, act)
+            request.send.copy_(wide.send)
+            return self._issue(kind, label, nbytes, lambda: (act(), wide.recv.copy_(request.recv)))
+
+        return start
+
+    # - On the thread: all of it is made of two of gloo's collectives, on bytes
+
+    def _to_all(self, send: torch.Tensor, recv: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> None:
+        """Part i of `send` goes to rank i, and part j of `recv` comes from rank j; counts are elements."""
+        if self._gloo is None:
+            recv.copy_(send)
+            return
+        source, target, item = send.view(torch.uint8), recv.view(torch.uint8), send.element_size()
+        parts = [count * item for count in received], [count * item for count in sent]
+        self._gloo.alltoall_base(target, source, *parts).wait(_FOREVER)
+
+    def _reduce_parts(self, send: torch.Tensor, out: torch.Tensor, counts: Sequence[int], op: ReduceOp) -> None:
+        everybody = torch.empty(self._size * out.numel(), dtype=send.dtype, device="cpu")
+        self._to_all(send, everybody, counts, [out.numel()] * self._size)
+        combine_all(op, list(everybody.view(self._size, -1)), out, self._size)
+
+    def _gather(self, send: torch.Tensor, recv: torch.Tensor, counts: Sequence[int]) -> None:
+        if self._gloo is None:
+            recv.copy_(send)
+            return
+        largest = max(counts)
+        mine = torch.zeros(largest, dtype=send.dtype, device="cpu")
+        mine[: send.numel()] = send
+        everybody = torch.empty(self._size * largest, dtype=send.dtype, device="cpu")
+        if largest:
+            self._gloo._allgather_base(everybody.view(torch.uint8), mine.view(torch.uint8)).wait(_FOREVER)
+        for part, row, count in zip(recv.split(list(counts)), everybody.view(self._size, largest), counts, strict=True):
+            part.copy_(row[:count])
+
+    def _reduce_all(self, send: torch.Tensor, recv: torch.Tensor, op: ReduceOp) -> None:
+        counts = balanced_split(send.numel(), self._size)
+        mine = torch.empty(counts[self._rank], dtype=send.dtype, device="cpu")
+        self._reduce_parts(send, mine, counts, op)
+        self._gather(mine, recv, counts)
+
+    def _copy_from(self, tensor: torch.Tensor, root: int) -> None:
+        if self._gloo is None or tensor.numel() == 0:
+            return
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = root, 0
+        self._gloo.broadcast([tensor.view(torch.uint8)], options).wait(_FOREVER)
+
+    # - What is issued
+
+    def reduce_scatter_init(
+        self,
+        send: torch.Tensor,
+        recv: torch.Tensor,
+        op: ReduceOp = ReduceOp.SUM,
+        *,
+        counts: Sequence[int] | None = None,
+        wide: Wide | None = None,
+        label: str = "",
+    ) -> Start:
+        check_average("reduce_scatter", op, send)
+        request = reduce_scatter_request(self._rank, self._size, send, recv, op, counts)
+
+        def act() -> None:
+            self._reduce_parts(request.send, request.recv, request.send_counts, op)
+
+        return self._init("reduce_scatter", label, request.send.nbytes, act, wide, request)
+
+    def all_gather_init(
+        self,
+        send: torch.Tensor,
+        recv: torch.Tensor,
+        *,
+        counts: Sequence[int] | None = None,
+        wide: Wide | None = None,
+        label: str = "",
+    ) -> Start:
+        request = all_gather_request(self._rank, self._size, send, recv, counts)
+
+        def act() -> None:
+            self._gather(request.send, request.recv, request.recv_counts)
+
+        return self._init("all_gather", label, request.recv.nbytes, act, wide, request)
+
+    def all_reduce_init(
+        self, send: torch.Tensor, recv: torch.Tensor, op: ReduceOp = ReduceOp.SUM, *, label: str = ""
+    ) -> Start:
+        check_average("all_reduce", op, send)
+        request = all_reduce_request(send, recv, op)
+
+        def act() -> None:
+            self._reduce_all(request.send, request.recv, op)
+
+        return self._init("all_reduce", label, request.recv.nbytes, act, None, request)
+
+    def broadcast_async(self, tensor: torch.Tensor, root: int = 0, *, label: str = "") -> Work:
+        flat = broadcast_request(self._size, tensor, root)
+        return self._issue("broadcast", label, flat.nbytes, lambda: self._copy_from(flat, root))
+
+    def reduce_async(
+        self,
+        send: torch.Tensor,
+        recv: torch.Tensor | None,
+        op: ReduceOp = ReduceOp.SUM,
+        root: int = 0,
+        *,
+        label: str = "",
+    ) -> Work:
+        check_average("reduce", op, send)
+        source, target = reduce_request(self._rank, self._size, send, recv, op, root)
+
+        def act() -> None:
+            self._reduce_all(source, torch.empty_like(source) if target is None else target, op)
+
+        return self._issue("reduce", label, source.nbytes, act)
+
+    def all_to_all_async(
+        self,
+        send: torch.Tensor,
+        recv: torch.Tensor,
+        *,
+        send_counts: Sequence[int] | None = None,
+        recv_counts: Sequence[int] | None = None,
+        label: str = "",
+    ) -> Work:
+        request = all_to_all_request(self._rank, self._size, send, recv, send_counts, recv_counts)
+
+        def act() -> None:
+            self._to_all(request.send, request.recv, request.send_counts, request.recv_counts)
+
+        return self._issue("all_to_all", label, request.send.nbytes, act)
+
+    def barrier_async(self, *, label: str = "") -> Work:
+        token = torch.zeros(self._size, dtype=torch.uint8, device="cpu")
+        mine = torch.zeros(1, dtype=torch.uint8, device="cpu")
+        return self._issue("barrier", label, 0, lambda: self._gather(mine, token, [1] * self._size))
+
+    # - The rest
+
+    def split(self, color: int | None, key: int = 0) -> GlooCommunicator | None:
+        wish = torch.tensor([color is not None, color or 0, key], dtype=torch.int64, device="cpu")
+        wishes = torch.empty(3 * self._size, dtype=torch.int64, device="cpu")
+        self.all_gather(wish, wishes)
+        number = next(self._splits)
+        if color is None:
+            return None
+        rows = wishes.view(-1, 3).tolist()
+        members = sorted((row[2], rank) for rank, row in enumerate(rows) if row[0] and row[1] == color)
+        ranks = [rank for _, rank in members]
+        name = f"{self._name}/{number}.{color}"
+        return GlooCommunicator(self._meeting, ranks.index(self._rank), len(ranks), name=name)
+
+    def post(self, peer: int, payload: bytes) -> Work:
+        check_rank("post", "peer", peer, self._size)
+        self._check_usable()
+        operation = GlooWork("post", "", len(payload), f"rank {self._rank} of {self._size}")
         try:
-            return call(*args)
+            self._mailbox.post(peer, payload)
         except RuntimeError as error:
-            direction = "to" if verb == "sending" else "from"
-            raise TransportError(f"{verb} {nbytes} bytes {direction} rank {peer}: {error}") from error
+            raise TransportError(
+                f"a letter to rank {peer} could not be written to torch.distributed's store, which is out of reach: {error}"
+            ) from error
+        operation.finish()
+        return operation
+
+    def receive_post(self, timeout: float | None) -> tuple[int, bytes] | None:
+        limit = check_timeout("receive_post", timeout)
+        self._check_usable()
+        return self._mailbox.receive(limit)
+
+    def pending(self) -> list[Work]:
+        return list(self._line.unfinished)
+
+    def abort(self, code: int) -> None:
+        os._exit(code)  # torchrun ends the other ranks
+
+    def abandon(self) -> None:
+        if self._gloo is not None and not self._origin.elsewhere:
+            tear_down(self._gloo)
+
+    def close(self) -> None:
+        if self._closed or self._origin.elsewhere:
+            return
+        self._closed = True
+        self._line.close()
+        self._gloo = None
+        self._end()

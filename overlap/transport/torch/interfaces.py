@@ -13,12 +13,16 @@ import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from comm_core import TransportError
+
 __all__ = [
     "VARIABLE",
     "Address",
+    "chosen",
     "described",
     "in_use",
     "listed",
+    "listening",
     "other_host",
     "own_addresses",
     "owner",
@@ -81,6 +85,42 @@ def other_host(sources: Sequence[str]) -> str | None:
     """The first address that other hosts can reach, of those from which ranks reach one; "" is unknown (pure)."""
     known = (text for text in sources if text)
     return next((text for text in known if not ipaddress.ip_address(text).is_loopback), None)
+
+
+def chosen(named: str, own_name: Sequence[str], addresses: Sequence[Address]) -> list[str]:
+    """The addresses to listen on, one of each family at most, of the interface that gloo would use (pure).
+
+    Args:
+        named: ``GLOO_SOCKET_IFNAME``: interfaces, separated by commas; empty: none is named.
+        own_name: addresses that this host's own name leads to.
+        addresses: of this host.
+    """
+    if named:
+        found = [address for address in addresses if address.interface in named.split(",")]
+    else:
+        found = sorted(addresses, key=lambda address: (address.text not in own_name, address.ip.is_loopback))[:1]
+        found = [address for address in addresses if found and address.interface == found[0].interface]
+    by_family = {address.ip.version: address.text for address in reversed(found)}
+    return [by_family[version] for version in sorted(by_family)]
+
+
+def listening() -> list[str]:
+    """The addresses of this host on which ranks of other hosts, or of this one, reach this process.
+
+    Raises ``TransportError`` where ``GLOO_SOCKET_IFNAME`` names no interface of this host that has an address.
+    """
+    named, addresses = os.environ.get(VARIABLE, ""), own_addresses()
+    found = chosen(named, _own_name(), addresses)
+    if not found:
+        raise TransportError(f"no address of {named or 'this host'} to listen on")
+    return found
+
+
+def _own_name() -> list[str]:
+    try:
+        return [str(entry[4][0]) for entry in socket.getaddrinfo(socket.gethostname(), 1, type=socket.SOCK_DGRAM)]
+    except OSError:
+        return []
 
 
 def in_use() -> str:
