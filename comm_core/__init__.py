@@ -1,4 +1,4 @@
-"""Moves bytes between ranks: reduce-scatter, all-gather and their relatives over MPI, or within one process.
+"""Moves bytes between ranks: reduce-scatter, all-gather and their relatives over TCP or MPI, or within one process.
 
 Independent of torch: buffers enter by address, or through the buffer protocol. Importing this starts nothing.
 """

@@ -60,6 +60,7 @@ pybind11_add_module(_tcp
   csrc/tcp/group.cpp
   csrc/tcp/mesh.cpp
   csrc/tcp/module.cpp
+  csrc/tcp/neighbour.cpp
   csrc/tcp/runtime.cpp
   csrc/tcp/socket.cpp
   csrc/tcp/world.cpp)

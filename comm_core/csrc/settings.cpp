@@ -25,9 +25,11 @@ std::int64_t read(const char* name, std::int64_t fallback, std::int64_t low, std
 
 Settings read_all() {
   Settings s;
-  s.segment_bytes = read("COMM_CORE_SEGMENT_BYTES", s.segment_bytes, 64, 1 << 30);
-  s.segment_bytes -= s.segment_bytes % 8;  // whole elements of every dtype
   constexpr std::int64_t kNotGiven = 0;
+  const auto segment = read("COMM_CORE_SEGMENT_BYTES", kNotGiven, 64, 1 << 30);
+  s.segment_is_given = segment != kNotGiven;
+  if (s.segment_is_given) s.segment_bytes = segment;
+  s.segment_bytes -= s.segment_bytes % 8;  // whole elements of every dtype
   const auto window = read("COMM_CORE_WINDOW", kNotGiven, 1, 1024);
   s.window_is_given = window != kNotGiven;
   if (s.window_is_given) s.window = window;

@@ -1,4 +1,4 @@
-"""Reduces CPU tensors element by element with comm_core's rules, for the adapter over torch.distributed.
+"""Reduces CPU tensors element by element with comm_core's rules, where gloo carries them.
 
 16-bit floats are summed in fp32 and rounded once. An average is the sum over the size in the accumulation type, rounded
 once, as over MPI.
@@ -26,12 +26,6 @@ def is_half(dtype: torch.dtype) -> bool:
     return dtype in _HALVES
 
 
-def combine(op: ReduceOp, first: torch.Tensor, second: torch.Tensor, out: torch.Tensor) -> None:
-    """`out = first (op) second`; an average is summed here and divided at the end."""
-    for part in _serial_parts(out.numel()):
-        _combine(op, first[part], second[part], out[part])
-
-
 def combine_all(op: ReduceOp, parts: Sequence[torch.Tensor], out: torch.Tensor, size: int) -> None:
     """`out` becomes the reduction of `parts` in their order, the average's division by `size` included."""
     wide = torch.float32 if is_half(out.dtype) else out.dtype
@@ -43,12 +37,6 @@ def combine_all(op: ReduceOp, parts: Sequence[torch.Tensor], out: torch.Tensor, 
             _average(total, out[part], size)
         else:
             out[part].copy_(total)
-
-
-def average_(total: torch.Tensor, size: int) -> None:
-    """Turn a sum into an average in place."""
-    for part in _serial_parts(total.numel()):
-        _average(total[part], total[part], size)
 
 
 def _combine(op: ReduceOp, first: torch.Tensor, second: torch.Tensor, out: torch.Tensor) -> None:

@@ -171,13 +171,6 @@ MUTATIONS: list[Mutation] = [
         "tests/overlap/health/test_shutdown.py -k named",
     ),
     Mutation(
-        "ranks that connect while their store is out of reach end within the limit",
-        "overlap/transport/torch/communicator.py",
-        "return [*self._connecting, *self._strand.pending()]",
-        "return [*self._strand.pending()]",
-        _ENDINGS + "drops-connecting",
-    ),
-    Mutation(
         "no rank is blamed where the store is out of reach",
         "overlap/health/failures.py",
         """    "torch.distributed's store, which is out of reach",\n""",

@@ -95,6 +95,10 @@ void Group::split(std::optional<int> color, int key, std::shared_ptr<Work> work,
 
 void Group::post(int peer, std::string payload, std::shared_ptr<Work> work) {
   if (shut()) return refuse(work);
+  if (failure_ && peer == rank_) {  // a thread that waits for letters can still be told to end
+    letters_->put({rank_, std::move(payload)});
+    return work->finish();
+  }
   if (failure_) return work->finish(failure_);
   wake();
   try {

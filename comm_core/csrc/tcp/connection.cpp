@@ -17,6 +17,8 @@ constexpr std::size_t kBatch = 16;                        // messages in one cal
 constexpr std::int64_t kReadAtOnce = 1 << 20;             // others have their turn after so many bytes
 constexpr std::int64_t kLongest = std::int64_t{1} << 40;  // of no message that anybody means
 constexpr std::size_t kScrap = 64 * 1024;
+constexpr std::chrono::duration<double> kPause{200e-6}, kLull{5e-3};  // a lull says nothing of how fast data comes
+constexpr std::int64_t kMostAtOnce = 512 * 1024;
 
 /// Where bytes go that nobody wants.
 std::byte* scrap() {
@@ -37,7 +39,6 @@ void Connection::send(Outgoing message, Turn turn) {
     urgent_.push_back(std::move(message));
     return;
   }
-  waiting_bytes_ += message.frame.bytes;
   const Lane lane = lane_of(message.frame);
   auto& queue = lanes_[lane];
   if (queue.empty()) turns_.push_back(lane);
@@ -57,7 +58,6 @@ bool Connection::fill() {
     const auto found = lanes_.find(lane);
     batch_.push_back(std::move(found->second.front()));
     found->second.pop_front();
-    waiting_bytes_ -= batch_.back().frame.bytes;
     if (found->second.empty()) {
       lanes_.erase(found);
     } else {
@@ -79,9 +79,9 @@ bool Connection::flush() {
       pieces[count++] = piece(static_cast<const std::byte*>(data) + gone, bytes - gone);
       total += bytes - gone;
     };
-    std::int64_t following = waiting_bytes_;
+    std::int64_t following = 0;
     for (auto at = batch_.rbegin(); at != batch_.rend(); ++at) {
-      if (at + 1 == batch_.rend() && done_ > 0) break;  // it has told what it told
+      if (at + 1 == batch_.rend() && done_ > 0) break;  // its frame has gone
       at->frame.following = following;
       following += at->frame.bytes;
     }
@@ -147,12 +147,13 @@ bool Connection::read() {
     if (got < 0) {
       if (errno == EINTR) continue;
       if (errno == EAGAIN) {
-        readable_ = false;
+        sleep_until_worthwhile();
         return true;
       }
       throw TransportError(error_text(errno));
     }
     budget -= got;
+    note_arrival(got);
     const auto landed = std::min<std::int64_t>(got, left_);
     left_ -= landed;
     if (target_) target_ += landed;
@@ -164,11 +165,32 @@ bool Connection::read() {
     parse();
     // The kernel tells of what comes later; of an end that has come it has told.
     if (static_cast<std::size_t>(got) < wanted && !ended_) {
-      readable_ = false;
+      sleep_until_worthwhile();
       return true;
     }
   }
   return true;
+}
+
+void Connection::note_arrival(std::int64_t bytes) {
+  const auto now = std::chrono::steady_clock::now();
+  const std::chrono::duration<double> passed = now - last_arrival_;
+  last_arrival_ = now;
+  if (passed > kLull) return;
+  constexpr double kShare = 0.125;  // of what is new in the mean
+  bytes_per_second_ += kShare * (static_cast<double>(bytes) / std::max(passed.count(), 1e-6) - bytes_per_second_);
+}
+
+void Connection::sleep_until_worthwhile() {
+  readable_ = false;
+  // See [Note: wakeups]. More than the sender is sure to send would be waited for in vain.
+  const auto sure = open_ ? left_ + frame_.following : frame_.following;
+  const auto streaming = static_cast<std::int64_t>(bytes_per_second_ * kPause.count());
+  const auto wanted = std::max({std::int64_t{1}, open_ ? left_ : 0, std::min(sure, streaming)});
+  const auto low_water = static_cast<int>(std::min(wanted, kMostAtOnce));
+  if (low_water == low_water_) return;
+  low_water_ = low_water;
+  setsockopt(fd(), SOL_SOCKET, SO_RCVLOWAT, &low_water, sizeof low_water);
 }
 
 void Connection::parse() {
@@ -203,19 +225,12 @@ void Connection::begin_message(const Frame& frame) {
 
 void Connection::drop(const Strand& strand, std::vector<Transfer>& dropped) {
   const auto is_dropped = [&](const Outgoing& message) { return message.transfer.strand == &strand; };
-  const auto take_out = [&](std::deque<Outgoing>& queue, std::size_t first) {
-    for (std::size_t i = first; i < queue.size(); ++i) {
-      if (is_dropped(queue[i])) dropped.push_back(queue[i].transfer);
-    }
-    const auto begin = queue.begin() + static_cast<std::ptrdiff_t>(std::min(first, queue.size()));
-    queue.erase(std::remove_if(begin, queue.end(), is_dropped), queue.end());
-  };
-  take_out(batch_, done_ > 0 ? 1 : 0);  // of what has begun to leave the rest has to follow
+  // The batch stays: the peer has been told that it comes.
   for (auto& [lane, queue] : lanes_) {
     for (const auto& message : queue) {
-      if (is_dropped(message)) waiting_bytes_ -= message.frame.bytes;
+      if (is_dropped(message)) dropped.push_back(message.transfer);
     }
-    take_out(queue, 0);
+    std::erase_if(queue, is_dropped);
   }
   std::erase_if(lanes_, [](const auto& entry) { return entry.second.empty(); });
   std::erase_if(turns_, [this](Lane lane) { return !lanes_.contains(lane); });
@@ -231,7 +246,6 @@ std::vector<Outgoing> Connection::drop_all() {
   }
   lanes_.clear();
   turns_.clear();
-  waiting_bytes_ = 0;
   done_ = 0;
   return all;
 }

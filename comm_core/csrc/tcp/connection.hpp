@@ -2,6 +2,7 @@
 #pragma once
 
 #include <array>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
@@ -45,6 +46,10 @@ class Receiver {
   virtual void hear(Connection& connection, News news) = 0;
 };
 
+/// [Note: wakeups] Nobody can use a part of a message, so the kernel is asked to wake this thread only once the rest of
+/// it is there (SO_RCVLOWAT); and where data comes fast, once as much has come as takes kPause, of what the sender has
+/// said will follow without waiting for anything. On two busy cores that halves the time that 25 MB take at 10 Gbit/s.
+///
 /// Messages of a strand keep their order. Those of several take turns, so that a long one holds nobody up; what is
 /// urgent goes before all of them.
 class Connection {
@@ -92,6 +97,8 @@ class Connection {
   void pass(std::size_t bytes);
   void parse();
   void begin_message(const Frame& frame);
+  void note_arrival(std::int64_t bytes);
+  void sleep_until_worthwhile();
 
   const int peer_;
   Socket socket_;
@@ -102,7 +109,6 @@ class Connection {
   std::size_t done_ = 0;
   std::unordered_map<Lane, std::deque<Outgoing>> lanes_;
   std::deque<Lane> turns_;  // those that are not empty
-  std::int64_t waiting_bytes_ = 0;
   bool blocked_ = false;
 
   // Receiving: a frame, then `left_` bytes to `target_`.
@@ -113,6 +119,9 @@ class Connection {
   std::int64_t left_ = 0;
   std::array<std::byte, kStage> stage_;  // frames that have arrived, and what came with them
   std::size_t staged_ = 0;
+  std::chrono::steady_clock::time_point last_arrival_{};
+  double bytes_per_second_ = 0;  // while data streams
+  int low_water_ = 1;
 };
 
 }  // namespace comm_core

@@ -6,11 +6,14 @@
 namespace comm_core {
 
 enum class FrameKind : std::uint8_t {
-  kMessage,  ///< of a strand
-  kTaken,    ///< the oldest message of a strand that was to be acknowledged has met its receive
-  kLetter,   ///< for the mailbox
-  kFailed,   ///< the group has failed on this rank; the bytes say why
-  kClosed,   ///< this rank has closed the group
+  kMessage,   ///< of a strand
+  kLent,      ///< the same; the bytes are a Loan, for a peer that reads this process's memory
+  kReturned,  ///< the memory of a loan has been read; `group` is its number
+  kReads,     ///< this rank can read the peer's memory
+  kTaken,     ///< the oldest message of a strand that was to be acknowledged has met its receive
+  kLetter,    ///< for the mailbox
+  kFailed,    ///< the group has failed on this rank; the bytes say why
+  kClosed,    ///< this rank has closed the group
 };
 
 /// Of which strand a message is: the collectives', or that of the messages with a tag.
@@ -28,5 +31,12 @@ struct Frame {
   std::int64_t following = 0;  ///< bytes that the sender has ready to send behind these
 };
 static_assert(sizeof(Frame) == 32);
+
+/// Where the bytes of a message lie that the peer copies itself.
+struct Loan {
+  std::uint64_t address = 0;
+  std::int64_t bytes = 0;
+  std::uint64_t number = 0;
+};
 
 }  // namespace comm_core

@@ -88,7 +88,11 @@ GroupId id_of(GroupId parent, std::uint64_t split, int color) {
 
 std::shared_ptr<TcpGroup> TcpGroup::make(Groups& groups, std::shared_ptr<World> world, GroupId id,
                                          std::vector<int> members, const Settings& settings) {
-  auto group = std::make_shared<TcpGroup>(groups, std::move(world), id, std::move(members), settings);
+  Settings own = settings;
+  // What one rank copies from another's memory needs no packets, and fewer pieces cost less.
+  constexpr std::int64_t kBesideEachOther = 256 * 1024;
+  if (!own.segment_is_given && world->is_one_machine(members)) own.segment_bytes = kBesideEachOther;
+  auto group = std::make_shared<TcpGroup>(groups, std::move(world), id, std::move(members), own);
   groups.add(group);
   group->world().open(id, *group);
   return group;
@@ -158,7 +162,8 @@ Item TcpGroup::split_item(std::optional<int> color, int key, HandOver hand_over)
     }
     std::ranges::stable_sort(ranks, {}, [&](int peer) { return choices->all[static_cast<std::size_t>(peer)].key; });
     for (int& peer : ranks) peer = members_[static_cast<std::size_t>(peer)];
-    hand_over(make(groups(), world_, id_of(id_, number, static_cast<int>(chosen)), std::move(ranks), settings()));
+    hand_over(
+        make(groups(), world_, id_of(id_, number, static_cast<int>(chosen)), std::move(ranks), comm_core::settings()));
   };
   return {split_signature(), gather, nullptr, choices, divide};
 }

@@ -22,7 +22,11 @@ struct Hello {
   std::array<char, 8> magic{'c', 'o', 'm', 'm', '_', 't', 'c', '1'};
   Secret secret{};
   std::int64_t rank = 0;
+  Residence residence{};
 };
+
+/// Kept until the process ends: peers look at it whenever they come to it.
+const void* kept(const Secret& secret) { return new Secret(secret); }
 
 bool same(const Secret& a, const Secret& b) {
   auto difference = std::byte{0};  // all of it is looked at: how long that takes tells nothing
@@ -44,11 +48,11 @@ struct Candidate {
 class Meeting {
  public:
   Meeting(const Socket& listener, int rank, std::vector<Endpoint> endpoints, const Secret& secret)
-      : listener_(listener), secret_(secret) {
+      : listener_(listener), secret_(secret), here_(residence(kept(secret))) {
     mesh_.rank = rank;
-    mesh_.endpoints = std::move(endpoints);
-    mesh_.sockets.resize(mesh_.endpoints.size());
-    missing_ = static_cast<int>(mesh_.endpoints.size()) - 1;
+    for (auto& endpoint : endpoints) mesh_.peers.push_back({std::move(endpoint), Socket()});
+    mesh_.peers[static_cast<std::size_t>(rank)].beside = true;
+    missing_ = size() - 1;
   }
 
   Mesh run(std::chrono::duration<double> timeout, const std::function<void()>& interrupted) {
@@ -77,7 +81,8 @@ class Meeting {
   }
 
  private:
-  const Endpoint& endpoint(int peer) const { return mesh_.endpoints[static_cast<std::size_t>(peer)]; }
+  int size() const { return static_cast<int>(mesh_.peers.size()); }
+  const Endpoint& endpoint(int peer) const { return mesh_.peers[static_cast<std::size_t>(peer)].endpoint; }
   std::string name(int peer) const {
     return "rank " + std::to_string(peer) + " at " + endpoint(peer).host + " port " +
            std::to_string(endpoint(peer).port);
@@ -85,8 +90,8 @@ class Meeting {
 
   std::string absent() const {
     std::string text;
-    for (int peer = 0; peer < static_cast<int>(mesh_.endpoints.size()); ++peer) {
-      if (peer == mesh_.rank || mesh_.sockets[static_cast<std::size_t>(peer)]) continue;
+    for (int peer = 0; peer < size(); ++peer) {
+      if (peer == mesh_.rank || mesh_.peers[static_cast<std::size_t>(peer)].socket) continue;
       text += (text.empty() ? "" : ", ") + name(peer);
     }
     return text;
@@ -132,6 +137,7 @@ class Meeting {
     Hello own;
     own.secret = secret_;
     own.rank = mesh_.rank;
+    own.residence = here_;
     // The first bytes of a connection always fit into the kernel's buffer.
     if (::send(candidate.socket.fd(), &own, sizeof own, MSG_NOSIGNAL) != sizeof own) {
       throw TransportError("a new connection takes no bytes: " + error_text(errno));
@@ -140,15 +146,20 @@ class Meeting {
 
   void meet(Candidate& candidate) {
     const Hello& heard = candidate.heard;
-    const auto size = static_cast<std::int64_t>(mesh_.endpoints.size());
     const bool is_rank =
         heard.magic == Hello{}.magic && same(heard.secret, secret_) &&
-        (candidate.accepted ? mesh_.rank < heard.rank && heard.rank < size : heard.rank == candidate.peer);
+        (candidate.accepted ? mesh_.rank < heard.rank && heard.rank < size() : heard.rank == candidate.peer);
     if (!is_rank) return leave(candidate, "another program answers there");
-    auto& place = mesh_.sockets[static_cast<std::size_t>(heard.rank)];
-    if (place) return leave(candidate, "it connected twice");
+    Peer& peer = mesh_.peers[static_cast<std::size_t>(heard.rank)];
+    if (peer.socket) return leave(candidate, "it connected twice");
     if (candidate.accepted) introduce(candidate);
-    place = std::move(candidate.socket);
+    peer.socket = std::move(candidate.socket);
+    peer.beside = same_machine(here_, heard.residence);
+    Secret sample{};
+    if (peer.beside && read_memory(heard.residence.pid, heard.residence.sample, sample.data(), sample.size()) &&
+        same(sample, secret_)) {
+      peer.readable = heard.residence.pid;
+    }
     candidate.state = Candidate::State::kOver;
     --missing_;
   }
@@ -161,6 +172,7 @@ class Meeting {
 
   const Socket& listener_;
   const Secret secret_;
+  const Residence here_;
   Mesh mesh_;
   std::vector<Candidate> candidates_;
   int missing_ = 0;
@@ -172,8 +184,8 @@ Mesh connect_mesh(const Socket& listener, int rank, std::vector<Endpoint> endpoi
                   std::chrono::duration<double> timeout, std::optional<std::chrono::milliseconds> silence,
                   const std::function<void()>& interrupted) {
   Mesh mesh = Meeting(listener, rank, std::move(endpoints), secret).run(timeout, interrupted);
-  for (const auto& socket : mesh.sockets) {
-    if (socket) prepare(socket, silence);
+  for (const auto& peer : mesh.peers) {
+    if (peer.socket) prepare(peer.socket, silence);
   }
   return mesh;
 }

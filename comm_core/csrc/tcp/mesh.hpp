@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "neighbour.hpp"
 #include "socket.hpp"
 
 namespace comm_core {
@@ -22,10 +23,17 @@ struct Endpoint {
   int port = 0;
 };
 
+/// What a rank knows of another one, or of itself.
+struct Peer {
+  Endpoint endpoint;
+  Socket socket;              ///< none for this rank
+  bool beside = false;        ///< on the same machine
+  std::int64_t readable = 0;  ///< the number of the process, whose memory may be read; 0: it may not
+};
+
 struct Mesh {
   int rank = 0;
-  std::vector<Endpoint> endpoints;  ///< of all ranks
-  std::vector<Socket> sockets;      ///< by rank; none for this one
+  std::vector<Peer> peers;  ///< by rank
 };
 
 /// A rank connects to those before it, and is connected to by those behind. Both sides show the `secret`; whoever shows

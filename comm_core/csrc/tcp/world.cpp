@@ -10,21 +10,25 @@ namespace comm_core {
 namespace {
 
 /// How long the end of a job waits for peers to read what was sent last, and to come to their own ends.
-constexpr std::chrono::seconds kLinger{5};
+constexpr std::chrono::seconds kLinger{2};
+
+/// A message that is copied by its receiver costs two more system calls and a small message back.
+constexpr std::int64_t kWorthLending = 16 * 1024;
 
 const char* const kEnded = "its connection has ended";
 
 }  // namespace
 
-World::World(Mesh mesh)
-    : rank_(mesh.rank),
-      endpoints_(std::move(mesh.endpoints)),
-      connections_(endpoints_.size()),
-      arriving_(endpoints_.size()) {
+World::World(Mesh mesh) : rank_(mesh.rank), connections_(mesh.peers.size()), arriving_(mesh.peers.size()) {
+  for (auto& peer : mesh.peers) {
+    const auto rank = static_cast<int>(neighbours_.size());
+    neighbours_.push_back({peer.beside, peer.readable, false});
+    if (!peer.socket) continue;
+    auto& made = connections_[static_cast<std::size_t>(rank)];
+    made = std::make_unique<Connection>(rank, std::move(peer.socket), *this);
+  }
   for (int peer = 0; peer < size(); ++peer) {
-    auto& socket = mesh.sockets[static_cast<std::size_t>(peer)];
-    if (socket)
-      connections_[static_cast<std::size_t>(peer)] = std::make_unique<Connection>(peer, std::move(socket), *this);
+    if (neighbours_[static_cast<std::size_t>(peer)].readable != 0) tell(0, FrameKind::kReads, peer);
   }
 }
 
@@ -94,9 +98,52 @@ void World::send(GroupId id, Stream stream, const Transfer& transfer, int peer, 
     Inbox& box = inbox(id);
     if (const auto gone = box.gone.find(peer); gone != box.gone.end()) return fail_later(transfer, gone->second);
     box.channels[{peer, stream}].untaken.push_back(transfer);
+  }
+  if (neighbours_[static_cast<std::size_t>(peer)].reads && transfer.bytes >= kWorthLending && connection(peer)) {
+    lend(peer, message);
+  } else if (mode == SendMode::kMatched) {
     message.transfer.schedule = nullptr;  // reported when it was taken
   }
   send(peer, std::move(message));
+}
+
+/// [Note: loans] On one machine the receiver copies a message from the sender's memory (process_vm_readv): once,
+/// instead of into the kernel and out of it. Until it says that it has done so, the memory stays, whatever becomes of
+/// the operation: else a peer that has not heard of a failure yet would read what is there by then.
+void World::lend(int peer, Outgoing& message) {
+  const Loan loan{reinterpret_cast<std::uint64_t>(message.data), message.frame.bytes, ++num_loans_};
+  lent_.emplace(loan.number, Lent{message.transfer, peer, !message.frame.acknowledge});
+  message.frame.kind = FrameKind::kLent;
+  message.frame.bytes = sizeof loan;
+  message.data = nullptr;
+  message.owned.assign(reinterpret_cast<const char*>(&loan), sizeof loan);
+  message.transfer = {};
+}
+
+void World::copy(int peer, const Frame& frame, const Loan& loan) {
+  Frame message = frame;
+  message.kind = FrameKind::kMessage;
+  message.bytes = loan.bytes;
+  std::byte* const target = begin(peer, message);
+  const auto pid = neighbours_[static_cast<std::size_t>(peer)].readable;
+  if (target && !read_memory(pid, loan.address, target, static_cast<std::size_t>(loan.bytes))) {
+    throw TransportError("its memory cannot be read any more");
+  }
+  Outgoing answer;
+  answer.frame = {loan.number, 0, 0, kCollectives, FrameKind::kReturned, false, 0};
+  send(peer, std::move(answer), Connection::Turn::kUrgent);
+  end(peer, message);
+}
+
+void World::take_back(std::uint64_t number) {
+  const auto node = lent_.extract(number);
+  if (!node) return;
+  const Lent& lent = node.mapped();
+  if (lent.reported) lent.transfer.strand->complete(lent.transfer, {});
+}
+
+bool World::is_one_machine(const std::vector<int>& ranks) const {
+  return std::ranges::all_of(ranks, [this](int rank) { return neighbours_[static_cast<std::size_t>(rank)].beside; });
 }
 
 void World::complete_later(const Transfer& transfer, Outcome outcome) {
@@ -153,7 +200,7 @@ void World::tell(GroupId id, FrameKind kind, int peer, std::string bytes, std::f
 }
 
 void World::drop(GroupId id, Strand& strand) {
-  std::vector<Transfer> dropped;
+  std::vector<Transfer> dropped, untaken;
   const auto is_its = [&](const Transfer& transfer) { return transfer.strand == &strand; };
   for (auto& [key, channel] : inbox(id).channels) {
     std::erase_if(channel.posted, [&](const Channel::Receive& receive) {
@@ -161,12 +208,22 @@ void World::drop(GroupId id, Strand& strand) {
       dropped.push_back(receive.transfer);
       return true;
     });
-    std::erase_if(channel.untaken, [&](const Transfer& transfer) {
-      if (!is_its(transfer)) return false;
-      dropped.push_back(transfer);
-      return true;
-    });
+    for (const auto& transfer : channel.untaken) {
+      if (is_its(transfer)) untaken.push_back(transfer);
+    }
+    std::erase_if(channel.untaken, is_its);
   }
+  for (auto& [number, lent] : lent_) {  // see [Note: loans]
+    if (lent.reported || !is_its(lent.transfer)) continue;
+    const auto same = [&](const Transfer& t) {
+      return t.schedule == lent.transfer.schedule && t.ticket == lent.transfer.ticket && t.peer == lent.transfer.peer;
+    };
+    const auto found = std::ranges::find_if(untaken, same);
+    if (found == untaken.end()) continue;  // it was taken, and reported
+    untaken.erase(found);
+    lent.reported = true;
+  }
+  dropped.insert(dropped.end(), untaken.begin(), untaken.end());
   std::erase_if(met_, [&](const auto& entry) {
     if (!is_its(entry.first)) return false;
     dropped.push_back(entry.first);
@@ -262,75 +319,87 @@ void World::sent(const Transfer& transfer) {
 std::byte* World::begin(int peer, const Frame& frame) {
   Arriving& at = arriving(peer);
   at = Arriving();
-  Inbox& box = inbox(frame.group);
-  at.inbox = &box;
   const auto bytes = static_cast<std::size_t>(frame.bytes);
   switch (frame.kind) {
-    case FrameKind::kMessage: {
-      if (box.closed || (box.group && box.group->has_failed())) return nullptr;
-      Channel& channel = box.channels[{peer, frame.stream}];
-      at.channel = &channel;
-      // Strands look at signatures and sizes when the message is there. What does not fit goes nowhere near the memory.
-      if (channel.early.empty() && !channel.posted.empty() && channel.posted.front().transfer.bytes == frame.bytes) {
-        at.kind = Arriving::Kind::kPosted;
-        at.receive = channel.posted.front();
-        channel.posted.pop_front();
-        return at.receive.data;
-      }
-      at.kind = Arriving::Kind::kEarly;
-      at.bytes = std::make_unique_for_overwrite<std::byte[]>(bytes);
-      return at.bytes.get();
-    }
+    case FrameKind::kLent:
+      if (bytes != sizeof(Loan)) throw TransportError("what arrives is no loan");
+      at.kind = Arriving::Kind::kLoan;
+      return reinterpret_cast<std::byte*>(&at.loan);
     case FrameKind::kLetter:
     case FrameKind::kFailed:
       at.kind = Arriving::Kind::kText;
       at.text.resize(bytes);
       return reinterpret_cast<std::byte*>(at.text.data());
+    case FrameKind::kReturned:
+    case FrameKind::kReads:
     case FrameKind::kTaken:
     case FrameKind::kClosed:
+      return nullptr;
+    case FrameKind::kMessage:
       break;
   }
-  return nullptr;
+  Inbox& box = inbox(frame.group);
+  at.inbox = &box;
+  if (box.closed || (box.group && box.group->has_failed())) return nullptr;
+  Channel& channel = box.channels[{peer, frame.stream}];
+  at.channel = &channel;
+  // Strands look at signatures and sizes when the message is there. What does not fit goes nowhere near the memory.
+  if (channel.early.empty() && !channel.posted.empty() && channel.posted.front().transfer.bytes == frame.bytes) {
+    at.kind = Arriving::Kind::kPosted;
+    at.receive = channel.posted.front();
+    channel.posted.pop_front();
+    return at.receive.data;
+  }
+  at.kind = Arriving::Kind::kEarly;
+  at.bytes = std::make_unique_for_overwrite<std::byte[]>(bytes);
+  return at.bytes.get();
 }
 
 void World::end(int peer, const Frame& frame) {
   Arriving at = std::exchange(arriving(peer), Arriving());
-  Inbox& box = inbox(frame.group);
-  TcpGroup* const group = box.group;
-  if (group) group->wake();
   switch (frame.kind) {
+    case FrameKind::kLent:
+      return copy(peer, frame, at.loan);
+    case FrameKind::kReturned:
+      return take_back(frame.group);
+    case FrameKind::kReads:
+      neighbours_[static_cast<std::size_t>(peer)].reads = true;
+      return;
     case FrameKind::kMessage:
       if (at.kind == Arriving::Kind::kPosted) {
         acknowledge(peer, frame);
         at.receive.transfer.strand->complete(at.receive.transfer,
                                              {nullptr, std::nullopt, frame.signature, frame.bytes});
-      } else if (at.kind == Arriving::Kind::kEarly && at.channel) {
+      } else if (at.kind == Arriving::Kind::kEarly) {
         at.channel->early.push_back({frame, std::move(at.bytes)});
         meet(peer, *at.channel);
       }
       return;
-    case FrameKind::kTaken: {
-      const auto found = box.channels.find({peer, frame.stream});
-      if (found == box.channels.end() || found->second.untaken.empty()) return;  // the group has failed here
-      const Transfer transfer = found->second.untaken.front();
-      found->second.untaken.pop_front();
-      transfer.strand->complete(transfer, {});
-      return;
-    }
+    case FrameKind::kTaken:
     case FrameKind::kLetter:
-      if (group) {
-        group->take_letter(peer, std::move(at.text));
-      } else if (!box.closed) {
-        box.letters.emplace_back(peer, std::move(at.text));
-      }
-      return;
     case FrameKind::kFailed:
-      return leaves(box, peer, at.text.empty() ? "it has failed" : at.text);
     case FrameKind::kClosed:
-      box.closed_by.insert(peer);
-      if (frame.acknowledge) leaves(box, peer, "");
-      if (box.forgotten()) inboxes_.erase(frame.group);
-      return;
+      break;
+  }
+  Inbox& box = inbox(frame.group);
+  if (frame.kind == FrameKind::kTaken) {
+    const auto found = box.channels.find({peer, frame.stream});
+    if (found == box.channels.end() || found->second.untaken.empty()) return;  // the group has failed here
+    const Transfer transfer = found->second.untaken.front();
+    found->second.untaken.pop_front();
+    transfer.strand->complete(transfer, {});
+  } else if (frame.kind == FrameKind::kLetter) {
+    if (box.group) {
+      box.group->take_letter(peer, std::move(at.text));
+    } else if (!box.closed) {
+      box.letters.emplace_back(peer, std::move(at.text));
+    }
+  } else if (frame.kind == FrameKind::kFailed) {
+    leaves(box, peer, at.text.empty() ? "it has failed" : at.text);
+  } else {
+    box.closed_by.insert(peer);
+    if (frame.acknowledge) leaves(box, peer, "");
+    if (box.forgotten()) inboxes_.erase(frame.group);
   }
 }
 
@@ -355,6 +424,11 @@ void World::lose(Connection& connection, const std::string& why) {
     if (message.gone) message.gone();
     if (message.transfer.strand && message.transfer.schedule) fail_later(message.transfer, why);
   }
+  std::erase_if(lent_, [&](const auto& entry) {
+    const Lent& lent = entry.second;
+    if (lent.peer == peer && lent.reported) fail_later(lent.transfer, why);
+    return lent.peer == peer;
+  });
   std::vector<TcpGroup*> groups;
   for (const auto& [id, box] : inboxes_) {
     if (box->group && box->group->has(peer) && !box->closed_by.contains(peer)) groups.push_back(box->group);

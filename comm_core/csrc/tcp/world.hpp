@@ -61,7 +61,7 @@ class World final : public Receiver {
   ~World() override;
 
   int rank() const noexcept { return rank_; }
-  int size() const noexcept { return static_cast<int>(endpoints_.size()); }
+  int size() const noexcept { return static_cast<int>(neighbours_.size()); }
   const std::vector<std::unique_ptr<Connection>>& connections() const noexcept { return connections_; }
 
   /// From here on messages for it come in.
@@ -73,6 +73,8 @@ class World final : public Receiver {
   void send(GroupId id, Stream stream, const Transfer& transfer, int peer, const std::byte* data, SendMode mode,
             int signature);
   void receive(GroupId id, Stream stream, const Transfer& transfer, int peer, std::byte* data);
+  /// All of these ranks are processes of one machine. The same on each of them.
+  bool is_one_machine(const std::vector<int>& ranks) const;
   /// Gives up what the strand has posted; each is dropped now, but for what is on its way, which is reported later.
   void drop(GroupId id, Strand& strand);
   /// A message for a group that is no strand's.
@@ -96,19 +98,34 @@ class World final : public Receiver {
  private:
   /// What arrives from a peer just now.
   struct Arriving {
-    enum class Kind { kUnwanted, kPosted, kEarly, kText };
+    enum class Kind { kUnwanted, kPosted, kEarly, kText, kLoan };
     Kind kind = Kind::kUnwanted;
     const Inbox* inbox = nullptr;
     Channel* channel = nullptr;
     Channel::Receive receive{};
     std::unique_ptr<std::byte[]> bytes;
     std::string text;
+    Loan loan;
+  };
+  struct Neighbour {
+    bool beside;            // on the same machine
+    std::int64_t readable;  // its number, where this rank can read its memory, or 0
+    bool reads;             // it can read this rank's
+  };
+  /// A send whose memory a peer reads.
+  struct Lent {
+    Transfer transfer;
+    int peer;
+    bool reported;  // when it is returned; else when it is taken
   };
   Inbox& inbox(GroupId id);
   Arriving& arriving(int peer) { return arriving_[static_cast<std::size_t>(peer)]; }
   Connection* connection(int peer) { return connections_[static_cast<std::size_t>(peer)].get(); }
   void send(int peer, Outgoing message, Connection::Turn turn = Connection::Turn::kInOrder);
   void acknowledge(int peer, const Frame& frame);
+  void lend(int peer, Outgoing& message);
+  void copy(int peer, const Frame& frame, const Loan& loan);
+  void take_back(std::uint64_t number);
   void meet(int peer, Channel& channel);
   void complete_later(const Transfer& transfer, Outcome outcome);
   void fail_later(const Transfer& transfer, const std::string& why);
@@ -118,12 +135,14 @@ class World final : public Receiver {
   void let_go(Connection& connection);
 
   const int rank_;
-  const std::vector<Endpoint> endpoints_;
+  std::vector<Neighbour> neighbours_;                     // by rank
   std::vector<std::unique_ptr<Connection>> connections_;  // by rank; null for this one, and where it has ended
   std::vector<Arriving> arriving_;
   std::unordered_map<GroupId, std::unique_ptr<Inbox>> inboxes_;
   std::deque<std::pair<Transfer, Outcome>> met_;
   std::deque<Outgoing> to_itself_;
+  std::unordered_map<std::uint64_t, Lent> lent_;  // by number
+  std::uint64_t num_loans_ = 0;
   std::vector<int> to_flush_, to_read_;  // peers
   std::vector<std::unique_ptr<Connection>> ended_;
   int num_open_ = 0;

@@ -10,6 +10,7 @@ struct Settings {
   /// COMM_CORE_SEGMENT_BYTES: large transfers travel in messages of this size. The default stays below the 64 KB
   /// eager limit of Open MPI's TCP transport: above it every message waits for a clear-to-send.
   std::int64_t segment_bytes = 60 * 1024;
+  bool segment_is_given = false;
   /// COMM_CORE_WINDOW: messages in flight between two ranks. Unless it is given, more where a message takes long.
   std::int64_t window = 12;
   bool window_is_given = false;

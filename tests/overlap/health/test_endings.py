@@ -107,12 +107,17 @@ train(1000000)
 WAITS = "while not os.path.exists('stop'):\n    time.sleep(0.02)\n"
 CONNECTS = f"""{HERE}{WAITS}
 dear.DistributedOptimizer(torch.optim.SGD(model[0].parameters(), 0.1), model[0])
+dear.shutdown()
+print("the end", flush=True)
 """
 LEAVES = f"""
 if dear.rank() == 0:
-    optimizer.state_dict()  # so there are connections for letters
+    optimizer.state_dict()
 {HERE}{WAITS}
+if dear.rank() == 1:
+    optimizer.state_dict()
 dear.shutdown()
+print("the end", flush=True)
 """
 BY_RELAY = """
 Path("store-" + os.environ["RANK"]).write_text(f"{os.environ['MASTER_ADDR']} {os.environ['MASTER_PORT']}")
@@ -182,29 +187,16 @@ def _without_store(folder: Path, text: str, network: Network) -> str:
 
 @pytest.mark.real_start
 @pytest.mark.parametrize(
-    ("network", "text", "awaited"),
+    ("network", "text"),
     [
-        pytest.param(Network.DROPS, CONNECTS, "connect 'world", id="drops-connecting"),
-        pytest.param(Network.RESETS, CONNECTS, "connect 'world", id="resets-connecting", marks=pytest.mark.full),
-        pytest.param(Network.DROPS, TRAINS, "all_reduce 'step", id="drops-training", marks=pytest.mark.full),
-        pytest.param(Network.RESETS, TRAINS, "all_reduce 'step", id="resets-training", marks=pytest.mark.full),
-        pytest.param(Network.DROPS, LEAVES, "the others to leave", id="drops-leaving", marks=pytest.mark.full),
+        pytest.param(Network.DROPS, CONNECTS, id="drops-connecting"),
+        pytest.param(Network.RESETS, CONNECTS, id="resets-connecting", marks=pytest.mark.full),
+        pytest.param(Network.RESETS, LEAVES, id="resets-leaving"),
+        pytest.param(Network.DROPS, LEAVES, id="drops-leaving", marks=pytest.mark.full),
     ],
 )
-def test_ranks_end_in_time_where_the_store_is_out_of_reach(
-    network: Network, text: str, awaited: str, tmp_path: Path
-) -> None:
-    """New connections to it are reset, or its answers are lost; torchrun itself is well."""
+def test_a_job_goes_on_where_the_store_is_out_of_reach(network: Network, text: str, tmp_path: Path) -> None:
+    """It has brought the ranks together, and nothing more is asked of it."""
     said = _without_store(tmp_path, text, network)
-    waited = [int(seconds) for seconds in re.findall(rf"has waited (\d+) s for {awaited}", said)]
-    assert waited, said
-    assert max(waited) <= float(LIMITS["DEAR_STALL_ABORT_SECONDS"]) + 10
-
-
-@pytest.mark.real_start
-@pytest.mark.full
-def test_ranks_end_at_once_where_an_open_connection_to_the_store_is_reset(tmp_path: Path) -> None:
-    said = _without_store(tmp_path, LEAVES, Network.RESETS)
-    assert "could not be written to torch.distributed's store, which is out of reach: " in said, said
-    assert "has waited" not in said
-    assert "lost its connection" not in said
+    assert said.count("the end") == 2, said
+    assert "rror" not in said, said

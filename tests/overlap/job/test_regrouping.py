@@ -12,9 +12,11 @@ from comm_core import TransportError
 from overlap.job import regrouping
 from overlap.job.launch import Launch, Launcher, LaunchError
 from overlap.job.regrouping import obstacle
+from overlap.transport.torch.communicator import Wire
 
 AGENTS = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
 WORKER = Launch(Launcher.TORCHRUN, 1, 3, 0, 1, "torchrun (WORLD_SIZE=3)")
+WIRE = Wire()
 
 
 def test_an_agent_for_each_worker_can() -> None:
@@ -63,17 +65,17 @@ def roster(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_a_rank_that_is_lost_while_ranks_connect_makes_them_try_again(roster: Any) -> None:
     """And one that is lost from then on ends what waits for it, before there is a session."""
     roster.changes = lambda: True
-    assert regrouping.connect(WORKER) is roster.comm
+    assert regrouping.connect(WORKER, WIRE) is roster.comm
     assert roster.watched == [roster.comm.abandon]
 
 
 def test_an_error_of_another_kind_is_raised(roster: Any) -> None:
     roster.changes = lambda: False
     with pytest.raises(TransportError, match="refused"):
-        regrouping.connect(WORKER)
+        regrouping.connect(WORKER, WIRE)
 
 
 def test_a_process_has_one_session(roster: Any) -> None:
     roster.ended = True
     with pytest.raises(LaunchError, match=r"init\(\) was called after shutdown\(\)"):
-        regrouping.connect(WORKER)
+        regrouping.connect(WORKER, WIRE)
