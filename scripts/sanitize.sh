@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Build comm_core with a sanitizer and run its tests so: the programs of tests/cpp, tests/comm_core at 2 ranks, processes;
-# with the thread sanitizer, the programs that need no MPI.
+# Build comm_core with a sanitizer and run its tests so: the programs of tests/cpp, tests/comm_core at 2 ranks over MPI and
+# TCP, processes; with the thread sanitizer, the programs that need no MPI.
 #
 #     scripts/sanitize.sh address|undefined|thread [pytest's arguments]
 #
@@ -20,7 +20,7 @@ packages=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("plat
 PATH=$PWD/.venv/bin:$PATH cmake -G Ninja -S comm_core -B "$modules" -DSANITIZE="$kind" -DCOMM_CORE_WERROR=ON \
     -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG=-O1 -DCMAKE_BUILD_RPATH_USE_ORIGIN=ON -DCOMM_CORE_CUDA_KERNELS=OFF \
     -DPython_EXECUTABLE="$PWD/.venv/bin/python" -Dpybind11_DIR="$(.venv/bin/python -m pybind11 --cmakedir)" >/dev/null
-.venv/bin/cmake --build "$modules" --target comm_core _C _mpi
+.venv/bin/cmake --build "$modules" --target comm_core _C _mpi _tcp
 
 # An environment with the packages of .venv, in which comm_core's modules are those just built, in child processes too.
 [ -x "$venv/bin/python" ] || .venv/bin/python -m venv --without-pip "$venv"
@@ -61,5 +61,8 @@ fi
 # A runtime that reports crashes itself takes them from whoever else listens.
 [ "$kind" != address ] || pytest+=(--deselect tests/comm_core_processes/test_thread.py::test_a_crash_of_the_engine_is_reported)
 run "${pytest[@]}" "${programs[@]}" tests/cpp/test_mpi.py tests/comm_core_processes
-DEAR_SPMD_SUITE=spmd run scripts/mpirun -np 2 "${pytest[@]}" -p tests.spmd_plugin tests/comm_core
+for backend in mpi tcp; do
+    export COMM_CORE_TEST_BACKEND=$backend
+    DEAR_SPMD_SUITE=spmd run scripts/mpirun -np 2 "${pytest[@]}" -p tests.spmd_plugin tests/comm_core
+done
 exit $status

@@ -20,6 +20,7 @@ _CAUSES = (  # in the text of an error that says by itself what has happened
     "issue the same operations in the same order",
     "disagree about the order or the sizes of operations",
     "torch.distributed's store, which is out of reach",
+    "has closed the communicator",
 )
 _PATIENCE_SECONDS = 20.0  # of a rank that waits for rank 0 to come as far, which may take that long to import torch
 _previous: Callable[..., object] | None = None
@@ -64,7 +65,9 @@ def explain(
     """A last line below the traceback of a rank that only noticed the loss of another one; else empty (pure)."""
     if not isinstance(error, TransportError) or any(reason in str(error) for reason in _CAUSES):
         return ""
-    found = re.search(r"\(rank \d+ of (\d+)\b.*?\b(?:from|to) rank (\d+)", str(error), re.DOTALL)
+    found = re.search(r"\brank \d+ of (\d+) lost the connection to rank (\d+)", str(error)) or re.search(
+        r"\(rank \d+ of (\d+)\b.*?\b(?:from|to) rank (\d+)", str(error), re.DOTALL
+    )
     whole = found is not None and int(found[1]) == size  # else the numbers are those of a part of the job
     peer = "another rank"
     if found is not None and whole:

@@ -91,6 +91,8 @@ class Strand : public Transport {
   bool settle();
   bool idle() const { return running_ == nullptr && waiting_.empty(); }
   bool drained() const { return idle() && draining_.empty(); }
+  /// The operation under way, in words; empty: none, or a nameless one.
+  std::string running() const { return running_ && running_->item.work ? running_->item.work->describe() : ""; }
   std::int64_t bytes_left() const { return running_ ? running_->schedule->bytes_left() : 0; }
   /// Ends what is under way with `error`, and what has not begun, now or later, with `later`. Memory that the transport
   /// may still touch stays alive.

@@ -123,7 +123,7 @@ void Connection::pass(std::size_t bytes) {
   }
   for (const auto& message : gone) {
     if (message.gone) message.gone();
-    if (message.transfer.strand) receiver_.sent(message.transfer);
+    if (message.transfer.strand && message.reported) receiver_.sent(message.transfer);
   }
 }
 
@@ -223,17 +223,22 @@ void Connection::begin_message(const Frame& frame) {
   target_ = receiver_.begin(peer_, frame);
 }
 
-void Connection::drop(const Strand& strand, std::vector<Transfer>& dropped) {
-  const auto is_dropped = [&](const Outgoing& message) { return message.transfer.strand == &strand; };
-  // The batch stays: the peer has been told that it comes.
+Connection::Dropped Connection::drop(const Strand& strand) {
+  Dropped result;
+  const auto is_its = [&](const Outgoing& message) { return message.transfer.strand == &strand; };
+  // The batch stays, and the memory that it sends: the peer has been told that it comes.
+  for (auto& message : batch_) {
+    if (is_its(message) && !std::exchange(message.reported, true)) result.kept.push_back(message.transfer);
+  }
   for (auto& [lane, queue] : lanes_) {
     for (const auto& message : queue) {
-      if (is_dropped(message)) dropped.push_back(message.transfer);
+      if (is_its(message) && message.reported) result.unsent.push_back(message.transfer);
     }
-    std::erase_if(queue, is_dropped);
+    std::erase_if(queue, is_its);
   }
   std::erase_if(lanes_, [](const auto& entry) { return entry.second.empty(); });
   std::erase_if(turns_, [this](Lane lane) { return !lanes_.contains(lane); });
+  return result;
 }
 
 std::vector<Outgoing> Connection::drop_all() {

@@ -22,6 +22,7 @@ struct Outgoing {
   Frame frame;
   const std::byte* data = nullptr;
   Transfer transfer = {};  ///< of no strand: nobody waits
+  bool reported = true;    ///< to the strand when the bytes were sent; else by other means, later
   std::string owned = {};
   std::function<void()> gone = {};  ///< called when it was sent, or dropped; may be null
 };
@@ -36,7 +37,7 @@ class Receiver {
   virtual std::byte* begin(int peer, const Frame& frame) = 0;
   /// All of its bytes are there.
   virtual void end(int peer, const Frame& frame) = 0;
-  /// The bytes of a message may be overwritten.
+  /// The bytes of a message that is to be reported may be overwritten.
   virtual void sent(const Transfer& transfer) = 0;
 
   /// What the kernel says of a connection.
@@ -83,8 +84,12 @@ class Connection {
   /// What arrives of the present message is thrown away from here on.
   void discard_rest() noexcept { target_ = nullptr; }
 
-  /// Takes out what is not on its way yet of `strand`.
-  void drop(const Strand& strand, std::vector<Transfer>& dropped);
+  /// What a strand had to send, when it is dropped.
+  struct Dropped {
+    std::vector<Transfer> unsent;  ///< taken out
+    std::vector<Transfer> kept;    ///< about to leave, and reported when they have, which they were not to be
+  };
+  Dropped drop(const Strand& strand);
   /// Takes out everything; it is the connection's end.
   std::vector<Outgoing> drop_all();
   /// Nothing is sent any more: the peer reads the end.

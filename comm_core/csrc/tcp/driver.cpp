@@ -18,13 +18,6 @@ namespace {
 
 constexpr int kLook = 20;  // ms, while peers are waited for that may never come
 
-void watch(const Socket& poll, int fd, std::uint32_t events, void* what) {
-  epoll_event event{};
-  event.events = events;
-  event.data.ptr = what;
-  if (epoll_ctl(poll.fd(), EPOLL_CTL_ADD, fd, &event) != 0) throw TransportError("epoll_ctl: " + error_text(errno));
-}
-
 }  // namespace
 
 void TcpDriver::open() {
@@ -41,10 +34,7 @@ void TcpDriver::wake() noexcept {
 }
 
 std::shared_ptr<Group> TcpDriver::connect(Mesh mesh) {
-  const auto world = std::make_shared<World>(std::move(mesh));
-  for (const auto& connection : world->connections()) {
-    if (connection) watch(poll_, connection->fd(), EPOLLIN | EPOLLRDHUP | EPOLLOUT | EPOLLET, connection.get());
-  }
+  const auto world = std::make_shared<World>(std::move(mesh), poll_);
   worlds_.push_back(world);
   std::vector<int> members(static_cast<std::size_t>(world->size()));
   std::iota(members.begin(), members.end(), 0);

@@ -128,8 +128,10 @@ void TcpGroup::take_letter(int world_rank, std::string letter) {
 }
 
 void TcpGroup::lose(int world_rank, const std::string& why) {
-  fail_here(std::make_exception_ptr(TransportError("rank " + std::to_string(rank_of(world_rank)) + " is lost to rank " +
-                                                   std::to_string(rank()) + ": " + why)));
+  const std::string during = collectives().running();
+  fail_here(std::make_exception_ptr(TransportError(
+      (during.empty() ? "" : during + ": ") + "rank " + std::to_string(rank()) + " of " + std::to_string(size()) +
+      " lost the connection to rank " + std::to_string(rank_of(world_rank)) + ": " + why)));
 }
 
 Item TcpGroup::split_item(std::optional<int> color, int key, HandOver hand_over) {

@@ -4,6 +4,7 @@
 #include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
+#include <sys/epoll.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -99,6 +100,15 @@ std::optional<Socket> accept_from(const Socket& listener) {
   if (fd < 0) return std::nullopt;
   return Socket(fd);
 }
+
+void watch(const Socket& poll, int fd, std::uint32_t events, void* what) {
+  epoll_event event{};
+  event.events = events;
+  event.data.ptr = what;
+  if (epoll_ctl(poll.fd(), EPOLL_CTL_ADD, fd, &event) != 0) fail("epoll_ctl", errno);
+}
+
+void unwatch(const Socket& poll, int fd) noexcept { epoll_ctl(poll.fd(), EPOLL_CTL_DEL, fd, nullptr); }
 
 void prepare(const Socket& socket, std::optional<std::chrono::milliseconds> silence) {
   set(socket, IPPROTO_TCP, TCP_NODELAY, 1);

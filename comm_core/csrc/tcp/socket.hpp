@@ -2,6 +2,7 @@
 #pragma once
 
 #include <chrono>
+#include <cstdint>
 #include <optional>
 #include <string>
 #include <utility>
@@ -46,6 +47,10 @@ Socket begin_connect(const std::string& from, const std::string& to, int port);
 int connect_error(const Socket& socket);
 /// The next connection of a listening socket, nonblocking; none: nobody is there.
 std::optional<Socket> accept_from(const Socket& listener);
+
+/// Has `poll`, an epoll instance, tell of `events`, with a pointer to `what`; and of nothing more.
+void watch(const Socket& poll, int fd, std::uint32_t events, void* what);
+void unwatch(const Socket& poll, int fd) noexcept;
 
 /// Small messages leave at once; and where the peer's machine is silent for `silence` while something is to come from
 /// it or has not been acknowledged, the connection ends with ETIMEDOUT.

@@ -1,5 +1,7 @@
 #include "world.hpp"
 
+#include <sys/epoll.h>
+
 #include <algorithm>
 #include <cstring>
 
@@ -15,24 +17,30 @@ constexpr std::chrono::seconds kLinger{2};
 /// A message that is copied by its receiver costs two more system calls and a small message back.
 constexpr std::int64_t kWorthLending = 16 * 1024;
 
-const char* const kEnded = "its connection has ended";
+const char* const kEnded = "it has ended before";
 
 }  // namespace
 
-World::World(Mesh mesh) : rank_(mesh.rank), connections_(mesh.peers.size()), arriving_(mesh.peers.size()) {
+World::World(Mesh mesh, const Socket& poll)
+    : rank_(mesh.rank), poll_(poll), connections_(mesh.peers.size()), arriving_(mesh.peers.size()) {
   for (auto& peer : mesh.peers) {
     const auto rank = static_cast<int>(neighbours_.size());
     neighbours_.push_back({peer.beside, peer.readable, false});
     if (!peer.socket) continue;
     auto& made = connections_[static_cast<std::size_t>(rank)];
     made = std::make_unique<Connection>(rank, std::move(peer.socket), *this);
+    watch(poll_, made->fd(), EPOLLIN | EPOLLRDHUP | EPOLLOUT | EPOLLET, made.get());
   }
   for (int peer = 0; peer < size(); ++peer) {
     if (neighbours_[static_cast<std::size_t>(peer)].readable != 0) tell(0, FrameKind::kReads, peer);
   }
 }
 
-World::~World() = default;
+World::~World() {
+  for (const auto& connection : connections_) {
+    if (connection) unwatch(poll_, connection->fd());
+  }
+}
 
 Inbox& World::inbox(GroupId id) {
   auto& found = inboxes_[id];
@@ -81,7 +89,7 @@ void World::send(int peer, Outgoing message, Connection::Turn turn) {
   Connection* const found = connection(peer);
   if (found == nullptr) {
     if (message.gone) message.gone();
-    if (message.transfer.strand && message.transfer.schedule) fail_later(message.transfer, kEnded);
+    if (message.transfer.strand && message.reported) fail_later(message.transfer, kEnded);
     return;
   }
   if (found->flushed() && !found->blocked()) to_flush_.push_back(peer);
@@ -102,7 +110,7 @@ void World::send(GroupId id, Stream stream, const Transfer& transfer, int peer, 
   if (neighbours_[static_cast<std::size_t>(peer)].reads && transfer.bytes >= kWorthLending && connection(peer)) {
     lend(peer, message);
   } else if (mode == SendMode::kMatched) {
-    message.transfer.schedule = nullptr;  // reported when it was taken
+    message.reported = false;  // when it was taken
   }
   send(peer, std::move(message));
 }
@@ -200,7 +208,7 @@ void World::tell(GroupId id, FrameKind kind, int peer, std::string bytes, std::f
 }
 
 void World::drop(GroupId id, Strand& strand) {
-  std::vector<Transfer> dropped, untaken;
+  std::vector<Transfer> dropped;
   const auto is_its = [&](const Transfer& transfer) { return transfer.strand == &strand; };
   for (auto& [key, channel] : inbox(id).channels) {
     std::erase_if(channel.posted, [&](const Channel::Receive& receive) {
@@ -208,43 +216,42 @@ void World::drop(GroupId id, Strand& strand) {
       dropped.push_back(receive.transfer);
       return true;
     });
-    for (const auto& transfer : channel.untaken) {
-      if (is_its(transfer)) untaken.push_back(transfer);
-    }
+    std::ranges::copy_if(channel.untaken, std::back_inserter(dropped), is_its);
     std::erase_if(channel.untaken, is_its);
   }
-  for (auto& [number, lent] : lent_) {  // see [Note: loans]
-    if (lent.reported || !is_its(lent.transfer)) continue;
-    const auto same = [&](const Transfer& t) {
-      return t.schedule == lent.transfer.schedule && t.ticket == lent.transfer.ticket && t.peer == lent.transfer.peer;
-    };
-    const auto found = std::ranges::find_if(untaken, same);
-    if (found == untaken.end()) continue;  // it was taken, and reported
-    untaken.erase(found);
-    lent.reported = true;
-  }
-  dropped.insert(dropped.end(), untaken.begin(), untaken.end());
   std::erase_if(met_, [&](const auto& entry) {
     if (!is_its(entry.first)) return false;
     dropped.push_back(entry.first);
     return true;
   });
+  std::erase_if(to_itself_, [&](const Outgoing& message) {
+    if (!is_its(message.transfer)) return false;
+    if (message.reported) dropped.push_back(message.transfer);
+    return true;
+  });
+  // Sends whose memory is still needed are reported when it is not.
+  const auto spare = [&](const Transfer& transfer) {
+    const auto found = std::ranges::find_if(dropped, [&](const Transfer& t) {
+      return t.is_send && t.schedule == transfer.schedule && t.ticket == transfer.ticket && t.peer == transfer.peer;
+    });
+    if (found == dropped.end()) return false;  // it was taken, and reported
+    dropped.erase(found);
+    return true;
+  };
+  for (auto& [number, lent] : lent_) {
+    if (!lent.reported && is_its(lent.transfer)) lent.reported = spare(lent.transfer);
+  }
   for (int peer = 0; peer < size(); ++peer) {
     Arriving& at = arriving(peer);
     if (at.kind == Arriving::Kind::kPosted && is_its(at.receive.transfer)) {
       dropped.push_back(at.receive.transfer);
       discard(peer);
     }
-    std::vector<Transfer> unsent;
-    if (connection(peer)) connection(peer)->drop(strand, unsent);
-    // A send that waits until it is taken stands among the untaken.
-    std::ranges::copy_if(unsent, std::back_inserter(dropped), [](const Transfer& t) { return t.schedule != nullptr; });
+    if (!connection(peer)) continue;
+    const auto found = connection(peer)->drop(strand);
+    for (const auto& transfer : found.kept) spare(transfer);
+    dropped.insert(dropped.end(), found.unsent.begin(), found.unsent.end());
   }
-  std::erase_if(to_itself_, [&](const Outgoing& message) {
-    if (!is_its(message.transfer)) return false;
-    if (message.transfer.schedule != nullptr) dropped.push_back(message.transfer);
-    return true;
-  });
   for (const auto& transfer : dropped) strand.dropped(transfer);
 }
 
@@ -256,7 +263,7 @@ bool World::receive() {
     moved = true;
     try {
       if (!found->read()) {
-        lose(*found, "its connection was closed at the other end");
+        lose(*found, "closed at the other end");
       } else if (found->readable()) {
         to_read_.push_back(peer);
       }
@@ -274,7 +281,7 @@ bool World::receive() {
     if (target && bytes > 0) std::memcpy(target, data, bytes);
     end(rank_, message.frame);
     if (message.gone) message.gone();
-    if (message.transfer.strand) sent(message.transfer);
+    if (message.transfer.strand && message.reported) sent(message.transfer);
   }
   while (!met_.empty()) {
     moved = true;
@@ -312,9 +319,7 @@ void World::hear(Connection& connection, News news) {
   connection.has_arrived(news.ended);
 }
 
-void World::sent(const Transfer& transfer) {
-  if (transfer.schedule != nullptr) transfer.strand->complete(transfer, {});
-}
+void World::sent(const Transfer& transfer) { transfer.strand->complete(transfer, {}); }
 
 std::byte* World::begin(int peer, const Frame& frame) {
   Arriving& at = arriving(peer);
@@ -419,10 +424,11 @@ void World::lose(Connection& connection, const std::string& why) {
   if (!place) return;
   const Arriving at = std::exchange(arriving(peer), Arriving());
   if (at.kind == Arriving::Kind::kPosted) fail_later(at.receive.transfer, why);
+  unwatch(poll_, connection.fd());
   ended_.push_back(std::move(place));  // who calls may be inside it
   for (const auto& message : connection.drop_all()) {
     if (message.gone) message.gone();
-    if (message.transfer.strand && message.transfer.schedule) fail_later(message.transfer, why);
+    if (message.transfer.strand && message.reported) fail_later(message.transfer, why);
   }
   std::erase_if(lent_, [&](const auto& entry) {
     const Lent& lent = entry.second;

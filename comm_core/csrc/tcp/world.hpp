@@ -55,14 +55,14 @@ struct Inbox {
 /// Ranks are those of the job everywhere in here. On the engine's thread.
 class World final : public Receiver {
  public:
-  explicit World(Mesh mesh);
+  /// `poll`, an epoll instance, tells of its connections until they end.
+  World(Mesh mesh, const Socket& poll);
   World(const World&) = delete;
   World& operator=(const World&) = delete;
   ~World() override;
 
   int rank() const noexcept { return rank_; }
   int size() const noexcept { return static_cast<int>(neighbours_.size()); }
-  const std::vector<std::unique_ptr<Connection>>& connections() const noexcept { return connections_; }
 
   /// From here on messages for it come in.
   void open(GroupId id, TcpGroup& group);
@@ -135,6 +135,7 @@ class World final : public Receiver {
   void let_go(Connection& connection);
 
   const int rank_;
+  const Socket& poll_;
   std::vector<Neighbour> neighbours_;                     // by rank
   std::vector<std::unique_ptr<Connection>> connections_;  // by rank; null for this one, and where it has ended
   std::vector<Arriving> arriving_;

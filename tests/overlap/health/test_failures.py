@@ -11,6 +11,8 @@ from comm_core import TransportError
 from overlap.health import failures
 
 GONE = "receive failed (rank 0 of 2): no bytes from rank 1"
+LOST = "all_reduce (3 x float32, rank 0 of 2 on world): unfinished: rank 0 of 2 lost the connection to rank 1: reset"
+TOLD = "rank 0 receiving from rank 2, which sends nothing any more: rank 2 of 4 lost the connection to rank 3: reset"
 
 
 @pytest.fixture
@@ -31,6 +33,9 @@ def _raise(error: BaseException) -> None:
     [
         (ValueError(GONE), 2, ""),
         (TransportError(GONE), 2, "rank 0 of 2 lost its connection to rank 1 on b: that rank was killed or failed"),
+        (TransportError(LOST), 2, "rank 0 of 2 lost its connection to rank 1 on b: that rank was killed or failed"),
+        (TransportError(TOLD), 4, "rank 0 of 4 lost its connection to rank 3 on d: that rank was killed or failed"),
+        (TransportError("rank 1 has closed the communicator"), 2, ""),
         (TransportError(GONE), 4, "rank 0 of 4 lost its connection to another rank: that"),  # numbers of a process set
         (
             TransportError(
