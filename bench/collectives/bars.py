@@ -10,7 +10,7 @@ from bench.collectives.rows import Row
 __all__ = ["Verdict", "judge"]
 
 # Time over wire time for reduce_scatter and all_gather of 1 MB and more, by backend and number of hosts.
-WIRE_BARS = {("mpi", 2): 1.08, ("mpi", 4): 1.25, ("gloo", 2): 1.15, ("gloo", 4): 1.35}
+WIRE_BARS = {("mpi", 2): 1.08, ("mpi", 4): 1.25, ("tcp", 2): 1.05, ("tcp", 4): 1.25}
 RINGS = ("reduce_scatter", "all_gather")
 LARGE, WHOLE_WIRE = 256 * 2**10, 2**20
 GLOO_LARGE, GLOO_SMALL, GLOO_CPU = 1.03, 1.5, 1.0

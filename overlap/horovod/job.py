@@ -6,8 +6,6 @@ import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch.distributed
-
 import comm_core
 from comm_core import TransportError
 from overlap.horovod.allreduce import stand_in
@@ -208,13 +206,13 @@ def mpi_threads_supported() -> bool:
 
 
 def gloo_built() -> bool:
-    """Whether torch.distributed has gloo, over which jobs of torchrun communicate."""
-    return torch.distributed.is_available() and torch.distributed.is_gloo_available()
+    """True: jobs communicate over TCP without MPI, which in Horovod is gloo's part."""
+    return True
 
 
 def gloo_enabled() -> bool:
-    """Whether this job communicates over gloo; False before ``init()``."""
-    return is_initialized() and session.current().comm.backend == "gloo"
+    """Whether this job communicates over TCP without MPI, which in Horovod is gloo's part; False before ``init()``."""
+    return is_initialized() and session.current().comm.backend in ("tcp", "gloo")
 
 
 def nccl_built() -> int:

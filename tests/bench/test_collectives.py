@@ -31,7 +31,7 @@ def test_every_bar_can_be_missed() -> None:
         assert [verdict.met for verdict in verdicts].count(False) == 1, figures
     assert all(verdict.met for verdict in judge([_row(to_wire=1.08)], 2, "mpi"))
     assert all(verdict.met for verdict in judge([_row(to_wire=1.25)], 4, "mpi"))
-    assert not all(verdict.met for verdict in judge([_row(to_wire=1.16)], 2, "gloo"))
+    assert not all(verdict.met for verdict in judge([_row(to_wire=1.06)], 2, "tcp"))
 
 
 def test_small_messages_are_only_compared_with_gloo() -> None:
