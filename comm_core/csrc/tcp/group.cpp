@@ -89,9 +89,13 @@ GroupId id_of(GroupId parent, std::uint64_t split, int color) {
 std::shared_ptr<TcpGroup> TcpGroup::make(Groups& groups, std::shared_ptr<World> world, GroupId id,
                                          std::vector<int> members, const Settings& settings) {
   Settings own = settings;
-  // What one rank copies from another's memory needs no packets, and fewer pieces cost less.
-  constexpr std::int64_t kBesideEachOther = 256 * 1024;
-  if (!own.segment_is_given && world->is_one_machine(members)) own.segment_bytes = kBesideEachOther;
+  if (world->is_one_machine(members)) {
+    // What one rank copies from another's memory needs no packets; fewer pieces cost less, and few at a time stay in
+    // caches.
+    constexpr std::int64_t kSegment = 128 * 1024, kWindow = 6;
+    if (!own.segment_is_given) own.segment_bytes = kSegment;
+    if (!own.window_is_given) own.window = kWindow;
+  }
   auto group = std::make_shared<TcpGroup>(groups, std::move(world), id, std::move(members), own);
   groups.add(group);
   group->world().open(id, *group);

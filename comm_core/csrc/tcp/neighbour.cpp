@@ -17,9 +17,10 @@ Residence residence(const void* sample) {
   here.sample = reinterpret_cast<std::uint64_t>(sample);
   std::string boot;
   std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
-  struct stat pids{};  // a number means another process in another namespace
-  if (boot.empty() || stat("/proc/self/ns/pid", &pids) != 0) return here;
-  const std::string name = boot + "/" + std::to_string(pids.st_ino);
+  // A number means another process in another namespace; and with a network of its own it is meant to be a host.
+  struct stat pids{}, net{};
+  if (boot.empty() || stat("/proc/self/ns/pid", &pids) != 0 || stat("/proc/self/ns/net", &net) != 0) return here;
+  const std::string name = boot + "/" + std::to_string(pids.st_ino) + "/" + std::to_string(net.st_ino);
   std::copy_n(name.begin(), std::min(name.size(), here.machine.size()), here.machine.begin());
   return here;
 }

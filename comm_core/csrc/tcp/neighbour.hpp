@@ -9,7 +9,7 @@ namespace comm_core {
 
 /// Where a process is, for others of its machine.
 struct Residence {
-  std::array<char, 64> machine{};  ///< the same for processes that see each other's numbers
+  std::array<char, 80> machine{};  ///< the same for processes that share their numbers and their network
   std::int64_t pid = 0;
   std::uint64_t sample = 0;  ///< the address of bytes by which it is known
 };

@@ -144,6 +144,7 @@ class World final : public Receiver {
   std::deque<Outgoing> to_itself_;
   std::unordered_map<std::uint64_t, Lent> lent_;  // by number
   std::uint64_t num_loans_ = 0;
+  std::int64_t copied_ = 0;              // of loans, since the last flush
   std::vector<int> to_flush_, to_read_;  // peers
   std::vector<std::unique_ptr<Connection>> ended_;
   int num_open_ = 0;
