@@ -59,7 +59,7 @@ def _torch() -> tuple[Finding, Finding, Finding]:
 
     where = Finding(True, f"PyTorch {torch.__version__}", (str(Path(torch.__file__).parent),))
     has_gloo = dist.is_available() and dist.is_gloo_available()
-    gloo = Finding(has_gloo, "torch.distributed with gloo", ("for jobs started by torchrun, without MPI",))
+    gloo = Finding(has_gloo, "torch.distributed with gloo", ("brings the ranks of torchrun together",))
     if torch.version.cuda is None:
         return where, gloo, Finding(False, "CUDA", ("this build of PyTorch is without CUDA",))
     devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
@@ -135,10 +135,11 @@ def report() -> str:
     """The report of all findings, each with a mark for whether it is there."""
     torch_found, gloo, cuda = _torch()
     core, mpi = _comm_core()
+    tcp = Finding(True, "TCP backend of comm_core", ("for jobs started by torchrun, without MPI",))
     python = Finding(True, f"Python {sys.version.split()[0]}", (sys.executable,))
     sections = [
         ("Python", [python, torch_found, core]),
-        ("Launchers and transports", [_mpirun(), mpi, gloo]),
+        ("Launchers and transports", [_mpirun(), mpi, tcp, gloo]),
         ("Accelerators", [cuda, _nccl(), _kernels()]),
     ]
     return render(comm_core.__version__, sections)

@@ -240,7 +240,7 @@ DIFFERENCES = (
     ),
     Difference(
         "built",
-        "they say what is true here: gloo is torch's, and nothing is enabled after shutdown()",
+        "they say what is true here: gloo stands for TCP without MPI, and nothing is enabled after shutdown()",
         (
             Sighting("state/gloo_built", "False", "True"),
             Sighting("after shutdown/mpi_enabled", "True", "False"),

@@ -72,7 +72,7 @@ def test_the_wheel_has_what_is_needed_and_nothing_else(wheel: Path) -> None:
     assert {f"{package}/py.typed" for package in PACKAGES} <= set(names)
     assert {name.split("/")[0] for name in names if "dist-info" not in name} == set(PACKAGES)
     modules = {Path(name).name.split(".")[0] for name in names if name.endswith(".so")}
-    assert modules == {"_C", "_cuda", "_nccl", "libcomm_core"}
+    assert modules == {"_C", "_cuda", "_nccl", "_tcp", "libcomm_core"}
     assert [name for name in names if name.endswith(".sh") or "/bindings/" in name] == []
 
 
