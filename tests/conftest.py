@@ -18,7 +18,7 @@ import pytest
 
 from tests import forkserver
 from tests.skipped import table
-from tests.tiers import FOUR, OVER_MPI, STRATEGY, TWO, Tier, is_beside, is_known, jobs_of, strategies_of
+from tests.tiers import FOUR, OVER_MPI, OVER_TCP, STRATEGY, TWO, Tier, is_beside, is_known, jobs_of, strategies_of
 
 # A missed wait then shows as NaN instead of as an old value.
 os.environ.setdefault("DEAR_POISON", "1")
@@ -155,10 +155,14 @@ def _in_ranks(items: list[pytest.Item]) -> set[pytest.Item]:
     found = set()
     for promise, cases in promises.items():
         item = next(iter(cases.values()))[0]
-        spread = OVER_MPI if os.environ["DEAR_SPMD_SUITE"] == "comm_core" else FOUR if _takes_four(item) else TWO
+        spread = _of_comm_core() if os.environ["DEAR_SPMD_SUITE"] == "comm_core" else FOUR if _takes_four(item) else TWO
         if job in jobs_of(promise, spread) or not is_known(job):
             found |= {case for strategy in strategies_of(promise, list(cases), third=third) for case in cases[strategy]}
     return found
+
+
+def _of_comm_core() -> tuple[str, ...]:
+    return OVER_TCP if os.environ.get("COMM_CORE_TEST_BACKEND") == "tcp" else OVER_MPI
 
 
 def _takes_four(item: pytest.Item) -> bool:

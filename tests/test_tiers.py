@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from tests.tiers import FOUR, OVER_MPI, TWO, Tier, is_beside, is_known, jobs_of, strategies_of
+from tests.tiers import FOUR, OVER_MPI, OVER_TCP, TWO, Tier, is_beside, is_known, jobs_of, strategies_of
 
 PROMISES = [f"test_this[{number}]" for number in range(400)]
 STRATEGIES = ("dear", "dear-layerwise", "oss", "wfbp", "mgwfbp", "bytescheduler")
@@ -37,7 +37,7 @@ def test_two_names_are_both_shown(names: tuple[str, ...]) -> None:
     assert strategies_of("test_this", names) == set(names)
 
 
-@pytest.mark.parametrize("possible", [TWO, FOUR, OVER_MPI])
+@pytest.mark.parametrize("possible", [TWO, FOUR, OVER_MPI, OVER_TCP])
 def test_a_promise_is_shown_in_one_job_and_some_also_alone(possible: tuple[str, ...]) -> None:
     found = [jobs_of(promise, possible) for promise in PROMISES]
     assert all(len(jobs - {"mpi-1"}) == 1 for jobs in found)
@@ -49,7 +49,7 @@ def test_a_promise_is_shown_in_one_job_and_some_also_alone(possible: tuple[str, 
 
 
 def test_a_job_of_another_size_runs_everything() -> None:
-    assert all(is_known(job) for job in (*TWO, *FOUR, *OVER_MPI, "mpi-1"))
+    assert all(is_known(job) for job in (*TWO, *FOUR, *OVER_MPI, *OVER_TCP, "mpi-1"))
     assert not is_known("mpi-3")
 
 

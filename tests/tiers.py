@@ -17,7 +17,18 @@ import zlib
 from collections.abc import Sequence
 from enum import Enum
 
-__all__ = ["FOUR", "OVER_MPI", "STRATEGY", "TWO", "Tier", "is_beside", "is_known", "jobs_of", "strategies_of"]
+__all__ = [
+    "FOUR",
+    "OVER_MPI",
+    "OVER_TCP",
+    "STRATEGY",
+    "TWO",
+    "Tier",
+    "is_beside",
+    "is_known",
+    "jobs_of",
+    "strategies_of",
+]
 
 STRATEGY = ("strategy", "way")  # parameters of tests that say which
 _IN_SHARDS = ("dear", "oss")  # so begin the names of those in which a rank updates a part
@@ -26,7 +37,7 @@ _IN_FULL = ("wfbp", "mgwfbp", "bytescheduler")
 # The jobs among which promises are spread.
 TWO = ("mpi-2", "mpi-2", "mpi-2", "mpi-2", "torchrun-2")
 FOUR = ("mpi-2", "mpi-2", "mpi-4", "torchrun-2")  # of what takes four ranks to show all of it
-OVER_MPI = ("mpi-2", "mpi-4")  # of comm_core's own tests
+OVER_MPI, OVER_TCP = ("mpi-2", "mpi-4"), ("tcp-2", "tcp-4")  # of comm_core's own tests
 _ALONE, _ALONE_EVERY = "mpi-1", 8
 _BESIDE = ("mpi-2", "mpi-2", "mpi-4", "torchrun-2", _ALONE)  # among which the second tier spreads cases
 
@@ -71,7 +82,7 @@ def jobs_of(promise: str, possible: Sequence[str]) -> set[str]:
 
 def is_known(job: str) -> bool:
     """Whether the fast tier chooses among the tests of that job: it runs all in jobs that a person starts otherwise."""
-    return job in (*TWO, *FOUR, _ALONE)
+    return job in (*TWO, *FOUR, *OVER_TCP, _ALONE)
 
 
 def _hash(text: str) -> int:
