@@ -132,7 +132,7 @@ def test_a_process_that_ends_waits_for_nobody_who_goes_on(start: Start) -> None:
         "c = connect()\nc.barrier()\nc.close()\nif rank: time.sleep(60)\n"
         "begun = time.monotonic()\ncomm_core.finalize()\nsay(time.monotonic() - begun)\n"
     )
-    assert float(job.line(0)) < 5
+    assert float(job.line(0)) < 30
 
 
 LOST = """
@@ -163,17 +163,17 @@ def test_a_rank_that_is_killed_is_named_at_once(waits: bool, start: Start) -> No
     for rank in (0, 2):
         when, _, said = job.line(rank).partition(" ")
         assert f"rank {rank} of 3 lost the connection to rank 1: " in said
-        assert float(when) - killed < 1.0
+        assert float(when) - killed < 10.0  # and not when a stall is noticed
 
 
 def test_a_child_of_a_fork_does_not_hide_the_end_of_its_parent(start: Start) -> None:
-    text = LOST.replace("sys.stdin.readline()", "(os.fork() or time.sleep(3) or os._exit(0)) if rank == 1 else 0")
+    text = LOST.replace("sys.stdin.readline()", "(os.fork() or time.sleep(30) or os._exit(0)) if rank == 1 else 0")
     text = text.replace("if waits:", "if rank == 1:\n        os.kill(os.getpid(), signal.SIGKILL)\n    elif True:")
     job = start(text)
     assert job.line(0) == "ready"
     begun = time.monotonic()
     assert "rank 0 of 2 lost the connection to rank 1: " in job.line(0)
-    assert time.monotonic() - begun < 2.0
+    assert time.monotonic() - begun < 20.0
 
 
 def test_who_waits_for_a_rank_that_has_closed_is_told(start: Start) -> None:
