@@ -36,7 +36,7 @@ class Wide:
     """fp32 tensors beside the fp16 or bf16 ones of an operation: flat, on the CPU, of the same sizes, apart in memory.
 
     `send` is rounded into the operation's `send`, to the nearest value, before it travels, and `recv` gets what its `recv`
-    has in the end, by whoever moves the bytes and not by the caller (under torch.distributed, some of it by the caller).
+    has in the end, by whoever moves the bytes and not by the caller (over gloo, some of it by the caller).
     Rounding does not wait for operations issued before.
     """
 

@@ -215,7 +215,7 @@ void Connection::parse() {
 }
 
 void Connection::begin_message(const Frame& frame) {
-  if (frame.kind > FrameKind::kClosed || frame.bytes < 0 || frame.bytes > kLongest) {
+  if (frame.kind > FrameKind::kGivenUp || frame.bytes < 0 || frame.bytes > kLongest) {
     throw TransportError("what arrives is no message of comm_core's");
   }
   open_ = true;

@@ -49,7 +49,7 @@ class Receiver {
 
 /// [Note: wakeups] Nobody can use a part of a message, so the kernel is asked to wake this thread only once the rest of
 /// it is there (SO_RCVLOWAT); and where data comes fast, once as much has come as takes kPause, of what the sender has
-/// said will follow without waiting for anything. On two busy cores that halves the time that 25 MB take at 10 Gbit/s.
+/// said will follow without waiting for anything.
 ///
 /// Messages of a strand keep their order. Those of several take turns, so that a long one holds nobody up; what is
 /// urgent goes before all of them.

@@ -13,7 +13,8 @@ enum class FrameKind : std::uint8_t {
   kTaken,     ///< the oldest message of a strand that was to be acknowledged has met its receive
   kLetter,    ///< for the mailbox
   kFailed,    ///< the group has failed on this rank; the bytes say why
-  kClosed,    ///< this rank has closed the group
+  kClosed,    ///< this rank has closed the group: whoever waits for it does so in vain
+  kGivenUp,   ///< the same after a failure, of which the others hear by other means
 };
 
 /// Of which strand a message is: the collectives', or that of the messages with a tag.
@@ -27,7 +28,7 @@ struct Frame {
   std::int32_t signature = 0;
   Stream stream = kCollectives;
   FrameKind kind = FrameKind::kMessage;
-  bool acknowledge = false;    ///< of kMessage: the sender waits for kTaken; of kClosed: it has taken everything
+  bool acknowledge = false;    ///< the sender waits for kTaken
   std::int64_t following = 0;  ///< bytes that the sender has ready to send behind these
 };
 static_assert(sizeof(Frame) == 32);

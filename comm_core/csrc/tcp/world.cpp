@@ -64,7 +64,7 @@ void World::open(GroupId id, TcpGroup& group) {
 
 void World::close(GroupId id, const TcpGroup& group, bool clean) {
   for (const int peer : group.members()) {
-    if (peer != rank_) tell(id, FrameKind::kClosed, peer, {}, nullptr, clean);
+    if (peer != rank_) tell(id, clean ? FrameKind::kClosed : FrameKind::kGivenUp, peer);
   }
   Inbox& box = inbox(id);
   box.group = nullptr;
@@ -204,9 +204,9 @@ void World::acknowledge(int peer, const Frame& frame) {
   send(peer, std::move(message), Connection::Turn::kUrgent);
 }
 
-void World::tell(GroupId id, FrameKind kind, int peer, std::string bytes, std::function<void()> gone, bool clean) {
+void World::tell(GroupId id, FrameKind kind, int peer, std::string bytes, std::function<void()> gone) {
   Outgoing message;
-  message.frame = {id, static_cast<std::int64_t>(bytes.size()), 0, kCollectives, kind, clean, 0};
+  message.frame = {id, static_cast<std::int64_t>(bytes.size()), 0, kCollectives, kind, false, 0};
   // Letters hold nobody up; whatever else there is to tell comes after the messages of the collectives.
   if (kind == FrameKind::kLetter) message.frame.stream = kLetters;
   message.owned = std::move(bytes);
@@ -346,6 +346,7 @@ std::byte* World::begin(int peer, const Frame& frame) {
     case FrameKind::kReads:
     case FrameKind::kTaken:
     case FrameKind::kClosed:
+    case FrameKind::kGivenUp:
       return nullptr;
     case FrameKind::kMessage:
       break;
@@ -391,6 +392,7 @@ void World::end(int peer, const Frame& frame) {
     case FrameKind::kLetter:
     case FrameKind::kFailed:
     case FrameKind::kClosed:
+    case FrameKind::kGivenUp:
       break;
   }
   Inbox& box = inbox(frame.group);
@@ -410,7 +412,7 @@ void World::end(int peer, const Frame& frame) {
     leaves(box, peer, at.text.empty() ? "it has failed" : at.text);
   } else {
     box.closed_by.insert(peer);
-    if (frame.acknowledge) leaves(box, peer, "");
+    if (frame.kind == FrameKind::kClosed) leaves(box, peer, "");
     if (box.forgotten()) inboxes_.erase(frame.group);
   }
 }

@@ -78,8 +78,7 @@ class World final : public Receiver {
   /// Gives up what the strand has posted; each is dropped now, but for what is on its way, which is reported later.
   void drop(GroupId id, Strand& strand);
   /// A message for a group that is no strand's.
-  void tell(GroupId id, FrameKind kind, int peer, std::string bytes = {}, std::function<void()> gone = {},
-            bool clean = false);
+  void tell(GroupId id, FrameKind kind, int peer, std::string bytes = {}, std::function<void()> gone = {});
 
   /// Reads what has arrived, and reports what has met or failed. True if there was something.
   bool receive();
@@ -132,7 +131,6 @@ class World final : public Receiver {
   void leaves(Inbox& inbox, int peer, const std::string& why);
   void discard(int peer);
   void lose(Connection& connection, const std::string& why);
-  void let_go(Connection& connection);
 
   const int rank_;
   const Socket& poll_;
