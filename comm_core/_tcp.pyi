@@ -11,9 +11,11 @@ class Listener:
     def close(self) -> None: ...
 
 def connect(
-    listener: Listener,
+    listeners: Sequence[Listener],
     rank: int,
-    endpoints: Sequence[tuple[str, int]],
+    endpoints: Sequence[Sequence[tuple[str, int]]],
+    num_sockets: int,
+    apart: bool,
     secret: bytes,
     timeout: float,
     silence: float | None,

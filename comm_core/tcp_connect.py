@@ -24,16 +24,20 @@ def tcp(
     exchange: Exchange,
     *,
     hosts: Sequence[str] = ("127.0.0.1",),
+    sockets: int = 1,
+    apart: bool = False,
     timeout: float = 300.0,
     silence: float | None = None,
 ) -> _C.Communicator:
     """A communicator over TCP, moved by a thread that sleeps until the kernel has something for it. On every rank.
 
     `exchange` is called twice on each: under torchrun anything that gathers bytes through its store, over MPI
-    ``exchange_over(comm_core.mpi())``. `hosts` are addresses of this machine, as text, one of a family at most: other
-    ranks connect to the one of the first family, in rank 0's order, that all ranks have, and from there this one connects
-    to them. They have `timeout` seconds for it. A machine that has been silent for `silence` seconds, while something was
-    expected of it, is lost; None leaves that to whoever watches.
+    ``exchange_over(comm_core.mpi())``. `hosts` are addresses of this machine, as text: other ranks connect to those of
+    the first family, in rank 0's order, that all ranks have, and from there this one connects to them. They have
+    `timeout` seconds for it. Ranks of two machines share `sockets` connections, or as many as the rank that wants the
+    fewest, which take turns among the addresses; at least one for each address, where all ranks have as many. Processes
+    of one machine copy from each other's memory, unless they are to be `apart`. A machine that has been silent for
+    `silence` seconds, while something was expected of it, is lost; None leaves that to whoever watches.
 
     A connection counts only where it begins with a secret that went through `exchange`; any other is closed.
 
@@ -41,31 +45,36 @@ def tcp(
         TransportError: ranks could not connect to each other.
     """
     trouble: str | None = None
-    listeners: dict[int, tuple[str, Any]] = {}
+    listeners: dict[int, list[tuple[str, Any]]] = {}
     try:
-        listeners = {ipaddress.ip_address(host).version: (host, _backend().Listener(host, size)) for host in hosts}
+        if sockets < 1:
+            raise ValueError(f"sockets should be at least 1 and is {sockets}")
+        for host in hosts:
+            of_family = listeners.setdefault(ipaddress.ip_address(host).version, [])
+            of_family.append((host, _backend().Listener(host, size * max(sockets, len(hosts)))))
     except (_C.Error, ValueError) as error:
         trouble = str(error)
-    places = {version: (host, listener.port) for version, (host, listener) in listeners.items()}
-    mine = {"places": places, "secret": secrets.token_hex(32), "trouble": trouble}
+    places = {version: [(host, listener.port) for host, listener in found] for version, found in listeners.items()}
+    mine = {"places": places, "sockets": sockets, "secret": secrets.token_hex(32), "trouble": trouble}
     everybody = [json.loads(message) for message in exchange(json.dumps(mine).encode())]
     if len(everybody) != size:
         raise _C.InvalidUsage(f"tcp: exchange() gave {len(everybody)} messages for {size} ranks")
     _require_none([said["trouble"] for said in everybody])
     version = common_family([list(said["places"]) for said in everybody])
     if version is None:
-        shown = [", ".join(host for host, _ in said["places"].values()) for said in everybody]
+        shown = [", ".join(host for found in said["places"].values() for host, _ in found) for said in everybody]
         raise _C.TransportError(f"ranks have no family of addresses in common: {'; '.join(shown)}")
+    endpoints = [[(str(host), int(port)) for host, port in said["places"][version]] for said in everybody]
+    shared = max(min(said["sockets"] for said in everybody), min(len(found) for found in endpoints))
     communicator = None
     try:
-        endpoints = [tuple(said["places"][version]) for said in everybody]
-        listener = listeners[int(version)][1]
+        listening = [listener for _, listener in listeners[int(version)]]
         secret = bytes.fromhex(everybody[0]["secret"])
-        communicator = _backend().connect(listener, rank, endpoints, secret, timeout, silence)
+        communicator = _backend().connect(listening, rank, endpoints, shared, apart, secret, timeout, silence)
     except _C.Error as error:
         trouble = str(error)
     finally:
-        for _, listener in listeners.values():
+        for _, listener in (one for found in listeners.values() for one in found):
             listener.close()
     _require_none([json.loads(message) for message in exchange(json.dumps(trouble).encode())])
     assert communicator is not None

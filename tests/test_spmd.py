@@ -1,6 +1,7 @@
 """The suites that run inside every rank: at 1, 2 and 4 ranks over MPI, and at 2 ranks over TCP, as under torchrun.
 
-At 4 ranks over TCP, only the communicators': rings pass segments on from three ranks up.
+At 4 ranks over TCP, only the communicators': rings pass segments on from three ranks up. `sockets` is TCP as between
+machines; else these processes copy from each other's memory.
 
 Between them, those that compute with torch use each of its instruction sets that this machine has: what is bit for bit
 must not hang on the width of vectors. Most of what is compared bit for bit is so at one and two ranks alone, so one job of
@@ -31,6 +32,7 @@ JOBS = [
     ),
     *(pytest.param("comm_core", "", "mpi", size, BEST, id=f"comm_core-mpi-{size}") for size in (4, 2, 1)),
     *(pytest.param("comm_core", "", "tcp", size, BEST, id=f"comm_core-tcp-{size}") for size in (4, 2)),
+    pytest.param("comm_core", "", "sockets", 4, BEST, id="comm_core-sockets-4", marks=pytest.mark.full),
 ]
 
 
@@ -48,9 +50,10 @@ def test_suite(
     suite: str, part: str, launcher: str, size: int, instructions: str, record_property: Callable[[str, object], None]
 ) -> None:
     env = {"DEAR_SPMD_SUITE": suite, "DEAR_SPMD_PART": part, **_instruction_set(instructions)}
-    if launcher == "tcp":  # mpirun only brings the ranks together
-        env["COMM_CORE_TEST_BACKEND"] = "tcp"
-    last, counts = _run(f"tests/{suite}/{part}", "mpi" if launcher == "tcp" else launcher, size, env)
+    over_tcp = launcher in ("tcp", "sockets")
+    if over_tcp:  # mpirun only brings the ranks together
+        env["COMM_CORE_TEST_BACKEND"] = launcher
+    last, counts = _run(f"tests/{suite}/{part}", "mpi" if over_tcp else launcher, size, env)
     what, where = f"{suite} {part}".strip(), env.get("ATEN_CPU_CAPABILITY", "")
     record_property(
         "suite", f"{what:<10} {launcher:<9} {size} rank(s): {counts}, {last.seconds:.0f} s {where}".rstrip()

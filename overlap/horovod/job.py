@@ -14,6 +14,7 @@ from overlap.horovod.controller.errors import NotInitialized
 from overlap.horovod.controller.operation import Nothing
 from overlap.horovod.controller.request import Kind, Request
 from overlap.job import session
+from overlap.job.launch import Launcher
 from overlap.job.process_set import ProcessSet, global_process_set
 from overlap.job.regrouping import ranks_change
 from overlap.job.session import Session, is_initialized, shutdown
@@ -189,16 +190,22 @@ def mpi_built() -> bool:
 
 
 def mpi_enabled() -> bool:
-    """Whether this job communicates over MPI; False before ``init()``."""
-    return is_initialized() and session.current().comm.backend == "mpi"
+    """Whether MPI connects the ranks of this job, over whatever the bytes go; False before ``init()``."""
+    return is_initialized() and _connected_by_mpi()
+
+
+def _connected_by_mpi() -> bool:
+    found = session.current()
+    return found.comm.backend == "mpi" or (found.comm.backend == "tcp" and found.launch.launcher is Launcher.MPI)
 
 
 def mpi_threads_supported() -> bool:
     """Whether the script may call MPI too, from any thread.
 
-    Raises ``ValueError`` when the job does not communicate over MPI or before ``init()``.
+    Raises ``ValueError`` when MPI does not connect the ranks of this job, or before ``init()``.
     """
-    if _session().comm.backend != "mpi":
+    _session()
+    if not _connected_by_mpi():
         raise ValueError(f"this job communicates over {session.current().comm.backend}, not over MPI")
     from mpi4py import MPI
 
@@ -211,8 +218,8 @@ def gloo_built() -> bool:
 
 
 def gloo_enabled() -> bool:
-    """Whether this job communicates over TCP without MPI, which in Horovod is gloo's part; False before ``init()``."""
-    return is_initialized() and session.current().comm.backend in ("tcp", "gloo")
+    """Whether this job has TCP and no MPI, which in Horovod is gloo's part; False before ``init()``."""
+    return is_initialized() and not _connected_by_mpi() and session.current().comm.backend in ("tcp", "gloo")
 
 
 def nccl_built() -> int:

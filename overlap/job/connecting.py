@@ -1,12 +1,15 @@
 """Connects this process to all ranks, by its launcher's means or by a communicator that the script gives.
 
-Bytes go over comm_core's own connections where torchrun started the job, and over MPI where mpirun did, whose library may
-know a faster network. ``DEAR_TRANSPORT`` chooses.
+Bytes go over comm_core's own connections where torchrun started the job. Where mpirun did, they do so between hosts that
+have nothing faster than TCP; else MPI moves them. ``DEAR_TRANSPORT`` chooses.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,19 +17,44 @@ import torch
 import comm_core
 from overlap.health import failures
 from overlap.health.limit import Limit
-from overlap.job import regrouping
+from overlap.job import fabric, regrouping
 from overlap.job.arrival import Arrival
 from overlap.job.launch import Launch, Launcher, LaunchError, no_meeting
+from overlap.job.meeting import Unreachable, meeting_address, network
 from overlap.job.settings import SettingError, Settings
 from overlap.trace import file as trace_file
 from overlap.trace import timeline
 from overlap.transport.communicator import Communicator
 from overlap.transport.native import NativeCommunicator
+from overlap.transport.objects import NotSent, allgather_made, allgather_object
+from overlap.transport.tcp import TcpCommunicator, TcpOptions
+from overlap.transport.torch.interfaces import listening_toward
 
 if TYPE_CHECKING:
     from overlap.transport.torch.communicator import Wire
 
-__all__ = ["connect", "meet"]
+__all__ = ["Host", "connect", "meet", "tcp_suffices"]
+
+log = logging.getLogger("dear")
+
+# Where another way is left, nobody waits minutes for packets that a firewall drops.
+_PATIENCE = 30.0  # seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """What decides how a rank's bytes should travel."""
+
+    network: tuple[str, ...]  # equal for processes that reach each other on the loopback interface
+    fabric: list[str]  # devices of networks that MPI may use
+
+
+def tcp_suffices(hosts: Sequence[Host]) -> bool:
+    """Whether TCP is the fastest way for ranks that MPI has connected (pure).
+
+    On one host MPI's shared memory is as fast, and a fabric is faster.
+    """
+    return len({host.network for host in hosts}) > 1 and not any(host.fabric for host in hosts)
 
 
 def meet(launch: Launch, comm: Any, wanted: Settings) -> Communicator:
@@ -106,16 +134,24 @@ def _over_mpi(comm: Any, wanted: Settings, launch: Launch) -> Communicator:
     if wanted.transport == "gloo":
         raise _said(LaunchError(f"DEAR_TRANSPORT=gloo, but ranks were {launch.source}: start with torchrun"), launch)
     core = comm_core.mpi(comm)
-    if wanted.transport != "tcp" or core.size == 1:
-        return NativeCommunicator(core)
-    from overlap.job.meeting import meeting_address
-    from overlap.transport.tcp import TcpCommunicator
-    from overlap.transport.torch.interfaces import toward
-
-    found = toward(meeting_address(NativeCommunicator(core)))
-    hosts = ["127.0.0.1" if found is None else found.text]
-    exchange = comm_core.exchange_over(core)
-    made = comm_core.tcp(core.rank, core.size, exchange, hosts=hosts, silence=_silence(wanted))
+    over_mpi = NativeCommunicator(core)
+    if wanted.transport == "mpi" or core.size == 1:
+        return over_mpi
+    try_only = wanted.transport == "auto"
+    if try_only and not tcp_suffices(allgather_object(over_mpi, Host(network(), fabric.devices()))):
+        return over_mpi
+    try:
+        address = meeting_address(over_mpi)
+        hosts = allgather_made(over_mpi, lambda: listening_toward(address))[core.rank]
+        patience = {"timeout": _PATIENCE} if try_only else {}
+        options = _tcp(wanted).of_job(core.size)
+        made = comm_core.tcp(core.rank, core.size, comm_core.exchange_over(core), hosts=hosts, **options, **patience)
+    except (Unreachable, NotSent, comm_core.TransportError) as error:  # on every rank
+        if not try_only:
+            raise
+        if core.rank == 0:
+            log.warning("MPI moves the bytes, since ranks do not reach each other over TCP: %s", error)
+        return over_mpi
     return TcpCommunicator(made, core.close)
 
 
@@ -125,11 +161,11 @@ def _wire(wanted: Settings, launch: Launch) -> Wire:
     if wanted.transport == "mpi":
         problem = "DEAR_TRANSPORT=mpi, but no MPI has brought these ranks together: start with mpirun"
         raise _said(LaunchError(problem), launch)
-    return Wire(gloo=wanted.transport == "gloo", silence=_silence(wanted))
+    return Wire(gloo=wanted.transport == "gloo", tcp=_tcp(wanted))
 
 
-def _silence(wanted: Settings) -> float | None:
-    return wanted.stall_abort_seconds or None
+def _tcp(wanted: Settings) -> TcpOptions:
+    return TcpOptions(wanted.stall_abort_seconds or None, wanted.tcp_sockets)
 
 
 def _is_process_group(comm: Any) -> bool:

@@ -20,7 +20,7 @@ from overlap.transport.communicator import Communicator
 from overlap.transport.objects import allgather_made, allgather_object, broadcast_made
 from overlap.transport.torch.interfaces import VARIABLE, Address, listed, own_addresses
 
-__all__ = ["Unreachable", "candidates", "common", "meeting_address"]
+__all__ = ["Unreachable", "candidates", "common", "meeting_address", "network"]
 
 _HERE = "127.0.0.1"
 _SECONDS = 3.0  # to reach an address; a connection that was lost on the way is asked for again after one
@@ -39,7 +39,7 @@ def meeting_address(comm: Communicator) -> str:
     Raises :class:`Unreachable` on every rank where there is none, and
     :class:`overlap.transport.objects.NotSent` where a rank cannot find out.
     """
-    networks = allgather_object(comm, _network())
+    networks = allgather_object(comm, network())
     if len(set(networks)) == 1:
         return _HERE
     with contextlib.ExitStack() as open_now:
@@ -86,7 +86,7 @@ def _within(address: Address, part: str) -> bool:
     return address.interface == part
 
 
-def _network() -> tuple[str, ...]:
+def network() -> tuple[str, ...]:
     """Equal for processes that reach each other on the loopback interface."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()

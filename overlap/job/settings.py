@@ -54,6 +54,8 @@ class Settings:
     """``DEAR_KEEP_GOING``: ranks come and go; see `overlap.job.regrouping`."""
     transport: str = "auto"
     """``DEAR_TRANSPORT``: one of :data:`TRANSPORTS`; see `overlap.job.connecting`."""
+    tcp_sockets: int = 0
+    """``DEAR_TCP_SOCKETS``: connections between two ranks of different hosts; 0: see `overlap.transport.tcp`."""
     cuda_transport: str = "auto"
     """``DEAR_CUDA_TRANSPORT``: one of :data:`CUDA_TRANSPORTS`; see `overlap.transport.cuda.route`."""
     partition_mb: float | None = None
@@ -154,6 +156,7 @@ _VARIABLES: dict[str, tuple[Callable[[str], Any], tuple[str, ...]]] = {
     "check_every": (_count, ("DEAR_CHECK_EVERY",)),
     "keep_going": (_switch, ("DEAR_KEEP_GOING",)),
     "transport": (_wire, ("DEAR_TRANSPORT",)),
+    "tcp_sockets": (_count, ("DEAR_TCP_SOCKETS",)),
     "cuda_transport": (_transport, ("DEAR_CUDA_TRANSPORT",)),
     "threshold_mb": (_number_or_auto, ("DEAR_THRESHOLD_MB",)),
     "partition_mb": (_elements, ("BYTESCHEDULER_PARTITION",)),

@@ -16,9 +16,13 @@ def world() -> comm_core.Communicator:
     if not launched:
         return comm_core.local()
     over_mpi = comm_core.mpi()
-    if os.environ.get("COMM_CORE_TEST_BACKEND") != "tcp":
+    backend = os.environ.get("COMM_CORE_TEST_BACKEND", "mpi")
+    if backend == "mpi":
         return over_mpi
-    return comm_core.tcp(over_mpi.rank, over_mpi.size, comm_core.exchange_over(over_mpi))
+    apart = backend == "sockets"  # as on machines of their own, where several connections share what there is to send
+    sockets = 3 if apart else 1
+    exchange = comm_core.exchange_over(over_mpi)
+    return comm_core.tcp(over_mpi.rank, over_mpi.size, exchange, sockets=sockets, apart=apart)
 
 
 @pytest.fixture

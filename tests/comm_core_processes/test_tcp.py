@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import signal
@@ -115,6 +116,8 @@ ENDINGS = {
     "another after the first": "c = connect()\nwork(c)\nc.close()\nwork(connect())",
     "one rank ends late": "c = connect()\nwork(c)\nif rank == 0: time.sleep(0.5)",
     "over IPv6": "work(connect(hosts=['::1']))",
+    "over several connections": "work(connect(sockets=3, apart=True))",
+    "over two interfaces": "work(connect(hosts=['127.0.0.1', '127.0.0.2'], apart=True))",
     "over what all have": "work(connect(hosts=['127.0.0.1', '::1'] if rank else ['::1']))",
 }
 
@@ -152,9 +155,11 @@ except comm_core.TransportError as error:
 """
 
 
+@pytest.mark.parametrize("options", ["", "sockets=4, apart=True"], ids=["", "several connections"])
 @pytest.mark.parametrize("waits", [True, False], ids=["in an operation", "before the next"])
-def test_a_rank_that_is_killed_is_named_at_once(waits: bool, start: Start) -> None:
-    text = LOST.replace("sys.stdin.readline()", "time.sleep(60 if rank == 1 else 0)").replace("waits", str(waits))
+def test_a_rank_that_is_killed_is_named_at_once(waits: bool, options: str, start: Start) -> None:
+    text = LOST.replace("connect()", f"connect({options})").replace("waits", str(waits))
+    text = text.replace("sys.stdin.readline()", "time.sleep(60 if rank == 1 else 0)")
     job = start(text, 3)
     assert [job.line(rank) for rank in range(3)] == ["ready"] * 3
     time.sleep(0.3)
@@ -214,7 +219,7 @@ say("reached the end")
     port = _port_of(tmp_path / "0-0")
     strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(3)]
     strangers[0].sendall(b"GET / HTTP/1.1\r\n\r\n" + b"x" * 500)
-    strangers[1].sendall(b"comm_tc1" + bytes(500))  # a rank's first words, but for the secret
+    strangers[1].sendall(b"comm_tc2" + bytes(500))  # a rank's first words, but for the secret
     strangers[2].sendall(b"comm")  # and then nothing
     assert all(_is_closed(stranger) for stranger in strangers[:2])
     (tmp_path / "go").touch()
@@ -235,7 +240,7 @@ def _port_of(path: Path) -> int:
     while not path.exists():
         assert time.monotonic() < until
         time.sleep(0.01)
-    return int(json.loads(path.read_text())["places"]["4"][1])
+    return int(json.loads(path.read_text())["places"]["4"][0][1])
 
 
 MEETINGS = {
@@ -277,6 +282,44 @@ except comm_core.TransportError as error:
     for output in start(text).outputs():
         assert "rank 0: rank 0 waited 1" in output
         assert "is not connected with rank 1 at 127.0.0.1 port" in output
+
+
+def test_connections_take_turns_among_addresses(start: Start) -> None:
+    text = """
+import socket
+c = connect(hosts=["127.0.0.1", f"127.0.0.{rank + 2}"], sockets=4 - rank, apart=True)
+reached = []
+for fd in os.listdir("/proc/self/fd"):
+    try:
+        with socket.socket(fileno=os.dup(int(fd))) as found:
+            reached.append(found.getpeername()[0])
+    except OSError:
+        pass
+say(sorted(reached))
+"""
+    other = "127.0.0.3", "127.0.0.2"
+    for output, peer in zip(start(text).outputs(), other, strict=True):
+        assert ast.literal_eval(output) == ["127.0.0.1", "127.0.0.1", peer]  # as many as rank 1 wants
+
+
+def test_what_was_sent_before_a_group_is_closed_arrives(start: Start) -> None:
+    """On whichever of several connections the word that it is closed comes first."""
+    text = """
+c = connect(sockets=4, apart=True)
+for number in range(60):
+    part = c.split(0)
+    data = np.full(200_000, number, dtype=np.float32)
+    if rank == 0:
+        for _ in range(3):
+            part.send(data, 1, tag=0)
+    else:
+        for _ in range(3):
+            part.recv(data, 0, tag=0)
+            assert data[0] == data[-1] == number
+    part.close()
+say("reached the end")
+"""
+    assert start(text).outputs() == ["reached the end\n"] * 2
 
 
 def test_the_first_family_that_all_have_is_taken() -> None:

@@ -30,8 +30,8 @@ iovec piece(const void* data, std::size_t bytes) { return {const_cast<void*>(dat
 
 }  // namespace
 
-Connection::Connection(int peer, Socket socket, Receiver& receiver)
-    : peer_(peer), socket_(std::move(socket)), receiver_(receiver) {}
+Connection::Connection(Line line, Socket socket, Receiver& receiver)
+    : line_(line), socket_(std::move(socket)), receiver_(receiver) {}
 
 void Connection::send(Outgoing message, Turn turn) {
   if (!message.owned.empty()) message.data = nullptr;  // it moves with the message
@@ -39,9 +39,9 @@ void Connection::send(Outgoing message, Turn turn) {
     urgent_.push_back(std::move(message));
     return;
   }
-  const Lane lane = lane_of(message.frame);
-  auto& queue = lanes_[lane];
-  if (queue.empty()) turns_.push_back(lane);
+  const Queue key = queue_of(message.frame);
+  auto& queue = queues_[key];
+  if (queue.empty()) turns_.push_back(key);
   queue.push_back(std::move(message));
 }
 
@@ -53,15 +53,15 @@ bool Connection::fill() {
       continue;
     }
     if (turns_.empty()) break;
-    const Lane lane = turns_.front();
+    const Queue key = turns_.front();
     turns_.pop_front();
-    const auto found = lanes_.find(lane);
+    const auto found = queues_.find(key);
     batch_.push_back(std::move(found->second.front()));
     found->second.pop_front();
     if (found->second.empty()) {
-      lanes_.erase(found);
+      queues_.erase(found);
     } else {
-      turns_.push_back(lane);
+      turns_.push_back(key);
     }
   }
   return !batch_.empty();
@@ -143,7 +143,11 @@ bool Connection::read() {
     }
     if (whole) add(stage_.data() + staged_, kStage - staged_);
     const auto got = ::readv(fd(), pieces.data(), static_cast<int>(count));
-    if (got == 0) return false;
+    if (got == 0) {
+      finished_ = true;
+      readable_ = false;
+      return false;
+    }
     if (got < 0) {
       if (errno == EINTR) continue;
       if (errno == EAGAIN) {
@@ -160,7 +164,7 @@ bool Connection::read() {
     staged_ += static_cast<std::size_t>(got - landed);
     if (open_ && left_ == 0) {
       open_ = false;
-      receiver_.end(peer_, frame_);
+      receiver_.end(line_, frame_);
     }
     parse();
     // The kernel tells of what comes later; of an end that has come it has told.
@@ -208,7 +212,7 @@ void Connection::parse() {
     left_ -= static_cast<std::int64_t>(inside);
     if (left_ > 0) break;
     open_ = false;
-    receiver_.end(peer_, frame_);
+    receiver_.end(line_, frame_);
   }
   std::memmove(stage_.data(), stage_.data() + at, staged_ - at);
   staged_ -= at;
@@ -220,7 +224,7 @@ void Connection::begin_message(const Frame& frame) {
   }
   open_ = true;
   left_ = frame.bytes;
-  target_ = receiver_.begin(peer_, frame);
+  target_ = receiver_.begin(line_, frame);
 }
 
 Connection::Dropped Connection::drop(const Strand& strand) {
@@ -230,14 +234,14 @@ Connection::Dropped Connection::drop(const Strand& strand) {
   for (auto& message : batch_) {
     if (is_its(message) && !std::exchange(message.reported, true)) result.kept.push_back(message.transfer);
   }
-  for (auto& [lane, queue] : lanes_) {
+  for (auto& [key, queue] : queues_) {
     for (const auto& message : queue) {
       if (is_its(message) && message.reported) result.unsent.push_back(message.transfer);
     }
     std::erase_if(queue, is_its);
   }
-  std::erase_if(lanes_, [](const auto& entry) { return entry.second.empty(); });
-  std::erase_if(turns_, [this](Lane lane) { return !lanes_.contains(lane); });
+  std::erase_if(queues_, [](const auto& entry) { return entry.second.empty(); });
+  std::erase_if(turns_, [this](Queue key) { return !queues_.contains(key); });
   return result;
 }
 
@@ -246,10 +250,10 @@ std::vector<Outgoing> Connection::drop_all() {
   for (auto* queue : {&batch_, &urgent_}) {
     for (auto& message : std::exchange(*queue, {})) all.push_back(std::move(message));
   }
-  for (auto& [lane, queue] : lanes_) {
+  for (auto& [key, queue] : queues_) {
     for (auto& message : queue) all.push_back(std::move(message));
   }
-  lanes_.clear();
+  queues_.clear();
   turns_.clear();
   done_ = 0;
   return all;

@@ -29,14 +29,17 @@ struct Outgoing {
 
 class Connection;
 
+/// The number of a connection among all of this process.
+using Line = int;
+
 /// Whoever the messages of a connection are for.
 class Receiver {
  public:
   virtual ~Receiver() = default;
-  /// A message of `peer` begins: where its bytes go. Null: nobody wants them.
-  virtual std::byte* begin(int peer, const Frame& frame) = 0;
+  /// A message begins to arrive: where its bytes go. Null: nobody wants them.
+  virtual std::byte* begin(Line line, const Frame& frame) = 0;
   /// All of its bytes are there.
-  virtual void end(int peer, const Frame& frame) = 0;
+  virtual void end(Line line, const Frame& frame) = 0;
   /// The bytes of a message that is to be reported may be overwritten.
   virtual void sent(const Transfer& transfer) = 0;
 
@@ -55,11 +58,11 @@ class Receiver {
 /// urgent goes before all of them.
 class Connection {
  public:
-  Connection(int peer, Socket socket, Receiver& receiver);
+  Connection(Line line, Socket socket, Receiver& receiver);
 
   void hear(Receiver::News news) { receiver_.hear(*this, news); }
 
-  int peer() const noexcept { return peer_; }
+  Line line() const noexcept { return line_; }
   int fd() const noexcept { return socket_.fd(); }
 
   enum class Turn { kInOrder, kUrgent };
@@ -81,6 +84,8 @@ class Connection {
   bool readable() const noexcept { return readable_; }
   /// Reads what is there, up to about a megabyte. False at the end of the connection.
   bool read();
+  /// It has been read to its end.
+  bool finished() const noexcept { return finished_; }
   /// What arrives of the present message is thrown away from here on.
   void discard_rest() noexcept { target_ = nullptr; }
 
@@ -96,8 +101,8 @@ class Connection {
   void shut_down() noexcept;
 
  private:
-  using Lane = std::uint64_t;
-  static Lane lane_of(const Frame& frame) { return frame.group * 4099 + frame.stream; }
+  using Queue = std::uint64_t;
+  static Queue queue_of(const Frame& frame) { return frame.group * 4099 + frame.stream; }
   bool fill();
   void pass(std::size_t bytes);
   void parse();
@@ -105,21 +110,21 @@ class Connection {
   void note_arrival(std::int64_t bytes);
   void sleep_until_worthwhile();
 
-  const int peer_;
+  const Line line_;
   Socket socket_;
   Receiver& receiver_;
 
   // Sending: `batch_` is what the next call gives to the kernel, of whose first message `done_` bytes are gone.
   std::deque<Outgoing> batch_, urgent_;
   std::size_t done_ = 0;
-  std::unordered_map<Lane, std::deque<Outgoing>> lanes_;
-  std::deque<Lane> turns_;  // those that are not empty
+  std::unordered_map<Queue, std::deque<Outgoing>> queues_;
+  std::deque<Queue> turns_;  // those that are not empty
   bool blocked_ = false;
 
   // Receiving: a frame, then `left_` bytes to `target_`.
   static constexpr std::size_t kStage = 1024;
   Frame frame_{};
-  bool open_ = false, readable_ = false, ended_ = false;
+  bool open_ = false, readable_ = false, ended_ = false, finished_ = false;
   std::byte* target_ = nullptr;
   std::int64_t left_ = 0;
   std::array<std::byte, kStage> stage_;  // frames that have arrived, and what came with them

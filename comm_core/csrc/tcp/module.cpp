@@ -54,19 +54,23 @@ PYBIND11_MODULE(_tcp, m) {
       .def("close", &Socket::close);
   m.def(
       "connect",
-      [runtime](const Socket& listener, int rank, const std::vector<std::pair<std::string, int>>& endpoints,
-                const py::bytes& secret, double timeout, std::optional<double> silence) {
+      [runtime](const std::vector<const Socket*>& listeners, int rank,
+                const std::vector<std::vector<std::pair<std::string, int>>>& endpoints, int num_sockets,
+                bool apart, const py::bytes& secret, double timeout, std::optional<double> silence) {
         const Secret shared = secret_from(secret);
-        std::vector<Endpoint> all;
-        for (const auto& [host, port] : endpoints) all.push_back({host, port});
+        std::vector<std::vector<Endpoint>> all;
+        for (const auto& of_rank : endpoints) {
+          auto& made = all.emplace_back();
+          for (const auto& [host, port] : of_rank) made.push_back({host, port});
+        }
         const py::gil_scoped_release release;
-        Mesh mesh = connect_mesh(listener, rank, std::move(all), shared, std::chrono::duration<double>(timeout),
-                                 milliseconds(silence), raise_signals);
+        Mesh mesh = connect_mesh(listeners, rank, std::move(all), num_sockets, apart, shared,
+                                 std::chrono::duration<double>(timeout), milliseconds(silence), raise_signals);
         const Birth birth =
             runtime->join(std::move(mesh), std::make_shared<Work>("connect", "tcp", "", std::int64_t{0}));
         birth.work->wait(std::nullopt, raise_signals);
         return std::make_shared<Communicator>(std::move(*birth.backend), "tcp-world");
       },
-      py::arg("listener"), py::arg("rank"), py::arg("endpoints"), py::arg("secret"), py::arg("timeout"),
-      py::arg("silence"), "The group of all ranks that give these endpoints and this secret.");
+      py::arg("listeners"), py::arg("rank"), py::arg("endpoints"), py::arg("num_sockets"), py::arg("apart"), py::arg("secret"),
+      py::arg("timeout"), py::arg("silence"), "The group of all ranks that give these endpoints and this secret.");
 }

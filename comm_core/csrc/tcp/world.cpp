@@ -24,15 +24,18 @@ const char* const kEnded = "it has ended before";
 }  // namespace
 
 World::World(Mesh mesh, const Socket& poll)
-    : rank_(mesh.rank), poll_(poll), connections_(mesh.peers.size()), arriving_(mesh.peers.size()) {
+    : rank_(mesh.rank), num_sockets_(static_cast<int>(mesh.peers.front().sockets.size())), poll_(poll) {
   for (auto& peer : mesh.peers) {
-    const auto rank = static_cast<int>(neighbours_.size());
     neighbours_.push_back({peer.beside, peer.readable, false});
-    if (!peer.socket) continue;
-    auto& made = connections_[static_cast<std::size_t>(rank)];
-    made = std::make_unique<Connection>(rank, std::move(peer.socket), *this);
-    watch(poll_, made->fd(), EPOLLIN | EPOLLRDHUP | EPOLLOUT | EPOLLET, made.get());
+    for (auto& socket : peer.sockets) {
+      const auto line = static_cast<Line>(connections_.size());
+      auto& made = connections_.emplace_back();
+      if (!socket) continue;
+      made = std::make_unique<Connection>(line, std::move(socket), *this);
+      watch(poll_, made->fd(), EPOLLIN | EPOLLRDHUP | EPOLLOUT | EPOLLET, made.get());
+    }
   }
+  arriving_.resize(connections_.size());
   for (int peer = 0; peer < size(); ++peer) {
     if (neighbours_[static_cast<std::size_t>(peer)].readable != 0) tell(0, FrameKind::kReads, peer);
   }
@@ -58,7 +61,7 @@ void World::open(GroupId id, TcpGroup& group) {
   begun_ = true;
   for (auto& [peer, letter] : std::exchange(box.letters, {})) group.take_letter(peer, std::move(letter));
   for (const int peer : group.members()) {
-    if (peer != rank_ && !connection(peer) && !box.closed_by.contains(peer)) group.lose(peer, kEnded);
+    if (peer != rank_ && !connection(first_line(peer)) && !box.closed_by.contains(peer)) group.lose(peer, kEnded);
   }
 }
 
@@ -70,31 +73,37 @@ void World::close(GroupId id, const TcpGroup& group, bool clean) {
   box.group = nullptr;
   box.closed = true;
   box.closed_by.insert(rank_);
-  for (int peer = 0; peer < size(); ++peer) {
-    if (arriving(peer).inbox == &box) discard(peer);
+  for (std::size_t line = 0; line < arriving_.size(); ++line) {
+    if (arriving_[line].inbox == &box) discard(static_cast<Line>(line));
   }
   box.channels.clear();
   --num_open_;
   if (box.forgotten()) inboxes_.erase(id);
 }
 
-void World::discard(int peer) {
-  if (connection(peer)) connection(peer)->discard_rest();
-  arriving(peer) = Arriving();
+void World::discard(Line line) {
+  if (connection(line)) connection(line)->discard_rest();
+  arriving(line) = Arriving();
 }
 
-void World::send(int peer, Outgoing message, Connection::Turn turn) {
-  if (peer == rank_) {
+Line World::line_of_next(Inbox& box, int peer, Stream stream, std::int64_t Inbox::Count::*which) {
+  const int among = lines_in_use(peer);
+  if (among == 1) return first_line(peer);
+  return first_line(peer) + static_cast<int>((box.counts[{peer, stream}].*which)++ % among);
+}
+
+void World::put(Line line, Outgoing message, Connection::Turn turn) {
+  if (peer_of(line) == rank_) {
     to_itself_.push_back(std::move(message));
     return;
   }
-  Connection* const found = connection(peer);
+  Connection* const found = connection(line);
   if (found == nullptr) {
     if (message.gone) message.gone();
     if (message.transfer.strand && message.reported) fail_later(message.transfer, kEnded);
     return;
   }
-  if (found->flushed() && !found->blocked()) to_flush_.push_back(peer);
+  if (found->flushed() && !found->blocked()) to_flush_.push_back(line);
   found->send(std::move(message), turn);
 }
 
@@ -104,17 +113,18 @@ void World::send(GroupId id, Stream stream, const Transfer& transfer, int peer, 
   message.frame = {id, transfer.bytes, signature, stream, FrameKind::kMessage, mode == SendMode::kMatched, 0};
   message.data = data;
   message.transfer = transfer;
+  Inbox& box = inbox(id);
+  const Line line = line_of_next(box, peer, stream, &Inbox::Count::sent);
   if (mode == SendMode::kMatched) {
-    Inbox& box = inbox(id);
     if (const auto gone = box.gone.find(peer); gone != box.gone.end()) return fail_later(transfer, gone->second);
-    box.channels[{peer, stream}].untaken.push_back(transfer);
+    box.channels[{line, stream}].untaken.push_back(transfer);
   }
-  if (neighbours_[static_cast<std::size_t>(peer)].reads && transfer.bytes >= kWorthLending && connection(peer)) {
+  if (neighbours_[static_cast<std::size_t>(peer)].reads && transfer.bytes >= kWorthLending && connection(line)) {
     lend(peer, message);
   } else if (mode == SendMode::kMatched) {
     message.reported = false;  // when it was taken
   }
-  send(peer, std::move(message));
+  put(line, std::move(message));
 }
 
 /// [Note: loans] On one machine the receiver copies a message from the sender's memory (process_vm_readv): once,
@@ -130,19 +140,19 @@ void World::lend(int peer, Outgoing& message) {
   message.transfer = {};
 }
 
-void World::copy(int peer, const Frame& frame, const Loan& loan) {
+void World::copy(Line line, const Frame& frame, const Loan& loan) {
   Frame message = frame;
   message.kind = FrameKind::kMessage;
   message.bytes = loan.bytes;
-  std::byte* const target = begin(peer, message);
-  const auto pid = neighbours_[static_cast<std::size_t>(peer)].readable;
+  std::byte* const target = begin(line, message);
+  const auto pid = neighbours_[static_cast<std::size_t>(peer_of(line))].readable;
   if (target && !read_memory(pid, loan.address, target, static_cast<std::size_t>(loan.bytes))) {
     throw TransportError("its memory cannot be read any more");
   }
   Outgoing answer;
   answer.frame = {loan.number, 0, 0, kCollectives, FrameKind::kReturned, false, 0};
-  send(peer, std::move(answer), Connection::Turn::kUrgent);
-  end(peer, message);
+  put(line, std::move(answer), Connection::Turn::kUrgent);
+  end(line, message);
   // Peers go on with what this rank has, while it copies the rest.
   copied_ += loan.bytes;
   if (copied_ < kCopiedAtOnce) return;
@@ -173,9 +183,10 @@ void World::fail_later(const Transfer& transfer, const std::string& why) {
 
 void World::receive(GroupId id, Stream stream, const Transfer& transfer, int peer, std::byte* data) {
   Inbox& box = inbox(id);
-  Channel& channel = box.channels[{peer, stream}];
+  const Line line = line_of_next(box, peer, stream, &Inbox::Count::received);
+  Channel& channel = box.channels[{line, stream}];
   channel.posted.push_back({transfer, data});
-  if (!channel.early.empty()) return meet(peer, channel);
+  if (!channel.early.empty()) return meet(line, channel);
   const auto gone = box.gone.find(peer);
   if (gone == box.gone.end()) return;
   channel.posted.pop_back();
@@ -183,7 +194,7 @@ void World::receive(GroupId id, Stream stream, const Transfer& transfer, int pee
 }
 
 /// Receives that were posted meet what has arrived before them.
-void World::meet(int peer, Channel& channel) {
+void World::meet(Line line, Channel& channel) {
   while (!channel.early.empty() && !channel.posted.empty()) {
     const auto receive = channel.posted.front();
     const auto arrival = std::move(channel.early.front());
@@ -192,16 +203,16 @@ void World::meet(int peer, Channel& channel) {
     if (arrival.frame.bytes == receive.transfer.bytes) {
       std::memcpy(receive.data, arrival.bytes.get(), static_cast<std::size_t>(arrival.frame.bytes));
     }
-    acknowledge(peer, arrival.frame);
+    acknowledge(line, arrival.frame);
     complete_later(receive.transfer, {nullptr, std::nullopt, arrival.frame.signature, arrival.frame.bytes});
   }
 }
 
-void World::acknowledge(int peer, const Frame& frame) {
+void World::acknowledge(Line line, const Frame& frame) {
   if (!frame.acknowledge) return;
   Outgoing message;
   message.frame = {frame.group, 0, 0, frame.stream, FrameKind::kTaken, false, 0};
-  send(peer, std::move(message), Connection::Turn::kUrgent);
+  put(line, std::move(message), Connection::Turn::kUrgent);
 }
 
 void World::tell(GroupId id, FrameKind kind, int peer, std::string bytes, std::function<void()> gone) {
@@ -211,7 +222,10 @@ void World::tell(GroupId id, FrameKind kind, int peer, std::string bytes, std::f
   if (kind == FrameKind::kLetter) message.frame.stream = kLetters;
   message.owned = std::move(bytes);
   message.gone = std::move(gone);
-  send(peer, std::move(message));
+  const bool ends = kind == FrameKind::kFailed || kind == FrameKind::kClosed || kind == FrameKind::kGivenUp;
+  const Line first = first_line(peer);
+  for (Line line = first + (ends ? lines_in_use(peer) : 1) - 1; line > first; --line) put(line, message);
+  put(first, std::move(message));
 }
 
 void World::drop(GroupId id, Strand& strand) {
@@ -248,14 +262,14 @@ void World::drop(GroupId id, Strand& strand) {
   for (auto& [number, lent] : lent_) {
     if (!lent.reported && is_its(lent.transfer)) lent.reported = spare(lent.transfer);
   }
-  for (int peer = 0; peer < size(); ++peer) {
-    Arriving& at = arriving(peer);
+  for (Line line = 0; line < first_line(size()); ++line) {
+    Arriving& at = arriving(line);
     if (at.kind == Arriving::Kind::kPosted && is_its(at.receive.transfer)) {
       dropped.push_back(at.receive.transfer);
-      discard(peer);
+      discard(line);
     }
-    if (!connection(peer)) continue;
-    const auto found = connection(peer)->drop(strand);
+    if (!connection(line)) continue;
+    const auto found = connection(line)->drop(strand);
     for (const auto& transfer : found.kept) spare(transfer);
     dropped.insert(dropped.end(), found.unsent.begin(), found.unsent.end());
   }
@@ -264,29 +278,29 @@ void World::drop(GroupId id, Strand& strand) {
 
 bool World::receive() {
   bool moved = false;
-  for (const int peer : std::exchange(to_read_, {})) {
-    Connection* const found = connection(peer);
+  for (const Line line : std::exchange(to_read_, {})) {
+    Connection* const found = connection(line);
     if (found == nullptr) continue;
     moved = true;
     try {
       if (!found->read()) {
-        lose(*found, "closed at the other end");
+        if (has_left(peer_of(line))) lose(peer_of(line), "closed at the other end");
       } else if (found->readable()) {
-        to_read_.push_back(peer);
+        to_read_.push_back(line);
       }
     } catch (const TransportError& error) {
-      lose(*found, error.what());
+      lose(peer_of(line), error.what());
     }
   }
   while (!to_itself_.empty()) {
     moved = true;
     const Outgoing message = std::move(to_itself_.front());
     to_itself_.pop_front();
-    std::byte* const target = begin(rank_, message.frame);
+    std::byte* const target = begin(first_line(rank_), message.frame);
     const auto bytes = static_cast<std::size_t>(message.frame.bytes);
     const void* const data = message.data ? static_cast<const void*>(message.data) : message.owned.data();
     if (target && bytes > 0) std::memcpy(target, data, bytes);
-    end(rank_, message.frame);
+    end(first_line(rank_), message.frame);
     if (message.gone) message.gone();
     if (message.transfer.strand && message.reported) sent(message.transfer);
   }
@@ -307,7 +321,7 @@ bool World::flush() {
     try {
       moved |= found->flush();
     } catch (const TransportError& error) {
-      lose(*found, error.what());
+      lose(peer_of(to_flush_[i]), error.what());
       moved = true;
     }
   }
@@ -316,20 +330,20 @@ bool World::flush() {
 }
 
 void World::hear(Connection& connection, News news) {
-  if (this->connection(connection.peer()) == nullptr) return;  // it has ended since
+  if (this->connection(connection.line()) == nullptr) return;  // it has ended since
   if (news.writable) {
     connection.unblock();
-    to_flush_.push_back(connection.peer());
+    to_flush_.push_back(connection.line());
   }
   if (!news.readable) return;
-  if (!connection.readable()) to_read_.push_back(connection.peer());
+  if (!connection.readable()) to_read_.push_back(connection.line());
   connection.has_arrived(news.ended);
 }
 
 void World::sent(const Transfer& transfer) { transfer.strand->complete(transfer, {}); }
 
-std::byte* World::begin(int peer, const Frame& frame) {
-  Arriving& at = arriving(peer);
+std::byte* World::begin(Line line, const Frame& frame) {
+  Arriving& at = arriving(line);
   at = Arriving();
   const auto bytes = static_cast<std::size_t>(frame.bytes);
   switch (frame.kind) {
@@ -354,7 +368,7 @@ std::byte* World::begin(int peer, const Frame& frame) {
   Inbox& box = inbox(frame.group);
   at.inbox = &box;
   if (box.closed || (box.group && box.group->has_failed())) return nullptr;
-  Channel& channel = box.channels[{peer, frame.stream}];
+  Channel& channel = box.channels[{line, frame.stream}];
   at.channel = &channel;
   // Strands look at signatures and sizes when the message is there. What does not fit goes nowhere near the memory.
   if (channel.early.empty() && !channel.posted.empty() && channel.posted.front().transfer.bytes == frame.bytes) {
@@ -368,11 +382,12 @@ std::byte* World::begin(int peer, const Frame& frame) {
   return at.bytes.get();
 }
 
-void World::end(int peer, const Frame& frame) {
-  Arriving at = std::exchange(arriving(peer), Arriving());
+void World::end(Line line, const Frame& frame) {
+  const int peer = peer_of(line);
+  Arriving at = std::exchange(arriving(line), Arriving());
   switch (frame.kind) {
     case FrameKind::kLent:
-      return copy(peer, frame, at.loan);
+      return copy(line, frame, at.loan);
     case FrameKind::kReturned:
       return take_back(frame.group);
     case FrameKind::kReads:
@@ -380,12 +395,12 @@ void World::end(int peer, const Frame& frame) {
       return;
     case FrameKind::kMessage:
       if (at.kind == Arriving::Kind::kPosted) {
-        acknowledge(peer, frame);
+        acknowledge(line, frame);
         at.receive.transfer.strand->complete(at.receive.transfer,
                                              {nullptr, std::nullopt, frame.signature, frame.bytes});
       } else if (at.kind == Arriving::Kind::kEarly) {
         at.channel->early.push_back({frame, std::move(at.bytes)});
-        meet(peer, *at.channel);
+        meet(line, *at.channel);
       }
       return;
     case FrameKind::kTaken:
@@ -397,7 +412,7 @@ void World::end(int peer, const Frame& frame) {
   }
   Inbox& box = inbox(frame.group);
   if (frame.kind == FrameKind::kTaken) {
-    const auto found = box.channels.find({peer, frame.stream});
+    const auto found = box.channels.find({line, frame.stream});
     if (found == box.channels.end() || found->second.untaken.empty()) return;  // the group has failed here
     const Transfer transfer = found->second.untaken.front();
     found->second.untaken.pop_front();
@@ -408,6 +423,8 @@ void World::end(int peer, const Frame& frame) {
     } else if (!box.closed) {
       box.letters.emplace_back(peer, std::move(at.text));
     }
+  } else if (!is_last(box, peer, frame.kind)) {
+    return;
   } else if (frame.kind == FrameKind::kFailed) {
     leaves(box, peer, at.text.empty() ? "it has failed" : at.text);
   } else {
@@ -417,28 +434,45 @@ void World::end(int peer, const Frame& frame) {
   }
 }
 
+/// See [Note: several connections].
+bool World::is_last(Inbox& box, int peer, FrameKind kind) const {
+  return ++box.told[{peer, kind}] >= lines_in_use(peer);
+}
+
 /// Whoever waits for the peer does so in vain.
 void World::leaves(Inbox& box, int peer, const std::string& why) {
   if (!box.gone.emplace(peer, why).second) return;
   for (auto& [key, channel] : box.channels) {
-    if (key.first != peer) continue;
+    if (peer_of(key.first) != peer) continue;
     for (const auto& receive : std::exchange(channel.posted, {})) fail_later(receive.transfer, why);
     for (const auto& transfer : std::exchange(channel.untaken, {})) fail_later(transfer, why);
   }
 }
 
-void World::lose(Connection& connection, const std::string& why) {
-  const int peer = connection.peer();
-  auto& place = connections_[static_cast<std::size_t>(peer)];
-  if (!place) return;
-  const Arriving at = std::exchange(arriving(peer), Arriving());
+void World::end_connection(Line line, const std::string& why) {
+  auto& place = connections_[static_cast<std::size_t>(line)];
+  const Arriving at = std::exchange(arriving(line), Arriving());
   if (at.kind == Arriving::Kind::kPosted) fail_later(at.receive.transfer, why);
-  unwatch(poll_, connection.fd());
+  unwatch(poll_, place->fd());
   ended_.push_back(std::move(place));  // who calls may be inside it
-  for (const auto& message : connection.drop_all()) {
+  for (const auto& message : ended_.back()->drop_all()) {
     if (message.gone) message.gone();
     if (message.transfer.strand && message.reported) fail_later(message.transfer, why);
   }
+}
+
+/// Of several connections one may be read to its end before another: what the peer sent last may be there still.
+bool World::has_left(int peer) {
+  for (Line line = first_line(peer); line < first_line(peer + 1); ++line) {
+    if (connection(line) && !connection(line)->finished()) return false;
+  }
+  return true;
+}
+
+/// Of several connections the others end with the first that fails.
+void World::lose(int peer, const std::string& why) {
+  if (!connection(first_line(peer))) return;
+  for (Line line = first_line(peer); line < first_line(peer + 1); ++line) end_connection(line, why);
   std::erase_if(lent_, [&](const auto& entry) {
     const Lent& lent = entry.second;
     if (lent.peer == peer && lent.reported) fail_later(lent.transfer, why);

@@ -25,7 +25,7 @@ class TcpGroup;
 
 using GroupId = std::uint64_t;
 
-/// Receives and arrivals of one strand from one peer meet here, in their order.
+/// Receives and arrivals of one strand on one connection meet here, in their order.
 struct Channel {
   struct Receive {
     Transfer transfer;
@@ -45,7 +45,13 @@ struct Inbox {
   TcpGroup* group = nullptr;
   std::size_t num_members = 0;  // 0: not made here yet
   bool closed = false;          // here
-  std::map<std::pair<int, Stream>, Channel> channels;
+  std::map<std::pair<Line, Stream>, Channel> channels;
+  /// Messages so far, with a peer; both sides count alike, and so know by which connection one goes.
+  struct Count {
+    std::int64_t sent = 0, received = 0;
+  };
+  std::map<std::pair<int, Stream>, Count> counts;
+  std::map<std::pair<int, FrameKind>, int> told;     // on how many of its connections a peer has told this
   std::vector<std::pair<int, std::string>> letters;  // they came before the group
   std::map<int, std::string> gone;                   // peers that send no more, and why; "": they have closed the group
   std::set<int> closed_by;
@@ -53,6 +59,11 @@ struct Inbox {
 };
 
 /// Ranks are those of the job everywhere in here. On the engine's thread.
+///
+/// [Note: several connections] Messages of a strand between two ranks take turns among the connections of both. Each has
+/// its own channels there: nothing has to be put in order again, and a message that is late holds up nobody but its own
+/// receive. What ends a group is told on all of them, and holds once it has come by the last: every message before it
+/// is there. Between processes of one machine only the first is used.
 class World final : public Receiver {
  public:
   /// `poll`, an epoll instance, tells of its connections until they end.
@@ -89,13 +100,13 @@ class World final : public Receiver {
   /// No group is open any more; what was to be sent is sent, and peers have come to their ends or had time for it.
   bool over();
 
-  std::byte* begin(int peer, const Frame& frame) override;
-  void end(int peer, const Frame& frame) override;
+  std::byte* begin(Line line, const Frame& frame) override;
+  void end(Line line, const Frame& frame) override;
   void sent(const Transfer& transfer) override;
   void hear(Connection& connection, News news) override;
 
  private:
-  /// What arrives from a peer just now.
+  /// What arrives on a connection just now.
   struct Arriving {
     enum class Kind { kUnwanted, kPosted, kEarly, kText, kLoan };
     Kind kind = Kind::kUnwanted;
@@ -118,32 +129,39 @@ class World final : public Receiver {
     bool reported;  // when it is returned; else when it is taken
   };
   Inbox& inbox(GroupId id);
-  Arriving& arriving(int peer) { return arriving_[static_cast<std::size_t>(peer)]; }
-  Connection* connection(int peer) { return connections_[static_cast<std::size_t>(peer)].get(); }
-  void send(int peer, Outgoing message, Connection::Turn turn = Connection::Turn::kInOrder);
-  void acknowledge(int peer, const Frame& frame);
+  Arriving& arriving(Line line) { return arriving_[static_cast<std::size_t>(line)]; }
+  Connection* connection(Line line) { return connections_[static_cast<std::size_t>(line)].get(); }
+  int peer_of(Line line) const { return line / num_sockets_; }
+  Line first_line(int peer) const { return peer * num_sockets_; }
+  int lines_in_use(int peer) const { return neighbours_[static_cast<std::size_t>(peer)].beside ? 1 : num_sockets_; }
+  Line line_of_next(Inbox& inbox, int peer, Stream stream, std::int64_t Inbox::Count::*which);
+  void put(Line line, Outgoing message, Connection::Turn turn = Connection::Turn::kInOrder);
+  void acknowledge(Line line, const Frame& frame);
   void lend(int peer, Outgoing& message);
-  void copy(int peer, const Frame& frame, const Loan& loan);
+  void copy(Line line, const Frame& frame, const Loan& loan);
   void take_back(std::uint64_t number);
-  void meet(int peer, Channel& channel);
+  void meet(Line line, Channel& channel);
   void complete_later(const Transfer& transfer, Outcome outcome);
   void fail_later(const Transfer& transfer, const std::string& why);
   void leaves(Inbox& inbox, int peer, const std::string& why);
-  void discard(int peer);
-  void lose(Connection& connection, const std::string& why);
+  bool is_last(Inbox& inbox, int peer, FrameKind kind) const;
+  void discard(Line line);
+  bool has_left(int peer);
+  void lose(int peer, const std::string& why);
+  void end_connection(Line line, const std::string& why);
 
-  const int rank_;
+  const int rank_, num_sockets_;  // with each peer
   const Socket& poll_;
   std::vector<Neighbour> neighbours_;                     // by rank
-  std::vector<std::unique_ptr<Connection>> connections_;  // by rank; null for this one, and where it has ended
-  std::vector<Arriving> arriving_;
+  std::vector<std::unique_ptr<Connection>> connections_;  // by line; null for this rank, and where it has ended
+  std::vector<Arriving> arriving_;                        // by line
   std::unordered_map<GroupId, std::unique_ptr<Inbox>> inboxes_;
   std::deque<std::pair<Transfer, Outcome>> met_;
   std::deque<Outgoing> to_itself_;
   std::unordered_map<std::uint64_t, Lent> lent_;  // by number
   std::uint64_t num_loans_ = 0;
-  std::int64_t copied_ = 0;              // of loans, since the last flush
-  std::vector<int> to_flush_, to_read_;  // peers
+  std::int64_t copied_ = 0;  // of loans, since the last flush
+  std::vector<Line> to_flush_, to_read_;
   std::vector<std::unique_ptr<Connection>> ended_;
   int num_open_ = 0;
   bool begun_ = false, shut_down_ = false;

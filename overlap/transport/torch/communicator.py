@@ -6,7 +6,7 @@ import datetime
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from comm_core import TransportError
 from overlap.transport.communicator import Communicator
 from overlap.transport.forks import Origin
-from overlap.transport.tcp import TcpCommunicator, connect_over
+from overlap.transport.tcp import TcpCommunicator, TcpOptions, connect_over
 from overlap.transport.torch.gloo import GlooCommunicator
 from overlap.transport.torch.interfaces import listening
 from overlap.transport.torch.rendezvous import Rendezvous, connecting, corner_of, join_world, name_interface
@@ -30,7 +30,7 @@ class Wire:
     """What moves the bytes between ranks."""
 
     gloo: bool = False  # torch.distributed's, in place of comm_core's own connections
-    silence: float | None = None  # seconds after which a silent host is lost; None: for ever
+    tcp: TcpOptions = field(default_factory=TcpOptions)
 
 
 def connect(
@@ -85,5 +85,5 @@ def _connect(
     if wire.gloo:
         return GlooCommunicator(meeting, rank, size, end=end)
     with connecting():
-        core = connect_over(meeting.connect("tcp"), rank, size, listening(), meeting.patience, wire.silence)
+        core = connect_over(meeting.connect("tcp"), rank, size, listening(), meeting.patience, wire.tcp)
     return TcpCommunicator(core, end)

@@ -23,6 +23,7 @@ __all__ = [
     "in_use",
     "listed",
     "listening",
+    "listening_toward",
     "other_host",
     "own_addresses",
     "owner",
@@ -88,7 +89,7 @@ def other_host(sources: Sequence[str]) -> str | None:
 
 
 def chosen(named: str, own_name: Sequence[str], addresses: Sequence[Address]) -> list[str]:
-    """The addresses to listen on, one of each family at most, of the interface that gloo would use (pure).
+    """The addresses to listen on, one of each family and interface at most, of those that gloo would use (pure).
 
     Args:
         named: ``GLOO_SOCKET_IFNAME``: interfaces, separated by commas; empty: none is named.
@@ -100,8 +101,11 @@ def chosen(named: str, own_name: Sequence[str], addresses: Sequence[Address]) ->
     else:
         found = sorted(addresses, key=lambda address: (address.text not in own_name, address.ip.is_loopback))[:1]
         found = [address for address in addresses if found and address.interface == found[0].interface]
-    by_family = {address.ip.version: address.text for address in reversed(found)}
-    return [by_family[version] for version in sorted(by_family)]
+    order = named.split(",") if named else []
+    first = {(address.ip.version, address.interface): address.text for address in reversed(found)}
+    return [
+        first[place] for place in sorted(first, key=lambda place: (place[0], order.index(place[1]) if order else 0))
+    ]
 
 
 def listening() -> list[str]:
@@ -114,6 +118,15 @@ def listening() -> list[str]:
     if not found:
         raise TransportError(f"no address of {named or 'this host'} to listen on")
     return found
+
+
+def listening_toward(host: str) -> list[str]:
+    """The addresses of this host on which other ranks reach it, where they all reach `host`.
+
+    Raises ``TransportError`` as :func:`listening`.
+    """
+    found = None if os.environ.get(VARIABLE) else toward(host)
+    return listening() if found is None else [found.text]
 
 
 def _own_name() -> list[str]:
