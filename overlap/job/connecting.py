@@ -37,8 +37,8 @@ __all__ = ["Host", "connect", "meet", "tcp_suffices"]
 
 log = logging.getLogger("dear")
 
-# Where another way is left, nobody waits minutes for packets that a firewall drops.
-_PATIENCE = 30.0  # seconds
+# Seconds for ranks to connect. Where another way is left, nobody waits minutes for packets that a firewall drops.
+_PATIENCE, _SHORT_PATIENCE = 300.0, 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,9 +143,8 @@ def _over_mpi(comm: Any, wanted: Settings, launch: Launch) -> Communicator:
     try:
         address = meeting_address(over_mpi)
         hosts = allgather_made(over_mpi, lambda: listening_toward(address))[core.rank]
-        patience = {"timeout": _PATIENCE} if try_only else {}
-        options = _tcp(wanted).of_job(core.size)
-        made = comm_core.tcp(core.rank, core.size, comm_core.exchange_over(core), hosts=hosts, **options, **patience)
+        options = _tcp(wanted).arguments(core.size, _SHORT_PATIENCE if try_only else _PATIENCE)
+        made = comm_core.tcp(core.rank, core.size, comm_core.exchange_over(core), hosts=hosts, **options)
     except (Unreachable, NotSent, comm_core.TransportError) as error:  # on every rank
         if not try_only:
             raise

@@ -29,9 +29,10 @@ class TcpOptions:
     sockets: int = 0
     """Connections between two ranks of different hosts; 0: four, and fewer in jobs of more than 128 ranks."""
 
-    def of_job(self, size: int) -> dict[str, Any]:
-        """The arguments for :func:`comm_core.tcp` (pure)."""
-        return {"silence": self.silence, "sockets": self.sockets or max(1, min(_SOCKETS, _MOST_FILES // size))}
+    def arguments(self, size: int, timeout: float) -> dict[str, Any]:
+        """For :func:`comm_core.tcp`, where `size` ranks may take `timeout` seconds to connect (pure)."""
+        sockets = self.sockets or max(1, min(_SOCKETS, _MOST_FILES // size))
+        return {"silence": self.silence, "sockets": sockets, "timeout": timeout}
 
 
 class TcpCommunicator(NativeCommunicator):
@@ -60,8 +61,7 @@ def connect_over(
     `hosts` are addresses of this host; ranks may take `patience` to connect.
     """
     exchange = exchange_through(store, rank, size, patience)
-    timeout = patience.total_seconds()
-    return comm_core.tcp(rank, size, exchange, hosts=hosts, timeout=timeout, **options.of_job(size))
+    return comm_core.tcp(rank, size, exchange, hosts=hosts, **options.arguments(size, patience.total_seconds()))
 
 
 def exchange_through(

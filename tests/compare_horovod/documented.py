@@ -240,7 +240,8 @@ DIFFERENCES = (
     ),
     Difference(
         "built",
-        "they say what is true here: gloo stands for TCP without MPI, and nothing is enabled after shutdown()",
+        "they say what is true here: MPI is enabled where it has brought the ranks together, gloo stands for TCP without "
+        "MPI, and nothing is enabled after shutdown()",
         (
             Sighting("state/gloo_built", "False", "True"),
             Sighting("after shutdown/mpi_enabled", "True", "False"),

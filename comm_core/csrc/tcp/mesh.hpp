@@ -37,8 +37,8 @@ struct Mesh {
 };
 
 /// A rank connects to those before it, `num_sockets` times, and is connected to by those behind. Connections take turns
-/// among the `endpoints` of a rank, at which `listeners` listen for this one. Both sides show the `secret`; whoever shows
-/// something else, or nothing, is not a rank: that connection is closed, and nothing else happens. Collective and
+/// among the `endpoints` of a rank, at which `listeners` listen for this one. Both sides show the `secret`; whoever
+/// shows something else, or nothing, is not a rank: that connection is closed, and nothing else happens. Collective and
 /// blocking. `apart`: this process counts as a machine of its own.
 ///
 /// Throws TransportError, with the ranks that are not there, when `timeout` has passed, and at once where a rank

@@ -55,8 +55,8 @@ PYBIND11_MODULE(_tcp, m) {
   m.def(
       "connect",
       [runtime](const std::vector<const Socket*>& listeners, int rank,
-                const std::vector<std::vector<std::pair<std::string, int>>>& endpoints, int num_sockets,
-                bool apart, const py::bytes& secret, double timeout, std::optional<double> silence) {
+                const std::vector<std::vector<std::pair<std::string, int>>>& endpoints, int num_sockets, bool apart,
+                const py::bytes& secret, double timeout, std::optional<double> silence) {
         const Secret shared = secret_from(secret);
         std::vector<std::vector<Endpoint>> all;
         for (const auto& of_rank : endpoints) {
@@ -71,6 +71,7 @@ PYBIND11_MODULE(_tcp, m) {
         birth.work->wait(std::nullopt, raise_signals);
         return std::make_shared<Communicator>(std::move(*birth.backend), "tcp-world");
       },
-      py::arg("listeners"), py::arg("rank"), py::arg("endpoints"), py::arg("num_sockets"), py::arg("apart"), py::arg("secret"),
-      py::arg("timeout"), py::arg("silence"), "The group of all ranks that give these endpoints and this secret.");
+      py::arg("listeners"), py::arg("rank"), py::arg("endpoints"), py::arg("num_sockets"), py::arg("apart"),
+      py::arg("secret"), py::arg("timeout"), py::arg("silence"),
+      "The group of all ranks that give these endpoints and this secret.");
 }

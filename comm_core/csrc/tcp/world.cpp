@@ -86,7 +86,7 @@ void World::discard(Line line) {
   arriving(line) = Arriving();
 }
 
-Line World::line_of_next(Inbox& box, int peer, Stream stream, std::int64_t Inbox::Count::*which) {
+Line World::line_of_next(Inbox& box, int peer, Stream stream, std::int64_t Inbox::Count::* which) {
   const int among = lines_in_use(peer);
   if (among == 1) return first_line(peer);
   return first_line(peer) + static_cast<int>((box.counts[{peer, stream}].*which)++ % among);

@@ -60,10 +60,10 @@ struct Inbox {
 
 /// Ranks are those of the job everywhere in here. On the engine's thread.
 ///
-/// [Note: several connections] Messages of a strand between two ranks take turns among the connections of both. Each has
-/// its own channels there: nothing has to be put in order again, and a message that is late holds up nobody but its own
-/// receive. What ends a group is told on all of them, and holds once it has come by the last: every message before it
-/// is there. Between processes of one machine only the first is used.
+/// [Note: several connections] Messages of a strand between two ranks take turns among the connections of both. Each
+/// has its own channels there: nothing has to be put in order again, and a message that is late holds up nobody but its
+/// own receive. What ends a group is told on all of them, and holds once it has come by the last: every message before
+/// it is there. Between processes of one machine only the first is used.
 class World final : public Receiver {
  public:
   /// `poll`, an epoll instance, tells of its connections until they end.
@@ -134,7 +134,7 @@ class World final : public Receiver {
   int peer_of(Line line) const { return line / num_sockets_; }
   Line first_line(int peer) const { return peer * num_sockets_; }
   int lines_in_use(int peer) const { return neighbours_[static_cast<std::size_t>(peer)].beside ? 1 : num_sockets_; }
-  Line line_of_next(Inbox& inbox, int peer, Stream stream, std::int64_t Inbox::Count::*which);
+  Line line_of_next(Inbox& inbox, int peer, Stream stream, std::int64_t Inbox::Count::* which);
   void put(Line line, Outgoing message, Connection::Turn turn = Connection::Turn::kInOrder);
   void acknowledge(Line line, const Frame& frame);
   void lend(int peer, Outgoing& message);
