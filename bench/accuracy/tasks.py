@@ -1,7 +1,7 @@
 """Small tasks of real learning: handwritten digits, and the next byte of a text with a GPT-2.
 
-`digits` and `gpt2`, which learns this project's own text, compare methods with equal results step by step. `cnn` and
-`language` hold a part of their data out, for methods whose results are others.
+`digits`, `narrow` and `gpt2`, which learns this project's own text, compare methods with equal results step by step.
+`cnn` and `language` hold a part of their data out, for methods whose results are others.
 """
 
 from __future__ import annotations
@@ -59,6 +59,12 @@ def _perceptron() -> nn.Module:
     return nn.Sequential(
         nn.Flatten(), nn.Linear(64, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10)
     )
+
+
+def _narrow() -> nn.Module:
+    """Twelve layers of 32: what a step takes besides its computation shows."""
+    layers = [layer for _ in range(12) for layer in (nn.Linear(32, 32), nn.ReLU())]
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), *layers, nn.Linear(32, 10))
 
 
 def _convolutions() -> nn.Module:
@@ -173,6 +179,7 @@ def _of_words(words: torch.Tensor, pieces: int = 8) -> LossOf:
 
 TASKS = {
     "digits": Task(_perceptron, _digits, torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
+    "narrow": Task(_narrow, _digits, torch.optim.SGD, {"lr": 0.05}),
     "gpt2": Task(_small_gpt2, _next_byte, torch.optim.AdamW, {"lr": 1e-3}),
     "cnn": Task(_convolutions, _seen_digits, torch.optim.AdamW, {"lr": 1e-3}, _held_out_digits),
     "language": Task(_smaller_gpt2, _seen_words, torch.optim.AdamW, {"lr": 1e-3}, _held_out_words, warm_up_and_cosine),

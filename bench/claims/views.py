@@ -16,6 +16,7 @@ from pathlib import Path
 
 from bench.claims.collectives import COLLECTIVES
 from bench.claims.curves import CURVES
+from bench.claims.paired import PAIRED
 from bench.claims.source import Source
 from bench.claims.sweeps import SWEEPS
 from bench.program import ROOT
@@ -25,7 +26,9 @@ __all__ = ["RESULTS", "VIEWS", "render"]
 
 RESULTS = ROOT / "docs" / "results"
 _NAMED = re.compile(r"\w+=")
-VIEWS: Mapping[str, Callable[[Source], str]] = {view.__name__: view for view in (*SWEEPS, *CURVES, *COLLECTIVES)}
+VIEWS: Mapping[str, Callable[[Source], str]] = {
+    view.__name__: view for view in (*SWEEPS, *CURVES, *COLLECTIVES, *PAIRED)
+}
 
 
 def render(text: str, folder: Path = RESULTS) -> str:

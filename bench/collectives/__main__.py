@@ -47,8 +47,8 @@ def run(arguments: argparse.Namespace) -> tuple[list[Row], float | None, str]:
         )
         argv = ["-m", "bench.collectives.worker", settings]
         env = {"DEAR_BENCH_STORE": str(Path(folder) / "store"), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        if arguments.connections > 1:
-            env["OMPI_MCA_btl_tcp_links"] = str(arguments.connections)
+        env |= {"DEAR_TRANSPORT": arguments.transport, "DEAR_TCP_SOCKETS": str(arguments.connections)}
+        env["OMPI_MCA_btl_tcp_links"] = str(arguments.connections)
         wire = None
         if arguments.network == "local":
             command = local_command(arguments.launcher, Settings(workers=arguments.hosts), argv, [])
@@ -73,10 +73,11 @@ def main() -> int:
     parser.add_argument(
         "--connections",
         type=at_least(1),
-        default=1,
-        help="of TCP between two hosts, for Open MPI and for plain TCP (default 1)",
+        default=4,
+        help="of TCP between two hosts, for our operations and for plain TCP (default 4, as training has)",
     )
     parser.add_argument("--launcher", choices=["mpi", "torchrun"], default="mpi")
+    parser.add_argument("--transport", choices=["auto", "tcp", "mpi", "gloo"], default="auto", help="DEAR_TRANSPORT")
     parser.add_argument("--ops", nargs="+", choices=list(OPERATIONS), default=list(OPERATIONS), metavar="OP")
     parser.add_argument("--sizes", nargs="+", type=int, default=SIZES, metavar="BYTES", help="of the whole buffer")
     parser.add_argument("--iterations", type=int, default=100, help="pairs per case, fewer for cases that take long")
@@ -86,8 +87,6 @@ def main() -> int:
         "--check-bars", action="store_true", help="exit with 1 unless every bar is met, and one was there"
     )
     arguments = parser.parse_args()
-    if arguments.connections > 1 and (arguments.network == "local" or arguments.launcher != "mpi"):
-        parser.error("--connections: several need --network and --launcher mpi; gloo has one")
     end_in_order()
     try:
         rows, wire, backend = run(arguments)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.emulation.cluster import Cluster
 from comm_core.tcp_connect import common_family
 
 PRELUDE = """
@@ -49,17 +50,21 @@ def say(*words):
 Start = Callable[..., "Job"]
 
 
+def _on(hosts: Cluster | None, rank: int, command: list[str]) -> list[str]:
+    return command if hosts is None else hosts.enter(rank, command)
+
+
 class Job:
     """Processes that run a text, each as a rank."""
 
-    def __init__(self, text: str, size: int, folder: Path) -> None:
+    def __init__(self, text: str, size: int, folder: Path, hosts: Cluster | None = None) -> None:
         self.folder = folder
         script = folder / "script.py"
         script.write_text(PRELUDE + text)
         command = [sys.executable, str(script)]
         self.processes = [
             subprocess.Popen(
-                [*command, str(rank), str(size), str(folder)],
+                _on(hosts, rank, [*command, str(rank), str(size), str(folder)]),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
@@ -92,8 +97,8 @@ class Job:
 def start(tmp_path: Path) -> Iterator[Start]:
     jobs: list[Job] = []
 
-    def begin(text: str, size: int = 2) -> Job:
-        jobs.append(Job(text, size, Path(tempfile.mkdtemp(dir=tmp_path))))
+    def begin(text: str, size: int = 2, hosts: Cluster | None = None) -> Job:
+        jobs.append(Job(text, size, Path(tempfile.mkdtemp(dir=tmp_path)), hosts))
         return jobs[-1]
 
     yield begin
@@ -172,6 +177,24 @@ def test_a_rank_that_is_killed_is_named_at_once(waits: bool, options: str, start
         when, _, said = job.line(rank).partition(" ")
         assert f"rank {rank} of 3 lost the connection to rank 1: " in said
         assert float(when) - killed < 10.0  # and not when a stall is noticed
+
+
+@pytest.mark.needs_root
+@pytest.mark.parametrize("waits", [True, False], ids=["in an operation", "before the next"])
+def test_a_host_that_is_cut_off_is_named(waits: bool, start: Start) -> None:
+    """Its packets are dropped, and nobody is told: silence is all that there is."""
+    with Cluster(2) as hosts:
+        addresses = [hosts.address(host) for host in range(2)]
+        text = LOST.replace("connect()", f"connect(hosts=[{addresses}[rank]], sockets=2, silence=3.0)")
+        text = text.replace("time.sleep(0.7)", "time.sleep(4)").replace("waits", str(waits))
+        text = text.replace("sys.stdin.readline()", "time.sleep(1.5 if rank == 0 else 60)")
+        job = start(text, 2, hosts)
+        assert [job.line(rank) for rank in range(2)] == ["ready"] * 2
+        subprocess.run(hosts.enter(1, ["ip", "route", "add", "blackhole", f"{addresses[0]}/32"]), check=True)
+        cut_off = time.time()
+        when, _, said = job.line(0).partition(" ")
+        assert "rank 0 of 2 lost the connection to rank 1: " in said
+        assert float(when) - cut_off < 3.0 + 10.0
 
 
 ROOT = Path(__file__).parents[2]
@@ -343,11 +366,22 @@ for fd in os.listdir("/proc/self/fd"):
             reached.append(found.getpeername()[0])
     except OSError:
         pass
+c.barrier()
 say(sorted(reached))
 """
     other = "127.0.0.3", "127.0.0.2"
     for output, peer in zip(start(text).outputs(), other, strict=True):
         assert ast.literal_eval(output) == ["127.0.0.1", "127.0.0.1", peer]  # as many as rank 1 wants
+
+
+def test_there_is_at_least_one_connection_for_each_address(start: Start) -> None:
+    text = """
+c = connect(hosts=["127.0.0.1", "127.0.0.2"], apart=True)
+kinds = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{fd}")]
+c.barrier()
+say(sum(kind.startswith("socket:") for kind in kinds))
+"""
+    assert start(text).outputs() == ["2\n"] * 2
 
 
 def test_the_first_family_that_all_have_is_taken() -> None:

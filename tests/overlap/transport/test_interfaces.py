@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from bench.emulation.cluster import Cluster
-from overlap.transport.torch.interfaces import Address, described, other_host, refusal
+from overlap.transport.torch.interfaces import Address, chosen, described, other_host, refusal
 
 JOB = """
 import logging, os, torch, dear
@@ -110,6 +110,19 @@ def test_under_mpi_it_is_the_one_that_reaches_rank_0(
 def test_what_other_hosts_can_reach() -> None:
     assert other_host(["127.0.0.1", "", "10.0.0.2", "10.0.0.3"]) == "10.0.0.2"
     assert other_host(["127.0.0.1", "127.0.0.1", "::1"]) is None
+
+
+def test_it_listens_on_each_interface_that_is_named_once_for_each_family() -> None:
+    addresses = [
+        Address("127.0.0.1", "lo"),
+        *(Address("10.0.0.1", "eth0"), Address("10.0.0.9", "eth0"), Address("fd00::1", "eth0")),
+        *(Address("10.1.0.1", "eth1"), Address("fd01::1", "eth1")),
+    ]
+    assert chosen("eth1,eth0", [], addresses) == ["10.1.0.1", "10.0.0.1", "fd01::1", "fd00::1"]
+    assert chosen("eth1", [], addresses) == ["10.1.0.1", "fd01::1"]
+    assert chosen("", ["10.1.0.1"], addresses) == ["10.1.0.1", "fd01::1"]
+    assert chosen("", [], addresses) == ["10.0.0.1", "fd00::1"]
+    assert chosen("ib0", [], addresses) == []
 
 
 def test_what_is_said_of_interfaces() -> None:
