@@ -35,7 +35,7 @@ def tcp(
     ``exchange_over(comm_core.mpi())``. `hosts` are addresses of this machine, as text: other ranks connect to those of
     the first family, in rank 0's order, that all ranks have, and from there this one connects to them. They have
     `timeout` seconds for it. Ranks of two machines share `sockets` connections, or as many as the rank that wants the
-    fewest, which take turns among the addresses; at least one for each address, where all ranks have as many. Processes
+    fewest, which take turns among the addresses; at least one for each address, of as many as the rank has that has the fewest. Processes
     of one machine copy from each other's memory, unless they are to be `apart`. A machine that has been silent for
     `silence` seconds, while something was expected of it, is lost; None leaves that to whoever watches.
 
@@ -52,8 +52,8 @@ def tcp(
         for host in hosts:
             of_family = listeners.setdefault(ipaddress.ip_address(host).version, [])
             of_family.append((host, _backend().Listener(host, size * max(sockets, len(hosts)))))
-    except (_C.Error, ValueError) as error:
-        trouble = str(error)
+    except Exception as error:  # whatever it is: the others wait for this rank in exchange()
+        trouble = _described(error)
     places = {version: [(host, listener.port) for host, listener in found] for version, found in listeners.items()}
     mine = {"places": places, "sockets": sockets, "secret": secrets.token_hex(32), "trouble": trouble}
     everybody = [json.loads(message) for message in exchange(json.dumps(mine).encode())]
@@ -64,15 +64,17 @@ def tcp(
     if version is None:
         shown = [", ".join(host for found in said["places"].values() for host, _ in found) for said in everybody]
         raise _C.TransportError(f"ranks have no family of addresses in common: {'; '.join(shown)}")
-    endpoints = [[(str(host), int(port)) for host, port in said["places"][version]] for said in everybody]
-    shared = max(min(said["sockets"] for said in everybody), min(len(found) for found in endpoints))
+    # As many addresses on every rank: the first of each lead to each other, and so on.
+    fewest = min(len(said["places"][version]) for said in everybody)
+    endpoints = [[(str(host), int(port)) for host, port in said["places"][version][:fewest]] for said in everybody]
+    shared = max(min(said["sockets"] for said in everybody), fewest)
     communicator = None
     try:
-        listening = [listener for _, listener in listeners[int(version)]]
+        listening = [listener for _, listener in listeners[int(version)][:fewest]]
         secret = bytes.fromhex(everybody[0]["secret"])
         communicator = _backend().connect(listening, rank, endpoints, shared, apart, secret, timeout, silence)
-    except _C.Error as error:
-        trouble = str(error)
+    except Exception as error:
+        trouble = _described(error)
     finally:
         for _, listener in (one for found in listeners.values() for one in found):
             listener.close()
@@ -85,6 +87,10 @@ def tcp(
 def common_family(families: Sequence[Sequence[str]]) -> str | None:
     """The first of rank 0's that every rank has, of families of addresses by rank; None: there is none (pure)."""
     return next((family for family in families[0] if all(family in others for others in families)), None)
+
+
+def _described(error: Exception) -> str:
+    return str(error) if isinstance(error, (_C.Error, ValueError)) else f"{type(error).__name__}: {error}"
 
 
 def _require_none(troubles: Sequence[str | None]) -> None:

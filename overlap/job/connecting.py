@@ -45,6 +45,7 @@ _PATIENCE, _SHORT_PATIENCE = 300.0, 30.0
 class Host:
     """What decides how a rank's bytes should travel."""
 
+    transport: str  # as its environment wishes
     network: tuple[str, ...]  # equal for processes that reach each other on the loopback interface
     fabric: list[str]  # devices of networks that MPI may use
 
@@ -131,20 +132,24 @@ def _connection(launch: Launch, comm: Any, wanted: Settings, arrival: Arrival) -
 
 def _over_mpi(comm: Any, wanted: Settings, launch: Launch) -> Communicator:
     """By MPI; its library may as well only bring the ranks together."""
-    if wanted.transport == "gloo":
-        raise _said(LaunchError(f"DEAR_TRANSPORT=gloo, but ranks were {launch.source}: start with torchrun"), launch)
     core = comm_core.mpi(comm)
     over_mpi = NativeCommunicator(core)
-    if wanted.transport == "mpi" or core.size == 1:
+    told = allgather_object(over_mpi, Host(wanted.transport, network(), fabric.devices()))
+    transport = told[0].transport  # a launcher may have given the variable to some hosts alone
+    if transport == "gloo":
+        raise _said(LaunchError(f"DEAR_TRANSPORT=gloo, but ranks were {launch.source}: start with torchrun"), launch)
+    if transport == "mpi" or core.size == 1:
         return over_mpi
-    try_only = wanted.transport == "auto"
-    if try_only and not tcp_suffices(allgather_object(over_mpi, Host(network(), fabric.devices()))):
+    try_only = transport == "auto"
+    if try_only and not tcp_suffices(told):
         return over_mpi
     try:
         address = meeting_address(over_mpi)
         hosts = allgather_made(over_mpi, lambda: listening_toward(address))[core.rank]
         options = _tcp(wanted).arguments(core.size, _SHORT_PATIENCE if try_only else _PATIENCE)
         made = comm_core.tcp(core.rank, core.size, comm_core.exchange_over(core), hosts=hosts, **options)
+    except comm_core.MpiError:
+        raise
     except (Unreachable, NotSent, comm_core.TransportError) as error:  # on every rank
         if not try_only:
             raise

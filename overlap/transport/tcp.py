@@ -18,6 +18,8 @@ __all__ = ["TcpCommunicator", "TcpOptions", "connect_over", "exchange_through"]
 # Several connections get past what a network gives a single one, and what is lost on one does not hold up the others; on
 # emulated links four were as fast as one at 1 Gbit/s and took a fifth less at 10. Each rank has open files for all.
 _SOCKETS, _MOST_FILES = 4, 512
+# Of the time to connect: who is late is told to those who wait in the store before they give up.
+_SHARE = 0.8
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,9 @@ def connect_over(
     `hosts` are addresses of this host; ranks may take `patience` to connect.
     """
     exchange = exchange_through(store, rank, size, patience)
-    return comm_core.tcp(rank, size, exchange, hosts=hosts, **options.arguments(size, patience.total_seconds()))
+    return comm_core.tcp(
+        rank, size, exchange, hosts=hosts, **options.arguments(size, _SHARE * patience.total_seconds())
+    )
 
 
 def exchange_through(

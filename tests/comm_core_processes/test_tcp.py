@@ -272,6 +272,51 @@ c.barrier()
     assert outputs[1] == ""
 
 
+def test_who_waits_for_a_rank_that_has_given_up_and_ends_is_told(start: Start) -> None:
+    text = """
+c = connect()
+c.barrier()
+if rank == 1:
+    c.abandon()
+    c.close()
+    comm_core.finalize()
+    os._exit(0)
+try:
+    c.all_reduce(np.ones(10), np.ones(10), label="alone")
+except comm_core.TransportError as error:
+    say(error)
+    os._exit(0)
+"""
+    outputs = start(text).outputs(30)
+    assert "rank 0 of 2 lost the connection to rank 1: " in outputs[0]
+
+
+def test_a_rank_that_is_lost_before_a_group_is_made_is_lost_to_that_too(start: Start) -> None:
+    """Another one has made the group and sent a message, so that it is known of; rank 2 is late, and rank 1 gone then."""
+    text = """
+c = connect()
+c.barrier()
+if rank == 2:
+    time.sleep(1.5)
+part = c.split(0)
+if rank == 1:
+    part.send_async(np.ones(5), 0, tag=0)
+    c.close()
+    time.sleep(0.2)
+    os._exit(0)
+if rank == 2:
+    time.sleep(1.0)
+try:
+    part.recv(np.ones(5), 1, tag=3)
+except comm_core.TransportError as error:
+    say(error)
+    os._exit(0)
+"""
+    outputs = start(text, 3).outputs(60)
+    assert "lost the connection to rank 1" in outputs[0]
+    assert "lost the connection to rank 1" in outputs[2]
+
+
 def test_a_stranger_ends_its_own_connection_and_nothing_else(start: Start) -> None:
     """It finds the port while ranks meet: rank 1 comes to connect only after it."""
     text = """
@@ -372,6 +417,25 @@ say(sorted(reached))
     other = "127.0.0.3", "127.0.0.2"
     for output, peer in zip(start(text).outputs(), other, strict=True):
         assert ast.literal_eval(output) == ["127.0.0.1", "127.0.0.1", peer]  # as many as rank 1 wants
+
+
+def test_addresses_that_not_all_ranks_have_are_left_out(start: Start) -> None:
+    """One of another network may lead to nobody."""
+    text = """
+c = connect(hosts=["127.0.0.1", "127.0.0.2"][:2 - rank], sockets=3, apart=True)
+import socket
+reached = []
+for fd in os.listdir("/proc/self/fd"):
+    try:
+        with socket.socket(fileno=os.dup(int(fd))) as found:
+            reached.append((found.getsockname()[0], found.getpeername()[0]))
+    except OSError:
+        pass
+c.barrier()
+say(reached)
+"""
+    for output in start(text).outputs():
+        assert ast.literal_eval(output) == [("127.0.0.1", "127.0.0.1")] * 3
 
 
 def test_there_is_at_least_one_connection_for_each_address(start: Start) -> None:

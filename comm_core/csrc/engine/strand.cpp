@@ -83,6 +83,7 @@ void Strand::let_drain(std::unique_ptr<Running> running) {
 void Strand::fail(std::exception_ptr error, std::exception_ptr later) {
   if (failure_) return;
   failure_ = later;
+  give_up();  // before works end: whoever waits for one may write to its memory then
   if (running_) {
     if (running_->item.failed) running_->item.failed();
     if (running_->item.work) running_->item.work->finish(error);
@@ -92,7 +93,6 @@ void Strand::fail(std::exception_ptr error, std::exception_ptr later) {
     item.memory.reset();
     if (item.work) item.work->finish(later);
   }
-  give_up();
 }
 
 void Strand::forget_if_drained(const Running& running) {

@@ -15,7 +15,6 @@ namespace {
 
 constexpr std::size_t kBatch = 16;                        // messages in one call
 constexpr std::int64_t kReadAtOnce = 1 << 20;             // others have their turn after so many bytes
-constexpr std::int64_t kLongest = std::int64_t{1} << 40;  // of no message that anybody means
 constexpr std::size_t kScrap = 64 * 1024;
 constexpr std::chrono::duration<double> kPause{200e-6}, kLull{5e-3};  // a lull says nothing of how fast data comes
 constexpr std::int64_t kMostAtOnce = 512 * 1024;
@@ -25,6 +24,8 @@ std::byte* scrap() {
   static thread_local std::array<std::byte, kScrap> memory;
   return memory.data();
 }
+
+std::size_t bytes_of(const Outgoing& message) { return static_cast<std::size_t>(message.frame.bytes); }
 
 iovec piece(const void* data, std::size_t bytes) { return {const_cast<void*>(data), bytes}; }
 
@@ -219,7 +220,7 @@ void Connection::parse() {
 }
 
 void Connection::begin_message(const Frame& frame) {
-  if (frame.kind > FrameKind::kGivenUp || frame.bytes < 0 || frame.bytes > kLongest) {
+  if (frame.kind > FrameKind::kGivenUp || frame.bytes < 0 || frame.bytes > kLongestMessage) {
     throw TransportError("what arrives is no message of comm_core's");
   }
   open_ = true;
@@ -227,22 +228,36 @@ void Connection::begin_message(const Frame& frame) {
   target_ = receiver_.begin(line_, frame);
 }
 
-Connection::Dropped Connection::drop(const Strand& strand) {
-  Dropped result;
+std::vector<Transfer> Connection::drop(const Strand& strand) {
   const auto is_its = [&](const Outgoing& message) { return message.transfer.strand == &strand; };
-  // The batch stays, and the memory that it sends: the peer has been told that it comes.
+  return drop_those(is_its);
+}
+
+void Connection::drop(const Transfer& transfer) {
+  drop_those([&](const Outgoing& message) { return is_of(message.transfer, transfer); });
+}
+
+std::vector<Transfer> Connection::drop_those(const std::function<bool(const Outgoing&)>& are_meant) {
+  std::vector<Transfer> reported;
+  const auto note = [&](const Outgoing& message) {
+    if (message.reported) reported.push_back(message.transfer);
+  };
   for (auto& message : batch_) {
-    if (is_its(message) && !std::exchange(message.reported, true)) result.kept.push_back(message.transfer);
+    if (!are_meant(message)) continue;
+    note(message);
+    if (message.data) message.owned.assign(reinterpret_cast<const char*>(message.data), bytes_of(message));
+    message.data = nullptr;
+    message.transfer = {};
   }
   for (auto& [key, queue] : queues_) {
     for (const auto& message : queue) {
-      if (is_its(message) && message.reported) result.unsent.push_back(message.transfer);
+      if (are_meant(message)) note(message);
     }
-    std::erase_if(queue, is_its);
+    std::erase_if(queue, are_meant);
   }
   std::erase_if(queues_, [](const auto& entry) { return entry.second.empty(); });
   std::erase_if(turns_, [this](Queue key) { return !queues_.contains(key); });
-  return result;
+  return reported;
 }
 
 std::vector<Outgoing> Connection::drop_all() {

@@ -27,6 +27,12 @@ struct Outgoing {
   std::function<void()> gone = {};  ///< called when it was sent, or dropped; may be null
 };
 
+/// Whether both mean the same message.
+inline bool is_of(const Transfer& a, const Transfer& b) {
+  return a.strand == b.strand && a.schedule == b.schedule && a.ticket == b.ticket && a.peer == b.peer &&
+         a.is_send == b.is_send;
+}
+
 class Connection;
 
 /// The number of a connection among all of this process.
@@ -89,12 +95,11 @@ class Connection {
   /// What arrives of the present message is thrown away from here on.
   void discard_rest() noexcept { target_ = nullptr; }
 
-  /// What a strand had to send, when it is dropped.
-  struct Dropped {
-    std::vector<Transfer> unsent;  ///< taken out
-    std::vector<Transfer> kept;    ///< about to leave, and reported when they have, which they were not to be
-  };
-  Dropped drop(const Strand& strand);
+  /// Takes out what a strand had to send. What is about to leave does, from memory of its own: the peer has been told
+  /// that it comes. Returns those that were to be reported, and now will not be.
+  std::vector<Transfer> drop(const Strand& strand);
+  /// The same of one message, which is reported by other means.
+  void drop(const Transfer& transfer);
   /// Takes out everything; it is the connection's end.
   std::vector<Outgoing> drop_all();
   /// Nothing is sent any more: the peer reads the end.
@@ -103,6 +108,7 @@ class Connection {
  private:
   using Queue = std::uint64_t;
   static Queue queue_of(const Frame& frame) { return frame.group * 4099 + frame.stream; }
+  std::vector<Transfer> drop_those(const std::function<bool(const Outgoing&)>& are_meant);
   bool fill();
   void pass(std::size_t bytes);
   void parse();

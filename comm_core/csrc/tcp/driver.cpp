@@ -34,12 +34,13 @@ void TcpDriver::wake() noexcept {
 }
 
 std::shared_ptr<Group> TcpDriver::connect(Mesh mesh) {
+  const Settings& own = settings();  // throws where the environment is wrong: first
   const auto world = std::make_shared<World>(std::move(mesh), poll_);
   worlds_.push_back(world);
   std::vector<int> members(static_cast<std::size_t>(world->size()));
   std::iota(members.begin(), members.end(), 0);
   constexpr GroupId kAll = 0;
-  return TcpGroup::make(groups_, world, kAll, std::move(members), settings());
+  return TcpGroup::make(groups_, world, kAll, std::move(members), own);
 }
 
 bool TcpDriver::progress() {
@@ -53,7 +54,7 @@ bool TcpDriver::progress() {
 
 bool TcpDriver::waits_for_peers() const {
   return std::ranges::any_of(groups_.awake(), [](const Group* group) { return group->leaving(); }) ||
-         std::ranges::any_of(worlds_, [](const auto& world) { return world->is_ending(); });
+         std::ranges::any_of(worlds_, [](const auto& world) { return world->waits_for_ends(); });
 }
 
 void TcpDriver::wait() {

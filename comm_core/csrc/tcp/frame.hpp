@@ -33,6 +33,8 @@ struct Frame {
 };
 static_assert(sizeof(Frame) == 32);
 
+constexpr std::int64_t kLongestMessage = std::int64_t{1} << 40;  ///< bytes; of none that anybody means
+
 /// Where the bytes of a message lie that the peer copies itself.
 struct Loan {
   std::uint64_t address = 0;

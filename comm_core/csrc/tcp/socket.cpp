@@ -36,6 +36,11 @@ Addresses address_of(const std::string& host, int port) {
 
 [[noreturn]] void fail(const std::string& doing, int error) { throw TransportError(doing + ": " + error_text(error)); }
 
+bool is_loopback(const sockaddr& address) {
+  if (address.sa_family == AF_INET6) return IN6_IS_ADDR_LOOPBACK(&reinterpret_cast<const sockaddr_in6&>(address).sin6_addr);
+  return ntohl(reinterpret_cast<const sockaddr_in&>(address).sin_addr.s_addr) >> IN_CLASSA_NSHIFT == IN_LOOPBACKNET;
+}
+
 void set(const Socket& socket, int level, int option, int value) {
   setsockopt(socket.fd(), level, option, &value, sizeof value);
 }
@@ -78,8 +83,8 @@ int port_of(const Socket& socket) {
 Socket begin_connect(const std::string& from, const std::string& to, int port) {
   const auto target = address_of(to, port), source = address_of(from, 0);
   Socket socket = new_socket(target->ai_family);
-  // A loopback address on either side only: the kernel chooses.
-  if (source->ai_family == target->ai_family) {
+  // From a loopback address no other host is reached: the kernel chooses.
+  if (is_loopback(*source->ai_addr) == is_loopback(*target->ai_addr)) {
     if (::bind(socket.fd(), source->ai_addr, source->ai_addrlen) != 0) fail("connecting from " + from, errno);
   }
   if (::connect(socket.fd(), target->ai_addr, target->ai_addrlen) != 0 && errno != EINPROGRESS) {
@@ -97,8 +102,9 @@ int connect_error(const Socket& socket) {
 
 std::optional<Socket> accept_from(const Socket& listener) {
   const int fd = ::accept4(listener.fd(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
-  if (fd < 0) return std::nullopt;
-  return Socket(fd);
+  if (fd >= 0) return Socket(fd);
+  if (errno == EMFILE || errno == ENFILE || errno == ENOMEM) fail("accepting a connection", errno);
+  return std::nullopt;
 }
 
 void watch(const Socket& poll, int fd, std::uint32_t events, void* what) {

@@ -20,6 +20,7 @@ constexpr std::int64_t kWorthLending = 16 * 1024;
 constexpr std::int64_t kCopiedAtOnce = 256 * 1024;
 
 const char* const kEnded = "it has ended before";
+const char* const kLeft = "closed at the other end";
 
 }  // namespace
 
@@ -56,12 +57,14 @@ Inbox& World::inbox(GroupId id) {
 void World::open(GroupId id, TcpGroup& group) {
   Inbox& box = inbox(id);
   box.group = &group;
-  box.num_members = group.members().size();
+  box.members = group.members();
   ++num_open_;
   begun_ = true;
   for (auto& [peer, letter] : std::exchange(box.letters, {})) group.take_letter(peer, std::move(letter));
   for (const int peer : group.members()) {
-    if (peer != rank_ && !connection(first_line(peer)) && !box.closed_by.contains(peer)) group.lose(peer, kEnded);
+    if (peer == rank_ || connection(first_line(peer))) continue;
+    box.closed_by.insert(peer);
+    if (!box.gone.contains(peer)) group.lose(peer, kEnded);
   }
 }
 
@@ -144,6 +147,7 @@ void World::copy(Line line, const Frame& frame, const Loan& loan) {
   Frame message = frame;
   message.kind = FrameKind::kMessage;
   message.bytes = loan.bytes;
+  if (loan.bytes < 0 || loan.bytes > kLongestMessage) throw TransportError("what arrives is no loan");
   std::byte* const target = begin(line, message);
   const auto pid = neighbours_[static_cast<std::size_t>(peer_of(line))].readable;
   if (target && !read_memory(pid, loan.address, target, static_cast<std::size_t>(loan.bytes))) {
@@ -250,11 +254,9 @@ void World::drop(GroupId id, Strand& strand) {
     if (message.reported) dropped.push_back(message.transfer);
     return true;
   });
-  // Sends whose memory is still needed are reported when it is not.
+  // Sends whose memory a peer reads are reported when it has.
   const auto spare = [&](const Transfer& transfer) {
-    const auto found = std::ranges::find_if(dropped, [&](const Transfer& t) {
-      return t.is_send && t.schedule == transfer.schedule && t.ticket == transfer.ticket && t.peer == transfer.peer;
-    });
+    const auto found = std::ranges::find_if(dropped, [&](const Transfer& t) { return is_of(t, transfer); });
     if (found == dropped.end()) return false;  // it was taken, and reported
     dropped.erase(found);
     return true;
@@ -269,26 +271,26 @@ void World::drop(GroupId id, Strand& strand) {
       discard(line);
     }
     if (!connection(line)) continue;
-    const auto found = connection(line)->drop(strand);
-    for (const auto& transfer : found.kept) spare(transfer);
-    dropped.insert(dropped.end(), found.unsent.begin(), found.unsent.end());
+    const auto unsent = connection(line)->drop(strand);
+    dropped.insert(dropped.end(), unsent.begin(), unsent.end());
   }
   for (const auto& transfer : dropped) strand.dropped(transfer);
 }
 
 bool World::receive() {
-  bool moved = false;
+  bool moved = give_up_waiting();
   for (const Line line : std::exchange(to_read_, {})) {
     Connection* const found = connection(line);
     if (found == nullptr) continue;
     moved = true;
     try {
       if (!found->read()) {
-        if (has_left(peer_of(line))) lose(peer_of(line), "closed at the other end");
+        leaving_.emplace(peer_of(line), std::chrono::steady_clock::now());
+        if (has_left(peer_of(line))) lose(peer_of(line), kLeft);
       } else if (found->readable()) {
         to_read_.push_back(line);
       }
-    } catch (const TransportError& error) {
+    } catch (const std::exception& error) {  // of memory, too
       lose(peer_of(line), error.what());
     }
   }
@@ -445,7 +447,10 @@ void World::leaves(Inbox& box, int peer, const std::string& why) {
   for (auto& [key, channel] : box.channels) {
     if (peer_of(key.first) != peer) continue;
     for (const auto& receive : std::exchange(channel.posted, {})) fail_later(receive.transfer, why);
-    for (const auto& transfer : std::exchange(channel.untaken, {})) fail_later(transfer, why);
+    for (const auto& transfer : std::exchange(channel.untaken, {})) {
+      if (connection(key.first)) connection(key.first)->drop(transfer);
+      fail_later(transfer, why);
+    }
   }
 }
 
@@ -469,9 +474,19 @@ bool World::has_left(int peer) {
   return true;
 }
 
+/// A peer that has lost one connection has closed the others; the end of one that is cut off never arrives.
+bool World::give_up_waiting() {
+  const auto before = std::chrono::steady_clock::now() - kLinger;
+  const auto late = std::ranges::find_if(leaving_, [&](const auto& entry) { return entry.second < before; });
+  if (late == leaving_.end()) return false;
+  lose(late->first, kLeft);
+  return true;
+}
+
 /// Of several connections the others end with the first that fails.
 void World::lose(int peer, const std::string& why) {
   if (!connection(first_line(peer))) return;
+  leaving_.erase(peer);
   for (Line line = first_line(peer); line < first_line(peer + 1); ++line) end_connection(line, why);
   std::erase_if(lent_, [&](const auto& entry) {
     const Lent& lent = entry.second;
@@ -480,10 +495,11 @@ void World::lose(int peer, const std::string& why) {
   });
   std::vector<TcpGroup*> groups;
   for (const auto& [id, box] : inboxes_) {
-    if (box->group && box->group->has(peer) && !box->closed_by.contains(peer)) groups.push_back(box->group);
+    if (!box->has(peer)) continue;
+    box->closed_by.insert(peer);
+    if (box->group && !box->gone.contains(peer)) groups.push_back(box->group);
   }
   for (auto* group : groups) group->lose(peer, why);
-  for (const auto& [id, box] : inboxes_) box->closed_by.insert(peer);
   std::erase_if(inboxes_, [](const auto& entry) { return entry.second->forgotten(); });
 }
 
@@ -492,7 +508,6 @@ bool World::over() {
   if (!is_ending()) return false;
   const auto now = std::chrono::steady_clock::now();
   if (!ending_since_) ending_since_ = now;
-  if (now - *ending_since_ > kLinger) return true;
   const auto all = [this](const auto& holds) {
     return std::ranges::all_of(connections_, [&](const auto& c) { return !c || holds(*c); });
   };
@@ -502,7 +517,13 @@ bool World::over() {
       if (connection) connection->shut_down();
     }
   }
-  return all([](const Connection&) { return false; });
+  if (now - *ending_since_ <= kLinger && !all([](const Connection&) { return false; })) return false;
+  // Here, on the engine's thread: somebody may hold a closed group, and with it this object, for as long as it likes.
+  for (auto& connection : connections_) {
+    if (connection) unwatch(poll_, connection->fd());
+    connection.reset();
+  }
+  return true;
 }
 
 }  // namespace comm_core

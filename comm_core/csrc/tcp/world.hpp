@@ -1,6 +1,7 @@
 // All ranks of a job, the connections to them, and what arrives for which group.
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -43,8 +44,8 @@ struct Channel {
 /// What a rank knows of a group, perhaps before the group is made here: other ranks may be sooner.
 struct Inbox {
   TcpGroup* group = nullptr;
-  std::size_t num_members = 0;  // 0: not made here yet
-  bool closed = false;          // here
+  std::vector<int> members;  // none: it is not made here yet
+  bool closed = false;       // here
   std::map<std::pair<Line, Stream>, Channel> channels;
   /// Messages so far, with a peer; both sides count alike, and so know by which connection one goes.
   struct Count {
@@ -55,7 +56,8 @@ struct Inbox {
   std::vector<std::pair<int, std::string>> letters;  // they came before the group
   std::map<int, std::string> gone;                   // peers that send no more, and why; "": they have closed the group
   std::set<int> closed_by;
-  bool forgotten() const { return closed && closed_by.size() >= num_members; }
+  bool has(int peer) const { return std::ranges::find(members, peer) != members.end(); }
+  bool forgotten() const { return closed && closed_by.size() >= members.size(); }
 };
 
 /// Ranks are those of the job everywhere in here. On the engine's thread.
@@ -99,6 +101,8 @@ class World final : public Receiver {
   bool is_ending() const noexcept { return begun_ && num_open_ == 0; }
   /// No group is open any more; what was to be sent is sent, and peers have come to their ends or had time for it.
   bool over();
+  /// Something may have to happen though nothing arrives.
+  bool waits_for_ends() const noexcept { return is_ending() || !leaving_.empty(); }
 
   std::byte* begin(Line line, const Frame& frame) override;
   void end(Line line, const Frame& frame) override;
@@ -147,6 +151,7 @@ class World final : public Receiver {
   bool is_last(Inbox& inbox, int peer, FrameKind kind) const;
   void discard(Line line);
   bool has_left(int peer);
+  bool give_up_waiting();
   void lose(int peer, const std::string& why);
   void end_connection(Line line, const std::string& why);
 
@@ -163,6 +168,7 @@ class World final : public Receiver {
   std::int64_t copied_ = 0;  // of loans, since the last flush
   std::vector<Line> to_flush_, to_read_;
   std::vector<std::unique_ptr<Connection>> ended_;
+  std::map<int, std::chrono::steady_clock::time_point> leaving_;  // peers, one of whose connections is at its end
   int num_open_ = 0;
   bool begun_ = false, shut_down_ = false;
   std::optional<std::chrono::steady_clock::time_point> ending_since_;

@@ -29,9 +29,9 @@ dear.shutdown()
 
 
 def test_tcp_suffices_between_hosts_that_have_nothing_faster() -> None:
-    assert tcp_suffices([Host(HERE, []), Host(THERE, [])])
-    assert not tcp_suffices([Host(HERE, []), Host(HERE, [])])
-    assert not tcp_suffices([Host(HERE, []), Host(THERE, ["infiniband/uverbs0"])])
+    assert tcp_suffices([Host("auto", HERE, []), Host("auto", THERE, [])])
+    assert not tcp_suffices([Host("auto", HERE, []), Host("auto", HERE, [])])
+    assert not tcp_suffices([Host("auto", HERE, []), Host("auto", THERE, ["infiniband/uverbs0"])])
 
 
 def test_devices_of_faster_networks_are_found(tmp_path: Path) -> None:
