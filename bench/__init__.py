@@ -4,7 +4,7 @@ What lies in bench/ itself, but for `program`, is a command of one file, and not
 import those before them and none behind:
 
     program < models < emulation < methods < train < steps < collectives < sweep
-            < accuracy < integrations < validation < claims < gpu
+            < accuracy < paired < integrations < validation < claims < gpu
 
 program      what all commands share
 models       what is trained, and the batches it is fed with
@@ -15,6 +15,7 @@ steps        every step of a run from the first on: `python -m bench.steps`
 collectives  the communicators' operations beside gloo's: `python -m bench.collectives`
 sweep        many runs, kept, judged and reported: `python benchmarks.py`
 accuracy     the loss over wall time: `python -m bench.accuracy`
+paired       two methods in the same processes, in turn: `python -m bench.paired`
 integrations other libraries' trainers, their own DDP beside dear: `python -m bench.integrations`
 validation   predictions held to measurement: `python -m bench.validation`; to papers: `python -m bench.validation.papers`
 claims       what README.md and docs say of results: `python -m bench.claims`

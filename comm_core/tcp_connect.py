@@ -34,10 +34,13 @@ def tcp(
     `exchange` is called twice on each: under torchrun anything that gathers bytes through its store, over MPI
     ``exchange_over(comm_core.mpi())``. `hosts` are addresses of this machine, as text: other ranks connect to those of
     the first family, in rank 0's order, that all ranks have, and from there this one connects to them. They have
-    `timeout` seconds for it. Ranks of two machines share `sockets` connections, or as many as the rank that wants the
-    fewest, which take turns among the addresses; at least one for each address, of as many as the rank has that has the fewest. Processes
-    of one machine copy from each other's memory, unless they are to be `apart`. A machine that has been silent for
-    `silence` seconds, while something was expected of it, is lost; None leaves that to whoever watches.
+    `timeout` seconds for it.
+
+    Ranks of two machines share `sockets` connections, or as many as the rank that wants the fewest, and at least one for
+    each address. Connections take turns among the addresses: the first of every rank, the second, and so on; where a rank
+    has fewer, the rest of the others' are left out. Processes of one machine copy from each other's memory, unless they
+    are to be `apart`. A machine that has been silent for `silence` seconds, while something was expected of it, is lost;
+    None leaves that to whoever watches.
 
     A connection counts only where it begins with a secret that went through `exchange`; any other is closed.
 

@@ -11,9 +11,10 @@ A measured number, or a whole table, stands between its source and an end, which
     | method | … |
     <!-- end -->
 
-The functions in `bench/claims/sweeps.py`, `curves.py`, `collectives.py` and `paired.py` are what a source may ask for. In the sections
-that `bench/claims/pages.py` names, every number in a table needs one, and in a sentence every one that looks measured: a
-decimal, a factor, seconds, a percentage, MB. Settings and commands stand in code font, limits behind ≤, and need none.
+The functions in `bench/claims/sweeps.py`, `curves.py`, `collectives.py` and `paired.py` are what a source may ask for. In
+the sections that `bench/claims/pages.py` names, every number in a table needs one, and in a sentence every one that looks
+measured: a decimal, a factor, seconds, a percentage, MB. Settings and commands stand in code font, limits behind ≤, and
+need none.
 """
 
 from __future__ import annotations
