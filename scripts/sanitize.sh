@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Build comm_core with a sanitizer and run its tests so: the programs of tests/cpp, tests/comm_core at 2 ranks over MPI and
-# TCP, processes; with the thread sanitizer, the programs that need no MPI.
+# Build comm_core with a sanitizer and run its tests so: the programs of tests/cpp, tests/comm_core at 2 ranks over MPI,
+# TCP and several connections, processes; with the thread sanitizer, the programs that need no MPI.
 #
 #     scripts/sanitize.sh address|undefined|thread [pytest's arguments]
 #
@@ -61,7 +61,7 @@ fi
 # A runtime that reports crashes itself takes them from whoever else listens.
 [ "$kind" != address ] || pytest+=(--deselect tests/comm_core_processes/test_thread.py::test_a_crash_of_the_engine_is_reported)
 run "${pytest[@]}" "${programs[@]}" tests/cpp/test_mpi.py tests/comm_core_processes
-for backend in mpi tcp; do
+for backend in mpi tcp sockets; do
     export COMM_CORE_TEST_BACKEND=$backend
     DEAR_SPMD_SUITE=spmd run scripts/mpirun -np 2 "${pytest[@]}" -p tests.spmd_plugin tests/comm_core
 done
