@@ -162,7 +162,7 @@ def _in_ranks(items: list[pytest.Item]) -> set[pytest.Item]:
 
 
 def _of_comm_core() -> tuple[str, ...]:
-    return OVER_TCP if os.environ.get("COMM_CORE_TEST_BACKEND") == "tcp" else OVER_MPI
+    return OVER_TCP if os.environ.get("COMM_CORE_TEST_BACKEND") in ("tcp", "sockets") else OVER_MPI
 
 
 def _takes_four(item: pytest.Item) -> bool:

@@ -32,7 +32,7 @@ JOBS = [
     ),
     *(pytest.param("comm_core", "", "mpi", size, BEST, id=f"comm_core-mpi-{size}") for size in (4, 2, 1)),
     *(pytest.param("comm_core", "", "tcp", size, BEST, id=f"comm_core-tcp-{size}") for size in (4, 2)),
-    pytest.param("comm_core", "", "sockets", 4, BEST, id="comm_core-sockets-4", marks=pytest.mark.full),
+    pytest.param("comm_core", "", "sockets", 4, BEST, id="comm_core-sockets-4"),
 ]
 
 

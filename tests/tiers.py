@@ -37,7 +37,7 @@ _IN_FULL = ("wfbp", "mgwfbp", "bytescheduler")
 # The jobs among which promises are spread.
 TWO = ("mpi-2", "mpi-2", "mpi-2", "mpi-2", "torchrun-2")
 FOUR = ("mpi-2", "mpi-2", "mpi-4", "torchrun-2")  # of what takes four ranks to show all of it
-OVER_MPI, OVER_TCP = ("mpi-2", "mpi-4"), ("tcp-2", "tcp-4")  # of comm_core's own tests
+OVER_MPI, OVER_TCP = ("mpi-2", "mpi-4"), ("tcp-2", "tcp-4", "sockets-4")  # of comm_core's own tests
 _ALONE, _ALONE_EVERY = "mpi-1", 8
 _BESIDE = ("mpi-2", "mpi-2", "mpi-4", "torchrun-2", _ALONE)  # among which the second tier spreads cases
 

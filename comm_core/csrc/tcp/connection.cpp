@@ -13,8 +13,8 @@
 namespace comm_core {
 namespace {
 
-constexpr std::size_t kBatch = 16;                        // messages in one call
-constexpr std::int64_t kReadAtOnce = 1 << 20;             // others have their turn after so many bytes
+constexpr std::size_t kBatch = 16;             // messages in one call
+constexpr std::int64_t kReadAtOnce = 1 << 20;  // others have their turn after so many bytes
 constexpr std::size_t kScrap = 64 * 1024;
 constexpr std::chrono::duration<double> kPause{200e-6}, kLull{5e-3};  // a lull says nothing of how fast data comes
 constexpr std::int64_t kMostAtOnce = 512 * 1024;

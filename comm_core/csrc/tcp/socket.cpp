@@ -37,7 +37,8 @@ Addresses address_of(const std::string& host, int port) {
 [[noreturn]] void fail(const std::string& doing, int error) { throw TransportError(doing + ": " + error_text(error)); }
 
 bool is_loopback(const sockaddr& address) {
-  if (address.sa_family == AF_INET6) return IN6_IS_ADDR_LOOPBACK(&reinterpret_cast<const sockaddr_in6&>(address).sin6_addr);
+  if (address.sa_family == AF_INET6)
+    return IN6_IS_ADDR_LOOPBACK(&reinterpret_cast<const sockaddr_in6&>(address).sin6_addr);
   return ntohl(reinterpret_cast<const sockaddr_in&>(address).sin_addr.s_addr) >> IN_CLASSA_NSHIFT == IN_LOOPBACKNET;
 }
 

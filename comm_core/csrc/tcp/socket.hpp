@@ -45,8 +45,8 @@ int port_of(const Socket& socket);
 Socket begin_connect(const std::string& from, const std::string& to, int port);
 /// Why the connection could not be made; 0: it is there.
 int connect_error(const Socket& socket);
-/// The next connection of a listening socket, nonblocking; none: nobody is there. Throws TransportError where this process
-/// may have no more files.
+/// The next connection of a listening socket, nonblocking; none: nobody is there. Throws TransportError where this
+/// process may have no more files.
 std::optional<Socket> accept_from(const Socket& listener);
 
 /// Has `poll`, an epoll instance, tell of `events`, with a pointer to `what`; and of nothing more.
