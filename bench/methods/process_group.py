@@ -12,7 +12,7 @@ from overlap.job.launch import Launcher, detect
 
 __all__ = ["join", "leave"]
 
-_made_here: set[dist.ProcessGroup] = set()  # at most one
+_made: list[dist.ProcessGroup] = []  # here, at most one
 
 
 def join(device: torch.device) -> Place:
@@ -29,12 +29,11 @@ def join(device: torch.device) -> Place:
         os.environ.setdefault("MASTER_PORT", "29400" if launch.size > 1 else "0")
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     assert dist.group.WORLD is not None
-    _made_here.add(dist.group.WORLD)
+    _made.append(dist.group.WORLD)
     return Place(dist.get_rank(), dist.get_world_size())
 
 
 def leave() -> None:
     dist.barrier()
-    if _made_here:
-        _made_here.clear()
-        dist.destroy_process_group()
+    if _made:
+        dist.destroy_process_group(_made.pop())

@@ -14,7 +14,7 @@ from overlap.horovod.controller.errors import NotInitialized
 from overlap.horovod.controller.operation import Nothing
 from overlap.horovod.controller.request import Kind, Request
 from overlap.job import session
-from overlap.job.launch import Launcher
+from overlap.job.launch import InitMethod, Launcher
 from overlap.job.process_set import ProcessSet, global_process_set
 from overlap.job.regrouping import ranks_change
 from overlap.job.session import Session, is_initialized, shutdown
@@ -51,7 +51,13 @@ _SETS = "process set"  # what requests about them are called
 
 
 def init(
-    comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None, *, torch_distributed: bool = True
+    comm: Any = None,
+    process_sets: Sequence[ProcessSet] | str | None = None,
+    *,
+    torch_distributed: bool = True,
+    init_method: str | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
 ) -> Session:
     """Join the job that started this process. On every rank; calling it again changes nothing.
 
@@ -65,14 +71,24 @@ def init(
             torch.distributed find it. :func:`shutdown` ends it. False: leave torch.distributed to the script. It has no
             effect where the script has initialised torch.distributed already, under torchrun, and in one process alone.
             Where a rank cannot make it, all train without it, and rank 0 warns.
+        init_method: where processes meet that no MPI brings together, as for ``init_process_group()``:
+            ``"tcp://10.0.0.1:29500"`` or ``"file:///shared/new"``. torch.distributed gets a default group, until
+            :func:`shutdown`.
+        rank: of this process, where no launcher tells it.
+        world_size: how many they are, where no launcher tells it.
 
     Raises :class:`overlap.job.launch.LaunchError` when launcher and communicator disagree about the size of the job, and
     ``ValueError`` for arguments that cannot be honoured.
     """
     if isinstance(process_sets, str) and process_sets.lower() != "dynamic":
         raise ValueError(f"process_sets should be a list of ProcessSet or 'dynamic' and is {process_sets!r}")
+    if init_method is None and (rank, world_size) != (None, None):
+        raise ValueError(f"rank={rank} and world_size={world_size} belong to init_method, which is not given")
     wanted = None if isinstance(comm, list | tuple | range) else comm
-    started = _join(wanted, torch_distributed)
+    meeting = None if init_method is None else InitMethod(init_method, rank, world_size)
+    if wanted is not None and meeting is not None:
+        raise ValueError("comm and init_method both say which processes train together: leave one of them out")
+    started = _join(wanted, torch_distributed, meeting)
     if wanted is not comm and len(comm) > 0 and sorted(comm) != list(range(started.comm.size)):
         raise ValueError(
             f"comm={list(comm)} names some of {started.comm.size} ranks; start only those, or pass "
@@ -84,11 +100,11 @@ def init(
     return started
 
 
-def _join(comm: Any, torch_distributed: bool) -> Session:
+def _join(comm: Any, torch_distributed: bool, meeting: InitMethod | None) -> Session:
     """Once more where ranks are lost meanwhile, if this job goes on without them."""
     while True:
         try:
-            started = session.init(comm, torch_distributed)
+            started = session.init(comm, torch_distributed, meeting)
             attach(started, stand_in)
             if started.roster is not None:
                 started.roster.begin()
@@ -108,7 +124,7 @@ def regroup() -> Session:
     """
     torch_distributed = session.current().torch_distributed
     session.abandon()
-    return _join(None, torch_distributed)
+    return _join(None, torch_distributed, None)
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:

@@ -121,12 +121,15 @@ def _connection(launch: Launch, comm: Any, wanted: Settings, arrival: Arrival) -
         return _over_mpi(None, wanted, launch)
     if launch.launcher is Launcher.TORCHRUN:
         if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-            problem = no_meeting(os.environ)
+            problem = no_meeting(os.environ) if launch.init_method is None else None
             if problem is not None:
                 raise _said(LaunchError(problem), launch)
         from overlap.transport.torch.communicator import connect
+        from overlap.transport.torch.rendezvous import ENVIRONMENT
 
-        return connect(_wire(wanted, launch), awaited=arrival.await_ranks)
+        told = launch.init_method
+        place = ENVIRONMENT if told is None else (told, launch.rank, launch.size)
+        return connect(_wire(wanted, launch), awaited=arrival.await_ranks, place=place)
     return NativeCommunicator(comm_core.local())
 
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 __all__ = [
     "ALONE_VARIABLE",
     "BACKEND_VARIABLE",
+    "InitMethod",
     "Launch",
     "LaunchError",
     "Launcher",
     "adopted",
+    "by_init_method",
     "detect",
     "no_meeting",
     "rank_in",
@@ -45,6 +47,16 @@ class Launch:
     local_rank: int | None = None
     local_size: int | None = None
     source: str = "no launcher"
+    init_method: str | None = None  # where the script has ranks meet
+
+
+@dataclass(frozen=True, slots=True)
+class InitMethod:
+    """Where the ranks of a job meet, as torch.distributed writes it, and which one this process is; None: as launched."""
+
+    url: str
+    rank: int | None = None
+    world_size: int | None = None
 
 
 # (size, rank, local rank, local size) as each launcher names them; the first family found wins.
@@ -146,6 +158,32 @@ def adopted(launch: Launch, rank: int, size: int) -> Launch:
             f"torch.distributed as rank {rank} of {size}: give init_process_group() the launcher's numbers, or leave it out"
         )
     return launch
+
+
+def by_init_method(launch: Launch, wanted: InitMethod) -> Launch:
+    """The launch of a process that the script tells where to meet (pure).
+
+    Raises :class:`LaunchError` where its launcher tells another story, or nobody says which rank it is.
+    """
+    if launch.launcher is Launcher.MPI:
+        raise LaunchError(
+            f"init_method={wanted.url!r}, but this process was {launch.source}, which has brought the ranks together: "
+            "leave init_method out"
+        )
+    alone = launch.launcher is Launcher.SINGLE
+    rank = wanted.rank if alone or wanted.rank is not None else launch.rank
+    size = wanted.world_size if alone or wanted.world_size is not None else launch.size
+    if rank is None or size is None:
+        raise LaunchError(f"init_method={wanted.url!r} needs rank= and world_size=, which no launcher has told")
+    if not 0 <= rank < size:
+        raise LaunchError(f"rank should be from 0 to world_size - 1 = {size - 1} and is {rank}")
+    if not alone and (rank, size) != (launch.rank, launch.size):
+        raise LaunchError(
+            f"{launch.source} makes this process rank {launch.rank} of {launch.size}, and init() rank {rank} of {size}: "
+            "leave rank and world_size out"
+        )
+    source = f"init_method={wanted.url!r}" if alone else launch.source
+    return replace(launch, launcher=Launcher.TORCHRUN, rank=rank, size=size, source=source, init_method=wanted.url)
 
 
 def no_meeting(environ: Mapping[str, str]) -> str | None:

@@ -27,7 +27,18 @@ from overlap.health.watchdog import Watchdog
 from overlap.job import cores, logs, regrouping, settings
 from overlap.job.channels import Channels
 from overlap.job.connecting import connect, meet
-from overlap.job.launch import ALONE_VARIABLE, BACKEND_VARIABLE, Launch, Launcher, LaunchError, adopted, detect, rank_in
+from overlap.job.launch import (
+    ALONE_VARIABLE,
+    BACKEND_VARIABLE,
+    InitMethod,
+    Launch,
+    Launcher,
+    LaunchError,
+    adopted,
+    by_init_method,
+    detect,
+    rank_in,
+)
 from overlap.job.registry import Registry
 from overlap.job.services import Issuer, Participant, Service
 from overlap.job.settings import SettingError, Settings
@@ -275,19 +286,30 @@ def _refuse_helpers() -> None:
         )
 
 
-def _told(environ: Mapping[str, str]) -> tuple[Settings, Launch]:
+def _told(environ: Mapping[str, str], meeting: InitMethod | None) -> tuple[Settings, Launch]:
     """What the environment says. What is wrong with it ends a script that does not catch it with one line."""
     try:
         launch, world = detect(environ), None
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        return settings.read(environ), launch if world is None else adopted(launch, *world)
+        if meeting is not None:
+            if world is not None:
+                raise LaunchError(
+                    f"init_method={meeting.url!r}, but the script has initialised torch.distributed: leave one of them out"
+                )
+            launch = by_init_method(launch, meeting)
+        found = settings.read(environ)
+        if found.keep_going and meeting is not None:
+            raise LaunchError(
+                f"init_method={meeting.url!r}, but ranks that come and go meet at torchrun's: leave it out"
+            )
+        return found, launch if world is None else adopted(launch, *world)
     except (SettingError, LaunchError) as error:
         failures.say_in_one_line(error, rank_in(environ))
         raise
 
 
-def init(comm: Any = None, torch_distributed: bool = True) -> Session:
+def init(comm: Any = None, torch_distributed: bool = True, meeting: InitMethod | None = None) -> Session:
     """Join the job that started this process. On every rank; calling it again changes nothing.
 
     Args:
@@ -295,6 +317,8 @@ def init(comm: Any = None, torch_distributed: bool = True) -> Session:
             ``overlap.transport.communicator.Communicator`` to use instead of what the launcher says.
         torch_distributed: whether torch.distributed gets its default group, over gloo, where it has none: under MPI. The
             group has the ranks of this job, and ends with :func:`shutdown`.
+
+        meeting: where processes meet that no launcher has told.
 
     A script that has initialised torch.distributed by itself, in processes that no launcher knows (``mp.spawn``), gets that
     world.
@@ -308,7 +332,7 @@ def init(comm: Any = None, torch_distributed: bool = True) -> Session:
     if _session is not None:
         return _session
     _refuse_helpers()
-    wanted, launch = _told(os.environ)
+    wanted, launch = _told(os.environ, meeting)
     if wanted.keep_going:
         connected = meet(launch, comm, wanted)
         local_rank, local_size = regrouping.place()

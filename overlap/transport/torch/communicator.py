@@ -17,7 +17,14 @@ from overlap.transport.forks import Origin
 from overlap.transport.tcp import TcpCommunicator, TcpOptions, connect_over
 from overlap.transport.torch.gloo import GlooCommunicator
 from overlap.transport.torch.interfaces import listening
-from overlap.transport.torch.rendezvous import Rendezvous, connecting, corner_of, join_world, name_interface
+from overlap.transport.torch.rendezvous import (
+    ENVIRONMENT,
+    Rendezvous,
+    connecting,
+    corner_of,
+    join_world,
+    name_interface,
+)
 from overlap.transport.torch.variables import Variables
 
 __all__ = ["Wire", "connect", "connect_generation"]
@@ -34,16 +41,20 @@ class Wire:
 
 
 def connect(
-    wire: Wire, group: dist.ProcessGroup | None = None, awaited: Callable[[Sequence[int]], object] = bool
+    wire: Wire,
+    group: dist.ProcessGroup | None = None,
+    awaited: Callable[[Sequence[int]], object] = bool,
+    place: tuple[str, int, int] = ENVIRONMENT,
 ) -> Communicator:
     """Connect all ranks of torch.distributed's world, or those in `group`. On every rank of it.
 
-    Joins torchrun's world first where the script did not; `awaited` hears now and then of the ranks that have not come.
+    Joins their world first where the script did not: at `place`, an ``init_method`` of torch.distributed with this rank
+    and their number; -1: the environment says. `awaited` hears now and then of the ranks that have not come.
     """
     ranks = None if group is None else tuple(dist.get_process_group_ranks(group))
     session = next(_sessions[ranks])
     created = not dist.is_initialized()
-    named = join_world(session, awaited) if created else None
+    named = join_world(session, awaited, *place) if created else None
     meeting = Rendezvous(dist.distributed_c10d._get_default_store(), corner_of(session, ranks))
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     if named is None:

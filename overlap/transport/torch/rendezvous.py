@@ -24,7 +24,7 @@ from comm_core import TransportError
 from overlap.transport.torch.interfaces import VARIABLE, Address, other_host, own_addresses, refusal, toward
 from overlap.transport.torch.variables import Variables
 
-__all__ = ["Rendezvous", "begin_group", "connecting", "corner_of", "join_world", "name_interface"]
+__all__ = ["ENVIRONMENT", "Rendezvous", "begin_group", "connecting", "corner_of", "join_world", "name_interface"]
 
 _ATTEMPT = "TORCHELASTIC_RESTART_COUNT"
 _CONNECT = datetime.timedelta(minutes=2)  # for ranks that have all arrived at the store
@@ -33,14 +33,19 @@ _TELL_SECONDS = 1.0
 _PATIENCE = datetime.timedelta(minutes=5)
 
 
-def join_world(session: int, awaited: Callable[[Sequence[int]], object]) -> Variables:
+ENVIRONMENT = "env://", -1, -1  # an init_method, a rank and their number: all of it is in the environment
+
+
+def join_world(
+    session: int, awaited: Callable[[Sequence[int]], object], init_method: str, rank: int, size: int
+) -> Variables:
     """``torch.distributed.init_process_group("gloo")`` that can be called again, and works after a restart.
 
     On every rank.
 
     The interface is named to gloo until what is returned is restored. `awaited` hears of the ranks that have not come.
     """
-    store, rank, size = next(rendezvous("env://"))
+    store, rank, size = next(rendezvous(init_method, rank, size))
     attempt = os.environ.get(_ATTEMPT)
     corner = f"dear/session-{session}" if attempt is None else f"dear/attempt-{attempt}/session-{session}"
     _await_all(PrefixStore(f"{corner}/arrived", store), rank, size, awaited)
