@@ -425,7 +425,7 @@ void World::end(Line line, const Frame& frame) {
     } else if (!box.closed) {
       box.letters.emplace_back(peer, std::move(at.text));
     }
-  } else if (!is_last(box, peer, frame.kind)) {
+  } else if (!told_on_all(box, peer, frame.kind)) {
     return;
   } else if (frame.kind == FrameKind::kFailed) {
     leaves(box, peer, at.text.empty() ? "it has failed" : at.text);
@@ -436,8 +436,7 @@ void World::end(Line line, const Frame& frame) {
   }
 }
 
-/// See [Note: several connections].
-bool World::is_last(Inbox& box, int peer, FrameKind kind) const {
+bool World::told_on_all(Inbox& box, int peer, FrameKind kind) const {
   return ++box.told[{peer, kind}] >= lines_in_use(peer);
 }
 

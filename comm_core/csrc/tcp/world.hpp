@@ -148,7 +148,8 @@ class World final : public Receiver {
   void complete_later(const Transfer& transfer, Outcome outcome);
   void fail_later(const Transfer& transfer, const std::string& why);
   void leaves(Inbox& inbox, int peer, const std::string& why);
-  bool is_last(Inbox& inbox, int peer, FrameKind kind) const;
+  /// A peer tells this on one more of its connections: whether it is the last. See [Note: several connections].
+  bool told_on_all(Inbox& inbox, int peer, FrameKind kind) const;
   void discard(Line line);
   bool has_left(int peer);
   bool give_up_waiting();
