@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from overlap.plan.partition import ALIGNMENT_BYTES, TensorSpec, fuse, round_up
-from overlap.plan.plan import Facts, Plan
+from overlap.plan.plan import Facts, Plan, replicated
 
 __all__ = ["partitions", "plan_buckets"]
 
@@ -22,7 +22,7 @@ def plan_buckets(facts: Facts, specs: Sequence[TensorSpec], world_size: int) -> 
         for units in (used, idle)
         for bucket in fuse([unit for unit in units if unit], specs, world_size, num_nearby_units=1)
     ]
-    return Plan(tuple(buckets), (False,) * len(buckets))
+    return replicated(buckets)
 
 
 def partitions(numel: int, itemsize: int, partition_bytes: int) -> list[slice]:

@@ -31,7 +31,7 @@ from overlap.optimizer.dears_arguments import understands_dears_names
 from overlap.optimizer.distributed import DistributedOptimizer as Shell
 from overlap.optimizer.start import agree_on_strategy
 from overlap.plan.partition import TensorSpec, fuse
-from overlap.plan.plan import Facts, Plan
+from overlap.plan.plan import Facts, Plan, replicated
 from overlap.plan.strategy import Strategy
 from overlap.transport.broadcast import broadcast_tensors
 from overlap.transport.communicator import ReduceOp
@@ -74,7 +74,7 @@ class Co2(Strategy):
         buckets = [
             bucket for units in (used, idle) for bucket in fuse(units, specs, world_size, threshold_bytes=_FUSION_BYTES)
         ]
-        return Plan(tuple(buckets), (False,) * len(buckets))
+        return replicated(buckets)
 
 
 class Co2Optimizer(Shell):

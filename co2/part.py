@@ -18,7 +18,7 @@ import torch
 
 from co2.equations import Averaging, Ended
 from overlap.core.bucket import Slot
-from overlap.plan.partition import BucketSpec, TensorSpec, fuse, piece
+from overlap.plan.partition import BucketSpec, TensorSpec, fuse, pieces
 from overlap.transport.broadcast import overwrite
 from overlap.transport.communicator import Communicator, ReduceOp, Work
 from overlap.transport.memory import view_like
@@ -101,12 +101,8 @@ class Part:
         self.own = spec.own(rank, size)
         self._offsets = spec.offsets
         self._places = self._views(self.whole)
-        numel = self.own.stop - self.own.start
-        self.pieces = {
-            slot.index: (extent, slice(offset + extent[0] - self.own.start, offset + extent[1] - self.own.start))
-            for slot, offset in zip(slots, spec.offsets, strict=True)
-            if (extent := piece(offset, as_real(slot.param).numel(), self.own.start, numel)) is not None
-        }
+        numels = [as_real(param).numel() for param in params]
+        self.pieces = {slots[place].index: (extent, inside) for place, extent, inside in pieces(spec, numels, self.own)}
         self.mean = torch.empty(0, device="cpu")  # what the reduction gives, while it is needed
 
     def _views(self, flat: torch.Tensor) -> list[tuple[Slot, torch.Tensor]]:

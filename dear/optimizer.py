@@ -59,7 +59,7 @@ class Breakdown(DecoupledCollectives):
     def reduce(self, comm: Communicator, bucket: Bucket) -> None:
         if self._reduces:
             super().reduce(comm, bucket)
-        elif bucket.holds_parameters:
+        elif bucket.sharded:
             bucket.incoming.copy_(bucket.outgoing[bucket.own])
 
     def gather(self, comm: Communicator, bucket: Bucket) -> bool:

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from overlap.plan.early import spread
 from overlap.plan.fusion import fused_in_order_of_use
 from overlap.plan.partition import TensorSpec, owned
-from overlap.plan.plan import Facts, Plan
+from overlap.plan.plan import BucketPlan, Facts, Placement, Plan, placed
 
 __all__ = ["plan_buckets"]
 
@@ -44,9 +44,7 @@ def plan_buckets(
     buckets = fused_in_order_of_use(
         facts, specs, world_size, threshold_bytes=threshold_bytes, num_nearby_layers=num_nearby_layers
     )
-    chosen = owned(buckets, world_size) if one_owner else buckets
-    places = [place for place, bucket in enumerate(buckets) if shardable[bucket.tensors[0]]]
+    plan = placed(owned(buckets, world_size), shardable, Placement.OWNED) if one_owner else placed(buckets, shardable)
+    places = [place for place, bucket in enumerate(plan) if bucket.sharded]
     whole = {places[number] for number in spread(len(places), round(all_reduced * len(places)))}
-    return Plan(
-        chosen, tuple(shardable[bucket.tensors[0]] and place not in whole for place, bucket in enumerate(buckets))
-    )
+    return tuple(BucketPlan(bucket.spec) if place in whole else bucket for place, bucket in enumerate(plan))

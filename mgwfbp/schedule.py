@@ -8,7 +8,7 @@ from dataclasses import replace
 from mgwfbp.merge import Group, least_bytes, merge
 from overlap.plan.cost_model import CostModel
 from overlap.plan.partition import BucketSpec, TensorSpec, layout
-from overlap.plan.plan import Facts, Plan
+from overlap.plan.plan import Facts, Plan, replicated
 
 __all__ = ["completed", "durations", "plan_buckets", "reordered", "table"]
 
@@ -92,7 +92,7 @@ def plan_buckets(
     expected = _groups(used, times, specs, cost, asc, merge_below)
     buckets = _buckets(used, expected, specs, world_size)
     buckets += _buckets(idle, _groups(idle, [0.0] * len(idle), specs, cost, asc, merge_below), specs, world_size)
-    return Plan(tuple(buckets), (False,) * len(buckets)), expected
+    return replicated(buckets), expected
 
 
 def _groups(

@@ -169,7 +169,7 @@ class _Reduced:
         for bucket in self.shown.buckets:
             ends = list(itertools.accumulate(bucket.shares))
             for slot, offset in zip(bucket.slots, bucket.spec.offsets, strict=True):
-                if bucket.holds_parameters:
+                if bucket.sharded:
                     found[slot.param] = next(rank for rank, end in enumerate(ends) if offset < end)
         return found
 

@@ -27,7 +27,7 @@ from overlap.optimizer.start import agree_on_strategy
 from overlap.optimizer.tuning import tune as start_tuning
 from overlap.plan.fusion import fused_in_order_of_use, limits, size_and_device
 from overlap.plan.partition import TensorSpec
-from overlap.plan.plan import Facts, Plan, Updates
+from overlap.plan.plan import Facts, Plan, Updates, placed
 from overlap.plan.simulation.events import Run
 from overlap.plan.simulation.methods import SIZES_MB, sizes_near
 from overlap.plan.simulation.network import Medium
@@ -120,7 +120,7 @@ class Oss(PlannedStrategy):
             threshold_bytes=None if self.threshold_mb is None else self.threshold_mb * 2**20,
             num_nearby_layers=self.num_nearby_layers,
         )
-        return Plan(buckets, tuple(shardable[bucket.tensors[0]] for bucket in buckets))
+        return placed(buckets, shardable)
 
 
 @understands_dears_names

@@ -13,7 +13,7 @@ from overlap.optimizer.dears_arguments import understands_dears_names
 from overlap.optimizer.distributed import DistributedOptimizer as Shell
 from overlap.optimizer.start import agree_on_strategy
 from overlap.plan.partition import TensorSpec, per_tensor
-from overlap.plan.plan import Facts, Plan
+from overlap.plan.plan import Facts, Plan, replicated
 from overlap.plan.strategy import Strategy
 from overlap.transport.communicator import ReduceOp
 from overlap.transport.compression import NoneCompressor
@@ -27,8 +27,7 @@ class Wfbp(Strategy):
     name = "wfbp"
 
     def plan(self, facts: Facts, specs: Sequence[TensorSpec], shardable: Sequence[bool], world_size: int) -> Plan:
-        buckets = per_tensor(facts.arrivals, specs, world_size)
-        return Plan(buckets, (False,) * len(buckets))
+        return replicated(per_tensor(facts.arrivals, specs, world_size))
 
 
 @understands_dears_names

@@ -45,7 +45,7 @@ class Averages:
         round.settle()
         if self.stage is Stage.LOCAL:
             for bucket in engine.order:
-                if not bucket.holds_parameters:
+                if not bucket.sharded:
                     bucket.expose()
             round.advance(Stage.SETTLED)
 
@@ -59,9 +59,9 @@ class Averages:
         engine.round.settle()
         engine.participants.announce("synchronize")
         for bucket in engine.order:
-            if bucket.holds_parameters:
+            if bucket.sharded:
                 label = f"{bucket.label} gradients"
-                self.comm.all_gather(bucket.reduced, bucket.gradients, counts=bucket.shares, label=label)
+                self.comm.all_gather(bucket.gradients.shard, bucket.gradients.whole, counts=bucket.shares, label=label)
         for bucket in engine.order:
             bucket.expose()
         engine.round.scales.clear()  # ``.grad`` has them by now
@@ -70,11 +70,11 @@ class Averages:
     def take_synchronized(self) -> None:
         """Update shards with ``.grad`` as the script left it after :meth:`synchronize`."""
         for bucket in self.engine.order:
-            if bucket.holds_parameters:
+            if bucket.sharded:
                 for slot in bucket.slots:
                     slot.fill()
                     slot.unused = slot.absent
-                bucket.reduced.copy_(bucket.gradients[bucket.own])
+                bucket.gradients.shard.copy_(bucket.gradients.whole[bucket.own])
                 self.engine.sharded.take(bucket)
 
     @torch.no_grad()
@@ -91,7 +91,7 @@ class Averages:
         self.comm.broadcast(unused, leader, label="unused parameters")
         engine.round.take_unused(list(map(bool, unused.tolist())))
         for bucket in engine.order:
-            self.comm.broadcast(bucket.gradients, leader, label=f"{bucket.label} gradients")
+            self.comm.broadcast(bucket.gradients.whole, leader, label=f"{bucket.label} gradients")
             bucket.expose()
         for slot in engine.slots:
             if slot.claimed:
@@ -106,7 +106,7 @@ class Averages:
     def alike(self, wanted: Callable[[torch.Tensor], bool] = lambda _param: True) -> Iterator[torch.nn.Parameter]:
         """The `wanted` parameters of which every rank has the whole average in ``.grad``, beside those in shards."""
         engine = self.engine
-        whole = (slot.param for bucket in engine.order if not bucket.holds_parameters for slot in bucket.slots)
+        whole = (slot.param for bucket in engine.order if not bucket.sharded for slot in bucket.slots)
         yield from filter(wanted, whole)
         yield from filter(wanted, (slot.param for slot in engine.slots if slot.claimed))
 
@@ -115,7 +115,7 @@ class Averages:
         if factor != 1:
             scales = self.engine.round.scales
             for bucket in self.engine.order:
-                for slot in bucket.slots if bucket.holds_parameters else ():
+                for slot in bucket.slots if bucket.sharded else ():
                     if wanted(slot.param):
                         scales[slot.index] = scales.get(slot.index, 1.0) * factor
 

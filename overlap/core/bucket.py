@@ -11,14 +11,14 @@ from typing import NamedTuple
 
 import torch
 
+from overlap.core.flat_buffer import FlatBuffer
 from overlap.core.gates.holders import Strangers
 from overlap.core.handles import Watch
 from overlap.core.master_weights import MakeMaster, MasterWeights
-from overlap.plan.partition import BucketSpec
+from overlap.plan.plan import BucketPlan
 from overlap.plan.strategy import Collectives
 from overlap.transport.communicator import Communicator, ReduceOp, Start, Wide, Work
-from overlap.transport.cut_pickles import cut_when_pickled
-from overlap.transport.memory import copy_gradient, view_like
+from overlap.transport.memory import copy_gradient
 
 __all__ = ["Bucket", "Known", "Phase", "Slot", "changed", "clear", "line"]
 
@@ -221,11 +221,12 @@ class Known(NamedTuple):
 
 
 class Bucket:
-    """Slots with one flat gradient buffer, and one flat parameter buffer if `holds_parameters`.
+    """Slots whose gradients lie in one flat buffer, and whose parameters do where its `plan` shards them.
 
-    Buffers have ``spec.padded_numel`` elements: a shard for each rank, equal ones or all of it for one owner. `collectives`
-    issue its operations on the communicators of its `lane`; gradients are reduced with `op`. With `make_master`, parameters
-    travel rounded, and :attr:`master` has the exact values of this rank's shard.
+    ``gradients.whole`` has what backward computed, ``gradients.shard`` what a reduction leaves to this rank: its share, or
+    the same memory where all is replicated. ``parameters.shard`` is what this rank updates. `collectives` issue its
+    operations on the communicators of its `lane`; gradients are reduced with `op`. With `make_master`, parameters travel
+    rounded, and :attr:`master` has the exact values of this rank's shard.
 
     One that is `lone` is reduced with nobody: gradients stay where backward left them, and the buffer is not used.
     Where the bucket is `carried`, who moves it also rounds what is sent and widens what arrives, as
@@ -235,12 +236,11 @@ class Bucket:
     def __init__(
         self,
         index: int,
-        spec: BucketSpec,
+        plan: BucketPlan,
         slots: list[Slot],
         *,
         rank: int,
         world_size: int,
-        holds_parameters: bool,
         collectives: Collectives,
         op: ReduceOp = ReduceOp.AVG,
         make_master: MakeMaster | None = None,
@@ -248,9 +248,11 @@ class Bucket:
         lone: bool = False,
         lane: int = 0,
     ) -> None:
-        self.index, self.spec, self.slots = index, spec, slots
+        spec = plan.spec
+        self.index, self.plan, self.spec, self.slots = index, plan, spec, slots
+        self.sharded, self.owner = plan.sharded, plan.owner
         self.collectives, self.lane = collectives, lane
-        self.lone = lone and not holds_parameters
+        self.lone = lone and not plan.sharded
         self._rank, self._warned = rank, False
         self.phase = Phase.FILLING
         self.work: Work | None = None
@@ -261,32 +263,27 @@ class Bucket:
         self.shares = spec.shares(world_size)  # elements of each rank's shard
         self.counts = None if len(set(self.shares)) == 1 else self.shares
         # Whether nobody's part of the reduction is done before every rank has issued it.
-        self.meets = all(self.shares) if holds_parameters else bool(spec.padded_numel)
+        self.meets = all(self.shares) if plan.sharded else bool(spec.padded_numel)
         self.own = spec.own(rank, world_size)
-        self.gradients = torch.zeros(spec.padded_numel, dtype=first.dtype, device=first.device)
-        cut_when_pickled(self.gradients)
-        for slot, offset in zip(slots, spec.offsets, strict=True):
-            slot.move_in(self, view_like(self.gradients, offset, slot.param))
-        self.holds_parameters = holds_parameters
+        share = self.own if plan.sharded else slice(0, spec.padded_numel)
+        self.gradients = FlatBuffer(spec, share, first.dtype, first.device, apart=plan.sharded)
+        for place, slot in enumerate(slots):
+            slot.move_in(self, self.gradients.view(place, slot.param))
         self.master: MasterWeights | None = None
-        if holds_parameters:
-            self.parameters = torch.zeros_like(self.gradients)
-            cut_when_pickled(self.parameters)
-            self.reduced = torch.zeros(self.shares[rank], dtype=first.dtype, device=first.device)
+        if plan.sharded:
+            self.parameters = FlatBuffer(spec, share, first.dtype, first.device)
             self.adopt()
             if make_master is not None:
-                self.master = make_master(self.parameters, self.own)
+                self.master = make_master(self.parameters.whole, self.own)
             # What an all-gather of the parameters fills in place, this rank's shard being there.
-            self.travelling = self.parameters if self.master is None else self.master.wire
-        else:
-            self.reduced = self.gradients  # reduced in place
+            self.travelling = self.parameters.whole if self.master is None else self.master.wire
         # What is reduced: `outgoing` of all ranks into `incoming` with `op`.
-        self.outgoing, self.incoming, self.op = self.gradients, self.reduced, op
-        self.carried = carried and holds_parameters and first.dtype is torch.float32 and first.device.type == "cpu"
+        self.outgoing, self.incoming, self.op = self.gradients.whole, self.gradients.shard, op
+        self.carried = carried and plan.sharded and first.dtype is torch.float32 and first.device.type == "cpu"
         self.wide_gradients: Wide | None = None  # as the last reduction was loaded
         self.wide_parameters: Wide | None = None
         if self.carried and self.master is not None:
-            self.wide_parameters = Wide(self.master.values, self.parameters)
+            self.wide_parameters = Wide(self.master.values, self.parameters.whole)
 
     def __repr__(self) -> str:
         return f"Bucket {self.index} ({len(self.slots)} tensors, {self.nbytes / 2**20:.2f} MB, {self.phase.name})"
@@ -297,12 +294,12 @@ class Bucket:
 
     @property
     def nbytes(self) -> int:
-        return self.gradients.numel() * self.gradients.element_size()
+        return self.gradients.whole.nbytes
 
     @property
     def shard(self) -> torch.Tensor:
         """This rank's part of the parameters, exact: what an update writes to."""
-        return self.parameters[self.own] if self.master is None else self.master.values
+        return self.parameters.shard if self.master is None else self.master.values
 
     def advance(self, to: Phase) -> None:
         if to not in _NEXT[self.phase]:
@@ -316,18 +313,17 @@ class Bucket:
         Another model's parameter may have its place since (``p.data, q.data = q.data, p.data``): `strangers` get memory of
         their own. None: nobody can be there yet.
         """
-        left = []
-        element_size = self.parameters.element_size()
-        base = self.parameters.data_ptr()
+        left, whole = [], self.parameters.whole
+        element_size, base = whole.element_size(), whole.data_ptr()
         for slot, offset in zip(self.slots, self.spec.offsets, strict=True):
             param = slot.param
             if param.numel() == 0 or param.data_ptr() == base + offset * element_size:
                 continue
             assert slot.place is not None
-            if param.dtype != self.parameters.dtype or param.device != self.parameters.device:
+            if param.dtype != whole.dtype or param.device != whole.device:
                 raise RuntimeError(
-                    f"parameter {slot.name!r} was {self.parameters.dtype} on {self.parameters.device} when the optimizer "
-                    f"was wrapped and is {param.dtype} on {param.device} now; convert the model before wrapping"
+                    f"parameter {slot.name!r} was {whole.dtype} on {whole.device} when the optimizer was wrapped and is "
+                    f"{param.dtype} on {param.device} now; convert the model before wrapping"
                 )
             if param.shape != slot.place.shape:
                 raise RuntimeError(
@@ -338,7 +334,7 @@ class Bucket:
                 self._warn_of_layout(slot)
             for stranger in () if strangers is None else strangers.at(base + offset * element_size):
                 stranger.data = stranger.data.clone()
-            home = self.parameters.data.as_strided(slot.place.shape, slot.place.stride(), offset)
+            home = whole.data.as_strided(slot.place.shape, slot.place.stride(), offset)
             home.copy_(param.detach())
             param.data = home
             left.append(slot)
@@ -363,10 +359,11 @@ class Bucket:
         Not of rounded parameters, whose exact values it has.
         """
         if self.master is None:
-            nothing = self.gradients.new_empty(0)
-            self.gradients = self.outgoing = self.incoming = self.reduced = nothing
-            if self.holds_parameters:
-                self.parameters = self.travelling = nothing
+            self.gradients.release()
+            self.outgoing = self.incoming = self.gradients.whole
+            if self.sharded:
+                self.parameters.release()
+                self.travelling = self.parameters.whole
             self.reduction = self.gathering = self.wide_gradients = None
 
     def expose(self) -> None:

@@ -176,8 +176,8 @@ def _sent(one: _Issued, seconds: Callable[[Stamp], float]) -> list[Sent]:
         wire = bucket.travelling
     else:
         wire = bucket.outgoing
-        halves = 1 if bucket.holds_parameters else 2
-    if bucket.holds_parameters:
+        halves = 1 if bucket.sharded else 2
+    if bucket.sharded:
         most = filled(bucket.shares)
     nbytes = wire.numel() * wire.element_size()
     parts = operations(one.work) if one.over is None else None

@@ -48,10 +48,10 @@ class Transit:
         if bucket.master is not None and bucket.wide_parameters is None:
             bucket.master.pack()
         if self._poison:
-            mine = bucket.parameters[bucket.own].clone()
-            bucket.parameters.fill_(float("nan"))
+            mine = bucket.parameters.whole[bucket.own].clone()
+            bucket.parameters.whole.fill_(float("nan"))
             if bucket.master is None:
-                bucket.parameters[bucket.own] = mine
+                bucket.parameters.whole[bucket.own] = mine
         if bucket.collectives.gather(self._lanes[bucket.lane], bucket):
             self.held.append(bucket)
         bucket.advance(Phase.GATHERING)

@@ -199,7 +199,7 @@ class Round:
         kept = {other: other.fires for other in self.slots if other.filled and not (other.dropped or other.absent)}
         for other in kept:
             assert other.bucket is not None
-            if other.bucket.phase is not Phase.FILLING and not other.bucket.holds_parameters:
+            if other.bucket.phase is not Phase.FILLING and not other.bucket.sharded:
                 raise GradientChanged(
                     f"gradients were dropped by hand after backward(), and the next one of {other.name!r} was sent with "
                     "what was left of them; call optimizer.zero_grad() to skip a step"
@@ -274,7 +274,7 @@ class Round:
             if slot.bucket is not None:
                 slot.unused = nobody
         for bucket in self.order:
-            if bucket.phase is Phase.REDUCED and bucket.holds_parameters:  # before all ranks had said so
+            if bucket.phase is Phase.REDUCED and bucket.sharded:  # before all ranks had said so
                 assert self._planner.shards is not None
                 self._planner.shards.take(bucket)
 
@@ -290,7 +290,7 @@ class Round:
         for slot in changed(self.slots):
             if slot.claimed:
                 continue  # reduced where it lies, and verified there
-            if self.stage is Stage.SETTLED and slot.bucket is not None and not slot.bucket.holds_parameters:
+            if self.stage is Stage.SETTLED and slot.bucket is not None and not slot.bucket.sharded:
                 continue
             what = "removed" if slot.param.grad is None else "changed"
             local = "backward(); other ranks' gradients would be averaged with the changed one"
@@ -306,7 +306,7 @@ class Round:
         if not self._exchange.plain:
             self._exchange.unload(bucket)
         shards = self._planner.shards
-        if bucket.holds_parameters:
+        if bucket.sharded:
             assert shards is not None, "only buckets that hold parameters are updated in shards"
             shards.take(bucket)
         factor = self._factor[1] if self._factor[0] == bucket.round else self.factor(bucket.round)

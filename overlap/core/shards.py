@@ -18,7 +18,7 @@ import torch
 
 from overlap.core.bucket import Bucket, Slot
 from overlap.core.once import Once, unhooked_step
-from overlap.plan.partition import piece
+from overlap.plan.partition import pieces
 from overlap.transport.cuda.streams import LastUpdate
 from overlap.transport.memory import view_like
 
@@ -72,21 +72,16 @@ class ShardUpdate:
 
     def add(self, bucket: Bucket, rank: int) -> None:
         """Take on the pieces of a new bucket."""
-        pieces = []
-        for slot, offset in zip(bucket.slots, bucket.spec.offsets, strict=True):
-            numel = slot.param.numel()
-            shard_numel = bucket.own.stop - bucket.own.start
-            extent = piece(offset, numel, bucket.own.start, shard_numel)
-            if numel == 0 and rank == 0:
-                extent = (0, 0)  # somebody must hold its state
-            if extent is None:
-                continue
-            low, high = offset + extent[0], offset + extent[1]
-            inside = slice(low - bucket.own.start, high - bucket.own.start) if numel else slice(0, 0)
+        numels = [slot.param.numel() for slot in bucket.slots]
+        parts = pieces(bucket.spec, numels, bucket.own)
+        if rank == 0:  # somebody must hold the state of what has no elements
+            parts += [(place, (0, 0), slice(0, 0)) for place, numel in enumerate(numels) if numel == 0]
+        mine = self._pieces[bucket] = []
+        for place, extent, inside in parts:
+            slot = bucket.slots[place]
             values = self._piece_of(bucket.shard.data, inside, slot.param)
-            gradient = self._piece_of(bucket.reduced, inside, slot.param) if numel else values
-            pieces.append(Piece(slot, *extent, torch.nn.Parameter(values), gradient))
-        self._pieces[bucket] = pieces
+            gradient = self._piece_of(bucket.gradients.shard, inside, slot.param)
+            mine.append(Piece(slot, *extent, torch.nn.Parameter(values), gradient))
 
     def _piece_of(self, shard: torch.Tensor, inside: slice, param: torch.Tensor) -> torch.Tensor:
         return view_like(shard, int(shard.storage_offset()) + inside.start, param) if self.whole else shard[inside]
@@ -118,8 +113,8 @@ class ShardUpdate:
             groups = self._optimizer.param_groups
             self._shadow.param_groups = [{**groups[index], "params": proxies} for index, proxies in by_group.items()]
             self._step(self._shadow)
-        if buckets[-1].reduced.is_cuda:
-            self.written.note(buckets[-1].reduced)
+        if buckets[-1].gradients.shard.is_cuda:
+            self.written.note(buckets[-1].gradients.shard)
         for one in pieces:
             one.proxy.grad = None
 

@@ -134,14 +134,14 @@ class Stepper:
             on_used = round.on_used if scale is None else ()
             updated = engine.policy.begin()
             left = [bucket for bucket in reversed(engine.order) if bucket not in updated]
-            for together in calls(left, bool(left) and streams.on_device(left[0].reduced)):
+            for together in calls(left, bool(left) and streams.on_device(left[0].gradients.shard)):
                 for bucket in together:
                     if bucket.phase is Phase.REDUCING:
                         round.reduced(bucket)
                         bucket.advance(Phase.REDUCED)
-                    if bucket.holds_parameters:
+                    if bucket.sharded:
                         bucket.adopt(strangers)
-                if not together[0].holds_parameters:
+                if not together[0].sharded:
                     whole.extend(together)
                     continue
                 shards.step(together)
@@ -278,7 +278,7 @@ def calls(buckets: Sequence[Bucket], launched: bool) -> Sequence[Sequence[Bucket
     found: list[list[Bucket]] = []
     for bucket in buckets:
         last = found[-1] if found else []
-        kind = bool(last) and last[0].holds_parameters is bucket.holds_parameters
+        kind = bool(last) and last[0].sharded is bucket.sharded
         if kind and len(last) < 2 ** (len(found) - 1):
             last.append(bucket)
         else:

@@ -1,7 +1,7 @@
 """Sends buckets: their operations, the type of gradients on the wire, and the factors before and after.
 
 load():    gradients ─ × before ─▶ narrowed or compressed ─▶ bucket.outgoing          (when the bucket is launched)
-unload():  bucket.incoming ─▶ widened or decompressed ─▶ bucket.reduced               (when its reduction was awaited)
+unload():  bucket.incoming ─▶ widened or decompressed ─▶ bucket.gradients.shard        (when its reduction was awaited)
            of a carried bucket, who moves it narrows and widens (`overlap.transport.communicator.Wide`)
 rescale(): × after                                                                    (where somebody used the parameter)
 
@@ -21,6 +21,7 @@ import torch
 from overlap.core.bucket import Bucket, Known
 from overlap.core.handles import use_count, watch
 from overlap.core.shards import ShardUpdate
+from overlap.plan.plan import Collective, Placement, leads
 from overlap.transport.communicator import Communicator, ReduceOp, Start, Wide
 from overlap.transport.compression import BF16Compressor, FP16Compressor, NoneCompressor
 from overlap.transport.cuda.math import can_inspect, cast_scale
@@ -41,11 +42,6 @@ class DecoupledCollectives:
         reduction to one rank, where that owns all of the bucket.
         """
         send, recv, op, wide = bucket.outgoing, bucket.incoming, bucket.op, bucket.wide_gradients
-        owner = bucket.spec.owner
-        if bucket.holds_parameters and owner is not None:
-            target = recv if owner == comm.rank else None
-            bucket.work = comm.reduce_async(send, target, op, owner, label=bucket.label)
-            return
         places = send.data_ptr(), recv.data_ptr(), wide and (wide.send.data_ptr(), wide.recv.data_ptr())
         known = bucket.reduction
         if (  # spelled out: a call would cost as much as all of it
@@ -57,11 +53,7 @@ class DecoupledCollectives:
             or known.wide is not wide
             or known.places != places
         ):
-            if bucket.holds_parameters:
-                start = comm.reduce_scatter_init(send, recv, op, counts=bucket.counts, wide=wide, label=bucket.label)
-            else:
-                start = comm.all_reduce_init(send, recv, op, label=bucket.label)
-            known = bucket.reduction = Known(comm, send, recv, op, wide, places, start)
+            known = bucket.reduction = Known(comm, send, recv, op, wide, places, _reduction(comm, bucket))
         bucket.work = known.start()
 
     def gather(self, comm: Communicator, bucket: Bucket) -> bool:
@@ -80,15 +72,8 @@ class DecoupledCollectives:
             or known.wide is not wide
             or known.places != places
         ):
-            owner = bucket.spec.owner
-            start: Start
-            if owner is not None:
-                start = partial(comm.broadcast_async, whole, owner, label=bucket.label)
-            else:
-                start = comm.all_gather_init(
-                    whole[bucket.own], whole, counts=bucket.counts, wide=wide, label=bucket.label
-                )
-            watched = watch(bucket.parameters, None if known is None else known.watch)
+            start = _gathering(comm, bucket)  # has a view of the memory, which the watch is to count as ours
+            watched = watch(bucket.parameters.whole, None if known is None else known.watch)
             known = bucket.gathering = Known(comm, whole, whole, None, wide, places, start, watched)
         assert known.watch is not None
         held = use_count(known.watch.memory._cdata) > known.watch.ours and comm.size > 1
@@ -97,6 +82,28 @@ class DecoupledCollectives:
 
 
 COLLECTIVES = DecoupledCollectives()
+
+
+def _reduction(comm: Communicator, bucket: Bucket) -> Start:
+    send, recv, op, label = bucket.outgoing, bucket.incoming, bucket.op, bucket.label
+    kind = leads(Placement.PARTIAL, bucket.plan.placement)
+    if kind is Collective.REDUCE_SCATTER:
+        return comm.reduce_scatter_init(send, recv, op, counts=bucket.counts, wide=bucket.wide_gradients, label=label)
+    if kind is Collective.ALL_REDUCE:
+        return comm.all_reduce_init(send, recv, op, label=label)
+    owner = bucket.owner
+    assert owner is not None, "a reduction to one rank needs that rank"
+    return partial(comm.reduce_async, send, recv if owner == comm.rank else None, op, owner, label=label)
+
+
+def _gathering(comm: Communicator, bucket: Bucket) -> Start:
+    whole, label = bucket.travelling, bucket.label
+    if leads(bucket.plan.placement, Placement.REPLICATED) is Collective.ALL_GATHER:
+        own, wide = whole[bucket.own], bucket.wide_parameters
+        return comm.all_gather_init(own, whole, counts=bucket.counts, wide=wide, label=label)
+    owner = bucket.owner
+    assert owner is not None, "a broadcast needs the rank that it comes from"
+    return partial(comm.broadcast_async, whole, owner, label=label)
 
 
 def returns_slices(compression: Any) -> bool:
@@ -148,7 +155,7 @@ class Exchange:
         if self._compressor is not None:
             self._compress(bucket)
             return
-        gradients = bucket.gradients
+        gradients = bucket.gradients.whole
         narrow = self._wire_dtype if gradients.dtype.is_floating_point else None
         dtype = gradients.dtype if narrow is None else narrow
         if dtype is gradients.dtype and self._before == 1:
@@ -156,10 +163,10 @@ class Exchange:
         if bucket.outgoing.dtype is not dtype or bucket.outgoing is gradients:
             bucket.outgoing = torch.empty_like(gradients, dtype=dtype)
             if dtype is not gradients.dtype:
-                bucket.incoming = bucket.outgoing if not bucket.holds_parameters else bucket.reduced.to(dtype)
+                bucket.incoming = bucket.outgoing if not bucket.sharded else bucket.gradients.shard.to(dtype)
         if bucket.carried and dtype is not gradients.dtype and self._before == 1:
             if bucket.wide_gradients is None:
-                bucket.wide_gradients = Wide(gradients, bucket.reduced)
+                bucket.wide_gradients = Wide(gradients, bucket.gradients.shard)
             return
         if gradients.is_cuda and can_inspect(gradients) and gradients.dtype in (torch.float32, dtype):
             cast_scale([bucket.outgoing], [gradients], self._before)  # keeps marks and makes no new ones, in one pass
@@ -202,8 +209,8 @@ class Exchange:
                 )
             if dtype is None:
                 dtype = packed.dtype
-                if bucket.outgoing.dtype is not dtype or bucket.outgoing is bucket.gradients:
-                    bucket.incoming = bucket.outgoing = torch.zeros_like(bucket.gradients, dtype=dtype)
+                if bucket.outgoing.dtype is not dtype or bucket.outgoing is bucket.gradients.whole:
+                    bucket.incoming = bucket.outgoing = torch.zeros_like(bucket.gradients.whole, dtype=dtype)
             if packed.dtype is not dtype:
                 raise TypeError(
                     f"{self._compressor!r} made {packed.dtype} of {slot.name!r} and {dtype} of other parameters in its "
@@ -214,11 +221,11 @@ class Exchange:
         self._contexts[bucket] = contexts
 
     def unload(self, bucket: Bucket) -> None:
-        """Put the reduced values into ``bucket.reduced``."""
+        """Put the reduced values into ``bucket.gradients.shard``."""
         if self._compressor is not None:
             self._decompress(bucket)
-        elif bucket.incoming is not bucket.reduced and bucket.wide_gradients is None:
-            bucket.reduced.copy_(bucket.incoming)
+        elif bucket.incoming is not bucket.gradients.shard and bucket.wide_gradients is None:
+            bucket.gradients.shard.copy_(bucket.incoming)
 
     def _decompress(self, bucket: Bucket) -> None:
         slots = zip(bucket.slots, bucket.spec.offsets, self._contexts.pop(bucket), strict=True)
@@ -232,7 +239,7 @@ class Exchange:
         factor *= self._after
         if factor == 1:
             return
-        if bucket.holds_parameters:
+        if bucket.sharded:
             assert shards is not None
             gradients = shards.gradients_of(bucket)
         else:

@@ -106,7 +106,7 @@ class EarlyUpdates(Policy):
         late = {slot.bucket for slot in reread}
         if not self._looked:
             self._begin_step()
-        self._candidates = [bucket for bucket in order[:-1] if bucket.holds_parameters and bucket not in late]
+        self._candidates = [bucket for bucket in order[:-1] if bucket.sharded and bucket not in late]
         self._last = order[-1] if order else None
         self._shards = shards
         if not self._chosen or not set(self._chosen).issubset(self._candidates):  # else this step goes on as it began

@@ -52,19 +52,19 @@ class GradientCheck(Feature):
         self._samples = {
             bucket: known.get(bucket) or _samples(bucket)
             for bucket in order
-            if bucket.holds_parameters and bucket.gradients.device.type == "cpu"
+            if bucket.sharded and bucket.gradients.whole.device.type == "cpu"
         }
         self._taken = [bucket for bucket in self._taken if bucket in self._samples]
 
     def filled(self, bucket: Bucket) -> None:
         samples = self._samples.get(bucket)
         if samples is not None:
-            samples.take(bucket.gradients)
+            samples.take(bucket.gradients.whole)
             self._taken.append(bucket)
 
     def verify(self) -> None:
         for bucket in self._taken:
-            broken = self._samples[bucket].broken(bucket.gradients)
+            broken = self._samples[bucket].broken(bucket.gradients.whole)
             if broken is not None:
                 raise gradient_changed(bucket.slots[broken], "changed")
 
@@ -75,4 +75,4 @@ class GradientCheck(Feature):
 def _samples(bucket: Bucket) -> Samples:
     # A tensor without elements may start behind the last one; looking one earlier is harmless, it has no extent.
     starts = [min(offset, bucket.spec.padded_numel - 1) for offset in bucket.spec.offsets]
-    return Samples(bucket.gradients.dtype, starts, [slot.param.numel() for slot in bucket.slots])
+    return Samples(bucket.gradients.whole.dtype, starts, [slot.param.numel() for slot in bucket.slots])

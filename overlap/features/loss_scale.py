@@ -67,7 +67,7 @@ def reveal_infinities(averages: Averages) -> None:
     averages.settle("a GradScaler's step", _LOOK)
     engine.participants.announce("reveal")
     whole = [values_of(param.grad) for param in averages.alike() if param.grad is not None]
-    bad = _any_nonfinite(averages.comm, [*(b.reduced for b in engine.order if b.holds_parameters), *whole])
+    bad = _any_nonfinite(averages.comm, [*(b.gradients.shard for b in engine.order if b.sharded), *whole])
     _show_infinity(bad, engine.slots)
     engine.round.advance(Stage.SHOWN)
 

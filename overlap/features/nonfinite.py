@@ -34,7 +34,7 @@ CHOICES = ("raise", "skip", "ignore")
 _NARROW = (torch.float16, torch.bfloat16)
 _NONE = 2**62
 
-_holds_parameters = attrgetter("holds_parameters")
+_sharded = attrgetter("sharded")
 
 
 class NonfiniteGradient(RuntimeError):
@@ -54,13 +54,13 @@ class NonfiniteCheck(Feature):
         self._readings: list[tuple[Sequence[_Part], Reading]] = []
 
     def planned(self, order: Sequence[Bucket]) -> None:
-        self._launched = any(streams.on_device(bucket.gradients) for bucket in order)
+        self._launched = any(streams.on_device(bucket.gradients.whole) for bucket in order)
 
     def used(self, buckets: Sequence[Bucket]) -> None:
         if self._found is not None:
             return
-        shards = all(map(_holds_parameters, buckets))
-        for bucket, flat in [(each, each.reduced) for each in buckets] if shards else _looked_at(buckets):
+        shards = all(map(_sharded, buckets))
+        for bucket, flat in [(each, each.gradients.shard) for each in buckets] if shards else _looked_at(buckets):
             if self._launched:
                 self._parts += _parts(bucket, flat)
                 continue
@@ -133,7 +133,7 @@ class SkippedSteps:
 
     def _mine(self, buckets: Sequence[Bucket]) -> int:
         """The index of the first parameter whose average, in this rank's part, is not finite. A device is read once."""
-        if not any(streams.on_device(bucket.gradients) for bucket in buckets):
+        if not any(streams.on_device(bucket.gradients.whole) for bucket in buckets):
             return next((slot.index for bucket in buckets if (slot := _nonfinite(bucket)) is not None), _NONE)
         parts = [part for bucket, flat in _looked_at(buckets) for part in _parts(bucket, flat)]
         if not parts:
@@ -147,13 +147,13 @@ def _looked_at(buckets: Iterable[Bucket]) -> list[tuple[Bucket, torch.Tensor]]:
     """This rank's part of the averages that an update uses; where a script has put others into ``.grad``, all of these."""
     found = []
     for bucket in buckets:  # in every step: without a call for each
-        if bucket.holds_parameters:
-            found.append((bucket, bucket.reduced))
+        if bucket.sharded:
+            found.append((bucket, bucket.gradients.shard))
         elif bucket.lone or any(slot.param.grad is not slot.view and not slot.unused for slot in bucket.slots):
             given = (slot.param.grad for slot in bucket.slots)
             found += [(bucket, each) for each in given if each is not None and each.layout is torch.strided]
         else:
-            found.append((bucket, bucket.gradients[bucket.own]))
+            found.append((bucket, bucket.gradients.whole[bucket.own]))
     return found
 
 

@@ -69,7 +69,7 @@ def decided(comm: Communicator, engine: Engine, strategy: PlannedStrategy, clock
     rank = engine.participants.ranks.index(engine.participants.rank)
     mine: Times | None = layer_times(laps, layer_of, len(units))
     if mine is not None:
-        share = {bucket.index: bucket.shares[rank] * bucket.gradients.element_size() for bucket in engine.order}
+        share = {bucket.index: bucket.shares[rank] * bucket.gradients.whole.element_size() for bucket in engine.order}
         per_byte, bucket_cost = thread_costs(sent, laps, share, handling, together=clock.launched)
         if not clock.launched:
             mine = without_passing(mine, [len(unit) for unit in units], passing_cost())
@@ -93,8 +93,7 @@ def decided(comm: Communicator, engine: Engine, strategy: PlannedStrategy, clock
 
         def fits(plan: Plan) -> bool:
             """Whether a rank can hold the whole optimizer state of what is not sharded, and some buckets twice."""
-            buckets = zip(plan.buckets, plan.sharded, strict=True)
-            whole = sum(_nbytes(bucket, engine) for bucket, sharded in buckets if not sharded)
+            whole = sum(_nbytes(bucket.spec, engine) for bucket in plan if not bucket.sharded)
             return state * whole + nbytes <= room
 
         try:

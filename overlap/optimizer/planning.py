@@ -145,21 +145,21 @@ class Planning:
             return simulated(strategy, plan, Job(work, network, specs, layers_of(units, behind=1)))
 
         shards = sum(
-            bucket.nbytes * (max(bucket.shares) / sum(bucket.shares) if bucket.holds_parameters else 1)
+            bucket.nbytes * (max(bucket.shares) / sum(bucket.shares) if bucket.sharded else 1)
             for bucket in engine.order
         )
         return Explained(
             strategy=strategy.name,
             ranks=self._comm.size,
             setting=strategy.planned,
-            buckets=len(plan.buckets),
-            whole=0 if strategy.updates is Updates.DEFERRED else plan.sharded.count(False),
+            buckets=len(plan),
+            whole=0 if strategy.updates is Updates.DEFERRED else sum(not bucket.sharded for bucket in plan),
             work=work,
             model=work_of(engine, times, units, bare=True),
             network=Fitted(self._comm.size, *report.network),
             computed=report.computed,
             hooks=sum(times.gates) + sum(times.hooks),
-            issuing=times.handling * len(plan.buckets),
+            issuing=times.handling * len(plan),
             updates=times.update * shards,
             before=report.measured if self._again is None else self._again,
             again=self._again is not None,

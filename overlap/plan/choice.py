@@ -53,11 +53,11 @@ def simulated(strategy: PlannedStrategy, plan: Plan, job: Job) -> Run:
     buckets: list[Bucket] = []
     whole: set[int] = set()
     known = [
-        (spec, sharded, [job.layer_of[index] for index in spec.tensors if index in job.layer_of])
-        for spec, sharded in zip(plan.buckets, plan.sharded, strict=True)
+        (bucket, [job.layer_of[index] for index in bucket.spec.tensors if index in job.layer_of]) for bucket in plan
     ]
-    for spec, sharded, layers in sorted((one for one in known if one[2]), key=lambda one: min(one[2])):
-        if not sharded:
+    for bucket, layers in sorted((one for one in known if one[1]), key=lambda one: min(one[1])):
+        spec = bucket.spec
+        if not bucket.sharded:
             whole.add(len(buckets))
         size = job.specs[spec.tensors[0]].itemsize
         shares = None if spec.counts is None else tuple(numel * size for numel in spec.counts)

@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from overlap.plan.partition import BucketSpec, TensorSpec, layout
-from overlap.plan.plan import Facts, Plan
+from overlap.plan.partition import TensorSpec, layout
+from overlap.plan.plan import Facts, Plan, placed
 
 __all__ = ["Groups", "members_of", "plan_groups"]
 
@@ -34,12 +34,12 @@ def plan_groups(
     world_size: int,
 ) -> Plan:
     """A bucket for each group (for each kind of tensor in it), and the `rest`, issued in the order in which they fill."""
-    buckets: list[tuple[BucketSpec, bool]] = list(zip(rest.buckets, rest.sharded, strict=True))
+    buckets = list(rest)
     for group in members:
         by_kind: dict[Any, list[int]] = {}
         for index in group:
             by_kind.setdefault(specs[index].kind, []).append(index)
-        buckets += [(layout(tensors, specs, world_size), shardable[tensors[0]]) for tensors in by_kind.values()]
+        buckets += placed([layout(tensors, specs, world_size) for tensors in by_kind.values()], shardable)
     position = {index: place for place, index in enumerate(facts.arrivals)}
-    buckets.sort(key=lambda pair: max(position[index] for index in pair[0].tensors))
-    return Plan(tuple(spec for spec, _ in buckets), tuple(sharded for _, sharded in buckets))
+    buckets.sort(key=lambda bucket: max(position[index] for index in bucket.spec.tensors))
+    return tuple(buckets)

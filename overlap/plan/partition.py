@@ -14,7 +14,7 @@ __all__ = [
     "layout",
     "owned",
     "per_tensor",
-    "piece",
+    "pieces",
     "round_up",
 ]
 
@@ -54,16 +54,11 @@ class BucketSpec:
     offsets: tuple[int, ...]
     numel: int  # elements up to the end of the last tensor
     padded_numel: int  # a multiple of the world size where the shards are equal
-    owner: int | None = None  # the rank whose shard is the whole bucket
-    counts: tuple[int, ...] | None = None  # elements of each rank's shard, where shards end with tensors
+    counts: tuple[int, ...] | None = None  # elements of each rank's shard; None: equal ones
 
     def shares(self, world_size: int) -> tuple[int, ...]:
         """The number of elements that each rank owns, in rank order."""
-        if self.counts is not None:
-            return self.counts
-        if self.owner is None:
-            return (self.padded_numel // world_size,) * world_size
-        return tuple(self.padded_numel if rank == self.owner else 0 for rank in range(world_size))
+        return (self.padded_numel // world_size,) * world_size if self.counts is None else self.counts
 
     def own(self, rank: int, world_size: int) -> slice:
         """The elements that `rank` owns."""
@@ -170,11 +165,21 @@ def per_tensor(order: Sequence[int], specs: Sequence[TensorSpec], world_size: in
 
 def owned(buckets: Sequence[BucketSpec], world_size: int) -> tuple[BucketSpec, ...]:
     """The same buckets, each owned by one rank, in turn, in the given order."""
-    return tuple(replace(bucket, owner=index % world_size) for index, bucket in enumerate(buckets))
+    return tuple(
+        replace(bucket, counts=tuple(bucket.padded_numel * (rank == index % world_size) for rank in range(world_size)))
+        for index, bucket in enumerate(buckets)
+    )
 
 
-def piece(offset: int, numel: int, shard_start: int, shard_numel: int) -> tuple[int, int] | None:
-    """The part of a tensor that one shard owns, as (start, stop) within the tensor; None where they do not meet."""
-    start = max(offset, shard_start) - offset
-    stop = min(offset + numel, shard_start + shard_numel) - offset
-    return (start, stop) if start < stop else None
+def pieces(spec: BucketSpec, numels: Sequence[int], shard: slice) -> list[tuple[int, tuple[int, int], slice]]:
+    """The parts of tensors of so many elements that a shard has.
+
+    Each with its tensor's place in ``spec.tensors``, from where to where it goes in the tensor, and where it is in the
+    shard. Tensors that do not meet the shard are left out.
+    """
+    found = []
+    for place, (offset, numel) in enumerate(zip(spec.offsets, numels, strict=True)):
+        start, stop = max(offset, shard.start), min(offset + numel, shard.stop)
+        if start < stop:
+            found.append((place, (start - offset, stop - offset), slice(start - shard.start, stop - shard.start)))
+    return found

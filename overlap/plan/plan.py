@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
 from overlap.plan.partition import BucketSpec
 
-__all__ = ["Facts", "Plan", "Updates"]
+__all__ = ["BucketPlan", "Collective", "Facts", "Placement", "Plan", "Updates", "leads", "placed", "replicated"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +24,79 @@ class Facts:
     moments: tuple[float, ...] = ()  # by slot: when its gradient was complete, in seconds after the first one's
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """A plan: buckets in order of issue, and which of them hold parameters and are updated in shards."""
+class Placement(Enum):
+    """Where the ranks have values that belong to all of them."""
 
-    buckets: tuple[BucketSpec, ...]
-    sharded: tuple[bool, ...]
+    PARTIAL = auto()  # every rank has a summand of each value
+    REPLICATED = auto()  # every rank has all values
+    SHARD = auto()  # every rank has its share
+    OWNED = auto()  # one rank has all values
+
+
+class Collective(Enum):
+    """An operation that leads from one placement to another."""
+
+    ALL_REDUCE = auto()
+    REDUCE_SCATTER = auto()
+    REDUCE = auto()
+    ALL_GATHER = auto()
+    BROADCAST = auto()
+
+
+_LEADS = {
+    (Placement.PARTIAL, Placement.REPLICATED): Collective.ALL_REDUCE,
+    (Placement.PARTIAL, Placement.SHARD): Collective.REDUCE_SCATTER,
+    (Placement.PARTIAL, Placement.OWNED): Collective.REDUCE,
+    (Placement.SHARD, Placement.REPLICATED): Collective.ALL_GATHER,
+    (Placement.OWNED, Placement.REPLICATED): Collective.BROADCAST,
+}
+
+
+def leads(before: Placement, after: Placement) -> Collective:
+    """The operation that makes values placed as `before` lie as `after`. Raises ``ValueError`` where none does."""
+    found = _LEADS.get((before, after))
+    if found is None:
+        raise ValueError(f"no operation leads from {before.name} to {after.name}")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class BucketPlan:
+    """One bucket: its tensors and their places (`spec`), and where its values lie.
+
+    `placement` is that of averaged gradients, of what updates them, and of updated parameters. Gradients of backward are
+    ``PARTIAL``, and forward reads parameters that are ``REPLICATED``.
+    """
+
+    spec: BucketSpec
+    placement: Placement = Placement.REPLICATED
+
+    @property
+    def sharded(self) -> bool:
+        """Whether a rank updates its share only, and updated parameters are gathered."""
+        return self.placement is not Placement.REPLICATED
+
+    @property
+    def owner(self) -> int | None:
+        """The rank that has all values, where one has."""
+        if self.placement is not Placement.OWNED:
+            return None
+        assert self.spec.counts is not None, "the shares of an owned bucket are not equal"
+        return self.spec.counts.index(max(self.spec.counts))
+
+
+#: The buckets, in order of issue.
+Plan = tuple[BucketPlan, ...]
+
+
+def placed(specs: Iterable[BucketSpec], shardable: Sequence[bool], placement: Placement = Placement.SHARD) -> Plan:
+    """Buckets that lie as `placement` where their tensors are `shardable`, and are replicated elsewhere."""
+    return tuple(BucketPlan(spec, placement if shardable[spec.tensors[0]] else Placement.REPLICATED) for spec in specs)
+
+
+def replicated(specs: Iterable[BucketSpec]) -> Plan:
+    """Buckets that every rank updates in full."""
+    return tuple(map(BucketPlan, specs))
 
 
 class Updates(Enum):

@@ -73,7 +73,7 @@ class FullState:
             if engine.shards is not None and not engine.learning:
                 self.share.loaded = self._keep(masters)
             for bucket in engine.order:
-                if bucket.holds_parameters:
+                if bucket.sharded:
                     self._placement.cut(engine.sharded, bucket, optimizer.state)
             if rounding:
                 self._placement.load_masters(engine.sharded, masters)
@@ -82,7 +82,7 @@ class FullState:
         """Copies of what was loaded for sharded parameters, by slot, before the shards take their parts of it."""
         kept = {}
         for bucket in self._engine.order:
-            for slot in bucket.slots if bucket.holds_parameters else ():
+            for slot in bucket.slots if bucket.sharded else ():
                 state = _cloned(self._optimizer.state.get(slot.param, {}))
                 if slot.param in masters:
                     state[MASTER] = masters[slot.param].detach().clone()

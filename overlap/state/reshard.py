@@ -65,7 +65,7 @@ def move_state(
                     states[slot.index][key] = flat[offset : offset + slot.param.numel()]
         for index, state in states.items():
             slot = by_index[index]
-            if slot.bucket is not None and not slot.bucket.holds_parameters:
+            if slot.bucket is not None and not slot.bucket.sharded:
                 full[slot.param] = {
                     key: _shaped(value, slot.param, outline[index][key]) for key, value in state.items()
                 }
@@ -105,7 +105,7 @@ def _merged(outlines: Iterable[_Outline]) -> _Outline:
 
 def _gathered(comm: Communicator, bucket: Bucket, shards: ShardUpdate, key: str, dtype: torch.dtype) -> torch.Tensor:
     """One value for every element of the bucket, from all ranks' pieces."""
-    flat = torch.zeros(bucket.spec.padded_numel, dtype=dtype, device=bucket.gradients.device)
+    flat = torch.zeros(bucket.spec.padded_numel, dtype=dtype, device=bucket.gradients.whole.device)
     offsets = dict(zip((slot.index for slot in bucket.slots), bucket.spec.offsets, strict=True))
     for one, state in held(shards, bucket):
         value = state.get(key)

@@ -111,7 +111,7 @@ class Rows:
         if self._known != len(planner.slots):
             self._slots, self._known = {id(slot.param): slot for slot in planner.slots}, len(planner.slots)
         slot = self._slots.get(id(param))
-        return slot if slot is not None and slot.bucket is not None and slot.bucket.holds_parameters else None
+        return slot if slot is not None and slot.bucket is not None and slot.bucket.sharded else None
 
     def row(self, param: torch.Tensor) -> dict[str, Any] | None:
         """The whole state of `param`; None where there is none. On any rank, between updates."""

@@ -51,7 +51,7 @@ class ShardState:
             full.pop(slot.param, None)
         if bucket.master is not None:
             self._take_loaded(shards, bucket)
-        shards.written.note(bucket.reduced)
+        shards.written.note(bucket.gradients.shard)
 
     def load_masters(self, shards: ShardUpdate, masters: Mapping[torch.Tensor, torch.Tensor]) -> None:
         """Replace all masters: by this rank's slices of `masters`, and where there is none, by the parameters."""

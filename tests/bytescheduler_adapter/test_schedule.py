@@ -13,8 +13,8 @@ def test_buckets_are_layers_in_the_order_of_use_idle_ones_last() -> None:
     specs = [TensorSpec(100, 4, "fp32")] * 5
     facts = Facts(((3, 4), (0,), (1, 2)), (2, 1, 0, 4, 3), (1,) * 5, frozenset(), frozenset({3}))
     plan = plan_buckets(facts, specs, 2)
-    assert [bucket.tensors for bucket in plan.buckets] == [(4,), (0,), (1, 2), (3,)]
-    assert plan.sharded == (False,) * 4
+    assert [bucket.spec.tensors for bucket in plan] == [(4,), (0,), (1, 2), (3,)]
+    assert not any(bucket.sharded for bucket in plan)
 
 
 @pytest.mark.parametrize("numel", [1, 15, 16, 17, 1000, 4096, 100_003])

@@ -11,7 +11,7 @@ import dear
 from dear.schedule import plan_buckets
 from overlap.plan.fusion import limits, size_and_device
 from overlap.plan.partition import TensorSpec
-from overlap.plan.plan import Facts
+from overlap.plan.plan import Facts, Placement
 
 SPECS = [TensorSpec(256, 4, "fp32")] * 5
 NOTHING: frozenset[int] = frozenset()
@@ -20,8 +20,8 @@ NOTHING: frozenset[int] = frozenset()
 def _plan(units: tuple[tuple[int, ...], ...], idle: frozenset[int] = NOTHING, nearby: int = 1) -> list[tuple[int, ...]]:
     facts = Facts(units, (4, 3, 2, 1, 0), (1,) * 5, NOTHING, idle)
     plan = plan_buckets(facts, SPECS, [True] * 5, 2, threshold_bytes=None, num_nearby_layers=nearby)
-    assert plan.sharded == (True,) * len(plan.buckets)
-    return [bucket.tensors for bucket in plan.buckets]
+    assert all(bucket.placement is Placement.SHARD for bucket in plan)
+    return [bucket.spec.tensors for bucket in plan]
 
 
 def test_last_used_layer_is_issued_first() -> None:
@@ -35,9 +35,9 @@ def test_neighbours_share() -> None:
 def test_whole_buckets_have_owners_in_turn() -> None:
     facts = Facts(((0,), (1,), (2,), (3,), (4,)), (4, 3, 2, 1, 0), (1,) * 5, NOTHING, NOTHING)
     plan = plan_buckets(facts, SPECS, [True] * 5, 2, threshold_bytes=None, num_nearby_layers=1, one_owner=True)
-    assert [bucket.owner for bucket in plan.buckets] == [0, 1, 0, 1, 0]
-    assert [bucket.shares(2) for bucket in plan.buckets[:2]] == [(256, 0), (0, 256)]
-    assert [plan.buckets[1].own(rank, 2) for rank in (0, 1)] == [slice(0, 0), slice(0, 256)]
+    assert [bucket.owner for bucket in plan] == [0, 1, 0, 1, 0]
+    assert [bucket.spec.shares(2) for bucket in plan[:2]] == [(256, 0), (0, 256)]
+    assert [plan[1].spec.own(rank, 2) for rank in (0, 1)] == [slice(0, 0), slice(0, 256)]
 
 
 def test_idle_parameters_do_not_keep_their_neighbours_waiting() -> None:

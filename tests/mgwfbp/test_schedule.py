@@ -25,20 +25,20 @@ def test_durations_follow_the_order_and_never_go_back() -> None:
 
 def test_buckets_follow_the_times() -> None:
     plan, groups = plan_buckets(_facts((0.013, 0.012, 0.001, 0.0)), SPECS, 2, COST)
-    assert [bucket.tensors for bucket in plan.buckets] == [(3, 2), (1, 0)]
-    assert plan.sharded == (False, False)
+    assert [bucket.spec.tensors for bucket in plan] == [(3, 2), (1, 0)]
+    assert not any(bucket.sharded for bucket in plan)
     assert groups[-1].ready == 0.013
 
 
 def test_given_times_come_before_observed_ones() -> None:
     plan, _ = plan_buckets(_facts((0.013, 0.012, 0.001, 0.0)), SPECS, 2, COST, seconds={3: 0.0, 2: 1.0, 1: 1.0, 0: 1.0})
-    assert [bucket.tensors for bucket in plan.buckets] == [(3,), (2,), (1,), (0,)]
+    assert [bucket.spec.tensors for bucket in plan] == [(3,), (2,), (1,), (0,)]
 
 
 def test_idle_and_foreign_tensors_stay_apart() -> None:
     specs = [*SPECS[:2], TensorSpec(100, 2, "bf16"), SPECS[3]]
     plan, groups = plan_buckets(_facts(idle=frozenset({1})), specs, 2, CostModel(1.0, 0.0))
-    assert [bucket.tensors for bucket in plan.buckets] == [(3,), (2,), (0,), (1,)]
+    assert [bucket.spec.tensors for bucket in plan] == [(3,), (2,), (0,), (1,)]
     assert sum(len(group.tensors) for group in groups) == 3
 
 
@@ -63,7 +63,7 @@ def test_what_travels_counts() -> None:
     for wire, expected in ((None, [(3,), (2, 1), (0,)]), (2, [(3,), (2,), (1,), (0,)])):
         specs = [TensorSpec(100, 4, "fp32", None, wire)] * 4
         plan, groups = plan_buckets(facts, specs, 2, cost)
-        assert [bucket.tensors for bucket in plan.buckets] == expected
+        assert [bucket.spec.tensors for bucket in plan] == expected
         assert sum(group.nbytes for group in groups) == 400 * (wire or 4)
 
 

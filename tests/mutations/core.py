@@ -66,7 +66,7 @@ MUTATIONS: list[Mutation] = [
     Mutation(
         "gradients that were sent with what was left of dropped ones are refused",
         "overlap/core/round.py",
-        "            if other.bucket.phase is not Phase.FILLING and not other.bucket.holds_parameters:",
+        "            if other.bucket.phase is not Phase.FILLING and not other.bucket.sharded:",
         "            if False:",
         "mpi-2 tests/spmd/test_before_step.py::test_gradients_that_are_dropped_by_hand_are_gone_or_refused[wfbp]",
     ),
@@ -143,8 +143,8 @@ MUTATIONS: list[Mutation] = [
     Mutation(
         "who only sends in a reduction does not take its end for news of all ranks",
         "overlap/core/bucket.py",
-        "self.meets = all(self.shares) if holds_parameters",
-        "self.meets = any(self.shares) if holds_parameters",
+        "self.meets = all(self.shares) if plan.sharded",
+        "self.meets = any(self.shares) if plan.sharded",
         "tests/overlap/core/test_bucket.py -k receives_some",
     ),
     Mutation(

@@ -193,15 +193,15 @@ MUTATIONS: list[Mutation] = [
     Mutation(
         promise="whole buckets need memory for their state",
         file=_DECISION,
-        old="whole = sum(_nbytes(bucket, engine) for bucket, sharded in buckets if not sharded)",
-        new="whole = sum(_nbytes(bucket, engine) for bucket, sharded in buckets if sharded)",
+        old="whole = sum(_nbytes(bucket.spec, engine) for bucket in plan if not bucket.sharded)",
+        new="whole = sum(_nbytes(bucket.spec, engine) for bucket in plan if bucket.sharded)",
         test="mpi-2 tests/spmd/test_decision.py::test_the_rank_with_the_least_memory_decides_what_fits",
     ),
     Mutation(
         promise="costs of an update are those of the shard that this rank owns",
         file=_DECISION,
-        old="bucket.shares[rank] * bucket.gradients.element_size()",
-        new="bucket.shares[0] * bucket.gradients.element_size()",
+        old="bucket.shares[rank] * bucket.gradients.whole.element_size()",
+        new="bucket.shares[0] * bucket.gradients.whole.element_size()",
         test="mpi-2 tests/spmd/test_decision.py::test_what_a_rank_updates_is_its_own_shard",
     ),
     Mutation(
@@ -243,8 +243,8 @@ MUTATIONS: list[Mutation] = [
     Mutation(
         promise="where updates are deferred no bucket is said to be updated in step()",
         file=_PLANNING,
-        old="whole=0 if strategy.updates is Updates.DEFERRED else plan",
-        new="whole=plan",
+        old="whole=0 if strategy.updates is Updates.DEFERRED else sum(",
+        new="whole=sum(",
         test="mpi-2 tests/spmd/test_planning.py::test_the_plan_is_made_from_what_was_measured_and_explained",
     ),
     Mutation(

@@ -121,16 +121,16 @@ MUTATIONS: list[Mutation] = [
     Mutation(
         promise="what is not sharded is simulated as all-reduced",
         file="overlap/plan/choice.py",
-        old="        if not sharded:\n",
-        new="        if sharded:\n",
+        old="        if not bucket.sharded:\n",
+        new="        if bucket.sharded:\n",
         test="tests/overlap/plan/test_choice.py::test_buckets_are_simulated_nearest_the_input_first_with_the_bytes_of_each_rank",
     ),
     # - Buckets
     Mutation(
         promise="a group is issued once its last gradient is there",
         file="overlap/plan/groups.py",
-        old="buckets.sort(key=lambda pair: max(",
-        new="buckets.sort(key=lambda pair: min(",
+        old="buckets.sort(key=lambda bucket: max(",
+        new="buckets.sort(key=lambda bucket: min(",
         test="tests/overlap/plan/test_groups.py",
     ),
     Mutation(

@@ -220,9 +220,11 @@ def test_the_host_waits_for_nothing_in_a_steady_step(
     for _ in range(6):
         buckets = optimizer._engine.order
         held = [
-            one for bucket in buckets for one in (bucket.gradients, bucket.reduced, bucket.outgoing, bucket.incoming)
+            one
+            for bucket in buckets
+            for one in (bucket.gradients.whole, bucket.gradients.shard, bucket.outgoing, bucket.incoming)
         ]
-        held += [bucket.travelling for bucket in buckets if bucket.holds_parameters]
+        held += [bucket.travelling for bucket in buckets if bucket.sharded]
         waits = _Waits([inputs, *model.parameters(), *held])
         with waits:
             optimizer.zero_grad()

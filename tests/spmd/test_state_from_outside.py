@@ -190,7 +190,7 @@ def test_each_rank_holds_its_part(way: str) -> None:
     model = small_model()
     optimizer = WRAP[way](SGD(model.parameters(), 0.1, momentum=0.9), model)
     train(model, optimizer, False)
-    sharded = {id(slot.param) for bucket in optimizer.buckets for slot in bucket.slots if bucket.holds_parameters}
+    sharded = {id(slot.param) for bucket in optimizer.buckets for slot in bucket.slots if bucket.sharded}
     held = optimizer.held_state.items()
     mine = sum(state["momentum_buffer"].numel() for param, state in held if id(param) in sharded)
     total = sum(param.numel() for param in model.parameters() if id(param) in sharded)
@@ -202,7 +202,7 @@ def test_what_early_updates_may_have_changed_already_is_refused() -> None:
     optimizer = WRAP["dear-eager"](_adam(model.parameters(), 0.1, 0.9), model)
     train(model, optimizer, False)
     loss_of(model, 2, False).backward()
-    sharded = next(slot for bucket in optimizer.buckets for slot in bucket.slots if bucket.holds_parameters)
+    sharded = next(slot for bucket in optimizer.buckets for slot in bucket.slots if bucket.sharded)
     with pytest.raises(UpdatedEarly, match=r"optimizer\.state between backward and step\(\) cannot be had"):
         optimizer.state[sharded.param]["exp_avg"].zero_()
     optimizer.step()

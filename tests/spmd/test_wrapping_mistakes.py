@@ -119,4 +119,4 @@ def test_state_that_stays_whole_is_said_with_the_promise_that_splits_it(
     if kind is not torch.optim.LBFGS:
         model(torch.ones(2, 3)).sum().backward()
         optimizer.step()
-        assert all(bucket.holds_parameters is not told for bucket in optimizer.buckets)
+        assert all(bucket.sharded is not told for bucket in optimizer.buckets)

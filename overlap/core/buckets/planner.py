@@ -17,8 +17,8 @@ from overlap.core.master_weights import MakeMaster
 from overlap.core.shards import ShardUpdate
 from overlap.core.wire import COLLECTIVES, Exchange
 from overlap.plan.groups import Groups, members_of, plan_groups
-from overlap.plan.partition import BucketSpec, TensorSpec, lane_of
-from overlap.plan.plan import Facts, Plan, Updates
+from overlap.plan.partition import TensorSpec, lane_of
+from overlap.plan.plan import BucketPlan, Facts, Plan, Updates
 from overlap.plan.strategy import Strategy
 from overlap.transport.communicator import Communicator
 from overlap.transport.memory import is_dense
@@ -137,12 +137,12 @@ class Planner:
         self._find_owners(facts.arrivals)
         specs, shardable = self._specs()
         if not facts.arrivals:  # features have claimed all of them
-            return Plan((), ())
+            return ()
         if not self._groups:
             return strategy.plan(facts, specs, shardable, self._comm.size)
         members = members_of(self._groups, facts)
         rest = _without(facts, {index for group in members for index in group})
-        plan = Plan((), ())
+        plan: Plan = ()
         if rest.arrivals:
             plan = strategy.plan(rest, specs, shardable, self._comm.size)
         return plan_groups(members, plan, facts, specs, shardable, self._comm.size)
@@ -189,17 +189,14 @@ class Planner:
         order = []
         left = Counter(slot.bucket for slot in self.slots)
         with Freed() as freed:
-            for number, (spec, sharded) in enumerate(zip(plan.buckets, plan.sharded, strict=True), first):
-                before = Counter(self.slots[index].bucket for index in spec.tensors)
-                if sharded:
-                    self._outlived += [
-                        slot
-                        for slot in map(self.slots.__getitem__, spec.tensors)
-                        if slot.bucket is None and shared(slot.param)
-                    ]
-                bucket = self._bucket(strategy, number, spec, sharded=sharded)
+            for number, planned in enumerate(plan, first):
+                slots = [self.slots[index] for index in planned.spec.tensors]
+                before = Counter(slot.bucket for slot in slots)
+                if planned.sharded:
+                    self._outlived += [slot for slot in slots if slot.bucket is None and shared(slot.param)]
+                bucket = self._bucket(strategy, number, planned, slots)
                 order.append(bucket)
-                if sharded:
+                if planned.sharded:
                     assert shards is not None, "a strategy shards only what is shardable"
                     shards.add(bucket, self._comm.rank)
                     self._states.placed(shards, bucket)
@@ -210,7 +207,7 @@ class Planner:
                     if old is not None and not left[old]:
                         if self.shards is not None:
                             self.shards.release(old)
-                        freed.more(old.nbytes if old.gradients.device.type == "cpu" else 0)
+                        freed.more(old.nbytes if old.gradients.whole.device.type == "cpu" else 0)
                         memory = None if old.gathering is None else old.gathering.watch
                         old.release()
                         if memory is not None and old.master is None and outlives(memory):
@@ -218,7 +215,7 @@ class Planner:
                 if fill:
                     for slot in bucket.slots:
                         slot.fill()
-                    if bucket.gradients.device.type == "cpu":
+                    if bucket.gradients.whole.device.type == "cpu":
                         freed.more(bucket.nbytes)
         self._tell_of_outlived()
         return order
@@ -236,27 +233,26 @@ class Planner:
         self._told = self._told or bool(self._outlived)
         self._outlived.clear()
 
-    def _bucket(self, strategy: Strategy, number: int, spec: BucketSpec, *, sharded: bool) -> Bucket:
-        on_cpu = self.slots[spec.tensors[0]].param.is_cpu  # where a buffer that is not used takes no memory
+    def _bucket(self, strategy: Strategy, number: int, plan: BucketPlan, slots: list[Slot]) -> Bucket:
+        on_cpu = slots[0].param.is_cpu  # where a buffer that is not used takes no memory
         return Bucket(
             number,
-            spec,
-            [self.slots[index] for index in spec.tensors],
+            plan,
+            slots,
             rank=self._comm.rank,
             world_size=self._comm.size,
-            holds_parameters=sharded,
             collectives=strategy.collectives or COLLECTIVES,
             op=self._exchange.op,
             make_master=self._make_master,
             carried=strategy.carries and self._comm.rounds,
             lone=on_cpu and self._comm.size == 1 and self._exchange.plain and strategy.updates is Updates.WHOLE,
-            lane=lane_of(spec.shares(self._comm.size), self._lanes),
+            lane=lane_of(plan.spec.shares(self._comm.size), self._lanes),
         )
 
 
 def _take_out(bucket: Bucket, before: Iterable[Bucket | None]) -> None:
     """Parameters of a bucket that does not hold any, and came from some that did, get memory of their own."""
-    if any(old is not None and old.holds_parameters for old in before):
+    if any(old is not None and old.sharded for old in before):
         for slot in bucket.slots:
             slot.param.data = slot.param.detach().clone()
 

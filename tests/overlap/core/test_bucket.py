@@ -11,14 +11,15 @@ from overlap.core.bucket import Bucket, Slot
 from overlap.core.gates.holders import Strangers
 from overlap.core.wire import COLLECTIVES
 from overlap.plan.partition import BucketSpec
+from overlap.plan.plan import BucketPlan, Placement
 
 
-def _bucket(*parameters: Any, holds_parameters: bool) -> Bucket:
+def _bucket(*parameters: Any, placement: Placement) -> Bucket:
     slots = [Slot(number, str(number), parameter, 0) for number, parameter in enumerate(parameters)]
     offsets = tuple(sum(parameter.numel() for parameter in parameters[:number]) for number in range(len(parameters)))
     numel = sum(parameter.numel() for parameter in parameters)
     spec = BucketSpec(tuple(range(len(slots))), offsets, numel, numel)
-    return Bucket(0, spec, slots, rank=0, world_size=1, holds_parameters=holds_parameters, collectives=COLLECTIVES)
+    return Bucket(0, BucketPlan(spec, placement), slots, rank=0, world_size=1, collectives=COLLECTIVES)
 
 
 def test_a_parameter_of_another_model_that_took_a_place_goes_on_with_its_value() -> None:
@@ -27,29 +28,27 @@ def test_a_parameter_of_another_model_that_took_a_place_goes_on_with_its_value()
     with torch.no_grad():
         mine.weight.fill_(1.0)
         other.weight.fill_(2.0)
-    bucket = _bucket(mine.weight, holds_parameters=True)
+    bucket = _bucket(mine.weight, placement=Placement.SHARD)
     mine.weight.data, other.weight.data = other.weight.data, mine.weight.data
     bucket.adopt(Strangers())
-    assert mine.weight.data_ptr() == bucket.parameters.data_ptr()
+    assert mine.weight.data_ptr() == bucket.parameters.whole.data_ptr()
     assert bool((mine.weight == 2.0).all())
     assert bool((other.weight == 1.0).all())
 
 
 @pytest.mark.parametrize(
-    ("counts", "holds_parameters", "expected"),
+    ("counts", "placement", "expected"),
     [
-        ((2, 2), True, True),
-        ((4, 0), True, False),  # the second rank receives nothing, so its part is done when it is sent
-        ((4, 0), False, True),
+        ((2, 2), Placement.SHARD, True),
+        ((4, 0), Placement.SHARD, False),  # the second rank receives nothing, so its part is done when it is sent
+        ((4, 0), Placement.REPLICATED, True),
     ],
 )
 def test_a_reduction_ends_after_all_have_come_if_each_rank_receives_some(
-    counts: tuple[int, ...], holds_parameters: bool, expected: bool
+    counts: tuple[int, ...], placement: Placement, expected: bool
 ) -> None:
     slot = Slot(0, "0", torch.nn.Parameter(torch.ones(4)), 0)
     spec = BucketSpec((0,), (0,), 4, 4, counts=counts)
     for rank in range(2):
-        bucket = Bucket(
-            0, spec, [slot], rank=rank, world_size=2, holds_parameters=holds_parameters, collectives=COLLECTIVES
-        )
+        bucket = Bucket(0, BucketPlan(spec, placement), [slot], rank=rank, world_size=2, collectives=COLLECTIVES)
         assert bucket.meets is expected

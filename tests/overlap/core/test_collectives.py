@@ -11,6 +11,7 @@ import comm_core
 from overlap.core.bucket import Bucket, Slot
 from overlap.core.wire import COLLECTIVES
 from overlap.plan.partition import BucketSpec
+from overlap.plan.plan import BucketPlan, Placement
 from overlap.transport.communicator import Communicator, ReduceOp
 from overlap.transport.native import NativeCommunicator
 
@@ -18,7 +19,12 @@ from overlap.transport.native import NativeCommunicator
 def _bucket() -> Bucket:
     slot = Slot(0, "weight", torch.nn.Parameter(torch.ones(6)), 0)
     return Bucket(
-        0, BucketSpec((0,), (0,), 6, 6), [slot], rank=0, world_size=1, holds_parameters=True, collectives=COLLECTIVES
+        0,
+        BucketPlan(BucketSpec((0,), (0,), 6, 6), Placement.SHARD),
+        [slot],
+        rank=0,
+        world_size=1,
+        collectives=COLLECTIVES,
     )
 
 
@@ -43,13 +49,13 @@ def test_arguments_are_looked_at_when_they_change() -> None:
     comm = _Counted(NativeCommunicator(comm_core.local()))
     bucket = _bucket()
     for value in (1.0, 2.0, 3.0):
-        bucket.gradients.fill_(value)
+        bucket.gradients.whole.fill_(value)
         _wait(COLLECTIVES.reduce, comm, bucket)
-        assert bucket.reduced.eq(value).all()
+        assert bucket.gradients.shard.eq(value).all()
     assert comm.looks == 1
     bucket.outgoing = torch.full((6,), 7.0)
     _wait(COLLECTIVES.reduce, comm, bucket)
-    assert bucket.reduced.eq(7.0).all()
+    assert bucket.gradients.shard.eq(7.0).all()
     bucket.op = ReduceOp.SUM
     _wait(COLLECTIVES.reduce, comm, bucket)
     assert comm.looks == 3
@@ -63,13 +69,13 @@ def test_memory_that_moves_is_found_again() -> None:
     comm = _Counted(NativeCommunicator(comm_core.local()))
     bucket = _bucket()
     for step in range(3):
-        bucket.gradients.fill_(step)
+        bucket.gradients.whole.fill_(step)
         _wait(COLLECTIVES.reduce, comm, bucket)
-        bucket.parameters.fill_(step)
+        bucket.parameters.whole.fill_(step)
         _wait(COLLECTIVES.gather, comm, bucket)
-        assert bucket.reduced.eq(step).all()
-        assert bucket.parameters.eq(step).all()
-        moving = (bucket.gradients, bucket.parameters, bucket.reduced)[step]
+        assert bucket.gradients.shard.eq(step).all()
+        assert bucket.parameters.whole.eq(step).all()
+        moving = (bucket.gradients.whole, bucket.parameters.whole, bucket.gradients.shard)[step]
         moving.share_memory_()
     assert comm.looks == 4  # after the last one nothing is issued
 
@@ -82,7 +88,7 @@ def test_reductions_and_gathers_are_remembered_side_by_side() -> None:
         _wait(COLLECTIVES.gather, comm, bucket)
     assert comm.looks == 2
     bucket.incoming = bucket.outgoing = torch.full((6,), 5.0)
-    bucket.holds_parameters = False
+    bucket.plan = BucketPlan(bucket.spec)
     _wait(COLLECTIVES.reduce, comm, bucket)
     assert comm.looks == 3
     assert bucket.outgoing.eq(5.0).all()

@@ -12,6 +12,7 @@ from overlap.core.bucket import Bucket, Phase, Slot
 from overlap.core.participants import Participants
 from overlap.core.round import Round, Stage
 from overlap.plan.partition import BucketSpec
+from overlap.plan.plan import BucketPlan
 
 HOST: Any = SimpleNamespace(rank=0, size=1, streams=None)
 
@@ -116,7 +117,7 @@ def test_buckets_are_issued_when_they_are_full_and_in_the_agreed_order(
     for index, members in enumerate([(0,), (1, 3), (2,)]):
         spec = BucketSpec(members, tuple(range(0, 2 * len(members), 2)), 2 * len(members), 2 * len(members))
         mine = [slots[number] for number in members]
-        order.append(Bucket(index, spec, mine, rank=0, world_size=1, holds_parameters=False, collectives=issued))
+        order.append(Bucket(index, BucketPlan(spec), mine, rank=0, world_size=1, collectives=issued))
     planner: Any = SimpleNamespace(slots=slots, order=order)
     plain: Any = SimpleNamespace(plain=True)
     transit: Any = SimpleNamespace(pending={})

@@ -20,8 +20,8 @@ from overlap.core.step import calls
     ],
 )
 def test_neighbours_on_a_device_are_updated_together(buckets: str, launched: bool, sizes: list[int]) -> None:
-    made: Any = [SimpleNamespace(holds_parameters=kind == "s") for kind in buckets]
+    made: Any = [SimpleNamespace(sharded=kind == "s") for kind in buckets]
     found = calls(made, launched)
     assert [len(together) for together in found] == sizes
     assert [one for together in found for one in together] == made
-    assert all(len({one.holds_parameters for one in together}) == 1 for together in found)
+    assert all(len({one.sharded for one in together}) == 1 for together in found)

@@ -13,6 +13,7 @@ from overlap.core.bucket import Bucket, Phase, Slot
 from overlap.core.gathering import Transit
 from overlap.core.wire import COLLECTIVES
 from overlap.plan.partition import BucketSpec
+from overlap.plan.plan import BucketPlan
 
 
 def _transit(buckets: int) -> tuple[Transit, list[Bucket]]:
@@ -22,7 +23,7 @@ def _transit(buckets: int) -> tuple[Transit, list[Bucket]]:
     for number in range(buckets):
         slot = Slot(number, str(number), torch.nn.Parameter(torch.zeros(2)), 0)
         spec = BucketSpec((number,), (0,), 2, 2)
-        made.append(Bucket(number, spec, [slot], rank=0, world_size=1, holds_parameters=False, collectives=COLLECTIVES))
+        made.append(Bucket(number, BucketPlan(spec), [slot], rank=0, world_size=1, collectives=COLLECTIVES))
         made[-1].advance(Phase.REDUCING)
     return Transit([comm], poison=False), made
 

@@ -45,7 +45,7 @@ def test_counts_grow_with_the_room_and_shrink_by_parts_of_what_was_too_much(plan
 class _Bucket:
     """Reduced, or not yet; its gathering goes on until `work` is done."""
 
-    holds_parameters = True
+    sharded = True
 
     def __init__(self) -> None:
         self.phase, self.done = Phase.REDUCING, True

@@ -63,7 +63,7 @@ class Optimizer(torch.optim.SGD):
         self.strategy = strategy
 
     def preview(self, strategy: Dear) -> Any:
-        return SimpleNamespace(buckets=[None, None], sharded=(True, False))
+        return (SimpleNamespace(sharded=True), SimpleNamespace(sharded=False))
 
 
 class Job:
@@ -217,8 +217,8 @@ def test_what_is_ours_is_gates_and_hooks_operations_and_updates(
     one = job(SAME)
     one.settle(1.0)
     one.engine.order = [
-        SimpleNamespace(nbytes=100, shares=(30, 70), holds_parameters=True),
-        SimpleNamespace(nbytes=10, shares=(5, 5), holds_parameters=False),  # every rank updates all of it
+        SimpleNamespace(nbytes=100, shares=(30, 70), sharded=True),
+        SimpleNamespace(nbytes=10, shares=(5, 5), sharded=False),  # every rank updates all of it
     ]
     optimizer: Any = one.optimizer
     told = one.planning.explained(optimizer)

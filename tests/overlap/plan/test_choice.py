@@ -11,7 +11,7 @@ from bytescheduler_adapter.optimizer import ByteScheduler
 from dear.optimizer import Dear
 from overlap.plan.choice import Job, choose, simulated
 from overlap.plan.partition import TensorSpec, layout
-from overlap.plan.plan import Facts, Plan
+from overlap.plan.plan import Facts, Plan, placed
 from overlap.plan.simulation.events import Run
 from overlap.plan.simulation.network import Fitted
 from overlap.plan.simulation.workload import Bucket, Costs, Layer, Workload
@@ -80,7 +80,7 @@ def test_it_takes_no_longer_than_a_step() -> None:
 
 
 def test_a_plan_that_does_not_fit_is_not_chosen() -> None:
-    choice = choose(dear(), preview, job(0.85), fits=lambda plan: all(plan.sharded))
+    choice = choose(dear(), preview, job(0.85), fits=lambda plan: all(bucket.sharded for bucket in plan))
     assert choice.setting["all_reduced"] == 0
     assert choice.tried > 1
 
@@ -121,7 +121,7 @@ def test_buckets_are_simulated_nearest_the_input_first_with_the_bytes_of_each_ra
 
     seen: list[object] = []
     specs = [TensorSpec(numel, 2, None, owner) for numel, owner in ((320, 1), (32, 0), (64, 0), (32, 1), (1, 1))]
-    plan = Plan(tuple(layout(tensors, specs, 2) for tensors in ([4], [2, 3], [0, 1])), (True, True, False))
+    plan = placed([layout(tensors, specs, 2) for tensors in ([4], [2, 3], [0, 1])], [False, False, True, True, True])
     what = Job(Workload(()), Fitted(2, 0.0, 0.0, 0.0), specs, {0: 1, 1: 1, 2: 2, 3: 3})  # 4 is in no layer
     simulated(Noting(1.0, None, "", "rsag", False, None), plan, what)
     assert seen == [([Bucket(1, 1, 704, 2, (64, 640)), Bucket(2, 3, 192, 2, (128, 64))], {0})]

@@ -9,7 +9,7 @@ from overlap.core.bucket import Slot
 from overlap.optimizer.arguments import parse_groups
 from overlap.plan.groups import members_of, plan_groups
 from overlap.plan.partition import TensorSpec, per_tensor
-from overlap.plan.plan import Facts, Plan
+from overlap.plan.plan import Facts, replicated
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def test_a_number_of_groups_divides_the_order_of_arrival(asked: int, members: li
 def test_a_group_is_issued_once_its_last_gradient_is_there() -> None:
     facts = Facts(units=(), arrivals=(2, 1, 0), fires=(1, 1, 1), unseen=frozenset(), idle=frozenset())
     specs = [TensorSpec(1, 4)] * 3
-    rest = Plan(per_tensor([1], specs, 2), (False,))
+    rest = replicated(per_tensor([1], specs, 2))
     plan = plan_groups([[2, 0]], rest, facts, specs, [True] * 3, 2)
-    assert [bucket.tensors for bucket in plan.buckets] == [(1,), (2, 0)]
-    assert plan.sharded == (False, True)
+    assert [bucket.spec.tensors for bucket in plan] == [(1,), (2, 0)]
+    assert [bucket.sharded for bucket in plan] == [False, True]

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from overlap.plan.partition import ALIGNMENT_BYTES, TensorSpec, fuse, layout, per_tensor, piece
+from overlap.plan.partition import ALIGNMENT_BYTES, TensorSpec, fuse, layout, per_tensor, pieces
 
 
 def _random_case(seed: int) -> tuple[list[list[int]], list[TensorSpec], int]:
@@ -48,11 +48,15 @@ def test_every_tensor_has_one_aligned_place(seed: int) -> None:
 def test_pieces_cover_each_tensor_once(seed: int) -> None:
     units, specs, world_size = _random_case(seed)
     for bucket in fuse(units, specs, world_size, threshold_bytes=1e9):
-        shard = bucket.shares(world_size)[0]
-        for index, offset in zip(bucket.tensors, bucket.offsets, strict=True):
-            parts = [piece(offset, specs[index].numel, rank * shard, shard) for rank in range(world_size)]
-            covered = [element for part in parts if part for element in range(*part)]
-            assert covered == list(range(specs[index].numel))
+        numels = [specs[index].numel for index in bucket.tensors]
+        covered: list[list[int]] = [[] for _ in numels]
+        for rank in range(world_size):
+            own = bucket.own(rank, world_size)
+            for place, (start, stop), inside in pieces(bucket, numels, own):
+                assert bucket.offsets[place] + start == own.start + inside.start
+                assert inside.stop - inside.start == stop - start
+                covered[place] += range(start, stop)
+        assert covered == [list(range(numel)) for numel in numels]
 
 
 def test_shards_end_with_the_tensors_of_an_owner() -> None:

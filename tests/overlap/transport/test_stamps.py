@@ -112,9 +112,7 @@ def test_a_step_of_a_device_is_measured_where_it_computes(cuda: Cuda) -> None:
     layer = torch.nn.Linear(2, 2)
     lane = cuda.Stream(DEVICE)
     clock = StepClock({id(layer.weight): 0}, stamps=DeviceStamps(DEVICE, on_streams=True))
-    bucket: Any = SimpleNamespace(
-        index=0, lane=0, nbytes=16, holds_parameters=False, outgoing=torch.zeros(4), work=None
-    )
+    bucket: Any = SimpleNamespace(index=0, lane=0, nbytes=16, sharded=False, outgoing=torch.zeros(4), work=None)
     bucket.collectives = SimpleNamespace(
         reduce=lambda _comm, bucket: setattr(bucket, "work", cuda.operation(4.0, lane))
     )
