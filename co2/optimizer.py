@@ -123,7 +123,8 @@ class Co2Optimizer(Shell):
             session.peer_queries,
             partial(_rates, optimizer, self._engine.slots),
         )
-        self._stepper.update = self._rounds.local_update(self._stepper.update)
+        if self._rounds.local_update is not None:
+            self._stepper.updates_by(self._rounds.local_update)
         _enroll(session, self._rounds, topic)
         inherit(session, self._rounds)
 

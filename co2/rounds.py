@@ -53,6 +53,9 @@ class Rounds(SavedRounds):
 
     _COUNTERS: tuple[str, ...] = ("steps", "in_round", "events")
 
+    #: What a local step does once gradients are there; None: the user's optimizer steps.
+    local_update: Callable[[torch.optim.Optimizer], Any] | None = None
+
     def __init__(
         self,
         comm: Communicator,
@@ -99,10 +102,6 @@ class Rounds(SavedRounds):
         self._since, self._waited = time.perf_counter(), 0.0  # seconds, of which a wait is no step's time
 
     # - A step
-
-    def local_update(self, update: Callable[[torch.optim.Optimizer], Any]) -> Callable[[torch.optim.Optimizer], Any]:
-        """What a local step does once gradients are there: `update`, the user's optimizer's, if no rule says otherwise."""
-        return update
 
     @torch.inference_mode(False)
     def begin(self) -> None:

@@ -23,7 +23,7 @@ and exact parameters, the sum of a first half, what parameters become next, and 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -75,11 +75,9 @@ class AccoRounds(Rounds):
         self.halves = 0  # since the last average
         self._placed = Versions()  # of parameters, as they were put where they are
 
-    def local_update(self, update: Callable[[torch.optim.Optimizer], Any]) -> Callable[[torch.optim.Optimizer], Any]:
-        return self._accumulate
-
     @torch.no_grad()
-    def _accumulate(self, _optimizer: torch.optim.Optimizer) -> None:
+    def local_update(self, _optimizer: torch.optim.Optimizer) -> None:
+        """Add the gradients to those of the round."""
         for part in self._of_acco():
             part.accumulate()
 

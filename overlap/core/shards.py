@@ -52,6 +52,10 @@ class ShardUpdate:
         self.written = LastUpdate()
         self._pieces: dict[Bucket, list[Piece]] = {}
 
+    def fresh(self) -> ShardUpdate:
+        """The same updates, of no bucket yet."""
+        return ShardUpdate(self._optimizer, self.once, whole=self.whole)
+
     @property
     def pieces(self) -> Iterable[Piece]:
         return (one for pieces in self._pieces.values() for one in pieces)

@@ -60,6 +60,10 @@ class Stepper:
         self.updating, self._by_loss, self._skips = states.updating, by_loss, skips
         self.update = engine.policy.watched(unhooked_step(optimizer))
 
+    def updates_by(self, update: Callable[[torch.optim.Optimizer], Any]) -> None:
+        """Have `update` do what the user's optimizer would, wherever every rank updates whole parameters."""
+        self.update = update
+
     @property
     def decides_by_loss(self) -> bool:
         """Whether a closure may be evaluated several times."""

@@ -255,7 +255,6 @@ def _assemble(
     once = None if is_per_parameter(optimizer) else Once(optimizer)
     planner = Planner(
         comm,
-        optimizer,
         slots,
         strategy,
         groups,

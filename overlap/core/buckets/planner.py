@@ -7,8 +7,6 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
-import torch
-
 from overlap.core.bucket import Bucket, Slot
 from overlap.core.buckets.heap import Freed
 from overlap.core.feature import StatePlacement
@@ -38,7 +36,6 @@ class Planner:
     def __init__(
         self,
         comm: Communicator,
-        optimizer: torch.optim.Optimizer,
         slots: list[Slot],
         strategy: Strategy,
         groups: Groups,
@@ -49,7 +46,7 @@ class Planner:
         lanes: int,
         make_master: MakeMaster | None,
     ) -> None:
-        self._comm, self._optimizer, self.slots = comm, optimizer, slots
+        self._comm, self.slots = comm, slots
         self._exchange, self._lanes, self._make_master = exchange, lanes, make_master
         self.strategy, self.shards, self._groups, self._states = strategy, shards, groups, states
         self.order: list[Bucket] = []
@@ -103,9 +100,7 @@ class Planner:
         A bucket of the order before goes as soon as all that was in it is elsewhere.
         """
         plan = self.preview(strategy)
-        shards = (
-            None if self.shards is None else ShardUpdate(self._optimizer, self.shards.once, whole=self.shards.whole)
-        )
+        shards = None if self.shards is None else self.shards.fresh()
         return self._build(strategy, plan, shards), shards
 
     def install(self, strategy: Strategy, order: list[Bucket], shards: ShardUpdate | None) -> None:
