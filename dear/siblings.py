@@ -20,6 +20,8 @@ class OwnOptions(TypedDict, total=False):
     # bytescheduler_adapter
     partition_mb: float | Literal["auto"] | None
     credit_mb: float | Literal["auto"] | None
+    # fsdp
+    whole_mb: float | Literal["auto"]
     # co2
     outer: str
     outer_frequency: int | Literal["auto"]

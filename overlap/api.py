@@ -66,6 +66,7 @@ from overlap.horovod.timeline import draw_timeline, start_timeline, stop_timelin
 from overlap.job.process_set import ProcessSet, global_process_set
 from overlap.job.session import current
 from overlap.optimizer.replicas import check_replicas
+from overlap.optimizer.whole import whole
 from overlap.transport import compression
 from overlap.transport.compression import Compression, Compressor
 
@@ -143,6 +144,7 @@ __all__ = [
     "start_timeline",
     "stop_timeline",
     "synchronize",
+    "whole",
 ]
 
 

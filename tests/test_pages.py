@@ -11,7 +11,19 @@ import pytest
 from tests.harness import ROOT
 
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*.md")]
-CODE = {"comm_core", "overlap", "dearrun", "dear", "wfbp", "mgwfbp", "bytescheduler_adapter", "oss", "co2", "bench"}
+CODE = {
+    "comm_core",
+    "overlap",
+    "dearrun",
+    "dear",
+    "wfbp",
+    "mgwfbp",
+    "bytescheduler_adapter",
+    "oss",
+    "fsdp",
+    "co2",
+    "bench",
+}
 FILES = {path.name for top in (*CODE, "tests", "examples", "scripts") for path in (ROOT / top).rglob("*.?*")}
 FILES |= {path.name for path in ROOT.iterdir()}
 YOURS = {"train.py"}  # scripts of the reader's

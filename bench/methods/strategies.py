@@ -26,6 +26,7 @@ PACKAGES = {
     "mgwfbp": "mgwfbp",
     "bytescheduler": "bytescheduler_adapter",
     "oss": "oss",
+    "fsdp": "fsdp",
     "co2": "co2",
 }
 _GIVEN = ("optimizer", "named_parameters", "others")  # by the benchmark, or options of other strategies

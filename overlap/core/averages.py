@@ -60,6 +60,7 @@ class Averages:
         engine.participants.announce("synchronize")
         for bucket in engine.order:
             if bucket.sharded:
+                bucket.gradients.restore()
                 label = f"{bucket.label} gradients"
                 self.comm.all_gather(bucket.gradients.shard, bucket.gradients.whole, counts=bucket.shares, label=label)
         for bucket in engine.order:
@@ -75,6 +76,8 @@ class Averages:
                     slot.fill()
                     slot.unused = slot.absent
                 bucket.gradients.shard.copy_(bucket.gradients.whole[bucket.own])
+                if bucket.freed:
+                    bucket.gradients.free()
                 self.engine.sharded.take(bucket)
 
     @torch.no_grad()

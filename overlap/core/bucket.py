@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -15,12 +16,14 @@ from overlap.core.flat_buffer import FlatBuffer
 from overlap.core.gates.holders import Strangers
 from overlap.core.handles import Watch
 from overlap.core.master_weights import MakeMaster, MasterWeights
+from overlap.plan.partition import gaps, pieces
 from overlap.plan.plan import BucketPlan
 from overlap.plan.strategy import Collectives
 from overlap.transport.communicator import Communicator, ReduceOp, Start, Wide, Work
 from overlap.transport.memory import copy_gradient
+from overlap.transport.work import arrive
 
-__all__ = ["Bucket", "Known", "Phase", "Slot", "changed", "clear", "line"]
+__all__ = ["Bucket", "Known", "Phase", "Slot", "TooManyGradients", "changed", "clear", "line", "too_many"]
 
 log = logging.getLogger("dear")
 
@@ -52,6 +55,19 @@ _NEXT = {
 }
 
 
+class TooManyGradients(RuntimeError):
+    """More backward passes than announced ran before ``step()``."""
+
+
+class Freed(NamedTuple):
+    """The tensors that stand for a parameter of a freed bucket. All but `whole` have its shape, and one element."""
+
+    whole: torch.Tensor  # while it is gathered
+    away: torch.Tensor  # NaN: while it is not
+    sent: torch.Tensor  # its gradient, which has gone into the bucket; until ``zero_grad()``, also after the step
+    zero: torch.Tensor  # its gradient, after ``zero_grad(set_to_none=False)``
+
+
 @dataclass(slots=True, eq=False)
 class Slot:
     """A parameter with its place in a bucket and the state of its gradient.
@@ -72,6 +88,9 @@ class Slot:
     noted: bool = False  # a gradient arrived that is in no bucket yet
     unused: bool = False  # all reductions of this round are issued, and no rank had a gradient for it
     claimed: bool = False  # a feature reduces its gradients, so it is in no bucket; `filled` means averaged
+    freed: Freed | None = None  # where its bucket is
+    held: bool = True  # some module has it, which can be seen when it is used
+    aside: torch.Tensor | None = None  # which of those was its gradient, before backward came to it
     _spent: weakref.ref[torch.Tensor] | None = field(
         default=None, repr=False
     )  # a `.grad` that was used, and is no view
@@ -99,13 +118,21 @@ class Slot:
         place, view, param = self.place, self.view, self.param
         assert place is not None
         assert view is not None
+        if self.freed is not None:
+            self.put_aside()
         gradient, lone = param.grad, self.bucket is not None and self.bucket.lone
-        if not lone and (view.data_ptr() != place.data_ptr() or view.dtype is not place.dtype):
+        if self.freed is not None:
+            assert self.bucket is not None
+            self.bucket.gradients.restore()
+        elif not lone and (view.data_ptr() != place.data_ptr() or view.dtype is not place.dtype):
             self.view = view = place.data  # ``model.half().double()`` has given the old one other memory
         if gradient is None or param.dtype is not place.dtype or param.device != place.device:
             if not lone:
                 place.zero_()
             self._given = None
+            if self.freed is not None and self.aside is not None:
+                param.grad = self._given = self.freed.sent
+                self._version = self._given._version
         else:
             if gradient.layout is not torch.strided:
                 raise _not_dense(self)
@@ -113,23 +140,56 @@ class Slot:
                 self.view = view = gradient.detach() if gradient.requires_grad else gradient
             else:
                 copy_gradient(place, gradient)
-            if not gradient.requires_grad:  # backward(create_graph=True): the graph hangs on the user's own tensor
+            if self.freed is not None:
+                param.grad = gradient = self.freed.sent
+            elif not gradient.requires_grad:  # backward(create_graph=True): the graph hangs on the user's own tensor
                 param.grad = gradient = view
             self._given, self._version = gradient, gradient._version
         self.filled = True
 
+    def put_aside(self) -> bool:
+        """Take away what stands for an earlier gradient of a freed bucket, as backward cannot add to it.
+
+        Returns whether there was one.
+        """
+        gradient, freed = self.param.grad, self.freed
+        if gradient is None or freed is None or self.filled:
+            return False
+        if gradient is freed.sent:
+            assert self.bucket is not None
+            self.bucket.keep_averages()
+        elif gradient is not freed.zero:
+            return False
+        self.aside, self.param.grad = gradient, None
+        return True
+
+    def put_back(self) -> None:
+        """Undo :meth:`put_aside` where backward has added nothing."""
+        if self.param.grad is None and not self.filled:
+            self.param.grad, self.aside = self.aside, None
+
     def leave_out(self) -> None:
         """Take part with zeros, and keep the gradient for another round, or for other buckets."""
         assert self.place is not None
+        assert self.bucket is not None
         self.take_out()
+        if self.freed is not None:
+            self.bucket.gradients.restore()
         self.place.zero_()
         self._given, self.filled = None, True
 
     def take_out(self) -> None:
         """Give the gradient memory of its own, where it shows the bucket."""
         gradient = self.param.grad
-        if gradient is not None and gradient is self.view:
-            self.param.grad = gradient.clone()
+        if gradient is None or self.view is None:
+            return
+        if gradient is self.view or (self.freed is not None and gradient is self.freed.sent and self.filled):
+            self.param.grad = self.view.clone()
+
+    @property
+    def like(self) -> torch.Tensor:
+        """A tensor shaped and laid out as the parameter, also where that is away. Its values may not be there."""
+        return self.param if self.freed is None else self.freed.whole
 
     @property
     def converted(self) -> bool:
@@ -204,7 +264,7 @@ def clear(slots: Iterable[Slot]) -> None:
     for slot in slots:  # in every step: without a call for each
         gradient = slot.param.grad
         slot._spent = None if gradient is None or gradient is slot.view else weakref.ref(gradient)
-        slot.filled, slot.noted, slot.fires, slot.unused, slot._given = False, False, 0, False, None
+        slot.filled, slot.noted, slot.fires, slot.unused, slot._given, slot.aside = False, False, 0, False, None, None
 
 
 class Known(NamedTuple):
@@ -250,7 +310,7 @@ class Bucket:
     ) -> None:
         spec = plan.spec
         self.index, self.plan, self.spec, self.slots = index, plan, spec, slots
-        self.sharded, self.owner = plan.sharded, plan.owner
+        self.sharded, self.freed, self.owner = plan.sharded, plan.freed, plan.owner
         self.collectives, self.lane = collectives, lane
         self.lone = lone and not plan.sharded
         self._rank, self._warned = rank, False
@@ -259,6 +319,8 @@ class Bucket:
         self.reduction: Known | None = None  # see `overlap.core.wire`
         self.gathering: Known | None = None
         self.round = 0  # of its last reduction; see `overlap.core.participants`
+        self._kept: torch.Tensor | None = None
+        self._away = False  # parameters have left the flat buffer for this rank's shard
         first = slots[0].param
         self.shares = spec.shares(world_size)  # elements of each rank's shard
         self.counts = None if len(set(self.shares)) == 1 else self.shares
@@ -271,8 +333,10 @@ class Bucket:
             slot.move_in(self, self.gradients.view(place, slot.param))
         self.master: MasterWeights | None = None
         if plan.sharded:
-            self.parameters = FlatBuffer(spec, share, first.dtype, first.device)
+            self.parameters = FlatBuffer(spec, share, first.dtype, first.device, apart=plan.freed)
             self.adopt()
+            if plan.freed:
+                self._free()
             if make_master is not None:
                 self.master = make_master(self.parameters.whole, self.own)
             # What an all-gather of the parameters fills in place, this rank's shard being there.
@@ -313,7 +377,11 @@ class Bucket:
         Another model's parameter may have its place since (``p.data, q.data = q.data, p.data``): `strangers` get memory of
         their own. None: nobody can be there yet.
         """
-        left, whole = [], self.parameters.whole
+        left: list[Slot] = []
+        if self._away:
+            self._refuse_replaced()
+            return left
+        whole = self.parameters.whole
         element_size, base = whole.element_size(), whole.data_ptr()
         for slot, offset in zip(self.slots, self.spec.offsets, strict=True):
             param = slot.param
@@ -339,6 +407,73 @@ class Bucket:
             param.data = home
             left.append(slot)
         return left
+
+    def _free(self) -> None:
+        """Keep this rank's share, of parameters that were just adopted."""
+        self.parameters.shard.copy_(self.parameters.whole[self.own])
+        numels = [slot.param.numel() for slot in self.slots]
+        self._gaps = [self.gradients.whole[gap] for gap in gaps(self.spec, numels)]
+        for place, slot in enumerate(self.slots):
+            whole = self.parameters.view(place, slot.param)
+            if slot.freed is None:
+                stand = (whole.new_full((), value).expand(whole.shape) for value in (math.nan, 0, 0))
+                slot.freed = Freed(whole, *stand)
+            else:
+                slot.freed = slot.freed._replace(whole=whole)
+        self._away = True
+        self.conceal()
+        self.gradients.free()
+
+    def keep_averages(self) -> None:
+        """Keep those of the last round, to which this round's are added."""
+        if self._kept is None:
+            self._kept = self.gradients.shard.clone()
+
+    def add_kept(self) -> None:
+        """Add those that :meth:`keep_averages` has kept to this round's, where they were not zeroed."""
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            numels = [slot.param.numel() for slot in self.slots]
+            for place, _, inside in pieces(self.spec, numels, self.own):
+                slot = self.slots[place]
+                if slot.freed is not None and slot.aside is slot.freed.sent:
+                    self.gradients.shard[inside].add_(kept[inside])
+
+    def reveal(self) -> None:
+        """Parameters, which were gathered, are whole."""
+        for slot in self.slots:
+            assert slot.freed is not None
+            slot.param.data = slot.freed.whole
+
+    def conceal(self) -> None:
+        """Parameters are away, and their memory is free."""
+        for slot in self.slots:
+            assert slot.freed is not None
+            slot.param.data = slot.freed.away
+        self.parameters.free()
+
+    def _refuse_replaced(self) -> None:
+        for slot in self.slots:
+            assert slot.freed is not None
+            if slot.param.data_ptr() not in (slot.freed.whole.data_ptr(), slot.freed.away.data_ptr()):
+                raise RuntimeError(
+                    f"the memory of parameter {slot.name!r} was replaced (p.data = …), and each rank keeps a share of it "
+                    "elsewhere: load values by model.load_state_dict(), on every rank"
+                )
+
+    def fill_gaps(self) -> None:
+        """Make zero what no gradient takes of the buffer, which is about to be reduced."""
+        self.gradients.restore()
+        for gap in self._gaps:
+            gap.zero_()
+
+    def settle(self) -> None:
+        """Await the reduction, if it is on its way."""
+        if self.work is not None:
+            arrive(self.work)
+            self.work = None
+            if self.freed:
+                self.gradients.free()
 
     def _warn_of_layout(self, slot: Slot) -> None:
         assert slot.place is not None
@@ -380,6 +515,15 @@ def line(slot: Slot) -> str:
         strides = zip(param.shape, param.stride(), strict=True)
         text += f", strides {tuple(stride for size, stride in strides if size > 1)}"
     return text if param.requires_grad else f"{text}, frozen"
+
+
+def too_many(slot: Slot) -> TooManyGradients:
+    """What to raise where a gradient comes that is in its bucket already."""
+    return TooManyGradients(
+        f"the gradient of {slot.name!r} was computed again before step(), after the {slot.expected} accumulation(s) of a "
+        "backward pass: call optimizer.step() or optimizer.zero_grad() between backward passes; or, where a step always "
+        "has so many, wrap with backward_passes_per_step; or run all passes but the last inside optimizer.no_sync()"
+    )
 
 
 def _not_dense(slot: Slot) -> TypeError:

@@ -25,6 +25,7 @@ from overlap.core.feature import Feature, Policy, listeners
 from overlap.core.participants import Participants
 from overlap.core.round import Round
 from overlap.core.tally import Call, Calls, Heard, Said, Tally, Verdict, verdict, why_ended
+from overlap.core.unsharding import Unsharder
 from overlap.transport.communicator import Communicator, ReduceOp
 from overlap.transport.objects import SignatureMismatch, allgather_object
 
@@ -49,10 +50,12 @@ class Closing:
         calls: Communicator,
         round: Round,
         arrangement: Arrangement,
+        unsharder: Unsharder,
         participants: Participants,
         policy: Policy,
         features: Sequence[Feature],
     ) -> None:
+        self._unsharder = unsharder
         self._comm, self._slots, self._round, self._arrangement = calls, round.slots, round, arrangement
         self._participants, self._policy = participants, policy
         self._on_news, self._on_closed = listeners(features, "news"), listeners(features, "closed")
@@ -95,6 +98,8 @@ class Closing:
         self._require_open()
         if self.closed and not again:
             return True
+        if self._unsharder.active:
+            self._unsharder.over()
         while True:
             if self.closed:
                 self._participants.again(call)
@@ -167,12 +172,22 @@ class Closing:
         self._calls.step(self._alike)
         self._end_round()
 
-    def ask(self, mine: bool, call: str, clipped: Clipped = NOTHING, check: Callable[[], None] | None = None) -> bool:
-        """Whether any rank has gradients that no step has used, `mine` if this one has.
+    def ask(
+        self,
+        mine: bool,
+        call: str,
+        clipped: Clipped = NOTHING,
+        check: Callable[[], None] | None = None,
+        *,
+        passes_over: bool = True,
+    ) -> bool:
+        """Whether any rank has gradients that no step has used, `mine` if this one has. Its passes are over, or come later.
 
         Raises on every rank where what they are `clipped` by is not alike, or `check` raises on one.
         """
         self._require_open()
+        if self._unsharder.active and passes_over:
+            self._unsharder.over()
         clipped += self._clipped
         while True:
             self._participants.ask(call)
@@ -194,7 +209,7 @@ class Closing:
         Where `check` raises on one rank, all raise.
         """
         self._participants.call_together(what)
-        self.ask(False, what, check=check)
+        self.ask(False, what, check=check, passes_over=False)
         self._participants.refuse_together(what)
 
     # - Calls that need none

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Protocol
 
@@ -31,6 +32,7 @@ from overlap.core.gathering import Transit
 from overlap.core.participants import Participants
 from overlap.core.round import Round
 from overlap.core.shards import ShardUpdate
+from overlap.core.unsharding import Unsharder
 from overlap.job.session import current
 from overlap.plan.strategy import Strategy
 
@@ -55,6 +57,7 @@ class Engine:
         model: torch.nn.Module | None,
         planner: Planner,
         transit: Transit,
+        unsharder: Unsharder,
         round: Round,
         arrangement: Arrangement,
         closing: Closing,
@@ -64,7 +67,7 @@ class Engine:
         *,
         gated: bool,
     ) -> None:
-        self._model, self.planner, self.transit, self.round = model, planner, transit, round
+        self._model, self.planner, self.transit, self.unsharder, self.round = model, planner, transit, unsharder, round
         self.arrangement, self.closing, self.participants, self.policy = arrangement, closing, participants, policy
         self.features = tuple(features)
         self.slots, self.order = planner.slots, planner.order  # the latter in order of issue
@@ -77,7 +80,7 @@ class Engine:
         self._early = policy if policy.early else None
         self._by_param = {id(slot.param): slot for slot in self.slots}
         self._hooks: dict[int, RemovableHandle] = {}  # by slot
-        self._gates = Gates(self._touch, self._enter, self._leave)
+        self._gates = Gates(self._touch, self._enter, self._leave, self._refuse_copies)
         self._guard()
         self._hook_slots()
 
@@ -133,6 +136,8 @@ class Engine:
         self.accumulating = self.suspended
         if self.suspended:
             round.accumulate(slot)
+            if slot.freed is not None:
+                self.unsharder.came(slot)
             return
         if not round.begun:
             round.begin(held=self.closing.hold())
@@ -149,6 +154,8 @@ class Engine:
             self.closing.drop()
             round.restart(kept)
         round.grad_ready(slot)
+        if slot.freed is not None:
+            self.unsharder.came(slot)
 
     def _touch(self, parameter: torch.nn.Parameter) -> None:
         slot = self._by_param.get(id(parameter))
@@ -165,11 +172,21 @@ class Engine:
                 self._clock.used(slot.index)
             if self._early is not None:
                 self._early.read(slot)
+            if slot.freed is not None:
+                self.unsharder.touch(slot.bucket)
             awaited = slot.bucket in self.transit.pending or slot.bucket in self.transit.landing
             if awaited and not self._reader_drops_gradients():
                 self.transit.arrive(slot.bucket)
             if self._clock is not None:
                 self._clock.passed(since)
+
+    def _refuse_copies(self, parameter: torch.nn.Parameter) -> None:
+        slot = self._by_param.get(id(parameter))
+        if slot is not None and slot.freed is not None and not self.unsharder.whole_now:
+            raise RuntimeError(
+                f"parameter {slot.name!r} is copied or pickled while each rank has a share of it: do that inside `with "
+                "dear.whole(model):`, on every rank; model.state_dict() has whole values, too"
+            )
 
     def _enter(self, module: torch.nn.Module, *_inputs: object) -> None:
         observer, transit = self.arrangement.observer, self.transit
@@ -195,13 +212,17 @@ class Engine:
                     if self._early is not None:
                         self._early.read(slot)
                     transit.arrive(bucket)
+        if self.unsharder.active:
+            self.unsharder.enter(module)
         if self.watcher is not None:
             self.watcher.entered()
         if self._clock is not None:
             self._clock.passed(since)
 
-    def _leave(self, module: torch.nn.Module, *_inputs_and_output: object) -> None:
+    def _leave(self, module: torch.nn.Module, *inputs_and_output: object) -> None:
         observer, clock = self.arrangement.observer, self._clock
+        if self.unsharder.active:
+            self.unsharder.leave(module, inputs_and_output[-1] if inputs_and_output else None)
         if self.watcher is not None:
             self.watcher.left()
         if observer is not None:
@@ -219,6 +240,9 @@ class Engine:
         theirs = {id(parameter) for module in modules for parameter in dict.values(module._parameters)}
         strangers = [slot.param for slot in self.slots if id(slot.param) not in theirs]
         others = holders(strangers) if strangers else ()
+        theirs |= {id(parameter) for module in others for parameter in dict.values(module._parameters)}
+        for slot in self.slots:
+            slot.held = id(slot.param) in theirs
         self._gates.guard([*modules, *others], lambda parameter: id(parameter) in self._by_param)
 
     def detach(self) -> None:
@@ -227,6 +251,11 @@ class Engine:
         for handle in self._hooks.values():
             handle.remove()
         self._hooks.clear()
+
+    @property
+    def modules(self) -> list[torch.nn.Module]:
+        """The modules that hold parameters of this optimizer, and those around them."""
+        return self._gates.modules
 
     def add_slots(self, slots: Sequence[Slot]) -> None:
         """Take on new parameters; they get buckets in the next step."""
@@ -279,6 +308,21 @@ class Engine:
             self.closing.drop(zeros=zeros)
         self.accumulating = False
 
+    @contextmanager
+    def sent_aside(self, *, zeros: bool) -> Iterator[None]:
+        """A context in which no ``.grad`` stands for one that lies in shards; with `zeros`, it stands for zeros then."""
+        stand = [
+            slot
+            for slot in self.slots
+            if slot.freed is not None and (slot.param.grad is slot.freed.sent or slot.param.grad is slot.freed.zero)
+        ]
+        for slot in stand:
+            slot.param.grad = None
+        yield
+        for slot in stand if zeros else ():
+            assert slot.freed is not None
+            slot.param.grad = slot.freed.zero
+
     def _see_zero_grad(self) -> None:
         """``model.zero_grad()`` reads the parameters, and is about to drop all gradients there are."""
         call = zeroing(sys._getframe(2))
@@ -316,6 +360,8 @@ class Engine:
         try:
             self.transit.arrive_all()
             self.round.abandon()
+            if self.unsharder.active:
+                self.unsharder.give_back()
         finally:  # also where ranks are lost
             self.detach()
 

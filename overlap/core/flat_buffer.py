@@ -32,6 +32,20 @@ class FlatBuffer:
         """The tensor at `place` of the bucket, shaped and laid out as `like`; see :func:`view_like`."""
         return view_like(self.whole, self.spec.offsets[place], like)
 
+    @property
+    def there(self) -> bool:
+        """Whether `whole` has memory."""
+        return self.whole.untyped_storage().nbytes() > 0
+
+    def free(self) -> None:
+        """Give back the memory of `whole` until :meth:`restore`. Views of it stay, and nobody may read them."""
+        self.whole.untyped_storage().resize_(0)
+
+    def restore(self) -> None:
+        """Give `whole` memory of undefined contents, where it has none."""
+        if not self.there:
+            self.whole.untyped_storage().resize_(self.whole.nbytes)
+
     def release(self) -> None:
         """Give up the memory, for good."""
         self.whole = self.shard = self.whole.new_empty(0)

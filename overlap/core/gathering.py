@@ -42,9 +42,12 @@ class Transit:
         self.entry: list[Bucket] = []  # hold parameters no gate hands out: awaited when any forward starts
 
     def send(self, bucket: Bucket) -> None:
-        """Issue the all-gather of a bucket whose shard was updated."""
+        """Issue the all-gather of a bucket whose shard was updated; of one that is freed, forward does."""
         for slot in bucket.slots:  # one by one: torch 2.4 takes no list
             torch.autograd.graph.increment_version(slot.param)  # written behind autograd's back: old graphs must notice
+        if bucket.freed:
+            bucket.advance(Phase.FILLING)
+            return
         if bucket.master is not None and bucket.wide_parameters is None:
             bucket.master.pack()
         if self._poison:

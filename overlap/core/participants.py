@@ -86,6 +86,9 @@ class Participants:
     def announce(self, what: str, **details: Any) -> None:
         """Announce, in the round, how the averages are about to be used."""
 
+    def passes(self, what: str, **details: Any) -> None:
+        """A pass through the model begins, for which all ranks gather parameters."""
+
     def leave(self, **details: Any) -> None:
         """End the round in a step whose updates are left for later; waits for nothing."""
 

@@ -9,18 +9,20 @@ ranks agree on in `overlap.core.closing`.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from enum import Enum, auto
 from operator import attrgetter
 
 import torch
 
-from overlap.core.bucket import Bucket, Phase, Slot, changed, clear
+from overlap.core.bucket import Bucket, Phase, Slot, TooManyGradients, changed, clear, too_many
 from overlap.core.buckets.planner import Planner
 from overlap.core.feature import Feature, listeners
 from overlap.core.gathering import Transit
 from overlap.core.other_wrappers import other_wrapper
 from overlap.core.participants import Participants
+from overlap.core.unsharding import Unsharder
 from overlap.core.wire import Exchange
 from overlap.transport.communicator import Communicator
 from overlap.transport.forks import Origin
@@ -33,10 +35,6 @@ _fires, _filled, _meets = attrgetter("fires"), attrgetter("filled"), attrgetter(
 _UNREADABLE = (Phase.GATHERING, Phase.DUE)
 _ISSUED_PHASES = (Phase.REDUCING, Phase.REDUCED)
 _ISSUED = "its reduction had been issued; the change would be lost"
-
-
-class TooManyGradients(RuntimeError):
-    """More backward passes than announced ran before ``step()``."""
 
 
 class GradientChanged(RuntimeError):
@@ -74,6 +72,7 @@ class Round:
         reductions: Sequence[Communicator],
         exchange: Exchange,
         transit: Transit,
+        unsharder: Unsharder,
         participants: Participants,
         features: Sequence[Feature],
         *,
@@ -84,12 +83,13 @@ class Round:
     ) -> None:
         self.slots, self.order, self.passes = planner.slots, planner.order, passes
         self._planner, self._reductions, self._exchange = planner, tuple(reductions), exchange
-        self._transit, self._participants = transit, participants
+        self._transit, self._unsharder, self._participants = transit, unsharder, participants
         self._hold_last, self._ordered, self._deferred = hold_last, ordered, deferred
         self._on_filled = listeners(features, "filled")
         self._on_verify = listeners(features, "verify")
         self.on_used, self._on_ended = listeners(features, "used"), listeners(features, "ended")
         self._next, self._origin = 0, Origin()
+        self._flying = deque[Bucket]()  # freed ones, whose gradients are on their way
         self._streams = reductions[0].streams
         self._written_on = set[int]()  # streams that have put gradients of this round into buckets
         self._factor = -1, 1.0  # of a round, what its averages are multiplied by
@@ -190,16 +190,11 @@ class Round:
         their counts, taken out of their buckets: they wait, as all that follow do. Raises where nothing was dropped.
         """
         if slot.param.grad is slot.view:
-            raise TooManyGradients(
-                f"the gradient of {slot.name!r} was computed again before step() (backward_passes_per_step="
-                f"{self.passes}, {slot.expected} accumulation(s) per pass): call optimizer.step() or "
-                "optimizer.zero_grad() between backward passes; or, where a step always has so many, wrap with "
-                "backward_passes_per_step; or run all passes but the last inside optimizer.no_sync()"
-            )
+            raise too_many(slot)
         kept = {other: other.fires for other in self.slots if other.filled and not (other.dropped or other.absent)}
         for other in kept:
             assert other.bucket is not None
-            if other.bucket.phase is not Phase.FILLING and not other.bucket.sharded:
+            if other.bucket.phase is not Phase.FILLING and (other.bucket.freed or not other.bucket.sharded):
                 raise GradientChanged(
                     f"gradients were dropped by hand after backward(), and the next one of {other.name!r} was sent with "
                     "what was left of them; call optimizer.zero_grad() to skip a step"
@@ -221,6 +216,8 @@ class Round:
             self._transit.arrive(bucket)  # nobody used these parameters since the last step
         if self._streams is not None and len(self._written_on) > 1:
             self._streams.follow(self._written_on)  # backward computes a gradient on the stream that its forward used
+        if bucket.freed:
+            self._make_room(bucket)
         if not self._exchange.plain:
             self._exchange.load(bucket)
         participants = self._participants
@@ -229,6 +226,16 @@ class Round:
         bucket.round = participants.round
         bucket.collectives.reduce(self._reductions[bucket.lane], bucket)
         bucket.advance(Phase.REDUCING)
+
+    def _make_room(self, bucket: Bucket) -> None:
+        """Before one more freed bucket goes: await those before it whose gradients take too much memory.
+
+        All ranks have issued, or will without waiting for this one, what is awaited here.
+        """
+        bucket.fill_gaps()
+        self._flying.append(bucket)
+        while len(self._flying) > 1 and sum(each.nbytes for each in self._flying) > self._unsharder.room:
+            self._flying.popleft().settle()
 
     def _launch_full(self, held_back: int) -> None:
         order, last = self.order, len(self.order) - held_back
@@ -300,9 +307,11 @@ class Round:
 
     def reduced(self, bucket: Bucket) -> None:
         """Await the bucket's reduction: its averages are where updates take them from."""
-        if bucket.work is not None:
+        if bucket.work is not None:  # spelled out: a call for each bucket, which everybody waits for
             arrive(bucket.work)
             bucket.work = None
+            if bucket.freed:
+                bucket.gradients.free()
         if not self._exchange.plain:
             self._exchange.unload(bucket)
         shards = self._planner.shards
@@ -312,6 +321,8 @@ class Round:
         factor = self._factor[1] if self._factor[0] == bucket.round else self.factor(bucket.round)
         if factor != 1 or not self._exchange.plain:
             self._exchange.rescale(bucket, shards, factor)
+        if bucket.freed:
+            bucket.add_kept()
 
     def factor(self, number: int) -> float:
         """By what averages of round `number` are multiplied where ranks had joined.
@@ -354,8 +365,11 @@ class Round:
         self._arrive_left()
         for slot in self.slots:
             slot.filled = slot.filled or slot.bucket is not None  # whatever is there: nothing becomes of it
-            if zeros and slot.param.grad is not None and slot.param.grad is slot.view:
-                slot.param.grad = torch.zeros_like(slot.param.grad)
+            if zeros and slot.param.grad is not None:
+                if slot.param.grad is slot.view:
+                    slot.param.grad = torch.zeros_like(slot.param.grad)
+                elif slot.freed is not None and slot.param.grad is slot.freed.sent:
+                    slot.param.grad = slot.freed.zero
         self._issue()
         self.dropped = True
 
@@ -376,9 +390,7 @@ class Round:
         """Wait for the reductions of a round that was dropped. Every rank has issued, or is about to issue, its part."""
         for bucket in self.order:
             if bucket.phase is Phase.REDUCING:
-                if bucket.work is not None:
-                    arrive(bucket.work)
-                    bucket.work = None
+                bucket.settle()
                 bucket.advance(Phase.REDUCED)
             if bucket.phase is Phase.REDUCED:
                 bucket.advance(Phase.FILLING)
@@ -387,9 +399,7 @@ class Round:
     def abandon(self) -> None:
         """Await the reductions of a backward pass that no step followed. All ranks have issued the same ones."""
         for bucket in self.order:
-            if bucket.work is not None:
-                arrive(bucket.work)
-                bucket.work = None
+            bucket.settle()
 
     def reset(self) -> None:
         """The round is over: the next gradient opens a new one."""
@@ -401,6 +411,7 @@ class Round:
         self.stage = Stage.LOCAL
         self.begun = self.held = False
         self._written_on.clear()
+        self._flying.clear()
         self.unscaled, self.scales = self.scales, {}
 
     @torch.no_grad()

@@ -157,6 +157,8 @@ class Stepper:
                 self._update_whole(whole)
                 for told in on_used:
                     told(whole)
+            if engine.unsharder.active:
+                engine.unsharder.updated(round.passes)
             self._end_round()
             if shards.once is not None:
                 self._settle(shards.once)

@@ -99,8 +99,8 @@ def _reduction(comm: Communicator, bucket: Bucket) -> Start:
 def _gathering(comm: Communicator, bucket: Bucket) -> Start:
     whole, label = bucket.travelling, bucket.label
     if leads(bucket.plan.placement, Placement.REPLICATED) is Collective.ALL_GATHER:
-        own, wide = whole[bucket.own], bucket.wide_parameters
-        return comm.all_gather_init(own, whole, counts=bucket.counts, wide=wide, label=label)
+        own = bucket.parameters.shard if bucket.master is None else whole[bucket.own]
+        return comm.all_gather_init(own, whole, counts=bucket.counts, wide=bucket.wide_parameters, label=label)
     owner = bucket.owner
     assert owner is not None, "a broadcast needs the rank that it comes from"
     return partial(comm.broadcast_async, whole, owner, label=label)

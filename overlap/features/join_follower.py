@@ -84,6 +84,8 @@ class Follower:
         details = word.details
         if word.what == "open":
             self._open(**details)
+        elif word.what in ("forward", "backward"):
+            self._engine.unsharder.follow(word.what, **details)
         elif word.what == "start":
             self._start(**details)
         elif word.what == "ask":

@@ -12,7 +12,7 @@ from overlap.transport.communicator import Communicator
 
 __all__ = ["JoinRounds"]
 
-_CALLS = ("start", "again", "ask", "meeting")
+_CALLS = ("forward", "backward", "start", "again", "ask", "meeting")
 _LAST = ("step", "infinite", "closure")
 
 
@@ -153,6 +153,10 @@ class JoinRounds(Participants):
         if self.absent and not self._said_last:
             self._said_last = what in _LAST
             self._say(what, keep=False, **details)
+
+    def passes(self, what: str, **details: Any) -> None:
+        """Tell ranks that have joined, or will have joined in this round, that a pass begins, which needs their shares."""
+        self._say(what, keep=True, **details)
 
     def leave(self, **details: Any) -> None:
         """Tell ranks that have joined, or will have joined in this round, that it ends in a step; wait for nothing."""

@@ -97,9 +97,12 @@ def _show_infinity(bad: bool, slots: Sequence[Slot]) -> None:
     ]
     if not in_buckets:
         return
+    for slot in in_buckets:
+        if slot.freed is not None:
+            slot.param.grad = None  # it stands for one in shards, and a scaler would write to it
     chosen = next((slot for slot in in_buckets if slot.param.grad is not None), in_buckets[0])
     if chosen.param.grad is None:
-        chosen.param.grad = chosen.view
+        chosen.param.grad = chosen.view if chosen.freed is None else torch.zeros_like(chosen.like)
     if bad:
         assert chosen.param.grad is not None
         chosen.param.grad[(0,) * chosen.param.dim()] = float("inf")

@@ -101,11 +101,15 @@ def parameters_of(model: torch.nn.Module | None) -> dict[str, torch.Tensor]:
 
 
 def named_parameters_of(model: torch.nn.Module | None, slots: Sequence[Slot]) -> Parameters:
-    """A function that gives the parameters of `model`, frozen ones too, and those of `slots` that are not in it."""
+    """A function that gives the parameters of `model`, frozen ones too, and those of `slots` that are not in it.
+
+    Not those of which each rank has a share.
+    """
 
     def parameters() -> dict[str, torch.Tensor]:
-        found = parameters_of(model)
-        theirs = {id(parameter) for parameter in found.values()}
+        away = {id(slot.param) for slot in slots if slot.freed is not None}
+        found = {name: parameter for name, parameter in parameters_of(model).items() if id(parameter) not in away}
+        theirs = {id(parameter) for parameter in found.values()} | away
         return found | {slot.name: slot.param for slot in slots if id(slot.param) not in theirs}
 
     return parameters

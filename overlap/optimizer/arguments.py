@@ -232,6 +232,7 @@ KINDS: Mapping[str, _Kind] = {
     "sync_start": _FLAG,
     "threshold_mb": _or_none(("a number of MB, 'auto'", lambda value: _is_number(value) or isinstance(value, str))),
     "top_k": _or_auto(_WHOLE),
+    "whole_mb": _or_auto(_NUMBER),
 }
 
 

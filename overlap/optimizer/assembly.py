@@ -25,6 +25,7 @@ from overlap.core.once import Once
 from overlap.core.round import Round
 from overlap.core.shards import ShardUpdate
 from overlap.core.step import Stepper
+from overlap.core.unsharding import Unsharder
 from overlap.core.wire import Exchange
 from overlap.features import torch_clipping
 from overlap.features.buffers import BroadcastBuffers
@@ -60,6 +61,7 @@ from overlap.optimizer.start import (
     synchronize_start,
     tell_of_a_lone_trainer,
     terms_of,
+    units_of,
 )
 from overlap.plan.groups import Groups
 from overlap.plan.plan import Updates
@@ -224,6 +226,8 @@ def _assemble(
     replanning = Replanning() if plans else None
     transit = Transit(members.gathers, poison=poison)
     rounds = JoinRounds(comm, members.ranks, joined_ranks_of(session), slots, shared_order=not strategy.ordered)
+    room = None if strategy.whole_mb is None else int(strategy.whole_mb * 2**20)
+    unsharder = Unsharder(members.gathers, model, rounds, room, poison=poison and comm.size > 1)
     every = session.settings.check_every if arguments.check_every is None else arguments.check_every
     compares = EarlyReplicaCheck if updates is Updates.EAGER else ReplicaCheck
     alike = named_parameters_of(model, slots)
@@ -235,19 +239,22 @@ def _assemble(
     writes = None
     if renormed is not None and updates is not Updates.EAGER:  # which makes replicas differ until step()
         writes = ForwardWrites(members.calls, members.ranks, alike, transit, partial(_apart, renormed, model))
-    features = features_of(
-        members,
-        slots,
-        model,
-        optimizer,
-        exchange,
-        rounded,
-        replicas,
-        (renormed, writes),
-        sparse_as_dense=arguments.sparse_as_dense,
-        broadcast_buffers=arguments.broadcast_buffers,
-        replanning=replanning,
-        check=arguments.on_nonfinite == "raise",
+    features = (
+        unsharder,
+        *features_of(
+            members,
+            slots,
+            model,
+            optimizer,
+            exchange,
+            rounded,
+            replicas,
+            (renormed, writes),
+            sparse_as_dense=arguments.sparse_as_dense,
+            broadcast_buffers=arguments.broadcast_buffers,
+            replanning=replanning,
+            check=arguments.on_nonfinite == "raise",
+        ),
     )
     others = [rank for rank in members.ranks if rank != session.comm.rank]
     share = StateShare(others, session.peer_queries)
@@ -269,6 +276,7 @@ def _assemble(
         members.reductions,
         exchange,
         transit,
+        unsharder,
         rounds,
         features,
         passes=arguments.backward_passes_per_step,
@@ -281,10 +289,12 @@ def _assemble(
         policy = EarlyUpdates(comm, optimizer, round, transit, share)
     elif updates is Updates.DEFERRED:
         policy = DeferredUpdates(optimizer, round, transit, known=once is None, poison=poison)
-    arrangement = Arrangement(comm, planner, round, transit, states, policy, features)
-    closing = Closing(members.calls, round, arrangement, rounds, policy, features)
+    arrangement = Arrangement(comm, planner, round, transit, unsharder, states, policy, features)
+    closing = Closing(members.calls, round, arrangement, unsharder, rounds, policy, features)
     gated = updates is not Updates.WHOLE
-    engine = Engine(model, planner, transit, round, arrangement, closing, rounds, policy, features, gated=gated)
+    engine = Engine(
+        model, planner, transit, unsharder, round, arrangement, closing, rounds, policy, features, gated=gated
+    )
     if writes is not None:
         writes.bind(engine)
     wrapped = Wrapped(optimizer, engine, gated=gated)
@@ -293,6 +303,9 @@ def _assemble(
     stepper = Stepper(engine, averages, optimizer, states, step_by_loss if by_loss else None, skips)
     rows.bind(planner, policy)
     full_state = FullState(engine, optimizer, states, rows)
+    if not strategy.learns:
+        arrangement.begin(units_of(model, slots))
+        full_state.parameters.attach(engine.modules, slots)
     everyone = members.everyone
     return Assembly(comm, everyone, model, wrapped, engine, rounds, averages, stepper, full_state, replanning)
 

@@ -274,7 +274,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._engine.zero_grad(zeros=not set_to_none)
         if not set_to_none:
             self._engine.policy.arrive()  # zeros would be written into what is still being reduced
-        with self._wrapped.unwatched():
+        zeros = not set_to_none
+        aside = self._engine.sent_aside(zeros=zeros) if self._engine.unsharder.active else contextlib.nullcontext()
+        with self._wrapped.unwatched(), aside:
             self._inner.zero_grad(set_to_none)
 
     # - The step

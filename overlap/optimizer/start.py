@@ -37,6 +37,7 @@ __all__ = [
     "synchronize_start",
     "tell_of_a_lone_trainer",
     "terms_of",
+    "units_of",
 ]
 
 log = logging.getLogger("dear")
@@ -93,6 +94,17 @@ def collect_slots(
     if not slots:
         raise ValueError("the optimizer has no parameters")
     return slots
+
+
+def units_of(model: torch.nn.Module | None, slots: Sequence[Slot]) -> list[tuple[int, ...]]:
+    """The slots of each module of `model`, in the order of its modules, each once; others come last, each by itself."""
+    left = {id(slot.param): slot.index for slot in slots}
+    found = []
+    for module in () if model is None else model.modules():
+        mine = [left.pop(id(param)) for param in dict.values(module._parameters) if id(param) in left]
+        if mine:
+            found.append(tuple(mine))
+    return [*found, *((index,) for index in left.values())]
 
 
 def refuse_other_sharders(optimizer: torch.optim.Optimizer) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from overlap.plan.partition import TensorSpec, layout
-from overlap.plan.plan import Facts, Plan, placed
+from overlap.plan.plan import Facts, Plan, Residency, placed
 
 __all__ = ["Groups", "members_of", "plan_groups"]
 
@@ -32,6 +32,7 @@ def plan_groups(
     specs: Sequence[TensorSpec],
     shardable: Sequence[bool],
     world_size: int,
+    residency: Residency = Residency.KEPT,
 ) -> Plan:
     """A bucket for each group (for each kind of tensor in it), and the `rest`, issued in the order in which they fill."""
     buckets = list(rest)
@@ -39,7 +40,8 @@ def plan_groups(
         by_kind: dict[Any, list[int]] = {}
         for index in group:
             by_kind.setdefault(specs[index].kind, []).append(index)
-        buckets += placed([layout(tensors, specs, world_size) for tensors in by_kind.values()], shardable)
+        made = [layout(tensors, specs, world_size) for tensors in by_kind.values()]
+        buckets += placed(made, shardable, residency=residency)
     position = {index: place for place, index in enumerate(facts.arrivals)}
     buckets.sort(key=lambda bucket: max(position[index] for index in bucket.spec.tensors))
     return tuple(buckets)

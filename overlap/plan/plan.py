@@ -8,7 +8,18 @@ from enum import Enum, auto
 
 from overlap.plan.partition import BucketSpec
 
-__all__ = ["BucketPlan", "Collective", "Facts", "Placement", "Plan", "Updates", "leads", "placed", "replicated"]
+__all__ = [
+    "BucketPlan",
+    "Collective",
+    "Facts",
+    "Placement",
+    "Plan",
+    "Residency",
+    "Updates",
+    "leads",
+    "placed",
+    "replicated",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +42,13 @@ class Placement(Enum):
     REPLICATED = auto()  # every rank has all values
     SHARD = auto()  # every rank has its share
     OWNED = auto()  # one rank has all values
+
+
+class Residency(Enum):
+    """How long a rank has whole parameters of a bucket that is sharded."""
+
+    KEPT = auto()  # always
+    FREED = auto()  # while a pass uses them: they are gathered ahead of that (`overlap.plan.sweeps`)
 
 
 class Collective(Enum):
@@ -62,7 +80,7 @@ def leads(before: Placement, after: Placement) -> Collective:
 
 @dataclass(frozen=True, slots=True)
 class BucketPlan:
-    """One bucket: its tensors and their places (`spec`), and where its values lie.
+    """One bucket: its tensors and their places (`spec`), where its values lie, and how long it is whole.
 
     `placement` is that of averaged gradients, of what updates them, and of updated parameters. Gradients of backward are
     ``PARTIAL``, and forward reads parameters that are ``REPLICATED``.
@@ -70,11 +88,17 @@ class BucketPlan:
 
     spec: BucketSpec
     placement: Placement = Placement.REPLICATED
+    residency: Residency = Residency.KEPT
 
     @property
     def sharded(self) -> bool:
         """Whether a rank updates its share only, and updated parameters are gathered."""
         return self.placement is not Placement.REPLICATED
+
+    @property
+    def freed(self) -> bool:
+        """Whether this rank has its share only, between uses."""
+        return self.sharded and self.residency is Residency.FREED
 
     @property
     def owner(self) -> int | None:
@@ -89,9 +113,16 @@ class BucketPlan:
 Plan = tuple[BucketPlan, ...]
 
 
-def placed(specs: Iterable[BucketSpec], shardable: Sequence[bool], placement: Placement = Placement.SHARD) -> Plan:
+def placed(
+    specs: Iterable[BucketSpec],
+    shardable: Sequence[bool],
+    placement: Placement = Placement.SHARD,
+    residency: Residency = Residency.KEPT,
+) -> Plan:
     """Buckets that lie as `placement` where their tensors are `shardable`, and are replicated elsewhere."""
-    return tuple(BucketPlan(spec, placement if shardable[spec.tensors[0]] else Placement.REPLICATED) for spec in specs)
+    return tuple(
+        BucketPlan(spec, placement, residency) if shardable[spec.tensors[0]] else BucketPlan(spec) for spec in specs
+    )
 
 
 def replicated(specs: Iterable[BucketSpec]) -> Plan:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from overlap.plan.partition import TensorSpec
-from overlap.plan.plan import Facts, Plan, Updates
+from overlap.plan.plan import Facts, Plan, Residency, Updates
 from overlap.plan.simulation.events import Run
 from overlap.plan.simulation.network import Medium
 from overlap.plan.simulation.workload import Bucket, Workload
@@ -54,6 +54,9 @@ class Strategy(ABC):
         1  # of updates in shards: how many buckets travel at a time, see :func:`overlap.plan.partition.lane_of`
     )
     carries: bool = False  # hands `wide_gradients` and `wide_parameters` of buckets on to the communicator
+    residency: Residency = Residency.KEPT  # of the buckets that are sharded
+    learns: bool = True  # plans after the first iteration; else when it is made, from the order of the model's modules
+    whole_mb: float | None = None  # of freed buckets, how much may be whole at a time; None: four times the largest
     complete: bool = True  # False: parts of the communication are left out, for time breakdowns
 
     @property

@@ -14,6 +14,8 @@ from overlap.state.masters import MASTER, numbered, taken, unnumbered
 from overlap.state.pieces import PieceState, assemble
 from overlap.state.rows import Rows, WholeState
 from overlap.state.shard_state import ShardState, export
+from overlap.state.share import Which
+from overlap.state.whole_parameters import WholeParameters
 
 __all__ = ["FullState", "exporter"]
 
@@ -24,6 +26,7 @@ class FullState:
     def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, placement: ShardState, rows: Rows) -> None:
         self._engine, self._optimizer, self.rows = engine, optimizer, rows
         self._placement, self.share = placement, placement.share
+        self.parameters = WholeParameters(engine, self.share)
         self._gate()
 
     def _gate(self) -> None:
@@ -32,7 +35,8 @@ class FullState:
             self._optimizer.state = WholeState(self._optimizer.state, self.rows)
 
     def remove(self) -> None:
-        """Give the optimizer back a plain state of its own."""
+        """Give the optimizer back a plain state of its own, and the model its own ways."""
+        self.parameters.remove()
         if isinstance(self._optimizer.state, WholeState):
             self._optimizer.state = defaultdict(dict, self._optimizer.state)
 
@@ -95,7 +99,7 @@ def _cloned(state: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
 
 
-def exporter(engine: Engine) -> Callable[[int | None], PieceState]:
+def exporter(engine: Engine) -> Callable[[Which], PieceState]:
     """A function that exports this rank's part of the state.
 
     It does not hold the optimizer, which others' questions would keep alive.
@@ -103,5 +107,5 @@ def exporter(engine: Engine) -> Callable[[int | None], PieceState]:
     return partial(_export, engine)
 
 
-def _export(engine: Engine, which: int | None) -> PieceState:
+def _export(engine: Engine, which: Which) -> PieceState:
     return {} if engine.shards is None else export(engine.shards, which)

@@ -12,7 +12,9 @@ from overlap.core.bucket import Slot
 from overlap.state.elementwise import SCALAR_STATE
 from overlap.transport.memory import from_flat, to_flat
 
-__all__ = ["PieceState", "assemble", "is_sliced", "part_of", "to_cpu"]
+__all__ = ["PARAMETER", "PieceState", "assemble", "is_sliced", "part_of", "to_cpu"]
+
+PARAMETER = "parameter"  # the key of a piece's own values
 
 # slot index -> (start, stop within the flattened parameter, state by key)
 PieceState = dict[int, tuple[int, int, dict[str, Any]]]
@@ -24,8 +26,8 @@ def assemble(slots: list[Slot], parts: Iterable[PieceState], *, whole: bool) -> 
     flats: dict[tuple[int, str], torch.Tensor] = {}
     for part in parts:
         for index, (start, stop, state) in part.items():
-            param = slots[index].param
-            target = full.setdefault(param, {})
+            param = slots[index].like
+            target = full.setdefault(slots[index].param, {})
             for key, value in state.items():
                 if whole or not is_sliced(key, value, stop - start):
                     target.setdefault(key, _placed(value, param))

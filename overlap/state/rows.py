@@ -169,7 +169,7 @@ class Rows:
             for param, row in copies.items():
                 one = pieces.get(id(param))
                 if one is not None:
-                    set_state(shards, one, part_of(row or {}, param, one.start, one.stop, whole=shards.whole))
+                    set_state(shards, one, part_of(row or {}, one.slot.like, one.start, one.stop, whole=shards.whole))
         self.forget()
 
     def _again(self, row: Row, param: torch.Tensor) -> dict[str, Any]:

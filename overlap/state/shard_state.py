@@ -11,9 +11,9 @@ import torch
 from overlap.core.bucket import Bucket
 from overlap.core.shards import ShardUpdate
 from overlap.state.held import held, put_master
-from overlap.state.pieces import PieceState, part_of, to_cpu
+from overlap.state.pieces import PARAMETER, PieceState, part_of, to_cpu
 from overlap.state.reshard import move_state
-from overlap.state.share import OUTLINE, StateShare
+from overlap.state.share import OUTLINE, StateShare, Which
 from overlap.transport.communicator import Communicator
 from overlap.transport.memory import to_flat
 
@@ -46,7 +46,7 @@ class ShardState:
             shards.state.pop(one.proxy, None)
             if one.slot.param in full:
                 state = full[one.slot.param]
-                shards.state[one.proxy] = part_of(state, one.slot.param, one.start, one.stop, whole=shards.whole)
+                shards.state[one.proxy] = part_of(state, one.slot.like, one.start, one.stop, whole=shards.whole)
         for slot in bucket.slots:
             full.pop(slot.param, None)
         if bucket.master is not None:
@@ -71,13 +71,16 @@ class ShardState:
             self.loaded.pop(slot.param, None)
 
 
-def export(shards: ShardUpdate, which: int | None = None) -> PieceState:
+def export(shards: ShardUpdate, which: Which = None) -> PieceState:
     """This rank's pieces and their state, with tensors copied to the CPU, for another rank that builds the full state.
 
     `which`: as in :meth:`.StateShare.collect`.
     """
     parts: PieceState = {}
     with shards.written.seen():
+        if isinstance(which, tuple):
+            mine = [one for one in shards.pieces if one.slot.index in which]
+            return {one.slot.index: (one.start, one.stop, {PARAMETER: to_cpu(one.proxy.data)}) for one in mine}
         for bucket in shards.buckets:
             for one, state in held(shards, bucket):
                 if state and which in (None, OUTLINE, one.slot.index):

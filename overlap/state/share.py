@@ -21,10 +21,11 @@ import torch
 from overlap.state.pieces import PieceState
 from overlap.transport.peer_queries import PeerQueries
 
-__all__ = ["OUTLINE", "StateShare"]
+__all__ = ["OUTLINE", "StateShare", "Which"]
 
-# Of which slot a rank tells its part: its index; None: of all; or only which ones have state.
-Which = int | None
+# Of which slot a rank tells its part: its index; None: of all; or only which ones have state. Of those in a tuple it tells
+# its part of the parameters themselves.
+Which = int | tuple[int, ...] | None
 OUTLINE = -1
 
 _ANSWER_SECONDS = 600.0
@@ -90,7 +91,7 @@ class StateShare:
     def collect(self, which: Which = None) -> list[PieceState]:
         """Every rank's share, this rank's first. Raises :class:`NoAnswer` if one does not come.
 
-        `which`: of one slot by its index, or with ``OUTLINE`` of all, without values.
+        `which`: of one slot by its index, or with ``OUTLINE`` of all, without values; or the parameters of slots.
         """
         question = (self._steps, which)
         asked = [(rank, self._peer_queries.ask(rank, self._topic, question)) for rank in self._others]
@@ -104,10 +105,12 @@ class StateShare:
             self._changed.wait_for(lambda: self._steps >= steps, timeout=_ANSWER_SECONDS)
             if self._steps != steps:
                 raise RuntimeError(f"asked for the state after step {steps}, this rank is at step {self._steps}")
-            return self._export(which) if self._before is None else _chosen(self._before, which)
+            if self._before is None or isinstance(which, tuple):
+                return self._export(which)
+            return _chosen(self._before, which)
 
 
-def _chosen(parts: PieceState, which: Which) -> PieceState:
+def _chosen(parts: PieceState, which: int | None) -> PieceState:
     if which == OUTLINE:
         return {index: (start, stop, {}) for index, (start, stop, _) in parts.items()}
     return parts if which is None else {index: part for index, part in parts.items() if index == which}

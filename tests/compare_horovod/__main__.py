@@ -25,7 +25,7 @@ from tests.compare_horovod.judgement import Finding, Verdict, explained, judge, 
 from tests.compare_horovod.outcome import Likeness
 from tests.compare_horovod.signature import ABSENT, follows
 
-PACKAGES = ("dear", "wfbp", "mgwfbp", "bytescheduler_adapter", "oss", "co2")
+PACKAGES = ("dear", "wfbp", "mgwfbp", "bytescheduler_adapter", "oss", "fsdp", "co2")
 PARTS = ("signatures", *GROUPS, "scripts")
 HOROVOD = "horovod.torch"
 # Local SGD: its steps are not Horovod's, and its optimizer takes other arguments.

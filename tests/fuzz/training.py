@@ -21,6 +21,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "wfbp": {"strategy": "wfbp"},
     "mgwfbp": {"strategy": "mgwfbp"},
     "bytescheduler": {"strategy": "bytescheduler_adapter", "partition_mb": 0.0001, "credit_mb": 0.0004},
+    "fsdp": {"strategy": "fsdp", "threshold_mb": 0.0005},
     "oss": {"strategy": "oss", "threshold_mb": 0.0005},
 }
 WIDTH = 5

@@ -66,7 +66,7 @@ MUTATIONS: list[Mutation] = [
     Mutation(
         "gradients that were sent with what was left of dropped ones are refused",
         "overlap/core/round.py",
-        "            if other.bucket.phase is not Phase.FILLING and not other.bucket.sharded:",
+        "            if other.bucket.phase is not Phase.FILLING and (other.bucket.freed or not other.bucket.sharded):",
         "            if False:",
         "mpi-2 tests/spmd/test_before_step.py::test_gradients_that_are_dropped_by_hand_are_gone_or_refused[wfbp]",
     ),
@@ -283,8 +283,8 @@ MUTATIONS: list[Mutation] = [
     Mutation(
         "a scaler finds a gradient on a rank that has none",
         "overlap/features/loss_scale.py",
-        "    if chosen.param.grad is None:\n        chosen.param.grad = chosen.view\n    if bad:",
-        "    if bad and chosen.param.grad is None:\n        chosen.param.grad = chosen.view\n    if bad:",
+        "    if chosen.param.grad is None:\n        chosen.param.grad = chosen.view",
+        "    if bad and chosen.param.grad is None:\n        chosen.param.grad = chosen.view",
         "mpi-2 tests/spmd/test_before_step.py::test_a_scaler_steps_on_a_rank_that_has_no_gradient[dear-layerwise]",
     ),
     Mutation(

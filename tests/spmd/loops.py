@@ -58,6 +58,11 @@ class Run:
             strategy.all_reduced = (0.5, 0.0, 0.25)[step % 3]
         return strategy
 
+    def whole(self) -> contextlib.AbstractContextManager[None]:
+        """Where parameters are looked at through the model, or replaced: `fsdp` has them then."""
+        sharded = self.distributed and self.optimizer.strategy.name == "fsdp"
+        return dear.whole(self.model) if sharded else contextlib.nullcontext()
+
     @property
     def distributed(self) -> bool:
         return self.rank is not None
@@ -325,8 +330,9 @@ def data_replaced(run: Run) -> None:
         run.loss(step).backward()
         run.optimizer.step()
         if step == 2:
-            vector = torch.nn.utils.parameters_to_vector(run.model.parameters())
-            torch.nn.utils.vector_to_parameters(vector * 0.5, run.model.parameters())
+            with run.whole():
+                vector = torch.nn.utils.parameters_to_vector(run.model.parameters())
+                torch.nn.utils.vector_to_parameters(vector * 0.5, run.model.parameters())
 
 
 LOOPS = {

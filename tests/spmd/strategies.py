@@ -10,6 +10,7 @@ from torch import optim
 
 import bytescheduler_adapter
 import dear
+import fsdp
 import mgwfbp
 import oss
 import wfbp
@@ -40,6 +41,7 @@ STRATEGIES: dict[str, Callable[..., Any]] = {
 VARIANTS: dict[str, Callable[..., Any]] = {
     "dear-rb": lambda o, m, **k: dear.DistributedOptimizer(o, m, policy="rb", threshold_mb=0.001, **k),
     "dear-whole": lambda o, m, **k: dear.DistributedOptimizer(o, m, all_reduced=0.5, threshold_mb=0.001, **k),
+    "fsdp": lambda o, m, **k: fsdp.DistributedOptimizer(o, m, threshold_mb=0.001, **k),
     "oss": lambda o, m, **k: oss.DistributedOptimizer(o, m, threshold_mb=0.001, **k),
     "dear-eager": lambda o, m, **k: as_early_as_possible(
         dear.DistributedOptimizer(o, m, eager=True, threshold_mb=0.001, **k)

@@ -13,7 +13,7 @@ import wfbp
 from overlap.transport.objects import SignatureMismatch
 from tests.spmd.models import double_model
 from tests.spmd.strategies import WRAP
-from tests.spmd.training import local_loss, same_everywhere, trained
+from tests.spmd.training import local_loss, same_everywhere, trained, values_of
 
 # What the last rank gives, what the others do, and how the message goes on after the name of the argument.
 DIFFERENT: list[tuple[dict[str, Any], dict[str, Any], str]] = [
@@ -113,15 +113,15 @@ def test_a_step_without_a_backward_changes_nothing(strategy: str) -> None:
     model = double_model("Mlp")
     optimizer = WRAP[strategy](torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, weight_decay=0.1), model)
     for _ in range(2):
-        before = [parameter.detach().clone() for parameter in model.parameters()]
+        before = values_of(model)
         optimizer.step()
         optimizer.synchronize()
-        assert all(torch.equal(one, other) for one, other in zip(model.parameters(), before, strict=True))
+        assert all(torch.equal(one, other) for one, other in zip(values_of(model), before, strict=True))
         optimizer.zero_grad()
         local_loss(model).backward()
         optimizer.step()
         optimizer.zero_grad()
-        changed = [parameter.detach().clone() for parameter in model.parameters()]
+        changed = values_of(model)
         assert not any(torch.equal(one, other) for one, other in zip(changed, before, strict=True))
         same_everywhere(changed[0])
 
@@ -181,4 +181,4 @@ def test_a_step_that_all_ranks_skip_is_none(strategy: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
     optimizer.synchronize()
-    same_everywhere(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
+    same_everywhere(torch.cat([parameter.flatten() for parameter in values_of(model)]))

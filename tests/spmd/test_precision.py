@@ -11,6 +11,7 @@ import dear
 from overlap.core.round import GradientChanged
 from tests.spmd.models import MODELS
 from tests.spmd.strategies import OPTIMIZERS, PACKAGES, WRAP
+from tests.spmd.training import values_of
 
 # dtype of the parameters, dtype of autocast, a scaler?, relative tolerance: bf16 rounds at every addition of the
 # reference, the wire once.
@@ -59,7 +60,7 @@ def test_precision(kind: str, strategy: str) -> None:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             scaler.step(optimizer)
             scaler.update()
-        return list(model.parameters()), scaler.get_scale()
+        return values_of(model), scaler.get_scale()
 
     expected, scale = train(False)
     actual, same_scale = train(True)

@@ -19,6 +19,8 @@ from tests.spmd.strategies import NAMELESS, PACKAGES, POLICIES, WRAP
 from tests.spmd.training import assert_close
 
 NOT_EAGER = {"gan", "saved_by_rank_0_alone"}  # drop gradients, or look at the state, between backward and step()
+# Read parameters between passes, or come to a gradient twice in the first step, which `fsdp` tells them.
+NOT_SHARDED = {"averaged_right_after_the_step", "two_backwards_through_shared_parts"}
 Schedule = Callable[[torch.optim.Optimizer], Any]
 
 
@@ -31,7 +33,7 @@ def _alone(script: str) -> Any:
 @pytest.mark.parametrize("strategy", [name for name in WRAP | NAMELESS if name not in POLICIES])
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_parity(script: str, strategy: str) -> None:
-    if "eager" in strategy and script in NOT_EAGER:
+    if ("eager" in strategy and script in NOT_EAGER) or (strategy == "fsdp" and script in NOT_SHARDED):
         return
     actual = SCRIPTS[script](World((WRAP | NAMELESS)[strategy], dear.rank(), dear.size()))
     if actual is not None:

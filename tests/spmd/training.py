@@ -25,6 +25,7 @@ __all__ = [
     "same_values",
     "train_in_loop",
     "trained",
+    "values_of",
 ]
 
 
@@ -49,6 +50,12 @@ def trained(strategy: str = "dear", steps: int = 2, **options: Any) -> tuple[tor
         local_loss(model, step).backward()
         optimizer.step()
     return model, optimizer
+
+
+def values_of(model: torch.nn.Module) -> list[torch.Tensor]:
+    """The parameters as a rank saves them: between steps, `fsdp` has no rank hold them whole."""
+    saved = model.state_dict()
+    return [saved[name].detach().clone() for name, _ in model.named_parameters()]
 
 
 def same_values(mine: torch.nn.Module, reference: torch.nn.Module) -> None:

@@ -12,7 +12,8 @@ from overlap.core.buckets.planner import Planner
 from overlap.core.feature import Feature, Policy, StatePlacement, listeners
 from overlap.core.gathering import Transit
 from overlap.core.round import Round
-from overlap.plan.plan import Plan
+from overlap.core.unsharding import Unsharder
+from overlap.plan.plan import Facts, Plan
 from overlap.plan.strategy import Strategy
 from overlap.transport.communicator import Communicator
 from overlap.transport.objects import allgather_object, compare
@@ -32,11 +33,13 @@ class Arrangement:
         planner: Planner,
         round: Round,
         transit: Transit,
+        unsharder: Unsharder,
         states: StatePlacement,
         policy: Policy,
         features: Sequence[Feature],
     ) -> None:
         self._comm, self._planner, self._round, self._transit = comm, planner, round, transit
+        self._unsharder = unsharder
         self._slots, self._states, self._policy = planner.slots, states, policy
         self._claims = listeners(features, "claims")
         self._admit = listeners(features, "admit")
@@ -49,6 +52,17 @@ class Arrangement:
     def learning(self) -> bool:
         """Until the first step: nothing is in buckets, nothing is sharded, gradients are the user's own tensors."""
         return self.observer is not None
+
+    def begin(self, units: Sequence[tuple[int, ...]]) -> None:
+        """Make buckets now, for layers that are used in this order; nothing is observed. On every rank."""
+        self.observer = None
+        self._claim(self._slots)
+        nothing: frozenset[int] = frozenset()
+        unseen = frozenset(slot.index for slot in self._slots if not slot.held)
+        arrivals = tuple(index for unit in reversed(units) for index in reversed(unit))
+        fires = (1,) * len(self._slots)
+        self._planner.begin(Facts(tuple(units), arrivals, fires, unseen, nothing), fires, 1, nothing, fill=False)
+        self._follow_plan()
 
     def learn(self) -> list[bool] | None:
         """End the first iteration: plan from what rank 0 saw. On every rank, inside the first step.
@@ -113,6 +127,7 @@ class Arrangement:
             self._planner.strategy = strategy
             return
         self._transit.arrive_all()
+        self._unsharder.open()
         self._rebuild(strategy)
 
     def may_replan(self, strategy: Strategy) -> None:
@@ -131,6 +146,11 @@ class Arrangement:
 
     def follow_conversion(self) -> None:
         """New buckets for parameters that all ranks have converted alike. On every rank, inside a step."""
+        if self._unsharder.active:
+            raise RuntimeError(
+                "the model was converted to another type while each rank has a share of its values: convert it before the "
+                "optimizer is made"
+            )
         self._refuse_moved()
         self._admitted([slot for slot in self._slots if slot.bucket is not None])
         for slot in self._slots:

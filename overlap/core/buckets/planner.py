@@ -57,8 +57,10 @@ class Planner:
         self._told = False  # … which was said
         self._owners: dict[int, int] = {}  # by slot, of parameters that shards do not cut
 
-    def begin(self, facts: Facts, fires: Sequence[int], passes: int, kept: Collection[int]) -> None:
-        """Build the first buckets, from what the first iteration taught.
+    def begin(
+        self, facts: Facts, fires: Sequence[int], passes: int, kept: Collection[int], *, fill: bool = True
+    ) -> None:
+        """Build the first buckets, from what the first iteration taught, and `fill` them with its gradients.
 
         Of frozen slots, those that are `kept` take part.
 
@@ -72,7 +74,7 @@ class Planner:
         }
         self._facts = _without(facts, absent)
         self._unguarded = {*facts.unseen, *facts.idle}
-        self.order += self._build(self.strategy, self.preview(self.strategy), self.shards, fill=True)
+        self.order += self._build(self.strategy, self.preview(self.strategy), self.shards, fill=fill)
         counts = [max(1, round(count / passes)) if count else 0 for count in fires]
         self._most = max(1, *counts)
         for slot, count in zip(self.slots, counts, strict=True):
@@ -86,7 +88,8 @@ class Planner:
         assert self._facts is not None, "learning comes first"
         self._find_owners(late)
         nothing: frozenset[int] = frozenset()
-        facts = Facts((late,), late, tuple(1 for _ in self.slots), nothing, nothing)
+        unseen = frozenset(slot.index for slot in slots if not slot.held)
+        facts = Facts((late,), late, tuple(1 for _ in self.slots), unseen, nothing)
         plan = self.strategy.plan(facts, *self._specs(), self._comm.size)
         self.order += self._build(self.strategy, plan, self.shards, first=len(self.order), fill=True)
         self._facts = _with_late(self._facts, late, len(self.slots))
@@ -140,7 +143,7 @@ class Planner:
         plan: Plan = ()
         if rest.arrivals:
             plan = strategy.plan(rest, specs, shardable, self._comm.size)
-        return plan_groups(members, plan, facts, specs, shardable, self._comm.size)
+        return plan_groups(members, plan, facts, specs, shardable, self._comm.size, strategy.residency)
 
     @property
     def reread(self) -> list[Slot]:

@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from overlap.core.gates.compiled import GUARDS, Entry, untraced
 from overlap.core.gathering import Transit
 
-__all__ = ["GatedParameters", "Gates", "GroupGates", "ListedParameters", "Touch", "listed"]
+__all__ = ["GatedParameters", "Gates", "GroupGates", "ListedParameters", "Ours", "Touch", "listed"]
 
 
 Touch = Callable[[torch.nn.Parameter], None]
@@ -37,8 +37,9 @@ Swap = Callable[["GatedParameters", str, torch.nn.Parameter], None]
 class GatedParameters(dict[str, "torch.nn.Parameter | None"]):
     """A module's parameter dictionary that calls `touches` before it hands a parameter out.
 
-    `entries` hold the same for compiled code; `swaps` hear when another parameter takes the name of one. Copies are plain
-    dictionaries and pickles ordered ones: they belong to another module, or another process.
+    `entries` hold the same for compiled code; `swaps` hear when another parameter takes the name of one, `copies` before
+    one is copied or pickled. Copies are plain dictionaries and pickles ordered ones: they belong to another module, or
+    another process.
     """
 
     def __init__(self, plain: dict[str, torch.nn.Parameter | None]) -> None:
@@ -46,6 +47,7 @@ class GatedParameters(dict[str, "torch.nn.Parameter | None"]):
         self.touches: tuple[Touch, ...] = ()
         self.entries: tuple[Entry, ...] = ()
         self.swaps: tuple[Swap, ...] = ()
+        self.copies: tuple[Touch, ...] = ()
 
     def _pass(self, value: Any) -> Any:
         if GUARDS and torch.compiler.is_dynamo_compiling():
@@ -87,17 +89,25 @@ class GatedParameters(dict[str, "torch.nn.Parameter | None"]):
         return self.copy()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, torch.nn.Parameter | None]:
+        self._copied()
         return {name: copy.deepcopy(value, memo) for name, value in self.items()}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        self._copied()
         return OrderedDict(self.items()).__reduce_ex__(2)  # torch.load(weights_only=True) refuses the name `dict`
+
+    def _copied(self) -> None:
+        for value in super().values():
+            if value is not None:
+                for told in self.copies:
+                    told(value)
 
     def _pass_all(self) -> None:
         for value in super().values():
             self._pass(value)
 
 
-class _Ours:
+class Ours:
     """What :func:`_reduced` leaves out of a module's dictionaries of hooks."""
 
 
@@ -107,12 +117,12 @@ def _reduced(hooks: OrderedDict[Any, Any]) -> Any:
     A module has to keep the dictionaries that it was made with, since the handles of other hooks refer to them.
     """
     theirs = hooks
-    if any(isinstance(value, _Ours) for value in hooks.values()):
-        theirs = OrderedDict((key, value) for key, value in hooks.items() if not isinstance(value, _Ours))
+    if any(isinstance(value, Ours) for value in hooks.values()):
+        theirs = OrderedDict((key, value) for key, value in hooks.items() if not isinstance(value, Ours))
     return theirs.__reduce_ex__(2)
 
 
-class _Hook(_Ours):
+class _Hook(Ours):
     def __init__(self, call: Callable[..., Any], entry: Entry | None = None) -> None:
         self._call = call
         self._entry = entry
@@ -130,10 +140,17 @@ class Gates:
 
     `touch(parameter)` is called before a parameter is handed out, `enter(module)` and `leave(module)` around each
     forward; around each call of compiled code that contains the module's forward, both come first. Several optimizers
-    may hold gates on one module.
+    may hold gates on one module. `copied(parameter)` comes before it is copied or pickled with its module, and may refuse.
     """
 
-    def __init__(self, touch: Touch, enter: Callable[..., None], leave: Callable[..., None]) -> None:
+    def __init__(
+        self,
+        touch: Touch,
+        enter: Callable[..., None],
+        leave: Callable[..., None],
+        copied: Touch = lambda _parameter: None,
+    ) -> None:
+        self._copied = copied
         self._touch, self._enter, self._leave = untraced(touch), untraced(enter), untraced(leave)
         self._handles: list[RemovableHandle] = []
         self._modules: dict[torch.nn.Module, Entry] = {}
@@ -149,7 +166,7 @@ class Gates:
             before, after = _Hook(self._enter, entry), _Hook(self._leave)
             self._handles.append(module.register_forward_pre_hook(before, prepend=True))
             handle = module.register_forward_hook(after, always_call=True)
-            module._forward_hooks_always_called[handle.id] = _Ours()  # type: ignore[assignment]  # the key counts
+            module._forward_hooks_always_called[handle.id] = Ours()  # type: ignore[assignment]  # the key counts
             self._handles.append(handle)
             if any(managed(parameter) for parameter in module._parameters.values()):
                 gated = module._parameters
@@ -158,6 +175,12 @@ class Gates:
                 gated.touches += (self._touch,)
                 gated.entries += (entry,)
                 gated.swaps += (self._swap,)
+                gated.copies += (self._copied,)
+
+    @property
+    def modules(self) -> list[torch.nn.Module]:
+        """The modules that have gates."""
+        return list(self._modules)
 
     def _swap(self, gated: GatedParameters, name: str, old: torch.nn.Parameter) -> None:
         self.swapped.append((gated, name, old))
@@ -171,6 +194,7 @@ class Gates:
                 parameters.touches = tuple(touch for touch in parameters.touches if touch != self._touch)
                 parameters.entries = tuple(other for other in parameters.entries if other is not entry)
                 parameters.swaps = tuple(swap for swap in parameters.swaps if swap != self._swap)
+                parameters.copies = tuple(told for told in parameters.copies if told != self._copied)
                 if not parameters.touches:
                     module.__dict__["_parameters"] = dict(parameters)
         self._handles.clear()

@@ -28,7 +28,9 @@ def _round(order: list[Any], monkeypatch: pytest.MonkeyPatch, away: tuple[int, .
     planner: Any = SimpleNamespace(slots=[], order=order, shards=None)
     nothing: Any = SimpleNamespace()
     others: Any = SimpleNamespace(away=away)
-    round = Round(planner, [HOST], nothing, nothing, others, (), passes=1, hold_last=True, ordered=True, deferred=False)
+    round = Round(
+        planner, [HOST], nothing, nothing, nothing, others, (), passes=1, hold_last=True, ordered=True, deferred=False
+    )
     monkeypatch.setattr(round, "reduced", settled.append)
     return round, settled
 
@@ -87,7 +89,7 @@ def test_where_ranks_have_joined_averages_are_multiplied_and_sums_are_not(averag
     others: Any = SimpleNamespace(factor=lambda number: 1.0 if number == 0 else 2.0)
     nothing: Any = SimpleNamespace()
     round = Round(
-        planner, [HOST], exchange, nothing, others, (), passes=1, hold_last=True, ordered=True, deferred=False
+        planner, [HOST], exchange, nothing, nothing, others, (), passes=1, hold_last=True, ordered=True, deferred=False
     )
     assert (round.factor(0), round.factor(1), round.factor(0)) == (1.0, expected, 1.0)
 
@@ -121,8 +123,9 @@ def test_buckets_are_issued_when_they_are_full_and_in_the_agreed_order(
     planner: Any = SimpleNamespace(slots=slots, order=order)
     plain: Any = SimpleNamespace(plain=True)
     transit: Any = SimpleNamespace(pending={})
+    unsharder: Any = SimpleNamespace(room=0)
     options = {"ordered": ordered, "hold_last": hold_last, "deferred": False, "passes": 1}
-    round = Round(planner, [HOST], plain, transit, Participants(HOST, [0]), (), **options)  # type: ignore[arg-type]
+    round = Round(planner, [HOST], plain, transit, unsharder, Participants(HOST, [0]), (), **options)  # type: ignore[arg-type]
     round.begin(held=False)
     for number, so_far in zip((2, 0, 1, 3), expected, strict=True):
         slots[number].param.grad = torch.ones(2)

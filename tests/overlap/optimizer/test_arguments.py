@@ -12,7 +12,7 @@ import torch
 
 from overlap.optimizer.arguments import KINDS, SharedArguments, check_kinds, check_passes
 
-PACKAGES = ("dear", "wfbp", "mgwfbp", "bytescheduler_adapter", "oss", "co2")
+PACKAGES = ("dear", "wfbp", "mgwfbp", "bytescheduler_adapter", "oss", "fsdp", "co2")
 # Checked, with messages that say more, where they are used.
 ELSEWHERE = {
     "optimizer",
@@ -31,7 +31,11 @@ WRONG: list[tuple[str, Any]] = [
     *((name, value) for name in ("backward_passes_per_step", "profile_steps") for value in (1.5, "2", True, None)),
     *((name, value) for name in ("num_nearby_layers", "num_groups", "nprocs_per_node") for value in (1.5, "2", True)),
     *((name, value) for name in ("threshold_mb", "outer_clip") for value in (True, [25])),
-    *((name, value) for name in ("merge_below_kb", "partition_mb", "credit_mb", "outer_lr") for value in (True, "2")),
+    *(
+        (name, value)
+        for name in ("merge_below_kb", "partition_mb", "credit_mb", "outer_lr", "whole_mb")
+        for value in (True, "2")
+    ),
     *(("outer_momentum", value) for value in (None, "x")),
     *(("check_every", value) for value in (-1, True, 1.5, "2")),
     *(("on_nonfinite", value) for value in (None, True, "warn")),

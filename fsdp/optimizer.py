@@ -1,0 +1,146 @@
+"""Fully sharded data parallel (Rajbhandari et al., ZeRO stage 3, SC 2020; Zhao et al., PyTorch FSDP, VLDB 2023).
+
+compute | fwd L1 | fwd L2 | fwd L3 | bwd L3 | bwd L2 | bwd L1 | step
+gathers | AG b0 AG b1 | AG b2 |    AG b1 | AG b0 |            AG b0 …
+reduces |                                   | RS b2 | RS b1 | RS b0
+
+DeAR's schedule with one more decision for each bucket: whole parameters are freed after their use, and gathered once more
+for backward. All ranks gather the same buckets in the same order, whatever modules each of them uses
+(`overlap.plan.sweeps`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+import torch
+
+from overlap.job.process_set import ProcessSet, global_process_set
+from overlap.job.session import current
+from overlap.optimizer.arguments import SharedArguments, refuses_unknown
+from overlap.optimizer.dears_arguments import understands_dears_names
+from overlap.optimizer.distributed import DistributedOptimizer as Shell
+from overlap.optimizer.start import agree_on_strategy
+from overlap.plan.fusion import fused_in_order_of_use, limits, size_and_device
+from overlap.plan.partition import TensorSpec
+from overlap.plan.plan import Facts, Plan, Residency, Updates, placed
+from overlap.plan.strategy import Strategy
+from overlap.transport.communicator import ReduceOp
+from overlap.transport.compression import NoneCompressor
+
+__all__ = ["DistributedOptimizer", "Fsdp"]
+
+
+class Fsdp(Strategy):
+    """The strategy: buckets of neighbouring layers, of which each rank keeps its share between uses."""
+
+    name = "fsdp"
+    updates = Updates.SHARDED
+    residency = Residency.FREED
+    learns = False  # a model may be too large to be whole even once
+
+    def __init__(self, threshold_mb: float | None, num_nearby_layers: int | None, whole_mb: float | None) -> None:
+        if threshold_mb is not None and not threshold_mb > 0:
+            raise ValueError(f"threshold_mb should be at least 0 and is {threshold_mb}")
+        if whole_mb is not None and not whole_mb > 0:
+            raise ValueError(f"whole_mb should be above 0, or 'auto', and is {whole_mb}")
+        self.threshold_mb, self.num_nearby_layers, self.whole_mb = threshold_mb, num_nearby_layers, whole_mb
+
+    @property
+    def terms(self) -> dict[str, Any]:
+        return {
+            "threshold_mb": self.threshold_mb,
+            "num_nearby_layers": self.num_nearby_layers,
+            "whole_mb": self.whole_mb,
+        }
+
+    def plan(self, facts: Facts, specs: Sequence[TensorSpec], shardable: Sequence[bool], world_size: int) -> Plan:
+        seen = [can and index not in facts.unseen for index, can in enumerate(shardable)]
+        buckets = fused_in_order_of_use(
+            facts,
+            specs,
+            world_size,
+            threshold_bytes=None if self.threshold_mb is None else self.threshold_mb * 2**20,
+            num_nearby_layers=self.num_nearby_layers,
+        )
+        return placed(buckets, seen, residency=self.residency)
+
+
+@understands_dears_names
+@refuses_unknown()
+def DistributedOptimizer(
+    optimizer: torch.optim.Optimizer,
+    named_parameters: torch.nn.Module | Iterable[tuple[str, torch.nn.Parameter]] | None = None,
+    compression: Any = NoneCompressor,
+    backward_passes_per_step: int = 1,
+    op: ReduceOp = ReduceOp.AVG,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
+    *,
+    threshold_mb: float | Literal["auto"] | None = "auto",
+    whole_mb: float | Literal["auto"] = "auto",
+    elementwise: bool | None = None,
+    per_parameter: bool | None = None,
+    sync_start: bool = True,
+    poison: bool | None = None,
+    broadcast_buffers: bool = True,
+    check_every: int | None = None,
+    on_nonfinite: str = "raise",
+) -> Shell:
+    """Distribute `optimizer` and shard the model: a rank keeps its share of parameters, gradients and state between uses.
+
+    Between passes parameters read as NaN; ``model.state_dict()`` has whole values on any rank that asks, and
+    ``model.load_state_dict()`` takes them, on every rank. Every rank makes the same number of forward and of backward
+    passes, and may leave out any modules in them.
+
+    Args:
+        optimizer: any ``torch.optim.Optimizer``. Its state, and the parameters, are sharded if it is known to work element
+            by element, or `elementwise` promises that. Otherwise every rank keeps all of both.
+        named_parameters: the module, which decides what is gathered when. Raises ``TypeError`` for anything else.
+        compression: this, and what follows up to `process_set`: as in Horovod; see
+            :class:`overlap.optimizer.arguments.HorovodArguments`.
+        threshold_mb: layers are fused, in the order in which the model defines them, while a bucket stays below this many
+            MB (2^20 bytes); 0: a bucket for each layer. ``"auto"``: what the environment variable ``DEAR_THRESHOLD_MB``
+            says; else a 32nd of the parameters that are trained, at least 1 and at most 25.
+        whole_mb: the MB of parameters that a rank may have whole at a time, gathered ahead of their use or not freed yet,
+            and of gradients that may be on their way. More are only where a module uses more at once. ``"auto"``: four
+            times the largest bucket.
+        elementwise: this, and `per_parameter`, `sync_start`, `poison`, `broadcast_buffers`, `check_every`,
+            `on_nonfinite`: see :class:`overlap.optimizer.arguments.SharedArguments`.
+
+    On every rank, after ``fsdp.init()``.
+    """
+    arguments = SharedArguments.of(locals())
+    agree_on_strategy("fsdp")
+    if not isinstance(named_parameters, torch.nn.Module):
+        raise TypeError(
+            f"fsdp gathers parameters before a module uses them, so it needs the module, and was given "
+            f"{type(named_parameters).__name__}: pass the model as the second argument"
+        )
+    _refuse_what_is_lost(named_parameters)
+    wished = current().settings.threshold_mb if threshold_mb in ("auto", None) else threshold_mb
+    chosen = limits("auto" if wished is None else wished, None, *size_and_device(optimizer))
+    strategy = Fsdp(*chosen, None if whole_mb == "auto" else whole_mb)
+    return Shell(optimizer, named_parameters, strategy, arguments)
+
+
+def _refuse_what_is_lost(model: torch.nn.Module) -> None:
+    """Raise ``ValueError`` where parameters are on a GPU, or where forward writes to parameters that are freed after it."""
+    for name, parameter in model.named_parameters():
+        if parameter.device.type not in ("cpu", "meta"):
+            raise ValueError(
+                f"fsdp works on CPUs so far, and {name!r} is on {parameter.device}: use strategy='dear' there, which "
+                "shards the optimizer's state"
+            )
+    for name, module in model.named_modules():
+        if getattr(module, "max_norm", None) is not None and isinstance(
+            module, torch.nn.Embedding | torch.nn.EmbeddingBag
+        ):
+            raise ValueError(
+                f"{name!r} has max_norm={module.max_norm}, by which forward shortens rows of its weight, and fsdp frees "
+                "what forward has written: leave max_norm out, or use strategy='dear'"
+            )

@@ -1,0 +1,346 @@
+"""Gathers whole parameters of freed buckets ahead of their use, and frees them after it.
+
+    forward    a module is entered: its buckets are awaited, the next ones gathered      left: they may go
+    backward   a gradient comes to what a module returned: the same, in reverse          its gradients are there: it may go
+
+What is gathered and freed when is decided by `overlap.plan.sweeps`, the same on all ranks. Whatever is read while a module
+runs is noted in its frame, so that backward finds it also where another module's parameters were used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from overlap.core.bucket import Bucket, Slot, too_many
+from overlap.core.feature import Feature
+from overlap.core.participants import Participants
+from overlap.plan.sweeps import Act, Do, Sweeps
+from overlap.transport.communicator import Communicator
+from overlap.transport.work import Work, arrive
+
+__all__ = ["Unsharder"]
+
+_UNKNOWN = 2**30  # gradients in one backward pass
+_AHEAD = 4  # so many of the largest bucket may be whole
+
+
+class _Frame:
+    """A forward pass of a module that is going on."""
+
+    __slots__ = ("awaited", "used")
+
+    def __init__(self) -> None:
+        self.used: list[Bucket] = []
+        self.awaited: list[Bucket] = []  # of modules inside, which backward cannot tell from this one
+
+
+class Unsharder(Feature):
+    """The freed buckets of one optimizer, gathered over `lanes`.
+
+    `model`, where the script gave one, is what a pass begins with; of its parameters `room` bytes may be whole. With
+    `poison`, memory is NaN before it is gathered and when it is freed. All methods: on one rank, unless they say so.
+    """
+
+    def __init__(
+        self,
+        lanes: Sequence[Communicator],
+        model: torch.nn.Module | None,
+        participants: Participants,
+        room: int | None,
+        *,
+        poison: bool,
+    ) -> None:
+        self._participants = participants
+        self._lanes, self._model, self._room, self._poison = tuple(lanes), model, room, poison
+        self.active = False  # there are freed buckets
+        self._buckets: list[Bucket] = []  # in the order of their use
+        self._numbers: dict[Bucket, int] = {}
+        self._sweeps = Sweeps((), 0)
+        self._flying: dict[Bucket, Work] = {}
+        self._revealed: set[Bucket] = set()
+        self._frames: list[_Frame] = []
+        self._latest = -1  # the number of the last bucket that this pass has used
+        self._backward = False
+        self._aside: list[Slot] = []  # whose gradients of before this backward may add to
+        self._again = False  # this backward makes a graph, which another one may go through
+        self._came: dict[Bucket, set[int]] = {}  # slots whose gradients this backward has brought
+        self._of_module: dict[torch.nn.Module, tuple[Bucket, ...]] = {}
+        self._slots: dict[int, Slot] = {}  # by the parameter's id
+        self._expected: dict[int, Slot] = {}  # by number, whose gradients may come in several parts
+        self.whole_now = False  # see :meth:`open`
+        self.stale = False  # shards have other values than those gathered ahead, on all ranks
+
+    @property
+    def room(self) -> int:
+        """Bytes of parameters that may be whole, or of gradients that may be on their way."""
+        if self._room is not None:
+            return self._room
+        return _AHEAD * max((bucket.nbytes for bucket in self._buckets), default=0)
+
+    def planned(self, order: Sequence[Bucket]) -> None:
+        freed = [bucket for bucket in reversed(order) if bucket.freed]
+        if freed == self._buckets:
+            return
+        if not self.whole_now:
+            self._carry_out(self._sweeps.over())
+        self.whole_now = False
+        self._buckets, self.active = freed, bool(freed)
+        self._slots = {id(slot.param): slot for bucket in freed for slot in bucket.slots}
+        self._numbers = {bucket: number for number, bucket in enumerate(freed)}
+        self._of_module.clear()
+        self._revealed.clear()
+        self._sweeps = self._plan()
+
+    def _plan(self) -> Sweeps:
+        return Sweeps([bucket.nbytes for bucket in self._buckets], self.room)
+
+    # - A module's forward
+
+    def enter(self, module: torch.nn.Module) -> None:
+        """The forward pass of `module` begins; it may read its own parameters."""
+        if self.whole_now:
+            return
+        mine = self._own(module)
+        if torch._C._current_graph_task_id() >= 0:
+            self._begin_backward()
+        elif not self._frames and (module is self._model or self._goes_back(module)):
+            self._begin_forward(trains=torch.is_grad_enabled())
+        frame = _Frame()
+        self._frames.append(frame)
+        for bucket in mine:
+            self._use(bucket, frame)
+        if not torch.is_grad_enabled() and len(self._frames) > 1:
+            self._expect_more(module)
+
+    def _begin_forward(self, *, trains: bool) -> None:
+        self._participants.passes("forward", trains=trains)
+        self._latest = -1
+        if self.stale:
+            self._carry_out(self._sweeps.replaced())
+            self.stale = False
+        self._carry_out(self._sweeps.forward(trains=trains))
+
+    def _expect_more(self, module: torch.nn.Module) -> None:
+        """A checkpoint that recomputes `module` by a backward inside of backward may bring its gradients in several parts.
+
+        How many is learned: until then they wait for the call that closes the round.
+        """
+        for parameter in dict.values(module._parameters):
+            slot = self._slots.get(id(parameter))
+            if slot is not None and slot.index not in self._expected:
+                self._expected[slot.index] = slot
+                slot.expected = _UNKNOWN
+
+    def touch(self, bucket: Bucket) -> None:
+        """A parameter of `bucket` is handed out. Between passes its reader sees NaN, and nobody waits."""
+        if self.whole_now:
+            return
+        if torch._C._current_graph_task_id() >= 0:
+            self._begin_backward()
+        elif not self._frames:
+            return
+        self._use(bucket, self._frames[-1] if self._frames else None)
+
+    def leave(self, module: torch.nn.Module, output: Any) -> None:
+        """The forward pass of `module` is over."""
+        if not self._frames:
+            return
+        frame = self._frames.pop()
+        if torch._C._current_graph_task_id() >= 0:
+            return  # recomputed: it stays until its gradients come
+        awaited = (*frame.used, *frame.awaited)
+        if awaited and torch.is_grad_enabled():
+            nodes = {tensor.grad_fn: None for tensor in tree_leaves(output) if _has_node(tensor)}
+            for node in nodes:
+                node.register_prehook(partial(self._await, awaited, module))
+            if not nodes and self._frames:
+                self._frames[-1].awaited += awaited
+        for bucket in frame.used:
+            if not any(bucket in each.used for each in self._frames):
+                self._carry_out(self._sweeps.done(self._numbers[bucket]))
+
+    def _own(self, module: torch.nn.Module) -> tuple[Bucket, ...]:
+        found = self._of_module.get(module)
+        if found is None:
+            slots = [self._slots.get(id(parameter)) for parameter in dict.values(module._parameters)]
+            buckets = [slot.bucket for slot in slots if slot is not None and slot.bucket is not None]
+            found = self._of_module[module] = tuple(dict.fromkeys(buckets))
+        return found
+
+    def _goes_back(self, module: torch.nn.Module) -> bool:
+        """Whether `module`, which the script calls itself, comes before what this pass has used: another one begins."""
+        numbers = [self._numbers[bucket] for each in module.modules() for bucket in self._own(each)]
+        return min(numbers, default=self._latest + 1) <= self._latest
+
+    def _use(self, bucket: Bucket, frame: _Frame | None) -> None:
+        if frame is not None and bucket in frame.used:
+            return
+        number = self._numbers[bucket]
+        self._latest = max(self._latest, number)
+        self._carry_out(self._sweeps.use(number))
+        if bucket not in self._revealed or bucket in self._flying:
+            self._land(bucket)
+            bucket.reveal()
+            self._revealed.add(bucket)
+        if frame is not None:
+            frame.used.append(bucket)
+
+    # - Backward
+
+    def _await(self, buckets: Iterable[Bucket], module: torch.nn.Module, _gradients: Any) -> None:
+        """Backward has come to what `module` returned, and may read what that has read."""
+        if self.whole_now:
+            return
+        self._begin_backward()
+        self._again = self._again or torch.is_grad_enabled()  # ``create_graph=True``
+        for parameter in dict.values(module._parameters):
+            slot = self._slots.get(id(parameter))
+            if slot is not None and slot.filled:
+                raise too_many(slot)
+        for bucket in buckets:
+            self._use(bucket, None)
+            self._aside += [slot for slot in bucket.slots if slot.put_aside()]
+
+    def _begin_backward(self) -> None:
+        if not self._backward:
+            self._backward, self._again = True, False
+            self._came.clear()
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+            self._participants.passes("backward")
+            self._carry_out(self._sweeps.backward())
+
+    def _end_backward(self) -> None:
+        self._backward = False
+        for slot in self._aside:
+            slot.put_back()
+        self._aside.clear()
+        if not self._again:  # else another backward is going to read what this one has read
+            for bucket in self._revealed.difference(*(frame.used for frame in self._frames)):
+                self._carry_out(self._sweeps.done(self._numbers[bucket]))  # some of its gradients have not come
+        self._carry_out(self._sweeps.backward_over())
+
+    def follow(self, what: str, *, trains: bool = False) -> None:
+        """Others make a forward or a backward pass, and this rank, which has joined, gives them its share."""
+        if what == "forward":
+            self._begin_forward(trains=trains)
+            self._carry_out(self._sweeps.rest())
+        else:
+            self._participants.passes("backward")
+            self._carry_out(self._sweeps.backward())
+            self._carry_out(self._sweeps.backward_over())
+
+    def came(self, slot: Slot) -> None:
+        """A gradient of a freed bucket is there, so this backward reads that parameter no more."""
+        bucket = slot.bucket
+        assert bucket is not None
+        if self.whole_now or not self._backward:
+            return
+        came = self._came.setdefault(bucket, set())
+        came.add(slot.index)
+        if len(came) == len(bucket.slots) and not self._again:
+            del self._came[bucket]
+            self._carry_out(self._sweeps.done(self._numbers[bucket]))
+
+    # - Steps
+
+    def updated(self, passes: int) -> None:
+        """Shards have other values, after so many backward passes. On every rank."""
+        if self.whole_now:
+            raise RuntimeError("step() inside dear.whole(model), which keeps parameters whole: leave that first")
+        for slot in self._expected.values():
+            if slot.expected == _UNKNOWN and slot.fires:
+                slot.expected = max(1, slot.fires // passes)
+        self._frames.clear()
+        self._backward = False
+        self._latest = -1
+        self._carry_out(self._sweeps.updated())
+
+    def over(self) -> None:
+        """All passes of this round are over on this rank, which is about to wait for others: they may need its share."""
+        if not self.whole_now:
+            self._carry_out(self._sweeps.over())
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """A context in which all parameters are whole, on every rank; what is written to this rank's share counts.
+
+        On every rank, between steps. Raises ``RuntimeError`` inside a module's forward.
+        """
+        if self.whole_now:
+            yield
+            return
+        if self._frames:
+            raise RuntimeError(
+                "dear.whole(model) inside a forward pass, which has what it uses: call it between passes"
+            )
+        self.open()
+        try:
+            yield
+        finally:
+            self.whole_now, self._sweeps = False, self._plan()
+            for bucket in self._buckets:
+                for slot in bucket.slots:
+                    if slot.freed is not None and slot.param.data_ptr() != slot.freed.whole.data_ptr():
+                        slot.freed.whole.copy_(slot.param.data)  # ``p.data = …``
+                bucket.parameters.shard.copy_(bucket.parameters.whole[bucket.own])
+                self._free(bucket)
+
+    def give_back(self) -> None:
+        """Make parameters whole for good. On every rank."""
+        self.open()
+        for bucket in self._buckets:
+            for slot in bucket.slots:
+                slot.freed = None
+        self._buckets, self.active = [], False
+
+    def open(self) -> None:
+        """Make all parameters whole, until other buckets are :meth:`planned`. On every rank, between steps."""
+        self._carry_out(self._sweeps.replaced())
+        self.whole_now = True
+        for bucket in self._buckets:
+            self._gather(bucket)
+        for bucket in self._buckets:
+            self._land(bucket)
+            bucket.reveal()
+
+    # - Memory and operations
+
+    def _carry_out(self, acts: Collection[Do]) -> None:
+        for act, number in acts:
+            if act is Act.GATHER:
+                self._gather(self._buckets[number])
+            else:
+                self._free(self._buckets[number])
+
+    def _gather(self, bucket: Bucket) -> None:
+        self._land(bucket)  # where it was gathered already, and is used
+        if not bucket.parameters.there:
+            bucket.parameters.restore()
+            if self._poison:
+                bucket.parameters.whole.fill_(float("nan"))
+        reduction, bucket.work = bucket.work, None
+        bucket.collectives.gather(self._lanes[bucket.lane], bucket)
+        assert bucket.work is not None
+        self._flying[bucket], bucket.work = bucket.work, reduction
+
+    def _land(self, bucket: Bucket) -> None:
+        work = self._flying.pop(bucket, None)
+        if work is not None:
+            arrive(work)
+
+    def _free(self, bucket: Bucket) -> None:
+        self._land(bucket)
+        self._revealed.discard(bucket)
+        if self._poison:
+            bucket.parameters.whole.fill_(float("nan"))
+        bucket.conceal()
+
+
+def _has_node(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.grad_fn is not None

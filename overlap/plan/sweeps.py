@@ -1,0 +1,223 @@
+"""When whole parameters of freed buckets are gathered, and when they are freed again (pure).
+
+A forward pass goes through the buckets in the order of their use, backward through the same in reverse: each is a sweep.
+Every sweep gathers every bucket, in its order, whether this rank needs it or not. So all ranks that make the same passes
+issue the same gathers in the same order, also where one of them leaves modules out.
+
+    forward    b0 b1 b2 b3 b4       ahead of their use, while there is room
+    backward         b2 b1 b0       b4 and b3 are there still: the last ones of forward, which half of the room holds
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum, auto
+from typing import NamedTuple
+
+__all__ = ["Act", "Do", "Sweep", "Sweeps"]
+
+
+class Sweep(Enum):
+    """Which way a sweep goes."""
+
+    FORWARD = auto()
+    BACKWARD = auto()
+
+
+class Act(Enum):
+    """What is to be done with a bucket."""
+
+    GATHER = auto()
+    FREE = auto()
+
+
+class Do(NamedTuple):
+    act: Act
+    bucket: int
+
+
+class _State(Enum):
+    AHEAD = auto()  # gathered, and not asked for in this sweep
+    USED = auto()  # asked for, and its use is not over
+    DONE = auto()
+
+
+class Sweeps:
+    """Decides for buckets of `nbytes`, numbered in the order of their use in forward, of which `room` bytes may be whole.
+
+    More are only where more are used at a time, or are to be used in backward once more. Methods return what to do, in
+    this order.
+    """
+
+    def __init__(self, nbytes: Sequence[int], room: int) -> None:
+        self._nbytes, self._room = tuple(nbytes), room
+        self._there: dict[int, _State] = {}  # the longest there first
+        self._total = 0  # bytes that are there
+        self._used: set[int] = set()  # in forward, since the last update
+        self._last = self._end_of_forward()
+        self._kept = False  # those of `_last` are there, from a forward sweep of the values in force
+        self._sweep: Sweep | None = None
+        self._order: tuple[int, ...] = ()  # of this sweep
+        self._next = 0  # place in it of what is gathered next
+        self._entered = False  # a pass has begun in this sweep, which is not only gathered ahead …
+        self._trains = False  # … and backward is going to follow
+        self._start(Sweep.FORWARD)
+
+    def _end_of_forward(self) -> frozenset[int]:
+        found: list[int] = []
+        left = self._room // 2
+        for bucket in reversed(range(len(self._nbytes))):
+            left -= self._nbytes[bucket]
+            if left < 0:
+                break
+            found.append(bucket)
+        return frozenset(found)
+
+    @property
+    def there(self) -> list[int]:
+        """The buckets that are gathered or being gathered."""
+        return list(self._there)
+
+    # - What a rank does
+
+    def forward(self, *, trains: bool) -> list[Do]:
+        """A forward pass begins; `trains`: backward may follow.
+
+        If it did not follow on the last one, it did perhaps on other ranks: this one goes through that, too.
+        """
+        acts: list[Do] = []
+        if self._sweep is not Sweep.FORWARD or self._entered:
+            both = self._trains
+            acts += self._finish()
+            if both:
+                acts += [*self._start(Sweep.BACKWARD), *self._finish()]
+            acts += self._start(Sweep.FORWARD)
+        self._entered, self._trains = True, trains
+        return acts + self._ahead()
+
+    def backward(self) -> list[Do]:
+        """A backward pass begins."""
+        return [*self._finish(), *self._start(Sweep.BACKWARD), *self._ahead()]
+
+    def backward_over(self) -> list[Do]:
+        """Backward is over: nothing of it stays."""
+        acts = self._finish()
+        self._sweep, self._order, self._next = None, (), 0
+        return acts
+
+    def rest(self) -> list[Do]:
+        """This rank uses nothing more in this pass."""
+        return self._finish()
+
+    def use(self, bucket: int) -> list[Do]:
+        """The bucket is about to be read; it is there, or being gathered, when this is done."""
+        acts: list[Do] = []
+        if bucket not in self._there:
+            if bucket not in self._order[self._next :]:  # freed, and used again: this pass goes through all once more
+                sweep = self._sweep or Sweep.FORWARD
+                acts += [*self._finish(), *self._start(sweep)]
+                self._entered = self._trains = True
+            while bucket not in self._there:
+                acts += self._gather()
+        if self._sweep is Sweep.FORWARD:
+            self._used.add(bucket)
+        self._there[bucket] = _State.USED
+        return acts + self._ahead()
+
+    def done(self, bucket: int) -> list[Do]:
+        """The bucket is not used any more, for the time being."""
+        if self._there.get(bucket) is _State.USED:
+            del self._there[bucket]
+            self._there[bucket] = _State.DONE  # the last one now
+        return self._ahead()
+
+    def updated(self) -> list[Do]:
+        """Parameters have other values: what is there is of no use, and the next forward is gathered ahead."""
+        return [*self.over(), *self._start(Sweep.FORWARD), *self._ahead()]
+
+    def over(self) -> list[Do]:
+        """All passes of a step are over on this rank. What it has left out others may have made: it goes through that."""
+        acts: list[Do] = []
+        if self._sweep is Sweep.FORWARD:
+            both = self._trains or not self._entered
+            acts += self._finish()
+            if both:
+                acts += [*self._start(Sweep.BACKWARD), *self._finish()]
+        acts += [self._free(bucket) for bucket in self.there]
+        self._sweep, self._order, self._next = None, (), 0
+        self._kept = False
+        self._used.clear()
+        return acts
+
+    def replaced(self) -> list[Do]:
+        """Between steps, parameters have other values, or are about to, on all ranks: nothing that is there is of use."""
+        acts = self._finish() if self._entered or self._sweep is Sweep.BACKWARD else []
+        acts += [self._free(bucket) for bucket in self.there]
+        self._kept = False
+        return [*acts, *self._start(Sweep.FORWARD)]
+
+    # - Sweeps
+
+    def _start(self, sweep: Sweep) -> list[Do]:
+        forward = tuple(range(len(self._nbytes)))
+        order = forward if sweep is Sweep.FORWARD else forward[::-1]
+        self._order = tuple(bucket for bucket in order if not (self._kept and bucket in self._last))
+        self._sweep, self._next, self._entered, self._trains = sweep, 0, False, False
+        self._there.update({bucket: _State.AHEAD for bucket, state in self._there.items() if state is _State.DONE})
+        return []
+
+    def _finish(self) -> list[Do]:
+        """Gather the rest of this sweep, which other ranks may wait for. What the next one needs stays."""
+        acts: list[Do] = []
+        if self._sweep is None:
+            return acts
+        stay = self._last if self._sweep is Sweep.FORWARD else frozenset[int]()
+        while self._next < len(self._order):
+            bucket = self._order[self._next]
+            acts += self._gather()
+            if bucket not in stay and self._there[bucket] is not _State.USED:
+                acts.append(self._free(bucket))
+        self._kept = self._sweep is Sweep.FORWARD
+        acts += [self._free(each) for each in self.there if each not in stay and self._there[each] is not _State.USED]
+        return acts
+
+    def _ahead(self) -> list[Do]:
+        acts: list[Do] = []
+        while self._next < len(self._order):
+            freed, fits = self._make_room(self._nbytes[self._order[self._next]], (_State.DONE,))
+            acts += freed
+            if not fits:
+                break
+            acts += self._gather()
+        return acts
+
+    def _gather(self) -> list[Do]:
+        bucket = self._order[self._next]
+        acts, _ = self._make_room(self._nbytes[bucket], (_State.DONE, _State.AHEAD))
+        self._next += 1
+        if bucket not in self._there:  # else it is used at this moment; the others may need it all the same
+            self._there[bucket] = _State.AHEAD
+            self._total += self._nbytes[bucket]
+        return [*acts, Do(Act.GATHER, bucket)]
+
+    def _make_room(self, nbytes: int, states: Sequence[_State]) -> tuple[list[Do], bool]:
+        """Free what is in one of `states`, until as many bytes fit; and whether they do."""
+        acts: list[Do] = []
+        for state in states:
+            for bucket in [each for each, found in self._there.items() if found is state]:
+                if self._total + nbytes <= self._room:
+                    break
+                if not self._stays(bucket):
+                    acts.append(self._free(bucket))
+        return acts, self._total + nbytes <= self._room
+
+    def _stays(self, bucket: int) -> bool:
+        """Whether this sweep, or the backward that follows it, is going to use the bucket."""
+        if self._sweep is Sweep.FORWARD:
+            return bucket in self._last
+        return self._there[bucket] is not _State.DONE and bucket in self._used  # recomputed, say
+
+    def _free(self, bucket: int) -> Do:
+        del self._there[bucket]
+        self._total -= self._nbytes[bucket]
+        return Do(Act.FREE, bucket)

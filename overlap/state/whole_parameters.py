@@ -1,0 +1,127 @@
+"""``model.state_dict()`` and ``model.load_state_dict()`` where each rank keeps a share of the parameters.
+
+state_dict()        on any rank: whole values, for which it asks the others, whose main threads go on meanwhile
+load_state_dict()   on every rank: each takes its share
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from overlap.core.bucket import Slot
+from overlap.core.engine import Engine
+from overlap.core.gates.gates import Ours
+from overlap.state.pieces import PARAMETER, assemble
+from overlap.state.share import StateShare
+from overlap.transport.memory import to_flat
+
+__all__ = ["WholeParameters"]
+
+
+class WholeParameters:
+    """Hooks on the modules of `engine`'s model that have freed parameters. `share` collects them."""
+
+    def __init__(self, engine: Engine, share: StateShare) -> None:
+        self._engine, self._share = weakref.ref(engine), share
+        self._handles: list[RemovableHandle] = []
+
+    def attach(self, modules: Iterable[torch.nn.Module], slots: Iterable[Slot]) -> None:
+        """Set hooks on those `modules` that have freed ones of `slots`."""
+        freed = {id(slot.param): slot for slot in slots if slot.freed is not None}
+        for module in modules:
+            named = {
+                name: freed[id(parameter)]
+                for name, parameter in dict.items(module._parameters)
+                if id(parameter) in freed
+            }
+            if named:
+                self._handles += [
+                    module.register_state_dict_post_hook(_Saved(self._collect, named)),
+                    _before_loading(module, _Loading(self._meet, named)),
+                    module.register_load_state_dict_post_hook(_Loaded(self._take, named)),
+                ]
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _collect(self, slots: list[Slot]) -> dict[int, torch.Tensor]:
+        """Whole values, by slot."""
+        engine = self._engine()
+        assert engine is not None
+        parts = self._share.collect(tuple(slot.index for slot in slots))
+        full = assemble(engine.slots, parts, whole=False)
+        return {slot.index: full[slot.param][PARAMETER] for slot in slots}
+
+    def _meet(self) -> None:
+        """Every rank loads, as what is gathered ahead is gathered anew."""
+        engine = self._engine()
+        assert engine is not None
+        if not engine.unsharder.stale:
+            engine.closing.meet("model.load_state_dict()")
+            engine.unsharder.stale = True
+
+    def _take(self, slot: Slot, values: torch.Tensor) -> None:
+        engine = self._engine()
+        assert engine is not None
+        assert slot.bucket is not None
+        with self._share.replacing():
+            for one in engine.sharded.pieces_of(slot.bucket):
+                if one.slot is slot:
+                    one.proxy.data.copy_(to_flat(values, slot.like)[one.start : one.stop])
+
+
+def _before_loading(module: torch.nn.Module, hook: _Loading) -> RemovableHandle:
+    """As ``register_load_state_dict_pre_hook``, which wraps `hook`: copies of `module` would take it along."""
+    handle = RemovableHandle(module._load_state_dict_pre_hooks)
+    module._load_state_dict_pre_hooks[handle.id] = hook
+    return handle
+
+
+class _Saved(Ours):
+    def __init__(self, collect: Callable[[list[Slot]], dict[int, torch.Tensor]], named: dict[str, Slot]) -> None:
+        self._collect, self._named = collect, named
+
+    def __call__(self, _module: torch.nn.Module, found: dict[str, Any], prefix: str, _metadata: Any) -> None:
+        wanted = {
+            prefix + name: slot
+            for name, slot in self._named.items()
+            if prefix + name in found and slot.freed is not None and _away(slot)
+        }
+        if wanted:
+            values = self._collect(list(wanted.values()))
+            found.update({key: values[slot.index] for key, slot in wanted.items()})
+
+
+class _Loading(Ours):
+    def __init__(self, meet: Callable[[], None], named: dict[str, Slot]) -> None:
+        self._meet, self._named = meet, named
+
+    def __call__(self, found: dict[str, Any], prefix: str, *_others: Any) -> None:
+        for name, slot in self._named.items():
+            value = found.get(prefix + name)
+            if slot.freed is not None and _away(slot) and getattr(value, "shape", None) == slot.like.shape:
+                self._meet()
+                slot.param.data = torch.empty_like(slot.freed.whole)
+
+
+class _Loaded(Ours):
+    def __init__(self, take: Callable[[Slot, torch.Tensor], None], named: dict[str, Slot]) -> None:
+        self._take, self._named = take, named
+
+    def __call__(self, _module: torch.nn.Module, _keys: Any) -> None:
+        for slot in self._named.values():
+            if slot.freed is not None and not _away(slot) and slot.param.data_ptr() != slot.freed.whole.data_ptr():
+                self._take(slot, slot.param.data)
+                slot.param.data = slot.freed.away
+
+
+def _away(slot: Slot) -> bool:
+    assert slot.freed is not None
+    return slot.param.data_ptr() == slot.freed.away.data_ptr()

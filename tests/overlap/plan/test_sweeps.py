@@ -1,0 +1,164 @@
+"""Which buckets are gathered when: the same series on all ranks, whatever they leave out; there when used; within room."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from overlap.plan.sweeps import Act, Do, Sweeps
+
+BYTES = 10
+
+
+class _Rank:
+    """Carries acts out: what was gathered in all, what is there, and the most that was."""
+
+    def __init__(self, buckets: int, room: int) -> None:
+        self.sweeps = Sweeps([BYTES] * buckets, room)
+        self.gathered: list[int] = []
+        self.there: set[int] = set()
+        self.most = 0
+
+    def do(self, acts: list[Do]) -> None:
+        for act, bucket in acts:
+            if act is Act.GATHER:
+                self.gathered.append(bucket)
+                self.there.add(bucket)
+                self.most = max(self.most, BYTES * len(self.there))
+            else:
+                self.there.remove(bucket)
+        assert self.there == set(self.sweeps.there)
+
+    def use(self, bucket: int) -> None:
+        self.do(self.sweeps.use(bucket))
+        assert bucket in self.there
+
+    def forward(self, buckets: list[int], *, trains: bool = True) -> None:
+        self.do(self.sweeps.forward(trains=trains))
+        for bucket in buckets:
+            self.use(bucket)
+            self.do(self.sweeps.done(bucket))
+
+    def backward(self, buckets: list[int]) -> None:
+        self.do(self.sweeps.backward())
+        for bucket in reversed(buckets):
+            self.use(bucket)
+            self.do(self.sweeps.done(bucket))
+        self.do(self.sweeps.backward_over())
+        assert not self.there
+
+    def update(self) -> None:
+        self.do(self.sweeps.updated())
+
+
+def test_a_step_gathers_ahead_within_room_and_keeps_the_end_of_forward_for_backward() -> None:
+    rank = _Rank(6, 4 * BYTES)
+    rank.forward([0, 1, 2, 3, 4, 5])
+    assert rank.gathered == [0, 1, 2, 3, 4, 5]
+    assert {4, 5} <= rank.there
+    rank.backward([0, 1, 2, 3, 4, 5])
+    assert rank.gathered == [0, 1, 2, 3, 4, 5, 3, 2, 1, 0]
+    assert rank.most == 4 * BYTES
+    rank.update()
+    assert rank.gathered[10:] == [0, 1, 2, 3]  # ahead of the next forward
+    rank.forward([0, 1, 2, 3, 4, 5])
+    assert rank.gathered[10:] == [0, 1, 2, 3, 4, 5]
+
+
+def test_what_is_kept_for_backward_is_gathered_again_after_an_update() -> None:
+    rank = _Rank(3, 4 * BYTES)
+    for _ in range(2):  # as in evaluation: the last ones stay
+        rank.forward([0, 1, 2], trains=False)
+    assert rank.gathered == [0, 1, 2, 0]
+    rank.update()
+    assert rank.gathered == [0, 1, 2, 0, 0, 1, 2]
+
+
+def test_what_is_used_now_is_not_freed() -> None:
+    """A module around others: its own parameters are used until it is left."""
+    rank = _Rank(8, 2 * BYTES)
+    rank.do(rank.sweeps.forward(trains=True))
+    rank.use(0)
+    for bucket in range(1, 8):
+        rank.use(bucket)
+        rank.do(rank.sweeps.done(bucket))
+        assert 0 in rank.there
+    rank.do(rank.sweeps.done(0))
+    rank.do(rank.sweeps.backward())
+    assert 0 not in rank.there or rank.gathered.count(0) == 2
+
+
+def test_recomputation_uses_a_segment_forwards_and_then_backwards() -> None:
+    rank = _Rank(8, 2 * BYTES)
+    rank.forward(list(range(8)))
+    before = len(rank.gathered)
+    rank.do(rank.sweeps.backward())
+    for start in (4, 0):
+        for bucket in range(start, start + 4):
+            rank.use(bucket)
+        for bucket in reversed(range(start, start + 4)):
+            rank.use(bucket)
+            rank.do(rank.sweeps.done(bucket))
+    rank.do(rank.sweeps.backward_over())
+    assert sorted(rank.gathered[before:]) == list(range(7))  # the last one was there
+
+
+def test_a_bucket_that_is_used_again_after_it_was_freed_is_gathered_with_all_others() -> None:
+    ranks = [_Rank(6, 2 * BYTES) for _ in range(2)]
+    for rank, buckets in zip(ranks, ([0, 1, 2, 3, 4, 5, 0], [0, 1, 2, 3, 4, 5, 0]), strict=True):
+        rank.forward(buckets)
+        rank.backward(buckets[:-1])
+        rank.update()
+    assert ranks[0].gathered == ranks[1].gathered
+    assert ranks[0].gathered[:7] == [0, 1, 2, 3, 4, 5, 0]
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_ranks_that_leave_modules_out_gather_the_same(seed: int) -> None:
+    script = random.Random(seed)
+    buckets, room = script.randint(1, 12), BYTES * script.randint(1, 12)
+    ranks = [_Rank(buckets, room) for _ in range(script.randint(2, 4))]
+    for _ in range(4):
+        passes = [script.choice(["train", "train", "evaluate"]) for _ in range(script.randint(1, 3))]
+        if "train" not in passes:
+            passes.append("train")
+        for kind in passes:
+            for rank in ranks:
+                used = [bucket for bucket in range(buckets) if script.random() < 0.6]
+                rank.forward(used, trains=kind == "train")
+                if kind == "train" and script.random() < 0.7:
+                    rank.backward([bucket for bucket in used if script.random() < 0.8])
+        for rank in ranks:
+            rank.update()
+        assert all(rank.gathered == ranks[0].gathered for rank in ranks)
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_no_more_is_whole_than_there_is_room_for(seed: int) -> None:
+    script = random.Random(seed)
+    buckets, room = script.randint(1, 12), BYTES * script.randint(1, 12)
+    rank = _Rank(buckets, room)
+    for _ in range(6):
+        used = [bucket for bucket in range(buckets) if script.random() < 0.7]
+        rank.forward(used)
+        rank.backward(used)
+        rank.update()
+    assert rank.most <= room
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_a_rank_without_a_batch_gathers_what_others_need(seed: int) -> None:
+    script = random.Random(seed)
+    buckets, room = script.randint(1, 12), BYTES * script.randint(1, 12)
+    ranks = [_Rank(buckets, room) for _ in range(2)]
+    for _ in range(5):
+        for rank in ranks:
+            part = script.choice(["nothing", "forward", "all"])
+            used = [bucket for bucket in range(buckets) if script.random() < 0.6]
+            if part != "nothing":
+                rank.forward(used)
+            if part == "all":
+                rank.backward(used)
+            rank.update()
+        assert ranks[0].gathered == ranks[1].gathered

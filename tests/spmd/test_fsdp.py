@@ -1,0 +1,233 @@
+"""Sharded models: what a rank holds, what it hands out whole, and that ranks may use different modules."""
+
+from __future__ import annotations
+
+import copy
+import io
+import random
+from typing import Any
+
+import pytest
+import torch
+
+import dear
+import fsdp
+from tests.spmd.models import double_model
+from tests.spmd.training import local_loss, same_everywhere, trained, values_of
+from tests.spmd_plugin import SIZE
+
+LAYERS = 8
+WIDTH = 32
+
+
+class Choosing(torch.nn.Module):
+    """Uses those of its layers that it is told to, in the order of their definition."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+        self.scale = torch.nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor, chosen: list[int]) -> torch.Tensor:
+        x = x * self.scale
+        for number in chosen:
+            x = x + torch.tanh(self.layers[number](x))
+        return x
+
+
+def _choosing() -> Choosing:
+    torch.default_generator.manual_seed(11)
+    return Choosing().double()
+
+
+def _held(model: torch.nn.Module) -> int:
+    """Bytes of memory behind the parameters."""
+    storages = {parameter.untyped_storage().data_ptr(): parameter.untyped_storage() for parameter in model.parameters()}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def test_between_passes_a_rank_holds_its_share() -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(16)))
+    whole = sum(parameter.nbytes for parameter in model.parameters())
+    optimizer = dear.DistributedOptimizer(
+        torch.optim.AdamW(model.parameters()), model, strategy="fsdp", threshold_mb=0.02
+    )
+    for step in range(3):
+        optimizer.zero_grad()
+        model(torch.full((4, 64), 1.0 + dear.rank() + step)).square().mean().backward()
+        buckets = optimizer.buckets
+        filled = sum(bucket.gradients.whole.untyped_storage().nbytes() for bucket in buckets)
+        assert filled <= (4 + 1) * max(bucket.nbytes for bucket in buckets), (
+            "four on their way, one that waits for step()"
+        )
+        assert not any(bucket.parameters.there for bucket in buckets), "backward has freed what it used"
+        optimizer.step()
+        assert len(buckets) > 8
+        assert sum(bucket.parameters.shard.nbytes for bucket in buckets) <= 1.1 * whole / SIZE
+        state = sum(v.nbytes for each in optimizer.held_state.values() for v in each.values() if v.dim())
+        assert state <= 2.2 * whole / SIZE
+    assert _held(model) < whole / 2
+    assert all(bool(parameter.isnan().all()) for name, parameter in model.named_parameters() if name.startswith("15"))
+
+
+def test_a_rank_alone_may_use_a_model_that_is_whole() -> None:
+    model, optimizer = trained("fsdp")
+    plain = double_model("Mlp")
+    plain.load_state_dict(model.state_dict())
+    x = torch.ones(1, 9, dtype=torch.float64)
+    with dear.whole(model):
+        if dear.rank() == 0:
+            with torch.no_grad():
+                assert torch.equal(model(x), plain(x))
+            assert torch.equal(copy.deepcopy(model).head.weight, plain.head.weight)
+        with dear.whole(model), torch.no_grad():
+            model.head.weight.mul_(0.5)  # on every rank
+        model.head.bias.data = torch.full_like(model.head.bias, 0.25)
+    saved = model.state_dict()
+    assert torch.equal(saved["head.weight"], plain.head.weight * 0.5)
+    assert bool((saved["head.bias"] == 0.25).all())
+    for step in range(2):
+        optimizer.zero_grad()
+        local_loss(model, step).backward()
+        optimizer.step()
+    for value in values_of(model):
+        same_everywhere(value)
+
+
+def test_what_cannot_be_done_while_a_model_is_whole_raises() -> None:
+    model, optimizer = trained("fsdp")
+    optimizer.zero_grad()
+    with dear.whole(model):
+        local_loss(model).backward()
+        with pytest.raises(RuntimeError, match=r"step\(\) inside dear\.whole"):
+            optimizer.step()
+
+
+def test_a_copy_of_what_is_not_whole_raises() -> None:
+    model, _ = trained("fsdp")
+    with pytest.raises(RuntimeError, match=r"copied or pickled .* dear\.whole"):
+        copy.deepcopy(model)
+    with pytest.raises(RuntimeError, match=r"copied or pickled"):
+        torch.save(model, io.BytesIO())
+
+
+def test_rank_0_alone_saves_while_the_others_go_on() -> None:
+    model, optimizer = trained("fsdp")
+    expected = values_of(model)
+    optimizer.zero_grad()
+    local_loss(model, 7).backward()
+    if dear.rank() == 0:
+        for mine, value in zip(values_of(model), expected, strict=True):
+            assert torch.equal(mine, value)
+        assert torch.equal(model.head.state_dict()["weight"], model.state_dict()["head.weight"])
+    optimizer.step()
+    assert not any(torch.equal(mine, value) for mine, value in zip(values_of(model), expected, strict=True))
+
+
+def test_a_model_loads_what_it_saved() -> None:
+    model, optimizer = trained("fsdp")
+    saved, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    after = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        local_loss(model, 3).backward()
+        optimizer.step()
+        after.append(values_of(model))
+        model.load_state_dict(saved)
+        optimizer.load_state_dict(state)
+    for first, second in zip(*after, strict=True):
+        assert torch.equal(first, second)
+
+
+def test_a_state_of_another_shape_is_refused_and_nothing_is_lost() -> None:
+    model, optimizer = trained("fsdp")
+    before, wrong = values_of(model), model.state_dict()
+    wrong["head.weight"] = torch.ones(3, 3, dtype=torch.float64)
+    with pytest.raises(RuntimeError, match=r"head\.weight: copying a param with shape"):
+        model.load_state_dict(wrong)
+    optimizer.zero_grad()
+    local_loss(model).backward()
+    for mine, value in zip(values_of(model), before, strict=True):
+        assert torch.equal(mine, value)
+
+
+def _train_choosing(seed: int, rank: int | None, steps: int) -> list[torch.Tensor]:
+    """Each rank leaves out modules of its own, backward, or all of a step; one process does what all of them do."""
+    script = random.Random(seed)
+    model = _choosing()
+    optimizer: Any = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    if rank is not None:
+        small = {"threshold_mb": script.choice([0.001, 0.01, 0.05]), "whole_mb": script.choice(["auto", 0.01, 1.0])}
+        optimizer = fsdp.DistributedOptimizer(optimizer, model, **small)
+    else:
+        script.choice([1, 2, 3])
+        script.choice([1, 2, 3])
+    for step in range(steps):
+        optimizer.zero_grad()
+        for other in range(SIZE):
+            chosen = [number for number in range(LAYERS) if script.random() < 0.6]
+            part = script.choice(["all", "all", "all", "forward", "nothing"])
+            generator = torch.Generator().manual_seed(100 * step + other)
+            x = torch.randn(4, WIDTH, generator=generator, dtype=torch.float64)
+            if rank in (None, other) and part != "nothing":
+                loss = model(x, chosen).square().mean() / (SIZE if rank is None else 1)
+                if part == "all":
+                    loss.backward()
+        optimizer.step()
+    return values_of(model)
+
+
+@pytest.mark.parametrize("seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8, 258))])
+def test_ranks_may_leave_out_modules(seed: int) -> None:
+    expected, actual = _train_choosing(seed, None, 4), _train_choosing(seed, dear.rank(), 4)
+    for mine, value in zip(actual, expected, strict=True):
+        torch.testing.assert_close(mine, value, rtol=1e-11, atol=1e-12)
+
+
+def test_a_model_is_used_through_its_methods() -> None:
+    """No forward of the whole model tells where a pass begins."""
+
+    class Pair(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH)
+
+        def encode(self, x: torch.Tensor) -> torch.Tensor:
+            return self.second(torch.relu(self.first(x)))
+
+    def train(distributed: bool) -> list[torch.Tensor]:
+        torch.default_generator.manual_seed(5)
+        model = Pair().double()
+        optimizer: Any = torch.optim.SGD(model.parameters(), 0.1)
+        if distributed:
+            optimizer = fsdp.DistributedOptimizer(optimizer, model, threshold_mb=0.001)
+        for step in range(3):
+            optimizer.zero_grad()
+            x = torch.full((2, WIDTH), 0.1 * step + 1, dtype=torch.float64)
+            with torch.no_grad():
+                model.encode(x)
+            model.encode(x).square().mean().backward()
+            optimizer.step()
+        return values_of(model)
+
+    for mine, value in zip(train(True), train(False), strict=True):
+        torch.testing.assert_close(mine, value, rtol=1e-12, atol=1e-12)
+
+
+def test_what_fsdp_cannot_do_is_said() -> None:
+    model = torch.nn.Sequential(torch.nn.Embedding(8, 4, max_norm=1.0), torch.nn.Linear(4, 4))
+    with pytest.raises(ValueError, match=r"'0' has max_norm=1\.0"):
+        fsdp.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    plain = torch.nn.Linear(4, 4)
+    with pytest.raises(TypeError, match="needs the module, and was given NoneType"):
+        fsdp.DistributedOptimizer(torch.optim.SGD(plain.parameters(), 0.1))
+    with pytest.raises(ValueError, match="whole_mb should be above 0"):
+        fsdp.DistributedOptimizer(torch.optim.SGD(plain.parameters(), 0.1), plain, whole_mb=0)
+
+
+def test_a_second_backward_over_the_same_layers_says_what_to_do() -> None:
+    model, optimizer = trained("fsdp")
+    optimizer.zero_grad()
+    local_loss(model).backward()
+    with pytest.raises(RuntimeError, match="backward_passes_per_step"):
+        local_loss(model).backward()
