@@ -71,6 +71,9 @@ class Unsharder(Feature):
         self._again = False  # this backward makes a graph, which another one may go through
         self._came: dict[Bucket, set[int]] = {}  # slots whose gradients this backward has brought
         self._of_module: dict[torch.nn.Module, tuple[Bucket, ...]] = {}
+        self._holders: dict[Bucket, set[torch.nn.Module]] = {}  # the modules that have its parameters …
+        self._left: dict[Bucket, set[torch.nn.Module]] = {}  # … and those of them whose forward is over in this pass
+        self._tied: set[Bucket] = set()  # have parameters of several modules, and stay until the last one is left
         self._slots: dict[int, Slot] = {}  # by the parameter's id
         self._expected: dict[int, Slot] = {}  # by number, whose gradients may come in several parts
         self.whole_now = False  # see :meth:`open`
@@ -95,7 +98,20 @@ class Unsharder(Feature):
         self._numbers = {bucket: number for number, bucket in enumerate(freed)}
         self._of_module.clear()
         self._revealed.clear()
+        self._hold()
         self._sweeps = self._plan()
+
+    def _hold(self) -> None:
+        self._holders, self._tied = {bucket: set() for bucket in self._buckets}, set()
+        seen: set[int] = set()
+        for module in () if self._model is None else self._model.modules():
+            for parameter in dict.values(module._parameters):
+                slot = self._slots.get(id(parameter))
+                if slot is not None and slot.bucket is not None:
+                    self._holders[slot.bucket].add(module)
+                    if id(parameter) in seen:
+                        self._tied.add(slot.bucket)
+                    seen.add(id(parameter))
 
     def _plan(self) -> Sweeps:
         return Sweeps([bucket.nbytes for bucket in self._buckets], self.room)
@@ -121,6 +137,7 @@ class Unsharder(Feature):
     def _begin_forward(self, *, trains: bool) -> None:
         self._participants.passes("forward", trains=trains)
         self._latest = -1
+        self._left.clear()
         if self.stale:
             self._carry_out(self._sweeps.replaced())
             self.stale = False
@@ -162,8 +179,15 @@ class Unsharder(Feature):
             if not nodes and self._frames:
                 self._frames[-1].awaited += awaited
         for bucket in frame.used:
-            if not any(bucket in each.used for each in self._frames):
+            left = self._left.setdefault(bucket, set())
+            if module in self._holders[bucket]:
+                left.add(module)
+            if any(bucket in each.used for each in self._frames):
+                continue
+            if len(left) == len(self._holders[bucket]):
                 self._carry_out(self._sweeps.done(self._numbers[bucket]))
+            elif bucket not in self._tied:
+                self._sweeps.rests(self._numbers[bucket])
 
     def _own(self, module: torch.nn.Module) -> tuple[Bucket, ...]:
         found = self._of_module.get(module)

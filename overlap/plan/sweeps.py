@@ -37,9 +37,9 @@ class Do(NamedTuple):
 
 
 class _State(Enum):
-    AHEAD = auto()  # gathered, and not asked for in this sweep
-    USED = auto()  # asked for, and its use is not over
-    DONE = auto()
+    AHEAD = auto()  # gathered, and not used at this moment; freed only where what is used now needs the room
+    USED = auto()  # not freed
+    DONE = auto()  # freed where something may be gathered ahead
 
 
 class Sweeps:
@@ -124,8 +124,13 @@ class Sweeps:
         self._there[bucket] = _State.USED
         return acts + self._ahead()
 
+    def rests(self, bucket: int) -> None:
+        """The bucket is not used at this moment, and may be used again in this pass."""
+        if self._there.get(bucket) is _State.USED:
+            self._there[bucket] = _State.AHEAD
+
     def done(self, bucket: int) -> list[Do]:
-        """The bucket is not used any more, for the time being."""
+        """The bucket is not used any more in this pass."""
         if self._there.get(bucket) is _State.USED:
             del self._there[bucket]
             self._there[bucket] = _State.DONE  # the last one now
