@@ -106,9 +106,9 @@ def DistributedOptimizer(
         threshold_mb: layers are fused, in the order in which the model defines them, while a bucket stays below this many
             MB (2^20 bytes); 0: a bucket for each layer. ``"auto"``: what the environment variable ``DEAR_THRESHOLD_MB``
             says; else a 32nd of the parameters that are trained, at least 1 and at most 25.
-        whole_mb: the MB of parameters that a rank may have whole at a time, gathered ahead of their use or not freed yet,
-            and of gradients that may be on their way. More are only where a module uses more at once. ``"auto"``: four
-            times the largest bucket.
+        whole_mb: the MB of parameters that a rank may have whole beside those that are used at the moment: gathered ahead
+            of their use, or not freed yet. As much of the gradients may be on its way. ``"auto"``: four buckets of the
+            median size.
         elementwise: this, and `per_parameter`, `sync_start`, `poison`, `broadcast_buffers`, `check_every`,
             `on_nonfinite`: see :class:`overlap.optimizer.arguments.SharedArguments`.
 

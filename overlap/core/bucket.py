@@ -16,7 +16,7 @@ from overlap.core.flat_buffer import FlatBuffer
 from overlap.core.gates.holders import Strangers
 from overlap.core.handles import Watch
 from overlap.core.master_weights import MakeMaster, MasterWeights
-from overlap.plan.partition import gaps, pieces
+from overlap.plan.partition import pieces
 from overlap.plan.plan import BucketPlan
 from overlap.plan.strategy import Collectives
 from overlap.transport.communicator import Communicator, ReduceOp, Start, Wide, Work
@@ -328,12 +328,12 @@ class Bucket:
         self.meets = all(self.shares) if plan.sharded else bool(spec.padded_numel)
         self.own = spec.own(rank, world_size)
         share = self.own if plan.sharded else slice(0, spec.padded_numel)
-        self.gradients = FlatBuffer(spec, share, first.dtype, first.device, apart=plan.sharded)
+        self.gradients = FlatBuffer(spec, share, first.dtype, first.device, apart=plan.sharded, freed=plan.freed)
         for place, slot in enumerate(slots):
             slot.move_in(self, self.gradients.view(place, slot.param))
         self.master: MasterWeights | None = None
         if plan.sharded:
-            self.parameters = FlatBuffer(spec, share, first.dtype, first.device, apart=plan.freed)
+            self.parameters = FlatBuffer(spec, share, first.dtype, first.device, apart=plan.freed, freed=plan.freed)
             self.adopt()
             if plan.freed:
                 self._free()
@@ -411,8 +411,6 @@ class Bucket:
     def _free(self) -> None:
         """Keep this rank's share, of parameters that were just adopted."""
         self.parameters.shard.copy_(self.parameters.whole[self.own])
-        numels = [slot.param.numel() for slot in self.slots]
-        self._gaps = [self.gradients.whole[gap] for gap in gaps(self.spec, numels)]
         for place, slot in enumerate(self.slots):
             whole = self.parameters.view(place, slot.param)
             if slot.freed is None:
@@ -445,12 +443,16 @@ class Bucket:
             assert slot.freed is not None
             slot.param.data = slot.freed.whole
 
-    def conceal(self) -> None:
-        """Parameters are away, and their memory is free."""
+    def conceal(self, *, poison: bool = False) -> None:
+        """Parameters are away, and their memory is free; with `poison`, it is NaN instead."""
         for slot in self.slots:
             assert slot.freed is not None
             slot.param.data = slot.freed.away
-        self.parameters.free()
+        if poison:
+            self.parameters.whole.fill_(math.nan)
+            self.parameters.there = False
+        else:
+            self.parameters.free()
 
     def _refuse_replaced(self) -> None:
         for slot in self.slots:
@@ -460,12 +462,6 @@ class Bucket:
                     f"the memory of parameter {slot.name!r} was replaced (p.data = …), and each rank keeps a share of it "
                     "elsewhere: load values by model.load_state_dict(), on every rank"
                 )
-
-    def fill_gaps(self) -> None:
-        """Make zero what no gradient takes of the buffer, which is about to be reduced."""
-        self.gradients.restore()
-        for gap in self._gaps:
-            gap.zero_()
 
     def settle(self) -> None:
         """Await the reduction, if it is on its way."""

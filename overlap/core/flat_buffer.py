@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import mmap
+
 import torch
 
 from overlap.plan.partition import BucketSpec
@@ -10,21 +13,37 @@ from overlap.transport.memory import view_like
 
 __all__ = ["FlatBuffer"]
 
+_LARGE_PAGE = 2**21
+
 
 class FlatBuffer:
     """The tensors of a bucket, laid out as `spec` says, in `whole`; the elements `own` of it, which are this rank's, in
     `shard`.
 
-    1-D tensors of one type, zeros at first. `shard` shows the memory of `whole`, unless it is to lie `apart`.
+    1-D tensors of one type, zeros at first. `shard` shows the memory of `whole`, unless it is to lie `apart`. A buffer of
+    the host that is `freed` gives its pages back between uses, and keeps its address.
     """
 
-    __slots__ = ("own", "shard", "spec", "whole")
+    __slots__ = ("_pages", "own", "shard", "spec", "there", "whole")
 
     def __init__(
-        self, spec: BucketSpec, own: slice, dtype: torch.dtype, device: torch.device, *, apart: bool = False
+        self,
+        spec: BucketSpec,
+        own: slice,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        apart: bool = False,
+        freed: bool = False,
     ) -> None:
         self.spec, self.own = spec, own
-        self.whole = torch.zeros(spec.padded_numel, dtype=dtype, device=device)
+        self.there = True  # `whole` has memory
+        self._pages: mmap.mmap | None = None
+        if freed:
+            self._pages, start = _pages(spec.padded_numel * dtype.itemsize)
+            self.whole = torch.frombuffer(self._pages, dtype=dtype, count=spec.padded_numel, offset=start)
+        else:
+            self.whole = torch.zeros(spec.padded_numel, dtype=dtype, device=device)
         cut_when_pickled(self.whole)
         self.shard = torch.zeros(own.stop - own.start, dtype=dtype, device=device) if apart else self.whole[own]
 
@@ -32,20 +51,31 @@ class FlatBuffer:
         """The tensor at `place` of the bucket, shaped and laid out as `like`; see :func:`view_like`."""
         return view_like(self.whole, self.spec.offsets[place], like)
 
-    @property
-    def there(self) -> bool:
-        """Whether `whole` has memory."""
-        return self.whole.untyped_storage().nbytes() > 0
-
     def free(self) -> None:
-        """Give back the memory of `whole` until :meth:`restore`. Views of it stay, and nobody may read them."""
-        self.whole.untyped_storage().resize_(0)
+        """Give back the pages of `whole`, which reads as zeros then, until :meth:`restore`."""
+        assert self._pages is not None, "only a freed buffer has pages of its own"
+        self._pages.madvise(mmap.MADV_DONTNEED)
+        self.there = False
 
     def restore(self) -> None:
-        """Give `whole` memory of undefined contents, where it has none."""
-        if not self.there:
-            self.whole.untyped_storage().resize_(self.whole.nbytes)
+        """Let `whole` be written to again: it takes pages as that happens."""
+        self.there = True
 
     def release(self) -> None:
         """Give up the memory, for good."""
         self.whole = self.shard = self.whole.new_empty(0)
+        self._pages = None
+
+
+def _pages(nbytes: int) -> tuple[mmap.mmap, int]:
+    """Zeros beside the C library's heap, where memory that comes and goes would leave holes, and where in it they begin.
+
+    In large pages where those fit: pages are zeroed each time they are taken, and a large one in a tenth of the time.
+    """
+    spare = _LARGE_PAGE if nbytes >= _LARGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE") else 0
+    pages = mmap.mmap(-1, nbytes + spare, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if not spare:
+        return pages, 0
+    with contextlib.suppress(OSError):  # a kernel without them
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return pages, -torch.frombuffer(pages, dtype=torch.uint8).data_ptr() % _LARGE_PAGE

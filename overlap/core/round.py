@@ -9,7 +9,6 @@ ranks agree on in `overlap.core.closing`.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Sequence
 from enum import Enum, auto
 from operator import attrgetter
@@ -20,6 +19,7 @@ from overlap.core.bucket import Bucket, Phase, Slot, TooManyGradients, changed, 
 from overlap.core.buckets.planner import Planner
 from overlap.core.feature import Feature, listeners
 from overlap.core.gathering import Transit
+from overlap.core.gradient_memory import GradientMemory
 from overlap.core.other_wrappers import other_wrapper
 from overlap.core.participants import Participants
 from overlap.core.unsharding import Unsharder
@@ -83,13 +83,13 @@ class Round:
     ) -> None:
         self.slots, self.order, self.passes = planner.slots, planner.order, passes
         self._planner, self._reductions, self._exchange = planner, tuple(reductions), exchange
-        self._transit, self._unsharder, self._participants = transit, unsharder, participants
+        self._transit, self._participants = transit, participants
         self._hold_last, self._ordered, self._deferred = hold_last, ordered, deferred
         self._on_filled = listeners(features, "filled")
         self._on_verify = listeners(features, "verify")
         self.on_used, self._on_ended = listeners(features, "used"), listeners(features, "ended")
         self._next, self._origin = 0, Origin()
-        self._flying = deque[Bucket]()  # freed ones, whose gradients are on their way
+        self._gradient_memory = GradientMemory(lambda: unsharder.room)
         self._streams = reductions[0].streams
         self._written_on = set[int]()  # streams that have put gradients of this round into buckets
         self._factor = -1, 1.0  # of a round, what its averages are multiplied by
@@ -217,7 +217,7 @@ class Round:
         if self._streams is not None and len(self._written_on) > 1:
             self._streams.follow(self._written_on)  # backward computes a gradient on the stream that its forward used
         if bucket.freed:
-            self._make_room(bucket)
+            self._gradient_memory.take(bucket)
         if not self._exchange.plain:
             self._exchange.load(bucket)
         participants = self._participants
@@ -226,16 +226,6 @@ class Round:
         bucket.round = participants.round
         bucket.collectives.reduce(self._reductions[bucket.lane], bucket)
         bucket.advance(Phase.REDUCING)
-
-    def _make_room(self, bucket: Bucket) -> None:
-        """Before one more freed bucket goes: await those before it whose gradients take too much memory.
-
-        All ranks have issued, or will without waiting for this one, what is awaited here.
-        """
-        bucket.fill_gaps()
-        self._flying.append(bucket)
-        while len(self._flying) > 1 and sum(each.nbytes for each in self._flying) > self._unsharder.room:
-            self._flying.popleft().settle()
 
     def _launch_full(self, held_back: int) -> None:
         order, last = self.order, len(self.order) - held_back
@@ -363,6 +353,7 @@ class Round:
         With `zeros`, a ``.grad`` that shows a bucket becomes zeros of its own, as the bucket is in use until then.
         """
         self._arrive_left()
+        self._gradient_memory.give_up()
         for slot in self.slots:
             slot.filled = slot.filled or slot.bucket is not None  # whatever is there: nothing becomes of it
             if zeros and slot.param.grad is not None:
@@ -411,7 +402,7 @@ class Round:
         self.stage = Stage.LOCAL
         self.begun = self.held = False
         self._written_on.clear()
-        self._flying.clear()
+        self._gradient_memory.end_round()
         self.unscaled, self.scales = self.scales, {}
 
     @torch.no_grad()

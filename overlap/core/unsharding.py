@@ -9,9 +9,12 @@ runs is noted in its frame, so that backward finds it also where another module'
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
@@ -22,12 +25,13 @@ from overlap.core.feature import Feature
 from overlap.core.participants import Participants
 from overlap.plan.sweeps import Act, Do, Sweeps
 from overlap.transport.communicator import Communicator
+from overlap.transport.objects import broadcast_object
 from overlap.transport.work import Work, arrive
 
 __all__ = ["Unsharder"]
 
 _UNKNOWN = 2**30  # gradients in one backward pass
-_AHEAD = 4  # so many of the largest bucket may be whole
+_AHEAD = 4  # so many buckets, of the size that is usual, may be whole beside those that are used
 
 
 class _Frame:
@@ -43,20 +47,22 @@ class _Frame:
 class Unsharder(Feature):
     """The freed buckets of one optimizer, gathered over `lanes`.
 
-    `model`, where the script gave one, is what a pass begins with; of its parameters `room` bytes may be whole. With
-    `poison`, memory is NaN before it is gathered and when it is freed. All methods: on one rank, unless they say so.
+    `model`, where the script gave one, is what a pass begins with; beside what is used, `room` bytes of its parameters may
+    be whole. `comm` is for what its ranks agree on. With `poison`, memory is NaN before it is gathered and when it is
+    freed. All methods: on one rank, unless they say so.
     """
 
     def __init__(
         self,
         lanes: Sequence[Communicator],
         model: torch.nn.Module | None,
+        comm: Communicator,
         participants: Participants,
         room: int | None,
         *,
         poison: bool,
     ) -> None:
-        self._participants = participants
+        self._comm, self._participants = comm, participants
         self._lanes, self._model, self._room, self._poison = tuple(lanes), model, room, poison
         self.active = False  # there are freed buckets
         self._buckets: list[Bucket] = []  # in the order of their use
@@ -71,9 +77,15 @@ class Unsharder(Feature):
         self._again = False  # this backward makes a graph, which another one may go through
         self._came: dict[Bucket, set[int]] = {}  # slots whose gradients this backward has brought
         self._of_module: dict[torch.nn.Module, tuple[Bucket, ...]] = {}
-        self._holders: dict[Bucket, set[torch.nn.Module]] = {}  # the modules that have its parameters …
-        self._left: dict[Bucket, set[torch.nn.Module]] = {}  # … and those of them whose forward is over in this pass
-        self._tied: set[Bucket] = set()  # have parameters of several modules, and stay until the last one is left
+        self._holders: dict[Bucket, set[torch.nn.Module]] = {}  # the modules that have its parameters
+        self._left: Counter[torch.nn.Module] = Counter()  # how often their forward is over in this pass
+        self._learned = False  # from a pass of rank 0's: the order in which modules are used, and how often each is
+        self._seen: list[tuple[torch.nn.Module, bool]] = []  # which were entered, and left, in the first pass
+        self._passes = 0
+        self._entered: dict[torch.nn.Module, float] = {}  # when it is first entered, in that order …
+        self._over: dict[torch.nn.Module, float] = {}  # … and left for the last time
+        self._uses: dict[torch.nn.Module, int] = {}
+        self._now = -1.0  # when, in that order, the module was entered that this pass has come to
         self._slots: dict[int, Slot] = {}  # by the parameter's id
         self._expected: dict[int, Slot] = {}  # by number, whose gradients may come in several parts
         self.whole_now = False  # see :meth:`open`
@@ -81,10 +93,10 @@ class Unsharder(Feature):
 
     @property
     def room(self) -> int:
-        """Bytes of parameters that may be whole, or of gradients that may be on their way."""
+        """Bytes of parameters that may be whole beside those that are used, or of gradients that may be on their way."""
         if self._room is not None:
             return self._room
-        return _AHEAD * max((bucket.nbytes for bucket in self._buckets), default=0)
+        return _AHEAD * int(median([bucket.nbytes for bucket in self._buckets] or [0]))
 
     def planned(self, order: Sequence[Bucket]) -> None:
         freed = [bucket for bucket in reversed(order) if bucket.freed]
@@ -102,19 +114,43 @@ class Unsharder(Feature):
         self._sweeps = self._plan()
 
     def _hold(self) -> None:
-        self._holders, self._tied = {bucket: set() for bucket in self._buckets}, set()
-        seen: set[int] = set()
+        self._holders = {bucket: set() for bucket in self._buckets}
+        self._entered.clear()
+        self._learned, self._passes = False, 0
         for module in () if self._model is None else self._model.modules():
-            for parameter in dict.values(module._parameters):
-                slot = self._slots.get(id(parameter))
-                if slot is not None and slot.bucket is not None:
-                    self._holders[slot.bucket].add(module)
-                    if id(parameter) in seen:
-                        self._tied.add(slot.bucket)
-                    seen.add(id(parameter))
+            for bucket in self._own(module):
+                self._holders[bucket].add(module)
+                self._entered[module] = -1.0
 
     def _plan(self) -> Sweeps:
-        return Sweeps([bucket.nbytes for bucket in self._buckets], self.room)
+        return Sweeps([bucket.nbytes for bucket in self._buckets], self.room, self._passed)
+
+    def _passed(self, number: int) -> bool:
+        """Whether all modules with parameters of the bucket come before the one that this pass has come to."""
+        return self._learned and all(self._over[each] < self._now for each in self._holders[self._buckets[number]])
+
+    def _learn(self) -> None:
+        """Take over the order in which rank 0 has used modules in its first pass. On every rank, between passes."""
+        modules = list(self._entered)
+        numbers = {module: number for number, module in enumerate(modules)}
+        mine = [(numbers[module], enters) for module, enters in self._seen]
+        seen: list[tuple[int, bool]] = broadcast_object(self._comm, mine, 0)
+        self._seen.clear()
+        if not seen:
+            self._passes = 0
+            return
+        self._learned = True
+        moments = [(float(at), modules[number], enters) for at, (number, enters) in enumerate(seen)]
+        self._uses = dict(Counter(module for _, module, enters in moments if enters))
+        first = {module: at for at, module, enters in reversed(moments) if enters}
+        at = -1.0
+        for module in modules:  # what rank 0 has left out comes behind its neighbour, and may be used at any time
+            at = self._entered[module] = first.get(module, at)
+        self._over = dict.fromkeys(modules, math.inf) | {module: at for at, module, enters in moments if not enters}
+        entered = self._entered
+        self._buckets.sort(key=lambda bucket: min((entered[each] for each in self._holders[bucket]), default=math.inf))
+        self._numbers = {bucket: number for number, bucket in enumerate(self._buckets)}
+        self._sweeps = self._plan()
 
     # - A module's forward
 
@@ -129,6 +165,10 @@ class Unsharder(Feature):
             self._begin_forward(trains=torch.is_grad_enabled())
         frame = _Frame()
         self._frames.append(frame)
+        if module in self._entered:
+            self._now = max(self._now, self._entered[module])
+            if self._passes == 1 and not self._learned:
+                self._seen.append((module, True))
         for bucket in mine:
             self._use(bucket, frame)
         if not torch.is_grad_enabled() and len(self._frames) > 1:
@@ -136,7 +176,8 @@ class Unsharder(Feature):
 
     def _begin_forward(self, *, trains: bool) -> None:
         self._participants.passes("forward", trains=trains)
-        self._latest = -1
+        self._latest, self._now = -1, -1.0
+        self._passes += 1
         self._left.clear()
         if self.stale:
             self._carry_out(self._sweeps.replaced())
@@ -178,15 +219,16 @@ class Unsharder(Feature):
                 node.register_prehook(partial(self._await, awaited, module))
             if not nodes and self._frames:
                 self._frames[-1].awaited += awaited
+        if module in self._entered:
+            self._left[module] += 1
+            if self._passes == 1 and not self._learned:
+                self._seen.append((module, False))
         for bucket in frame.used:
-            left = self._left.setdefault(bucket, set())
-            if module in self._holders[bucket]:
-                left.add(module)
             if any(bucket in each.used for each in self._frames):
                 continue
-            if len(left) == len(self._holders[bucket]):
+            if all(self._left[each] >= self._uses.get(each, 1) for each in self._holders[bucket]):
                 self._carry_out(self._sweeps.done(self._numbers[bucket]))
-            elif bucket not in self._tied:
+            else:
                 self._sweeps.rests(self._numbers[bucket])
 
     def _own(self, module: torch.nn.Module) -> tuple[Bucket, ...]:
@@ -283,6 +325,10 @@ class Unsharder(Feature):
         self._frames.clear()
         self._backward = False
         self._latest = -1
+        self._carry_out(self._sweeps.over())
+        if not self._learned and self._model is not None:
+            self._learn()
+            self._carry_out(self._sweeps.over())
         self._carry_out(self._sweeps.updated())
 
     def over(self) -> None:
@@ -317,6 +363,7 @@ class Unsharder(Feature):
 
     def give_back(self) -> None:
         """Make parameters whole for good. On every rank."""
+        self.over()
         self.open()
         for bucket in self._buckets:
             for slot in bucket.slots:
@@ -361,9 +408,7 @@ class Unsharder(Feature):
     def _free(self, bucket: Bucket) -> None:
         self._land(bucket)
         self._revealed.discard(bucket)
-        if self._poison:
-            bucket.parameters.whole.fill_(float("nan"))
-        bucket.conceal()
+        bucket.conceal(poison=self._poison)
 
 
 def _has_node(value: Any) -> bool:

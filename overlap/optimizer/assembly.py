@@ -227,7 +227,7 @@ def _assemble(
     transit = Transit(members.gathers, poison=poison)
     rounds = JoinRounds(comm, members.ranks, joined_ranks_of(session), slots, shared_order=not strategy.ordered)
     room = None if strategy.whole_mb is None else int(strategy.whole_mb * 2**20)
-    unsharder = Unsharder(members.gathers, model, rounds, room, poison=poison and comm.size > 1)
+    unsharder = Unsharder(members.gathers, model, comm, rounds, room, poison=poison and comm.size > 1)
     every = session.settings.check_every if arguments.check_every is None else arguments.check_every
     compares = EarlyReplicaCheck if updates is Updates.EAGER else ReplicaCheck
     alike = named_parameters_of(model, slots)

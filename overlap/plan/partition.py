@@ -10,7 +10,6 @@ __all__ = [
     "BucketSpec",
     "TensorSpec",
     "fuse",
-    "gaps",
     "lane_of",
     "layout",
     "owned",
@@ -170,13 +169,6 @@ def owned(buckets: Sequence[BucketSpec], world_size: int) -> tuple[BucketSpec, .
         replace(bucket, counts=tuple(bucket.padded_numel * (rank == index % world_size) for rank in range(world_size)))
         for index, bucket in enumerate(buckets)
     )
-
-
-def gaps(spec: BucketSpec, numels: Sequence[int]) -> list[slice]:
-    """What no tensor, of so many elements, takes of the bucket's flat buffer."""
-    ends = [0, *(offset + numel for offset, numel in zip(spec.offsets, numels, strict=True))]
-    starts = [*spec.offsets, spec.padded_numel]
-    return [slice(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
 
 
 def pieces(spec: BucketSpec, numels: Sequence[int], shard: slice) -> list[tuple[int, tuple[int, int], slice]]:

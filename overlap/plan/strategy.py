@@ -56,7 +56,7 @@ class Strategy(ABC):
     carries: bool = False  # hands `wide_gradients` and `wide_parameters` of buckets on to the communicator
     residency: Residency = Residency.KEPT  # of the buckets that are sharded
     learns: bool = True  # plans after the first iteration; else when it is made, from the order of the model's modules
-    whole_mb: float | None = None  # of freed buckets, how much may be whole at a time; None: four times the largest
+    whole_mb: float | None = None  # of freed buckets, how much may be whole beside what is used; None: four of them
     complete: bool = True  # False: parts of the communication are left out, for time breakdowns
 
     @property

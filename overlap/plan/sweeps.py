@@ -10,7 +10,7 @@ issue the same gathers in the same order, also where one of them leaves modules 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from typing import NamedTuple
 
@@ -37,22 +37,22 @@ class Do(NamedTuple):
 
 
 class _State(Enum):
-    AHEAD = auto()  # gathered, and not used at this moment; freed only where what is used now needs the room
-    USED = auto()  # not freed
-    DONE = auto()  # freed where something may be gathered ahead
+    AHEAD = auto()  # gathered, and to be used
+    USED = auto()  # used at this moment
+    DONE = auto()  # not used any more in this pass, so it may be freed
 
 
 class Sweeps:
-    """Decides for buckets of `nbytes`, numbered in the order of their use in forward, of which `room` bytes may be whole.
+    """Decides for buckets of `nbytes`, numbered in the order of their use in forward.
 
-    More are only where more are used at a time, or are to be used in backward once more. Methods return what to do, in
-    this order.
+    Beside those that are used, so many bytes as there is `room` for may be whole at a time, or one larger bucket; more only
+    where backward is going to use them once more. `passed` tells whether a forward pass is past all uses of a bucket that
+    it has left out. Methods return what to do, in this order.
     """
 
-    def __init__(self, nbytes: Sequence[int], room: int) -> None:
-        self._nbytes, self._room = tuple(nbytes), room
+    def __init__(self, nbytes: Sequence[int], room: int, passed: Callable[[int], bool] = lambda _bucket: False) -> None:
+        self._nbytes, self._room, self._passed = tuple(nbytes), room, passed
         self._there: dict[int, _State] = {}  # the longest there first
-        self._total = 0  # bytes that are there
         self._used: set[int] = set()  # in forward, since the last update
         self._last = self._end_of_forward()
         self._kept = False  # those of `_last` are there, from a forward sweep of the values in force
@@ -118,14 +118,23 @@ class Sweeps:
                 acts += [*self._finish(), *self._start(sweep)]
                 self._entered = self._trains = True
             while bucket not in self._there:
+                self._leave_out()
                 acts += self._gather()
         if self._sweep is Sweep.FORWARD:
             self._used.add(bucket)
         self._there[bucket] = _State.USED
+        self._leave_out()
         return acts + self._ahead()
 
+    def _leave_out(self) -> None:
+        """What this pass has come past without using it, or backward need not use, is done with."""
+        for bucket, state in self._there.items():
+            left_out = self._passed(bucket) if self._sweep is Sweep.FORWARD else bucket not in self._used
+            if state is _State.AHEAD and left_out:
+                self._there[bucket] = _State.DONE
+
     def rests(self, bucket: int) -> None:
-        """The bucket is not used at this moment, and may be used again in this pass."""
+        """The bucket is not used at this moment, and is going to be once more in this pass."""
         if self._there.get(bucket) is _State.USED:
             self._there[bucket] = _State.AHEAD
 
@@ -189,7 +198,7 @@ class Sweeps:
     def _ahead(self) -> list[Do]:
         acts: list[Do] = []
         while self._next < len(self._order):
-            freed, fits = self._make_room(self._nbytes[self._order[self._next]], (_State.DONE,))
+            freed, fits = self._make_room(self._order[self._next])
             acts += freed
             if not fits:
                 break
@@ -198,31 +207,25 @@ class Sweeps:
 
     def _gather(self) -> list[Do]:
         bucket = self._order[self._next]
-        acts, _ = self._make_room(self._nbytes[bucket], (_State.DONE, _State.AHEAD))
+        acts, _ = self._make_room(bucket)
         self._next += 1
         if bucket not in self._there:  # else it is used at this moment; the others may need it all the same
             self._there[bucket] = _State.AHEAD
-            self._total += self._nbytes[bucket]
         return [*acts, Do(Act.GATHER, bucket)]
 
-    def _make_room(self, nbytes: int, states: Sequence[_State]) -> tuple[list[Do], bool]:
-        """Free what is in one of `states`, until as many bytes fit; and whether they do."""
+    def _make_room(self, bucket: int) -> tuple[list[Do], bool]:
+        """Free what is done with, until `bucket` fits; and whether it does."""
         acts: list[Do] = []
-        for state in states:
-            for bucket in [each for each, found in self._there.items() if found is state]:
-                if self._total + nbytes <= self._room:
-                    break
-                if not self._stays(bucket):
-                    acts.append(self._free(bucket))
-        return acts, self._total + nbytes <= self._room
-
-    def _stays(self, bucket: int) -> bool:
-        """Whether this sweep, or the backward that follows it, is going to use the bucket."""
-        if self._sweep is Sweep.FORWARD:
-            return bucket in self._last
-        return self._there[bucket] is not _State.DONE and bucket in self._used  # recomputed, say
+        taken = sum(self._nbytes[each] for each, state in self._there.items() if state is not _State.USED)
+        left = max(0, self._room - self._nbytes[bucket])
+        for each in [each for each, state in self._there.items() if state is _State.DONE]:
+            if taken <= left:
+                break
+            if self._sweep is Sweep.BACKWARD or each not in self._last:
+                acts.append(self._free(each))
+                taken -= self._nbytes[each]
+        return acts, taken <= left
 
     def _free(self, bucket: int) -> Do:
         del self._there[bucket]
-        self._total -= self._nbytes[bucket]
         return Do(Act.FREE, bucket)
