@@ -59,12 +59,13 @@ class Fsdp2(Method):
     """FSDP2; ``reshard`` is ``reshard_after_forward``: parameters are freed then, and gathered again for backward.
 
     A unit's parameters are gathered, and its gradients reduced, in one operation. ``unit_layers``: it is so many
-    neighbouring layers (torch 2.5 or newer); None: a module of at most 25 MB, as DDP's buckets are.
+    neighbouring layers (torch 2.5 or newer); None: a module of at most 25 MB, as DDP's buckets are. ``prefetch``: so many
+    units are gathered ahead, in forward and in backward; None: as torch does by itself.
     """
 
     name = "fsdp2"
     launchers = ("torchrun", "mpi")
-    defaults: ClassVar[Mapping[str, Any]] = {"reshard": True, "unit_layers": None}
+    defaults: ClassVar[Mapping[str, Any]] = {"reshard": True, "unit_layers": None, "prefetch": None}
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         super().__init__(options)
@@ -80,13 +81,20 @@ class Fsdp2(Method):
         mesh = init_device_mesh(self._device, (torch.distributed.get_world_size(),))
         reshard = bool(self.options["reshard"])
         count = self.options["unit_layers"]
+        made: list[Any] = []
         if count is not None:
             for several in layers(model, int(count)):
                 fully_shard(several, mesh=mesh, reshard_after_forward=reshard)
+                made.append(several[0])
         else:
             for unit in units(model, _UNIT_BYTES):
                 if unit is not model:
                     fully_shard(unit, mesh=mesh, reshard_after_forward=reshard)
+                    made.append(unit)
+        ahead = int(self.options["prefetch"] or 0)
+        for number, unit in enumerate(made if ahead else ()):
+            unit.set_modules_to_forward_prefetch(made[number + 1 : number + 1 + ahead])
+            unit.set_modules_to_backward_prefetch(made[max(0, number - ahead) : number][::-1])
         fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
         build, arguments = make
         return model, build(model.parameters(), **arguments)

@@ -188,7 +188,7 @@ class Engine:
                 "dear.whole(model):`, on every rank; model.state_dict() has whole values, too"
             )
 
-    def _enter(self, module: torch.nn.Module, *_inputs: object) -> None:
+    def _enter(self, module: torch.nn.Module, *inputs: object) -> None:
         observer, transit = self.arrangement.observer, self.transit
         since = None if self._clock is None else self._clock.now()
         if self._capturing is not None and self._capturing():
@@ -213,6 +213,11 @@ class Engine:
                         self._early.read(slot)
                     transit.arrive(bucket)
         if self.unsharder.active:
+            if not inputs:  # no hook has called this, but a guard of compiled code
+                raise RuntimeError(
+                    "compiled code reads the parameters of all its modules when it begins, and fsdp has them whole one by "
+                    "one: leave torch.compile out, or use strategy='dear'"
+                )
             self.unsharder.enter(module)
         if self.watcher is not None:
             self.watcher.entered()

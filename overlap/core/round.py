@@ -98,6 +98,9 @@ class Round:
         self.unscaled: dict[int, float] = {}  # … in the round before
         self.begun = False  # a gradient arrived …
         self.held = False  # … and all of this backward's wait for the call that closes the round
+        self.hidden: list[
+            Slot
+        ] = []  # have a gradient in shards, of which `.grad` says nothing while a GradScaler looks
         self.dropped = False  # reductions of a round that was dropped are on their way, in all buckets
 
     @property
@@ -344,6 +347,13 @@ class Round:
                     return
                 self.reduced(bucket)
                 bucket.advance(Phase.REDUCED)
+
+    def show_hidden(self) -> None:
+        """A GradScaler has looked."""
+        for slot in self.hidden:
+            assert slot.freed is not None
+            slot.param.grad = slot.freed.sent
+        self.hidden.clear()
 
     # - The round ends
 

@@ -68,6 +68,11 @@ def reveal_infinities(averages: Averages) -> None:
     engine.participants.announce("reveal")
     whole = [values_of(param.grad) for param in averages.alike() if param.grad is not None]
     bad = _any_nonfinite(averages.comm, [*(b.gradients.shard for b in engine.order if b.sharded), *whole])
+    engine.round.hidden = [
+        slot for slot in engine.slots if slot.freed is not None and slot.param.grad is slot.freed.sent
+    ]
+    for slot in engine.round.hidden:
+        slot.param.grad = None  # it stands for one in shards, and a scaler would write to it
     _show_infinity(bad, engine.slots)
     engine.round.advance(Stage.SHOWN)
 
@@ -97,9 +102,6 @@ def _show_infinity(bad: bool, slots: Sequence[Slot]) -> None:
     ]
     if not in_buckets:
         return
-    for slot in in_buckets:
-        if slot.freed is not None:
-            slot.param.grad = None  # it stands for one in shards, and a scaler would write to it
     chosen = next((slot for slot in in_buckets if slot.param.grad is not None), in_buckets[0])
     if chosen.param.grad is None:
         chosen.param.grad = chosen.view if chosen.freed is None else torch.zeros_like(chosen.like)

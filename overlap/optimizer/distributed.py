@@ -265,6 +265,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         new = collect_slots(self._inner, self._model, None, known)[len(known) :]
         synchronize_start(self._everyone, self._inner, None, new, state=False)
         self._engine.add_slots(new)
+        if self._engine.unsharder.active:
+            self._full_state.parameters.attach(self._engine.modules, self._engine.slots)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, as in torch.
@@ -294,6 +296,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """:meth:`step` without the hooks that torch puts around it."""
         # A GradScaler leaves its scale here (None where it has unscaled) and what it found.
         found_inf, scale = vars(self).get("found_inf"), vars(self).get("grad_scale")
+        if self._engine.round.hidden:
+            self._engine.round.show_hidden()
         if found_inf is not None and found_inf > 0:
             self._engine.participants.announce("infinite")
             self._engine.closing.drop_everywhere()

@@ -24,32 +24,33 @@ __all__ = ["WholeParameters"]
 
 
 class WholeParameters:
-    """Hooks on the modules of `engine`'s model that have freed parameters. `share` collects them."""
+    """Hooks on the modules that have parameters of `engine`. `share` collects those that are freed."""
 
     def __init__(self, engine: Engine, share: StateShare) -> None:
         self._engine, self._share = weakref.ref(engine), share
         self._handles: list[RemovableHandle] = []
+        self._named: dict[torch.nn.Module, dict[str, Slot]] = {}
 
     def attach(self, modules: Iterable[torch.nn.Module], slots: Iterable[Slot]) -> None:
-        """Set hooks on those `modules` that have freed ones of `slots`."""
-        freed = {id(slot.param): slot for slot in slots if slot.freed is not None}
+        """Set hooks on those `modules` that have parameters of `slots`, freed now or later. May be repeated."""
+        by_parameter = {id(slot.param): slot for slot in slots}
         for module in modules:
-            named = {
-                name: freed[id(parameter)]
-                for name, parameter in dict.items(module._parameters)
-                if id(parameter) in freed
-            }
-            if named:
+            found = ((name, by_parameter.get(id(param))) for name, param in dict.items(module._parameters))
+            mine = {name: slot for name, slot in found if slot is not None}
+            named = self._named.setdefault(module, {})
+            if mine and not named:
                 self._handles += [
                     module.register_state_dict_post_hook(_Saved(self._collect, named)),
                     _before_loading(module, _Loading(self._meet, named)),
                     module.register_load_state_dict_post_hook(_Loaded(self._take, named)),
                 ]
+            named.update(mine)
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._named.clear()
 
     def _collect(self, slots: list[Slot]) -> dict[int, torch.Tensor]:
         """Whole values, by slot."""

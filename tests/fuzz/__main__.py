@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 import dear
-from tests.fuzz.script import Script, generate, smaller
+from tests.fuzz.script import Script, generate, sharded, smaller
 from tests.fuzz.training import STRATEGIES, check
 from tests.harness import ROOT, Result, run_ranks
 
@@ -23,8 +23,9 @@ def job_seconds(scripts: int) -> float:
 
 
 def script_of(seed: int, ranks: int, strategy: str) -> Script:
-    """The one that `strategy` runs: early updates cannot honour all."""
-    return generate(seed, ranks, plain=strategy == "dear-eager")
+    """The one that `strategy` runs: early updates cannot honour all, nor can sharded parameters."""
+    script = generate(seed, ranks, plain=strategy == "dear-eager")
+    return sharded(script) if strategy == "fsdp" else script
 
 
 def work(seeds: Sequence[int], strategies: Sequence[str], less: Sequence[int]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 
-__all__ = ["LAYERS", "Change", "End", "Kind", "Script", "Step", "Use", "Zero", "generate", "smaller"]
+__all__ = ["LAYERS", "Change", "End", "Kind", "Script", "Step", "Use", "Zero", "generate", "sharded", "smaller"]
 
 LAYERS = 4
 STEPS = 9
@@ -152,6 +152,16 @@ def generate(seed: int, ranks: int, *, plain: bool = False) -> Script:
         tied=chance.random() < 0.3,
         steps=(*steps[:-1], last),
     )
+
+
+def sharded(script: Script) -> Script:
+    """The nearest script in which all ranks make the same passes, and nobody adds by hand to gradients in shards."""
+
+    def even(step: Step) -> Step:
+        passes = tuple(tuple(Use.PART if use is Use.NOTHING else use for use in uses) for uses in step.passes)
+        return replace(step, passes=passes, by_hand=step.by_hand and script.zero is not Zero.NEVER)
+
+    return replace(script, steps=tuple(map(even, script.steps)))
 
 
 def smaller(script: Script) -> Iterator[Script]:

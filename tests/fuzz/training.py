@@ -182,8 +182,9 @@ class _Trainer:
             self.optimizer.add_param_group({"params": list(self.model.extra.parameters()), "lr": 0.02})
             self.model.with_extra = True
         elif change.kind is Kind.SWAP:
-            weight = self.model.layers[change.number].weight
-            weight.data = weight.data.clone()
+            with contextlib.nullcontext() if self.alone else dear.whole(self.model):
+                weight = self.model.layers[change.number].weight
+                weight.data = weight.data.clone()
 
     def _train(self, layer: list[nn.Parameter], ranks: Sequence[int], *, trained: bool) -> None:
         for param in layer:
@@ -196,7 +197,7 @@ class _Trainer:
 
     @property
     def values(self) -> torch.Tensor:
-        return torch.cat([p.detach().flatten() for p in self.model.parameters()])
+        return torch.cat([value.flatten() for value in self.model.state_dict().values()])
 
 
 def train(script: Script, strategy: str, wrap: Callable[..., Any] = dear.DistributedOptimizer) -> list[torch.Tensor]:
