@@ -25,6 +25,7 @@ class GradientMemory:
 
     def __init__(self, room: Callable[[], int]) -> None:
         self._room = room
+        self.used = False
         self._flying: deque[Bucket] = deque()
         self._patience = _FIRST_PATIENCE
         self._longest = 0.0
@@ -32,6 +33,7 @@ class GradientMemory:
 
     def take(self, bucket: Bucket) -> None:
         """`bucket` is about to be reduced."""
+        self.used = True
         bucket.gradients.restore()
         self._flying.append(bucket)
         while len(self._flying) > 1 and sum(each.nbytes for each in self._flying) > self._room():

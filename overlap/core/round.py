@@ -98,9 +98,7 @@ class Round:
         self.unscaled: dict[int, float] = {}  # … in the round before
         self.begun = False  # a gradient arrived …
         self.held = False  # … and all of this backward's wait for the call that closes the round
-        self.hidden: list[
-            Slot
-        ] = []  # have a gradient in shards, of which `.grad` says nothing while a GradScaler looks
+        self.hidden: list[Slot] = []  # whose gradients in shards a GradScaler does not see in `.grad`
         self.dropped = False  # reductions of a round that was dropped are on their way, in all buckets
 
     @property
@@ -412,7 +410,8 @@ class Round:
         self.stage = Stage.LOCAL
         self.begun = self.held = False
         self._written_on.clear()
-        self._gradient_memory.end_round()
+        if self._gradient_memory.used:
+            self._gradient_memory.end_round()
         self.unscaled, self.scales = self.scales, {}
 
     @torch.no_grad()
