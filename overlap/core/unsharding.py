@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from statistics import median
@@ -28,8 +28,9 @@ from overlap.transport.communicator import Communicator
 from overlap.transport.objects import broadcast_object
 from overlap.transport.work import Work, arrive
 
-__all__ = ["Unsharder"]
+__all__ = ["SamePasses", "Unsharder"]
 
+_SERIES = 2**56
 _UNKNOWN = 2**30  # gradients in one backward pass
 _AHEAD = 4  # so many buckets, of the size that is usual, may be whole beside those that are used
 
@@ -88,6 +89,8 @@ class Unsharder(Feature):
         self._now = -1.0  # when, in that order, the module was entered that this pass has come to
         self._slots: dict[int, Slot] = {}  # by the parameter's id
         self._expected: dict[int, Slot] = {}  # by number, whose gradients may come in several parts
+        self.gathered = 0  # operations so far …
+        self.series = 0  # … and a number that stands for their buckets, in this order
         self.whole_now = False  # see :meth:`open`
         self.stale = False  # shards have other values than those gathered ahead, on all ranks
 
@@ -390,6 +393,8 @@ class Unsharder(Feature):
                 self._free(self._buckets[number])
 
     def _gather(self, bucket: Bucket) -> None:
+        self.gathered += 1
+        self.series = (self.series * 31 + bucket.index + 1) % _SERIES
         self._land(bucket)  # where it was gathered already, and is used
         if not bucket.parameters.there:
             bucket.parameters.restore()
@@ -409,6 +414,29 @@ class Unsharder(Feature):
         self._land(bucket)
         self._revealed.discard(bucket)
         bucket.conceal(poison=self._poison)
+
+
+class SamePasses(Feature):
+    """Raises on all ranks, in ``step()`` before anything is updated, where their `unsharder` has not gathered the same."""
+
+    def __init__(self, unsharder: Unsharder) -> None:
+        self._unsharder = unsharder
+
+    def digest(self) -> int:
+        return self._unsharder.series
+
+    def told(self) -> tuple[int, int]:
+        return self._unsharder.gathered, self._unsharder.series
+
+    def difference(self, told: Mapping[int, Any]) -> str:
+        if len(set(told.values())) < 2:
+            return ""
+        counts = ", ".join(f"rank {rank} {count}" for rank, (count, _) in told.items())
+        return (
+            f"ranks have not made the same passes through the model since its last step, and may have used other ranks' "
+            f"buckets for their own (buckets gathered so far: {counts}). Make as many passes on every rank; evaluate on "
+            "one rank alone inside `with dear.whole(model):`, on every rank"
+        )
 
 
 def _has_node(value: Any) -> bool:

@@ -13,6 +13,7 @@ import torch
 import dear
 import fsdp
 from overlap.core.gates.compiled import GUARDS
+from overlap.transport.objects import SignatureMismatch
 from tests.spmd.models import double_model
 from tests.spmd.training import local_loss, same_everywhere, trained, values_of
 from tests.spmd_plugin import SIZE
@@ -213,6 +214,21 @@ def test_a_model_is_used_through_its_methods() -> None:
 
     for mine, value in zip(train(True), train(False), strict=True):
         torch.testing.assert_close(mine, value, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one rank cannot differ from itself")
+def test_a_pass_on_one_rank_alone_is_told_before_anything_is_updated() -> None:
+    """Where others' gathers answer it. Otherwise it waits, and the watchdog says for whom."""
+    model, optimizer = trained("fsdp")
+    before = values_of(model)
+    engine = optimizer._engine
+    optimizer.zero_grad()
+    local_loss(model).backward()
+    engine.unsharder.series += dear.rank()  # as if other buckets had been gathered
+    with pytest.raises(SignatureMismatch, match=r"ranks have not made the same passes through the model"):
+        optimizer.step()
+    for mine, value in zip(values_of(model), before, strict=True):
+        assert torch.equal(mine, value)
 
 
 def test_what_fsdp_cannot_do_is_said() -> None:
