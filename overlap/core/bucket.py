@@ -419,7 +419,7 @@ class Bucket:
             else:
                 slot.freed = slot.freed._replace(whole=whole)
         self._away = True
-        self.conceal()
+        self.reshard()
         self.gradients.free()
 
     def keep_averages(self) -> None:
@@ -437,13 +437,13 @@ class Bucket:
                 if slot.freed is not None and slot.aside is slot.freed.sent:
                     self.gradients.shard[inside].add_(kept[inside])
 
-    def reveal(self) -> None:
+    def unshard(self) -> None:
         """Parameters, which were gathered, are whole."""
         for slot in self.slots:
             assert slot.freed is not None
             slot.param.data = slot.freed.whole
 
-    def conceal(self, *, poison: bool = False) -> None:
+    def reshard(self, *, poison: bool = False) -> None:
         """Parameters are away, and their memory is free; with `poison`, it is NaN instead."""
         for slot in self.slots:
             assert slot.freed is not None

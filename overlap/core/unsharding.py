@@ -70,7 +70,7 @@ class Unsharder(Feature):
         self._numbers: dict[Bucket, int] = {}
         self._sweeps = Sweeps((), 0)
         self._flying: dict[Bucket, Work] = {}
-        self._revealed: set[Bucket] = set()
+        self._unsharded: set[Bucket] = set()
         self._frames: list[_Frame] = []
         self._latest = -1  # the number of the last bucket that this pass has used
         self._backward = False
@@ -112,7 +112,7 @@ class Unsharder(Feature):
         self._slots = {id(slot.param): slot for bucket in freed for slot in bucket.slots}
         self._numbers = {bucket: number for number, bucket in enumerate(freed)}
         self._of_module.clear()
-        self._revealed.clear()
+        self._unsharded.clear()
         self._hold()
         self._sweeps = self._plan()
 
@@ -253,10 +253,10 @@ class Unsharder(Feature):
         number = self._numbers[bucket]
         self._latest = max(self._latest, number)
         self._carry_out(self._sweeps.use(number))
-        if bucket not in self._revealed or bucket in self._flying:
+        if bucket not in self._unsharded or bucket in self._flying:
             self._land(bucket)
-            bucket.reveal()
-            self._revealed.add(bucket)
+            bucket.unshard()
+            self._unsharded.add(bucket)
         if frame is not None:
             frame.used.append(bucket)
 
@@ -290,7 +290,7 @@ class Unsharder(Feature):
             slot.put_back()
         self._aside.clear()
         if not self._again:  # else another backward is going to read what this one has read
-            for bucket in self._revealed.difference(*(frame.used for frame in self._frames)):
+            for bucket in self._unsharded.difference(*(frame.used for frame in self._frames)):
                 self._carry_out(self._sweeps.done(self._numbers[bucket]))  # some of its gradients have not come
         self._carry_out(self._sweeps.backward_over())
 
@@ -331,8 +331,7 @@ class Unsharder(Feature):
         self._carry_out(self._sweeps.over())
         if not self._learned and self._model is not None:
             self._learn()
-            self._carry_out(self._sweeps.over())
-        self._carry_out(self._sweeps.updated())
+        self._carry_out(self._sweeps.next_step())
 
     def over(self) -> None:
         """All passes of this round are over on this rank, which is about to wait for others: they may need its share."""
@@ -381,7 +380,7 @@ class Unsharder(Feature):
             self._gather(bucket)
         for bucket in self._buckets:
             self._land(bucket)
-            bucket.reveal()
+            bucket.unshard()
 
     # - Memory and operations
 
@@ -412,8 +411,8 @@ class Unsharder(Feature):
 
     def _free(self, bucket: Bucket) -> None:
         self._land(bucket)
-        self._revealed.discard(bucket)
-        bucket.conceal(poison=self._poison)
+        self._unsharded.discard(bucket)
+        bucket.reshard(poison=self._poison)
 
 
 class SamePasses(Feature):

@@ -145,9 +145,9 @@ class Sweeps:
             self._there[bucket] = _State.DONE  # the last one now
         return self._ahead()
 
-    def updated(self) -> list[Do]:
-        """Parameters have other values: what is there is of no use, and the next forward is gathered ahead."""
-        return [*self.over(), *self._start(Sweep.FORWARD), *self._ahead()]
+    def next_step(self) -> list[Do]:
+        """Parameters have other values, after passes that are :meth:`over`: the next forward is gathered ahead."""
+        return [*self._start(Sweep.FORWARD), *self._ahead()]
 
     def over(self) -> list[Do]:
         """All passes of a step are over on this rank. What it has left out others may have made: it goes through that."""

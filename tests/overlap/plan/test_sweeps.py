@@ -52,7 +52,8 @@ class _Rank:
         assert not self.there
 
     def update(self) -> None:
-        self.do(self.sweeps.updated())
+        self.do(self.sweeps.over())
+        self.do(self.sweeps.next_step())
 
 
 def test_a_step_gathers_ahead_within_room_and_keeps_the_end_of_forward_for_backward() -> None:
