@@ -35,7 +35,7 @@ class Course:
 
     def note(self, event: Hello | Answer | Lost, now: float) -> None:
         """Note what a rank has done. Raises :class:`LaunchError` where the launcher has started another job than it
-        should have.
+        should have, or where a rank has started too late.
         """
         if isinstance(event, Hello):
             if event.size != self._ranks or event.rank in self._present:
@@ -43,6 +43,8 @@ class Course:
                     f"{self._ranks} ranks were started, and one of them says that it is rank {event.rank} of {event.size}: "
                     "the mpirun is probably not of the MPI that comm_core was built with; see dearrun --check-build"
                 )
+            if self._failed is None and now >= self._until:
+                raise self._missing(self._too_late)
             self._present.add(event.rank)
             if len(self._present) == self._ranks and self._failed is None:
                 self._until = math.inf
@@ -72,16 +74,20 @@ class Course:
             raise self._error(self._failed, status)
         if not ended and now < self._until:
             return
-        why = f"start_timeout={self._start_timeout:g} s are over"
-        if ended:
-            why = f"their launcher ended with status {status}"
-        missing = [rank for rank in range(self._ranks) if rank not in self._present]
-        if missing:
-            named = ", ".join(map(str, missing[:16])) + (", ..." if len(missing) > 16 else "")
-            raise LaunchError(
-                f"{len(missing)} of {self._ranks} ranks did not start (ranks {named}): {why}; see what it printed"
-            )
+        if len(self._present) < self._ranks:
+            raise self._missing(f"their launcher ended with status {status}" if ended else self._too_late)
         raise self._error(min(set(range(self._ranks)) - set(self.answers)), status)
+
+    @property
+    def _too_late(self) -> str:
+        return f"start_timeout={self._start_timeout:g} s are over"
+
+    def _missing(self, why: str) -> LaunchError:
+        missing = [rank for rank in range(self._ranks) if rank not in self._present]
+        named = ", ".join(map(str, missing[:16])) + (", ..." if len(missing) > 16 else "")
+        return LaunchError(
+            f"{len(missing)} of {self._ranks} ranks did not start (ranks {named}): {why}; see what it printed"
+        )
 
     def _error(self, failed: int, status: int | None) -> RankError:
         raised = {rank: answer for rank, answer in sorted(self.answers.items()) if answer.traceback}

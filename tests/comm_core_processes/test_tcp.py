@@ -6,6 +6,7 @@ import ast
 import json
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -159,6 +160,7 @@ try:
         c.barrier()
 except comm_core.TransportError as error:
     say(f"{time.time()} {error}")
+    time.sleep(1)  # whose connections end with it must not be taken for the rank that was lost
     os._exit(0)
 """
 
@@ -175,7 +177,7 @@ def test_a_rank_that_is_killed_is_named_at_once(waits: bool, options: str, start
     killed = time.time()
     for rank in (0, 2):
         when, _, said = job.line(rank).partition(" ")
-        assert f"rank {rank} of 3 lost the connection to rank 1: " in said
+        assert re.search(r"rank [02] of 3 lost the connection to rank 1: ", said)  # its own, or what another has told it
         assert float(when) - killed < 10.0  # and not when a stall is noticed
 
 

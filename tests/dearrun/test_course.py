@@ -38,6 +38,8 @@ def test_nobody_waits_for_ever_but_for_ranks_at_work() -> None:
     course.require(None, 99.0)
     with pytest.raises(LaunchError, match=r"^1 of 2 ranks did not start \(ranks 0\): start_timeout=100 s are over"):
         course.require(None, 100.0)
+    with pytest.raises(LaunchError, match=r"^1 of 2 ranks did not start \(ranks 0\): start_timeout=100 s are over"):
+        course.note(HERE[0], 100.0)
     course = _course(HERE[1], Lost(1))
     with pytest.raises(RankError, match="rank 1 of 2 ended without an answer; the job ended with status 9"):
         course.require(9, 2.0)
