@@ -11,7 +11,7 @@ for backward. All ranks gather the same buckets in the same order, whatever modu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -23,29 +23,38 @@ from overlap.optimizer.dears_arguments import understands_dears_names
 from overlap.optimizer.distributed import DistributedOptimizer as Shell
 from overlap.optimizer.start import agree_on_strategy
 from overlap.plan.fusion import fused_in_order_of_use, limits, size_and_device
-from overlap.plan.partition import TensorSpec
+from overlap.plan.partition import BucketSpec, TensorSpec
 from overlap.plan.plan import Facts, Plan, Residency, Updates, placed
 from overlap.plan.strategy import Strategy
 from overlap.transport.communicator import ReduceOp
 from overlap.transport.compression import NoneCompressor
 
-__all__ = ["DistributedOptimizer", "Fsdp"]
+__all__ = ["DistributedOptimizer", "Fsdp", "automatic", "refuse_what_is_lost"]
 
 
 class Fsdp(Strategy):
-    """The strategy: buckets of neighbouring layers, of which each rank keeps its share between uses."""
+    """The strategy: buckets of neighbouring layers, of which each rank keeps its share between uses.
+
+    Those of the slots that `stay` are whole from forward to backward.
+    """
 
     name = "fsdp"
     updates = Updates.SHARDED
-    residency = Residency.FREED
     learns = False  # a model may be too large to be whole even once
 
-    def __init__(self, threshold_mb: float | None, num_nearby_layers: int | None, whole_mb: float | None) -> None:
+    def __init__(
+        self,
+        threshold_mb: float | None,
+        num_nearby_layers: int | None,
+        whole_mb: float | None,
+        stay: Collection[int] = (),
+    ) -> None:
         if threshold_mb is not None and not threshold_mb > 0:
             raise ValueError(f"threshold_mb should be at least 0 and is {threshold_mb}")
         if whole_mb is not None and not whole_mb > 0:
             raise ValueError(f"whole_mb should be above 0, or 'auto', and is {whole_mb}")
         self.threshold_mb, self.num_nearby_layers, self.whole_mb = threshold_mb, num_nearby_layers, whole_mb
+        self.stay = frozenset(stay)
 
     @property
     def terms(self) -> dict[str, Any]:
@@ -53,7 +62,12 @@ class Fsdp(Strategy):
             "threshold_mb": self.threshold_mb,
             "num_nearby_layers": self.num_nearby_layers,
             "whole_mb": self.whole_mb,
+            "stay": sorted(self.stay),
         }
+
+    def residency(self, spec: BucketSpec) -> Residency:
+        stays = self.stay.issuperset(spec.tensors)
+        return Residency.FREED_AFTER_BACKWARD if stays else Residency.FREED
 
     def plan(self, facts: Facts, specs: Sequence[TensorSpec], shardable: Sequence[bool], world_size: int) -> Plan:
         seen = [can and index not in facts.unseen for index, can in enumerate(shardable)]
@@ -121,14 +135,23 @@ def DistributedOptimizer(
             f"fsdp gathers parameters before a module uses them, so it needs the module, and was given "
             f"{type(named_parameters).__name__}: pass the model as the second argument"
         )
-    _refuse_what_is_lost(named_parameters)
+    refuse_what_is_lost(named_parameters)
+    return Shell(optimizer, named_parameters, automatic(optimizer, threshold_mb, whole_mb), arguments)
+
+
+def automatic(
+    optimizer: torch.optim.Optimizer,
+    threshold_mb: float | Literal["auto"] | None = "auto",
+    whole_mb: float | Literal["auto"] = "auto",
+    stay: Collection[int] = (),
+) -> Fsdp:
+    """The strategy for the parameters of `optimizer`, which chooses what the arguments leave to it."""
     wished = current().settings.threshold_mb if threshold_mb in ("auto", None) else threshold_mb
     chosen = limits("auto" if wished is None else wished, None, *size_and_device(optimizer))
-    strategy = Fsdp(*chosen, None if whole_mb == "auto" else whole_mb)
-    return Shell(optimizer, named_parameters, strategy, arguments)
+    return Fsdp(*chosen, None if whole_mb == "auto" else whole_mb, stay)
 
 
-def _refuse_what_is_lost(model: torch.nn.Module) -> None:
+def refuse_what_is_lost(model: torch.nn.Module) -> None:
     """Raise ``ValueError`` where parameters are on a GPU, or where forward writes to parameters that are freed after it."""
     for name, parameter in model.named_parameters():
         if parameter.device.type not in ("cpu", "meta"):

@@ -64,7 +64,7 @@ class Freed(NamedTuple):
 
     whole: torch.Tensor  # while it is gathered
     away: torch.Tensor  # NaN: while it is not
-    sent: torch.Tensor  # its gradient, which has gone into the bucket; until ``zero_grad()``, also after the step
+    sent: torch.Tensor  # NaN: its gradient, which has gone into the bucket; until ``zero_grad()``, also after the step
     zero: torch.Tensor  # its gradient, after ``zero_grad(set_to_none=False)``
 
 
@@ -414,13 +414,18 @@ class Bucket:
         for place, slot in enumerate(self.slots):
             whole = self.parameters.view(place, slot.param)
             if slot.freed is None:
-                stand = (whole.new_full((), value).expand(whole.shape) for value in (math.nan, 0, 0))
+                stand = (whole.new_full((), value).expand(whole.shape) for value in (math.nan, math.nan, 0))
                 slot.freed = Freed(whole, *stand)
             else:
                 slot.freed = slot.freed._replace(whole=whole)
         self._away = True
         self.reshard()
         self.gradients.free()
+
+    def stand_in(self) -> None:
+        """Let what stands for a gradient in shards be ``.grad`` on every rank, as the average is everybody's."""
+        for slot in self.slots:
+            slot.param.grad = None if slot.unused or slot.freed is None else slot.freed.sent
 
     def keep_averages(self) -> None:
         """Keep those of the last round, to which this round's are added."""

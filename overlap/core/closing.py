@@ -29,7 +29,9 @@ from overlap.core.unsharding import Unsharder
 from overlap.transport.communicator import Communicator, ReduceOp
 from overlap.transport.objects import SignatureMismatch, allgather_object
 
-__all__ = ["Closing", "OtherRankFailed", "zeroing"]
+__all__ = ["BACKWARD", "Closing", "OtherRankFailed", "zeroing"]
+
+BACKWARD = "backward()"  # the call that closes a round while passes go on
 
 _ZERO_GRAD = torch.nn.Module.zero_grad.__code__
 _DEEP = 16  # frames between it and a gate
@@ -98,7 +100,7 @@ class Closing:
         self._require_open()
         if self.closed and not again:
             return True
-        if self._unsharder.active:
+        if self._unsharder.active and call != BACKWARD:
             self._unsharder.over()
         while True:
             if self.closed:

@@ -23,7 +23,7 @@ from overlap.core.buckets.arrangement import Arrangement
 from overlap.core.buckets.conversion import changes
 from overlap.core.buckets.planner import Planner
 from overlap.core.clock import StepClock
-from overlap.core.closing import Closing, zeroing
+from overlap.core.closing import BACKWARD, Closing, zeroing
 from overlap.core.cuda_graphs import refuse_capture_of_gate
 from overlap.core.feature import Feature, Policy, listeners
 from overlap.core.gates.gates import Gates
@@ -80,9 +80,10 @@ class Engine:
         self._early = policy if policy.early else None
         self._by_param = {id(slot.param): slot for slot in self.slots}
         self._hooks: dict[int, RemovableHandle] = {}  # by slot
-        self._gates = Gates(self._touch, self._enter, self._leave, self._refuse_copies)
+        self._gates = Gates(self._touch, self.enter, self.leave, self._refuse_copies)
         self._guard()
         self._hook_slots()
+        unsharder.tell(weakref.WeakMethod(self._backward_begins))
 
     @property
     def learning(self) -> bool:
@@ -157,6 +158,21 @@ class Engine:
         if slot.freed is not None:
             self.unsharder.came(slot)
 
+    def _backward_begins(self) -> None:
+        """Backward comes to modules of freed buckets. If the last one was to be reduced, it is, and added to in shards."""
+        if self.round.backwards >= self.round.passes and self.round.may_fold:
+            self.close(BACKWARD)
+            self.fold()
+        self.round.backwards += not self.suspended
+
+    def fold(self) -> None:
+        """Keep the averages of a round, which is closed, for the next one. On every rank, before a backward pass."""
+        self.round.settle()
+        self.participants.announce("fold")
+        self.round.fold()
+        self.closing.end_step()
+        self.round.folded = True
+
     def _touch(self, parameter: torch.nn.Parameter) -> None:
         slot = self._by_param.get(id(parameter))
         if slot is None:
@@ -188,7 +204,7 @@ class Engine:
                 "dear.whole(model):`, on every rank; model.state_dict() has whole values, too"
             )
 
-    def _enter(self, module: torch.nn.Module, *inputs: object) -> None:
+    def enter(self, module: torch.nn.Module, *inputs: object) -> None:
         observer, transit = self.arrangement.observer, self.transit
         since = None if self._clock is None else self._clock.now()
         if self._capturing is not None and self._capturing():
@@ -224,7 +240,7 @@ class Engine:
         if self._clock is not None:
             self._clock.passed(since)
 
-    def _leave(self, module: torch.nn.Module, *inputs_and_output: object) -> None:
+    def leave(self, module: torch.nn.Module, *inputs_and_output: object) -> None:
         observer, clock = self.arrangement.observer, self._clock
         if self.unsharder.active:
             self.unsharder.leave(module, inputs_and_output[-1] if inputs_and_output else None)

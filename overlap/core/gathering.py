@@ -46,8 +46,7 @@ class Transit:
         for slot in bucket.slots:  # one by one: torch 2.4 takes no list
             torch.autograd.graph.increment_version(slot.param)  # written behind autograd's back: old graphs must notice
         if bucket.freed:
-            for slot in bucket.slots:  # on every rank, as the average is everybody's
-                slot.param.grad = None if slot.unused or slot.freed is None else slot.freed.sent
+            bucket.stand_in()
             bucket.advance(Phase.FILLING)
             return
         if bucket.master is not None and bucket.wide_parameters is None:

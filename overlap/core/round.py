@@ -100,6 +100,8 @@ class Round:
         self.held = False  # … and all of this backward's wait for the call that closes the round
         self.hidden: list[Slot] = []  # whose gradients in shards a GradScaler does not see in `.grad`
         self.dropped = False  # reductions of a round that was dropped are on their way, in all buckets
+        self.folded = False  # averages of earlier passes of this step wait in shards
+        self.backwards = 0  # passes of this round whose gradients are to be reduced; counted where buckets are freed
 
     @property
     def touched(self) -> bool:
@@ -346,6 +348,17 @@ class Round:
                 self.reduced(bucket)
                 bucket.advance(Phase.REDUCED)
 
+    @property
+    def may_fold(self) -> bool:
+        """Whether all buckets are freed, so that their averages can be kept in shards while others are added."""
+        return self.stage is Stage.LOCAL and all(bucket.freed for bucket in self.order)
+
+    def fold(self) -> None:
+        """The averages, which are settled, wait in shards for those of another backward, as after a step."""
+        for bucket in self.order:
+            bucket.stand_in()
+            bucket.advance(Phase.FILLING)
+
     def show_hidden(self) -> None:
         """A GradScaler has looked."""
         for slot in self.hidden:
@@ -408,7 +421,8 @@ class Round:
         if not self.dropped:
             self._next = 0
         self.stage = Stage.LOCAL
-        self.begun = self.held = False
+        self.begun = self.held = self.folded = False
+        self.backwards = 0
         self._written_on.clear()
         if self._gradient_memory.used:
             self._gradient_memory.end_round()

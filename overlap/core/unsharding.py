@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from statistics import median
 from typing import Any
@@ -23,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from overlap.core.bucket import Bucket, Slot, too_many
 from overlap.core.feature import Feature
 from overlap.core.participants import Participants
+from overlap.plan.plan import Residency
 from overlap.plan.sweeps import Act, Do, Sweeps
 from overlap.transport.communicator import Communicator
 from overlap.transport.objects import broadcast_object
@@ -93,6 +95,11 @@ class Unsharder(Feature):
         self.series = 0  # … and a number that stands for their buckets, in this order
         self.whole_now = False  # see :meth:`open`
         self.stale = False  # shards have other values than those gathered ahead, on all ranks
+        self._told: Callable[[], Callable[[], None] | None] | None = None
+
+    def tell(self, told: Callable[[], Callable[[], None] | None]) -> None:
+        """Call what `told()` refers to before each backward pass, on every rank."""
+        self._told = told
 
     @property
     def room(self) -> int:
@@ -126,7 +133,9 @@ class Unsharder(Feature):
                 self._entered[module] = -1.0
 
     def _plan(self) -> Sweeps:
-        return Sweeps([bucket.nbytes for bucket in self._buckets], self.room, self._passed)
+        late = Residency.FREED_AFTER_BACKWARD
+        stay = [number for number, bucket in enumerate(self._buckets) if bucket.plan.residency is late]
+        return Sweeps([bucket.nbytes for bucket in self._buckets], self.room, self._passed, stay)
 
     def _passed(self, number: int) -> bool:
         """Whether all modules with parameters of the bucket come before the one that this pass has come to."""
@@ -243,7 +252,12 @@ class Unsharder(Feature):
         return found
 
     def _goes_back(self, module: torch.nn.Module) -> bool:
-        """Whether `module`, which the script calls itself, comes before what this pass has used: another one begins."""
+        """Whether `module`, which the script calls itself, comes before what this pass has used: another one begins.
+
+        So does the first one after a backward pass, or after a step.
+        """
+        if self._latest < 0:
+            return True
         numbers = [self._numbers[bucket] for each in module.modules() for bucket in self._own(each)]
         return min(numbers, default=self._latest + 1) <= self._latest
 
@@ -281,11 +295,15 @@ class Unsharder(Feature):
             self._backward, self._again = True, False
             self._came.clear()
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+            self._carry_out(self._sweeps.rest())  # which others may need before they come here
+            told = None if self._told is None else self._told()
+            if told is not None:
+                told()
             self._participants.passes("backward")
             self._carry_out(self._sweeps.backward())
 
     def _end_backward(self) -> None:
-        self._backward = False
+        self._backward, self._latest = False, -1
         for slot in self._aside:
             slot.put_back()
         self._aside.clear()
@@ -381,6 +399,18 @@ class Unsharder(Feature):
         for bucket in self._buckets:
             self._land(bucket)
             bucket.unshard()
+
+    def reside(self, residency: Residency, wanted: Callable[[torch.Tensor], bool]) -> None:
+        """From now on, buckets whose parameters are all `wanted` are freed as `residency` says.
+
+        On every rank, between passes.
+        """
+        for bucket in self._buckets:
+            if all(wanted(slot.param) for slot in bucket.slots):
+                bucket.plan = replace(bucket.plan, residency=residency)
+        if not self.whole_now:
+            self._carry_out(self._sweeps.replaced())
+            self._sweeps = self._plan()
 
     # - Memory and operations
 

@@ -105,6 +105,8 @@ class Follower:
         elif word.what == "step":
             self.take_over(details["groups"])
             self._step(details["scale"], False, None)
+        elif word.what == "fold":
+            self._engine.fold()
         elif word.what == "closure":
             self.take_over(details["groups"])
             self._step(None, False, lambda: self._no_loss(details["loss"]))
@@ -136,7 +138,9 @@ class Follower:
         engine.close(call)
 
     def _forget_gradients(self) -> None:
-        """Of an earlier round: they would count."""
+        """Of an earlier step: they would count. Those of earlier passes of this step do."""
+        if self._engine.round.folded:
+            return
         for slot in self._engine.slots:
             slot.param.grad = None
 

@@ -13,7 +13,7 @@ from overlap.transport.communicator import Communicator
 __all__ = ["JoinRounds"]
 
 _CALLS = ("forward", "backward", "start", "again", "ask", "meeting")
-_LAST = ("step", "infinite", "closure")
+_LAST = ("step", "infinite", "closure", "fold")
 
 
 class JoinRounds(Participants):

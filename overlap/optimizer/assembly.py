@@ -64,7 +64,7 @@ from overlap.optimizer.start import (
     units_of,
 )
 from overlap.plan.groups import Groups
-from overlap.plan.plan import Residency, Updates
+from overlap.plan.plan import Updates
 from overlap.plan.strategy import PlannedStrategy, Strategy
 from overlap.state.elementwise import decides_by_loss, is_elementwise, is_per_parameter, takes_sparse_alone
 from overlap.state.full_state import FullState, exporter
@@ -256,7 +256,7 @@ def _assemble(
             check=arguments.on_nonfinite == "raise",
         ),
     )
-    if strategy.residency is Residency.FREED and comm.size > 1:
+    if not strategy.learns and comm.size > 1:
         features = (*features, SamePasses(unsharder))
     others = [rank for rank in members.ranks if rank != session.comm.rank]
     share = StateShare(others, session.peer_queries)

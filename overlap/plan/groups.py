@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from overlap.plan.partition import TensorSpec, layout
+from overlap.plan.partition import BucketSpec, TensorSpec, layout
 from overlap.plan.plan import Facts, Plan, Residency, placed
 
 __all__ = ["Groups", "members_of", "plan_groups"]
@@ -32,7 +32,7 @@ def plan_groups(
     specs: Sequence[TensorSpec],
     shardable: Sequence[bool],
     world_size: int,
-    residency: Residency = Residency.KEPT,
+    residency: Callable[[BucketSpec], Residency] = lambda _spec: Residency.KEPT,
 ) -> Plan:
     """A bucket for each group (for each kind of tensor in it), and the `rest`, issued in the order in which they fill."""
     buckets = list(rest)

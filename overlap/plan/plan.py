@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -49,6 +49,7 @@ class Residency(Enum):
 
     KEPT = auto()  # always
     FREED = auto()  # while a pass uses them: they are gathered ahead of that (`overlap.plan.sweeps`)
+    FREED_AFTER_BACKWARD = auto()  # from their use in forward to that in backward
 
 
 class Collective(Enum):
@@ -98,7 +99,7 @@ class BucketPlan:
     @property
     def freed(self) -> bool:
         """Whether this rank has its share only, between uses."""
-        return self.sharded and self.residency is Residency.FREED
+        return self.sharded and self.residency is not Residency.KEPT
 
     @property
     def owner(self) -> int | None:
@@ -117,11 +118,12 @@ def placed(
     specs: Iterable[BucketSpec],
     shardable: Sequence[bool],
     placement: Placement = Placement.SHARD,
-    residency: Residency = Residency.KEPT,
+    residency: Callable[[BucketSpec], Residency] = lambda _spec: Residency.KEPT,
 ) -> Plan:
     """Buckets that lie as `placement` where their tensors are `shardable`, and are replicated elsewhere."""
     return tuple(
-        BucketPlan(spec, placement, residency) if shardable[spec.tensors[0]] else BucketPlan(spec) for spec in specs
+        BucketPlan(spec, placement, residency(spec)) if shardable[spec.tensors[0]] else BucketPlan(spec)
+        for spec in specs
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from overlap.plan.partition import TensorSpec
+from overlap.plan.partition import BucketSpec, TensorSpec
 from overlap.plan.plan import Facts, Plan, Residency, Updates
 from overlap.plan.simulation.events import Run
 from overlap.plan.simulation.network import Medium
@@ -54,7 +54,6 @@ class Strategy(ABC):
         1  # of updates in shards: how many buckets travel at a time, see :func:`overlap.plan.partition.lane_of`
     )
     carries: bool = False  # hands `wide_gradients` and `wide_parameters` of buckets on to the communicator
-    residency: Residency = Residency.KEPT  # of the buckets that are sharded
     learns: bool = True  # plans after the first iteration; else when it is made, from the order of the model's modules
     whole_mb: float | None = None  # of freed buckets, how much may be whole beside what is used; None: four of them
     complete: bool = True  # False: parts of the communication are left out, for time breakdowns
@@ -63,6 +62,10 @@ class Strategy(ABC):
     def collectives(self) -> Collectives | None:
         """The object that issues this strategy's operations; None: those of `overlap.core.wire`."""
         return None
+
+    def residency(self, spec: BucketSpec) -> Residency:
+        """How long a rank has whole parameters of a bucket, if that is sharded."""
+        return Residency.KEPT
 
     @property
     def space(self) -> tuple[Dimension, ...]:

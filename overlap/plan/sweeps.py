@@ -10,7 +10,7 @@ issue the same gathers in the same order, also where one of them leaves modules 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from enum import Enum, auto
 from typing import NamedTuple
 
@@ -46,12 +46,19 @@ class Sweeps:
     """Decides for buckets of `nbytes`, numbered in the order of their use in forward.
 
     Beside those that are used, so many bytes as there is `room` for may be whole at a time, or one larger bucket; more only
-    where backward is going to use them once more. `passed` tells whether a forward pass is past all uses of a bucket that
+    where backward is going to use them once more. Beside these, buckets that `stay` are whole from forward to backward.
+    `passed` tells whether a forward pass is past all uses of a bucket that
     it has left out. Methods return what to do, in this order.
     """
 
-    def __init__(self, nbytes: Sequence[int], room: int, passed: Callable[[int], bool] = lambda _bucket: False) -> None:
-        self._nbytes, self._room, self._passed = tuple(nbytes), room, passed
+    def __init__(
+        self,
+        nbytes: Sequence[int],
+        room: int,
+        passed: Callable[[int], bool] = lambda _bucket: False,
+        stay: Collection[int] = (),
+    ) -> None:
+        self._nbytes, self._room, self._passed, self._stay = tuple(nbytes), room, passed, frozenset(stay)
         self._there: dict[int, _State] = {}  # the longest there first
         self._used: set[int] = set()  # in forward, since the last update
         self._last = self._end_of_forward()
@@ -64,9 +71,11 @@ class Sweeps:
         self._start(Sweep.FORWARD)
 
     def _end_of_forward(self) -> frozenset[int]:
-        found: list[int] = []
+        found = list(self._stay)
         left = self._room // 2
         for bucket in reversed(range(len(self._nbytes))):
+            if bucket in self._stay:
+                continue
             left -= self._nbytes[bucket]
             if left < 0:
                 break
@@ -216,7 +225,7 @@ class Sweeps:
     def _make_room(self, bucket: int) -> tuple[list[Do], bool]:
         """Free what is done with, until `bucket` fits; and whether it does."""
         acts: list[Do] = []
-        taken = sum(self._nbytes[each] for each, state in self._there.items() if state is not _State.USED)
+        taken = sum(self._nbytes[each] for each, state in self._there.items() if self._counts(each, state))
         left = max(0, self._room - self._nbytes[bucket])
         for each in [each for each, state in self._there.items() if state is _State.DONE]:
             if taken <= left:
@@ -225,6 +234,12 @@ class Sweeps:
                 acts.append(self._free(each))
                 taken -= self._nbytes[each]
         return acts, taken <= left
+
+    def _counts(self, bucket: int, state: _State) -> bool:
+        """Whether a bucket takes from the room. One that stays does not, until backward is done with it."""
+        if bucket in self._stay and (self._sweep is Sweep.FORWARD or state is _State.AHEAD):
+            return False
+        return state is not _State.USED
 
     def _free(self, bucket: int) -> Do:
         del self._there[bucket]

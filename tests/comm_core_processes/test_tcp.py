@@ -177,7 +177,9 @@ def test_a_rank_that_is_killed_is_named_at_once(waits: bool, options: str, start
     killed = time.time()
     for rank in (0, 2):
         when, _, said = job.line(rank).partition(" ")
-        assert re.search(r"rank [02] of 3 lost the connection to rank 1: ", said)  # its own, or what another has told it
+        assert re.search(
+            r"rank [02] of 3 lost the connection to rank 1: ", said
+        )  # its own, or what another has told it
         assert float(when) - killed < 10.0  # and not when a stall is noticed
 
 

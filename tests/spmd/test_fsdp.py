@@ -252,9 +252,75 @@ def test_compiled_code_is_refused() -> None:
     optimizer.step()
 
 
-def test_a_second_backward_over_the_same_layers_says_what_to_do() -> None:
+@pytest.mark.parametrize("seed", range(4))
+def test_gradients_of_several_backward_passes_add_up_in_shards(seed: int) -> None:
+    """Each is reduced; ranks leave out modules of their own, and a step now and then keeps the gradients of the last."""
+
+    def train(rank: int | None) -> list[torch.Tensor]:
+        script = random.Random(seed)
+        model = _choosing()
+        optimizer: Any = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        if rank is not None:
+            optimizer = fsdp.DistributedOptimizer(optimizer, model, threshold_mb=0.01)
+        for step in range(4):
+            if script.random() < 0.7:
+                optimizer.zero_grad()
+            for part in range(script.randint(1, 4)):
+                for other in range(SIZE):
+                    chosen = [number for number in range(LAYERS) if script.random() < 0.6]
+                    generator = torch.Generator().manual_seed(100 * step + 10 * part + other)
+                    x = torch.randn(4, WIDTH, generator=generator, dtype=torch.float64)
+                    if rank in (None, other):
+                        (model(x, chosen).square().mean() / (SIZE if rank is None else 1)).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+            optimizer.step()
+        return values_of(model)
+
+    for mine, value in zip(train(dear.rank()), train(None), strict=True):
+        torch.testing.assert_close(mine, value, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_two_forward_passes_before_two_backward_passes(passes: int) -> None:
     model, optimizer = trained("fsdp")
+    plain = double_model("Mlp")
+    plain.load_state_dict(model.state_dict())
+    reference = torch.optim.SGD(plain.parameters(), 0.05)
+    optimizer.set_backward_passes_per_step(passes)
+    optimizer.param_groups[0]["momentum"] = 0.0
     optimizer.zero_grad()
-    local_loss(model).backward()
-    with pytest.raises(RuntimeError, match="backward_passes_per_step"):
-        local_loss(model).backward()
+    for loss in [local_loss(model, step) for step in range(2)]:
+        loss.backward()
+    optimizer.step()
+    for rank in range(SIZE):
+        for step in range(2):
+            (local_loss(plain, step, rank) / SIZE).backward()
+    reference.step()
+    for mine, value in zip(values_of(model), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, value.detach(), rtol=1e-11, atol=1e-12)
+
+
+def test_ranks_out_of_data_give_their_shares_to_several_backward_passes() -> None:
+    def data(step: int, part: int, rank: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(100 * step + 10 * part + rank)
+        return torch.randn(4, WIDTH, generator=generator, dtype=torch.float64)
+
+    model, plain = _choosing(), _choosing()
+    every, chosen = [rank + 2 for rank in range(SIZE)], [*range(LAYERS)]
+    optimizer = fsdp.DistributedOptimizer(torch.optim.AdamW(model.parameters()), model, threshold_mb=0.01)
+    for step in range(every[dear.rank()]):
+        for part in range(3):
+            model(data(step, part, dear.rank()), chosen).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    dear.join()
+    reference = torch.optim.AdamW(plain.parameters())
+    for step in range(max(every)):
+        present = [rank for rank in range(SIZE) if step < every[rank]]
+        for part in range(3):
+            for rank in present:
+                (plain(data(step, part, rank), chosen).square().mean() / len(present)).backward()
+        reference.step()
+        reference.zero_grad()
+    for mine, value in zip(values_of(model), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, value.detach(), rtol=1e-10, atol=1e-11)

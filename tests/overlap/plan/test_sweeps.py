@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Collection
 
 import pytest
 
@@ -14,9 +15,9 @@ BYTES = 10
 class _Rank:
     """Carries acts out: what was gathered in all, what is there, and the most that was."""
 
-    def __init__(self, buckets: int, room: int) -> None:
+    def __init__(self, buckets: int, room: int, stay: Collection[int] = ()) -> None:
         self.now = -1  # the bucket that this pass has come to
-        self.sweeps = Sweeps([BYTES] * buckets, room, lambda bucket: bucket < self.now)
+        self.sweeps = Sweeps([BYTES] * buckets, room, lambda bucket: bucket < self.now, stay)
         self.gathered: list[int] = []
         self.there: set[int] = set()
         self.most = 0
@@ -68,6 +69,30 @@ def test_a_step_gathers_ahead_within_room_and_keeps_the_end_of_forward_for_backw
     assert rank.gathered[10:] == [0, 1, 2, 3]  # ahead of the next forward
     rank.forward([0, 1, 2, 3, 4, 5])
     assert rank.gathered[10:] == [0, 1, 2, 3, 4, 5]
+
+
+def test_buckets_that_stay_are_gathered_once_for_both_passes() -> None:
+    rank = _Rank(6, 2 * BYTES, stay=(0, 3))
+    for _ in range(2):
+        rank.forward([0, 1, 2, 3, 4, 5])
+        assert {0, 3} <= rank.there
+        rank.backward([0, 1, 2, 3, 4, 5])
+        rank.update()
+    assert rank.gathered[:6] == [0, 1, 2, 3, 4, 5]
+    assert rank.gathered[6:9] == [4, 2, 1]  # backward; 5 was there still
+    assert rank.gathered[9:18] == [0, 1, 2, 3, 4, 5, 4, 2, 1]
+    assert rank.most == (1 + 2 + 2) * BYTES
+    rank.forward([0, 1, 2, 3, 4, 5], trains=False)
+    rank.forward([0, 1, 2, 3, 4, 5], trains=False)
+    assert rank.gathered[20:] == [2, 3, 4, 5, 1, 2, 4]
+
+
+def test_buckets_that_stay_do_not_keep_others_from_being_gathered_ahead() -> None:
+    rank = _Rank(8, 2 * BYTES, stay=(0, 1, 2, 3))
+    rank.forward(list(range(8)))
+    rank.do(rank.sweeps.backward())
+    rank.use(7)
+    assert {5, 6} <= rank.there
 
 
 def test_what_is_kept_for_backward_is_gathered_again_after_an_update() -> None:

@@ -1,0 +1,77 @@
+"""Shards a model whose modules were given to ``fully_shard()``, in the first pass that may train it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from fsdp.optimizer import Fsdp, automatic, refuse_what_is_lost
+from fsdp.units import Unit, outermost, root_of, unit_of, units_in
+from overlap.job.session import current
+from overlap.optimizer.adoption import adopt, optimizers_of
+from overlap.optimizer.arguments import SharedArguments
+from overlap.optimizer.start import agree_on_strategy
+from overlap.transport.compression import Compression
+
+__all__ = ["WIRES", "begin"]
+
+#: The compression for each `reduce_dtype`. Sums are in fp32, or in fp64 of such gradients.
+WIRES = {
+    None: Compression.none,
+    torch.float32: Compression.none,
+    torch.float64: Compression.none,
+    torch.bfloat16: Compression.bf16,
+    torch.float16: Compression.fp16,
+}
+
+
+def begin(module: Any) -> None:
+    """Shard the model around `module`, whose forward pass begins, if there is an optimizer that trains it. On every rank.
+
+    Raises ``RuntimeError`` for several optimizers, or one that is distributed already.
+    """
+    if not torch.is_grad_enabled():
+        return
+    model = outermost(module)
+    if model is not module and unit_of(model).calls:
+        return  # that has looked already
+    trained = [each for each in model.parameters() if each.requires_grad]
+    found = optimizers_of(trained)
+    if not found:
+        return
+    if len(found) > 1 or current().registry.having(trained):
+        names = ", ".join(type(each).__name__ for each in found)
+        raise RuntimeError(
+            f"the parameters of {type(model).__name__} belong to {len(found)} optimizer(s) ({names}), and fully_shard() "
+            "works with one that no DistributedOptimizer wraps; it may have several parameter groups"
+        )
+    agree_on_strategy("fsdp")
+    refuse_what_is_lost(model)
+    root = root_of(model)
+    root.units = units_in([model])
+    for unit in root.units:
+        unit.root = root
+    arguments = _arguments(root.units, found[0])
+    root.train(adopt(found[0], model, partial(_strategy, root.units), arguments))
+
+
+def _strategy(units: Sequence[Unit], optimizer: torch.optim.Optimizer) -> Fsdp:
+    stay = {id(each) for unit in units if unit.stays for each in unit.parameters}
+    return automatic(optimizer, stay=[number for number, each in enumerate(_trained(optimizer)) if each in stay])
+
+
+def _arguments(units: Sequence[Unit], optimizer: torch.optim.Optimizer) -> SharedArguments:
+    trained = _trained(optimizer)
+    inner = [[each for each in unit.parameters if id(each) in trained and each.requires_grad] for unit in units[1:]]
+    wires = {unit.reduce_dtype for unit in units if unit.parameters}
+    if len(wires) > 1:
+        raise NotImplementedError(f"reduce_dtype differs between modules ({wires}): give all of them the same")
+    return SharedArguments(groups=[group for group in inner if group] or None, compression=WIRES[wires.pop()])
+
+
+def _trained(optimizer: torch.optim.Optimizer) -> dict[int, None]:
+    """The ids of its parameters, in the order of their slots."""
+    return dict.fromkeys(id(each) for group in optimizer.param_groups for each in group["params"])

@@ -1,0 +1,143 @@
+"""``fully_shard``, with the names and meanings of ``torch.distributed.fsdp``, for a plain torch optimizer.
+
+    fully_shard(block) …, fully_shard(model)     notes which parameters travel together
+    optimizer = AdamW(model.parameters())        before or after that
+    model(x), the first time gradients can come  finds the optimizer, and shards both, as `fsdp.DistributedOptimizer` does
+
+Until then the model is whole, and can be loaded, converted and evaluated like any other.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.utils._pytree import tree_map
+
+from fsdp.first_pass import WIRES
+from fsdp.module import sharded_class
+from fsdp.units import Unit, has_unit, register, taken
+from overlap.job.session import current
+
+__all__ = ["fully_shard"]
+
+_Modules = TypeVar("_Modules", torch.nn.Module, list[torch.nn.Module])
+
+
+def fully_shard(
+    module: _Modules,
+    *,
+    mesh: Any = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Any = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    ignored_params: Collection[torch.nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
+) -> _Modules:
+    """Shard the parameters of `module` that no earlier call has taken: of blocks first and of the model last, as in torch.
+
+    They are gathered together. Those that only the outermost module has are divided by the order of their use, so that one
+    call for the whole model hides its communication, too. The module's class gets the methods of :class:`FSDPModule`.
+
+    Args:
+        module: a module, or several that are gathered together. It is returned.
+        mesh: of one dimension, with all ranks; None means the same.
+        reshard_after_forward: True frees whole parameters after forward and gathers them again for backward; False keeps
+            them until backward has used them; None leaves it to the plan, which keeps what backward needs first. An int is
+            the number of ranks among which they are sharded meanwhile: 1 is False, and the number of all ranks True.
+        shard_placement_fn: refused, as is `dp_mesh_dims`.
+        mp_policy: ``reduce_dtype`` is what gradients travel in, summed in fp32; ``output_dtype`` what the module returns.
+            Parameters are used in their own type: ``param_dtype`` has to be that.
+        offload_policy: shards are in the memory of CPUs, so there is nothing to offload.
+        ignored_params: frozen parameters, which stay whole.
+
+    On every rank with the same modules, after ``fsdp.init()``. Raises ``ValueError`` for what torch refuses, too, and
+    ``NotImplementedError`` for what torch has and this has not.
+    """
+    size = current().comm.size
+    modules: Sequence[torch.nn.Module] = module if isinstance(module, list) else [module]
+    _refuse_modules(modules)
+    _refuse_mesh(mesh, shard_placement_fn, dp_mesh_dims, size)
+    policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
+    others = taken() | _ignored(ignored_params)
+    found = {id(each): each for one in modules for each in one.parameters() if id(each) not in others}
+    mine, stays = list(found.values()), _stays(reshard_after_forward, size)
+    _refuse_types(policy, mine)
+    for one in modules:
+        kind: Any = type(one)
+        register(one, Unit(kind, mine, stays, policy.reduce_dtype))
+        one.__class__ = sharded_class(kind)
+        if policy.output_dtype is not None:
+            one.register_forward_hook(functools.partial(_cast, policy.output_dtype))
+        mine = []  # the first one has them
+    return module
+
+
+def _cast(dtype: torch.dtype, _module: torch.nn.Module, _inputs: Any, output: Any) -> Any:
+    def cast(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+    return tree_map(cast, output)
+
+
+def _stays(reshard: bool | int | None, size: int) -> bool | None:
+    if reshard is None or isinstance(reshard, bool):
+        return None if reshard is None else not reshard
+    if reshard in (1, size):
+        return reshard < size
+    raise NotImplementedError(
+        f"reshard_after_forward={reshard} shards parameters among {reshard} of {size} ranks after forward: give True or "
+        "False"
+    )
+
+
+def _ignored(parameters: Collection[torch.nn.Parameter] | None) -> set[int]:
+    trained = [each for each in parameters or () if each.requires_grad]
+    if trained:
+        raise NotImplementedError(
+            f"ignored_params holds {len(trained)} parameters that each rank would train by itself: freeze them, or leave "
+            "ignored_params out"
+        )
+    return set(map(id, parameters or ()))
+
+
+def _refuse_modules(modules: Sequence[Any]) -> None:
+    for module in modules:
+        if not isinstance(module, torch.nn.Module):
+            raise ValueError(f"fully_shard() takes a module or a list of modules, and was given {module!r}")
+        if has_unit(module):
+            raise ValueError(f"{type(module).__name__} was given to fully_shard() before")
+        if isinstance(module, torch.nn.ModuleList | torch.nn.ModuleDict):
+            raise ValueError(f"{type(module).__name__} has no forward(): give fully_shard() the modules in it")
+
+
+def _refuse_mesh(mesh: Any, placement: Any, dims: Any, size: int) -> None:
+    if mesh is not None and (mesh.ndim != 1 or mesh.size() != size):
+        raise NotImplementedError(
+            f"mesh has the shape {tuple(mesh.mesh.shape)}, and parameters are sharded over all {size} ranks: leave it out"
+        )
+    if placement is not None or dims is not None:
+        name = "dp_mesh_dims" if placement is None else "shard_placement_fn"
+        raise NotImplementedError(f"{name}: a rank's share is 1/{size} of each bucket, laid out flat; leave it out")
+
+
+def _refuse_types(policy: MixedPrecisionPolicy, parameters: Sequence[torch.Tensor]) -> None:
+    types = {each.dtype for each in parameters if each.is_floating_point()}
+    if policy.param_dtype is not None and types - {policy.param_dtype}:
+        raise NotImplementedError(
+            f"param_dtype is {policy.param_dtype}, and parameters are {types.pop()}: convert the model, or compute in 16 "
+            "bits inside torch.autocast"
+        )
+    if policy.reduce_dtype not in WIRES:
+        raise NotImplementedError(
+            f"reduce_dtype is {policy.reduce_dtype}: gradients travel in their own type, bfloat16 or float16"
+        )
+    if policy.reduce_dtype in (torch.float32, torch.float64) and types - {policy.reduce_dtype}:
+        raise NotImplementedError(
+            f"reduce_dtype is {policy.reduce_dtype}, and gradients are {types.pop()}: leave it out; those of 16 bits are "
+            "summed in fp32"
+        )

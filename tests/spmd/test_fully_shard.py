@@ -1,0 +1,444 @@
+"""``fsdp.fully_shard`` as scripts for torch's FSDP2 use it: equal to one process, also where others were silently wrong."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+)
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils.checkpoint import checkpoint
+
+import dear
+import fsdp
+from tests.spmd.training import values_of
+from tests.spmd_plugin import SIZE
+
+WIDTH, WORDS = 12, 101  # neither two, nor three, nor four ranks divide the vocabulary
+AdamW = functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)
+Optimizer = Callable[..., torch.optim.Optimizer]
+
+
+class Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up = torch.nn.LayerNorm(WIDTH), torch.nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = torch.nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Words(torch.nn.Module):
+    """A small language model whose head is its embedding; `checkpoints`: blocks are computed again in backward."""
+
+    def __init__(self, checkpoints: bool | None = None) -> None:
+        super().__init__()
+        self.checkpoints = checkpoints  # the kind: reentrant or not
+        self.embedding = torch.nn.Embedding(WORDS, WIDTH)
+        self.blocks = torch.nn.ModuleList(Block() for _ in range(4))
+        self.scale = torch.nn.Parameter(torch.ones(WIDTH))
+        self.head = torch.nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("turn", torch.arange(WIDTH) / WIDTH, persistent=False)
+
+    def encode(self, tokens: torch.Tensor, blocks: list[int]) -> torch.Tensor:
+        x = self.embedding(tokens) + self.turn
+        for number in blocks:
+            block = self.blocks[number]
+            x = block(x) if self.checkpoints is None else checkpoint(block, x, use_reentrant=self.checkpoints)
+        return x * self.scale
+
+    def forward(self, tokens: torch.Tensor, blocks: list[int] | None = None) -> torch.Tensor:
+        return self.head(self.encode(tokens, [*range(4)] if blocks is None else blocks))
+
+
+def _words(checkpoints: bool | None = None) -> Words:
+    torch.default_generator.manual_seed(3)
+    return Words(checkpoints).double()
+
+
+def _tokens(step: int, rank: int) -> torch.Tensor:
+    return torch.randint(WORDS, (2, 5), generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def _loss(model: Any, step: int, rank: int, blocks: list[int] | None = None) -> torch.Tensor:
+    tokens = _tokens(step, rank)
+    return torch.nn.functional.cross_entropy(model(tokens, blocks).flatten(0, 1), tokens.roll(1).flatten())
+
+
+def _shard(model: Words, **options: Any) -> Words:
+    for block in model.blocks:
+        fsdp.fully_shard(block, **options)
+    return fsdp.fully_shard(model, **options)
+
+
+def _ranks() -> Iterator[int]:
+    """All of them, for one process that computes what they all do."""
+    return iter(range(SIZE))
+
+
+class _Twins:
+    """A sharded model, and the same one in one process that gets the batches of all ranks."""
+
+    def __init__(
+        self,
+        make: Optimizer = AdamW,
+        *,
+        first: bool = False,
+        checkpoints: bool | None = None,
+        groups: bool = False,
+        **options: Any,
+    ) -> None:
+        self.mine, self.alone = _words(checkpoints), _words(checkpoints)
+        if dear.rank() > 0:  # rank 0's values count
+            for parameter in self.mine.parameters():
+                parameter.data.mul_(0.5)
+        parameters = _groups if groups else lambda model: list(model.parameters())
+        self.reference = make(parameters(self.alone))
+        if first:
+            self.optimizer: Any = make(parameters(self.mine))
+        _shard(self.mine, **options)
+        if not first:
+            self.optimizer = make(parameters(self.mine))
+
+    def backward(self, step: int, blocks: Callable[[int], list[int] | None] = lambda _rank: None) -> None:
+        _loss(self.mine, step, dear.rank(), blocks(dear.rank())).backward()
+        for rank in _ranks():
+            (_loss(self.alone, step, rank, blocks(rank)) / SIZE).backward()
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.reference.step()
+        self.optimizer.zero_grad()
+        self.reference.zero_grad()
+
+    def check(self) -> None:
+        expected = [value.detach() for value in self.alone.parameters()]
+        for (name, _), mine, value in zip(self.alone.named_parameters(), values_of(self.mine), expected, strict=True):
+            torch.testing.assert_close(
+                mine, value, rtol=1e-10, atol=1e-11, msg=lambda text, name=name: f"{name}: {text}"
+            )
+
+
+def _groups(model: Words) -> list[dict[str, Any]]:
+    """Two groups with settings of their own."""
+    thin = [parameter for parameter in model.parameters() if parameter.dim() == 1]
+    wide = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    return [{"params": wide, "lr": 0.02, "weight_decay": 0.2}, {"params": thin, "lr": 0.005, "weight_decay": 0.0}]
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["optimizer first", "optimizer last"])
+@pytest.mark.parametrize("reshard", [None, True, False, 1, SIZE])
+def test_training_equals_one_process(reshard: bool | int | None, first: bool) -> None:
+    """Tied weights across units, a vocabulary that does not divide, the optimizer made before or after."""
+    twins = _Twins(first=first, reshard_after_forward=reshard)
+    scheduler = torch.optim.lr_scheduler.StepLR(twins.optimizer, 2, 0.5)
+    reference = torch.optim.lr_scheduler.StepLR(twins.reference, 2, 0.5)
+    for step in range(4):
+        twins.backward(step)
+        twins.step()
+        scheduler.step()
+        reference.step()
+        twins.check()
+    assert isinstance(twins.optimizer, torch.optim.AdamW)
+    assert isinstance(twins.mine, Words)
+    assert twins.mine.head.weight is twins.mine.embedding.weight
+    assert twins.optimizer.param_groups[0]["lr"] == twins.reference.param_groups[0]["lr"] == 0.0025
+
+
+def test_parameter_objects_stay_and_a_rank_keeps_its_share() -> None:
+    twins = _Twins()
+    before = list(map(id, twins.mine.parameters()))
+    for step in range(2):
+        twins.backward(step)
+        twins.step()
+    assert list(map(id, twins.mine.parameters())) == before
+    buckets = twins.optimizer.buckets
+    assert len(buckets) == 5, "one for each block, and one for the rest of the model"
+    numel = sum(value.numel() for value in twins.alone.parameters())
+    held = sum(value.numel() for each in twins.optimizer.held_state.values() for value in each.values() if value.dim())
+    assert held <= 2.3 * numel / SIZE
+    assert sum(bucket.parameters.shard.numel() for bucket in buckets) <= 1.1 * numel / SIZE + len(buckets)
+
+
+_OPTIMIZERS = "SGD AdamW Adam NAdam RAdam Adamax Adagrad Adadelta RMSprop ASGD Rprop"
+
+
+@pytest.mark.parametrize("name", _OPTIMIZERS.split())
+def test_every_optimizer_takes_uneven_and_empty_shards(name: str) -> None:
+    """Adagrad makes its state in its constructor, before anything is sharded."""
+    torch.default_generator.manual_seed(1)
+    mine = torch.nn.Sequential(*(torch.nn.Linear(1, 1, bias=bool(number % 2)) for number in range(3))).double()
+    alone = copy.deepcopy(mine)
+    optimizer, reference = (getattr(torch.optim, name)(model.parameters()) for model in (mine, alone))
+    for layer in mine:
+        fsdp.fully_shard(layer)
+    fsdp.fully_shard(mine)
+    for step in range(3):
+        for model, ranks in ((mine, [dear.rank()]), (alone, [*_ranks()])):
+            for rank in ranks:
+                (
+                    model(torch.full((2, 1), 1.0 + step + rank, dtype=torch.float64)).square().mean() / len(ranks)
+                ).backward()
+        for each in (optimizer, reference):
+            each.step()
+            each.zero_grad()
+    for value, expected in zip(values_of(mine), alone.parameters(), strict=True):
+        torch.testing.assert_close(value, expected.detach(), rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("function", ["clip_grad_norm_", "get_total_norm"])
+def test_the_norm_that_is_clipped_by_and_logged_is_that_of_all_shards(function: str) -> None:
+    twins = _Twins()
+    for step in range(3):
+        twins.backward(step)
+        norms = []
+        for model in (twins.mine, twins.alone):
+            if function == "clip_grad_norm_":
+                norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05))
+            else:
+                gradients = [each.grad for each in model.parameters() if each.grad is not None]
+                norms.append(torch.nn.utils.get_total_norm(gradients))
+                torch.nn.utils.clip_grads_with_norm_(model.parameters(), 0.05, norms[-1])
+        torch.testing.assert_close(norms[0], norms[1], rtol=1e-10, atol=0.0)
+        twins.step()
+        twins.check()
+
+
+def test_a_norm_of_gradients_that_lie_in_shards_is_not_a_number() -> None:
+    """Nobody logs a part of it by mistake."""
+    twins = _Twins()
+    twins.backward(0)
+    gradient = twins.mine.blocks[0].up.weight.grad
+    assert gradient is not None
+    assert gradient.shape == (2 * WIDTH, WIDTH)
+    assert bool(gradient.norm().isnan())
+
+
+@pytest.mark.parametrize("syncs", [True, False], ids=["each backward is reduced", "the last backward is reduced"])
+def test_accumulation(syncs: bool) -> None:
+    twins = _Twins()
+    for step in range(3):
+        issued = []
+        for part in range(3):
+            if not syncs:
+                twins.mine.set_requires_gradient_sync(part == 2)
+            twins.mine.set_is_last_backward(part == 2)
+            before = twins.optimizer.buckets[0].round if hasattr(twins.optimizer, "buckets") else 0
+            twins.backward(10 * step + part)
+            issued.append(any(bucket.phase.name == "REDUCING" for bucket in twins.optimizer.buckets))
+            assert twins.optimizer.buckets[0].round >= before
+        assert issued == ([True] * 3 if syncs else [False, False, True]), "nothing travels in the others"
+        twins.step()
+        twins.check()
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_gradient_that_is_not_zeroed_counts_in_the_next_step(steps: int) -> None:
+    twins = _Twins(functools.partial(torch.optim.SGD, lr=0.01))
+    for step in range(3 * steps):
+        twins.backward(step)
+        twins.optimizer.step()
+        twins.reference.step()
+        if step % steps == 0:
+            twins.optimizer.zero_grad(set_to_none=False)
+            twins.reference.zero_grad(set_to_none=False)
+    twins.check()
+
+
+def test_ranks_use_different_modules() -> None:
+    """What some rank has used is averaged over all; what none has used keeps no gradient, and does not decay."""
+    twins = _Twins()
+
+    def blocks(rank: int) -> list[int]:
+        return [0, 1] if rank % 2 else [0, 2]
+
+    for step in range(3):
+        twins.backward(step, blocks)
+        twins.step()
+        twins.check()
+    untouched = _words()
+    for name, value in twins.mine.state_dict().items():
+        if name.startswith("blocks.3"):
+            assert torch.equal(value, untouched.state_dict()[name])
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpoints_gather_once_more_for_each_half(reentrant: bool) -> None:
+    twins = _Twins(checkpoints=reentrant)
+    counts = []
+    for step in range(4):
+        before = twins.optimizer._engine.unsharder.gathered if step else 0
+        twins.backward(step)
+        twins.step()
+        counts.append(twins.optimizer._engine.unsharder.gathered - before)
+        twins.check()
+    assert max(counts[1:]) <= 2 * len(twins.optimizer.buckets), (
+        "forward and backward, and nothing for what is recomputed"
+    )
+
+
+@pytest.mark.parametrize("how", ["forward", "encode", "call"])
+def test_a_model_is_used_without_calling_it(how: str) -> None:
+    twins = _Twins()
+    fsdp.register_fsdp_forward_method(twins.mine, "encode")
+
+    def use(model: Words, rank: int) -> torch.Tensor:
+        tokens = _tokens(0, rank)
+        if how == "forward":
+            return model.forward(tokens).square().mean()
+        return (model.encode(tokens, [0, 1, 2, 3]) if how == "encode" else model(tokens)).square().mean()
+
+    for _ in range(3):
+        use(twins.mine, dear.rank()).backward()
+        for rank in _ranks():
+            (use(twins.alone, rank) / SIZE).backward()
+        twins.step()
+        twins.check()
+        with torch.no_grad():
+            torch.testing.assert_close(use(twins.mine, 7), use(twins.alone, 7), rtol=1e-10, atol=1e-11)
+
+
+def test_torchs_own_functions_read_whole_states() -> None:
+    """Groups keep their own settings, whatever their number."""
+    twins = _Twins(groups=True)
+    for step in range(2):
+        twins.backward(step)
+        twins.step()
+    whole = StateDictOptions(full_state_dict=True)
+    mine, alone = (get_model_state_dict(model, options=whole) for model in (twins.mine, twins.alone))
+    for name, value in mine.items():
+        torch.testing.assert_close(value, alone[name], rtol=1e-10, atol=1e-11)
+    states = (
+        get_optimizer_state_dict(model, optimizer, options=whole)
+        for model, optimizer in ((twins.mine, twins.optimizer), (twins.alone, twins.reference))
+    )
+    found, expected = states
+    assert found["param_groups"] == expected["param_groups"]
+    for name, each in expected["state"].items():  # type: ignore[union-attr]
+        for key, value in each.items():
+            torch.testing.assert_close(found["state"][name][key], value, rtol=1e-10, atol=1e-11)  # type: ignore[call-overload]
+
+
+def test_gradients_travel_in_the_type_that_was_asked_for() -> None:
+    """And are summed in fp32, and rounded once."""
+    torch.default_generator.manual_seed(0)
+    model, plain = torch.nn.Linear(64, 8, bias=False), torch.nn.Linear(64, 8, bias=False)
+    plain.load_state_dict(model.state_dict())
+    fsdp.fully_shard(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    inputs = [1.0 + (2 * rank + 1) / 512 for rank in _ranks()]  # between two numbers of 16 bits
+    model(torch.full((1, 64), inputs[dear.rank()])).sum().backward()
+    optimizer.step()
+    average = sum(torch.tensor(inputs).bfloat16().double()) / SIZE
+    assert torch.equal(values_of(model)[0], plain.weight.detach() - float(average.bfloat16()))
+
+
+def test_a_module_returns_the_type_that_was_asked_for() -> None:
+    model = fsdp.fully_shard(torch.nn.Linear(4, 4), mp_policy=MixedPrecisionPolicy(output_dtype=torch.float64))
+    assert model(torch.ones(2, 4)).dtype is torch.float64
+
+
+def test_a_grad_scaler_looks_at_all_shards() -> None:
+    twins = _Twins()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for step in range(3):
+        infinite = step == 1  # on the last rank
+        loss = _loss(twins.mine, step, dear.rank())
+        scaler.scale(loss * float("inf") if infinite and dear.rank() == SIZE - 1 else loss).backward()
+        for rank in _ranks():
+            (_loss(twins.alone, step, rank) / SIZE).backward()
+        scaler.unscale_(twins.optimizer)
+        torch.nn.utils.clip_grad_norm_(twins.mine.parameters(), 0.1)
+        torch.nn.utils.clip_grad_norm_(twins.alone.parameters(), 0.1)
+        scaler.step(twins.optimizer)
+        scaler.update()
+        assert scaler.get_scale() == (8.0 if step == 0 else 4.0)
+        if not infinite:
+            twins.reference.step()
+        twins.optimizer.zero_grad()
+        twins.reference.zero_grad()
+        twins.check()
+
+
+def test_copies_are_plain_modules() -> None:
+    twins = _Twins()
+    twins.backward(0)
+    twins.step()
+    with pytest.raises(RuntimeError, match=r"copied or pickled .* dear\.whole"):
+        copy.deepcopy(twins.mine)
+    with dear.whole(twins.mine):
+        mine = copy.deepcopy(twins.mine)
+    assert type(mine) is Words
+    twins.alone.load_state_dict(mine.state_dict())
+    twins.backward(1)
+
+
+def test_settings_may_change_between_steps() -> None:
+    twins = _Twins()
+    for step, reshard in enumerate([True, False, False, True, True]):
+        twins.mine.set_reshard_after_forward(reshard)
+        before = twins.optimizer._engine.unsharder.gathered if step else 0
+        twins.backward(step)
+        if step == 2:
+            assert twins.optimizer._engine.unsharder.gathered - before == len(twins.optimizer.buckets), "once for both"
+        twins.step()
+        twins.check()
+
+
+def test_one_call_for_the_whole_model_divides_it() -> None:
+    torch.default_generator.manual_seed(3)
+    model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(8)))
+    fsdp.fully_shard(model)
+    optimizer: Any = torch.optim.SGD(model.parameters(), 0.1)
+    model(torch.ones(1, 512)).sum().backward()
+    assert len(optimizer.buckets) >= 4
+
+
+def test_a_model_is_whole_until_it_is_trained() -> None:
+    model = _shard(_words())
+    expected = _words()(_tokens(0, 0))
+    assert torch.equal(model(_tokens(0, 0)), expected)
+    model.load_state_dict(_words().state_dict())
+    assert not any(bool(value.isnan().any()) for value in model.parameters())
+
+
+@pytest.mark.parametrize("method", ["unshard", "reshard", "set_all_reduce_hook", "set_unshard_in_backward"])
+def test_methods_that_are_not_built_say_so(method: str) -> None:
+    model = fsdp.fully_shard(torch.nn.Linear(2, 2))
+    with pytest.raises(NotImplementedError, match=rf"{method}\(\): "):
+        getattr(model, method)()
+
+
+def test_what_cannot_be_done_is_said_at_once() -> None:
+    layers = torch.nn.ModuleList([torch.nn.Linear(2, 2)])
+    with pytest.raises(ValueError, match=r"ModuleList has no forward\(\)"):
+        fsdp.fully_shard(layers)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    with pytest.raises(NotImplementedError, match="shards parameters among 5 of"):
+        fsdp.fully_shard(model, reshard_after_forward=5)
+    with pytest.raises(NotImplementedError, match=r"param_dtype is torch\.bfloat16, and parameters are torch\.float32"):
+        fsdp.fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    with pytest.raises(NotImplementedError, match="ignored_params holds 2 parameters"):
+        fsdp.fully_shard(model, ignored_params=set(model.parameters()))
+    with pytest.raises(NotImplementedError, match="shard_placement_fn"):
+        fsdp.fully_shard(model, shard_placement_fn=lambda _parameter: None)
+    fsdp.fully_shard(model[0])
+    with pytest.raises(ValueError, match="was given to fully_shard"):
+        fsdp.fully_shard(model[0])
+    fsdp.fully_shard(model)
+    with pytest.raises(NotImplementedError, match=r"set_requires_gradient_sync\(\) of FSDPLinear, which is inside"):
+        model[0].set_requires_gradient_sync(False)
+    optimizers = [torch.optim.SGD([value], 0.1) for value in model.parameters()]
+    with pytest.raises(RuntimeError, match=r"belong to 2 optimizer\(s\) \(SGD, SGD\)"):
+        model(torch.ones(1, 2))
+    del optimizers
