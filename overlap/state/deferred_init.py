@@ -12,11 +12,11 @@ from torch.nn.modules.module import (
     register_module_buffer_registration_hook,
     register_module_parameter_registration_hook,
 )
-from torch.utils._pytree import tree_leaves
 
 from overlap.state import recording
-from overlap.state.recording import Placement, Recorder, become, deferred
-from overlap.state.replay import real_view, silence, view_of
+from overlap.state.placement import Placement
+from overlap.state.recording import Recorder, become, deferred
+from overlap.state.replay import leaves, real_view, silence, view_of
 
 __all__ = ["become", "deferred_init", "is_deferred", "materialize", "values_of"]
 
@@ -75,8 +75,8 @@ def values_of(tensor: torch.Tensor, name: str = "a tensor") -> torch.Tensor:
     """The values of a deferred `tensor`: a new tensor on the CPU, which nothing else holds. `tensor` stays as it is.
 
     Takes memory for `tensor` and for what its values are computed from: nothing for random and constant values, the
-    original for a copy. A real tensor is given back as it is. Raises ``RuntimeError``, with `name`, for a tensor of others on
-    the meta device, and for one that was written to since ``deferred_init()`` ended.
+    original for a copy. A real tensor is given back as it is. Raises ``RuntimeError``, with `name`, for a tensor of others
+    on the meta device, and for one that was written to since ``deferred_init()`` ended.
     """
     if tensor.device.type != "meta":
         return tensor
@@ -85,11 +85,11 @@ def values_of(tensor: torch.Tensor, name: str = "a tensor") -> torch.Tensor:
 
 
 def materialize(target: Target) -> Target:
-    """Gives `target`, a tensor or all tensors of a module, their values, and returns it. The module may be a part of a model.
+    """Gives `target`, a tensor or all tensors of a module, their values, and returns it.
 
-    Tensors stay the same objects, so optimizers that hold them, ties, and shared memory stay as they are; hooks, too. Covers
-    parameters, buffers, and tensors in other attributes of modules. Peak memory is that of the values, and of the largest
-    tensor that some are computed from. What is real stays as it is.
+    The module may be a part of a model. Tensors stay the same objects, so optimizers that hold them, ties, and shared
+    memory stay as they are; hooks, too. Covers parameters, buffers, and tensors in other attributes of modules. Peak memory
+    is that of the values, and of the largest tensor that some are computed from. What is real stays as it is.
 
     Raises ``RuntimeError`` as ``values_of`` does, before anything has changed.
     """
@@ -115,7 +115,7 @@ def _tensors(target: torch.nn.Module | torch.Tensor) -> list[tuple[str, torch.Te
     for path, part in target.named_modules():
         for name, value in vars(part).items():
             label = f"{path}.{name}".lstrip(".")
-            named += [(label, leaf) for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+            named += [(label, leaf) for leaf in leaves(value) if isinstance(leaf, torch.Tensor)]
     return list({id(tensor): (name, tensor) for name, tensor in reversed(named)}.values())[::-1]
 
 

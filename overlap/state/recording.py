@@ -1,55 +1,44 @@
-"""Two modes of torch that record how tensors without memory get their values, while a model is constructed.
+"""Records how tensors without memory get their values, while a model is constructed.
 
-`Placement` sees the calls of the script: factories make meta tensors. Their ``device`` reads as the CPU, where their values
-will be, so code that looks at it takes the path that it would take with real tensors. `Recorder` sees the operations of
-ATen under these calls. Random ones run at once on memory that is thrown away, so the generator moves as with real tensors.
+Random operations run at once on memory that is thrown away, so the generator moves as with real tensors. What a script
+reads (``.item()``, a condition) is computed at once.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
-from overlap.state.replay import CPU, Memory, Operation, Recent, passing, real_view, replay, silence, silent, view_of
+from overlap.state.replay import (
+    CPU,
+    Memory,
+    Operation,
+    Recent,
+    changed,
+    leaves,
+    passing,
+    real_view,
+    replay,
+    silence,
+    silent,
+    view_of,
+)
 
-__all__ = ["Deferred", "Placement", "Recorder", "become", "deferred", "values_of"]
+__all__ = ["META", "Deferred", "Recorder", "become", "deferred", "found_in", "values_of"]
 
 META = torch.device("meta")
-# What ``tensor.device`` gives for deferred tensors. Factories know it by identity: a script that asks for the CPU in
-# words gets real tensors.
-_HERE = torch.device("cpu")
 _LOOP = 32  # operations, after which computed values are let go
 _ATTRIBUTE = "_dear_deferred"
 
 _aten: Any = torch.ops.aten
-_FACTORIES = frozenset(
-    getattr(torch, name)
-    for name in (
-        *("arange", "bartlett_window", "blackman_window", "empty", "empty_permuted", "empty_strided", "eye", "full"),
-        *("hamming_window", "hann_window", "kaiser_window", "linspace", "logspace", "ones", "rand", "randint", "randn"),
-        *("randperm", "tril_indices", "triu_indices", "zeros"),
-    )
-)
-_LIKE = frozenset(
-    getattr(torch, f"{name}_like") for name in ("empty", "zeros", "ones", "full", "rand", "randn", "randint")
-)
-_DATA = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
-_DEVICE = torch.Tensor.device.__get__  # type: ignore[attr-defined]
-_IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
-_IS_CPU = torch.Tensor.is_cpu.__get__  # type: ignore[attr-defined]
-_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-_ARRAYS = frozenset({torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.data_ptr})
-
 # By the name of the operation. These write every element of their first argument without reading it …
 _OVERWRITE = frozenset(
-    ("fill_", "zero_", "copy_", "normal_", "uniform_", "random_", "exponential_", "geometric_", "cauchy_", "log_normal_")
+    ("fill_", "zero_", "copy_", "normal_", "uniform_", "random_", "exponential_", "geometric_", "cauchy_")
+    + ("log_normal_",)
 )
 # … these read nothing but the shape of it …
 _SHAPE_ONLY = frozenset(
@@ -59,7 +48,7 @@ _SHAPE_ONLY = frozenset(
 # … and the results of these have no values yet.
 _UNWRITTEN = frozenset(("empty", "empty_strided", "empty_permuted", "empty_like", "new_empty", "new_empty_strided"))
 # These are recorded as what fills an empty tensor, which may then lie where we want it.
-_FILLING = {
+_FILLING: dict[Any, tuple[Any, tuple[Any, ...]]] = {
     _aten.rand: (_aten.uniform_.default, (0.0, 1.0)),
     _aten.randn: (_aten.normal_.default, (0.0, 1.0)),
     _aten.clone: (_aten.copy_.default, ()),
@@ -96,7 +85,7 @@ def deferred(tensor: torch.Tensor) -> Deferred | None:
 
 
 def values_of(tensor: torch.Tensor, recent: Recent | None = None) -> torch.Tensor:
-    """The values of `tensor`, which is deferred, as a new tensor that nobody else holds. With `recent`, that may hold it."""
+    """The values of `tensor`, which is deferred, as a new tensor. Nobody but `recent` holds it."""
     found = deferred(tensor)
     assert found is not None
     with silence():
@@ -120,7 +109,7 @@ def become(tensor: torch.Tensor, real: torch.Tensor) -> None:
 
 
 class Recorder(TorchDispatchMode):
-    """Records operations that make or write deferred tensors. `depth`: how many calls `Placement` is in.
+    """Records operations that make or write deferred tensors. `depth`: how many calls of the script's functions this is in.
 
     `fate` is of meta tensors that the present call makes from nothing: None if they are deferred, False if the script asked
     for the meta device, True if they are deferred even if they are made after the shape of such a one.
@@ -145,7 +134,7 @@ class Recorder(TorchDispatchMode):
             return self._dispatch(func, args, dict(kwargs or {}))
 
     def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        tensors = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         known = [tensor for tensor in tensors if deferred(tensor)]
         device, name = kwargs.get("device"), func.overloadpacket.__name__
         if not known:
@@ -178,14 +167,13 @@ class Recorder(TorchDispatchMode):
         generator = kwargs.pop("generator", None)
         if filler is _aten.copy_.default:
             empty = func(_on_meta(args[0]), *args[1:], **kwargs)
-            inputs = (empty, args[0])
+            numbers = (args[0],)
         else:
             empty = torch.empty(args[0], dtype=kwargs.get("dtype"), device=META)
-            inputs = (empty, *numbers)
         storage = empty.untyped_storage()
         setattr(storage, _ATTRIBUTE, Deferred(Memory(storage.nbytes()), None))
         with_generator = {} if generator is None else {"generator": generator}
-        return self._record(filler, filler.overloadpacket.__name__, inputs, with_generator, [empty])
+        return self._record(filler, filler.overloadpacket.__name__, (empty, *numbers), with_generator, [empty])
 
     def _record(
         self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[torch.Tensor]
@@ -194,22 +182,23 @@ class Recorder(TorchDispatchMode):
         self._age += 1
         if self._age > _LOOP:
             self._recent.clear()
-        rest = [found.memory for found in map(_found, tree_leaves((args[1:], kwargs))) if found]
+        rest = [found.memory for found in map(found_in, leaves((args[1:], kwargs))) if found]
         unread = None
-        if name in _OVERWRITE | _SHAPE_ONLY and (found := _found(args[0])) and found.memory not in rest:
+        if name in _OVERWRITE | _SHAPE_ONLY and (found := found_in(args[0])) and found.memory not in rest:
             unread = args[0]
         seeded = torch.Tag.nondeterministic_seeded in func.tags
         blank = unread if name in _SHAPE_ONLY or (unread is not None and _fills(unread)) else None
-        operation = Operation(func, *_kept(args, kwargs, blank), self._generator(kwargs) if seeded else None)
+        kept_args, kept_kwargs = _kept(args, kwargs, blank)
+        operation = Operation(func, kept_args, kept_kwargs, self._generator(kwargs) if seeded else None)
         if seeded or _BY_VALUE & set(func.tags) or func is _aten._local_scalar_dense.default:
             out = self._really(func, args, kwargs, unread)
         else:
             try:
-                meta_args, meta_kwargs = tree_map(_on_meta, (args, kwargs))
+                meta_args, meta_kwargs = changed(_on_meta, (args, kwargs))
                 out = func(*meta_args, **meta_kwargs)
             except NotImplementedError:  # on the meta device
                 out = self._really(func, args, kwargs, unread)
-        for number, leaf in enumerate(tree_leaves(out)):
+        for number, leaf in enumerate(leaves(out)):
             if isinstance(leaf, torch.Tensor) and leaf.is_meta and not deferred(leaf):
                 storage = leaf.untyped_storage()
                 found = Deferred(Memory(storage.nbytes()), None if name in _UNWRITTEN else operation)
@@ -260,7 +249,7 @@ class Recorder(TorchDispatchMode):
 
         device = kwargs.get("device")
         with silence():
-            real_args, real_kwargs = tree_map(real, (args, kwargs))
+            real_args, real_kwargs = changed(real, (args, kwargs))
             if device == META:
                 real_kwargs["device"] = CPU
             out = func(*real_args, **real_kwargs)
@@ -272,11 +261,11 @@ class Recorder(TorchDispatchMode):
                     return stands_for[id(value)]
                 return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=META)
 
-            own = {id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
-            return out if device is not None and device != META else tree_map(meta, out)
+            own = {id(leaf) for leaf in leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+            return out if device is not None and device != META else changed(meta, out)
 
 
-def _kept(args: tuple[Any, ...], kwargs: dict[str, Any], blank: Any) -> Any:
+def _kept(args: tuple[Any, ...], kwargs: dict[str, Any], blank: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments to keep: deferred tensors as Views, real ones as copies, as both may be written to later.
 
     Earlier values of `blank` do not matter.
@@ -291,14 +280,15 @@ def _kept(args: tuple[Any, ...], kwargs: dict[str, Any], blank: Any) -> Any:
             return torch.empty_like(value, device="cpu") if value.is_meta else value.detach().clone()
         return view_of(value, found.memory, None if value is blank else found.writer)
 
-    return tree_map(kept, (args, kwargs))
+    return changed(kept, (args, kwargs))
 
 
 def _on_meta(value: Any) -> Any:
     return value.to(META) if isinstance(value, torch.Tensor) and not value.is_meta else value
 
 
-def _found(value: Any) -> Deferred | None:
+def found_in(value: Any) -> Deferred | None:
+    """What is recorded of `value`, if that is a deferred tensor."""
     return deferred(value) if isinstance(value, torch.Tensor) else None
 
 
@@ -314,104 +304,4 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterat
     for number, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[number] if number < len(args) else kwargs.get(argument.name)
-            yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
-
-
-class Placement(TorchFunctionMode):
-    """Factories make deferred tensors, unless the script names a device. Tensors from data are real.
-
-    What would need the memory of a deferred tensor raises ``RuntimeError``.
-    """
-
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
-        self._recorder = recorder
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        subject = args[0] if args and isinstance(args[0], torch.Tensor) else None
-        if subject is not None and func in _ANSWERS and deferred(subject):
-            return _ANSWERS[func](subject, args, kwargs)
-        if func == _SET_DATA and (deferred(args[0]) is None) != (deferred(args[1]) is None):
-            return become(args[0], args[1])
-        if func in _DATA:
-            args, kwargs = tree_map(_number, (args, kwargs))
-        if func is torch.Tensor.to:
-            args, kwargs = _to(args, kwargs)
-        with self._call(self._fate(func, args, kwargs)):
-            return func(*args, **kwargs)
-
-    def _fate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool | None:
-        """Chooses the device in `kwargs`, and gives `Recorder.fate`."""
-        device = kwargs.get("device")
-        if func in _DATA:
-            return None
-        if device is None:
-            makes = func in _FACTORIES or (func is torch.normal and (len(args) > 2 or "size" in kwargs))
-            if makes and kwargs.get("out") is None:
-                kwargs["device"] = META
-            return None
-        if func in _LIKE and torch.device(device).type == "cpu" and _is_meta(args[0]):
-            kwargs["device"] = META  # module.to_empty(device="cpu"), which skip_init() calls
-            return True
-        if device is _HERE:
-            kwargs["device"] = META
-            return None
-        return False if torch.device(device).type == "meta" else None
-
-    @contextmanager
-    def _call(self, fate: bool | None) -> Iterator[None]:
-        before, recorder = self._recorder.fate, self._recorder
-        recorder.depth += 1
-        recorder.fate = fate if fate is not None else before
-        try:
-            yield
-        finally:
-            recorder.depth -= 1
-            recorder.fate = before
-
-
-def _is_meta(value: Any) -> bool:
-    with torch._C.DisableTorchFunction():
-        return isinstance(value, torch.Tensor) and value.is_meta
-
-
-def _number(value: Any) -> Any:
-    """What ``torch.tensor([…])`` makes of a deferred tensor in its data."""
-    return values_of(value) if _found(value) else value
-
-
-def _to(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The arguments of ``tensor.to(…)``, so that a deferred tensor, or one that meets it, stays where it is."""
-    if len(args) > 1 and _found(args[1]):
-        args = (args[0], args[1].dtype, *args[2:])
-    if _found(args[0]) is None:
-        return args, kwargs
-    copy = kwargs.pop("copy", False)
-    device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args[1:], **kwargs)
-    chosen = {"device": device, "dtype": dtype, "memory_format": memory_format}
-    if device is not None and device.type == "cpu":
-        del chosen["device"]
-    given = {name: value for name, value in chosen.items() if value is not None}
-    return (args[0],), {**given, "copy": copy or args[4:5] == (True,)}
-
-
-def _refuse(tensor: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    raise RuntimeError(
-        f"a tensor of shape {tuple(tensor.shape)} has no memory inside deferred_init(), and so no NumPy array or address; "
-        "make it with device='cpu', or outside of deferred_init()"
-    )
-
-
-_ANSWERS: dict[Any, Callable[[torch.Tensor, tuple[Any, ...], dict[str, Any]], Any]] = {
-    _DEVICE: lambda tensor, args, kwargs: _HERE,
-    _IS_META: lambda tensor, args, kwargs: False,
-    _IS_CPU: lambda tensor, args, kwargs: True,
-    torch.Tensor.cpu: lambda tensor, args, kwargs: tensor,
-    torch.Tensor.__format__: lambda tensor, args, kwargs: format(values_of(tensor), *args[1:]),
-    torch.Tensor.tolist: lambda tensor, args, kwargs: values_of(tensor).tolist(),
-    torch.Tensor.new_tensor: lambda tensor, args, kwargs: torch.tensor(*args[1:], **{"dtype": tensor.dtype, **kwargs}),
-    **dict.fromkeys(_ARRAYS, _refuse),
-}
+            yield from (leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor))

@@ -14,9 +14,22 @@ from itertools import count
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
 
-__all__ = ["Memory", "Operation", "Recent", "View", "passing", "real_view", "replay", "silence", "silent", "view_of", "when"]
+__all__ = [
+    "Memory",
+    "Operation",
+    "Recent",
+    "View",
+    "changed",
+    "leaves",
+    "passing",
+    "real_view",
+    "replay",
+    "silence",
+    "silent",
+    "view_of",
+    "when",
+]
 
 CPU = torch.device("cpu")
 _numbers = count()
@@ -25,7 +38,7 @@ _quiet = threading.local()
 
 
 class Memory:
-    """A storage that does not exist yet, of `nbytes`. `latest` gives its last operation while tensors are in it, else None."""
+    """A storage that does not exist yet, of `nbytes`. ``latest()`` is its last operation; None once no tensor is in it."""
 
     __slots__ = ("latest", "nbytes")
 
@@ -77,7 +90,7 @@ class Operation:
 
     def views(self) -> Iterator[View]:
         """Its inputs that are not real."""
-        for leaf in tree_leaves((self.args, self.kwargs), is_leaf=_is_view):
+        for leaf in leaves((self.args, self.kwargs)):
             if isinstance(leaf, View):
                 yield leaf
 
@@ -86,8 +99,26 @@ class Operation:
 Recent = dict[Memory, tuple[Operation, torch.UntypedStorage]]
 
 
-def _is_view(value: Any) -> bool:
-    return isinstance(value, View)
+def leaves(value: Any) -> Iterator[Any]:
+    """What lies in nested tuples, lists and dicts."""
+    if isinstance(value, (tuple, list)) and not isinstance(value, View):
+        for part in value:
+            yield from leaves(part)
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from leaves(part)
+    else:
+        yield value
+
+
+def changed(change: Callable[[Any], Any], value: Any) -> Any:
+    """Nested tuples, lists and dicts as in `value`, with ``change(leaf)`` for each leaf."""
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return kind([changed(change, part) for part in value])
+    if kind is dict:
+        return {key: changed(change, part) for key, part in value.items()}
+    return change(value)
 
 
 def view_of(tensor: torch.Tensor, memory: Memory, writer: Operation | None) -> View:
@@ -194,8 +225,8 @@ def replay(
     with silence():
         for operation in operations:
             with when(operation) as kwargs:
-                args, kwargs = tree_map(real, (operation.args, kwargs), is_leaf=_is_view)
-                outputs = tree_leaves(operation.function(*args, **kwargs))
+                args, kwargs = changed(real, (operation.args, kwargs))
+                outputs = list(leaves(operation.function(*args, **kwargs)))
             for number, view in operation.results.items():
                 storages[view.memory] = _laid_out(outputs[number], view)
             for held in {view.memory for view in (*operation.views(), *operation.results.values())}:

@@ -19,9 +19,18 @@ def _layers() -> nn.Module:
         [
             *(nn.Linear(5, 7), nn.Bilinear(3, 4, 5), nn.Embedding(11, 6, padding_idx=2), nn.EmbeddingBag(9, 4)),
             *(nn.Conv1d(2, 4, 3), nn.Conv2d(4, 6, 3, groups=2), nn.ConvTranspose2d(4, 2, 3), nn.Conv3d(1, 2, 2)),
-            *(nn.BatchNorm2d(4), nn.LayerNorm(6), nn.GroupNorm(2, 4), nn.InstanceNorm1d(3, affine=True, track_running_stats=True)),
+            *(
+                nn.BatchNorm2d(4),
+                nn.LayerNorm(6),
+                nn.GroupNorm(2, 4),
+                nn.InstanceNorm1d(3, affine=True, track_running_stats=True),
+            ),
             *(nn.LSTM(4, 5, 2, bidirectional=True), nn.GRU(3, 4), nn.RNNCell(2, 3), nn.PReLU(4)),
-            *(nn.MultiheadAttention(8, 2), nn.MultiheadAttention(8, 2, kdim=4, vdim=6, add_bias_kv=True), nn.RMSNorm(6)),
+            *(
+                nn.MultiheadAttention(8, 2),
+                nn.MultiheadAttention(8, 2, kdim=4, vdim=6, add_bias_kv=True),
+                nn.RMSNorm(6),
+            ),
             nn.AdaptiveLogSoftmaxWithLoss(8, 20, [5, 10]),
         ]
     )
@@ -70,7 +79,9 @@ def _initialize(module: nn.Module) -> None:
 
 
 def _applied() -> nn.Module:
-    model = nn.Sequential(nn.Embedding(10, 6, padding_idx=1), nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 6, bias=False))
+    model = nn.Sequential(
+        nn.Embedding(10, 6, padding_idx=1), nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 6, bias=False)
+    )
     model.apply(_initialize)
     for name, parameter in model.named_parameters():
         if name.startswith("3"):
@@ -189,7 +200,11 @@ def _skipped() -> nn.Module:
 def _converted() -> nn.Module:
     return nn.Sequential(
         *(_applied().half(), _layers().to(torch.bfloat16), _tied().double(), _transformer().to("cpu", torch.float16)),
-        *(_applied().to("cpu"), nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last), nn.Linear(2, 2).requires_grad_(False)),
+        *(
+            _applied().to("cpu"),
+            nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last),
+            nn.Linear(2, 2).requires_grad_(False),
+        ),
         *(nn.Linear(3, 2, dtype=torch.float64), nn.Linear(2, 3, dtype=torch.complex64)),
     )
 
@@ -202,7 +217,10 @@ def _lazy() -> nn.Module:
 
 def _normalized() -> nn.Module:
     made = [
-        *(nn.utils.parametrizations.weight_norm(nn.Linear(3, 4)), nn.utils.parametrizations.spectral_norm(nn.Linear(3, 4))),
+        *(
+            nn.utils.parametrizations.weight_norm(nn.Linear(3, 4)),
+            nn.utils.parametrizations.spectral_norm(nn.Linear(3, 4)),
+        ),
         *(nn.utils.parametrizations.orthogonal(nn.Linear(4, 4)), nn.utils.weight_norm(nn.Linear(3, 4))),
         nn.utils.spectral_norm(nn.Conv2d(3, 4, 3)),
     ]
@@ -213,7 +231,18 @@ def _normalized() -> nn.Module:
 MODELS: dict[str, Callable[[], nn.Module]] = {
     make.__name__.lstrip("_"): make
     for make in (
-        *(_layers, _transformer, _initializers, _applied, _tied, _flat, _copies, _buffers, _from_data, _constructors_of_old),
+        *(
+            _layers,
+            _transformer,
+            _initializers,
+            _applied,
+            _tied,
+            _flat,
+            _copies,
+            _buffers,
+            _from_data,
+            _constructors_of_old,
+        ),
         *(_by_value, _seeded, _skipped, _converted, _lazy, _normalized),
     )
 }

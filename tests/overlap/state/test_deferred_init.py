@@ -1,4 +1,4 @@
-"""Deferred models get, bit for bit, the values of models that were constructed as ever, and leave the generator as they do."""
+"""Deferred models get, bit for bit, the values of models constructed as ever, and leave the generator as they do."""
 
 from __future__ import annotations
 
@@ -268,6 +268,14 @@ def test_tensors_read_as_on_the_cpu_inside_and_single_values_can_be_read() -> No
         assert [one.item() for one in tensor] == [0, 0.5, 1]
         assert (f"{tensor[1]}", bool(tensor[0]), int(tensor[2])) == ("0.5", False, 1)
         assert torch.nonzero(tensor).shape == (2, 1)
+        assert torch.as_tensor(tensor) is tensor
+        assert torch.tensor([tensor[1], 2.0]).tolist() == [0.5, 2]
+        assert tensor.to(torch.float32, False, True) is not tensor
+        assert tensor.to(device="cpu", non_blocking=True) is tensor.to("cpu", None, False) is tensor
+        assert tensor.to("cpu", torch.float64).dtype == tensor.to("cpu", dtype=torch.float64).dtype == torch.float64
+        assert is_deferred(tensor.to("cpu", copy=True))
+        assert tensor.to("cpu", copy=True) is not tensor
+        assert not is_deferred(torch.tensor([1.0], device=tensor.device))
         real = torch.ones(3, device="cpu")
         assert is_deferred(real + tensor)
         real += tensor
