@@ -67,6 +67,7 @@ from overlap.job.process_set import ProcessSet, global_process_set
 from overlap.job.session import current
 from overlap.optimizer.replicas import check_replicas
 from overlap.optimizer.whole import whole
+from overlap.state.deferred_init import deferred_init, materialize
 from overlap.transport import compression
 from overlap.transport.compression import Compression, Compressor
 
@@ -109,6 +110,7 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "deferred_init",
     "draw_timeline",
     "elastic",
     "global_process_set",
@@ -128,6 +130,7 @@ __all__ = [
     "join",
     "local_rank",
     "local_size",
+    "materialize",
     "mpi_built",
     "mpi_enabled",
     "mpi_threads_supported",
