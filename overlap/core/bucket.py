@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple
@@ -90,6 +90,7 @@ class Slot:
     claimed: bool = False  # a feature reduces its gradients, so it is in no bucket; `filled` means averaged
     freed: Freed | None = None  # where its bucket is
     held: bool = True  # some module has it, which can be seen when it is used
+    filling: Callable[[torch.Tensor], None] | None = None  # writes the parameter's values, which are nowhere yet
     aside: torch.Tensor | None = None  # which of those was its gradient, before backward came to it
     _spent: weakref.ref[torch.Tensor] | None = field(
         default=None, repr=False
@@ -112,6 +113,13 @@ class Slot:
             else:
                 self._spent = weakref.ref(gradient)
         self.bucket, self.place, self.view = bucket, place, view
+
+    def make_values(self, home: torch.Tensor | None = None) -> None:
+        """Give the parameter its values, where it has none yet: at `home`, or in memory of its own. On every rank."""
+        if self.filling is not None:
+            home = self.param.new_empty(self.param.shape) if home is None else home
+            self.filling(home)
+            self.param.data, self.filling = home, None
 
     def fill(self) -> None:
         """Move the gradient into the bucket, where ``.grad`` becomes a view; without one, zeros are summed."""
@@ -403,8 +411,11 @@ class Bucket:
             for stranger in () if strangers is None else strangers.at(base + offset * element_size):
                 stranger.data = stranger.data.clone()
             home = whole.data.as_strided(slot.place.shape, slot.place.stride(), offset)
-            home.copy_(param.detach())
-            param.data = home
+            if slot.filling is not None:
+                slot.make_values(home)
+            else:
+                home.copy_(param.detach())
+                param.data = home
             left.append(slot)
         return left
 

@@ -55,6 +55,7 @@ from overlap.optimizer.param_groups import Wrapped
 from overlap.optimizer.start import (
     agree_on_terms,
     collect_slots,
+    postpone_values,
     refuse_graphed,
     refuse_other_sharders,
     refuse_other_wrappers,
@@ -118,6 +119,7 @@ def build(
     refuse_graphed(model, slots, strategy.name, updates)
     tell_of_a_lone_trainer(model, session.comm)
     check_memory(slots, updates, session.comm.rank)
+    late = postpone_values(model, slots, strategy, updates, shared=arguments.sync_start)
     session.registry.take_over([slot.param for slot in slots])
     groups = parse_groups(arguments.num_groups, arguments.groups, slots)
     terms = terms_of(strategy, arguments, updates, groups, by_loss=by_loss)
@@ -132,6 +134,8 @@ def build(
         agree_on_terms(hosts.comm, terms)
     named = [(slot.name, slot.param) for slot in slots]
     members = fit_out(session, hosts, named, _why_not_on_a_gpu(strategy), _EAGER if updates is Updates.EAGER else "")
+    for attach in late:
+        attach(members.everyone)
     if arguments.sync_start:
         synchronize_start(members.everyone, optimizer, model, slots)
     poisoned = session.poison if arguments.poison is None else arguments.poison
@@ -216,7 +220,7 @@ def _assemble(
     by_loss: bool,
     poison: bool,
 ) -> Assembly:
-    """The parts, from the lowest up: each is given those below it. Communicates nothing."""
+    """The parts, from the lowest up: each is given those below it. Communicates nothing but values that are made now."""
     comm, dtype = members.comm, strategy.gather_dtype
     exchange = Exchange(arguments.compression, arguments.op, arguments.gradient_predivide_factor, comm.size)
     pairs = ((slot.name, slot.param) for slot in slots if slot.param.requires_grad)
@@ -307,6 +311,8 @@ def _assemble(
     full_state = FullState(engine, optimizer, states, rows)
     if not strategy.learns:
         arrangement.begin(units_of(model, slots))
+        for slot in slots:
+            slot.make_values()  # of what is in no shard
         full_state.parameters.attach(engine.modules, slots)
     everyone = members.everyone
     return Assembly(comm, everyone, model, wrapped, engine, rounds, averages, stepper, full_state, replanning)

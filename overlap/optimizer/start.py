@@ -6,7 +6,7 @@ Arguments of the wrapper are compared first, before anything else is communicate
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -21,6 +21,7 @@ from overlap.plan.groups import Groups
 from overlap.plan.plan import Updates
 from overlap.plan.strategy import Strategy
 from overlap.plan.tuning.options import Tuning
+from overlap.state.deferred_init import is_deferred, materialize, postpone
 from overlap.state.optimizer_state import broadcast_optimizer_state
 from overlap.transport.broadcast import broadcast_tensors
 from overlap.transport.communicator import Communicator
@@ -31,6 +32,7 @@ __all__ = [
     "agree_on_strategy",
     "agree_on_terms",
     "collect_slots",
+    "postpone_values",
     "refuse_graphed",
     "refuse_other_sharders",
     "refuse_other_wrappers",
@@ -153,6 +155,45 @@ def _refuse_lazy(name: str, tensor: torch.Tensor) -> None:
         raise ValueError(f"{name!r} belongs to a lazy module and has no shape yet; run one forward before wrapping")
 
 
+def postpone_values(
+    model: torch.nn.Module | None, slots: Sequence[Slot], strategy: Strategy, updates: Updates, *, shared: bool
+) -> list[Callable[[Communicator], None]]:
+    """Leave parameters without memory that ``deferred_init()`` has made, where each rank is to keep its share of them.
+
+    All others get their values. Returns what gives these slots theirs by a communicator, once there is one: rank 0's, if
+    they are `shared`.
+    """
+    waiting = [slot for slot in slots if is_deferred(slot.param)]
+    late = [slot for slot in waiting if slot.param.requires_grad] if updates.in_shards and not strategy.learns else []
+    for slot in waiting:
+        if slot not in late:
+            materialize(slot.param)
+    memory = torch.empty(
+        max((slot.param.nbytes for slot in late), default=0), dtype=torch.uint8
+    )  # of all, and untouched
+
+    def postponed(slot: Slot) -> Callable[[Communicator], None]:
+        shape, dtype = slot.param.shape, slot.param.dtype
+        stand_in = memory[: slot.param.nbytes].view(dtype)[: slot.param.numel()].view(shape)
+        values = postpone(slot.param, stand_in, repr(slot.name))
+
+        def attach(comm: Communicator) -> None:
+            def fill(home: torch.Tensor) -> None:
+                if not shared or comm.rank == 0:
+                    home.copy_(values())
+                if shared and comm.size > 1:
+                    comm.broadcast(home.view(-1), 0, label=f"values of {slot.name}")
+
+            slot.filling = fill
+
+        return attach
+
+    found = [postponed(slot) for slot in late]
+    if model is not None:
+        materialize(model)
+    return found
+
+
 def synchronize_start(
     comm: Communicator,
     optimizer: torch.optim.Optimizer,
@@ -168,6 +209,9 @@ def synchronize_start(
     tensors: dict[int, torch.Tensor] = {id(slot.param): slot.param for slot in slots}
     if model is not None:
         tensors.update((id(value), value) for value in (*model.parameters(), *model.buffers()))
+    for slot in slots:
+        if slot.filling is not None:
+            del tensors[id(slot.param)]
     broadcast_tensors(comm, list(tensors.values()), 0)
     if state:
         broadcast_optimizer_state(comm, optimizer, 0)

@@ -54,7 +54,8 @@ def size_and_device(optimizer: torch.optim.Optimizer) -> tuple[int, str]:
     groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
     params = [param for group in groups for param in group["params"] if param.requires_grad and not is_lazy(param)]
     device = params[0].device.type if params else "cpu"
-    return sum(param.numel() * param.element_size() for param in params), device
+    nbytes = sum(param.numel() * param.element_size() for param in params)
+    return nbytes, "cpu" if device == "meta" else device  # where deferred_init() computes values
 
 
 def fused_in_order_of_use(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -18,7 +18,7 @@ from overlap.state.placement import Placement
 from overlap.state.recording import Recorder, become, deferred
 from overlap.state.replay import leaves, real_view, silence, view_of
 
-__all__ = ["become", "deferred_init", "is_deferred", "materialize", "values_of"]
+__all__ = ["become", "deferred_init", "is_deferred", "materialize", "postpone", "values_of"]
 
 _here = threading.local()
 _VERSION = "_dear_deferred_version"
@@ -82,6 +82,25 @@ def values_of(tensor: torch.Tensor, name: str = "a tensor") -> torch.Tensor:
         return tensor
     _check(tensor, name)
     return recording.values_of(tensor)
+
+
+def postpone(tensor: torch.Tensor, stand_in: torch.Tensor, name: str = "a tensor") -> Callable[[], torch.Tensor]:
+    """Give a deferred `tensor` the memory of `stand_in`, and return what gives its values, as ``values_of()`` does.
+
+    Raises ``RuntimeError`` as that.
+    """
+    _check(tensor, name)
+    found = deferred(tensor)
+    assert found is not None
+    view = view_of(tensor, found.memory, None)
+    become(tensor, stand_in)
+    vars(tensor).pop(_VERSION, None)
+
+    def values() -> torch.Tensor:
+        with silence():
+            return real_view(view, found.storage())
+
+    return values
 
 
 def materialize(target: Target) -> Target:

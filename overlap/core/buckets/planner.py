@@ -191,7 +191,8 @@ class Planner:
                 slots = [self.slots[index] for index in planned.spec.tensors]
                 before = Counter(slot.bucket for slot in slots)
                 if planned.sharded:
-                    self._outlived += [slot for slot in slots if slot.bucket is None and shared(slot.param)]
+                    there = [slot for slot in slots if slot.bucket is None and slot.filling is None]
+                    self._outlived += [slot for slot in there if shared(slot.param)]
                 bucket = self._bucket(strategy, number, planned, slots)
                 order.append(bucket)
                 if planned.sharded:
