@@ -122,6 +122,11 @@ class Accelerator(accelerate.Accelerator):
         members = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         models = [model for model in plain if any(id(parameter) in members for parameter in model.parameters())]
         whole = models[0] if len(models) == 1 else torch.nn.ModuleList(models) if models else None
+        if whole is None and self._sharded:
+            raise ValueError(
+                f"prepare() was given {type(optimizer).__name__} and no model with its parameters, and strategy 'fsdp' "
+                "shards the model: prepare the model together with its optimizer, or before it"
+            )
         distributed = dear.DistributedOptimizer(optimizer, whole, **self._dear_options)
         placed = self.device_placement if device_placement is None else device_placement
         prepared = DearOptimizer(distributed, models, device_placement=placed, scaler=self.scaler)
@@ -137,6 +142,18 @@ class Accelerator(accelerate.Accelerator):
         return prepared
 
     # - Training
+
+    @property
+    def _sharded(self) -> bool:
+        """Whether each rank keeps a share of the parameters."""
+        return self._dear_options.get("strategy") == "fsdp"
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """As in Accelerate. Gradients of a pass that no ``step()`` follows, while it accumulates, stay this rank's own."""
+        with contextlib.ExitStack() as stack:
+            for optimizer in () if self.sync_gradients else self._optimizers:
+                stack.enter_context(optimizer.optimizer.no_sync())
+            super().backward(loss, **kwargs)
 
     @contextlib.contextmanager
     def no_sync(self, model: torch.nn.Module) -> Iterator[None]:
@@ -180,8 +197,37 @@ class Accelerator(accelerate.Accelerator):
     # - Checkpoints
 
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> Any:
-        """The model's state dict as in Accelerate, in tensors that can be written as safetensors."""
+        """The model's state dict as in Accelerate, in tensors that can be written as safetensors.
+
+        Of a sharded model too it is whole, on each rank that asks.
+        """
+        if self._only_written and not self._writes:
+            return {}
         return _apart(super().get_state_dict(model, unwrap=unwrap))
+
+    def save_state(self, *args: Any, **kwargs: Any) -> Any:
+        """As in Accelerate, on every rank. Ranks that do not write collect no parameters of a sharded model."""
+        with self._collecting_what_is_written():
+            return super().save_state(*args, **kwargs)
+
+    def save_model(self, *args: Any, **kwargs: Any) -> None:
+        """As in Accelerate, on every rank. Ranks that do not write collect no parameters of a sharded model."""
+        with self._collecting_what_is_written():
+            super().save_model(*args, **kwargs)
+
+    @property
+    def _writes(self) -> bool:
+        """Whether this rank writes checkpoints."""
+        each_node = self.project_configuration.save_on_each_node
+        return bool(self.is_local_main_process if each_node else self.is_main_process)
+
+    @contextlib.contextmanager
+    def _collecting_what_is_written(self) -> Iterator[None]:
+        before, self._only_written = self._only_written, self._sharded
+        try:
+            yield
+        finally:
+            self._only_written = before
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         """As in Accelerate."""
@@ -262,7 +308,7 @@ def _take_charge(accelerator: Any, options: Mapping[str, Any]) -> None:
         raise ValueError(
             "sync_each_batch=True reduces gradients in every pass, and dear once for each step: leave it out"
         )
-    accelerator._dear_options = options
+    accelerator._dear_options, accelerator._only_written = options, False
     _watch(accelerator)
 
 

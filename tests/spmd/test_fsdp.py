@@ -291,6 +291,7 @@ def test_two_optimizers_share_a_model(check_every: int | None) -> None:
             torch.stack([local_loss(model, step, rank) for rank in ranks]).mean().backward()
             for optimizer in optimizers:
                 optimizer.step()
+        dear.check_replicas(model)
         return values_of(model)
 
     ranks: list[int] = [dear.rank()]
