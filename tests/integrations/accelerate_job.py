@@ -212,7 +212,10 @@ def resumed(make: Make, folder: Path) -> Made:
             accelerator.load_state(str(loaded))
         for number, (inputs, targets) in enumerate(data if loaded is None else accelerator.skip_first_batches(data, 3)):
             if number == 3 and loaded is None:
+                collected: list[bool] = []
+                accelerator.register_save_state_pre_hook(lambda _models, found, _to: collected.extend(map(bool, found)))
                 accelerator.save_state(str(left))
+                assert collected == [accelerator.is_main_process or make is not sharded], "others write nothing"
             accelerator.backward(mse_loss(model(inputs), targets))
             optimizer.step()
             optimizer.zero_grad()
