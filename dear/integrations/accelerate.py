@@ -66,6 +66,8 @@ class Accelerator(accelerate.Accelerator):
     Accelerate and dear see different jobs.
     """
 
+    _collects = True  # this rank, for a checkpoint that is being written
+
     def __init__(self, *args: Any, dear_options: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         options = checked(dear_options)
         given = inspect.signature(accelerate.Accelerator).bind(*args, **kwargs).arguments
@@ -201,33 +203,35 @@ class Accelerator(accelerate.Accelerator):
 
         Of a sharded model too it is whole, on each rank that asks.
         """
-        if self._only_written and not self._writes:
+        if not self._collects:
             return {}
         return _apart(super().get_state_dict(model, unwrap=unwrap))
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
-        """As in Accelerate, on every rank. Ranks that do not write collect no parameters of a sharded model."""
-        with self._collecting_what_is_written():
+        """As in Accelerate, on every rank. Where models are sharded, ranks that do not write collect nothing."""
+        with self._collecting_where_it_is_written():
             return super().save_state(*args, **kwargs)
 
     def save_model(self, *args: Any, **kwargs: Any) -> None:
-        """As in Accelerate, on every rank. Ranks that do not write collect no parameters of a sharded model."""
-        with self._collecting_what_is_written():
+        """As in Accelerate, on every rank. Where models are sharded, ranks that do not write collect nothing."""
+        with self._collecting_where_it_is_written():
             super().save_model(*args, **kwargs)
 
-    @property
-    def _writes(self) -> bool:
-        """Whether this rank writes checkpoints."""
-        each_node = self.project_configuration.save_on_each_node
-        return bool(self.is_local_main_process if each_node else self.is_main_process)
-
     @contextlib.contextmanager
-    def _collecting_what_is_written(self) -> Iterator[None]:
-        before, self._only_written = self._only_written, self._sharded
+    def _collecting_where_it_is_written(self) -> Iterator[None]:
+        each_node = self.project_configuration.save_on_each_node
+        writes = self.is_local_main_process if each_node else self.is_main_process
+        parts: list[Any] = [
+            self,
+            *(optimizer for optimizer in self._optimizers if isinstance(optimizer, DearOptimizer)),
+        ]
+        for part in parts:
+            part._collects = writes or not self._sharded
         try:
             yield
         finally:
-            self._only_written = before
+            for part in parts:
+                part._collects = True
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         """As in Accelerate."""
@@ -236,6 +240,8 @@ class Accelerator(accelerate.Accelerator):
 
 class DearOptimizer(AcceleratedOptimizer):
     """Accelerate's wrapper around a distributed optimizer, and the models it trains."""
+
+    _collects = True
 
     def __init__(
         self, optimizer: DistributedOptimizer, models: Sequence[torch.nn.Module], *, device_placement: bool, scaler: Any
@@ -248,6 +254,10 @@ class DearOptimizer(AcceleratedOptimizer):
     def trains(self, model: torch.nn.Module) -> bool:
         """Whether this optimizer has parameters of `model`; models that were prepared after it are not known to it."""
         return not self._models or model in self._models
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole state; empty on a rank that does not write the checkpoint for which Accelerate asks."""
+        return super().state_dict() if self._collects else {}
 
     def _noting(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """`step`, which a GradScaler always calls: what it found on all ranks decides there whether it is skipped."""
@@ -308,7 +318,7 @@ def _take_charge(accelerator: Any, options: Mapping[str, Any]) -> None:
         raise ValueError(
             "sync_each_batch=True reduces gradients in every pass, and dear once for each step: leave it out"
         )
-    accelerator._dear_options, accelerator._only_written = options, False
+    accelerator._dear_options = options
     _watch(accelerator)
 
 

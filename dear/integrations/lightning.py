@@ -52,9 +52,7 @@ NAMES = {"dear" if name == "dear" else f"dear_{name}": name for name in (*STRATE
 _callbacks: Any = importlib.import_module(f"{PYTORCH}.callbacks")
 #: Callbacks that keep averages of all parameters; older versions of Lightning have one of them.
 _AVERAGING = tuple(
-    getattr(_callbacks, name)
-    for name in ("WeightAveraging", "StochasticWeightAveraging")
-    if hasattr(_callbacks, name)
+    getattr(_callbacks, name) for name in ("WeightAveraging", "StochasticWeightAveraging") if hasattr(_callbacks, name)
 )
 
 _TIMEOUT = timedelta(minutes=30)  # Lightning's own

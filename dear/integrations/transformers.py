@@ -49,7 +49,7 @@ class DearTrainerMixin:
         take_over(trainer.accelerator, self._dear_options)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """As in Trainer. A sharded model is whole meanwhile where it generates, which each rank does as long as it likes."""
+        """As in Trainer. A sharded model is whole where it generates, as each rank makes passes of its own there."""
         trainer: Any = self
         generates = getattr(trainer.args, "predict_with_generate", False)
         with dear.whole(trainer.model) if generates else contextlib.nullcontext():

@@ -2,7 +2,8 @@
 
 python -m tests.integrations.accelerate_job FOLDER SCRIPT...
 
-"fsdp SCRIPT" is the same with sharded models. Ranks compare the two; rank 0 leaves what the own one came to as FOLDER/SCRIPT.pt. One process compares its own with that.
+Ranks compare the two; rank 0 leaves what the own one came to as FOLDER/SCRIPT.pt. One process compares its own with that.
+"fsdp SCRIPT" is the same with sharded models.
 """
 
 from __future__ import annotations
@@ -210,12 +211,12 @@ def resumed(make: Make, folder: Path) -> Made:
         model, optimizer, data = accelerator.prepare(model, optimizer, batches(points(48)))
         if loaded is not None:
             accelerator.load_state(str(loaded))
+        collected: list[Made] = []
+        accelerator.register_save_state_pre_hook(lambda _models, found, _to, to=collected: to.extend(found))
         for number, (inputs, targets) in enumerate(data if loaded is None else accelerator.skip_first_batches(data, 3)):
             if number == 3 and loaded is None:
-                collected: list[bool] = []
-                accelerator.register_save_state_pre_hook(lambda _models, found, _to: collected.extend(map(bool, found)))
                 accelerator.save_state(str(left))
-                assert collected == [accelerator.is_main_process or make is not sharded], "others write nothing"
+                assert [bool(each) for each in collected] == [accelerator.is_main_process or make is not sharded]
             accelerator.backward(mse_loss(model(inputs), targets))
             optimizer.step()
             optimizer.zero_grad()

@@ -12,7 +12,6 @@ from lightning.pytorch import callbacks
 import dear
 from tests.integrations.lightning_models import Regression, assert_same, ddp, fit, loader
 
-
 FSDP = "dear_fsdp"
 
 

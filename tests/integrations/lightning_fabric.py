@@ -78,7 +78,8 @@ def train(
 def test_a_loop_is_that_of_ddp(strategy: str, apart: bool, clip: Any) -> None:
     mine, norms = train(strategy, apart=apart, **clip)
     theirs, expected = train("ddp", apart=apart, **clip)
-    assert_same(mine, theirs, 1e-12)
+    # The bias in front of BatchNorm has no gradient but rounding, and norms are rounded otherwise from other pieces.
+    assert_same(mine, theirs, 1e-10 if "max_norm" in clip else 1e-12)
     assert norms == pytest.approx(expected, rel=1e-12)
     assert len(norms) == (12 if "max_norm" in clip else 0)
 

@@ -17,7 +17,9 @@ SHARDED = tuple(f"fsdp {name}" for name in (*ALONE, "resumed"))
 
 @pytest.mark.parametrize("launcher", ["mpi", "torchrun"])
 def test_scripts_come_to_what_the_librarys_own_ddp_does(launcher: str, tmp_path: Path) -> None:
-    compare("accelerate_job", launcher, tmp_path, *ALONE, "bf16", "resumed", "fsdp accumulated", "fsdp shared", "mistakes")
+    compare(
+        "accelerate_job", launcher, tmp_path, *ALONE, "bf16", "resumed", "fsdp accumulated", "fsdp shared", "mistakes"
+    )
 
 
 @pytest.mark.full

@@ -2,7 +2,8 @@
 
 python -m tests.integrations.trainer_job FOLDER SCENARIO...
 
-"fsdp SCENARIO" is the same with a sharded model. Ranks compare the two; rank 0 leaves what the own one came to as FOLDER/SCENARIO.pt. One process compares its own with that.
+Ranks compare the two; rank 0 leaves what the own one came to as FOLDER/SCENARIO.pt. One process compares its own with that.
+"fsdp SCENARIO" is the same with a sharded model.
 """
 
 from __future__ import annotations
