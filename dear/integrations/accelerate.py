@@ -66,6 +66,8 @@ class Accelerator(accelerate.Accelerator):
     Accelerate and dear see different jobs.
     """
 
+    _collects = True  # this rank, for a checkpoint that is being written
+
     def __init__(self, *args: Any, dear_options: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         options = checked(dear_options)
         given = inspect.signature(accelerate.Accelerator).bind(*args, **kwargs).arguments
@@ -122,6 +124,11 @@ class Accelerator(accelerate.Accelerator):
         members = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         models = [model for model in plain if any(id(parameter) in members for parameter in model.parameters())]
         whole = models[0] if len(models) == 1 else torch.nn.ModuleList(models) if models else None
+        if whole is None and self._sharded:
+            raise ValueError(
+                f"prepare() was given {type(optimizer).__name__} and no model with its parameters, and strategy 'fsdp' "
+                "shards the model: prepare the model together with its optimizer, or before it"
+            )
         distributed = dear.DistributedOptimizer(optimizer, whole, **self._dear_options)
         placed = self.device_placement if device_placement is None else device_placement
         prepared = DearOptimizer(distributed, models, device_placement=placed, scaler=self.scaler)
@@ -137,6 +144,18 @@ class Accelerator(accelerate.Accelerator):
         return prepared
 
     # - Training
+
+    @property
+    def _sharded(self) -> bool:
+        """Whether each rank keeps a share of the parameters."""
+        return self._dear_options.get("strategy") == "fsdp"
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """As in Accelerate. Gradients of a pass that no ``step()`` follows, while it accumulates, stay this rank's own."""
+        with contextlib.ExitStack() as stack:
+            for optimizer in () if self.sync_gradients else self._optimizers:
+                stack.enter_context(optimizer.optimizer.no_sync())
+            super().backward(loss, **kwargs)
 
     @contextlib.contextmanager
     def no_sync(self, model: torch.nn.Module) -> Iterator[None]:
@@ -180,8 +199,39 @@ class Accelerator(accelerate.Accelerator):
     # - Checkpoints
 
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> Any:
-        """The model's state dict as in Accelerate, in tensors that can be written as safetensors."""
+        """The model's state dict as in Accelerate, in tensors that can be written as safetensors.
+
+        Of a sharded model too it is whole, on each rank that asks.
+        """
+        if not self._collects:
+            return {}
         return _apart(super().get_state_dict(model, unwrap=unwrap))
+
+    def save_state(self, *args: Any, **kwargs: Any) -> Any:
+        """As in Accelerate, on every rank. Where models are sharded, ranks that do not write collect nothing."""
+        with self._collecting_where_it_is_written():
+            return super().save_state(*args, **kwargs)
+
+    def save_model(self, *args: Any, **kwargs: Any) -> None:
+        """As in Accelerate, on every rank. Where models are sharded, ranks that do not write collect nothing."""
+        with self._collecting_where_it_is_written():
+            super().save_model(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _collecting_where_it_is_written(self) -> Iterator[None]:
+        each_node = self.project_configuration.save_on_each_node
+        writes = self.is_local_main_process if each_node else self.is_main_process
+        parts: list[Any] = [
+            self,
+            *(optimizer for optimizer in self._optimizers if isinstance(optimizer, DearOptimizer)),
+        ]
+        for part in parts:
+            part._collects = writes or not self._sharded
+        try:
+            yield
+        finally:
+            for part in parts:
+                part._collects = True
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         """As in Accelerate."""
@@ -190,6 +240,8 @@ class Accelerator(accelerate.Accelerator):
 
 class DearOptimizer(AcceleratedOptimizer):
     """Accelerate's wrapper around a distributed optimizer, and the models it trains."""
+
+    _collects = True
 
     def __init__(
         self, optimizer: DistributedOptimizer, models: Sequence[torch.nn.Module], *, device_placement: bool, scaler: Any
@@ -202,6 +254,10 @@ class DearOptimizer(AcceleratedOptimizer):
     def trains(self, model: torch.nn.Module) -> bool:
         """Whether this optimizer has parameters of `model`; models that were prepared after it are not known to it."""
         return not self._models or model in self._models
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole state; empty on a rank that does not write the checkpoint for which Accelerate asks."""
+        return super().state_dict() if self._collects else {}
 
     def _noting(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """`step`, which a GradScaler always calls: what it found on all ranks decides there whether it is skipped."""

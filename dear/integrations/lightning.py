@@ -49,6 +49,12 @@ _Mixin: Any = object
 #: What Lightning's users write, and the package whose ``DistributedOptimizer`` that means.
 NAMES = {"dear" if name == "dear" else f"dear_{name}": name for name in (*STRATEGIES, "co2")}
 
+_callbacks: Any = importlib.import_module(f"{PYTORCH}.callbacks")
+#: Callbacks that keep averages of all parameters; older versions of Lightning have one of them.
+_AVERAGING = tuple(
+    getattr(_callbacks, name) for name in ("WeightAveraging", "StochasticWeightAveraging") if hasattr(_callbacks, name)
+)
+
 _TIMEOUT = timedelta(minutes=30)  # Lightning's own
 
 
@@ -84,6 +90,11 @@ class _Job(_Mixin):
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    @property
+    def _collects(self) -> bool:
+        """Whether this rank has a module's parameters for a checkpoint: of a sharded one rank 0 alone, which writes it."""
+        return bool(self.is_global_zero) or self._wanted["strategy"] != "fsdp"
 
     def _distributed(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module | None) -> torch.optim.Optimizer:
         """As given where the script has wrapped it itself, or where it holds nothing to train. On every rank."""
@@ -140,6 +151,13 @@ class DearStrategy(_Job, _TrainerDDP):
         """Leave the model as it is: no DistributedDataParallel is put around it."""
 
     def setup_optimizers(self, trainer: Any) -> None:
+        averaging = [type(one).__name__ for one in trainer.callbacks if isinstance(one, _AVERAGING)]
+        if averaging and self._wanted["strategy"] == "fsdp":
+            raise ValueError(
+                f"the callback {averaging[0]} reads and writes all parameters between passes, when strategy 'fsdp' has a "
+                "share of them on each rank: use strategy='dear', or a callback that does so inside `with "
+                "dear.whole(pl_module):`"
+            )
         super().setup_optimizers(trainer)
         self.optimizers = [self._distributed(optimizer, self.lightning_module) for optimizer in self.optimizers]
 
@@ -197,8 +215,9 @@ class DearStrategy(_Job, _TrainerDDP):
             broadcast_parameters(dict(self.lightning_module.named_buffers()), root_rank=0)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The module's whole state; of a sharded one on rank 0, which writes the checkpoint, and empty on the others."""
         self._meet()
-        return super().lightning_module_state_dict()
+        return super().lightning_module_state_dict() if self._collects else {}
 
     def _meet(self) -> None:
         """Where ranks train models of their own, they become their average. On every rank."""
@@ -293,9 +312,10 @@ class DearFabricStrategy(_Job, _FabricDDP):
         return distributed
 
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Write a checkpoint on rank 0, which can collect the optimizers' whole state by itself."""
+        """Write a checkpoint on rank 0, which can collect the optimizers' whole state, and sharded models, by itself."""
         if not self.is_global_zero:
-            state = {name: part for name, part in state.items() if not isinstance(part, torch.optim.Optimizer)}
+            collected = torch.optim.Optimizer if self._collects else (torch.optim.Optimizer, torch.nn.Module)
+            state = {name: part for name, part in state.items() if not isinstance(part, collected)}
         super().save_checkpoint(path, state, *args, **kwargs)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 __all__ = ["STRATEGIES", "checked"]
 
 #: Those that are synchronous.
-STRATEGIES = ("dear", "wfbp", "mgwfbp", "bytescheduler_adapter", "oss")
+STRATEGIES = ("dear", "wfbp", "mgwfbp", "bytescheduler_adapter", "oss", "fsdp")
 _NOT_HERE = {
     "optimizer": "the library makes it",
     "named_parameters": "the library's model is given",

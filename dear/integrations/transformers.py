@@ -10,6 +10,7 @@ round.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -46,6 +47,13 @@ class DearTrainerMixin:
         dear.init()
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         take_over(trainer.accelerator, self._dear_options)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """As in Trainer. A sharded model is whole where it generates, as each rank makes passes of its own there."""
+        trainer: Any = self
+        generates = getattr(trainer.args, "predict_with_generate", False)
+        with dear.whole(trainer.model) if generates else contextlib.nullcontext():
+            return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
 
 
 class DearTrainer(DearTrainerMixin, Trainer):

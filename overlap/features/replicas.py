@@ -100,14 +100,16 @@ def parameters_of(model: torch.nn.Module | None) -> dict[str, torch.Tensor]:
     return found
 
 
-def named_parameters_of(model: torch.nn.Module | None, slots: Sequence[Slot]) -> Parameters:
+def named_parameters_of(
+    model: torch.nn.Module | None, slots: Sequence[Slot], others: Callable[[], Iterable[Slot]] = tuple
+) -> Parameters:
     """A function that gives the parameters of `model`, frozen ones too, and those of `slots` that are not in it.
 
-    Not those of which each rank has a share.
+    Not those of which each rank has a share, by this optimizer or by those that have the `others`.
     """
 
     def parameters() -> dict[str, torch.Tensor]:
-        away = {id(slot.param) for slot in slots if slot.freed is not None}
+        away = {id(slot.param) for slot in (*slots, *others()) if slot.freed is not None}
         found = {name: parameter for name, parameter in parameters_of(model).items() if id(parameter) not in away}
         theirs = {id(parameter) for parameter in found.values()} | away
         return found | {slot.name: slot.param for slot in slots if id(slot.param) not in theirs}
@@ -133,7 +135,8 @@ def digest_of(tensor: torch.Tensor) -> bytes:
     found = hashlib.blake2b(f"{tuple(tensor.shape)} {tensor.dtype}".encode(), digest_size=_DIGEST_BYTES)
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     if plain.numel():
-        found.update(plain.reshape(-1).view(torch.uint8).numpy().data)
+        flat = plain.as_strided((plain.numel(),), (1,))  # one element may have any stride
+        found.update(flat.view(torch.uint8).numpy().data)
     return found.digest()
 
 

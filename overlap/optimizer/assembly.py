@@ -234,7 +234,7 @@ def _assemble(
     unsharder = Unsharder(members.gathers, model, comm, rounds, room, poison=poison and comm.size > 1)
     every = session.settings.check_every if arguments.check_every is None else arguments.check_every
     compares = EarlyReplicaCheck if updates is Updates.EAGER else ReplicaCheck
-    alike = named_parameters_of(model, slots)
+    alike = named_parameters_of(model, slots, partial(_slots_of, session))
     renormed = RenormedRows(members.calls, alike, early=updates is Updates.EAGER) if comm.size > 1 else None
     replicas = None
     if every and renormed is not None:
@@ -347,6 +347,11 @@ def features_of(
     alike = alike if replicas is None else (*alike, replicas)
     finite = (NonfiniteCheck(),) if check else ()
     return (SameData(comm), *dense, sparse, GradientCheck(), *rounding, *buffers, *writes, *planning, *alike, *finite)
+
+
+def _slots_of(session: Session) -> list[Slot]:
+    """The slots of all optimizers of `session`."""
+    return [slot for optimizer in session.registry.optimizers for slot in optimizer._engine.slots]
 
 
 def _apart(renormed: RenormedRows, model: torch.nn.Module | None) -> set[str]:

@@ -30,6 +30,7 @@ class WholeParameters:
         self._engine, self._share = weakref.ref(engine), share
         self._handles: list[RemovableHandle] = []
         self._named: dict[torch.nn.Module, dict[str, Slot]] = {}
+        self._handed_out: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()  # by slot
 
     def attach(self, modules: Iterable[torch.nn.Module], slots: Iterable[Slot]) -> None:
         """Set hooks on those `modules` that have parameters of `slots`, freed now or later. May be repeated."""
@@ -52,13 +53,19 @@ class WholeParameters:
         self._handles.clear()
         self._named.clear()
 
-    def _collect(self, slots: list[Slot]) -> dict[int, torch.Tensor]:
-        """Whole values, by slot."""
+    def _collect(self, slots: list[Slot], found: dict[str, Any]) -> dict[int, torch.Tensor]:
+        """Whole values, by slot; of a parameter that several modules have, those that are in `found` already."""
         engine = self._engine()
         assert engine is not None
-        parts = self._share.collect(tuple(slot.index for slot in slots))
-        full = assemble(engine.slots, parts, whole=False)
-        return {slot.index: full[slot.param][PARAMETER] for slot in slots}
+        there = {id(value) for value in found.values()}
+        values = {slot.index: self._handed_out.get(slot.index) for slot in slots}
+        missing = [slot for slot in slots if id(values[slot.index]) not in there]
+        if missing:
+            parts = self._share.collect(tuple(slot.index for slot in missing))
+            full = assemble(engine.slots, parts, whole=False)
+            self._handed_out.update({slot.index: full[slot.param][PARAMETER] for slot in missing})
+            values.update({slot.index: full[slot.param][PARAMETER] for slot in missing})
+        return {index: value for index, value in values.items() if value is not None}
 
     def _meet(self) -> None:
         """Every rank loads, as what is gathered ahead is gathered anew."""
@@ -86,7 +93,9 @@ def _before_loading(module: torch.nn.Module, hook: _Loading) -> RemovableHandle:
 
 
 class _Saved(Ours):
-    def __init__(self, collect: Callable[[list[Slot]], dict[int, torch.Tensor]], named: dict[str, Slot]) -> None:
+    def __init__(
+        self, collect: Callable[[list[Slot], dict[str, Any]], dict[int, torch.Tensor]], named: dict[str, Slot]
+    ) -> None:
         self._collect, self._named = collect, named
 
     def __call__(self, _module: torch.nn.Module, found: dict[str, Any], prefix: str, _metadata: Any) -> None:
@@ -96,7 +105,7 @@ class _Saved(Ours):
             if prefix + name in found and slot.freed is not None and _away(slot)
         }
         if wanted:
-            values = self._collect(list(wanted.values()))
+            values = self._collect(list(wanted.values()), found)
             found.update({key: values[slot.index] for key, slot in wanted.items()})
 
 

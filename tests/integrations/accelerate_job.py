@@ -3,6 +3,7 @@
 python -m tests.integrations.accelerate_job FOLDER SCRIPT...
 
 Ranks compare the two; rank 0 leaves what the own one came to as FOLDER/SCRIPT.pt. One process compares its own with that.
+"fsdp SCRIPT" is the same with sharded models.
 """
 
 from __future__ import annotations
@@ -200,8 +201,7 @@ def scaled(make: Make, folder: Path) -> Made:
 
 def resumed(make: Make, folder: Path) -> Made:
     """Leaves its state where it is half done. Continues from each state that is there already, of whichever job."""
-    kind = "dear" if make is Accelerator else "own"
-    left = folder / f"state-{dear.size()}-{kind}"
+    left = folder / f"state-{dear.size()}-{make.__name__}"
     made = {}
     for loaded in (None, *sorted(folder.glob("state-*"))):
         fresh()
@@ -211,9 +211,12 @@ def resumed(make: Make, folder: Path) -> Made:
         model, optimizer, data = accelerator.prepare(model, optimizer, batches(points(48)))
         if loaded is not None:
             accelerator.load_state(str(loaded))
+        collected: list[Made] = []
+        accelerator.register_save_state_pre_hook(lambda _models, found, _to, to=collected: to.extend(found))
         for number, (inputs, targets) in enumerate(data if loaded is None else accelerator.skip_first_batches(data, 3)):
             if number == 3 and loaded is None:
                 accelerator.save_state(str(left))
+                assert [bool(each) for each in collected] == [accelerator.is_main_process or make is not sharded]
             accelerator.backward(mse_loss(model(inputs), targets))
             optimizer.step()
             optimizer.zero_grad()
@@ -233,9 +236,13 @@ def own(**arguments: Any) -> Any:
     return accelerate.Accelerator(cpu=True, **arguments)
 
 
+def sharded(**arguments: Any) -> Any:
+    return Accelerator(dear_options={"strategy": "fsdp", "threshold_mb": 0.001}, **arguments)
+
+
 def run(name: str, make: Make, folder: Path) -> Made:
     fresh()
-    return SCRIPTS[name](make, folder)
+    return SCRIPTS[name.removeprefix("fsdp ")](make, folder)
 
 
 def compare(mine: Made, theirs: Made, tolerance: float) -> None:
@@ -254,10 +261,12 @@ def main() -> None:
         if name == "mistakes":
             with pytest.MonkeyPatch.context() as patched:
                 mistakes(fresh, network, points(20), patched)
-            uneven(fresh, network, points(20))
+            for options in ({}, {"strategy": "fsdp", "threshold_mb": 0.001}):
+                uneven(fresh, network, points(20), options)
             continue
         expected = run(name, own, folder)
-        compare(run(name, Accelerator, folder), expected, 1e-3 if name == "bf16" else 1e-10)
+        make = sharded if name.startswith("fsdp ") else Accelerator
+        compare(run(name, make, folder), expected, 1e-3 if name.endswith("bf16") else 1e-10)
         left = folder / f"{name}.pt"
         if dear.size() == 1 and left.exists():
             compare(expected, torch.load(left), 1e-10)

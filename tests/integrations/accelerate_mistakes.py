@@ -51,6 +51,9 @@ def mistakes(
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with pytest.raises(TypeError, match="hand over the optimizer inside"):
         accelerator.prepare(model, dear.DistributedOptimizer(optimizer, model))
+    accelerator, model = made(dear_options={"strategy": "fsdp"}), network()
+    with pytest.raises(ValueError, match="no model with its parameters, and strategy 'fsdp' shards the model"):
+        accelerator.prepare(torch.optim.SGD(model.parameters(), 0.1))
     accelerator, model = made(), network()
     forgotten = torch.optim.SGD(model.parameters(), 0.1)
     model = accelerator.prepare(model)
@@ -74,10 +77,12 @@ def mistakes(
     distributed.zero_grad()
 
 
-def uneven(fresh: Callable[[], None], network: Callable[[], torch.nn.Module], data: list[Any]) -> None:
+def uneven(
+    fresh: Callable[[], None], network: Callable[[], torch.nn.Module], data: list[Any], options: dict[str, Any]
+) -> None:
     """Of five batches rank 0 has three: the third is averaged over one rank alone."""
     fresh()
-    accelerator, model, one = Accelerator(), network(), network()
+    accelerator, model, one = Accelerator(dear_options=options), network(), network()
     expected = torch.optim.SGD(one.parameters(), 0.05, momentum=0.9)
     loader: Any = torch.utils.data.DataLoader(data[:20], batch_size=4)
     model, optimizer, loader = accelerator.prepare(
@@ -98,5 +103,4 @@ def uneven(fresh: Callable[[], None], network: Callable[[], torch.nn.Module], da
         expected.zero_grad()
         mse_loss(one(inputs), targets).backward()
         expected.step()
-    for mine, other in zip(model.parameters(), one.parameters(), strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(accelerator.get_state_dict(model), one.state_dict(), rtol=1e-12, atol=1e-12)

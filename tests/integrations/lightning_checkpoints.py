@@ -10,7 +10,9 @@ import torch
 from lightning.pytorch import callbacks
 
 import dear
-from tests.integrations.lightning_models import Regression, assert_same, ddp, fit
+from tests.integrations.lightning_models import Regression, assert_same, ddp, fit, loader
+
+FSDP = "dear_fsdp"
 
 
 def double() -> Regression:
@@ -26,8 +28,8 @@ def _checkpoints(strategy: Any, folder: Path, **options: Any) -> tuple[Regressio
     return module, folder / "epoch=1.ckpt"
 
 
-def test_checkpoints_are_those_of_ddp(folder: Path) -> None:
-    _, mine = _checkpoints("dear", folder / "dear")
+def test_checkpoints_are_those_of_ddp(ours: Any, folder: Path) -> None:
+    _, mine = _checkpoints(ours(), folder / "dear")
     _, theirs = _checkpoints(ddp(), folder / "ddp")
     one, other = (torch.load(path, weights_only=False) for path in (mine, theirs))
     assert one.keys() == other.keys()
@@ -39,7 +41,11 @@ def test_checkpoints_are_those_of_ddp(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("first", "second"), [("dear", "dear"), ("dear", "ddp"), ("ddp", "dear"), ("dear", "one"), ("one", "dear")]
+    ("first", "second"),
+    [
+        *(("dear", "dear"), ("dear", "ddp"), ("ddp", "dear"), ("dear", "one"), ("one", "dear")),
+        *((FSDP, FSDP), (FSDP, "dear"), ("dear", FSDP), (FSDP, "ddp"), ("ddp", FSDP), (FSDP, "one"), ("one", FSDP)),
+    ],
 )
 def test_training_is_resumed_by_another_strategy_and_number_of_ranks(first: str, second: str, folder: Path) -> None:
     strategies = {"ddp": ddp}
@@ -53,14 +59,14 @@ def test_training_is_resumed_by_another_strategy_and_number_of_ranks(first: str,
     assert_same(module, fit("one", double)[0], 1e-12)
 
 
-def test_a_checkpoint_may_be_written_right_after_it_was_loaded(folder: Path) -> None:
-    _, path = _checkpoints("dear", folder)
+def test_a_checkpoint_may_be_written_right_after_it_was_loaded(ours: Any, folder: Path) -> None:
+    _, path = _checkpoints(ours(), folder)
 
     class Again(Regression):
         def on_train_start(self) -> None:
             self.trainer.save_checkpoint(folder / "again.ckpt")
 
-    _, runner = fit("dear", lambda: Again().double(), ckpt_path=path)
+    _, runner = fit(ours(), lambda: Again().double(), ckpt_path=path)
     runner.save_checkpoint(folder / "end.ckpt")
     before, again = (torch.load(one, weights_only=False) for one in (path, folder / "again.ckpt"))
     torch.testing.assert_close(again["optimizer_states"], before["optimizer_states"], rtol=0, atol=0)
@@ -69,8 +75,32 @@ def test_a_checkpoint_may_be_written_right_after_it_was_loaded(folder: Path) -> 
     assert float(state[0]["step"]) == 24
 
 
-def test_each_rank_holds_its_part_of_the_state() -> None:
-    _, runner = fit("dear")
+def test_the_best_model_is_tested_and_loaded_by_one_process(ours: Any, folder: Path) -> None:
+    found = []
+    for name, strategy in ("ours", ours()), ("ddp", ddp()):
+        saved = callbacks.ModelCheckpoint(folder / name, monitor="val")
+        module, runner = fit(strategy, double, callbacks=[saved], enable_checkpointing=True)
+        tested = runner.test(module, loader(), ckpt_path="best", verbose=False)
+        found.append((tested, Regression.load_from_checkpoint(saved.best_model_path).state_dict()))
+    assert found[0][0] == found[1][0]
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=0, atol=0)
+
+
+def test_ranks_that_do_not_write_collect_no_parameters(ours: Any) -> None:
+    """Of a sharded model: each rank would have all of it at once."""
+
+    class Saves(Regression):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            self.seen.append(bool(checkpoint["state_dict"]))
+
+    module, runner = fit(ours(), Saves, max_epochs=1)
+    runner.strategy.barrier()
+    runner._checkpoint_connector.dump_checkpoint()
+    assert module.seen[-1] is (dear.rank() == 0 or runner.optimizers[0].strategy.name == "dear")
+
+
+def test_each_rank_holds_its_part_of_the_state(ours: Any) -> None:
+    _, runner = fit(ours())
     held = runner.optimizers[0].held_state
     mine = sum(value.numel() for state in held.values() for name, value in state.items() if name != "step")
     total = 2 * sum(param.numel() for param in runner.lightning_module.parameters())

@@ -18,12 +18,12 @@ import dear
 from dear.integrations.lightning import NAMES, DearStrategy
 from dear.integrations.lightning_environment import environment_of
 from overlap.job.launch import LaunchError
-from tests.integrations.lightning_models import Regression, assert_same, data, ddp, fit, loader, trainer
+from tests.integrations.lightning_models import WIDTH, Regression, assert_same, data, ddp, fit, loader, trainer
 from tests.spmd.listening import heard
 
 
-def test_losses_are_those_of_ddp_and_of_one_process() -> None:
-    module, _ = fit("dear")
+def test_losses_are_those_of_ddp_and_of_one_process(ours: Any) -> None:
+    module, _ = fit(ours())
     theirs, _ = fit(ddp())
     alone, _ = fit("one")
     assert len(module.seen) == 6
@@ -48,29 +48,29 @@ def test_losses_are_those_of_ddp_and_of_one_process() -> None:
     ],
     ids=str,
 )
-def test_options_of_the_trainer_mean_what_they_mean_with_ddp(options: Any) -> None:
+def test_options_of_the_trainer_mean_what_they_mean_with_ddp(ours: Any, options: Any) -> None:
     dtype = torch.float64 if "precision" not in options else torch.float32
-    module, _ = fit("dear", dtype=dtype, **options)
+    module, _ = fit(ours(), dtype=dtype, **options)
     theirs, _ = fit(ddp(), dtype=dtype, **options)
     assert module.seen == theirs.seen
     assert_same(module, theirs)
 
 
-def test_clipping_by_norm_while_accumulating() -> None:
+def test_clipping_by_norm_while_accumulating(ours: Any) -> None:
     options = {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2}
-    module, _ = fit("dear", **options)
+    module, _ = fit(ours(), **options)
     assert_same(module, fit(ddp(), **options)[0], 1e-12)
     assert_same(module, fit("one", **options)[0], 1e-12)
     with pytest.raises(AssertionError):
         assert_same(module, fit("one", accumulate_grad_batches=2)[0], 1e-12)
 
 
-def test_a_scaler_skips_and_clips_as_with_ddp() -> None:
+def test_a_scaler_skips_and_clips_as_with_ddp(ours: Any) -> None:
     def options() -> Any:
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=2)
         return {"plugins": MixedPrecision("16-mixed", "cpu", scaler), "precision": None, "gradient_clip_val": 0.5}
 
-    module, _ = fit("dear", dtype=torch.float32, **options())
+    module, _ = fit(ours(), dtype=torch.float32, **options())
     theirs, _ = fit(ddp(), dtype=torch.float32, **options())
     assert_same(module, theirs, 1e-5)
 
@@ -112,8 +112,8 @@ class Gan(Regression):
         return both, [torch.optim.lr_scheduler.ExponentialLR(one, 0.9) for one in both]
 
 
-def test_manual_optimization_with_two_optimizers() -> None:
-    module, runner = fit("dear", Gan)
+def test_manual_optimization_with_two_optimizers(ours: Any) -> None:
+    module, runner = fit(ours(), Gan)
     theirs, _ = fit(ddp(find_unused_parameters=True), Gan)
     assert runner.global_step == 3 * (8 + 4)
     assert [value for _, value in module.seen] == pytest.approx([value for _, value in theirs.seen], rel=1e-12)
@@ -137,9 +137,9 @@ class OnSameGradients(Regression):
 
 
 @pytest.mark.parametrize("clipped", [None, 0.1])
-def test_hooks_find_averages_in_grad_and_may_change_them(clipped: float | None) -> None:
+def test_hooks_find_averages_in_grad_and_may_change_them(ours: Any, clipped: float | None) -> None:
     options = {"gradient_clip_val": clipped, "accumulate_grad_batches": 2}
-    module, _ = fit("dear", OnSameGradients, **options)
+    module, _ = fit(ours(), OnSameGradients, **options)
     theirs, _ = fit(ddp(), OnSameGradients, **options)
     numbers = [value for value in module.seen if isinstance(value, float)]
     assert numbers == pytest.approx([value for value in theirs.seen if isinstance(value, float)], rel=1e-12)
@@ -154,8 +154,8 @@ class Unknown(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("make", [lambda: Regression(torch.optim.LBFGS), lambda: Regression(Unknown)])
-def test_optimizers_that_decide_by_the_loss(make: Any) -> None:
-    assert_same(fit("dear", make)[0], fit("one", make)[0], 1e-9)
+def test_optimizers_that_decide_by_the_loss(ours: Any, make: Any) -> None:
+    assert_same(fit(ours(), make)[0], fit("one", make)[0], 1e-9)
 
 
 class ManualUnknown(Gan):
@@ -178,12 +178,12 @@ class Plateau(Regression):
         self.seen.append(self.trainer.optimizers[0].param_groups[0]["lr"])
 
 
-def test_plateaus_and_early_stopping() -> None:
+def test_plateaus_and_early_stopping(ours: Any) -> None:
     def run(strategy: Any) -> Any:
         stopping = callbacks.EarlyStopping("val", patience=2, min_delta=0.05)
         return fit(strategy, Plateau, callbacks=[stopping], max_epochs=12)
 
-    (module, runner), (theirs, other) = run("dear"), run(ddp())
+    (module, runner), (theirs, other) = run(ours()), run(ddp())
     assert module.seen == theirs.seen
     assert runner.current_epoch == other.current_epoch < 12
     assert len({value for value in module.seen if isinstance(value, float)}) > 1, "the learning rate was reduced"
@@ -202,21 +202,50 @@ def test_averages_of_weights(make: Any) -> None:
     assert_same(module, theirs)
 
 
+@pytest.mark.parametrize("make", [Averaging, lambda: callbacks.StochasticWeightAveraging(1e-2, swa_epoch_start=1)])
+def test_averages_of_weights_are_refused_where_each_rank_has_a_share(make: Any) -> None:
+    with pytest.raises(ValueError, match=r"Averaging reads and writes all parameters .* strategy='dear'"):
+        fit("dear_fsdp", callbacks=[make()])
+
+
+class Measured(Regression):
+    """Logs norms of weights, as users do; and one rank looks at what only it has made."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with dear.whole(self):
+            self.seen.append(sum(float(param.square().sum()) for param in self.parameters()))
+            if self.trainer.is_global_zero:
+                self(torch.ones(1, WIDTH, dtype=torch.float64))
+
+    def on_train_epoch_end(self) -> None:
+        super().on_train_epoch_end()
+        self.seen.append(sum(float(value.sum()) for value in self.state_dict().values()))
+
+
+def test_parameters_are_read_where_they_are_whole(ours: Any) -> None:
+    module, runner = fit(ours(), Measured, num_sanity_val_steps=2)
+    theirs, _ = fit(ddp(), Measured, num_sanity_val_steps=2)
+    assert module.seen == theirs.seen
+    assert_same(module, theirs)
+    freed = runner.optimizers[0].strategy.name == "fsdp"
+    assert [bucket.freed for bucket in runner.optimizers[0].buckets] == [freed] * (2 if freed else 1)
+
+
 class Normalized(Regression):
     def __init__(self) -> None:
         super().__init__()
         self.net.insert(1, torch.nn.BatchNorm1d(16))
 
 
-def test_validation_has_rank_0s_buffers_as_with_ddp() -> None:
-    module, _ = fit("dear", Normalized)
+def test_validation_has_rank_0s_buffers_as_with_ddp(ours: Any) -> None:
+    module, _ = fit(ours(), Normalized)
     theirs, _ = fit(ddp(), Normalized)
     assert module.seen == theirs.seen
 
 
-def test_validate_test_and_predict() -> None:
+def test_validate_test_and_predict(ours: Any) -> None:
     found = []
-    for strategy in "dear", ddp():
+    for strategy in ours(), ddp():
         lightning.seed_everything(dear.rank(), verbose=False)
         module, runner = Regression(), trainer(strategy, max_epochs=1)
         found.append([runner.validate(module, loader(), verbose=False)])

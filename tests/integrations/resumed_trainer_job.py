@@ -40,7 +40,7 @@ def same_values(mine: Trained, folder: Path, name: str) -> None:
 
 def begun(folder: Path) -> None:
     """Nine steps without a stop, and two of them; three are an epoch."""
-    for name, stop in (("resumed", 2), ("lora", 6)):
+    for name, stop in (("resumed", 2), ("fsdp resumed", 2), ("lora", 6)):
         whole = train(name, DearTrainer, folder / f"whole-{name}")
         if dear.rank() == 0:
             torch.save(whole, folder / f"{name}.pt")
@@ -51,14 +51,15 @@ def begun(folder: Path) -> None:
 
 
 def alone(folder: Path) -> None:
-    for name, kind in (("resumed", Trainer), ("resumed-by-dear", DearTrainer)):
+    for name, kind in (("resumed", Trainer), ("resumed-by-dear", DearTrainer), ("fsdp resumed", Trainer)):
         train("resumed", kind, folder / name, callbacks=[Until(4)], resume_from_checkpoint=True)
     same_values(train("lora", Trainer, folder / "lora", resume_from_checkpoint=True), folder, "lora")
 
 
 def ended(folder: Path) -> None:
-    for name in ("resumed", "resumed-by-dear"):
-        same_values(train("resumed", DearTrainer, folder / name, resume_from_checkpoint=True), folder, "resumed")
+    for name in ("resumed", "resumed-by-dear", "fsdp resumed"):
+        scenario = "fsdp resumed" if name.startswith("fsdp") else "resumed"
+        same_values(train(scenario, DearTrainer, folder / name, resume_from_checkpoint=True), folder, scenario)
 
 
 if __name__ == "__main__":

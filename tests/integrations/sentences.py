@@ -1,4 +1,4 @@
-"""A small GPT-2 in fp64 and what it reads: made here, the same on every rank."""
+"""A small GPT-2, others in fp64, and what they read: made here, the same on every rank."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["WORDS", "IteratedSentences", "collate", "gpt2", "sentences"]
+__all__ = ["WORDS", "IteratedSentences", "collate", "gpt2", "llama", "sentences", "t5"]
 
 WORDS = 40
 
@@ -21,6 +21,29 @@ def gpt2(**options: Any) -> torch.nn.Module:
     shape: dict[str, Any] = {"vocab_size": WORDS, "n_positions": 12, "n_embd": 16, "n_layer": 2, "n_head": 2}
     config: Any = GPT2Config(**shape, **quiet, **ends, **options)
     made: torch.nn.Module = GPT2LMHeadModel(config).double()
+    return made
+
+
+def llama() -> torch.nn.Module:
+    """Two layers whose head has a weight of its own, and whose projections have no bias."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(1)
+    shape: dict[str, Any] = {"vocab_size": WORDS, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
+    ends: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "use_cache": False}
+    made: torch.nn.Module = LlamaForCausalLM(LlamaConfig(**shape, **heads, **ends)).double()
+    return made
+
+
+def t5() -> torch.nn.Module:
+    """An encoder and a decoder over one embedding, with word 3 at the end of what is generated."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(1)
+    shape: dict[str, Any] = {"vocab_size": WORDS, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+    ends: dict[str, Any] = {"decoder_start_token_id": 0, "eos_token_id": 3, "pad_token_id": 0}
+    made: torch.nn.Module = T5ForConditionalGeneration(T5Config(**shape, **ends, dropout_rate=0.0)).double()
     return made
 
 

@@ -11,22 +11,25 @@ from tests.integrations.jobs import compare
 
 #: A few that have most in them, for every run.
 FEW = ("accumulated", "lengths", "best")
-#: One process weighs tokens, and rounds in bf16 and in Adafactor's fp32, otherwise than ranks do. DDP does as dear.
-NOT_ALONE = ("tokens of each rank", "bf16", "adafactor")
-ALONE = ("iterated", "checkpointed", "lora", "module", "resumed", "own trainer", "layer by layer")
-STRATEGIES = ("wfbp", "mgwfbp", "bytescheduler")
+#: One process weighs tokens, generates, and rounds in bf16 and Adafactor's fp32, otherwise than ranks do. DDP does as dear.
+NOT_ALONE = ("tokens of each rank", "generated", "bf16", "adafactor")
+ALONE = ("iterated", "checkpointed", "lora", "module", "resumed", "own trainer", "llama")
+STRATEGIES = ("wfbp", "mgwfbp", "bytescheduler", "layer by layer")
+SHARDED = tuple(f"fsdp {name}" for name in (*FEW, *ALONE))
+SHARDED_NOT_ALONE = tuple(f"fsdp {name}" for name in NOT_ALONE[:-1])
 
 
 @pytest.mark.parametrize("launcher", ["mpi", "torchrun"])
 def test_losses_norms_and_parameters_are_those_of_the_librarys_own_ddp(launcher: str, tmp_path: Path) -> None:
-    compare("trainer_job", launcher, tmp_path, *FEW, "mistakes")
+    compare("trainer_job", launcher, tmp_path, *FEW, "fsdp best", "mistakes")
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("launcher", ["mpi", "torchrun"])
 def test_so_are_all_others_and_those_of_one_process(launcher: str, tmp_path: Path) -> None:
     compare("trainer_job", launcher, tmp_path, *FEW, *NOT_ALONE, *ALONE, *STRATEGIES)
-    compare("trainer_job", "single", tmp_path, *FEW, *ALONE)
+    compare("trainer_job", launcher, tmp_path, *SHARDED, *SHARDED_NOT_ALONE)
+    compare("trainer_job", "single", tmp_path, *FEW, *ALONE, "layer by layer")
 
 
 @pytest.mark.full

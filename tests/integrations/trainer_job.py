@@ -3,6 +3,7 @@
 python -m tests.integrations.trainer_job FOLDER SCENARIO...
 
 Ranks compare the two; rank 0 leaves what the own one came to as FOLDER/SCENARIO.pt. One process compares its own with that.
+"fsdp SCENARIO" is the same with a sharded model.
 """
 
 from __future__ import annotations
@@ -13,18 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
 import dear
 from dear.integrations.transformers import DearTrainer, DearTrainerMixin
-from tests.integrations.sentences import WORDS, IteratedSentences, collate, gpt2, sentences
+from tests.integrations.sentences import WORDS, IteratedSentences, collate, gpt2, llama, sentences, t5
 from tests.integrations.trainer_mistakes import mistakes
 
 dear.init()
 
 BATCH = 8  # of all processes together, in one pass
-LOGGED = ("loss", "grad_norm", "learning_rate", "eval_loss", "train_loss", "num_input_tokens_seen", "epoch")
+LOGGED = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_sum", "train_loss", "num_input_tokens_seen", "epoch")
 
 Trained = dict[str, Any]
 
@@ -53,6 +54,17 @@ class SquaredLoss(Trainer):
 
 
 class DearSquaredLoss(DearTrainerMixin, SquaredLoss):
+    pass
+
+
+class Generating(Seq2SeqTrainer):
+    """What one rank generates is longer than what another one does."""
+
+    def prediction_step(self, *args: Any, **rest: Any) -> Any:
+        return super().prediction_step(*args, **rest, max_new_tokens=2 + 3 * dear.rank())
+
+
+class DearGenerating(DearTrainerMixin, Generating):
     pass
 
 
@@ -111,20 +123,36 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "wfbp": {"options": {"strategy": "wfbp"}},
     "mgwfbp": {"options": {"strategy": "mgwfbp"}},
     "bytescheduler": {"options": {"strategy": "bytescheduler_adapter"}},
+    "llama": {"model": llama, "eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True},
+    "generated": {
+        "model": t5,
+        "kinds": (Generating, DearGenerating),
+        "arguments": Seq2SeqTrainingArguments,
+        "predict_with_generate": True,
+        "metrics": lambda predicted: {"sum": float(predicted.predictions.sum())},
+        "eval_strategy": "epoch",
+    },
     "layer by layer": {"options": {"threshold_mb": 0}, "optim": "sgd", "optim_args": "momentum=0.9"},
 }
 
 
+def scenario(name: str) -> dict[str, Any]:
+    """A copy of it; by fsdp, parameters are in several buckets."""
+    sharded = {"options": {"strategy": "fsdp", "threshold_mb": 0.01}} if name.startswith("fsdp ") else {}
+    return {**SCENARIOS[name.removeprefix("fsdp ")], **sharded}
+
+
 def train(name: str, kind: type[Trainer], folder: Path, **extra: Any) -> Trained:
     """The logs, the parameters and the evaluation that a scenario comes to; on every rank the same."""
-    chosen = {**SCENARIOS[name]}
+    chosen = scenario(name)
     chosen.pop("kinds", None)
+    arguments = chosen.pop("arguments", TrainingArguments)
     build, data, collator = (
         chosen.pop("model", gpt2),
         chosen.pop("data", lambda: sentences(48)),
         chosen.pop("collator", None),
     )
-    options = chosen.pop("options", None)
+    options, metrics = chosen.pop("options", None), chosen.pop("metrics", None)
     defaults: dict[str, Any] = {
         "output_dir": str(folder),
         "use_cpu": True,
@@ -145,10 +173,11 @@ def train(name: str, kind: type[Trainer], folder: Path, **extra: Any) -> Trained
     given: dict[str, Any] = {"dear_options": options} if ours else {}
     trainer = kind(
         model=build(),
-        args=TrainingArguments(**{**defaults, **chosen}),
+        args=arguments(**{**defaults, **chosen}),
         train_dataset=data(),
         eval_dataset=sentences(20),
         data_collator=collator,
+        compute_metrics=metrics,
         callbacks=[watching, *extra.pop("callbacks", ())],
         **given,
     )
@@ -156,8 +185,10 @@ def train(name: str, kind: type[Trainer], folder: Path, **extra: Any) -> Trained
     trainer.train(**extra)
     if ours and dear.size() > 1:
         assert type(trainer.model_wrapped) is type(trainer.model)
-        sharded = (options or {}).get("strategy", "dear") in ("dear", "oss")
-        assert not sharded or min(watching.on_their_way) > 0, watching.on_their_way
+        strategy = (options or {}).get("strategy", "dear")
+        assert strategy not in ("dear", "oss") or min(watching.on_their_way) > 0, watching.on_their_way
+        freed = [bucket.freed for bucket in trainer.optimizer.optimizer.buckets]
+        assert freed == [strategy == "fsdp"] * len(freed)
     evaluated = trainer.evaluate()["eval_loss"]
     logs = [{key: entry[key] for key in LOGGED if key in entry} for entry in trainer.state.log_history]
     values = {key: value.detach().clone() for key, value in trainer.model.state_dict().items()}
@@ -181,7 +212,7 @@ def compare(mine: Trained, theirs: Trained, tolerance: float) -> None:
 
 
 def tolerance(name: str) -> float:
-    return {"bf16": 1e-3, "adafactor": 1e-6}.get(name, 1e-9)  # Adafactor computes in fp32
+    return {"bf16": 1e-3, "adafactor": 1e-6}.get(name.removeprefix("fsdp "), 1e-9)  # Adafactor computes in fp32
 
 
 def main() -> None:
@@ -191,7 +222,7 @@ def main() -> None:
         if name == "mistakes":
             mistakes(folder)
             continue
-        own, ours = SCENARIOS[name].get("kinds", (Trainer, DearTrainer))
+        own, ours = scenario(name).get("kinds", (Trainer, DearTrainer))
         expected = train(name, own, folder / f"own-{name}-{dear.size()}")
         left = folder / f"{name}.pt"
         if dear.size() == 1:
