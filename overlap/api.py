@@ -65,6 +65,7 @@ from overlap.horovod.synchronization import barrier, join, poll, synchronize
 from overlap.horovod.timeline import draw_timeline, start_timeline, stop_timeline
 from overlap.job.process_set import ProcessSet, global_process_set
 from overlap.job.session import current
+from overlap.optimizer.checkpoints import load_checkpoint, save_checkpoint, sharded_state_dict
 from overlap.optimizer.replicas import check_replicas
 from overlap.optimizer.whole import whole
 from overlap.transport import compression
@@ -126,6 +127,7 @@ __all__ = [
     "is_homogeneous",
     "is_initialized",
     "join",
+    "load_checkpoint",
     "local_rank",
     "local_size",
     "mpi_built",
@@ -138,6 +140,8 @@ __all__ = [
     "reducescatter_async",
     "remove_process_set",
     "rocm_built",
+    "save_checkpoint",
+    "sharded_state_dict",
     "shutdown",
     "size",
     "sparse_allreduce_async",

@@ -7,7 +7,8 @@ load_state_dict()   on every rank: each takes its share
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -30,6 +31,16 @@ class WholeParameters:
         self._engine, self._share = weakref.ref(engine), share
         self._handles: list[RemovableHandle] = []
         self._named: dict[torch.nn.Module, dict[str, Slot]] = {}
+        self._stand_in: Callable[[Engine, Slot], torch.Tensor] | None = None
+
+    @contextmanager
+    def replaced(self, stand_in: Callable[[Engine, Slot], torch.Tensor]) -> Iterator[None]:
+        """A context in which state dicts have, for parameters that are away, what `stand_in` gives. On any rank."""
+        before, self._stand_in = self._stand_in, stand_in
+        try:
+            yield
+        finally:
+            self._stand_in = before
 
     def attach(self, modules: Iterable[torch.nn.Module], slots: Iterable[Slot]) -> None:
         """Set hooks on those `modules` that have parameters of `slots`, freed now or later. May be repeated."""
@@ -56,6 +67,8 @@ class WholeParameters:
         """Whole values, by slot."""
         engine = self._engine()
         assert engine is not None
+        if self._stand_in is not None:
+            return {slot.index: self._stand_in(engine, slot) for slot in slots}
         parts = self._share.collect(tuple(slot.index for slot in slots))
         full = assemble(engine.slots, parts, whole=False)
         return {slot.index: full[slot.param][PARAMETER] for slot in slots}
