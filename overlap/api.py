@@ -66,6 +66,7 @@ from overlap.horovod.timeline import draw_timeline, start_timeline, stop_timelin
 from overlap.job.process_set import ProcessSet, global_process_set
 from overlap.job.session import current
 from overlap.optimizer.checkpoints import load_checkpoint, save_checkpoint, sharded_state_dict
+from overlap.optimizer.pretrained import load_pretrained, save_pretrained
 from overlap.optimizer.replicas import check_replicas
 from overlap.optimizer.whole import whole
 from overlap.transport import compression
@@ -128,6 +129,7 @@ __all__ = [
     "is_initialized",
     "join",
     "load_checkpoint",
+    "load_pretrained",
     "local_rank",
     "local_size",
     "mpi_built",
@@ -141,6 +143,7 @@ __all__ = [
     "remove_process_set",
     "rocm_built",
     "save_checkpoint",
+    "save_pretrained",
     "sharded_state_dict",
     "shutdown",
     "size",

@@ -10,7 +10,7 @@ import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,6 +19,7 @@ import torch
 from overlap.job.session import Session, current
 from overlap.optimizer.background import background_of
 from overlap.optimizer.distributed import DistributedOptimizer
+from overlap.optimizer.shares import before_loading, before_saving, owners_of, plain, state_of
 from overlap.state.saved import Entry, by_parameter, first_few, groups_for, nest
 
 if TYPE_CHECKING:
@@ -43,8 +44,7 @@ def sharded_state_dict(model: torch.nn.Module, optimizer: _Optimizers = None) ->
     """
     shells = _shells(model, optimizer)
     names = _names(model)
-    with _in_chunks(model):
-        saved = {"model": {_plain(name): value for name, value in model.state_dict().items()}}
+    saved = {"model": {plain(name): value for name, value in _chunks_of(model).items()}}
     for each in shells:
         each._engine.policy.refuse("sharded_state_dict()")
         each._engine.policy.arrive()
@@ -91,12 +91,12 @@ def save_checkpoint(
         raise ValueError(f"extra has {first_few(taken)}, under which the model and the optimizer are saved: rename it")
     _require_group(session, "save_checkpoint()")
     shells = _shells(model, optimizer)
-    _meet(model, shells, "save_checkpoint()")
+    before_saving(model, "save_checkpoint()", shells)
     state = sharded_state_dict(model, optimizer)
     if session.comm.rank == 0:
         state.update({name: _sealed(value) for name, value in (extra or {}).items()})
     else:  # what every rank has, and rank 0's counts
-        shares = {_plain(name) for name, _ in model.named_parameters(remove_duplicate=False)}
+        shares = {plain(name) for name, _ in model.named_parameters(remove_duplicate=False)}
         state["model"] = {name: value for name, value in state["model"].items() if name in shares}
         state.get("optim", {}).pop("param_groups", None)
     if background:
@@ -129,14 +129,13 @@ def load_checkpoint(
     _require_group(session, "load_checkpoint()")
     entries = _entries(Path(path))
     shells = _shells(model, optimizer)
-    with _in_chunks(model):
-        own = {_plain(name): (name, value) for name, value in model.state_dict().items()}
+    own = {plain(name): (name, value) for name, value in _chunks_of(model).items()}
     _compare(path, {name: value for name, (_, value) in own.items()}, entries["model"])
     names = _names(model)
     states = [_state_of(each, names) for each in shells]
     if shells and not entries["optim"]:
         raise ValueError(f"the checkpoint in {path} has no state of an optimizer (under 'optim'): load the model alone")
-    _meet(model, shells, "load_checkpoint()")
+    before_loading(model, "load_checkpoint()", shells)
 
     def read(targets: dict[str, Any]) -> dict[str, Any]:
         with _no_warnings():
@@ -194,7 +193,7 @@ def _shells(model: torch.nn.Module, optimizer: _Optimizers) -> list[Any]:
     for each in shells:
         if not isinstance(each, DistributedOptimizer):
             raise TypeError(f"the optimizer should be a DistributedOptimizer and is {type(each).__name__}")
-    for each in dict.fromkeys((*shells, *session.registry.having(list(model.parameters())))):
+    for each in dict.fromkeys((*shells, *owners_of(model))):
         if type(each).state_dict is not DistributedOptimizer.state_dict:
             raise ValueError(
                 f"{each.strategy.name}'s ranks have parameters and state of their own, and a sharded checkpoint has one of "
@@ -214,31 +213,10 @@ def _state_of(shell: Any, names: Mapping[int, str]) -> ShardedState:
     return ShardedState(shell._engine, shell._inner, shell._full_state, names)
 
 
-def _owners(model: torch.nn.Module) -> list[Any]:
-    return current().registry.having(list(model.parameters()))
-
-
-@contextmanager
-def _in_chunks(model: torch.nn.Module) -> Iterator[None]:
-    """A context in which ``model.state_dict()`` has this rank's shares of parameters that are away."""
+def _chunks_of(model: torch.nn.Module) -> dict[str, Any]:
     from overlap.state.sharded_state import chunk_of
 
-    with ExitStack() as stack:
-        for owner in _owners(model):
-            stack.enter_context(owner._full_state.parameters.replaced(chunk_of))
-        yield
-
-
-def _meet(model: torch.nn.Module, shells: Sequence[Any], what: str) -> None:
-    """All ranks have come here, and none has a step under way; what was gathered ahead is gathered anew."""
-    for each in dict.fromkeys((*shells, *_owners(model))):
-        engine = each._engine
-        engine.policy.refuse(what)
-        engine.closing.meet(what)
-        engine.policy.arrive()
-        engine.transit.arrive_all()
-        if what.startswith("load"):
-            engine.unsharder.stale = engine.unsharder.active
+    return state_of(model, chunk_of)
 
 
 def _require_group(session: Session, what: str) -> None:
@@ -268,13 +246,8 @@ def _no_warnings() -> Iterator[None]:
         yield
 
 
-def _plain(name: str) -> str:
-    """A parameter's name without what ``torch.compile`` adds."""
-    return name.replace("_orig_mod.", "")
-
-
 def _names(model: torch.nn.Module) -> dict[int, str]:
-    return {id(parameter): _plain(name) for name, parameter in model.named_parameters()}
+    return {id(parameter): plain(name) for name, parameter in model.named_parameters()}
 
 
 def _sealed(value: Any) -> Any:

@@ -31,10 +31,10 @@ class WholeParameters:
         self._engine, self._share = weakref.ref(engine), share
         self._handles: list[RemovableHandle] = []
         self._named: dict[torch.nn.Module, dict[str, Slot]] = {}
-        self._stand_in: Callable[[Engine, Slot], torch.Tensor] | None = None
+        self._stand_in: Callable[[Engine, Slot], Any] | None = None
 
     @contextmanager
-    def replaced(self, stand_in: Callable[[Engine, Slot], torch.Tensor]) -> Iterator[None]:
+    def replaced(self, stand_in: Callable[[Engine, Slot], Any]) -> Iterator[None]:
         """A context in which state dicts have, for parameters that are away, what `stand_in` gives. On any rank."""
         before, self._stand_in = self._stand_in, stand_in
         try:
@@ -63,12 +63,17 @@ class WholeParameters:
         self._handles.clear()
         self._named.clear()
 
-    def _collect(self, slots: list[Slot]) -> dict[int, torch.Tensor]:
-        """Whole values, by slot."""
+    def _collect(self, slots: list[Slot]) -> dict[int, Any]:
         engine = self._engine()
         assert engine is not None
         if self._stand_in is not None:
             return {slot.index: self._stand_in(engine, slot) for slot in slots}
+        return self.gathered(slots)
+
+    def gathered(self, slots: list[Slot]) -> dict[int, torch.Tensor]:
+        """Whole values, by slot. On any rank that asks."""
+        engine = self._engine()
+        assert engine is not None
         parts = self._share.collect(tuple(slot.index for slot in slots))
         full = assemble(engine.slots, parts, whole=False)
         return {slot.index: full[slot.param][PARAMETER] for slot in slots}
@@ -99,7 +104,7 @@ def _before_loading(module: torch.nn.Module, hook: _Loading) -> RemovableHandle:
 
 
 class _Saved(Ours):
-    def __init__(self, collect: Callable[[list[Slot]], dict[int, torch.Tensor]], named: dict[str, Slot]) -> None:
+    def __init__(self, collect: Callable[[list[Slot]], dict[int, Any]], named: dict[str, Slot]) -> None:
         self._collect, self._named = collect, named
 
     def __call__(self, _module: torch.nn.Module, found: dict[str, Any], prefix: str, _metadata: Any) -> None:
