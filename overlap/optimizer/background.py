@@ -1,26 +1,50 @@
-"""Writes checkpoints on a thread while training goes on, one after the other."""
+"""Writes checkpoints by ``torch.distributed.checkpoint``, also on a thread while training goes on, one after the other."""
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from overlap.job.session import Session
 
-__all__ = ["Background", "background_of"]
+__all__ = ["Background", "alone", "background_of", "told_by_all"]
+
+log = logging.getLogger("dear")
 
 _SERVICE = "checkpoints"
+
+
+@contextmanager
+def told_by_all(what: str) -> Iterator[None]:
+    """A context that raises ``RuntimeError`` on every rank where one could not do `what`, with the reason."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        yield
+    except CheckpointException as error:
+        rank, (reason, _) = next(iter(error.failures.items()))
+        raise RuntimeError(f"rank {rank} could not {what}: {type(reason).__name__}: {reason}") from reason
+
+
+def alone(session: Session) -> dict[str, Any]:
+    """Arguments that keep one process to itself, where the script's process group has others."""
+    there = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return {"no_dist": True} if session.comm.size == 1 and there and torch.distributed.get_world_size() > 1 else {}
 
 
 class Background:
     """The thread, and a group of all ranks of its own, on which it agrees with those of the other ranks."""
 
-    def __init__(self, *, alone: bool) -> None:
-        self._alone = alone
-        self._group = None if alone else torch.distributed.new_group(backend="gloo")
+    def __init__(self, session: Session) -> None:
+        self._rank, self._arguments = session.comm.rank, alone(session)
+        if session.comm.size > 1:
+            self._arguments["process_group"] = torch.distributed.new_group(backend="gloo")
         self._threads = ThreadPoolExecutor(1, "dear-checkpoints")
         self._latest: Future[None] | None = None
 
@@ -32,7 +56,13 @@ class Background:
         from torch.distributed.checkpoint.state_dict_saver import save
 
         def write() -> None:
-            save(state, checkpoint_id=path, process_group=self._group, no_dist=self._alone)
+            try:
+                with told_by_all(f"write the checkpoint in {path}"):
+                    save(state, checkpoint_id=path, **self._arguments)
+            except Exception as error:  # the script may never ask
+                if self._rank == 0:
+                    log.error("save_checkpoint(background=True) has failed: %s", error)
+                raise
 
         self._wait()
         self._latest = self._threads.submit(write)
@@ -59,5 +89,5 @@ def background_of(session: Session) -> Background:
     """The session's; made by the first call, on every rank."""
     found = session.services.get(_SERVICE)
     if not isinstance(found, Background):
-        found = session.services[_SERVICE] = Background(alone=session.comm.size == 1)
+        found = session.services[_SERVICE] = Background(session)
     return found

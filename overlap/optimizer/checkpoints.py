@@ -8,16 +8,16 @@ from __future__ import annotations
 import copy
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from overlap.job.session import Session, current
-from overlap.optimizer.background import background_of
+from overlap.optimizer.background import alone, background_of, told_by_all
 from overlap.optimizer.distributed import DistributedOptimizer
 from overlap.optimizer.shares import before_loading, before_saving, owners_of, plain, state_of
 from overlap.state.saved import Entry, by_parameter, first_few, groups_for, nest
@@ -48,10 +48,10 @@ def sharded_state_dict(model: torch.nn.Module, optimizer: _Optimizers = None) ->
     for each in shells:
         each._engine.policy.refuse("sharded_state_dict()")
         each._engine.policy.arrive()
-        told, exact = _state_of(each, names).saved()
+        inside, exact = _state_of(each, names).saved()
         section = saved.setdefault("optim", {"state": {}, "param_groups": []})
-        section["state"].update(told["state"])
-        section["param_groups"] += told["param_groups"]
+        section["state"].update(inside["state"])
+        section["param_groups"] += inside["param_groups"]
         if exact:
             saved.setdefault("master", {}).update(exact)
     return saved
@@ -71,17 +71,19 @@ def save_checkpoint(
     process and with DDP and FSDP2, and :func:`load_checkpoint` at any number of ranks.
 
     Args:
-        path: the same on all ranks. What is there already is overwritten.
+        path: the same on all ranks. A checkpoint that is there is overwritten, and lost if the job is killed meanwhile.
         model: what is trained.
         optimizer: the distributed optimizer, or several; None saves the model alone.
         extra: what else to save: rank 0's values, by names other than "model", "optim" and "master".
-        background: return once this rank has copied what it holds, and write it on a thread while training goes on.
+        background: return once this rank has copied what it holds to host memory, and write it on a thread while training
+            goes on.
 
     Returns a future. Without `background`, it is done. With it, ``result()`` waits until all ranks have written, and raises
-    what has gone wrong; so do the next such call and ``shutdown()``, without raising.
+    what has gone wrong, which is logged, too. The next such call, and ``shutdown()``, wait for it.
 
-    Raises ``RuntimeError`` where torch.distributed has no default group of these ranks, and ``ValueError`` for `co2`, whose
-    ranks have values of their own, for optimizers of a process set, and for names in `extra` that are taken.
+    Raises ``RuntimeError`` on every rank where one could not write, or where torch.distributed has no default group of
+    them; ``ValueError`` for `co2`, whose ranks have values of their own, for optimizers of a process set, and for names in
+    `extra` that are taken.
     """
     from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -101,8 +103,8 @@ def save_checkpoint(
         state.get("optim", {}).pop("param_groups", None)
     if background:
         return background_of(session).save(_copied(state), path)
-    with _no_warnings():
-        save(state, checkpoint_id=path, no_dist=session.comm.size == 1)
+    with _quietly(), told_by_all(f"write the checkpoint in {path}"):
+        save(state, checkpoint_id=path, **alone(session))
     done: Future[None] = Future()
     done.set_result(None)
     return done
@@ -138,26 +140,16 @@ def load_checkpoint(
     before_loading(model, "load_checkpoint()", shells)
 
     def read(targets: dict[str, Any]) -> dict[str, Any]:
-        with _no_warnings():
-            load(targets, checkpoint_id=path, no_dist=session.comm.size == 1)
+        with _quietly(), told_by_all(f"read the checkpoint in {path}"):
+            load(targets, checkpoint_id=path, **alone(session))
         return targets
 
-    found = [_parameters_of(state, entries["optim"], "param_groups") for state in states]
-    rest = [entry for entry in entries["optim"] if entry.path[1:2] == ("param_groups",)]
-    told = read({entry.key: _room(entry) for entry in (*rest, *(one for each in found for one in each.entries))})
-    groups = nest((entry.path[1:], told[entry.key]) for entry in rest).get("param_groups", [])
-    flat = [
-        [
-            {**nest((path, told[entry.key]) for path, entry in inside), "params": [name]}
-            for name, inside in each.by_name.items()
-        ]
-        for each in found
-    ]
+    exact = {entry.key.removeprefix("master."): entry for entry in entries["master"]}
     targets: dict[str, Any] = {}
-    for state, alone in zip(states, flat, strict=True):
-        inside = _parameters_of(state, entries["optim"], "state").by_name
-        exact = {entry.key.removeprefix("master."): entry for entry in entries["master"]}
-        targets |= state.targets(inside, exact, groups_for(state.groups, alone or groups))
+    for state in states:
+        groups = _groups_of(state, entries["optim"], read)
+        inside = by_parameter(entries["optim"], "state", _all(state.groups))
+        targets |= state.targets(inside, exact, groups_for(state.groups, groups))
     for entry in entries["model"]:
         value = own[_name(entry)][1] if _name(entry) in own else None
         targets[entry.key] = value if isinstance(value, torch.Tensor) else _room(entry)
@@ -173,14 +165,21 @@ def load_checkpoint(
     }
 
 
-class _Found(NamedTuple):
-    by_name: dict[str, list[Any]]
-    entries: list[Entry]
+def _groups_of(
+    state: ShardedState, entries: Sequence[Entry], read: Callable[[dict[str, Any]], dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """The saved groups of hyper-parameters; where an optimizer's state was saved flat, one for each parameter."""
+    rest = [entry for entry in entries if entry.path[1:2] == ("param_groups",)]
+    apart = by_parameter(entries, "param_groups", _all(state.groups))
+    told = read({entry.key: _room(entry) for entry in (*rest, *(one for each in apart.values() for _, one in each))})
+    groups: list[dict[str, Any]] = nest((entry.path[1:], told[entry.key]) for entry in rest).get("param_groups", [])
+    for name, inside in apart.items():
+        groups.append({**nest((path, told[entry.key]) for path, entry in inside), "params": [name]})
+    return groups
 
 
-def _parameters_of(state: ShardedState, entries: Iterable[Entry], section: str) -> _Found:
-    by_name = by_parameter(entries, section, [name for group in state.groups for name in group])
-    return _Found(by_name, [entry for inside in by_name.values() for _, entry in inside])
+def _all(groups: Iterable[Iterable[str]]) -> list[str]:
+    return [name for names in groups for name in names]
 
 
 def _shells(model: torch.nn.Module, optimizer: _Optimizers) -> list[Any]:
@@ -238,8 +237,8 @@ def _require_group(session: Session, what: str) -> None:
 
 
 @contextmanager
-def _no_warnings() -> Iterator[None]:
-    """A context without those by which torch says that a folder is overwritten, and that one process is alone."""
+def _quietly() -> Iterator[None]:
+    """A context without torch's warnings that a folder is overwritten, and that a process is alone."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r"torch\.distributed is disabled")
         warnings.filterwarnings("ignore", message="Detected an existing checkpoint")
@@ -261,7 +260,7 @@ def _unsealed(value: Any) -> Any:
 
 def _copied(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return value.detach().clone()
+        return value.detach().to("cpu", copy=True)
     if isinstance(value, Mapping):
         return {key: _copied(inside) for key, inside in value.items()}
     if isinstance(value, list):

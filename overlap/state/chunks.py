@@ -48,9 +48,9 @@ class Chunked(torch.Tensor):
         if function is torch.ops.aten.new_empty.default:  # by which async_save() begins a copy of it
             mine = args[0]
             return cls._of(args[1], mine.held, mine.begin, mine.dims)
-        if function in (torch.ops.aten.detach.default, torch.ops.aten.clone.default):
+        if function in (torch.ops.aten.detach.default, torch.ops.aten._to_copy.default):
             mine = args[0]
-            return cls._of(mine.shape, function(mine.held), mine.begin, mine.dims)
+            return cls._of(mine.shape, function(mine.held, **(kwargs or {})), mine.begin, mine.dims)
         raise TypeError(
             f"{function}: this rank holds a share of the tensor, which is for torch.distributed.checkpoint alone; "
             "model.state_dict() and optimizer.state_dict() have whole values"

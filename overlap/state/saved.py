@@ -44,17 +44,19 @@ def by_parameter(entries: Iterable[Entry], section: str, names: Iterable[str]) -
 
     Each with its path from there on. An optimizer's state dict may be nested, or flat (``flatten_optimizer_state_dict``).
     """
-    known = sorted(names, key=len, reverse=True)
+    known = set(names)
     found: dict[str, list[tuple[Path, Entry]]] = {}
     for entry in entries:
-        if entry.path[1:2] == (section,) and isinstance(entry.path[2], str):
-            if entry.path[2] in known and len(entry.path) > 3:
-                found.setdefault(entry.path[2], []).append((entry.path[3:], entry))
-            continue
-        flat = ".".join(str(key) for key in entry.path[1:]).removeprefix(f"{section}.")
-        name = next((name for name in known if flat.startswith(f"{name}.")), None)
-        if name is not None and len(entry.path) == 2 and str(entry.path[1]).startswith(f"{section}."):
-            found.setdefault(name, []).append(((flat[len(name) + 1 :],), entry))
+        inside = entry.path[1:]
+        if inside[:1] == (section,):
+            if len(inside) > 2 and inside[1] in known:
+                found.setdefault(str(inside[1]), []).append((inside[2:], entry))
+        elif len(inside) == 1 and str(inside[0]).startswith(f"{section}."):
+            parts = str(inside[0]).split(".")[1:]
+            for end in range(len(parts) - 1, 0, -1):  # a module may be named as the state of another is
+                if (name := ".".join(parts[:end])) in known:
+                    found.setdefault(name, []).append(((".".join(parts[end:]),), entry))
+                    break
     return found
 
 

@@ -331,6 +331,28 @@ def test_several_in_the_background(folder: Path) -> None:
         _equal(_state(model, optimizer), expected)
 
 
+def test_what_one_rank_cannot_write_or_read_all_are_told(folder: Path) -> None:
+    model, optimizer = _trained("fsdp")
+    (folder / "file").touch()
+    dear.barrier()
+    with pytest.raises(RuntimeError, match=r"rank 0 could not write the checkpoint in .*file: \w*Error: "):
+        dear.save_checkpoint(folder / "file", model, optimizer)
+    future = dear.save_checkpoint(folder / "file", model, optimizer, background=True)
+    with pytest.raises(RuntimeError, match=r"rank 0 could not write the checkpoint in .*file: \w*Error: "):
+        future.result()
+    expected = _state(model, optimizer)
+    dear.save_checkpoint(folder / "one", model, optimizer, background=True).result()
+    dear.barrier()
+    dear.load_checkpoint(folder / "one", model, optimizer)
+    _equal(_state(model, optimizer), expected)
+    dear.barrier()
+    if dear.rank() == 0:
+        (folder / "one" / "__0_0.distcp").unlink()
+    dear.barrier()
+    with pytest.raises(RuntimeError, match=r"rank 0 could not read the checkpoint in .*one: FileNotFoundError: "):
+        dear.load_checkpoint(folder / "one", model, optimizer)
+
+
 @pytest.mark.parametrize("kind", ["sgd", "adagrad", "nadam", "asgd", "rprop", "adafactor"])
 @pytest.mark.parametrize("strategy", ["fsdp", "oss"])
 def test_the_state_of_other_optimizers(kind: str, strategy: str, folder: Path) -> None:
