@@ -412,6 +412,45 @@ def test_after_a_plain_load_and_before_the_first_step(folder: Path) -> None:
     _equal(_state(model, optimizer), _state(fresh_model, fresh))
 
 
+def test_several_optimizers_and_a_compiled_model(folder: Path) -> None:
+    def make(seed: int) -> tuple[torch.nn.Module, list[Any]]:
+        torch.default_generator.manual_seed(seed)
+        model = _model(seed)
+        matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
+        others = [parameter for parameter in model.parameters() if parameter.dim() != 2 and parameter.requires_grad]
+        optimizers = [
+            WRAP["dear"](torch.optim.SGD(matrices, 0.1, momentum=0.9), model),
+            WRAP["dear"](torch.optim.AdamW(others, 1e-2), model),
+        ]
+        for step in range(2):
+            local_loss(model, step + seed).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        return model, optimizers
+
+    model, optimizers = make(1)
+    dear.save_checkpoint(folder / "one", torch.compile(model), optimizers)
+    other, fresh = make(2)
+    dear.load_checkpoint(folder / "one", other, fresh)
+    _equal(dict(other.state_dict()), dict(model.state_dict()))
+    for mine, theirs in zip(fresh, optimizers, strict=True):
+        _equal(mine.state_dict(), theirs.state_dict())
+    compiled: Any = torch.compile(make(3)[0])
+    dear.load_checkpoint(folder / "one", compiled)
+    _equal(list(compiled.state_dict().values()), list(model.state_dict().values()))
+
+
+@SEVERAL
+def test_the_ranks_of_a_process_set_are_refused(folder: Path) -> None:
+    ranks = dear.add_process_set([0])
+    model = double_model("Mlp")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    wrapped = dear.DistributedOptimizer(optimizer, model, process_set=ranks)
+    with pytest.raises(ValueError, match=rf"by all {SIZE} ranks of the job, and the optimizer has a process set of 1"):
+        dear.save_checkpoint(folder / "one", model, wrapped)
+
+
 def test_what_scripts_have_written_is_saved(folder: Path) -> None:
     model, optimizer = _trained("fsdp")
     optimizer.state[model.first.weight]["exp_avg"].fill_(2.0)
