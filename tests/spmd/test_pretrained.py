@@ -114,6 +114,24 @@ def test_weights_are_loaded_into_shares(strategy: str, max_shard_mb: float, fold
     dear.barrier()
 
 
+def test_a_rank_reads_its_share(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from overlap.optimizer import pretrained
+
+    model, _optimizer = _wrapped("fsdp")
+    dear.save_pretrained(model, folder)
+    read, numbers = pretrained.read_range, []
+
+    def counted(place: Any, start: int, stop: int, into: torch.Tensor) -> None:
+        numbers.append(stop - start)
+        read(place, start, stop, into)
+
+    monkeypatch.setattr(pretrained, "read_range", counted)
+    dear.load_pretrained(model, folder)
+    total = sum(parameter.numel() for parameter in model.parameters())
+    assert sum(dear.allgather_object(sum(numbers))) == total
+    assert sum(numbers) <= 1.3 * total / SIZE
+
+
 def test_other_types_and_layouts(folder: Path) -> None:
     def make(seed: int) -> torch.nn.Module:
         torch.default_generator.manual_seed(seed)
