@@ -65,6 +65,8 @@ from overlap.horovod.synchronization import barrier, join, poll, synchronize
 from overlap.horovod.timeline import draw_timeline, start_timeline, stop_timeline
 from overlap.job.process_set import ProcessSet, global_process_set
 from overlap.job.session import current
+from overlap.optimizer.checkpoints import load_checkpoint, save_checkpoint, sharded_state_dict
+from overlap.optimizer.pretrained import load_pretrained, save_pretrained
 from overlap.optimizer.replicas import check_replicas
 from overlap.optimizer.whole import whole
 from overlap.state.deferred_init import deferred_init, materialize
@@ -128,6 +130,8 @@ __all__ = [
     "is_homogeneous",
     "is_initialized",
     "join",
+    "load_checkpoint",
+    "load_pretrained",
     "local_rank",
     "local_size",
     "materialize",
@@ -141,6 +145,9 @@ __all__ = [
     "reducescatter_async",
     "remove_process_set",
     "rocm_built",
+    "save_checkpoint",
+    "save_pretrained",
+    "sharded_state_dict",
     "shutdown",
     "size",
     "sparse_allreduce_async",

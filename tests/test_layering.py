@@ -24,6 +24,7 @@ ALLOWED = {
 TUNING = ("bayes", "campaign", "options", "space", "window")
 PURE = (
     "overlap/plan/partition.py",
+    "overlap/state/boxes.py",
     "overlap/job/cores.py",
     "overlap/job/launch.py",
     "overlap/job/settings.py",

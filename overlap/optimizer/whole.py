@@ -23,10 +23,14 @@ def whole(model: torch.nn.Module) -> Iterator[None]:
     On every rank, between ``step()`` and the next forward. Raises ``RuntimeError`` inside a forward pass, and for a
     ``step()`` inside.
     """
+    opened = []
     with ExitStack() as stack:
         for optimizer in current().registry.having(list(model.parameters())):
             engine = optimizer._engine
             if engine.unsharder.active:
                 engine.closing.meet("whole()")
                 stack.enter_context(engine.unsharder.whole())
+                opened.append(engine)
         yield
+    for engine in opened:
+        engine.closing.meet("the end of whole()")  # a rank that reads the model now asks the others for their shares

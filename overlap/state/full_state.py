@@ -25,7 +25,7 @@ class FullState:
 
     def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, placement: ShardState, rows: Rows) -> None:
         self._engine, self._optimizer, self.rows = engine, optimizer, rows
-        self._placement, self.share = placement, placement.share
+        self.placement, self.share = placement, placement.share
         self.parameters = WholeParameters(engine, self.share)
         self._gate()
 
@@ -52,7 +52,7 @@ class FullState:
         elif not engine.learning:
             full = assemble(engine.slots, self.share.collect(), whole=engine.shards.whole)
         self.rows.over(full)
-        masters = {**self._placement.loaded, **taken(full)}
+        masters = {**self.placement.loaded, **taken(full)}
         state = optimizer.state
         whole = dict(state)
         state.update(full)
@@ -78,9 +78,9 @@ class FullState:
                 self.share.loaded = self._keep(masters)
             for bucket in engine.order:
                 if bucket.sharded:
-                    self._placement.cut(engine.sharded, bucket, optimizer.state)
+                    self.placement.cut(engine.sharded, bucket, optimizer.state)
             if rounding:
-                self._placement.load_masters(engine.sharded, masters)
+                self.placement.load_masters(engine.sharded, masters)
 
     def _keep(self, masters: Mapping[torch.Tensor, torch.Tensor]) -> dict[int, dict[str, Any]]:
         """Copies of what was loaded for sharded parameters, by slot, before the shards take their parts of it."""

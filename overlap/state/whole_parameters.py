@@ -7,7 +7,8 @@ load_state_dict()   on every rank: each takes its share
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -31,6 +32,16 @@ class WholeParameters:
         self._handles: list[RemovableHandle] = []
         self._named: dict[torch.nn.Module, dict[str, Slot]] = {}
         self._handed_out: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()  # by slot
+        self._stand_in: Callable[[Engine, Slot], Any] | None = None
+
+    @contextmanager
+    def replaced(self, stand_in: Callable[[Engine, Slot], Any]) -> Iterator[None]:
+        """A context in which state dicts have, for parameters that are away, what `stand_in` gives. On any rank."""
+        before, self._stand_in = self._stand_in, stand_in
+        try:
+            yield
+        finally:
+            self._stand_in = before
 
     def attach(self, modules: Iterable[torch.nn.Module], slots: Iterable[Slot]) -> None:
         """Set hooks on those `modules` that have parameters of `slots`, freed now or later. May be repeated."""
@@ -53,19 +64,27 @@ class WholeParameters:
         self._handles.clear()
         self._named.clear()
 
-    def _collect(self, slots: list[Slot], found: dict[str, Any]) -> dict[int, torch.Tensor]:
-        """Whole values, by slot; of a parameter that several modules have, those that are in `found` already."""
+    def _collect(self, slots: list[Slot], found: dict[str, Any]) -> dict[int, Any]:
+        """What a state dict has, by slot; of a parameter that several modules have, what is in `found` already."""
         engine = self._engine()
         assert engine is not None
+        if self._stand_in is not None:
+            return {slot.index: self._stand_in(engine, slot) for slot in slots}
         there = {id(value) for value in found.values()}
-        values = {slot.index: self._handed_out.get(slot.index) for slot in slots}
+        values: dict[int, Any] = {slot.index: self._handed_out.get(slot.index) for slot in slots}
         missing = [slot for slot in slots if id(values[slot.index]) not in there]
         if missing:
-            parts = self._share.collect(tuple(slot.index for slot in missing))
-            full = assemble(engine.slots, parts, whole=False)
-            self._handed_out.update({slot.index: full[slot.param][PARAMETER] for slot in missing})
-            values.update({slot.index: full[slot.param][PARAMETER] for slot in missing})
-        return {index: value for index, value in values.items() if value is not None}
+            values.update(self.gathered(missing))
+            self._handed_out.update({slot.index: values[slot.index] for slot in missing})
+        return values
+
+    def gathered(self, slots: list[Slot]) -> dict[int, torch.Tensor]:
+        """Whole values, by slot. On any rank that asks."""
+        engine = self._engine()
+        assert engine is not None
+        parts = self._share.collect(tuple(slot.index for slot in slots))
+        full = assemble(engine.slots, parts, whole=False)
+        return {slot.index: full[slot.param][PARAMETER] for slot in slots}
 
     def _meet(self) -> None:
         """Every rank loads, as what is gathered ahead is gathered anew."""
@@ -93,9 +112,7 @@ def _before_loading(module: torch.nn.Module, hook: _Loading) -> RemovableHandle:
 
 
 class _Saved(Ours):
-    def __init__(
-        self, collect: Callable[[list[Slot], dict[str, Any]], dict[int, torch.Tensor]], named: dict[str, Slot]
-    ) -> None:
+    def __init__(self, collect: Callable[[list[Slot], dict[str, Any]], dict[int, Any]], named: dict[str, Slot]) -> None:
         self._collect, self._named = collect, named
 
     def __call__(self, _module: torch.nn.Module, found: dict[str, Any], prefix: str, _metadata: Any) -> None:
