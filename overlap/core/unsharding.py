@@ -22,6 +22,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from overlap.core.bucket import Bucket, Slot, too_many
+from overlap.core.buckets.heap import give_back
 from overlap.core.feature import Feature
 from overlap.core.participants import Participants
 from overlap.plan.plan import Residency
@@ -94,6 +95,7 @@ class Unsharder(Feature):
         self.gathered = 0  # operations so far …
         self.series = 0  # … and a number that stands for their buckets, in this order
         self.whole_now = False  # see :meth:`open`
+        self._settled = False  # the first round is over
         self.stale = False  # shards have other values than those gathered ahead, on all ranks
         self._told: Callable[[], Callable[[], None] | None] | None = None
 
@@ -355,6 +357,9 @@ class Unsharder(Feature):
         """All passes of this round are over on this rank, which is about to wait for others: they may need its share."""
         if not self.whole_now:
             self._carry_out(self._sweeps.over())
+        if not self._settled:
+            self._settled = True
+            give_back()  # where backward's gradients were; the optimizer's state, which comes now, needs no more than its size
 
     @contextmanager
     def whole(self) -> Iterator[None]:
