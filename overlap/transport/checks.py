@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import product
 
 import torch
 
 from comm_core import InvalidUsage, ReduceOp, Unsupported
-from overlap.transport.operation import NOTHING, REDUCTIONS, Collective, Operation
+from overlap.transport.operation import NOTHING, REDUCTIONS, Collective, Counts, Operation, Wide
 
 #: What comm_core reduces and moves.
 WIRE_DTYPES = frozenset(
@@ -57,9 +56,9 @@ def checked(operation: Operation, rank: int, size: int, device: str = "cpu") -> 
         return operation
     if kind is Collective.BROADCAST:
         flat = wire_form(what, "tensor", recv, device=device)
-        return replace(operation, send=flat, recv=flat)
+        return _in_wire_form(operation, flat, flat)
     if kind is Collective.REDUCE and rank != operation.root:
-        return replace(operation, send=wire_form(what, "send", send, op, device), recv=NOTHING)
+        return _in_wire_form(operation, wire_form(what, "send", send, op, device), NOTHING)
     if recv is NOTHING:
         raise InvalidUsage(f"{what}: rank {rank} needs a recv tensor, got None")
     source, target = wire_form(what, "send", send, op, device), wire_form(what, "recv", recv, op, device)
@@ -84,21 +83,24 @@ def checked(operation: Operation, rank: int, size: int, device: str = "cpu") -> 
         _check_count(what, f"what rank {rank} receives from itself", sends[rank], recvs[rank])
         _check_disjoint(what, source, target)
     else:
-        sends, recvs = [send.numel()], [recv.numel()]
         _check_count(what, "recv", send.numel(), recv.numel())
         if not same_memory(source, target):
             _check_disjoint(what, source, target)
-    sends, recvs = [count * factor for count in sends], [count * factor for count in recvs]
-    made = replace(operation, send=source, recv=target, send_counts=sends, recv_counts=recvs)
-    _check_wide(made)
+        return _in_wire_form(operation, source, target)
+    made = _in_wire_form(operation, source, target, [n * factor for n in sends], [n * factor for n in recvs])
+    if made.wide is not None:
+        _check_wide(what, made, made.wide)
     return made
 
 
-def _check_wide(operation: Operation) -> None:
+def _in_wire_form(
+    one: Operation, send: torch.Tensor, recv: torch.Tensor, sends: Counts = None, recvs: Counts = None
+) -> Operation:
+    return Operation(one.kind, send, recv, one.op, one.root, sends, recvs, one.wide, one.label)
+
+
+def _check_wide(what: str, operation: Operation, wide: Wide) -> None:
     """Check the fp32 tensors beside 16-bit ones; see `overlap.transport.operation.Wide`."""
-    what, wide = operation.kind.value, operation.wide
-    if wide is None:
-        return
     narrow = (("send", operation.send), ("recv", operation.recv))
     broad = (("wide send", wide.send), ("wide recv", wide.recv))
     for (name, one), (wide_name, other) in zip(narrow, broad, strict=True):

@@ -20,6 +20,7 @@ __all__ = [
     "NOTHING",
     "REDUCTIONS",
     "Collective",
+    "Counts",
     "Operation",
     "Wide",
     "all_gather",
@@ -30,6 +31,9 @@ __all__ = [
     "reduce",
     "reduce_scatter",
 ]
+
+#: Of elements, by rank; None: not given.
+Counts = Sequence[int] | None
 
 #: Stands where a rank sends or receives nothing.
 NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -47,7 +51,7 @@ class Collective(Enum):
     BARRIER = "barrier"
 
 
-REDUCTIONS = frozenset((Collective.REDUCE_SCATTER, Collective.ALL_REDUCE, Collective.REDUCE))
+REDUCTIONS = (Collective.REDUCE_SCATTER, Collective.ALL_REDUCE, Collective.REDUCE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +81,8 @@ class Operation:
     recv: Tensor = NOTHING
     op: ReduceOp = ReduceOp.SUM
     root: int = 0
-    send_counts: Sequence[int] | None = None
-    recv_counts: Sequence[int] | None = None
+    send_counts: Counts = None
+    recv_counts: Counts = None
     wide: Wide | None = None
     label: str = ""
 
@@ -94,7 +98,7 @@ def reduce_scatter(
     recv: Tensor,
     op: ReduceOp = ReduceOp.SUM,
     *,
-    counts: Sequence[int] | None = None,
+    counts: Counts = None,
     wide: Wide | None = None,
     label: str = "",
 ) -> Operation:
@@ -107,7 +111,7 @@ def reduce_scatter(
 
 
 def all_gather(
-    send: Tensor, recv: Tensor, *, counts: Sequence[int] | None = None, wide: Wide | None = None, label: str = ""
+    send: Tensor, recv: Tensor, *, counts: Counts = None, wide: Wide | None = None, label: str = ""
 ) -> Operation:
     """Put every rank's `send` side by side into every rank's `recv`.
 
@@ -138,8 +142,8 @@ def all_to_all(
     send: Tensor,
     recv: Tensor,
     *,
-    send_counts: Sequence[int] | None = None,
-    recv_counts: Sequence[int] | None = None,
+    send_counts: Counts = None,
+    recv_counts: Counts = None,
     label: str = "",
 ) -> Operation:
     """Send part i of `send` to rank i and receive part j of `recv` from rank j. Without counts: equal parts."""

@@ -15,8 +15,8 @@ MUTATIONS = [
     Mutation(
         "a rank that is not the root receives nothing of a reduction",
         "overlap/transport/checks.py",
-        "op, device), recv=NOTHING)",
-        "op, device))",
+        "op, device), NOTHING)",
+        "op, device), recv)",
         "tests/overlap/transport/test_operation.py -k one_rank",
     ),
     Mutation(
