@@ -36,6 +36,7 @@ from overlap.transport.checks import check_timeout
 from overlap.transport.communicator import Communicator, Work
 from overlap.transport.encoding import decode, encode
 from overlap.transport.forks import Origin
+from overlap.transport.operation import all_reduce
 
 __all__ = ["Dispatcher", "Part", "PartsWork"]
 
@@ -177,7 +178,7 @@ class Dispatcher:
 
     def _issue(self, part: Part) -> Work:
         issued = time.perf_counter()
-        work = self._channel.all_reduce_async(part.send, part.recv, part.op, label=part.label)
+        work = self._channel.start(all_reduce(part.send, part.recv, part.op, label=part.label))
         with self._changed:
             part.work, part.issued = work, issued
             self._changed.notify_all()

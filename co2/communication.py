@@ -23,6 +23,7 @@ from co2.part import Contributors, Part
 from co2.schedule import Event
 from overlap.transport.communicator import Communicator, ReduceOp, Work
 from overlap.transport.objects import allgather_object, broadcast_object, compare
+from overlap.transport.operation import all_reduce, barrier
 
 __all__ = ["GRADIENTS_WAIT", "Met", "RoundCommunication", "RoundThread", "Told", "agree_on_events"]
 
@@ -125,9 +126,8 @@ class RoundCommunication:
         if sent:
             self.pace.exchanged(time.perf_counter() - met.when, parts[0].slots[0].index)
         else:
-            self._comm.barrier(
-                label="co2 round"
-            )  # so that here, too, who is done knows that all parts have come as far
+            # So that here, too, who is done knows that all parts have come as far.
+            self._comm.run(barrier(label="co2 round"))
 
     @torch.no_grad()
     def carry_average(
@@ -181,7 +181,7 @@ class RoundCommunication:
         ends = [_NO_DIGEST, _NO_DIGEST] if trained is None else [digest, -digest]
         mine = [int(presence) if other == rank else 0 for other in range(size)]
         said = torch.tensor([*ends, self._waits(), *mine], dtype=torch.int64, device="cpu")
-        self._comm.all_reduce(said, said, ReduceOp.MAX, label="co2 round")
+        self._comm.run(all_reduce(said, said, ReduceOp.MAX, label="co2 round"))
         most, least, heard, *everybodys = said.tolist()
         self.somebody_waits = bool(heard)
         met = Met(time.perf_counter(), tuple(everybodys))
@@ -199,7 +199,7 @@ class RoundCommunication:
         steps = {index: square for part in parts for index, square in part.squared_steps(idle).items()}
         total = sum(steps[index] for index in sorted(steps))
         squares = torch.tensor([total], dtype=torch.float64, device="cpu")
-        self._comm.all_reduce(squares, squares, ReduceOp.SUM, label="co2 gap")
+        self._comm.run(all_reduce(squares, squares, ReduceOp.SUM, label="co2 gap"))
         return float(squares.sqrt())
 
 

@@ -22,6 +22,7 @@ from overlap.plan.partition import BucketSpec, TensorSpec, fuse, pieces
 from overlap.transport.broadcast import overwrite
 from overlap.transport.communicator import Communicator, ReduceOp, Work
 from overlap.transport.memory import view_like
+from overlap.transport.operation import all_gather, reduce_scatter
 
 __all__ = ["LASTING", "VECTORS", "Contributors", "Part", "Shares", "Vectors", "as_real", "make_parts", "outer_dtype"]
 
@@ -174,7 +175,7 @@ class Part:
         if not self.contributes:
             self.whole.zero_()
         op = ReduceOp.SUM if self.among.out else ReduceOp.AVG
-        return comm.reduce_scatter_async(self.whole, self.mean, op, label="co2 average")
+        return comm.start(reduce_scatter(self.whole, self.mean, op, label="co2 average"))
 
     def reduced_whole(self) -> None:
         """Turn a sum that has arrived into the mean of the ranks that contribute."""
@@ -183,7 +184,7 @@ class Part:
 
     def gather_whole(self, comm: Communicator) -> Work:
         """Send all shards of the buffer to all ranks."""
-        return comm.all_gather_async(self.whole[self.own], self.whole, label="co2 gather")
+        return comm.start(all_gather(self.whole[self.own], self.whole, label="co2 gather"))
 
     def reduce(self, comm: Communicator) -> Work | None:
         """Send what :meth:`turn` prepared to the owners of shards, where there are any."""

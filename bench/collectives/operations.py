@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from overlap.transport.communicator import Communicator
+from overlap.transport.operation import all_gather, all_reduce, all_to_all, barrier, broadcast, reduce, reduce_scatter
 
 __all__ = ["OPERATIONS", "Operation"]
 
@@ -40,38 +41,38 @@ def _padded(comm: Communicator, numel: int) -> int:
 def _reduce_scatter(comm: Communicator, gloo: dist.ProcessGroup, numel: int) -> tuple[Call, Call]:
     whole = torch.ones(_padded(comm, numel))
     part = torch.empty(whole.numel() // comm.size)
-    return lambda: comm.reduce_scatter(whole, part), lambda: _gloo_reduce_scatter(part, whole, group=gloo)
+    return lambda: comm.run(reduce_scatter(whole, part)), lambda: _gloo_reduce_scatter(part, whole, group=gloo)
 
 
 def _all_gather(comm: Communicator, gloo: dist.ProcessGroup, numel: int) -> tuple[Call, Call]:
     whole = torch.empty(_padded(comm, numel))
     part = torch.ones(whole.numel() // comm.size)
-    return lambda: comm.all_gather(part, whole), lambda: _gloo_all_gather(whole, part, group=gloo)
+    return lambda: comm.run(all_gather(part, whole)), lambda: _gloo_all_gather(whole, part, group=gloo)
 
 
 def _all_reduce(comm: Communicator, gloo: dist.ProcessGroup, numel: int) -> tuple[Call, Call]:
     whole = torch.zeros(numel)
-    return lambda: comm.all_reduce(whole, whole), lambda: dist.all_reduce(whole, group=gloo)
+    return lambda: comm.run(all_reduce(whole, whole)), lambda: dist.all_reduce(whole, group=gloo)
 
 
 def _broadcast(comm: Communicator, gloo: dist.ProcessGroup, numel: int) -> tuple[Call, Call]:
     whole = torch.zeros(numel)
-    return lambda: comm.broadcast(whole, 0), lambda: dist.broadcast(whole, 0, group=gloo)
+    return lambda: comm.run(broadcast(whole, 0)), lambda: dist.broadcast(whole, 0, group=gloo)
 
 
 def _reduce(comm: Communicator, gloo: dist.ProcessGroup, numel: int) -> tuple[Call, Call]:
     whole, result = torch.zeros(numel), torch.empty(numel)
-    return lambda: comm.reduce(whole, result), lambda: dist.reduce(whole, 0, group=gloo)
+    return lambda: comm.run(reduce(whole, result)), lambda: dist.reduce(whole, 0, group=gloo)
 
 
 def _all_to_all(comm: Communicator, gloo: dist.ProcessGroup, numel: int) -> tuple[Call, Call]:
     send = torch.ones(_padded(comm, numel))
     recv = torch.empty_like(send)
-    return lambda: comm.all_to_all(send, recv), lambda: dist.all_to_all_single(recv, send, group=gloo)
+    return lambda: comm.run(all_to_all(send, recv)), lambda: dist.all_to_all_single(recv, send, group=gloo)
 
 
 def _barrier(comm: Communicator, gloo: dist.ProcessGroup, numel: int) -> tuple[Call, Call]:
-    return comm.barrier, lambda: dist.barrier(group=gloo)
+    return lambda: comm.run(barrier()), lambda: dist.barrier(group=gloo)
 
 
 def _one_part(size: int) -> float:

@@ -18,6 +18,7 @@ from bench.collectives.operations import OPERATIONS, Call
 from bench.train.cores import busy_share, core_ticks
 from overlap.job import session
 from overlap.transport.communicator import Communicator, ReduceOp
+from overlap.transport.operation import all_reduce, barrier
 
 SECONDS_PER_CASE = 3.0
 
@@ -37,13 +38,13 @@ def _gloo(comm: Communicator) -> dist.ProcessGroup:
 
 def _time(comm: Communicator, call: Call) -> tuple[float, float]:
     """Seconds until the slowest rank was done, and CPU seconds of all ranks."""
-    comm.barrier()
+    comm.run(barrier())
     cpu, wall = time.process_time(), time.perf_counter()
     call()
     taken = torch.tensor([time.perf_counter() - wall], dtype=torch.float64)
     used = torch.tensor([time.process_time() - cpu], dtype=torch.float64)
-    comm.all_reduce(taken, taken, ReduceOp.MAX)
-    comm.all_reduce(used, used, ReduceOp.SUM)
+    comm.run(all_reduce(taken, taken, ReduceOp.MAX))
+    comm.run(all_reduce(used, used, ReduceOp.SUM))
     return float(taken), float(used)
 
 

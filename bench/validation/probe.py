@@ -25,6 +25,7 @@ from bench.train.settings import Settings
 from overlap.job import session
 from overlap.job.launch import Launcher, detect
 from overlap.transport.communicator import Communicator
+from overlap.transport.operation import all_reduce, barrier, broadcast, reduce_scatter
 
 __all__ = ["METHODS", "measure"]
 
@@ -56,11 +57,11 @@ def _ours(comm: Communicator) -> dict[str, Issue]:
     def half(numel: int) -> Callable[[], Wait]:
         whole = torch.zeros(-(-numel // comm.size) * comm.size)
         part = torch.zeros(whole.numel() // comm.size)
-        return lambda: comm.reduce_scatter_async(whole, part).wait
+        return lambda: comm.start(reduce_scatter(whole, part)).wait
 
     def whole(numel: int) -> Callable[[], Wait]:
         tensor = torch.zeros(numel)
-        return lambda: comm.all_reduce_async(tensor, tensor).wait
+        return lambda: comm.start(all_reduce(tensor, tensor)).wait
 
     return {"half": half, "whole": whole}
 
@@ -95,12 +96,12 @@ def _samples(comm: Communicator, make: Issue) -> list[tuple[int, float]]:
 
 def _row(comm: Communicator, issues: Sequence[Callable[[], Wait]]) -> float:
     """Seconds of each of some operations in a row, by rank 0's clock. On every rank."""
-    comm.barrier()
+    comm.run(barrier())
     since = time.perf_counter()
     for wait in [issue() for issue in issues]:
         wait()
     taken = torch.tensor([(time.perf_counter() - since) / len(issues)], dtype=torch.float64)
-    comm.broadcast(taken)
+    comm.run(broadcast(taken))
     return float(taken)
 
 

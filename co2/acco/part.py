@@ -21,6 +21,7 @@ from overlap.core.bucket import Slot
 from overlap.plan.partition import BucketSpec
 from overlap.transport.communicator import Communicator, ReduceOp, Work
 from overlap.transport.memory import copy_gradient, values_of
+from overlap.transport.operation import all_reduce, reduce_scatter
 
 __all__ = ["AccoPart"]
 
@@ -97,8 +98,8 @@ class AccoPart(Part):
             self._exchange()
 
     def reduce_whole(self, comm: Communicator) -> Work:
-        counting = comm.all_reduce_async(self._counted, self._counted, label="co2 gradients")
-        work = comm.reduce_scatter_async(self.whole, self.mean, ReduceOp.SUM, label="co2 gradients")
+        counting = comm.start(all_reduce(self._counted, self._counted, label="co2 gradients"))
+        work = comm.start(reduce_scatter(self.whole, self.mean, ReduceOp.SUM, label="co2 gradients"))
         counting.wait()
         return work
 

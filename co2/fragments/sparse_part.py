@@ -17,6 +17,7 @@ from co2.fragments.sparse_codec import SparseCodec
 from overlap.core.bucket import Slot
 from overlap.plan.partition import BucketSpec
 from overlap.transport.communicator import Communicator, Work
+from overlap.transport.operation import all_gather
 
 __all__ = ["SparsePart"]
 
@@ -57,7 +58,7 @@ class SparsePart(OverlappedPart):
 
     def gather(self, comm: Communicator) -> Work:
         """Send what was encoded to all ranks."""
-        return comm.all_gather_async(self._wire[self._rank], self._wire.view(-1), label="co2 gather")
+        return comm.start(all_gather(self._wire[self._rank], self._wire.view(-1), label="co2 gather"))
 
     def received(self) -> None:
         """Make the outer step, on every rank."""

@@ -21,6 +21,7 @@ from co2.fragments.part import OverlappedPart
 from overlap.core.bucket import Slot
 from overlap.plan.partition import BucketSpec
 from overlap.transport.communicator import Communicator, Work
+from overlap.transport.operation import all_gather, all_to_all
 
 __all__ = ["StreamingPart"]
 
@@ -50,7 +51,7 @@ class StreamingPart(OverlappedPart):
         if self.contributes and (self._codec.lossy or self.residual is not None):
             self.residual = self._left_out(self.outgoing, said, self.residual, self._extents)
         self._wire = torch.empty_like(wire)
-        return comm.all_to_all_async(wire.view(-1), self._wire.view(-1), label="co2 average")
+        return comm.start(all_to_all(wire.view(-1), self._wire.view(-1), label="co2 average"))
 
     def settle(self, gap: float, idle: Collection[int]) -> None:
         """Make the outer step of this rank's shard, from the mean of all progress."""
@@ -74,7 +75,7 @@ class StreamingPart(OverlappedPart):
 
     def gather(self, comm: Communicator) -> Work:
         """Send that outer step to all ranks."""
-        return comm.all_gather_async(self._wire[self._rank], self._wire.view(-1), label="co2 gather")
+        return comm.start(all_gather(self._wire[self._rank], self._wire.view(-1), label="co2 gather"))
 
     def received(self) -> None:
         """Move every rank's `whole` by all outer steps."""

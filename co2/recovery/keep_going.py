@@ -22,6 +22,7 @@ from overlap.job.regrouping import RanksChange, ranks_change
 from overlap.job.session import Session, current
 from overlap.transport.broadcast import overwrite
 from overlap.transport.objects import allgather_object
+from overlap.transport.operation import all_reduce, barrier
 from overlap.transport.peer_queries import NoAnswer
 
 __all__ = ["keep_going"]
@@ -106,7 +107,7 @@ def _call(session: Session, mine: _BroughtAlong, func: Callable[[], Any], state:
     try:
         _begin(session, mine, state)
         result = func()
-        session.control.barrier(label="keep_going: all have returned")
+        session.control.run(barrier(label="keep_going: all have returned"))
     except RuntimeError as error:
         known = session.roster.news
         if not known and not (_is_of_ranks(error) and (isinstance(error, RanksChange) or ranks_change())):
@@ -152,10 +153,10 @@ def _begin(session: Session, mine: _BroughtAlong, state: State) -> None:
         bequeath(session, mine.left)
         for param, part in zip(params, ended, strict=True):
             mean = part if mine.has_state else torch.zeros_like(part)
-            session.comm.all_reduce(mean, mean, label="keep_going: parameters")
+            session.comm.run(all_reduce(mean, mean, label="keep_going: parameters"))
             overwrite(as_real(param), mean)
         state.on_reset()
-    session.control.barrier(label="keep_going: all have the state")
+    session.control.run(barrier(label="keep_going: all have the state"))
     mine.has_state = True
 
 

@@ -15,6 +15,7 @@ from overlap.core.round import Stage
 from overlap.transport.communicator import Communicator
 from overlap.transport.memory import values_of
 from overlap.transport.objects import broadcast_object
+from overlap.transport.operation import all_gather, broadcast
 
 __all__ = ["Averages"]
 
@@ -60,9 +61,9 @@ class Averages:
         engine.participants.announce("synchronize")
         for bucket in engine.order:
             if bucket.sharded:
-                bucket.gradients.restore()
-                label = f"{bucket.label} gradients"
-                self.comm.all_gather(bucket.gradients.shard, bucket.gradients.whole, counts=bucket.shares, label=label)
+                gradients, label = bucket.gradients, f"{bucket.label} gradients"
+                gradients.restore()
+                self.comm.run(all_gather(gradients.shard, gradients.whole, counts=bucket.shares, label=label))
         for bucket in engine.order:
             bucket.expose()
         engine.round.scales.clear()  # ``.grad`` has them by now
@@ -91,10 +92,10 @@ class Averages:
             for slot in bucket.slots:
                 slot.fill()
         unused = torch.tensor([slot.absent for slot in engine.slots], dtype=torch.uint8, device="cpu")
-        self.comm.broadcast(unused, leader, label="unused parameters")
+        self.comm.run(broadcast(unused, leader, label="unused parameters"))
         engine.round.take_unused(list(map(bool, unused.tolist())))
         for bucket in engine.order:
-            self.comm.broadcast(bucket.gradients.whole, leader, label=f"{bucket.label} gradients")
+            self.comm.run(broadcast(bucket.gradients.whole, leader, label=f"{bucket.label} gradients"))
             bucket.expose()
         for slot in engine.slots:
             if slot.claimed:

@@ -19,8 +19,9 @@ from overlap.core.master_weights import MakeMaster, MasterWeights
 from overlap.plan.partition import pieces
 from overlap.plan.plan import BucketPlan
 from overlap.plan.strategy import Collectives
-from overlap.transport.communicator import Communicator, ReduceOp, Start, Wide, Work
+from overlap.transport.communicator import Communicator, ReduceOp, Start, Work
 from overlap.transport.memory import copy_gradient
+from overlap.transport.operation import Wide
 from overlap.transport.work import arrive
 
 __all__ = ["Bucket", "Known", "Phase", "Slot", "TooManyGradients", "changed", "clear", "line", "too_many"]

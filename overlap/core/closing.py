@@ -28,6 +28,7 @@ from overlap.core.tally import Call, Calls, Heard, Said, Tally, Verdict, verdict
 from overlap.core.unsharding import Unsharder
 from overlap.transport.communicator import Communicator, ReduceOp
 from overlap.transport.objects import SignatureMismatch, allgather_object
+from overlap.transport.operation import all_reduce
 
 __all__ = ["BACKWARD", "Closing", "OtherRankFailed", "zeroing"]
 
@@ -166,7 +167,7 @@ class Closing:
         """All ranks have filled all buckets, and each of them lacks a gradient. By slot: whether some rank has it."""
         used = torch.tensor([not slot.absent for slot in self._slots], dtype=torch.uint8, device="cpu")
         if self._comm.size > 1:
-            self._comm.all_reduce(used, used, ReduceOp.MAX, label="used parameters")
+            self._comm.run(all_reduce(used, used, ReduceOp.MAX, label="used parameters"))
         return [bool(one) for one in used.tolist()]
 
     def end_step(self) -> None:

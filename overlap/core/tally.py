@@ -32,6 +32,7 @@ import torch
 
 from overlap.core.alike import Spread, said_alike
 from overlap.transport.communicator import Communicator, ReduceOp, Work
+from overlap.transport.operation import all_reduce
 
 __all__ = ["Call", "Calls", "Heard", "Said", "Tally", "Verdict", "verdict", "why_ended"]
 
@@ -306,7 +307,7 @@ class Tally:
         if self._comm.size == 1:
             return
         found = torch.empty_like(numbers)
-        self._under_way = found, self._comm.all_reduce_async(numbers, found, ReduceOp.MAX, label=label)
+        self._under_way = found, self._comm.start(all_reduce(numbers, found, ReduceOp.MAX, label=label))
 
     def read(self) -> Heard:
         """Wait for every rank, and return what they have said."""

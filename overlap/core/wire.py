@@ -2,7 +2,7 @@
 
 load():    gradients ─ × before ─▶ narrowed or compressed ─▶ bucket.outgoing          (when the bucket is launched)
 unload():  bucket.incoming ─▶ widened or decompressed ─▶ bucket.gradients.shard        (when its reduction was awaited)
-           of a carried bucket, who moves it narrows and widens (`overlap.transport.communicator.Wide`)
+           of a carried bucket, who moves it narrows and widens (`overlap.transport.operation.Wide`)
 rescale(): × after                                                                    (where somebody used the parameter)
 
 [Note: cold code] The two operations of a bucket are the same ones in every step: checked and laid out the first time.
@@ -13,7 +13,6 @@ waits for.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,11 +20,12 @@ import torch
 from overlap.core.bucket import Bucket, Known
 from overlap.core.handles import use_count, watch
 from overlap.core.shards import ShardUpdate
-from overlap.plan.plan import Collective, Placement, leads
-from overlap.transport.communicator import Communicator, ReduceOp, Start, Wide
+from overlap.plan.plan import Placement, leads
+from overlap.transport.communicator import Communicator, ReduceOp
 from overlap.transport.compression import BF16Compressor, FP16Compressor, NoneCompressor
 from overlap.transport.cuda.math import can_inspect, cast_scale
 from overlap.transport.memory import copy_gradient
+from overlap.transport.operation import Operation, Wide
 
 __all__ = ["COLLECTIVES", "DecoupledCollectives", "Exchange", "returns_slices"]
 
@@ -53,7 +53,7 @@ class DecoupledCollectives:
             or known.wide is not wide
             or known.places != places
         ):
-            known = bucket.reduction = Known(comm, send, recv, op, wide, places, _reduction(comm, bucket))
+            known = bucket.reduction = Known(comm, send, recv, op, wide, places, comm.prepare(_reduction(bucket)))
         bucket.work = known.start()
 
     def gather(self, comm: Communicator, bucket: Bucket) -> bool:
@@ -72,7 +72,7 @@ class DecoupledCollectives:
             or known.wide is not wide
             or known.places != places
         ):
-            start = _gathering(comm, bucket)  # has a view of the memory, which the watch is to count as ours
+            start = comm.prepare(_gathering(bucket))  # has a view of the memory, which the watch is to count as ours
             watched = watch(bucket.parameters.whole, None if known is None else known.watch)
             known = bucket.gathering = Known(comm, whole, whole, None, wide, places, start, watched)
         assert known.watch is not None
@@ -84,26 +84,30 @@ class DecoupledCollectives:
 COLLECTIVES = DecoupledCollectives()
 
 
-def _reduction(comm: Communicator, bucket: Bucket) -> Start:
-    send, recv, op, label = bucket.outgoing, bucket.incoming, bucket.op, bucket.label
-    kind = leads(Placement.PARTIAL, bucket.plan.placement)
-    if kind is Collective.REDUCE_SCATTER:
-        return comm.reduce_scatter_init(send, recv, op, counts=bucket.counts, wide=bucket.wide_gradients, label=label)
-    if kind is Collective.ALL_REDUCE:
-        return comm.all_reduce_init(send, recv, op, label=label)
-    owner = bucket.owner
-    assert owner is not None, "a reduction to one rank needs that rank"
-    return partial(comm.reduce_async, send, recv if owner == comm.rank else None, op, owner, label=label)
+def _reduction(bucket: Bucket) -> Operation:
+    return Operation(
+        leads(Placement.PARTIAL, bucket.plan.placement),
+        bucket.outgoing,
+        bucket.incoming,
+        bucket.op,
+        root=bucket.owner or 0,
+        send_counts=bucket.counts,
+        wide=bucket.wide_gradients,
+        label=bucket.label,
+    )
 
 
-def _gathering(comm: Communicator, bucket: Bucket) -> Start:
-    whole, label = bucket.travelling, bucket.label
-    if leads(bucket.plan.placement, Placement.REPLICATED) is Collective.ALL_GATHER:
-        own = bucket.parameters.shard if bucket.master is None else whole[bucket.own]
-        return comm.all_gather_init(own, whole, counts=bucket.counts, wide=bucket.wide_parameters, label=label)
-    owner = bucket.owner
-    assert owner is not None, "a broadcast needs the rank that it comes from"
-    return partial(comm.broadcast_async, whole, owner, label=label)
+def _gathering(bucket: Bucket) -> Operation:
+    whole = bucket.travelling
+    return Operation(
+        leads(bucket.plan.placement, Placement.REPLICATED),
+        bucket.parameters.shard if bucket.master is None else whole[bucket.own],
+        whole,
+        root=bucket.owner or 0,
+        recv_counts=bucket.counts,
+        wide=bucket.wide_parameters,
+        label=bucket.label,
+    )
 
 
 def returns_slices(compression: Any) -> bool:

@@ -17,6 +17,7 @@ from overlap.job.session import current
 from overlap.transport.broadcast import broadcast_structure
 from overlap.transport.communicator import ReduceOp
 from overlap.transport.objects import broadcast_object
+from overlap.transport.operation import all_reduce
 
 __all__ = ["HostsUpdatedInterrupt", "ObjectState", "State", "TorchState"]
 
@@ -55,7 +56,7 @@ class State(ABC):
         """Raise :class:`HostsUpdatedInterrupt`, on all ranks, if any rank got SIGUSR1 inside ``elastic.run``."""
         comm = current().comm
         asked = torch.tensor([int(stop_request.received())], device="cpu")
-        comm.all_reduce(asked, asked, ReduceOp.MAX, label="elastic: asked to stop?")
+        comm.run(all_reduce(asked, asked, ReduceOp.MAX, label="elastic: asked to stop?"))
         if asked.item():
             raise HostsUpdatedInterrupt(
                 "SIGUSR1 asked this job to stop: launch it again to continue from its last commit"

@@ -24,6 +24,7 @@ from overlap.core.feature import Feature
 from overlap.transport.broadcast import is_plain, overwrite
 from overlap.transport.communicator import Communicator, Work
 from overlap.transport.objects import allgather_object
+from overlap.transport.operation import broadcast
 from overlap.transport.work import arrive
 
 __all__ = ["BroadcastBuffers", "contents_of"]
@@ -143,7 +144,7 @@ class BroadcastBuffers(Feature):
             tensors = [self._mine[name].detach() for name in parcel.names]
             if parcel.comm.rank == self._root:
                 _copy(parcel.views, tensors)
-            work = parcel.comm.broadcast_async(parcel.packed, self._root, label="buffers")
+            work = parcel.comm.start(broadcast(parcel.packed, self._root, label="buffers"))
             self._under_way.append(_UnderWay(work, parcel, [(tensor, _version(tensor)) for tensor in tensors]))
 
     def ended(self) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from overlap.core.step import Closure, Stepper, hyper_parameters
 from overlap.transport.communicator import Communicator, ReduceOp
+from overlap.transport.operation import all_reduce
 
 __all__ = ["step_by_loss"]
 
@@ -49,7 +50,7 @@ def _average(comm: Communicator, loss: Any, factor: float) -> Any:
         else torch.tensor(float(loss), dtype=torch.float64, device="cpu")
     )
     mean = plain.clone().contiguous()
-    comm.all_reduce(mean, mean, ReduceOp.AVG, label="loss")
+    comm.run(all_reduce(mean, mean, ReduceOp.AVG, label="loss"))
     if factor != 1:
         mean *= factor
     return mean if isinstance(loss, torch.Tensor) else float(mean)

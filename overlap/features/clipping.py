@@ -10,6 +10,7 @@ import torch
 from overlap.core.averages import Averages
 from overlap.transport.communicator import Communicator, ReduceOp
 from overlap.transport.cuda.math import inspect, prefers_inspect
+from overlap.transport.operation import all_reduce
 
 __all__ = ["clip", "clip_sharded"]
 
@@ -84,7 +85,7 @@ def clip_sharded(
     if shares:
         together = torch.stack(shares)
         share[0] = together.amax() if infinite else together.sum()
-    comm.all_reduce(share, share, ReduceOp.MAX if infinite else ReduceOp.SUM, label="gradient norm")
+    comm.run(all_reduce(share, share, ReduceOp.MAX if infinite else ReduceOp.SUM, label="gradient norm"))
     total = share[0] if infinite else share[0] ** (1.0 / norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise RuntimeError(

@@ -48,6 +48,7 @@ from overlap.core.round import Round
 from overlap.core.shards import ShardUpdate
 from overlap.plan.early import next_count, spread
 from overlap.transport.communicator import Communicator, ReduceOp
+from overlap.transport.operation import all_reduce
 from overlap.transport.work import Work
 
 __all__ = ["EarlyUpdates", "StepSkipped", "UpdatedEarly"]
@@ -176,7 +177,7 @@ class EarlyUpdates(Policy):
         updated = set(self._updated)
         self._updated.clear()
         self._looked = False
-        self._counted = self._comm.all_reduce_async(self._count, self._count, ReduceOp.MIN, label="early updates")
+        self._counted = self._comm.start(all_reduce(self._count, self._count, ReduceOp.MIN, label="early updates"))
         return updated
 
     def refuse(self, what: str) -> None:

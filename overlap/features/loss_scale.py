@@ -23,6 +23,7 @@ from overlap.core.round import Stage
 from overlap.transport.communicator import Communicator, ReduceOp
 from overlap.transport.cuda.math import inspect, prefers_inspect
 from overlap.transport.memory import values_of
+from overlap.transport.operation import all_reduce
 
 __all__ = ["is_scaler_step", "is_unscaling", "reveal_infinities", "scale_of"]
 
@@ -88,7 +89,7 @@ def _any_nonfinite(comm: Communicator, gradients: Iterable[torch.Tensor]) -> boo
         if not prefers_inspect(gradient)
     )
     flag = torch.tensor([float(found)], device="cpu")
-    comm.all_reduce(flag, flag, ReduceOp.MAX, label="infinities")
+    comm.run(all_reduce(flag, flag, ReduceOp.MAX, label="infinities"))
     return bool(flag)
 
 

@@ -23,6 +23,7 @@ from overlap.core.feature import Feature
 from overlap.transport.communicator import Communicator, ReduceOp
 from overlap.transport.cuda import streams
 from overlap.transport.cuda.streams import Reading
+from overlap.transport.operation import all_reduce
 
 __all__ = ["CHOICES", "NonfiniteCheck", "NonfiniteGradient", "SkippedSteps"]
 
@@ -116,7 +117,7 @@ class SkippedSteps:
         first = self._mine(list(buckets))
         if self._comm.size > 1:
             agreed = torch.tensor([first], dtype=torch.int64, device="cpu")
-            self._comm.all_reduce(agreed, agreed, ReduceOp.MIN, label="infinities")
+            self._comm.run(all_reduce(agreed, agreed, ReduceOp.MIN, label="infinities"))
             first = int(agreed)
         if first == _NONE:
             return False

@@ -19,6 +19,7 @@ from overlap.core.feature import Feature
 from overlap.features.lookups import listen
 from overlap.transport.communicator import Communicator
 from overlap.transport.objects import allgather_object
+from overlap.transport.operation import all_gather
 
 __all__ = ["RenormedRows", "announced", "shorten"]
 
@@ -97,12 +98,12 @@ class RenormedRows(Feature):
         mine = [_united(self._rows.get(rule, [])) for rule in self._agreed]
         counts = torch.tensor([len(rows) for rows in mine], device="cpu")
         table = counts.new_empty((comm.size, len(mine)))
-        comm.all_gather(counts, table.view(-1), label="looked up")
+        comm.run(all_gather(counts, table.view(-1), label="looked up"))
         sizes = table.sum(1).tolist()
         if not any(sizes):
             return {}
         rows = counts.new_empty(sum(sizes))
-        comm.all_gather(torch.cat(mine), rows, counts=sizes, label="looked-up rows")
+        comm.run(all_gather(torch.cat(mine), rows, counts=sizes, label="looked-up rows"))
         parts = iter(rows.split(table.view(-1).tolist()))  # rank by rank, rule by rule
         found: dict[Rule, list[torch.Tensor]] = {rule: [] for rule in self._agreed}
         for _ in range(comm.size):

@@ -16,6 +16,7 @@ from overlap.core.round import GradientChanged
 from overlap.core.wire import Exchange
 from overlap.transport.communicator import Communicator
 from overlap.transport.objects import allgather_object
+from overlap.transport.operation import all_gather
 
 __all__ = ["DenseGradients", "SparseGradients"]
 
@@ -74,7 +75,7 @@ def _average(comm: Communicator, slots: Sequence[Slot], exchange: Exchange, corr
     # No gradient: 0. A gradient with n rows: n + 1.
     rows = torch.tensor([0 if gradient is None else gradient._nnz() + 1 for gradient in mine], device="cpu")
     table = rows.new_empty((comm.size, len(todo)))
-    comm.all_gather(rows, table.view(-1), label="sparse rows")
+    comm.run(all_gather(rows, table.view(-1), label="sparse rows"))
     inflight = []
     for slot, gradient, column in zip(todo, mine, table.T.tolist(), strict=True):
         slot.filled, slot.unused = True, not any(column)
@@ -90,7 +91,7 @@ def _average(comm: Communicator, slots: Sequence[Slot], exchange: Exchange, corr
         for part, whole, kind in ((indices, all_indices, "rows"), (values, all_values, "values")):
             width = whole[:1].numel() if whole.numel() else 0
             numels = [count * width for count in counts]
-            works.append(comm.all_gather_async(part, whole, counts=numels, label=f"{slot.name} {kind}"))
+            works.append(comm.start(all_gather(part, whole, counts=numels, label=f"{slot.name} {kind}")))
         inflight.append((slot, works, all_indices, all_values))
     for slot, works, indices, values in inflight:
         for work in works:

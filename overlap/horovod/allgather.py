@@ -15,6 +15,7 @@ from overlap.horovod.reduction import Average
 from overlap.horovod.tensors import plain, spec_of, tensors_of
 from overlap.job.process_set import ProcessSet, global_process_set
 from overlap.transport.communicator import Work
+from overlap.transport.operation import all_gather
 
 __all__ = ["Allgather", "allgather", "allgather_async", "grouped_allgather", "grouped_allgather_async"]
 
@@ -36,7 +37,7 @@ class Allgather(Operation):
             output = buffer.new_empty((sum(rows), *buffer.shape[1:]))
             row_numel = buffer.shape[1:].numel()
             counts = [count * row_numel for count in rows]
-            works.append(group.members.all_gather_async(buffer, output, counts=counts, label=response.request.name))
+            works.append(group.members.start(all_gather(buffer, output, counts=counts, label=response.request.name)))
             self._outputs.append(output)
         return works
 

@@ -18,6 +18,7 @@ from overlap.horovod.tensors import dtype_of, own_copy, plain, put_back, scale_
 from overlap.job.process_set import ProcessSet, global_process_set
 from overlap.transport.communicator import Work
 from overlap.transport.compression import Compression, Compressor
+from overlap.transport.operation import all_reduce
 
 __all__ = [
     "Allreduce",
@@ -54,7 +55,7 @@ class Allreduce(Operation):
         works = []
         for batch in self._batches:
             op, batch.divisor = on_the_wire(self._op, batch.flat.dtype, group.size)
-            works.append(group.members.all_reduce_async(batch.flat, batch.flat, op, label=response.request.name))
+            works.append(group.members.start(all_reduce(batch.flat, batch.flat, op, label=response.request.name)))
         return works
 
     def result(self) -> list[torch.Tensor]:

@@ -13,6 +13,7 @@ from overlap.horovod.controller.request import Kind, Request, Response
 from overlap.horovod.tensors import plain, spec_of, tensors_of
 from overlap.job.process_set import ProcessSet, global_process_set
 from overlap.transport.communicator import Work
+from overlap.transport.operation import all_to_all
 
 __all__ = ["alltoall", "alltoall_async"]
 
@@ -32,16 +33,11 @@ class _Alltoall(Operation):
         row_numel = self._buffer.shape[1:].numel()
         self._received = [splits[me] for splits in response.splits]
         self._output = self._buffer.new_empty((sum(self._received), *self._buffer.shape[1:]))
-        send_counts = [count * row_numel for count in response.splits[me]]
-        recv_counts = [count * row_numel for count in self._received]
-        work = group.members.all_to_all_async(
-            self._buffer,
-            self._output,
-            send_counts=send_counts,
-            recv_counts=recv_counts,
-            label=response.request.name,
-        )
-        return [work]
+        counts = {
+            "send_counts": [count * row_numel for count in response.splits[me]],
+            "recv_counts": [count * row_numel for count in self._received],
+        }
+        return [group.members.start(all_to_all(self._buffer, self._output, **counts, label=response.request.name))]
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The rows, and how many of them came from each rank, in the form of the caller's splits."""

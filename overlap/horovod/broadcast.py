@@ -16,6 +16,7 @@ from overlap.horovod.reduction import Average
 from overlap.horovod.tensors import own_copy, plain, put_back, spec_of, tensors_of
 from overlap.job.process_set import ProcessSet, global_process_set
 from overlap.transport.communicator import Work
+from overlap.transport.operation import broadcast as from_root
 
 __all__ = ["broadcast", "broadcast_", "broadcast_async", "broadcast_async_", "broadcast_group", "check_root"]
 
@@ -46,7 +47,7 @@ class _Broadcast(Operation):
         root = group.ranks.index(response.request.root)
         self._is_root = root == group.index
         name = response.request.name
-        return [group.members.broadcast_async(buffer, root, label=name) for buffer in self._buffers]
+        return [group.members.start(from_root(buffer, root, label=name)) for buffer in self._buffers]
 
     def result(self) -> list[torch.Tensor]:
         if not self._in_place:

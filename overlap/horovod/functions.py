@@ -19,6 +19,7 @@ from overlap.horovod.tensors import spec_of
 from overlap.job.process_set import ProcessSet, global_process_set
 from overlap.transport.broadcast import plant, uproot
 from overlap.transport.communicator import Work
+from overlap.transport.operation import broadcast
 from overlap.transport.unpickling import loads
 
 __all__ = ["allgather_object", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
@@ -43,7 +44,7 @@ class _BroadcastObject(Operation):
         request = response.request
         if self._payload is None:
             self._payload = torch.empty(request.tensors[0].shape, dtype=torch.uint8, device="cpu")
-        return [group.members.broadcast_async(self._payload, group.ranks.index(request.root), label=request.name)]
+        return [group.members.start(broadcast(self._payload, group.ranks.index(request.root), label=request.name))]
 
     def result(self) -> Any:
         assert self._payload is not None, "started"

@@ -18,6 +18,7 @@ from overlap.job.process_set import ProcessSet, global_process_set
 from overlap.transport.checks import balanced_split
 from overlap.transport.communicator import Work
 from overlap.transport.compression import Compression, Compressor
+from overlap.transport.operation import reduce_scatter
 
 __all__ = ["grouped_reducescatter", "grouped_reducescatter_async", "reducescatter", "reducescatter_async"]
 
@@ -43,7 +44,7 @@ class _ReduceScatter(Operation):
             counts = [count * row_numel for count in rows]
             op, divisor = on_the_wire(self._op, buffer.dtype, group.size)
             name = response.request.name
-            works.append(group.members.reduce_scatter_async(buffer, output, op, counts=counts, label=name))
+            works.append(group.members.start(reduce_scatter(buffer, output, op, counts=counts, label=name)))
             self._outputs.append(output)
             self._divisors.append(divisor)
         return works

@@ -21,6 +21,7 @@ from overlap.features.join import joined_ranks_of
 from overlap.job.session import current
 from overlap.transport.communicator import Communicator, ReduceOp, Work
 from overlap.transport.compilers import outside_compilers
+from overlap.transport.operation import all_gather, all_reduce
 
 __all__ = ["BatchMismatch", "SyncBatchNorm"]
 
@@ -42,7 +43,7 @@ class _Announcement:
     def __init__(self, comm: Communicator, direction: int, call: int, features: int, dtype: torch.dtype) -> None:
         self._mine = torch.tensor([direction, call, features, _DTYPES.index(dtype)], dtype=torch.int64, device="cpu")
         self._all = torch.empty(4 * comm.size, dtype=torch.int64, device="cpu")
-        self._work: Work = comm.all_gather_async(self._mine, self._all, label="SyncBatchNorm announcement")
+        self._work: Work = comm.start(all_gather(self._mine, self._all, label="SyncBatchNorm announcement"))
 
     def heard(self) -> None:
         """Wait for everybody's. Raises :class:`BatchMismatch`, on all ranks, unless they are the same."""
@@ -109,7 +110,7 @@ class _Normalise(torch.autograd.Function):
             )
         announcement.heard()
         rows = torch.empty(comm.size * mine.numel(), dtype=torch.float64, device="cpu")
-        comm.all_gather(mine, rows, label="SyncBatchNorm statistics")
+        comm.run(all_gather(mine, rows, label="SyncBatchNorm statistics"))
         total, mean, var = combine(rows.view(comm.size, -1))
         if total <= 1:
             raise ValueError(
@@ -149,7 +150,7 @@ class _Normalise(torch.autograd.Function):
             return None, grad_weight, grad_bias, None, None
         announcement.heard()
         sums = torch.cat([sum_grad.double(), sum_product.double()]).cpu()
-        comm.all_reduce(sums, sums, ReduceOp.SUM, label="SyncBatchNorm gradients")
+        comm.run(all_reduce(sums, sums, ReduceOp.SUM, label="SyncBatchNorm gradients"))
         mean_grad, mean_product = (sums / ctx.total).chunk(2)
         scale = inverse if weight is None else inverse * weight.detach().double().cpu()
         grad_x = given - _per_channel(mean_grad, wide)

@@ -46,6 +46,7 @@ from overlap.trace import timeline
 from overlap.transport.communicator import Communicator
 from overlap.transport.native import NativeCommunicator
 from overlap.transport.objects import allgather_object
+from overlap.transport.operation import barrier
 from overlap.transport.peer_queries import PeerQueries
 from overlap.transport.torch import interfaces
 
@@ -226,7 +227,7 @@ class Session:
         if self.issuers:  # ranks may have handed in as much as one another, and not the same
             given_up |= find_uneven(self.control, communicators)
         report(self.comm.rank, communicators, given_up)
-        self.control.barrier(label="shutdown")
+        self.control.run(barrier(label="shutdown"))
         self.watchdog.close()
         with last_limit(self.comm, self.settings.stall_warn_seconds, self.settings.stall_abort_seconds):
             self._let_go(communicators, given_up)

@@ -35,6 +35,7 @@ from overlap.plan.tuning.space import describe
 from overlap.transport.communicator import Communicator, ReduceOp
 from overlap.transport.encoding import travels
 from overlap.transport.objects import agree, allgather_object, broadcast_object
+from overlap.transport.operation import all_reduce
 
 __all__ = ["Report", "decided", "in_a_line", "layers_of", "link_of", "work_of"]
 
@@ -80,7 +81,7 @@ def decided(comm: Communicator, engine: Engine, strategy: PlannedStrategy, clock
     told = allgather_object(comm, (len(sent), 0.0 if mine is None else mine.computed, _state_per_byte(engine), room))
     known = {length for length, *_ in told}
     if took.numel() and len(known) == 1:
-        comm.all_reduce(took, took, ReduceOp.MIN, label="plan")
+        comm.run(all_reduce(took, took, ReduceOp.MIN, label="plan"))
     computed = [each[1] for each in told]
     slowest = max(range(len(computed)), key=computed.__getitem__)
     times = broadcast_object(comm, mine, slowest)  # that one's alone: of many ranks and layers, all would be much

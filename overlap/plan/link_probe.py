@@ -13,6 +13,7 @@ import torch
 from overlap.plan.cost_model import CostModel, fit
 from overlap.transport.communicator import Communicator
 from overlap.transport.objects import agree
+from overlap.transport.operation import all_reduce, barrier
 
 __all__ = ["Measured", "link_cost", "measure_all_reduce", "start_cost"]
 
@@ -53,9 +54,9 @@ def measure_all_reduce(
         values = [torch.zeros(nbytes // 4, dtype=torch.float32, device=comm.place) for _ in range(count)]
         times, own_times = [], []
         for repeat in range(warmup + repeats):
-            comm.barrier(label="probe")
+            comm.run(barrier(label="probe"))
             begin, own = time.perf_counter(), time.thread_time()
-            for work in [comm.all_reduce_async(one, one, label="probe") for one in values]:
+            for work in [comm.start(all_reduce(one, one, label="probe")) for one in values]:
                 work.wait()
             seconds, own = time.perf_counter() - begin, time.thread_time() - own
             spent += seconds

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from overlap.plan.partition import BucketSpec
+from overlap.transport.operation import Collective
 
 __all__ = [
     "BucketPlan",
-    "Collective",
     "Facts",
     "Placement",
     "Plan",
@@ -50,16 +50,6 @@ class Residency(Enum):
     KEPT = auto()  # always
     FREED = auto()  # while a pass uses them: they are gathered ahead of that (`overlap.plan.sweeps`)
     FREED_AFTER_BACKWARD = auto()  # from their use in forward to that in backward
-
-
-class Collective(Enum):
-    """An operation that leads from one placement to another."""
-
-    ALL_REDUCE = auto()
-    REDUCE_SCATTER = auto()
-    REDUCE = auto()
-    ALL_GATHER = auto()
-    BROADCAST = auto()
 
 
 _LEADS = {

@@ -16,6 +16,7 @@ from overlap.state.pieces import is_sliced
 from overlap.transport.communicator import Communicator
 from overlap.transport.memory import from_flat
 from overlap.transport.objects import allgather_object
+from overlap.transport.operation import all_gather
 
 __all__ = ["move_state", "packed", "unpacked"]
 
@@ -112,7 +113,7 @@ def _gathered(comm: Communicator, bucket: Bucket, shards: ShardUpdate, key: str,
         if isinstance(value, torch.Tensor) and is_sliced(key, value, one.stop - one.start) and value.dtype is dtype:
             offset = offsets[one.slot.index]
             flat[offset + one.start : offset + one.stop].copy_(value)
-    comm.all_gather(flat[bucket.own], flat, counts=bucket.shares, label=f"{bucket.label} {key}")
+    comm.run(all_gather(flat[bucket.own], flat, counts=bucket.shares, label=f"{bucket.label} {key}"))
     return flat
 
 

@@ -12,6 +12,7 @@ import torch
 from overlap.transport.communicator import Communicator
 from overlap.transport.memory import is_dense
 from overlap.transport.objects import broadcast_made
+from overlap.transport.operation import broadcast
 
 __all__ = [
     "broadcast_described",
@@ -44,7 +45,7 @@ def broadcast_tensors(comm: Communicator, tensors: Sequence[torch.Tensor], root:
     pickled = broadcast_made(comm, stage, root)  # before the first tensor: what fails in there fails everywhere
     if comm.rank != root:
         staged.update((index, _staged(tensor)) for index, tensor in enumerate(mine) if index not in pickled)
-    inflight = [(comm.broadcast_async(values, root), values, mine[index]) for index, values in staged.items()]
+    inflight = [(comm.start(broadcast(values, root)), values, mine[index]) for index, values in staged.items()]
     for work, values, tensor in inflight:
         work.wait()
         if comm.rank != root and values.data_ptr() != tensor.data_ptr():

@@ -1,8 +1,7 @@
 """The one interface through which strategies move tensors between ranks.
 
 `overlap.transport.native.NativeCommunicator` has them over comm_core: its own TCP connections, MPI, or one rank alone.
-Every operation has an asynchronous form that returns a `Work`, and a synchronous form that is the same call followed by
-`wait()`.
+What it carries out are values: `overlap.transport.operation`.
 
 Operations of one communicator happen in the order in which they were issued, which therefore has to be the same on all
 of its ranks. Tensors are contiguous and on the CPU; a tensor handed to an operation stays untouched by the caller, and
@@ -12,8 +11,7 @@ is kept alive by the `Work`, until the operation is done.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import ClassVar
 
 import torch
@@ -21,6 +19,7 @@ from torch.autograd import profiler
 
 from comm_core import ReduceOp
 from overlap.transport.cuda.streams import Streams
+from overlap.transport.operation import Operation
 from overlap.transport.stamps import HostStamps, Stamps
 from overlap.transport.work import Line, ProfiledWork, Work
 
@@ -31,27 +30,14 @@ Start = Callable[[], Work]
 UNCOUNTED = ("post", "close", "connect")
 
 
-@dataclass(frozen=True, slots=True)
-class Wide:
-    """fp32 tensors beside the fp16 or bf16 ones of an operation: flat, on the CPU, of the same sizes, apart in memory.
-
-    `send` is rounded into the operation's `send`, to the nearest value, before it travels, and `recv` gets what its `recv`
-    has in the end, by whoever moves the bytes and not by the caller (over gloo, some of it by the caller).
-    Rounding does not wait for operations issued before.
-    """
-
-    send: torch.Tensor
-    recv: torch.Tensor
-
-
 class Communicator(ABC):
-    """Collectives on torch tensors between the ranks of one group."""
+    """Operations on torch tensors between the ranks of one group."""
 
     #: Hears of every operation of every communicator as it is issued, and returns the work its caller gets.
     #: None unless a timeline is being recorded.
     listener: ClassVar[Callable[[Communicator, Work], Work] | None] = None
 
-    #: Whether operations take `wide`: see :class:`Wide`.
+    #: Whether operations take `wide`: see `overlap.transport.operation.Wide`.
     rounds: ClassVar[bool] = True
 
     #: Where the tensors lie that it is there for.
@@ -102,78 +88,22 @@ class Communicator(ABC):
     def name(self) -> str:
         """A name for messages; the same on all ranks of the group."""
 
-    # - Collectives
+    # - Operations
 
-    def reduce_scatter_async(
-        self,
-        send: torch.Tensor,
-        recv: torch.Tensor,
-        op: ReduceOp = ReduceOp.SUM,
-        *,
-        counts: Sequence[int] | None = None,
-        wide: Wide | None = None,
-        label: str = "",
-    ) -> Work:
-        """Reduce `send` over all ranks; rank r receives the `counts[r]` elements of its shard. Never writes `send`.
+    @abstractmethod
+    def prepare(self, operation: Operation) -> Start:
+        """Check `operation` now; each call of what this returns issues it once more.
 
-        Without `counts` the split is balanced: the first `send.numel() % size` ranks get one element more. With `wide`,
-        `send` is written after all: see :class:`Wide`.
+        The tensors' memory has to stay where it is (MPI 4.0, persistent collective operations).
         """
-        return self.reduce_scatter_init(send, recv, op, counts=counts, wide=wide, label=label)()
 
-    def all_gather_async(
-        self,
-        send: torch.Tensor,
-        recv: torch.Tensor,
-        *,
-        counts: Sequence[int] | None = None,
-        wide: Wide | None = None,
-        label: str = "",
-    ) -> Work:
-        """Put every rank's `send` side by side into every rank's `recv`.
+    def start(self, operation: Operation) -> Work:
+        """Issue `operation`."""
+        return self.prepare(operation)()
 
-        `send` may be this rank's own part of `recv`, which then is not copied. Without `counts` the parts are the
-        balanced split of `recv.numel()`. With `wide`, `send` is written, too: see :class:`Wide`.
-        """
-        return self.all_gather_init(send, recv, counts=counts, wide=wide, label=label)()
-
-    def all_reduce_async(
-        self, send: torch.Tensor, recv: torch.Tensor, op: ReduceOp = ReduceOp.SUM, *, label: str = ""
-    ) -> Work:
-        """Reduce `send` over all ranks into every rank's `recv`, which may be `send` itself."""
-        return self.all_reduce_init(send, recv, op, label=label)()
-
-    @abstractmethod
-    def broadcast_async(self, tensor: torch.Tensor, root: int = 0, *, label: str = "") -> Work:
-        """Overwrite `tensor` on every rank with `root`'s."""
-
-    @abstractmethod
-    def reduce_async(
-        self,
-        send: torch.Tensor,
-        recv: torch.Tensor | None,
-        op: ReduceOp = ReduceOp.SUM,
-        root: int = 0,
-        *,
-        label: str = "",
-    ) -> Work:
-        """Reduce `send` over all ranks into `root`'s `recv`; the other ranks may pass None for it."""
-
-    @abstractmethod
-    def all_to_all_async(
-        self,
-        send: torch.Tensor,
-        recv: torch.Tensor,
-        *,
-        send_counts: Sequence[int] | None = None,
-        recv_counts: Sequence[int] | None = None,
-        label: str = "",
-    ) -> Work:
-        """Send part i of `send` to rank i and receive part j of `recv` from rank j. Without counts: equal parts."""
-
-    @abstractmethod
-    def barrier_async(self, *, label: str = "") -> Work:
-        """Issue a barrier, which is done once every rank has issued it."""
+    def run(self, operation: Operation) -> None:
+        """Issue `operation`, and wait for it."""
+        self.start(operation).wait()
 
     @abstractmethod
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
@@ -224,97 +154,5 @@ class Communicator(ABC):
     def close(self) -> None:
         """Wait for what was issued and let go of the connections. Calling it again does nothing."""
 
-    # - Persistent forms (MPI 4.0, persistent collective operations): arguments are checked now, and each call of what they
-    #   return issues one operation more. The tensors' memory has to stay where it is.
 
-    @abstractmethod
-    def reduce_scatter_init(
-        self,
-        send: torch.Tensor,
-        recv: torch.Tensor,
-        op: ReduceOp = ReduceOp.SUM,
-        *,
-        counts: Sequence[int] | None = None,
-        wide: Wide | None = None,
-        label: str = "",
-    ) -> Start:
-        """See :meth:`reduce_scatter_async`."""
-
-    @abstractmethod
-    def all_gather_init(
-        self,
-        send: torch.Tensor,
-        recv: torch.Tensor,
-        *,
-        counts: Sequence[int] | None = None,
-        wide: Wide | None = None,
-        label: str = "",
-    ) -> Start:
-        """See :meth:`all_gather_async`."""
-
-    @abstractmethod
-    def all_reduce_init(
-        self, send: torch.Tensor, recv: torch.Tensor, op: ReduceOp = ReduceOp.SUM, *, label: str = ""
-    ) -> Start:
-        """See :meth:`all_reduce_async`."""
-
-    # - Synchronous forms
-
-    def reduce_scatter(
-        self,
-        send: torch.Tensor,
-        recv: torch.Tensor,
-        op: ReduceOp = ReduceOp.SUM,
-        *,
-        counts: Sequence[int] | None = None,
-        label: str = "",
-    ) -> None:
-        """`reduce_scatter_async` and `wait`."""
-        self.reduce_scatter_async(send, recv, op, counts=counts, label=label).wait()
-
-    def all_gather(
-        self, send: torch.Tensor, recv: torch.Tensor, *, counts: Sequence[int] | None = None, label: str = ""
-    ) -> None:
-        """`all_gather_async` and `wait`."""
-        self.all_gather_async(send, recv, counts=counts, label=label).wait()
-
-    def all_reduce(
-        self, send: torch.Tensor, recv: torch.Tensor, op: ReduceOp = ReduceOp.SUM, *, label: str = ""
-    ) -> None:
-        """`all_reduce_async` and `wait`."""
-        self.all_reduce_async(send, recv, op, label=label).wait()
-
-    def broadcast(self, tensor: torch.Tensor, root: int = 0, *, label: str = "") -> None:
-        """`broadcast_async` and `wait`."""
-        self.broadcast_async(tensor, root, label=label).wait()
-
-    def reduce(
-        self,
-        send: torch.Tensor,
-        recv: torch.Tensor | None,
-        op: ReduceOp = ReduceOp.SUM,
-        root: int = 0,
-        *,
-        label: str = "",
-    ) -> None:
-        """`reduce_async` and `wait`."""
-        self.reduce_async(send, recv, op, root, label=label).wait()
-
-    def all_to_all(
-        self,
-        send: torch.Tensor,
-        recv: torch.Tensor,
-        *,
-        send_counts: Sequence[int] | None = None,
-        recv_counts: Sequence[int] | None = None,
-        label: str = "",
-    ) -> None:
-        """`all_to_all_async` and `wait`."""
-        self.all_to_all_async(send, recv, send_counts=send_counts, recv_counts=recv_counts, label=label).wait()
-
-    def barrier(self, *, label: str = "") -> None:
-        """`barrier_async` and `wait`."""
-        self.barrier_async(label=label).wait()
-
-
-__all__ = ["UNCOUNTED", "Communicator", "ReduceOp", "Start", "Wide", "Work"]
+__all__ = ["UNCOUNTED", "Communicator", "ReduceOp", "Start", "Work"]

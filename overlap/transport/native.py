@@ -8,26 +8,24 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 import comm_core
-from comm_core import Buffer, DType, ReduceOp
-from overlap.transport.communicator import Communicator, Start, Wide, Work
-from overlap.transport.requests import (
-    Exchange,
-    all_gather_request,
-    all_reduce_request,
-    all_to_all_request,
-    broadcast_request,
-    check_wide,
-    reduce_request,
-    reduce_scatter_request,
-)
+from comm_core import Buffer, DType
+from overlap.transport.checks import checked
+from overlap.transport.communicator import Communicator, Start, Work
+from overlap.transport.operation import NOTHING, REDUCTIONS, Collective, Operation
 
 _ABORT_SECONDS = 5.0
+
+#: Describes a flat tensor's memory to comm_core, which only reads it if so told.
+MakeBuffer = Callable[[torch.Tensor, bool], Buffer]
+# The kinds that comm_core can check once for many times.
+_PERSISTENT = (Collective.REDUCE_SCATTER, Collective.ALL_GATHER, Collective.ALL_REDUCE)
 
 #: What comm_core calls torch's types.
 DTYPES = {
@@ -71,86 +69,15 @@ class NativeCommunicator(Communicator):
     def name(self) -> str:
         return str(self._core.name)
 
-    def reduce_scatter_init(
-        self,
-        send: torch.Tensor,
-        recv: torch.Tensor,
-        op: ReduceOp = ReduceOp.SUM,
-        *,
-        counts: Sequence[int] | None = None,
-        wide: Wide | None = None,
-        label: str = "",
-    ) -> Start:
-        request = reduce_scatter_request(self.rank, self.size, send, recv, op, counts)
-        source = _readable(request.send) if wide is None else _writable(request.send)
-        rest = {"counts": request.send_counts, "label": label, **_beside("reduce_scatter", wide, request)}
-        return self._persistent(self._core.reduce_scatter_init(source, _writable(request.recv), op, **rest))
-
-    def all_gather_init(
-        self,
-        send: torch.Tensor,
-        recv: torch.Tensor,
-        *,
-        counts: Sequence[int] | None = None,
-        wide: Wide | None = None,
-        label: str = "",
-    ) -> Start:
-        request = all_gather_request(self.rank, self.size, send, recv, counts)
-        source = _readable(request.send) if wide is None else _writable(request.send)
-        rest = {"counts": request.recv_counts, "label": label, **_beside("all_gather", wide, request)}
-        return self._persistent(self._core.all_gather_init(source, _writable(request.recv), **rest))
-
-    def all_reduce_init(
-        self, send: torch.Tensor, recv: torch.Tensor, op: ReduceOp = ReduceOp.SUM, *, label: str = ""
-    ) -> Start:
-        request = all_reduce_request(send, recv, op)
-        source, target = _readable(request.send), _writable(request.recv)
-        return self._persistent(self._core.all_reduce_init(source, target, op, label=label))
-
-    def _persistent(self, operation: comm_core.Persistent) -> Start:
-        start = operation.start
+    def prepare(self, operation: Operation) -> Start:
+        one = checked(operation, self.rank, self.size)
+        memory, named = arguments(one, _buffer)
+        start: Callable[[], Work]
+        if one.kind in _PERSISTENT:
+            start = getattr(self._core, f"{one.kind.value}_init")(*memory, **named).start
+        else:
+            start = partial(getattr(self._core, f"{one.kind.value}_async"), *memory, **named)
         return lambda: self._issued(start())
-
-    def broadcast_async(self, tensor: torch.Tensor, root: int = 0, *, label: str = "") -> Work:
-        return self._issued(
-            self._core.broadcast_async(_writable(broadcast_request(self.size, tensor, root)), root, label=label)
-        )
-
-    def reduce_async(
-        self,
-        send: torch.Tensor,
-        recv: torch.Tensor | None,
-        op: ReduceOp = ReduceOp.SUM,
-        root: int = 0,
-        *,
-        label: str = "",
-    ) -> Work:
-        source, target = reduce_request(self.rank, self.size, send, recv, op, root)
-        into = None if target is None else _writable(target)
-        return self._issued(self._core.reduce_async(_readable(source), into, op, root, label=label))
-
-    def all_to_all_async(
-        self,
-        send: torch.Tensor,
-        recv: torch.Tensor,
-        *,
-        send_counts: Sequence[int] | None = None,
-        recv_counts: Sequence[int] | None = None,
-        label: str = "",
-    ) -> Work:
-        request = all_to_all_request(self.rank, self.size, send, recv, send_counts, recv_counts)
-        return self._issued(
-            self._core.all_to_all_async(
-                _readable(request.send),
-                _writable(request.recv),
-                send_counts=request.send_counts,
-                recv_counts=request.recv_counts,
-                label=label,
-            )
-        )
-
-    def barrier_async(self, *, label: str = "") -> Work:
-        return self._issued(self._core.barrier_async(label=label))
 
     def split(self, color: int | None, key: int = 0) -> NativeCommunicator | None:
         self.issued += 1
@@ -185,7 +112,7 @@ def differ(rounded: torch.Tensor, exact: torch.Tensor) -> bool:
 
     Flat tensors of one size on the CPU.
     """
-    return comm_core.differ(_readable(rounded), _readable(exact))
+    return comm_core.differ(_buffer(rounded, True), _buffer(exact, True))
 
 
 def copy_past_caches(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -231,16 +158,29 @@ def changed_sample(kept: torch.Tensor, source: torch.Tensor, places: torch.Tenso
     return None if found < 0 else found
 
 
-def _beside(what: str, wide: Wide | None, request: Exchange) -> dict[str, Buffer]:
-    if wide is None:
-        return {}
-    check_wide(what, wide.send, wide.recv, request.send, request.recv)
-    return {"wide_send": _readable(wide.send), "wide_recv": _writable(wide.recv)}
+def arguments(operation: Operation, buffer: MakeBuffer) -> tuple[list[Any], dict[str, Any]]:
+    """What comm_core's method for a checked operation takes, by position and by name."""
+    one, kind = operation, operation.kind
+    memory: list[Any] = []
+    named: dict[str, Any] = {"label": one.label}
+    if kind is Collective.BROADCAST:
+        memory += buffer(one.recv, False), one.root
+    elif kind is not Collective.BARRIER:
+        memory += buffer(one.send, one.wide is None), None if one.recv is NOTHING else buffer(one.recv, False)
+    if kind in REDUCTIONS:
+        memory.append(one.op)
+    if kind is Collective.REDUCE:
+        memory.append(one.root)
+    if kind is Collective.REDUCE_SCATTER:
+        named["counts"] = one.send_counts
+    elif kind is Collective.ALL_GATHER:
+        named["counts"] = one.recv_counts
+    elif kind is Collective.ALL_TO_ALL:
+        named |= {"send_counts": one.send_counts, "recv_counts": one.recv_counts}
+    if one.wide is not None:
+        named |= {"wide_send": buffer(one.wide.send, True), "wide_recv": buffer(one.wide.recv, False)}
+    return memory, named
 
 
-def _readable(flat: torch.Tensor) -> Buffer:
-    return Buffer(flat.data_ptr(), flat.numel(), DTYPES[flat.dtype], readonly=True, owner=flat)
-
-
-def _writable(flat: torch.Tensor) -> Buffer:
-    return Buffer(flat.data_ptr(), flat.numel(), DTYPES[flat.dtype], owner=flat)
+def _buffer(flat: torch.Tensor, readonly: bool) -> Buffer:
+    return Buffer(flat.data_ptr(), flat.numel(), DTYPES[flat.dtype], readonly=readonly, owner=flat)

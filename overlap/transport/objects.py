@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from overlap.transport.communicator import Communicator
+from overlap.transport.operation import all_gather, broadcast
 from overlap.transport.unpickling import loads
 
 __all__ = [
@@ -108,11 +109,11 @@ def broadcast_made(comm: Communicator, make: Callable[[], T], root: int = 0) -> 
         return make()
     parcel = _Parcel(make) if comm.rank == root else None
     first = _empty(_FRAME) if parcel is None else parcel.first
-    comm.broadcast(first, root)
+    comm.run(broadcast(first, root))
     frame = first.numpy().tobytes()
     second = _empty(_rest(frame)) if parcel is None else _as_tensor(parcel.left)
     if _rest(frame) > 0:
-        comm.broadcast(second, root)
+        comm.run(broadcast(second, root))
     if parcel is not None and parcel.failure is None:
         return parcel.content
     received: T = _parsed(frame, second.numpy().tobytes(), root, None if parcel is None else parcel.failure)
@@ -136,12 +137,12 @@ def allgather_made(comm: Communicator, make: Callable[[], T]) -> list[T]:
         return [make()]
     parcel = _Parcel(make)
     firsts = _empty(comm.size * _FRAME)
-    comm.all_gather(parcel.first, firsts)
+    comm.run(all_gather(parcel.first, firsts))
     frames = [frame.numpy().tobytes() for frame in firsts.split(_FRAME)]
     counts = [_rest(frame) for frame in frames]
     rests = _empty(sum(counts))
     if sum(counts) > 0:
-        comm.all_gather(_as_tensor(parcel.left), rests, counts=counts)
+        comm.run(all_gather(_as_tensor(parcel.left), rests, counts=counts))
     parts = zip(frames, rests.split(counts), strict=True)
     return [
         _parsed(frame, rest.numpy().tobytes(), sender, parcel.failure if sender == comm.rank else None)

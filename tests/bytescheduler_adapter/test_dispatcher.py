@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ import comm_core
 from bytescheduler_adapter.dispatcher import Dispatcher, Part, PartsWork
 from overlap.transport.communicator import ReduceOp
 from overlap.transport.native import NativeCommunicator
+from overlap.transport.operation import Operation
 from overlap.transport.torch.gloo import GlooWork
 
 OVER = "the session that this optimizer belongs to was shut down"
@@ -20,7 +20,7 @@ OVER = "the session that this optimizer belongs to was shut down"
 class Slow(NativeCommunicator):
     """Reductions end when they are told to."""
 
-    def all_reduce_async(self, *_: Any, **__: Any) -> GlooWork:  # type: ignore[override]
+    def start(self, operation: Operation) -> GlooWork:
         return GlooWork("all_reduce", "", 16, "rank 0 of 1")
 
 

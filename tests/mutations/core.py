@@ -276,8 +276,8 @@ MUTATIONS: list[Mutation] = [
     Mutation(
         "a scaler sees an infinity that another rank's shard has",
         "overlap/features/loss_scale.py",
-        '    comm.all_reduce(flag, flag, ReduceOp.MAX, label="infinities")',
-        '    comm.all_reduce(flag, flag, ReduceOp.MIN, label="infinities")',
+        '    comm.run(all_reduce(flag, flag, ReduceOp.MAX, label="infinities"))',
+        '    comm.run(all_reduce(flag, flag, ReduceOp.MIN, label="infinities"))',
         "mpi-2 tests/spmd/test_parity.py::test_loops[scaled-dear]",
     ),
     Mutation(

@@ -46,8 +46,8 @@ MUTATIONS = [
     Mutation(
         "operations on the host's tensors wait for those of the device's",
         "overlap/transport/cuda/communicator.py",
-        "        def issue() -> Work:\n            self._carrier.flush()\n",
-        "        def issue() -> Work:\n",
+        "            def issue() -> Work:\n                self._carrier.flush()\n",
+        "            def issue() -> Work:\n",
         f"{_CARRIERS} -k tensors_follow",
     ),
     Mutation(

@@ -202,8 +202,8 @@ MUTATIONS: list[Mutation] = [
     Mutation(
         "a signal to any rank stops all",
         "overlap/elastic/state.py",
-        "comm.all_reduce(asked, asked, ReduceOp.MAX,",
-        "comm.all_reduce(asked, asked, ReduceOp.MIN,",
+        "all_reduce(asked, asked, ReduceOp.MAX,",
+        "all_reduce(asked, asked, ReduceOp.MIN,",
         _ELASTIC + "signal",
     ),
     Mutation(

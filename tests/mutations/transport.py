@@ -6,6 +6,34 @@ from tests.mutations.mutation import Mutation
 
 MUTATIONS = [
     Mutation(
+        "a complex number travels as two reals",
+        "overlap/transport/checks.py",
+        "factor = 2 if send.is_complex() else 1",
+        "factor = 1",
+        "tests/overlap/transport/test_operation.py -k counts",
+    ),
+    Mutation(
+        "a rank that is not the root receives nothing of a reduction",
+        "overlap/transport/checks.py",
+        "op, device), NOTHING)",
+        "op, device), recv)",
+        "tests/overlap/transport/test_operation.py -k one_rank",
+    ),
+    Mutation(
+        "wide tensors that would be left out are refused",
+        "overlap/transport/checks.py",
+        "if operation.wide is not None and kind not in _ROUNDED:",
+        "if operation.wide is not None and kind is Collective.BARRIER:",
+        "tests/overlap/transport/test_operation.py -k does_not_round",
+    ),
+    Mutation(
+        "what is prepared once is issued as often as it is started",
+        "overlap/transport/native.py",
+        "        return lambda: self._issued(start())\n",
+        "        work = self._issued(start())\n        return lambda: work\n",
+        "tests/overlap/transport/test_operation.py -k as_often",
+    ),
+    Mutation(
         "whole numbers travel as they are under compression",
         "overlap/transport/compression.py",
         "if not tensor.dtype.is_floating_point or tensor.dtype is dtype:",

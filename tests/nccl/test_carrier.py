@@ -14,6 +14,7 @@ from overlap.transport.communicator import Communicator
 from overlap.transport.cuda.communicator import DeviceCommunicator
 from overlap.transport.cuda.nccl import NcclCarrier
 from overlap.transport.native import NativeCommunicator
+from overlap.transport.operation import all_gather, all_reduce, all_to_all, broadcast, reduce, reduce_scatter
 from overlap.transport.work import arrive
 from tests.gpu_double import Double, DoubleMoment, eventually
 
@@ -107,9 +108,9 @@ def test_reductions(gpu: Double, op: ReduceOp, dtype: torch.dtype, seed: int) ->
     sends = [torch.zeros(7, dtype=dtype) for _ in range(SIZE)]
     shards = [torch.zeros(count, dtype=dtype) for count in (3, 2, 2)]
     _late(gpu, ranks, sends, values)
-    seen = ranks.run(lambda r, comm: comm.reduce_scatter_async(sends[r], shards[r], op), lambda r: shards[r], seed)
+    seen = ranks.run(lambda r, comm: comm.start(reduce_scatter(sends[r], shards[r], op)), lambda r: shards[r], seed)
     assert torch.equal(torch.cat(seen), expected)
-    seen = ranks.run(lambda r, comm: comm.all_reduce_async(sends[r], sends[r], op), lambda r: sends[r], seed)
+    seen = ranks.run(lambda r, comm: comm.start(all_reduce(sends[r], sends[r], op)), lambda r: sends[r], seed)
     assert all(torch.equal(found, expected) for found in seen)
 
 
@@ -133,17 +134,17 @@ def test_sixteen_bits_are_summed_by_their_owner_and_rounded_once(gpu: Double, dt
     shards = [torch.zeros(count, dtype=dtype) for count in (5, 0, 5)]
     _late(gpu, ranks, sends, halves.values)
     seen = ranks.run(
-        lambda r, comm: comm.reduce_scatter_async(sends[r], shards[r], counts=[5, 0, 5]), lambda r: shards[r], seed
+        lambda r, comm: comm.start(reduce_scatter(sends[r], shards[r], counts=[5, 0, 5])), lambda r: shards[r], seed
     )
     assert torch.equal(torch.cat(seen), halves.sum)
     wholes = [torch.zeros(10, dtype=dtype) for _ in range(SIZE)]
     seen = ranks.run(
-        lambda r, comm: comm.reduce_async(sends[r], wholes[1] if r == 1 else None, ReduceOp.AVG, 1),
+        lambda r, comm: comm.start(reduce(sends[r], wholes[1] if r == 1 else None, ReduceOp.AVG, 1)),
         lambda r: wholes[r],
         seed,
     )
     assert torch.equal(seen[1], halves.average)
-    seen = ranks.run(lambda r, comm: comm.all_reduce_async(sends[r], sends[r], ReduceOp.AVG), lambda r: sends[r], seed)
+    seen = ranks.run(lambda r, comm: comm.start(all_reduce(sends[r], sends[r], ReduceOp.AVG)), lambda r: sends[r], seed)
     assert all(torch.equal(found, halves.average) for found in seen)
     log = gpu.log()
     assert not [line for line in log if line.startswith(("all_reduce", "reduce"))], "NCCL adds no 16 bits"
@@ -158,23 +159,23 @@ def test_moves_and_whole_numbers(gpu: Double, seed: int) -> None:
 
     def gather(rank: int, comm: Communicator) -> Any:
         start = sum((1, 2, 3)[:rank])
-        return comm.all_gather_async(wholes[rank][start : start + rank + 1], wholes[rank], counts=[1, 2, 3])
+        return comm.start(all_gather(wholes[rank][start : start + rank + 1], wholes[rank], counts=[1, 2, 3]))
 
     seen = ranks.run(gather, lambda r: wholes[r], seed)
     assert all(found.tolist() == [1j, 1 + 1j, 1 + 1j, 2 + 1j, 2 + 1j, 2 + 1j] for found in seen)
     counts = [torch.tensor([-7, rank]) for rank in range(SIZE)]
     seen = ranks.run(
-        lambda r, comm: comm.all_reduce_async(counts[r], counts[r], ReduceOp.AVG), lambda r: counts[r], seed
+        lambda r, comm: comm.start(all_reduce(counts[r], counts[r], ReduceOp.AVG)), lambda r: counts[r], seed
     )
     assert all(found.tolist() == [-7, 1] for found in seen)
     masks = [torch.tensor([rank == 1, False]) for rank in range(SIZE)]
-    seen = ranks.run(lambda r, comm: comm.all_reduce_async(masks[r], masks[r]), lambda r: masks[r], seed)
+    seen = ranks.run(lambda r, comm: comm.start(all_reduce(masks[r], masks[r])), lambda r: masks[r], seed)
     assert all(found.tolist() == [True, False] for found in seen)
-    seen = ranks.run(lambda r, comm: comm.broadcast_async(counts[r], 2), lambda r: counts[r], seed)
+    seen = ranks.run(lambda r, comm: comm.start(broadcast(counts[r], 2)), lambda r: counts[r], seed)
     assert all(found.tolist() == [-7, 1] for found in seen)
     into = [torch.zeros(3) for _ in range(SIZE)]
     seen = ranks.run(
-        lambda r, comm: comm.all_to_all_async(torch.arange(3.0) + 10 * r, into[r]), lambda r: into[r], seed
+        lambda r, comm: comm.start(all_to_all(torch.arange(3.0) + 10 * r, into[r])), lambda r: into[r], seed
     )
     assert [found.tolist() for found in seen] == [[0, 10, 20], [1, 11, 21], [2, 12, 22]]
 
@@ -183,7 +184,7 @@ def test_the_side_stream_follows_the_communicator_and_is_followed(gpu: Double) -
     ranks = Ranks(gpu, 1)
     streams, (comm,) = ranks.streams[0], ranks.comms
     tensor = torch.ones(4, dtype=torch.float32)
-    work = comm.all_reduce_async(tensor, tensor, ReduceOp.AVG)
+    work = comm.start(all_reduce(tensor, tensor, ReduceOp.AVG))
     ours, side = gpu.name(streams.computation), gpu.name(streams.side)
     log = gpu.log()
     assert f"record e1 {ours}" in log
@@ -194,7 +195,7 @@ def test_the_side_stream_follows_the_communicator_and_is_followed(gpu: Double) -
     two = Ranks(gpu, 2)
     gpu.log()
     tensors = [torch.ones(4), torch.ones(4)]
-    works = [comm.all_reduce_async(tensors[r], tensors[r], ReduceOp.AVG) for r, comm in enumerate(two.comms)]
+    works = [comm.start(all_reduce(tensors[r], tensors[r], ReduceOp.AVG)) for r, comm in enumerate(two.comms)]
     computation, side = gpu.name(two.streams[0].computation), gpu.name(two.streams[0].side)
     first = gpu.log()[:7]
     nccl = first[1].split()[1]
@@ -212,14 +213,14 @@ def test_what_is_captured_into_a_graph_is_refused(gpu: Double) -> None:
     ranks.streams[0].captured = True
     gpu.log()
     with pytest.raises(Unsupported, match=r"all_reduce: this stream is being captured into a CUDA graph.*make_graphed"):
-        ranks.comms[0].all_reduce(torch.ones(1), torch.ones(1))
+        ranks.comms[0].run(all_reduce(torch.ones(1), torch.ones(1)))
     assert gpu.log() == []
 
 
 def test_an_error_of_nccl_reaches_whoever_waits_or_issues(gpu: Double) -> None:
     ranks = Ranks(gpu, 2)
     tensor = torch.ones(4)
-    work = ranks.comms[0].all_reduce_async(tensor, tensor, label="b7")
+    work = ranks.comms[0].start(all_reduce(tensor, tensor, label="b7"))
     gpu.trouble(0, 2)
     with pytest.raises(comm_core.NcclError, match=r"all_reduce 'b7'.*rank 0 of 2.*system error"):
         work.wait(10)
@@ -227,7 +228,7 @@ def test_an_error_of_nccl_reaches_whoever_waits_or_issues(gpu: Double) -> None:
     with pytest.raises(comm_core.NcclError, match="all_reduce 'b7'"):
         arrive(work)  # before anything is computed from what is in its memory
     with pytest.raises(comm_core.NcclError, match="aborted after an error"):
-        ranks.comms[0].all_reduce_async(tensor, tensor)
+        ranks.comms[0].start(all_reduce(tensor, tensor))
 
 
 def test_each_stream_that_reads_waits_for_the_gather(gpu: Double) -> None:
@@ -235,7 +236,7 @@ def test_each_stream_that_reads_waits_for_the_gather(gpu: Double) -> None:
     ranks = Ranks(gpu, 2)
     sends = [torch.full((2,), float(rank + 1)) for rank in range(2)]
     wholes = [torch.zeros(4) for _ in range(2)]
-    works = [comm.all_gather_async(sends[rank], wholes[rank]) for rank, comm in enumerate(ranks.comms)]
+    works = [comm.start(all_gather(sends[rank], wholes[rank])) for rank, comm in enumerate(ranks.comms)]
     seen: list[list[float]] = []
     for work, streams, whole in zip(works, ranks.streams, wholes, strict=True):
         training, streams.computation = streams.computation, gpu.stream()

@@ -18,6 +18,7 @@ from overlap.job import settings
 from overlap.job.session import current
 from overlap.optimizer import tuning as trial
 from overlap.plan.tuning.options import Tuning
+from overlap.transport.operation import Operation
 from tests.spmd.loops import Run
 from tests.spmd.models import WIDTH, adafactor
 from tests.spmd.planned_training import Clock
@@ -37,15 +38,15 @@ def _wrapped(model: nn.Module, rate: Any = 0.05, **arguments: Any) -> Any:
 def _record(optimizer: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     issued: list[str] = []
     channel = optimizer.strategy.lease._dispatcher._channel
-    original = type(channel).all_reduce_async
+    original = type(channel).start
 
-    def note(self: Any, *args: Any, label: str = "", **kwargs: Any) -> Any:
+    def note(self: Any, operation: Operation) -> Any:
         if self is channel:
-            issued.append(label)
+            issued.append(operation.label)
             time.sleep(0.002)  # so that gradients arrive faster than they leave
-        return original(self, *args, label=label, **kwargs)
+        return original(self, operation)
 
-    monkeypatch.setattr(type(channel), "all_reduce_async", note)
+    monkeypatch.setattr(type(channel), "start", note)
     return issued
 
 

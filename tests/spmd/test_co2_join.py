@@ -12,6 +12,7 @@ import torch
 import co2
 from overlap.features.join import CannotJoin, joined_ranks_of
 from overlap.job.session import current
+from overlap.transport.operation import barrier
 from tests.spmd.co2_simulated_rules import (
     STREAMING,
     STREAMING_CASES,
@@ -325,7 +326,7 @@ def test_ranks_that_learned_of_other_layers_are_told_so_where_they_join() -> Non
             optimizer._rounds.arrive()
         co2.join()
     optimizer._rounds.retired = True  # it is of no use any more
-    current().control.barrier()
+    current().control.run(barrier())
     co2.join()
 
 

@@ -11,43 +11,49 @@ import comm_core
 import dear
 from overlap.job.session import current
 from overlap.transport.communicator import Communicator, ReduceOp
+from overlap.transport.operation import all_gather, all_reduce, all_to_all, barrier, broadcast, reduce, reduce_scatter
 
 Call = Callable[[Communicator, torch.Tensor], None]
 #: What ranks of odd and of even number call, on tensors of ones, and how both are called where that is not by MPI's names.
 MEETINGS: dict[str, tuple[Call, str, Call, str]] = {
     "kinds": (
-        lambda c, x: c.all_reduce(x, x),
+        lambda c, x: c.run(all_reduce(x, x)),
         "all_reduce of float32",
-        lambda c, x: c.broadcast(x),
+        lambda c, x: c.run(broadcast(x)),
         "broadcast of float32",
     ),
     "a broadcast and what agrees on objects": (
-        lambda c, x: c.reduce_scatter(x, x.new_ones(x.numel() // c.size)),
+        lambda c, x: c.run(reduce_scatter(x, x.new_ones(x.numel() // c.size))),
         "reduce_scatter of float32",
-        lambda c, x: c.all_gather(x[: x.numel() // c.size].clone(), x),
+        lambda c, x: c.run(all_gather(x[: x.numel() // c.size].clone(), x)),
         "all_gather of float32",
     ),
     "types": (
-        lambda c, x: c.all_reduce(x, x),
+        lambda c, x: c.run(all_reduce(x, x)),
         "all_reduce of float32",
-        lambda c, x: c.all_reduce(x.view(torch.int32), x.view(torch.int32)),
+        lambda c, x: c.run(all_reduce(x.view(torch.int32), x.view(torch.int32))),
         "all_reduce of int32",
     ),
     "reductions": (
-        lambda c, x: c.all_reduce(x, x, ReduceOp.MAX),
+        lambda c, x: c.run(all_reduce(x, x, ReduceOp.MAX)),
         "op max",
-        lambda c, x: c.all_reduce(x, x, ReduceOp.MIN),
+        lambda c, x: c.run(all_reduce(x, x, ReduceOp.MIN)),
         "op min",
     ),
-    "roots": (lambda c, x: c.broadcast(x, 0), "root 0", lambda c, x: c.broadcast(x, 1), "root 1"),
-    "nothing and something": (lambda c, x: c.barrier(), "barrier", lambda c, x: c.all_reduce(x, x), "all_reduce"),
+    "roots": (lambda c, x: c.run(broadcast(x, 0)), "root 0", lambda c, x: c.run(broadcast(x, 1)), "root 1"),
+    "nothing and something": (
+        lambda c, x: c.run(barrier()),
+        "barrier",
+        lambda c, x: c.run(all_reduce(x, x)),
+        "all_reduce",
+    ),
 }
 
 
 def _then_all_reduce(call: Call, comm: Communicator, x: torch.Tensor) -> None:
     """Who only sends hears of it by the next operation."""
     call(comm, x)
-    comm.barrier()
+    comm.run(barrier())
 
 
 @pytest.mark.parametrize("numel", [12, 120_000])
@@ -73,13 +79,13 @@ def test_a_rank_that_is_late_meets_nobody_else() -> None:
     comm = current().control.split(0)
     assert comm is not None
     late = dear.rank() == dear.size() - 1
-    work = None if late else comm.all_reduce_async(torch.ones(3), torch.ones(3))
+    work = None if late else comm.start(all_reduce(torch.ones(3), torch.ones(3)))
     if work is not None:
         with pytest.raises(comm_core.TimeoutError):
             work.wait(0.3)
     dear.barrier()
     if late:
-        work = comm.all_reduce_async(torch.ones(3), torch.ones(3))
+        work = comm.start(all_reduce(torch.ones(3), torch.ones(3)))
     assert work is not None
     work.wait()
     comm.close()
@@ -87,11 +93,11 @@ def test_a_rank_that_is_late_meets_nobody_else() -> None:
 
 AFTER = "the communicator has failed before, so this operation was not begun; its first failure: .*"
 LATER: dict[str, Call] = {
-    "all_reduce": lambda c, x: c.all_reduce(x, x),
-    "broadcast": lambda c, x: c.broadcast(x),
-    "reduce": lambda c, x: c.reduce(x, x if c.rank == 0 else None),
-    "all_to_all": lambda c, x: c.all_to_all(x, torch.empty_like(x)),
-    "barrier": lambda c, _: c.barrier(),
+    "all_reduce": lambda c, x: c.run(all_reduce(x, x)),
+    "broadcast": lambda c, x: c.run(broadcast(x)),
+    "reduce": lambda c, x: c.run(reduce(x, x if c.rank == 0 else None)),
+    "all_to_all": lambda c, x: c.run(all_to_all(x, torch.empty_like(x))),
+    "barrier": lambda c, _: c.run(barrier()),
     "split": lambda c, _: c.split(0),
 }
 
@@ -103,7 +109,7 @@ def test_a_communicator_that_has_failed_carries_nothing_more() -> None:
     comm = current().control.split(0)
     assert comm is not None
     with pytest.raises(comm_core.TransportError, match="all_reduce 'odd'") as first:
-        comm.all_reduce_async(*(torch.ones(3 + dear.rank()) for _ in range(2)), label="odd").wait()
+        comm.start(all_reduce(*(torch.ones(3 + dear.rank()) for _ in range(2)), label="odd")).wait()
     assert "has failed before" not in str(first.value)
     x = torch.arange(4.0 * dear.size())
     for name, call in LATER.items():
@@ -124,12 +130,12 @@ def test_a_rank_whose_own_part_went_well_hears_of_a_failure() -> None:
     assert comm is not None
 
     def odd_broadcast(c: Communicator, x: torch.Tensor) -> None:
-        c.broadcast(x if c.rank == 0 else torch.ones(4))
+        c.run(broadcast(x if c.rank == 0 else torch.ones(4)))
 
     with pytest.raises(comm_core.TransportError, match=r"disagree about the order or the sizes|root 0, \d+ bytes"):
         _then_all_reduce(odd_broadcast, comm, torch.ones(3))
     with pytest.raises(comm_core.TransportError, match=AFTER):
-        comm.barrier()
+        comm.run(barrier())
     dear.barrier()
     comm.abandon()
     comm.close()
@@ -139,8 +145,8 @@ def test_what_is_refused_before_anything_is_sent_fails_nothing() -> None:
     comm = current().control.split(0)
     assert comm is not None
     with pytest.raises(comm_core.InvalidUsage, match="recv has 4 elements, expected 3"):
-        comm.all_reduce(torch.ones(3), torch.ones(4))
+        comm.run(all_reduce(torch.ones(3), torch.ones(4)))
     x = torch.ones(3)
-    comm.all_reduce(x, x)
+    comm.run(all_reduce(x, x))
     assert bool((x == dear.size()).all())
     comm.close()

@@ -35,6 +35,7 @@ from overlap.transport.cuda.communicator import DeviceCommunicator
 from overlap.transport.cuda.math import can_inspect, inspect
 from overlap.transport.cuda.route import Facts, RouteError
 from overlap.transport.cuda.staged import StagedCarrier
+from overlap.transport.operation import all_gather, all_reduce, all_to_all, barrier, broadcast, reduce, reduce_scatter
 from overlap.transport.work import arrive
 from tests.spmd.device import Late, PlainStreams, pretend
 from tests.spmd_plugin import RANK, SIZE
@@ -282,16 +283,16 @@ def test_staged_operations_are_the_hosts(dtype: torch.dtype, op: ReduceOp) -> No
     counts = [3] + [2] * (SIZE - 1)
     for comm in (host, staged):
         shard, whole, root = torch.zeros(counts[RANK], dtype=dtype), mine.clone(), torch.zeros_like(mine)
-        arrive(comm.reduce_scatter_async(mine, shard, op))
+        arrive(comm.start(reduce_scatter(mine, shard, op)))
         gathered = torch.zeros_like(mine)
-        comm.all_gather(shard, gathered, counts=counts)
-        work = comm.all_reduce_async(whole, whole, op)
+        comm.run(all_gather(shard, gathered, counts=counts))
+        work = comm.start(all_reduce(whole, whole, op))
         work.order_before(0)
-        comm.reduce(mine, root if RANK == SIZE - 1 else None, op, SIZE - 1)
+        comm.run(reduce(mine, root if RANK == SIZE - 1 else None, op, SIZE - 1))
         sent = mine.clone()
-        comm.broadcast(sent, SIZE - 1)
+        comm.run(broadcast(sent, SIZE - 1))
         swapped = torch.zeros(2 * SIZE, dtype=dtype)
-        comm.all_to_all(mine[: 2 * SIZE], swapped)
+        comm.run(all_to_all(mine[: 2 * SIZE], swapped))
         results.append([shard, gathered, whole, root, sent, swapped])
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
@@ -310,11 +311,11 @@ def test_operations_on_the_hosts_tensors_follow_those_that_wait_for_copies(monke
     comm = DeviceCommunicator(host, carrier, streams)
     issued: list[str] = []
     monkeypatch.setattr(Communicator, "listener", lambda _comm, work: [work, issued.append(work.label)][0])
-    for label, act in (("all_reduce", lambda one: comm.all_reduce(one, one, label="after")), ("barrier", None)):
+    for label, act in (("all_reduce", lambda one: comm.run(all_reduce(one, one, label="after"))), ("barrier", None)):
         one = torch.ones(2)
-        late = carrier.all_reduce(one, one, ReduceOp.SUM, "late")
+        late = carrier.prepare(all_reduce(one, one, label="late"))()
         if act is None:
-            comm.barrier(label="after")
+            comm.run(barrier(label="after"))
         else:
             act(torch.ones(3))
         assert issued == ["late", "after"], label
@@ -327,7 +328,7 @@ def test_operations_on_the_hosts_tensors_follow_those_that_wait_for_copies(monke
 def test_a_result_is_carried_once() -> None:
     _, staged = _staged()
     tensor = torch.ones(3)
-    work = staged.all_reduce_async(tensor, tensor)
+    work = staged.start(all_reduce(tensor, tensor))
     work.wait()
     tensor.fill_(7)
     arrive(work)

@@ -18,6 +18,7 @@ import comm_core
 import dear
 from overlap.core.round import GradientChanged
 from overlap.job.session import current
+from overlap.transport.operation import all_reduce, barrier
 from tests.spmd.strategies import PACKAGES, WRAP
 
 
@@ -60,21 +61,21 @@ def test_a_childs_operations_raise_and_its_parents_go_on() -> None:
     sum_of_ranks = float(sum(range(comm.size)))
     uses: list[Callable[[], Any]] = [
         lambda: dear.allreduce(torch.ones(3)),
-        lambda: comm.all_reduce(mine.clone(), mine.clone()),
+        lambda: comm.run(all_reduce(mine.clone(), mine.clone())),
         lambda: comm.post((comm.rank + 1) % comm.size, b"x"),
         lambda: comm.split(0),
     ]
-    comm.barrier()
+    comm.run(barrier())
     for use in uses:
         if comm.rank == 0:
             assert _in_child(use).startswith(comm_core.Error.__name__)
         total = torch.empty_like(mine)
-        comm.all_reduce(mine, total)
+        comm.run(all_reduce(mine, total))
         assert bool((total == sum_of_ranks).all())
     assert dear.allreduce(torch.ones(3), op=dear.Sum).tolist() == [float(comm.size)] * 3
     if comm.rank == 0:
         assert _in_child(comm.close) == "" == _in_child(comm.abandon)
-    comm.barrier()
+    comm.run(barrier())
 
 
 @pytest.mark.parametrize("strategy", PACKAGES)

@@ -13,6 +13,7 @@ import torch
 import dear
 from overlap.features.join import CannotJoin, joined_ranks_of
 from overlap.job.session import current
+from overlap.transport.operation import barrier
 from tests.spmd.loops import Run
 from tests.spmd.models import double_model
 from tests.spmd.strategies import OPTIMIZERS
@@ -47,13 +48,13 @@ def two_runs(strategy: str) -> list[Run]:
 
 def end_of_a_failed_join(meanwhile: Callable[[], Any] = dear.barrier) -> None:
     """Nothing goes on until all ranks have called join(), the one where it raised again."""
-    current().control.barrier()  # of what is not asked for by name
+    current().control.run(barrier())  # of what is not asked for by name
     with contextlib.suppress(CannotJoin):
         while True:  # news of it may be on their way
             joined_ranks_of(current()).check()
     with pytest.raises(CannotJoin, match=r"join\(\) has failed on rank \d, and nothing goes on"):
         meanwhile()
-    current().control.barrier()
+    current().control.run(barrier())
     if dear.rank() % 2:
         time.sleep(0.02)
     dear.join()

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
-
-from comm_core import ReduceOp
-from overlap.transport.communicator import Communicator, Work
+from overlap.transport.communicator import Communicator, Start, Work
 from overlap.transport.cuda.work import StagedWork
+from overlap.transport.operation import Operation, barrier
 
 __all__ = ["AloneCarrier"]
 
@@ -25,37 +21,15 @@ class AloneCarrier:
         assert host.size == 1, "more ranks exchange something"
         self._host = host
 
-    def _copied(self, send: torch.Tensor, recv: torch.Tensor | None, label: str) -> Work:
-        if recv is not None and recv.data_ptr() != send.data_ptr():
-            recv.copy_(send)
-        return StagedWork(self._host.barrier_async(label=label), lambda _stream: None, lambda: 0)
+    def prepare(self, operation: Operation) -> Start:
+        send, recv, counted = operation.send, operation.recv, self._host.prepare(barrier(label=operation.label))
 
-    def reduce_scatter(
-        self, send: torch.Tensor, recv: torch.Tensor, counts: Sequence[int], op: ReduceOp, label: str
-    ) -> Work:
-        return self._copied(send, recv, label)
+        def start() -> Work:
+            if recv.data_ptr() != send.data_ptr():
+                recv.copy_(send)
+            return StagedWork(counted(), lambda _stream: None, lambda: 0)
 
-    def all_gather(self, send: torch.Tensor, recv: torch.Tensor, counts: Sequence[int], label: str) -> Work:
-        return self._copied(send, recv, label)
-
-    def all_reduce(self, send: torch.Tensor, recv: torch.Tensor, op: ReduceOp, label: str) -> Work:
-        return self._copied(send, recv, label)
-
-    def broadcast(self, tensor: torch.Tensor, root: int, label: str) -> Work:
-        return self._copied(tensor, None, label)
-
-    def reduce(self, send: torch.Tensor, recv: torch.Tensor | None, op: ReduceOp, root: int, label: str) -> Work:
-        return self._copied(send, recv, label)
-
-    def all_to_all(
-        self,
-        send: torch.Tensor,
-        recv: torch.Tensor,
-        send_counts: Sequence[int],
-        recv_counts: Sequence[int],
-        label: str,
-    ) -> Work:
-        return self._copied(send, recv, label)
+        return start
 
     def flush(self) -> None:
         """Do nothing: what the host is given is issued at once."""

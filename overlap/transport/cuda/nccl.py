@@ -16,18 +16,21 @@ lost. So sums travel, and are divided afterwards, rounded once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from comm_core import Buffer, ReduceOp
 from overlap.transport.checks import balanced_split
-from overlap.transport.communicator import Work
+from overlap.transport.communicator import Start, Work
 from overlap.transport.cuda.math import divide
 from overlap.transport.cuda.streams import Streams
-from overlap.transport.cuda.work import NcclWork
-from overlap.transport.native import DTYPES
+from overlap.transport.cuda.work import Moment, NcclWork
+from overlap.transport.native import DTYPES, arguments
+from overlap.transport.operation import REDUCTIONS, Collective, Operation, all_gather
 from overlap.transport.reduction import is_half
 
 __all__ = ["NcclCarrier"]
@@ -44,74 +47,47 @@ class NcclCarrier:
         self._core, self._streams = core, streams
         self._rank, self._size = int(core.rank), int(core.size)
 
-    # - Operations
+    def prepare(self, operation: Operation) -> Start:
+        sent, recv, current = operation, operation.recv, self._streams.current
+        average = False
+        if operation.kind in REDUCTIONS:
+            if self._size > 1 and is_half(operation.send.dtype) and operation.op in _ROUNDING:
+                return partial(self._start_by_owner, operation)
+            if operation.op is ReduceOp.AVG:
+                sent = replace(operation, op=ReduceOp.SUM)
+                average = self._size > 1 and recv.dtype is not torch.bool and recv.numel() > 0
 
-    def reduce_scatter(
-        self, send: torch.Tensor, recv: torch.Tensor, counts: Sequence[int], op: ReduceOp, label: str
-    ) -> Work:
-        title = ("reduce_scatter", label or "reduce_scatter", send.nbytes)
-        if self._by_owner(send, op):
-            return self._owned(send, recv, counts, op, title)
-        work = self._core.reduce_scatter_async(
-            self._buffer(send, readonly=True), self._buffer(recv), _sent(op), counts=counts, label=label
-        )
-        return self._finish(work, recv, op, title)
+        def start() -> Work:
+            work = self._issue(sent, current())
+            if not average:
+                return self._work(work, sent)
+            return self._then(work, lambda: _divide(recv, self._size), recv, sent)
 
-    def all_gather(self, send: torch.Tensor, recv: torch.Tensor, counts: Sequence[int], label: str) -> Work:
-        work = self._core.all_gather_async(
-            self._buffer(send, readonly=True), self._buffer(recv), counts=counts, label=label
-        )
-        return self._plain(work, ("all_gather", label or "all_gather", recv.nbytes))
+        return start
 
-    def all_reduce(self, send: torch.Tensor, recv: torch.Tensor, op: ReduceOp, label: str) -> Work:
-        title = ("all_reduce", label or "all_reduce", recv.nbytes)
-        if self._by_owner(send, op):
-            counts = balanced_split(send.numel(), self._size)
-            start = sum(counts[: self._rank])
-            mine = recv[start : start + counts[self._rank]]
-            self._owned(send, mine, counts, op, title)
-            side = self._streams.side
-            work = self._core.all_gather_async(
-                self._buffer(mine, readonly=True, stream=side),
-                self._buffer(recv, stream=side),
-                counts=counts,
-                label=label,
-            )
-            return self._plain(work, title)
-        work = self._core.all_reduce_async(
-            self._buffer(send, readonly=True), self._buffer(recv), _sent(op), label=label
-        )
-        return self._finish(work, recv, op, title)
-
-    def broadcast(self, tensor: torch.Tensor, root: int, label: str) -> Work:
-        work = self._core.broadcast_async(self._buffer(tensor), root, label=label)
-        return self._plain(work, ("broadcast", label or "broadcast", tensor.nbytes))
-
-    def reduce(self, send: torch.Tensor, recv: torch.Tensor | None, op: ReduceOp, root: int, label: str) -> Work:
-        title = ("reduce", label or "reduce", send.nbytes)
-        if self._by_owner(send, op):
-            counts = [send.numel() if rank == root else 0 for rank in range(self._size)]
-            return self._owned(send, send[:0] if recv is None else recv, counts, op, title)
-        into = None if recv is None else self._buffer(recv)
-        work = self._core.reduce_async(self._buffer(send, readonly=True), into, _sent(op), root, label=label)
-        return self._plain(work, title) if recv is None else self._finish(work, recv, op, title)
-
-    def all_to_all(
-        self,
-        send: torch.Tensor,
-        recv: torch.Tensor,
-        send_counts: Sequence[int],
-        recv_counts: Sequence[int],
-        label: str,
-    ) -> Work:
+    def _start_by_owner(self, one: Operation) -> Work:
+        """[Note: sums of 16 bits]: owners reduce their elements, and all ranks gather what all are to have."""
+        recv, counts, side = one.recv, one.send_counts or (), self._streams.side
+        if one.kind is Collective.REDUCE:
+            counts = [one.send.numel() if rank == one.root else 0 for rank in range(self._size)]
+        elif one.kind is Collective.ALL_REDUCE:
+            counts = balanced_split(recv.numel(), self._size)
+            recv = recv.split(counts)[self._rank]
+        mine = counts[self._rank]
+        parts = self._streams.scratch(self._size * mine, one.send.dtype)
         work = self._core.all_to_all_async(
-            self._buffer(send, readonly=True),
-            self._buffer(recv),
-            send_counts=send_counts,
-            recv_counts=recv_counts,
-            label=label,
+            self._buffer(one.send, True, self._streams.current()),
+            self._buffer(parts, False, side),
+            send_counts=counts,
+            recv_counts=[mine] * self._size,
+            label=one.label or one.kind.value,
         )
-        return self._plain(work, ("all_to_all", label or "all_to_all", recv.nbytes))
+        reduced = self._work(work, one)
+        if mine:
+            reduced = self._then(work, lambda: _reduce(parts.view(self._size, mine), recv, one.op), recv, one)
+        if one.kind is not Collective.ALL_REDUCE:
+            return reduced
+        return self._work(self._issue(all_gather(recv, one.recv, counts=counts, label=one.label), side), one)
 
     def flush(self) -> None:
         """Do nothing: nothing goes through the host."""
@@ -127,57 +103,25 @@ class NcclCarrier:
 
     # - How
 
-    def _buffer(self, flat: torch.Tensor, *, readonly: bool = False, stream: int | None = None) -> Buffer:
-        return Buffer(
-            flat.data_ptr(),
-            flat.numel(),
-            DTYPES[flat.dtype],
-            readonly=readonly,
-            owner=flat,
-            device=self._streams.device,
-            stream=self._streams.current() if stream is None else stream,
-        )
+    def _buffer(self, flat: torch.Tensor, readonly: bool, stream: int) -> Buffer:
+        place = {"device": self._streams.device, "stream": stream}
+        return Buffer(flat.data_ptr(), flat.numel(), DTYPES[flat.dtype], readonly=readonly, owner=flat, **place)
 
-    def _by_owner(self, send: torch.Tensor, op: ReduceOp) -> bool:
-        return self._size > 1 and is_half(send.dtype) and op in _ROUNDING
+    def _issue(self, operation: Operation, stream: int) -> Work:
+        """Have NCCL carry it out after what `stream` was given."""
+        memory, named = arguments(operation, lambda flat, readonly: self._buffer(flat, readonly, stream))
+        work: Work = getattr(self._core, f"{operation.kind.value}_async")(*memory, **named)
+        return work
 
-    def _plain(self, work: Work, title: tuple[str, str, int]) -> Work:
-        return NcclWork(work, None, self._streams.current, title)
+    def _work(self, work: Work, operation: Operation, moment: Moment | None = None) -> Work:
+        title = operation.kind.value, operation.label or operation.kind.value, operation.nbytes
+        return NcclWork(work, moment, self._streams.current, title)
 
-    def _then(
-        self, work: Work, compute: Callable[[], None], touched: torch.Tensor, title: tuple[str, str, int]
-    ) -> Work:
+    def _then(self, work: Work, compute: Callable[[], None], touched: torch.Tensor, operation: Operation) -> Work:
         """`compute` on the side stream, after `work`."""
         work.order_before(self._streams.side)
         self._streams.beside(compute, [touched])
-        return NcclWork(work, self._streams.mark(), self._streams.current, title)
-
-    def _finish(self, work: Work, recv: torch.Tensor, op: ReduceOp, title: tuple[str, str, int]) -> Work:
-        """What is left of an average."""
-        if op is not ReduceOp.AVG or self._size == 1 or recv.dtype is torch.bool or not recv.numel():
-            return self._plain(work, title)
-        return self._then(work, lambda: _divide(recv, self._size), recv, title)
-
-    def _owned(
-        self, send: torch.Tensor, recv: torch.Tensor, counts: Sequence[int], op: ReduceOp, title: tuple[str, str, int]
-    ) -> Work:
-        """[Note: sums of 16 bits]: the reduction of `counts[rank]` elements into `recv`."""
-        mine = counts[self._rank]
-        parts = self._streams.scratch(self._size * mine, send.dtype)
-        work = self._core.all_to_all_async(
-            self._buffer(send, readonly=True),
-            self._buffer(parts, stream=self._streams.side),
-            send_counts=counts,
-            recv_counts=[mine] * self._size,
-            label=title[1],
-        )
-        if not mine:
-            return self._plain(work, title)
-        return self._then(work, lambda: _reduce(parts.view(self._size, mine), recv, op), recv, title)
-
-
-def _sent(op: ReduceOp) -> ReduceOp:
-    return ReduceOp.SUM if op is ReduceOp.AVG else op
+        return self._work(work, operation, self._streams.mark())
 
 
 def _divide(total: torch.Tensor, size: int) -> None:

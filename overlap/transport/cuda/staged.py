@@ -10,17 +10,18 @@ Results are those of the host's communicator, bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from dataclasses import replace
 
-import torch
-
-from comm_core import ReduceOp
-from overlap.transport.communicator import Communicator, Work
+from overlap.transport.communicator import Communicator, Start, Work
 from overlap.transport.cuda.issuing import Issuer
 from overlap.transport.cuda.streams import Streams
-from overlap.transport.cuda.work import Moment, StagedWork
+from overlap.transport.cuda.work import StagedWork
+from overlap.transport.operation import NOTHING, Collective, Operation
 
 __all__ = ["StagedCarrier"]
+
+# What is received has memory of its own; in the other kinds it replaces what was sent.
+_APART = (Collective.REDUCE_SCATTER, Collective.ALL_GATHER, Collective.ALL_TO_ALL)
 
 
 class StagedCarrier:
@@ -31,92 +32,24 @@ class StagedCarrier:
     def __init__(self, host: Communicator, streams: Streams) -> None:
         self._host, self._streams, self._issuer = host, streams, Issuer(host, streams.bind)
 
-    def _down(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Moment | None]:
-        """A copy on the host, and when it is there."""
-        copy = self._streams.pinned(tensor)
-        return copy, self._streams.fetch([(copy, tensor)])
+    def prepare(self, operation: Operation) -> Start:
+        one, streams = operation, self._streams
+        title = one.kind.value, one.label, one.nbytes
+        sends, receives = True, one.recv is not NOTHING
+        if one.kind is Collective.BROADCAST:
+            sends = self._host.rank == one.root
+            receives = not sends
 
-    def _issue(
-        self,
-        copied: Moment | None,
-        issue: Callable[[], Work],
-        title: tuple[str, str, torch.Tensor],
-        *pairs: tuple[torch.Tensor, torch.Tensor],
-    ) -> Work:
-        """`title`: kind, label and what travels; `pairs` are (device, host)."""
-        kind, label, mine = title
-        work = self._issuer.issue(copied, issue, (kind, label, mine.numel() * mine.element_size()))
-        return StagedWork(work, lambda stream: self._streams.bring(pairs, stream), self._streams.current)
+        def start() -> Work:
+            mine = streams.pinned(one.send)
+            into = streams.pinned(one.recv) if one.kind in _APART else mine
+            copied = streams.fetch([(mine, one.send)]) if sends else None
+            pairs = ((one.recv, into),) if receives else ()  # device, host
+            there = replace(one, send=mine, recv=into)
+            work = self._issuer.issue(copied, lambda: self._host.start(there), title)
+            return StagedWork(work, lambda stream: streams.bring(pairs, stream), streams.current)
 
-    def reduce_scatter(
-        self, send: torch.Tensor, recv: torch.Tensor, counts: Sequence[int], op: ReduceOp, label: str
-    ) -> Work:
-        (mine, copied), into = self._down(send), self._streams.pinned(recv)
-        return self._issue(
-            copied,
-            lambda: self._host.reduce_scatter_async(mine, into, op, counts=counts, label=label),
-            ("reduce_scatter", label, mine),
-            (recv, into),
-        )
-
-    def all_gather(self, send: torch.Tensor, recv: torch.Tensor, counts: Sequence[int], label: str) -> Work:
-        (mine, copied), into = self._down(send), self._streams.pinned(recv)
-        return self._issue(
-            copied,
-            lambda: self._host.all_gather_async(mine, into, counts=counts, label=label),
-            ("all_gather", label, into),
-            (recv, into),
-        )
-
-    def all_reduce(self, send: torch.Tensor, recv: torch.Tensor, op: ReduceOp, label: str) -> Work:
-        both, copied = self._down(send)
-        return self._issue(
-            copied,
-            lambda: self._host.all_reduce_async(both, both, op, label=label),
-            ("all_reduce", label, both),
-            (recv, both),
-        )
-
-    def broadcast(self, tensor: torch.Tensor, root: int, label: str) -> Work:
-        if self._host.rank == root:
-            mine, copied = self._down(tensor)
-            return self._issue(
-                copied, lambda: self._host.broadcast_async(mine, root, label=label), ("broadcast", label, mine)
-            )
-        into = self._streams.pinned(tensor)
-        return self._issue(
-            None,
-            lambda: self._host.broadcast_async(into, root, label=label),
-            ("broadcast", label, into),
-            (tensor, into),
-        )
-
-    def reduce(self, send: torch.Tensor, recv: torch.Tensor | None, op: ReduceOp, root: int, label: str) -> Work:
-        mine, copied = self._down(send)
-        return self._issue(
-            copied,
-            lambda: self._host.reduce_async(mine, None if recv is None else mine, op, root, label=label),
-            ("reduce", label, mine),
-            *(() if recv is None else ((recv, mine),)),
-        )
-
-    def all_to_all(
-        self,
-        send: torch.Tensor,
-        recv: torch.Tensor,
-        send_counts: Sequence[int],
-        recv_counts: Sequence[int],
-        label: str,
-    ) -> Work:
-        (mine, copied), into = self._down(send), self._streams.pinned(recv)
-        return self._issue(
-            copied,
-            lambda: self._host.all_to_all_async(
-                mine, into, send_counts=send_counts, recv_counts=recv_counts, label=label
-            ),
-            ("all_to_all", label, mine),
-            (recv, into),
-        )
+        return start
 
     def flush(self) -> None:
         """Block until all that was handed in is issued on the host's communicator."""

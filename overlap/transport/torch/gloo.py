@@ -29,21 +29,12 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 import comm_core
 from comm_core import ReduceOp, TransportError
-from overlap.transport.checks import balanced_split, check_average, check_rank, check_timeout
-from overlap.transport.communicator import Communicator, Start, Wide, Work
+from overlap.transport.checks import balanced_split, check_average, check_rank, check_timeout, checked
+from overlap.transport.communicator import Communicator, Start, Work
 from overlap.transport.compilers import outside_compilers
 from overlap.transport.forks import Origin
+from overlap.transport.operation import NOTHING, REDUCTIONS, Collective, Operation, all_gather
 from overlap.transport.reduction import combine_all
-from overlap.transport.requests import (
-    Exchange,
-    all_gather_request,
-    all_reduce_request,
-    all_to_all_request,
-    broadcast_request,
-    check_wide,
-    reduce_request,
-    reduce_scatter_request,
-)
 from overlap.transport.torch.mailbox import OwnMailbox, StoreMailbox
 from overlap.transport.torch.rendezvous import Rendezvous, connecting
 
@@ -207,26 +198,40 @@ class GlooCommunicator(Communicator):
         if self._closed:
             raise comm_core.InvalidUsage(f"communicator {self._name} is closed")
 
-    def _issue(self, kind: str, label: str, nbytes: int, act: Callable[[], object]) -> Work:
-        self._check_usable()
-        operation = GlooWork(kind, label, nbytes, f"rank {self._rank} of {self._size}")
-        return self._issued(self._line.submit(operation, act))
-
-    def _init(
-        self, kind: str, label: str, nbytes: int, act: Callable[[], object], wide: Wide | None, request: Exchange
-    ) -> Start:
-        if wide is not None:
-            check_wide(kind, wide.send, wide.recv, request.send, request.recv)
+    def prepare(self, operation: Operation) -> Start:
+        one = checked(operation, self._rank, self._size)
+        if one.kind in REDUCTIONS:
+            check_average(one.kind.value, one.op, one.send)
 
         def start() -> Work:
-            if wide is None:
-                return self._issue(kind, label, nbytes, act)
-            request.send.copy_(wide.send)
-            return self._issue(kind, label, nbytes, lambda: (act(), wide.recv.copy_(request.recv)))
+            self._check_usable()
+            if one.wide is not None:
+                one.send.copy_(one.wide.send)
+            work = GlooWork(one.kind.value, one.label, one.nbytes, f"rank {self._rank} of {self._size}")
+            return self._issued(self._line.submit(work, lambda: self._carry_out(one)))
 
         return start
 
-    # - On the thread: all of it is made of two of gloo's collectives, on bytes
+    # - On the thread: all of it is made of a few of gloo's collectives, on bytes
+
+    def _carry_out(self, one: Operation) -> None:
+        kind, send, recv = one.kind, one.send, one.recv
+        sent, received = one.send_counts or (), one.recv_counts or ()
+        if kind is Collective.REDUCE_SCATTER:
+            self._reduce_parts(send, recv, sent, one.op)
+        elif kind is Collective.ALL_GATHER:
+            self._gather(send, recv, received)
+        elif kind is Collective.ALL_TO_ALL:
+            self._to_all(send, recv, sent, received)
+        elif kind is Collective.BROADCAST:
+            self._copy_from(recv, one.root)
+        elif kind is Collective.BARRIER:
+            token = torch.zeros(1 + self._size, dtype=torch.uint8, device="cpu")
+            self._gather(token[:1], token[1:], [1] * self._size)
+        else:
+            self._reduce_all(send, torch.empty_like(send) if recv is NOTHING else recv, one.op)
+        if one.wide is not None:
+            one.wide.recv.copy_(recv)
 
     def _to_all(self, send: torch.Tensor, recv: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> None:
         """Part i of `send` goes to rank i, and part j of `recv` comes from rank j; counts are elements."""
@@ -268,101 +273,12 @@ class GlooCommunicator(Communicator):
         options.rootRank, options.rootTensor = root, 0
         self._gloo.broadcast([tensor.view(torch.uint8)], options).wait(_FOREVER)
 
-    # - What is issued
-
-    def reduce_scatter_init(
-        self,
-        send: torch.Tensor,
-        recv: torch.Tensor,
-        op: ReduceOp = ReduceOp.SUM,
-        *,
-        counts: Sequence[int] | None = None,
-        wide: Wide | None = None,
-        label: str = "",
-    ) -> Start:
-        check_average("reduce_scatter", op, send)
-        request = reduce_scatter_request(self._rank, self._size, send, recv, op, counts)
-
-        def act() -> None:
-            self._reduce_parts(request.send, request.recv, request.send_counts, op)
-
-        return self._init("reduce_scatter", label, request.send.nbytes, act, wide, request)
-
-    def all_gather_init(
-        self,
-        send: torch.Tensor,
-        recv: torch.Tensor,
-        *,
-        counts: Sequence[int] | None = None,
-        wide: Wide | None = None,
-        label: str = "",
-    ) -> Start:
-        request = all_gather_request(self._rank, self._size, send, recv, counts)
-
-        def act() -> None:
-            self._gather(request.send, request.recv, request.recv_counts)
-
-        return self._init("all_gather", label, request.recv.nbytes, act, wide, request)
-
-    def all_reduce_init(
-        self, send: torch.Tensor, recv: torch.Tensor, op: ReduceOp = ReduceOp.SUM, *, label: str = ""
-    ) -> Start:
-        check_average("all_reduce", op, send)
-        request = all_reduce_request(send, recv, op)
-
-        def act() -> None:
-            self._reduce_all(request.send, request.recv, op)
-
-        return self._init("all_reduce", label, request.recv.nbytes, act, None, request)
-
-    def broadcast_async(self, tensor: torch.Tensor, root: int = 0, *, label: str = "") -> Work:
-        flat = broadcast_request(self._size, tensor, root)
-        return self._issue("broadcast", label, flat.nbytes, lambda: self._copy_from(flat, root))
-
-    def reduce_async(
-        self,
-        send: torch.Tensor,
-        recv: torch.Tensor | None,
-        op: ReduceOp = ReduceOp.SUM,
-        root: int = 0,
-        *,
-        label: str = "",
-    ) -> Work:
-        check_average("reduce", op, send)
-        source, target = reduce_request(self._rank, self._size, send, recv, op, root)
-
-        def act() -> None:
-            self._reduce_all(source, torch.empty_like(source) if target is None else target, op)
-
-        return self._issue("reduce", label, source.nbytes, act)
-
-    def all_to_all_async(
-        self,
-        send: torch.Tensor,
-        recv: torch.Tensor,
-        *,
-        send_counts: Sequence[int] | None = None,
-        recv_counts: Sequence[int] | None = None,
-        label: str = "",
-    ) -> Work:
-        request = all_to_all_request(self._rank, self._size, send, recv, send_counts, recv_counts)
-
-        def act() -> None:
-            self._to_all(request.send, request.recv, request.send_counts, request.recv_counts)
-
-        return self._issue("all_to_all", label, request.send.nbytes, act)
-
-    def barrier_async(self, *, label: str = "") -> Work:
-        token = torch.zeros(self._size, dtype=torch.uint8, device="cpu")
-        mine = torch.zeros(1, dtype=torch.uint8, device="cpu")
-        return self._issue("barrier", label, 0, lambda: self._gather(mine, token, [1] * self._size))
-
     # - The rest
 
     def split(self, color: int | None, key: int = 0) -> GlooCommunicator | None:
         wish = torch.tensor([color is not None, color or 0, key], dtype=torch.int64, device="cpu")
         wishes = torch.empty(3 * self._size, dtype=torch.int64, device="cpu")
-        self.all_gather(wish, wishes)
+        self.run(all_gather(wish, wishes))
         number = next(self._splits)
         if color is None:
             return None

@@ -10,6 +10,7 @@ import torch
 
 from overlap.plan import link_probe
 from overlap.plan.link_probe import Measured, measure_all_reduce, start_cost
+from overlap.transport.operation import Operation
 
 
 class Link:
@@ -26,10 +27,10 @@ class Link:
     def thread_time(self) -> float:
         return self.own
 
-    def barrier(self, label: str) -> None:
+    def run(self, operation: Operation) -> None:
         self.repeats += 1
 
-    def all_reduce_async(self, *_: Any, label: str) -> Any:
+    def start(self, operation: Operation) -> Any:
         return SimpleNamespace(wait=self._wait)
 
     def _wait(self) -> None:

@@ -7,7 +7,8 @@ import itertools
 import pytest
 
 from overlap.plan.partition import TensorSpec, layout, owned
-from overlap.plan.plan import BucketPlan, Collective, Placement, leads, placed, replicated
+from overlap.plan.plan import BucketPlan, Placement, leads, placed, replicated
+from overlap.transport.operation import Collective
 
 SPECS = [TensorSpec(16, 4)] * 3
 LEADS = {

@@ -20,6 +20,7 @@ from overlap.trace.file import TraceFile
 from overlap.trace.picture import Bar, Row, rows_of
 from overlap.transport.communicator import Communicator, ReduceOp
 from overlap.transport.native import NativeCommunicator
+from overlap.transport.operation import all_reduce, barrier
 from tests.harness import run_script
 
 
@@ -70,8 +71,8 @@ def test_what_is_recorded_of_a_step(tmp_path: Path, comm: Communicator) -> None:
         model(torch.ones(2, 3)).sum().backward()
         optimizer.step()
     values = torch.ones(6)
-    comm.all_reduce(values, values, ReduceOp.SUM, label="by name")
-    work = comm.barrier_async()
+    comm.run(all_reduce(values, values, ReduceOp.SUM, label="by name"))
+    work = comm.start(barrier())
     assert (work.op, work.label, work.nbytes) == ("barrier", "barrier", 0)
     work.wait()
     timeline.stop()
@@ -96,7 +97,7 @@ def test_nothing_is_left_behind_when_it_stops(tmp_path: Path, comm: Communicator
     timeline.stop()
     assert (threading.active_count(), len(hooks)) == (threads, before)
     assert Communicator.listener is None
-    assert type(comm.barrier_async()).__module__.startswith("comm_core")
+    assert type(comm.start(barrier())).__module__.startswith("comm_core")
 
 
 def test_a_recording_that_begins_or_ends_within_a_call(tmp_path: Path, comm: Communicator) -> None:
@@ -122,7 +123,7 @@ def test_a_full_file_ends_the_recording_with_a_warning(
     path = tmp_path / "trace.json"
     _start(path, max_bytes=3000)
     for _ in range(100):
-        comm.barrier()
+        comm.run(barrier())
     timeline.stop()
     events = json.loads(path.read_text())
     assert events[-1]["name"].startswith("timeline ends here: the file has reached its limit")
