@@ -359,7 +359,7 @@ class Unsharder(Feature):
             self._carry_out(self._sweeps.over())
         if not self._settled:
             self._settled = True
-            give_back()  # where backward's gradients were; the optimizer's state, which comes now, needs no more than its size
+            give_back()  # where gradients were: the optimizer's state, which comes now, does not fit into those holes
 
     @contextmanager
     def whole(self) -> Iterator[None]:

@@ -27,6 +27,7 @@ from overlap.transport.broadcast import broadcast_tensors
 from overlap.transport.communicator import Communicator
 from overlap.transport.cuda import streams
 from overlap.transport.objects import allgather_object, compare
+from overlap.transport.operation import broadcast
 
 __all__ = [
     "agree_on_strategy",
@@ -182,7 +183,7 @@ def postpone_values(
                 if not shared or comm.rank == 0:
                     home.copy_(values())
                 if shared and comm.size > 1:
-                    comm.broadcast(home.view(-1), 0, label=f"values of {slot.name}")
+                    comm.run(broadcast(home.view(-1), 0, label=f"values of {slot.name}"))
 
             slot.filling = fill
 
