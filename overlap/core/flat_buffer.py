@@ -21,7 +21,8 @@ class FlatBuffer:
     `shard`.
 
     1-D tensors of one type, zeros at first. `shard` shows the memory of `whole`, unless it is to lie `apart`. A buffer of
-    the host that is `freed` gives its pages back between uses, and keeps its address.
+    the host that is `freed` has both on pages of their own; it gives those of `whole` back between uses, and keeps its
+    address.
     """
 
     __slots__ = ("_pages", "own", "shard", "spec", "there", "whole")
@@ -40,12 +41,12 @@ class FlatBuffer:
         self.there = True  # `whole` has memory
         self._pages: mmap.mmap | None = None
         if freed:
-            self._pages, start = _pages(spec.padded_numel * dtype.itemsize)
-            self.whole = torch.frombuffer(self._pages, dtype=dtype, count=spec.padded_numel, offset=start)
+            self.whole, self._pages = _on_pages(spec.padded_numel, dtype)
+            self.shard, _ = _on_pages(own.stop - own.start, dtype)
         else:
             self.whole = torch.zeros(spec.padded_numel, dtype=dtype, device=device)
+            self.shard = torch.zeros(own.stop - own.start, dtype=dtype, device=device) if apart else self.whole[own]
         cut_when_pickled(self.whole)
-        self.shard = torch.zeros(own.stop - own.start, dtype=dtype, device=device) if apart else self.whole[own]
 
     def view(self, place: int, like: torch.Tensor) -> torch.Tensor:
         """The tensor at `place` of the bucket, shaped and laid out as `like`; see :func:`view_like`."""
@@ -65,6 +66,11 @@ class FlatBuffer:
         """Give up the memory, for good."""
         self.whole = self.shard = self.whole.new_empty(0)
         self._pages = None
+
+
+def _on_pages(numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, mmap.mmap]:
+    pages, start = _pages(max(numel, 1) * dtype.itemsize)
+    return torch.frombuffer(pages, dtype=dtype, count=max(numel, 1), offset=start)[:numel], pages
 
 
 def _pages(nbytes: int) -> tuple[mmap.mmap, int]:

@@ -22,7 +22,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from overlap.core.bucket import Bucket, Slot, too_many
-from overlap.core.buckets.heap import give_back
+from overlap.core.buckets.heap import give_back, keep_apart
 from overlap.core.feature import Feature
 from overlap.core.participants import Participants
 from overlap.plan.plan import Residency
@@ -345,6 +345,7 @@ class Unsharder(Feature):
         for slot in self._expected.values():
             if slot.expected == _UNKNOWN and slot.fires:
                 slot.expected = max(1, slot.fires // passes)
+        keep_apart(False)
         self._frames.clear()
         self._backward = False
         self._latest = -1
@@ -359,7 +360,8 @@ class Unsharder(Feature):
             self._carry_out(self._sweeps.over())
         if not self._settled:
             self._settled = True
-            give_back()  # where gradients were: the optimizer's state, which comes now, does not fit into those holes
+            give_back()
+            keep_apart(True)  # the optimizer's state, which it makes now
 
     @contextmanager
     def whole(self) -> Iterator[None]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -9,12 +11,19 @@ import torch
 __all__ = ["available_bytes"]
 
 _GROUP = Path("/sys/fs/cgroup")
+# Of both versions of control groups: the controller's folder, the limit, and what is used of it.
+_VERSIONS = (("", "memory.max", "memory.current"), ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes"))
 
 
 def available_bytes(
-    place: torch.device | None = None, meminfo: Path = Path("/proc/meminfo"), group: Path = _GROUP
+    place: torch.device | None = None,
+    meminfo: Path = Path("/proc/meminfo"),
+    group: Path = _GROUP,
+    own: Path = Path("/proc/self/cgroup"),
 ) -> int:
-    """Bytes that may be taken without swapping: the host's, or what is left of the control group's limit; or of a GPU."""
+    """Bytes that may be taken without swapping: the host's, or what limits leave (control groups, ``ulimit -v``); or of a
+    GPU.
+    """
     if place is not None and place.type == "cuda":
         unused = torch.cuda.memory_reserved(place) - torch.cuda.memory_allocated(place)
         return int(torch.cuda.mem_get_info(place)[0]) + unused
@@ -22,10 +31,29 @@ def available_bytes(
     for line in meminfo.read_text().splitlines():
         if line.startswith("MemAvailable:"):
             found = [int(line.split()[1]) * 1024]
-    try:
-        limit, used = (group / "memory.max").read_text().strip(), (group / "memory.current").read_text()
-        if limit != "max":
-            found.append(max(0, int(limit) - int(used)))
-    except (OSError, ValueError):  # another version of control groups, or none
-        pass
+    for limit, used in _limits(group, own):
+        found.append(max(0, limit - used))
+    most, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if most != resource.RLIM_INFINITY:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        found.append(max(0, most - pages * resource.getpagesize()))
     return min(found)
+
+
+def _limits(group: Path, own: Path) -> Iterator[tuple[int, int]]:
+    """Of this process's control group, and of those around it: the limit in bytes, and what is used of it."""
+    paths = {}
+    try:
+        for line in own.read_text().splitlines():  # a number, controllers, and the path
+            _, controllers, path = line.split(":", 2)
+            paths.update(dict.fromkeys(controllers.split(","), path.strip("/")))
+    except (OSError, ValueError):
+        pass
+    for controller, limit, used in _VERSIONS:
+        inner = Path(paths.get(controller, ""))
+        for folder in (inner, *inner.parents):
+            place = group / controller / folder
+            try:
+                yield int((place / limit).read_text()), int((place / used).read_text())
+            except (OSError, ValueError):  # the other version, another host's path, or "max"
+                continue

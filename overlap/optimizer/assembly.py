@@ -16,6 +16,7 @@ import torch
 from overlap.core.averages import Averages
 from overlap.core.bucket import Slot
 from overlap.core.buckets.arrangement import Arrangement
+from overlap.core.buckets.heap import keep_apart
 from overlap.core.buckets.planner import Planner
 from overlap.core.closing import Closing
 from overlap.core.engine import Engine
@@ -50,7 +51,7 @@ from overlap.job.groups import Membership, membership
 from overlap.job.process_set import global_process_set
 from overlap.job.session import Session
 from overlap.optimizer.arguments import SharedArguments, check_passes, feasible, parse_groups
-from overlap.optimizer.memory_check import check_memory
+from overlap.optimizer.memory_check import check_memory, check_room
 from overlap.optimizer.param_groups import Wrapped
 from overlap.optimizer.start import (
     agree_on_terms,
@@ -67,6 +68,7 @@ from overlap.optimizer.start import (
 from overlap.plan.groups import Groups
 from overlap.plan.plan import Updates
 from overlap.plan.strategy import PlannedStrategy, Strategy
+from overlap.state.deferred_init import is_deferred
 from overlap.state.elementwise import decides_by_loss, is_elementwise, is_per_parameter, takes_sparse_alone
 from overlap.state.full_state import FullState, exporter
 from overlap.state.rows import Rows
@@ -119,13 +121,15 @@ def build(
     refuse_graphed(model, slots, strategy.name, updates)
     tell_of_a_lone_trainer(model, session.comm)
     check_memory(slots, updates, session.comm.rank)
-    late = postpone_values(model, slots, strategy, updates, shared=arguments.sync_start)
-    session.registry.take_over([slot.param for slot in slots])
     groups = parse_groups(arguments.num_groups, arguments.groups, slots)
-    terms = terms_of(strategy, arguments, updates, groups, by_loss=by_loss)
+    deferred = sum(is_deferred(slot.param) for slot in slots)
+    terms = terms_of(strategy, arguments, updates, groups, by_loss=by_loss, deferred=deferred)
     everybody = arguments.process_set is global_process_set
     if everybody:  # before channels are leased, whose number depends on them
         agree_on_terms(session.control, terms)
+    check_room(session.control, slots, strategy, updates)
+    late = postpone_values(model, slots, strategy, updates, shared=arguments.sync_start)
+    session.registry.take_over([slot.param for slot in slots])
     if groups_of is not None:
         hosts = groups_of(session)
     else:
@@ -310,9 +314,11 @@ def _assemble(
     rows.bind(planner, policy)
     full_state = FullState(engine, optimizer, states, rows)
     if not strategy.learns:
+        keep_apart(True)  # values that are made now, and go to buckets
         arrangement.begin(units_of(model, slots))
         for slot in slots:
             slot.make_values()  # of what is in no shard
+        keep_apart(False)
         full_state.parameters.attach(engine.modules, slots)
     everyone = members.everyone
     return Assembly(comm, everyone, model, wrapped, engine, rounds, averages, stepper, full_state, replanning)

@@ -1,4 +1,4 @@
-"""Refuses parameters that share memory with others, or are DTensors."""
+"""Refuses parameters that share memory with others, are DTensors, or need more memory than there is."""
 
 from __future__ import annotations
 
@@ -7,10 +7,15 @@ import logging
 from collections.abc import Sequence
 
 from overlap.core.bucket import Slot
+from overlap.job.memory import available_bytes
 from overlap.plan.plan import Updates
+from overlap.plan.strategy import Strategy
+from overlap.state.deferred_init import is_deferred
+from overlap.transport.communicator import Communicator
 from overlap.transport.memory import is_dense
+from overlap.transport.objects import allgather_object
 
-__all__ = ["check_memory"]
+__all__ = ["check_memory", "check_room"]
 
 
 log = logging.getLogger("dear")
@@ -46,6 +51,25 @@ def check_memory(slots: Sequence[Slot], updates: Updates, rank: int) -> None:
             "strategy wfbp, which leaves them where they are",
             shared[0],
             f" and {len(shared) - 1} more are" if len(shared) > 1 else " is",
+        )
+
+
+def check_room(comm: Communicator, slots: Sequence[Slot], strategy: Strategy, updates: Updates) -> None:
+    """Raise ``MemoryError`` where some rank has no room for parameters that get their values now, and for gradients.
+
+    Not where each rank is to keep its share of both. On every rank of `comm`, with the same deferred parameters.
+    """
+    waiting = [slot.param.nbytes for slot in slots if is_deferred(slot.param)]
+    if not waiting or (updates.in_shards and not strategy.learns):
+        return
+    needed = sum(waiting) + sum(slot.param.nbytes for slot in slots if slot.param.requires_grad)
+    room = allgather_object(comm, available_bytes())
+    scarce = min(range(comm.size), key=room.__getitem__)
+    if needed > room[scarce]:
+        raise MemoryError(
+            f"strategy {strategy.name!r} keeps whole parameters and gradients on every rank, which takes "
+            f"{needed / 2**20:.0f} MB beside the optimizer's state, and rank {scarce} has {room[scarce] / 2**20:.0f} MB: "
+            f"with strategy='fsdp' each rank keeps 1/{comm.size} of them"
         )
 
 

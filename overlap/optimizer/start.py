@@ -239,8 +239,12 @@ def terms_of(
     groups: Groups,
     *,
     by_loss: bool,
+    deferred: int,
 ) -> list[str]:
-    """A line for each argument that decides what is communicated (pure). Objects are called by their types' names."""
+    """A line for each argument that decides what is communicated (pure). Objects are called by their types' names.
+
+    `deferred` parameters have no values yet.
+    """
     values = {
         "strategy": strategy.name,
         **strategy.terms,
@@ -256,6 +260,7 @@ def terms_of(
         "broadcast_buffers": bool(arguments.broadcast_buffers),
         "check_every": arguments.check_every,
         "on_nonfinite": arguments.on_nonfinite,
+        "parameters from deferred_init()": deferred,
     }
     return [f"{name}={value}" for name, value in values.items()]
 

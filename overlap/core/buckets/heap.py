@@ -1,14 +1,19 @@
-"""Returns freed memory to the kernel that the C library would keep."""
+"""Returns freed memory to the kernel that the C library would keep, and keeps its heap free of what stays for ever."""
 
 from __future__ import annotations
 
 import ctypes
+import os
 
-__all__ = ["Freed", "give_back"]
+__all__ = ["Freed", "give_back", "keep_apart"]
 
 _OFTEN = 16 * 2**20  # bytes; a look through the heap takes a millisecond
 
 _trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+_option = getattr(ctypes.CDLL(None), "mallopt", None)
+_MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1
+_SMALL, _LARGE = 2**17, 2**25  # bytes: glibc's first threshold, and the one that it adapts to large tensors
+_SETTINGS = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES")
 
 
 def give_back() -> None:
@@ -18,6 +23,18 @@ def give_back() -> None:
     """
     if _trim is not None:
         _trim(0)
+
+
+def keep_apart(apart: bool) -> None:
+    """From now on, give large blocks pages of their own (`apart`), or take them from the heap.
+
+    What stays while training goes on, made between two passes, would lie among the gradients that backward leaves behind:
+    these would not find their old places any more, and the heap would grow by their size. Nothing without glibc, and
+    nothing where its environment variables say how large is.
+    """
+    if _option is not None and not any(name in os.environ for name in _SETTINGS):
+        _option(_MMAP_THRESHOLD, _SMALL if apart else _LARGE)
+        _option(_TRIM_THRESHOLD, 2 * (_SMALL if apart else _LARGE))
 
 
 class Freed:

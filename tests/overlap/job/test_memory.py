@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 from overlap.job.memory import available_bytes
@@ -17,3 +19,25 @@ def test_the_smaller_of_host_and_container(tmp_path: Path) -> None:
     (tmp_path / "memory.max").write_text("51000\n")
     assert available_bytes(None, meminfo, tmp_path) == 50000
     assert available_bytes() > 0
+
+
+def test_every_control_group_around_the_process_counts(tmp_path: Path) -> None:
+    meminfo, own = tmp_path / "meminfo", tmp_path / "own"
+    meminfo.write_text("MemAvailable:   1000 kB\n")
+    own.write_text("4:cpu,memory:/job/rank\n0::/slice\n")
+    for folder, limit, used in (("memory/job/rank", 90000, 1000), ("memory/job", 70000, 60000)):
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        (tmp_path / folder / "memory.limit_in_bytes").write_text(f"{limit}\n")
+        (tmp_path / folder / "memory.usage_in_bytes").write_text(f"{used}\n")
+    assert available_bytes(None, meminfo, tmp_path, own) == 10000
+    (tmp_path / "slice").mkdir()
+    (tmp_path / "slice" / "memory.max").write_text("5000\n")
+    (tmp_path / "slice" / "memory.current").write_text("1000\n")
+    assert available_bytes(None, meminfo, tmp_path, own) == 4000
+
+
+def test_the_limit_of_the_address_space_counts() -> None:
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_AS, (2**36, -1))\n"
+    look = "from overlap.job.memory import available_bytes; print(available_bytes())"
+    found = subprocess.run([sys.executable, "-c", limit + look], check=True, capture_output=True, text=True)
+    assert 0 < int(found.stdout) < 2**36
