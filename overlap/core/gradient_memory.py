@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import comm_core
 from overlap.core.bucket import Bucket
+from overlap.core.buckets.heap import Holes
 
 __all__ = ["GradientMemory"]
 
@@ -27,6 +28,7 @@ class GradientMemory:
         self._room = room
         self.used = False
         self._flying: deque[Bucket] = deque()
+        self._holes = Holes()
         self._patience = _FIRST_PATIENCE
         self._longest = 0.0
         self._rest, self._next_rest = 0, 4  # rounds
@@ -34,6 +36,7 @@ class GradientMemory:
     def take(self, bucket: Bucket) -> None:
         """`bucket` is about to be reduced."""
         self.used = True
+        self._holes.bound(self._room())
         bucket.gradients.restore()
         self._flying.append(bucket)
         while len(self._flying) > 1 and sum(each.nbytes for each in self._flying) > self._room():

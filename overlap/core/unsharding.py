@@ -69,6 +69,7 @@ class Unsharder(Feature):
         self._comm, self._participants = comm, participants
         self._lanes, self._model, self._room, self._poison = tuple(lanes), model, room, poison
         self.active = False  # there are freed buckets
+        self.room = 0  # bytes of parameters that may be whole beside those that are used, or of gradients on their way
         self._buckets: list[Bucket] = []  # in the order of their use
         self._numbers: dict[Bucket, int] = {}
         self._sweeps = Sweeps((), 0)
@@ -103,13 +104,6 @@ class Unsharder(Feature):
         """Call what `told()` refers to before each backward pass, on every rank."""
         self._told = told
 
-    @property
-    def room(self) -> int:
-        """Bytes of parameters that may be whole beside those that are used, or of gradients that may be on their way."""
-        if self._room is not None:
-            return self._room
-        return _AHEAD * int(median([bucket.nbytes for bucket in self._buckets] or [0]))
-
     def planned(self, order: Sequence[Bucket]) -> None:
         freed = [bucket for bucket in reversed(order) if bucket.freed]
         if freed == self._buckets:
@@ -123,6 +117,8 @@ class Unsharder(Feature):
         self._of_module.clear()
         self._unsharded.clear()
         self._hold()
+        usual = median([bucket.nbytes for bucket in freed] or [0])
+        self.room = _AHEAD * int(usual) if self._room is None else self._room
         self._sweeps = self._plan()
 
     def _hold(self) -> None:

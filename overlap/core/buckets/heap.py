@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 
-__all__ = ["Freed", "give_back", "keep_apart"]
+__all__ = ["Freed", "Holes", "give_back", "keep_apart"]
 
 _OFTEN = 16 * 2**20  # bytes; a look through the heap takes a millisecond
 
@@ -35,6 +35,52 @@ def keep_apart(apart: bool) -> None:
     if _option is not None and not any(name in os.environ for name in _SETTINGS):
         _option(_MMAP_THRESHOLD, _SMALL if apart else _LARGE)
         _option(_TRIM_THRESHOLD, 2 * (_SMALL if apart else _LARGE))
+
+
+class _Info(ctypes.Structure):
+    """glibc's ``struct mallinfo2``, since 2.33."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in [
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        ]
+    ]
+
+
+_info = getattr(ctypes.CDLL(None), "mallinfo2", None)
+if _info is not None:
+    _info.restype = _Info
+
+
+class Holes:
+    """Bounds the memory of holes in the heap.
+
+    A gradient leaves a hole, from which small blocks are cut. The next gradient, of the same size, does not fit in any
+    more, and takes new memory: so the heap may grow by all gradients of a backward pass.
+    """
+
+    def __init__(self) -> None:
+        self._empty = 0  # bytes of holes that have no pages, at least
+
+    def bound(self, room: int) -> None:
+        """Return holes to the kernel where they have more than `room` bytes of memory. Takes some microseconds."""
+        if _info is None:
+            return
+        free = int(_info().fordblks)
+        self._empty = min(self._empty, free)
+        if free - self._empty > room:
+            give_back()
+            self._empty = int(_info().fordblks)
 
 
 class Freed:
