@@ -40,21 +40,8 @@ def keep_apart(apart: bool) -> None:
 class _Info(ctypes.Structure):
     """glibc's ``struct mallinfo2``, since 2.33."""
 
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in [
-            "arena",
-            "ordblks",
-            "smblks",
-            "hblks",
-            "hblkhd",
-            "usmblks",
-            "fsmblks",
-            "uordblks",
-            "fordblks",
-            "keepcost",
-        ]
-    ]
+    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in _names.split()]
 
 
 _info = getattr(ctypes.CDLL(None), "mallinfo2", None)
