@@ -89,7 +89,9 @@ class Round:
         self._on_verify = listeners(features, "verify")
         self.on_used, self._on_ended = listeners(features, "used"), listeners(features, "ended")
         self._next, self._origin = 0, Origin()
-        self._gradient_memory = GradientMemory(lambda: unsharder.room)
+        self._gradient_memory = GradientMemory(
+            lambda: unsharder.room, lambda: sum(bucket.nbytes for bucket in self.order)
+        )
         self._streams = reductions[0].streams
         self._written_on = set[int]()  # streams that have put gradients of this round into buckets
         self._factor = -1, 1.0  # of a round, what its averages are multiplied by

@@ -442,3 +442,29 @@ def test_what_cannot_be_done_is_said_at_once() -> None:
     with pytest.raises(RuntimeError, match=r"belong to 2 optimizer\(s\) \(SGD, SGD\)"):
         model(torch.ones(1, 2))
     del optimizers
+
+
+@pytest.mark.parametrize("way", ["fully_shard", "fsdp"])
+def test_a_deferred_model_is_sharded_bucket_by_bucket(way: str) -> None:
+    """Rank 0's values; ties and buffers that no checkpoint has are as in one process."""
+    torch.default_generator.manual_seed(3 + dear.rank())
+    with dear.deferred_init():
+        model = Words().double()
+    optimizer: Any = torch.optim.SGD(model.parameters(), 0.01)
+    alone = _words()
+    if way == "fully_shard":
+        _shard(model)
+    else:
+        optimizer = fsdp.DistributedOptimizer(optimizer, model, threshold_mb=0)
+    reference = torch.optim.SGD(alone.parameters(), 0.01)
+    for step in range(2):
+        _loss(model, step, dear.rank()).backward()
+        for rank in _ranks():
+            (_loss(alone, step, rank) / SIZE).backward()
+        for each in (optimizer, reference):
+            each.step()
+            each.zero_grad()
+    assert model.head.weight is model.embedding.weight
+    assert torch.equal(model.turn, alone.turn)
+    for mine, value in zip(values_of(model), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine, value.detach(), rtol=1e-10, atol=1e-11)
