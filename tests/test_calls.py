@@ -9,19 +9,20 @@ import pytest
 
 from tests.harness import run_ranks
 
-#: Sixteen parameters, under `dear` and `oss` in eight buckets: forward, backward, step(), zero_grad().
+#: Sixteen parameters, but for `wfbp` in eight buckets: forward, backward, step(), zero_grad().
 #: Nine of step() (three under `wfbp`) are the look whether averages are finite.
 CALLS = {
     "dear": (124, 172, 224, 13),
     "oss": (124, 172, 224, 13),
     "wfbp": (84, 185, 187, 9),
+    "fsdp": (416, 632, 293, 15),
 }
 SCRIPT = """
 import sys
 import torch
 import dear
 
-OURS = {"overlap", "dear", "oss", "wfbp", "comm_core"}
+OURS = {"overlap", "dear", "oss", "wfbp", "fsdp", "comm_core"}
 dear.init()
 model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)])
 strategy = sys.argv[1]
