@@ -1,0 +1,176 @@
+"""Named axes over the ranks: every strategy averages gradients along one of them alone, and collectives go along it."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import dear
+import fsdp
+from overlap.transport.objects import SignatureMismatch
+from tests.spmd.loops import Run
+from tests.spmd.models import double_model
+from tests.spmd.strategies import OPTIMIZERS, WRAP
+from tests.spmd.training import assert_close, local_loss, values_of
+from tests.spmd_plugin import SIZE
+
+TENSOR = 2 if SIZE == 4 else 1  # 2 × 2 of four ranks; all are along "data" elsewhere
+DATA = SIZE // TENSOR
+SEVERAL = pytest.mark.skipif(SIZE == 1, reason="one rank has no others")
+
+
+def _mesh() -> dear.Mesh:
+    return dear.Mesh(data=DATA, tensor=-1)
+
+
+def _replica() -> int:
+    """Ranks along "data" have one model, and others have others."""
+    return dear.rank() % TENSOR
+
+
+def test_a_mesh_knows_where_this_rank_is() -> None:
+    mesh, me = _mesh(), dear.rank()
+    assert mesh.axes == ("data", "tensor")
+    assert dict(mesh.shape) == {"data": DATA, "tensor": TENSOR}
+    assert dict(mesh.coordinate) == {"data": me // TENSOR, "tensor": me % TENSOR}
+    assert (mesh.size(), mesh.size("data"), mesh.size("data", "tensor")) == (SIZE, DATA, SIZE)
+    assert mesh.ranks("data") == tuple(range(me % TENSOR, SIZE, TENSOR))
+    assert mesh.ranks("tensor") == tuple(range(me - me % TENSOR, me - me % TENSOR + TENSOR))
+    assert mesh.ranks() == mesh.ranks("tensor", "data") == tuple(range(SIZE))
+    axis = mesh["data"]
+    assert (axis.axes, dict(axis.shape), axis.size()) == (("data",), {"data": DATA}, DATA)
+    assert axis.ranks() == axis.ranks("data") == mesh.ranks("data")
+    assert dict(axis.coordinate) == {"data": me // TENSOR}
+    with pytest.raises(ValueError, match="no axis 'tensor': its axes are data"):
+        axis.ranks("tensor")
+    with pytest.raises(ValueError, match="no axis 'model': its axes are data, tensor"):
+        mesh.group("model")
+    with pytest.raises(ValueError, match="no axis 'model'"):
+        mesh["model"]
+
+
+def test_a_mesh_is_a_value() -> None:
+    mesh, twin, other = _mesh(), _mesh(), dear.Mesh(tensor=TENSOR, data=DATA)
+    assert mesh == twin
+    assert len({mesh, twin, copy.deepcopy(mesh), pickle.loads(pickle.dumps(mesh))}) == 1
+    assert mesh != other
+    assert mesh["data"] != mesh
+    assert mesh["tensor", "data"] == mesh
+    assert repr(mesh) == f"Mesh(data={DATA}, tensor={TENSOR})"
+    assert repr(mesh["data"]) == f"Mesh(data={DATA}, tensor={TENSOR})['data']"
+    with pytest.raises(AttributeError):
+        mesh.axes = ("data",)  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        mesh.shape["data"] = 3  # type: ignore[index]
+
+
+def test_a_wrong_mesh_is_refused_on_every_rank() -> None:
+    with pytest.raises(ValueError, match=f"data=3 × tensor={SIZE} are {3 * SIZE} ranks, and the job has {SIZE}"):
+        dear.Mesh(data=3, tensor=SIZE)
+    with pytest.raises(ValueError, match="at least 1"):
+        dear.Mesh(data=SIZE, tensor=0)
+    _mesh().group("data")  # all ranks are at the same place
+
+
+@SEVERAL
+def test_ranks_that_ask_for_different_meshes_are_told() -> None:
+    mine = {"data": SIZE, "tensor": 1} if dear.rank() == 0 else {"data": 1, "tensor": SIZE}
+    with pytest.raises(SignatureMismatch, match=rf"axes of Mesh\(\) differ .* «data={SIZE}» on rank 0 and «data=1»"):
+        dear.Mesh(**mine)
+    wrong = {"data": SIZE} if dear.rank() == 0 else {"data": SIZE + 1}
+    with pytest.raises(SignatureMismatch):
+        dear.Mesh(**wrong)
+
+
+def test_a_group_is_a_process_set_of_this_rank() -> None:
+    mesh, me = _mesh(), dear.rank()
+    group = mesh.group("data")
+    assert tuple(group.ranks or ()) == mesh.ranks("data")
+    assert group.included()
+    assert group.size() == DATA
+    assert mesh.group("data") is group
+    assert _mesh()["data"].group() is group
+    assert dear.allreduce(torch.tensor([float(me)]), op=dear.Sum, process_set=group).item() == sum(mesh.ranks("data"))
+    assert dear.allgather(torch.tensor([me]), process_set=mesh.group("tensor")).tolist() == list(mesh.ranks("tensor"))
+    assert mesh.group() is mesh.group("data", "tensor") is dear.global_process_set
+
+
+@SEVERAL
+def test_a_set_that_a_script_removes_is_made_again() -> None:
+    mesh = dear.Mesh(data=1, tensor=SIZE)
+    first = mesh.group("data")
+    for rank in range(SIZE):
+        members = [each for each in _registered() if each.ranks == [rank]]
+        assert len(members) == 1
+        dear.remove_process_set(members[0])
+    assert first.process_set_id is None
+    second = mesh.group("data")
+    assert second is not first
+    assert dear.allreduce(torch.tensor([1.0 + dear.rank()]), process_set=second).item() == 1.0 + dear.rank()
+
+
+def _registered() -> list[dear.ProcessSet]:
+    from overlap.horovod.controller.enqueue import runtime
+
+    return list(runtime()._registered.values())
+
+
+@SEVERAL
+def test_torchs_device_mesh_has_the_same_axes() -> None:
+    mesh = _mesh()
+    found = mesh.device_mesh()
+    assert found.mesh_dim_names == mesh.axes
+    assert tuple(found.mesh.shape) == tuple(mesh.shape.values())
+    assert tuple(found.get_coordinate() or ()) == tuple(mesh.coordinate.values())
+    assert torch.distributed.get_process_group_ranks(found.get_group("data")) == list(mesh.ranks("data"))
+    axis = mesh["data"].device_mesh()
+    assert (axis.ndim, axis.mesh.tolist()) == (1, list(mesh.ranks("data")))
+
+
+@pytest.mark.skipif(SIZE > 1, reason="several ranks have a default group")
+def test_a_device_mesh_needs_torchs_default_group() -> None:
+    if not torch.distributed.is_initialized():
+        with pytest.raises(RuntimeError, match=r"as rank 0 of 1, and there is none: let init\(\) make it"):
+            dear.Mesh(data=1).device_mesh()
+
+
+def _twins(seed: int = 0) -> tuple[torch.nn.Module, torch.nn.Module]:
+    """Of this rank's replica: others have other values."""
+    models = double_model("Mlp"), double_model("Mlp")
+    for model in models:
+        for parameter in model.parameters():
+            parameter.data.mul_(1.0 + 0.25 * _replica())
+    if dear.rank() // TENSOR > 0:  # the first one of each group gives its values
+        for parameter in models[0].parameters():
+            parameter.data.mul_(0.5)
+    return models
+
+
+def _check(strategy: str, make: str, steps: int = 3) -> None:
+    """Equal to one process for each replica, which gets the data of its ranks."""
+    mesh = _mesh()
+    mine, alone = _twins()
+    reference = OPTIMIZERS[make](list(alone.parameters()))
+    optimizer = WRAP[strategy](OPTIMIZERS[make](list(mine.parameters())), mine, process_set=mesh.group("data"))
+    for step in range(steps):
+        optimizer.zero_grad()
+        reference.zero_grad()
+        local_loss(mine, step).backward()
+        for rank in mesh.ranks("data"):
+            (local_loss(alone, step, rank) / DATA).backward()
+        optimizer.step()
+        reference.step()
+    assert_close(mine.state_dict(), alone.state_dict(), "model")
+    assert_close(optimizer.state_dict()["state"], reference.state_dict()["state"], "optimizer")
+
+
+@pytest.mark.parametrize("make", ["sgd", "adamw"])
+@pytest.mark.parametrize("strategy", [name for name in WRAP if name != "bytescheduler"])
+def test_gradients_are_averaged_along_one_axis(strategy: str, make: str) -> None:
+    _check(strategy, make)
