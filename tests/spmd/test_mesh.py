@@ -14,7 +14,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import dear
 import fsdp
 from overlap.transport.objects import SignatureMismatch
-from tests.spmd.loops import Run
 from tests.spmd.models import double_model
 from tests.spmd.strategies import OPTIMIZERS, WRAP
 from tests.spmd.training import assert_close, local_loss, values_of
@@ -152,20 +151,30 @@ def _twins(seed: int = 0) -> tuple[torch.nn.Module, torch.nn.Module]:
     return models
 
 
+def _train(mesh: dear.Mesh, mine: torch.nn.Module, optimizer: Any, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        local_loss(mine, step).backward()
+        optimizer.step()
+
+
+def _train_alone(mesh: dear.Mesh, alone: torch.nn.Module, reference: Any, steps: range) -> None:
+    """With the data of all ranks of the replica."""
+    for step in steps:
+        reference.zero_grad()
+        for rank in mesh.ranks("data"):
+            (local_loss(alone, step, rank) / DATA).backward()
+        reference.step()
+
+
 def _check(strategy: str, make: str, steps: int = 3) -> None:
     """Equal to one process for each replica, which gets the data of its ranks."""
     mesh = _mesh()
     mine, alone = _twins()
     reference = OPTIMIZERS[make](list(alone.parameters()))
     optimizer = WRAP[strategy](OPTIMIZERS[make](list(mine.parameters())), mine, process_set=mesh.group("data"))
-    for step in range(steps):
-        optimizer.zero_grad()
-        reference.zero_grad()
-        local_loss(mine, step).backward()
-        for rank in mesh.ranks("data"):
-            (local_loss(alone, step, rank) / DATA).backward()
-        optimizer.step()
-        reference.step()
+    _train(mesh, mine, optimizer, range(steps))
+    _train_alone(mesh, alone, reference, range(steps))
     assert_close(mine.state_dict(), alone.state_dict(), "model")
     assert_close(optimizer.state_dict()["state"], reference.state_dict()["state"], "optimizer")
 
@@ -174,3 +183,87 @@ def _check(strategy: str, make: str, steps: int = 3) -> None:
 @pytest.mark.parametrize("strategy", [name for name in WRAP if name != "bytescheduler"])
 def test_gradients_are_averaged_along_one_axis(strategy: str, make: str) -> None:
     _check(strategy, make)
+
+
+@pytest.mark.parametrize("strategy", [name for name in WRAP if name != "bytescheduler"])
+def test_replicas_are_models_of_their_own(strategy: str) -> None:
+    """As the parts of one that is split along another axis: of other shapes, with another optimizer, and other steps."""
+    mesh, number = _mesh(), _replica()
+    torch.default_generator.manual_seed(number)
+    layers = (torch.nn.Linear(9, 9) for _ in range(3 + 2 * number))
+    mine = torch.nn.Sequential(*layers).double()
+    alone, make = copy.deepcopy(mine), "adamw" if number else "sgd"
+    reference = OPTIMIZERS[make](list(alone.parameters()))
+    optimizer = WRAP[strategy](OPTIMIZERS[make](list(mine.parameters())), mine, process_set=mesh.group("data"))
+    steps = range(3 + 2 * number)
+    _train(mesh, mine, optimizer, steps)
+    _train_alone(mesh, alone, reference, steps)
+    assert_close(mine.state_dict(), alone.state_dict(), "model")
+
+
+def _sharded() -> tuple[dear.Mesh, torch.nn.Module, Any, torch.nn.Module]:
+    mesh = _mesh()
+    mine, alone = _twins()
+    optimizer = fsdp.DistributedOptimizer(
+        OPTIMIZERS["sgd"](list(mine.parameters())), mine, process_set=mesh.group("data"), threshold_mb=0.001
+    )
+    _train(mesh, mine, optimizer, range(2))
+    _train_alone(mesh, alone, OPTIMIZERS["sgd"](list(alone.parameters())), range(2))
+    return mesh, mine, optimizer, alone
+
+
+def test_a_rank_keeps_its_share_of_its_replica() -> None:
+    _, mine, optimizer, alone = _sharded()
+    held = sum(bucket.parameters.shard.numel() for bucket in optimizer.buckets)
+    numel = sum(value.numel() for value in alone.parameters())
+    assert numel / DATA - len(optimizer.buckets) <= held <= 1.1 * numel / DATA + len(optimizer.buckets)
+    if dear.rank() == SIZE - 1:  # the others need not ask
+        assert_close(mine.state_dict(), alone.state_dict(), "model")
+    with dear.whole(mine), torch.no_grad():
+        assert_close([value.detach() for value in mine.parameters()], [*alone.parameters()], "whole")
+        for value in mine.parameters():
+            value.mul_(0.5)
+    assert_close(values_of(mine), [value.detach() * 0.5 for value in alone.parameters()], "halved")
+
+
+def test_a_replica_loads_what_it_saved() -> None:
+    mesh, mine, optimizer, _ = _sharded()
+    saved, state = copy.deepcopy(mine.state_dict()), copy.deepcopy(optimizer.state_dict())
+    _train(mesh, mine, optimizer, range(2, 4))
+    after = values_of(mine)
+    mine.load_state_dict(saved)
+    optimizer.load_state_dict(state)
+    _train(mesh, mine, optimizer, range(2, 4))
+    for value, expected in zip(values_of(mine), after, strict=True):
+        assert torch.equal(value, expected)
+
+
+def test_weights_in_files_are_those_of_rank_0s_replica(folder: Path) -> None:
+    _, mine, _, alone = _sharded()
+    dear.save_pretrained(mine, folder)
+    dear.load_pretrained(mine, folder)
+    first = dear.broadcast_object([value.detach() for value in alone.parameters()])
+    assert_close(values_of(mine), first, "loaded")
+
+
+@pytest.mark.skipif(TENSOR == 1, reason="all ranks have one model")
+def test_sharded_checkpoints_of_some_ranks_are_refused(folder: Path) -> None:
+    _, mine, optimizer, _ = _sharded()
+    dear.save_checkpoint(folder, double_model("Mlp"))
+    for call in (dear.save_checkpoint, dear.load_checkpoint):
+        with pytest.raises(ValueError, match=rf"by all {SIZE} ranks of the job, and .* a process set of {DATA}"):
+            call(folder, mine, optimizer)
+    with pytest.raises(ValueError, match="process set"):
+        dear.sharded_state_dict(mine, optimizer)
+
+
+def test_a_deferred_model_gets_the_values_of_its_replica() -> None:
+    mesh = _mesh()
+    torch.default_generator.manual_seed(dear.rank())
+    with dear.deferred_init():
+        mine = torch.nn.Sequential(*(torch.nn.Linear(9, 9) for _ in range(3)))
+    torch.default_generator.manual_seed(mesh.ranks("data")[0])
+    alone = torch.nn.Sequential(*(torch.nn.Linear(9, 9) for _ in range(3)))
+    fsdp.DistributedOptimizer(torch.optim.SGD(mine.parameters(), 0.1), mine, process_set=mesh.group("data"))
+    for value, expected in zip(values_of(mine), alone.parameters(), strict=True):
+        assert torch.equal(value, expected)
