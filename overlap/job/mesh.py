@@ -1,8 +1,8 @@
 """The layout of a mesh: named axes over the ranks of a job, in row-major order (pure).
 
-    data=2 × tensor=3        tensor 0   1   2
-                      data 0        0   1   2
-                           1        3   4   5
+data=2 × tensor=3        tensor 0   1   2
+                  data 0        0   1   2
+                       1        3   4   5
 """
 
 from __future__ import annotations

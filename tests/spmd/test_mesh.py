@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.device_mesh import DeviceMesh
 
 import dear
 import fsdp
@@ -180,12 +180,12 @@ def _check(strategy: str, make: str, steps: int = 3) -> None:
 
 
 @pytest.mark.parametrize("make", ["sgd", "adamw"])
-@pytest.mark.parametrize("strategy", [name for name in WRAP if name != "bytescheduler"])
+@pytest.mark.parametrize("strategy", WRAP)
 def test_gradients_are_averaged_along_one_axis(strategy: str, make: str) -> None:
     _check(strategy, make)
 
 
-@pytest.mark.parametrize("strategy", [name for name in WRAP if name != "bytescheduler"])
+@pytest.mark.parametrize("strategy", WRAP)
 def test_replicas_are_models_of_their_own(strategy: str) -> None:
     """As the parts of one that is split along another axis: of other shapes, with another optimizer, and other steps."""
     mesh, number = _mesh(), _replica()
@@ -199,6 +199,18 @@ def test_replicas_are_models_of_their_own(strategy: str) -> None:
     _train(mesh, mine, optimizer, steps)
     _train_alone(mesh, alone, reference, steps)
     assert_close(mine.state_dict(), alone.state_dict(), "model")
+
+
+@pytest.mark.parametrize("strategy", ["dear", "fsdp", "wfbp"])
+def test_a_norm_is_that_of_the_replica(strategy: str) -> None:
+    mesh, (mine, alone) = _mesh(), _twins()
+    optimizer = WRAP[strategy](OPTIMIZERS["sgd"](list(mine.parameters())), mine, process_set=mesh.group("data"))
+    local_loss(mine).backward()
+    for rank in mesh.ranks("data"):
+        (local_loss(alone, 0, rank) / DATA).backward()
+    norms = [torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1) for model in (mine, alone)]
+    torch.testing.assert_close(norms[0], norms[1], rtol=1e-10, atol=0.0)
+    optimizer.step()
 
 
 def _sharded() -> tuple[dear.Mesh, torch.nn.Module, Any, torch.nn.Module]:
@@ -267,3 +279,59 @@ def test_a_deferred_model_gets_the_values_of_its_replica() -> None:
     fsdp.DistributedOptimizer(torch.optim.SGD(mine.parameters(), 0.1), mine, process_set=mesh.group("data"))
     for value, expected in zip(values_of(mine), alone.parameters(), strict=True):
         assert torch.equal(value, expected)
+
+
+def _meshes(kind: str) -> Any:
+    mesh = _mesh()
+    return mesh["data"] if kind == "dear" else mesh.device_mesh()["data"]
+
+
+@pytest.mark.parametrize("reshard", [None, True, False, 1, DATA])
+@pytest.mark.parametrize("kind", ["dear", pytest.param("torch", marks=SEVERAL)])
+def test_fully_shard_takes_an_axis(kind: str, reshard: bool | int | None) -> None:
+    mesh, (mine, alone) = _mesh(), _twins()
+    options: dict[str, Any] = {"mesh": _meshes(kind), "reshard_after_forward": reshard}
+    for module in mine.inner:
+        fsdp.fully_shard(module, **options)
+    fsdp.fully_shard(mine, **options)
+    optimizer: Any = OPTIMIZERS["adamw"](list(mine.parameters()))
+    _train(mesh, mine, optimizer, range(3))
+    _train_alone(mesh, alone, OPTIMIZERS["adamw"](list(alone.parameters())), range(3))
+    assert_close(mine.state_dict(), alone.state_dict(), "model")
+    held = sum(bucket.parameters.shard.numel() for bucket in optimizer.buckets)
+    numel = sum(value.numel() for value in alone.parameters())
+    assert numel / DATA - len(optimizer.buckets) <= held <= 1.1 * numel / DATA + len(optimizer.buckets)
+
+
+def test_fully_shard_takes_a_mesh_of_one_axis_and_no_other() -> None:
+    model = fsdp.fully_shard(torch.nn.Linear(9, 9), mesh=dear.Mesh(ranks=-1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model(torch.ones(1, 9)).sum().backward()
+    optimizer.step()
+    meshes: list[Any] = [_mesh()] if SIZE == 1 else [_mesh(), _mesh().device_mesh()]
+    for mesh in meshes:
+        with pytest.raises(
+            NotImplementedError, match=rf"shape \({DATA}, {TENSOR}\), and .* along one axis: give that one"
+        ):
+            fsdp.fully_shard(torch.nn.Linear(9, 9), mesh=mesh)
+
+
+@SEVERAL
+def test_meshes_that_do_not_fit_together_are_refused_on_every_rank() -> None:
+    whole, each = dear.Mesh(ranks=-1), dear.Mesh(data=SIZE, one=1)["one"]
+    model = torch.nn.Sequential(torch.nn.Linear(9, 9), torch.nn.Linear(9, 9))
+    fsdp.fully_shard(model[0], mesh=whole)
+    fsdp.fully_shard(model, mesh=each)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(NotImplementedError, match="mesh differs between modules"):
+        model(torch.ones(1, 9))
+    del optimizer
+    other = fsdp.fully_shard(torch.nn.Linear(9, 9), mesh=whole if dear.rank() == 0 else each)
+    optimizer = torch.optim.SGD(other.parameters(), 0.1)
+    with pytest.raises(ValueError, match=rf"rank 0 shards over ranks \{list(range(SIZE))} and rank 1 over \[1\]: all"):
+        other(torch.ones(1, 9))
+    last = fsdp.fully_shard(torch.nn.Linear(9, 9), mesh=DeviceMesh("cpu", [0]))
+    optimizer = torch.optim.SGD(last.parameters(), 0.1)
+    with pytest.raises(ValueError, match=r"rank 1 is not among the ranks \[0\] of the mesh"):
+        last(torch.ones(1, 9))
+    del optimizer

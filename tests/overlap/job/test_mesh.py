@@ -64,7 +64,10 @@ def test_one_axis_takes_the_rest(axes: dict[str, int], ranks: int, expected: dic
         ({"data": -2}, "data=-2 should be a number of ranks"),
         ({"data": 4.0}, r"data=4\.0 should be a number of ranks"),
         ({"data": True, "tensor": 4}, "data=True should be a number of ranks"),
-        ({"data": -1, "tensor": -1}, "data=-1 × tensor=-1: one axis may be -1, the rest of the job's 4 ranks, and 2 are"),
+        (
+            {"data": -1, "tensor": -1},
+            "data=-1 × tensor=-1: one axis may be -1, the rest of the job's 4 ranks, and 2 are",
+        ),
         ({"data": -1, "tensor": 3}, "3 ranks do not divide the job's 4, so data cannot be the rest"),
         ({"data parallel": 4}, "the axis 'data parallel' of the mesh has no name that is an identifier"),
         ({}, r"a mesh has at least one axis, such as Mesh\(data=4\)"),
