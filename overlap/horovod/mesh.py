@@ -127,7 +127,7 @@ class Mesh:
 
     def _along(self, axes: tuple[str, ...]) -> tuple[str, ...]:
         self._check(axes)
-        return axes or self._chosen
+        return tuple(dict.fromkeys(axes)) or self._chosen
 
     def _check(self, axes: tuple[str, ...]) -> None:
         Layout(tuple(self.shape.items())).check(axes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import dear
 import fsdp
+from overlap.horovod.controller.enqueue import runtime
 from overlap.transport.objects import SignatureMismatch
 from tests.spmd.models import double_model
 from tests.spmd.strategies import OPTIMIZERS, WRAP
@@ -22,6 +24,18 @@ from tests.spmd_plugin import SIZE
 TENSOR = 2 if SIZE == 4 else 1  # 2 × 2 of four ranks; all are along "data" elsewhere
 DATA = SIZE // TENSOR
 SEVERAL = pytest.mark.skipif(SIZE == 1, reason="one rank has no others")
+
+
+@pytest.fixture(autouse=True)
+def sets_of_a_test() -> Iterator[None]:
+    """Other tests register sets of such ranks, and a session has each once."""
+    yield
+    for each in _registered():
+        dear.remove_process_set(each)
+
+
+def _registered() -> list[dear.ProcessSet]:
+    return list(runtime()._registered.values())
 
 
 def _mesh() -> dear.Mesh:
@@ -38,7 +52,7 @@ def test_a_mesh_knows_where_this_rank_is() -> None:
     assert mesh.axes == ("data", "tensor")
     assert dict(mesh.shape) == {"data": DATA, "tensor": TENSOR}
     assert dict(mesh.coordinate) == {"data": me // TENSOR, "tensor": me % TENSOR}
-    assert (mesh.size(), mesh.size("data"), mesh.size("data", "tensor")) == (SIZE, DATA, SIZE)
+    assert (mesh.size(), mesh.size("data", "data"), mesh.size("data", "tensor")) == (SIZE, DATA, SIZE)
     assert mesh.ranks("data") == tuple(range(me % TENSOR, SIZE, TENSOR))
     assert mesh.ranks("tensor") == tuple(range(me - me % TENSOR, me - me % TENSOR + TENSOR))
     assert mesh.ranks() == mesh.ranks("tensor", "data") == tuple(range(SIZE))
@@ -112,12 +126,6 @@ def test_a_set_that_a_script_removes_is_made_again() -> None:
     second = mesh.group("data")
     assert second is not first
     assert dear.allreduce(torch.tensor([1.0 + dear.rank()]), process_set=second).item() == 1.0 + dear.rank()
-
-
-def _registered() -> list[dear.ProcessSet]:
-    from overlap.horovod.controller.enqueue import runtime
-
-    return list(runtime()._registered.values())
 
 
 @SEVERAL
@@ -291,7 +299,7 @@ def _meshes(kind: str) -> Any:
 def test_fully_shard_takes_an_axis(kind: str, reshard: bool | int | None) -> None:
     mesh, (mine, alone) = _mesh(), _twins()
     options: dict[str, Any] = {"mesh": _meshes(kind), "reshard_after_forward": reshard}
-    for module in mine.inner:
+    for module in dict(mine.named_children())["inner"].children():
         fsdp.fully_shard(module, **options)
     fsdp.fully_shard(mine, **options)
     optimizer: Any = OPTIMIZERS["adamw"](list(mine.parameters()))
