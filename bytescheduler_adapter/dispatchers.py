@@ -12,7 +12,10 @@ from collections.abc import Callable, Collection
 
 from bytescheduler_adapter.dispatcher import Dispatcher, Part, PartsWork
 from overlap.job.channels import Channels
+from overlap.job.groups import leader
+from overlap.job.process_set import ProcessSet, global_process_set
 from overlap.transport.communicator import Communicator
+from overlap.transport.objects import allgather_object
 
 __all__ = ["Dispatchers", "Lease"]
 
@@ -34,17 +37,20 @@ class Dispatchers:
     An issuer of the session, which ends it.
     """
 
-    def __init__(self, channels: Channels, heed: Callable[[], None]) -> None:
-        """`heed` raises where ranks are lost."""
-        self._channels, self._heed = channels, heed
+    def __init__(self, channels: Channels, control: Communicator, heed: Callable[[], None]) -> None:
+        """`control` connects all ranks; `heed` raises where ranks are lost."""
+        self._channels, self._control, self._heed = channels, control, heed
         self._by_channel: dict[Communicator, Dispatcher] = {}
 
-    def lease(self, topic: str) -> Lease:
+    def lease(self, topic: str, process_set: ProcessSet) -> Lease:
         """Lease a dispatcher that no other optimizer uses to the optimizer with this topic in the session.
 
-        On every rank.
+        On every rank of the job, each with its own set. A rank outside of the set it gives has a dispatcher for itself.
         """
-        (channel,) = self._channels.lease(1)
+        colors: list[int] = []
+        if process_set is not global_process_set:
+            colors = allgather_object(self._control, leader(process_set, self._control.rank))
+        (channel,) = self._channels.lease(1, colors)
         dispatcher = self._by_channel.get(channel)
         if dispatcher is None:
             dispatcher = self._by_channel[channel] = Dispatcher(channel)

@@ -144,7 +144,7 @@ def _dispatchers() -> Dispatchers:
     session = current()
     service = session.issuers.get(_SERVICE)
     if not isinstance(service, Dispatchers):
-        service = session.issuers[_SERVICE] = Dispatchers(session.channels, session.heed)
+        service = session.issuers[_SERVICE] = Dispatchers(session.channels, session.control, session.heed)
     return service
 
 
@@ -179,9 +179,9 @@ def DistributedOptimizer(
         optimizer: any ``torch.optim.Optimizer``. Those that are not known to work element by element are stepped in
             full, inside ``step()``.
         named_parameters: the module, or pairs of name and parameter, or None.
-        compression: this, and what follows up to `sparse_as_dense`: as in
-            Horovod; see :class:`overlap.optimizer.arguments.HorovodArguments`.
-        process_set: all ranks; rank 0 decides the order for all of them. Raises ``ValueError`` for any other.
+        compression: this, and what follows up to `process_set`: as in
+            Horovod; see :class:`overlap.optimizer.arguments.HorovodArguments`. The first rank of a process set decides the
+            order for all of it.
         partition_mb: layers travel in partitions of at most this many MB (2^20 bytes), between which a more urgent layer
             goes first. ``"auto"``, or None: ``BYTESCHEDULER_PARTITION`` (elements of 4 bytes), else it is planned: the
             first steps have 1; they are measured, and what follows is simulated to be the fastest. Rank 0's counts.
@@ -194,11 +194,6 @@ def DistributedOptimizer(
             `on_nonfinite`: see :class:`overlap.optimizer.arguments.SharedArguments`.
     """
     arguments = SharedArguments.of(locals())
-    if process_set is not global_process_set:
-        raise ValueError(
-            f"process_set is {process_set!r}, but rank 0 decides the order of all ranks' partitions: use the global "
-            "process set, or another strategy"
-        )
     wished = current().settings
     tune = tune or wished.tune_credit
     agree_on_strategy("bytescheduler_adapter", tune)
@@ -211,7 +206,7 @@ def DistributedOptimizer(
     auto = frozenset(given.keys() - chosen.keys())
     strategy = ByteScheduler(**{**_FIRST, **chosen}, auto=auto)
     distributed = Shell(optimizer, named_parameters, strategy, arguments)
-    strategy.lease = _dispatchers().lease(current().registry.topic_of(distributed))
+    strategy.lease = _dispatchers().lease(current().registry.topic_of(distributed), process_set)
     planning = plan_by_itself(distributed, process_set, follow=tune is False) if auto else None
     start_tuning(distributed, tune, process_set, ready=lambda: planning is None or not planning.under_way)
     return distributed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,11 +11,14 @@ import torch
 
 from fsdp.optimizer import Fsdp, automatic, refuse_what_is_lost
 from fsdp.units import Unit, outermost, root_of, unit_of, units_in
+from overlap.horovod.mesh import set_of
+from overlap.job.process_set import ProcessSet
 from overlap.job.session import current
 from overlap.optimizer.adoption import adopt, optimizers_of
 from overlap.optimizer.arguments import SharedArguments
 from overlap.optimizer.start import agree_on_strategy
 from overlap.transport.compression import Compression
+from overlap.transport.objects import allgather_object
 
 __all__ = ["WIRES", "begin"]
 
@@ -54,7 +58,7 @@ def begin(module: Any) -> None:
     root.units = units_in([model])
     for unit in root.units:
         unit.root = root
-    arguments = _arguments(root.units, found[0])
+    arguments = replace(_arguments(root.units, found[0]), process_set=_process_set(root.units))
     root.train(adopt(found[0], model, partial(_strategy, root.units), arguments))
 
 
@@ -70,6 +74,38 @@ def _arguments(units: Sequence[Unit], optimizer: torch.optim.Optimizer) -> Share
     if len(wires) > 1:
         raise NotImplementedError(f"reduce_dtype differs between modules ({wires}): give all of them the same")
     return SharedArguments(groups=[group for group in inner if group] or None, compression=WIRES[wires.pop()])
+
+
+def _process_set(units: Sequence[Unit]) -> ProcessSet:
+    """The ranks of all `units`. On every rank of the job; raises on all of them where some give others than their peers."""
+    session = current()
+    mine = list(dict.fromkeys(unit.ranks for unit in units if unit.parameters))
+    everyones = allgather_object(session.control, mine)
+    for found in everyones:
+        if len(found) > 1:
+            raise NotImplementedError(
+                f"mesh differs between modules: some are sharded over ranks {list(found[0])} and some over "
+                f"{list(found[1])}; give all modules of a model the same"
+            )
+    groups = [found[0] for found in everyones]
+    why = _why_no_sets(groups)
+    if why is not None:
+        raise ValueError(why)
+    return set_of(list(dict.fromkeys(groups)))
+
+
+def _why_no_sets(groups: Sequence[tuple[int, ...]]) -> str | None:
+    """What is wrong with the `groups` that ranks give, by rank, where ranks of one do not all give that one (pure)."""
+    for rank, group in enumerate(groups):
+        if rank not in group:
+            return f"rank {rank} is not among the ranks {list(group)} of the mesh that it gives to fully_shard()"
+        for other in group:
+            if groups[other] != group:
+                return (
+                    f"rank {rank} shards over ranks {list(group)} and rank {other} over {list(groups[other])}: all ranks "
+                    "of a mesh have to give that mesh to fully_shard()"
+                )
+    return None
 
 
 def _trained(optimizer: torch.optim.Optimizer) -> dict[int, None]:

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map
 from fsdp.first_pass import WIRES
 from fsdp.module import sharded_class
 from fsdp.units import Unit, has_unit, register, taken
+from overlap.horovod.mesh import Mesh
 from overlap.job.session import current
 
 __all__ = ["fully_shard"]
@@ -45,7 +46,8 @@ def fully_shard(
 
     Args:
         module: a module, or several that are gathered together. It is returned.
-        mesh: of one dimension, with all ranks; None means the same.
+        mesh: the ranks among which parameters are sharded, the same for all modules of a model: a ``dear.Mesh`` or torch's
+            ``DeviceMesh`` of one dimension, or one axis of either, as ``mesh["data"]``. None: all ranks.
         reshard_after_forward: True frees whole parameters after forward and gathers them again for backward; False keeps
             them until backward has used them; None leaves it to the plan, which keeps what backward needs first. An int is
             the number of ranks among which they are sharded meanwhile: 1 is False, and the number of all ranks True.
@@ -55,13 +57,16 @@ def fully_shard(
         offload_policy: shards are in the memory of CPUs, so there is nothing to offload.
         ignored_params: frozen parameters, which stay whole.
 
-    On every rank with the same modules, after ``fsdp.init()``. Raises ``ValueError`` for what torch refuses, too, and
+    On every rank with the same modules, after ``fsdp.init()``; ranks that `mesh` sets apart may have others. All ranks of
+    the job begin their first training pass together: those that wait for another rank's output before it, as in a
+    pipeline, take ``fsdp.DistributedOptimizer``. Raises ``ValueError`` for what torch refuses, too, and
     ``NotImplementedError`` for what torch has and this has not.
     """
-    size = current().comm.size
+    ranks = _ranks_of(mesh)
+    size = len(ranks)
     modules: Sequence[torch.nn.Module] = module if isinstance(module, list) else [module]
     _refuse_modules(modules)
-    _refuse_mesh(mesh, shard_placement_fn, dp_mesh_dims, size)
+    _refuse_layout(shard_placement_fn, dp_mesh_dims, size)
     policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
     others = taken() | _ignored(ignored_params)
     found = {id(each): each for one in modules for each in one.parameters() if id(each) not in others}
@@ -69,7 +74,7 @@ def fully_shard(
     _refuse_types(policy, mine)
     for one in modules:
         kind: Any = type(one)
-        register(one, Unit(kind, mine, stays, policy.reduce_dtype))
+        register(one, Unit(kind, mine, ranks, stays, policy.reduce_dtype))
         one.__class__ = sharded_class(kind)
         if policy.output_dtype is not None:
             one.register_forward_hook(functools.partial(_cast, policy.output_dtype))
@@ -115,11 +120,26 @@ def _refuse_modules(modules: Sequence[Any]) -> None:
             raise ValueError(f"{type(module).__name__} has no forward(): give fully_shard() the modules in it")
 
 
-def _refuse_mesh(mesh: Any, placement: Any, dims: Any, size: int) -> None:
-    if mesh is not None and (mesh.ndim != 1 or mesh.size() != size):
+def _ranks_of(mesh: Any) -> tuple[int, ...]:
+    """The ranks of the job in `mesh`, which has one dimension; without one, all of them."""
+    comm = current().comm
+    if mesh is None:
+        return tuple(range(comm.size))
+    shape = tuple(mesh.shape.values()) if isinstance(mesh, Mesh) else tuple(mesh.mesh.shape)
+    if len(shape) != 1:
         raise NotImplementedError(
-            f"mesh has the shape {tuple(mesh.mesh.shape)}, and parameters are sharded over all {size} ranks: leave it out"
+            f"mesh has the shape {shape}, and parameters are sharded along one axis: give that one, as mesh['data']"
         )
+    if isinstance(mesh, Mesh):
+        return mesh.ranks()
+    if mesh.get_rank() != comm.rank:
+        raise ValueError(
+            f"this is rank {mesh.get_rank()} of the mesh's default group and rank {comm.rank} of the job: give a dear.Mesh"
+        )
+    return tuple(sorted(mesh.mesh.tolist()))
+
+
+def _refuse_layout(placement: Any, dims: Any, size: int) -> None:
     if placement is not None or dims is not None:
         name = "dp_mesh_dims" if placement is None else "shard_placement_fn"
         raise NotImplementedError(f"{name}: a rank's share is 1/{size} of each bucket, laid out flat; leave it out")

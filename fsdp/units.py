@@ -23,6 +23,7 @@ class Unit:
 
     kind: type[torch.nn.Module]  # the module's own class
     parameters: list[torch.nn.Parameter]
+    ranks: tuple[int, ...]  # among which they are sharded, in ascending order
     stays: bool | None = None  # whole from forward to backward; None: as the plan has it
     reduce_dtype: torch.dtype | None = None
     root: Root | None = None

@@ -52,6 +52,7 @@ from overlap.horovod.job import (
     shutdown,
     size,
 )
+from overlap.horovod.mesh import Mesh
 from overlap.horovod.reducescatter import (
     grouped_reducescatter,
     grouped_reducescatter_async,
@@ -80,6 +81,7 @@ __all__ = [
     "Compressor",
     "HorovodInternalError",
     "Max",
+    "Mesh",
     "Min",
     "ProcessSet",
     "Product",

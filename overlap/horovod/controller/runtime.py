@@ -18,7 +18,7 @@ import itertools
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from overlap.features.join import joined_ranks_of
@@ -132,6 +132,10 @@ class Runtime:
         """Remember `process_set` under this number, until it is removed or the session ends."""
         self._registered[number] = process_set
         process_set._register(number, self._groups[number].ranks, self.rank)
+
+    def registered(self, ranks: Sequence[int]) -> ProcessSet | None:
+        """The process set with these `ranks` in ascending order, where there is one."""
+        return next((each for each in self._registered.values() if each.ranks == list(ranks)), None)
 
     def forget(self, number: int) -> None:
         """Forget the process set with this number."""
