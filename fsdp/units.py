@@ -24,7 +24,9 @@ class Unit:
     kind: type[torch.nn.Module]  # the module's own class
     parameters: list[torch.nn.Parameter]
     stays: bool | None = None  # whole from forward to backward; None: as the plan has it
-    reduce_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None  # of gradients that travel …
+    param_dtype: torch.dtype | None = None  # … and of parameters that are used; None: their own
+    casts: bool = False  # inputs of forward to `param_dtype`
     root: Root | None = None
     calls: int = 0  # of the module, that are going on
 
