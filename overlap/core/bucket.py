@@ -16,7 +16,7 @@ from overlap.core.flat_buffer import FlatBuffer
 from overlap.core.gates.holders import Strangers
 from overlap.core.handles import Watch
 from overlap.core.master_weights import MakeMaster, MasterWeights
-from overlap.plan.partition import pieces
+from overlap.plan.partition import BucketSpec, pieces
 from overlap.plan.plan import BucketPlan
 from overlap.plan.strategy import Collectives
 from overlap.transport.communicator import Communicator, ReduceOp, Start, Work
@@ -355,7 +355,8 @@ class Bucket:
         for place, slot in enumerate(slots):
             slot.move_in(self, self.gradients.view(place, slot.param))
         self.master: MasterWeights | None = None
-        self._sent: FlatBuffer | None = None  # of a freed bucket, whose gradients travel in another type
+        self._sent: FlatBuffer | None = None  # of a freed bucket, whose gradients travel in another type …
+        self._received: FlatBuffer | None = None  # … and this rank's share of them
         if plan.sharded:
             self.parameters = FlatBuffer(spec, share, first.dtype, first.device, apart=plan.freed, freed=plan.freed)
             self.adopt()
@@ -478,6 +479,20 @@ class Bucket:
             return torch.empty_like(whole, dtype=dtype)
         self._sent = FlatBuffer(self.spec, slice(0, 0), dtype, whole.device, freed=True)
         return self._sent.whole
+
+    def receives(self, dtype: torch.dtype) -> torch.Tensor:
+        """Memory for this rank's share of gradients that travel as `dtype`, until :meth:`received`."""
+        shard = self.gradients.shard
+        if not self.freed:
+            return shard.to(dtype)
+        spec = BucketSpec((), (), shard.numel(), shard.numel())
+        self._received = FlatBuffer(spec, slice(0, 0), dtype, shard.device, freed=True)
+        return self._received.whole
+
+    def received(self) -> None:
+        """The averages are in ``gradients.shard``."""
+        if self._received is not None:
+            self._received.free()
 
     def stand_in(self) -> None:
         """Let what stands for a gradient in shards be ``.grad`` on every rank, as the average is everybody's."""

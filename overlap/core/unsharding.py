@@ -404,7 +404,6 @@ class Unsharder(Feature):
                         slot.freed.whole.copy_(slot.param.data)  # ``p.data = …``
                 bucket.parameters.shard.copy_(bucket.parameters.whole[bucket.own])
                 self._free(bucket)
-            self._rest()
 
     def give_back(self) -> None:
         """Make parameters whole for good. On every rank."""
@@ -466,6 +465,8 @@ class Unsharder(Feature):
         self._land(bucket)
         self._unsharded.discard(bucket)
         bucket.reshard(poison=self._poison)
+        if bucket.narrow and not (self._frames or self._backward or self._trains):
+            bucket.rest()
 
 
 class SamePasses(Feature):

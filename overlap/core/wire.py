@@ -167,7 +167,7 @@ class Exchange:
         if bucket.outgoing.dtype is not dtype or bucket.outgoing is gradients:
             bucket.outgoing = bucket.sends(dtype)
             if dtype is not gradients.dtype:
-                bucket.incoming = bucket.outgoing if not bucket.sharded else bucket.gradients.shard.to(dtype)
+                bucket.incoming = bucket.outgoing if not bucket.sharded else bucket.receives(dtype)
         if bucket.carried and dtype is not gradients.dtype and self._before == 1:
             if bucket.wide_gradients is None:
                 bucket.wide_gradients = Wide(gradients, bucket.gradients.shard)
@@ -230,6 +230,7 @@ class Exchange:
             self._decompress(bucket)
         elif bucket.incoming is not bucket.gradients.shard and bucket.wide_gradients is None:
             bucket.gradients.shard.copy_(bucket.incoming)
+        bucket.received()
 
     def _decompress(self, bucket: Bucket) -> None:
         slots = zip(bucket.slots, bucket.spec.offsets, self._contexts.pop(bucket), strict=True)

@@ -141,7 +141,7 @@ def test_passes_use_rounded_values_and_a_rank_keeps_its_share_alone() -> None:
     model = single_model()
     first = copy.deepcopy(model)
     optimizer = fsdp.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), 0.1), model, threshold_mb=0.001, gather_dtype=BF16
+        torch.optim.SGD(model.parameters(), 0.1), model, BF16Compressor, threshold_mb=0.001, gather_dtype=BF16
     )
     linear = next(module for module in model.modules() if isinstance(module, torch.nn.Linear))
     seen: list[torch.Tensor] = []
@@ -155,6 +155,9 @@ def test_passes_use_rounded_values_and_a_rank_keeps_its_share_alone() -> None:
             assert not bucket.master.buffer.there, "it was widened"
             assert not bucket.parameters.there
         optimizer.step()
+        for bucket in optimizer.buckets:
+            assert not bool(bucket.outgoing.any()), "gradients that were sent are freed"
+            assert not bool(bucket.incoming.any())
     assert torch.equal(seen[0], before.to(BF16).float())
     assert seen[0].dtype is torch.float32
 

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import dear
 import fsdp
 from tests.spmd.training import same_everywhere
+from tests.spmd_plugin import SIZE
 
 BF16 = torch.bfloat16
 WIDTH, WORDS = 12, 101
@@ -308,3 +309,83 @@ def test_other_types_are_refused() -> None:
     with pytest.raises(ValueError, match=r"param_dtype=torch\.bfloat16 rounds .* LBFGS is not known"):
         model(torch.ones(1, 2))
     del whole
+
+
+class Branches(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, chosen: list[int]) -> torch.Tensor:
+        for number in chosen:
+            x = torch.tanh(self.layers[number](x))
+        return x
+
+
+def _branches(dtype: torch.dtype = BF16) -> tuple[Any, Any]:
+    torch.default_generator.manual_seed(5)
+    model, policy = Branches(), MixedPrecisionPolicy(param_dtype=dtype, output_dtype=torch.float32)
+    for layer in model.layers:
+        fsdp.fully_shard(layer, mp_policy=policy)
+    fsdp.fully_shard(model, mp_policy=policy)
+    return model, torch.optim.SGD(model.parameters(), 0.1)
+
+
+def test_ranks_use_different_modules() -> None:
+    model, optimizer = _branches()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    for step in range(3):
+        model(torch.full((2, 8), 1.0 + step), [0, dear.rank() % 2]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, value in model.state_dict().items():
+        same_everywhere(value)
+        assert torch.equal(value, before[name]) is (("layers.2" in name) or (SIZE == 1 and "layers.1" in name))
+
+
+def test_a_rank_out_of_data_joins() -> None:
+    model, optimizer = _branches()
+    for step in range(1 if dear.rank() == 0 else 3):
+        model(torch.full((2, 8), 1.0 + step), [0, 1, 2]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    dear.join()
+    for value in model.state_dict().values():
+        same_everywhere(value)
+        assert bool(value.isfinite().all())
+    with torch.no_grad():
+        same_everywhere(model(torch.ones(2, 8), [0, 1, 2]))
+
+
+def test_a_grad_scaler_with_float16() -> None:
+    model, optimizer = _branches(torch.float16)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)  # too large for numbers of 16 bits
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    for step in range(12):
+        loss = model(torch.full((2, 8), 1.0 + step % 3), [0, 1, 2]).square().sum()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        assert torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).ndim == 0
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert scaler.get_scale() < 2.0**20
+    for name, value in model.state_dict().items():
+        assert bool(value.isfinite().all())
+        assert not torch.equal(value, before[name])
+        same_everywhere(value)
+
+
+def test_settings_may_change_between_steps() -> None:
+    def train(run: _Run) -> list[torch.Tensor]:
+        losses = []
+        for number, reshard in enumerate((True, False, True)):
+            run.model.set_reshard_after_forward(reshard)
+            losses.append(run.loss(number))
+            losses[-1].backward()
+            run.step()
+        return [each.detach() for each in losses]
+
+    runs = _both(train)
+    runs[0].model.set_reshard_after_forward(False)
+    assert all(parameter.dtype is torch.float32 for parameter in runs[0].model.parameters())
