@@ -22,7 +22,7 @@ from overlap.transport.objects import allgather_object
 
 __all__ = ["WIRES", "begin"]
 
-#: The compression for each `reduce_dtype`. Sums are in fp32, or in fp64 of such gradients.
+#: The compression for each `reduce_dtype`; None is that of gradients. Sums are in fp32, or in fp64 of such gradients.
 WIRES = {
     None: Compression.none,
     torch.float32: Compression.none,
@@ -56,6 +56,7 @@ def begin(module: Any) -> None:
     refuse_what_is_lost(model)
     root = root_of(model)
     root.units = units_in([model])
+    _refuse_frozen(model, root.units, set(_trained(found[0])))
     for unit in root.units:
         unit.root = root
     arguments = replace(_arguments(root.units, found[0]), process_set=_process_set(root.units))
@@ -64,16 +65,36 @@ def begin(module: Any) -> None:
 
 def _strategy(units: Sequence[Unit], optimizer: torch.optim.Optimizer) -> Fsdp:
     stay = {id(each) for unit in units if unit.stays for each in unit.parameters}
-    return automatic(optimizer, stay=[number for number, each in enumerate(_trained(optimizer)) if each in stay])
+    numbers = [number for number, each in enumerate(_trained(optimizer)) if each in stay]
+    return automatic(optimizer, stay=numbers, param_dtype=_one(units, "param_dtype"))
 
 
 def _arguments(units: Sequence[Unit], optimizer: torch.optim.Optimizer) -> SharedArguments:
     trained = _trained(optimizer)
     inner = [[each for each in unit.parameters if id(each) in trained and each.requires_grad] for unit in units[1:]]
-    wires = {unit.reduce_dtype for unit in units if unit.parameters}
-    if len(wires) > 1:
-        raise NotImplementedError(f"reduce_dtype differs between modules ({wires}): give all of them the same")
-    return SharedArguments(groups=[group for group in inner if group] or None, compression=WIRES[wires.pop()])
+    wire = _one(units, "reduce_dtype") or _one(units, "param_dtype")
+    return SharedArguments(groups=[group for group in inner if group] or None, compression=WIRES[wire])
+
+
+def _one(units: Sequence[Unit], name: str) -> torch.dtype | None:
+    """The type that all `units` have for `name`."""
+    found: set[torch.dtype | None] = {getattr(unit, name) for unit in units if unit.parameters}
+    if len(found) > 1:
+        raise NotImplementedError(f"{name} differs between modules ({found}): give all of them the same")
+    return found.pop() if found else None
+
+
+def _refuse_frozen(model: torch.nn.Module, units: Sequence[Unit], trained: set[int]) -> None:
+    """Raise ``NotImplementedError`` where forward would meet a parameter that stays whole, and of another type."""
+    names = {id(each): name for name, each in model.named_parameters()}
+    for unit in units:
+        for each in unit.parameters if unit.param_dtype is not None else ():
+            stays = id(each) not in trained or not each.requires_grad
+            if stays and each.is_floating_point() and each.dtype is not unit.param_dtype:
+                raise NotImplementedError(
+                    f"param_dtype is {unit.param_dtype}, and parameter {names.get(id(each))!r}, which is not trained, "
+                    f"stays {each.dtype}: convert it, by parameter.data = parameter.data.to({unit.param_dtype})"
+                )
 
 
 def _process_set(units: Sequence[Unit]) -> ProcessSet:

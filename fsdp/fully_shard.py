@@ -15,10 +15,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
-from torch.utils._pytree import tree_map
 
 from fsdp.first_pass import WIRES
-from fsdp.module import sharded_class
+from fsdp.module import as_type, sharded_class
 from fsdp.units import Unit, has_unit, register, taken
 from overlap.horovod.mesh import Mesh
 from overlap.job.session import current
@@ -52,8 +51,10 @@ def fully_shard(
             them until backward has used them; None leaves it to the plan, which keeps what backward needs first. An int is
             the number of ranks among which they are sharded meanwhile: 1 is False, and the number of all ranks True.
         shard_placement_fn: refused, as is `dp_mesh_dims`.
-        mp_policy: ``reduce_dtype`` is what gradients travel in, summed in fp32; ``output_dtype`` what the module returns.
-            Parameters are used in their own type: ``param_dtype`` has to be that.
+        mp_policy: ``param_dtype``, bfloat16 or float16: parameters are gathered and used as that, and with
+            ``cast_forward_inputs`` floating-point tensors that forward is called with become it, once the model is sharded.
+            Shards, the optimizer and state dicts have the parameters' own type. ``reduce_dtype`` is what gradients travel
+            in, summed in fp32; None: ``param_dtype``. ``output_dtype``: what the module returns.
         offload_policy: shards are in the memory of CPUs, so there is nothing to offload.
         ignored_params: frozen parameters, which stay whole.
 
@@ -74,7 +75,8 @@ def fully_shard(
     _refuse_types(policy, mine)
     for one in modules:
         kind: Any = type(one)
-        register(one, Unit(kind, mine, ranks, stays, policy.reduce_dtype))
+        casts = policy.param_dtype is not None and policy.cast_forward_inputs
+        register(one, Unit(kind, mine, ranks, stays, policy.reduce_dtype, policy.param_dtype, casts))
         one.__class__ = sharded_class(kind)
         if policy.output_dtype is not None:
             one.register_forward_hook(functools.partial(_cast, policy.output_dtype))
@@ -83,10 +85,7 @@ def fully_shard(
 
 
 def _cast(dtype: torch.dtype, _module: torch.nn.Module, _inputs: Any, output: Any) -> Any:
-    def cast(value: Any) -> Any:
-        return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-
-    return tree_map(cast, output)
+    return as_type(dtype, output)
 
 
 def _stays(reshard: bool | int | None, size: int) -> bool | None:
@@ -147,11 +146,18 @@ def _refuse_layout(placement: Any, dims: Any, size: int) -> None:
 
 def _refuse_types(policy: MixedPrecisionPolicy, parameters: Sequence[torch.Tensor]) -> None:
     types = {each.dtype for each in parameters if each.is_floating_point()}
-    if policy.param_dtype is not None and types - {policy.param_dtype}:
-        raise NotImplementedError(
-            f"param_dtype is {policy.param_dtype}, and parameters are {types.pop()}: convert the model, or compute in 16 "
-            "bits inside torch.autocast"
-        )
+    others = types - {policy.param_dtype}
+    if policy.param_dtype is not None and others:
+        if policy.param_dtype not in (torch.bfloat16, torch.float16) or others - {torch.float32, torch.float64}:
+            raise NotImplementedError(
+                f"param_dtype is {policy.param_dtype}, and parameters are {others.pop()}: parameters of float32 or float64 "
+                "may be used as bfloat16 or float16; else convert the model"
+            )
+        if not hasattr(torch.Tensor, "grad_dtype"):
+            raise NotImplementedError(
+                f"param_dtype is {policy.param_dtype}, which needs Tensor.grad_dtype, and torch {torch.__version__} has "
+                "none: use a newer one, or compute in 16 bits inside torch.autocast"
+            )
     if policy.reduce_dtype not in WIRES:
         raise NotImplementedError(
             f"reduce_dtype is {policy.reduce_dtype}: gradients travel in their own type, bfloat16 or float16"

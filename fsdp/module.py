@@ -9,12 +9,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
 from fsdp.first_pass import begin
-from fsdp.units import Root, attributes_of, outermost, root_of, unit_of, units_in
+from fsdp.units import Root, Unit, attributes_of, outermost, root_of, unit_of, units_in
 from overlap.plan.plan import Residency
 
-__all__ = ["FSDPModule", "register_fsdp_forward_method", "sharded_class"]
+__all__ = ["FSDPModule", "as_type", "register_fsdp_forward_method", "sharded_class"]
 
 
 class FSDPModule(torch.nn.Module):
@@ -24,6 +25,7 @@ class FSDPModule(torch.nn.Module):
         unit = unit_of(self)
         if unit.optimizer is None:
             begin(self)
+        args, kwargs = _cast_inputs(unit, args, kwargs)
         unit.calls += 1
         try:
             return super().__call__(*args, **kwargs)
@@ -143,6 +145,7 @@ def _as_forward(module: Any, method: Callable[..., Any], args: Any, kwargs: Any)
         begin(module)
     if unit.calls or unit.optimizer is None:
         return method(*args, **kwargs)
+    args, kwargs = _cast_inputs(unit, args, kwargs)
     engine, output = unit.optimizer._engine, None
     unit.calls += 1
     engine.enter(module, args)
@@ -152,3 +155,19 @@ def _as_forward(module: Any, method: Callable[..., Any], args: Any, kwargs: Any)
         unit.calls -= 1
         engine.leave(module, args, output)
     return output
+
+
+def _cast_inputs(unit: Unit, args: Any, kwargs: Any) -> Any:
+    """The arguments of a forward pass of the module of `unit`, in the type in which it computes."""
+    if not unit.casts or unit.optimizer is None or unit.optimizer._engine.unsharder.whole_now:
+        return args, kwargs
+    return as_type(unit.param_dtype, (args, kwargs))
+
+
+def as_type(dtype: torch.dtype | None, values: Any) -> Any:
+    """`values`, with all floating-point tensors in them, at any depth, as `dtype`."""
+
+    def cast(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+    return tree_map(cast, values)

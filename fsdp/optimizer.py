@@ -48,6 +48,8 @@ class Fsdp(Strategy):
         num_nearby_layers: int | None,
         whole_mb: float | None,
         stay: Collection[int] = (),
+        gather_dtype: torch.dtype | None = None,
+        param_dtype: torch.dtype | None = None,
     ) -> None:
         if threshold_mb is not None and not threshold_mb > 0:
             raise ValueError(f"threshold_mb should be at least 0 and is {threshold_mb}")
@@ -55,6 +57,8 @@ class Fsdp(Strategy):
             raise ValueError(f"whole_mb should be above 0, or 'auto', and is {whole_mb}")
         self.threshold_mb, self.num_nearby_layers, self.whole_mb = threshold_mb, num_nearby_layers, whole_mb
         self.stay = frozenset(stay)
+        self.gather_dtype, self.param_dtype = gather_dtype, param_dtype
+        self.carries = gather_dtype is not None  # whoever moves parameters widens them, too
 
     @property
     def terms(self) -> dict[str, Any]:
@@ -63,6 +67,8 @@ class Fsdp(Strategy):
             "num_nearby_layers": self.num_nearby_layers,
             "whole_mb": self.whole_mb,
             "stay": sorted(self.stay),
+            "gather_dtype": self.gather_dtype,
+            "param_dtype": self.param_dtype,
         }
 
     def residency(self, spec: BucketSpec) -> Residency:
@@ -97,6 +103,7 @@ def DistributedOptimizer(
     *,
     threshold_mb: float | Literal["auto"] | None = "auto",
     whole_mb: float | Literal["auto"] = "auto",
+    gather_dtype: torch.dtype | None = None,
     elementwise: bool | None = None,
     per_parameter: bool | None = None,
     sync_start: bool = True,
@@ -123,6 +130,9 @@ def DistributedOptimizer(
         whole_mb: the MB of parameters that a rank may have whole beside those that are used at the moment: gathered ahead
             of their use, or not freed yet. As much of the gradients may be on its way. ``"auto"``: four buckets of the
             median size.
+        gather_dtype: ``torch.bfloat16`` or ``torch.float16``: whole parameters travel, and are used in every pass, rounded
+            to this type. Shards, the optimizer and ``model.state_dict()`` have exact values. Only for parameters of float32
+            or float64 whose updates are sharded.
         elementwise: this, and `per_parameter`, `sync_start`, `poison`, `broadcast_buffers`, `check_every`,
             `on_nonfinite`: see :class:`overlap.optimizer.arguments.SharedArguments`.
 
@@ -136,7 +146,9 @@ def DistributedOptimizer(
             f"{type(named_parameters).__name__}: pass the model as the second argument"
         )
     refuse_what_is_lost(named_parameters)
-    return Shell(optimizer, named_parameters, automatic(optimizer, threshold_mb, whole_mb), arguments)
+    return Shell(
+        optimizer, named_parameters, automatic(optimizer, threshold_mb, whole_mb, gather_dtype=gather_dtype), arguments
+    )
 
 
 def automatic(
@@ -144,11 +156,14 @@ def automatic(
     threshold_mb: float | Literal["auto"] | None = "auto",
     whole_mb: float | Literal["auto"] = "auto",
     stay: Collection[int] = (),
+    *,
+    gather_dtype: torch.dtype | None = None,
+    param_dtype: torch.dtype | None = None,
 ) -> Fsdp:
     """The strategy for the parameters of `optimizer`, which chooses what the arguments leave to it."""
     wished = current().settings.threshold_mb if threshold_mb in ("auto", None) else threshold_mb
     chosen = limits("auto" if wished is None else wished, None, *size_and_device(optimizer))
-    return Fsdp(*chosen, None if whole_mb == "auto" else whole_mb, stay)
+    return Fsdp(*chosen, None if whole_mb == "auto" else whole_mb, stay, gather_dtype, param_dtype)
 
 
 def refuse_what_is_lost(model: torch.nn.Module) -> None:

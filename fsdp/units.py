@@ -25,7 +25,9 @@ class Unit:
     parameters: list[torch.nn.Parameter]
     ranks: tuple[int, ...]  # among which they are sharded, in ascending order
     stays: bool | None = None  # whole from forward to backward; None: as the plan has it
-    reduce_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None  # of gradients that travel …
+    param_dtype: torch.dtype | None = None  # … and of parameters that are used; None: their own
+    casts: bool = False  # inputs of forward to `param_dtype`
     root: Root | None = None
     calls: int = 0  # of the module, that are going on
 

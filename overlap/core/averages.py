@@ -78,7 +78,7 @@ class Averages:
                     slot.unused = slot.absent
                 bucket.gradients.shard.copy_(bucket.gradients.whole[bucket.own])
                 if bucket.freed:
-                    bucket.gradients.free()
+                    bucket.free_gradients()
                 self.engine.sharded.take(bucket)
 
     @torch.no_grad()

@@ -16,7 +16,7 @@ from overlap.core.flat_buffer import FlatBuffer
 from overlap.core.gates.holders import Strangers
 from overlap.core.handles import Watch
 from overlap.core.master_weights import MakeMaster, MasterWeights
-from overlap.plan.partition import pieces
+from overlap.plan.partition import BucketSpec, pieces
 from overlap.plan.plan import BucketPlan
 from overlap.plan.strategy import Collectives
 from overlap.transport.communicator import Communicator, ReduceOp, Start, Work
@@ -61,12 +61,22 @@ class TooManyGradients(RuntimeError):
 
 
 class Freed(NamedTuple):
-    """The tensors that stand for a parameter of a freed bucket. All but `whole` have its shape, and one element."""
+    """The tensors that stand for a parameter of a freed bucket, of its shape.
 
-    whole: torch.Tensor  # while it is gathered
-    away: torch.Tensor  # NaN: while it is not
+    `away`, `gone`, `sent` and `zero` have one element.
+    """
+
+    whole: torch.Tensor  # while it is gathered, exact
+    used: torch.Tensor  # the same for passes; it may be of 16 bits
+    away: torch.Tensor  # NaN: while it is not gathered
+    gone: torch.Tensor  # the same, of the type of `used`: between two uses in a round
     sent: torch.Tensor  # NaN: its gradient, which has gone into the bucket; until ``zero_grad()``, also after the step
     zero: torch.Tensor  # its gradient, after ``zero_grad(set_to_none=False)``
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Addresses at which the parameter may be."""
+        return tuple(each.data_ptr() for each in (self.whole, self.used, self.away, self.gone))
 
 
 @dataclass(slots=True, eq=False)
@@ -135,7 +145,8 @@ class Slot:
             self.bucket.gradients.restore()
         elif not lone and (view.data_ptr() != place.data_ptr() or view.dtype is not place.dtype):
             self.view = view = place.data  # ``model.half().double()`` has given the old one other memory
-        if gradient is None or param.dtype is not place.dtype or param.device != place.device:
+        other = param.dtype is not place.dtype or param.device != place.device
+        if gradient is None or (other and self.converted):
             if not lone:
                 place.zero_()
             self._given = None
@@ -203,8 +214,10 @@ class Slot:
     @property
     def converted(self) -> bool:
         """Whether the parameter has become another type, or moved to another device, since it is in its bucket."""
-        place = self.place
-        return place is not None and (self.param.dtype is not place.dtype or self.param.device != place.device)
+        place, param = self.place, self.param
+        if place is None or (param.dtype is place.dtype and param.device == place.device):
+            return False
+        return self.freed is None or param.dtype is not self.freed.used.dtype
 
     def keep_layout(self) -> None:
         """Lay the parameter out as its place was, if a conversion changed that: shards of the state are in this order."""
@@ -329,7 +342,8 @@ class Bucket:
         self.gathering: Known | None = None
         self.round = 0  # of its last reduction; see `overlap.core.participants`
         self._kept: torch.Tensor | None = None
-        self._away = False  # parameters have left the flat buffer for this rank's shard
+        self._away = False  # parameters have left the flat buffer for this rank's shard …
+        self.opened = False  # … and are whole and exact, for whoever reads or writes them
         first = slots[0].param
         self.shares = spec.shares(world_size)  # elements of each rank's shard
         self.counts = None if len(set(self.shares)) == 1 else self.shares
@@ -341,13 +355,15 @@ class Bucket:
         for place, slot in enumerate(slots):
             slot.move_in(self, self.gradients.view(place, slot.param))
         self.master: MasterWeights | None = None
+        self._sent: FlatBuffer | None = None  # of a freed bucket, whose gradients travel in another type …
+        self._received: FlatBuffer | None = None  # … and this rank's share of them
         if plan.sharded:
             self.parameters = FlatBuffer(spec, share, first.dtype, first.device, apart=plan.freed, freed=plan.freed)
             self.adopt()
+            if make_master is not None:
+                self.master = make_master(self.parameters, plan.freed)
             if plan.freed:
                 self._free()
-            if make_master is not None:
-                self.master = make_master(self.parameters.whole, self.own)
             # What an all-gather of the parameters fills in place, this rank's shard being there.
             self.travelling = self.parameters.whole if self.master is None else self.master.wire
         # What is reduced: `outgoing` of all ranks into `incoming` with `op`.
@@ -355,8 +371,9 @@ class Bucket:
         self.carried = carried and plan.sharded and first.dtype is torch.float32 and first.device.type == "cpu"
         self.wide_gradients: Wide | None = None  # as the last reduction was loaded
         self.wide_parameters: Wide | None = None
-        if self.carried and self.master is not None:
-            self.wide_parameters = Wide(self.master.values, self.parameters.whole)
+        self._wide: Wide | None = None
+        if self.carried and self.master is not None and not self.master.used:
+            self.wide_parameters = self._wide = Wide(self.master.values, self.parameters.whole)
 
     def __repr__(self) -> str:
         return f"Bucket {self.index} ({len(self.slots)} tensors, {self.nbytes / 2**20:.2f} MB, {self.phase.name})"
@@ -424,15 +441,58 @@ class Bucket:
         """Keep this rank's share, of parameters that were just adopted."""
         self.parameters.shard.copy_(self.parameters.whole[self.own])
         for place, slot in enumerate(self.slots):
-            whole = self.parameters.view(place, slot.param)
+            whole, used = (each.view(place, slot.param) for each in (self.parameters, self._used))
             if slot.freed is None:
-                stand = (whole.new_full((), value).expand(whole.shape) for value in (math.nan, math.nan, 0))
-                slot.freed = Freed(whole, *stand)
+                away, sent, zero = (whole.new_full((), value).expand(whole.shape) for value in (math.nan, math.nan, 0))
+                gone = used.new_full((), math.nan).expand(used.shape) if self.narrow else away
+                slot.freed = Freed(whole, used, away, gone, sent, zero)
             else:
-                slot.freed = slot.freed._replace(whole=whole)
+                slot.freed = slot.freed._replace(whole=whole, used=used)
+            if self.narrow:
+                slot.param.grad_dtype = whole.dtype  # autograd widens gradients, each once
         self._away = True
         self.reshard()
+        self.rest()
+        self.free_gradients()
+
+    @property
+    def _used(self) -> FlatBuffer:
+        """Of a freed bucket: what parameters show while passes use them."""
+        narrow = None if self.master is None or not self.master.used else self.master.buffer
+        return self.parameters if narrow is None else narrow
+
+    @property
+    def narrow(self) -> bool:
+        """Whether parameters are of 16 bits while passes use them."""
+        return self.master is not None and self.master.used
+
+    def free_gradients(self) -> None:
+        """Of a freed bucket, which are in shards: their memory is free."""
         self.gradients.free()
+        if self._sent is not None:
+            self._sent.free()
+
+    def sends(self, dtype: torch.dtype) -> torch.Tensor:
+        """Memory for gradients that travel as `dtype`, until they are reduced."""
+        whole = self.gradients.whole
+        if not self.freed:
+            return torch.empty_like(whole, dtype=dtype)
+        self._sent = FlatBuffer(self.spec, slice(0, 0), dtype, whole.device, freed=True)
+        return self._sent.whole
+
+    def receives(self, dtype: torch.dtype) -> torch.Tensor:
+        """Memory for this rank's share of gradients that travel as `dtype`, until :meth:`received`."""
+        shard = self.gradients.shard
+        if not self.freed:
+            return shard.to(dtype)
+        spec = BucketSpec((), (), shard.numel(), shard.numel())
+        self._received = FlatBuffer(spec, slice(0, 0), dtype, shard.device, freed=True)
+        return self._received.whole
+
+    def received(self) -> None:
+        """The averages are in ``gradients.shard``."""
+        if self._received is not None:
+            self._received.free()
 
     def stand_in(self) -> None:
         """Let what stands for a gradient in shards be ``.grad`` on every rank, as the average is everybody's."""
@@ -454,27 +514,65 @@ class Bucket:
                 if slot.freed is not None and slot.aside is slot.freed.sent:
                     self.gradients.shard[inside].add_(kept[inside])
 
-    def unshard(self) -> None:
+    def before_gather(self, *, exact: bool, poison: bool) -> None:
+        """Parameters are about to be gathered: rounded, where they are used so, or `exact`. `poison`: as in `reshard`."""
+        into, master = self.parameters if exact else self._used, None if exact else self.master
+        if not into.there:
+            into.restore()
+            if poison:
+                into.whole.fill_(math.nan)
+        self.travelling = self.parameters.whole if master is None else master.wire
+        self.wide_parameters = None if master is None else self._wide
+        if master is not None:
+            assert master.buffer is not None
+            master.buffer.restore()
+            if self.wide_parameters is None:
+                master.pack()
+
+    def gathered(self) -> None:
+        """Parameters have come."""
+        master = self.master
+        if master is None or master.used or self.travelling is not master.wire:
+            return
+        if self.wide_parameters is None:
+            master.land()
+        assert master.buffer is not None
+        master.buffer.free()
+
+    def unshard(self, *, exact: bool = False) -> None:
         """Parameters, which were gathered, are whole."""
+        self.opened = exact
         for slot in self.slots:
             assert slot.freed is not None
-            slot.param.data = slot.freed.whole
+            slot.param.data = slot.freed.whole if exact else slot.freed.used
 
     def reshard(self, *, poison: bool = False) -> None:
         """Parameters are away, and their memory is free; with `poison`, it is NaN instead."""
+        self.opened = False
+        for slot in self.slots:
+            assert slot.freed is not None
+            slot.param.data = slot.freed.gone
+        for buffer in {self.parameters, self._used}:
+            if not poison:
+                buffer.free()
+            elif buffer.there:
+                buffer.whole.fill_(math.nan)
+                buffer.there = False
+
+    def rest(self) -> None:
+        """Parameters, which no pass uses, are away, and of their own type.
+
+        Not while a graph is made: with another type comes another end of it, and one that uses a parameter twice would
+        bring its gradient in two parts.
+        """
         for slot in self.slots:
             assert slot.freed is not None
             slot.param.data = slot.freed.away
-        if poison:
-            self.parameters.whole.fill_(math.nan)
-            self.parameters.there = False
-        else:
-            self.parameters.free()
 
     def _refuse_replaced(self) -> None:
         for slot in self.slots:
             assert slot.freed is not None
-            if slot.param.data_ptr() not in (slot.freed.whole.data_ptr(), slot.freed.away.data_ptr()):
+            if slot.param.data_ptr() not in slot.freed.places:
                 raise RuntimeError(
                     f"the memory of parameter {slot.name!r} was replaced (p.data = …), and each rank keeps a share of it "
                     "elsewhere: load values by model.load_state_dict(), on every rank"
@@ -486,7 +584,7 @@ class Bucket:
             arrive(self.work)
             self.work = None
             if self.freed:
-                self.gradients.free()
+                self.free_gradients()
 
     def _warn_of_layout(self, slot: Slot) -> None:
         assert slot.place is not None

@@ -7,6 +7,8 @@ from typing import Protocol
 
 import torch
 
+from overlap.core.flat_buffer import FlatBuffer
+
 __all__ = ["MakeMaster", "MasterWeights"]
 
 
@@ -15,6 +17,9 @@ class MasterWeights(Protocol):
 
     values: torch.Tensor  # exact: what an update writes to
     wire: torch.Tensor  # all ranks' shards, as they travel
+    buffer: FlatBuffer | None  # of a freed bucket: the memory of `wire`
+    used: bool  # parameters of a freed bucket are `wire` itself while passes use them
+    told: bool  # the state of the optimizer has `values`, too
 
     def follow(self) -> None:
         """Before an update, take over what a script has written to the parameters."""
@@ -32,5 +37,5 @@ class MasterWeights(Protocol):
         """Forget the exact values, which are not known any more: the parameters are taken instead."""
 
 
-#: From a bucket's flat parameters, and this rank's shard of them.
-MakeMaster = Callable[[torch.Tensor, slice], MasterWeights]
+#: From a bucket's parameters, whether it is freed; None: they travel as they are.
+MakeMaster = Callable[[FlatBuffer, bool], MasterWeights | None]

@@ -306,7 +306,7 @@ class Round:
             arrive(bucket.work)
             bucket.work = None
             if bucket.freed:
-                bucket.gradients.free()
+                bucket.free_gradients()
         if not self._exchange.plain:
             self._exchange.unload(bucket)
         shards = self._planner.shards

@@ -99,6 +99,8 @@ class Unsharder(Feature):
         self._settled = False  # the first round is over
         self.stale = False  # shards have other values than those gathered ahead, on all ranks
         self._told: Callable[[], Callable[[], None] | None] | None = None
+        self._narrow: list[Bucket] = []  # whose parameters are of 16 bits while passes use them
+        self._trains = False  # a graph is made that the next backward goes through
 
     def tell(self, told: Callable[[], Callable[[], None] | None]) -> None:
         """Call what `told()` refers to before each backward pass, on every rank."""
@@ -112,6 +114,7 @@ class Unsharder(Feature):
             self._carry_out(self._sweeps.over())
         self.whole_now = False
         self._buckets, self.active = freed, bool(freed)
+        self._narrow = [bucket for bucket in freed if bucket.narrow]
         self._slots = {id(slot.param): slot for bucket in freed for slot in bucket.slots}
         self._numbers = {bucket: number for number, bucket in enumerate(freed)}
         self._of_module.clear()
@@ -186,6 +189,7 @@ class Unsharder(Feature):
 
     def _begin_forward(self, *, trains: bool) -> None:
         self._participants.passes("forward", trains=trains)
+        self._trains = self._trains or trains
         self._latest, self._now = -1, -1.0
         self._passes += 1
         self._left.clear()
@@ -240,6 +244,14 @@ class Unsharder(Feature):
                 self._carry_out(self._sweeps.done(self._numbers[bucket]))
             else:
                 self._sweeps.rests(self._numbers[bucket])
+        if not (self._frames or self._trains):
+            self._rest()
+
+    def _rest(self) -> None:
+        for bucket in self._narrow:
+            if not any(bucket in frame.used for frame in self._frames):
+                self._unsharded.discard(bucket)  # what is gathered still is used again so
+                bucket.rest()
 
     def _own(self, module: torch.nn.Module) -> tuple[Bucket, ...]:
         found = self._of_module.get(module)
@@ -309,6 +321,9 @@ class Unsharder(Feature):
             for bucket in self._unsharded.difference(*(frame.used for frame in self._frames)):
                 self._carry_out(self._sweeps.done(self._numbers[bucket]))  # some of its gradients have not come
         self._carry_out(self._sweeps.backward_over())
+        if not self._again:
+            self._trains = False
+            self._rest()
 
     def follow(self, what: str, *, trains: bool = False) -> None:
         """Others make a forward or a backward pass, and this rank, which has joined, gives them its share."""
@@ -346,6 +361,8 @@ class Unsharder(Feature):
         self._backward = False
         self._latest = -1
         self._carry_out(self._sweeps.over())
+        self._trains = False
+        self._rest()
         if not self._learned and self._model is not None:
             self._learn()
         self._carry_out(self._sweeps.next_step())
@@ -354,6 +371,8 @@ class Unsharder(Feature):
         """All passes of this round are over on this rank, which is about to wait for others: they may need its share."""
         if not self.whole_now:
             self._carry_out(self._sweeps.over())
+            self._trains = False
+            self._rest()
         if not self._settled:
             self._settled = True
             give_back()
@@ -398,10 +417,10 @@ class Unsharder(Feature):
         self._carry_out(self._sweeps.replaced())
         self.whole_now = True
         for bucket in self._buckets:
-            self._gather(bucket)
+            self._gather(bucket, exact=True)
         for bucket in self._buckets:
             self._land(bucket)
-            bucket.unshard()
+            bucket.unshard(exact=True)
 
     def reside(self, residency: Residency, wanted: Callable[[torch.Tensor], bool]) -> None:
         """From now on, buckets whose parameters are all `wanted` are freed as `residency` says.
@@ -424,14 +443,11 @@ class Unsharder(Feature):
             else:
                 self._free(self._buckets[number])
 
-    def _gather(self, bucket: Bucket) -> None:
+    def _gather(self, bucket: Bucket, *, exact: bool = False) -> None:
         self.gathered += 1
         self.series = (self.series * 31 + bucket.index + 1) % _SERIES
         self._land(bucket)  # where it was gathered already, and is used
-        if not bucket.parameters.there:
-            bucket.parameters.restore()
-            if self._poison:
-                bucket.parameters.whole.fill_(float("nan"))
+        bucket.before_gather(exact=exact, poison=self._poison)
         reduction, bucket.work = bucket.work, None
         bucket.collectives.gather(self._lanes[bucket.lane], bucket)
         assert bucket.work is not None
@@ -441,11 +457,14 @@ class Unsharder(Feature):
         work = self._flying.pop(bucket, None)
         if work is not None:
             arrive(work)
+            bucket.gathered()
 
     def _free(self, bucket: Bucket) -> None:
         self._land(bucket)
         self._unsharded.discard(bucket)
         bucket.reshard(poison=self._poison)
+        if bucket.narrow and not (self._frames or self._backward or self._trains):
+            bucket.rest()
 
 
 class SamePasses(Feature):

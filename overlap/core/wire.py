@@ -101,7 +101,7 @@ def _gathering(bucket: Bucket) -> Operation:
     whole = bucket.travelling
     return Operation(
         leads(bucket.plan.placement, Placement.REPLICATED),
-        bucket.parameters.shard if bucket.master is None else whole[bucket.own],
+        bucket.parameters.shard if whole is bucket.parameters.whole else whole[bucket.own],
         whole,
         root=bucket.owner or 0,
         recv_counts=bucket.counts,
@@ -165,9 +165,9 @@ class Exchange:
         if dtype is gradients.dtype and self._before == 1:
             return
         if bucket.outgoing.dtype is not dtype or bucket.outgoing is gradients:
-            bucket.outgoing = torch.empty_like(gradients, dtype=dtype)
+            bucket.outgoing = bucket.sends(dtype)
             if dtype is not gradients.dtype:
-                bucket.incoming = bucket.outgoing if not bucket.sharded else bucket.gradients.shard.to(dtype)
+                bucket.incoming = bucket.outgoing if not bucket.sharded else bucket.receives(dtype)
         if bucket.carried and dtype is not gradients.dtype and self._before == 1:
             if bucket.wide_gradients is None:
                 bucket.wide_gradients = Wide(gradients, bucket.gradients.shard)
@@ -230,6 +230,7 @@ class Exchange:
             self._decompress(bucket)
         elif bucket.incoming is not bucket.gradients.shard and bucket.wide_gradients is None:
             bucket.gradients.shard.copy_(bucket.incoming)
+        bucket.received()
 
     def _decompress(self, bucket: Bucket) -> None:
         slots = zip(bucket.slots, bucket.spec.offsets, self._contexts.pop(bucket), strict=True)

@@ -18,6 +18,7 @@ import torch
 
 from overlap.core.bucket import Slot
 from overlap.core.feature import Feature
+from overlap.core.flat_buffer import FlatBuffer
 from overlap.transport.cuda import streams
 from overlap.transport.native import differ
 
@@ -29,18 +30,29 @@ _SEGMENT = 2**17  # elements that are compared while they are in the cache
 
 
 class RoundedParameters(Feature):
-    """Checks parameters that are added or converted later: whether they can be sent as `dtype`."""
+    """Checks parameters that are added or converted later: whether they can be sent as `dtype`.
 
-    def __init__(self, dtype: torch.dtype, optimizer: torch.optim.Optimizer) -> None:
-        self._dtype, self._optimizer = dtype, optimizer
+    With `used`, those of freed buckets are also computed with in that type.
+    """
+
+    def __init__(self, dtype: torch.dtype, optimizer: torch.optim.Optimizer, *, used: bool = False) -> None:
+        self._dtype, self._optimizer, self._used = dtype, optimizer, used
 
     def admit(self, slots: Sequence[Slot]) -> None:
-        named = ((slot.name, slot.param) for slot in slots)
-        check_gather_dtype(self._dtype, named, self._optimizer, sharding=True)
+        self.check(slots, sharding=True)
 
-    def master(self, parameters: torch.Tensor, own: slice) -> Master:
-        """The exact values of a bucket's flat parameters; see :data:`overlap.core.master_weights.MakeMaster`."""
-        return Master(parameters, own, self._dtype)
+    def check(self, slots: Sequence[Slot], *, sharding: bool) -> None:
+        """Raise where parameters cannot be sent rounded, as :func:`check_gather_dtype`."""
+        named = ((slot.name, slot.param) for slot in slots if not (self._used and slot.param.dtype is self._dtype))
+        what = "param_dtype" if self._used else "gather_dtype"
+        check_gather_dtype(self._dtype, named, self._optimizer, sharding=sharding, what=what)
+
+    def master(self, parameters: FlatBuffer, freed: bool) -> Master | FreedMaster | None:
+        """The exact values of a bucket's `parameters`; see :data:`overlap.core.master_weights.MakeMaster`."""
+        if freed:
+            same = parameters.whole.dtype is self._dtype
+            return None if same else FreedMaster(parameters, self._dtype, used=self._used)
+        return Master(parameters.whole, parameters.own, self._dtype)
 
 
 class Master:
@@ -48,6 +60,9 @@ class Master:
 
     Between steps this rank's part of `wire` is `values` rounded.
     """
+
+    buffer: FlatBuffer | None = None
+    used, told = False, True
 
     def __init__(self, parameters: torch.Tensor, own: slice, dtype: torch.dtype) -> None:
         self._seen, self._parameters = parameters[own], parameters
@@ -99,17 +114,82 @@ class Master:
         self._parameters.copy_(self.wire)
 
 
+class FreedMaster:
+    """The exact shard of a freed bucket's `parameters`, which are gathered rounded to `dtype`.
+
+    The shard is what the bucket keeps anyway: exact values are the parameters', and rounded ones last for a pass. With
+    `used`, parameters are the rounded values while they are whole; else those are widened.
+    """
+
+    def __init__(self, parameters: FlatBuffer, dtype: torch.dtype, *, used: bool) -> None:
+        whole, own = parameters.whole, parameters.own
+        self.used, self.told = used, not used
+        buffer = FlatBuffer(parameters.spec, own, dtype, whole.device, freed=True)
+        buffer.free()
+        self.buffer: FlatBuffer | None = buffer
+        self.values, self.wire, self._parameters = parameters.shard, buffer.whole, whole
+        self._rounded = buffer.shard
+        self._given: torch.Tensor | None = None  # exact values that were loaded, until the next update
+
+    def forget(self) -> None:
+        """The parameters count."""
+        self._given = None
+
+    @torch.no_grad()
+    def put(self, piece: torch.Tensor, values: torch.Tensor) -> None:
+        """Exact values of `piece`, a view of :attr:`values`: they count where rounding them gives the parameter.
+
+        The parameters may be loaded before them, or until the next update.
+        """
+        if self._given is None:
+            self._given = torch.full_like(self.values, float("nan"))
+        start = int(piece.storage_offset() - self.values.storage_offset())
+        span = slice(start, start + piece.numel())
+        self._given[span] = values
+        self._take(span)
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        """Take over exact values that were loaded before their parameters."""
+        if self._given is not None:
+            self._take(slice(0, self.values.numel()))
+            self._given = None
+
+    def _take(self, span: slice) -> None:
+        assert self._given is not None
+        given, values = self._given[span], self.values[span]
+        values.copy_(torch.where(given.to(self.wire.dtype) == values, given, values))
+
+    @torch.no_grad()
+    def pack(self) -> None:
+        """Round `values` into their place in `wire`."""
+        self._rounded.copy_(self.values)
+
+    @torch.no_grad()
+    def land(self) -> None:
+        """Copy the shards of all ranks, which are in `wire`, into the parameters."""
+        self._parameters.copy_(self.wire)
+
+
 def check_gather_dtype(
-    dtype: Any, named: Iterable[tuple[str, torch.Tensor]], optimizer: torch.optim.Optimizer, *, sharding: bool
+    dtype: Any,
+    named: Iterable[tuple[str, torch.Tensor]],
+    optimizer: torch.optim.Optimizer,
+    *,
+    sharding: bool,
+    what: str = "gather_dtype",
 ) -> None:
-    """Raise ``ValueError`` or ``TypeError`` where parameters cannot be sent as `dtype`; None sends them as they are."""
+    """Raise ``ValueError`` or ``TypeError`` where parameters cannot be sent as `dtype`; None sends them as they are.
+
+    `what` the argument is called.
+    """
     if dtype is None:
         return
     if dtype not in _WIRES:
-        raise ValueError(f"gather_dtype should be None, torch.bfloat16 or torch.float16 and is {dtype!r}")
+        raise ValueError(f"{what} should be None, torch.bfloat16 or torch.float16 and is {dtype!r}")
     if not sharding:
         raise ValueError(
-            f"gather_dtype={dtype} rounds parameters that are gathered after an update of shards, and here every rank "
+            f"{what}={dtype} rounds parameters that are gathered after an update of shards, and here every rank "
             f"updates whole parameters: {type(optimizer).__name__} is not known to work element by element "
             "(elementwise=True promises that it does; per_parameter=True with oss, parameter by parameter), or a "
             "compression of your own needs whole gradients"
@@ -117,6 +197,6 @@ def check_gather_dtype(
     for name, param in named:
         if param.dtype not in _EXACT:
             raise TypeError(
-                f"gather_dtype={dtype} keeps exact values beside parameters of float32 or float64, and {name!r} is "
-                f"{param.dtype}; convert the model to float32, or leave gather_dtype=None"
+                f"{what}={dtype} keeps exact values beside parameters of float32 or float64, and {name!r} is "
+                f"{param.dtype}; convert the model to float32, or leave {what}=None"
             )

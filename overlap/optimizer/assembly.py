@@ -42,7 +42,7 @@ from overlap.features.nonfinite import NonfiniteCheck, SkippedSteps
 from overlap.features.renormed import RenormedRows, announced
 from overlap.features.replanning import Replanning
 from overlap.features.replicas import EarlyReplicaCheck, ReplicaCheck, final_parameters, named_parameters_of
-from overlap.features.rounded_parameters import RoundedParameters, check_gather_dtype
+from overlap.features.rounded_parameters import RoundedParameters
 from overlap.features.same_data import SameData
 from overlap.features.sparse import DenseGradients, SparseGradients
 from overlap.health.explained import in_words
@@ -225,11 +225,12 @@ def _assemble(
     poison: bool,
 ) -> Assembly:
     """The parts, from the lowest up: each is given those below it. Communicates nothing but values that are made now."""
-    comm, dtype = members.comm, strategy.gather_dtype
+    comm, used = members.comm, strategy.param_dtype is not None
+    dtype = strategy.param_dtype if used else strategy.gather_dtype
     exchange = Exchange(arguments.compression, arguments.op, arguments.gradient_predivide_factor, comm.size)
-    pairs = ((slot.name, slot.param) for slot in slots if slot.param.requires_grad)
-    check_gather_dtype(dtype, pairs, optimizer, sharding=updates.in_shards)
-    rounded = None if dtype is None else RoundedParameters(dtype, optimizer)
+    rounded = None if dtype is None else RoundedParameters(dtype, optimizer, used=used)
+    if rounded is not None:
+        rounded.check([slot for slot in slots if slot.param.requires_grad], sharding=updates.in_shards)
     plans = isinstance(strategy, PlannedStrategy) and bool(strategy.planned) and comm.size > 1
     replanning = Replanning() if plans else None
     transit = Transit(members.gathers, poison=poison)

@@ -37,7 +37,8 @@ def sharded_state_dict(model: torch.nn.Module, optimizer: _Optimizers = None) ->
 
     Named as by ``torch.distributed.checkpoint.state_dict.get_state_dict``: ``["model"]``, and ``["optim"]`` with "state"
     and "param_groups" by the names of parameters. A tensor of which this rank has a share has the shape of the whole, and
-    can be written alone; nothing is gathered. With a `gather_dtype`, ``["master"]`` has exact parameters by name.
+    can be written alone; nothing is gathered. With a `gather_dtype`, ``["master"]`` has exact parameters by name;
+    with `fsdp` the model itself has them.
 
     Tensors are those that training goes on with. Sends nothing; on every rank, between ``step()`` and the next backward.
     To load, take :func:`load_checkpoint`.

@@ -42,14 +42,15 @@ class Strategy(ABC):
     `updates` is what the strategy wishes for; optimizers that need whole parameters get whole updates. Without `ordered`,
     buckets are reduced as they fill, and the strategy's collectives see to one order on all ranks; not with updates in
     shards, whose last bucket waits for ``step()``. With a `gather_dtype`, updated parameters travel and are used rounded to
-    it, and exact ones are kept in shards (`overlap.features.rounded_parameters`). Nothing here may depend on anything
-    measured or seen on this rank alone.
+    it, and exact ones are kept in shards (`overlap.features.rounded_parameters`); with a `param_dtype`, those of freed
+    buckets are of that type while they are used. Nothing here may depend on anything measured or seen on this rank alone.
     """
 
     name: str
     updates: Updates = Updates.WHOLE
     ordered: bool = True
     gather_dtype: torch.dtype | None = None
+    param_dtype: torch.dtype | None = None
     lanes: int = (
         1  # of updates in shards: how many buckets travel at a time, see :func:`overlap.plan.partition.lane_of`
     )

@@ -22,7 +22,7 @@ def held(shards: ShardUpdate, bucket: Bucket) -> list[tuple[Piece, _State]]:
 
 def _state_of(shards: ShardUpdate, one: Piece, bucket: Bucket) -> _State:
     state: _State = shards.state.get(one.proxy, {})
-    return state if bucket.master is None else {**state, MASTER: one.proxy.data}
+    return state if bucket.master is None or not bucket.master.told else {**state, MASTER: one.proxy.data}
 
 
 def put(shards: ShardUpdate, one: Piece, state: _State) -> None:

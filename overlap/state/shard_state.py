@@ -66,7 +66,7 @@ class ShardState:
         for one in shards.pieces_of(bucket):
             value = self.loaded.get(one.slot.param)
             if value is not None:
-                put_master(one, value if shards.whole else to_flat(value, one.slot.param)[one.start : one.stop])
+                put_master(one, value if shards.whole else to_flat(value, one.slot.like)[one.start : one.stop])
         for slot in bucket.slots:
             self.loaded.pop(slot.param, None)
 

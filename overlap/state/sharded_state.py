@@ -76,6 +76,8 @@ class ShardedState:
                     for key, value in inside.items():
                         sliced = not shards.whole and is_sliced(key, value, one.stop - one.start)
                         shown = _chunk(one, value) if sliced else value
+                        if key == MASTER and one.slot.freed is not None:
+                            continue  # the model has them
                         if key == MASTER:
                             exact[self._names[id(one.slot.param)]] = shown
                         else:

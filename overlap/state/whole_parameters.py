@@ -117,9 +117,7 @@ class _Saved(Ours):
 
     def __call__(self, _module: torch.nn.Module, found: dict[str, Any], prefix: str, _metadata: Any) -> None:
         wanted = {
-            prefix + name: slot
-            for name, slot in self._named.items()
-            if prefix + name in found and slot.freed is not None and _away(slot)
+            prefix + name: slot for name, slot in self._named.items() if prefix + name in found and _in_shards(slot)
         }
         if wanted:
             values = self._collect(list(wanted.values()), found)
@@ -133,9 +131,9 @@ class _Loading(Ours):
     def __call__(self, found: dict[str, Any], prefix: str, *_others: Any) -> None:
         for name, slot in self._named.items():
             value = found.get(prefix + name)
-            if slot.freed is not None and _away(slot) and getattr(value, "shape", None) == slot.like.shape:
+            if _in_shards(slot) and getattr(value, "shape", None) == slot.like.shape:
                 self._meet()
-                slot.param.data = torch.empty_like(slot.freed.whole)
+                slot.param.data = torch.empty_like(slot.like)
 
 
 class _Loaded(Ours):
@@ -144,11 +142,11 @@ class _Loaded(Ours):
 
     def __call__(self, _module: torch.nn.Module, _keys: Any) -> None:
         for slot in self._named.values():
-            if slot.freed is not None and not _away(slot) and slot.param.data_ptr() != slot.freed.whole.data_ptr():
+            if slot.freed is not None and slot.param.data_ptr() not in slot.freed.places:
                 self._take(slot, slot.param.data)
                 slot.param.data = slot.freed.away
 
 
-def _away(slot: Slot) -> bool:
-    assert slot.freed is not None
-    return slot.param.data_ptr() == slot.freed.away.data_ptr()
+def _in_shards(slot: Slot) -> bool:
+    """Whether each rank's share is what counts, also where a pass has left the parameter whole."""
+    return slot.freed is not None and slot.bucket is not None and not slot.bucket.opened

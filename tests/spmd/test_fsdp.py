@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -46,6 +47,35 @@ def _held(model: torch.nn.Module) -> int:
     """Bytes of memory behind the parameters."""
     storages = {parameter.untyped_storage().data_ptr(): parameter.untyped_storage() for parameter in model.parameters()}
     return sum(storage.nbytes() for storage in storages.values())
+
+
+@pytest.mark.parametrize("file", [False, True])
+def test_what_is_loaded_counts_after_an_evaluation(file: bool, tmp_path: Path) -> None:
+    """Which leaves parameters whole that the next pass uses first."""
+    model, optimizer = trained("fsdp")
+    folder = Path(dear.broadcast_object(str(tmp_path)))
+    dear.save_checkpoint(folder, model)
+    expected = values_of(model)
+    dear.barrier()
+    if not file:
+        expected = [torch.full_like(value, 0.25) for value in expected]
+    for step in range(2, 4):
+        optimizer.zero_grad()
+        local_loss(model, step).backward()
+        optimizer.step()
+    with torch.no_grad():
+        local_loss(model)
+    dear.barrier()
+    if file:
+        dear.load_checkpoint(folder, model)
+    else:
+        named = [name for name, _ in model.named_parameters()]
+        model.load_state_dict(dict(zip(named, expected, strict=True)), strict=False)
+    with torch.no_grad():
+        local_loss(model)
+    dear.barrier()
+    for value, other in zip(values_of(model), expected, strict=True):
+        assert torch.equal(value, other)
 
 
 def test_between_passes_a_rank_holds_its_share() -> None:

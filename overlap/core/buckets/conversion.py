@@ -30,7 +30,8 @@ def changes(slots: Iterable[Slot]) -> list[Change]:
     found = []
     for slot in slots:  # in every step: without a call for each
         place, param = slot.place, slot.param
-        if place is not None and (param.dtype is not place.dtype or param.device != place.device):
+        other = place is not None and (param.dtype is not place.dtype or param.device != place.device)
+        if other and place is not None and slot.converted:
             found.append(Change(slot.name, f"{place.dtype} on {place.device.type}", kind_of(slot)))
     return found
 
