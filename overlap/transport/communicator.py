@@ -37,6 +37,16 @@ class Communicator(ABC):
     #: None unless a timeline is being recorded.
     listener: ClassVar[Callable[[Communicator, Work], Work] | None] = None
 
+    #: This process's number in the group, and how many ranks that has.
+    rank: int
+    size: int
+
+    #: What moves the bytes: "local", "mpi", "tcp" or "gloo".
+    backend: str
+
+    #: For messages; the same on all ranks of the group.
+    name: str
+
     #: Whether operations take `wide`: see `overlap.transport.operation.Wide`.
     rounds: ClassVar[bool] = True
 
@@ -67,26 +77,6 @@ class Communicator(ABC):
     def stamps(self) -> Stamps:
         """What tells when its operations, and computations on the tensors that it is there for, take place."""
         return HostStamps()
-
-    @property
-    @abstractmethod
-    def rank(self) -> int:
-        """This process's number in the group."""
-
-    @property
-    @abstractmethod
-    def size(self) -> int:
-        """How many ranks the group has."""
-
-    @property
-    @abstractmethod
-    def backend(self) -> str:
-        """What moves the bytes: "local", "mpi", "tcp" or "gloo"."""
-
-    @property
-    @abstractmethod
-    def name(self) -> str:
-        """A name for messages; the same on all ranks of the group."""
 
     # - Operations
 

@@ -18,12 +18,10 @@ __all__: list[str] = []
 # Waking that pool from our thread would take the cores from the backward pass.
 _SERIAL_NUMEL = 32768 - 64
 
-_HALVES = (torch.float16, torch.bfloat16)
-
 
 def is_half(dtype: torch.dtype) -> bool:
     """Whether partial sums in this type would round at every step."""
-    return dtype in _HALVES
+    return dtype in (torch.float16, torch.bfloat16)
 
 
 def combine_all(op: ReduceOp, parts: Sequence[torch.Tensor], out: torch.Tensor, size: int) -> None:

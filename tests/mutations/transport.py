@@ -36,8 +36,8 @@ MUTATIONS = [
     Mutation(
         "whole numbers travel as they are under compression",
         "overlap/transport/compression.py",
-        "if not tensor.dtype.is_floating_point or tensor.dtype is dtype:",
-        "if tensor.dtype.is_complex or tensor.dtype is dtype:",
+        "if not tensor.dtype.is_floating_point or tensor.dtype is cls.dtype:",
+        "if tensor.dtype.is_complex or tensor.dtype is cls.dtype:",
         "tests/overlap/transport/test_compression.py",
     ),
     Mutation(

@@ -119,7 +119,7 @@ def pretend(patch: pytest.MonkeyPatch) -> None:
     def facts(_parameters: Sequence[tuple[str, torch.Tensor]], refusal: str) -> Facts:
         return Facts() if refusal else Facts("cuda", "a card", trouble="pretended")
 
-    patch.setattr(devices, "TorchStreams", PlainStreams)
+    patch.setattr(devices, "Streams", PlainStreams)
     patch.setattr(streams, "on_device", lambda _tensor: True)
     patch.setattr(devices, "_facts", facts)
     backward = torch.autograd.backward

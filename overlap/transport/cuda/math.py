@@ -13,20 +13,15 @@ from collections.abc import Sequence
 import torch
 
 import comm_core
-from comm_core import DType
 from comm_core.cuda_kernels import CudaKernels, cast_name
+from overlap.transport.checks import DTYPES
+from overlap.transport.reduction import is_half
 
 __all__ = ["can_inspect", "cast_scale", "divide", "inspect", "kernels_on", "prefers_inspect"]
 
 log = logging.getLogger("dear")
 
-_TYPES = {
-    torch.float16: DType.FLOAT16,
-    torch.bfloat16: DType.BFLOAT16,
-    torch.float32: DType.FLOAT32,
-    torch.float64: DType.FLOAT64,
-}
-_HALVES = (torch.float16, torch.bfloat16)
+_TYPES = {dtype: DTYPES[dtype] for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
 
 
 @functools.cache
@@ -96,7 +91,7 @@ def _cast_by_torch(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], scale: fl
 
 
 def _wide(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
-    return [source.float() if source.dtype in _HALVES else source for _, source in pairs]
+    return [source.float() if is_half(source.dtype) else source for _, source in pairs]
 
 
 def _round_by_torch(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], wide: list[torch.Tensor]) -> None:
