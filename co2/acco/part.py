@@ -10,7 +10,7 @@ first       that of the first half, until the second half is there
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -48,7 +48,6 @@ class AccoPart(Part):
         self._empty()
         # Summed over ranks with a round: its gradients, and of each slot, how many ranks had one.
         self._counted = torch.zeros(1 + len(slots), dtype=torch.float64, device="cpu")
-        self._fresh, self._loaded = True, None
         # Until the first event the whole state is known here.
         self._whole_states: dict[int, dict[str, Any]] = {slot.index: steps.whole_state(slot) for slot in slots}
         self.owned: dict[int, OwnedPiece] = {
@@ -159,22 +158,17 @@ class AccoPart(Part):
         self.start = self.next = shard
         self._forget_first()
 
-    def advance(self, idle: Collection[int], rates: Mapping[int, float]) -> torch.Tensor:
-        raise AssertionError("nobody waits under this rule")
-
     # - Whole tensors, for checkpoints
 
     def share(self, *, passed: bool) -> Shares:
         """This rank's vectors, the same before and after :meth:`turn`, with the optimizer's ``state``."""
-        vectors = {"start": self.start, "first": self.first}
-        return {
-            index: (
-                *extent,
-                {name: vector[inside].clone() for name, vector in vectors.items()}
-                | {"state": self.owned[index].copied_state()},
-            )
-            for index, (extent, inside) in self.pieces.items()
-        }
+        shares = super().share(passed=passed)
+        for index, (_, _, vectors) in shares.items():
+            vectors["state"] = self.owned[index].copied_state()
+        return shares
+
+    def _vectors(self, passed: bool) -> dict[str, torch.Tensor]:
+        return {"start": self.start, "first": self.first}
 
     def fresh_states(self) -> dict[int, dict[str, Any]]:
         """The optimizer's whole state, by slot, before the first event."""
@@ -194,27 +188,7 @@ class AccoPart(Part):
             vectors[slot.index]["gathered"] = place.clone()
         return vectors
 
-    def complete(self) -> Vectors | None:
-        if not self._fresh:
-            return None
-        own = self.own_vectors()
-        for slot, place in self._places:
-            if self._loaded is None:
-                own[slot.index] |= {"start": place.clone(), "first": torch.zeros_like(place)}
-            else:
-                own[slot.index] |= {name: self._loaded[slot.index][name].clone() for name in self.shared}
-        return own
-
-    @torch.no_grad()
-    def load(self, vectors: Vectors) -> None:
-        self._loaded = {
-            slot.index: {name: vectors[slot.index][name].clone() for name in self.shared} for slot in self.slots
-        }
-        shards = {}
-        for name in (*self.shared, "next"):  # the last one stays in the buffer
-            for slot, place in self._places:
-                place.copy_(vectors[slot.index][name])
-            shards[name] = self.whole[self.own].clone()
+    def _take(self, shards: dict[str, torch.Tensor], vectors: Vectors) -> None:
         self.start, self.first, self.next = shards["start"], shards["first"], shards["next"]
         for slot, place in self._gathered_places:
             one = vectors[slot.index]

@@ -43,8 +43,8 @@ MUTATIONS = [
     Mutation(
         "what was compressed comes back in its type",
         "overlap/transport/compression.py",
-        "    return tensor.to(dtype), tensor.dtype\n",
-        "    return tensor.to(dtype), torch.float32\n",
+        "return tensor.to(cls.dtype), tensor.dtype\n",
+        "return tensor.to(cls.dtype), torch.float32\n",
         "tests/overlap/transport/test_compression.py",
     ),
     Mutation(
