@@ -96,20 +96,13 @@ class AveragedParameters:
         """The slots for which an average is in flight, except those whose values are the script's."""
         return self._coming - self.kept(self.idle)
 
-    @property
-    def script_owned(self) -> frozenset[int]:
-        """The idle slots for which nothing is in flight."""
-        return self.idle - self._coming
-
     def written_in(self, parts: Iterable[Part]) -> frozenset[int]:
-        """The idle slots to which the script has written, and whose values are its own. With no round on its way."""
-        theirs = self.script_owned
-        return self.written_over.union(*(part.written(theirs) for part in parts))
+        """The idle slots to which the script has written, and whose values are its own. With no round on its way.
 
-    @property
-    def written_over(self) -> frozenset[int]:
-        """The idle slots to which the script wrote before the average in flight came: it comes too late."""
-        return self.idle & self._overwritten()
+        Where it wrote before the average in flight came, that comes too late.
+        """
+        theirs = self.idle - self._coming
+        return (self.idle & self._overwritten()).union(*(part.written(theirs) for part in parts))
 
     # - State
 

@@ -9,7 +9,6 @@ first       that of the first half, until the second half is there
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -49,9 +48,9 @@ class AccoPart(Part):
         # Summed over ranks with a round: its gradients, and of each slot, how many ranks had one.
         self._counted = torch.zeros(1 + len(slots), dtype=torch.float64, device="cpu")
         # Until the first event the whole state is known here.
-        self._whole_states: dict[int, dict[str, Any]] = {slot.index: steps.whole_state(slot) for slot in slots}
+        self.whole_states: dict[int, dict[str, Any]] = {slot.index: steps.whole_state(slot) for slot in slots}
         self.owned: dict[int, OwnedPiece] = {
-            slot.index: steps.piece(slot, *self.pieces[slot.index][0], self._whole_states[slot.index])
+            slot.index: steps.piece(slot, *self.pieces[slot.index][0], self.whole_states[slot.index])
             for slot in slots
             if slot.index in self.pieces
         }
@@ -88,7 +87,7 @@ class AccoPart(Part):
 
     @torch.no_grad()
     def turn(self, idle: Collection[int], kept: Collection[int]) -> None:
-        self._fresh, self._loaded, self._whole_states = False, None, {}
+        self._fresh, self._loaded, self.whole_states = False, None, {}
         self.adopt(kept)
         self.unpack(kept)
         if self.rests(idle):
@@ -154,7 +153,7 @@ class AccoPart(Part):
 
     def restart(self, shard: torch.Tensor) -> None:
         """Continue from `shard`; the buffer has all ranks' shards, and the parameters hold them."""
-        self._fresh, self._loaded, self._whole_states = False, None, {}
+        self._fresh, self._loaded, self.whole_states = False, None, {}
         self.start = self.next = shard
         self._forget_first()
 
@@ -169,10 +168,6 @@ class AccoPart(Part):
 
     def _vectors(self, passed: bool) -> dict[str, torch.Tensor]:
         return {"start": self.start, "first": self.first}
-
-    def fresh_states(self) -> dict[int, dict[str, Any]]:
-        """The optimizer's whole state, by slot, before the first event."""
-        return {index: copy.deepcopy(state) for index, state in self._whole_states.items()}
 
     def own_vectors(self) -> Vectors:
         """Vectors that only this rank has, with the numbers of gradients in `gathered` and `first` as 0-d tensors."""

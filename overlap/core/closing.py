@@ -114,11 +114,12 @@ class Closing:
             waits = not self.closed and (bool(converted) or self._calls.doubt or self._arrangement.learning)
             late = [] if self.closed else self._late()
             news = [] if self.closed else [told() for told in self._on_news]
+            planned = not (self.closed or self._arrangement.learning)
             mine = replace(
                 self._said(Call.CLOSE),
                 late=bool(late),
                 converted=bool(converted),
-                complete=self._complete_here,
+                complete=planned and not self._participants.following and self._round.complete,
                 news=any(news),
                 sent=not waits,
                 failed=failure is not None,
@@ -160,13 +161,6 @@ class Closing:
             for told in self._on_closed:
                 told(heard.news, lambda: self._participants.leader, lambda: round.factor(number))
         self.closed = True
-
-    @property
-    def _complete_here(self) -> bool:
-        """Whether this rank has a gradient for every parameter in a bucket. One that has joined has none."""
-        if self.closed or self._arrangement.learning or self._participants.following:
-            return False
-        return self._round.complete
 
     def _used(self) -> list[bool]:
         """All ranks have filled all buckets, and each of them lacks a gradient. By slot: whether some rank has it."""

@@ -19,8 +19,8 @@ from overlap.horovod.tensors import spec_of
 from overlap.job.process_set import ProcessSet, global_process_set
 from overlap.transport.broadcast import plant, uproot
 from overlap.transport.communicator import Work
+from overlap.transport.objects import loads
 from overlap.transport.operation import broadcast
-from overlap.transport.unpickling import loads
 
 __all__ = ["allgather_object", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 import struct
 from collections.abc import Callable, Sequence
@@ -11,7 +12,6 @@ import torch
 
 from overlap.transport.communicator import Communicator
 from overlap.transport.operation import all_gather, broadcast
-from overlap.transport.unpickling import loads
 
 __all__ = [
     "NotSent",
@@ -23,6 +23,7 @@ __all__ = [
     "broadcast_object",
     "compare",
     "is_picklable",
+    "loads",
 ]
 
 T = TypeVar("T")
@@ -49,6 +50,24 @@ def is_picklable(value: Any) -> bool:
     except Exception:
         return False
     return True
+
+
+class _Unpickler(pickle.Unpickler):
+    """Python's unpickler without a warning of torch before 2.6 for each tensor."""
+
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        if (module_name, global_name) == ("torch.storage", "_load_from_bytes"):
+            return _storage_from_bytes
+        return super().find_class(module_name, global_name)
+
+
+def _storage_from_bytes(content: bytes) -> Any:
+    return torch.load(io.BytesIO(content), weights_only=False)
+
+
+def loads(content: bytes) -> Any:
+    """The object that was pickled as `content`."""
+    return _Unpickler(io.BytesIO(content)).load()
 
 
 class _Parcel(Generic[T]):

@@ -20,7 +20,7 @@ import torch
 from overlap.job import devices
 from overlap.transport.cuda import streams
 from overlap.transport.cuda.route import Facts
-from overlap.transport.cuda.work import Moment
+from overlap.transport.cuda.streams import Moment
 from overlap.transport.stamps import HostStamps, Stamps
 from tests.spmd.host_random import HostRandom
 

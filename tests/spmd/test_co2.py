@@ -119,7 +119,7 @@ def test_whoever_has_to_wait_says_so_once(monkeypatch: pytest.MonkeyPatch) -> No
         threading.Timer(0.02, awaited.release).start()
         arrive(**options)
 
-    monkeypatch.setattr("co2.lateness._WORTH_SAYING", 0.0)
+    monkeypatch.setattr("co2.pace._WORTH_SAYING", 0.0)
     rounds._communication.carry, rounds.arrive = carry_when_awaited, arrive_late
     with heard(logging.WARNING) as said:
         train_steps(model, optimizer, range(4))

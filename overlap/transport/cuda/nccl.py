@@ -28,8 +28,8 @@ from overlap.transport.checks import DTYPES, balanced_split
 from overlap.transport.communicator import Start, Work
 from overlap.transport.cuda.communicator import Carrier
 from overlap.transport.cuda.math import divide
-from overlap.transport.cuda.streams import Streams
-from overlap.transport.cuda.work import Moment, NcclWork
+from overlap.transport.cuda.streams import Moment, Streams
+from overlap.transport.cuda.work import NcclWork
 from overlap.transport.native import arguments
 from overlap.transport.operation import REDUCTIONS, Collective, Operation, all_gather
 from overlap.transport.reduction import is_half

@@ -11,10 +11,9 @@ from contextlib import contextmanager
 import torch
 
 from overlap.transport.cuda.stamps import DeviceStamps
-from overlap.transport.cuda.work import Moment
 from overlap.transport.stamps import Stamps
 
-__all__ = ["LastUpdate", "Reading", "Streams", "on_device"]
+__all__ = ["LastUpdate", "Moment", "Reading", "Streams", "on_device"]
 
 
 def _stream(handle: int, device: torch.device) -> torch.cuda.Stream:
@@ -22,17 +21,22 @@ def _stream(handle: int, device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.ExternalStream(handle, device=device) if handle else torch.cuda.default_stream(device)
 
 
-class _Event:
+class Moment:
+    """A point in a stream of `device`, which `event` was recorded at."""
+
     def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
         self._event, self._device = event, device
 
     def done(self) -> bool:
+        """Whether the device has passed this point."""
         return bool(self._event.query())
 
     def wait(self) -> None:
+        """Block until the device has passed this point."""
         self._event.synchronize()
 
     def order_before(self, stream: int) -> None:
+        """Make what is enqueued on `stream` from now on run after this point."""
         _stream(stream, self._device).wait_event(self._event)
 
 
@@ -115,7 +119,7 @@ class Streams:
     def _moment(self, stream: torch.cuda.Stream) -> Moment:
         event = torch.cuda.Event()
         event.record(stream)
-        return _Event(event, self._place)
+        return Moment(event, self._place)
 
 
 def on_device(tensor: torch.Tensor) -> bool:

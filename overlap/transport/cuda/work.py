@@ -3,24 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
+from overlap.transport.cuda.streams import Moment
 from overlap.transport.work import Work, WorkAround, operations
 
-__all__ = ["Moment", "NcclWork", "StagedWork"]
-
-
-class Moment(Protocol):
-    """A point in a stream."""
-
-    def done(self) -> bool:
-        """Whether the device has passed this point."""
-
-    def wait(self) -> None:
-        """Block until the device has passed this point."""
-
-    def order_before(self, stream: int) -> None:
-        """Make what is enqueued on `stream` from now on run after this point."""
+__all__ = ["NcclWork", "StagedWork"]
 
 
 class NcclWork(WorkAround):
