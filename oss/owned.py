@@ -30,6 +30,11 @@ log = logging.getLogger("dear")
 _IN_FLIGHT = 4
 _ALIKE = 1e-5  # relative; reduced gradients are the same on all ranks, or differ by rounding
 _MASTER = "master"  # as in `overlap.state.masters`
+_NOT_REDUCED = (
+    "gradients differ between ranks in OSS.step(), so nothing has reduced them: each parameter is trained by the gradients "
+    "of the rank that owns it, on that rank's data alone. ShardedDataParallel(model, optimizer) or "
+    "DistributedDataParallel(model) averages them"
+)
 
 
 class OwnedUpdates:
@@ -146,7 +151,8 @@ class OwnedUpdates:
         def hide() -> None:
             if self._reduced is None:
                 self._compare()
-                self._warn()
+                if self._reduced is False and self._ranks.rank == 0:
+                    log.warning(_NOT_REDUCED)
             self._restore_exact()
             for parameter in self._parameters:
                 if parameter.grad is not None and not self._mine(parameter):
@@ -167,14 +173,6 @@ class OwnedUpdates:
         largest, smallest = self._reduce([known, -known])
         if largest > 0:
             self._reduced = largest + smallest <= _ALIKE * largest
-
-    def _warn(self) -> None:
-        if self._reduced is False and self._ranks.rank == 0:
-            log.warning(
-                "gradients differ between ranks in OSS.step(), so nothing has reduced them: each parameter is trained by "
-                "the gradients of the rank that owns it, on that rank's data alone. ShardedDataParallel(model, optimizer) "
-                "or DistributedDataParallel(model) averages them"
-            )
 
     def check_scaler(self, agreed: bool) -> None:
         """Check a GradScaler that is about to step; its ranks have `agreed` on infinities, or not.

@@ -12,10 +12,9 @@ from typing import NamedTuple
 
 import torch
 
-from overlap.core.flat_buffer import FlatBuffer
+from overlap.core.flat_buffer import FlatBuffer, MakeMaster, MasterWeights
 from overlap.core.gates.holders import Strangers
 from overlap.core.handles import Watch
-from overlap.core.master_weights import MakeMaster, MasterWeights
 from overlap.plan.partition import pieces
 from overlap.plan.plan import BucketPlan
 from overlap.plan.strategy import Collectives

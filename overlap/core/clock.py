@@ -17,7 +17,7 @@ from overlap.plan.measurement import Lap, Sent
 from overlap.plan.simulation.network import filled
 from overlap.plan.strategy import Collectives
 from overlap.transport.communicator import Communicator
-from overlap.transport.stamps import HostStamps, Stamp, Stamps
+from overlap.transport.stamps import Stamp, Stamps
 from overlap.transport.work import Work, operations
 
 __all__ = ["StepClock"]
@@ -51,7 +51,7 @@ class StepClock:
     """
 
     def __init__(self, slot_of: Mapping[int, int], late: str = "gather", stamps: Stamps | None = None) -> None:
-        self._stamps: Stamps = HostStamps() if stamps is None else stamps
+        self._stamps: Stamps = Stamps() if stamps is None else stamps
         self.launched = self._stamps.launched
         self.now = self._stamps.now  # a stamp, for whoever tells this clock something later
         self._late = late

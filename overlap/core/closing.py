@@ -242,7 +242,7 @@ class Closing:
             self._end_round()
         else:
             if round.touched:
-                self._calls.drop_alone()
+                self._calls.alone = True
             round.reset()
 
     def drop_everywhere(self) -> None:

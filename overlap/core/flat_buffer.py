@@ -1,9 +1,14 @@
-"""Flat memory for the tensors of a bucket: all of them, and this rank's share."""
+"""Flat memory for the tensors of a bucket: all of them, and this rank's share; rounded, with exact values behind it.
+
+`overlap.features.rounded_parameters` implements the latter.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import mmap
+from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
@@ -11,7 +16,7 @@ from overlap.plan.partition import BucketSpec
 from overlap.transport.cut_pickles import cut_when_pickled
 from overlap.transport.memory import view_like
 
-__all__ = ["FlatBuffer"]
+__all__ = ["FlatBuffer", "MakeMaster", "MasterWeights"]
 
 _LARGE_PAGE = 2**21
 
@@ -65,6 +70,32 @@ class FlatBuffer:
         """Give up the memory, for good."""
         self.whole = self.shard = self.whole.new_empty(0)
         self._pages = None
+
+
+class MasterWeights(Protocol):
+    """The exact shard of a bucket whose parameters travel, and are used, rounded to 16 bits."""
+
+    values: torch.Tensor  # exact: what an update writes to
+    wire: torch.Tensor  # all ranks' shards, as they travel
+
+    def follow(self) -> None:
+        """Before an update, take over what a script has written to the parameters."""
+
+    def pack(self) -> None:
+        """After the update, round `values` into this rank's part of `wire`."""
+
+    def land(self) -> None:
+        """Make the shards in `wire`, all of which have arrived, the parameters."""
+
+    def put(self, piece: torch.Tensor, values: torch.Tensor) -> None:
+        """Replace the exact values of `piece`, a view of `values`."""
+
+    def forget(self) -> None:
+        """Forget the exact values, which are not known any more: the parameters are taken instead."""
+
+
+#: From a bucket's flat parameters, and this rank's shard of them.
+MakeMaster = Callable[[torch.Tensor, slice], MasterWeights]
 
 
 def _pages(nbytes: int) -> tuple[mmap.mmap, int]:

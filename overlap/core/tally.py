@@ -241,10 +241,6 @@ class Calls:
         self._made, self.alone = 0, False
         self._free = max(0, self._free - 2)
 
-    def drop_alone(self) -> None:
-        """Note that this rank drops gradients of which nothing was sent."""
-        self.alone = True
-
     def passed(self, drop: int) -> None:
         """Follow the others, which have dropped the round in their call `drop`."""
         self._made -= drop

@@ -39,7 +39,7 @@ class RoundedParameters(Feature):
         check_gather_dtype(self._dtype, named, self._optimizer, sharding=True)
 
     def master(self, parameters: torch.Tensor, own: slice) -> Master:
-        """The exact values of a bucket's flat parameters; see :data:`overlap.core.master_weights.MakeMaster`."""
+        """The exact values of a bucket's flat parameters; see :data:`overlap.core.flat_buffer.MakeMaster`."""
         return Master(parameters, own, self._dtype)
 
 

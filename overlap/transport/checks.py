@@ -121,8 +121,13 @@ def balanced_split(count: int, parts: int) -> list[int]:
     return [base + 1] * more + [base] * (parts - more)
 
 
-def check_tensor(what: str, name: str, tensor: torch.Tensor, device: str = "cpu") -> None:
-    """Refuse what has no plain, contiguous memory on a `device` of that type."""
+def wire_form(
+    what: str, name: str, tensor: torch.Tensor, op: ReduceOp | None = None, device: str = "cpu"
+) -> torch.Tensor:
+    """A flat view of `tensor`'s memory in a dtype comm_core knows; `op` is None where bytes are only moved.
+
+    Refuses what has no plain, contiguous memory on a `device` of that type.
+    """
     if not isinstance(tensor, torch.Tensor):
         raise InvalidUsage(f"{what}: {name} must be a torch.Tensor, got {type(tensor).__name__}")
     if tensor.layout is not torch.strided:
@@ -136,13 +141,6 @@ def check_tensor(what: str, name: str, tensor: torch.Tensor, device: str = "cpu"
         )
     if tensor.is_conj() or tensor.is_neg():
         raise InvalidUsage(f"{what}: {name} is a lazily conjugated or negated view; pass .resolve_conj().resolve_neg()")
-
-
-def wire_form(
-    what: str, name: str, tensor: torch.Tensor, op: ReduceOp | None = None, device: str = "cpu"
-) -> torch.Tensor:
-    """A flat view of `tensor`'s memory in a dtype comm_core knows; `op` is None where bytes are only moved."""
-    check_tensor(what, name, tensor, device)
     flat = tensor.data if tensor.dim() == 1 else tensor.data.reshape(-1)  # buckets are flat: a view less for each
     if flat.dtype in DTYPES:
         return flat

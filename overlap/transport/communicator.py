@@ -20,7 +20,7 @@ from torch.autograd import profiler
 from comm_core import ReduceOp
 from overlap.transport.cuda.streams import Streams
 from overlap.transport.operation import Operation
-from overlap.transport.stamps import HostStamps, Stamps
+from overlap.transport.stamps import Stamps
 from overlap.transport.work import Line, ProfiledWork, Work
 
 #: Issues one more operation with the arguments it was made for.
@@ -76,7 +76,7 @@ class Communicator(ABC):
 
     def stamps(self) -> Stamps:
         """What tells when its operations, and computations on the tensors that it is there for, take place."""
-        return HostStamps()
+        return Stamps()
 
     # - Operations
 

@@ -21,7 +21,7 @@ from overlap.job import devices
 from overlap.transport.cuda import streams
 from overlap.transport.cuda.route import Facts
 from overlap.transport.cuda.streams import Moment
-from overlap.transport.stamps import HostStamps, Stamps
+from overlap.transport.stamps import Stamps
 from tests.spmd.host_random import HostRandom
 
 __all__ = ["DEVICE", "Late", "PlainStreams", "host_only", "pretend", "use_device"]
@@ -97,7 +97,7 @@ class PlainStreams:
         raise AssertionError("nothing is beside the host")
 
     def stamps(self, *, on_streams: bool) -> Stamps:
-        return HostStamps()
+        return Stamps()
 
     def pinned(self, like: torch.Tensor) -> torch.Tensor:
         return torch.empty(like.numel(), dtype=like.dtype)

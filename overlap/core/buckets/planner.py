@@ -10,8 +10,8 @@ from dataclasses import replace
 from overlap.core.bucket import Bucket, Slot
 from overlap.core.buckets.heap import Freed
 from overlap.core.feature import StatePlacement
+from overlap.core.flat_buffer import MakeMaster
 from overlap.core.handles import outlives, shared
-from overlap.core.master_weights import MakeMaster
 from overlap.core.shards import ShardUpdate
 from overlap.core.wire import COLLECTIVES, Exchange
 from overlap.plan.groups import Groups, members_of, plan_groups

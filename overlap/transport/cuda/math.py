@@ -68,7 +68,10 @@ def cast_scale(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor],
             scale,
             torch.cuda.current_stream(source.device).cuda_stream,
         )
-    _cast_by_torch([(target, source) for target, source in rest if source.numel()], scale)
+    rest = [(target, source) for target, source in rest if source.numel()]
+    if rest:
+        wide = _wide(rest)
+        _round_by_torch(rest, wide if scale == 1 else list(torch._foreach_mul(wide, scale)))
 
 
 def divide(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], count: int) -> None:
@@ -82,12 +85,6 @@ def divide(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], cou
         return
     pairs = list(zip(targets, sources, strict=True))
     _round_by_torch(pairs, list(torch._foreach_div(_wide(pairs), float(count))))
-
-
-def _cast_by_torch(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], scale: float) -> None:
-    if pairs:
-        wide = _wide(pairs)
-        _round_by_torch(pairs, wide if scale == 1 else list(torch._foreach_mul(wide, scale)))
 
 
 def _wide(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
