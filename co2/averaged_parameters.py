@@ -14,8 +14,9 @@ Whether anything was written to parameters meanwhile, where nobody keeps the val
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
+from co2.part import Part
 from co2.schedule import Event
 from overlap.core.bucket import Slot
 
@@ -23,12 +24,6 @@ __all__ = ["AveragedParameters", "Batch", "Versions"]
 
 
 Batch = tuple[int, ...]  # slots that were taken in together, on which the parts depend
-
-
-class Buffered(Protocol):
-    """A part, as far as it is used here: it has what a round brought for some parameters, in a buffer."""
-
-    def written(self, among: Collection[int]) -> set[int]: ...
 
 
 class AveragedParameters:
@@ -101,20 +96,13 @@ class AveragedParameters:
         """The slots for which an average is in flight, except those whose values are the script's."""
         return self._coming - self.kept(self.idle)
 
-    @property
-    def script_owned(self) -> frozenset[int]:
-        """The idle slots for which nothing is in flight."""
-        return self.idle - self._coming
+    def written_in(self, parts: Iterable[Part]) -> frozenset[int]:
+        """The idle slots to which the script has written, and whose values are its own. With no round on its way.
 
-    def written_in(self, parts: Iterable[Buffered]) -> frozenset[int]:
-        """The idle slots to which the script has written, and whose values are its own. With no round on its way."""
-        theirs = self.script_owned
-        return self.written_over.union(*(part.written(theirs) for part in parts))
-
-    @property
-    def written_over(self) -> frozenset[int]:
-        """The idle slots to which the script wrote before the average in flight came: it comes too late."""
-        return self.idle & self._overwritten()
+        Where it wrote before the average in flight came, that comes too late.
+        """
+        theirs = self.idle - self._coming
+        return (self.idle & self._overwritten()).union(*(part.written(theirs) for part in parts))
 
     # - State
 

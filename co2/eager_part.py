@@ -10,7 +10,7 @@ of the next one. All other vectors are whole, too, and this rank's: nobody else 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -36,11 +36,6 @@ class EagerPart(Part):
         self._lay_out(slots, spec, rank, size)
         self.start = self._values()
         self.momentum, self.progress = torch.zeros_like(self.start), torch.zeros_like(self.start)
-        numels = (as_real(slot.param).numel() for slot in slots)
-        self._extents = {
-            slot.index: slice(offset, offset + numel)
-            for slot, offset, numel in zip(slots, spec.offsets, numels, strict=True)
-        }
 
     def _values(self) -> torch.Tensor:
         """Parameters as they are, laid out as `whole`."""
@@ -82,9 +77,6 @@ class EagerPart(Part):
 
     def rest(self) -> None:
         self.whole.zero_()
-
-    def advance(self, idle: Collection[int], rates: Mapping[int, float]) -> torch.Tensor:
-        raise AssertionError("nobody waits under this rule")
 
     # - An average that is waited for
 
@@ -138,8 +130,7 @@ class EagerPart(Part):
     def load(self, vectors: Vectors) -> None:
         self.progress = torch.zeros_like(self.start)
         for name, flat in (("start", self.start), ("momentum", self.momentum), ("pending", self.whole)):
-            for slot, place in self._views(flat):
-                place.copy_(vectors[slot.index][name])
+            self._fill(self._views(flat), vectors, name)
 
     def _pending(self) -> torch.Tensor:
         """The others' part of the last round."""

@@ -112,7 +112,7 @@ class Co2Optimizer(Shell):
         ranks = self._engine.participants.ranks
         group = ranks if self._follows_group else (session.comm.rank,)
         following = Following(joined_ranks_of(session), session.control, f"{topic}/outer", group, optimizer)
-        self._rounds = rounds_of(
+        self.rounds: Rounds = rounds_of(
             rule,
             schedule,
             len(ranks) / session.comm.size,
@@ -123,20 +123,15 @@ class Co2Optimizer(Shell):
             session.peer_queries,
             partial(_rates, optimizer, self._engine.slots),
         )
-        if self._rounds.local_update is not None:
-            self._stepper.updates_by(self._rounds.local_update)
-        _enroll(session, self._rounds, topic)
-        inherit(session, self._rounds)
-
-    @property
-    def rounds(self) -> Rounds:
-        """The outer steps of this optimizer."""
-        return self._rounds
+        if self.rounds.local_update is not None:
+            self._stepper.updates_by(self.rounds.local_update)
+        _enroll(session, self.rounds, topic)
+        inherit(session, self.rounds)
 
     @property
     def local_steps(self) -> int:
         """Steps since the current round began, or since a fragment was sent."""
-        return self._rounds.in_round
+        return self.rounds.in_round
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """A step of the user's optimizer on this group's gradients; every `outer_frequency`-th one ends a round.
@@ -149,7 +144,7 @@ class Co2Optimizer(Shell):
 
     def local_step(self, closure: Callable[[], Any] | None = None) -> Any:
         """The first half of :meth:`step`: a step of the user's optimizer on this group's gradients. On every rank of it."""
-        self._rounds.begin()
+        self.rounds.begin()
         return self._step(closure)
 
     def end_local_step(self) -> None:
@@ -157,7 +152,7 @@ class Co2Optimizer(Shell):
 
         On every rank, also where a rank of another group stepped nothing.
         """
-        self._rounds.stepped()
+        self.rounds.stepped()
 
     @torch.inference_mode(False)  # what is made here is trained with
     def average_parameters(self) -> None:
@@ -172,7 +167,7 @@ class Co2Optimizer(Shell):
         backward and ``step()``; raises ``RuntimeError`` on every rank where gradients wait on one, or some have joined, or
         come to another round.
         """
-        self._rounds.average(current().control, waiting=self._engine.round.touched)
+        self.rounds.average(current().control, waiting=self._engine.round.touched)
         if self._broadcast_buffers and self._model is not None:
             broadcast_tensors(self._everyone, list(self._model.buffers()), 0)
 
@@ -182,7 +177,7 @@ class Co2Optimizer(Shell):
 
         On any rank. Raises ``RuntimeError`` before three rounds have arrived, and under an outer rule that waits.
         """
-        rounds = self._rounds
+        rounds = self.rounds
         if rounds.waits:
             raise RuntimeError(
                 f"there is nothing to explain: with outer={rounds.rule.name!r} every round waits for its average"
@@ -198,8 +193,8 @@ class Co2Optimizer(Shell):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters: they take rank 0's values, and take part from the next step on. On every rank."""
-        self._rounds.following.call("add_param_group()", 0)
-        self._rounds.arrive()  # whose channel this uses
+        self.rounds.following.call("add_param_group()", 0)
+        self.rounds.arrive()  # whose channel this uses
         super().add_param_group(param_group)
 
     @torch.inference_mode(False)
@@ -226,20 +221,20 @@ class Co2Optimizer(Shell):
         saved its own model and optimizer, and loads them, training goes on bit for bit; from rank 0's alone, all go on
         from rank 0's point in the round.
         """
-        self._rounds.following.refuse("load_state_dict()")
+        self.rounds.following.refuse("load_state_dict()")
         super().load_state_dict(state_dict)
-        self._rounds.load(state_dict.get("co2"), state_dict["state"])
+        self.rounds.load(state_dict.get("co2"), state_dict["state"])
 
     @torch.inference_mode(False)
     def outer_state_dict(self) -> dict[str, Any]:
         """The outer state alone: ``state_dict()["co2"]``."""
-        return self._rounds.collect()
+        return self.rounds.collect()
 
     @torch.inference_mode(False)
     def load_outer_state_dict(self, section: dict[str, Any] | None) -> None:
         """Load what :meth:`outer_state_dict` gave, or None; see :meth:`load_state_dict`."""
-        self._rounds.following.refuse("load_outer_state_dict()")
-        self._rounds.load(section)
+        self.rounds.following.refuse("load_outer_state_dict()")
+        self.rounds.load(section)
 
 
 def _where_ranks_are_lost(nprocs: int | None, session: Session) -> int | None:

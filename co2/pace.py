@@ -1,18 +1,24 @@
 """Measures how long a local step and the exchange of all parameters take, and tells whether a round hides the latter.
 
+Warns, once, where the communication of a round takes longer than the steps that should hide it.
+
 An exchange is measured from when every rank has come to it: who waits for a slow rank waits with any number of steps.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import statistics
 from collections import defaultdict, deque
 
-__all__ = ["ENOUGH", "Pace", "explained", "hiding"]
+__all__ = ["ENOUGH", "Lateness", "Pace", "explained", "hiding"]
 
 ENOUGH = 3  # rounds, from which on a median says something
 _KEPT = 9
+_WORTH_SAYING = 0.05  # of a round's time
+
+log = logging.getLogger("dear")
 
 
 class Pace:
@@ -44,6 +50,29 @@ class Pace:
     def exchange(self) -> float:
         """The median seconds of the longest exchange; needs a round."""
         return max(statistics.median(seconds) for seconds in self._exchanges.values())
+
+
+class Lateness:
+    """The warning of one rank about rounds of `frequency` steps. `option`: what its user calls that number."""
+
+    def __init__(self, rank: int, frequency: int, option: str) -> None:
+        self._rank, self._frequency, self._option = rank, frequency, option
+        self._said = False
+
+    def note(self, waited: float, took: float) -> None:
+        """Note that a step waited so many seconds for the average of a round whose own steps took `took`."""
+        if self._said or waited <= _WORTH_SAYING * took:
+            return
+        self._said = True
+        log.warning(
+            "co2: rank %d waited %.3g s for the average of a round whose %d step(s) took %.3g s: the network, or "
+            "another rank, is slower than that; a larger %s hides it (this is said once)",
+            self._rank,
+            waited,
+            self._frequency,
+            took,
+            self._option,
+        )
 
 
 def hiding(step: float, exchange: float) -> int:

@@ -10,7 +10,7 @@ and back by the main thread, which waits for that: once a round.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,7 @@ Shares = dict[int, tuple[int, int, dict[str, Any]]]
 Vectors = dict[int, dict[str, torch.Tensor]]  # by slot, whole
 VECTORS = ("start", "momentum", "next")
 LASTING = ("momentum", "owed")  # vectors that are more than where a round began and what is on its way
+_PLACES = ("start", "next")  # vectors that are where parameters are, at first; others are zero
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -83,6 +84,7 @@ class Part:
     """
 
     shared: tuple[str, ...] = VECTORS  # vectors of which each rank has a share
+    _stays = "next"  # the one that is in the buffer between rounds
 
     def __init__(self, rule: Averaging, slots: Sequence[Slot], spec: BucketSpec, rank: int, size: int) -> None:
         self._rule = rule
@@ -90,9 +92,6 @@ class Part:
         self.pack()
         self.start = self.next = self.before = self.whole[self.own].clone()
         self.momentum = torch.zeros_like(self.start)
-        # Until the first event, what all ranks begin with is known here: from what was loaded, or from the buffer.
-        self._fresh = True
-        self._loaded: Vectors | None = None
 
     def _lay_out(self, slots: Sequence[Slot], spec: BucketSpec, rank: int, size: int) -> None:
         params = [slot.param for slot in slots]
@@ -103,8 +102,13 @@ class Part:
         self._offsets = spec.offsets
         self._places = self._views(self.whole)
         numels = [as_real(param).numel() for param in params]
+        ends = (slice(offset, offset + numel) for offset, numel in zip(spec.offsets, numels, strict=True))
+        self._extents = dict(zip((slot.index for slot in slots), ends, strict=True))  # in `whole`
         self.pieces = {slots[place].index: (extent, inside) for place, extent, inside in pieces(spec, numels, self.own)}
         self.mean = torch.empty(0, device="cpu")  # what the reduction gives, while it is needed
+        # Until the first event, what all ranks begin with is known here: from what was loaded, or from the buffer.
+        self._fresh = True
+        self._loaded: Vectors | None = None
 
     def _views(self, flat: torch.Tensor) -> list[tuple[Slot, torch.Tensor]]:
         """Where each slot's values are in `flat`, which is laid out as `whole`."""
@@ -292,12 +296,16 @@ class Part:
 
         `passed`: as they were before the last :meth:`turn`, whose average is not back yet.
         """
-        start, following = (self.before, self.start) if passed else (self.start, self.next)
-        vectors = {"start": start, "next": following, "momentum": self.momentum}
+        vectors = self._vectors(passed)
         return {
             index: (*extent, {name: vector[inside].clone() for name, vector in vectors.items()})
             for index, (extent, inside) in self.pieces.items()
         }
+
+    def _vectors(self, passed: bool) -> dict[str, torch.Tensor]:
+        """This rank's shards of the vectors that are `shared`, by their names."""
+        start, following = (self.before, self.start) if passed else (self.start, self.next)
+        return {"start": start, "next": following, "momentum": self.momentum}
 
     def lasting(self) -> Shares:
         """What this rank has of the vectors in :data:`LASTING`, flat."""
@@ -319,24 +327,32 @@ class Part:
         """Whole tensors by slot before the first event, where this rank has all of them; else None."""
         if not self._fresh:
             return None
-        if self._loaded is not None:
-            return {index: _cloned(vectors) for index, vectors in self._loaded.items()}
-        return {
-            slot.index: {"start": place.clone(), "next": place.clone(), "momentum": torch.zeros_like(place)}
-            for slot, place in self._places
-        }
+        found = self.own_vectors()
+        for slot, place in self._places:
+            loaded = None if self._loaded is None else self._loaded[slot.index]
+            for name in self.shared:
+                at_first = place if name in _PLACES else torch.zeros_like(place)
+                found[slot.index][name] = (at_first if loaded is None else loaded[name]).clone()
+        return found
 
+    @torch.no_grad()
     def load(self, vectors: Vectors) -> None:
         """The inverse of :meth:`share`, from whole tensors by slot."""
-        self._loaded = {slot.index: _cloned(vectors[slot.index]) for slot in self.slots}
+        self._loaded = {
+            slot.index: {name: vectors[slot.index][name].clone() for name in self.shared} for slot in self.slots
+        }
         shards = {}
-        for name in VECTORS:  # the last one stays in the buffer
-            for slot, place in self._places:
-                place.copy_(vectors[slot.index][name])
+        for name in (*self.shared, self._stays):
+            self._fill(self._places, vectors, name)
             shards[name] = self.whole[self.own].clone()
+        self._take(shards, vectors)
+
+    def _take(self, shards: dict[str, torch.Tensor], vectors: Vectors) -> None:
+        """Go on from what was loaded: this rank's `shards`, and of whole `vectors` those that are its own."""
         self.start = self.before = shards["start"]
         self.momentum, self.next = shards["momentum"], shards["next"]
 
-
-def _cloned(vectors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: vector.clone() for name, vector in vectors.items()}
+    @staticmethod
+    def _fill(places: Iterable[tuple[Slot, torch.Tensor]], vectors: Vectors, name: str) -> None:
+        for slot, place in places:
+            place.copy_(vectors[slot.index][name])

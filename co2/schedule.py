@@ -98,10 +98,6 @@ class StreamingSchedule(Schedule):
         """The step after which that turn's fragment is sent; 0 for the turn before the first."""
         return (turn + 1) * self.frequency // self.fragments
 
-    def applied_after(self, turn: int) -> int:
-        """The step after which that turn's fragment is applied."""
-        return self.sent_after(turn) + self.overlap
-
     def length(self, turn: int) -> int:
         return self.sent_after(turn) - self.sent_after(turn - 1)
 

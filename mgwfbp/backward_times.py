@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from overlap.core.gates.gates import GatedParameters
 from overlap.transport.cuda.stamps import DeviceStamps
-from overlap.transport.stamps import HostStamps, Stamp, Stamps
+from overlap.transport.stamps import Stamp, Stamps
 
 __all__ = ["BackwardClock", "arrival_moments", "backward_seconds", "profile_backward"]
 
@@ -59,7 +59,7 @@ def _stamps_for(params: Sequence[torch.nn.Parameter]) -> Stamps:
     """For the device that computes gradients of `params`."""
     devices = (param.device for param in params if param.is_cuda)
     device = next(devices, None)
-    return HostStamps() if device is None else DeviceStamps(device, on_streams=True)
+    return Stamps() if device is None else DeviceStamps(device, on_streams=True)
 
 
 def backward_seconds(order: Sequence[int], laps: Sequence[Mapping[int, float]]) -> tuple[float, ...]:

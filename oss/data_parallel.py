@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -91,7 +92,7 @@ class ShardedDataParallel(torch.nn.Module):
                 "sync_start": sync_models_at_startup,
                 "broadcast_buffers": broadcast_buffers and number == 0,
             }
-            optimizer.reduced_by(_Reduced.made_for(module, options))
+            optimizer.reduced_by(partial(_Reduced, module, options))
         known = {id(parameter) for each in optimizers for group in each.param_groups for parameter in group["params"]}
         self._parameters_of_nobody = [parameter for parameter in module.parameters() if id(parameter) not in known]
         self._all = tuple(module.parameters())
@@ -151,12 +152,9 @@ ShardedDDP = ShardedDataParallel
 class _Reduced:
     """The steps of ``oss.DistributedOptimizer``, for an OSS; see :class:`oss.sharded_optimizer.Updates`."""
 
-    def __init__(self, front: OSS, shell: Any) -> None:
-        self._front, self.shown = front, shell
-
-    @classmethod
-    def made_for(cls, module: torch.nn.Module, options: dict[str, Any]) -> Callable[[OSS], _Reduced]:
-        return lambda front: cls(front, DistributedOptimizer(front.optim, module, per_parameter=True, **options))
+    def __init__(self, module: torch.nn.Module, options: dict[str, Any], front: OSS) -> None:
+        self._front = front
+        self.shown: Any = DistributedOptimizer(front.optim, module, per_parameter=True, **options)
 
     @property
     def owners(self) -> Mapping[torch.Tensor, int]:

@@ -30,6 +30,11 @@ log = logging.getLogger("dear")
 _IN_FLIGHT = 4
 _ALIKE = 1e-5  # relative; reduced gradients are the same on all ranks, or differ by rounding
 _MASTER = "master"  # as in `overlap.state.masters`
+_NOT_REDUCED = (
+    "gradients differ between ranks in OSS.step(), so nothing has reduced them: each parameter is trained by the gradients "
+    "of the rank that owns it, on that rank's data alone. ShardedDataParallel(model, optimizer) or "
+    "DistributedDataParallel(model) averages them"
+)
 
 
 class OwnedUpdates:
@@ -41,7 +46,7 @@ class OwnedUpdates:
 
     def __init__(self, optimizer: torch.optim.Optimizer, ranks: Ranks, *, rounds: bool) -> None:
         self.shown, self._ranks, self._rounds = optimizer, ranks, rounds
-        self._owners: dict[torch.Tensor, int] = {}
+        self.owners: dict[torch.Tensor, int] = {}
         self._loads = [0] * ranks.size
         self._exact: dict[torch.Tensor, torch.Tensor] = {}  # of what this rank owns
         self._consolidated: dict[str, Any] | None = None
@@ -59,11 +64,11 @@ class OwnedUpdates:
                 f"{sum(math.prod(shape) for shape, _, _ in described)} elements. Build the same model, freeze the same "
                 "parameters, and pass them in the same order on every rank"
             )
-        new = [parameter for parameter in self._parameters if parameter not in self._owners]
+        new = [parameter for parameter in self._parameters if parameter not in self.owners]
         sizes = [parameter.numel() if parameter.requires_grad else 1 for parameter in new]
         owners = assign_owners(sizes, self._loads)
         for parameter, size, owner in zip(new, sizes, owners, strict=True):
-            self._owners[parameter] = owner
+            self.owners[parameter] = owner
             self._loads[owner] += size
         self._forget_others()
 
@@ -71,12 +76,8 @@ class OwnedUpdates:
     def _parameters(self) -> list[torch.Tensor]:
         return [parameter for group in self.shown.param_groups for parameter in group["params"]]
 
-    @property
-    def owners(self) -> Mapping[torch.Tensor, int]:
-        return self._owners
-
     def _mine(self, parameter: torch.Tensor) -> bool:
-        return self._owners[parameter] == self._ranks.rank
+        return self.owners[parameter] == self._ranks.rank
 
     def _reduce(self, values: Sequence[float], op: Any = dist.ReduceOp.MAX) -> list[float]:
         return self._ranks.reduce(values, self._parameters[0].device, op)
@@ -150,7 +151,8 @@ class OwnedUpdates:
         def hide() -> None:
             if self._reduced is None:
                 self._compare()
-                self._warn()
+                if self._reduced is False and self._ranks.rank == 0:
+                    log.warning(_NOT_REDUCED)
             self._restore_exact()
             for parameter in self._parameters:
                 if parameter.grad is not None and not self._mine(parameter):
@@ -171,14 +173,6 @@ class OwnedUpdates:
         largest, smallest = self._reduce([known, -known])
         if largest > 0:
             self._reduced = largest + smallest <= _ALIKE * largest
-
-    def _warn(self) -> None:
-        if self._reduced is False and self._ranks.rank == 0:
-            log.warning(
-                "gradients differ between ranks in OSS.step(), so nothing has reduced them: each parameter is trained by "
-                "the gradients of the rank that owns it, on that rank's data alone. ShardedDataParallel(model, optimizer) "
-                "or DistributedDataParallel(model) averages them"
-            )
 
     def check_scaler(self, agreed: bool) -> None:
         """Check a GradScaler that is about to step; its ranks have `agreed` on infinities, or not.
@@ -201,7 +195,7 @@ class OwnedUpdates:
             return
         flying: deque[tuple[Part, torch.Tensor, Any]] = deque()
         trained = [parameter for parameter in self._parameters if parameter.requires_grad]
-        for part in parts_of(trained, self._owners, self._rounds):
+        for part in parts_of(trained, self.owners, self._rounds):
             buffer = part.packed() if part.owner == self._ranks.rank else part.room()
             flying.append((part, buffer, self._ranks.broadcast(buffer, part.owner)))
             if len(flying) == _IN_FLIGHT:
@@ -218,11 +212,7 @@ class OwnedUpdates:
 
     def clip(self, wanted: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
         """Clip the gradients of the parameters `wanted`, as :meth:`.OSS.clip_grad_norm` does."""
-        order, wanted = float(norm_type), list(wanted)
-        if not all(parameter in self._owners for parameter in wanted):
-            raise ValueError(
-                "OSS.clip_grad_norm(): filter_params_fn should choose among the parameters that it is given"
-            )
+        order = float(norm_type)
         gradients = [(parameter, parameter.grad) for parameter in wanted if parameter.grad is not None]
         mine = [_norm(gradient, order) for parameter, gradient in gradients if self._mine(parameter)]
         if math.isinf(order):
@@ -241,7 +231,7 @@ class OwnedUpdates:
 
     def _forget_others(self) -> None:
         """State that an optimizer makes for all parameters (Adagrad)."""
-        for parameter, owner in self._owners.items():
+        for parameter, owner in self.owners.items():
             if owner != self._ranks.rank:
                 self.shown.state.pop(parameter, None)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import multiprocessing
 import os
 import time
@@ -49,10 +50,13 @@ def ranks_of(group: Any) -> Ranks:
 _LET_GO_SECONDS = 0.2
 
 
+@functools.cache
+def _wait_at_exit() -> None:
+    atexit.register(time.sleep, _LET_GO_SECONDS)
+
+
 class Ranks:
     """The members of `group`, numbered from 0; without a group, this process alone. All methods: on every member."""
-
-    _waits = False  # whether this process does at its end
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
@@ -64,7 +68,7 @@ class Ranks:
         """Reduce each number over the members, in float64, on the device `near`, where the parameters are."""
         if self.size == 1:
             return list(values)
-        self._wait_at_exit()
+        _wait_at_exit()
         flat = torch.tensor(values, dtype=torch.float64, device=near)
         dist.all_reduce(flat, op, group=self.group)
         return flat.tolist()
@@ -72,21 +76,15 @@ class Ranks:
     def broadcast(self, values: torch.Tensor, root: int) -> Any:
         """Start to overwrite `values` with those of member `root`; returns what to ``wait()`` for."""
         assert self.group is not None, "a process alone has nothing to send"
-        self._wait_at_exit()
+        _wait_at_exit()
         return dist.broadcast(values, dist.get_global_rank(self.group, root), group=self.group, async_op=True)
-
-    @staticmethod
-    def _wait_at_exit() -> None:
-        if not Ranks._waits:
-            Ranks._waits = True
-            atexit.register(time.sleep, _LET_GO_SECONDS)
 
     def gather(self, value: Any, recipient: int, near: torch.device) -> list[Any] | None:
         """Every member's `value`, pickled on the way, on member `recipient`, or on all with -1; None elsewhere."""
         if self.size == 1:
             return [value]
         assert self.group is not None, "there are others"
-        self._wait_at_exit()
+        _wait_at_exit()
         found: list[Any] | None = [None] * self.size if recipient in (-1, self.rank) else None
         with torch.cuda.device(near) if near.type == "cuda" else contextlib.nullcontext():  # NCCL sends from it
             if recipient == -1:

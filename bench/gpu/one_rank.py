@@ -19,7 +19,7 @@ import torch
 
 import comm_core
 from comm_core import Buffer, Communicator, ReduceOp, Work
-from overlap.transport.native import DTYPES
+from overlap.transport.checks import DTYPES
 
 __all__ = ["Card", "CudaCard", "examine", "main"]
 

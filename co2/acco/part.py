@@ -9,8 +9,7 @@ first       that of the first half, until the second half is there
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -48,11 +47,10 @@ class AccoPart(Part):
         self._empty()
         # Summed over ranks with a round: its gradients, and of each slot, how many ranks had one.
         self._counted = torch.zeros(1 + len(slots), dtype=torch.float64, device="cpu")
-        self._fresh, self._loaded = True, None
         # Until the first event the whole state is known here.
-        self._whole_states: dict[int, dict[str, Any]] = {slot.index: steps.whole_state(slot) for slot in slots}
+        self.whole_states: dict[int, dict[str, Any]] = {slot.index: steps.whole_state(slot) for slot in slots}
         self.owned: dict[int, OwnedPiece] = {
-            slot.index: steps.piece(slot, *self.pieces[slot.index][0], self._whole_states[slot.index])
+            slot.index: steps.piece(slot, *self.pieces[slot.index][0], self.whole_states[slot.index])
             for slot in slots
             if slot.index in self.pieces
         }
@@ -89,7 +87,7 @@ class AccoPart(Part):
 
     @torch.no_grad()
     def turn(self, idle: Collection[int], kept: Collection[int]) -> None:
-        self._fresh, self._loaded, self._whole_states = False, None, {}
+        self._fresh, self._loaded, self.whole_states = False, None, {}
         self.adopt(kept)
         self.unpack(kept)
         if self.rests(idle):
@@ -155,30 +153,21 @@ class AccoPart(Part):
 
     def restart(self, shard: torch.Tensor) -> None:
         """Continue from `shard`; the buffer has all ranks' shards, and the parameters hold them."""
-        self._fresh, self._loaded, self._whole_states = False, None, {}
+        self._fresh, self._loaded, self.whole_states = False, None, {}
         self.start = self.next = shard
         self._forget_first()
-
-    def advance(self, idle: Collection[int], rates: Mapping[int, float]) -> torch.Tensor:
-        raise AssertionError("nobody waits under this rule")
 
     # - Whole tensors, for checkpoints
 
     def share(self, *, passed: bool) -> Shares:
         """This rank's vectors, the same before and after :meth:`turn`, with the optimizer's ``state``."""
-        vectors = {"start": self.start, "first": self.first}
-        return {
-            index: (
-                *extent,
-                {name: vector[inside].clone() for name, vector in vectors.items()}
-                | {"state": self.owned[index].copied_state()},
-            )
-            for index, (extent, inside) in self.pieces.items()
-        }
+        shares = super().share(passed=passed)
+        for index, (_, _, vectors) in shares.items():
+            vectors["state"] = self.owned[index].copied_state()
+        return shares
 
-    def fresh_states(self) -> dict[int, dict[str, Any]]:
-        """The optimizer's whole state, by slot, before the first event."""
-        return {index: copy.deepcopy(state) for index, state in self._whole_states.items()}
+    def _vectors(self, passed: bool) -> dict[str, torch.Tensor]:
+        return {"start": self.start, "first": self.first}
 
     def own_vectors(self) -> Vectors:
         """Vectors that only this rank has, with the numbers of gradients in `gathered` and `first` as 0-d tensors."""
@@ -194,27 +183,7 @@ class AccoPart(Part):
             vectors[slot.index]["gathered"] = place.clone()
         return vectors
 
-    def complete(self) -> Vectors | None:
-        if not self._fresh:
-            return None
-        own = self.own_vectors()
-        for slot, place in self._places:
-            if self._loaded is None:
-                own[slot.index] |= {"start": place.clone(), "first": torch.zeros_like(place)}
-            else:
-                own[slot.index] |= {name: self._loaded[slot.index][name].clone() for name in self.shared}
-        return own
-
-    @torch.no_grad()
-    def load(self, vectors: Vectors) -> None:
-        self._loaded = {
-            slot.index: {name: vectors[slot.index][name].clone() for name in self.shared} for slot in self.slots
-        }
-        shards = {}
-        for name in (*self.shared, "next"):  # the last one stays in the buffer
-            for slot, place in self._places:
-                place.copy_(vectors[slot.index][name])
-            shards[name] = self.whole[self.own].clone()
+    def _take(self, shards: dict[str, torch.Tensor], vectors: Vectors) -> None:
         self.start, self.first, self.next = shards["start"], shards["first"], shards["next"]
         for slot, place in self._gathered_places:
             one = vectors[slot.index]

@@ -22,6 +22,7 @@ and exact parameters, the sum of a first half, what parameters become next, and 
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -121,7 +122,7 @@ class AccoRounds(Rounds):
         """The state of the user's optimizer, by slot."""
         states: dict[int, Mapping[str, Any]] = {}
         for part in self._of_acco():
-            states.update(part.fresh_states())
+            states.update(copy.deepcopy(part.whole_states))
         pieces = [{i: (low, high, vectors["state"]) for i, (low, high, vectors) in share.items()} for share in shares]
         held = assemble(self._slots, pieces, whole=False)
         for slot in self._slots:

@@ -17,49 +17,35 @@ infinity is lost: its block becomes NaN.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 
 from overlap.transport.native import blockwise_bytes, decode_blockwise, encode_blockwise
 
-__all__ = ["Blockwise", "Codec", "Plain", "codec_of"]
+__all__ = ["Blockwise", "Codec", "codec_of"]
 
 
-class Codec(Protocol):
-    """An encoding of rows ``[count, numel]`` of fp32 or fp64 as uint8 ``[count, nbytes(numel, dtype)]``."""
+class Codec:
+    """An encoding of rows ``[count, numel]`` of fp32 or fp64 as uint8 ``[count, nbytes(numel, dtype)]``.
 
-    lossy: bool
-
-    def nbytes(self, numel: int, dtype: torch.dtype) -> int:
-        """The number of bytes of a row, a multiple of 4."""
-        ...
-
-    def encode(self, rows: torch.Tensor) -> torch.Tensor:
-        """The rows as bytes, in a new tensor or the same memory."""
-        ...
-
-    def decode(self, wire: torch.Tensor, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """The rows that were encoded, in a new tensor or the same memory."""
-        ...
-
-
-class Plain:
-    """The codec that leaves elements as they are."""
+    This one leaves elements as they are.
+    """
 
     lossy = False
 
     def nbytes(self, numel: int, dtype: torch.dtype) -> int:
+        """The number of bytes of a row, a multiple of 4."""
         return numel * dtype.itemsize
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
+        """The rows as bytes, in a new tensor or the same memory."""
         return rows.contiguous().view(torch.uint8)
 
     def decode(self, wire: torch.Tensor, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """The rows that were encoded, in a new tensor or the same memory."""
         return wire.view(dtype)
 
 
-class Blockwise:
+class Blockwise(Codec):
     """Symmetric linear quantization in 8 or 4 bits. A row has its scales first."""
 
     lossy = True
@@ -82,4 +68,4 @@ class Blockwise:
 
 def codec_of(bits: int | None) -> Codec:
     """The codec for elements of so many bits; None: elements as they are."""
-    return Plain() if bits is None else Blockwise(bits)
+    return Codec() if bits is None else Blockwise(bits)

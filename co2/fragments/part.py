@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 
 from co2.equations import Overlapped
-from co2.part import Part, Shares, Vectors, as_real
+from co2.part import Part, Vectors, as_real
 from overlap.core.bucket import Slot
 from overlap.plan.partition import BucketSpec
 from overlap.transport.broadcast import overwrite
@@ -26,20 +26,16 @@ class OverlappedPart(Part):
     """A part under `rule`, which averages fragments in turn."""
 
     shared: tuple[str, ...] = ()
+    _stays = "start"
 
     def __init__(self, rule: Overlapped, slots: Sequence[Slot], spec: BucketSpec, rank: int, size: int) -> None:
         self._mixing, self._feedback = rule.mixing or 0.0, rule.feedback
         self._lay_out(slots, spec, rank, size)
-        self._extents = {
-            slot.index: slice(offset, offset + as_real(slot.param).numel())
-            for slot, offset in zip(slots, spec.offsets, strict=True)
-        }
         self._numel = self.own.stop - self.own.start  # of a shard
         self.pack()
         self.residual: torch.Tensor | None = None
         self.outgoing = self._wire = torch.empty(0, device="cpu")  # while they are needed
         self._idle: frozenset[int] = frozenset()  # in the last round
-        self._fresh, self._loaded = True, None
 
     # - A round
 
@@ -84,9 +80,6 @@ class OverlappedPart(Part):
     def rest(self) -> None:
         """Do nothing: a part that is not sent has nothing to forget."""
 
-    def advance(self, idle: Collection[int], rates: Mapping[int, float]) -> torch.Tensor:
-        raise AssertionError("its rounds are no averages that are waited for")
-
     # - An average that is waited for: `whole` brings it, and is x again. What bytes have left out so far stays to be sent
 
     def load_average(self) -> None:
@@ -104,16 +97,8 @@ class OverlappedPart(Part):
 
     # - Whole tensors, for checkpoints. With no round on its way here
 
-    def share(self, *, passed: bool) -> Shares:
+    def _vectors(self, passed: bool) -> dict[str, torch.Tensor]:
         """This rank's shards, which are the same before and after :meth:`turn`."""
-        vectors = self._shards()
-        return {
-            index: (*extent, {name: vector[inside].clone() for name, vector in vectors.items()})
-            for index, (extent, inside) in self.pieces.items()
-        }
-
-    def _shards(self) -> dict[str, torch.Tensor]:
-        """Of the vectors that are `shared`, by their names."""
         return {}
 
     def own_vectors(self) -> Vectors:
@@ -123,28 +108,7 @@ class OverlappedPart(Part):
             vectors[slot.index]["residual"] = place.clone()
         return vectors
 
-    def complete(self) -> Vectors | None:
-        if not self._fresh:
-            return None
-        if self._loaded is not None:
-            return {index: {name: one.clone() for name, one in each.items()} for index, each in self._loaded.items()}
-        own = self.own_vectors()
-        for slot, place in self._places:
-            own[slot.index].update((name, torch.zeros_like(place)) for name in self.shared)
-        return own
-
-    @torch.no_grad()
-    def load(self, vectors: Vectors) -> None:
-        self._loaded = {
-            slot.index: {name: one.clone() for name, one in vectors[slot.index].items()} for slot in self.slots
-        }
-        flats = {name: torch.zeros_like(self.whole) for name in ("start", "residual", *self.shared)}
-        for name, flat in flats.items():
-            for slot, place in self._views(flat):
-                place.copy_(vectors[slot.index][name])
-        self.whole.copy_(flats["start"])
-        self.residual = flats["residual"] if flats["residual"].any() else None
-        self._load_shards({name: flats[name][self.own].clone() for name in self.shared})
-
-    def _load_shards(self, shards: dict[str, torch.Tensor]) -> None:
-        """The inverse of :meth:`_shards`."""
+    def _take(self, shards: dict[str, torch.Tensor], vectors: Vectors) -> None:
+        residual = torch.zeros_like(self.whole)
+        self._fill(self._views(residual), vectors, "residual")
+        self.residual = residual if residual.any() else None

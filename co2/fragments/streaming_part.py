@@ -18,6 +18,7 @@ import torch
 from co2.equations import StreamingDiLoCo, nesterov
 from co2.fragments.codec import codec_of
 from co2.fragments.part import OverlappedPart
+from co2.part import Vectors
 from overlap.core.bucket import Slot
 from overlap.plan.partition import BucketSpec
 from overlap.transport.communicator import Communicator, Work
@@ -85,10 +86,11 @@ class StreamingPart(OverlappedPart):
     def rest(self) -> None:
         self.momentum = torch.zeros_like(self.momentum)
 
-    def _shards(self) -> dict[str, torch.Tensor]:
+    def _vectors(self, passed: bool) -> dict[str, torch.Tensor]:
         owed = torch.zeros_like(self.momentum) if self.owed is None else self.owed
         return {"momentum": self.momentum, "owed": owed}
 
-    def _load_shards(self, shards: dict[str, torch.Tensor]) -> None:
+    def _take(self, shards: dict[str, torch.Tensor], vectors: Vectors) -> None:
+        super()._take(shards, vectors)
         self.momentum = shards["momentum"]
         self.owed = shards["owed"] if shards["owed"].any() else None

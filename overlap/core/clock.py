@@ -17,7 +17,7 @@ from overlap.plan.measurement import Lap, Sent
 from overlap.plan.simulation.network import filled
 from overlap.plan.strategy import Collectives
 from overlap.transport.communicator import Communicator
-from overlap.transport.stamps import HostStamps, Stamp, Stamps
+from overlap.transport.stamps import Stamp, Stamps
 from overlap.transport.work import Work, operations
 
 __all__ = ["StepClock"]
@@ -51,7 +51,7 @@ class StepClock:
     """
 
     def __init__(self, slot_of: Mapping[int, int], late: str = "gather", stamps: Stamps | None = None) -> None:
-        self._stamps: Stamps = HostStamps() if stamps is None else stamps
+        self._stamps: Stamps = Stamps() if stamps is None else stamps
         self.launched = self._stamps.launched
         self.now = self._stamps.now  # a stamp, for whoever tells this clock something later
         self._late = late
@@ -171,33 +171,19 @@ def _ends(one: _Issued, seconds: Callable[[Stamp], float]) -> list[float]:
 
 
 def _sent(one: _Issued, seconds: Callable[[Stamp], float]) -> list[Sent]:
-    bucket, halves, most = one.bucket, 1, 1.0
-    if one.kind == "gather":
-        wire = bucket.travelling
-    else:
-        wire = bucket.outgoing
-        halves = 1 if bucket.sharded else 2
-    if bucket.sharded:
-        most = filled(bucket.shares)
-    nbytes = wire.numel() * wire.element_size()
+    bucket, at = one.bucket, seconds(one.at)
+    wire = bucket.travelling if one.kind == "gather" else bucket.outgoing
+    halves = 2 if one.kind == "reduce" and not bucket.sharded else 1
+    most = filled(bucket.shares) if bucket.sharded else 1.0
     parts = operations(one.work) if one.over is None else None
     if parts is None:
-        (ended,) = _ends(one, seconds)
-        at = seconds(one.at)
-        return [Sent(one.kind, bucket.index, bucket.nbytes, nbytes, halves, bucket.lane, at, ended, most)]
+        spans = [(at, _ends(one, seconds)[0], wire.nbytes)]
+    else:
+        spans = [(begun, begun + work.seconds, work.nbytes) for begun, work in parts]
+    whole = max(1, wire.nbytes)
     return [
-        Sent(
-            one.kind,
-            bucket.index,
-            bucket.nbytes * work.nbytes // max(1, nbytes),
-            work.nbytes,
-            halves,
-            bucket.lane,
-            at,
-            at + work.seconds,
-            most,
-        )
-        for at, work in parts
+        Sent(one.kind, bucket.index, bucket.nbytes * sent // whole, sent, halves, bucket.lane, begun, ended, most)
+        for begun, ended, sent in spans
     ]
 
 

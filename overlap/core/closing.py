@@ -114,12 +114,18 @@ class Closing:
             waits = not self.closed and (bool(converted) or self._calls.doubt or self._arrangement.learning)
             late = [] if self.closed else self._late()
             news = [] if self.closed else [told() for told in self._on_news]
+            planned = not (self.closed or self._arrangement.learning)
             mine = replace(
-                self._said(Call.CLOSE), late=bool(late), converted=bool(converted), complete=self._complete_here
+                self._said(Call.CLOSE),
+                late=bool(late),
+                converted=bool(converted),
+                complete=planned and not self._participants.following and self._round.complete,
+                news=any(news),
+                sent=not waits,
+                failed=failure is not None,
+                digest=self._digest() if steps and self._compared else None,
             )
-            mine = replace(mine, news=any(news), sent=not waits, failed=failure is not None)
-            digest = self._digest() if steps and self._compared else None
-            self._tally.post(replace(mine, digest=digest), call)
+            self._tally.post(mine, call)
             if not waits and not self.closed:
                 self._round.flush()
                 self._round.settle_done()  # while the last ones are on their way
@@ -155,13 +161,6 @@ class Closing:
             for told in self._on_closed:
                 told(heard.news, lambda: self._participants.leader, lambda: round.factor(number))
         self.closed = True
-
-    @property
-    def _complete_here(self) -> bool:
-        """Whether this rank has a gradient for every parameter in a bucket. One that has joined has none."""
-        if self.closed or self._arrangement.learning or self._participants.following:
-            return False
-        return self._round.complete
 
     def _used(self) -> list[bool]:
         """All ranks have filled all buckets, and each of them lacks a gradient. By slot: whether some rank has it."""
@@ -243,7 +242,7 @@ class Closing:
             self._end_round()
         else:
             if round.touched:
-                self._calls.drop_alone()
+                self._calls.alone = True
             round.reset()
 
     def drop_everywhere(self) -> None:
@@ -295,7 +294,7 @@ class Closing:
             raise self._shared_failure(failure)
         if found is Verdict.UNLIKE:
             raise self._difference()
-        raise self._refused(found, heard)
+        raise self._end(found, heard)
 
     def _void(self) -> None:
         """Nothing becomes of this round, here and elsewhere: this rank's part is completed and awaited."""
@@ -315,9 +314,9 @@ class Closing:
             heard = self._tally.read()
             found = verdict(heard)
             if found is not Verdict.DROPPED:
-                self.ended, self._apart = self._ended(found, heard), True
+                ended, self._apart = self._end(found, heard), True
                 if wait:
-                    raise RuntimeError(self.ended)
+                    raise ended
                 return
             if self._round.dropped:
                 self._round.finish()
@@ -351,13 +350,10 @@ class Closing:
         )
         return SignatureMismatch(next(filter(None, found), "ranks are about to make different steps"))
 
-    def _refused(self, found: Verdict, heard: Heard) -> RuntimeError:
-        self.ended = self._ended(found, heard)
-        return RuntimeError(self.ended)
-
-    def _ended(self, found: Verdict, heard: Heard) -> str:
+    def _end(self, found: Verdict, heard: Heard) -> RuntimeError:
         self._participants.end()
-        return why_ended(found, heard, self._participants.ranks)
+        self.ended = why_ended(found, heard, self._participants.ranks)
+        return RuntimeError(self.ended)
 
     def _require_open(self) -> None:
         if self.ended:
@@ -366,20 +362,18 @@ class Closing:
     # - What this rank knows
 
     def _failure(self, check: Callable[[], None] | None, converted: list[Change]) -> Exception | None:
-        round = self._round
-        try:
+        def verify() -> None:
             if check is not None:
                 check()
-            if converted and round.filled:
+            if converted and self._round.filled:
                 first = converted[0]
                 raise RuntimeError(
                     f"parameter {first.name!r} was converted from {first.before} to {first.now} between backward() and "
                     "step(), while gradients were on their way; convert after step() or zero_grad()"
                 )
-            round.verify()
-        except (RuntimeError, TypeError, ValueError) as error:
-            return error
-        return None
+            self._round.verify()
+
+        return _raised(verify)
 
     def _late(self) -> list[Slot]:
         """Parameters in no bucket that take part here. What is frozen and has a gradient is stepped, as by torch."""

@@ -6,21 +6,16 @@ No gate stands before such a tensor. torch counts how many tensors use a piece o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
 __all__ = ["Watch", "outlives", "shared", "use_count", "watch"]
 
-_count = getattr(torch._C, "_storage_Use_Count", None)  # torch promises nobody that it stays
-
-
-def _nobody(_address: int) -> int:
-    return 0
-
-
-#: Of memory, by the address of its storage: how many tensors and storages of Python's refer to it.
-use_count = _nobody if _count is None else _count
+#: Of memory, by the address of its storage: how many tensors and storages of Python's refer to it. torch promises nobody
+#: that it stays; then nobody is seen to.
+use_count: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda _address: 0)
 
 
 class Watch(NamedTuple):

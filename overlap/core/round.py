@@ -9,7 +9,7 @@ ranks agree on in `overlap.core.closing`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum, auto
 from operator import attrgetter
 
@@ -250,11 +250,14 @@ class Round:
         """Issue all that is left. Parameters without a gradient on this rank take part with zeros."""
         if self.dropped:
             return  # all of it is issued
+        self._issue_all(Slot.fill)
+
+    def _issue_all(self, take: Callable[[Slot], None]) -> None:
         self._arrive_left()
         for bucket in self.order:
             for slot in bucket.slots:
                 if not slot.filled:
-                    slot.fill()
+                    take(slot)
         self._issue()
 
     def _arrive_left(self) -> None:
@@ -392,12 +395,7 @@ class Round:
 
         Gradients stay where they are, out of the buckets.
         """
-        self._arrive_left()
-        for bucket in self.order:
-            for slot in bucket.slots:
-                if not slot.filled:
-                    slot.leave_out()
-        self._issue()
+        self._issue_all(Slot.leave_out)
         self.dropped = True
 
     def finish(self) -> None:

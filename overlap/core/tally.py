@@ -130,33 +130,18 @@ class Heard:
     @classmethod
     def of(cls, numbers: Sequence[int]) -> Heard:
         """What was said, from the maxima of :meth:`Said.numbers`."""
-        gradients, late, converted, unconverted, failed, sent, news, complete = map(bool, numbers[:8])
-        last_round, minus_first = numbers[8:10]
-        given = (None if n == _NOBODY else n for n in numbers[10:-4])
-        clipped, scale = numbers[-4:-2], numbers[-2:]
-        asking, closing, dropping, going_on, minus_drop, minus_others, last, last_drop, greatest, minus_least = given
+        flags, (last_round, minus_first), given = map(bool, numbers[:8]), numbers[8:10], numbers[10:-4]
+        gradients, late, converted, unconverted, failed, sent, news, complete = flags
+        said = [None if number == _NOBODY else number for number in given]
+        asking, closing, dropping, going_on, drop, others, last, last_drop, greatest, least = said
+        clipped, scale = (Spread.of(*both) if sum(both) > 0 else None for both in (numbers[-4:-2], numbers[-2:]))
         return cls(
-            gradients,
-            late,
-            converted,
-            unconverted,
-            failed,
-            sent,
-            news,
-            complete,
-            last_round=last_round,
-            first_round=-minus_first,
-            asking=asking,
-            closing=closing,
-            dropping=dropping,
-            going_on=going_on,
-            drop=None if minus_drop is None else -minus_drop,
-            others=None if minus_others is None else -minus_others,
-            last=last,
-            last_drop=last_drop,
-            unlike=greatest is not None and minus_least is not None and greatest != -minus_least,
-            clipped=Spread.of(*clipped) if clipped[0] + clipped[1] > 0 else None,
-            scale=Spread.of(*scale) if scale[0] + scale[1] > 0 else None,
+            *(gradients, late, converted, unconverted, failed, sent, news, complete),
+            *(last_round, -minus_first, asking, closing, dropping, going_on),
+            *(drop if drop is None else -drop, others if others is None else -others, last, last_drop),
+            unlike=greatest is not None and least is not None and greatest != -least,
+            clipped=clipped,
+            scale=scale,
         )
 
     @property
@@ -255,10 +240,6 @@ class Calls:
         """Begin the next round: this rank drops the current one in the call that was counted last."""
         self._made, self.alone = 0, False
         self._free = max(0, self._free - 2)
-
-    def drop_alone(self) -> None:
-        """Note that this rank drops gradients of which nothing was sent."""
-        self.alone = True
 
     def passed(self, drop: int) -> None:
         """Follow the others, which have dropped the round in their call `drop`."""

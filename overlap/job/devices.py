@@ -20,7 +20,7 @@ from overlap.transport.cuda.math import kernels_on
 from overlap.transport.cuda.nccl import NcclCarrier
 from overlap.transport.cuda.route import Facts, Route, RouteError, Wish, choose, common_device, shares_cards
 from overlap.transport.cuda.staged import StagedCarrier
-from overlap.transport.cuda.streams import Streams, TorchStreams
+from overlap.transport.cuda.streams import Streams
 from overlap.transport.objects import allgather_object
 
 __all__ = ["CudaCarriers", "fit_out"]
@@ -39,7 +39,7 @@ class CudaCarriers:
         """`host` with a carrier for `device`. On every rank of `host`."""
         found = self._made.get((host, route, device))
         if found is None:
-            streams = TorchStreams(device)
+            streams = Streams(device)
             kernels_on(streams.device)  # loaded now, not when a gradient needs them
             found = DeviceCommunicator(host, _carrier(host, route, streams), streams)
             self._made[host, route, device] = found

@@ -13,24 +13,23 @@ from itertools import product
 
 import torch
 
-from comm_core import InvalidUsage, ReduceOp, Unsupported
+from comm_core import DType, InvalidUsage, ReduceOp, Unsupported
 from overlap.transport.operation import NOTHING, REDUCTIONS, Collective, Counts, Operation, Wide
+from overlap.transport.reduction import is_half
 
-#: What comm_core reduces and moves.
-WIRE_DTYPES = frozenset(
-    (
-        torch.float16,
-        torch.bfloat16,
-        torch.float32,
-        torch.float64,
-        torch.int8,
-        torch.int16,
-        torch.int32,
-        torch.int64,
-        torch.uint8,
-        torch.bool,
-    )
-)
+#: What comm_core reduces and moves, and its names for these types.
+DTYPES = {
+    torch.float16: DType.FLOAT16,
+    torch.bfloat16: DType.BFLOAT16,
+    torch.float32: DType.FLOAT32,
+    torch.float64: DType.FLOAT64,
+    torch.int8: DType.INT8,
+    torch.int16: DType.INT16,
+    torch.int32: DType.INT32,
+    torch.int64: DType.INT64,
+    torch.uint8: DType.UINT8,
+    torch.bool: DType.BOOL,
+}
 
 _SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _COMPLEX_OPS = (ReduceOp.SUM, ReduceOp.AVG)
@@ -104,7 +103,7 @@ def _check_wide(what: str, operation: Operation, wide: Wide) -> None:
     narrow = (("send", operation.send), ("recv", operation.recv))
     broad = (("wide send", wide.send), ("wide recv", wide.recv))
     for (name, one), (wide_name, other) in zip(narrow, broad, strict=True):
-        if one.dtype not in (torch.float16, torch.bfloat16) or other.dtype is not torch.float32:
+        if not is_half(one.dtype) or other.dtype is not torch.float32:
             raise InvalidUsage(
                 f"{what}: {wide_name} is {other.dtype} and {name} is {one.dtype}; torch.float32 stands beside "
                 "torch.float16 or torch.bfloat16"
@@ -122,8 +121,13 @@ def balanced_split(count: int, parts: int) -> list[int]:
     return [base + 1] * more + [base] * (parts - more)
 
 
-def check_tensor(what: str, name: str, tensor: torch.Tensor, device: str = "cpu") -> None:
-    """Refuse what has no plain, contiguous memory on a `device` of that type."""
+def wire_form(
+    what: str, name: str, tensor: torch.Tensor, op: ReduceOp | None = None, device: str = "cpu"
+) -> torch.Tensor:
+    """A flat view of `tensor`'s memory in a dtype comm_core knows; `op` is None where bytes are only moved.
+
+    Refuses what has no plain, contiguous memory on a `device` of that type.
+    """
     if not isinstance(tensor, torch.Tensor):
         raise InvalidUsage(f"{what}: {name} must be a torch.Tensor, got {type(tensor).__name__}")
     if tensor.layout is not torch.strided:
@@ -137,15 +141,8 @@ def check_tensor(what: str, name: str, tensor: torch.Tensor, device: str = "cpu"
         )
     if tensor.is_conj() or tensor.is_neg():
         raise InvalidUsage(f"{what}: {name} is a lazily conjugated or negated view; pass .resolve_conj().resolve_neg()")
-
-
-def wire_form(
-    what: str, name: str, tensor: torch.Tensor, op: ReduceOp | None = None, device: str = "cpu"
-) -> torch.Tensor:
-    """A flat view of `tensor`'s memory in a dtype comm_core knows; `op` is None where bytes are only moved."""
-    check_tensor(what, name, tensor, device)
     flat = tensor.data if tensor.dim() == 1 else tensor.data.reshape(-1)  # buckets are flat: a view less for each
-    if flat.dtype in WIRE_DTYPES:
+    if flat.dtype in DTYPES:
         return flat
     if flat.is_complex():
         if op is not None and op not in _COMPLEX_OPS:

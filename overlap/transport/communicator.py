@@ -20,7 +20,7 @@ from torch.autograd import profiler
 from comm_core import ReduceOp
 from overlap.transport.cuda.streams import Streams
 from overlap.transport.operation import Operation
-from overlap.transport.stamps import HostStamps, Stamps
+from overlap.transport.stamps import Stamps
 from overlap.transport.work import Line, ProfiledWork, Work
 
 #: Issues one more operation with the arguments it was made for.
@@ -36,6 +36,16 @@ class Communicator(ABC):
     #: Hears of every operation of every communicator as it is issued, and returns the work its caller gets.
     #: None unless a timeline is being recorded.
     listener: ClassVar[Callable[[Communicator, Work], Work] | None] = None
+
+    #: This process's number in the group, and how many ranks that has.
+    rank: int
+    size: int
+
+    #: What moves the bytes: "local", "mpi", "tcp" or "gloo".
+    backend: str
+
+    #: For messages; the same on all ranks of the group.
+    name: str
 
     #: Whether operations take `wide`: see `overlap.transport.operation.Wide`.
     rounds: ClassVar[bool] = True
@@ -66,27 +76,7 @@ class Communicator(ABC):
 
     def stamps(self) -> Stamps:
         """What tells when its operations, and computations on the tensors that it is there for, take place."""
-        return HostStamps()
-
-    @property
-    @abstractmethod
-    def rank(self) -> int:
-        """This process's number in the group."""
-
-    @property
-    @abstractmethod
-    def size(self) -> int:
-        """How many ranks the group has."""
-
-    @property
-    @abstractmethod
-    def backend(self) -> str:
-        """What moves the bytes: "local", "mpi", "tcp" or "gloo"."""
-
-    @property
-    @abstractmethod
-    def name(self) -> str:
-        """A name for messages; the same on all ranks of the group."""
+        return Stamps()
 
     # - Operations
 

@@ -144,12 +144,6 @@ class _Reader:
         self._next += nbytes
         return self._payload[self._next - nbytes : self._next]
 
-    def sequence(self, make: type, items: list[Any]) -> Any:
-        return make([self.unpacked(item) for item in items])
-
-    def dictionary(self, items: list[list[Any]]) -> dict[Any, Any]:
-        return {self.unpacked(key): self.unpacked(item) for key, item in items}
-
     def registered(self, name: str, fields: list[Any]) -> Any:
         cls = _REGISTERED[name]
         names = [field.name for field in dataclasses.fields(cls)]
@@ -192,10 +186,10 @@ def _enum(name: str, member: str) -> enum.Enum:
 
 _UNPACK: dict[str, Callable[[_Reader, Any], Any]] = {
     **{
-        name: lambda reader, items, make=make: reader.sequence(make, items)  # type: ignore[misc]
+        name: lambda reader, items, make=make: make(map(reader.unpacked, items))  # type: ignore[misc]
         for name, make in _SEQUENCES.items()
     },
-    "dict": lambda reader, items: reader.dictionary(items),
+    "dict": lambda reader, items: {reader.unpacked(key): reader.unpacked(item) for key, item in items},
     "complex": lambda _, parts: complex(*parts),
     "bytes": lambda reader, nbytes: reader.take(nbytes),
     "dtype": lambda _, name: _dtype(name),

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 import comm_core
-from comm_core import Buffer, DType
-from overlap.transport.checks import checked
+from comm_core import Buffer
+from overlap.transport.checks import DTYPES, checked
 from overlap.transport.communicator import Communicator, Start, Work
 from overlap.transport.operation import NOTHING, REDUCTIONS, Collective, Operation
 
@@ -27,47 +27,14 @@ MakeBuffer = Callable[[torch.Tensor, bool], Buffer]
 # The kinds that comm_core can check once for many times.
 _PERSISTENT = (Collective.REDUCE_SCATTER, Collective.ALL_GATHER, Collective.ALL_REDUCE)
 
-#: What comm_core calls torch's types.
-DTYPES = {
-    torch.float16: DType.FLOAT16,
-    torch.bfloat16: DType.BFLOAT16,
-    torch.float32: DType.FLOAT32,
-    torch.float64: DType.FLOAT64,
-    torch.int8: DType.INT8,
-    torch.int16: DType.INT16,
-    torch.int32: DType.INT32,
-    torch.int64: DType.INT64,
-    torch.uint8: DType.UINT8,
-    torch.bool: DType.BOOL,
-}
-
 
 class NativeCommunicator(Communicator):
     """A `comm_core.Communicator` that takes tensors."""
 
     def __init__(self, core: Any) -> None:
         self._core = core
-
-    @property
-    def core(self) -> Any:
-        """The comm_core communicator below."""
-        return self._core
-
-    @property
-    def rank(self) -> int:
-        return int(self._core.rank)
-
-    @property
-    def size(self) -> int:
-        return int(self._core.size)
-
-    @property
-    def backend(self) -> str:
-        return str(self._core.backend)
-
-    @property
-    def name(self) -> str:
-        return str(self._core.name)
+        self.rank, self.size = int(core.rank), int(core.size)
+        self.backend, self.name = str(core.backend), str(core.name)
 
     def prepare(self, operation: Operation) -> Start:
         one = checked(operation, self.rank, self.size)

@@ -18,12 +18,10 @@ __all__: list[str] = []
 # Waking that pool from our thread would take the cores from the backward pass.
 _SERIAL_NUMEL = 32768 - 64
 
-_HALVES = (torch.float16, torch.bfloat16)
-
 
 def is_half(dtype: torch.dtype) -> bool:
     """Whether partial sums in this type would round at every step."""
-    return dtype in _HALVES
+    return dtype in (torch.float16, torch.bfloat16)
 
 
 def combine_all(op: ReduceOp, parts: Sequence[torch.Tensor], out: torch.Tensor, size: int) -> None:
@@ -34,7 +32,8 @@ def combine_all(op: ReduceOp, parts: Sequence[torch.Tensor], out: torch.Tensor, 
         for other in parts[1:]:
             _combine(op, total, other[part], total)
         if op is ReduceOp.AVG:
-            _average(total, out[part], size)
+            # Powers of two have an exact inverse, and a product takes a fraction of the time.
+            out[part].copy_(total / size if size & (size - 1) else total * (1.0 / size))
         else:
             out[part].copy_(total)
 
@@ -49,11 +48,6 @@ def _combine(op: ReduceOp, first: torch.Tensor, second: torch.Tensor, out: torch
         torch.minimum(first, second, out=out)
     else:
         torch.maximum(first, second, out=out)
-
-
-def _average(total: torch.Tensor, out: torch.Tensor, size: int) -> None:
-    # Powers of two have an exact inverse, and a product takes a fraction of the time.
-    out.copy_(total / size if size & (size - 1) else total * (1.0 / size))
 
 
 def _serial_parts(numel: int) -> Iterator[slice]:

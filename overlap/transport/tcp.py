@@ -13,7 +13,7 @@ import comm_core
 from overlap.transport.forks import Origin
 from overlap.transport.native import NativeCommunicator
 
-__all__ = ["TcpCommunicator", "TcpOptions", "connect_over", "exchange_through"]
+__all__ = ["TcpCommunicator", "TcpOptions", "connect_over"]
 
 # Several connections get past what a network gives a single one, and what is lost on one does not hold up the others; on
 # emulated links four were as fast as one at 1 Gbit/s and took a fifth less at 10. Each rank has open files for all.
@@ -62,16 +62,6 @@ def connect_over(
 
     `hosts` are addresses of this host; ranks may take `patience` to connect.
     """
-    exchange = exchange_through(store, rank, size, patience)
-    return comm_core.tcp(
-        rank, size, exchange, hosts=hosts, **options.arguments(size, _SHARE * patience.total_seconds())
-    )
-
-
-def exchange_through(
-    store: Any, rank: int, size: int, patience: datetime.timedelta
-) -> Callable[[bytes], Sequence[bytes]]:
-    """An exchange for :func:`comm_core.tcp` through a `store` of torch.distributed, which waits `patience` for ranks."""
     rounds = itertools.count()
 
     def exchange(mine: bytes) -> Sequence[bytes]:
@@ -81,4 +71,6 @@ def exchange_through(
         store.wait(keys, patience)
         return [bytes(store.get(key)) for key in keys]
 
-    return exchange
+    return comm_core.tcp(
+        rank, size, exchange, hosts=hosts, **options.arguments(size, _SHARE * patience.total_seconds())
+    )

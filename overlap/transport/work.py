@@ -12,7 +12,7 @@ from torch.autograd.profiler import record_function
 import comm_core
 from overlap.transport.encoding import travels
 
-__all__ = ["Line", "ProfiledWork", "WatchedWork", "Work", "arrive", "operations"]
+__all__ = ["Line", "ProfiledWork", "WatchedWork", "Work", "WorkAround", "arrive", "operations"]
 
 
 class Work(Protocol):
@@ -69,33 +69,43 @@ def operations(work: Work) -> Sequence[tuple[float, Work]] | None:
     return getattr(work, "operations", None)
 
 
-class WatchedWork(ABC):
-    """A work whose waits are observed, by :meth:`_watched`. Its caller cannot tell it from the work itself."""
+class WorkAround:
+    """The base of a work that stands for another one, and is like it but for what a subclass says."""
 
-    __slots__ = ("_work",)
+    __slots__ = ("_work", "label", "nbytes", "op")
 
     def __init__(self, work: Work) -> None:
+        self.op, self.label, self.nbytes = work.op, work.label, work.nbytes
         self._work = work
-
-    @abstractmethod
-    def _watched(self, wait: Callable[[], None]) -> None:
-        """Call `wait`, which blocks."""
-
-    @property
-    def op(self) -> str:
-        return self._work.op
-
-    @property
-    def nbytes(self) -> int:
-        return self._work.nbytes
-
-    @property
-    def label(self) -> str:
-        return self._work.label
 
     @property
     def seconds(self) -> float:
         return self._work.seconds
+
+    def wait(self, timeout: float | None = None) -> None:
+        self._work.wait(timeout)
+
+    def done(self) -> bool:
+        return self._work.done()
+
+    def exception(self) -> comm_core.Error | None:
+        return self._work.exception()
+
+    def order_before(self, stream: int) -> None:
+        self._work.order_before(stream)
+
+    def describe(self) -> str:
+        return self._work.describe()
+
+
+class WatchedWork(WorkAround, ABC):
+    """A work whose waits are observed, by :meth:`_watched`. Its caller cannot tell it from the work itself."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def _watched(self, wait: Callable[[], None]) -> None:
+        """Call `wait`, which blocks."""
 
     @property
     def title(self) -> str:
@@ -113,18 +123,6 @@ class WatchedWork(ABC):
         found: list[bool] = []
         self._watched(lambda: found.append(arrive(self._work)))
         return found[0]
-
-    def done(self) -> bool:
-        return self._work.done()
-
-    def exception(self) -> comm_core.Error | None:
-        return self._work.exception()
-
-    def order_before(self, stream: int) -> None:
-        self._work.order_before(stream)
-
-    def describe(self) -> str:
-        return self._work.describe()
 
 
 class ProfiledWork(WatchedWork):

@@ -56,7 +56,7 @@ def test_each_fragment_is_sent_once_a_round_and_applied_before_the_next_is_sent(
         steps = [step for turn, step in zip(turns, sent, strict=True) if schedule.fragment(turn) == fragment]
         assert [later - step for step, later in itertools.pairwise(steps)] == [frequency] * 2
     assert sent[fragments - 1] == frequency
-    assert all(schedule.applied_after(turn) <= sent[turn + 1] for turn in turns[:-1])
+    assert all(sent[turn] + schedule.overlap <= sent[turn + 1] for turn in turns[:-1])
     seen, in_round, turn = [], 0, 0
     for step in range(1, 3 * frequency + 1):
         in_round += 1

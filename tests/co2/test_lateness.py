@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from co2.lateness import Lateness
+from co2.pace import Lateness
 
 
 @pytest.mark.parametrize("option", ["outer_frequency", "localsgd_frequency"])

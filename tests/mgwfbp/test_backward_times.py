@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from mgwfbp.backward_times import BackwardClock, arrival_moments, backward_seconds, profile_backward
-from overlap.transport.stamps import HostStamps
+from overlap.transport.stamps import Stamps
 from tests.spmd.models import Pause
 
 
@@ -74,7 +74,7 @@ def test_passes_that_warm_up_do_not_count(monkeypatch: pytest.MonkeyPatch) -> No
         pace = 1000 if next(passes) < 2 else 1
         return model(torch.ones(1, 2)).sum()
 
-    monkeypatch.setattr(HostStamps, "now", lambda _: pace * next(now))
+    monkeypatch.setattr(Stamps, "now", lambda _: pace * next(now))
     model = nn.Linear(2, 2)
     assert profile_backward(model, compute_loss, warmup=2, iterations=1) == {"weight": 1, "bias": 1}
 
@@ -104,7 +104,7 @@ def test_what_cannot_be_profiled() -> None:
 
 def test_the_last_arrival_of_a_window_counts() -> None:
     weight = nn.Parameter(torch.ones(2))
-    clock = BackwardClock([weight], HostStamps())
+    clock = BackwardClock([weight], Stamps())
     weight.sum().backward()
     between = time.perf_counter()
     weight.sum().backward()
@@ -116,7 +116,7 @@ def test_the_last_arrival_of_a_window_counts() -> None:
     assert clock.lap() == {}
 
 
-class _Launching(HostStamps):
+class _Launching(Stamps):
     """Of a device that takes a second for each gradient, long after all were launched."""
 
     def __init__(self) -> None:

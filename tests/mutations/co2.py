@@ -92,8 +92,8 @@ MUTATIONS = [
     Mutation(
         "an average takes over what the script wrote through .data",
         "co2/averaged_parameters.py",
-        "return self.written_over.union(*(part.written(theirs) for part in parts))",
-        "return self.written_over",
+        "return (self.idle & self._overwritten()).union(*(part.written(theirs) for part in parts))",
+        "return self.idle & self._overwritten()",
         f"{_FROZEN} -k ranks_that_write",
     ),
     Mutation(
@@ -134,7 +134,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a checkpoint has the longest outer step",
-        "co2/outer_state.py",
+        "co2/rounds.py",
         '            self._communication.longest = section["longest"]\n',
         "",
         f"{_FROZEN} -k trained_at_different_times",
@@ -142,21 +142,21 @@ MUTATIONS = [
     # Checkpoints of ranks that are not at the same point
     Mutation(
         "a rank one round ahead answers with where it was before",
-        "co2/outer_state.py",
+        "co2/rounds.py",
         "return self._shares(passed=ahead == 1)",
         "return self._shares(passed=False)",
         "mpi-2 tests/spmd/test_co2.py -k rank_0_alone",
     ),
     Mutation(
         "a rank that has loaded twice answers those who have not with what it had before",
-        "co2/outer_state.py",
+        "co2/rounds.py",
         "            if self._before_load is None:\n                self._before_load",
         "            if True:\n                self._before_load",
         f"{_CHECKPOINTS} -k have_not_loaded",
     ),
     Mutation(
         "what a rank had before it loaded is forgotten once all have loaded",
-        "co2/outer_state.py",
+        "co2/rounds.py",
         "        self._before_load = None  # [Note: who has loaded by when]\n\n    def _answer",
         "        pass\n\n    def _answer",
         f"{_CHECKPOINTS} -k have_not_loaded",

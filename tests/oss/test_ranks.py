@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from oss.ranks import Ranks, ranks_of
+from oss.ranks import ranks_of
 
 
 @pytest.fixture
 def _rank_6_of_8(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(Ranks, "_waits", True)  # this process has nothing to wait for
+    monkeypatch.setattr("oss.ranks._wait_at_exit", lambda: None)  # this process has nothing to wait for
     dist.init_process_group("fake", rank=6, world_size=8, store=FakeStore())
     yield
     dist.destroy_process_group()

@@ -20,8 +20,8 @@ import torch
 from overlap.job import devices
 from overlap.transport.cuda import streams
 from overlap.transport.cuda.route import Facts
-from overlap.transport.cuda.work import Moment
-from overlap.transport.stamps import HostStamps, Stamps
+from overlap.transport.cuda.streams import Moment
+from overlap.transport.stamps import Stamps
 from tests.spmd.host_random import HostRandom
 
 __all__ = ["DEVICE", "Late", "PlainStreams", "host_only", "pretend", "use_device"]
@@ -97,7 +97,7 @@ class PlainStreams:
         raise AssertionError("nothing is beside the host")
 
     def stamps(self, *, on_streams: bool) -> Stamps:
-        return HostStamps()
+        return Stamps()
 
     def pinned(self, like: torch.Tensor) -> torch.Tensor:
         return torch.empty(like.numel(), dtype=like.dtype)
@@ -119,7 +119,7 @@ def pretend(patch: pytest.MonkeyPatch) -> None:
     def facts(_parameters: Sequence[tuple[str, torch.Tensor]], refusal: str) -> Facts:
         return Facts() if refusal else Facts("cuda", "a card", trouble="pretended")
 
-    patch.setattr(devices, "TorchStreams", PlainStreams)
+    patch.setattr(devices, "Streams", PlainStreams)
     patch.setattr(streams, "on_device", lambda _tensor: True)
     patch.setattr(devices, "_facts", facts)
     backward = torch.autograd.backward

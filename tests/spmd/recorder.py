@@ -92,7 +92,7 @@ class Recorder:
             self.backward(optimizer)
             self._events.append((None, "step", "", 0))
             optimizer.step()
-            rounds = getattr(optimizer, "_rounds", None)
+            rounds = getattr(optimizer, "rounds", None)
             if rounds is not None:  # another thread sees it through
                 rounds.arrive()
         return self.events(optimizer)
@@ -100,7 +100,7 @@ class Recorder:
     def events(self, optimizer: Any) -> list[str]:
         """Buckets are called by their layers, and so are co2's parts, which are told apart by their sizes."""
         layers = {b.label: _layers(b.slots) for b in optimizer.buckets}
-        engine, rounds = optimizer._engine, getattr(optimizer, "_rounds", None)
+        engine, rounds = optimizer._engine, getattr(optimizer, "rounds", None)
         lanes = [list(one) for one in (engine.round._reductions, engine.transit._lanes)]
         parts = (
             {} if rounds is None else {(rounds._comm, p.whole.nbytes): f"of {_layers(p.slots)}" for p in rounds.parts}

@@ -108,7 +108,7 @@ def test_no_rank_waits_for_a_round_before_the_next_has_ended() -> None:
 
 def test_whoever_has_to_wait_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = wrapped(outer_frequency=1, **FULL)
-    rounds, awaited = optimizer._rounds, threading.Semaphore(0)
+    rounds, awaited = optimizer.rounds, threading.Semaphore(0)
     carry, arrive = rounds._communication.carry, rounds.arrive
 
     def carry_when_awaited(*arguments: Any) -> None:
@@ -119,7 +119,7 @@ def test_whoever_has_to_wait_says_so_once(monkeypatch: pytest.MonkeyPatch) -> No
         threading.Timer(0.02, awaited.release).start()
         arrive(**options)
 
-    monkeypatch.setattr("co2.lateness._WORTH_SAYING", 0.0)
+    monkeypatch.setattr("co2.pace._WORTH_SAYING", 0.0)
     rounds._communication.carry, rounds.arrive = carry_when_awaited, arrive_late
     with heard(logging.WARNING) as said:
         train_steps(model, optimizer, range(4))
@@ -162,9 +162,9 @@ def test_each_rank_holds_its_share_of_the_outer_state() -> None:
     model, optimizer = wrapped(outer_frequency=1, **FULL)
     train_steps(model, optimizer, range(3))
     total = sum(param.numel() for param in model.parameters())
-    for part in optimizer._rounds.parts:
+    for part in optimizer.rounds.parts:
         assert part.momentum.numel() == part.start.numel() == part.whole.numel() // co2.size()
-    held = sum(part.momentum.numel() for part in optimizer._rounds.parts)
+    held = sum(part.momentum.numel() for part in optimizer.rounds.parts)
     assert total / co2.size() <= held < total / co2.size() + 8 * 4 * (1 + 1)  # aligned to 64 bytes
 
 
@@ -218,8 +218,8 @@ def test_a_frequency_is_suggested_from_what_all_ranks_have_measured() -> None:
     assert co2.suggest_frequency(model) >= 1
     assert "outer_frequency=" in optimizer.explain() or "would do" in optimizer.explain()
     for _ in range(9):  # a fast rank, and a slow network to the last one
-        optimizer._rounds.pace.stepped(0.01 if co2.rank() == 0 else 0.02)
-        optimizer._rounds.pace.exchanged(0.03 + 0.02 * co2.rank(), 0)
+        optimizer.rounds.pace.stepped(0.01 if co2.rank() == 0 else 0.02)
+        optimizer.rounds.pace.exchanged(0.03 + 0.02 * co2.rank(), 0)
     assert co2.suggest_frequency(model) == 3 + 2 * (co2.size() - 1)
     _, waits = wrapped(outer="localsgd")
     with pytest.raises(RuntimeError, match="with outer='localsgd' every round waits"):

@@ -160,7 +160,7 @@ def test_the_first_half_of_a_part_that_is_frozen_before_the_second_is_dropped() 
     train_steps(model, optimizer, range(1))
     model[2].requires_grad_(True)
     train_steps(model, optimizer, range(1, 3))
-    assert len(optimizer._rounds.parts) == 2
+    assert len(optimizer.rounds.parts) == 2
     assert first_half()
     model[0].requires_grad_(False)
     train_steps(model, optimizer, range(3, 4))
@@ -206,7 +206,7 @@ def test_parameters_of_16_bits_have_exact_values_in_shards() -> None:
         optimizer.zero_grad()
         loss_of(model, co2.rank(), step, torch.bfloat16).backward()
         optimizer.step()
-    assert all(part.start.dtype is torch.float32 for part in optimizer._rounds.parts)
+    assert all(part.start.dtype is torch.float32 for part in optimizer.rounds.parts)
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     other = small_model(torch.bfloat16)
     resumed = co2.DistributedOptimizer(adamw(other.parameters()), other, outer="acco")

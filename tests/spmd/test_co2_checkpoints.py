@@ -125,7 +125,7 @@ def test_whoever_saves_before_others_have_begun_saves_the_same() -> None:
     def step_with_it_and_save() -> dict[str, Any]:
         optimizer.zero_grad()
         (loss_of(model, co2.rank(), 3) + extra.sum() * 0).backward()
-        optimizer._rounds.begin()  # as step() does, which goes on to send the round
+        optimizer.rounds.begin()  # as step() does, which goes on to send the round
         return optimizer.state_dict()["co2"]
 
     early = _on_rank_0_first(step_with_it_and_save)
@@ -139,8 +139,8 @@ def test_whoever_saves_before_others_have_begun_saves_the_same() -> None:
 def test_a_share_that_is_missing_is_no_zero() -> None:
     model, optimizer = wrapped(outer_frequency=1, **FULL)
     train_steps(model, optimizer, range(2))
-    optimizer._rounds.arrive()
-    rounds, size = optimizer._rounds, co2.size()
+    optimizer.rounds.arrive()
+    rounds, size = optimizer.rounds, co2.size()
     answer = rounds._shares
     rounds._shares = lambda *, passed: {} if co2.rank() == size - 1 else answer(passed=passed)
     co2.barrier()
@@ -199,8 +199,8 @@ def test_whoever_saves_while_others_have_not_loaded_gets_what_it_has_itself(load
         _same_sections(optimizer.state_dict()["co2"], between)
         load_and_save()
         train_steps(model, optimizer, range(10, 12))
-    for events in (optimizer._rounds.events, between["events"]):
-        while optimizer._rounds.events < events:
+    for events in (optimizer.rounds.events, between["events"]):
+        while optimizer.rounds.events < events:
             train_steps(model, optimizer, range(12, 13))
         after = co2.allgather_object(optimizer.state_dict()["co2"])
         _same_sections(after[0], after[-1])
@@ -208,7 +208,7 @@ def test_whoever_saves_while_others_have_not_loaded_gets_what_it_has_itself(load
 
 def test_a_question_that_cannot_be_answered_yet_holds_up_no_other() -> None:
     _, optimizer = wrapped(outer_frequency=2, **FULL)
-    rounds, peer_queries = optimizer._rounds, current().peer_queries
+    rounds, peer_queries = optimizer.rounds, current().peer_queries
     peer_queries.on("test/other", lambda _sender, question: question + 1)
     co2.barrier()
     if co2.rank() == 0 and co2.size() > 1:

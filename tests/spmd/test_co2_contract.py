@@ -74,7 +74,7 @@ def test_frozen_and_late_parameters() -> None:
     frozen = [value.clone() for value in model[0].parameters()]
     train_steps(model, optimizer, range(5))
     assert all(torch.equal(value, kept) for value, kept in zip(model[0].parameters(), frozen, strict=True))
-    assert {slot.index for part in optimizer._rounds.parts for slot in part.slots} == {2, 3}
+    assert {slot.index for part in optimizer.rounds.parts for slot in part.slots} == {2, 3}
     model[0].requires_grad_(True)
     train_steps(model, optimizer, range(5, 9))
     model[2].requires_grad_(False)
@@ -273,7 +273,7 @@ def test_one_rank_may_end_a_round_ahead(steps: int) -> None:
     train_steps(model, optimizer, range(4 if co2.rank() == 0 else steps))
     before = [value.clone() for value in model.parameters()]
     current().services["co2"].close()
-    assert set(co2.allgather_object(optimizer._rounds.events)) == {2}
+    assert set(co2.allgather_object(optimizer.rounds.events)) == {2}
     assert all(torch.equal(value, kept) for value, kept in zip(model.parameters(), before, strict=True))
 
 
@@ -288,7 +288,7 @@ def test_a_rank_that_has_made_no_step_sends_the_round_of_others(unfrozen: bool) 
         model[0].requires_grad_(True)
         train_steps(model, optimizer, range(3, 4 if unfrozen else 5))
     current().services["co2"].close()
-    standings = co2.allgather_object(optimizer._rounds.standing)
+    standings = co2.allgather_object(optimizer.rounds.standing)
     assert len(set(standings)) == 1
     assert standings[0].sent == (2 if unfrozen else 1)
 
@@ -297,7 +297,7 @@ def test_a_model_wrapped_again_belongs_to_the_new_optimizer() -> None:
     model, first = wrapped(outer_frequency=1)
     train_steps(model, first, range(2))
     second = co2.DistributedOptimizer(sgd(model.parameters()), model, outer_frequency=1)
-    assert first._rounds.parts == []
+    assert first.rounds.parts == []
     train_steps(model, second, range(2))
     loss_of(model, co2.rank(), 2).backward()
     with pytest.raises(RuntimeError, match="went to a DistributedOptimizer that was made later"):
@@ -309,7 +309,7 @@ def test_a_model_wrapped_again_one_step_apart_is_not_waited_for() -> None:
     model, first = wrapped(outer_frequency=2)
     train_steps(model, first, range(4 if co2.rank() == 0 else 3))
     second = co2.DistributedOptimizer(sgd(model.parameters()), model, outer_frequency=2)
-    assert first._rounds.parts == []
+    assert first.rounds.parts == []
     assert equal_everywhere(model)
     train_steps(model, second, range(4))
     second.average_parameters()

@@ -67,7 +67,7 @@ def test_memory_that_is_put_in_place_of_a_frozen_parameters_own_stays() -> None:
 def test_a_parameter_frozen_and_left_alone_takes_over_what_is_on_its_way() -> None:
     model, optimizer = wrapped(outer_frequency=2, **FULL)
     train_steps(model, optimizer, range(4))
-    optimizer._rounds.arrive()
+    optimizer.rounds.arrive()
     wanted = optimizer.state_dict()["co2"]["parameters"][0]["next"]
     model[0].requires_grad_(False)
     train_steps(model, optimizer, range(4, 5))
@@ -137,8 +137,8 @@ def test_nothing_is_sent_of_a_part_that_is_frozen(outer: str, monkeypatch: pytes
         for layer in (0, 2):
             model[layer].requires_grad_(layer != frozen)
         train_steps(model, optimizer, steps)
-    assert len(optimizer._rounds.parts) == 2
-    optimizer._rounds.arrive()
+    assert len(optimizer.rounds.parts) == 2
+    optimizer.rounds.arrive()
     sent: list[str] = []
 
     def note(_comm: Communicator, work: Work) -> Work:
@@ -149,7 +149,7 @@ def test_nothing_is_sent_of_a_part_that_is_frozen(outer: str, monkeypatch: pytes
     for act in (lambda: train_steps(model, optimizer, range(6, 7)), optimizer.average_parameters):
         sent.clear()
         act()
-        optimizer._rounds.arrive()
+        optimizer.rounds.arrive()
         assert [sent.count("co2 average"), sent.count("co2 gather")] == [1, 1]
 
 
@@ -167,7 +167,7 @@ def test_the_outer_momentum_of_a_frozen_parameter_is_forgotten(apart: bool) -> N
         train_steps(model, optimizer, range(2))
         model[0].requires_grad_(True)
     train_steps(model, optimizer, range(2, 6))
-    assert len(optimizer._rounds.parts) == 1 + apart
+    assert len(optimizer.rounds.parts) == 1 + apart
     assert moving() == [True] * 4
     model[0].requires_grad_(False)
     train_steps(model, optimizer, range(6, 9))

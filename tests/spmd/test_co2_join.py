@@ -165,7 +165,7 @@ def test_joining_together_leaves_everything_as_it_is() -> None:
     co2.join()
     assert all(torch.equal(value, kept) for value, kept in zip(model.parameters(), before, strict=True))
     assert optimizer.local_steps == (co2.rank() == 0)
-    assert set(co2.allgather_object(optimizer._rounds.events)) == {4}
+    assert set(co2.allgather_object(optimizer.rounds.events)) == {4}
     optimizer.average_parameters()
     assert equal_everywhere(model)
 
@@ -182,7 +182,7 @@ def test_a_rank_joins_in_warm_up() -> None:
             simulation.average()
     co2.join()
     assert_same(model, simulation.workers[co2.rank()][0])
-    assert set(co2.allgather_object(optimizer._rounds.steps)) == {10}
+    assert set(co2.allgather_object(optimizer.rounds.steps)) == {10}
 
 
 def test_several_optimizers() -> None:
@@ -323,9 +323,9 @@ def test_ranks_that_learned_of_other_layers_are_told_so_where_they_join() -> Non
     with pytest.raises(ValueError, match="parameters trained in this round differ between ranks"):  # noqa: PT012
         if co2.rank() == 0:
             train_steps(model, optimizer, range(5, 6))
-            optimizer._rounds.arrive()
+            optimizer.rounds.arrive()
         co2.join()
-    optimizer._rounds.retired = True  # it is of no use any more
+    optimizer.rounds.retired = True  # it is of no use any more
     current().control.run(barrier())
     co2.join()
 
@@ -351,7 +351,7 @@ def test_what_needs_every_rank_is_refused_everywhere(what: str, late: bool) -> N
         act: Callable[[], Any] = co2.join
     else:
         deadline = time.monotonic() + 20
-        while not late and 1 not in joined_ranks_of(current()).joined(optimizer._rounds.following.topic):
+        while not late and 1 not in joined_ranks_of(current()).joined(optimizer.rounds.following.topic):
             assert time.monotonic() < deadline
         act = lambda: NEEDING[what](optimizer)  # noqa: E731
     with pytest.raises(CannotJoin) as raised:
@@ -370,7 +370,7 @@ def test_training_ends_while_a_rank_is_out_of_data(slow: bool, monkeypatch: pyte
     `slow`: the others have ended the rounds of the rank that has joined before that has heard that it may.
     """
     model, optimizer = wrapped(outer_frequency=2, **FULL)
-    rounds = optimizer._rounds
+    rounds = optimizer.rounds
     train_steps(model, optimizer, range(2))
     if co2.rank() == 1:
         rounds.following.keep_up(())  # as in join()

@@ -84,7 +84,7 @@ def test_rank_0_alone_saves_while_others_go_on() -> None:
                 for name, rows in wanted.items():
                     assert torch.equal(vectors[name].flatten(), rows[fragment].flatten()[begin:end]), name
         with pytest.raises(ValueError, match="saved with 3 fragments, and this optimizer has 2: pass fragments=3"):
-            optimizer._rounds.load({**saved, "fragments": 3})
+            optimizer.rounds.load({**saved, "fragments": 3})
 
 
 def test_no_rank_waits_between_sending_and_applying() -> None:
@@ -139,7 +139,7 @@ def test_parameters_of_16_bits() -> None:
         optimizer.zero_grad()
         loss_of(model, co2.rank(), step, torch.bfloat16).backward()
         optimizer.step()
-    assert all(part.whole.dtype is torch.float32 for part in optimizer._rounds.parts)
+    assert all(part.whole.dtype is torch.float32 for part in optimizer.rounds.parts)
     optimizer.average_parameters()
     assert equal_everywhere(model)
 
@@ -186,7 +186,7 @@ def test_ranks_at_different_turns_are_told_so() -> None:
     if co2.size() == 1:
         return
     if co2.rank() == 1:  # as after loading a state that was saved a turn later
-        optimizer._rounds.turns += 1
+        optimizer.rounds.turns += 1
     with pytest.raises(
         ValueError, match=r"entry 0 is «fragment 0, after 2 turns» on rank 0 and «fragment 1, after 3 turns»"
     ):
@@ -209,7 +209,7 @@ def test_fragments_are_of_layers_and_those_of_the_state() -> None:
 def test_a_step_that_waits_is_no_longer_step() -> None:
     """Else steps that wait for the network would seem to hide it."""
     _, optimizer = wrapped(**STREAMING, outer_frequency=4, fragments=1, overlap_steps=1)
-    rounds, steps = optimizer._rounds, []
+    rounds, steps = optimizer.rounds, []
     rounds.pace.stepped = steps.append
     for seconds in (0.0, 0.0, 0.0, 0.0, 0.3, 0.0, 0.0, 0.0):
         rounds.begin()

@@ -22,7 +22,7 @@ from overlap.optimizer.planning import plan_by_itself
 from overlap.plan.measurement import Sent, services
 from overlap.state.shard_state import ShardState
 from overlap.transport.memory import copy_gradient
-from overlap.transport.stamps import HostStamps
+from overlap.transport.stamps import Stamps
 from tests.spmd.listening import heard
 from tests.spmd.planned_training import MIB, STEPS, Clock, planned_job, scripted, train_steps
 from tests.spmd.training import check_while_it_trains
@@ -34,7 +34,7 @@ alone = pytest.mark.skipif(SIZE == 1, reason="a rank alone has nothing to plan")
 def _passes(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps, and what happens inside of them, are measured by it."""
     monkeypatch.setattr(planning, "time", clock)
-    monkeypatch.setattr(HostStamps, "now", lambda _: clock.perf_counter())
+    monkeypatch.setattr(Stamps, "now", lambda _: clock.perf_counter())
 
 
 @alone

@@ -12,7 +12,7 @@ import torch
 from overlap.core.bucket import Slot
 from overlap.core.gates.compiled import only_looked_at
 from overlap.plan.plan import Facts
-from overlap.transport.stamps import HostStamps, Stamp, Stamps
+from overlap.transport.stamps import Stamp, Stamps
 
 __all__ = ["Observer"]
 
@@ -22,7 +22,7 @@ class Observer:
     """The observations of one iteration."""
 
     slots: list[Slot]
-    stamps: Stamps = field(default_factory=HostStamps)
+    stamps: Stamps = field(default_factory=Stamps)
     units: list[tuple[object, list[int]]] = field(default_factory=list)
     _touched: set[int] = field(default_factory=set)
     _arrivals: dict[int, Stamp] = field(default_factory=dict)

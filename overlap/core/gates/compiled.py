@@ -16,24 +16,48 @@ traced: these compilers lose track of some of its dictionaries and sets.
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from overlap.core.gates.opaque import AVAILABLE, Opaque, register
-
 __all__ = ["GUARDS", "Entry", "keep_untraced", "only_looked_at", "outside_compilation", "untraced"]
 
+# Opaque objects: torch.compile does not look into them, and their owner defines their guards. Names in torch are private.
+# Where the base class is, its name, that of the function which registers a class, and of the kind of objects.
+_NAMES = (
+    ("torch._custom_class_base", "CustomClassBase", "register_custom_class", "symbolic"),
+    ("torch._opaque_base", "OpaqueBase", "register_opaque_type", "reference"),  # before torch 2.15
+)
+
+
+def _find() -> tuple[type, Callable[..., None], Any, str] | None:
+    if torch.__version__ < "2.13":
+        return None  # not there, or they do less
+    for module, base, function, kind in _NAMES:
+        with contextlib.suppress(ImportError, AttributeError):
+            objects = importlib.import_module("torch._library.opaque_object")
+            found = getattr(importlib.import_module(module), base)
+            return found, getattr(objects, function), objects.MemberType.USE_REAL, kind
+    return None  # torch promises nobody that they stay
+
+
+_found = _find()
 #: Whether compiled code waits in its guards; otherwise gates break its graph.
-GUARDS = AVAILABLE
+GUARDS = _found is not None
+
+if TYPE_CHECKING:
+    _Opaque = object
+else:
+    _Opaque = object if _found is None else _found[0]
 
 _Visit = Callable[[torch.nn.Module], None]
 
 
-class Entry(Opaque):
+class Entry(_Opaque):
     """The point at which compiled code that contains `module`'s forward waits for it, before the code starts."""
 
     def __init__(self, module: torch.nn.Module, enter: _Visit, leave: _Visit) -> None:
@@ -53,8 +77,9 @@ def _guard(entry: Entry) -> list[object]:
     return []  # nothing that could call for another compilation
 
 
-if GUARDS:
-    register(Entry, _guard, "await_module")
+if _found is not None:
+    _, _register, _real, _kind = _found
+    _register(Entry, typ=_kind, guard_fn=_guard, members={"await_module": _real})
 
 
 def untraced(call: Callable[..., None]) -> Callable[..., None]:
@@ -84,7 +109,7 @@ def only_looked_at(parameter: torch.nn.Parameter, layer: torch.nn.Module) -> boo
     return torch.compiler.is_compiling() and not any(parameter is mine for mine in dict.values(layer._parameters))
 
 
-@contextmanager
+@contextlib.contextmanager
 def outside_compilation() -> Iterator[None]:
     """A context for an update that a compilation happens to wait for.
 

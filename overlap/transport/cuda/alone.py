@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from overlap.transport.communicator import Communicator, Start, Work
+from overlap.transport.cuda.communicator import Carrier
 from overlap.transport.cuda.work import StagedWork
 from overlap.transport.operation import Operation, barrier
 
 __all__ = ["AloneCarrier"]
 
 
-class AloneCarrier:
+class AloneCarrier(Carrier):
     """A `Carrier` for a `host` communicator of one rank. Results are there when an operation was issued.
 
     What the host's communicator is given is the empty operation of that kind, so that it is counted and recorded.
     """
-
-    through_host = True
 
     def __init__(self, host: Communicator) -> None:
         assert host.size == 1, "more ranks exchange something"
@@ -30,15 +29,3 @@ class AloneCarrier:
             return StagedWork(counted(), lambda _stream: None, lambda: 0)
 
         return start
-
-    def flush(self) -> None:
-        """Do nothing: what the host is given is issued at once."""
-
-    def pending(self) -> list[Work]:
-        return []
-
-    def abandon(self) -> None:
-        """Do nothing: nothing is under way."""
-
-    def close(self) -> None:
-        """Do nothing: nothing is under way."""

@@ -8,7 +8,7 @@ Each of the two keeps the order in which it was given its operations, and they n
 
 from __future__ import annotations
 
-from typing import Protocol
+from abc import ABC, abstractmethod
 
 import torch
 
@@ -23,25 +23,27 @@ from overlap.transport.stamps import Stamps
 __all__ = ["Carrier", "DeviceCommunicator"]
 
 
-class Carrier(Protocol):
-    """Moves flat tensors of one device, in a dtype that comm_core knows."""
+class Carrier(ABC):
+    """Moves flat tensors of one device, in a dtype that comm_core knows. What is under way is the host's, if anything."""
 
     #: Whether each operation is one of the host's communicator, which counts it and tells a timeline.
-    through_host: bool
+    through_host = True
 
+    @abstractmethod
     def prepare(self, operation: Operation) -> Start:
         """As :meth:`.Communicator.prepare`, of one that was checked, but no barrier."""
 
-    def flush(self) -> None:
+    def flush(self) -> None:  # noqa: B027
         """Have everything issued on the host's communicator that goes there, before something else is."""
 
     def pending(self) -> list[Work]:
         """The unfinished operations that the host's communicator does not know of."""
+        return []
 
-    def abandon(self) -> None:
+    def abandon(self) -> None:  # noqa: B027
         """End, with an error, unfinished operations that the host's communicator does not know of. On every rank."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Wait for what was issued. On every rank."""
 
 
@@ -56,27 +58,12 @@ class DeviceCommunicator(Communicator):
     def __init__(self, host: Communicator, carrier: Carrier, streams: Streams) -> None:
         self._host, self._carrier, self._streams = host, carrier, streams
         self.streams = streams
+        self.rank, self.size, self.backend, self.name = host.rank, host.size, host.backend, host.name
         self._kind = streams.kind
         self.place = torch.device(streams.kind, streams.device)
 
     def stamps(self) -> Stamps:
         return self._streams.stamps(on_streams=not self._carrier.through_host)
-
-    @property
-    def rank(self) -> int:
-        return self._host.rank
-
-    @property
-    def size(self) -> int:
-        return self._host.size
-
-    @property
-    def backend(self) -> str:
-        return self._host.backend
-
-    @property
-    def name(self) -> str:
-        return self._host.name
 
     def prepare(self, operation: Operation) -> Start:
         what = operation.kind.value

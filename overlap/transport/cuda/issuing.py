@@ -19,7 +19,7 @@ from typing import NamedTuple
 import comm_core
 from overlap.transport.checks import check_timeout
 from overlap.transport.communicator import Communicator, Start
-from overlap.transport.cuda.work import Moment
+from overlap.transport.cuda.streams import Moment
 from overlap.transport.work import Work
 
 __all__ = ["Issuer", "LaterWork"]

@@ -13,20 +13,15 @@ from collections.abc import Sequence
 import torch
 
 import comm_core
-from comm_core import DType
 from comm_core.cuda_kernels import CudaKernels, cast_name
+from overlap.transport.checks import DTYPES
+from overlap.transport.reduction import is_half
 
 __all__ = ["can_inspect", "cast_scale", "divide", "inspect", "kernels_on", "prefers_inspect"]
 
 log = logging.getLogger("dear")
 
-_TYPES = {
-    torch.float16: DType.FLOAT16,
-    torch.bfloat16: DType.BFLOAT16,
-    torch.float32: DType.FLOAT32,
-    torch.float64: DType.FLOAT64,
-}
-_HALVES = (torch.float16, torch.bfloat16)
+_TYPES = {dtype: DTYPES[dtype] for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
 
 
 @functools.cache
@@ -73,7 +68,10 @@ def cast_scale(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor],
             scale,
             torch.cuda.current_stream(source.device).cuda_stream,
         )
-    _cast_by_torch([(target, source) for target, source in rest if source.numel()], scale)
+    rest = [(target, source) for target, source in rest if source.numel()]
+    if rest:
+        wide = _wide(rest)
+        _round_by_torch(rest, wide if scale == 1 else list(torch._foreach_mul(wide, scale)))
 
 
 def divide(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], count: int) -> None:
@@ -89,14 +87,8 @@ def divide(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], cou
     _round_by_torch(pairs, list(torch._foreach_div(_wide(pairs), float(count))))
 
 
-def _cast_by_torch(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], scale: float) -> None:
-    if pairs:
-        wide = _wide(pairs)
-        _round_by_torch(pairs, wide if scale == 1 else list(torch._foreach_mul(wide, scale)))
-
-
 def _wide(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
-    return [source.float() if source.dtype in _HALVES else source for _, source in pairs]
+    return [source.float() if is_half(source.dtype) else source for _, source in pairs]
 
 
 def _round_by_torch(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], wide: list[torch.Tensor]) -> None:

@@ -24,12 +24,13 @@ from typing import Any
 import torch
 
 from comm_core import Buffer, ReduceOp
-from overlap.transport.checks import balanced_split
+from overlap.transport.checks import DTYPES, balanced_split
 from overlap.transport.communicator import Start, Work
+from overlap.transport.cuda.communicator import Carrier
 from overlap.transport.cuda.math import divide
-from overlap.transport.cuda.streams import Streams
-from overlap.transport.cuda.work import Moment, NcclWork
-from overlap.transport.native import DTYPES, arguments
+from overlap.transport.cuda.streams import Moment, Streams
+from overlap.transport.cuda.work import NcclWork
+from overlap.transport.native import arguments
 from overlap.transport.operation import REDUCTIONS, Collective, Operation, all_gather
 from overlap.transport.reduction import is_half
 
@@ -38,8 +39,8 @@ __all__ = ["NcclCarrier"]
 _ROUNDING = (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PROD)  # the least and the greatest are exact anywhere
 
 
-class NcclCarrier:
-    """A `overlap.transport.cuda.communicator.Carrier` over `core`, a communicator of ``comm_core.nccl()``."""
+class NcclCarrier(Carrier):
+    """A carrier over `core`, a communicator of ``comm_core.nccl()``."""
 
     through_host = False
 
@@ -88,9 +89,6 @@ class NcclCarrier:
         if one.kind is not Collective.ALL_REDUCE:
             return reduced
         return self._work(self._issue(all_gather(recv, one.recv, counts=counts, label=one.label), side), one)
-
-    def flush(self) -> None:
-        """Do nothing: nothing goes through the host."""
 
     def pending(self) -> list[Work]:
         return list(self._core.pending())

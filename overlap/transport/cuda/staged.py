@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from overlap.transport.communicator import Communicator, Start, Work
+from overlap.transport.cuda.communicator import Carrier
 from overlap.transport.cuda.issuing import Issuer
 from overlap.transport.cuda.streams import Streams
 from overlap.transport.cuda.work import StagedWork
@@ -24,10 +25,8 @@ __all__ = ["StagedCarrier"]
 _APART = (Collective.REDUCE_SCATTER, Collective.ALL_GATHER, Collective.ALL_TO_ALL)
 
 
-class StagedCarrier:
-    """A `overlap.transport.cuda.communicator.Carrier` over the communicator `host`."""
-
-    through_host = True
+class StagedCarrier(Carrier):
+    """A carrier over the communicator `host`."""
 
     def __init__(self, host: Communicator, streams: Streams) -> None:
         self._host, self._streams, self._issuer = host, streams, Issuer(host, streams.bind)
@@ -52,17 +51,13 @@ class StagedCarrier:
         return start
 
     def flush(self) -> None:
-        """Block until all that was handed in is issued on the host's communicator."""
         self._issuer.flush()
 
     def pending(self) -> list[Work]:
-        """What waits for its copy; the rest is the host's."""
         return self._issuer.pending()
 
     def abandon(self) -> None:
-        """End, with an error, what is not issued yet; the rest is the host's."""
         self._issuer.abandon()
 
     def close(self) -> None:
-        """Issue what was handed in; whoever made the host's communicator closes it."""
         self._issuer.close()

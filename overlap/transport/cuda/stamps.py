@@ -7,14 +7,14 @@ from collections.abc import Callable
 
 import torch
 
-from overlap.transport.stamps import Stamp
+from overlap.transport.stamps import Stamp, Stamps
 from overlap.transport.work import Work
 
 __all__ = ["DeviceStamps"]
 
 
-class DeviceStamps:
-    """`overlap.transport.stamps.Stamps` of the stream that is current where a stamp is made.
+class DeviceStamps(Stamps):
+    """Stamps of the stream that is current where a stamp is made.
 
     `on_streams`: operations, too, are on streams of the device, and over when it has passed them; else they are the host's.
     """

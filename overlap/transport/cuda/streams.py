@@ -7,65 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch
 
 from overlap.transport.cuda.stamps import DeviceStamps
-from overlap.transport.cuda.work import Moment
 from overlap.transport.stamps import Stamps
 
-__all__ = ["LastUpdate", "Reading", "Streams", "TorchStreams", "on_device"]
-
-
-class Streams(Protocol):
-    """The streams of one device. Handles are CUDA's, as integers."""
-
-    #: Type of the tensors that lie there.
-    kind: str
-    #: The device's number.
-    device: int
-    #: The carrier's own stream.
-    side: int
-
-    def current(self) -> int:
-        """The stream on which the calling thread computes."""
-
-    def bind(self) -> None:
-        """Make the device the current one of the calling thread, which has just begun."""
-
-    def follow(self, others: Iterable[int]) -> None:
-        """Have what that stream is given next run after all that `others` were given so far. Does not block."""
-
-    def capturing(self) -> bool:
-        """Whether that stream is being captured into a CUDA graph."""
-
-    def beside(self, compute: Callable[[], None], touched: Sequence[torch.Tensor]) -> None:
-        """Have `compute` enqueue its work on the side stream; `touched` are not reused before that is done."""
-
-    def scratch(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Memory for the side stream."""
-
-    def mark(self) -> Moment:
-        """The moment at which the side stream has done what it was given so far."""
-
-    def stamps(self, *, on_streams: bool) -> Stamps:
-        """Moments of the computation, and of operations, which are `on_streams` of the device or the host's."""
-
-    def pinned(self, like: torch.Tensor) -> torch.Tensor:
-        """Host memory that the device can copy to and from, with as many elements as `like` has."""
-
-    def fetch(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Moment | None:
-        """Copy (host, device) pairs to the host, after what the current stream was given. Does not block.
-
-        Gives the moment at which they are there; None where they are already.
-        """
-
-    def bring(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: int | None) -> Moment | None:
-        """Copy (device, host) pairs to the device on `stream` (None: the current one). Does not block.
-
-        Gives the moment at which they are there; None where they are already.
-        """
+__all__ = ["LastUpdate", "Moment", "Reading", "Streams", "on_device"]
 
 
 def _stream(handle: int, device: torch.device) -> torch.cuda.Stream:
@@ -73,38 +21,47 @@ def _stream(handle: int, device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.ExternalStream(handle, device=device) if handle else torch.cuda.default_stream(device)
 
 
-class _Event:
+class Moment:
+    """A point in a stream of `device`, which `event` was recorded at."""
+
     def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
         self._event, self._device = event, device
 
     def done(self) -> bool:
+        """Whether the device has passed this point."""
         return bool(self._event.query())
 
     def wait(self) -> None:
+        """Block until the device has passed this point."""
         self._event.synchronize()
 
     def order_before(self, stream: int) -> None:
+        """Make what is enqueued on `stream` from now on run after this point."""
         _stream(stream, self._device).wait_event(self._event)
 
 
-class TorchStreams:
-    """The streams of a real device."""
+class Streams:
+    """The streams of one CUDA device. Handles are CUDA's, as integers."""
 
+    #: Type of the tensors that lie there.
     kind = "cuda"
 
     def __init__(self, device: torch.device) -> None:
         self._place = device
-        self.device = torch.cuda.current_device() if device.index is None else device.index
+        self.device = torch.cuda.current_device() if device.index is None else device.index  # its number
         self._side = torch.cuda.Stream(device, priority=-1)
-        self.side = int(self._side.cuda_stream)
+        self.side = int(self._side.cuda_stream)  # the carrier's own
 
     def current(self) -> int:
+        """The stream on which the calling thread computes."""
         return int(torch.cuda.current_stream(self._place).cuda_stream)
 
     def bind(self) -> None:
+        """Make the device the current one of the calling thread, which has just begun."""
         torch.cuda.set_device(self._place)
 
     def follow(self, others: Iterable[int]) -> None:
+        """Have what that stream is given next run after all that `others` were given so far. Does not block."""
         current = torch.cuda.current_stream(self._place)
         for other in set(others) - {int(current.cuda_stream)}:
             event = torch.cuda.Event()
@@ -112,47 +69,57 @@ class TorchStreams:
             current.wait_event(event)
 
     def capturing(self) -> bool:
+        """Whether that stream is being captured into a CUDA graph."""
         return bool(torch.cuda.is_current_stream_capturing())
 
     def beside(self, compute: Callable[[], None], touched: Sequence[torch.Tensor]) -> None:
+        """Have `compute` enqueue its work on the side stream; `touched` are not reused before that is done."""
         with torch.cuda.stream(self._side):
             compute()
         for tensor in touched:
             tensor.record_stream(self._side)
 
     def scratch(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Memory for the side stream."""
         with torch.cuda.stream(self._side):
             return torch.empty(numel, dtype=dtype, device=self._place)
 
     def mark(self) -> Moment:
-        event = torch.cuda.Event()
-        event.record(self._side)
-        return _Event(event, self._place)
+        """The moment at which the side stream has done what it was given so far."""
+        return self._moment(self._side)
 
     def stamps(self, *, on_streams: bool) -> Stamps:
+        """Moments of the computation, and of operations, which are `on_streams` of the device or the host's."""
         return DeviceStamps(self._place, on_streams=on_streams)
 
     def pinned(self, like: torch.Tensor) -> torch.Tensor:
+        """Host memory that the device can copy to and from, with as many elements as `like` has."""
         return torch.empty(like.numel(), dtype=like.dtype, pin_memory=True, device="cpu")
 
     def fetch(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Moment | None:
+        """Copy (host, device) pairs to the host, after what the current stream was given. Does not block.
+
+        Gives the moment at which they are there; None where they are already.
+        """
         stream = torch.cuda.current_stream(self._place)
         for host, there in pairs:
             host.copy_(there, non_blocking=True)
             there.record_stream(stream)
-        event = torch.cuda.Event()
-        event.record(stream)
-        return _Event(event, self._place)
+        return self._moment(stream)
 
     def bring(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: int | None) -> Moment | None:
+        """Copy (device, host) pairs to the device on `stream` (None: the current one). As :meth:`fetch`."""
         chosen = torch.cuda.current_stream(self._place) if stream is None else _stream(stream, self._place)
         with torch.cuda.stream(chosen):
             for there, host in pairs:
                 there.copy_(host, non_blocking=True)
                 there.record_stream(chosen)  # who lets go of it meanwhile may use another stream
+        return self._moment(chosen)
+
+    def _moment(self, stream: torch.cuda.Stream) -> Moment:
         event = torch.cuda.Event()
-        event.record(chosen)
-        return _Event(event, self._place)
+        event.record(stream)
+        return Moment(event, self._place)
 
 
 def on_device(tensor: torch.Tensor) -> bool:

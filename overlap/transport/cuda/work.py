@@ -3,40 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
-import comm_core
-from overlap.transport.work import Work, operations
+from overlap.transport.cuda.streams import Moment
+from overlap.transport.work import Work, WorkAround, operations
 
-__all__ = ["Moment", "NcclWork", "StagedWork"]
-
-
-class Moment(Protocol):
-    """A point in a stream."""
-
-    def done(self) -> bool:
-        """Whether the device has passed this point."""
-
-    def wait(self) -> None:
-        """Block until the device has passed this point."""
-
-    def order_before(self, stream: int) -> None:
-        """Make what is enqueued on `stream` from now on run after this point."""
+__all__ = ["NcclWork", "StagedWork"]
 
 
-class NcclWork:
+class NcclWork(WorkAround):
     """An operation over NCCL, and what the device makes of its result afterwards, which ends at `moment`."""
 
     def __init__(
         self, work: Work, moment: Moment | None, current: Callable[[], int], title: tuple[str, str, int]
     ) -> None:
+        super().__init__(work)
         self.op, self.label, self.nbytes = title
-        self._work, self._moment, self._current = work, moment, current
+        self._moment, self._current = moment, current
         self._ordered: set[int] = set()  # streams that wait for it already
-
-    @property
-    def seconds(self) -> float:
-        return self._work.seconds
 
     def arrive(self) -> bool:
         """Let what this thread's stream is given next see the result; the host goes on.
@@ -61,17 +44,11 @@ class NcclWork:
     def done(self) -> bool:
         return self._work.done() and (self._moment is None or self._moment.done())
 
-    def exception(self) -> comm_core.Error | None:
-        return self._work.exception()
-
     def order_before(self, stream: int) -> None:
         (self._work if self._moment is None else self._moment).order_before(stream)
 
-    def describe(self) -> str:
-        return self._work.describe()
 
-
-class StagedWork:
+class StagedWork(WorkAround):
     """An operation of the host's on copies, whose results are carried to the device by `land`, called once.
 
     Whoever arrives, waits or orders first carries them, so somebody has to; other streams follow the moment that `land`
@@ -79,14 +56,10 @@ class StagedWork:
     """
 
     def __init__(self, work: Work, land: Callable[[int | None], Moment | None], current: Callable[[], int]) -> None:
-        self.op, self.label, self.nbytes = work.op, work.label, work.nbytes
-        self._work, self._current = work, current
+        super().__init__(work)
+        self._current = current
         self._land: Callable[[int | None], Moment | None] | None = land
         self._moment: Moment | None = None
-
-    @property
-    def seconds(self) -> float:
-        return self._work.seconds
 
     @property
     def operations(self) -> Sequence[tuple[float, Work]] | None:
@@ -112,15 +85,6 @@ class StagedWork:
         self._work.wait(timeout)
         self._carry(None)
 
-    def done(self) -> bool:
-        return self._work.done()
-
-    def exception(self) -> comm_core.Error | None:
-        return self._work.exception()
-
     def order_before(self, stream: int) -> None:
         self._work.wait()
         self._carry(stream)
-
-    def describe(self) -> str:
-        return self._work.describe()

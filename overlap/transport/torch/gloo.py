@@ -163,10 +163,12 @@ class _Line:
 class GlooCommunicator(Communicator):
     """The ranks that find each other at `meeting`. `end` is called once it is closed."""
 
+    backend = "gloo"
+
     def __init__(
         self, meeting: Rendezvous, rank: int, size: int, *, name: str = "world", end: Callable[[], object] = bool
     ) -> None:
-        self._meeting, self._rank, self._size, self._name, self._end = meeting, rank, size, name, end
+        self._meeting, self.rank, self.size, self.name, self._end = meeting, rank, size, name, end
         self._origin, self._closed = Origin(), False
         self._gloo: Any = None
         if size > 1:
@@ -177,29 +179,13 @@ class GlooCommunicator(Communicator):
         self._mailbox = StoreMailbox(meeting, f"{name}/mail", rank) if size > 1 else OwnMailbox()
         self._splits = itertools.count()
 
-    @property
-    def rank(self) -> int:
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        return self._size
-
-    @property
-    def backend(self) -> str:
-        return "gloo"
-
-    @property
-    def name(self) -> str:
-        return self._name
-
     def _check_usable(self) -> None:
         self._origin.require()
         if self._closed:
-            raise comm_core.InvalidUsage(f"communicator {self._name} is closed")
+            raise comm_core.InvalidUsage(f"communicator {self.name} is closed")
 
     def prepare(self, operation: Operation) -> Start:
-        one = checked(operation, self._rank, self._size)
+        one = checked(operation, self.rank, self.size)
         if one.kind in REDUCTIONS:
             check_average(one.kind.value, one.op, one.send)
 
@@ -207,7 +193,7 @@ class GlooCommunicator(Communicator):
             self._check_usable()
             if one.wide is not None:
                 one.send.copy_(one.wide.send)
-            work = GlooWork(one.kind.value, one.label, one.nbytes, f"rank {self._rank} of {self._size}")
+            work = GlooWork(one.kind.value, one.label, one.nbytes, f"rank {self.rank} of {self.size}")
             return self._issued(self._line.submit(work, lambda: self._carry_out(one)))
 
         return start
@@ -226,8 +212,8 @@ class GlooCommunicator(Communicator):
         elif kind is Collective.BROADCAST:
             self._copy_from(recv, one.root)
         elif kind is Collective.BARRIER:
-            token = torch.zeros(1 + self._size, dtype=torch.uint8, device="cpu")
-            self._gather(token[:1], token[1:], [1] * self._size)
+            token = torch.zeros(1 + self.size, dtype=torch.uint8, device="cpu")
+            self._gather(token[:1], token[1:], [1] * self.size)
         else:
             self._reduce_all(send, torch.empty_like(send) if recv is NOTHING else recv, one.op)
         if one.wide is not None:
@@ -243,9 +229,9 @@ class GlooCommunicator(Communicator):
         self._gloo.alltoall_base(target, source, *parts).wait(_FOREVER)
 
     def _reduce_parts(self, send: torch.Tensor, out: torch.Tensor, counts: Sequence[int], op: ReduceOp) -> None:
-        everybody = torch.empty(self._size * out.numel(), dtype=send.dtype, device="cpu")
-        self._to_all(send, everybody, counts, [out.numel()] * self._size)
-        combine_all(op, list(everybody.view(self._size, -1)), out, self._size)
+        everybody = torch.empty(self.size * out.numel(), dtype=send.dtype, device="cpu")
+        self._to_all(send, everybody, counts, [out.numel()] * self.size)
+        combine_all(op, list(everybody.view(self.size, -1)), out, self.size)
 
     def _gather(self, send: torch.Tensor, recv: torch.Tensor, counts: Sequence[int]) -> None:
         if self._gloo is None:
@@ -254,15 +240,15 @@ class GlooCommunicator(Communicator):
         largest = max(counts)
         mine = torch.zeros(largest, dtype=send.dtype, device="cpu")
         mine[: send.numel()] = send
-        everybody = torch.empty(self._size * largest, dtype=send.dtype, device="cpu")
+        everybody = torch.empty(self.size * largest, dtype=send.dtype, device="cpu")
         if largest:
             self._gloo._allgather_base(everybody.view(torch.uint8), mine.view(torch.uint8)).wait(_FOREVER)
-        for part, row, count in zip(recv.split(list(counts)), everybody.view(self._size, largest), counts, strict=True):
+        for part, row, count in zip(recv.split(list(counts)), everybody.view(self.size, largest), counts, strict=True):
             part.copy_(row[:count])
 
     def _reduce_all(self, send: torch.Tensor, recv: torch.Tensor, op: ReduceOp) -> None:
-        counts = balanced_split(send.numel(), self._size)
-        mine = torch.empty(counts[self._rank], dtype=send.dtype, device="cpu")
+        counts = balanced_split(send.numel(), self.size)
+        mine = torch.empty(counts[self.rank], dtype=send.dtype, device="cpu")
         self._reduce_parts(send, mine, counts, op)
         self._gather(mine, recv, counts)
 
@@ -277,7 +263,7 @@ class GlooCommunicator(Communicator):
 
     def split(self, color: int | None, key: int = 0) -> GlooCommunicator | None:
         wish = torch.tensor([color is not None, color or 0, key], dtype=torch.int64, device="cpu")
-        wishes = torch.empty(3 * self._size, dtype=torch.int64, device="cpu")
+        wishes = torch.empty(3 * self.size, dtype=torch.int64, device="cpu")
         self.run(all_gather(wish, wishes))
         number = next(self._splits)
         if color is None:
@@ -285,13 +271,13 @@ class GlooCommunicator(Communicator):
         rows = wishes.view(-1, 3).tolist()
         members = sorted((row[2], rank) for rank, row in enumerate(rows) if row[0] and row[1] == color)
         ranks = [rank for _, rank in members]
-        name = f"{self._name}/{number}.{color}"
-        return GlooCommunicator(self._meeting, ranks.index(self._rank), len(ranks), name=name)
+        name = f"{self.name}/{number}.{color}"
+        return GlooCommunicator(self._meeting, ranks.index(self.rank), len(ranks), name=name)
 
     def post(self, peer: int, payload: bytes) -> Work:
-        check_rank("post", "peer", peer, self._size)
+        check_rank("post", "peer", peer, self.size)
         self._check_usable()
-        operation = GlooWork("post", "", len(payload), f"rank {self._rank} of {self._size}")
+        operation = GlooWork("post", "", len(payload), f"rank {self.rank} of {self.size}")
         try:
             self._mailbox.post(peer, payload)
         except RuntimeError as error:

@@ -160,7 +160,7 @@ class Part:
             self.touched = bool(self.gradients)  # what was sent is lost
             self._end_round()
         else:
-            self.calls.drop_alone()
+            self.calls.alone = True
             self._reset()
         self.touched, self.gradients = False, {}
 

@@ -61,7 +61,7 @@ def test_what_any_rank_says_is_heard_behind_what_the_library_says() -> None:
 def test_no_call_is_free_once_all_have_joined() -> None:
     calls = JoinCalls()
     calls.count()
-    calls.drop_alone()
+    calls.alone = True
     calls.meet()
     assert (calls.last, calls.doubt) == (0, False)
     calls.count()

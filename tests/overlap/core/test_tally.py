@@ -112,7 +112,7 @@ def test_what_only_those_with_gradients_count_comes_between_the_calls_of_all() -
 
 def test_gradients_that_were_dropped_alone_leave_a_doubt() -> None:
     calls = Calls()
-    calls.drop_alone()
+    calls.alone = True
     assert calls.doubt
     calls.passed(0)
     assert not calls.doubt

@@ -18,7 +18,7 @@ from overlap.optimizer.decision import Report
 from overlap.optimizer.planning import Planning
 from overlap.plan.measurement import Times
 from overlap.plan.simulation.workload import Workload
-from overlap.transport.stamps import HostStamps
+from overlap.transport.stamps import Stamps
 
 FIRST = Dear(25.0, None, "", "rsag", False, None, 0.0, frozenset({"threshold_mb"}))
 SAME: dict[str, float] = {}
@@ -28,7 +28,7 @@ REPORT = Report({}, {}, 1.0, 1.0, 0.5, TIMES, [3.0], (0.0, 0.0, 0.0), 7)
 MOST = 13  # steps until a plan is settled, where it is compared with the one before
 
 
-class Stamps(HostStamps):
+class Scripted(Stamps):
     """Of a clock that is given."""
 
     def __init__(self, now: Callable[[], float]) -> None:
@@ -43,7 +43,7 @@ class Engine:
         self.slots: list[Any] = []
         self.order: list[Any] = []
         self.planner = SimpleNamespace(units=[], specs=[])
-        self.round = SimpleNamespace(comm=SimpleNamespace(stamps=lambda: Stamps(now)))
+        self.round = SimpleNamespace(comm=SimpleNamespace(stamps=lambda: Scripted(now)))
 
     def measure(self, clock: Any) -> None:
         self.clock = clock

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from overlap.transport.cuda.streams import LastUpdate, TorchStreams
+from overlap.transport.cuda.streams import LastUpdate, Streams
 
 PLACE = torch.device("cuda", 0)
 
@@ -94,7 +94,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> _Cuda:
 
 
 def test_the_default_stream_is_meant_by_handle_0(cuda: _Cuda) -> None:
-    streams = TorchStreams(PLACE)
+    streams = Streams(PLACE)
     moment = streams.mark()
     cuda.said.clear()
     moment.order_before(streams.current())
@@ -105,7 +105,7 @@ def test_the_default_stream_is_meant_by_handle_0(cuda: _Cuda) -> None:
 
 
 def test_results_are_brought_on_the_stream_that_needs_them_and_held_for_it(cuda: _Cuda) -> None:
-    streams, there, host = TorchStreams(PLACE), _There(cuda), torch.zeros(1)
+    streams, there, host = Streams(PLACE), _There(cuda), torch.zeros(1)
     for stream, name in ((None, "default"), (0, "default"), (5, "stream 5")):
         cuda.said.clear()
         moment = streams.bring([(there, host)], stream)  # type: ignore[list-item]
@@ -117,7 +117,7 @@ def test_results_are_brought_on_the_stream_that_needs_them_and_held_for_it(cuda:
 
 
 def test_a_stream_follows_all_others_but_itself(cuda: _Cuda) -> None:
-    streams = TorchStreams(PLACE)
+    streams = Streams(PLACE)
     streams.follow([0])
     assert cuda.said == []
     streams.follow({0, 5})
@@ -125,7 +125,7 @@ def test_a_stream_follows_all_others_but_itself(cuda: _Cuda) -> None:
 
 
 def test_what_is_computed_beside_is_held_for_the_side_stream(cuda: _Cuda) -> None:
-    streams, there = TorchStreams(PLACE), _There(cuda)
+    streams, there = Streams(PLACE), _There(cuda)
     streams.beside(lambda: cuda.said.append(f"computes on {cuda.now.name}"), [there])  # type: ignore[list-item]
     side = "a new stream of priority -1"
     assert cuda.said == [f"computes on {side}", f"is held for {side}"]
@@ -137,7 +137,7 @@ def test_copies_to_the_host_follow_the_current_stream_and_nobody_waits(cuda: _Cu
         def copy_(self, other: Any, non_blocking: bool) -> None:
             cuda.said.append(f"fetches on {cuda.now.name}")
 
-    moment = TorchStreams(PLACE).fetch([(Host(), _There(cuda))])  # type: ignore[list-item]
+    moment = Streams(PLACE).fetch([(Host(), _There(cuda))])  # type: ignore[list-item]
     what = "what default was given"
     assert cuda.said == ["fetches on default", "is held for default", f"marks {what}"]
     assert moment is not None

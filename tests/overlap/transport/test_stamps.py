@@ -11,7 +11,7 @@ import torch
 from overlap.core.clock import StepClock
 from overlap.transport.cuda import stamps
 from overlap.transport.cuda.stamps import DeviceStamps
-from overlap.transport.stamps import HostStamps
+from overlap.transport.stamps import Stamps
 
 DEVICE = torch.device("cpu")
 
@@ -104,7 +104,7 @@ def test_operations_of_two_lanes_are_over_each_by_itself(cuda: Cuda) -> None:
 
 def test_operations_of_the_host_know_themselves(cuda: Cuda) -> None:
     assert DeviceStamps(DEVICE, on_streams=False).over(SimpleNamespace(seconds=1.0), "lane") is None
-    assert HostStamps().over(SimpleNamespace(seconds=1.0), "lane") is None
+    assert Stamps().over(SimpleNamespace(seconds=1.0), "lane") is None
 
 
 def test_a_step_of_a_device_is_measured_where_it_computes(cuda: Cuda) -> None:
