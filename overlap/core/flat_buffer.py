@@ -42,11 +42,13 @@ class FlatBuffer:
         self._pages: mmap.mmap | None = None
         if freed:
             self.whole, self._pages = _on_pages(spec.padded_numel, dtype)
-            self.shard, _ = _on_pages(own.stop - own.start, dtype)
         else:
             self.whole = torch.zeros(spec.padded_numel, dtype=dtype, device=device)
-            self.shard = torch.zeros(own.stop - own.start, dtype=dtype, device=device) if apart else self.whole[own]
         cut_when_pickled(self.whole)
+        self.shard = self.whole[own]
+        if apart:
+            numel = own.stop - own.start
+            self.shard = _on_pages(numel, dtype)[0] if freed else torch.zeros(numel, dtype=dtype, device=device)
 
     def view(self, place: int, like: torch.Tensor) -> torch.Tensor:
         """The tensor at `place` of the bucket, shaped and laid out as `like`; see :func:`view_like`."""
