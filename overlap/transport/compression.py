@@ -35,32 +35,39 @@ class NoneCompressor(Compressor):
         return tensor
 
 
-class _Narrower(Compressor):
-    """Floating-point tensors travel in `dtype`, all others as they are."""
+def _narrow(tensor: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.dtype | None]:
+    """Floating-point tensors in `dtype`, and what they were; all others as they are."""
+    if not tensor.dtype.is_floating_point or tensor.dtype is dtype:
+        return tensor, None
+    return tensor.to(dtype), tensor.dtype
 
-    dtype: torch.dtype
 
-    @classmethod
-    def compress(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        if not tensor.dtype.is_floating_point or tensor.dtype is cls.dtype:
-            return tensor, None
-        return tensor.to(cls.dtype), tensor.dtype
+def _widen(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    return tensor if dtype is None else tensor.to(dtype)
+
+
+class FP16Compressor(Compressor):
+    """Floating-point tensors travel as fp16; values above 65504 become infinite."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        return _narrow(tensor, torch.float16)
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        return tensor if ctx is None else tensor.to(ctx)
+        return _widen(tensor, ctx)
 
 
-class FP16Compressor(_Narrower):
-    """Floating-point tensors travel as fp16; values above 65504 become infinite."""
-
-    dtype = torch.float16
-
-
-class BF16Compressor(_Narrower):
+class BF16Compressor(Compressor):
     """Floating-point tensors travel as bf16: the range of fp32, eight bits of precision."""
 
-    dtype = torch.bfloat16
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        return _narrow(tensor, torch.bfloat16)
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+        return _widen(tensor, ctx)
 
 
 class Compression:

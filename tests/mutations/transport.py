@@ -36,15 +36,15 @@ MUTATIONS = [
     Mutation(
         "whole numbers travel as they are under compression",
         "overlap/transport/compression.py",
-        "if not tensor.dtype.is_floating_point or tensor.dtype is cls.dtype:",
-        "if tensor.dtype.is_complex or tensor.dtype is cls.dtype:",
+        "if not tensor.dtype.is_floating_point or tensor.dtype is dtype:",
+        "if tensor.dtype.is_complex or tensor.dtype is dtype:",
         "tests/overlap/transport/test_compression.py",
     ),
     Mutation(
         "what was compressed comes back in its type",
         "overlap/transport/compression.py",
-        "return tensor.to(cls.dtype), tensor.dtype\n",
-        "return tensor.to(cls.dtype), torch.float32\n",
+        "return tensor.to(dtype), tensor.dtype\n",
+        "return tensor.to(dtype), torch.float32\n",
         "tests/overlap/transport/test_compression.py",
     ),
     Mutation(
