@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp.optimizer import Fsdp, automatic, refuse_what_is_lost
-from fsdp.units import Unit, outermost, root_of, unit_of, units_in
+from fsdp.units import Unit, outermost, root_of, taken, unit_of, units_in
 from overlap.horovod.mesh import set_of
 from overlap.job.process_set import ProcessSet
 from overlap.job.session import current
 from overlap.optimizer.adoption import adopt, optimizers_of
 from overlap.optimizer.arguments import SharedArguments
+from overlap.optimizer.distributed import DistributedOptimizer
 from overlap.optimizer.start import agree_on_strategy
 from overlap.transport.compression import Compression
 from overlap.transport.objects import allgather_object
@@ -59,8 +62,24 @@ def begin(module: Any) -> None:
     _refuse_frozen(model, root.units, set(_trained(found[0])))
     for unit in root.units:
         unit.root = root
+    _watch_steps()
     arguments = replace(_arguments(root.units, found[0]), process_set=_process_set(root.units))
     root.train(adopt(found[0], model, partial(_strategy, root.units), arguments))
+
+
+@functools.cache
+def _watch_steps() -> None:
+    """From now on, look at each optimizer of this process that steps."""
+    register_optimizer_step_pre_hook(_refuse_stranger)
+
+
+def _refuse_stranger(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    """Raise ``RuntimeError`` where `optimizer` is a plain one, made later, of parameters that are sharded."""
+    if not isinstance(optimizer, DistributedOptimizer) and not taken(sharded=True).isdisjoint(_trained(optimizer)):
+        raise RuntimeError(
+            f"{type(optimizer).__name__}.step(): parameters of this optimizer are sharded already, with the one that "
+            "their model's first training pass has found. Use that one; add_param_group() adds parameters to it"
+        )
 
 
 def _strategy(units: Sequence[Unit], optimizer: torch.optim.Optimizer) -> Fsdp:

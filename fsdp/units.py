@@ -83,9 +83,13 @@ def units_in(modules: Iterable[Any]) -> list[Unit]:
     return [unit_of(each) for each in inside if has_unit(each)]
 
 
-def taken() -> set[int]:
-    """The ids of all parameters that belong to a unit: tied ones may do so beside the module that is asked about."""
-    return {id(each) for module in _MODULES for each in unit_of(module).parameters}
+def taken(*, sharded: bool = False) -> set[int]:
+    """The ids of all parameters that belong to a unit: tied ones may do so beside the module that is asked about.
+
+    With `sharded`, of those models that are trained.
+    """
+    units = [unit_of(module) for module in _MODULES]
+    return {id(each) for unit in units if not sharded or unit.optimizer is not None for each in unit.parameters}
 
 
 def outermost(module: Any) -> torch.nn.Module:

@@ -370,6 +370,18 @@ def test_a_grad_scaler_looks_at_all_shards() -> None:
         twins.check()
 
 
+def test_an_optimizer_that_is_made_later_is_refused() -> None:
+    twins = _Twins()
+    twins.backward(0)
+    twins.step()
+    later = AdamW(twins.mine.parameters())
+    twins.backward(1)
+    with pytest.raises(RuntimeError, match=r"AdamW\.step\(\): parameters of this optimizer are sharded already"):
+        later.step()
+    twins.step()
+    twins.check()
+
+
 def test_copies_are_plain_modules() -> None:
     twins = _Twins()
     twins.backward(0)
