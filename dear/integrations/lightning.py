@@ -56,6 +56,7 @@ _AVERAGING = tuple(
 )
 
 _TIMEOUT = timedelta(minutes=30)  # Lightning's own
+_IGNORED = "_ddp_params_and_buffers_to_ignore"  # torch's, of names in a module that DDP does not touch
 
 
 class _Job(_Mixin):
@@ -196,7 +197,8 @@ class DearStrategy(_Job, _TrainerDDP):
     # - What is looked at in between
 
     def setup(self, trainer: Any) -> None:
-        super().setup(trainer)
+        with _unsynchronized(self.model):
+            super().setup(trainer)
         seen_to = any(isinstance(callback, _Averages) for callback in trainer.callbacks)
         if not seen_to and any(_has_hook(trainer, name) for name in ("on_after_backward", "on_before_optimizer_step")):
             trainer.callbacks.insert(0, _Averages())
@@ -238,6 +240,23 @@ class DearStrategy(_Job, _TrainerDDP):
         """Load the optimizers' states, on every rank from the same checkpoint."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             optimizer.load_state_dict(state)
+
+
+@contextlib.contextmanager
+def _unsynchronized(module: Any) -> Iterator[None]:
+    """A context in which DDP's strategy, which broadcasts a module before it is evaluated, leaves out what is sharded."""
+    optimizers = current().registry.having(list(module.parameters()))
+    away = {id(slot.param) for optimizer in optimizers for slot in optimizer._engine.slots if slot.freed is not None}
+    names = [name for name, parameter in module.named_parameters() if id(parameter) in away]
+    before = getattr(module, _IGNORED, None)
+    setattr(module, _IGNORED, [*(before or ()), *names])
+    try:
+        yield
+    finally:
+        if before is None:
+            delattr(module, _IGNORED)
+        else:
+            setattr(module, _IGNORED, before)
 
 
 class _Averages(_pytorch.Callback):

@@ -540,11 +540,17 @@ class Bucket:
         master.buffer.free()
 
     def unshard(self, *, exact: bool = False) -> None:
-        """Parameters, which were gathered, are whole."""
+        """Parameters, which were gathered, are whole. Raises ``RuntimeError`` for one that was converted meanwhile."""
         self.opened = exact
         for slot in self.slots:
             assert slot.freed is not None
-            slot.param.data = slot.freed.whole if exact else slot.freed.used
+            param, freed = slot.param, slot.freed
+            if param.dtype is not freed.whole.dtype and param.dtype is not freed.used.dtype:
+                raise RuntimeError(
+                    f"parameter {slot.name!r} was converted from {freed.whole.dtype} to {param.dtype} while each rank has "
+                    "a share of it: convert the model before its optimizer is made"
+                )
+            param.data = freed.whole if exact else freed.used
 
     def reshard(self, *, poison: bool = False) -> None:
         """Parameters are away, and their memory is free; with `poison`, it is NaN instead."""

@@ -55,7 +55,31 @@ class RoundedParameters(Feature):
         return Master(parameters.whole, parameters.own, self._dtype)
 
 
-class Master:
+class _Rounded:
+    """Exact `values` of a shard, and their place in `wire`, in which the rounded shards of all ranks travel."""
+
+    values: torch.Tensor
+    wire: torch.Tensor
+    _rounded: torch.Tensor  # this rank's part of `wire`
+    _parameters: torch.Tensor  # whole
+
+    def _span(self, piece: torch.Tensor) -> slice:
+        """Where `piece`, a view of :attr:`values`, lies in it."""
+        start = int(piece.storage_offset() - self.values.storage_offset())
+        return slice(start, start + piece.numel())
+
+    @torch.no_grad()
+    def pack(self) -> None:
+        """Round `values` into their place in `wire`."""
+        self._rounded.copy_(self.values)
+
+    @torch.no_grad()
+    def land(self) -> None:
+        """Copy the shards of all ranks, which are in `wire`, into the parameters."""
+        self._parameters.copy_(self.wire)
+
+
+class Master(_Rounded):
     """The exact shard `own` of a bucket's flat `parameters`, and the 16-bit buffer in which all shards travel.
 
     Between steps this rank's part of `wire` is `values` rounded.
@@ -80,8 +104,7 @@ class Master:
     @torch.no_grad()
     def put(self, piece: torch.Tensor, values: torch.Tensor) -> None:
         """Replace the exact values of `piece`, a view of :attr:`values`."""
-        start = int(piece.storage_offset() - self.values.storage_offset())
-        span = slice(start, start + piece.numel())
+        span = self._span(piece)
         piece.copy_(values)
         self._rounded[span].copy_(self.values[span])
 
@@ -103,18 +126,8 @@ class Master:
             if float(lowest) != 0 or float(highest) != 0:  # also where they are NaN
                 self.values[span] = torch.where(rounded == seen, self.values[span], seen)
 
-    @torch.no_grad()
-    def pack(self) -> None:
-        """Round `values` into their place in `wire`."""
-        self._rounded.copy_(self.values)
 
-    @torch.no_grad()
-    def land(self) -> None:
-        """Copy the shards of all ranks, which are in `wire`, into the parameters."""
-        self._parameters.copy_(self.wire)
-
-
-class FreedMaster:
+class FreedMaster(_Rounded):
     """The exact shard of a freed bucket's `parameters`, which are gathered rounded to `dtype`.
 
     The shard is what the bucket keeps anyway: exact values are the parameters', and rounded ones last for a pass. With
@@ -143,8 +156,7 @@ class FreedMaster:
         """
         if self._given is None:
             self._given = torch.full_like(self.values, float("nan"))
-        start = int(piece.storage_offset() - self.values.storage_offset())
-        span = slice(start, start + piece.numel())
+        span = self._span(piece)
         self._given[span] = values
         self._take(span)
 
@@ -159,16 +171,6 @@ class FreedMaster:
         assert self._given is not None
         given, values = self._given[span], self.values[span]
         values.copy_(torch.where(given.to(self.wire.dtype) == values, given, values))
-
-    @torch.no_grad()
-    def pack(self) -> None:
-        """Round `values` into their place in `wire`."""
-        self._rounded.copy_(self.values)
-
-    @torch.no_grad()
-    def land(self) -> None:
-        """Copy the shards of all ranks, which are in `wire`, into the parameters."""
-        self._parameters.copy_(self.wire)
 
 
 def check_gather_dtype(

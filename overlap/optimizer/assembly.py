@@ -316,10 +316,12 @@ def _assemble(
     full_state = FullState(engine, optimizer, states, rows)
     if not strategy.learns:
         keep_apart(True)  # values that are made now, and go to buckets
-        arrangement.begin(units_of(model, slots))
-        for slot in slots:
-            slot.make_values()  # of what is in no shard
-        keep_apart(False)
+        try:
+            arrangement.begin(units_of(model, slots))
+            for slot in slots:
+                slot.make_values()  # of what is in no shard
+        finally:
+            keep_apart(False)
         full_state.parameters.attach(engine.modules, slots)
     everyone = members.everyone
     return Assembly(comm, everyone, model, wrapped, engine, rounds, averages, stepper, full_state, replanning)

@@ -135,6 +135,15 @@ def test_what_cannot_be_done_while_a_model_is_whole_raises() -> None:
             optimizer.step()
 
 
+def test_a_model_that_is_converted_later_says_what_to_do() -> None:
+    model, _ = trained("fsdp")
+    model.float()
+    with pytest.raises(
+        RuntimeError, match=r"converted from torch\.float64 to torch\.float32 .* before its optimizer is made"
+    ):
+        model(torch.ones(1, 9))
+
+
 def test_a_copy_of_what_is_not_whole_raises() -> None:
     model, _ = trained("fsdp")
     with pytest.raises(RuntimeError, match=r"copied or pickled .* dear\.whole"):
