@@ -104,6 +104,10 @@ class Communicator:
     @property
     def size(self) -> int: ...
     @property
+    def shard_rank(self) -> int: ...
+    @property
+    def shard_size(self) -> int: ...
+    @property
     def backend(self) -> str: ...
     @property
     def name(self) -> str: ...
@@ -218,6 +222,19 @@ class Communicator:
         A process makes communicators, by this or `mpi()`, one after the other, in the order of all ranks that share
         them: over MPI the last step of it holds up the engine, and threads that split different communicators at the
         same time may wait for each other for ever.
+        """
+    def two_level(self, groups: Sequence[Sequence[int]]) -> Communicator:
+        """Collective: a communicator of the same ranks that sends between groups only what has to be there.
+
+        `groups` hold each rank once, and as many as each other; all ranks give the same, or all raise InvalidUsage.
+        Results are those of this communicator, but for the order of additions: a group's members first, then the
+        groups. Of 16-bit floats a group's sum is rounded, too, and an average is one of the groups' averages.
+        """
+    def hybrid(self, groups: Sequence[Sequence[int]]) -> Communicator:
+        """Collective: a communicator of the same ranks with a shard for each member of a group, as in `two_level()`.
+
+        reduce_scatter reduces over all ranks, and gives the same shard, bit for bit, to the same member of every group;
+        all_gather takes place within each group. Their counts have `shard_size` entries. All else is over all ranks.
         """
     def post(self, peer: int, payload: bytes) -> Work: ...
     def receive_post(self, timeout: float | None) -> tuple[int, bytes] | None: ...

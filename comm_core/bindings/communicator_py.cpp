@@ -143,6 +143,8 @@ void register_communicator(py::module_& m) {
                          "A group of ranks. Every operation has a form that returns a Work at once.");
   type.def_property_readonly("rank", &Communicator::rank)
       .def_property_readonly("size", &Communicator::size)
+      .def_property_readonly("shard_rank", &Communicator::shard_rank)
+      .def_property_readonly("shard_size", &Communicator::shard_size)
       .def_property_readonly("backend", &Communicator::backend)
       .def_property_readonly("name", &Communicator::name)
       .def_property_readonly("device", &Communicator::device)
@@ -176,6 +178,18 @@ void register_communicator(py::module_& m) {
             return unlocked([&] { return c.split(color, key, raise_signals); });
           },
           py::arg("color"), py::arg("key") = 0)
+      .def(
+          "two_level",
+          [](Communicator& c, std::vector<std::vector<int>> groups) {
+            return unlocked([&] { return c.with({Levels::Kind::kTwoLevel, std::move(groups)}, raise_signals); });
+          },
+          py::arg("groups"))
+      .def(
+          "hybrid",
+          [](Communicator& c, std::vector<std::vector<int>> groups) {
+            return unlocked([&] { return c.with({Levels::Kind::kHybrid, std::move(groups)}, raise_signals); });
+          },
+          py::arg("groups"))
       .def(
           "post", [](Communicator& c, int peer, const py::bytes& payload) { return c.post(peer, payload); },
           py::arg("peer"), py::arg("payload"))

@@ -6,6 +6,7 @@ add_library(comm_core SHARED
   csrc/copies.cpp
   csrc/halves.cpp
   csrc/layout.cpp
+  csrc/levels.cpp
   csrc/operation.cpp
   csrc/process.cpp
   csrc/providers.cpp
@@ -27,11 +28,13 @@ add_library(comm_core SHARED
   csrc/schedule/broadcast.cpp
   csrc/schedule/chain_reduce.cpp
   csrc/schedule/exchange.cpp
+  csrc/schedule/levelled.cpp
   csrc/schedule/message.cpp
   csrc/schedule/planner.cpp
   csrc/schedule/ring.cpp
   csrc/schedule/ring_plan.cpp
-  csrc/schedule/schedule.cpp)
+  csrc/schedule/schedule.cpp
+  csrc/schedule/tracks.cpp)
 target_include_directories(comm_core PUBLIC include)
 target_link_libraries(comm_core PUBLIC Threads::Threads PRIVATE comm_core_warnings)
 set_source_files_properties(

@@ -1,6 +1,7 @@
 #include "comm_core/communicator.hpp"
 
 #include <algorithm>
+#include <numeric>
 #include <utility>
 
 #include "comm_core/errors.hpp"
@@ -23,13 +24,20 @@ void hand_over(Work& work, const Call& call) {
   }
 }
 
+bool is_hybrid(const std::shared_ptr<const Levels>& levels) {
+  return levels != nullptr && levels->kind == Levels::Kind::kHybrid;
+}
+
 }  // namespace
 
-Communicator::Communicator(std::unique_ptr<Backend> backend, std::string name)
+Communicator::Communicator(std::unique_ptr<Backend> backend, std::string name, std::shared_ptr<const Levels> levels)
     : backend_(std::move(backend)),
       name_(std::move(name)),
+      levels_(std::move(levels)),
       rank_(backend_->rank()),
       size_(backend_->size()),
+      shard_rank_(is_hybrid(levels_) ? levels_->member_of(rank_) : rank_),
+      shard_size_(is_hybrid(levels_) ? levels_->group_size() : size_),
       device_(backend_->device()) {
   watch_forks();
 }
@@ -64,7 +72,7 @@ WorkPtr Communicator::all_reduce(Buffer send, Buffer recv, ReduceOp op, std::str
 
 Persistent Communicator::reduce_scatter_init(Buffer send, Buffer recv, ReduceOp op, const Counts& counts,
                                              const WideBuffers& wide, std::string label, KeepAlive memory) {
-  const Checks check{"reduce_scatter", rank_, size_, device_};
+  const Checks check{"reduce_scatter", shard_rank_, shard_size_, device_, is_hybrid(levels_) ? "shard" : "rank"};
   check.placed(send, "send");
   check.placed(recv, "recv");
   check.same_dtype(send, recv);
@@ -75,12 +83,13 @@ Persistent Communicator::reduce_scatter_init(Buffer send, Buffer recv, ReduceOp 
   check.chunk_fits(recv, o.recv_counts, "recv");
   check.disjoint(send, recv);
   o.wide = check.wide(wide, send, recv);
+  o.levels = levels_;
   return {shared_from_this(), std::move(o), {send, recv}, std::move(memory), send.bytes()};
 }
 
 Persistent Communicator::all_gather_init(Buffer send, Buffer recv, const Counts& counts, const WideBuffers& wide,
                                          std::string label, KeepAlive memory) {
-  const Checks check{"all_gather", rank_, size_, device_};
+  const Checks check{"all_gather", shard_rank_, shard_size_, device_, is_hybrid(levels_) ? "shard" : "rank"};
   check.placed(send, "send");
   check.placed(recv, "recv");
   check.same_dtype(send, recv);
@@ -91,6 +100,7 @@ Persistent Communicator::all_gather_init(Buffer send, Buffer recv, const Counts&
   check.chunk_fits(send, o.recv_counts, "send");
   check.own_chunk_or_disjoint(send, recv, o.recv_counts);
   o.wide = check.wide(wide, send, recv);
+  o.levels = levels_;
   return {shared_from_this(), std::move(o), {send, recv}, std::move(memory), recv.bytes()};
 }
 
@@ -105,6 +115,7 @@ Persistent Communicator::all_reduce_init(Buffer send, Buffer recv, ReduceOp op, 
   check.same_or_disjoint(send, recv);
   Operation o{OpKind::kAllReduce, send.dtype, op, send.data, recv.data, send.count, {}, {}, 0, 0, std::move(label)};
   o.recv_counts = balanced_counts(send.count, size_);
+  o.levels = levels_;
   return {shared_from_this(), std::move(o), {send, recv}, std::move(memory), send.bytes()};
 }
 
@@ -225,35 +236,68 @@ WorkPtr Communicator::submit(Operation operation, std::span<const Buffer> buffer
   return work;
 }
 
-std::vector<std::int64_t> Communicator::all_gather_counts(std::int64_t send_count, const Interrupted& interrupted) {
-  if (device_) throw Unsupported("all_gather_counts: " + name_ + " moves no host memory; ask the host's communicator");
+std::vector<std::int64_t> Communicator::gather(const std::vector<std::int64_t>& mine,
+                                               const std::vector<std::int64_t>& counts, const std::string& label,
+                                               const Interrupted& interrupted) {
   struct Memory {
-    std::int64_t mine;
-    std::vector<std::int64_t> all;
+    std::vector<std::int64_t> mine, all;
   };
+  const auto total = std::accumulate(counts.begin(), counts.end(), std::int64_t{0});
   const auto memory =
-      std::make_shared<Memory>(Memory{send_count, std::vector<std::int64_t>(static_cast<std::size_t>(size_))});
-  const Buffer send{reinterpret_cast<std::byte*>(&memory->mine), 1, DType::kInt64};
-  const Buffer recv{reinterpret_cast<std::byte*>(memory->all.data()), size_, DType::kInt64};
-  all_gather(send, recv, std::nullopt, {}, "counts", memory)->wait(std::nullopt, interrupted);
+      std::make_shared<Memory>(Memory{mine, std::vector<std::int64_t>(static_cast<std::size_t>(total))});
+  const Buffer send{reinterpret_cast<std::byte*>(memory->mine.data()), static_cast<std::int64_t>(mine.size()),
+                    DType::kInt64};
+  const Buffer recv{reinterpret_cast<std::byte*>(memory->all.data()), total, DType::kInt64};
+  Operation o{OpKind::kAllGather, DType::kInt64, ReduceOp::kSum, send.data, recv.data, total, {}, counts, 0, 0, label};
+  submit(std::move(o), {send, recv}, memory, recv.bytes())->wait(std::nullopt, interrupted);
   return memory->all;
 }
 
-std::shared_ptr<Communicator> Communicator::split(std::optional<int> color, int key, const Interrupted& interrupted) {
-  if (color && *color < 0) throw InvalidUsage("split: color must be None or >= 0, got " + std::to_string(*color));
+std::vector<std::int64_t> Communicator::all_gather_counts(std::int64_t send_count, const Interrupted& interrupted) {
+  if (device_) throw Unsupported("all_gather_counts: " + name_ + " moves no host memory; ask the host's communicator");
+  return gather({send_count}, std::vector<std::int64_t>(static_cast<std::size_t>(size_), 1), "counts", interrupted);
+}
+
+std::pair<std::unique_ptr<Backend>, std::string> Communicator::divide(std::optional<int> color, int key,
+                                                                      const std::string& ending,
+                                                                      const Interrupted& interrupted) {
   require_parent_process();
   Birth birth;
   std::string name = name_ + "/";
   {
     const std::lock_guard lock(mutex_);
     require_open();
-    name += std::to_string(num_splits_++) + (color ? ":" + std::to_string(*color) : "");
+    name += std::to_string(num_splits_++) + ending;
     const auto work = track(std::make_shared<Work>("split", name, "rank " + std::to_string(rank_), 0));
     hand_over(*work, [&] { birth = backend_->split(color, key, work); });
   }
   birth.work->wait(std::nullopt, interrupted);
-  if (!*birth.backend) return nullptr;
-  return std::make_shared<Communicator>(std::move(*birth.backend), std::move(name));
+  return {std::move(*birth.backend), std::move(name)};
+}
+
+std::shared_ptr<Communicator> Communicator::split(std::optional<int> color, int key, const Interrupted& interrupted) {
+  if (color && *color < 0) throw InvalidUsage("split: color must be None or >= 0, got " + std::to_string(*color));
+  auto [backend, name] = divide(color, key, color ? ":" + std::to_string(*color) : "", interrupted);
+  if (!backend) return nullptr;
+  return std::make_shared<Communicator>(std::move(backend), std::move(name));
+}
+
+std::shared_ptr<Communicator> Communicator::with(Levels levels, const Interrupted& interrupted) {
+  const std::string kind = levels.kind == Levels::Kind::kTwoLevel ? "two_level" : "hybrid";
+  if (device_) throw Unsupported(kind + ": " + name_ + " moves no host memory; ask the host's communicator");
+  const auto mine = levels.encoded();
+  const auto counts = all_gather_counts(static_cast<std::int64_t>(mine.size()), interrupted);
+  const auto all = gather(mine, counts, kind, interrupted);
+  std::vector<std::vector<std::int64_t>> given;
+  for (auto at = all.begin(); const auto count : counts) {
+    given.emplace_back(at, at + count);
+    at += count;
+  }
+  const auto trouble = trouble_with(given);
+  if (!trouble.empty()) throw InvalidUsage(trouble);
+  auto [backend, name] = divide(0, rank_, ":" + kind, interrupted);
+  return std::make_shared<Communicator>(std::move(backend), std::move(name),
+                                        std::make_shared<const Levels>(std::move(levels)));
 }
 
 WorkPtr Communicator::post(int peer, std::string payload) {

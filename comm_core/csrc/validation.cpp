@@ -60,8 +60,8 @@ CountList Checks::chunks(const std::optional<CountList>& given, std::int64_t tot
                          std::string_view whole) const {
   if (!given) return balanced_counts(total, size);
   if (given->size() != static_cast<std::size_t>(size)) {
-    fail(std::string(name) + " has " + std::to_string(given->size()) + " entries but there are " + text(size) +
-         " ranks");
+    fail(std::string(name) + " has " + std::to_string(given->size()) + " entries but there are " + text(size) + " " +
+         std::string(owner) + "s");
   }
   std::int64_t sum = 0;
   for (const auto count : *given) {
@@ -90,8 +90,8 @@ CountList Checks::parts(const std::optional<CountList>& given, std::int64_t tota
 void Checks::chunk_fits(const Buffer& buffer, const CountList& counts, std::string_view name) const {
   const auto expected = counts[static_cast<std::size_t>(rank)];
   if (buffer.count == expected) return;
-  fail(std::string(name) + " has " + text(buffer.count) + " elements but rank " + text(rank) + "'s chunk has " +
-       text(expected));
+  fail(std::string(name) + " has " + text(buffer.count) + " elements but " + std::string(owner) + " " + text(rank) +
+       "'s chunk has " + text(expected));
 }
 
 void Checks::disjoint(const Buffer& send, const Buffer& recv) const {

@@ -18,6 +18,7 @@ struct Checks {
   int rank;
   int size;
   std::optional<int> device = std::nullopt;
+  std::string_view owner = "rank";  ///< what a chunk belongs to
 
   /// In the memory that the backend moves: the host's, or its device's.
   void placed(const Buffer& buffer, std::string_view name) const;

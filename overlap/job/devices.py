@@ -91,6 +91,11 @@ def _carrier(host: Communicator, route: Route, streams: Streams) -> Carrier:
         return AloneCarrier(host)
     if route is Route.STAGED:
         return StagedCarrier(host, streams)
+    if host.shard_size != host.size:
+        raise comm_core.Unsupported(
+            f"communicator {host.name} has {host.shard_size} shards for {host.size} ranks, which NCCL's has not; set "
+            "DEAR_CUDA_TRANSPORT=staged"
+        )
     core = comm_core.nccl(host.rank, host.size, streams.device, lambda mine: allgather_object(host, mine))
     return NcclCarrier(core, streams)
 

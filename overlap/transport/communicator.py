@@ -11,15 +11,15 @@ is kept alive by the `Work`, until the operation is done.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import torch
 from torch.autograd import profiler
 
-from comm_core import ReduceOp
+from comm_core import ReduceOp, Unsupported
 from overlap.transport.cuda.streams import Streams
-from overlap.transport.operation import Operation
+from overlap.transport.operation import Collective, Operation
 from overlap.transport.stamps import Stamps
 from overlap.transport.work import Line, ProfiledWork, Work
 
@@ -40,6 +40,16 @@ class Communicator(ABC):
     #: This process's number in the group, and how many ranks that has.
     rank: int
     size: int
+
+    @property
+    def shard_rank(self) -> int:
+        """This rank's shard in reduce-scatters and all-gathers: `rank`, but of a communicator that :meth:`hybrid` made."""
+        return self.rank
+
+    @property
+    def shard_size(self) -> int:
+        """The number of shards, which counts have entries for: `size`, but of a communicator that :meth:`hybrid` made."""
+        return self.size
 
     #: What moves the bytes: "local", "mpi", "tcp" or "gloo".
     backend: str
@@ -87,6 +97,11 @@ class Communicator(ABC):
         The tensors' memory has to stay where it is (MPI 4.0, persistent collective operations).
         """
 
+    def place_of(self, operation: Operation) -> tuple[int, int]:
+        """The number of this rank in `operation`, and how many there are: of shards, where it has shards."""
+        sharded = operation.kind in (Collective.REDUCE_SCATTER, Collective.ALL_GATHER)
+        return (self.shard_rank, self.shard_size) if sharded else (self.rank, self.size)
+
     def start(self, operation: Operation) -> Work:
         """Issue `operation`."""
         return self.prepare(operation)()
@@ -101,6 +116,33 @@ class Communicator(ABC):
 
         None as colour takes part in the call and gets None.
         """
+
+    def two_level(self, groups: Sequence[Sequence[int]]) -> Communicator:
+        """A communicator of the same ranks that sends between groups, such as hosts, no more than one rank of each would.
+
+        `groups` hold each rank once and have one size, as ``[[0, 1], [2, 3]]``. On every rank, with the same groups.
+        Operations mean what they mean here, shards included. Reduce-scatters, all-gathers and all-reduces go in two
+        steps: contributions are reduced within a group, in the order of its members, then in the order of groups or
+        along a ring of them. fp16 and bf16 are rounded after each step; an average is that of the groups' averages.
+
+        Raises ``InvalidUsage``, with the same message on all ranks, for groups that differ between ranks, of several
+        sizes, or without some rank; ``Unsupported`` over gloo and NCCL.
+        """
+        raise Unsupported(f"two_level: {_no_groups(self)}")
+
+    def hybrid(self, groups: Sequence[Sequence[int]]) -> Communicator:
+        """A communicator of the same ranks in which shards are those of a group's members (HSDP, hybrid sharding).
+
+        `groups`, and what is raised, are as in :meth:`two_level`. Member i of every group has shard i of `shard_size`.
+
+        reduce_scatter   reduces over all ranks: shards have the same bits in every group, an average divides by `size`
+        all_gather       takes place within each group
+        all others       are over all ranks; an all-reduce goes in two steps
+
+        Counts of the first two have `shard_size` entries. So objects, which are gathered from all ranks, take another
+        communicator.
+        """
+        raise Unsupported(f"hybrid: {_no_groups(self)}")
 
     # - Mailbox: messages beside the collectives, at any time, with no matching call
 
@@ -143,6 +185,13 @@ class Communicator(ABC):
     @abstractmethod
     def close(self) -> None:
         """Wait for what was issued and let go of the connections. Calling it again does nothing."""
+
+
+def _no_groups(comm: Communicator) -> str:
+    return (
+        f"communicator {comm.name} for tensors on {comm.place.type} over {comm.backend} has no groups of ranks; "
+        "comm_core's own over TCP or MPI, for tensors of the host, have"
+    )
 
 
 __all__ = ["UNCOUNTED", "Communicator", "ReduceOp", "Start", "Work"]

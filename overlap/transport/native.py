@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -36,8 +36,16 @@ class NativeCommunicator(Communicator):
         self.rank, self.size = int(core.rank), int(core.size)
         self.backend, self.name = str(core.backend), str(core.name)
 
+    @property
+    def shard_rank(self) -> int:
+        return int(self._core.shard_rank)
+
+    @property
+    def shard_size(self) -> int:
+        return int(self._core.shard_size)
+
     def prepare(self, operation: Operation) -> Start:
-        one = checked(operation, self.rank, self.size)
+        one = checked(operation, *self.place_of(operation))
         memory, named = arguments(one, _buffer)
         start: Callable[[], Work]
         if one.kind in _PERSISTENT:
@@ -50,6 +58,14 @@ class NativeCommunicator(Communicator):
         self.issued += 1
         part = self._core.split(color, key)
         return None if part is None else NativeCommunicator(part)
+
+    def two_level(self, groups: Sequence[Sequence[int]]) -> NativeCommunicator:
+        self.issued += 1
+        return NativeCommunicator(self._core.two_level(groups))
+
+    def hybrid(self, groups: Sequence[Sequence[int]]) -> NativeCommunicator:
+        self.issued += 1
+        return NativeCommunicator(self._core.hybrid(groups))
 
     def post(self, peer: int, payload: bytes) -> Work:
         return self._core.post(peer, payload)

@@ -47,12 +47,16 @@ class Network {
       post.copy.assign(post.data, post.data + post.bytes);
       early_.push_back({post.schedule, post.ticket, nullptr, 0});
     }
+    bytes_[from * size_ + to] += post.bytes;
     sends(from, to).push_back(std::move(post));
     most_waiting_ = std::max(most_waiting_, static_cast<std::int64_t>(sends(from, to).size()));
   }
 
   /// The most messages that were ever on their way from one rank to another.
   std::int64_t most_waiting() const { return most_waiting_; }
+
+  /// All that was ever sent from one rank to another.
+  std::int64_t bytes(int from, int to) { return bytes_[from * size_ + to]; }
 
   /// Lets one thing happen; false if nothing can.
   bool step() {
@@ -93,6 +97,7 @@ class Network {
   Random& random_;
   std::map<int, std::deque<Post>> sends_, receives_;
   std::vector<Post> early_;
+  std::map<int, std::int64_t> bytes_;
   std::int64_t most_waiting_ = 0;
 };
 

@@ -17,7 +17,7 @@ from tests.harness import ROOT
 def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the programs of tests/cpp lie."""
     folder = tmp_path_factory.mktemp("cpp")
-    for name in ("schedule_test", "turn_test", "kernels_test"):
+    for name in ("schedule_test", "levels_test", "turn_test", "kernels_test"):
         program(folder, ROOT / "tests" / "cpp" / f"{name}.cpp")
     return folder
 
@@ -25,6 +25,11 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("seed", range(4))
 def test_every_delivery_order_ends_with_the_right_result(programs: Path, seed: int) -> None:
     _run(programs / "schedule_test", seed, rounds=4000)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_leaves_a_group_of_ranks_leaves_it_once(programs: Path, seed: int) -> None:
+    _run(programs / "levels_test", seed, rounds=3000)
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -10,6 +10,7 @@
 #include "broadcast.hpp"
 #include "chain_reduce.hpp"
 #include "exchange.hpp"
+#include "levelled.hpp"
 #include "message.hpp"
 #include "ring.hpp"
 #include "sequence.hpp"
@@ -212,6 +213,9 @@ SchedulePtr plan(const Operation& operation, int rank, int size, const Settings&
   const Job job{operation, rank, size, settings};
   if (operation.kind == OpKind::kSend || operation.kind == OpKind::kReceive) return message(job);
   if (size == 1) return alone(job);
+  if (operation.levels != nullptr) {
+    if (auto schedule = levelled(operation, rank, settings)) return schedule;
+  }
   switch (operation.kind) {
     case OpKind::kReduceScatter:
       return reduce_scatter_to(job, operation.recv);

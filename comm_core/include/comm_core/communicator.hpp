@@ -60,10 +60,15 @@ class Persistent {
 /// `recv` has in the end, both on the thread that moves the bytes.
 class Communicator : public std::enable_shared_from_this<Communicator> {
  public:
-  Communicator(std::unique_ptr<Backend> backend, std::string name);
+  /// `levels`: how its operations are carried out; null: all ranks are alike.
+  Communicator(std::unique_ptr<Backend> backend, std::string name, std::shared_ptr<const Levels> levels = nullptr);
 
   int rank() const noexcept { return rank_; }
   int size() const noexcept { return size_; }
+  /// The shard of this rank in reduce_scatter and all_gather, and how many there are: rank() and size(), but of a
+  /// communicator with Levels of kind kHybrid.
+  int shard_rank() const noexcept { return shard_rank_; }
+  int shard_size() const noexcept { return shard_size_; }
   const std::string& name() const noexcept { return name_; }
   /// The CUDA device whose memory it moves; none: host memory.
   std::optional<int> device() const noexcept { return device_; }
@@ -93,6 +98,9 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::vector<std::int64_t> all_gather_counts(std::int64_t send_count, const Interrupted& interrupted);
   /// Collective and blocking. Null on ranks without a color.
   std::shared_ptr<Communicator> split(std::optional<int> color, int key, const Interrupted& interrupted);
+  /// Collective and blocking: a communicator of the same ranks with these `levels`. Throws InvalidUsage, the same on
+  /// all ranks, where they differ or are no groups of equal size; Unsupported where it moves a device's memory.
+  std::shared_ptr<Communicator> with(Levels levels, const Interrupted& interrupted);
   WorkPtr post(int peer, std::string payload);
   std::optional<Letter> receive_post(std::chrono::duration<double> timeout, const Interrupted& interrupted);
   /// Unfinished works, oldest first.
@@ -109,13 +117,21 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   WorkPtr submit(Operation operation, std::initializer_list<Buffer> buffers, KeepAlive memory, std::int64_t bytes) {
     return submit(std::move(operation), std::span(buffers.begin(), buffers.size()), std::move(memory), bytes);
   }
+  /// Every rank's numbers, `counts` of them, without Levels. Blocking.
+  std::vector<std::int64_t> gather(const std::vector<std::int64_t>& mine, const std::vector<std::int64_t>& counts,
+                                   const std::string& label, const Interrupted& interrupted);
+  /// What split() gives, and its name with this ending.
+  std::pair<std::unique_ptr<Backend>, std::string> divide(std::optional<int> color, int key, const std::string& ending,
+                                                          const Interrupted& interrupted);
   WorkPtr track(WorkPtr work);
   WorkPtr new_work(const Operation& operation, std::int64_t bytes) const;
   void require_open() const;
 
   std::unique_ptr<Backend> backend_;
   const std::string name_;
+  const std::shared_ptr<const Levels> levels_;
   const int rank_, size_;
+  const int shard_rank_, shard_size_;
   const std::optional<int> device_;
   std::mutex unfinished_mutex_;  // never held while a backend is called: a watchdog looks while others submit
   static constexpr std::size_t kTidyAt = 32;

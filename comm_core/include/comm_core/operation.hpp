@@ -2,10 +2,12 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "comm_core/levels.hpp"
 #include "comm_core/types.hpp"
 
 namespace [[gnu::visibility("default")]] comm_core {
@@ -31,6 +33,8 @@ struct Wide {
 ///   reduce           send: everything, recv: everything at the root, else null; recv_counts: balanced chunks; peer:
 ///   root all_to_all       send: a chunk for each rank (send_counts), recv: a chunk of each rank (recv_counts) send,
 ///   receive    send or recv; peer, tag
+/// With Levels of kind kHybrid, a reduce_scatter and an all_gather have a chunk for each member of a group in place of
+/// each rank: what the same member of any group receives is reduced over all ranks, and gathered is within groups.
 struct Operation {
   OpKind kind = OpKind::kBarrier;
   DType dtype = DType::kUInt8;
@@ -44,6 +48,7 @@ struct Operation {
   std::string label;
   std::vector<std::uintptr_t> after = {};  ///< streams of a device whose work so far comes before this operation
   Wide wide = {};
+  std::shared_ptr<const Levels> levels = nullptr;  ///< null: all ranks are alike
 
   /// To be called on the thread that carries it out: before anything is sent, and once everything is there.
   void narrow() const;

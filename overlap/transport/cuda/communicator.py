@@ -62,6 +62,14 @@ class DeviceCommunicator(Communicator):
         self._kind = streams.kind
         self.place = torch.device(streams.kind, streams.device)
 
+    @property
+    def shard_rank(self) -> int:
+        return self._host.shard_rank
+
+    @property
+    def shard_size(self) -> int:
+        return self._host.shard_size
+
     def stamps(self) -> Stamps:
         return self._streams.stamps(on_streams=not self._carrier.through_host)
 
@@ -77,7 +85,7 @@ class DeviceCommunicator(Communicator):
             return issue
         if operation.wide is not None:
             raise Unsupported(f"{what}: a carrier of a device rounds nothing; cast on the device before and after")
-        carry = self._carrier.prepare(checked(operation, self.rank, self.size, self._kind))
+        carry = self._carrier.prepare(checked(operation, *self.place_of(operation), self._kind))
 
         def start_there() -> Work:
             reason = refuse_capture(self._streams.capturing())
