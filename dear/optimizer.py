@@ -16,6 +16,7 @@ from dear.schedule import plan_buckets
 from dear.siblings import OwnOptions
 from overlap.core.bucket import Bucket
 from overlap.core.wire import DecoupledCollectives
+from overlap.job.groups import ShardGroups
 from overlap.job.process_set import ProcessSet, global_process_set
 from overlap.job.session import current
 from overlap.optimizer.arguments import SharedArguments, refuse_unknown, suggested
@@ -85,6 +86,7 @@ class Dear(PlannedStrategy):
         gather_dtype: torch.dtype | None,
         all_reduced: float = 0.0,
         auto: frozenset[str] = frozenset(),
+        shard_group: ShardGroups = None,
     ) -> None:
         if threshold_mb is None and num_nearby_layers is None:
             raise ValueError(
@@ -110,7 +112,12 @@ class Dear(PlannedStrategy):
                 f"all_reduced={all_reduced} has every rank update a part of the buckets in full, which cannot be done with "
                 "policy='rb', gather_dtype or exclude_parts; leave one of them out"
             )
+        if shard_group is not None and policy != "rsag":
+            raise ValueError(
+                f"shard_group={shard_group} shards buckets, and policy={policy!r} gives each to one rank: give one"
+            )
         self.threshold_mb, self.num_nearby_layers, self.policy = threshold_mb, num_nearby_layers, policy
+        self.shard_group = shard_group
         self.all_reduced = all_reduced
         self.auto = auto  # what a planner may choose: "threshold_mb", "all_reduced"
         self.updates = Updates.EAGER if eager else Updates.SHARDED
@@ -161,6 +168,7 @@ class Dear(PlannedStrategy):
             "policy": self.policy,
             "exclude_parts": sorted(self.excluded),
             "gather_dtype": self.gather_dtype,
+            "shard_group": self.shard_group,
             "planned": sorted(self.planned),  # only some ranks would measure
         }
 
@@ -213,6 +221,7 @@ def DistributedOptimizer(
     eager: bool = False,
     all_reduced: float | Literal["auto"] = "auto",
     gather_dtype: torch.dtype | None = None,
+    shard_group: ShardGroups = None,
     tune: bool | Tuning = False,
     strategy: str = "dear",
     elementwise: bool | None = None,
@@ -257,6 +266,9 @@ def DistributedOptimizer(
             the rank that updates it, and saved in ``optimizer.state_dict()["master"]``. For gradients, which
             `compression` narrows, FSDP's word is ``reduce_dtype``; this is its counterpart. Raises ``ValueError`` for
             optimizers that need whole parameters, ``TypeError`` for parameters of other types.
+        shard_group: updates are sharded among so many neighbouring ranks, or among those of a ``"host"``, or within each of
+            these groups of ranks, and averaged over all groups: parameters are gathered inside a group. `threshold_mb` is
+            not planned then. None: among all ranks.
         tune: True or ``Tuning(...)`` searches the `threshold_mb` with the shortest steps, 1 to 256 unless told otherwise,
             while training goes on; the results of training stay the same. See :class:`overlap.plan.tuning.options.Tuning`.
         strategy: ``"dear"``, or the name of another strategy's package (``"wfbp"``, ``"mgwfbp"``,
@@ -281,6 +293,7 @@ def DistributedOptimizer(
         "eager": eager,
         "all_reduced": all_reduced,
         "gather_dtype": gather_dtype,
+        "shard_group": shard_group,
     }
     if strategy != "dear":
         theirs = {**vars(arguments), **others, **({} if tune is False else {"tune": tune})}
@@ -289,7 +302,7 @@ def DistributedOptimizer(
     if exclude_parts:  # what is not sent may be anything
         arguments = replace(arguments, on_nonfinite="ignore")
     wished_mb = current().settings.threshold_mb if threshold_mb == "auto" else None
-    plain = not eager and policy == "rsag" and not exclude_parts and num_nearby_layers is None
+    plain = not (eager or exclude_parts or shard_group) and policy == "rsag" and num_nearby_layers is None
     auto = set() if threshold_mb != "auto" or wished_mb not in (None, "auto") or not plain else {"threshold_mb"}
     if auto and all_reduced == "auto" and gather_dtype is None:
         auto.add("all_reduced")

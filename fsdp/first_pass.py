@@ -6,7 +6,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -24,6 +24,8 @@ from overlap.transport.compression import Compression
 from overlap.transport.objects import allgather_object
 
 __all__ = ["WIRES", "begin"]
+
+Groups: TypeAlias = tuple[tuple[int, ...], ...]
 
 #: The compression for each `reduce_dtype`; None is that of gradients. Sums are in fp32, or in fp64 of such gradients.
 WIRES = {
@@ -85,7 +87,9 @@ def _refuse_stranger(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any)
 def _strategy(units: Sequence[Unit], optimizer: torch.optim.Optimizer) -> Fsdp:
     stay = {id(each) for unit in units if unit.stays for each in unit.parameters}
     numbers = [number for number, each in enumerate(_trained(optimizer)) if each in stay]
-    return automatic(optimizer, stay=numbers, param_dtype=_one(units, "param_dtype"))
+    groups = next(unit.groups for unit in units if unit.parameters)
+    shard_group = groups if len(groups) > 1 else None
+    return automatic(optimizer, stay=numbers, param_dtype=_one(units, "param_dtype"), shard_group=shard_group)
 
 
 def _arguments(units: Sequence[Unit], optimizer: torch.optim.Optimizer) -> SharedArguments:
@@ -119,31 +123,39 @@ def _refuse_frozen(model: torch.nn.Module, units: Sequence[Unit], trained: set[i
 def _process_set(units: Sequence[Unit]) -> ProcessSet:
     """The ranks of all `units`. On every rank of the job; raises on all of them where some give others than their peers."""
     session = current()
-    mine = list(dict.fromkeys(unit.ranks for unit in units if unit.parameters))
+    mine = list(dict.fromkeys(unit.groups for unit in units if unit.parameters))
     everyones = allgather_object(session.control, mine)
     for found in everyones:
         if len(found) > 1:
             raise NotImplementedError(
-                f"mesh differs between modules: some are sharded over ranks {list(found[0])} and some over "
-                f"{list(found[1])}; give all modules of a model the same"
+                f"mesh differs between modules: some are sharded over ranks {_listed(found[0])} and some over "
+                f"{_listed(found[1])}; give all modules of a model the same"
             )
-    groups = [found[0] for found in everyones]
-    why = _why_no_sets(groups)
+    why = _why_no_sets([found[0] for found in everyones])
     if why is not None:
         raise ValueError(why)
-    return set_of(list(dict.fromkeys(groups)))
+    return set_of(list(dict.fromkeys(_members(found[0]) for found in everyones)))
 
 
-def _why_no_sets(groups: Sequence[tuple[int, ...]]) -> str | None:
-    """What is wrong with the `groups` that ranks give, by rank, where ranks of one do not all give that one (pure)."""
-    for rank, group in enumerate(groups):
-        if rank not in group:
-            return f"rank {rank} is not among the ranks {list(group)} of the mesh that it gives to fully_shard()"
-        for other in group:
-            if groups[other] != group:
+def _members(groups: Groups) -> tuple[int, ...]:
+    return tuple(sorted(rank for group in groups for rank in group))
+
+
+def _listed(groups: Groups) -> str:
+    return " and ".join(str(list(group)) for group in groups)
+
+
+def _why_no_sets(groups: Sequence[Groups]) -> str | None:
+    """What is wrong with the `groups` that ranks give, by rank, where ranks of them do not all give these (pure)."""
+    for rank, mine in enumerate(groups):
+        members = _members(mine)
+        if rank not in members:
+            return f"rank {rank} is not among the ranks {_listed(mine)} of the mesh that it gives to fully_shard()"
+        for other in members:
+            if groups[other] != mine:
                 return (
-                    f"rank {rank} shards over ranks {list(group)} and rank {other} over {list(groups[other])}: all ranks "
-                    "of a mesh have to give that mesh to fully_shard()"
+                    f"rank {rank} shards over ranks {_listed(mine)} and rank {other} over {_listed(groups[other])}: all "
+                    "ranks of a mesh have to give that mesh to fully_shard()"
                 )
     return None
 

@@ -46,7 +46,8 @@ def fully_shard(
     Args:
         module: a module, or several that are gathered together. It is returned.
         mesh: the ranks among which parameters are sharded, the same for all modules of a model: a ``dear.Mesh`` or torch's
-            ``DeviceMesh`` of one dimension, or one axis of either, as ``mesh["data"]``. None: all ranks.
+            ``DeviceMesh`` of one dimension, or one axis of either, as ``mesh["data"]``. None: all ranks. With two
+            axes, they are sharded along the second one, and gradients are averaged along both (hybrid sharding).
         reshard_after_forward: True frees whole parameters after forward and gathers them again for backward; False keeps
             them until backward has used them; None leaves it to the plan, which keeps what backward needs first. An int is
             the number of ranks among which they are sharded meanwhile: 1 is False, and the number of all ranks True.
@@ -63,8 +64,8 @@ def fully_shard(
     pipeline, take ``fsdp.DistributedOptimizer``. Raises ``ValueError`` for what torch refuses, too, and
     ``NotImplementedError`` for what torch has and this has not.
     """
-    ranks = _ranks_of(mesh)
-    size = len(ranks)
+    groups = _groups_of(mesh)
+    ranks, size = tuple(sorted(rank for group in groups for rank in group)), len(groups[0])
     modules: Sequence[torch.nn.Module] = module if isinstance(module, list) else [module]
     _refuse_modules(modules)
     _refuse_layout(shard_placement_fn, dp_mesh_dims, size)
@@ -76,7 +77,7 @@ def fully_shard(
     for one in modules:
         kind: Any = type(one)
         casts = policy.param_dtype is not None and policy.cast_forward_inputs
-        register(one, Unit(kind, mine, ranks, stays, policy.reduce_dtype, policy.param_dtype, casts))
+        register(one, Unit(kind, mine, ranks, groups, stays, policy.reduce_dtype, policy.param_dtype, casts))
         one.__class__ = sharded_class(kind)
         if policy.output_dtype is not None:
             one.register_forward_hook(functools.partial(_cast, policy.output_dtype))
@@ -119,23 +120,24 @@ def _refuse_modules(modules: Sequence[Any]) -> None:
             raise ValueError(f"{type(module).__name__} has no forward(): give fully_shard() the modules in it")
 
 
-def _ranks_of(mesh: Any) -> tuple[int, ...]:
-    """The ranks of the job in `mesh`, which has one dimension; without one, all of them."""
+def _groups_of(mesh: Any) -> tuple[tuple[int, ...], ...]:
+    """The groups of ranks of the job within each of which `mesh` shards; without one, a single group of all of them."""
     comm = current().comm
     if mesh is None:
-        return tuple(range(comm.size))
+        return (tuple(range(comm.size)),)
     shape = tuple(mesh.shape.values()) if isinstance(mesh, Mesh) else tuple(mesh.mesh.shape)
-    if len(shape) != 1:
-        raise NotImplementedError(
-            f"mesh has the shape {shape}, and parameters are sharded along one axis: give that one, as mesh['data']"
+    if len(shape) not in (1, 2):
+        raise ValueError(
+            f"mesh has the shape {shape}: parameters are sharded along one axis, and may be replicated along another; give "
+            "these, as mesh['data'] or mesh['replicate', 'shard']"
         )
     if isinstance(mesh, Mesh):
-        return mesh.ranks()
+        return mesh.parts(tuple(mesh.shape)[-1])
     if mesh.get_rank() != comm.rank:
         raise ValueError(
             f"this is rank {mesh.get_rank()} of the mesh's default group and rank {comm.rank} of the job: give a dear.Mesh"
         )
-    return tuple(sorted(mesh.mesh.tolist()))
+    return tuple(tuple(sorted(row)) for row in mesh.mesh.reshape(-1, shape[-1]).tolist())
 
 
 def _refuse_layout(placement: Any, dims: Any, size: int) -> None:

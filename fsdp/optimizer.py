@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import torch
 
+from overlap.job.groups import ShardGroups
 from overlap.job.process_set import ProcessSet, global_process_set
 from overlap.job.session import current
 from overlap.optimizer.arguments import SharedArguments, refuses_unknown
@@ -50,6 +51,7 @@ class Fsdp(Strategy):
         stay: Collection[int] = (),
         gather_dtype: torch.dtype | None = None,
         param_dtype: torch.dtype | None = None,
+        shard_group: ShardGroups = None,
     ) -> None:
         if threshold_mb is not None and not threshold_mb > 0:
             raise ValueError(f"threshold_mb should be at least 0 and is {threshold_mb}")
@@ -57,7 +59,7 @@ class Fsdp(Strategy):
             raise ValueError(f"whole_mb should be above 0, or 'auto', and is {whole_mb}")
         self.threshold_mb, self.num_nearby_layers, self.whole_mb = threshold_mb, num_nearby_layers, whole_mb
         self.stay = frozenset(stay)
-        self.gather_dtype, self.param_dtype = gather_dtype, param_dtype
+        self.gather_dtype, self.param_dtype, self.shard_group = gather_dtype, param_dtype, shard_group
         self.carries = gather_dtype is not None  # whoever moves parameters widens them, too
 
     @property
@@ -69,6 +71,7 @@ class Fsdp(Strategy):
             "stay": sorted(self.stay),
             "gather_dtype": self.gather_dtype,
             "param_dtype": self.param_dtype,
+            "shard_group": self.shard_group,
         }
 
     def residency(self, spec: BucketSpec) -> Residency:
@@ -104,6 +107,7 @@ def DistributedOptimizer(
     threshold_mb: float | Literal["auto"] | None = "auto",
     whole_mb: float | Literal["auto"] = "auto",
     gather_dtype: torch.dtype | None = None,
+    shard_group: ShardGroups = None,
     elementwise: bool | None = None,
     per_parameter: bool | None = None,
     sync_start: bool = True,
@@ -133,6 +137,9 @@ def DistributedOptimizer(
         gather_dtype: ``torch.bfloat16`` or ``torch.float16``: whole parameters travel, and are used in every pass, rounded
             to this type. Shards, the optimizer and ``model.state_dict()`` have exact values. Only for parameters of float32
             or float64 whose updates are sharded.
+        shard_group: parameters, gradients and state are sharded among so many neighbouring ranks, or among those of a
+            ``"host"``, or within each of these groups of ranks, and gradients are averaged over all groups: gathers stay
+            inside a group (hybrid sharding). None: among all ranks.
         elementwise: this, and `per_parameter`, `sync_start`, `poison`, `broadcast_buffers`, `check_every`,
             `on_nonfinite`: see :class:`overlap.optimizer.arguments.SharedArguments`.
 
@@ -146,9 +153,8 @@ def DistributedOptimizer(
             f"{type(named_parameters).__name__}: pass the model as the second argument"
         )
     refuse_what_is_lost(named_parameters)
-    return Shell(
-        optimizer, named_parameters, automatic(optimizer, threshold_mb, whole_mb, gather_dtype=gather_dtype), arguments
-    )
+    chosen = automatic(optimizer, threshold_mb, whole_mb, gather_dtype=gather_dtype, shard_group=shard_group)
+    return Shell(optimizer, named_parameters, chosen, arguments)
 
 
 def automatic(
@@ -159,11 +165,12 @@ def automatic(
     *,
     gather_dtype: torch.dtype | None = None,
     param_dtype: torch.dtype | None = None,
+    shard_group: ShardGroups = None,
 ) -> Fsdp:
     """The strategy for the parameters of `optimizer`, which chooses what the arguments leave to it."""
     wished = current().settings.threshold_mb if threshold_mb in ("auto", None) else threshold_mb
     chosen = limits("auto" if wished is None else wished, None, *size_and_device(optimizer))
-    return Fsdp(*chosen, None if whole_mb == "auto" else whole_mb, stay, gather_dtype, param_dtype)
+    return Fsdp(*chosen, None if whole_mb == "auto" else whole_mb, stay, gather_dtype, param_dtype, shard_group)
 
 
 def refuse_what_is_lost(model: torch.nn.Module) -> None:

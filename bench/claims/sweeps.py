@@ -112,17 +112,24 @@ def _megabytes(field: str) -> Callable[[Group, str], str]:
     """The smallest and the largest value among a method's settings."""
 
     def cell(one: Group, name: str) -> str:
-        values = [getattr(row, field) / 2**20 for row in one.rows if row.family == name]
-        return _range(values, 0 if field == "peak_bytes" else 1) if values else ""
+        values = [getattr(row, field) for row in one.rows if row.family == name]
+        known = [value / 2**20 for value in values if value is not None]
+        return _range(known, 1 if field == "state_bytes" else 0) if known else ""
 
     return cell
 
 
-_CELLS = {"ms": _milliseconds, "L": _bounds, "peak": _megabytes("peak_bytes"), "state": _megabytes("state_bytes")}
+_CELLS = {
+    "ms": _milliseconds,
+    "L": _bounds,
+    "peak": _megabytes("peak_bytes"),
+    "training": _megabytes("training_bytes"),
+    "state": _megabytes("state_bytes"),
+}
 
 
 def pivot(source: Source) -> str:
-    """pivot SWEEP show=ms|L|peak|state columns=METHOD;… [SETTING=…]: a row for every group, a column for every method."""
+    """pivot SWEEP show=ms|L|peak|training|state columns=METHOD;… [SETTING=…]: a row for a group, a column for a method."""
     columns = [family_of(spec) for spec in source.option("columns").split(";")]
     show = source.option("show")
     head = [*_PLACE, "wire/compute", *("computation" if name == "none" else f"`{name}`" for name in columns)]

@@ -16,9 +16,8 @@ from bench.train.origin import origin_of
 __all__ = ["bound_of", "markdown", "provenance", "write"]
 
 _HEAD = (
-    "| method | {unit}/sec | ± | step, median s | quartiles | n | after steps | × L | optimizer state MB | peak MB |\n"
-    + "|---" * 10
-    + "|"
+    "| method | {unit}/sec | ± | step, median s | quartiles | n | after steps | × L | optimizer state MB | peak MB |"
+    " training MB |\n" + "|---" * 11 + "|"
 )
 _CODE = (" code |", "---|")  # a column more where rows are of several
 
@@ -33,6 +32,7 @@ def _table(group: Group, code: bool) -> list[str]:
         cells += [f"{row.low:.3f} – {row.high:.3f}", str(row.n)]
         cells += ["" if row.warmup_steps is None else str(row.warmup_steps), bound]
         cells += [f"{row.state_bytes / 2**20:.1f}", f"{row.peak_bytes / 2**20:.0f}"]
+        cells += ["" if row.training_bytes is None else f"{row.training_bytes / 2**20:.0f}"]
         cells += [row.origin] if code else []
         lines.append("| " + " | ".join(cells) + " |")
     return lines

@@ -36,6 +36,7 @@ class Row:
     plus_minus: float
     state_bytes: int
     peak_bytes: int
+    training_bytes: int | None  # None: of an older run, which did not say
     unit: str
     origin: str
     warmup_steps: int | None  # that were not timed, with those of a search; None: of an older run, which did not say
@@ -110,6 +111,7 @@ def _row(result: Mapping[str, Any]) -> Row:
         plus_minus=result["plus_minus"],
         state_bytes=result["state_bytes"],
         peak_bytes=result["peak_bytes"],
+        training_bytes=result.get("training_bytes"),
         unit=result["unit"],
         origin=str(origin_of(result)),
         warmup_steps=result.get("warmup_steps"),

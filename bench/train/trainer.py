@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import resource
 import statistics
 import sys
 from collections.abc import Callable
@@ -48,6 +47,7 @@ class Result:
     rates: list[float]  # samples per second and worker of every iteration, undilated
     state_bytes: int  # optimizer state on rank 0
     peak_bytes: int  # of rank 0: resident memory at its peak; on a GPU what tensors took there
+    training_bytes: int  # of rank 0: at the peak of measured steps, beyond what was there before the model was made
     warmup_steps: int  # before the clock ran: as many as were asked for, and those of a method's own search
     versions: dict[str, str]
     breakdown: dict[str, float] | None  # seconds of computation alone, and what communication adds
@@ -85,7 +85,21 @@ def _device(settings: Settings) -> torch.device:
 def _peak(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return _resident("VmHWM")
+
+
+def _resident(what: str) -> int:
+    """Bytes that the kernel tells of this process: ``VmRSS``, or ``VmHWM``, the peak."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{what}:"))
+
+
+def _forget_peak(device: torch.device) -> None:
+    """From now on the peak of memory is that of what follows."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        Path("/proc/self/clear_refs").write_text("5")
 
 
 def _model(settings: Settings, chosen: Workload) -> nn.Module:
@@ -119,6 +133,7 @@ def train(
     torch.set_num_threads(settings.threads)
     chosen, device = workload(settings.model), _device(settings)
     torch.manual_seed(1)
+    resident = 0 if device.type == "cuda" else _resident("VmRSS")
     model = _model(settings, chosen).to(device)
     batch = _batch(settings, chosen, detect(os.environ).rank, device)
     make = _optimizer(settings, chosen.learning_rate * (detect(os.environ).size if chosen.unit == "img" else 1))
@@ -151,6 +166,8 @@ def train(
         say(f"Warmed up for {warmed} steps instead of {settings.warmup}: {settings.method} was searching its buckets")
 
     say("Running benchmark...")
+    highest = _peak(device)
+    _forget_peak(device)
     begun, cores = clock.settled(), core_ticks()
     clock, rates = Clock(device), []
     for number in range(settings.iterations):
@@ -173,7 +190,8 @@ def train(
         breakdown=None if made_of is None else asdict(made_of),
         rates=rates,
         state_bytes=method.state_bytes(optimizer),
-        peak_bytes=_peak(device),
+        peak_bytes=max(highest, _peak(device)),
+        training_bytes=_peak(device) - resident,
         warmup_steps=warmed,
         versions=_versions(),
         cores_busy=busy_share(cores, core_ticks()),

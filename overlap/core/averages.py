@@ -21,10 +21,13 @@ __all__ = ["Averages"]
 
 
 class Averages:
-    """The averaged gradients of a round, exchanged over `comm`; see :class:`.Stage`. All methods: on every rank."""
+    """The averaged gradients of a round, exchanged over `comm`; see :class:`.Stage`. All methods: on every rank.
 
-    def __init__(self, engine: Engine, comm: Communicator) -> None:
-        self.engine, self.comm = engine, comm
+    Shards are divided among the ranks of `sharers`.
+    """
+
+    def __init__(self, engine: Engine, comm: Communicator, sharers: Communicator) -> None:
+        self.engine, self.comm, self.sharers = engine, comm, sharers
 
     @property
     def stage(self) -> Stage:
@@ -63,7 +66,7 @@ class Averages:
             if bucket.sharded:
                 gradients, label = bucket.gradients, f"{bucket.label} gradients"
                 gradients.restore()
-                self.comm.run(all_gather(gradients.shard, gradients.whole, counts=bucket.shares, label=label))
+                self.sharers.run(all_gather(gradients.shard, gradients.whole, counts=bucket.shares, label=label))
         for bucket in engine.order:
             bucket.expose()
         engine.round.scales.clear()  # ``.grad`` has them by now

@@ -43,7 +43,7 @@ def clip(
     )
     alike = [param.grad for param in averages.alike(wanted) if param.grad is not None]
     pieces = averages.pieces(wanted)
-    norm, factor = clip_sharded(averages.comm, pieces, alike, params, max_norm, norm_type, error_if_nonfinite)
+    norm, factor = clip_sharded(averages.sharers, pieces, alike, params, max_norm, norm_type, error_if_nonfinite)
     averages.scaled(factor, wanted)
     return norm
 

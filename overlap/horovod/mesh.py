@@ -85,6 +85,10 @@ class Mesh:
         """
         return self._layout.along(self._along(axes), self._me())
 
+    def parts(self, *axes: str) -> tuple[tuple[int, ...], ...]:
+        """The ranks of this mesh that include this one, divided: those of each part differ along these axes alone."""
+        return tuple(dict.fromkeys(self._layout.along(self._along(axes), rank) for rank in self.ranks()))
+
     def group(self, *axes: str) -> ProcessSet:
         """The process set of :meth:`ranks`. On every rank of the job, with the same axes.
 

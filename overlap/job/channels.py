@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import comm_core
 from overlap.transport.communicator import Communicator
@@ -32,6 +33,7 @@ def even(colors: Sequence[int], committed: Sequence[int]) -> bool:
 class _Leased:
     channel: Communicator
     colors: tuple[int, ...]  # by rank: it connects those of this rank's colour; none for all
+    groups: tuple[tuple[int, ...], ...]  # within which it has shards; none: they are divided among all of its ranks
     owner: str | None = None  # None is free
 
 
@@ -70,18 +72,18 @@ class Channels:
             channel = self._by_purpose[purpose] = self._make()
         return channel
 
-    def lease(self, count: int, colors: Sequence[int] = ()) -> list[Communicator]:
+    def lease(self, count: int, colors: Sequence[int] = (), groups: Sequence[Sequence[int]] = ()) -> list[Communicator]:
         """Lease channels that nobody uses; on every rank.
 
         :meth:`hold` says whose they are, until all ranks have dropped that owner.
 
-        They connect all ranks, or those of one colour, by the `colors` of all ranks. Leased twice before they are held they
-        are the same.
+        They connect all ranks, or those of one colour, by the `colors` of all ranks. With `groups`, they connect all, and
+        are :meth:`.Communicator.hybrid`. Leased twice before they are held they are the same.
 
         Where one rank has issued more than another, because a backward pass was broken off or a thread is not done yet,
         they are not used again: the next owner's operations would meet the last one's.
         """
-        wanted = tuple(colors)
+        wanted = tuple(colors), tuple(map(tuple, groups))
         if len(self._leased) >= _MANY and self._count_free(self._abandoned(), wanted) < count:
             gc.collect()  # optimizers die in cycles: schedulers replace their step()
         answers = allgather_object(
@@ -95,14 +97,17 @@ class Channels:
                 self._forget(topic)
                 for leased in mine:
                     leased.owner = None
-        free = [leased for leased in self._leased if leased.owner is None and leased in fit and leased.colors == wanted]
+        free = [
+            each for each in self._leased if each.owner is None and each in fit and (each.colors, each.groups) == wanted
+        ]
         while len(free) < count:
-            free.append(_Leased(self._make(wanted), wanted))
+            free.append(_Leased(self._make(*wanted), *wanted))
             self._leased.append(free[-1])
         return [leased.channel for leased in free[:count]]
 
-    def _count_free(self, dropped: set[str], colors: tuple[int, ...]) -> int:
-        return sum(each.colors == colors and (each.owner is None or each.owner in dropped) for each in self._leased)
+    def _count_free(self, dropped: set[str], wanted: tuple[Any, Any]) -> int:
+        alike = (each for each in self._leased if (each.colors, each.groups) == wanted)
+        return sum(each.owner is None or each.owner in dropped for each in alike)
 
     def hold(self, channels: Sequence[Communicator], owner: str) -> None:
         """Note that those `channels` that are leased belong to `owner`. On every rank."""
@@ -110,9 +115,13 @@ class Channels:
             if any(leased.channel is mine for mine in channels):
                 leased.owner = owner
 
-    def _make(self, colors: Sequence[int] = ()) -> Communicator:
+    def _make(self, colors: Sequence[int] = (), groups: Sequence[Sequence[int]] = ()) -> Communicator:
         """Without `colors`, of all ranks."""
         rank = self._control.rank
+        if groups:
+            channel: Communicator = self._control.hybrid(groups)
+            self._watch(channel)
+            return channel
         alone = len(set(colors)) == len(colors) > 1  # every rank is
         color = None if alone else colors[rank] if colors else 0
         channel = self._control.split(color, rank) or NativeCommunicator(comm_core.local())

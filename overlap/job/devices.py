@@ -7,6 +7,7 @@ import os
 import socket
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -83,7 +84,11 @@ def fit_out(
 
     reductions = over(members.reductions)
     gathers = reductions if members.gathers is members.reductions else over(members.gathers)
-    return Membership(reductions, gathers, members.calls, members.ranks, members.everyone)
+    groups = members.groups
+    if groups is not None:
+        comm, mine = over((groups.comm, groups.mine))
+        groups = replace(groups, comm=comm, mine=mine)
+    return replace(members, reductions=reductions, gathers=gathers, groups=groups)
 
 
 def _carrier(host: Communicator, route: Route, streams: Streams) -> Carrier:

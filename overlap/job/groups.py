@@ -1,21 +1,42 @@
-"""The ranks among which an optimizer reduces: all of the job, or a process set."""
+"""The ranks among which an optimizer reduces, all of the job or a process set, and among which it divides shards."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from numbers import Integral
+from typing import Any, Literal, TypeAlias
 
 from overlap.job.process_set import ProcessSet, global_process_set
 from overlap.job.session import Session
 from overlap.transport.communicator import Communicator
+from overlap.transport.objects import allgather_object
 
-__all__ = ["Membership", "beside", "leader", "membership"]
+__all__ = ["Membership", "ShardGroups", "beside", "divided", "leader", "membership"]
+
+#: Among which ranks shards are divided: so many neighbours, those of a host, or these groups of ranks; None: all.
+ShardGroups: TypeAlias = int | Literal["host"] | Sequence[Sequence[int]] | None
+_NONE = "shard_group should be a number of ranks, 'host' or groups of ranks and is {!r}"
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Groups within which shards are divided: the communicator of this rank's, and the ranks that it has in the job.
+
+    `comm` connects all members.
+    """
+
+    comm: Communicator
+    mine: Communicator
+    ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Membership:
     """The communicators of an optimizer: for reductions, for all-gathers, and for what follows the script's calls.
 
-    `everyone` connects all ranks whose parameters start alike: the members, by `calls`, or several such groups.
+    `everyone` connects all ranks whose parameters start alike: the members, by `calls`, or several such groups. In
+    `groups`, shards are divided within each, whose ranks `gathers` connect.
     """
 
     reductions: tuple[Communicator, ...]
@@ -23,19 +44,108 @@ class Membership:
     calls: Communicator
     ranks: tuple[int, ...]
     everyone: Communicator
+    groups: Groups | None = None
 
     @property
     def comm(self) -> Communicator:
         """The communicator for everything else that members tell each other."""
-        return self.reductions[0]
+        return self.reductions[0] if self.groups is None else self.groups.comm
+
+    @property
+    def shards(self) -> Communicator:
+        """The communicator of the ranks among which shards are divided."""
+        return self.comm if self.groups is None else self.groups.mine
+
+    @property
+    def holders(self) -> tuple[int, ...]:
+        """Their ranks in the job: each value of a shard is on one of them."""
+        return self.ranks if self.groups is None else self.groups.ranks
 
 
-def membership(session: Session, process_set: ProcessSet, *, sharding: bool, lanes: int = 1) -> Membership:
+def membership(
+    session: Session, process_set: ProcessSet, *, sharding: bool, lanes: int = 1, shard_group: ShardGroups = None
+) -> Membership:
     """The communicators for an optimizer over `process_set`. On every rank of the job, with its own set or the same.
 
     `lanes` of each kind. A rank outside of the set it gives trains alone. Raises ``ValueError`` for a set that is not
-    registered.
+    registered, and for `shard_group` that do not divide its ranks.
     """
+    if shard_group is None or not sharding:
+        return _members(session, process_set, sharding=sharding, lanes=lanes)
+    return _in_groups(session, _members(session, process_set, sharding=False), shard_group, lanes)
+
+
+def divided(
+    ranks: Sequence[int], wish: ShardGroups, hosts: Sequence[Sequence[int]] = ()
+) -> tuple[tuple[int, ...], ...]:
+    """The groups of `ranks` of the job among which shards are divided, all of one size; `hosts` have these ranks (pure).
+
+    Raises ``ValueError`` where the `wish` gives no such groups.
+    """
+    if wish is None:
+        return (tuple(ranks),)
+    what = f"shard_group={wish!r}"
+    groups: Sequence[Any]
+    if isinstance(wish, str):
+        if wish != "host":
+            raise ValueError(_NONE.format(wish))
+        there = ([rank for rank in host if rank in ranks] for host in hosts)
+        groups = [host for host in there if host]
+    elif isinstance(wish, Integral) and not isinstance(wish, bool):
+        size = int(wish)
+        if size < 1 or len(ranks) % size:
+            raise ValueError(f"{what} does not divide the {len(ranks)} ranks: give a divisor of {len(ranks)}")
+        groups = [ranks[start : start + size] for start in range(0, len(ranks), size)]
+    elif isinstance(wish, Sequence):
+        groups = wish
+    else:
+        raise ValueError(_NONE.format(wish))
+    if len({len(group) for group in groups}) != 1:
+        sizes = ", ".join(str(len(group)) for group in groups)
+        raise ValueError(
+            f"{what} makes groups of {sizes} ranks, and shards need groups of one size: give a number of ranks"
+        )
+    if sorted(rank for group in groups for rank in group) != sorted(ranks):
+        raise ValueError(f"{what} should have each of the ranks {list(ranks)} once")
+    return tuple(tuple(sorted(group)) for group in groups)  # shards are in the order of ranks
+
+
+def _in_groups(session: Session, members: Membership, wish: ShardGroups, lanes: int) -> Membership:
+    """`members` whose shards are divided within groups of them. On every rank of the job."""
+    groups = _agreed(session, members, wish)
+    mine = next(group for group in groups if session.comm.rank in group)
+    if len(members.ranks) == session.comm.size:
+        numbers = {rank: number for number, group in enumerate(groups) for rank in group}
+        reductions = session.channels.lease(lanes, groups=groups)
+        *gathers, inside = session.channels.lease(lanes + 1, [numbers[rank] for rank in members.ranks])
+    else:
+        place = {rank: place for place, rank in enumerate(members.ranks)}
+        places = [[place[rank] for rank in group] for group in groups]
+        reductions = [members.comm.hybrid(places) for _ in range(lanes)]
+        *gathers, inside = (session.subset(mine[0] if len(mine) > 1 else None) for _ in range(lanes + 1))
+        for each in reductions:
+            session.watchdog.watch(each)
+            session.adopt(each)
+    comm = members.comm
+    return replace(members, reductions=tuple(reductions), gathers=tuple(gathers), groups=Groups(comm, inside, mine))
+
+
+def _agreed(session: Session, members: Membership, wish: ShardGroups) -> tuple[tuple[int, ...], ...]:
+    """The groups of the members; raises on every rank of the job what one finds wrong with its own."""
+    groups: tuple[tuple[int, ...], ...] = ((session.comm.rank,),)
+    why = ""
+    try:
+        if len(members.ranks) > 1:
+            groups = divided(members.ranks, wish, session.hosts)
+    except ValueError as error:
+        why = str(error)
+    found = [each for each in allgather_object(session.control, why) if each]
+    if found:
+        raise ValueError(found[0])
+    return groups
+
+
+def _members(session: Session, process_set: ProcessSet, *, sharding: bool, lanes: int = 1) -> Membership:
     number = process_set.process_set_id
     if process_set is global_process_set or number == 0:
         # All-gathers have a channel of their own: whoever waits for a reduction is not behind them.

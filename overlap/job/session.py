@@ -99,6 +99,9 @@ class Session:
         self.homogeneous = len({hosts.count(host) for host in hosts}) == 1
         leaders = list(dict.fromkeys(hosts))
         self.cross_rank, self.cross_size = leaders.index(mine), len(leaders)
+        self.hosts = tuple(
+            tuple(r for r, host in enumerate(hosts) if host == name) for name in leaders
+        )  # ranks, by host
         self.poison = self.settings.poison
         # Ranks meet here at the end, wherever each of them stands in the order of the collectives.
         self.control = _duplicate(comm)

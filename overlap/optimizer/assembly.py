@@ -133,7 +133,13 @@ def build(
     if groups_of is not None:
         hosts = groups_of(session)
     else:
-        hosts = membership(session, arguments.process_set, sharding=updates.in_shards, lanes=strategy.lanes)
+        hosts = membership(
+            session,
+            arguments.process_set,
+            sharding=updates.in_shards,
+            lanes=strategy.lanes,
+            shard_group=strategy.shard_group,
+        )
     if not everybody:
         agree_on_terms(hosts.comm, terms)
     named = [(slot.name, slot.param) for slot in slots]
@@ -156,7 +162,8 @@ def build(
         by_loss=by_loss,
         poison=poisoned,
     )
-    channels = (*hosts.reductions, *hosts.gathers, hosts.calls, hosts.everyone)
+    inside = () if hosts.groups is None else (hosts.comm, hosts.shards)
+    channels = (*hosts.reductions, *hosts.gathers, hosts.calls, hosts.everyone, *inside)
     owner = Ownership(assembly.engine, assembly.wrapped, assembly.full_state, {channel.name for channel in channels})
     topic = session.registry.register(shell, owner)
     assembly.rounds.enroll(topic)
@@ -267,9 +274,9 @@ def _assemble(
     )
     if not strategy.learns and comm.size > 1:
         features = (*features, SamePasses(unsharder))
-    others = [rank for rank in members.ranks if rank != session.comm.rank]
+    others = [rank for rank in members.holders if rank != session.comm.rank]
     share = StateShare(others, session.peer_queries)
-    states, rows = ShardState(comm, optimizer, share), Rows(share)
+    states, rows = ShardState(members.shards, optimizer, share), Rows(share)
     once = None if is_per_parameter(optimizer) else Once(optimizer)
     planner = Planner(
         comm,
@@ -281,6 +288,7 @@ def _assemble(
         exchange,
         lanes=len(members.reductions),
         make_master=None if rounded is None else rounded.master,
+        sharers=members.shards,
     )
     round = Round(
         planner,
@@ -309,7 +317,7 @@ def _assemble(
     if writes is not None:
         writes.bind(engine)
     wrapped = Wrapped(optimizer, engine, gated=gated)
-    averages = Averages(engine, comm)
+    averages = Averages(engine, comm, members.shards)
     skips = SkippedSteps(members.calls, slots).skips if arguments.on_nonfinite == "skip" else None
     stepper = Stepper(engine, averages, optimizer, states, step_by_loss if by_loss else None, skips)
     rows.bind(planner, policy)

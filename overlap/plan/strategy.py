@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from overlap.job.groups import ShardGroups
 from overlap.plan.partition import BucketSpec, TensorSpec
 from overlap.plan.plan import Facts, Plan, Residency, Updates
 from overlap.plan.simulation.events import Run
@@ -57,6 +58,7 @@ class Strategy(ABC):
     carries: bool = False  # hands `wide_gradients` and `wide_parameters` of buckets on to the communicator
     learns: bool = True  # plans after the first iteration; else when it is made, from the order of the model's modules
     whole_mb: float | None = None  # of freed buckets, how much may be whole beside what is used; None: four of them
+    shard_group: ShardGroups = None  # among which ranks shards are divided, see `overlap.job.groups`
     complete: bool = True  # False: parts of the communication are left out, for time breakdowns
 
     @property
@@ -98,6 +100,11 @@ class Strategy(ABC):
             raise ValueError(
                 f"replan() cannot go from strategy {self.name!r} to {other.name!r}, which updates parameters another way "
                 f"({self.updates.name} and {other.updates.name}): wrap the optimizer again"
+            )
+        if other.shard_group != self.shard_group:
+            raise ValueError(
+                f"shard_group cannot change from {self.shard_group!r} to {other.shard_group!r} in replan(): wrap the "
+                "optimizer again"
             )
         if other.gather_dtype is not self.gather_dtype:
             raise ValueError(

@@ -62,6 +62,11 @@ NOT_EAGER = {
     "scaled_and_clipped",
     "scaled_as_with_horovod",
 }
+if SIZE == 4:  # shards within groups of two
+    VARIANTS |= {
+        "dear-groups": lambda o, m, **k: dear.DistributedOptimizer(o, m, shard_group=2, threshold_mb=0.001, **k),
+        "fsdp-groups": lambda o, m, **k: fsdp.DistributedOptimizer(o, m, shard_group=2, threshold_mb=0.001, **k),
+    }
 WRAP = STRATEGIES | VARIANTS
 # Whose modules these are is found by looking at every object of the process, which takes time, and neither the number of
 # ranks nor what connects them has a part in it: at one rank, too, parameters are poisoned until a module hands them out.

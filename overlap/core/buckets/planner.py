@@ -45,8 +45,9 @@ class Planner:
         *,
         lanes: int,
         make_master: MakeMaster | None,
+        sharers: Communicator | None = None,
     ) -> None:
-        self._comm, self.slots = comm, slots
+        self._comm, self._sharers, self.slots = comm, comm if sharers is None else sharers, slots
         self._exchange, self._lanes, self._make_master = exchange, lanes, make_master
         self.strategy, self.shards, self._groups, self._states = strategy, shards, groups, states
         self.order: list[Bucket] = []
@@ -90,7 +91,7 @@ class Planner:
         nothing: frozenset[int] = frozenset()
         unseen = frozenset(slot.index for slot in slots if not slot.held)
         facts = Facts((late,), late, tuple(1 for _ in self.slots), unseen, nothing)
-        plan = self.strategy.plan(facts, *self._specs(), self._comm.size)
+        plan = self.strategy.plan(facts, *self._specs(), self._sharers.size)
         self.order += self._build(self.strategy, plan, self.shards, first=len(self.order), fill=True)
         self._facts = _with_late(self._facts, late, len(self.slots))
         for index in late:
@@ -137,13 +138,13 @@ class Planner:
         if not facts.arrivals:  # features have claimed all of them
             return ()
         if not self._groups:
-            return strategy.plan(facts, specs, shardable, self._comm.size)
+            return strategy.plan(facts, specs, shardable, self._sharers.size)
         members = members_of(self._groups, facts)
         rest = _without(facts, {index for group in members for index in group})
         plan: Plan = ()
         if rest.arrivals:
-            plan = strategy.plan(rest, specs, shardable, self._comm.size)
-        return plan_groups(members, plan, facts, specs, shardable, self._comm.size, strategy.residency)
+            plan = strategy.plan(rest, specs, shardable, self._sharers.size)
+        return plan_groups(members, plan, facts, specs, shardable, self._sharers.size, strategy.residency)
 
     @property
     def reread(self) -> list[Slot]:
@@ -155,7 +156,7 @@ class Planner:
         """Parameters that come into buckets get owners, if the strategy cuts none. They keep them, whatever the plan."""
         homeless = (index for index in sorted(indices) if index not in self._owners)
         new = [index for index in homeless if self._can_shard(self.slots[index])]
-        loads = [0] * self._comm.size
+        loads = [0] * self._sharers.size
         for index, owner in self._owners.items():
             loads[owner] += self.slots[index].param.numel()
         owners = self.strategy.owners([self.slots[index].param.numel() for index in new], loads)
@@ -197,7 +198,7 @@ class Planner:
                 order.append(bucket)
                 if planned.sharded:
                     assert shards is not None, "a strategy shards only what is shardable"
-                    shards.add(bucket, self._comm.rank)
+                    shards.add(bucket, self._sharers.rank)
                     self._states.placed(shards, bucket)
                 else:
                     _take_out(bucket, before)
@@ -238,14 +239,14 @@ class Planner:
             number,
             plan,
             slots,
-            rank=self._comm.rank,
-            world_size=self._comm.size,
+            rank=self._sharers.rank,
+            world_size=self._sharers.size,
             collectives=strategy.collectives or COLLECTIVES,
             op=self._exchange.op,
             make_master=self._make_master,
             carried=strategy.carries and self._comm.rounds,
             lone=on_cpu and self._comm.size == 1 and self._exchange.plain and strategy.updates is Updates.WHOLE,
-            lane=lane_of(plan.spec.shares(self._comm.size), self._lanes),
+            lane=lane_of(plan.spec.shares(self._sharers.size), self._lanes),
         )
 
 

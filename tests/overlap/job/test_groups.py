@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from overlap.job.groups import beside, leader, membership
+from overlap.job.groups import beside, divided, leader, membership
 from overlap.job.process_set import ProcessSet, global_process_set
 
 
@@ -60,3 +60,29 @@ def test_all_ranks_are_those_of_the_job() -> None:
 def test_a_set_that_is_not_registered_is_refused() -> None:
     with pytest.raises(ValueError, match=r"is not registered: pass it to init\(process_sets=…\)"):
         membership(_session(), ProcessSet([1, 2]), sharding=True)
+
+
+def test_shards_are_divided_within_groups_of_one_size() -> None:
+    ranks, hosts = (0, 1, 2, 3), ((0, 2), (1, 3), (4,))
+    assert divided(ranks, None) == (ranks,)
+    assert divided(ranks, 2) == ((0, 1), (2, 3))
+    assert divided(ranks, "host", hosts) == ((0, 2), (1, 3))
+    assert divided(ranks, [[2, 0], [3, 1]]) == ((0, 2), (1, 3)), "shards are in the order of ranks"
+    assert divided((1, 3), 1) == ((1,), (3,))
+
+
+@pytest.mark.parametrize(
+    ("wish", "message"),
+    [
+        (3, "shard_group=3 does not divide the 4 ranks"),
+        (0, "shard_group=0 does not divide"),
+        (True, "and is True"),
+        ("rack", "and is 'rack'"),
+        ("host", "makes groups of 3, 1 ranks"),
+        ([[0, 1], [2, 2]], "each of the ranks .0, 1, 2, 3. once"),
+        ([[0, 1, 2], [3]], "makes groups of 3, 1 ranks"),
+    ],
+)
+def test_what_makes_no_groups_is_refused(wish: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        divided((0, 1, 2, 3), wish, ((0, 1, 2), (3,)))
