@@ -193,7 +193,7 @@ def check_gather_dtype(
         raise ValueError(
             f"{what}={dtype} rounds parameters that are gathered after an update of shards, and here every rank "
             f"updates whole parameters: {type(optimizer).__name__} is not known to work element by element "
-            "(elementwise=True promises that it does; per_parameter=True with oss, parameter by parameter), or a "
+            "(elementwise=True promises that it does; per_parameter=True with oss or fsdp, parameter by parameter), or a "
             "compression of your own needs whole gradients"
         )
     for name, param in named:

@@ -101,7 +101,7 @@ class WholeParameters:
         with self._share.replacing():
             for one in engine.sharded.pieces_of(slot.bucket):
                 if one.slot is slot:
-                    one.proxy.data.copy_(to_flat(values, slot.like)[one.start : one.stop])
+                    one.elements.copy_(to_flat(values, slot.like)[one.start : one.stop])
 
 
 def _before_loading(module: torch.nn.Module, hook: _Loading) -> RemovableHandle:
