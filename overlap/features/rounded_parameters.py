@@ -157,7 +157,7 @@ class FreedMaster(_Rounded):
         if self._given is None:
             self._given = torch.full_like(self.values, float("nan"))
         span = self._span(piece)
-        self._given[span] = values
+        self._given.as_strided(piece.shape, piece.stride(), span.start).copy_(values)
         self._take(span)
 
     @torch.no_grad()
