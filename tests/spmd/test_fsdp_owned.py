@@ -528,14 +528,16 @@ def test_what_needs_all_parameters_at_once_keeps_them_with_a_warning() -> None:
     assert not any(bucket.freed for bucket in optimizer.buckets)
 
 
-def test_a_parameter_outside_the_model_stays_whole_beside_owned_ones() -> None:
+@pytest.mark.parametrize("owned", [True, False])
+def test_a_parameter_outside_the_model_stays_whole_beside_others(owned: bool) -> None:
     model, alone = _matrices().double(), _matrices().double()
     found = []
     for each, ranks in ((model, [dear.rank()]), (alone, range(SIZE))):
         extra = nn.Parameter(torch.ones(WIDTH, WIDTH, dtype=torch.float64))
-        optimizer: Any = Rows([*each.parameters(), extra])
+        parameters = [*each.parameters(), extra]
+        optimizer: Any = Rows(parameters) if owned else torch.optim.AdamW(parameters)
         if each is model:
-            optimizer = fsdp.DistributedOptimizer(optimizer, each, per_parameter=True)
+            optimizer = fsdp.DistributedOptimizer(optimizer, each, per_parameter=owned)
         for step in range(3):
             optimizer.zero_grad()
             for rank in ranks:
