@@ -376,6 +376,29 @@ def test_a_deferred_model_gets_its_values_from_rank_0(way: str) -> None:
     _check_owned(optimizer)
 
 
+def test_an_owned_parameter_of_another_layout_is_updated_in_its_own_shape() -> None:
+    def train(distributed: bool) -> Any:
+        torch.default_generator.manual_seed(5)
+        model = nn.Conv2d(3, 5, 3).double().to(memory_format=torch.channels_last)
+        optimizer: Any = Rows(model.parameters())
+        if distributed:
+            optimizer = fsdp.DistributedOptimizer(optimizer, model, per_parameter=True)
+        for step in range(3):
+            optimizer.zero_grad()
+            for rank in [dear.rank()] if distributed else range(SIZE):
+                x = torch.randn(
+                    2, 3, 6, 6, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64
+                )
+                (model(x).square().mean() / (1 if distributed else SIZE)).backward()
+            optimizer.step()
+        if distributed:
+            model.load_state_dict(model.state_dict())
+        return model.state_dict(), optimizer.state_dict()
+
+    for mine, theirs in zip(train(True), train(False), strict=True):
+        assert_close(mine, theirs, "channels_last")
+
+
 def test_what_is_written_while_a_model_is_whole_counts() -> None:
     model, alone = _matrices().double(), _matrices().double()
     optimizer, plain = _wrapped("fsdp", "rows", model), Rows(alone.parameters())
