@@ -352,7 +352,7 @@ MUTATIONS: list[Mutation] = [
     ),
     Mutation(
         "a parameter that is used twice in a graph brings its gradient once, though it is freed in between",
-        "overlap/core/bucket.py",
+        "overlap/core/freed.py",
         "            slot.param.data = slot.freed.gone",
         "            slot.param.data = slot.freed.away",
         "mpi-2 tests/spmd/test_param_dtype.py -k several_passes",
@@ -394,7 +394,7 @@ MUTATIONS: list[Mutation] = [
     ),
     Mutation(
         "gradients that travel in 16 bits take no memory once they are reduced",
-        "overlap/core/bucket.py",
+        "overlap/core/freed.py",
         "        if self._sent is not None:\n            self._sent.free()\n",
         "",
         "mpi-2 tests/spmd/test_fsdp_rounded.py -k passes_use_rounded",
