@@ -37,7 +37,7 @@ from overlap.plan.simulation.workload import Workload
 from overlap.plan.strategy import Collectives, PlannedStrategy
 from overlap.plan.tuning.options import Tuning
 from overlap.plan.tuning.space import Dimension, Setting
-from overlap.state.elementwise import is_elementwise, is_per_parameter
+from overlap.state.elementwise import divisible
 from overlap.transport.communicator import Communicator, ReduceOp
 from overlap.transport.compression import NoneCompressor
 
@@ -321,8 +321,7 @@ def _suited(optimizer: torch.optim.Optimizer, arguments: SharedArguments) -> str
 
     `dear` where neither does; its plan all-reduces as `wfbp` does then. Others with equal results are no faster than it.
     """
-    elementwise = is_elementwise(optimizer) if arguments.elementwise is None else arguments.elementwise
-    per_parameter = is_per_parameter(optimizer) if arguments.per_parameter is None else arguments.per_parameter
+    elementwise, per_parameter = divisible(optimizer, arguments.elementwise, arguments.per_parameter)
     return "oss" if per_parameter and not elementwise else "dear"
 
 

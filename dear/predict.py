@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from overlap.plan.assignment import assign_owners
 from overlap.plan.simulation.events import Run
 from overlap.plan.simulation.methods import METHODS, SIZES_MB, Guess, Method, Prediction, predict
 from overlap.plan.simulation.network import Link, Network
@@ -96,7 +97,6 @@ def merged(work: Workload, network: Network) -> Run:
 
 def owned_by_rank(work: Workload, network: Network, threshold: float | None = None) -> Run:
     """Simulate a step of ``oss``, with buckets of at most `threshold` bytes (None: the best of its planner's sizes)."""
-    from oss.assignment import assign_owners
     from oss.optimizer import Oss
 
     sizes = [size for layer in work.layers for size in layer.tensors]

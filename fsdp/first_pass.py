@@ -66,7 +66,7 @@ def begin(module: Any) -> None:
         unit.root = root
     _watch_steps()
     arguments = replace(_arguments(root.units, found[0]), process_set=_process_set(root.units))
-    root.train(adopt(found[0], model, partial(_strategy, root.units), arguments))
+    root.train(adopt(found[0], model, partial(_strategy, root.units, arguments), arguments))
 
 
 @functools.cache
@@ -84,19 +84,25 @@ def _refuse_stranger(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any)
         )
 
 
-def _strategy(units: Sequence[Unit], optimizer: torch.optim.Optimizer) -> Fsdp:
+def _strategy(units: Sequence[Unit], arguments: SharedArguments, optimizer: torch.optim.Optimizer) -> Fsdp:
     stay = {id(each) for unit in units if unit.stays for each in unit.parameters}
     numbers = [number for number, each in enumerate(_trained(optimizer)) if each in stay]
     groups = next(unit.groups for unit in units if unit.parameters)
     shard_group = groups if len(groups) > 1 else None
-    return automatic(optimizer, stay=numbers, param_dtype=_one(units, "param_dtype"), shard_group=shard_group)
+    dtype = _one(units, "param_dtype")
+    return automatic(optimizer, arguments, stay=numbers, param_dtype=dtype, shard_group=shard_group)
 
 
 def _arguments(units: Sequence[Unit], optimizer: torch.optim.Optimizer) -> SharedArguments:
     trained = _trained(optimizer)
     inner = [[each for each in unit.parameters if id(each) in trained and each.requires_grad] for unit in units[1:]]
     wire = _one(units, "reduce_dtype") or _one(units, "param_dtype")
-    return SharedArguments(groups=[group for group in inner if group] or None, compression=WIRES[wire])
+    return SharedArguments(
+        groups=[group for group in inner if group] or None,
+        compression=WIRES[wire],
+        elementwise=_promise(units, "elementwise"),
+        per_parameter=_promise(units, "per_parameter"),
+    )
 
 
 def _one(units: Sequence[Unit], name: str) -> torch.dtype | None:
@@ -104,6 +110,14 @@ def _one(units: Sequence[Unit], name: str) -> torch.dtype | None:
     found: set[torch.dtype | None] = {getattr(unit, name) for unit in units if unit.parameters}
     if len(found) > 1:
         raise NotImplementedError(f"{name} differs between modules ({found}): give all of them the same")
+    return found.pop() if found else None
+
+
+def _promise(units: Sequence[Unit], name: str) -> bool | None:
+    """What some of `units` were told as `name`, about the optimizer of all of them."""
+    found = {getattr(unit, name) for unit in units} - {None}
+    if len(found) > 1:
+        raise ValueError(f"{name} is True for some modules of a model and False for others, which one optimizer trains")
     return found.pop() if found else None
 
 

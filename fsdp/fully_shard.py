@@ -37,6 +37,8 @@ def fully_shard(
     offload_policy: OffloadPolicy | None = None,
     ignored_params: Collection[torch.nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
+    elementwise: bool | None = None,
+    per_parameter: bool | None = None,
 ) -> _Modules:
     """Shard the parameters of `module` that no earlier call has taken: of blocks first and of the model last, as in torch.
 
@@ -58,6 +60,8 @@ def fully_shard(
             in, summed in fp32; None: ``param_dtype``. ``output_dtype``: what the module returns.
         offload_policy: shards are in the memory of CPUs, so there is nothing to offload.
         ignored_params: frozen parameters, which stay whole.
+        elementwise: this and `per_parameter`, which torch has not, promise something about the model's optimizer, of a type
+            that is not known: :class:`overlap.optimizer.arguments.SharedArguments`. One module of a model may be told.
 
     On every rank with the same modules, after ``fsdp.init()``; ranks that `mesh` sets apart may have others. All ranks of
     the job begin their first training pass together: those that wait for another rank's output before it, as in a
@@ -77,7 +81,8 @@ def fully_shard(
     for one in modules:
         kind: Any = type(one)
         casts = policy.param_dtype is not None and policy.cast_forward_inputs
-        register(one, Unit(kind, mine, ranks, groups, stays, policy.reduce_dtype, policy.param_dtype, casts))
+        types = policy.reduce_dtype, policy.param_dtype
+        register(one, Unit(kind, mine, ranks, groups, stays, *types, casts, elementwise, per_parameter))
         one.__class__ = sharded_class(kind)
         if policy.output_dtype is not None:
             one.register_forward_hook(functools.partial(_cast, policy.output_dtype))

@@ -12,6 +12,7 @@ for backward. All ranks gather the same buckets in the same order, whatever modu
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -23,10 +24,12 @@ from overlap.optimizer.arguments import SharedArguments, refuses_unknown
 from overlap.optimizer.dears_arguments import understands_dears_names
 from overlap.optimizer.distributed import DistributedOptimizer as Shell
 from overlap.optimizer.start import agree_on_strategy
+from overlap.plan.assignment import assign_owners
 from overlap.plan.fusion import fused_in_order_of_use, limits, size_and_device
 from overlap.plan.partition import BucketSpec, TensorSpec
 from overlap.plan.plan import Facts, Plan, Residency, Updates, placed
 from overlap.plan.strategy import Strategy
+from overlap.state.elementwise import divisible
 from overlap.transport.communicator import ReduceOp
 from overlap.transport.compression import NoneCompressor
 
@@ -36,11 +39,11 @@ __all__ = ["DistributedOptimizer", "Fsdp", "automatic", "refuse_what_is_lost"]
 class Fsdp(Strategy):
     """The strategy: buckets of neighbouring layers, of which each rank keeps its share between uses.
 
-    Those of the slots that `stay` are whole from forward to backward.
+    Those of the slots that `stay` are whole from forward to backward. With `owned`, a share ends where parameters do: each
+    lies whole on one rank, for an optimizer that needs whole ones.
     """
 
     name = "fsdp"
-    updates = Updates.SHARDED
     learns = False  # a model may be too large to be whole even once
 
     def __init__(
@@ -52,6 +55,8 @@ class Fsdp(Strategy):
         gather_dtype: torch.dtype | None = None,
         param_dtype: torch.dtype | None = None,
         shard_group: ShardGroups = None,
+        *,
+        owned: bool = False,
     ) -> None:
         if threshold_mb is not None and not threshold_mb > 0:
             raise ValueError(f"threshold_mb should be at least 0 and is {threshold_mb}")
@@ -59,6 +64,7 @@ class Fsdp(Strategy):
             raise ValueError(f"whole_mb should be above 0, or 'auto', and is {whole_mb}")
         self.threshold_mb, self.num_nearby_layers, self.whole_mb = threshold_mb, num_nearby_layers, whole_mb
         self.stay = frozenset(stay)
+        self.updates, self.lanes = (Updates.OWNED, 2) if owned else (Updates.SHARDED, 1)
         self.gather_dtype, self.param_dtype, self.shard_group = gather_dtype, param_dtype, shard_group
         self.carries = gather_dtype is not None  # whoever moves parameters widens them, too
 
@@ -78,11 +84,18 @@ class Fsdp(Strategy):
         stays = self.stay.issuperset(spec.tensors)
         return Residency.FREED_AFTER_BACKWARD if stays else Residency.FREED
 
+    def owners(self, numels: Sequence[int], loads: Sequence[int]) -> tuple[int, ...] | None:
+        return assign_owners(numels, loads) if self.updates is Updates.OWNED else None
+
     def plan(self, facts: Facts, specs: Sequence[TensorSpec], shardable: Sequence[bool], world_size: int) -> Plan:
         seen = [can and index not in facts.unseen for index, can in enumerate(shardable)]
+        apart = [
+            spec if can else replace(spec, kind=(spec.kind, can), owner=None)
+            for spec, can in zip(specs, seen, strict=True)
+        ]
         buckets = fused_in_order_of_use(
             facts,
-            specs,
+            apart,
             world_size,
             threshold_bytes=None if self.threshold_mb is None else self.threshold_mb * 2**20,
             num_nearby_layers=self.num_nearby_layers,
@@ -123,8 +136,9 @@ def DistributedOptimizer(
     passes, and may leave out any modules in them.
 
     Args:
-        optimizer: any ``torch.optim.Optimizer``. Its state, and the parameters, are sharded if it is known to work element
-            by element, or `elementwise` promises that. Otherwise every rank keeps all of both.
+        optimizer: any ``torch.optim.Optimizer``. Its state, and the parameters, are sharded: cut anywhere if it is known to
+            work element by element, or `elementwise` promises that; by whole parameters if it is known to work one by one
+            (Adafactor, Muon), or `per_parameter` promises that. Otherwise every rank keeps all of both.
         named_parameters: the module, which decides what is gathered when. Raises ``TypeError`` for anything else.
         compression: this, and what follows up to `process_set`: as in Horovod; see
             :class:`overlap.optimizer.arguments.HorovodArguments`.
@@ -153,12 +167,15 @@ def DistributedOptimizer(
             f"{type(named_parameters).__name__}: pass the model as the second argument"
         )
     refuse_what_is_lost(named_parameters)
-    chosen = automatic(optimizer, threshold_mb, whole_mb, gather_dtype=gather_dtype, shard_group=shard_group)
-    return Shell(optimizer, named_parameters, chosen, arguments)
+    strategy = automatic(
+        optimizer, arguments, threshold_mb, whole_mb, gather_dtype=gather_dtype, shard_group=shard_group
+    )
+    return Shell(optimizer, named_parameters, strategy, arguments)
 
 
 def automatic(
     optimizer: torch.optim.Optimizer,
+    arguments: SharedArguments,
     threshold_mb: float | Literal["auto"] | None = "auto",
     whole_mb: float | Literal["auto"] = "auto",
     stay: Collection[int] = (),
@@ -167,10 +184,16 @@ def automatic(
     param_dtype: torch.dtype | None = None,
     shard_group: ShardGroups = None,
 ) -> Fsdp:
-    """The strategy for the parameters of `optimizer`, which chooses what the arguments leave to it."""
+    """The strategy for the parameters of `optimizer`, which chooses what the other arguments leave to it.
+
+    `arguments` may hold promises about it.
+    """
     wished = current().settings.threshold_mb if threshold_mb in ("auto", None) else threshold_mb
     chosen = limits("auto" if wished is None else wished, None, *size_and_device(optimizer))
-    return Fsdp(*chosen, None if whole_mb == "auto" else whole_mb, stay, gather_dtype, param_dtype, shard_group)
+    elementwise, _ = divisible(optimizer, arguments.elementwise, arguments.per_parameter)
+    owned = bool(arguments.per_parameter) or not elementwise
+    whole = None if whole_mb == "auto" else whole_mb
+    return Fsdp(*chosen, whole, stay, gather_dtype, param_dtype, shard_group, owned=owned)
 
 
 def refuse_what_is_lost(model: torch.nn.Module) -> None:

@@ -29,6 +29,8 @@ class Unit:
     reduce_dtype: torch.dtype | None = None  # of gradients that travel …
     param_dtype: torch.dtype | None = None  # … and of parameters that are used; None: their own
     casts: bool = False  # inputs of forward to `param_dtype`
+    elementwise: bool | None = None  # promises about the optimizer …
+    per_parameter: bool | None = None  # … of all units of the model
     root: Root | None = None
     calls: int = 0  # of the module, that are going on
 

@@ -3,8 +3,8 @@
 compute | bwd L3 | bwd L2 | bwd L1 | step  |  fwd L1 | fwd L2 | fwd L3 |
 comm             | RS b0  | RS b1  | RS b2 | AG b2 | AG b1  | AG b0  |
 
-The owners are fairscale's (`oss.assignment`), the schedule is DeAR's. A bucket's shards end where the parameters of one
-owner end, so that what was a reduction to each owner is one reduce-scatter, which uses both directions of every link.
+The owners are fairscale's (`overlap.plan.assignment`), the schedule is DeAR's. A bucket's shards end where the parameters
+of one owner end, so that what was a reduction to each owner is one reduce-scatter: it uses both directions of every link.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 import torch
 
-from oss.assignment import assign_owners
 from oss.fairscale import refuse_fairscales_names
 from overlap.job.process_set import ProcessSet, global_process_set
 from overlap.job.session import current
@@ -25,6 +24,7 @@ from overlap.optimizer.distributed import DistributedOptimizer as Shell
 from overlap.optimizer.planning import plan_by_itself
 from overlap.optimizer.start import agree_on_strategy
 from overlap.optimizer.tuning import tune as start_tuning
+from overlap.plan.assignment import assign_owners
 from overlap.plan.fusion import fused_in_order_of_use, limits, size_and_device
 from overlap.plan.partition import TensorSpec
 from overlap.plan.plan import Facts, Plan, Updates, placed

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
-from oss.assignment import assign_owners
 from oss.parts import Part, narrows, parts_of
 from oss.ranks import Ranks
+from overlap.plan.assignment import assign_owners
 
 __all__ = ["OwnedUpdates"]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -16,7 +15,6 @@ from overlap.core.flat_buffer import FlatBuffer
 from overlap.core.gates.holders import Strangers
 from overlap.core.handles import Watch
 from overlap.core.master_weights import MakeMaster, MasterWeights
-from overlap.plan.partition import BucketSpec, pieces
 from overlap.plan.plan import BucketPlan
 from overlap.plan.strategy import Collectives
 from overlap.transport.communicator import Communicator, ReduceOp, Start, Work
@@ -24,7 +22,7 @@ from overlap.transport.memory import copy_gradient
 from overlap.transport.operation import Wide
 from overlap.transport.work import arrive
 
-__all__ = ["Bucket", "Known", "Phase", "Slot", "TooManyGradients", "changed", "clear", "line", "too_many"]
+__all__ = ["Bucket", "Freed", "Known", "Phase", "Slot", "TooManyGradients", "changed", "clear", "line", "too_many"]
 
 log = logging.getLogger("dear")
 
@@ -341,9 +339,6 @@ class Bucket:
         self.reduction: Known | None = None  # see `overlap.core.wire`
         self.gathering: Known | None = None
         self.round = 0  # of its last reduction; see `overlap.core.participants`
-        self._kept: torch.Tensor | None = None
-        self._away = False  # parameters have left the flat buffer for this rank's shard …
-        self.opened = False  # … and are whole and exact, for whoever reads or writes them
         first = slots[0].param
         self.shares = spec.shares(world_size)  # elements of each rank's shard
         self.counts = None if len(set(self.shares)) == 1 else self.shares
@@ -355,15 +350,11 @@ class Bucket:
         for place, slot in enumerate(slots):
             slot.move_in(self, self.gradients.view(place, slot.param))
         self.master: MasterWeights | None = None
-        self._sent: FlatBuffer | None = None  # of a freed bucket, whose gradients travel in another type …
-        self._received: FlatBuffer | None = None  # … and this rank's share of them
         if plan.sharded:
             self.parameters = FlatBuffer(spec, share, first.dtype, first.device, apart=plan.freed, freed=plan.freed)
             self.adopt()
             if make_master is not None:
                 self.master = make_master(self.parameters, plan.freed)
-            if plan.freed:
-                self._free()
             # What an all-gather of the parameters fills in place, this rank's shard being there.
             self.travelling = self.parameters.whole if self.master is None else self.master.wire
         # What is reduced: `outgoing` of all ranks into `incoming` with `op`.
@@ -404,9 +395,6 @@ class Bucket:
         their own. None: nobody can be there yet.
         """
         left: list[Slot] = []
-        if self._away:
-            self._refuse_replaced()
-            return left
         whole = self.parameters.whole
         element_size, base = whole.element_size(), whole.data_ptr()
         for slot, offset in zip(self.slots, self.spec.offsets, strict=True):
@@ -437,153 +425,6 @@ class Bucket:
             left.append(slot)
         return left
 
-    def _free(self) -> None:
-        """Keep this rank's share, of parameters that were just adopted."""
-        self.parameters.shard.copy_(self.parameters.whole[self.own])
-        for place, slot in enumerate(self.slots):
-            whole, used = (each.view(place, slot.param) for each in (self.parameters, self._used))
-            if slot.freed is None:
-                away, sent, zero = (whole.new_full((), value).expand(whole.shape) for value in (math.nan, math.nan, 0))
-                gone = used.new_full((), math.nan).expand(used.shape) if self.narrow else away
-                slot.freed = Freed(whole, used, away, gone, sent, zero)
-            else:
-                slot.freed = slot.freed._replace(whole=whole, used=used)
-            if self.narrow:
-                slot.param.grad_dtype = whole.dtype  # autograd widens gradients, each once
-        self._away = True
-        self.reshard()
-        self.rest()
-        self.free_gradients()
-
-    @property
-    def _used(self) -> FlatBuffer:
-        """Of a freed bucket: what parameters show while passes use them."""
-        narrow = None if self.master is None or not self.master.used else self.master.buffer
-        return self.parameters if narrow is None else narrow
-
-    @property
-    def narrow(self) -> bool:
-        """Whether parameters are of 16 bits while passes use them."""
-        return self.master is not None and self.master.used
-
-    def free_gradients(self) -> None:
-        """Of a freed bucket, which are in shards: their memory is free."""
-        self.gradients.free()
-        if self._sent is not None:
-            self._sent.free()
-
-    def sends(self, dtype: torch.dtype) -> torch.Tensor:
-        """Memory for gradients that travel as `dtype`, until they are reduced."""
-        whole = self.gradients.whole
-        if not self.freed:
-            return torch.empty_like(whole, dtype=dtype)
-        self._sent = FlatBuffer(self.spec, slice(0, 0), dtype, whole.device, freed=True)
-        return self._sent.whole
-
-    def receives(self, dtype: torch.dtype) -> torch.Tensor:
-        """Memory for this rank's share of gradients that travel as `dtype`, until :meth:`received`."""
-        shard = self.gradients.shard
-        if not self.freed:
-            return shard.to(dtype)
-        spec = BucketSpec((), (), shard.numel(), shard.numel())
-        self._received = FlatBuffer(spec, slice(0, 0), dtype, shard.device, freed=True)
-        return self._received.whole
-
-    def received(self) -> None:
-        """The averages are in ``gradients.shard``."""
-        if self._received is not None:
-            self._received.free()
-
-    def stand_in(self) -> None:
-        """Let what stands for a gradient in shards be ``.grad`` on every rank, as the average is everybody's."""
-        for slot in self.slots:
-            slot.param.grad = None if slot.unused or slot.freed is None else slot.freed.sent
-
-    def keep_averages(self) -> None:
-        """Keep those of the last round, to which this round's are added."""
-        if self._kept is None:
-            self._kept = self.gradients.shard.clone()
-
-    def add_kept(self) -> None:
-        """Add those that :meth:`keep_averages` has kept to this round's, where they were not zeroed."""
-        kept, self._kept = self._kept, None
-        if kept is not None:
-            numels = [slot.param.numel() for slot in self.slots]
-            for place, _, inside in pieces(self.spec, numels, self.own):
-                slot = self.slots[place]
-                if slot.freed is not None and slot.aside is slot.freed.sent:
-                    self.gradients.shard[inside].add_(kept[inside])
-
-    def before_gather(self, *, exact: bool, poison: bool) -> None:
-        """Parameters are about to be gathered: rounded, where they are used so, or `exact`. `poison`: as in `reshard`."""
-        into, master = self.parameters if exact else self._used, None if exact else self.master
-        if not into.there:
-            into.restore()
-            if poison:
-                into.whole.fill_(math.nan)
-        self.travelling = self.parameters.whole if master is None else master.wire
-        self.wide_parameters = None if master is None else self._wide
-        if master is not None:
-            assert master.buffer is not None
-            master.buffer.restore()
-            if self.wide_parameters is None:
-                master.pack()
-
-    def gathered(self) -> None:
-        """Parameters have come."""
-        master = self.master
-        if master is None or master.used or self.travelling is not master.wire:
-            return
-        if self.wide_parameters is None:
-            master.land()
-        assert master.buffer is not None
-        master.buffer.free()
-
-    def unshard(self, *, exact: bool = False) -> None:
-        """Parameters, which were gathered, are whole. Raises ``RuntimeError`` for one that was converted meanwhile."""
-        self.opened = exact
-        for slot in self.slots:
-            assert slot.freed is not None
-            param, freed = slot.param, slot.freed
-            if param.dtype is not freed.whole.dtype and param.dtype is not freed.used.dtype:
-                raise RuntimeError(
-                    f"parameter {slot.name!r} was converted from {freed.whole.dtype} to {param.dtype} while each rank has "
-                    "a share of it: convert the model before its optimizer is made"
-                )
-            param.data = freed.whole if exact else freed.used
-
-    def reshard(self, *, poison: bool = False) -> None:
-        """Parameters are away, and their memory is free; with `poison`, it is NaN instead."""
-        self.opened = False
-        for slot in self.slots:
-            assert slot.freed is not None
-            slot.param.data = slot.freed.gone
-        for buffer in {self.parameters, self._used}:
-            if not poison:
-                buffer.free()
-            elif buffer.there:
-                buffer.whole.fill_(math.nan)
-                buffer.there = False
-
-    def rest(self) -> None:
-        """Parameters, which no pass uses, are away, and of their own type.
-
-        Not while a graph is made: with another type comes another end of it, and one that uses a parameter twice would
-        bring its gradient in two parts.
-        """
-        for slot in self.slots:
-            assert slot.freed is not None
-            slot.param.data = slot.freed.away
-
-    def _refuse_replaced(self) -> None:
-        for slot in self.slots:
-            assert slot.freed is not None
-            if slot.param.data_ptr() not in slot.freed.places:
-                raise RuntimeError(
-                    f"the memory of parameter {slot.name!r} was replaced (p.data = …), and each rank keeps a share of it "
-                    "elsewhere: load values by model.load_state_dict(), on every rank"
-                )
-
     def settle(self) -> None:
         """Await the reduction, if it is on its way."""
         if self.work is not None:
@@ -591,6 +432,31 @@ class Bucket:
             self.work = None
             if self.freed:
                 self.free_gradients()
+
+    def sends(self, dtype: torch.dtype) -> torch.Tensor:
+        """Memory for gradients that travel as `dtype`, until they are reduced."""
+        return torch.empty_like(self.gradients.whole, dtype=dtype)
+
+    def receives(self, dtype: torch.dtype) -> torch.Tensor:
+        """Memory for this rank's share of gradients that travel as `dtype`, until :meth:`received`."""
+        return self.gradients.shard.to(dtype)
+
+    def received(self) -> None:
+        """The averages are in ``gradients.shard``."""
+
+    # - What is more than nothing in a bucket that is freed: `overlap.core.freed`
+
+    def free_gradients(self) -> None:
+        """Gradients are in shards: their memory is free."""
+
+    def stand_in(self) -> None:
+        """Let what stands for a gradient in shards be ``.grad`` on every rank, as the average is everybody's."""
+
+    def keep_averages(self) -> None:
+        """Keep those of the last round, to which this round's are added."""
+
+    def add_kept(self) -> None:
+        """Add those that :meth:`keep_averages` has kept to this round's, where they were not zeroed."""
 
     def _warn_of_layout(self, slot: Slot) -> None:
         assert slot.place is not None

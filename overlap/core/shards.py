@@ -35,6 +35,11 @@ class Piece:
     proxy: torch.nn.Parameter  # shares memory with the parameter, or with its master
     gradient: torch.Tensor  # shares memory with the bucket's reduced shard
 
+    @property
+    def elements(self) -> torch.Tensor:
+        """The memory of `proxy`, 1-D: what a whole parameter is of another shape, or laid out otherwise."""
+        return self.proxy.data.as_strided((self.stop - self.start,), (1,))
+
 
 class ShardUpdate:
     """The pieces of all sharded buckets on this rank, and the shadow optimizer that updates them.
@@ -83,12 +88,12 @@ class ShardUpdate:
         mine = self._pieces[bucket] = []
         for place, extent, inside in parts:
             slot = bucket.slots[place]
-            values = self._piece_of(bucket.shard.data, inside, slot.param)
-            gradient = self._piece_of(bucket.gradients.shard, inside, slot.param)
+            values = self._piece_of(bucket.shard.data, inside, slot.like)
+            gradient = self._piece_of(bucket.gradients.shard, inside, slot.like)
             mine.append(Piece(slot, *extent, torch.nn.Parameter(values), gradient))
 
-    def _piece_of(self, shard: torch.Tensor, inside: slice, param: torch.Tensor) -> torch.Tensor:
-        return view_like(shard, int(shard.storage_offset()) + inside.start, param) if self.whole else shard[inside]
+    def _piece_of(self, shard: torch.Tensor, inside: slice, like: torch.Tensor) -> torch.Tensor:
+        return view_like(shard, int(shard.storage_offset()) + inside.start, like) if self.whole else shard[inside]
 
     def release(self, bucket: Bucket) -> None:
         """The bucket's parameters are in other buckets: its pieces keep their state, and no memory of its own."""

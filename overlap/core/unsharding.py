@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from overlap.core.bucket import Bucket, Slot, too_many
 from overlap.core.buckets.heap import give_back, keep_apart
 from overlap.core.feature import Feature
+from overlap.core.freed import FreedBucket
 from overlap.core.participants import Participants
 from overlap.plan.plan import Residency
 from overlap.plan.sweeps import Act, Do, Sweeps
@@ -44,8 +45,8 @@ class _Frame:
     __slots__ = ("awaited", "used")
 
     def __init__(self) -> None:
-        self.used: list[Bucket] = []
-        self.awaited: list[Bucket] = []  # of modules inside, which backward cannot tell from this one
+        self.used: list[FreedBucket] = []
+        self.awaited: list[FreedBucket] = []  # of modules inside, which backward cannot tell from this one
 
 
 class Unsharder(Feature):
@@ -70,18 +71,18 @@ class Unsharder(Feature):
         self._lanes, self._model, self._room, self._poison = tuple(lanes), model, room, poison
         self.active = False  # there are freed buckets
         self.room = 0  # bytes of parameters that may be whole beside those that are used, or of gradients on their way
-        self._buckets: list[Bucket] = []  # in the order of their use
+        self._buckets: list[FreedBucket] = []  # in the order of their use
         self._numbers: dict[Bucket, int] = {}
         self._sweeps = Sweeps((), 0)
-        self._flying: dict[Bucket, Work] = {}
-        self._unsharded: set[Bucket] = set()
+        self._flying: dict[FreedBucket, Work] = {}
+        self._unsharded: set[FreedBucket] = set()
         self._frames: list[_Frame] = []
         self._latest = -1  # the number of the last bucket that this pass has used
         self._backward = False
         self._aside: list[Slot] = []  # whose gradients of before this backward may add to
         self._again = False  # this backward makes a graph, which another one may go through
         self._came: dict[Bucket, set[int]] = {}  # slots whose gradients this backward has brought
-        self._of_module: dict[torch.nn.Module, tuple[Bucket, ...]] = {}
+        self._of_module: dict[torch.nn.Module, tuple[FreedBucket, ...]] = {}
         self._holders: dict[Bucket, set[torch.nn.Module]] = {}  # the modules that have its parameters
         self._left: Counter[torch.nn.Module] = Counter()  # how often their forward is over in this pass
         self._learned = False  # from a pass of rank 0's: the order in which modules are used, and how often each is
@@ -99,7 +100,7 @@ class Unsharder(Feature):
         self._settled = False  # the first round is over
         self.stale = False  # shards have other values than those gathered ahead, on all ranks
         self._told: Callable[[], Callable[[], None] | None] | None = None
-        self._narrow: list[Bucket] = []  # whose parameters are of 16 bits while passes use them
+        self._narrow: list[FreedBucket] = []  # whose parameters are of 16 bits while passes use them
         self._trains = False  # a graph is made that the next backward goes through
 
     def tell(self, told: Callable[[], Callable[[], None] | None]) -> None:
@@ -107,7 +108,7 @@ class Unsharder(Feature):
         self._told = told
 
     def planned(self, order: Sequence[Bucket]) -> None:
-        freed = [bucket for bucket in reversed(order) if bucket.freed]
+        freed = [bucket for bucket in reversed(order) if isinstance(bucket, FreedBucket)]
         if freed == self._buckets:
             return
         if not self.whole_now:
@@ -217,6 +218,7 @@ class Unsharder(Feature):
             self._begin_backward()
         elif not self._frames:
             return
+        assert isinstance(bucket, FreedBucket)
         self._use(bucket, self._frames[-1] if self._frames else None)
 
     def leave(self, module: torch.nn.Module, output: Any) -> None:
@@ -253,11 +255,11 @@ class Unsharder(Feature):
                 self._unsharded.discard(bucket)  # what is gathered still is used again so
                 bucket.rest()
 
-    def _own(self, module: torch.nn.Module) -> tuple[Bucket, ...]:
+    def _own(self, module: torch.nn.Module) -> tuple[FreedBucket, ...]:
         found = self._of_module.get(module)
         if found is None:
             slots = [self._slots.get(id(parameter)) for parameter in dict.values(module._parameters)]
-            buckets = [slot.bucket for slot in slots if slot is not None and slot.bucket is not None]
+            buckets = [slot.bucket for slot in slots if slot is not None and isinstance(slot.bucket, FreedBucket)]
             found = self._of_module[module] = tuple(dict.fromkeys(buckets))
         return found
 
@@ -271,7 +273,7 @@ class Unsharder(Feature):
         numbers = [self._numbers[bucket] for each in module.modules() for bucket in self._own(each)]
         return min(numbers, default=self._latest + 1) <= self._latest
 
-    def _use(self, bucket: Bucket, frame: _Frame | None) -> None:
+    def _use(self, bucket: FreedBucket, frame: _Frame | None) -> None:
         if frame is not None and bucket in frame.used:
             return
         number = self._numbers[bucket]
@@ -286,7 +288,7 @@ class Unsharder(Feature):
 
     # - Backward
 
-    def _await(self, buckets: Iterable[Bucket], module: torch.nn.Module, _gradients: Any) -> None:
+    def _await(self, buckets: Iterable[FreedBucket], module: torch.nn.Module, _gradients: Any) -> None:
         """Backward has come to what `module` returned, and may read what that has read."""
         if self.whole_now:
             return
@@ -443,7 +445,7 @@ class Unsharder(Feature):
             else:
                 self._free(self._buckets[number])
 
-    def _gather(self, bucket: Bucket, *, exact: bool = False) -> None:
+    def _gather(self, bucket: FreedBucket, *, exact: bool = False) -> None:
         self.gathered += 1
         self.series = (self.series * 31 + bucket.index + 1) % _SERIES
         self._land(bucket)  # where it was gathered already, and is used
@@ -453,13 +455,13 @@ class Unsharder(Feature):
         assert bucket.work is not None
         self._flying[bucket], bucket.work = bucket.work, reduction
 
-    def _land(self, bucket: Bucket) -> None:
+    def _land(self, bucket: FreedBucket) -> None:
         work = self._flying.pop(bucket, None)
         if work is not None:
             arrive(work)
             bucket.gathered()
 
-    def _free(self, bucket: Bucket) -> None:
+    def _free(self, bucket: FreedBucket) -> None:
         self._land(bucket)
         self._unsharded.discard(bucket)
         bucket.reshard(poison=self._poison)

@@ -157,7 +157,7 @@ class FreedMaster(_Rounded):
         if self._given is None:
             self._given = torch.full_like(self.values, float("nan"))
         span = self._span(piece)
-        self._given[span] = values
+        self._given.as_strided(piece.shape, piece.stride(), span.start).copy_(values)
         self._take(span)
 
     @torch.no_grad()
@@ -193,7 +193,7 @@ def check_gather_dtype(
         raise ValueError(
             f"{what}={dtype} rounds parameters that are gathered after an update of shards, and here every rank "
             f"updates whole parameters: {type(optimizer).__name__} is not known to work element by element "
-            "(elementwise=True promises that it does; per_parameter=True with oss, parameter by parameter), or a "
+            "(elementwise=True promises that it does; per_parameter=True with oss or fsdp, parameter by parameter), or a "
             "compression of your own needs whole gradients"
         )
     for name, param in named:

@@ -78,8 +78,8 @@ class SharedArguments(HorovodArguments):
         elementwise: True promises that the optimizer updates every element from that element's gradient and state
             alone, keeps its state per parameter, and never looks at the loss, so that its work may be split and a closure
             is evaluated once; None decides by its exact type.
-        per_parameter: the same promise for whole parameters, to strategies that give those to ranks (``oss``); raises
-            with others.
+        per_parameter: the same promise for whole parameters, to strategies that give those to ranks (``oss``, ``fsdp``);
+            True raises with others.
         sync_start: take rank 0's parameters, buffers and optimizer state at construction, but for what cannot be pickled.
         poison: fill parameters that are not gathered yet with NaN, so that a missed wait shows
             (default: environment variable ``DEAR_POISON=1``).

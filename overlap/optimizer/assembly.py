@@ -69,7 +69,7 @@ from overlap.plan.groups import Groups
 from overlap.plan.plan import Updates
 from overlap.plan.strategy import PlannedStrategy, Strategy
 from overlap.state.deferred_init import is_deferred
-from overlap.state.elementwise import decides_by_loss, is_elementwise, is_per_parameter, takes_sparse_alone
+from overlap.state.elementwise import decides_by_loss, divisible, is_per_parameter, takes_sparse_alone
 from overlap.state.full_state import FullState, exporter
 from overlap.state.rows import Rows
 from overlap.state.shard_state import ShardState
@@ -179,15 +179,12 @@ def _updates(
     arguments: SharedArguments,
 ) -> tuple[Updates, bool]:
     """How updates run, and whether the optimizer may decide by the loss. What is lost thereby is said on rank 0."""
-    elementwise = is_elementwise(optimizer) if arguments.elementwise is None else arguments.elementwise
-    per_parameter = arguments.per_parameter
-    if per_parameter is not None and strategy.updates is not Updates.OWNED:
+    if arguments.per_parameter and strategy.updates is not Updates.OWNED:
         raise ValueError(
-            f"per_parameter={per_parameter} is about strategies that give whole parameters to ranks (oss), and strategy "
+            "per_parameter=True is about strategies that give whole parameters to ranks (oss, fsdp), and strategy "
             f"{strategy.name!r} does not; elementwise=True promises that an optimizer may be applied to slices"
         )
-    if per_parameter is None:
-        per_parameter = elementwise or is_per_parameter(optimizer)
+    elementwise, per_parameter = divisible(optimizer, arguments.elementwise, arguments.per_parameter)
     updates = feasible(strategy.updates, optimizer, elementwise, arguments.compression, per_parameter=per_parameter)
     if updates is Updates.EAGER and arguments.on_nonfinite == "skip":
         raise ValueError(
@@ -195,8 +192,8 @@ def _updates(
             "'raise' or 'ignore', or eager=False"
         )
     if strategy.updates.in_shards and updates is Updates.WHOLE and session.comm.rank == 0:
-        divisible = per_parameter if strategy.updates is Updates.OWNED else elementwise
-        why = _why_whole(strategy, optimizer, divisible)
+        may = per_parameter if strategy.updates is Updates.OWNED else elementwise
+        why = _why_whole(strategy, optimizer, may)
         log.warning("strategy %r keeps all optimizer state on every rank: %s", strategy.name, why)
     return updates, decides_by_loss(optimizer) and not per_parameter
 

@@ -239,9 +239,9 @@ def _read(place: Place, value: Any) -> None:
         if one.slot is not value.slot or one.start == one.stop:
             continue
         if not is_dense(like) or _in_order(like):
-            read_range(place, one.start, one.stop, one.proxy.data)
+            read_range(place, one.start, one.stop, one.elements)
         else:  # rows of the file are spread over the parameter's memory
-            one.proxy.data.copy_(to_flat(_whole(place), like)[one.start : one.stop])
+            one.elements.copy_(to_flat(_whole(place), like)[one.start : one.stop])
 
 
 def _in_order(like: torch.Tensor) -> bool:

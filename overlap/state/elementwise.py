@@ -6,7 +6,7 @@ import inspect
 
 import torch
 
-__all__ = ["SCALAR_STATE", "is_elementwise", "is_per_parameter", "takes_sparse_alone"]
+__all__ = ["SCALAR_STATE", "divisible", "is_elementwise", "is_per_parameter", "takes_sparse_alone"]
 
 # Updating a slice of a flattened parameter gives, bit for bit, that slice of the whole update, so the work and the state
 # can be split between ranks (ZeRO-1's memory at no extra traffic).
@@ -70,6 +70,14 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
 def is_per_parameter(optimizer: torch.optim.Optimizer) -> bool:
     """Whether `optimizer` may be applied to some of the parameters at a time, each of them whole."""
     return base_of(optimizer) in _PER_PARAMETER and not _differentiable(optimizer)
+
+
+def divisible(
+    optimizer: torch.optim.Optimizer, elementwise: bool | None, per_parameter: bool | None
+) -> tuple[bool, bool]:
+    """Whether `optimizer` may be applied to slices, and to whole parameters one by one: as promised, or as is known."""
+    slices = is_elementwise(optimizer) if elementwise is None else elementwise
+    return slices, (slices or is_per_parameter(optimizer)) if per_parameter is None else per_parameter
 
 
 def takes_sparse_alone(optimizer: torch.optim.Optimizer) -> bool:

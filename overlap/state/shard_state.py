@@ -80,7 +80,7 @@ def export(shards: ShardUpdate, which: Which = None) -> PieceState:
     with shards.written.seen():
         if isinstance(which, tuple):
             mine = [one for one in shards.pieces if one.slot.index in which]
-            return {one.slot.index: (one.start, one.stop, {PARAMETER: to_cpu(one.proxy.data)}) for one in mine}
+            return {one.slot.index: (one.start, one.stop, {PARAMETER: to_cpu(one.elements)}) for one in mine}
         for bucket in shards.buckets:
             for one, state in held(shards, bucket):
                 if state and which in (None, OUTLINE, one.slot.index):

@@ -177,7 +177,7 @@ def chunk_of(engine: Engine, slot: Slot) -> torch.Tensor:
     assert slot.bucket is not None
     for one in engine.sharded.pieces_of(slot.bucket):
         if one.slot is slot:
-            return _chunk(one, one.proxy.data)
+            return _chunk(one, one.elements)
     if slot.like.numel() == 0:
         return torch.empty(slot.like.shape, dtype=slot.like.dtype)
     return Chunked(slot.like, 0, slot.like.new_empty(0))

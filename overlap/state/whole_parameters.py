@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from overlap.core.bucket import Slot
 from overlap.core.engine import Engine
+from overlap.core.freed import FreedBucket
 from overlap.core.gates.gates import Ours
 from overlap.state.pieces import PARAMETER, assemble
 from overlap.state.share import StateShare
@@ -101,7 +102,7 @@ class WholeParameters:
         with self._share.replacing():
             for one in engine.sharded.pieces_of(slot.bucket):
                 if one.slot is slot:
-                    one.proxy.data.copy_(to_flat(values, slot.like)[one.start : one.stop])
+                    one.elements.copy_(to_flat(values, slot.like)[one.start : one.stop])
 
 
 def _before_loading(module: torch.nn.Module, hook: _Loading) -> RemovableHandle:
@@ -149,4 +150,4 @@ class _Loaded(Ours):
 
 def _in_shards(slot: Slot) -> bool:
     """Whether each rank's share is what counts, also where a pass has left the parameter whole."""
-    return slot.freed is not None and slot.bucket is not None and not slot.bucket.opened
+    return slot.freed is not None and isinstance(slot.bucket, FreedBucket) and not slot.bucket.opened

@@ -16,7 +16,7 @@ NOT_ALONE = ("tokens of each rank", "generated", "bf16", "adafactor")
 ALONE = ("iterated", "checkpointed", "lora", "module", "resumed", "own trainer", "llama")
 STRATEGIES = ("wfbp", "mgwfbp", "bytescheduler", "layer by layer")
 SHARDED = tuple(f"fsdp {name}" for name in (*FEW, *ALONE))
-SHARDED_NOT_ALONE = tuple(f"fsdp {name}" for name in NOT_ALONE[:-1])
+SHARDED_NOT_ALONE = tuple(f"fsdp {name}" for name in NOT_ALONE)
 
 
 @pytest.mark.parametrize("launcher", ["mpi", "torchrun"])

@@ -138,8 +138,11 @@ SCENARIOS: dict[str, dict[str, Any]] = {
 
 def scenario(name: str) -> dict[str, Any]:
     """A copy of it; by fsdp, parameters are in several buckets."""
-    sharded = {"options": {"strategy": "fsdp", "threshold_mb": 0.01}} if name.startswith("fsdp ") else {}
-    return {**SCENARIOS[name.removeprefix("fsdp ")], **sharded}
+    chosen = dict(SCENARIOS[name.removeprefix("fsdp ")])
+    if name.startswith("fsdp "):
+        promise = {key: value for key, value in chosen.get("options", {}).items() if key == "per_parameter"}
+        chosen["options"] = {"strategy": "fsdp", "threshold_mb": 0.01, **promise}
+    return chosen
 
 
 def train(name: str, kind: type[Trainer], folder: Path, **extra: Any) -> Trained:

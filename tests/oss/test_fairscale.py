@@ -11,7 +11,7 @@ from torch import nn
 
 import co2
 import oss
-from oss.fairscale import NOT_HERE
+from oss.fairscale import NOT_HERE, refuse_fairscales_names
 
 MODEL = nn.Linear(2, 2)
 
@@ -61,3 +61,11 @@ def test_so_are_folders_and_other_names_are_told_as_ever() -> None:
         with pytest.raises(ImportError, match="FullyShardedDataParallel, Pipe and model_parallel"):
             importlib.import_module(module)
     assert not hasattr(oss, "whatever")
+
+
+def test_fairscales_arguments_raise_with_what_stands_in_their_place() -> None:
+    with pytest.raises(TypeError, match=r"broadcast_fp16=True is fairscale's; gather_dtype=torch\.float16"):
+        refuse_fairscales_names({"sync_start": True, "broadcast_fp16": True})
+    with pytest.raises(TypeError, match=r"reduce_buffer_size=8388608 .* threshold_mb"):
+        refuse_fairscales_names({"reduce_buffer_size": 2**23})
+    refuse_fairscales_names({"per_parameter": True})

@@ -23,6 +23,7 @@ __all__ = [
     "NAMELESS",
     "NOT_EAGER",
     "OPTIMIZERS",
+    "OWNED",
     "PACKAGES",
     "POLICIES",
     "STRATEGIES",
@@ -73,6 +74,10 @@ WRAP = STRATEGIES | VARIANTS
 NAMELESS: dict[str, Callable[..., Any]] = (
     {"dear-nameless": lambda o, m, **k: dear.DistributedOptimizer(o, threshold_mb=0.001, **k)} if SIZE == 1 else {}
 )
+# For optimizers that need whole parameters, with any; see test_fsdp_owned.py.
+OWNED: dict[str, Callable[..., Any]] = {
+    "fsdp-owned": lambda o, m, **k: fsdp.DistributedOptimizer(o, m, per_parameter=True, threshold_mb=0.001, **k),
+}
 # Policies of dear update as it does: they meet all loops and scripts at two ranks over MPI, and elsewhere all the rest.
 POLICIES = () if SIZE == 2 and OVER_MPI else ("dear-rb", "dear-whole", "dear-eager")
 # One for each package that is synchronous; the first with several buckets.

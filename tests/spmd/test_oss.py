@@ -11,7 +11,7 @@ from torch import nn
 
 import dear
 import oss
-from oss.assignment import assign_owners
+from overlap.plan.assignment import assign_owners
 from overlap.plan.partition import lane_of
 from overlap.plan.plan import Updates
 from tests.spmd.listening import heard

@@ -11,14 +11,16 @@ import torch
 
 import dear
 from tests.spmd.models import double_model
-from tests.spmd.strategies import WRAP
+from tests.spmd.strategies import OWNED
+from tests.spmd.strategies import WRAP as WAYS
 from tests.spmd.training import local_loss, trained, values_of
 from tests.spmd_plugin import SIZE
 
 safetensors = pytest.importorskip("safetensors.torch")
 transformers = pytest.importorskip("transformers")
 
-STRATEGIES = ("fsdp", "dear")
+WRAP = WAYS | OWNED
+STRATEGIES = ("fsdp", "fsdp-owned", "dear")
 
 
 def _gpt(seed: int = 3) -> Any:

@@ -19,11 +19,13 @@ import dear
 from overlap.optimizer.distributed import DistributedOptimizer
 from overlap.state.chunks import Chunked
 from tests.spmd.models import double_model
-from tests.spmd.strategies import OPTIMIZERS, WRAP
+from tests.spmd.strategies import OPTIMIZERS, OWNED
+from tests.spmd.strategies import WRAP as WAYS
 from tests.spmd.training import assert_close, local_loss, same_everywhere, values_of
 from tests.spmd_plugin import SIZE
 
-STRATEGIES = ("fsdp", "dear", "oss", "wfbp")
+WRAP = WAYS | OWNED
+STRATEGIES = ("fsdp", "fsdp-owned", "dear", "oss", "wfbp")
 SEVERAL = pytest.mark.skipif(SIZE == 1, reason="takes several ranks")
 
 

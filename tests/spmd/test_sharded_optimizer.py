@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dear
 from oss import OSS
-from oss.assignment import assign_owners
+from overlap.plan.assignment import assign_owners
 from tests.spmd.listening import heard
 from tests.spmd.training import local_loss, same_values
 

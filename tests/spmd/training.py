@@ -12,7 +12,7 @@ import torch
 import dear
 from tests.spmd.loops import LOOPS, Run
 from tests.spmd.models import double_model
-from tests.spmd.strategies import NAMELESS, OPTIMIZERS, WRAP
+from tests.spmd.strategies import NAMELESS, OPTIMIZERS, OWNED, WRAP
 
 __all__ = [
     "assert_close",
@@ -78,7 +78,7 @@ def train_in_loop(model_name: str, optimizer_name: str, loop_name: str, strategy
     optimizer: Any = OPTIMIZERS[optimizer_name](list(model.parameters()))
     rank = None
     if strategy is not None:
-        optimizer, rank = (WRAP | NAMELESS)[strategy](optimizer, model), dear.rank()
+        optimizer, rank = (WRAP | NAMELESS | OWNED)[strategy](optimizer, model), dear.rank()
     run = Run(model, optimizer, rank, dear.size())
     LOOPS[loop_name](run)
     if strategy is not None:

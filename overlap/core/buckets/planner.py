@@ -10,6 +10,7 @@ from dataclasses import replace
 from overlap.core.bucket import Bucket, Slot
 from overlap.core.buckets.heap import Freed
 from overlap.core.feature import StatePlacement
+from overlap.core.freed import FreedBucket
 from overlap.core.handles import outlives, shared
 from overlap.core.master_weights import MakeMaster
 from overlap.core.shards import ShardUpdate
@@ -235,7 +236,7 @@ class Planner:
 
     def _bucket(self, strategy: Strategy, number: int, plan: BucketPlan, slots: list[Slot]) -> Bucket:
         on_cpu = slots[0].param.is_cpu  # where a buffer that is not used takes no memory
-        return Bucket(
+        return (FreedBucket if plan.freed else Bucket)(
             number,
             plan,
             slots,

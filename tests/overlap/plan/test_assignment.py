@@ -1,4 +1,4 @@
-"""Who owns which parameter, by hand; and what a fairscale user is told."""
+"""Who owns which parameter, by hand."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import random
 
 import pytest
 
-from oss.assignment import assign_owners
-from oss.fairscale import refuse_fairscales_names
+from overlap.plan.assignment import assign_owners
 
 
 @pytest.mark.parametrize(
@@ -40,11 +39,3 @@ def test_groups_one_by_one_give_what_they_give_together_and_nobody_lags_far(seed
     assert (*first, *assign_owners(numels[cut:], loads)) == together
     totals = [sum(n for n, owner in zip(numels, together, strict=True) if owner == rank) for rank in range(size)]
     assert max(totals) - min(totals) <= max(numels)
-
-
-def test_fairscales_arguments_raise_with_what_stands_in_their_place() -> None:
-    with pytest.raises(TypeError, match=r"broadcast_fp16=True is fairscale's; gather_dtype=torch\.float16"):
-        refuse_fairscales_names({"sync_start": True, "broadcast_fp16": True})
-    with pytest.raises(TypeError, match=r"reduce_buffer_size=8388608 .* threshold_mb"):
-        refuse_fairscales_names({"reduce_buffer_size": 2**23})
-    refuse_fairscales_names({"per_parameter": True})
