@@ -270,6 +270,26 @@ def test_persistent_operations(made: Made) -> None:
             assert comm.issued == issued + 9
 
 
+def test_what_is_under_way_is_told(made: Made) -> None:
+    world = init().comm
+    if world.size == 1:
+        pytest.skip("a rank alone waits for nobody")
+    for _, *both in made:
+        for comm in both:
+            values = torch.ones(70_001)
+            if comm.rank == 0:
+                world.run(barrier())
+                comm.run(all_reduce(values, values))
+            else:
+                work = comm.start(all_reduce(values, values, label="late"))
+                assert [one.label for one in comm.pending()] == ["late"]
+                assert f"on {comm.name}" in work.describe()
+                assert comm.lines()[comm.name].unfinished == ("all_reduce",)
+                world.run(barrier())
+                work.wait()
+            assert comm.pending() == []
+
+
 def test_names_and_wrong_counts(made: Made) -> None:
     world = init().comm
     for _, two_level, hybrid in made:
