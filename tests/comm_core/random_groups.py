@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -138,7 +138,13 @@ def play(comm: Communicator, seed: int) -> None:
         for _ in range(GROUPS):
             members = rng.permutation(comm.size)[: rng.integers(min(2, comm.size), comm.size, endpoint=True)].tolist()
             place = members.index(comm.rank) if comm.rank in members else None
-            groups.append(comm.split(None if place is None else 0, key=place or 0))
+            part = comm.split(None if place is None else 0, key=place or 0)
+            each = int(rng.choice([n for n in range(1, len(members) + 1) if len(members) % n == 0]))
+            levels = bool(rng.integers(2))
+            if part is not None and levels:  # beside the one without groups, which is closed at once
+                flat, part = part, part.two_level([list(range(i, i + each)) for i in range(0, part.size, each)])
+                flat.close()
+            groups.append(part)
             if last and own.integers(2):
                 last.pop().close()
         issued: list[tuple[Call, Issued]] = []
@@ -146,6 +152,8 @@ def play(comm: Communicator, seed: int) -> None:
             part, call = groups[rng.integers(GROUPS)], _random_call(rng)
             if part is None:
                 continue
+            if part.name.endswith(":two_level") and call.dtype in (DType.FLOAT16, DType.BFLOAT16):
+                call = replace(call, dtype=DType.FLOAT32)  # 16 bits are rounded twice, and numpy's once
             issued.append((call, KINDS[call.kind](part, call)))
             if own.integers(8) == 0:
                 time.sleep(own.random() * 0.003)

@@ -6,6 +6,20 @@ from tests.mutations.mutation import Mutation
 
 MUTATIONS = [
     Mutation(
+        "a communicator with shards for the members of groups counts those",
+        "overlap/transport/communicator.py",
+        "return (self.shard_rank, self.shard_size) if sharded else (self.rank, self.size)",
+        "return (self.rank, self.size)",
+        "mpi-2 tests/spmd/test_levels.py -k gathers",
+    ),
+    Mutation(
+        "a device's communicator has the shards of its host's",
+        "overlap/transport/cuda/communicator.py",
+        "return self._host.shard_rank",
+        "return self._host.rank",
+        "tests/overlap/transport/test_operation.py -k shards_of_its_host",
+    ),
+    Mutation(
         "a complex number travels as two reals",
         "overlap/transport/checks.py",
         "factor = 2 if send.is_complex() else 1",

@@ -50,6 +50,14 @@ SchedulePtr in_a_row(SchedulePtr first, SchedulePtr second) {
   return std::make_unique<Sequence>(std::move(parts));
 }
 
+/// Elements of a piece of which this rank sends about `share`, all told, to other groups. While the first piece is
+/// within groups nothing is between them, so there are some; but each costs a few messages' time.
+std::int64_t piece_of(std::int64_t share, std::int64_t item, const Settings& settings) {
+  constexpr std::int64_t kPieces = 8;
+  const auto segment = std::max<std::int64_t>(1, settings.segment_bytes / item);
+  return std::clamp((share + kPieces - 1) / kPieces, segment, settings.window * segment);
+}
+
 /// The operation, where this rank is, and how chunks are cut: all have their pieces of `piece` elements, as far as they
 /// reach.
 struct Shape {
@@ -60,7 +68,8 @@ struct Shape {
         group(levels.group_of(rank)),
         member(levels.member_of(rank)),
         item(static_cast<std::int64_t>(item_size(op.dtype))),
-        piece(std::max<std::int64_t>(1, settings.window * settings.segment_bytes / item)),
+        ring(hybrid() && op.kind != OpKind::kAllReduce ? levels.num_groups() : 1),
+        piece(ring * piece_of(*std::max_element(op.recv_counts.begin(), op.recv_counts.end()) / ring, item, settings)),
         offsets(offsets_of(op.recv_counts)) {}
 
   const Operation op;
@@ -68,6 +77,7 @@ struct Shape {
   const Settings settings;
   const int group, member;
   const std::int64_t item;
+  const std::int64_t ring;  // parts of a chunk that are reduced across groups
   const std::int64_t piece;
   const CountList offsets;  // of the chunks
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any, cast
+
 import pytest
 import torch
 
 import comm_core
 from comm_core import InvalidUsage, ReduceOp, Unsupported
 from overlap.transport.checks import checked
+from overlap.transport.cuda.communicator import DeviceCommunicator
 from overlap.transport.native import NativeCommunicator
 from overlap.transport.operation import (
     NOTHING,
@@ -22,6 +26,7 @@ from overlap.transport.operation import (
     reduce,
     reduce_scatter,
 )
+from overlap.transport.torch.gloo import GlooCommunicator
 
 FLOATS, HALVES, SINGLES = torch.zeros(6), torch.zeros(6, dtype=torch.float16), torch.zeros(6)
 
@@ -122,3 +127,23 @@ def test_every_kind_is_issued_as_often_as_its_start_is_called() -> None:
             assert (work.op, work.label, work.nbytes) == (operation.kind.value, "a", operation.nbytes)
         assert comm.issued == before + 2
     comm.close()
+
+
+def test_groups_of_ranks_need_transports_of_ones_own() -> None:
+    alone = NativeCommunicator(comm_core.local())
+    streams: Any = SimpleNamespace(kind="cuda", device=0)
+    carrier: Any = None
+    for comm in (GlooCommunicator(cast(Any, None), 0, 1), DeviceCommunicator(alone, carrier, streams)):
+        for kind, make in (("two_level", comm.two_level), ("hybrid", comm.hybrid)):
+            with pytest.raises(Unsupported, match=f"{kind}: communicator .* has no groups of ranks"):
+                make([[0]])
+
+
+def test_a_device_has_the_shards_of_its_host() -> None:
+    host: Any = SimpleNamespace(rank=3, size=4, shard_rank=1, shard_size=2, backend="tcp", name="world/0:hybrid")
+    streams: Any = SimpleNamespace(kind="cuda", device=0)
+    carrier: Any = None
+    comm = DeviceCommunicator(host, carrier, streams)
+    assert comm.place_of(reduce_scatter(FLOATS, FLOATS)) == (1, 2)
+    assert comm.place_of(all_gather(FLOATS, FLOATS)) == (1, 2)
+    assert comm.place_of(all_reduce(FLOATS, FLOATS)) == (3, 4)
