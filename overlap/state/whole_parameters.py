@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from overlap.core.bucket import Slot
 from overlap.core.engine import Engine
 from overlap.core.gates.gates import Ours
+from overlap.state.dtensors import TakesDTensors, before_loading
 from overlap.state.pieces import PARAMETER, assemble
 from overlap.state.share import StateShare
 from overlap.transport.memory import to_flat
@@ -49,11 +50,13 @@ class WholeParameters:
         for module in modules:
             found = ((name, by_parameter.get(id(param))) for name, param in dict.items(module._parameters))
             mine = {name: slot for name, slot in found if slot is not None}
+            if module not in self._named:
+                self._handles.append(before_loading(module, TakesDTensors()))
             named = self._named.setdefault(module, {})
             if mine and not named:
                 self._handles += [
                     module.register_state_dict_post_hook(_Saved(self._collect, named)),
-                    _before_loading(module, _Loading(self._meet, named)),
+                    before_loading(module, _Loading(self._meet, named)),
                     module.register_load_state_dict_post_hook(_Loaded(self._take, named)),
                 ]
             named.update(mine)
@@ -102,13 +105,6 @@ class WholeParameters:
             for one in engine.sharded.pieces_of(slot.bucket):
                 if one.slot is slot:
                     one.proxy.data.copy_(to_flat(values, slot.like)[one.start : one.stop])
-
-
-def _before_loading(module: torch.nn.Module, hook: _Loading) -> RemovableHandle:
-    """As ``register_load_state_dict_pre_hook``, which wraps `hook`: copies of `module` would take it along."""
-    handle = RemovableHandle(module._load_state_dict_pre_hooks)
-    module._load_state_dict_pre_hooks[handle.id] = hook
-    return handle
 
 
 class _Saved(Ours):
