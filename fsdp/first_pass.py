@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -36,9 +37,10 @@ WIRES = {
 
 
 def begin(module: Any) -> None:
-    """Shard the model around `module`, whose forward pass begins, if there is an optimizer that trains it. On every rank.
+    """Shard the model around `module`, whose forward pass begins, if there are optimizers that train it. On every rank.
 
-    Raises ``RuntimeError`` for several optimizers, or one that is distributed already.
+    Raises ``RuntimeError`` for one that is distributed already, and for a parameter that is in two; on every rank where
+    ranks have different ones.
     """
     if not torch.is_grad_enabled():
         return
@@ -46,25 +48,64 @@ def begin(module: Any) -> None:
     if model is not module and unit_of(model).calls:
         return  # that has looked already
     trained = [each for each in model.parameters() if each.requires_grad]
-    found = optimizers_of(trained)
-    if not found:
+    if not optimizers_of(trained):
         return
-    if len(found) > 1 or current().registry.having(trained):
-        names = ", ".join(type(each).__name__ for each in found)
-        raise RuntimeError(
-            f"the parameters of {type(model).__name__} belong to {len(found)} optimizer(s) ({names}), and fully_shard() "
-            "works with one that no DistributedOptimizer wraps; it may have several parameter groups"
-        )
+    found = _found(list(model.parameters()))
+    _refuse_taken(model, found)
     agree_on_strategy("fsdp")
     refuse_what_is_lost(model)
     root = root_of(model)
     root.units = units_in([model])
-    _refuse_frozen(model, root.units, set(_trained(found[0])))
+    _refuse_frozen(model, root.units, {each for optimizer in found for each in _trained(optimizer)})
     for unit in root.units:
         unit.root = root
     _watch_steps()
-    arguments = replace(_arguments(root.units, found[0]), process_set=_process_set(root.units))
-    root.train(adopt(found[0], model, partial(_strategy, root.units), arguments))
+    process_set = _process_set(root.units, [_described(each, model) for each in found])
+    adopted = []
+    for each in found:
+        arguments = replace(_arguments(root.units, each), process_set=process_set)
+        adopted.append(adopt(each, model, partial(_strategy, root.units), arguments))
+    root.train(adopted)
+
+
+def _found(parameters: Sequence[torch.Tensor]) -> list[torch.optim.Optimizer]:
+    """The optimizers that have `parameters`, also of those that are frozen now, by the first one that each has.
+
+    So their order is the same on all ranks.
+    """
+    if len(optimizers_of(parameters)) > 1:
+        gc.collect()  # one that the script has let go of may be there still, on some ranks
+    places = {id(parameter): place for place, parameter in enumerate(parameters)}
+    return sorted(
+        optimizers_of(parameters),
+        key=lambda each: min(places.get(number, len(places)) for number in _trained(each)),
+    )
+
+
+def _refuse_taken(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Raise ``RuntimeError`` where a parameter has two optimizers, or a distributed one."""
+    if current().registry.having(list(model.parameters())):
+        raise RuntimeError(
+            f"parameters of {type(model).__name__} belong to a DistributedOptimizer, and fully_shard() works with plain "
+            "optimizers: leave out fully_shard(), or do not wrap the optimizer"
+        )
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    owners: dict[int, torch.optim.Optimizer] = {}
+    for optimizer in optimizers:
+        for number in _trained(optimizer):
+            other = owners.setdefault(number, optimizer)
+            if other is not optimizer:
+                raise RuntimeError(
+                    f"parameter {names.get(number)!r} of {type(model).__name__} is in two optimizers "
+                    f"({type(other).__name__}, {type(optimizer).__name__}), and fully_shard() gives each parameter to one: "
+                    "let go of the other one, or divide the parameters between them"
+                )
+
+
+def _described(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> str:
+    mine = _trained(optimizer)
+    first = next((name for name, each in model.named_parameters() if id(each) in mine), "")
+    return f"{type(optimizer).__name__} of {len(mine)} parameters from {first!r}"
 
 
 @functools.cache
@@ -77,8 +118,9 @@ def _refuse_stranger(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any)
     """Raise ``RuntimeError`` where `optimizer` is a plain one, made later, of parameters that are sharded."""
     if not isinstance(optimizer, DistributedOptimizer) and not taken(sharded=True).isdisjoint(_trained(optimizer)):
         raise RuntimeError(
-            f"{type(optimizer).__name__}.step(): parameters of this optimizer are sharded already, with the one that "
-            "their model's first training pass has found. Use that one; add_param_group() adds parameters to it"
+            f"{type(optimizer).__name__}.step(): parameters of this optimizer are sharded already, with the optimizers "
+            "that their model's first training pass has found. Use those, and make all of them before that pass; "
+            "add_param_group() adds parameters to one"
         )
 
 
@@ -116,19 +158,22 @@ def _refuse_frozen(model: torch.nn.Module, units: Sequence[Unit], trained: set[i
                 )
 
 
-def _process_set(units: Sequence[Unit]) -> ProcessSet:
-    """The ranks of all `units`. On every rank of the job; raises on all of them where some give others than their peers."""
+def _process_set(units: Sequence[Unit], optimizers: list[str]) -> ProcessSet:
+    """The ranks of all `units`. On every rank of the job; raises on all of them where some give others than their peers.
+
+    So it does where ranks of one set have found other `optimizers`, as they are described.
+    """
     session = current()
     mine = list(dict.fromkeys(unit.ranks for unit in units if unit.parameters))
-    everyones = allgather_object(session.control, mine)
-    for found in everyones:
+    told = allgather_object(session.control, (mine, optimizers))
+    for found, _ in told:
         if len(found) > 1:
             raise NotImplementedError(
                 f"mesh differs between modules: some are sharded over ranks {list(found[0])} and some over "
                 f"{list(found[1])}; give all modules of a model the same"
             )
-    groups = [found[0] for found in everyones]
-    why = _why_no_sets(groups)
+    groups = [found[0] for found, _ in told]
+    why = _why_no_sets(groups) or _why_no_peers(groups, [theirs for _, theirs in told])
     if why is not None:
         raise ValueError(why)
     return set_of(list(dict.fromkeys(groups)))
@@ -145,6 +190,17 @@ def _why_no_sets(groups: Sequence[tuple[int, ...]]) -> str | None:
                     f"rank {rank} shards over ranks {list(group)} and rank {other} over {list(groups[other])}: all ranks "
                     "of a mesh have to give that mesh to fully_shard()"
                 )
+    return None
+
+
+def _why_no_peers(groups: Sequence[tuple[int, ...]], optimizers: Sequence[list[str]]) -> str | None:
+    """What is wrong with the `optimizers` that ranks have found, by rank, where those of one group differ (pure)."""
+    for rank, group in enumerate(groups):
+        if optimizers[rank] != optimizers[group[0]]:
+            return (
+                f"rank {group[0]} trains the model with {', '.join(optimizers[group[0]])}, and rank {rank} with "
+                f"{', '.join(optimizers[rank])}: make the same optimizers on every rank before the first training pass"
+            )
     return None
 
 

@@ -1,8 +1,8 @@
-"""``fully_shard``, with the names and meanings of ``torch.distributed.fsdp``, for a plain torch optimizer.
+"""``fully_shard``, with the names and meanings of ``torch.distributed.fsdp``, for plain torch optimizers.
 
     fully_shard(block) …, fully_shard(model)     notes which parameters travel together
-    optimizer = AdamW(model.parameters())        before or after that
-    model(x), the first time gradients can come  finds the optimizer, and shards both, as `fsdp.DistributedOptimizer` does
+    optimizer = AdamW(model.parameters()) …      before or after that
+    model(x), the first time gradients can come  finds its optimizers, and shards all, as `fsdp.DistributedOptimizer` does
 
 Until then the model is whole, and can be loaded, converted and evaluated like any other.
 """
