@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from fsdp.optimizer import Fsdp, automatic, refuse_what_is_lost
 from fsdp.units import Unit, outermost, root_of, taken, unit_of, units_in
 from overlap.horovod.mesh import set_of
+from overlap.job.default_ranks import Place, place
 from overlap.job.process_set import ProcessSet
 from overlap.job.session import current
 from overlap.optimizer.adoption import adopt, optimizers_of
@@ -164,19 +165,40 @@ def _process_set(units: Sequence[Unit], optimizers: list[str]) -> ProcessSet:
     So it does where ranks of one set have found other `optimizers`, as they are described.
     """
     session = current()
-    mine = list(dict.fromkeys(unit.ranks for unit in units if unit.parameters))
-    told = allgather_object(session.control, (mine, optimizers))
-    for found, _ in told:
+    mine = list(dict.fromkeys((unit.ranks, unit.by_default_group) for unit in units if unit.parameters))
+    told = allgather_object(session.control, (mine, optimizers, place()))
+    numbers = {(there.group, there.rank): rank for rank, (_, _, there) in enumerate(told) if there is not None}
+    groups = []
+    for rank, (meshes, _, there) in enumerate(told):
+        found = list(dict.fromkeys(_in_job(rank, ranks, there if by else None, numbers) for ranks, by in meshes))
         if len(found) > 1:
             raise NotImplementedError(
                 f"mesh differs between modules: some are sharded over ranks {list(found[0])} and some over "
                 f"{list(found[1])}; give all modules of a model the same"
             )
-    groups = [found[0] for found, _ in told]
-    why = _why_no_sets(groups) or _why_no_peers(groups, [theirs for _, theirs in told])
+        groups.append(found[0])
+    why = _why_no_sets(groups) or _why_no_peers(groups, [theirs for _, theirs, _ in told])
     if why is not None:
         raise ValueError(why)
     return set_of(list(dict.fromkeys(groups)))
+
+
+def _in_job(
+    rank: int, ranks: tuple[int, ...], there: Place | None, numbers: Mapping[tuple[str, int], int]
+) -> tuple[int, ...]:
+    """The `ranks` of a mesh of `rank`, as the job numbers them (pure).
+
+    If it is of a default group, `rank` is `there` in it, and `numbers` has the ranks of the job by group and rank in it.
+    """
+    if there is None:
+        return ranks
+    strangers = [each for each in ranks if (there.group, each) not in numbers]
+    if strangers:
+        raise ValueError(
+            f"rank {rank} of the job shards over ranks {list(ranks)} of its default group of torch.distributed, in which "
+            f"it is rank {there.rank}, and rank {strangers[0]} there is not in the job: give a dear.Mesh"
+        )
+    return tuple(sorted(numbers[there.group, each] for each in ranks))
 
 
 def _why_no_sets(groups: Sequence[tuple[int, ...]]) -> str | None:

@@ -63,7 +63,7 @@ def fully_shard(
     pipeline, take ``fsdp.DistributedOptimizer``. Raises ``ValueError`` for what torch refuses, too, and
     ``NotImplementedError`` for what torch has and this has not.
     """
-    ranks = _ranks_of(mesh)
+    ranks, by_default_group = _ranks_of(mesh)
     size = len(ranks)
     modules: Sequence[torch.nn.Module] = module if isinstance(module, list) else [module]
     _refuse_modules(modules)
@@ -76,7 +76,7 @@ def fully_shard(
     for one in modules:
         kind: Any = type(one)
         casts = policy.param_dtype is not None and policy.cast_forward_inputs
-        register(one, Unit(kind, mine, ranks, stays, policy.reduce_dtype, policy.param_dtype, casts))
+        register(one, Unit(kind, mine, ranks, by_default_group, stays, policy.reduce_dtype, policy.param_dtype, casts))
         one.__class__ = sharded_class(kind)
         if policy.output_dtype is not None:
             one.register_forward_hook(functools.partial(_cast, policy.output_dtype))
@@ -119,23 +119,19 @@ def _refuse_modules(modules: Sequence[Any]) -> None:
             raise ValueError(f"{type(module).__name__} has no forward(): give fully_shard() the modules in it")
 
 
-def _ranks_of(mesh: Any) -> tuple[int, ...]:
-    """The ranks of the job in `mesh`, which has one dimension; without one, all of them."""
-    comm = current().comm
+def _ranks_of(mesh: Any) -> tuple[tuple[int, ...], bool]:
+    """The ranks in `mesh`, which has one dimension, and whether these are ranks of torch.distributed's default group.
+
+    Else they are the job's: without a mesh, all of them.
+    """
     if mesh is None:
-        return tuple(range(comm.size))
+        return tuple(range(current().comm.size)), False
     shape = tuple(mesh.shape.values()) if isinstance(mesh, Mesh) else tuple(mesh.mesh.shape)
     if len(shape) != 1:
         raise NotImplementedError(
             f"mesh has the shape {shape}, and parameters are sharded along one axis: give that one, as mesh['data']"
         )
-    if isinstance(mesh, Mesh):
-        return mesh.ranks()
-    if mesh.get_rank() != comm.rank:
-        raise ValueError(
-            f"this is rank {mesh.get_rank()} of the mesh's default group and rank {comm.rank} of the job: give a dear.Mesh"
-        )
-    return tuple(sorted(mesh.mesh.tolist()))
+    return (mesh.ranks(), False) if isinstance(mesh, Mesh) else (tuple(sorted(mesh.mesh.tolist())), True)
 
 
 def _refuse_layout(placement: Any, dims: Any, size: int) -> None:

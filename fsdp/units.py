@@ -23,7 +23,8 @@ class Unit:
 
     kind: type[torch.nn.Module]  # the module's own class
     parameters: list[torch.nn.Parameter]
-    ranks: tuple[int, ...]  # among which they are sharded, in ascending order
+    ranks: tuple[int, ...]  # among which they are sharded, in ascending order …
+    by_default_group: bool  # … by their numbers in torch.distributed's default group, not in the job
     stays: bool | None = None  # whole from forward to backward; None: as the plan has it
     reduce_dtype: torch.dtype | None = None  # of gradients that travel …
     param_dtype: torch.dtype | None = None  # … and of parameters that are used; None: their own

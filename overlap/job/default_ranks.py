@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import uuid
+import weakref
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from overlap.transport.communicator import Communicator
 from overlap.transport.objects import allgather_object
 
-__all__ = ["Place", "default_ranks", "place", "why_apart"]
+__all__ = ["Place", "default_ranks", "group_of", "place", "why_apart"]
 
 _KEY = "dear/default_group"
+# Process groups of some ranks, by default group: each is made once.
+_groups: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()
 
 
 class Place(NamedTuple):
@@ -46,6 +49,21 @@ def default_ranks(comm: Communicator, what: str) -> list[int]:
             "torch.distributed.init_process_group() on every rank of the job"
         )
     return [each.rank for each in places if each is not None]
+
+
+def group_of(ranks: Sequence[int]) -> Any:
+    """The process group of these `ranks` of the default group, in ascending order. On every one of them, and on no other.
+
+    The first call makes it, unless they are all.
+    """
+    group, together = dist.GroupMember.WORLD, tuple(sorted(ranks))
+    assert group is not None
+    if len(together) == dist.get_world_size():
+        return group
+    made = _groups.setdefault(group, {})
+    if together not in made:
+        made[together] = dist.new_group(list(together), use_local_synchronization=True)
+    return made[together]
 
 
 def why_apart(places: Sequence[Place | None]) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -10,16 +9,13 @@ import torch
 
 from overlap.core.bucket import Slot
 from overlap.core.engine import Engine
-from overlap.job.default_ranks import default_ranks
+from overlap.job.default_ranks import default_ranks, group_of
 from overlap.job.session import current
 from overlap.optimizer.distributed import DistributedOptimizer
 from overlap.optimizer.shares import owners_of, plain, state_of
 from overlap.state.dtensors import as_dtensor, taking_dtensors
 
 __all__ = ["dtensor_state_dict", "load_dtensor_state_dict"]
-
-# Process groups of some ranks, by default group: each is made once.
-_groups: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()
 
 
 class _Share(NamedTuple):
@@ -131,15 +127,7 @@ class _Meshes:
 
 
 def _mesh(ranks: Sequence[int], kind: str) -> Any:
-    """On every one of the `ranks`; the first call makes their process group, where they are not all of the default one."""
-    from torch.distributed import GroupMember, get_world_size, new_group
+    """On every one of the `ranks`."""
     from torch.distributed.device_mesh import DeviceMesh
 
-    group, together = GroupMember.WORLD, tuple(sorted(ranks))
-    assert group is not None
-    if len(together) < get_world_size():
-        made = _groups.setdefault(group, {})
-        if together not in made:
-            made[together] = new_group(list(together), use_local_synchronization=True)
-        group = made[together]
-    return DeviceMesh.from_group(group, kind)
+    return DeviceMesh.from_group(group_of(ranks), kind)
