@@ -181,6 +181,31 @@ def test_the_norm_over_all_parameters_is_that_of_one_process(split: str, norm_ty
         twins.check()
 
 
+def test_gradients_that_are_clipped_together_stay_in_shards() -> None:
+    twins = _Twins()
+    for step in range(2):
+        twins.backward(step)
+        torch.nn.utils.clip_grad_norm_(twins.mine.parameters(), 0.05)
+        assert not any(bucket.gradients.there for each in twins.optimizers for bucket in each.buckets)
+        assert all(bool(each.grad.isnan().all()) for each in twins.mine.parameters() if each.grad is not None)
+        twins.step()
+        twins.zero_grad()
+
+
+def test_a_norm_that_is_not_finite_is_refused_where_the_script_wants_that() -> None:
+    twins = _Twins("by part")
+    hook = twins.mine.blocks[3][1].bias.register_hook(lambda gradient: torch.full_like(gradient, torch.inf))
+    _loss(twins.mine, 0, dear.rank()).backward()
+    with pytest.raises(RuntimeError, match="total norm of order 2.0"):
+        torch.nn.utils.clip_grad_norm_(twins.mine.parameters(), 0.05, error_if_nonfinite=True)
+    hook.remove()
+    for each in twins.optimizers:
+        each.zero_grad()
+    twins.backward(0)
+    twins.step()
+    twins.check()
+
+
 def test_each_optimizers_parameters_may_be_clipped_by_themselves() -> None:
     twins = _Twins()
     for step in range(3):
