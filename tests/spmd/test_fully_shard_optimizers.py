@@ -196,7 +196,7 @@ def test_a_norm_that_is_not_finite_is_refused_where_the_script_wants_that() -> N
     twins = _Twins("by part")
     hook = twins.mine.blocks[3][1].bias.register_hook(lambda gradient: torch.full_like(gradient, torch.inf))
     _loss(twins.mine, 0, dear.rank()).backward()
-    with pytest.raises(RuntimeError, match="total norm of order 2.0"):
+    with pytest.raises(RuntimeError, match=r"total norm of order 2\.0"):
         torch.nn.utils.clip_grad_norm_(twins.mine.parameters(), 0.05, error_if_nonfinite=True)
     hook.remove()
     for each in twins.optimizers:
